@@ -1,0 +1,248 @@
+"""Every setting, in frozen dataclasses. Defaults live here, once; `arguments/` binds them to flags.
+
+A `None` default means "decided later", and the comment says from what.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+from megatron_ext.errors import ConfigError
+
+LAYER_SYMBOLS = {"M": "Mamba-2", "*": "attention", "-": "MLP"}
+POSITION_EMBEDDINGS = ("none", "rope", "learned_absolute")
+NORMALIZATIONS = ("RMSNorm", "LayerNorm")
+DTYPES = ("fp32", "bf16", "fp16")
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConfigError(message)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The architecture: what a checkpoint saves and a builder needs. Defaults: a tiny hybrid."""
+
+    hybrid_override_pattern: str = "M-M*M-M-"  # one letter a layer, see LAYER_SYMBOLS
+    num_layers: int | None = None  # default: the pattern's length
+    hidden_size: int = 128
+    ffn_hidden_size: int | None = None  # default: 4 * hidden_size
+    num_attention_heads: int = 4
+    group_query_attention: bool = False
+    num_query_groups: int | None = None  # default: num_attention_heads, or 1 with group_query_attention
+    kv_channels: int | None = None  # default: hidden_size // num_attention_heads
+    mamba_state_dim: int = 128
+    mamba_head_dim: int = 64
+    mamba_num_heads: int | None = None  # default: 2 * hidden_size // mamba_head_dim
+    mamba_num_groups: int = 8
+    mamba_conv_kernel: int = 4
+    mamba_chunk_size: int = 128
+    position_embedding_type: str = "none"
+    rotary_base: int = 10000
+    rotary_percent: float = 1.0
+    normalization: str = "RMSNorm"
+    norm_epsilon: float = 1e-5
+    squared_relu: bool = False
+    swiglu: bool = False
+    disable_bias_linear: bool = True
+    untie_embeddings_and_output_weights: bool = False
+    max_position_embeddings: int = 4096
+    vocab_size: int | None = None  # default: the tokenizer's
+    spec: tuple[str, str] | None = None  # (module, name) of a stack spec; default: ours
+
+    def __post_init__(self) -> None:
+        self._check_pattern()
+        _require(self.hidden_size > 0, f"hidden size {self.hidden_size} must be positive")
+        _require(
+            self.kv_channels is not None or self.hidden_size % self.num_attention_heads == 0,
+            f"hidden size {self.hidden_size} is not a multiple of {self.num_attention_heads} attention heads; "
+            "change one of them or give --kv-channels",
+        )
+        _require(
+            self.num_attention_heads % self.query_groups == 0,
+            f"{self.num_attention_heads} attention heads cannot be shared by {self.query_groups} query groups; "
+            "the groups must divide the heads",
+        )
+        self._check_mamba()
+        for name, value, allowed in (
+            ("position embedding type", self.position_embedding_type, POSITION_EMBEDDINGS),
+            ("normalization", self.normalization, NORMALIZATIONS),
+        ):
+            _require(value in allowed, f"{name} {value!r} is unknown; one of {', '.join(allowed)}")
+        _require(
+            not (self.squared_relu and self.swiglu),
+            "--squared-relu and --swiglu contradict each other; give one of them",
+        )
+
+    def _check_pattern(self) -> None:
+        pattern = self.hybrid_override_pattern
+        _require(len(pattern) > 0, "the hybrid pattern is empty; give at least one layer, as in 'M-*-'")
+        unknown = sorted(set(pattern) - set(LAYER_SYMBOLS))
+        known = ", ".join(f"{symbol} ({name})" for symbol, name in LAYER_SYMBOLS.items())
+        _require(not unknown, f"pattern {pattern!r} has unknown letter {''.join(unknown)!r}; known are {known}")
+        _require(
+            self.num_layers in (None, len(pattern)),
+            f"--num-layers {self.num_layers} contradicts --hybrid-override-pattern {pattern!r} "
+            f"of {len(pattern)} layers; leave --num-layers out or make them equal",
+        )
+
+    def _check_mamba(self) -> None:
+        if not self.is_hybrid:
+            return
+        heads, groups = self.mamba_heads, self.mamba_num_groups
+        _require(
+            heads > 0 and heads % groups == 0,
+            f"{heads} Mamba heads cannot be shared by {groups} Mamba groups; the groups must divide the heads "
+            "(--mamba-num-heads, --mamba-num-groups)",
+        )
+        _require(self.mamba_conv_kernel >= 2, f"Mamba convolution window {self.mamba_conv_kernel} must be at least 2")
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether any layer carries a recurrent state."""
+        return "M" in self.hybrid_override_pattern
+
+    @property
+    def layer_count(self) -> int:
+        """Layers, of every kind."""
+        return len(self.hybrid_override_pattern)
+
+    @property
+    def query_groups(self) -> int:
+        """Key/value heads."""
+        return self.num_query_groups or (1 if self.group_query_attention else self.num_attention_heads)
+
+    @property
+    def head_channels(self) -> int:
+        """Size of one attention head (D of query, key and value)."""
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def ffn_size(self) -> int:
+        """Width of the MLP's hidden layer."""
+        return self.ffn_hidden_size or 4 * self.hidden_size
+
+    @property
+    def mamba_heads(self) -> int:
+        """Heads of a Mamba-2 layer."""
+        return self.mamba_num_heads or 2 * self.hidden_size // self.mamba_head_dim
+
+    def to_dict(self) -> dict:
+        """A plain dictionary, as saved with a checkpoint."""
+        return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True)
+class SourceConfig:
+    """Where the weights and the tokenizer come from, and in which type they live."""
+
+    load: str | None = None
+    load_hf: str | None = None
+    save: str | None = None
+    model_config: str | None = None  # a YAML file of flags
+    tokenizer_type: str | None = None  # "NullTokenizer" or "HuggingFaceTokenizer"; default: what the checkpoint has
+    tokenizer_model: str | None = None  # a directory or tokenizer.json
+    bf16: bool = False
+    fp16: bool = False
+    seed: int = 1234
+
+    def __post_init__(self) -> None:
+        _require(
+            not (self.load and self.load_hf),
+            f"--load {self.load} and --load-hf {self.load_hf} contradict each other; give one of them",
+        )
+        _require(not (self.bf16 and self.fp16), "--bf16 and --fp16 contradict each other; give one of them")
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How the model is spread over ranks."""
+
+    tensor_model_parallel_size: int = 1
+    pipeline_model_parallel_size: int = 1
+    expert_model_parallel_size: int = 1
+    distributed_backend: str | None = None  # default: nccl on CUDA, gloo elsewhere
+
+
+@dataclass(frozen=True)
+class BatchingConfig:
+    """Memory and batch limits of the dynamic engine."""
+
+    buffer_size_gb: float | None = None  # default: 1 on CPU, 40 on CUDA
+    block_count: int | None = None  # usable KV blocks exactly, in place of buffer_size_gb
+    paused_buffer_size_gb: float | None = None  # KV that paused requests may keep; default: no limit
+    block_size: int = 64  # tokens
+    max_requests: int = 64
+    max_tokens: int | None = None  # a step; default: 2048 on CPU, 16384 on CUDA
+    max_sequence_length: int | None = None  # default: the model's
+    enable_chunked_prefill: bool = True
+    conv_states_dtype: str | None = None  # default: the parameters' type
+    ssm_states_dtype: str = "fp32"
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "max_requests", "max_tokens", "max_sequence_length", "block_count"):
+            value = getattr(self, name)
+            _require(value is None or value > 0, f"{name.replace('_', ' ')} {value} must be positive")
+        for name in ("buffer_size_gb", "paused_buffer_size_gb"):
+            value = getattr(self, name)
+            valid = value is None or (math.isfinite(value) and value >= 0)
+            _require(valid, f"{name.replace('_', ' ')} {value} must be zero or more")
+        _require(
+            self.buffer_size_gb is None or self.block_count is None,
+            f"a buffer of {self.buffer_size_gb} GB and a block count of {self.block_count} contradict each other; "
+            "give one of them",
+        )
+        _require(
+            self.max_tokens is None or self.max_tokens >= self.max_requests,
+            f"max tokens a step {self.max_tokens} must be at least max requests {self.max_requests}, "
+            "so that every running request can decode",
+        )
+        for name in ("conv_states_dtype", "ssm_states_dtype"):
+            value = getattr(self, name)
+            _require(value is None or value in DTYPES, f"{name} {value!r} is unknown; one of {', '.join(DTYPES)}")
+
+
+@dataclass(frozen=True)
+class RequestParams:
+    """What one request asks for: sampling, stopping, log-probs. Greedy by default."""
+
+    num_tokens_to_generate: int = 30
+    temperature: float = 0.0  # 0 is greedy
+    top_k: int = 0  # 0 is off, 1 is greedy
+    top_p: float = 0.0  # 0 is off
+    seed: int | None = None  # default: derived from the run's seed and the request id
+    stop_words: tuple[str, ...] = ()
+    termination_id: int | None = None  # default: the tokenizer's end-of-document
+    ignore_eos: bool = False
+    return_log_probs: bool = False
+    skip_prompt_log_probs: bool = False
+    top_n_logprobs: int = 0
+    cache_salt: str | None = None
+    enable_prefix_caching: bool = True
+
+    def __post_init__(self) -> None:
+        count, n = self.num_tokens_to_generate, self.top_n_logprobs
+        _require(count >= 1, f"num_tokens_to_generate {count} must be at least 1")
+        valid_temperature = math.isfinite(self.temperature) and self.temperature >= 0
+        _require(valid_temperature, f"temperature {self.temperature} must be zero (greedy) or more")
+        _require(self.top_k >= 0, f"top_k {self.top_k} must be zero (off) or more")
+        _require(0 <= self.top_p <= 1, f"top_p {self.top_p} must be between 0 (off) and 1")
+        _require(n >= 0, f"top_n_logprobs {n} must be zero (off) or more")
+        _require(
+            n == 0 or self.return_log_probs,
+            f"top_n_logprobs {n} needs return_log_probs; set it or leave top_n_logprobs out",
+        )
+        _require(all(self.stop_words), "a stop word is empty; leave it out")
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the best token is taken, without randomness."""
+        return self.temperature == 0 or self.top_k == 1
+
+    @property
+    def wants_prompt_log_probs(self) -> bool:
+        """Whether the log-probs of the prompt's own tokens are asked for."""
+        return self.return_log_probs and not self.skip_prompt_log_probs

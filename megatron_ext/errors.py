@@ -1,0 +1,37 @@
+"""The errors a caller can meet, named for what went wrong."""
+
+from __future__ import annotations
+
+
+class ConfigError(ValueError):
+    """A setting that cannot work.
+
+    The message is one line: the value, the limit it breaks, and what would work.
+    """
+
+
+class CapacityError(Exception):
+    """A resource has fewer free units than a request needs.
+
+    Args:
+        resource: What ran out: "blocks", "tokens", "requests", "slots" or "sequence_length".
+        needed: Units that the request needs.
+        available: Units that there are; of the whole pool when not transient.
+        is_transient: True if the same call may succeed later, False if it never can.
+    """
+
+    def __init__(self, resource: str, needed: int, available: int, is_transient: bool) -> None:
+        when = "now" if is_transient else "at all"
+        super().__init__(f"{needed} {resource.replace('_', ' ')} needed, {available} available {when}")
+        self.resource = resource
+        self.needed = needed
+        self.available = available
+        self.is_transient = is_transient
+
+
+class CheckpointError(ConfigError):
+    """A checkpoint that is missing a part, holds an unknown one, or has the wrong shape."""
+
+
+class EngineSuspended(RuntimeError):
+    """A step was asked of an engine that is suspended."""

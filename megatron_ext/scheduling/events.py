@@ -1,0 +1,39 @@
+"""What happens to a request, with the time it happened."""
+
+from __future__ import annotations
+
+import enum
+import time
+from dataclasses import dataclass
+
+
+class EventType(enum.Enum):
+    """Lifecycle events of a request (KV-10)."""
+
+    ADD_ENGINE = enum.auto()
+    ADD_CONTEXT = enum.auto()  # each admission, not each chunk
+    FIRST_TOKEN = enum.auto()
+    PAUSE = enum.auto()
+    EVICT = enum.auto()
+    FINISH = enum.auto()
+    FAIL = enum.auto()
+    ERROR_TRANSIENT = enum.auto()
+    ERROR_NONTRANSIENT = enum.auto()
+
+
+@dataclass(frozen=True)
+class Event:
+    """One event. `timestamp` is in seconds of a clock that never goes back (not wall-clock time)."""
+
+    type: EventType
+    timestamp: float
+    payload: str | None = None
+
+    @classmethod
+    def now(cls, type: EventType, payload: str | None = None) -> Event:
+        """An event that happens at this moment."""
+        return cls(type, time.monotonic(), payload)
+
+    def to_dict(self) -> dict:
+        """As in the JSON output."""
+        return {"type": self.type.name, "timestamp": self.timestamp, "payload": self.payload}
