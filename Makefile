@@ -1,0 +1,37 @@
+# `make demo` and `make test` need Python >= 3.10 and make; each sets up .venv by itself.
+PYTHON ?= python3
+WORKERS ?= logical
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: help setup demo test lint golden
+.DEFAULT_GOAL := help
+
+help: ## Show this list.
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## Create .venv with everything that the other targets need.
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -c constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(STAMP) ## Run the embedded model on the shipped prompts and print a table.
+	$(BIN)/python tools/run_inference.py
+
+# One thread a worker: the workers already use every core, and results do not depend on the thread count.
+test: $(STAMP) ## Run all tests, in parallel (WORKERS=4 sets how many processes).
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false \
+		$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+lint: $(STAMP) ## Check style and formatting.
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+golden: $(STAMP) ## Write the golden values of the functional tests anew; review the diff.
+	OMP_NUM_THREADS=1 $(BIN)/python tests/functional_tests/regenerate.py $(ARGS)
