@@ -1,0 +1,1 @@
+"""The command line: argparse groups, each bound to one frozen dataclass."""
