@@ -1,0 +1,94 @@
+"""Depthwise causal convolution with SiLU in plain torch, on any device.
+
+    y_t = SiLU(bias + sum_k weight[:, k] x_{t-K+1+k})       [Cn]
+
+The state of a sequence is its last K-1 inputs (oldest first), whether they came in this call or before it.
+Letters: T tokens, Cn channels, K window, S sequences, R requests.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_ext.ops.varlen import PackedSequences
+
+
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    sequences: PackedSequences,
+    *,
+    initial_states: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Convolve packed sequences, none of which sees another. Differentiable.
+
+    Args:
+        x: [T, Cn]; may have rows behind the last sequence, which are not read.
+        weight: [Cn, K]. bias: [Cn] or None.
+        sequences: Where sequences lie on the token axis; they may be shorter than the window.
+        initial_states: [S, Cn, K-1], zeros if None; not modified.
+
+    Returns:
+        y [T, Cn] after SiLU, zero at rows behind the last sequence, and the final states [S, Cn, K-1]; both in x's dtype.
+    """
+    window = weight.shape[1]
+    extended = _extend(x[: sequences.num_tokens], sequences, window, initial_states)  # [T + S*(K-1), Cn]
+    wide = torch.promote_types(x.dtype, torch.float32)
+    y = _convolve(extended.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
+    if len(sequences.lengths) > 1:
+        y = y.index_select(0, torch.arange(len(sequences.seq_idx), device=x.device) + sequences.seq_idx * (window - 1))
+    y = F.silu(y).to(x.dtype)
+    missing = x.shape[0] - y.shape[0]
+    return F.pad(y, (0, 0, 0, missing)) if missing else y, _final_states(extended, sequences, window)
+
+
+def causal_conv1d_step(
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Convolve one token of each of R requests.
+
+    Args:
+        x: [R, Cn]. weight: [Cn, K]. bias: [Cn] or None. state: [R, Cn, K-1], not modified.
+
+    Returns:
+        y [R, Cn] after SiLU in x's dtype, and the new state [R, Cn, K-1] in state's dtype.
+    """
+    wide = torch.promote_types(x.dtype, torch.float32)
+    columns = torch.cat([state.to(x.dtype), x.unsqueeze(-1)], dim=-1)  # [R, Cn, K]
+    y = (columns.to(wide) * weight.to(wide)).sum(-1)
+    if bias is not None:
+        y = y + bias.to(wide)
+    return F.silu(y).to(x.dtype), columns[..., 1:].to(state.dtype)
+
+
+def _extend(x: Tensor, sequences: PackedSequences, window: int, initial_states: Tensor | None) -> Tensor:
+    """Put every sequence's K-1 earlier inputs in front of it: [T + S*(K-1), Cn]."""
+    if initial_states is None:
+        earlier = x.new_zeros(len(sequences.lengths), window - 1, x.shape[1])
+    else:
+        earlier = initial_states.to(x.dtype).transpose(1, 2)
+    parts = zip(earlier.unbind(0), x.split(sequences.lengths), strict=True)
+    return torch.cat([rows for pair in parts for rows in pair])
+
+
+def _convolve(extended: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Slide the window over all rows, also where two sequences meet (the caller drops those): [rows-K+1, Cn]."""
+    window = weight.shape[1]
+    num_outputs = extended.shape[0] - window + 1
+    y = extended[:num_outputs] * weight[:, 0]
+    for k in range(1, window):
+        y = torch.addcmul(y, extended[k : k + num_outputs], weight[:, k])
+    return y if bias is None else y + bias
+
+
+def _final_states(extended: Tensor, sequences: PackedSequences, window: int) -> Tensor:
+    """The last K-1 inputs of every sequence, older ones included where it is shorter: [S, Cn, K-1]."""
+    num_sequences = len(sequences.lengths)
+    kept = torch.arange(window - 1, device=extended.device)
+    shift = torch.arange(num_sequences, device=extended.device) * (window - 1)
+    rows = (sequences.cu_seqlens[1:] + shift).unsqueeze(-1) + kept  # [S, K-1]
+    states = extended.index_select(0, rows.flatten()).unflatten(0, (num_sequences, -1))
+    return states.transpose(1, 2).contiguous()
