@@ -192,13 +192,13 @@ class BatchingConfig:
             _require(valid, f"{name.replace('_', ' ')} {value} must be zero or more")
         _require(
             self.buffer_size_gb is None or self.block_count is None,
-            f"a buffer of {self.buffer_size_gb} GB and a block count of {self.block_count} contradict each other; "
-            "give one of them",
+            f"--inference-dynamic-batching-buffer-size-gb {self.buffer_size_gb} and "
+            f"--inference-dynamic-batching-block-count {self.block_count} contradict each other; give one of them",
         )
         _require(
             self.max_tokens is None or self.max_tokens >= self.max_requests,
-            f"max tokens a step {self.max_tokens} must be at least max requests {self.max_requests}, "
-            "so that every running request can decode",
+            f"--inference-dynamic-batching-max-tokens {self.max_tokens} must be at least "
+            f"--inference-dynamic-batching-max-requests {self.max_requests}, so that every running request can decode",
         )
         for name in ("conv_states_dtype", "ssm_states_dtype"):
             value = getattr(self, name)
@@ -246,3 +246,59 @@ class RequestParams:
     def wants_prompt_log_probs(self) -> bool:
         """Whether the log-probs of the prompt's own tokens are asked for."""
         return self.return_log_probs and not self.skip_prompt_log_probs
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """What `tools/run_inference.py` does with the prompts, and when."""
+
+    prompts: tuple[str, ...] = ()
+    prompt_file: str | None = None  # "-" is standard input; default: the shipped prompts
+    output_path: str | None = None
+    output_request_events: bool = False
+    inference_repeat_n: int = 1
+    drain_between_batches: bool = False
+    batch_boundaries: tuple[int, ...] = ()  # indices of the prompts that start a batch
+    incoming_requests_per_step: int | None = None  # default: all at once
+    incoming_requests_per_sec: float | None = None  # default: all at once
+    inference_logging_step_interval: int = 0  # steps; 0 is no log
+
+    def __post_init__(self) -> None:
+        self._check_contradictions()
+        rate, per_step, interval = (
+            self.incoming_requests_per_sec,
+            self.incoming_requests_per_step,
+            self.inference_logging_step_interval,
+        )
+        _require(self.inference_repeat_n >= 1, f"--inference-repeat-n {self.inference_repeat_n} must be at least 1")
+        _require(per_step is None or per_step >= 1, f"--incoming-requests-per-step {per_step} must be at least 1")
+        valid_rate = rate is None or (math.isfinite(rate) and rate > 0)
+        _require(valid_rate, f"--incoming-requests-per-sec {rate} must be more than zero")
+        _require(interval >= 0, f"--inference-logging-step-interval {interval} must be zero (no log) or more")
+        increasing = all(a < b for a, b in zip(self.batch_boundaries, self.batch_boundaries[1:], strict=False))
+        _require(
+            increasing and all(index >= 0 for index in self.batch_boundaries),
+            f"--batch-boundaries {','.join(map(str, self.batch_boundaries))} must be increasing indices, as in 0,4,8",
+        )
+
+    def _check_contradictions(self) -> None:
+        alone = "contradict each other; give one of them"
+        for one, other in (
+            ("prompts", "prompt_file"),
+            ("incoming_requests_per_step", "incoming_requests_per_sec"),
+            ("drain_between_batches", "incoming_requests_per_step"),
+            ("drain_between_batches", "incoming_requests_per_sec"),
+        ):
+            both = getattr(self, one) and getattr(self, other)
+            _require(not both, f"{_flag(one)} and {_flag(other)} {alone}")
+        for name, needed in (
+            ("drain_between_batches", "batch_boundaries"),
+            ("batch_boundaries", "drain_between_batches"),
+            ("output_request_events", "output_path"),
+        ):
+            satisfied = not getattr(self, name) or getattr(self, needed)
+            _require(satisfied, f"{_flag(name)} needs {_flag(needed)}; give both or neither")
+
+
+def _flag(field: str) -> str:
+    return "--" + field.replace("_", "-")

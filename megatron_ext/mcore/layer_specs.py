@@ -1,0 +1,66 @@
+"""Layer specs that need nothing but torch: what `--spec megatron_ext.mcore.layer_specs hybrid_stack_spec` names."""
+
+from __future__ import annotations
+
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.ssm.mamba_block import MambaStackSubmodules
+from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+from megatron.core.ssm.mlp_layer import MLPLayer
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttentionSubmodules
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+from megatron_ext.mcore.attention import PagedSelfAttention
+from megatron_ext.mcore.stack import HybridStack, LayerNormFromConfig
+from megatron_ext.mixers.mamba2 import Mamba2Mixer, Mamba2MixerSubmodules
+
+mamba_layer_spec = ModuleSpec(
+    module=MambaLayer,
+    submodules=MambaLayerSubmodules(
+        norm=LayerNormFromConfig,
+        mixer=ModuleSpec(
+            module=Mamba2Mixer,
+            submodules=Mamba2MixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear),
+        ),
+        mamba_bda=get_bias_dropout_add,
+    ),
+)
+
+attention_layer_spec = ModuleSpec(
+    module=TransformerLayer,
+    submodules=TransformerLayerSubmodules(
+        input_layernorm=LayerNormFromConfig,
+        self_attention=ModuleSpec(
+            module=PagedSelfAttention,
+            params={"attn_mask_type": AttnMaskType.causal},
+            submodules=SelfAttentionSubmodules(
+                linear_qkv=ColumnParallelLinear,
+                core_attention=DotProductAttention,
+                linear_proj=RowParallelLinear,
+            ),
+        ),
+        self_attn_bda=get_bias_dropout_add,
+    ),
+)
+
+mlp_layer_spec = ModuleSpec(
+    module=MLPLayer,
+    submodules=TransformerLayerSubmodules(
+        pre_mlp_layernorm=LayerNormFromConfig,
+        mlp=ModuleSpec(
+            module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+        ),
+        mlp_bda=get_bias_dropout_add,
+    ),
+)
+
+hybrid_stack_spec = ModuleSpec(
+    module=HybridStack,
+    submodules=MambaStackSubmodules(
+        mamba_layer=mamba_layer_spec, attention_layer=attention_layer_spec, mlp_layer=mlp_layer_spec
+    ),
+)

@@ -1,0 +1,272 @@
+"""Mamba-2 mixer with varlen prefill and decode, on any device.
+
+Dao & Gu, "Transformers are SSMs" (2024), figure 6: in_proj -> [z | x | B | C | dt]; a causal convolution over
+[x | B | C]; the SSD scan; a gated group norm; out_proj. Parameter names, shapes and the order inside `in_proj` are those
+of megatron-core's `MambaMixer`, so checkpoints fit both.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from torch import Tensor, nn
+
+from megatron_ext.mixers.chunk_metadata import cut_chunks
+from megatron_ext.ops.causal_conv1d import causal_conv1d, causal_conv1d_step
+from megatron_ext.ops.ssd import ssd_scan, ssd_step
+from megatron_ext.ops.varlen import PackedChunks
+
+A_INIT_RANGE = (1.0, 16.0)
+DT_INIT_RANGE = (1e-3, 1e-1)
+DT_INIT_FLOOR = 1e-4
+
+
+@dataclass(frozen=True)
+class RecurrentStep:
+    """What every recurrent layer is told about one engine step; staged once.
+
+    The step's tokens are packed as [decode | prefill | padding]: the first `num_decode` tokens belong to one request
+    each, then come the prefill sequences that `chunks` describes. Rows of live states are given per request.
+    """
+
+    num_decode: int
+    decode_rows: Tensor  # [num_decode] int64
+    prefill_rows: Tensor  # [S] int64
+    has_initial_state: Tensor  # [S] bool: False starts from zero, whatever the row holds
+    chunks: PackedChunks | None  # None without prefill
+
+
+class RecurrentContext(Protocol):
+    """The part of an inference context that a recurrent mixer uses."""
+
+    recurrent_step: RecurrentStep
+
+    def mamba_states_cache(self, layer_number: int) -> tuple[Tensor, Tensor]:
+        """Live states of one layer: convolution [rows, Cn, K-1] and SSM [rows, H, P, N]; written in place."""
+
+
+@dataclass
+class Mamba2MixerSubmodules:
+    """The two projections."""
+
+    in_proj: ModuleSpec | type = None
+    out_proj: ModuleSpec | type = None
+
+
+class Mamba2Mixer(MegatronModule):
+    """See the module. Shapes are per tensor-parallel rank; d_inner = H * P, Cn = d_inner + 2 * G * N.
+
+    Args:
+        config: Reads mamba_state_dim (N), mamba_head_dim (P), mamba_num_heads (H), mamba_num_groups (G).
+        submodules: Specs of `in_proj` and `out_proj`.
+        d_model: Hidden size.
+        d_conv: Convolution window K.
+        chunk_size: Tokens of a scan chunk in training; at inference the context's metadata decides.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: Mamba2MixerSubmodules,
+        d_model: int,
+        layer_number: int | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        pp_layer_offset: int = 0,
+        d_conv: int = 4,
+        chunk_size: int = 128,
+    ) -> None:
+        super().__init__(config)
+        assert pg_collection is not None, "pg_collection must be provided for Mamba2Mixer"
+        self.d_conv = d_conv
+        self.chunk_size = chunk_size
+        self.layer_number = layer_number
+        self.pp_layer_offset = pp_layer_offset
+        self.headdim = config.mamba_head_dim
+        self.d_state = config.mamba_state_dim
+        nheads = config.mamba_num_heads or 2 * d_model // self.headdim
+        tp_size = pg_collection.tp.size()
+        assert nheads % tp_size == 0 and config.mamba_num_groups % tp_size == 0, (nheads, config.mamba_num_groups)
+        self.nheads_local = nheads // tp_size
+        self.ngroups_local = config.mamba_num_groups // tp_size
+        self.d_inner_local = self.nheads_local * self.headdim
+        self.conv_dim = self.d_inner_local + 2 * self.ngroups_local * self.d_state
+        self._build_projections(submodules, d_model, nheads * self.headdim, nheads, pg_collection)
+        self._build_recurrence()
+
+    def _build_projections(
+        self,
+        submodules: Mamba2MixerSubmodules,
+        d_model: int,
+        d_inner: int,
+        nheads: int,
+        pg_collection: ProcessGroupCollection,
+    ) -> None:
+        shared: dict[str, Any] = {"config": self.config, "bias": False, "is_expert": False}
+        shared["tp_group"] = pg_collection.tp
+        self.in_proj = build_module(
+            submodules.in_proj,
+            d_model,
+            2 * d_inner + 2 * self.config.mamba_num_groups * self.d_state + nheads,
+            init_method=self.config.init_method,
+            gather_output=False,
+            skip_bias_add=False,
+            tp_comm_buffer_name="fc1",
+            **shared,
+        )
+        self.out_proj = build_module(
+            submodules.out_proj,
+            d_inner,
+            d_model,
+            init_method=self.config.output_layer_init_method,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            tp_comm_buffer_name="fc2",
+            **shared,
+        )
+
+    def _build_recurrence(self) -> None:
+        """Convolution, dt bias, A, D and the gated norm, initialised as `MambaMixer` does (A, D in fp32)."""
+        dtype, heads = self.config.params_dtype, self.nheads_local
+        self.conv1d = nn.Conv1d(self.conv_dim, self.conv_dim, self.d_conv, groups=self.conv_dim, dtype=dtype)
+        log_low, log_high = (math.log(bound) for bound in DT_INIT_RANGE)
+        dt = torch.exp(torch.rand(heads) * (log_high - log_low) + log_low).clamp(min=DT_INIT_FLOOR)
+        self.dt_bias = nn.Parameter(inverse_softplus(dt).to(dtype))
+        self.A_log = nn.Parameter(torch.empty(heads, dtype=torch.float32).uniform_(*A_INIT_RANGE).log())
+        self.D = nn.Parameter(torch.ones(heads, dtype=torch.float32))
+        self.norm = GatedGroupRMSNorm(
+            self.d_inner_local, self.d_inner_local // self.ngroups_local, self.config.layernorm_epsilon, dtype
+        )
+        for parameter in (*self.conv1d.parameters(), self.dt_bias, self.A_log, self.D, self.norm.weight):
+            parameter.tensor_model_parallel = True
+
+    def forward(
+        self, hidden_states: Tensor, inference_context: RecurrentContext | None = None, **_: object
+    ) -> tuple[Tensor, Tensor | None]:
+        """Mix [s, b, h] along s (training), or the packed tokens [T, 1, h] of an engine step.
+
+        With a context the live states of the step's requests are advanced in place.
+
+        Returns:
+            Output of the same shape and a bias (None), as megatron's bias-dropout-add expects.
+        """
+        projected, _ = self.in_proj(hidden_states)
+        if inference_context is not None and not self.training:
+            y = self._forward_step(projected.squeeze(1), inference_context).unsqueeze(1)
+        else:
+            y = self._forward_batch(projected)
+        return self.out_proj(y)
+
+    def _forward_batch(self, projected: Tensor) -> Tensor:
+        """[s, b, .] -> [s, b, d_inner]: b sequences of equal length, from zero states."""
+        length, batch, _ = projected.shape
+        z, xbc, dt = self._split(projected.transpose(0, 1).flatten(0, 1))  # [b * s, .]
+        chunks = cut_chunks([0] * batch, [length] * batch, self.chunk_size, projected.device)
+        y, _, _ = self._scan(xbc, dt, chunks, None, None)
+        return self.norm(y, z).unflatten(0, (batch, length)).transpose(0, 1)
+
+    def _forward_step(self, projected: Tensor, context: RecurrentContext) -> Tensor:
+        """[T, .] -> [T, d_inner] for tokens packed as `RecurrentStep` says; padding comes out as zeros."""
+        step = context.recurrent_step
+        conv_states, ssm_states = context.mamba_states_cache(self.layer_number - self.pp_layer_offset)
+        z, xbc, dt = self._split(projected)
+        parts = []
+        if step.num_decode:
+            tokens = slice(0, step.num_decode)
+            parts.append(self._decode(xbc[tokens], dt[tokens], step, conv_states, ssm_states))
+        if step.chunks is not None:
+            tokens = slice(step.num_decode, step.num_decode + sum(step.chunks.sequences.lengths))
+            parts.append(self._prefill(xbc[tokens], dt[tokens], step, conv_states, ssm_states))
+        y = parts[0] if len(parts) == 1 else torch.cat(parts)
+        gated = self.norm(y, z[: y.shape[0]])
+        return F.pad(gated, (0, 0, 0, projected.shape[0] - y.shape[0]))
+
+    def _prefill(
+        self, xbc: Tensor, dt: Tensor, step: RecurrentStep, conv_states: Tensor, ssm_states: Tensor
+    ) -> Tensor:
+        """All prefill of the step in one varlen call (HY-7). The initial states are read before any is written (HY-8)."""
+        rows, has_state = step.prefill_rows, step.has_initial_state
+        initial_conv = conv_states[rows].where(has_state[:, None, None], 0)
+        initial_ssm = ssm_states[rows].where(has_state[:, None, None, None], 0)
+        y, final_conv, scanned = self._scan(xbc, dt, step.chunks, initial_conv.to(xbc.dtype), initial_ssm.float())
+        conv_states[rows] = final_conv.to(conv_states.dtype)
+        ssm_states[rows] = scanned.final_states.to(ssm_states.dtype)
+        return y
+
+    def _scan(
+        self, xbc: Tensor, dt: Tensor, chunks: PackedChunks, initial_conv: Tensor | None, initial_ssm: Tensor | None
+    ) -> tuple[Tensor, Tensor, Any]:
+        """Convolution and SSD scan: xbc [T, Cn], dt [T, H] -> y [T, d_inner], final conv states, SsdOutput."""
+        weight = self.conv1d.weight.squeeze(1)  # [Cn, K]
+        xbc, final_conv = causal_conv1d(
+            xbc, weight, self.conv1d.bias, chunks.sequences, initial_states=initial_conv
+        )
+        x, b, c = self._split_heads(xbc)
+        scanned = ssd_scan(
+            x, self._step_size(dt), self._a(), b, c, chunks, D=self.D.float(), initial_states=initial_ssm
+        )
+        return scanned.y.flatten(1), final_conv, scanned
+
+    def _decode(
+        self, xbc: Tensor, dt: Tensor, step: RecurrentStep, conv_states: Tensor, ssm_states: Tensor
+    ) -> Tensor:
+        """One token of each decoding request: [R, Cn] -> [R, d_inner]."""
+        rows, weight = step.decode_rows, self.conv1d.weight.squeeze(1)
+        xbc, conv = causal_conv1d_step(xbc, weight, self.conv1d.bias, conv_states[rows].to(xbc.dtype))
+        x, b, c = self._split_heads(xbc)
+        y, ssm = ssd_step(x, self._step_size(dt), self._a(), b, c, ssm_states[rows].float(), D=self.D.float())
+        conv_states[rows] = conv.to(conv_states.dtype)
+        ssm_states[rows] = ssm.to(ssm_states.dtype)
+        return y.flatten(1)
+
+    def _split(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[T, .] -> z [T, d_inner], xBC [T, Cn], dt [T, H]; views."""
+        return projected.split([self.d_inner_local, self.conv_dim, self.nheads_local], dim=-1)
+
+    def _split_heads(self, xbc: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[T, Cn] -> x [T, H, P], B [T, G, N], C [T, G, N]; views."""
+        group_channels = self.ngroups_local * self.d_state
+        x, b, c = xbc.split([self.d_inner_local, group_channels, group_channels], dim=-1)
+        groups = (self.ngroups_local, self.d_state)
+        return x.unflatten(-1, (self.nheads_local, self.headdim)), b.unflatten(-1, groups), c.unflatten(-1, groups)
+
+    def _step_size(self, dt: Tensor) -> Tensor:
+        return F.softplus(dt.float() + self.dt_bias.float())
+
+    def _a(self) -> Tensor:
+        return -torch.exp(self.A_log.float())
+
+    def mamba_state_shapes_per_request(self) -> tuple[tuple[int, int], tuple[int, int, int]]:
+        """Shapes of one request's convolution state (Cn, K-1) and SSM state (H, P, N).
+
+        Upstream keeps K columns of which the oldest is never used; we keep K-1.
+        """
+        return (self.conv_dim, self.d_conv - 1), (self.nheads_local, self.headdim, self.d_state)
+
+
+class GatedGroupRMSNorm(nn.Module):
+    """RMSNorm over groups of channels, of y * silu(z) (gate before norm); computed in fp32."""
+
+    def __init__(self, channels: int, group_size: int, eps: float, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.group_size = group_size
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(channels, dtype=dtype))
+
+    def forward(self, y: Tensor, z: Tensor) -> Tensor:
+        """y, z [T, channels] -> [T, channels] in z's type."""
+        gated = y.float() * F.silu(z.float())
+        normed = F.rms_norm(gated.unflatten(-1, (-1, self.group_size)), (self.group_size,), eps=self.eps)
+        return (normed.flatten(-2) * self.weight.float()).to(z.dtype)
+
+
+def inverse_softplus(y: Tensor) -> Tensor:
+    """x with softplus(x) = y, stable for small y."""
+    return y + torch.log(-torch.expm1(-y))

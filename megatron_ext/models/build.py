@@ -1,0 +1,124 @@
+"""A megatron-core model from a `ModelConfig`."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+
+import torch
+import torch.nn.functional as F
+
+from megatron_ext.config import ModelConfig
+from megatron_ext.errors import ConfigError
+from megatron_ext.mcore import platform  # first: it puts the CPU stand-ins in place
+
+from megatron.core.activations import squared_relu  # isort: skip
+from megatron.core.models.mamba import MambaModel  # isort: skip
+from megatron.core.transformer import TransformerConfig  # isort: skip
+from megatron.core.transformer.spec_utils import ModuleSpec  # isort: skip
+
+DEFAULT_SPEC = ("megatron_ext.mcore.layer_specs", "hybrid_stack_spec")
+
+
+def build_model(
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | None = None,
+    seed: int = 1234,
+    perform_initialization: bool = True,
+) -> MambaModel:
+    """Build the model in eval mode, with random weights from `seed` (the same on every device).
+
+    Starts torch.distributed as a world of one if nobody did.
+
+    Args:
+        perform_initialization: False leaves the large matrices as allocated, for a loader that fills them all.
+
+    Raises:
+        ConfigError: No vocabulary size, or a spec that cannot be found.
+    """
+    if config.vocab_size is None:
+        raise ConfigError("the vocabulary size is unknown; give --vocab-size or a tokenizer")
+    spec = resolve_spec(config)
+    platform.initialize()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = MambaModel(
+            transformer_config(config, dtype, perform_initialization),
+            spec,
+            vocab_size=config.vocab_size,
+            max_sequence_length=config.max_position_embeddings,
+            hybrid_override_pattern=config.hybrid_override_pattern,
+            share_embeddings_and_output_weights=not config.untie_embeddings_and_output_weights,
+            position_embedding_type=config.position_embedding_type,
+            rotary_base=config.rotary_base,
+            rotary_percent=config.rotary_percent,
+        )
+    return model.to(device or platform.device()).eval()
+
+
+def transformer_config(
+    config: ModelConfig, dtype: torch.dtype, perform_initialization: bool = True
+) -> TransformerConfig:
+    """megatron-core's configuration: fused CUDA kernels off, weights initialised on the host."""
+    return TransformerConfig(
+        num_layers=config.layer_count,
+        hidden_size=config.hidden_size,
+        ffn_hidden_size=config.ffn_size,
+        num_attention_heads=config.num_attention_heads,
+        num_query_groups=config.query_groups,
+        kv_channels=config.head_channels,
+        mamba_state_dim=config.mamba_state_dim,
+        mamba_head_dim=config.mamba_head_dim,
+        mamba_num_heads=config.mamba_heads if config.is_hybrid else None,
+        mamba_num_groups=config.mamba_num_groups,
+        normalization=config.normalization,
+        layernorm_epsilon=config.norm_epsilon,
+        add_bias_linear=not config.disable_bias_linear,
+        gated_linear_unit=config.swiglu,
+        activation_func=_activation(config),
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        fp16=dtype is torch.float16,
+        is_hybrid_model=config.is_hybrid,
+        perform_initialization=perform_initialization,
+        use_cpu_initialization=True,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        apply_rope_fusion=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+    )
+
+
+def _activation(config: ModelConfig) -> object:
+    if config.swiglu:
+        return F.silu
+    return squared_relu if config.squared_relu else F.gelu
+
+
+def resolve_spec(config: ModelConfig) -> ModuleSpec:
+    """The stack spec that `--spec MODULE NAME` names; ours gets the configuration's convolution window and chunk size.
+
+    Raises:
+        ConfigError: No such module or name.
+    """
+    module_name, name = config.spec or DEFAULT_SPEC
+    try:
+        spec = getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"--spec {module_name} {name} cannot be found: {error}") from error
+    if (module_name, name) != DEFAULT_SPEC:
+        return spec
+    mixer = dataclasses.replace(
+        spec.submodules.mamba_layer.submodules.mixer,
+        params={"d_conv": config.mamba_conv_kernel, "chunk_size": config.mamba_chunk_size},
+    )
+    mamba_submodules = dataclasses.replace(spec.submodules.mamba_layer.submodules, mixer=mixer)
+    mamba_layer = dataclasses.replace(spec.submodules.mamba_layer, submodules=mamba_submodules)
+    return dataclasses.replace(spec, submodules=dataclasses.replace(spec.submodules, mamba_layer=mamba_layer))

@@ -1,0 +1,56 @@
+"""The pool of KV blocks: a free list and reference counts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NewType
+
+BlockId = NewType("BlockId", int)
+
+
+class BlockPool:
+    """Hands out blocks 0 .. total - 1; a block is free when nobody refers to it.
+
+    Args:
+        total: Blocks in the pool (the dummy block that padding may point to is not one of them).
+    """
+
+    def __init__(self, total: int) -> None:
+        assert total >= 1, total
+        self.total = total
+        self._references = [0] * total
+        self._free = [BlockId(block) for block in reversed(range(total))]  # a stack: last released, first reused
+
+    @property
+    def free_count(self) -> int:
+        """Blocks that `allocate` can hand out."""
+        return len(self._free)
+
+    def references(self, block: BlockId) -> int:
+        """How many owners `block` has."""
+        return self._references[block]
+
+    def allocate(self, count: int) -> list[BlockId]:
+        """Take `count` free blocks, one reference each. The planner has made sure that there are as many."""
+        assert 0 <= count <= len(self._free), f"{count} blocks asked, {len(self._free)} free"
+        blocks = [self._free.pop() for _ in range(count)]
+        for block in blocks:
+            self._references[block] = 1
+        return blocks
+
+    def release(self, blocks: Iterable[BlockId]) -> None:
+        """Drop one reference per occurrence; a block without references is free again."""
+        for block in blocks:
+            assert self._references[block] > 0, f"block {block} released more often than taken"
+            self._references[block] -= 1
+            if self._references[block] == 0:
+                self._free.append(block)
+
+    def check(self) -> None:
+        """Assert that free and used blocks make up the pool, each exactly once."""
+        free = set(self._free)
+        assert len(free) == len(self._free), "a block is free twice"
+        used = {block for block, count in enumerate(self._references) if count > 0}
+        assert not free & used, f"blocks {sorted(free & used)} are free and in use"
+        assert len(free) + len(used) == self.total, "blocks were lost"
+        assert min(self._references) >= 0, "a negative reference count"

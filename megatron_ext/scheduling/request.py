@@ -1,0 +1,177 @@
+"""A request and where it stands.
+
+Everything is counted in tokens, in half-open intervals over prompt and generation together:
+
+    0                    prompt_length            len(tokens)
+    |------ prompt ------|------ generated -------|
+    |--- computed ---|-- the step's chunk --|
+    0         computed_end == chunk.start   chunk.end
+
+Tokens below `computed_end` have their KV in the block table and their state in the live row. A request whose chunk ends
+at `len(tokens)` gets a new token from that step.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import dataclass, field
+
+from megatron_ext.config import RequestParams
+from megatron_ext.prefix_cache.block_pool import BlockId
+from megatron_ext.scheduling.events import Event, EventType
+from megatron_ext.scheduling.record import RequestRecord, Status
+from megatron_ext.scheduling.rows import RowId
+
+
+@dataclass(eq=False)
+class Request:
+    """One request from submission to its end; evictions and suspensions leave it the same object.
+
+    Args:
+        arrival: Rank of submission; the lower goes first.
+        seed: Of the request's own random generator.
+        termination_id: The token that ends generation, or None.
+    """
+
+    request_id: int
+    prompt_tokens: tuple[int, ...]
+    params: RequestParams
+    arrival: int
+    seed: int
+    termination_id: int | None = None
+    prompt_text: str | None = None
+
+    tokens: list[int] = field(init=False)
+    computed_end: int = 0
+    block_table: list[BlockId] = field(default_factory=list)
+    state_row: RowId | None = None
+    generator: random.Random = field(init=False)
+
+    status: Status | None = None  # None while it lives
+    finish_reason: str | None = None
+    error: str | None = None
+    generated_text: str | None = None  # set when a stop word cuts the text
+    events: list[Event] = field(default_factory=list)
+    arrival_wall_time: float = field(default_factory=time.time)
+    step_count: int = 0
+    computed_prefill_tokens: int = 0
+    recomputed_tokens: int = 0
+    prompt_log_probs: list[float] = field(default_factory=list)
+    generated_log_probs: list[float] = field(default_factory=list)
+    prompt_top_n: list[dict[int, float]] = field(default_factory=list)
+    generated_top_n: list[dict[int, float]] = field(default_factory=list)
+    _ever_computed_end: int = 0
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.prompt_tokens)
+        self.generator = random.Random(self.seed)
+        self.add_event(EventType.ADD_ENGINE)
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens of the prompt as it was submitted."""
+        return len(self.prompt_tokens)
+
+    @property
+    def generated_tokens(self) -> list[int]:
+        """Tokens generated so far."""
+        return self.tokens[self.prompt_length :]
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether only the last token, a generated one, is left to compute."""
+        return self.computed_end == len(self.tokens) - 1 and self.computed_end >= self.prompt_length
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether it has finished, failed or been aborted."""
+        return self.status is not None
+
+    def add_event(self, type: EventType, payload: str | None = None) -> None:
+        """Note that something happens now."""
+        self.events.append(Event.now(type, payload))
+
+    def advance(self, end: int) -> None:
+        """The tokens up to `end` have been computed; count what was computed for the first time and what again."""
+        start, known = self.computed_end, self._ever_computed_end
+        self.recomputed_tokens += max(0, min(end, known) - start)
+        self.computed_prefill_tokens += max(0, min(end, self.prompt_length) - max(start, known))
+        self.computed_end = end
+        self._ever_computed_end = max(known, end)
+        self.step_count += 1
+
+    def append(self, token: int) -> None:
+        """A token was generated."""
+        if len(self.tokens) == self.prompt_length:
+            self.add_event(EventType.FIRST_TOKEN)
+        self.tokens.append(token)
+
+    def end(self, status: Status, *, finish_reason: str | None = None, error: str | None = None) -> None:
+        """Close the request's life."""
+        assert self.status is None, f"request {self.request_id} ended twice"
+        self.status, self.finish_reason, self.error = status, finish_reason, error
+        if status is Status.COMPLETED:
+            self.add_event(EventType.FINISH)
+        elif status is Status.FAILED:
+            self.add_event(EventType.ERROR_NONTRANSIENT, error)
+            self.add_event(EventType.FAIL)
+
+    def to_record(self, generated_text: str, prompt_text: str) -> RequestRecord:
+        """The outcome, for the user."""
+        assert self.status is not None, f"request {self.request_id} is still alive"
+        times = {event.type: event.timestamp for event in reversed(self.events)}  # the first of each type
+        added = times[EventType.ADD_ENGINE]
+        first_token = times.get(EventType.FIRST_TOKEN)
+        log_probs = self.params.return_log_probs
+        top_n = self.params.top_n_logprobs > 0
+        prompt_log_probs = self.params.wants_prompt_log_probs
+        computed = self.computed_prefill_tokens
+        return RequestRecord(
+            request_id=self.request_id,
+            status=self.status,
+            prompt_text=self.prompt_text if self.prompt_text is not None else prompt_text,
+            prompt_tokens=self.prompt_tokens,
+            generated_text=generated_text,
+            generated_tokens=tuple(self.generated_tokens),
+            finish_reason=self.finish_reason,
+            error=self.error,
+            events=tuple(self.events),
+            arrival_wall_time=self.arrival_wall_time,
+            latency=self.events[-1].timestamp - added,
+            ttft=None if first_token is None else first_token - added,
+            step_count=self.step_count,
+            matched_block_count=0,
+            skipped_prefill_token_count=0,
+            computed_prefill_token_count=computed,
+            recomputed_token_count=self.recomputed_tokens,
+            prefill_reasons={"caching_off": computed} if computed else {},
+            prompt_log_probs=tuple(self.prompt_log_probs) if prompt_log_probs else None,
+            generated_log_probs=tuple(self.generated_log_probs) if log_probs else None,
+            prompt_top_n_log_probs=tuple(self.prompt_top_n) if top_n and prompt_log_probs else None,
+            generated_top_n_log_probs=tuple(self.generated_top_n) if top_n else None,
+        )
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The tokens [start, end) of a request that one step computes."""
+
+    request: Request
+    start: int
+    end: int
+
+    @property
+    def length(self) -> int:
+        """Tokens."""
+        return self.end - self.start
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether this is one generated token on top of a live state."""
+        return self.length == 1 and self.start >= self.request.prompt_length
+
+    @property
+    def yields_token(self) -> bool:
+        """Whether the step computes the request's last known token, so that the next one can be sampled."""
+        return self.end == len(self.request.tokens)
