@@ -1,1 +1,5 @@
-"""The command line: argparse groups, each bound to one frozen dataclass."""
+"""The command line: argparse groups, each bound to one frozen dataclass of `megatron_ext.config`."""
+
+from arguments.parser import InferenceArguments, build_parser, parse_arguments
+
+__all__ = ["InferenceArguments", "build_parser", "parse_arguments"]

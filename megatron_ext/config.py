@@ -22,13 +22,17 @@ def _require(condition: bool, message: str) -> None:
         raise ConfigError(message)
 
 
+def _flag(field: str) -> str:
+    return "--" + field.replace("_", "-")
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """The architecture: what a checkpoint saves and a builder needs. Defaults: a tiny hybrid."""
 
     hybrid_override_pattern: str = "M-M*M-M-"  # one letter a layer, see LAYER_SYMBOLS
     num_layers: int | None = None  # default: the pattern's length
-    hidden_size: int = 128
+    hidden_size: int = 256
     ffn_hidden_size: int | None = None  # default: 4 * hidden_size
     num_attention_heads: int = 4
     group_query_attention: bool = False
@@ -55,7 +59,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         self._check_pattern()
-        _require(self.hidden_size > 0, f"hidden size {self.hidden_size} must be positive")
+        self._check_sizes()
         _require(
             self.kv_channels is not None or self.hidden_size % self.num_attention_heads == 0,
             f"hidden size {self.hidden_size} is not a multiple of {self.num_attention_heads} attention heads; "
@@ -88,6 +92,12 @@ class ModelConfig:
             f"--num-layers {self.num_layers} contradicts --hybrid-override-pattern {pattern!r} "
             f"of {len(pattern)} layers; leave --num-layers out or make them equal",
         )
+
+    def _check_sizes(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            is_size = isinstance(value, int) and not isinstance(value, bool)
+            _require(not is_size or value > 0, f"{_flag(field.name)} {value} must be positive")
 
     def _check_mamba(self) -> None:
         if not self.is_hybrid:
@@ -165,6 +175,11 @@ class ParallelConfig:
     pipeline_model_parallel_size: int = 1
     expert_model_parallel_size: int = 1
     distributed_backend: str | None = None  # default: nccl on CUDA, gloo elsewhere
+
+    def __post_init__(self) -> None:
+        for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"):
+            size = getattr(self, name)
+            _require(size == 1, f"{_flag(name)} {size}: this version runs on one rank; leave it out or give 1")
 
 
 @dataclass(frozen=True)
@@ -298,7 +313,3 @@ class RunConfig:
         ):
             satisfied = not getattr(self, name) or getattr(self, needed)
             _require(satisfied, f"{_flag(name)} needs {_flag(needed)}; give both or neither")
-
-
-def _flag(field: str) -> str:
-    return "--" + field.replace("_", "-")

@@ -1,0 +1,169 @@
+"""One flag, one field: what argparse and the YAML file need to know comes from the dataclass.
+
+A flag's type is its field's annotation, its default is the field's default. Neither is written twice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import types
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+STRINGS = tuple[str, ...]
+PAIR = tuple[str, str]
+INTEGERS = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A field of a dataclass as a flag.
+
+    Attributes:
+        field: Name of the dataclass's field.
+        help: What it does. Says where the value comes from if the field's default is None.
+        name: The flag, with its dashes; "" if it is the field's name with dashes.
+        choices: The values allowed, or None for any.
+        metavar: How `--help` shows the value; a tuple where there are two.
+    """
+
+    field: str
+    help: str
+    name: str = ""
+    choices: tuple[str, ...] | None = None
+    metavar: str | tuple[str, ...] | None = None
+
+    @property
+    def option(self) -> str:
+        """The flag as typed: `--num-layers`."""
+        return self.name or "--" + self.field.replace("_", "-")
+
+    @property
+    def key(self) -> str:
+        """The flag without dashes in front and with dashes inside: `num-layers`. The key in a YAML file."""
+        return normalize_key(self.option)
+
+
+@dataclass(frozen=True)
+class FlagGroup:
+    """The flags of one dataclass."""
+
+    title: str
+    config: type
+    flags: tuple[Flag, ...]
+
+    def kind(self, flag: Flag) -> Any:
+        """The type of the flag's field, without None."""
+        hint = typing.get_type_hints(self.config)[flag.field]
+        if isinstance(hint, types.UnionType):
+            (hint,) = (part for part in typing.get_args(hint) if part is not types.NoneType)
+        return hint
+
+    def default(self, flag: Flag) -> Any:
+        """The default of the flag's field."""
+        (field,) = (field for field in dataclasses.fields(self.config) if field.name == flag.field)
+        return field.default
+
+    def add_to(self, parser: argparse.ArgumentParser) -> None:
+        """Add the flags to `parser`. A flag that is not given leaves no attribute in the namespace."""
+        group = parser.add_argument_group(self.title)
+        for flag in self.flags:
+            group.add_argument(
+                flag.option,
+                dest=flag.key,
+                default=argparse.SUPPRESS,
+                help=self._help(flag),
+                **self._shape(flag),
+            )
+
+    def parse_value(self, flag: Flag, value: Any) -> Any:
+        """The value of a YAML file, read as the flag's text would be.
+
+        Raises:
+            ValueError: With what is wrong, fit to follow the flag's name and a colon.
+        """
+        kind = self.kind(flag)
+        if kind is bool:
+            if not isinstance(value, bool):
+                raise ValueError(f"{value!r} is not true or false")
+            return value
+        if kind in (STRINGS, PAIR):
+            if not isinstance(value, list) or (kind == PAIR and len(value) != 2):
+                raise ValueError(f"{value!r} is not a list" + (" of two" if kind == PAIR else ""))
+            return tuple(str(item) for item in value)
+        if kind == INTEGERS and isinstance(value, list):
+            value = ",".join(str(item) for item in value)
+        if isinstance(value, (list, dict)) or value is None:
+            raise ValueError(f"{value!r} is not one value")
+        parsed = _PARSERS[kind](str(value))
+        if flag.choices and parsed not in flag.choices:
+            raise ValueError(f"{parsed!r} is unknown; one of {', '.join(flag.choices)}")
+        return parsed
+
+    def _shape(self, flag: Flag) -> dict[str, Any]:
+        kind = self.kind(flag)
+        if kind is bool:
+            return {"action": argparse.BooleanOptionalAction}
+        shape: dict[str, Any] = {"metavar": flag.metavar or _METAVARS[kind], "type": _argparse_type(_PARSERS[kind])}
+        if flag.choices:
+            shape |= {"choices": flag.choices, "metavar": None}
+        if kind == STRINGS:
+            shape["nargs"] = "+"
+        if kind == PAIR:
+            shape["nargs"] = 2
+        return shape
+
+    def _help(self, flag: Flag) -> str:
+        default = self.default(flag)
+        text = flag.help if default is None or default == () else f"{flag.help} (default: {default})"
+        return text.replace("%", "%%")
+
+
+def normalize_key(name: str) -> str:
+    """`--top_k`, `top-k` and `top_k` are one key."""
+    return name.lstrip("-").replace("_", "-")
+
+
+def _parse_int(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is not a whole number") from None
+
+
+def _parse_float(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is not a number") from None
+
+
+def _parse_integers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(f"{text!r} is not a list of whole numbers with commas, as in 0,4,8") from None
+
+
+def _argparse_type(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    def parse_argument(text: str) -> Any:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return parse_argument
+
+
+_PARSERS: dict[Any, Callable[[str], Any]] = {
+    int: _parse_int,
+    float: _parse_float,
+    str: str,
+    STRINGS: str,
+    PAIR: str,
+    INTEGERS: _parse_integers,
+}
+_METAVARS: dict[Any, str] = {int: "N", float: "X", str: "TEXT", STRINGS: "TEXT", PAIR: "TEXT", INTEGERS: "I,J,..."}

@@ -1,0 +1,163 @@
+"""Every flag of the command line, in the groups of `--help`."""
+
+from __future__ import annotations
+
+from arguments.flags import Flag, FlagGroup
+from megatron_ext.config import (
+    DTYPES,
+    LAYER_SYMBOLS,
+    NORMALIZATIONS,
+    POSITION_EMBEDDINGS,
+    BatchingConfig,
+    ModelConfig,
+    ParallelConfig,
+    RequestParams,
+    RunConfig,
+    SourceConfig,
+)
+
+_BATCHING = "--inference-dynamic-batching"
+
+SOURCE = FlagGroup(
+    "weights and tokenizer",
+    SourceConfig,
+    (
+        Flag(
+            "load", "Checkpoint to load; default: the embedded model, or --load-hf, or the model flags", metavar="DIR"
+        ),
+        Flag("load_hf", "Hugging Face checkpoint to load: config.json and safetensors", metavar="DIR"),
+        Flag("save", "Where to save the model before it runs", metavar="DIR"),
+        Flag("model_config", "YAML file of flags; a flag on the command line decides over it", metavar="FILE.yaml"),
+        Flag(
+            "tokenizer_type",
+            "Kind of tokenizer; default: what the checkpoint has. NullTokenizer: texts are token ids with spaces",
+            choices=("HuggingFaceTokenizer", "NullTokenizer"),
+        ),
+        Flag("tokenizer_model", "Tokenizer directory or tokenizer.json; default: the checkpoint's", metavar="PATH"),
+        Flag("bf16", "Parameters in bfloat16"),
+        Flag("fp16", "Parameters in float16"),
+        Flag("seed", "Seed of random weights and of each request's random generator"),
+    ),
+)
+
+MODEL = FlagGroup(
+    "model (random weights if no checkpoint is given)",
+    ModelConfig,
+    (
+        Flag("spec", "Module and name of a layer spec; default: the package's own", metavar=("MODULE", "NAME")),
+        Flag(
+            "hybrid_override_pattern",
+            "One letter a layer: " + ", ".join(f"{symbol} {name}" for symbol, name in LAYER_SYMBOLS.items()),
+            metavar="PATTERN",
+        ),
+        Flag("num_layers", "Layers; default: as many as the pattern has letters"),
+        Flag("hidden_size", "Width of the model"),
+        Flag("ffn_hidden_size", "Width inside an MLP; default: 4 * hidden size"),
+        Flag("num_attention_heads", "Query heads of an attention layer"),
+        Flag("group_query_attention", "Share key/value heads; one group unless --num-query-groups says otherwise"),
+        Flag("num_query_groups", "Key/value heads; default: one for each query head"),
+        Flag("kv_channels", "Size of one attention head; default: hidden size / attention heads"),
+        Flag("mamba_state_dim", "State size of a Mamba layer"),
+        Flag("mamba_head_dim", "Size of one Mamba head"),
+        Flag("mamba_num_heads", "Mamba heads; default: 2 * hidden size / head dimension"),
+        Flag("mamba_num_groups", "Groups of Mamba heads that share B and C"),
+        Flag("position_embedding_type", "How positions are told", choices=POSITION_EMBEDDINGS),
+        Flag("normalization", "Kind of norm", choices=NORMALIZATIONS),
+        Flag("squared_relu", "Squared ReLU in MLPs"),
+        Flag("swiglu", "SwiGLU in MLPs"),
+        Flag("disable_bias_linear", "Linear layers without bias"),
+        Flag("untie_embeddings_and_output_weights", "An output layer with weights of its own"),
+        Flag("max_position_embeddings", "Longest sequence of the model, in tokens"),
+        Flag("vocab_size", "Entries of the vocabulary; default: the tokenizer's"),
+    ),
+)
+
+PARALLEL = FlagGroup(
+    "parallelism",
+    ParallelConfig,
+    (
+        Flag("tensor_model_parallel_size", "Ranks that share each layer"),
+        Flag("pipeline_model_parallel_size", "Ranks that share the stack of layers"),
+        Flag("expert_model_parallel_size", "Ranks that share the experts"),
+        Flag(
+            "distributed_backend",
+            "How ranks talk to each other; default: nccl on CUDA, gloo elsewhere",
+            choices=("nccl", "gloo"),
+        ),
+    ),
+)
+
+SAMPLING = FlagGroup(
+    "sampling (greedy unless told otherwise; a line of a prompt file decides over these)",
+    RequestParams,
+    (
+        Flag("num_tokens_to_generate", "Tokens to generate at most"),
+        Flag("temperature", "0 is greedy"),
+        Flag("top_k", "Sample from the k best tokens; 0 is off, 1 is greedy", name="--top_k"),
+        Flag("top_p", "Sample from the best tokens that make up this probability; 0 is off", name="--top_p"),
+        Flag("return_log_probs", "Log-probs of the prompt's and the generated tokens"),
+        Flag("skip_prompt_log_probs", "With --return-log-probs: only of the generated tokens"),
+        Flag("top_n_logprobs", "With --return-log-probs: the n best tokens at each position as well"),
+        Flag("stop_words", "Texts that end a generation; they are cut from the text"),
+        Flag("termination_id", "Token that ends a generation; default: the tokenizer's end of document", metavar="ID"),
+        Flag("ignore_eos", "Go on after the end-of-document token"),
+    ),
+)
+
+BATCHING = FlagGroup(
+    "batching",
+    BatchingConfig,
+    (
+        Flag(
+            "buffer_size_gb",
+            "GiB for KV blocks and live states; default: 1 on CPU, 40 on CUDA",
+            name=f"{_BATCHING}-buffer-size-gb",
+        ),
+        Flag("block_count", "KV blocks, exactly, in place of a buffer size", name=f"{_BATCHING}-block-count"),
+        Flag(
+            "paused_buffer_size_gb",
+            "GiB of KV that paused requests may keep; default: no limit",
+            name=f"{_BATCHING}-paused-buffer-size-gb",
+        ),
+        Flag("block_size", "Tokens in a KV block", name=f"{_BATCHING}-block-size"),
+        Flag("max_requests", "Requests that run at the same time", name=f"{_BATCHING}-max-requests"),
+        Flag("max_tokens", "Tokens in a step; default: 2048 on CPU, 16384 on CUDA", name=f"{_BATCHING}-max-tokens"),
+        Flag(
+            "max_sequence_length",
+            "Longest sequence, prompt and generated tokens together; default: the model's",
+            name="--inference-max-seq-length",
+        ),
+        Flag("enable_chunked_prefill", "Prefill a prompt over several steps where it does not fit one"),
+        Flag(
+            "conv_states_dtype",
+            "Type of Mamba convolution states; default: the parameters' type",
+            name="--mamba-inference-conv-states-dtype",
+            choices=DTYPES,
+        ),
+        Flag(
+            "ssm_states_dtype",
+            "Type of Mamba SSM states",
+            name="--mamba-inference-ssm-states-dtype",
+            choices=DTYPES,
+        ),
+    ),
+)
+
+RUN = FlagGroup(
+    "run",
+    RunConfig,
+    (
+        Flag("prompts", "Prompts. Without --prompts and --prompt-file: the shipped example prompts"),
+        Flag("prompt_file", "Prompts as JSON, one object a line; - is standard input", metavar="FILE.jsonl"),
+        Flag("output_path", "Where to write the results as JSON", metavar="FILE.json"),
+        Flag("output_request_events", "With --output-path: the events of each request as well"),
+        Flag("inference_repeat_n", "How often to run the same prompts, one time after the other"),
+        Flag("drain_between_batches", "Submit a batch when all before it have finished; needs --batch-boundaries"),
+        Flag("batch_boundaries", "Indices of the prompts that start a batch, from 0"),
+        Flag("incoming_requests_per_step", "Prompts to submit before each engine step; default: all at once"),
+        Flag("incoming_requests_per_sec", "Prompts to submit a second; default: all at once"),
+        Flag("inference_logging_step_interval", "Steps between two log lines; 0 is none"),
+    ),
+)
+
+GROUPS = (SOURCE, MODEL, PARALLEL, SAMPLING, BATCHING, RUN)

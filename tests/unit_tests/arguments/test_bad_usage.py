@@ -1,0 +1,70 @@
+"""What is wrong on the command line is told in one line, with both flags where two contradict each other."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ("--load a --load-hf b", ("--load ", "--load-hf ")),
+        ("--bf16 --fp16", ("--bf16", "--fp16")),
+        ("--swiglu --squared-relu", ("--swiglu", "--squared-relu")),
+        ("--num-layers 3 --hybrid-override-pattern M-", ("--num-layers 3", "--hybrid-override-pattern 'M-'")),
+        ("--prompts a --prompt-file b", ("--prompts", "--prompt-file")),
+        (
+            "--inference-dynamic-batching-buffer-size-gb 1 --inference-dynamic-batching-block-count 9",
+            ("--inference-dynamic-batching-buffer-size-gb 1", "--inference-dynamic-batching-block-count 9"),
+        ),
+        (
+            "--inference-dynamic-batching-max-tokens 8 --inference-dynamic-batching-max-requests 9",
+            ("--inference-dynamic-batching-max-tokens 8", "--inference-dynamic-batching-max-requests 9"),
+        ),
+        (
+            "--incoming-requests-per-step 1 --incoming-requests-per-sec 1",
+            ("--incoming-requests-per-step", "--incoming-requests-per-sec"),
+        ),
+        (
+            "--drain-between-batches --batch-boundaries 0 --incoming-requests-per-step 1",
+            ("--drain-between-batches", "--incoming-requests-per-step"),
+        ),
+        ("--drain-between-batches", ("--drain-between-batches", "--batch-boundaries")),
+        ("--batch-boundaries 0,2", ("--drain-between-batches", "--batch-boundaries")),
+        ("--output-request-events", ("--output-request-events", "--output-path")),
+        ("--top-n-logprobs 3", ("top_n_logprobs 3", "return_log_probs")),
+    ],
+)
+def test_contradictions_name_both_sides(one_line_error, argv, expected):
+    message = one_line_error(*argv.split())
+    for part in expected:
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ("--no-such-flag", "--no-such-flag"),
+        ("--hidden", "--hidden"),  # no abbreviations
+        ("--hidden-size", "expected one argument"),
+        ("--hidden-size wide", "'wide' is not a whole number"),
+        ("--temperature hot", "'hot' is not a number"),
+        ("--hybrid-override-pattern MXM", "unknown letter 'X'; known are M (Mamba-2), * (attention), - (MLP)"),
+        ("--num-attention-heads 0", "--num-attention-heads 0 must be positive"),
+        ("--hidden-size 250 --num-attention-heads 4", "250 is not a multiple of 4"),
+        ("--mamba-num-heads 6 --mamba-num-groups 4", "--mamba-num-groups"),
+        ("--position-embedding-type alibi", "rope"),
+        ("--temperature -1", "temperature -1.0 must be zero"),
+        ("--top_p 1.5", "between 0 (off) and 1"),
+        ("--top_p nan", "between 0 (off) and 1"),
+        ("--num-tokens-to-generate 0", "at least 1"),
+        ("--inference-repeat-n 0", "--inference-repeat-n 0"),
+        ("--incoming-requests-per-sec 0", "more than zero"),
+        ("--drain-between-batches --batch-boundaries 4,2", "4,2 must be increasing"),
+        ("--drain-between-batches --batch-boundaries 1,x", "'1,x' is not a list of whole numbers"),
+        ("--inference-dynamic-batching-block-size 0", "block size 0 must be positive"),
+        ("--tensor-model-parallel-size 2", "--tensor-model-parallel-size 2: this version runs on one rank"),
+    ],
+)
+def test_bad_values(one_line_error, argv, expected):
+    assert expected in one_line_error(*argv.split())

@@ -1,0 +1,70 @@
+"""The command line's options are an interface: scripts and golden values rely on them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from arguments import build_parser
+from arguments.groups import GROUPS
+
+OPTIONS = """
+-h --help
+--load --load-hf --save --model-config --tokenizer-type --tokenizer-model --bf16 --no-bf16 --fp16 --no-fp16 --seed
+--spec --hybrid-override-pattern --num-layers --hidden-size --ffn-hidden-size --num-attention-heads
+--group-query-attention --no-group-query-attention --num-query-groups --kv-channels
+--mamba-state-dim --mamba-head-dim --mamba-num-heads --mamba-num-groups
+--position-embedding-type --normalization --squared-relu --no-squared-relu --swiglu --no-swiglu
+--disable-bias-linear --no-disable-bias-linear
+--untie-embeddings-and-output-weights --no-untie-embeddings-and-output-weights
+--max-position-embeddings --vocab-size
+--tensor-model-parallel-size --pipeline-model-parallel-size --expert-model-parallel-size --distributed-backend
+--num-tokens-to-generate --temperature --top_k --top_p --return-log-probs --no-return-log-probs
+--skip-prompt-log-probs --no-skip-prompt-log-probs --top-n-logprobs --stop-words --termination-id
+--ignore-eos --no-ignore-eos
+--inference-dynamic-batching-buffer-size-gb --inference-dynamic-batching-block-count
+--inference-dynamic-batching-paused-buffer-size-gb --inference-dynamic-batching-block-size
+--inference-dynamic-batching-max-requests --inference-dynamic-batching-max-tokens --inference-max-seq-length
+--enable-chunked-prefill --no-enable-chunked-prefill
+--mamba-inference-conv-states-dtype --mamba-inference-ssm-states-dtype
+--prompts --prompt-file --output-path --output-request-events --no-output-request-events --inference-repeat-n
+--drain-between-batches --no-drain-between-batches --batch-boundaries
+--incoming-requests-per-step --incoming-requests-per-sec --inference-logging-step-interval
+""".split()
+
+# Fields that are settings of a checkpoint, of a prompt line or of the library, and have no flag.
+WITHOUT_FLAG = {
+    "ModelConfig": {"mamba_conv_kernel", "mamba_chunk_size", "rotary_base", "rotary_percent", "norm_epsilon"},
+    "RequestParams": {"seed", "cache_salt", "enable_prefix_caching"},
+}
+
+
+def test_options_are_frozen():
+    """A change here breaks scripts: it belongs into CHANGELOG.md."""
+    options = [option for action in build_parser()._actions for option in action.option_strings]
+    assert options == OPTIONS
+
+
+@pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.config.__name__)
+def test_each_field_has_one_flag(group):
+    fields = [flag.field for flag in group.flags]
+    assert len(set(fields)) == len(fields)
+    expected = {field.name for field in dataclasses.fields(group.config)}
+    assert set(fields) == expected - WITHOUT_FLAG.get(group.config.__name__, set())
+
+
+def test_help_shows_the_defaults_of_the_dataclasses():
+    helps = {action.option_strings[0]: action.help for action in build_parser()._actions}
+    for group in GROUPS:
+        for flag in group.flags:
+            default = group.default(flag)
+            if default is not None and default != ():
+                assert helps[flag.option].endswith(f"(default: {default})"), flag.option
+    build_parser().format_help()  # a stray % in a help text raises
+
+
+def test_prefix_caching_flags_are_unknown(one_line_error):
+    """They come with the cache; until then they must not be accepted and ignored."""
+    message = one_line_error("--inference-dynamic-batching-enable-prefix-caching")
+    assert "--inference-dynamic-batching-enable-prefix-caching" in message
