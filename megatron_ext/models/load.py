@@ -1,0 +1,178 @@
+"""From what a user asks for to a model, its configuration and its tokenizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_ext.config import ModelConfig, SourceConfig
+from megatron_ext.errors import ConfigError
+from megatron_ext.mcore import platform
+from megatron_ext.models.build import build_model
+from megatron_ext.models.checkpoint import load_weights, read_header, save_checkpoint
+from megatron_ext.models.config_fields import checked_fields, with_overrides
+from megatron_ext.models.embedded import embedded_model_dir
+from megatron_ext.models.hf_config import read_hf_config
+from megatron_ext.models.hf_nemotron_h import load_nemotron_h
+from megatron_ext.models.tokenizer import (
+    HUGGING_FACE_TOKENIZER,
+    NULL_TOKENIZER,
+    NullTokenizer,
+    TextTokenizer,
+    Tokenizer,
+    has_tokenizer,
+)
+
+# Overrides that leave the embedded model what it is; any other one asks for random weights of that architecture.
+_HARMLESS = frozenset(("max_position_embeddings", "mamba_chunk_size", "spec"))
+# What decides how stored weights are cut up, as `ModelConfig` resolves it. Equal shapes do not make them equal: four
+# heads of 64 and eight of 32 have the same matrices.
+_LAYOUT = (
+    "hybrid_override_pattern",
+    "hidden_size",
+    "ffn_size",
+    "num_attention_heads",
+    "query_groups",
+    "head_channels",
+    "mamba_state_dim",
+    "mamba_head_dim",
+    "mamba_heads",
+    "mamba_num_groups",
+    "mamba_conv_kernel",
+    "vocab_size",
+)
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model ready for inference (eval mode), what it is, how it reads text, and the type of its parameters."""
+
+    model: nn.Module
+    config: ModelConfig
+    tokenizer: Tokenizer
+    dtype: torch.dtype
+
+
+def load_model(source: SourceConfig, overrides: dict[str, Any], *, device: torch.device | None = None) -> LoadedModel:
+    """Load `--load` or `--load-hf`; without either the embedded model, or random weights if an architecture is given.
+
+    Args:
+        source: Where from, and in which type.
+        overrides: `ModelConfig` fields that flags or a YAML file give; they win over the checkpoint's configuration.
+        device: Default: the current CUDA device, else the CPU.
+
+    Raises:
+        ConfigError: A directory or tokenizer that is not there, an override that contradicts the stored weights, a
+            checkpoint that does not fit (`CheckpointError`). Nothing is written.
+    """
+    overrides = checked_fields(overrides, "the model's settings", ConfigError)
+    device = device or platform.device()
+    dtype = _dtype(source, device)
+    directory = _checkpoint_directory(source, overrides)
+    if directory is None:
+        config, tokenizer = _without_checkpoint(source, overrides)
+        return LoadedModel(build_model(config, dtype=dtype, device=device, seed=source.seed), config, tokenizer, dtype)
+    config = _saved_config(source, directory, overrides)
+    tokenizer = _tokenizer(source, directory, config.vocab_size)
+    _require_ids_fit(tokenizer, config, directory)
+    model = build_model(config, dtype=dtype, device=device, seed=source.seed, perform_initialization=False)
+    if source.load_hf:
+        load_nemotron_h(model, config, directory)
+    else:
+        load_weights(model, directory)
+    return LoadedModel(model, config, tokenizer, dtype)
+
+
+def save_model(directory: str | Path, loaded: LoadedModel) -> None:
+    """Save as `--save` does: weights in the type they have, configuration, and the tokenizer's files if it has any.
+
+    Raises:
+        ConfigError: The directory holds something that is not a checkpoint of ours, or cannot be written.
+    """
+    tokenizer = loaded.tokenizer
+    tokenizer_source = tokenizer.path if isinstance(tokenizer, TextTokenizer) else None
+    save_checkpoint(directory, loaded.model, loaded.config, tokenizer_source, loaded.dtype)
+
+
+def _dtype(source: SourceConfig, device: torch.device) -> torch.dtype:
+    if source.bf16:
+        return torch.bfloat16
+    if source.fp16:
+        return torch.float16
+    return torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
+
+
+def _checkpoint_directory(source: SourceConfig, overrides: dict[str, Any]) -> Path | None:
+    """Where the weights are; None for random ones."""
+    for flag, given in (("--load", source.load), ("--load-hf", source.load_hf)):
+        if given is None:
+            continue
+        if not Path(given).is_dir():
+            problem = "is not a directory" if Path(given).exists() else "does not exist"
+            raise ConfigError(f"{flag} {given} {problem}; give the directory of a checkpoint")
+        return Path(given)
+    return embedded_model_dir() if set(overrides) <= _HARMLESS else None
+
+
+def _saved_config(source: SourceConfig, directory: Path, overrides: dict[str, Any]) -> ModelConfig:
+    """The checkpoint's configuration with the overrides, which may not contradict the stored weights."""
+    saved = read_hf_config(directory) if source.load_hf else read_header(directory).model
+    config = with_overrides(saved, overrides)
+    for name in _LAYOUT:
+        asked, stored = getattr(config, name), getattr(saved, name)
+        if asked != stored:
+            raise ConfigError(
+                f"{name.replace('_', ' ')} {asked!r} contradicts {directory}, whose weights are for {stored!r}; "
+                "leave it out or load another checkpoint"
+            )
+    return config
+
+
+def _without_checkpoint(source: SourceConfig, overrides: dict[str, Any]) -> tuple[ModelConfig, Tokenizer]:
+    """Configuration and tokenizer for random weights; the tokenizer gives the vocabulary size if no flag does."""
+    config = ModelConfig(**overrides)
+    text_tokenizer = source.tokenizer_model is not None or source.tokenizer_type == HUGGING_FACE_TOKENIZER
+    if config.vocab_size is None and source.tokenizer_type != NULL_TOKENIZER:
+        text_tokenizer = True
+    directory = embedded_model_dir() if text_tokenizer else None
+    tokenizer = _tokenizer(source, directory, config.vocab_size)
+    if config.vocab_size is None:
+        config = with_overrides(config, {"vocab_size": tokenizer.vocab_size})
+    _require_ids_fit(tokenizer, config, None)
+    return config, tokenizer
+
+
+def _tokenizer(source: SourceConfig, directory: Path | None, vocab_size: int | None) -> Tokenizer:
+    """The tokenizer asked for, else the one in `directory`, else ids as text."""
+    kind = source.tokenizer_type
+    if kind not in (None, NULL_TOKENIZER, HUGGING_FACE_TOKENIZER):
+        raise ConfigError(f"--tokenizer-type {kind} is unknown; one of {NULL_TOKENIZER}, {HUGGING_FACE_TOKENIZER}")
+    if kind == NULL_TOKENIZER and source.tokenizer_model is not None:
+        raise ConfigError(
+            f"--tokenizer-type {kind} contradicts --tokenizer-model {source.tokenizer_model}; give one of them"
+        )
+    if kind != NULL_TOKENIZER:
+        if source.tokenizer_model is not None:
+            return TextTokenizer(source.tokenizer_model)
+        if directory is not None and has_tokenizer(directory):
+            return TextTokenizer(directory)
+    if kind == HUGGING_FACE_TOKENIZER:
+        raise ConfigError(
+            f"--tokenizer-type {kind} needs tokenizer files, {directory} has none; give --tokenizer-model"
+        )
+    if vocab_size is None:
+        raise ConfigError(f"--tokenizer-type {NULL_TOKENIZER} needs --vocab-size")
+    return NullTokenizer(vocab_size)
+
+
+def _require_ids_fit(tokenizer: Tokenizer, config: ModelConfig, directory: Path | None) -> None:
+    if tokenizer.vocab_size > config.vocab_size:
+        where = f"the model in {directory} has" if directory else "--vocab-size is"
+        raise ConfigError(
+            f"the tokenizer has {tokenizer.vocab_size} ids, {where} {config.vocab_size}; "
+            "give another --tokenizer-model, or none"
+        )

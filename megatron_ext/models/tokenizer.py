@@ -1,0 +1,237 @@
+"""Text to token ids and back."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatron_ext.errors import ConfigError
+from megatron_ext.models.weight_files import read_json
+
+TOKENIZER_FILE = "tokenizer.json"
+# What a directory may hold of a tokenizer: saved with a checkpoint, and enough to rebuild it.
+TOKENIZER_FILES = (
+    TOKENIZER_FILE,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.jinja",
+)
+# A directory with one of these has a tokenizer; the others only describe one.
+_VOCABULARIES = (TOKENIZER_FILE, "tokenizer.model", "vocab.json", "vocab.txt")
+# Read for end and beginning of a document, in this order; the last two hold ids, the others texts.
+_TEXT_SOURCES = (("tokenizer_config.json", "{}_token"), ("special_tokens_map.json", "{}_token"))
+_ID_SOURCES = (("generation_config.json", "{}_token_id"), ("config.json", "{}_token_id"))
+# A bare tokenizer.json does not say which of its special tokens ends a document: these names do, everywhere we know.
+_USUAL_ENDS = ("<|endoftext|>", "</s>", "<eos>", "<eod>")
+NULL_TOKENIZER = "NullTokenizer"
+HUGGING_FACE_TOKENIZER = "HuggingFaceTokenizer"
+
+
+class Tokenizer(Protocol):
+    """What engine, controller and tools use; megatron-core's names."""
+
+    eod: int | None  # ends a document, None if the tokenizer has no such token
+    bos: int | None  # begins one
+    vocab_size: int  # ids are below it
+
+    def tokenize(self, text: str) -> list[int]:
+        """Ids of a text, with the special tokens that the tokenizer itself adds."""
+
+    def detokenize(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        """Text of ids."""
+
+
+@dataclass(frozen=True)
+class SpecialIds:
+    """Ids of the tokens around a document; None where there is none."""
+
+    eod: int | None = None
+    bos: int | None = None
+
+
+class NullTokenizer:
+    """Texts are ids separated by spaces. There is no end of document.
+
+    Args:
+        vocab_size: Ids are below it.
+    """
+
+    eod: int | None = None
+    bos: int | None = None
+
+    def __init__(self, vocab_size: int) -> None:
+        if vocab_size <= 0:
+            raise ConfigError(f"vocabulary size {vocab_size} must be positive")
+        self.vocab_size = vocab_size
+
+    def tokenize(self, text: str) -> list[int]:
+        """Ids of a text such as "17 4 4".
+
+        Raises:
+            ConfigError: A word is not an id of the vocabulary.
+        """
+        for word in text.split():
+            if not (word.isascii() and word.isdigit() and int(word) < self.vocab_size):
+                raise ConfigError(
+                    f"{word!r} is no token id; the NullTokenizer takes ids from 0 to {self.vocab_size - 1} "
+                    "separated by spaces"
+                )
+        return [int(word) for word in text.split()]
+
+    def detokenize(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        """Ids as text; none is special."""
+        return " ".join(str(token_id) for token_id in ids)
+
+
+class TextTokenizer:
+    """A Hugging Face tokenizer: `tokenizer.json` through `tokenizers`, anything else through `transformers`.
+
+    Args:
+        path: A directory, or a `tokenizer.json`, whose neighbours are read for the special tokens.
+
+    Raises:
+        ConfigError: Nothing there, or no tokenizer in it.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = path = Path(path)
+        if not path.exists():
+            raise ConfigError(f"tokenizer {path} does not exist; give a directory or a {TOKENIZER_FILE}")
+        directory = path if path.is_dir() else path.parent
+        file = path / TOKENIZER_FILE if path.is_dir() else path
+        self._backend = _FastTokenizer(file) if file.is_file() else _AutoTokenizer(path)
+        self.vocab_size = self._backend.vocab_size
+        special = special_ids(directory, self._backend.id_of)
+        for label, token_id in (("end", special.eod), ("beginning", special.bos)):
+            if token_id is not None and not 0 <= token_id < self.vocab_size:
+                raise ConfigError(
+                    f"{directory}: the {label} of a document is token {token_id}, "
+                    f"outside the tokenizer's {self.vocab_size} ids"
+                )
+        self.eod, self.bos = special.eod, special.bos
+
+    def tokenize(self, text: str) -> list[int]:
+        """Ids of a text, with the special tokens that the tokenizer itself adds."""
+        return self._backend.encode(text)
+
+    def detokenize(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        """Text of ids, without special tokens unless they are asked for."""
+        return self._backend.decode(ids, skip_special_tokens)
+
+
+class _FastTokenizer:
+    """`tokenizer.json` by itself."""
+
+    def __init__(self, file: Path) -> None:
+        import tokenizers
+
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # `tokenizers` raises bare Exception
+            raise ConfigError(f"{file} is no tokenizer: {error}") from error
+        # Saved truncation and padding belong to training batches: a prompt is neither cut nor filled up.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text).ids
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def id_of(self, token: str) -> int | None:
+        return self._tokenizer.token_to_id(token)
+
+
+class _AutoTokenizer:
+    """A directory of an older format."""
+
+    def __init__(self, directory: Path) -> None:
+        if not has_tokenizer(directory):
+            wanted = ", ".join(_VOCABULARIES)
+            raise ConfigError(f"{directory} has no tokenizer: none of {wanted}")
+        from transformers import AutoTokenizer
+
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        except (OSError, ValueError, ImportError) as error:
+            raise ConfigError(f"{directory}: the tokenizer cannot be read: {_first_line(error)}") from error
+        self.vocab_size = 1 + max(self._tokenizer.get_vocab().values(), default=-1)
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text)
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+
+    def id_of(self, token: str) -> int | None:
+        return self._tokenizer.get_vocab().get(token)
+
+
+def has_tokenizer(directory: Path) -> bool:
+    """Whether a directory holds a vocabulary that `TextTokenizer` can read."""
+    return any((directory / name).is_file() for name in _VOCABULARIES)
+
+
+def special_ids(directory: Path, id_of: Any) -> SpecialIds:
+    """End and beginning of a document, from the tokenizer's files, else from the model's.
+
+    Where a file lists several ends, the first one counts. Without any word on the end, a special token with a usual
+    name is it.
+
+    Args:
+        directory: Where the files are.
+        id_of: Text of a token to its id, or None.
+
+    Raises:
+        ConfigError: A file names a token that the tokenizer does not have.
+    """
+    eod = _named_id(directory, "eos", id_of)
+    if eod is None:
+        eod = next((found for name in _USUAL_ENDS if (found := id_of(name)) is not None), None)
+    return SpecialIds(eod, _named_id(directory, "bos", id_of))
+
+
+def _named_id(directory: Path, role: str, id_of: Any) -> int | None:
+    for file, key in _TEXT_SOURCES:
+        token = _value(directory / file, key.format(role))
+        if isinstance(token, dict):
+            token = token.get("content")
+        if isinstance(token, str) and token:
+            found = id_of(token)
+            if found is None:
+                raise ConfigError(f"{directory / file}: {key.format(role)} {token!r} is not in the vocabulary")
+            return found
+    for file, key in _ID_SOURCES:
+        value = _value(directory / file, key.format(role))
+        if isinstance(value, list) and value:
+            value = value[0]
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value
+    return None
+
+
+def _value(file: Path, key: str) -> Any:
+    return read_json(file).get(key) if file.is_file() else None
+
+
+def copy_tokenizer_files(source: Path, target: Path) -> None:
+    """Copy a tokenizer's files from a directory (what it has of them), or one file as `tokenizer.json`."""
+    if source.is_file():
+        shutil.copyfile(source, target / TOKENIZER_FILE)
+        return
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n", 1)[0]

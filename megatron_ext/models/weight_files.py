@@ -1,0 +1,130 @@
+"""Tensors by name from `model.safetensors`, whole or in shards, and what must hold when they fill a model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from megatron_ext.errors import CheckpointError
+
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+FLOATING_TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_NAMES_SHOWN = 4
+
+
+class WeightFiles:
+    """The weights of one directory, on the host.
+
+    Raises:
+        CheckpointError: No weights there, a shard that is missing or damaged, an index that does not fit its shards.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._file_of = self._whole() if (directory / WEIGHTS_FILE).is_file() else self._shards()
+        self._open: dict[str, safe_open] = {}
+
+    @property
+    def names(self) -> set[str]:
+        """Names of the tensors."""
+        return set(self._file_of)
+
+    def get(self, name: str) -> Tensor:
+        """One tensor, of the type it is stored in; only floating point types are weights."""
+        tensor = self._handle(self._file_of[name]).get_tensor(name)
+        if tensor.dtype not in FLOATING_TYPES:
+            supported = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATING_TYPES)
+            found = str(tensor.dtype).removeprefix("torch.")
+            raise CheckpointError(f"{self.directory}: tensor {name} is of type {found}; supported are {supported}")
+        return tensor
+
+    def _whole(self) -> dict[str, str]:
+        return dict.fromkeys(self._keys(WEIGHTS_FILE), WEIGHTS_FILE)
+
+    def _shards(self) -> dict[str, str]:
+        index = self.directory / INDEX_FILE
+        if not index.is_file():
+            raise CheckpointError(
+                f"{self.directory} has neither {WEIGHTS_FILE} nor {INDEX_FILE}; only safetensors weights are supported"
+            )
+        file_of = read_json(index).get("weight_map")
+        if not isinstance(file_of, dict):
+            raise CheckpointError(f"{index} has no weight_map")
+        for shard in sorted(set(file_of.values())):
+            if not (self.directory / shard).is_file():
+                raise CheckpointError(f"{self.directory}: {INDEX_FILE} names the shard {shard}, which is missing")
+            listed = {name for name, file in file_of.items() if file == shard}
+            if listed != set(self._keys(shard)):
+                raise CheckpointError(f"{self.directory}: {INDEX_FILE} and {shard} do not list the same tensors")
+        return file_of
+
+    def _keys(self, file: str) -> list[str]:
+        return list(_opened(self.directory / file).keys())
+
+    def _handle(self, file: str) -> safe_open:
+        if file not in self._open:
+            self._open[file] = _opened(self.directory / file)
+        return self._open[file]
+
+
+def _opened(path: Path) -> safe_open:
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def read_json(path: Path) -> dict:
+    """A JSON file that holds one object."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path.parent} has no {path.name}") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds no JSON object")
+    return content
+
+
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters of a model by name; shared ones once. They can be written under `torch.no_grad`."""
+    return dict(model.named_parameters())
+
+
+def require_same_names(directory: Path, stored: Iterable[str], expected: Iterable[str]) -> None:
+    """Every stored tensor is one that the model has, and the other way round.
+
+    Raises:
+        CheckpointError: It names what is missing and what is not known.
+    """
+    missing, unexpected = sorted(set(expected) - set(stored)), sorted(set(stored) - set(expected))
+    parts = [
+        f"{label} {_shortened(names)}" for label, names in (("lacks", missing), ("has unexpected", unexpected)) if names
+    ]
+    if parts:
+        raise CheckpointError(f"{directory} does not fit the model: it {' and '.join(parts)}")
+
+
+def require_shape(directory: Path, name: str, stored: Iterable[int], expected: Iterable[int]) -> None:
+    """A stored tensor has the shape that the model's configuration asks for.
+
+    Raises:
+        CheckpointError: It names the tensor and both shapes.
+    """
+    if tuple(stored) != tuple(expected):
+        raise CheckpointError(
+            f"{directory} does not fit the model: tensor {name} has shape {tuple(stored)}, "
+            f"the configuration asks for {tuple(expected)}"
+        )
+
+
+def _shortened(names: list[str]) -> str:
+    shown = ", ".join(names[:_NAMES_SHOWN])
+    return shown if len(names) <= _NAMES_SHOWN else f"{shown} and {len(names) - _NAMES_SHOWN} more"
