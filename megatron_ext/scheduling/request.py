@@ -38,7 +38,7 @@ class Request:
     prompt_tokens: tuple[int, ...]
     params: RequestParams
     arrival: int
-    seed: int
+    seed: int | str
     termination_id: int | None = None
     prompt_text: str | None = None
 
@@ -87,6 +87,11 @@ class Request:
     def is_ended(self) -> bool:
         """Whether it has finished, failed or been aborted."""
         return self.status is not None
+
+    @property
+    def prefill_token_count(self) -> int:
+        """Prefill tokens computed for it so far, for the first time or again."""
+        return self.computed_prefill_tokens + self.recomputed_tokens
 
     def add_event(self, type: EventType, payload: str | None = None) -> None:
         """Note that something happens now."""

@@ -1,0 +1,53 @@
+"""An engine around a model: wrapper, context and controller put together."""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
+from megatron.core.inference.model_inference_wrappers.inference_wrapper_config import InferenceWrapperConfig
+from megatron.core.models.mamba import MambaModel
+
+from megatron_ext.config import BatchingConfig, ModelConfig
+from megatron_ext.mcore.context import InferenceContext
+from megatron_ext.mcore.controller import InferenceController
+from megatron_ext.mcore.engine import InferenceEngine
+
+
+def build_engine(
+    model: MambaModel,
+    config: ModelConfig,
+    tokenizer: object,
+    batching: BatchingConfig,
+    *,
+    dtype: torch.dtype,
+    seed: int = 1234,
+    token_rounder: int = 1,
+    logging_step_interval: int = 0,
+) -> InferenceEngine:
+    """Build the engine; the pools are allocated on the model's device.
+
+    Args:
+        tokenizer: Needs tokenize, detokenize, eod and bos.
+        dtype: Type of the parameters, and of the KV cache.
+        token_rounder: See `InferenceContext`.
+
+    Raises:
+        ConfigError: The budget or the block size does not fit the model.
+    """
+    device = next(model.parameters()).device
+    context = InferenceContext(
+        model, config, batching, params_dtype=dtype, device=device, token_rounder=token_rounder
+    )
+    wrapper_config = InferenceWrapperConfig(
+        hidden_size=config.hidden_size,
+        params_dtype=dtype,
+        inference_batch_times_seqlen_threshold=-1,
+        padded_vocab_size=config.vocab_size,
+        inference_max_requests=context.max_requests,
+        inference_max_seq_length=context.max_sequence_length,
+    )
+    wrapper = GPTInferenceWrapper(model.eval(), wrapper_config, context)
+    controller = InferenceController(wrapper, tokenizer)
+    return InferenceEngine(
+        controller, context, random_seed=seed, inference_logging_step_interval=logging_step_interval
+    )

@@ -1,0 +1,269 @@
+"""The inference context: pools on the device, and the staged step that layers read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from megatron.core.inference.contexts.base_context import BaseInferenceContext
+from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
+from megatron.core.models.mamba import MambaModel
+from megatron.core.ssm.mamba_hybrid_layer_allocation import Symbols, get_layer_maps_from_layer_type_list
+from torch import Tensor
+
+from megatron_ext.config import BatchingConfig, ModelConfig
+from megatron_ext.memory.budget import DEFAULT_MAX_TOKENS, Geometry, ModelMemory, plan_memory
+from megatron_ext.memory.state_pool import StatePool, StateShape
+from megatron_ext.mcore.block_allocator import PoolBlockAllocator
+from megatron_ext.mcore.staging import StagedStep, stage_step
+from megatron_ext.mixers.mamba2 import RecurrentStep
+from megatron_ext.ops.paged_attention import PagedLayout
+from megatron_ext.scheduling.planner import Limits
+from megatron_ext.scheduling.request import Chunk
+from megatron_ext.scheduling.scheduler import Scheduler
+
+STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class InferenceContext(DynamicInferenceContext):
+    """`DynamicInferenceContext` whose bookkeeping lives on the host, in a `Scheduler`.
+
+    It owns the KV cache [2, layers, blocks + 1, B, KV heads, D] (the last block is the dummy), the live states, and the
+    tensors of the step at hand. The base's initializer and its device-side request tables are not used: they are what
+    the scheduler replaces, and they refuse models without attention.
+
+    Args:
+        model: Unwrapped model whose layers will use this context.
+        config: Its architecture.
+        batching: Limits and budget.
+        params_dtype: Type of the KV cache, and of convolution states unless `batching` says otherwise.
+        device: Where the pools live.
+        token_rounder: The packed token count is padded to a multiple of this.
+
+    Raises:
+        ConfigError: The budget is too small, or the block size does not fit the model.
+    """
+
+    def __init__(
+        self,
+        model: MambaModel,
+        config: ModelConfig,
+        batching: BatchingConfig,
+        *,
+        params_dtype: torch.dtype,
+        device: torch.device,
+        token_rounder: int = 1,
+    ) -> None:
+        BaseInferenceContext.__init__(self, materialize_only_last_token_logits=True)
+        self._device = device
+        self._token_rounder = token_rounder
+        self.params_dtype = params_dtype
+        self._map_layers(model, batching)
+        self.max_sequence_length = min(
+            batching.max_sequence_length or config.max_position_embeddings, config.max_position_embeddings
+        )
+        self.geometry: Geometry = plan_memory(self._model_memory(config), batching, device.type)
+        self.block_size_tokens = self.geometry.block_size_tokens
+        self.limits = self._build_limits(batching)
+        self.max_requests, self.max_tokens = self.limits.max_requests, self.limits.max_tokens
+        self._set_upstream_switches()
+        self.is_tensor_state_allocated = False
+        self.reset()
+        self.allocate_all_tensors(is_init=True)
+
+    def _map_layers(self, model: MambaModel, batching: BatchingConfig) -> None:
+        """Which local layer is the how-manieth of its kind; shapes of the KV cache and the live states."""
+        layer_types = model.decoder.layer_type_list
+        attention_map, mamba_map, _, _ = get_layer_maps_from_layer_type_list(layer_types)
+        self.layer_map = attention_map | mamba_map
+        self.num_attention_layers, self.num_mamba_layers = len(attention_map), len(mamba_map)
+        self.is_hybrid_model = Symbols.MAMBA in layer_types
+        self.num_attention_heads_per_partition = model.config.num_query_groups
+        self.hidden_size_per_attention_head = model.config.kv_channels
+        self._state_shape: StateShape | None = None
+        if self.is_hybrid_model:
+            conv, ssm = model.decoder.mamba_state_shapes_per_request()
+            conv_dtype = batching.conv_states_dtype
+            self._state_shape = StateShape(
+                layers=self.num_mamba_layers,
+                conv=conv,
+                ssm=ssm,
+                conv_dtype=STATE_DTYPES[conv_dtype] if conv_dtype else self.params_dtype,
+                ssm_dtype=STATE_DTYPES[batching.ssm_states_dtype],
+            )
+
+    def _model_memory(self, config: ModelConfig) -> ModelMemory:
+        per_token = 2 * self.num_attention_layers * self.num_attention_heads_per_partition
+        return ModelMemory(
+            kv_bytes_per_token=per_token * self.hidden_size_per_attention_head * self.params_dtype.itemsize,
+            state_bytes=self._state_shape.bytes if self._state_shape else 0,
+            chunk_size=config.mamba_chunk_size,
+            max_sequence_length=self.max_sequence_length,
+        )
+
+    def _build_limits(self, batching: BatchingConfig) -> Limits:
+        block_bytes = self.geometry.block_bytes
+        paused_gb = batching.paused_buffer_size_gb
+        has_paused_limit = paused_gb is not None and block_bytes > 0
+        return Limits(
+            block_size=self.geometry.block_size_tokens,
+            total_blocks=self.geometry.blocks,
+            paused_blocks=int(paused_gb * 1024**3) // block_bytes if has_paused_limit else None,
+            max_requests=batching.max_requests,
+            max_tokens=batching.max_tokens or max(DEFAULT_MAX_TOKENS[self._device.type], batching.max_requests),
+            max_sequence_length=self.max_sequence_length,
+            chunked_prefill=batching.enable_chunked_prefill,
+        )
+
+    def _set_upstream_switches(self) -> None:
+        """What upstream's engine, controller and layers ask a dynamic context; features that are not used here."""
+        self.cache_mla_latent = False
+        self.unified_memory_level = 0
+        self.persist_cuda_graphs = False
+        self.metrics_writer = None
+        self.use_flashinfer_fused_rope = False
+        self.cuda_graph_batch_dimensions_list: list = []
+        self.request_metadata_types: list = []
+
+    # Pools
+
+    def allocate_all_tensors(self, *, is_init: bool) -> None:
+        """Allocate the pools, uninitialised; nothing happens if they are there."""
+        if self.is_tensor_state_allocated:
+            return
+        blocks = self.geometry.blocks + 1 if self.num_attention_layers else 0
+        heads, channels = self.num_attention_heads_per_partition, self.hidden_size_per_attention_head
+        self.memory_buffer = torch.empty(
+            (2, self.num_attention_layers, blocks, self.block_size_tokens, heads, channels),
+            dtype=self.params_dtype,
+            device=self._device,
+        )
+        self.live_states = None
+        if self._state_shape is not None:
+            self.live_states = StatePool(self._state_shape, self.max_requests, self._device)
+        self.is_tensor_state_allocated = True
+
+    def deallocate_all_tensors(self) -> None:
+        """Free the pools' memory. Their contents are lost: the scheduler must have been suspended."""
+        self.memory_buffer = None
+        self.live_states = None
+        self.step: StagedStep | None = None
+        self.is_tensor_state_allocated = False
+
+    def reset(self) -> None:
+        """Forget every request."""
+        self.scheduler = Scheduler(self.limits)
+        self.block_allocator = PoolBlockAllocator(self.scheduler)
+        self.step = None
+
+    # The step at hand
+
+    def stage(self, chunks: Sequence[Chunk]) -> None:
+        """Make `chunks` the step that the next forward computes."""
+        self.step = stage_step(
+            chunks,
+            block_size=self.block_size_tokens,
+            kernel_chunk=self.geometry.kernel_chunk,
+            is_hybrid=self.is_hybrid_model,
+            token_rounder=self._token_rounder,
+            device=self._device,
+        )
+
+    def clear_step(self) -> None:
+        """The step is over."""
+        self.step = None
+
+    def current_input_and_position_ids(self, *, num_warmup_tokens: int | None = None) -> tuple[Tensor, Tensor]:
+        """Token ids and absolute positions of the staged step, [1, T] each."""
+        return self.step.input_ids[None], self.step.position_ids[None]
+
+    def last_token_logits(self, logits: Tensor) -> Tensor:
+        """Select the tokens whose logits are needed: [1, T, h] -> [n, h] (see `StagedStep.logit_tokens`).
+
+        The model calls this on hidden states before its output layer, so no other logits are ever computed.
+        """
+        return logits[0, self.step.logit_tokens]
+
+    @property
+    def position_ids(self) -> Tensor:
+        """[T] absolute positions."""
+        return self.step.position_ids
+
+    @property
+    def paged_layout(self) -> PagedLayout:
+        """Where the keys of each row lie."""
+        return self.step.paged_layout
+
+    @property
+    def recurrent_step(self) -> RecurrentStep:
+        """What recurrent layers need to know."""
+        return self.step.recurrent
+
+    def append_key_value_cache(self, layer_number: int, key: Tensor, value: Tensor) -> None:
+        """Write the step's keys and values, [T, 1, KV heads, D] each, to their places; padding is dropped."""
+        count = self.step.num_tokens
+        for cache, states in zip(self._caches(layer_number), (key, value), strict=True):
+            cache.flatten(0, 1).index_copy_(0, self.step.kv_places, states[:count, 0])
+
+    def key_value_cache(self, layer_number: int) -> tuple[Tensor, Tensor, None]:
+        """Key and value cache of a layer, [blocks + 1, B, KV heads, D]; the block table is in `paged_layout`."""
+        key_cache, value_cache = self._caches(layer_number)
+        return key_cache, value_cache, None
+
+    def _caches(self, layer_number: int) -> Tensor:
+        return self.memory_buffer[:, self.layer_map[layer_number - 1]]
+
+    def mamba_states_cache(self, layer_number: int) -> tuple[Tensor, Tensor]:
+        """Live convolution and SSM states of a layer; written in place."""
+        return self.live_states.layer(self.layer_map[layer_number - 1])
+
+    # Upstream's questions, answered from the host
+
+    def is_decode_only(self) -> bool:
+        """Whether the staged step only decodes."""
+        return self.step is not None and self.step.num_decode == len(self.step.chunks)
+
+    def using_cuda_graph_this_step(self) -> bool:
+        """Never, so far."""
+        return False
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether any request is in the batch."""
+        return self.total_request_count > 0
+
+    @property
+    def total_request_count(self) -> int:
+        """Requests in the batch, paused ones included."""
+        return len(self.scheduler.queues.running) + len(self.scheduler.queues.paused)
+
+    @property
+    def paused_request_count(self) -> int:
+        """Paused requests."""
+        return len(self.scheduler.queues.paused)
+
+    @property
+    def active_token_count(self) -> int:
+        """Tokens of the staged step, without padding."""
+        return self.step.num_tokens if self.step else 0
+
+    @property
+    def padded_active_token_count(self) -> int:
+        """Tokens of the staged step, with padding."""
+        return self.step.input_ids.numel() if self.step else 0
+
+    @property
+    def padding_slice(self) -> slice:
+        """The padding on the token axis."""
+        return slice(self.active_token_count, self.padded_active_token_count)
+
+    def get_active_request_count(self) -> int:
+        """Requests that have something to do: upstream's loop steps while there are any."""
+        return self.total_request_count
+
+    def add_request(self, *_: object, **__: object) -> None:
+        """Not here: requests enter through `InferenceEngine.add_request`, and the scheduler admits them."""
+        raise NotImplementedError("add requests to the engine; its scheduler admits them to the context")
+
+    def update_requests(self, *_: object, **__: object) -> None:
+        """Not here: `Scheduler.commit` and `Scheduler.end` do the bookkeeping, on the host."""
+        raise NotImplementedError("the engine's scheduler updates requests")

@@ -1,0 +1,48 @@
+"""Megatron's `SamplingParams` as ours."""
+
+from __future__ import annotations
+
+from megatron.core.inference.sampling_params import SamplingParams
+
+from megatron_ext.config import RequestParams
+from megatron_ext.errors import ConfigError
+
+# What callers may add to Megatron's class with `add_attributes`; same names as ours.
+_EXTENSIONS = ("seed", "ignore_eos", "cache_salt", "enable_prefix_caching")
+
+
+def to_request_params(
+    params: SamplingParams | RequestParams | None, prompt_length: int, max_sequence_length: int
+) -> RequestParams:
+    """Translate; `num_tokens_total`, or no length at all, becomes a number of tokens to generate.
+
+    Raises:
+        ConfigError: Values that cannot work.
+    """
+    if params is None:
+        return RequestParams()
+    if isinstance(params, RequestParams):
+        return params
+    count = params.num_tokens_to_generate
+    if params.num_tokens_total is not None:
+        if count is not None:
+            raise ConfigError(
+                f"num_tokens_total {params.num_tokens_total} and num_tokens_to_generate {count} contradict each other; "
+                "set one of them to None"
+            )
+        count = params.num_tokens_total - prompt_length
+    if count is None:
+        count = max_sequence_length - prompt_length
+    extensions = {name: getattr(params, name) for name in _EXTENSIONS if hasattr(params, name)}
+    return RequestParams(
+        num_tokens_to_generate=count,
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        stop_words=tuple(params.stop_words or ()),
+        termination_id=params.termination_id,
+        return_log_probs=params.return_log_probs,
+        skip_prompt_log_probs=params.skip_prompt_log_probs,
+        top_n_logprobs=params.top_n_logprobs,
+        **extensions,
+    )

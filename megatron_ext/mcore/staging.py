@@ -1,0 +1,144 @@
+"""One step's decisions as tensors: what goes to the device, once, before the forward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_ext.mixers.chunk_metadata import cut_chunks
+from megatron_ext.mixers.mamba2 import RecurrentStep
+from megatron_ext.ops.paged_attention import PagedLayout, build_paged_layout
+from megatron_ext.scheduling.request import Chunk
+
+
+@dataclass(frozen=True)
+class PromptScore:
+    """A span of rows of the step's logits that scores prompt tokens of one request (prompt log-probs)."""
+
+    chunk: Chunk
+    rows: slice
+    targets: tuple[int, ...]  # the token that each row should predict
+
+
+@dataclass(frozen=True)
+class StagedStep:
+    """A step's chunks, packed as [decode | prefill | padding] on the token axis.
+
+    T is the padded token count. Logits are computed for `logit_tokens` only: n rows of the packed axis.
+    """
+
+    chunks: tuple[Chunk, ...]
+    num_decode: int
+    num_tokens: int  # without padding
+    input_ids: Tensor  # [T] int64
+    position_ids: Tensor  # [T] int64, absolute
+    kv_places: Tensor  # [num_tokens] int64, index into the cache flattened over blocks and places
+    paged_layout: PagedLayout
+    recurrent: RecurrentStep | None  # None for models without recurrent layers
+    logit_tokens: Tensor  # [n] int64
+    sample_rows: tuple[int, ...]  # rows of the logits that a token is drawn from
+    sampling_chunks: tuple[Chunk, ...]  # whose token each of them is
+    prompt_scores: tuple[PromptScore, ...]
+
+
+def stage_step(
+    chunks: Sequence[Chunk],
+    *,
+    block_size: int,
+    kernel_chunk: int,
+    is_hybrid: bool,
+    token_rounder: int,
+    device: torch.device,
+) -> StagedStep:
+    """Stage `chunks`, decodes first. Padding to a multiple of `token_rounder` repeats token 0 at position 0."""
+    num_decode = sum(chunk.is_decode for chunk in chunks)
+    assert all(chunk.is_decode for chunk in chunks[:num_decode]), "decodes come first"
+    positions = [np.arange(chunk.start, chunk.end) for chunk in chunks]
+    num_tokens = sum(chunk.length for chunk in chunks)
+    padding = -num_tokens % token_rounder
+    input_ids = np.concatenate([chunk.request.tokens[chunk.start : chunk.end] for chunk in chunks] + [[0] * padding])
+    position_ids = np.concatenate([*positions, np.zeros(padding)])
+    tables = [_block_table(chunk, block_size) for chunk in chunks]
+    places = [
+        np.asarray(table)[position // block_size] * block_size + position % block_size
+        for table, position in zip(tables, positions, strict=True)
+    ]
+    logit_tokens, sample_rows, scores = _choose_logits(chunks)
+    staged = _to_device([input_ids, position_ids, np.concatenate(places), np.asarray(logit_tokens)], device)
+    return StagedStep(
+        chunks=tuple(chunks),
+        num_decode=num_decode,
+        num_tokens=num_tokens,
+        input_ids=staged[0],
+        position_ids=staged[1],
+        kv_places=staged[2],
+        paged_layout=build_paged_layout(
+            tables, [c.length for c in chunks], [c.end for c in chunks], num_decode, block_size, device
+        ),
+        recurrent=_stage_recurrent(chunks, num_decode, kernel_chunk, device) if is_hybrid else None,
+        logit_tokens=staged[3],
+        sample_rows=tuple(sample_rows),
+        sampling_chunks=tuple(chunk for chunk in chunks if chunk.yields_token),
+        prompt_scores=tuple(scores),
+    )
+
+
+def _block_table(chunk: Chunk, block_size: int) -> list[int]:
+    """The blocks that hold tokens [0, chunk.end); a request may own more."""
+    return list(chunk.request.block_table[: -(-chunk.end // block_size)])
+
+
+def _stage_recurrent(
+    chunks: Sequence[Chunk], num_decode: int, kernel_chunk: int, device: torch.device
+) -> RecurrentStep:
+    prefill = chunks[num_decode:]
+    rows = np.asarray([chunk.request.state_row for chunk in chunks])
+    has_state = np.asarray([chunk.start > 0 for chunk in chunks])
+    staged_rows, staged_has_state = _to_device([rows, has_state], device)
+    packed = None
+    if prefill:
+        packed = cut_chunks([c.start for c in prefill], [c.length for c in prefill], kernel_chunk, device)
+    return RecurrentStep(
+        num_decode=num_decode,
+        decode_rows=staged_rows[:num_decode],
+        prefill_rows=staged_rows[num_decode:],
+        has_initial_state=staged_has_state[num_decode:].bool(),
+        chunks=packed,
+    )
+
+
+def _choose_logits(chunks: Sequence[Chunk]) -> tuple[list[int], list[int], list[PromptScore]]:
+    """Which packed tokens need logits, which rows of those are sampled from, and which score the prompt."""
+    logit_tokens: list[int] = []
+    sample_rows: list[int] = []
+    scores: list[PromptScore] = []
+    first_token = 0
+    for chunk in chunks:
+        start, end = _scored_span(chunk)
+        if start < end:
+            rows = slice(len(logit_tokens), len(logit_tokens) + end - start)
+            scores.append(PromptScore(chunk, rows, chunk.request.prompt_tokens[start + 1 : end + 1]))
+            logit_tokens += range(first_token + start - chunk.start, first_token + end - chunk.start)
+        first_token += chunk.length
+        if chunk.yields_token:
+            sample_rows.append(len(logit_tokens))
+            logit_tokens.append(first_token - 1)
+    return logit_tokens, sample_rows, scores
+
+
+def _scored_span(chunk: Chunk) -> tuple[int, int]:
+    """Positions [start, end) of the chunk whose logits score a prompt token that has no log-prob yet."""
+    request = chunk.request
+    if not request.params.wants_prompt_log_probs:
+        return 0, 0
+    return max(chunk.start, len(request.prompt_log_probs)), min(chunk.end, request.prompt_length - 1)
+
+
+def _to_device(arrays: Sequence[np.ndarray], device: torch.device) -> Sequence[Tensor]:
+    """Integer arrays as int64 tensors, in one copy."""
+    flat = torch.from_numpy(np.concatenate([array.astype(np.int64) for array in arrays]))
+    return flat.to(device, non_blocking=True).split([len(array) for array in arrays])
