@@ -23,7 +23,9 @@ def cut_lengths(start: int, length: int, chunk_size: int) -> list[int]:
         >>> cut_lengths(1866, 1100, 2048)
         [182, 918]
     """
-    assert start >= 0 and length >= 1 and chunk_size >= 1
+    assert start >= 0
+    assert length >= 1
+    assert chunk_size >= 1
     first = min(length, chunk_size - start % chunk_size)
     whole, rest = divmod(length - first, chunk_size)
     return [first] + [chunk_size] * whole + ([rest] if rest else [])

@@ -110,10 +110,10 @@ def pack_sequences(lengths: Sequence[int], device: torch.device | str | None) ->
 
 
 def pack_chunks(pieces: Sequence[Sequence[int]], device: torch.device | str | None) -> PackedChunks:
-    """Lay out sequences that are cut already: pieces[i] holds the lengths (tokens, at least 1) of the chunks of sequence i."""
+    """Lay out sequences that are cut already: pieces[i] are the lengths (tokens, at least 1) of sequence i's chunks."""
     counts = tuple(len(cut) for cut in pieces)
     chunk_lengths = tuple(int(length) for cut in pieces for length in cut)
-    assert chunk_lengths and min(chunk_lengths) >= 1, "every chunk holds a token"
+    assert min(chunk_lengths) >= 1, "every chunk holds a token"
     lengths = tuple(sum(int(length) for length in cut) for cut in pieces)
     is_even = min(chunk_lengths) == max(chunk_lengths)
     is_single = len(counts) == 1
@@ -140,9 +140,9 @@ def pack_chunks(pieces: Sequence[Sequence[int]], device: torch.device | str | No
 
 
 def _stage(arrays: dict[str, np.ndarray], device: torch.device | str | None) -> dict[str, Tensor]:
-    """Send integer arrays to the device in one copy; the answers are int64 views of one buffer, in the arrays' shapes."""
-    buffer = torch.from_numpy(np.concatenate([array.reshape(-1).astype(np.int64, copy=False) for array in arrays.values()]))
-    parts = buffer.to(device).split([array.size for array in arrays.values()])
+    """Send integer arrays to the device in one copy; the answers are int64 views of one buffer, in the same shapes."""
+    buffer = np.concatenate([array.reshape(-1).astype(np.int64, copy=False) for array in arrays.values()])
+    parts = torch.from_numpy(buffer).to(device).split([array.size for array in arrays.values()])
     return {name: part.view(array.shape) for (name, array), part in zip(arrays.items(), parts, strict=True)}
 
 
@@ -152,7 +152,7 @@ def _starts(lengths: Sequence[int]) -> np.ndarray:
 
 
 def _sequence_arrays(lengths: tuple[int, ...]) -> dict[str, np.ndarray]:
-    assert lengths and min(lengths) >= 1, "every sequence holds a token"
+    assert min(lengths) >= 1, "every sequence holds a token"
     return {"cu_seqlens": _starts(lengths), "seq_idx": np.repeat(np.arange(len(lengths)), lengths)}
 
 

@@ -27,12 +27,14 @@ def causal_conv1d(
 
     Args:
         x: [T, Cn]; may have rows behind the last sequence, which are not read.
-        weight: [Cn, K]. bias: [Cn] or None.
+        weight: [Cn, K].
+        bias: [Cn] or None.
         sequences: Where sequences lie on the token axis; they may be shorter than the window.
         initial_states: [S, Cn, K-1], zeros if None; not modified.
 
     Returns:
-        y [T, Cn] after SiLU, zero at rows behind the last sequence, and the final states [S, Cn, K-1]; both in x's dtype.
+        y [T, Cn] after SiLU, zero at rows behind the last sequence, and the final states [S, Cn, K-1] (a copy, never
+        a view of x or of the initial states); both in x's dtype.
     """
     window = weight.shape[1]
     extended = _extend(x[: sequences.num_tokens], sequences, window, initial_states)  # [T + S*(K-1), Cn]
@@ -45,13 +47,14 @@ def causal_conv1d(
     return F.pad(y, (0, 0, 0, missing)) if missing else y, _final_states(extended, sequences, window)
 
 
-def causal_conv1d_step(
-    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor
-) -> tuple[Tensor, Tensor]:
+def causal_conv1d_step(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor) -> tuple[Tensor, Tensor]:
     """Convolve one token of each of R requests.
 
     Args:
-        x: [R, Cn]. weight: [Cn, K]. bias: [Cn] or None. state: [R, Cn, K-1], not modified.
+        x: [R, Cn].
+        weight: [Cn, K].
+        bias: [Cn] or None.
+        state: [R, Cn, K-1], not modified.
 
     Returns:
         y [R, Cn] after SiLU in x's dtype, and the new state [R, Cn, K-1] in state's dtype.
@@ -78,10 +81,11 @@ def _convolve(extended: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Slide the window over all rows, also where two sequences meet (the caller drops those): [rows-K+1, Cn]."""
     window = weight.shape[1]
     num_outputs = extended.shape[0] - window + 1
-    y = extended[:num_outputs] * weight[:, 0]
+    oldest = extended[:num_outputs]
+    y = oldest * weight[:, 0] if bias is None else torch.addcmul(bias, oldest, weight[:, 0])
     for k in range(1, window):
-        y = torch.addcmul(y, extended[k : k + num_outputs], weight[:, k])
-    return y if bias is None else y + bias
+        y.addcmul_(extended[k : k + num_outputs], weight[:, k])
+    return y
 
 
 def _final_states(extended: Tensor, sequences: PackedSequences, window: int) -> Tensor:

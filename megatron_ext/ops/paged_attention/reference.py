@@ -1,6 +1,7 @@
 """Paged causal attention in plain torch, on any device.
 
-Letters: T tokens, Hq query heads, Hkv key heads, J = Hq / Hkv query heads of a key head, D head size, NB blocks of B tokens.
+Letters: T tokens, Hq query heads, Hkv key heads, J = Hq / Hkv query heads of a key head, D head size, NB blocks of B
+tokens, K keys of a row.
 """
 
 from __future__ import annotations
@@ -12,15 +13,14 @@ from torch import Tensor
 from megatron_ext.ops.paged_attention.layout import PagedLayout, PrefillRow
 
 
-def paged_attention(
-    q: Tensor, key_cache: Tensor, value_cache: Tensor, layout: PagedLayout, *, scale: float
-) -> Tensor:
+def paged_attention(q: Tensor, key_cache: Tensor, value_cache: Tensor, layout: PagedLayout, *, scale: float) -> Tensor:
     """Let every query see the keys of its row up to its own position.
 
     Args:
         q: [T, Hq, D], rows in the layout's order; rows behind the layout's are not read.
-        key_cache, value_cache: [NB, B, Hkv, D], the queries' own keys and values written already. Places that no row
-            has written may hold anything, NaN too.
+        key_cache: [NB, B, Hkv, D], the queries' own keys written already. What lies behind a row's keys is never used
+            and may be anything, NaN too.
+        value_cache: The same for values.
         layout: Where each row's keys lie.
         scale: What the scores are multiplied with.
 
@@ -40,8 +40,7 @@ def paged_attention(
 
 def _decode(q: Tensor, key_cache: Tensor, value_cache: Tensor, layout: PagedLayout, scale: float) -> Tensor:
     """One query of each row, all rows at once: [rows, Hq, D]. A key head's query heads stand in as its queries."""
-    rows, _, head_size = q.shape
-    kv_heads = key_cache.shape[2]
+    kv_heads, head_size = key_cache.shape[2:]
     places = layout.decode_places
     keys, values = (
         cache.view(-1, kv_heads, head_size).index_select(0, places.view(-1)).unflatten(0, places.shape).transpose(1, 2)

@@ -5,8 +5,8 @@ Per head, with scalar decay (Dao & Gu 2024, "Transformers are SSMs", section 6 a
     h_t = exp(dt_t * A) h_{t-1} + dt_t x_t B_t^T        [P, N]
     y_t = h_t C_t + D x_t                               [P]
 
-Letters: T tokens, H heads, G groups of heads that share B and C, P head dimension, N state size, S sequences, n chunks,
-C places in a chunk (`c` and `s` below: place that receives, place that sends), J = H / G heads of a group.
+Letters: T tokens, H heads, G groups of heads that share B and C, J = H / G heads of a group, P head dimension, N state
+size, S sequences, R requests, n chunks, C places in a chunk (c: the place that receives, s: the place that sends).
 """
 
 from __future__ import annotations
@@ -18,6 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ext.ops.varlen import PackedChunks
+
+LEAST_LOG_DECAY = -60.0
+"""Decay between two tokens of a chunk stops at e**-60: nothing beside a token's own weight of 1 in fp32 or fp64, and
+far from denormal numbers, which make exp and matrix products several times slower."""
 
 
 class SsdOutput(NamedTuple):
@@ -51,26 +55,30 @@ def ssd_scan(
         x: [T, H, P]; may have rows behind the last sequence, which are not read.
         dt: [T, H] fp32, step sizes after softplus.
         A: [H] fp32, negative.
-        B, C: [T, G, N].
+        B: [T, G, N].
+        C: [T, G, N].
         chunks: Where sequences and chunks lie on the token axis; results do not depend on where the cuts are.
-        D: [H] or None.
+        D: [H], or None for no direct path.
         initial_states: [S, H, P, N], zeros if None.
 
     All sums are accumulated in fp32 (fp64 if x is fp64, and then the states are, too).
     """
     wide = torch.promote_types(x.dtype, torch.float32)
-    chunked_x = _spread(x, chunks).to(wide)  # [n, C, H, P]
-    chunked_dt = _spread_steps(dt, chunks).to(wide)  # [n, H, C]
+    groups, (heads, head_dim) = B.shape[1], x.shape[1:]
     chunked_B, chunked_C = (_spread(t, chunks).to(wide).transpose(1, 2).contiguous() for t in (B, C))  # [n, G, C, N]
+    chunked_x = _spread(x, chunks).to(wide).unflatten(2, (groups, -1))  # [n, C, G, J, P]
+    chunked_dt = _spread_steps(dt, chunks)  # [n, H, C]
+    log_decay = _log_decay(chunked_dt, A).unflatten(1, (groups, -1))  # [n, G, J, C]
+    decay = log_decay.exp().to(wide)  # from the chunk's start
+    stepped_x = chunked_x * chunked_dt.to(wide).unflatten(1, (groups, -1)).movedim(-1, 1).unsqueeze(-1)
 
-    log_decay = torch.cumsum(chunked_dt * A.to(wide)[:, None], dim=-1)  # [n, H, C] from the chunk's start
-    stepped_x = chunked_x * chunked_dt.transpose(1, 2).unsqueeze(-1)  # [n, C, H, P]
-    added = _states_added(stepped_x, chunked_B, log_decay)
-    before, after = _carry_states(added, log_decay[..., -1].exp(), chunks, initial_states)
-    y = _within_chunks(stepped_x, chunked_B, chunked_C, log_decay) + _from_before(before, chunked_C, log_decay)
-    if D is not None:
-        y = y + chunked_x * D.to(wide)[:, None]
-    return SsdOutput(_collect(y.to(x.dtype), chunks, x.shape[0]), after[chunks.last_chunk_indices], after)
+    added = _states_added(stepped_x, chunked_B, log_decay).view(-1, heads, head_dim, B.shape[-1])
+    before, after = _carry_states(added, decay[..., -1].flatten(1), chunks, initial_states)
+    y = torch.zeros_like(chunked_x) if D is None else chunked_x * D.to(wide).view(groups, -1, 1)
+    y.addcmul_(_read(before, chunked_C), decay.movedim(-1, 1).unsqueeze(-1))
+    y.add_(_within_chunks(stepped_x, chunked_B, chunked_C, log_decay))
+    y = _collect(y.to(x.dtype).flatten(2, 3), chunks, x.shape[0])
+    return SsdOutput(y, after[chunks.last_chunk_indices], after)
 
 
 def ssd_step(
@@ -79,8 +87,13 @@ def ssd_step(
     """Run the recurrence over one token of each of R requests.
 
     Args:
-        x: [R, H, P]. dt: [R, H] after softplus. A: [H] negative. B, C: [R, G, N]. D: [H] or None.
+        x: [R, H, P].
+        dt: [R, H] fp32, step sizes after softplus.
+        A: [H] fp32, negative.
+        B: [R, G, N].
+        C: [R, G, N].
         state: [R, H, P, N] fp32, not modified.
+        D: [H], or None for no direct path.
 
     Returns:
         y [R, H, P] in x's dtype, and the new state [R, H, P, N] in state's dtype.
@@ -124,18 +137,22 @@ def _collect(y: Tensor, chunks: PackedChunks, num_rows: int) -> Tensor:
     return F.pad(y, (0, 0, 0, 0, 0, missing)) if missing else y
 
 
-def _states_added(stepped_x: Tensor, B: Tensor, log_decay: Tensor) -> Tensor:
-    """What a chunk's own tokens add to the state at its end (listing 1, step 2): [n, H, P, N].
+def _log_decay(dt: Tensor, A: Tensor) -> Tensor:
+    """Logarithm of the decay from the chunk's start to the end of each token: [n, H, C].
 
-    Args:
-        stepped_x: [n, C, H, P], dt * x. B: [n, G, C, N]. log_decay: [n, H, C], cumulative.
+    In fp64: sums over a chunk of fast decay may reach thousands, and differences of them are wanted to 1e-5.
     """
-    num_chunks, places, heads, head_dim = stepped_x.shape
-    groups, state_size = B.shape[1], B.shape[-1]
-    to_end = (log_decay[..., -1:] - log_decay).exp()  # [n, H, C], at most 1
-    weighted = (stepped_x * to_end.transpose(1, 2).unsqueeze(-1)).view(num_chunks, places, groups, -1)
-    added = weighted.permute(0, 2, 3, 1) @ B  # [n, G, J*P, C] @ [n, G, C, N]
-    return added.view(num_chunks, heads, head_dim, state_size)
+    return torch.cumsum(dt * A[:, None], dim=-1, dtype=torch.float64)
+
+
+def _states_added(stepped_x: Tensor, B: Tensor, log_decay: Tensor) -> Tensor:
+    """What a chunk's own tokens add to the state at its end (listing 1, step 2): [n, G, J * P, N].
+
+    `stepped_x` [n, C, G, J, P] is dt * x; `B` is [n, G, C, N]; `log_decay` is [n, G, J, C].
+    """
+    to_end = (log_decay[..., -1:] - log_decay).exp().to(B.dtype)
+    weighted = stepped_x * to_end.movedim(-1, 1).unsqueeze(-1)
+    return weighted.flatten(3).permute(0, 2, 3, 1) @ B
 
 
 def _carry_states(
@@ -143,11 +160,8 @@ def _carry_states(
 ) -> tuple[Tensor, Tensor]:
     """Pass states from chunk to chunk (listing 1, step 3), all sequences at once.
 
-    Args:
-        added: [n, H, P, N]. decay: [n, H], of a whole chunk. initial_states: [S, H, P, N] or None.
-
-    Returns:
-        The states before and after each chunk, both [n, H, P, N].
+    `added` is [n, H, P, N], `decay` of a whole chunk [n, H], `initial_states` [S, H, P, N] or None.
+    Gives the states before and after each chunk, both [n, H, P, N].
     """
     num_sequences = len(chunks.chunk_counts)
     if initial_states is None:
@@ -167,21 +181,26 @@ def _carry_states(
 
 
 def _within_chunks(stepped_x: Tensor, B: Tensor, C: Tensor, log_decay: Tensor) -> Tensor:
-    """What tokens of the same chunk give each token (listing 1, step 1): [n, C, H, P]."""
-    groups, places = B.shape[1], B.shape[2]
-    is_later = torch.ones(places, places, dtype=torch.bool, device=B.device).triu(1)
-    gap = log_decay.unsqueeze(-1) - log_decay.unsqueeze(-2)  # [n, H, c, s]
-    # Masked before exp: towards later tokens the sums are positive and may overflow, and inf * 0 is NaN.
-    decay = gap.masked_fill_(is_later, float("-inf")).exp_()
-    scores = C @ B.transpose(-1, -2)  # [n, G, c, s]
-    weights = (decay.unflatten(1, (groups, -1)) * scores.unsqueeze(2)).flatten(1, 2)  # [n, H, c, s]
-    return (weights @ stepped_x.transpose(1, 2)).transpose(1, 2)
+    """What tokens of the same chunk give each token (listing 1, step 1): [n, C, G, J, P]."""
+    scores = (C @ B.transpose(-1, -2)).tril()  # [n, G, c, s]
+    weights = _decay_between(log_decay, B.dtype) * scores.unsqueeze(2)  # [n, G, J, c, s]
+    return (weights @ stepped_x.movedim(1, 3)).movedim(3, 1)
 
 
-def _from_before(before: Tensor, C: Tensor, log_decay: Tensor) -> Tensor:
-    """What the state before the chunk gives each token (listing 1, step 4): [n, C, H, P]."""
-    num_chunks, heads, head_dim, state_size = before.shape
-    groups, places = C.shape[1], C.shape[2]
-    read = C @ before.reshape(num_chunks, groups, -1, state_size).transpose(-1, -2)  # [n, G, C, J*P]
-    read = read.transpose(1, 2).reshape(num_chunks, places, heads, head_dim)
-    return read * log_decay.exp().transpose(1, 2).unsqueeze(-1)
+def _decay_between(log_decay: Tensor, dtype: torch.dtype) -> Tensor:
+    """Decay from place s to place c of a chunk: [n, G, J, c, s]; 1 where c comes before s, for the caller to mask.
+
+    The fp64 logarithms are split in two numbers of `dtype`: the differences come out exact without an fp64 [c, s].
+    """
+    high = log_decay.to(dtype)
+    low = (log_decay.detach() - high.detach()).to(dtype)
+    gap = high.unsqueeze(-1) - high.unsqueeze(-2)
+    gap.add_(low.unsqueeze(-1)).sub_(low.unsqueeze(-2))
+    return gap.clamp(LEAST_LOG_DECAY, 0.0).exp_()
+
+
+def _read(before: Tensor, C: Tensor) -> Tensor:
+    """What the state before the chunk, [n, H, P, N], would give each token if it did not decay: [n, C, G, J, P]."""
+    groups, (heads, head_dim) = C.shape[1], before.shape[1:3]
+    read = C @ before.view(-1, groups, heads // groups * head_dim, before.shape[-1]).transpose(-1, -2)  # [n, G, C, J*P]
+    return read.unflatten(-1, (-1, head_dim)).transpose(1, 2)
