@@ -133,13 +133,15 @@ def translate(raw: dict[str, Any]) -> ModelConfig:
     fields = _with_present_names(raw)
     _check_known(fields)
     _check_fixed(fields)
-    head_count = fields.get("num_attention_heads")
-    key_value_heads = fields.get("num_key_value_heads")
+    query_heads = _size(fields, "num_attention_heads")
+    if "num_key_value_heads" in fields and fields["num_key_value_heads"] is None:  # transformers: as many as queries
+        fields["num_key_value_heads"] = query_heads
+    key_value_heads = _size(fields, "num_key_value_heads")
     return ModelConfig(
         **{ours: _size(fields, theirs) for theirs, ours in _SIZES.items()},
         hybrid_override_pattern=_pattern(fields),
-        group_query_attention=key_value_heads not in (None, head_count),
-        num_query_groups=head_count if key_value_heads is None else _size(fields, "num_key_value_heads"),
+        group_query_attention=key_value_heads != query_heads,
+        num_query_groups=key_value_heads,
         norm_epsilon=_epsilon(fields),
         untie_embeddings_and_output_weights=not _flag(fields, "tie_word_embeddings", default=False),
         position_embedding_type="none",
@@ -229,16 +231,15 @@ def _pattern(fields: dict[str, Any]) -> str:
     listed, pattern = fields.get("layers_block_type"), fields.get("hybrid_override_pattern")
     if listed is None and pattern is None:
         raise ConfigError("config.json: field layers_block_type (or hybrid_override_pattern) is missing")
-    letters = _listed_letters(listed) if listed is not None else pattern
-    if pattern is not None and letters != pattern:
-        raise ConfigError(f"config.json: hybrid_override_pattern {pattern!r} contradicts layers_block_type {letters!r}")
     source = "hybrid_override_pattern" if listed is None else "layers_block_type"
-    if "E" in letters:
+    letters = pattern if listed is None else _listed_letters(listed)
+    if not isinstance(letters, str) or set(letters) - set("M*-"):
+        moe = " has MoE layers (E), which" if isinstance(letters, str) and "E" in letters else ""
         raise ConfigError(
-            f"config.json: {source} {letters!r} has MoE layers (E), not supported; supported are M, * and -"
+            f"config.json: {source} {letters!r}{moe} is not supported; supported are the letters M, * and -"
         )
-    if set(letters) - set("M*-"):
-        raise ConfigError(f"config.json: {source} {letters!r} is not supported; supported are the letters M, * and -")
+    if pattern not in (None, letters):
+        raise ConfigError(f"config.json: hybrid_override_pattern {pattern!r} contradicts layers_block_type {letters!r}")
     count = fields.get("num_hidden_layers", len(letters))
     if count != len(letters):
         raise ConfigError(f"config.json: num_hidden_layers {count!r} contradicts the {len(letters)} layers of {source}")
