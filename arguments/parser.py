@@ -4,30 +4,21 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from arguments.flags import Flag, FlagGroup
 from arguments.groups import BATCHING, GROUPS, MODEL, PARALLEL, RUN, SAMPLING, SOURCE
 from arguments.yaml_file import read_flags
-from megatron_ext.config import BatchingConfig, ModelConfig, ParallelConfig, RequestParams, RunConfig, SourceConfig
+from megatron_ext.config import (
+    BatchingConfig,
+    InferenceSettings,
+    ModelConfig,
+    ParallelConfig,
+    RequestParams,
+    RunConfig,
+    SourceConfig,
+)
 from megatron_ext.errors import ConfigError
-
-
-@dataclass(frozen=True)
-class InferenceArguments:
-    """Everything that the command line says about a run.
-
-    `model_overrides` are the fields of `ModelConfig` that a flag or the YAML file gave; a checkpoint's own
-    configuration fills the others, the dataclass's defaults what is left.
-    """
-
-    source: SourceConfig
-    model_overrides: Mapping[str, Any]
-    parallel: ParallelConfig
-    sampling: RequestParams
-    batching: BatchingConfig
-    run: RunConfig
 
 
 class _Parser(argparse.ArgumentParser):
@@ -49,7 +40,7 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
     return parser
 
 
-def parse_arguments(argv: Sequence[str] | None = None, prog: str | None = None) -> InferenceArguments:
+def parse_arguments(argv: Sequence[str] | None = None, prog: str | None = None) -> InferenceSettings:
     """Parse an argument list.
 
     Args:
@@ -63,7 +54,7 @@ def parse_arguments(argv: Sequence[str] | None = None, prog: str | None = None) 
     values = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
     if "model-config" in values:
         values = read_flags(values["model-config"], known_flags()) | values
-    arguments = InferenceArguments(
+    settings = InferenceSettings(
         source=SourceConfig(**_fields(SOURCE, values)),
         model_overrides=_fields(MODEL, values),
         parallel=ParallelConfig(**_fields(PARALLEL, values)),
@@ -71,9 +62,9 @@ def parse_arguments(argv: Sequence[str] | None = None, prog: str | None = None) 
         batching=BatchingConfig(**_fields(BATCHING, values)),
         run=RunConfig(**_fields(RUN, values)),
     )
-    if arguments.source.load is None and arguments.source.load_hf is None:
-        ModelConfig(**arguments.model_overrides)  # raises what is wrong with it before anything is loaded
-    return arguments
+    if settings.source.load is None and settings.source.load_hf is None:
+        ModelConfig(**settings.model_overrides)  # raises what is wrong with it before anything is loaded
+    return settings
 
 
 def known_flags() -> dict[str, tuple[FlagGroup, Flag]]:

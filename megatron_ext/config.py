@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from megatron_ext.errors import ConfigError
 
@@ -94,10 +96,9 @@ class ModelConfig:
         )
 
     def _check_sizes(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
+        for name, value in self.to_dict().items():
             is_size = isinstance(value, int) and not isinstance(value, bool)
-            _require(not is_size or value > 0, f"{_flag(field.name)} {value} must be positive")
+            _require(not is_size or value > 0, f"{_flag(name)} {value} must be positive")
 
     def _check_mamba(self) -> None:
         if not self.is_hybrid:
@@ -313,3 +314,19 @@ class RunConfig:
         ):
             satisfied = not getattr(self, name) or getattr(self, needed)
             _require(satisfied, f"{_flag(name)} needs {_flag(needed)}; give both or neither")
+
+
+@dataclass(frozen=True)
+class InferenceSettings:
+    """Everything that a command line says about a run.
+
+    `model_overrides` are the fields of `ModelConfig` that were given; a checkpoint's own configuration fills the
+    others, the dataclass's defaults what is left.
+    """
+
+    source: SourceConfig = SourceConfig()
+    model_overrides: Mapping[str, Any] = field(default_factory=dict)
+    parallel: ParallelConfig = ParallelConfig()
+    sampling: RequestParams = RequestParams()
+    batching: BatchingConfig = BatchingConfig()
+    run: RunConfig = RunConfig()

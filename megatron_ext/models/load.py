@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,9 +56,12 @@ class LoadedModel:
     config: ModelConfig
     tokenizer: Tokenizer
     dtype: torch.dtype
+    name: str  # the checkpoint's directory as given, "embedded", or "random weights, <pattern>"
 
 
-def load_model(source: SourceConfig, overrides: dict[str, Any], *, device: torch.device | None = None) -> LoadedModel:
+def load_model(
+    source: SourceConfig, overrides: Mapping[str, Any], *, device: torch.device | None = None
+) -> LoadedModel:
     """Load `--load` or `--load-hf`; without either the embedded model, or random weights if an architecture is given.
 
     Args:
@@ -75,7 +79,8 @@ def load_model(source: SourceConfig, overrides: dict[str, Any], *, device: torch
     directory = _checkpoint_directory(source, overrides)
     if directory is None:
         config, tokenizer = _without_checkpoint(source, overrides)
-        return LoadedModel(build_model(config, dtype=dtype, device=device, seed=source.seed), config, tokenizer, dtype)
+        model = build_model(config, dtype=dtype, device=device, seed=source.seed)
+        return LoadedModel(model, config, tokenizer, dtype, f"random weights, {config.hybrid_override_pattern}")
     config = _saved_config(source, directory, overrides)
     tokenizer = _tokenizer(source, directory, config.vocab_size)
     _require_ids_fit(tokenizer, config, directory)
@@ -84,7 +89,7 @@ def load_model(source: SourceConfig, overrides: dict[str, Any], *, device: torch
         load_nemotron_h(model, config, directory)
     else:
         load_weights(model, directory)
-    return LoadedModel(model, config, tokenizer, dtype)
+    return LoadedModel(model, config, tokenizer, dtype, source.load or source.load_hf or "embedded")
 
 
 def save_model(directory: str | Path, loaded: LoadedModel) -> None:

@@ -1,0 +1,109 @@
+"""What a person sees of a run: a progress bar on standard error, sizes and a table on standard output."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
+
+from megatron_ext.memory.budget import Geometry
+from megatron_ext.scheduling.record import RequestRecord, Status
+from megatron_ext.serving.submission import Pass
+
+_PROMPT_CHARACTERS = 60
+_TEXT_CHARACTERS = 240
+_FILE_WIDTH = 120  # characters
+
+
+@contextmanager
+def progress_bar(total: int) -> Iterator[Callable[[int], None]]:
+    """A bar over `total` requests, only where standard error is a terminal; log lines go above it.
+
+    Yields:
+        A function that takes the number of requests that have ended so far.
+    """
+    with tqdm(total=total, unit="request", disable=None, leave=False) as bar, logging_redirect_tqdm():
+        yield lambda done: bar.update(done - bar.n)
+
+
+def make_console(quiet: bool) -> Console:
+    """A console on standard output; where that is no terminal, wide enough for the table."""
+    return Console(highlight=False, quiet=quiet, width=None if sys.stdout.isatty() else _FILE_WIDTH)
+
+
+def print_geometry(geometry: Geometry, model: str, console: Console) -> None:
+    """Print what the engine has room for (EX-6)."""
+    lines = [
+        f"model: {model}",
+        f"KV cache: {geometry.blocks} blocks of {geometry.block_size_tokens} tokens and {geometry.block_bytes:,} bytes",
+    ]
+    if geometry.state_bytes:
+        cost = f", as much as the KV of {geometry.state_in_kv_tokens} tokens" if geometry.state_in_kv_tokens else ""
+        lines.append(f"recurrent states: {geometry.live_states} live ones of {geometry.state_bytes:,} bytes{cost}")
+    for line in lines:
+        console.print(line, markup=False, soft_wrap=True)
+
+
+def print_report(passes: Sequence[Pass], console: Console) -> None:
+    """Print the table of all requests, and totals below it."""
+    table = Table(show_lines=True)
+    for heading, justify in (
+        ("id", "right"),
+        ("end of prompt", "left"),
+        ("generated", "left"),
+        ("prompt", "right"),
+        ("new", "right"),
+        ("ttft", "right"),
+        ("total", "right"),
+        ("ended", "left"),
+    ):
+        table.add_column(heading, justify=justify, overflow="fold", no_wrap=justify == "right")
+    for one in passes:
+        for record in one.records:
+            table.add_row(*_row(record))
+    console.print(table)
+    for line in summary(passes):
+        console.print(line, markup=False, soft_wrap=True)
+
+
+def summary(passes: Sequence[Pass]) -> list[str]:
+    """Lines of totals over all requests."""
+    records = [record for one in passes for record in one.records]
+    computed = sum(record.computed_prefill_token_count for record in records)
+    skipped = sum(record.skipped_prefill_token_count for record in records)
+    generated = sum(len(record.generated_tokens) for record in records)
+    failed = sum(record.status is not Status.COMPLETED for record in records)
+    rates = ", ".join(f"{one.throughput:.1f}" for one in passes)
+    return [
+        f"{len(records)} requests{f', {failed} not completed' if failed else ''}: {generated} tokens generated in "
+        f"{sum(one.seconds for one in passes):.1f} s ({rates} tokens/s)",
+        f"prompt tokens: {computed} computed, {skipped} skipped",
+    ]
+
+
+def _row(record: RequestRecord) -> tuple[str, ...]:
+    text = record.error if record.status is not Status.COMPLETED and record.error else record.generated_text
+    return (
+        str(record.request_id),
+        escape(_end(record.prompt_text or "", _PROMPT_CHARACTERS)),
+        escape(_beginning(text, _TEXT_CHARACTERS)),
+        str(record.prompt_token_count),
+        str(len(record.generated_tokens)),
+        "-" if record.ttft is None else f"{1000 * record.ttft:.0f} ms",
+        f"{1000 * record.latency:.0f} ms",
+        record.finish_reason or record.status.name.lower(),
+    )
+
+
+def _beginning(text: str, count: int) -> str:
+    return text if len(text) <= count else text[: count - 3] + "..."
+
+
+def _end(text: str, count: int) -> str:
+    return text if len(text) <= count else "..." + text[3 - count :]
