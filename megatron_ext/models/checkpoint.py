@@ -9,13 +9,13 @@
 from __future__ import annotations
 
 import json
-import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -77,18 +77,16 @@ def save_checkpoint(
     header = _header(config, dtype, tokenizer_source)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    except OSError as error:
+        with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as scratch:
+            staging = Path(scratch) / "new"
+            staging.mkdir()
+            (staging / CONFIG_FILE).write_text(json.dumps(header, indent=2) + "\n", encoding="utf-8")
+            save_file(_stored_tensors(model, dtype), staging / WEIGHTS_FILE, metadata={"format": "pt"})
+            if tokenizer_source is not None:
+                copy_tokenizer_files(Path(tokenizer_source), staging)
+            _replace(target, staging, aside=Path(scratch) / "old")
+    except (OSError, SafetensorError) as error:
         raise ConfigError(f"--save {directory} cannot be written: {error}") from error
-    try:
-        (staging / CONFIG_FILE).write_text(json.dumps(header, indent=2) + "\n", encoding="utf-8")
-        save_file(_stored_tensors(model, dtype), staging / WEIGHTS_FILE, metadata={"format": "pt"})
-        if tokenizer_source is not None:
-            copy_tokenizer_files(Path(tokenizer_source), staging)
-        staging.chmod(0o755)  # mkdtemp's are private
-        _replace(target, staging)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
 
 
 def load_checkpoint(
@@ -199,17 +197,14 @@ def _is_checkpoint(directory: Path) -> bool:
     return path.is_file() and read_json(path).get("format") == FORMAT
 
 
-def _replace(target: Path, staging: Path) -> None:
-    """Put `staging` in the place of `target`, which comes back if that fails."""
+def _replace(target: Path, staging: Path, aside: Path) -> None:
+    """Put `staging` in the place of `target`, which goes `aside` and comes back if that fails."""
     if not target.exists():
         staging.rename(target)
         return
-    old = Path(tempfile.mkdtemp(prefix=f".{target.name}.old.", dir=target.parent))
-    target.rename(old / "checkpoint")
+    target.rename(aside)
     try:
         staging.rename(target)
     except OSError:
-        (old / "checkpoint").rename(target)
+        aside.rename(target)
         raise
-    finally:
-        shutil.rmtree(old, ignore_errors=True)

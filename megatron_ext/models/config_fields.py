@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
+from collections.abc import Mapping
 from typing import Any
 
 from megatron_ext.config import ModelConfig
@@ -12,7 +13,7 @@ from megatron_ext.config import ModelConfig
 _TYPES = typing.get_type_hints(ModelConfig)
 
 
-def checked_fields(values: dict[str, Any], where: str, error: type[ValueError]) -> dict[str, Any]:
+def checked_fields(values: Mapping[str, Any], where: str, error: type[ValueError]) -> dict[str, Any]:
     """The same fields, fit for `ModelConfig(**fields)`: lists made tuples, integers made floats where a float is due.
 
     Args:
@@ -42,6 +43,6 @@ def _converted(name: str, value: Any, where: str, error: type[ValueError]) -> An
     raise error(f"{where} has {name} = {value!r}; it must be of type {kinds}")
 
 
-def with_overrides(config: ModelConfig, overrides: dict[str, Any]) -> ModelConfig:
+def with_overrides(config: ModelConfig, overrides: Mapping[str, Any]) -> ModelConfig:
     """The configuration with some fields replaced; `overrides` must have passed `checked_fields`."""
     return dataclasses.replace(config, **overrides)

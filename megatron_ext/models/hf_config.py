@@ -137,6 +137,8 @@ def translate(raw: dict[str, Any]) -> ModelConfig:
     if "num_key_value_heads" in fields and fields["num_key_value_heads"] is None:  # transformers: as many as queries
         fields["num_key_value_heads"] = query_heads
     key_value_heads = _size(fields, "num_key_value_heads")
+    _check_divides(fields, "num_key_value_heads", "num_attention_heads")
+    _check_divides(fields, "n_groups", "mamba_num_heads")
     return ModelConfig(
         **{ours: _size(fields, theirs) for theirs, ours in _SIZES.items()},
         hybrid_override_pattern=_pattern(fields),
@@ -210,6 +212,12 @@ def _size(fields: dict[str, Any], name: str) -> int:
     if not isinstance(value, int) or _is_bool(value) or value <= 0:
         raise ConfigError(f"config.json: {name} = {value!r} is not supported; it must be a positive integer")
     return value
+
+
+def _check_divides(fields: dict[str, Any], divisor: str, dividend: str) -> None:
+    small, large = _size(fields, divisor), _size(fields, dividend)
+    if large % small:
+        raise ConfigError(f"config.json: {divisor} = {small} is not supported; it must divide {dividend} = {large}")
 
 
 def _flag(fields: dict[str, Any], name: str, *, default: bool) -> bool:

@@ -1,0 +1,249 @@
+"""From flags to a model: which weights, which configuration, which tokenizer, which type."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import nn
+
+from megatron_ext.config import ModelConfig, SourceConfig
+from megatron_ext.errors import CheckpointError, ConfigError
+from megatron_ext.models import load
+from megatron_ext.models.checkpoint import save_checkpoint
+from megatron_ext.models.load import load_model, save_model
+from megatron_ext.models.tokenizer import NullTokenizer, TextTokenizer
+from tests.unit_tests.models import nemotron_h_oracle as oracle
+
+CPU = torch.device("cpu")
+TOKENS = oracle.prompt(40, seed=0, vocab_size=50)
+
+
+def write_tokenizer(directory: Path, size: int, end: str = "w3") -> Path:
+    """A tokenizer of `size` words "w0", "w1", ..."""
+    tokenizer = Tokenizer(models.WordLevel({f"w{index}": index for index in range(size)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": end}))
+    return directory / "tokenizer.json"
+
+
+@pytest.fixture
+def saved(tiny_model: nn.Module, tiny_config: ModelConfig, tmp_path: Path) -> Path:
+    """A checkpoint without a tokenizer."""
+    save_checkpoint(tmp_path / "saved", tiny_model, tiny_config)
+    return tmp_path / "saved"
+
+
+@pytest.fixture(autouse=True)
+def embedded(
+    tiny_model: nn.Module, tiny_config: ModelConfig, tmp_path_factory: pytest.TempPathFactory, monkeypatch
+) -> Path:
+    """A stand-in for the embedded model, with a tokenizer of 50 words."""
+    source = write_tokenizer(tmp_path_factory.mktemp("tokenizer"), 50).parent
+    directory = tmp_path_factory.mktemp("embedded")
+    save_checkpoint(directory, tiny_model, tiny_config, source)
+    monkeypatch.setattr(load, "embedded_model_dir", lambda: directory)
+    return directory
+
+
+def logits(model: nn.Module) -> torch.Tensor:
+    return oracle.our_logits(model, TOKENS).float()
+
+
+def test_without_any_flag_the_embedded_model(tiny_model: nn.Module, tiny_config: ModelConfig) -> None:
+    loaded = load_model(SourceConfig(), {}, device=CPU)
+    assert (loaded.config, loaded.dtype) == (tiny_config, torch.float32)
+    assert torch.equal(logits(loaded.model), logits(tiny_model))
+    assert not loaded.model.training
+    assert loaded.tokenizer.tokenize("w5 w7") == [5, 7]
+    assert loaded.tokenizer.eod == 3
+
+
+def test_harmless_settings_keep_the_embedded_weights(tiny_model: nn.Module) -> None:
+    loaded = load_model(SourceConfig(), {"max_position_embeddings": 32}, device=CPU)
+    assert loaded.config.max_position_embeddings == 32
+    assert torch.equal(logits(loaded.model), logits(tiny_model))
+
+
+def test_random_weights_for_an_architecture() -> None:
+    """Seeded; text goes through the embedded model's tokenizer, whose size is the vocabulary's."""
+    small = {"hybrid_override_pattern": "*-", "hidden_size": 16}
+    first, again, other = (load_model(SourceConfig(seed=seed), small, device=CPU) for seed in (1, 1, 2))
+    assert (first.config.vocab_size, first.tokenizer.vocab_size) == (50, 50)
+    assert isinstance(first.tokenizer, TextTokenizer)
+    assert torch.equal(logits(first.model), logits(again.model))
+    assert not torch.allclose(logits(first.model), logits(other.model))
+
+
+def test_random_weights_for_a_vocabulary_size() -> None:
+    loaded = load_model(SourceConfig(), {"vocab_size": 60}, device=CPU)
+    assert isinstance(loaded.tokenizer, NullTokenizer)
+    assert (loaded.tokenizer.vocab_size, loaded.config.vocab_size) == (60, 60)
+
+
+def test_random_weights_for_a_tokenizer(tmp_path: Path) -> None:
+    file = write_tokenizer(tmp_path, 33)
+    loaded = load_model(SourceConfig(tokenizer_model=str(file)), {"hybrid_override_pattern": "M"}, device=CPU)
+    assert (loaded.config.vocab_size, loaded.tokenizer.vocab_size) == (33, 33)
+    padded = load_model(SourceConfig(tokenizer_model=str(file)), {"vocab_size": 64}, device=CPU)
+    assert (padded.config.vocab_size, padded.tokenizer.vocab_size) == (64, 33)
+
+
+def test_checkpoint_without_tokenizer_takes_ids(saved: Path, tiny_model: nn.Module) -> None:
+    loaded = load_model(SourceConfig(load=str(saved)), {}, device=CPU)
+    assert torch.equal(logits(loaded.model), logits(tiny_model))
+    assert isinstance(loaded.tokenizer, NullTokenizer)
+    assert loaded.tokenizer.vocab_size == 50
+
+
+def test_null_tokenizer_on_request(embedded: Path) -> None:
+    for source in (
+        SourceConfig(tokenizer_type="NullTokenizer"),
+        SourceConfig(load=str(embedded), tokenizer_type="NullTokenizer"),
+    ):
+        assert isinstance(load_model(source, {}, device=CPU).tokenizer, NullTokenizer)
+
+
+def test_overrides_win_where_the_weights_allow(saved: Path, tiny_model: nn.Module) -> None:
+    """The same tensors serve squared ReLU and GELU; the flag decides."""
+    loaded = load_model(SourceConfig(load=str(saved)), {"squared_relu": True, "norm_epsilon": 1e-3}, device=CPU)
+    assert (loaded.config.squared_relu, loaded.config.norm_epsilon) == (True, 1e-3)
+    assert not torch.allclose(logits(loaded.model), logits(tiny_model))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            {"hybrid_override_pattern": "MM-"},
+            "hybrid override pattern 'MM-' contradicts .*, whose weights are for 'M[*]-'",
+        ),
+        ({"hidden_size": 64}, "hidden size 64 contradicts .* whose weights are for 32"),
+        ({"ffn_hidden_size": 64}, "ffn size 64 contradicts .* for 128"),
+        ({"num_attention_heads": 2}, "num attention heads 2 contradicts .* for 4"),
+        ({"num_query_groups": 4}, "query groups 4 contradicts .* for 2"),
+        ({"kv_channels": 16}, "head channels 16 contradicts .* for 8"),
+        ({"mamba_num_heads": 4}, "mamba heads 4 contradicts .* for 8"),
+        ({"mamba_state_dim": 2, "mamba_num_groups": 8}, "mamba state dim 2 contradicts .* for 16"),
+        ({"vocab_size": 64}, "vocab size 64 contradicts .* for 50"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_overrides_that_contradict_the_weights(overrides: dict, message: str, saved: Path) -> None:
+    """Also where all shapes are the same: heads of other sizes, groups and states exchanged."""
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_model(SourceConfig(load=str(saved)), overrides, device=CPU)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"untie_embeddings_and_output_weights": True}, "lacks output_layer.weight"),
+        ({"normalization": "LayerNorm"}, "lacks decoder.final_norm.bias"),
+        ({"disable_bias_linear": False}, "lacks decoder.layers.1.self_attention.linear_proj.bias"),
+        ({"swiglu": True}, r"linear_fc1.weight has shape \(128, 32\), the configuration asks for \(256, 32\)"),
+        ({"position_embedding_type": "learned_absolute"}, "lacks embedding.position_embeddings.weight"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_overrides_that_ask_for_other_tensors(overrides: dict, message: str, saved: Path) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        load_model(SourceConfig(load=str(saved)), overrides, device=CPU)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"hiden_size": 64}, "unknown model field hiden_size"),
+        ({"hidden_size": "64"}, "hidden_size = '64'; it must be of type int"),
+        ({"hybrid_override_pattern": "MX"}, "unknown letter"),
+    ],
+    ids=str,
+)
+def test_settings_that_are_none(overrides: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_model(SourceConfig(), overrides, device=CPU)
+
+
+def test_directories_that_are_not_there(saved: Path, tmp_path: Path) -> None:
+    for flag, source in (
+        ("--load", SourceConfig(load=str(tmp_path / "nowhere"))),
+        ("--load-hf", SourceConfig(load_hf=str(tmp_path / "nowhere"))),
+    ):
+        with pytest.raises(ConfigError, match=f"{flag} .*nowhere does not exist"):
+            load_model(source, {}, device=CPU)
+    with pytest.raises(ConfigError, match=r"--load .*config\.json is not a directory"):
+        load_model(SourceConfig(load=str(saved / "config.json")), {}, device=CPU)
+
+
+def test_the_other_kind_of_checkpoint(saved: Path, hf_copy: Path) -> None:
+    with pytest.raises(ConfigError, match="try --load-hf"):
+        load_model(SourceConfig(load=str(hf_copy)), {}, device=CPU)
+    with pytest.raises(ConfigError, match="model_type None is not supported"):
+        load_model(SourceConfig(load_hf=str(saved)), {}, device=CPU)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"tokenizer_type": "SentencePiece"},
+            "--tokenizer-type SentencePiece is unknown; one of NullTokenizer, Hugging",
+        ),
+        ({"tokenizer_type": "NullTokenizer", "tokenizer_model": "x"}, "contradicts --tokenizer-model x"),
+        ({"tokenizer_type": "HuggingFaceTokenizer"}, "needs tokenizer files"),
+        ({"tokenizer_model": "nowhere"}, "tokenizer nowhere does not exist"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_tokenizers_that_cannot_be_had(fields: dict, message: str, saved: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_model(SourceConfig(load=str(saved), **fields), {}, device=CPU)
+
+
+def test_null_tokenizer_needs_a_size() -> None:
+    with pytest.raises(ConfigError, match="NullTokenizer needs --vocab-size"):
+        load_model(SourceConfig(tokenizer_type="NullTokenizer"), {"hybrid_override_pattern": "*"}, device=CPU)
+
+
+def test_tokenizer_larger_than_the_model(saved: Path, tmp_path: Path) -> None:
+    file = write_tokenizer(tmp_path, 51)
+    with pytest.raises(ConfigError, match=r"the tokenizer has 51 ids, the model in .* has 50"):
+        load_model(SourceConfig(load=str(saved), tokenizer_model=str(file)), {}, device=CPU)
+    with pytest.raises(ConfigError, match="the tokenizer has 51 ids, --vocab-size is 40"):
+        load_model(SourceConfig(tokenizer_model=str(file)), {"vocab_size": 40}, device=CPU)
+
+
+@pytest.mark.parametrize(
+    ("flags", "dtype"), [({"bf16": True}, torch.bfloat16), ({"fp16": True}, torch.float16)], ids=str
+)
+def test_sixteen_bits(flags: dict, dtype: torch.dtype, tiny_model: nn.Module) -> None:
+    loaded = load_model(SourceConfig(**flags), {}, device=CPU)
+    assert loaded.dtype is dtype
+    assert loaded.model.get_parameter("decoder.layers.0.mixer.in_proj.weight").dtype is dtype
+    assert (logits(loaded.model) - logits(tiny_model)).abs().max() < 0.1
+
+
+def test_imported_checkpoint_saved_and_loaded(hf_copy: Path, tmp_path: Path) -> None:
+    """--load-hf, --save, --load: the same logits, and the same end of document."""
+    write_tokenizer(hf_copy, 101)
+    (hf_copy / "tokenizer_config.json").write_text("{}")
+    (hf_copy / "generation_config.json").write_text('{"eos_token_id": [9, 2]}')
+    imported = load_model(SourceConfig(load_hf=str(hf_copy)), {}, device=CPU)
+    assert imported.tokenizer.eod == 9
+    save_model(tmp_path / "own", imported)
+    loaded = load_model(SourceConfig(load=str(tmp_path / "own")), {}, device=CPU)
+    assert loaded.config == imported.config
+    assert torch.equal(logits(loaded.model), logits(imported.model))
+    assert loaded.tokenizer.eod == 9
+    assert loaded.tokenizer.tokenize("w5 w100") == [5, 100]
+
+
+def test_save_without_tokenizer(saved: Path, tmp_path: Path) -> None:
+    save_model(tmp_path / "again", load_model(SourceConfig(load=str(saved)), {}, device=CPU))
+    assert isinstance(load_model(SourceConfig(load=str(tmp_path / "again")), {}, device=CPU).tokenizer, NullTokenizer)
