@@ -1,0 +1,267 @@
+"""The shipped language model: what it has learnt, measured on its file; and the script that made it."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron_ext.config import ModelConfig, SourceConfig
+from megatron_ext.errors import ConfigError
+from megatron_ext.models import corpus
+from megatron_ext.models.build import build_model
+from megatron_ext.models.embedded import (
+    embedded_config,
+    embedded_model_dir,
+    encode_documents,
+    held_out_tokens,
+    language_model_loss,
+    positions,
+    unigram_entropy,
+    windows,
+)
+from megatron_ext.models.load import LoadedModel, load_model
+from megatron_ext.models.tokenizer import TextTokenizer
+
+ROOT = Path(__file__).parents[3]
+MEASURED_WINDOWS, LENGTH = 16, 512
+BATTERY = (
+    "",
+    "a",
+    "def f(x):\n\treturn x  # \u00e9\u4e2d\U0001f600\n",
+    "<|system|>Be brief.<|end|><|user|>Hi<|end|><|assistant|>",
+)
+
+
+@pytest.fixture(scope="module")
+def shipped() -> LoadedModel:
+    return load_model(SourceConfig(), {}, device=torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def held_out(shipped: LoadedModel) -> Tensor:
+    """Every n-th window of the held-out split, so that a few of them stand for all its documents."""
+    inputs, targets = windows(held_out_tokens(shipped.tokenizer), LENGTH)
+    assert len(inputs) >= MEASURED_WINDOWS
+    rows = torch.linspace(0, len(inputs) - 1, MEASURED_WINDOWS).long()
+    return torch.cat([inputs[rows].flatten(), targets[rows[-1]][-1:]])
+
+
+@pytest.fixture(scope="module")
+def loss(shipped: LoadedModel, held_out: Tensor) -> float:
+    return language_model_loss(shipped.model, held_out, length=LENGTH)
+
+
+@pytest.fixture(scope="module")
+def script() -> Iterator[ModuleType]:
+    """The training script as a module; `examples` is no package."""
+    name = "train_embedded_model"
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"examples/{name}.py")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[name]
+
+
+def test_it_is_a_small_hybrid(shipped: LoadedModel) -> None:
+    parameters = sum(parameter.numel() for parameter in shipped.model.parameters())
+    assert 2_000_000 <= parameters <= 4_000_000
+    assert set(embedded_config().hybrid_override_pattern) == {"M", "*", "-"}
+    assert (embedded_model_dir() / "model.safetensors").stat().st_size <= 10_000_000
+
+
+def test_it_knows_a_nat_more_than_any_unigram_model(loss: float, held_out: Tensor) -> None:
+    assert loss <= unigram_entropy(held_out[1:]) - 1.0
+
+
+def test_it_needs_its_mamba_states(shipped: LoadedModel, loss: float, held_out: Tensor) -> None:
+    zeroed = language_model_loss(shipped.model, held_out, length=LENGTH, zero_states_every=64)
+    assert zeroed >= loss + 0.05
+
+
+def test_untrained_weights_of_its_shape_would_fail(loss: float, held_out: Tensor) -> None:
+    """Negative control: the loss is not low because of how it is measured."""
+    untrained = build_model(embedded_config(), device=torch.device("cpu"))
+    assert language_model_loss(untrained, held_out[: LENGTH + 1], length=LENGTH) > loss + 2
+
+
+def test_the_tokenizer_gives_every_text_back(shipped: LoadedModel) -> None:
+    tokenizer = shipped.tokenizer
+    assert tokenizer.vocab_size == embedded_config().vocab_size == 4096
+    for text in (*BATTERY, corpus.held_out_documents()[0].text):
+        assert tokenizer.detokenize(tokenizer.tokenize(text), skip_special_tokens=False) == text
+
+
+def test_the_tokenizer_knows_the_markers(shipped: LoadedModel, script: ModuleType) -> None:
+    ids = [shipped.tokenizer.tokenize(marker) for marker in script.SPECIAL_TOKENS]
+    assert ids == [[index] for index in range(len(ids))]
+    assert shipped.tokenizer.eod == script.END_OF_DOCUMENT == 0
+
+
+def test_no_held_out_paragraph_is_trained_on() -> None:
+    held_out, training = corpus.held_out_documents(), corpus.training_documents()
+    assert not {document.name for document in held_out} & {document.name for document in training}
+    known = set(_long_paragraphs([document.text for document in training] + corpus.chat_documents(training)))
+    assert not known & set(_long_paragraphs([document.text for document in held_out]))
+    characters = [sum(len(document.text) for document in documents) for documents in (held_out, training)]
+    assert 0.01 <= characters[0] / sum(characters) <= 0.1
+
+
+def _long_paragraphs(texts: list[str]) -> list[str]:
+    parts = (" ".join(part.split()) for text in texts for part in corpus.paragraphs(text))
+    return [part for part in parts if len(part) >= corpus.DUPLICATE_LENGTH]
+
+
+def _library(root: Path, modules: dict[str, str]) -> Path:
+    (root / "pydoc_data").mkdir(parents=True)
+    (root / "pydoc_data/topics.py").write_text("topics = {'atoms': 'Atoms are the most basic elements.'}")
+    for name, text in modules.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def test_a_document_is_a_modules_docstrings_in_source_order(tmp_path: Path) -> None:
+    source = (
+        '"""About m."""\ndef f(a, *b, c=1, **d):\n    """Do f."""\nclass K:\n    """A K."""\n    def g(self): "Do g."\n'
+    )
+    library = _library(tmp_path, {"p/m.py": source, "p/test/t.py": '"""Skipped."""', "p/n.py": "x = 1"})
+    documents = corpus.held_out_documents(library) + corpus.training_documents(library)
+    texts = {document.name: document.text for document in documents}
+    assert set(texts) == {"p.m", "topic atoms"}
+    assert texts["p.m"] == "p.m\n\nAbout m.\n\np.m.f(a, *b, c, **d)\n\nDo f.\n\np.m.K\n\nA K.\n\np.m.K.g()\n\nDo g."
+
+
+def test_a_repeated_paragraph_stays_where_it_is_held_out(tmp_path: Path) -> None:
+    held_out, trained = _names_of_both_splits()
+    repeated = "This paragraph is long enough to count as a copy."
+    modules = {name + ".py": f'"""{name}.\n\n{repeated}\n\nShort.\n"""' for name in (held_out, trained)}
+    library = _library(tmp_path, modules)
+    texts = {document.name: document.text for document in corpus.training_documents(library)}
+    assert texts[trained] == f"{trained}\n\n{trained}.\n\nShort."
+    assert any(repeated in document.text for document in corpus.held_out_documents(library))
+
+
+def _names_of_both_splits() -> tuple[str, str]:
+    names = [f"m{number}" for number in range(200)]
+    return tuple(next(name for name in names if corpus.is_held_out(name) == side) for side in (True, False))
+
+
+def test_a_python_without_sources_is_refused_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no source of its standard library") as refusal:
+        corpus.training_documents(tmp_path)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_conversation_has_the_documented_markup(tmp_path: Path) -> None:
+    name = next(n for n in (f"m{i}" for i in range(50)) if corpus.name_hash(f"chat {n}") % 3 == 0)
+    entries = tuple(corpus.Entry(f"{name}.f{i}", f"{name}.f{i}()", f"Does the thing number {i}.") for i in range(5))
+    chats = corpus.chat_documents([corpus.Document(name, entries)])
+    assert [chat.count("<|user|>") for chat in chats] == [4, 1]
+    for chat in chats:
+        assert chat.startswith("<|system|>You ")
+        assert chat.count("<|end|>") == 1 + 2 * chat.count("<|user|>")
+        assert chat.endswith(".<|end|>")
+    assert "<|end|><|assistant|>Does the thing number 0.<|end|><|user|>" in chats[0]
+
+
+def test_cut_states_see_nothing_before_the_cut(tiny_config: ModelConfig) -> None:
+    """Without attention, windows cut every n tokens are the same as windows of n tokens."""
+    model = build_model(ModelConfig(**{**tiny_config.to_dict(), "hybrid_override_pattern": "M-M"}), seed=3)
+    tokens = torch.randint(50, (129,), generator=torch.Generator().manual_seed(0))
+    cut = language_model_loss(model, tokens, length=64, zero_states_every=16)
+    assert cut == pytest.approx(language_model_loss(model, tokens, length=16), abs=1e-6)
+    assert cut != pytest.approx(language_model_loss(model, tokens, length=64), abs=1e-6)
+
+
+def test_cut_states_leave_attention_alone(tiny_config: ModelConfig) -> None:
+    model = build_model(ModelConfig(**{**tiny_config.to_dict(), "hybrid_override_pattern": "*-*"}), seed=3)
+    tokens = torch.randint(50, (129,), generator=torch.Generator().manual_seed(0))
+    whole = language_model_loss(model, tokens, length=64)
+    assert language_model_loss(model, tokens, length=64, zero_states_every=16) == pytest.approx(whole, abs=1e-6)
+
+
+@pytest.mark.parametrize(("count", "zero_every", "message"), [(64, None, "do not fill"), (65, 48, "no multiple of 48")])
+def test_windows_that_cannot_be_are_refused(
+    tiny_model: nn.Module, count: int, zero_every: int | None, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        language_model_loss(tiny_model, torch.zeros(count, dtype=torch.long), length=64, zero_states_every=zero_every)
+
+
+def test_the_unigram_entropy_is_the_best_unigram_loss() -> None:
+    assert unigram_entropy(torch.tensor([0, 0, 1, 2])) == pytest.approx(1.0397207708)  # 1.5 bits
+
+
+@pytest.fixture
+def training(script: ModuleType, tiny_config: ModelConfig):
+    """Makes equal trainings of a tiny model, and its batches."""
+    recipe = script.Recipe(steps=6, batch_size=2, length=32, warmup_steps=2)
+    tokenizer = script.train_tokenizer(["some words to count"], vocabulary=270)
+    tokens = torch.randint(50, (400,), generator=torch.Generator().manual_seed(0))
+    return lambda **changes: script.Training(tiny_config, replace(recipe, **changes), tokenizer), script.Batches(
+        tokens, recipe
+    )
+
+
+def test_an_interrupted_training_goes_on_exactly(training, tmp_path: Path) -> None:
+    make, batches = training
+    straight = make()
+    losses = [straight.advance(batches) for _ in range(6)]
+    assert losses[-1] < losses[0]
+    interrupted = make()
+    for _ in range(3):
+        interrupted.advance(batches)
+    interrupted.save(tmp_path / "state.pt")
+    resumed = make()
+    resumed.load(tmp_path / "state.pt")
+    assert [resumed.advance(batches) for _ in range(3)] == losses[3:]
+    for (name, expected), (_, found) in zip(
+        straight.model.named_parameters(), resumed.model.named_parameters(), strict=True
+    ):
+        assert torch.equal(expected, found), name
+
+
+def test_a_checkpoint_of_another_recipe_is_refused(training, tmp_path: Path) -> None:
+    make, _ = training
+    make().save(tmp_path / "state.pt")
+    with pytest.raises(SystemExit, match="another recipe"):
+        make(seed=5).load(tmp_path / "state.pt")
+
+
+def test_every_window_is_trained_on_once_an_epoch(training) -> None:
+    _, batches = training
+    assert batches.windows == 11
+    starts = {tuple(batches._window(row)[:8].tolist()) for row in range(batches.windows)}
+    assert len(starts) == batches.windows
+
+
+def test_decay_spares_norms_and_the_recurrence(script: ModuleType, tiny_model: nn.Module) -> None:
+    decayed, spared = script.parameter_groups(tiny_model, 0.1)
+    names = {id(parameter): name for name, parameter in tiny_model.named_parameters()}
+    assert {names[id(p)].rsplit(".", 1)[-1] for p in decayed["params"]} == {"weight"}
+    assert all(parameter.dim() >= 2 for parameter in decayed["params"])
+    assert all(parameter.dim() == 1 for parameter in spared["params"])
+    assert spared["weight_decay"] == 0
+
+
+def test_exported_and_measured(training, script: ModuleType, shipped: LoadedModel, tmp_path: Path) -> None:
+    """The folder is a checkpoint that loads; exporting again replaces it."""
+    tokenizer = script.Tokenizer.from_file(str(embedded_model_dir() / "tokenizer.json"))
+    tiny = replace(script.MODEL, hybrid_override_pattern="M*", hidden_size=32)
+    state = script.Training(tiny, script.Recipe(), tokenizer)
+    for _ in range(2):
+        script.export(state, tmp_path / "exported", trained_tokens=0)
+    loaded = load_model(SourceConfig(load=str(tmp_path / "exported")), {}, device=torch.device("cpu"))
+    tokens = encode_documents(["Some words."], TextTokenizer(tmp_path / "exported").tokenize, 0)[None]
+    expected = state.model.bfloat16().float()(tokens, positions(tokens), None)
+    torch.testing.assert_close(loaded.model(tokens, positions(tokens), None), expected, atol=1e-2, rtol=1e-2)
+    assert "# The embedded model" in (tmp_path / "exported/README.md").read_text(encoding="utf-8")
