@@ -98,14 +98,13 @@ def ssd_step(
     Returns:
         y [R, H, P] in x's dtype, and the new state [R, H, P, N] in state's dtype.
     """
-    rows, heads, head_dim = x.shape
-    groups, state_size = B.shape[1:]
     wide = torch.promote_types(x.dtype, torch.float32)
     decay = (dt * A).to(wide).exp()  # [R, H]
-    stepped_x = (x * dt.unsqueeze(-1)).to(wide).view(rows, groups, -1, 1)  # [R, G, J*P, 1]
-    decayed = (state.to(wide) * decay[..., None, None]).view(rows, groups, -1, state_size)  # [R, G, J*P, N]
+    groups = (B.shape[1], -1)
+    stepped_x = (x * dt.unsqueeze(-1)).to(wide).flatten(1).unflatten(1, groups).unsqueeze(-1)  # [R, G, J*P, 1]
+    decayed = (state.to(wide) * decay[..., None, None]).flatten(1, 2).unflatten(1, groups)  # [R, G, J*P, N]
     new_state = torch.addcmul(decayed, stepped_x, B.to(wide).unsqueeze(2))
-    y = (new_state @ C.to(wide).unsqueeze(-1)).view(rows, heads, head_dim)
+    y = (new_state @ C.to(wide).unsqueeze(-1)).view(x.shape)
     if D is not None:
         y = y + x * D[:, None]
     return y.to(x.dtype), new_state.view(state.shape).to(state.dtype)

@@ -1,0 +1,168 @@
+"""Paged attention against causal attention of each row alone, query by query in fp64.
+
+Caches are filled with NaN except where a row has written: reading anything else is loud.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_ext.ops.paged_attention import build_paged_layout, paged_attention
+from tests.unit_tests.ops.oracles import assert_close, attention
+
+BLOCK = 16
+SCALE = 0.35
+
+
+@dataclass
+class Step:
+    """Rows (queries, keys) of one step, the decode rows first, over a poisoned pool with shuffled blocks."""
+
+    rows: list[tuple[int, int]]
+    decode_rows: int
+    query_heads: int = 4
+    kv_heads: int = 2
+    head_size: int = 8
+    dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        counts = [-(-keys // BLOCK) for _, keys in self.rows]
+        order = (torch.randperm(sum(counts) + 2, generator=generator)).tolist()
+        self.tables = [[order.pop() for _ in range(count)] for count in counts]
+        shape = (sum(counts) + 2, BLOCK, self.kv_heads, self.head_size)
+        self.key_cache, self.value_cache = (torch.full(shape, float("nan"), dtype=self.dtype) for _ in range(2))
+        for table, (_, keys) in zip(self.tables, self.rows, strict=True):
+            for position in range(keys):
+                for cache in (self.key_cache, self.value_cache):
+                    place = cache[table[position // BLOCK], position % BLOCK]
+                    place.copy_(torch.randn(place.shape, generator=generator))
+        tokens = sum(queries for queries, _ in self.rows)
+        self.q = torch.randn(tokens, self.query_heads, self.head_size, generator=generator).to(self.dtype)
+
+    def attend(self, q: Tensor | None = None, decode_rows: int | None = None) -> Tensor:
+        queries, keys = zip(*self.rows, strict=True)
+        decode_rows = self.decode_rows if decode_rows is None else decode_rows
+        layout = build_paged_layout(self.tables, queries, keys, decode_rows, BLOCK, "cpu")
+        return paged_attention(self.q if q is None else q, self.key_cache, self.value_cache, layout, scale=SCALE)
+
+    def expected(self) -> Tensor:
+        parts = []
+        queries = self.q.split([queries for queries, _ in self.rows])
+        for own, table, (_, length) in zip(queries, self.tables, self.rows, strict=True):
+            keys, values = (cache[table].flatten(0, 1)[:length] for cache in (self.key_cache, self.value_cache))
+            parts.append(attention(own, keys, values, SCALE))
+        return torch.cat(parts)
+
+
+MIXED = [(1, 1), (1, 16), (1, 17), (1, 100), (5, 5), (1, 1), (1, 40), (16, 16), (3, 50), (63, 65), (65, 65)]
+
+STEPS = {
+    "one decode row": Step([(1, 37)], 1),
+    "decode rows of one length": Step([(1, 33)] * 3, 3),
+    "decode rows of all lengths": Step([(1, keys) for keys in (1, 2, 15, 16, 17, 200)], 6),
+    "one fresh prefill": Step([(65, 65)], 0),
+    "one continuation": Step([(20, 65)], 0),
+    "one token behind a prefix": Step([(1, 65)], 0),
+    "first token of all": Step([(1, 1)], 0),
+    "decode and prefill": Step(MIXED, 4),
+    "no decode rows": Step(MIXED[4:], 0),
+    "one query head a key head": Step(MIXED, 4, query_heads=3, kv_heads=3),
+    "one key head": Step(MIXED, 4, query_heads=6, kv_heads=1),
+    "odd head size": Step(MIXED, 4, head_size=5),
+    "large head size": Step(MIXED, 4, head_size=80),
+    "long": Step([(1, 500), (64, 500), (500, 500)], 1),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_equals_each_row_alone(name: str) -> None:
+    """HY-7 (attention's part): decode, fresh, restored and continuing rows in one call; no poison is read."""
+    step = STEPS[name]
+    assert_close(name, step.attend(), step.expected())
+
+
+@pytest.mark.parametrize("name", ["decode rows of all lengths", "decode and prefill"])
+def test_a_decode_row_may_be_attended_as_prefill(name: str) -> None:
+    step = STEPS[name]
+    assert_close(name, step.attend(decode_rows=0), step.attend(), atol=1e-5)
+
+
+def test_bf16() -> None:
+    step = Step(MIXED, 4, dtype=torch.bfloat16)
+    got = step.attend()
+    assert got.dtype == torch.bfloat16
+    assert_close("bf16", got, step.expected(), atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize("name", ["one decode row", "one fresh prefill", "decode and prefill"])
+@pytest.mark.parametrize("padding", [1, 7, 64])
+def test_padding_is_not_read(name: str, padding: int) -> None:
+    """HY-10: bitwise, whatever queries behind the rows hold; they come out as zeros."""
+    step = STEPS[name]
+    plain = step.attend()
+    got = step.attend(torch.cat([step.q, step.q.new_full((padding, *step.q.shape[1:]), float("nan"))]))
+    assert torch.equal(got[: len(plain)], plain)
+    assert torch.equal(got[len(plain) :], torch.zeros_like(got[len(plain) :]))
+
+
+def test_no_rows_at_all() -> None:
+    """A step whose tokens are all padding."""
+    step = STEPS["one decode row"]
+    layout = build_paged_layout([], [], [], 0, BLOCK, "cpu")
+    out = paged_attention(step.q, step.key_cache, step.value_cache, layout, scale=SCALE)
+    assert torch.equal(out, torch.zeros_like(step.q))
+
+
+def test_blocks_may_be_shared_and_tables_longer_than_needed() -> None:
+    """KV-3: two rows over one prefix; a table may already hold blocks for later tokens."""
+    step = Step([(1, 37), (4, 37)], 1)
+    step.tables[1] = step.tables[0]
+    want = step.expected()
+    step.tables = [[*table, 0, 1] for table in step.tables]
+    assert_close("shared", step.attend(), want)
+
+
+def test_caches_may_be_views_of_one_buffer() -> None:
+    """Megatron keeps keys and values of all layers in one tensor [2, L, NB, B, Hkv, D]."""
+    step = STEPS["decode and prefill"]
+    buffer = torch.full((2, 3, *step.key_cache.shape), float("nan"))
+    buffer[0, 1], buffer[1, 1] = step.key_cache, step.value_cache
+    queries, keys = zip(*step.rows, strict=True)
+    layout = build_paged_layout(step.tables, queries, keys, step.decode_rows, BLOCK, "cpu")
+    got = paged_attention(step.q, buffer[0, 1], buffer[1, 1], layout, scale=SCALE)
+    assert torch.equal(got, step.attend())
+
+
+class TestTheComparisonCanFail:
+    """Negative controls: swapped blocks, a wrong length, a key too many, another row's table."""
+
+    def fails(self, step: Step, want: Tensor) -> None:
+        with pytest.raises(AssertionError):
+            assert_close("changed", step.attend(), want)
+
+    @pytest.mark.parametrize("row", [(1, 37), (20, 37), (37, 37)])
+    def test_swapped_blocks(self, row: tuple[int, int]) -> None:
+        step = Step([row], int(row[0] == 1))
+        want = step.expected()
+        step.tables[0][1:] = reversed(step.tables[0][1:])
+        self.fails(step, want)
+
+    @pytest.mark.parametrize("keys", [36, 38])
+    @pytest.mark.parametrize("queries", [1, 20])
+    def test_wrong_length(self, queries: int, keys: int) -> None:
+        step = Step([(queries, 37)], int(queries == 1))
+        want = step.expected()
+        step.rows = [(queries, keys)]
+        self.fails(step, want)
+
+    def test_table_of_another_row(self) -> None:
+        step = Step([(1, 37), (1, 40)], 2)
+        want = step.expected()
+        step.tables.reverse()
+        step.rows.reverse()
+        self.fails(step, want)
