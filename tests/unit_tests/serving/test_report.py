@@ -1,0 +1,68 @@
+"""What a person sees of a run."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+
+from megatron_ext.memory.budget import Geometry
+from megatron_ext.scheduling.record import Status
+from megatron_ext.serving.report import print_geometry, print_report, progress_bar, summary
+from megatron_ext.serving.submission import Pass
+
+HYBRID = Geometry(64, 131072, 292864, 143, 8048, 0, 64, 64, None)
+
+
+def printed(function, *arguments) -> str:
+    console = Console(file=io.StringIO(), width=160)
+    function(*arguments, console)
+    return console.file.getvalue()
+
+
+def test_table_has_a_row_for_each_request(record):
+    failed = record(1, status=Status.FAILED, error="too long", finish_reason=None, ttft=None, generated_tokens=())
+    text = printed(print_report, [Pass((record(0), failed), 2.0)])
+    rows = [line for line in text.splitlines() if "│" in line]
+    assert len(rows) == 2
+    assert all(part in rows[0] for part in ("1 2 3", "7 8", "500 ms", "1000 ms", "length"))
+    assert all(part in rows[1] for part in ("too long", "failed"))
+
+
+def test_long_texts_are_cut_where_they_share_least(record):
+    """Prompts share their beginnings, so the end is shown; of what was generated, the beginning."""
+    long = record(prompt_text="begin" + 200 * "x" + "end", generated_text="first" + 900 * "y" + "last")
+    text = printed(print_report, [Pass((long,), 1.0)])
+    assert "end" in text
+    assert "begin" not in text
+    assert "first" in text
+    assert "last" not in text
+
+
+def test_markup_in_texts_is_text(record):
+    assert "[red]7[/red]" in printed(print_report, [Pass((record(generated_text="[red]7[/red]"),), 1.0)])
+
+
+def test_summary_counts_everything(record):
+    lines = summary([Pass((record(0),), 2.0), Pass((record(1, status=Status.ABORTED),), 1.0)])
+    assert lines[0] == "2 requests, 1 not completed: 4 tokens generated in 3.0 s (1.0, 2.0 tokens/s)"
+    assert lines[1] == "prompt tokens: 6 computed, 0 skipped"
+
+
+def test_geometry(record):
+    """EX-6: the effective sizes, in one place, at start-up."""
+    text = printed(print_geometry, HYBRID, "a model")
+    assert "8048 blocks of 64 tokens and 131,072 bytes" in text
+    assert "64 live ones of 292,864 bytes, as much as the KV of 143 tokens" in text
+
+
+def test_geometry_without_recurrent_layers():
+    text = printed(print_geometry, Geometry(64, 131072, 0, 0, 8048, 0, 0, 64, None), "a model")
+    assert "states" not in text
+
+
+def test_progress_bar_is_silent_where_nobody_looks(capsys):
+    with progress_bar(4) as show:
+        show(2)
+        show(4)
+    assert capsys.readouterr().err == ""
