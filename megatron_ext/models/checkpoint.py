@@ -72,8 +72,8 @@ def save_checkpoint(
     Raises:
         ConfigError: The directory holds something else, or cannot be written; no tokenizer in `tokenizer_source`.
     """
+    require_replaceable(directory)
     target = Path(directory).resolve()
-    _require_replaceable(target)
     header = _header(config, dtype, tokenizer_source)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -179,8 +179,13 @@ def _stored_tensors(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
     return stored
 
 
-def _require_replaceable(target: Path) -> None:
-    """Nothing there, an empty directory, or a checkpoint of ours without foreign files."""
+def require_replaceable(directory: str | Path) -> None:
+    """A place to save to: nothing there yet, an empty directory, or a checkpoint of ours and nothing else.
+
+    Raises:
+        ConfigError: Anything else.
+    """
+    target = Path(directory)
     if not target.exists():
         return
     if not target.is_dir():

@@ -14,7 +14,7 @@ from megatron_ext.config import ModelConfig, SourceConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import platform
 from megatron_ext.models.build import build_model
-from megatron_ext.models.checkpoint import load_weights, read_header, save_checkpoint
+from megatron_ext.models.checkpoint import load_weights, read_header, require_replaceable, save_checkpoint
 from megatron_ext.models.config_fields import checked_fields, with_overrides
 from megatron_ext.models.embedded import embedded_model_dir
 from megatron_ext.models.hf_config import read_hf_config
@@ -71,9 +71,11 @@ def load_model(
 
     Raises:
         ConfigError: A directory or tokenizer that is not there, an override that contradicts the stored weights, a
-            checkpoint that does not fit (`CheckpointError`). Nothing is written.
+            checkpoint that does not fit (`CheckpointError`), a `--save` that `save_model` would refuse.
     """
     overrides = checked_fields(overrides, "the model's settings", ConfigError)
+    if source.save is not None:
+        require_replaceable(source.save)  # before anything large is read
     device = device or platform.device()
     dtype = _dtype(source, device)
     directory = _checkpoint_directory(source, overrides)

@@ -244,6 +244,14 @@ def test_imported_checkpoint_saved_and_loaded(hf_copy: Path, tmp_path: Path) -> 
     assert loaded.tokenizer.tokenize("w5 w100") == [5, 100]
 
 
+def test_save_directory_is_checked_before_loading(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("")
+    with pytest.raises(ConfigError, match=r"--save .* is not overwritten, it holds notes\.txt"):
+        load_model(SourceConfig(load=str(tmp_path / "nowhere"), save=str(tmp_path)), {}, device=CPU)
+    load_model(SourceConfig(save=str(tmp_path / "new")), {}, device=CPU)
+    assert not (tmp_path / "new").exists(), "loading saves nothing"
+
+
 def test_save_without_tokenizer(saved: Path, tmp_path: Path) -> None:
     save_model(tmp_path / "again", load_model(SourceConfig(load=str(saved)), {}, device=CPU))
     assert isinstance(load_model(SourceConfig(load=str(tmp_path / "again")), {}, device=CPU).tokenizer, NullTokenizer)
