@@ -158,7 +158,7 @@ def _check_family(raw: dict[str, Any]) -> None:
     if raw.get("model_type") != MODEL_TYPE:
         raise ConfigError(f"config.json: model_type {raw.get('model_type')!r} is not supported; {_SUPPORTED}")
     architectures = raw.get("architectures")
-    if architectures is not None and ARCHITECTURE not in architectures:
+    if architectures not in (None, [ARCHITECTURE]):
         raise ConfigError(f"config.json: architectures {architectures!r} is not supported; {_SUPPORTED}")
 
 
@@ -255,8 +255,10 @@ def _pattern(fields: dict[str, Any]) -> str:
 
 
 def _listed_letters(listed: Any) -> str:
+    if not isinstance(listed, list):
+        raise ConfigError(f"config.json: layers_block_type = {listed!r} is not supported; it must be a list")
     for kind in listed:
-        if kind not in _LAYER_LETTERS:
+        if not isinstance(kind, str) or kind not in _LAYER_LETTERS:
             known = ", ".join(_LAYER_LETTERS)
             raise ConfigError(f"config.json: layers_block_type has {kind!r}, not supported; known are {known}")
     return "".join(_LAYER_LETTERS[kind] for kind in listed)

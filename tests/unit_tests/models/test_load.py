@@ -59,6 +59,7 @@ def test_without_any_flag_the_embedded_model(tiny_model: nn.Module, tiny_config:
     assert (loaded.config, loaded.dtype) == (tiny_config, torch.float32)
     assert torch.equal(logits(loaded.model), logits(tiny_model))
     assert not loaded.model.training
+    assert loaded.name == "embedded"
     assert loaded.tokenizer.tokenize("w5 w7") == [5, 7]
     assert loaded.tokenizer.eod == 3
 
@@ -75,6 +76,7 @@ def test_random_weights_for_an_architecture() -> None:
     first, again, other = (load_model(SourceConfig(seed=seed), small, device=CPU) for seed in (1, 1, 2))
     assert (first.config.vocab_size, first.tokenizer.vocab_size) == (50, 50)
     assert isinstance(first.tokenizer, TextTokenizer)
+    assert first.name == "random weights, *-"
     assert torch.equal(logits(first.model), logits(again.model))
     assert not torch.allclose(logits(first.model), logits(other.model))
 
@@ -96,6 +98,7 @@ def test_random_weights_for_a_tokenizer(tmp_path: Path) -> None:
 def test_checkpoint_without_tokenizer_takes_ids(saved: Path, tiny_model: nn.Module) -> None:
     loaded = load_model(SourceConfig(load=str(saved)), {}, device=CPU)
     assert torch.equal(logits(loaded.model), logits(tiny_model))
+    assert loaded.name == str(saved)
     assert isinstance(loaded.tokenizer, NullTokenizer)
     assert loaded.tokenizer.vocab_size == 50
 
@@ -227,6 +230,11 @@ def test_sixteen_bits(flags: dict, dtype: torch.dtype, tiny_model: nn.Module) ->
     assert loaded.dtype is dtype
     assert loaded.model.get_parameter("decoder.layers.0.mixer.in_proj.weight").dtype is dtype
     assert (logits(loaded.model) - logits(tiny_model)).abs().max() < 0.1
+
+
+def test_type_by_device_without_a_flag() -> None:
+    assert load._dtype(SourceConfig(), torch.device("cuda")) is torch.bfloat16
+    assert load._dtype(SourceConfig(), CPU) is torch.float32
 
 
 def test_imported_checkpoint_saved_and_loaded(hf_copy: Path, tmp_path: Path) -> None:
