@@ -32,20 +32,20 @@ from megatron_ext.models.tokenizer import (
 _HARMLESS = frozenset(("max_position_embeddings", "mamba_chunk_size", "spec"))
 # What decides how stored weights are cut up, as `ModelConfig` resolves it. Equal shapes do not make them equal: four
 # heads of 64 and eight of 32 have the same matrices.
-_LAYOUT = (
-    "hybrid_override_pattern",
-    "hidden_size",
-    "ffn_size",
-    "num_attention_heads",
-    "query_groups",
-    "head_channels",
-    "mamba_state_dim",
-    "mamba_head_dim",
-    "mamba_heads",
-    "mamba_num_groups",
-    "mamba_conv_kernel",
-    "vocab_size",
-)
+_LAYOUT = {
+    "hybrid_override_pattern": "--hybrid-override-pattern",
+    "hidden_size": "--hidden-size",
+    "ffn_size": "--ffn-hidden-size",
+    "num_attention_heads": "--num-attention-heads",
+    "query_groups": "--num-query-groups",
+    "head_channels": "--kv-channels",
+    "mamba_state_dim": "--mamba-state-dim",
+    "mamba_head_dim": "--mamba-head-dim",
+    "mamba_heads": "--mamba-num-heads",
+    "mamba_num_groups": "--mamba-num-groups",
+    "mamba_conv_kernel": "mamba_conv_kernel",  # has no flag
+    "vocab_size": "--vocab-size",
+}
 
 
 @dataclass(frozen=True)
@@ -129,11 +129,11 @@ def _saved_config(source: SourceConfig, directory: Path, overrides: dict[str, An
     """The checkpoint's configuration with the overrides, which may not contradict the stored weights."""
     saved = read_hf_config(directory) if source.load_hf else read_header(directory).model
     config = with_overrides(saved, overrides)
-    for name in _LAYOUT:
+    for name, flag in _LAYOUT.items():
         asked, stored = getattr(config, name), getattr(saved, name)
         if asked != stored:
             raise ConfigError(
-                f"{name.replace('_', ' ')} {asked!r} contradicts {directory}, whose weights are for {stored!r}; "
+                f"{flag} {asked} contradicts {directory}, whose weights are for {stored}; "
                 "leave it out or load another checkpoint"
             )
     return config
