@@ -102,8 +102,10 @@ def _row(record: RequestRecord) -> tuple[str, ...]:
 
 
 def _beginning(text: str, count: int) -> str:
+    text = " ".join(text.split())
     return text if len(text) <= count else text[: count - 3] + "..."
 
 
 def _end(text: str, count: int) -> str:
+    text = " ".join(text.split())
     return text if len(text) <= count else "..." + text[3 - count :]
