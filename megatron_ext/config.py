@@ -13,9 +13,10 @@ from typing import Any
 
 from megatron_ext.errors import ConfigError
 
-LAYER_SYMBOLS = {"M": "Mamba-2", "*": "attention", "-": "MLP"}
+LAYER_SYMBOLS = {"M": "Mamba-2", "*": "attention", "-": "MLP", "E": "MoE"}
 POSITION_EMBEDDINGS = ("none", "rope", "learned_absolute")
 NORMALIZATIONS = ("RMSNorm", "LayerNorm")
+ROUTER_SCORE_FUNCTIONS = ("softmax", "sigmoid")
 DTYPES = ("fp32", "bf16", "fp16")
 
 
@@ -46,6 +47,16 @@ class ModelConfig:
     mamba_num_groups: int = 8
     mamba_conv_kernel: int = 4
     mamba_chunk_size: int = 128
+    num_experts: int | None = None  # of each E layer
+    moe_ffn_hidden_size: int | None = None  # of one expert; default: ffn_hidden_size
+    moe_shared_expert_intermediate_size: int | None = None  # default: no shared experts
+    moe_latent_size: int | None = None  # width of the routed experts' inputs and outputs; default: hidden_size
+    moe_router_topk: int = 2
+    moe_router_score_function: str = "softmax"
+    moe_router_num_groups: int | None = None  # default: one group
+    moe_router_group_topk: int | None = None  # groups that a token may choose from; default: all
+    moe_router_topk_scaling_factor: float | None = None  # default: 1
+    moe_router_enable_expert_bias: bool = False
     position_embedding_type: str = "none"
     rotary_base: int = 10000
     rotary_percent: float = 1.0
@@ -73,9 +84,11 @@ class ModelConfig:
             "the groups must divide the heads",
         )
         self._check_mamba()
+        self._check_moe()
         for name, value, allowed in (
             ("position embedding type", self.position_embedding_type, POSITION_EMBEDDINGS),
             ("normalization", self.normalization, NORMALIZATIONS),
+            ("router score function", self.moe_router_score_function, ROUTER_SCORE_FUNCTIONS),
         ):
             _require(value in allowed, f"{name} {value!r} is unknown; one of {', '.join(allowed)}")
         _require(
@@ -111,6 +124,62 @@ class ModelConfig:
         )
         _require(self.mamba_conv_kernel >= 2, f"Mamba convolution window {self.mamba_conv_kernel} must be at least 2")
 
+    def _check_moe(self) -> None:
+        pattern, experts, chosen = self.hybrid_override_pattern, self.num_experts, self.moe_router_topk
+        if not self.is_moe:
+            _require(
+                experts is None,
+                f"--num-experts {experts} is for MoE layers, and pattern {pattern!r} has none; put an E into it",
+            )
+            return
+        _require(experts is not None, f"pattern {pattern!r} has MoE layers (E), which need --num-experts")
+        _require(
+            chosen <= experts,
+            f"--moe-router-topk {chosen} experts of --num-experts {experts} cannot be chosen; give at most {experts}",
+        )
+        _require(
+            self.disable_bias_linear,
+            f"pattern {pattern!r} has MoE layers (E), which have no biases; leave --no-disable-bias-linear out",
+        )
+        scale = self.moe_router_topk_scaling_factor
+        _require(
+            scale is None or (math.isfinite(scale) and scale > 0),
+            f"--moe-router-topk-scaling-factor {scale} must be more than zero",
+        )
+        self._check_router_scores()
+        self._check_router_groups()
+
+    def _check_router_scores(self) -> None:
+        if self.moe_router_score_function != "softmax":
+            return
+        use_sigmoid = "give --moe-router-score-function sigmoid"
+        _require(
+            not self.moe_router_enable_expert_bias, f"--moe-router-enable-expert-bias needs sigmoid; {use_sigmoid}"
+        )
+        _require(
+            self.moe_router_topk > 1, f"--moe-router-topk 1 gives every expert the softmax weight 1; {use_sigmoid}"
+        )
+
+    def _check_router_groups(self) -> None:
+        groups, open_groups = self.moe_router_num_groups, self.moe_router_group_topk
+        if groups is None and open_groups is None:
+            return
+        given = f"--moe-router-num-groups {groups} and --moe-router-group-topk {open_groups}"
+        _require(groups is not None and open_groups is not None, f"{given}: give both or neither")
+        experts, chosen = self.num_experts, self.moe_router_topk
+        _require(experts % groups == 0, f"{given}: {groups} groups cannot share {experts} experts evenly")
+        _require(open_groups <= groups, f"{given}: at most {groups} groups can be open")
+        _require(
+            open_groups <= chosen <= open_groups * experts // groups,
+            f"{given}: {open_groups} groups of {experts // groups} experts give at least {open_groups} and "
+            f"at most {open_groups * experts // groups} experts to a token, not --moe-router-topk {chosen}",
+        )
+
+    @property
+    def is_moe(self) -> bool:
+        """Whether any layer is a mixture of experts."""
+        return "E" in self.hybrid_override_pattern
+
     @property
     def is_hybrid(self) -> bool:
         """Whether any layer carries a recurrent state."""
@@ -135,6 +204,11 @@ class ModelConfig:
     def ffn_size(self) -> int:
         """Width of the MLP's hidden layer."""
         return self.ffn_hidden_size or 4 * self.hidden_size
+
+    @property
+    def expert_ffn_size(self) -> int:
+        """Width inside one routed expert."""
+        return self.moe_ffn_hidden_size or self.ffn_size
 
     @property
     def mamba_heads(self) -> int:

@@ -15,6 +15,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from megatron_ext.mcore.attention import PagedSelfAttention
+from megatron_ext.mcore.moe import LocalMoELayer
 from megatron_ext.mcore.stack import HybridStack, LayerNormFromConfig
 from megatron_ext.mixers.mamba2 import Mamba2Mixer, Mamba2MixerSubmodules
 
@@ -58,9 +59,20 @@ mlp_layer_spec = ModuleSpec(
     ),
 )
 
+# A class in place of a spec: upstream takes classes that it does not know as they are, and warns of specs of such.
+moe_layer_spec = ModuleSpec(
+    module=MLPLayer,
+    submodules=TransformerLayerSubmodules(
+        pre_mlp_layernorm=LayerNormFromConfig, mlp=LocalMoELayer, mlp_bda=get_bias_dropout_add
+    ),
+)
+
 hybrid_stack_spec = ModuleSpec(
     module=HybridStack,
     submodules=MambaStackSubmodules(
-        mamba_layer=mamba_layer_spec, attention_layer=attention_layer_spec, mlp_layer=mlp_layer_spec
+        mamba_layer=mamba_layer_spec,
+        attention_layer=attention_layer_spec,
+        mlp_layer=mlp_layer_spec,
+        moe_layer=moe_layer_spec,
     ),
 )

@@ -12,7 +12,6 @@ from megatron_ext.config import ModelConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import platform  # first: it puts the CPU stand-ins in place
 
-from megatron.core.activations import squared_relu  # isort: skip
 from megatron.core.models.mamba import MambaModel  # isort: skip
 from megatron.core.transformer import TransformerConfig  # isort: skip
 from megatron.core.transformer.spec_utils import ModuleSpec  # isort: skip
@@ -93,13 +92,37 @@ def transformer_config(
         apply_rope_fusion=False,
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
+        **(_moe_fields(config) if config.is_moe else {}),
     )
+
+
+def _moe_fields(config: ModelConfig) -> dict[str, object]:
+    """Routing is computed in fp32 whatever the parameters' type: a rounding error there is another expert."""
+    return {
+        "num_moe_experts": config.num_experts,
+        "moe_ffn_hidden_size": config.expert_ffn_size,
+        "moe_shared_expert_intermediate_size": config.moe_shared_expert_intermediate_size,
+        "moe_latent_size": config.moe_latent_size,
+        "moe_router_topk": config.moe_router_topk,
+        "moe_router_score_function": config.moe_router_score_function,
+        "moe_router_num_groups": config.moe_router_num_groups,
+        "moe_router_group_topk": config.moe_router_group_topk,
+        "moe_router_topk_scaling_factor": config.moe_router_topk_scaling_factor,
+        "moe_router_enable_expert_bias": config.moe_router_enable_expert_bias,
+        "moe_router_dtype": "fp32",
+        "moe_token_dispatcher_type": "allgather",  # the one that needs no CUDA streams
+    }
 
 
 def _activation(config: ModelConfig) -> object:
     if config.swiglu:
         return F.silu
     return squared_relu if config.squared_relu else F.gelu
+
+
+def squared_relu(x: torch.Tensor) -> torch.Tensor:
+    """relu(x)^2; upstream's is under `torch.compile`, which costs seconds for every new shape and needs a compiler."""
+    return F.relu(x).square()
 
 
 def resolve_spec(config: ModelConfig) -> ModuleSpec:

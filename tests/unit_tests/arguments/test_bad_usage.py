@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+MOE = "--hybrid-override-pattern M*E --num-experts 4"
+
 
 @pytest.mark.parametrize(
     ("argv", "expected"),
@@ -49,10 +51,25 @@ def test_contradictions_name_both_sides(one_line_error, argv, expected):
         ("--hidden-size", "expected one argument"),
         ("--hidden-size wide", "'wide' is not a whole number"),
         ("--temperature hot", "'hot' is not a number"),
-        ("--hybrid-override-pattern MXM", "unknown letter 'X'; known are M (Mamba-2), * (attention), - (MLP)"),
+        ("--hybrid-override-pattern MXM", "unknown letter 'X'; known are M (Mamba-2), * (attention), - (MLP), E (MoE)"),
         ("--num-attention-heads 0", "--num-attention-heads 0 must be positive"),
         ("--hidden-size 250 --num-attention-heads 4", "250 is not a multiple of 4"),
         ("--mamba-num-heads 6 --mamba-num-groups 4", "--mamba-num-groups"),
+        ("--hybrid-override-pattern ME", "pattern 'ME' has MoE layers (E), which need --num-experts"),
+        ("--num-experts 4", "--num-experts 4 is for MoE layers, and pattern 'M-M*M-M-' has none"),
+        (f"{MOE} --num-experts 0", "--num-experts 0 must be positive"),
+        (f"{MOE} --moe-router-topk 5", "--moe-router-topk 5 experts of --num-experts 4 cannot be chosen"),
+        (f"{MOE} --moe-router-topk 1", "--moe-router-topk 1 gives every expert the softmax weight 1"),
+        (f"{MOE} --moe-router-enable-expert-bias", "--moe-router-enable-expert-bias needs sigmoid"),
+        (f"{MOE} --no-disable-bias-linear", "leave --no-disable-bias-linear out"),
+        (f"{MOE} --moe-router-topk-scaling-factor 0", "--moe-router-topk-scaling-factor 0.0 must be more than zero"),
+        (f"{MOE} --moe-router-topk-scaling-factor nan", "must be more than zero"),
+        (f"{MOE} --moe-router-score-function tanh", "sigmoid"),
+        (f"{MOE} --moe-router-num-groups 2", "--moe-router-group-topk None: give both or neither"),
+        (f"{MOE} --moe-router-group-topk 2", "--moe-router-num-groups None and --moe-router-group-topk 2: give both"),
+        (f"{MOE} --moe-router-num-groups 3 --moe-router-group-topk 1", "3 groups cannot share 4 experts evenly"),
+        (f"{MOE} --moe-router-num-groups 2 --moe-router-group-topk 3", "at most 2 groups can be open"),
+        (f"{MOE} --moe-router-num-groups 4 --moe-router-group-topk 1", "at most 1 experts to a token"),
         ("--position-embedding-type alibi", "rope"),
         ("--temperature -1", "temperature -1.0 must be zero"),
         ("--top_p 1.5", "between 0 (off) and 1"),

@@ -15,6 +15,9 @@ OPTIONS = """
 --spec --hybrid-override-pattern --num-layers --hidden-size --ffn-hidden-size --num-attention-heads
 --group-query-attention --no-group-query-attention --num-query-groups --kv-channels
 --mamba-state-dim --mamba-head-dim --mamba-num-heads --mamba-num-groups
+--num-experts --moe-ffn-hidden-size --moe-shared-expert-intermediate-size --moe-latent-size
+--moe-router-topk --moe-router-score-function --moe-router-num-groups --moe-router-group-topk
+--moe-router-topk-scaling-factor --moe-router-enable-expert-bias --no-moe-router-enable-expert-bias
 --position-embedding-type --normalization --squared-relu --no-squared-relu --swiglu --no-swiglu
 --disable-bias-linear --no-disable-bias-linear
 --untie-embeddings-and-output-weights --no-untie-embeddings-and-output-weights

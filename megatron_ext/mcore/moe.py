@@ -1,0 +1,150 @@
+"""Mixture-of-experts layers of megatron-core without Transformer Engine, on any device.
+
+The parameters and their names are upstream's:
+
+    router.weight [experts, h], router.expert_bias [experts] (a buffer, fp32)
+    experts.local_experts.{i}.linear_fc1.weight [f, i], .linear_fc2.weight [i, f]: i is h, or the latent size
+    shared_experts.linear_fc1.weight, .linear_fc2.weight
+    fc1_latent_proj.weight [latent, h], fc2_latent_proj.weight [h, latent]
+
+Tokens reach their experts through upstream's "allgather" dispatcher, the one that needs no CUDA streams. A token's result
+depends on no other token: nothing is dropped, and no expert has a capacity.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.spec_utils import ModuleSpec
+from torch import Tensor, nn
+
+_ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+
+
+class EagerRouter(TopKRouter):
+    """`TopKRouter` that needs no Transformer Engine, stays on its device and compiles nothing.
+
+    Upstream's moves weights from the CPU to the current CUDA device, multiplies with a function that is undefined without
+    Transformer Engine, and counts tokens in a method under `torch.compile`, which costs seconds for every new shape, at
+    inference too, where there is nothing to count.
+    """
+
+    def gating(self, input: Tensor) -> Tensor:  # noqa: A002 - upstream's name
+        """[s, b, h] -> router logits [s, b, experts], in the configured type."""
+        dtype = _ROUTER_DTYPES.get(self.config.moe_router_dtype, input.dtype)
+        bias = None if self.bias is None else self.bias.to(dtype)
+        return F.linear(input.to(dtype), self.weight.to(dtype), bias)
+
+    def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+        """Count each expert's tokens in training: whoever trains moves `expert_bias` by these counts.
+
+        Args:
+            routing_map: [tokens, experts], True where a token goes to an expert.
+            padding_mask: [tokens], True is padding.
+        """
+        if not (self.enable_expert_bias and self.training and torch.is_grad_enabled()):
+            return
+        if padding_mask is not None:
+            routing_map = routing_map & ~padding_mask[:, None]
+        self.local_tokens_per_expert += routing_map.sum(dim=0)
+
+
+class LocalExperts(SequentialMLP):
+    """`SequentialMLP` that passes over experts without tokens, and knows latent inputs.
+
+    Args:
+        latent_size: Width of inputs and outputs; None for the hidden size.
+    """
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        config: TransformerConfig,
+        submodules: MLPSubmodules,
+        pg_collection: ProcessGroupCollection | None = None,
+        latent_size: int | None = None,
+    ) -> None:
+        super().__init__(num_local_experts, _with_latent_size(config, latent_size), submodules, pg_collection)
+
+    def forward(
+        self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
+    ) -> tuple[Tensor, None]:
+        """Compute tokens that are sorted by expert: [n, i] -> [n, i] times their weights [n], and no bias.
+
+        Where gradients are wanted every expert runs, so that every parameter gets one.
+        """
+        if torch.is_grad_enabled():
+            return super().forward(permuted_local_hidden_states, tokens_per_expert, permuted_probs)
+        counts = tokens_per_expert.tolist()
+        shares = zip(
+            self.local_experts, permuted_local_hidden_states.split(counts), permuted_probs.split(counts), strict=True
+        )
+        outputs = [expert(tokens, weights)[0] for expert, tokens, weights in shares if len(tokens)]
+        return torch.cat(outputs) if outputs else permuted_local_hidden_states, None
+
+
+class LatentProjection(nn.Linear):
+    """A linear layer that every rank has whole. Returns output and bias (None), as Megatron's layers do."""
+
+    def __init__(
+        self, input_size: int, output_size: int, config: TransformerConfig, init_method: Callable[[Tensor], object]
+    ) -> None:
+        super().__init__(input_size, output_size, bias=False, dtype=config.params_dtype)
+        if config.perform_initialization:
+            init_method(self.weight)
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
+        """[..., input_size] -> [..., output_size]."""
+        return super().forward(hidden), None
+
+
+class LocalMoELayer(MoELayer):
+    """`MoELayer` built from the classes above; upstream insists on Transformer Engine for latent projections."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        latent_size = config.moe_latent_size
+        super().__init__(
+            _with_latent_size(config, None),
+            submodules=_submodules(latent_size),
+            layer_number=layer_number,
+            pg_collection=pg_collection,
+        )
+        self.config = config
+        if latent_size is not None:
+            hidden = config.hidden_size
+            self.fc1_latent_proj = LatentProjection(hidden, latent_size, config, config.init_method)
+            self.fc2_latent_proj = LatentProjection(latent_size, hidden, config, config.output_layer_init_method)
+
+
+def _submodules(latent_size: int | None) -> MoESubmodules:
+    mlp = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    return MoESubmodules(
+        experts=ModuleSpec(module=LocalExperts, submodules=mlp, params={"latent_size": latent_size}),
+        shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=mlp),
+        router=EagerRouter,
+    )
+
+
+def _with_latent_size(config: TransformerConfig, latent_size: int | None) -> TransformerConfig:
+    """The same configuration, or a copy where that differs."""
+    if config.moe_latent_size == latent_size:
+        return config
+    changed = copy.copy(config)
+    changed.moe_latent_size = latent_size
+    return changed
