@@ -1,0 +1,20 @@
+"""For all unit tests: one thread (test workers use every core already), and no warnings of upstream about itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+# Libraries that are not installed, arguments that megatron-core passes to itself: nothing that we could do differently.
+UPSTREAM_WARNINGS = (
+    r"ignore::DeprecationWarning:torch\.jit\..*",
+    r"ignore::UserWarning:megatron\.core\..*",
+    r"ignore::DeprecationWarning:megatron\.core\..*",
+    r"ignore::FutureWarning:megatron\.core\..*",
+)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    torch.set_num_threads(1)
+    for line in UPSTREAM_WARNINGS:
+        config.addinivalue_line("filterwarnings", line)

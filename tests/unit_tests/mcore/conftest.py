@@ -1,0 +1,39 @@
+"""One model of each kind for all tests of this folder; no test changes them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:  # megatron-core is imported with the tests, when its warnings are filtered already
+    from tests.unit_tests.support.driver import Driver
+    from tests.unit_tests.support.oracle import Oracle
+
+
+@functools.cache
+def _oracle(kind: str) -> Oracle:
+    from tests.unit_tests.support.models import CONFIGS, build_slow_decay
+    from tests.unit_tests.support.oracle import Oracle
+
+    return Oracle(build_slow_decay(CONFIGS[kind]))
+
+
+@pytest.fixture(scope="session")
+def get_oracle() -> Callable[[str], Oracle]:
+    """A function from "hybrid", "attention_only" or "attention_free" to the oracle, which holds the model."""
+    return _oracle
+
+
+@pytest.fixture(scope="session")
+def get_driver() -> Callable[..., Driver]:
+    """A function that builds a driver around the model of a kind; keywords are those of `Driver`."""
+    from tests.unit_tests.support.driver import Driver
+    from tests.unit_tests.support.models import CONFIGS
+
+    def build(kind: str = "hybrid", **kwargs: object) -> Driver:
+        return Driver(_oracle(kind).model, CONFIGS[kind], **kwargs)
+
+    return build

@@ -1,0 +1,78 @@
+"""Engine output equals a plain full recompute without any engine: tokens, logits, log-probs, states."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_ext.scheduling.events import EventType
+from tests.unit_tests.support.driver import Driver, assert_equals_oracle, make_prompt
+
+LENGTHS = (1, 3, 4, 63, 64, 65, 127, 129, 1000)  # block 16 or 64, kernel chunk 16 or 32, convolution window 4
+KINDS = ("hybrid", "attention_only")
+CHUNKED = {"max_tokens": 80}  # cuts prompts off the grid of blocks and kernel chunks
+WHOLE = {"max_tokens": 1200, "enable_chunked_prefill": False}
+PREFILLS = [pytest.param(CHUNKED, id="chunked"), pytest.param(WHOLE, id="whole")]
+
+
+def check_all(driver: Driver, oracle: object) -> None:
+    assert driver.records
+    for request_id in driver.records:
+        assert_equals_oracle(driver, request_id, oracle)
+
+
+@pytest.mark.parametrize("prefill", PREFILLS)
+@pytest.mark.parametrize("kind", KINDS)
+class TestAgainstRecompute:
+    @pytest.mark.parametrize("block_size", [16, 64])
+    def test_alone(self, get_driver, get_oracle, kind, prefill, block_size):
+        driver = get_driver(kind, block_size=block_size, **prefill)
+        for request_id, length in enumerate(LENGTHS):
+            driver.add(request_id, make_prompt(length))
+            driver.run()
+        check_all(driver, get_oracle(kind))
+
+    def test_alone_in_a_pool_without_a_block_to_spare(self, get_driver, get_oracle, kind, prefill):
+        for length in LENGTHS:
+            driver = get_driver(kind, block_count=-(-(length + 17) // 16), **prefill)
+            driver.add(0, make_prompt(length), num_tokens_to_generate=18)
+            driver.run()
+            assert driver.fewest_free_blocks == 0
+            check_all(driver, get_oracle(kind))
+
+    @pytest.mark.parametrize("block_size", [16, 64])
+    def test_mixed_batch(self, get_driver, get_oracle, kind, prefill, block_size):
+        driver = get_driver(kind, block_size=block_size, **prefill)
+        for request_id, length in enumerate(LENGTHS):
+            driver.add(request_id, make_prompt(length))
+        driver.run()
+        assert any(len(step) >= len(LENGTHS) - 1 for step in driver.steps)
+        check_all(driver, get_oracle(kind))
+
+    def test_requests_that_arrive_while_others_run(self, get_driver, get_oracle, kind, prefill):
+        driver = get_driver(kind, max_requests=4, **prefill)  # so that rows change owners
+        for request_id, length in enumerate(reversed(LENGTHS)):
+            driver.add(request_id, make_prompt(length))
+            driver.step()
+        driver.run()
+        check_all(driver, get_oracle(kind))
+
+    @pytest.mark.parametrize(
+        "paused_blocks", [pytest.param(None, id="no_paused_limit"), 0, 8], ids=lambda n: f"paused_limit_{n}"
+    )
+    def test_mixed_batch_under_pressure(self, get_driver, get_oracle, kind, prefill, paused_blocks):
+        """The pool holds six of the nine prompts and nothing more, and four of the six soon need another block."""
+        limit = {}
+        if paused_blocks is not None:
+            block_bytes = get_driver(kind).engine.geometry.block_bytes
+            limit["paused_buffer_size_gb"] = (paused_blocks + 0.5) * block_bytes / 1024**3
+        if prefill is CHUNKED:
+            prefill = {"max_tokens": 400}  # the prompt of 1,000 must be done before the others have finished
+        driver = get_driver(kind, block_count=93, **prefill, **limit)
+        for request_id, length in enumerate(reversed(LENGTHS)):
+            driver.add(request_id, make_prompt(length), num_tokens_to_generate=18)
+        driver.run()
+        assert driver.fewest_free_blocks == 0
+        assert driver.count(EventType.EVICT) > 0
+        assert (driver.count(EventType.PAUSE) > 0) == (paused_blocks != 0)
+        assert sum(record.recomputed_token_count for record in driver.records.values()) > 0
+        check_all(driver, get_oracle(kind))

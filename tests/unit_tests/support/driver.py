@@ -1,0 +1,279 @@
+"""Running an engine under watch: poisoned pools, invariants after every step, logits and states of every step."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from megatron.core.models.mamba import MambaModel
+from torch import Tensor
+
+from megatron_ext.config import BatchingConfig, ModelConfig, RequestParams
+from megatron_ext.mcore.assemble import build_engine
+from megatron_ext.mcore.engine import InferenceEngine
+from megatron_ext.scheduling.events import EventType
+from megatron_ext.scheduling.record import RequestRecord, Status
+from megatron_ext.scheduling.request import Chunk
+from tests.unit_tests.support.oracle import Expected, Oracle
+from tests.unit_tests.support.tokenizers import PieceTokenizer
+
+MAX_STEPS = 2000  # an engine that does not come to an end is a failure, not a hang
+STATES = "states of request {} after {} tokens, layer {}, {}"
+
+
+def make_prompt(length: int, seed: int = 0, vocabulary: int = 97) -> list[int]:
+    """Random token ids; different lengths and seeds share no prefix to speak of."""
+    source = random.Random(f"{seed}/{length}")
+    return [source.randrange(vocabulary) for _ in range(length)]
+
+
+@dataclass
+class Seen:
+    """What a request's steps gave, keyed by how many tokens had been computed then; computed again, noted again."""
+
+    logits: dict[int, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
+    states: dict[int, list[tuple[Tensor, Tensor]]] = field(default_factory=lambda: defaultdict(list))
+    chunks: list[tuple[int, int]] = field(default_factory=list)
+
+
+class Driver:
+    """An engine with NaN wherever nothing was written, and everything it did.
+
+    Args:
+        model: Shared between tests; the engine changes nothing of it.
+        batching: Fields of `BatchingConfig`.
+    """
+
+    def __init__(
+        self,
+        model: MambaModel,
+        config: ModelConfig,
+        *,
+        tokenizer: object | None = None,
+        token_rounder: int = 1,
+        seed: int = 1234,
+        **batching: object,
+    ) -> None:
+        self.engine: InferenceEngine = build_engine(
+            model,
+            config,
+            tokenizer or PieceTokenizer(config.vocab_size),
+            BatchingConfig(**({"block_size": 16, "block_count": 100, "max_requests": 16} | batching)),
+            dtype=torch.float32,
+            seed=seed,
+            token_rounder=token_rounder,
+        )
+        self.context = self.engine.context
+        self.records: dict[int, RequestRecord] = {}
+        self.seen: dict[int, Seen] = defaultdict(Seen)
+        self.steps: list[tuple[tuple[int, int, int], ...]] = []  # (request, start, end) of each step's chunks
+        self.fewest_free_blocks = self.free_blocks
+        self._poison_pools()
+        self._watch_forward()
+        self.watch_scheduler()
+
+    @property
+    def scheduler(self):
+        return self.context.scheduler
+
+    @property
+    def free_blocks(self) -> int:
+        return self.scheduler.blocks.free_count
+
+    # Poison: NaN in new pools, in freed blocks, in freed rows
+
+    def _poison_pools(self) -> None:
+        allocate = self.context.allocate_all_tensors
+
+        def allocate_poisoned(**kwargs: object) -> None:
+            is_new = not self.context.is_tensor_state_allocated
+            allocate(**kwargs)
+            if is_new:
+                self._poison_all()
+
+        self.context.allocate_all_tensors = allocate_poisoned
+        self._poison_all()
+
+    def _poison_all(self) -> None:
+        self.context.memory_buffer.fill_(torch.nan)
+        if self.context.live_states is not None:
+            self.context.live_states.conv.fill_(torch.nan)
+            self.context.live_states.ssm.fill_(torch.nan)
+
+    def _poison_block(self, block: int) -> None:
+        if self.scheduler.blocks.references(block) == 0 and self.context.is_tensor_state_allocated:
+            self.context.memory_buffer[:, :, block].fill_(torch.nan)
+
+    def _poison_row(self, row: int) -> None:
+        if self.context.live_states is not None:
+            self.context.live_states.conv[:, row].fill_(torch.nan)
+            self.context.live_states.ssm[:, row].fill_(torch.nan)
+
+    def watch_scheduler(self) -> None:
+        """Wrap what frees blocks and rows, and what commits; again after the engine was reset."""
+        blocks, rows, scheduler = self.scheduler.blocks, self.scheduler.rows, self.scheduler
+        release, give_back, commit = blocks.release, rows.give_back, scheduler.commit
+
+        def release_poisoned(released: Sequence[int]) -> None:
+            release(released)
+            for block in released:
+                self._poison_block(block)
+
+        def give_back_poisoned(row: int) -> None:
+            give_back(row)
+            self._poison_row(row)
+
+        def commit_watched(chunks: Sequence[Chunk]) -> None:
+            commit(chunks)
+            self.fewest_free_blocks = min(self.fewest_free_blocks, self.free_blocks)
+            self.steps.append(tuple((c.request.request_id, c.start, c.end) for c in chunks))
+            for chunk in chunks:
+                self._note_states(chunk)
+
+        blocks.release, rows.give_back, scheduler.commit = release_poisoned, give_back_poisoned, commit_watched
+
+    # Watching
+
+    def _note_states(self, chunk: Chunk) -> None:
+        seen, pool = self.seen[chunk.request.request_id], self.context.live_states
+        seen.chunks.append((chunk.start, chunk.end))
+        if pool is not None:
+            row = chunk.request.state_row
+            seen.states[chunk.end].append((pool.conv[:, row].clone(), pool.ssm[:, row].clone()))
+
+    def _watch_forward(self) -> None:
+        wrapper = self.engine.controller.inference_wrapped_model
+        forward = wrapper.run_one_forward_step
+
+        def forward_watched(inputs: dict) -> Tensor:
+            logits = forward(inputs)
+            step = self.context.step
+            for chunk, row in zip(step.sampling_chunks, step.sample_rows, strict=True):
+                self.seen[chunk.request.request_id].logits[chunk.end].append(logits[0, row].clone())
+            return logits
+
+        wrapper.run_one_forward_step = forward_watched
+
+    # Driving
+
+    def add(self, request_id: int, prompt: str | Sequence[int], **params: object) -> asyncio.Future[RequestRecord]:
+        """Submit; greedy, with log-probs and 8 tokens unless said otherwise."""
+        params = {"num_tokens_to_generate": 8, "return_log_probs": True} | params
+        return self.engine.add_request(request_id, prompt, RequestParams(**params))
+
+    def step(self) -> dict:
+        """One step, with the invariants checked before and after."""
+        self.engine.check()
+        result = self.engine.step_modern()
+        self.engine.check()
+        for record in result["finished_request_records"]:
+            assert record.request_id not in self.records
+            self.records[record.request_id] = record
+            check_record(record)
+        return result
+
+    def run(self) -> dict[int, RequestRecord]:
+        """To the end; then nothing may be left in the pools, and the books must balance."""
+        for _ in range(MAX_STEPS):
+            if not self.engine.has_unfinished_requests():
+                break
+            self.step()
+        else:
+            raise AssertionError(f"not done after {MAX_STEPS} steps")
+        assert self.free_blocks == self.scheduler.blocks.total
+        assert self.scheduler.rows.free_count == self.scheduler.rows.total
+        computed = sum(r.computed_prefill_token_count + r.recomputed_token_count for r in self.records.values())
+        assert self.engine.lifetime_prefill_token_count == computed
+        return self.records
+
+    def events(self, request_id: int) -> list[str]:
+        """Names, in order."""
+        return [event.type.name for event in self.records[request_id].events]
+
+    def count(self, event: EventType) -> int:
+        """How often it happened, all ended requests together."""
+        return sum(e.type is event for record in self.records.values() for e in record.events)
+
+
+def check_record(record: RequestRecord) -> None:
+    """What is true of every record (KV-10, accounting)."""
+    times = [event.timestamp for event in record.events]
+    assert times == sorted(times), "time went back"
+    names = [event.type for event in record.events]
+    assert names[0] is EventType.ADD_ENGINE
+    assert names.count(EventType.ADD_ENGINE) == 1
+    assert (record.ttft is not None) == bool(record.generated_tokens) == (EventType.FIRST_TOKEN in names)
+    if record.ttft is not None:
+        assert names.count(EventType.FIRST_TOKEN) == 1
+        assert names.index(EventType.ADD_CONTEXT) < names.index(EventType.FIRST_TOKEN)
+        assert 0 < record.ttft <= record.latency
+        assert record.computed_prefill_token_count + record.skipped_prefill_token_count == record.prompt_token_count
+    assert sum(record.prefill_reasons.values()) == record.computed_prefill_token_count
+    assert (record.status is Status.COMPLETED) == (names[-1] is EventType.FINISH)
+    assert (record.status is Status.FAILED) == (names[-1] is EventType.FAIL) == (record.error is not None)
+
+
+# Comparisons; each can fail, see test_negative_controls.py
+
+
+def assert_logits_close(actual: Tensor, expected: Tensor, message: str = "") -> None:
+    """Logits and log-probs are equal in the sense of requirements.md."""
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4, msg=lambda text: f"{message}: {text}")
+
+
+def assert_states_close(actual: Tensor, expected: Tensor, message: str = "") -> None:
+    """States are equal in the sense of requirements.md."""
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4, msg=lambda text: f"{message}: {text}")
+
+
+def equal_tokens(actual: Sequence[int], expected: Expected) -> int:
+    """How many tokens can be compared: all, or those before a tie of the reference's two best logits."""
+    assert len(actual) == len(expected.tokens)
+    for i, (a, b) in enumerate(zip(actual, expected.tokens, strict=True)):
+        if a != b:
+            best, second = expected.logits[i].topk(2).values
+            assert best - second < 1e-4, f"token {i} is {a}, not {b}"
+            return i
+    return len(actual)
+
+
+def assert_equals_oracle(driver: Driver, request_id: int, oracle: Oracle) -> None:
+    """A greedy request gave the tokens, logits, log-probs and states of a plain full recompute."""
+    record, seen = driver.records[request_id], driver.seen[request_id]
+    assert record.status is Status.COMPLETED, record.error
+    prompt = record.prompt_tokens
+    expected = oracle.greedy(prompt, len(record.generated_tokens))
+    count = equal_tokens(record.generated_tokens, expected)
+    for i in range(count):
+        assert seen.logits[len(prompt) + i], f"no logits for token {i}"
+        for logits in seen.logits[len(prompt) + i]:
+            assert_logits_close(logits, expected.logits[i], f"request {request_id}, logits of token {i}")
+    if record.generated_log_probs is not None:
+        actual = torch.tensor(record.generated_log_probs[:count])
+        assert len(record.generated_log_probs) == len(record.generated_tokens)
+        assert_logits_close(actual, expected.log_probs[:count], f"request {request_id}, generated log-probs")
+    if record.prompt_log_probs is not None:
+        actual = torch.tensor(record.prompt_log_probs)
+        assert_logits_close(actual, expected.prompt_log_probs, f"request {request_id}, prompt log-probs")
+    assert_states_equal_oracle(driver, request_id, oracle)
+
+
+def assert_states_equal_oracle(driver: Driver, request_id: int, oracle: Oracle) -> None:
+    """The live states at the end of the prompt and after the last step are those of a token-by-token recurrence."""
+    if driver.context.live_states is None:
+        return
+    record, seen = driver.records[request_id], driver.seen[request_id]
+    tokens = [*record.prompt_tokens, *record.generated_tokens]
+    last = len(tokens) - 1  # the last token was sampled, not computed
+    assert seen.states[len(record.prompt_tokens)]
+    assert seen.states[last]
+    for position in {len(record.prompt_tokens), last}:
+        truth = oracle.states(tokens[:position])
+        for conv, ssm in seen.states[position]:
+            for layer, (true_conv, true_ssm) in enumerate(truth):
+                assert_states_close(conv[layer], true_conv, STATES.format(request_id, position, layer, "convolution"))
+                assert_states_close(ssm[layer], true_ssm, STATES.format(request_id, position, layer, "SSM"))

@@ -1,0 +1,70 @@
+"""Tiny models whose states matter: they decay slowly, so that hundreds of tokens later they still show in the logits.
+
+With the usual initialisation a lost state changes almost nothing, and a test that compares tokens passes with a broken
+engine. The negative controls in `mcore/test_negative_controls.py` prove that these models see every corruption.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from megatron.core.models.mamba import MambaModel
+from torch import nn
+
+from megatron_ext.config import ModelConfig
+from megatron_ext.mixers.mamba2 import Mamba2Mixer, inverse_softplus
+from megatron_ext.models.build import build_model
+
+VOCABULARY = 97
+
+# GQA (4 query heads share 2 key heads), two Mamba groups, an MLP, and a convolution window of 4.
+HYBRID = ModelConfig(
+    hybrid_override_pattern="M*-M*-",
+    hidden_size=48,
+    ffn_hidden_size=64,
+    num_attention_heads=4,
+    num_query_groups=2,
+    mamba_state_dim=16,
+    mamba_head_dim=12,
+    mamba_num_heads=4,
+    mamba_num_groups=2,
+    mamba_chunk_size=32,
+    untie_embeddings_and_output_weights=True,  # else a random model repeats its input
+    max_position_embeddings=2048,
+    vocab_size=VOCABULARY,
+)
+ATTENTION_ONLY = dataclasses.replace(HYBRID, hybrid_override_pattern="*-*-", position_embedding_type="rope")
+ATTENTION_FREE = dataclasses.replace(HYBRID, hybrid_override_pattern="M-M-")
+CONFIGS = {"hybrid": HYBRID, "attention_only": ATTENTION_ONLY, "attention_free": ATTENTION_FREE}
+
+
+def build_slow_decay(config: ModelConfig, *, seed: int = 5) -> MambaModel:
+    """A random model on the CPU in fp32, with lively logits and slowly decaying states."""
+    model = build_model(config, device=torch.device("cpu"), seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 2:
+                std = 0.3 if "embedding" in name or "output_layer" in name else parameter.shape[1] ** -0.5
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
+        for module in model.modules():
+            if isinstance(module, Mamba2Mixer):
+                slow_down(module, generator)
+    return model
+
+
+def slow_down(mixer: Mamba2Mixer, generator: torch.Generator) -> None:
+    """Let a state halve over some hundred tokens and more: A in 0.01 .. 0.1, dt around 0.01 .. 0.05 (in place)."""
+    heads = mixer.nheads_local
+    _uniform(mixer.A_log, 0.01, 0.1, generator).log_()
+    dt = _uniform(mixer.dt_bias, 0.01, 0.05, generator)
+    mixer.dt_bias.copy_(inverse_softplus(dt))
+    mixer.in_proj.weight[-heads:] *= 0.3  # what dt gets from the token
+    mixer.in_proj.weight[mixer.d_inner_local : -heads] *= 2.0  # x, B, C
+    mixer.D.fill_(0.05)  # the way past the state
+    _uniform(mixer.norm.weight, 0.5, 1.5, generator)
+
+
+def _uniform(parameter: nn.Parameter, low: float, high: float, generator: torch.Generator) -> torch.Tensor:
+    return parameter.uniform_(low, high, generator=generator)

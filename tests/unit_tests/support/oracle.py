@@ -1,0 +1,113 @@
+"""The truth: the same model without any engine, everything computed again for every token.
+
+The states of recurrent layers come from a recurrence of our own, one token at a time, over the inputs that the layers
+of that plain forward received: no code is shared with the operators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.mamba import MambaModel
+from torch import Tensor
+
+from megatron_ext.mixers.mamba2 import Mamba2Mixer
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a greedy request must give.
+
+    Attributes:
+        tokens: The generated ones.
+        logits: [n, V], row i chose tokens[i].
+        prompt_log_probs: [P - 1], entry i scores prompt token i + 1.
+    """
+
+    tokens: tuple[int, ...]
+    logits: Tensor
+    prompt_log_probs: Tensor
+
+    @property
+    def log_probs(self) -> Tensor:
+        """[n] log-probs of the generated tokens."""
+        return self.logits.log_softmax(-1).gather(1, torch.tensor(self.tokens)[:, None])[:, 0]
+
+
+class Oracle:
+    """Plain recomputation of one model; what it computed once it remembers."""
+
+    def __init__(self, model: MambaModel) -> None:
+        self.model = model
+        self._logits: dict[tuple[int, ...], Tensor] = {}
+        self._states: dict[tuple[int, ...], list[tuple[Tensor, Tensor]]] = {}
+
+    @torch.inference_mode()
+    def logits(self, tokens: Sequence[int]) -> Tensor:
+        """[T, V] of one sequence from its beginning."""
+        key = tuple(tokens)
+        if key not in self._logits:
+            ids = torch.tensor([key])
+            self._logits[key] = self.model(ids, torch.arange(len(key))[None], None)[0].clone()
+        return self._logits[key]
+
+    def greedy(self, prompt: Sequence[int], count: int) -> Expected:
+        """Generate `count` tokens, each by a full forward over everything before it."""
+        tokens, rows = list(prompt), []
+        for _ in range(count):
+            rows.append(self.logits(tokens)[-1])
+            tokens.append(int(rows[-1].argmax()))
+        return Expected(tuple(tokens[len(prompt) :]), torch.stack(rows), self.prompt_log_probs(prompt))
+
+    def prompt_log_probs(self, prompt: Sequence[int]) -> Tensor:
+        """[P - 1] log-probs of the prompt's own tokens after the first."""
+        scores = self.logits(prompt)[:-1].log_softmax(-1)
+        return scores.gather(1, torch.tensor(prompt[1:], dtype=torch.int64)[:, None])[:, 0]
+
+    def states(self, tokens: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+        """Convolution state [Cn, K-1] and SSM state [H, P, N] of every recurrent layer after all of `tokens`."""
+        key = tuple(tokens)
+        if key not in self._states:
+            self._states[key] = self._recur_all(key)
+        return self._states[key]
+
+    def _recur_all(self, tokens: tuple[int, ...]) -> list[tuple[Tensor, Tensor]]:
+        inputs: list[tuple[Mamba2Mixer, Tensor]] = []
+        hooks = [
+            module.register_forward_pre_hook(lambda module, args: inputs.append((module, args[0][:, 0])))
+            for module in self.model.modules()
+            if isinstance(module, Mamba2Mixer)
+        ]
+        try:
+            with torch.inference_mode():
+                self.model(torch.tensor([tokens]), torch.arange(len(tokens))[None], None)
+                return [recur(mixer, hidden) for mixer, hidden in inputs]
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+def recur(mixer: Mamba2Mixer, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """Final states of one layer for the inputs `hidden` [T, h], one token at a time, in fp64.
+
+    Mamba-2 with scalar A per head: state <- exp(dt * A) * state + dt * x (outer) B; the convolution state is the last
+    K - 1 columns of [x | B | C] before the convolution, oldest first, zeros before the sequence.
+    """
+    heads, head_size, groups, state_size = mixer.nheads_local, mixer.headdim, mixer.ngroups_local, mixer.d_state
+    inner, window = heads * head_size, mixer.d_conv
+    projected = hidden.double() @ mixer.in_proj.weight.double().T
+    columns = projected[:, inner : inner + mixer.conv_dim]  # [T, Cn]
+    dt = F.softplus(projected[:, -heads:] + mixer.dt_bias.double())  # [T, H]
+    decay = torch.exp(-torch.exp(mixer.A_log.double()) * dt)
+    weight, bias = mixer.conv1d.weight.double()[:, 0], mixer.conv1d.bias.double()
+    padded = torch.cat([columns.new_zeros(window - 1, mixer.conv_dim), columns])
+    state = columns.new_zeros(heads, head_size, state_size)
+    for t in range(len(hidden)):
+        mixed = F.silu((padded[t : t + window].T * weight).sum(-1) + bias)  # [Cn]
+        x = mixed[:inner].view(heads, head_size)
+        b = mixed[inner : inner + groups * state_size].view(groups, state_size).repeat_interleave(heads // groups, 0)
+        state = decay[t, :, None, None] * state + (dt[t, :, None] * x)[:, :, None] * b[:, None, :]
+    return padded[-(window - 1) :].T.float(), state.float()
