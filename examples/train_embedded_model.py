@@ -14,7 +14,7 @@ import platform
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -35,6 +35,7 @@ from megatron_ext.models.embedded import (
     language_model_loss,
     positions,
     unigram_entropy,
+    windows,
 )
 from megatron_ext.models.tokenizer import TextTokenizer
 
@@ -61,9 +62,10 @@ ADAM_BETAS = (0.9, 0.95)
 
 @dataclass(frozen=True)
 class Recipe:
-    """What the weights depend on. A checkpoint made with another recipe is refused."""
+    """What the weights depend on. `steps` and `decay_steps` can be changed as long as the rate is still constant."""
 
-    steps: int = 3000
+    steps: int = 2000
+    decay_steps: int = 800  # the last ones
     batch_size: int = 4  # windows a step
     length: int = 512  # tokens a window
     learning_rate: float = 3e-3
@@ -146,10 +148,14 @@ class Training:
             SystemExit: The checkpoint belongs to another model, recipe or text.
         """
         state = torch.load(path, weights_only=True)
-        mine = {"config": self.config.to_dict(), "recipe": asdict(self.recipe), "tokenizer": self.tokenizer.to_str()}
-        different = [name for name, value in mine.items() if state[name] != value]
-        if different:
-            raise SystemExit(f"{path} was made with another {', '.join(different)}; delete it or give --checkpoint")
+        fits = {
+            "model": state["config"] == self.config.to_dict(),
+            "recipe": same_so_far(Recipe(**state["recipe"]), self.recipe, state["step"]),
+            "text": state["tokenizer"] == self.tokenizer.to_str(),
+        }
+        if not all(fits.values()):
+            others = ", ".join(name for name, fit in fits.items() if not fit)
+            raise SystemExit(f"{path} was made with another {others}; delete it or give --checkpoint")
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 parameter.copy_(state["model"][name])
@@ -158,12 +164,18 @@ class Training:
 
 
 def learning_rate(step: int, recipe: Recipe) -> float:
-    """Linear warm-up, then half a cosine down to the final rate."""
+    """Linear warm-up, constant, then half a cosine down to the final rate."""
     if step < recipe.warmup_steps:
         return recipe.learning_rate * (step + 1) / recipe.warmup_steps
-    done = (step - recipe.warmup_steps) / max(1, recipe.steps - recipe.warmup_steps)
+    decayed = max(0, step - (recipe.steps - recipe.decay_steps)) / max(1, recipe.decay_steps)
     above_final = recipe.learning_rate - recipe.final_learning_rate
-    return recipe.final_learning_rate + above_final * 0.5 * (1 + math.cos(math.pi * done))
+    return recipe.final_learning_rate + above_final * 0.5 * (1 + math.cos(math.pi * min(1.0, decayed)))
+
+
+def same_so_far(old: Recipe, new: Recipe, steps_done: int) -> bool:
+    """Whether the steps done with the one recipe are those that the other one asks for."""
+    planned = replace(old, steps=new.steps, decay_steps=new.decay_steps)
+    return planned == new and all(learning_rate(step, old) == learning_rate(step, new) for step in range(steps_done))
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
@@ -205,10 +217,11 @@ def report(directory: Path) -> dict[str, float]:
     """Losses of an exported model on the held-out split, nats per token."""
     model, _ = load_checkpoint(directory)
     tokens = held_out_tokens(TextTokenizer(directory))
+    measured = windows(tokens, EVALUATION_LENGTH)
     return {
-        "held-out loss": language_model_loss(model, tokens),
+        "held-out loss": language_model_loss(model, *measured),
         f"held-out loss, Mamba states zeroed every {ZERO_STATES_EVERY} tokens": language_model_loss(
-            model, tokens, zero_states_every=ZERO_STATES_EVERY
+            model, *measured, zero_states_every=ZERO_STATES_EVERY
         ),
         "entropy of the held-out unigrams": unigram_entropy(tokens),
     }

@@ -52,28 +52,24 @@ def unigram_entropy(tokens: Tensor) -> float:
 
 @torch.no_grad()
 def language_model_loss(
-    model: nn.Module,
-    tokens: Tensor,
-    *,
-    length: int = EVALUATION_LENGTH,
-    zero_states_every: int | None = None,
+    model: nn.Module, inputs: Tensor, targets: Tensor, *, zero_states_every: int | None = None
 ) -> float:
-    """Mean negative log-likelihood, nats per token, over windows of `length` tokens that start without any context.
+    """Mean negative log-likelihood, nats per token, of windows that start without any context.
 
     Args:
         model: Maps tokens and positions [b, s] to logits [b, s, V].
-        tokens: [n] int64; what does not fill a whole window is left out.
-        length: Tokens of a window.
+        inputs: [n, s] int64.
+        targets: [n, s] int64, the token after each input.
         zero_states_every: Cut the recurrent layers' sequences at multiples of this many tokens, so that
             their states start from zero there. Attention still sees the whole window.
 
     Raises:
-        ConfigError: Fewer tokens than one window, or windows that are no multiple of `zero_states_every`.
+        ConfigError: The windows' length is no multiple of `zero_states_every`.
     """
+    length = inputs.shape[1]
     cut_every = zero_states_every or length
     if length % cut_every:
         raise ConfigError(f"windows of {length} tokens are no multiple of {cut_every}; give a divisor")
-    inputs, targets = windows(tokens, length)
     was_training, total = model.training, 0.0
     model.eval()
     with _recurrent_layers_cut(model, length // cut_every):

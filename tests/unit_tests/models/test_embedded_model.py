@@ -18,6 +18,7 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.models import corpus
 from megatron_ext.models.build import build_model
 from megatron_ext.models.embedded import (
+    EVALUATION_LENGTH,
     embedded_config,
     embedded_model_dir,
     encode_documents,
@@ -31,7 +32,7 @@ from megatron_ext.models.load import LoadedModel, load_model
 from megatron_ext.models.tokenizer import TextTokenizer
 
 ROOT = Path(__file__).parents[3]
-MEASURED_WINDOWS, LENGTH = 16, 512
+MEASURED_WINDOWS = 16
 BATTERY = (
     "",
     "a",
@@ -46,17 +47,17 @@ def shipped() -> LoadedModel:
 
 
 @pytest.fixture(scope="module")
-def held_out(shipped: LoadedModel) -> Tensor:
-    """Every n-th window of the held-out split, so that a few of them stand for all its documents."""
-    inputs, targets = windows(held_out_tokens(shipped.tokenizer), LENGTH)
+def held_out(shipped: LoadedModel) -> tuple[Tensor, Tensor]:
+    """Inputs and targets of windows spread evenly over the held-out documents."""
+    inputs, targets = windows(held_out_tokens(shipped.tokenizer), EVALUATION_LENGTH)
     assert len(inputs) >= MEASURED_WINDOWS
     rows = torch.linspace(0, len(inputs) - 1, MEASURED_WINDOWS).long()
-    return torch.cat([inputs[rows].flatten(), targets[rows[-1]][-1:]])
+    return inputs[rows], targets[rows]
 
 
 @pytest.fixture(scope="module")
-def loss(shipped: LoadedModel, held_out: Tensor) -> float:
-    return language_model_loss(shipped.model, held_out, length=LENGTH)
+def loss(shipped: LoadedModel, held_out: tuple[Tensor, Tensor]) -> float:
+    return language_model_loss(shipped.model, *held_out)
 
 
 @pytest.fixture(scope="module")
@@ -77,19 +78,18 @@ def test_it_is_a_small_hybrid(shipped: LoadedModel) -> None:
     assert (embedded_model_dir() / "model.safetensors").stat().st_size <= 10_000_000
 
 
-def test_it_knows_a_nat_more_than_any_unigram_model(loss: float, held_out: Tensor) -> None:
-    assert loss <= unigram_entropy(held_out[1:]) - 1.0
+def test_it_knows_a_nat_more_than_any_unigram_model(loss: float, held_out: tuple[Tensor, Tensor]) -> None:
+    assert loss <= unigram_entropy(held_out[1].flatten()) - 1.0
 
 
-def test_it_needs_its_mamba_states(shipped: LoadedModel, loss: float, held_out: Tensor) -> None:
-    zeroed = language_model_loss(shipped.model, held_out, length=LENGTH, zero_states_every=64)
-    assert zeroed >= loss + 0.05
+def test_it_needs_its_mamba_states(shipped: LoadedModel, loss: float, held_out: tuple[Tensor, Tensor]) -> None:
+    assert language_model_loss(shipped.model, *held_out, zero_states_every=64) >= loss + 0.05
 
 
-def test_untrained_weights_of_its_shape_would_fail(loss: float, held_out: Tensor) -> None:
+def test_untrained_weights_of_its_shape_would_fail(loss: float, held_out: tuple[Tensor, Tensor]) -> None:
     """Negative control: the loss is not low because of how it is measured."""
     untrained = build_model(embedded_config(), device=torch.device("cpu"))
-    assert language_model_loss(untrained, held_out[: LENGTH + 1], length=LENGTH) > loss + 2
+    assert language_model_loss(untrained, held_out[0][:1], held_out[1][:1]) > loss + 2
 
 
 def test_the_tokenizer_gives_every_text_back(shipped: LoadedModel) -> None:
@@ -173,28 +173,31 @@ def test_a_conversation_has_the_documented_markup(tmp_path: Path) -> None:
     assert "<|end|><|assistant|>Does the thing number 0.<|end|><|user|>" in chats[0]
 
 
+def _random_tokens(count: int) -> Tensor:
+    return torch.randint(50, (count,), generator=torch.Generator().manual_seed(0))
+
+
 def test_cut_states_see_nothing_before_the_cut(tiny_config: ModelConfig) -> None:
     """Without attention, windows cut every n tokens are the same as windows of n tokens."""
-    model = build_model(ModelConfig(**{**tiny_config.to_dict(), "hybrid_override_pattern": "M-M"}), seed=3)
-    tokens = torch.randint(50, (129,), generator=torch.Generator().manual_seed(0))
-    cut = language_model_loss(model, tokens, length=64, zero_states_every=16)
-    assert cut == pytest.approx(language_model_loss(model, tokens, length=16), abs=1e-6)
-    assert cut != pytest.approx(language_model_loss(model, tokens, length=64), abs=1e-6)
+    model = build_model(replace(tiny_config, hybrid_override_pattern="M-M"), seed=3)
+    tokens = _random_tokens(129)
+    cut = language_model_loss(model, *windows(tokens, 64), zero_states_every=16)
+    assert cut == pytest.approx(language_model_loss(model, *windows(tokens, 16)), abs=1e-6)
+    assert cut != pytest.approx(language_model_loss(model, *windows(tokens, 64)), abs=1e-6)
 
 
 def test_cut_states_leave_attention_alone(tiny_config: ModelConfig) -> None:
-    model = build_model(ModelConfig(**{**tiny_config.to_dict(), "hybrid_override_pattern": "*-*"}), seed=3)
-    tokens = torch.randint(50, (129,), generator=torch.Generator().manual_seed(0))
-    whole = language_model_loss(model, tokens, length=64)
-    assert language_model_loss(model, tokens, length=64, zero_states_every=16) == pytest.approx(whole, abs=1e-6)
+    model = build_model(replace(tiny_config, hybrid_override_pattern="*-*"), seed=3)
+    measured = windows(_random_tokens(129), 64)
+    whole = language_model_loss(model, *measured)
+    assert language_model_loss(model, *measured, zero_states_every=16) == pytest.approx(whole, abs=1e-6)
 
 
-@pytest.mark.parametrize(("count", "zero_every", "message"), [(64, None, "do not fill"), (65, 48, "no multiple of 48")])
-def test_windows_that_cannot_be_are_refused(
-    tiny_model: nn.Module, count: int, zero_every: int | None, message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        language_model_loss(tiny_model, torch.zeros(count, dtype=torch.long), length=64, zero_states_every=zero_every)
+def test_windows_that_cannot_be_are_refused(tiny_model: nn.Module) -> None:
+    with pytest.raises(ConfigError, match="do not fill one window of 64"):
+        windows(_random_tokens(64), 64)
+    with pytest.raises(ConfigError, match="no multiple of 48"):
+        language_model_loss(tiny_model, *windows(_random_tokens(65), 64), zero_states_every=48)
 
 
 def test_the_unigram_entropy_is_the_best_unigram_loss() -> None:
@@ -204,11 +207,10 @@ def test_the_unigram_entropy_is_the_best_unigram_loss() -> None:
 @pytest.fixture
 def training(script: ModuleType, tiny_config: ModelConfig):
     """Makes equal trainings of a tiny model, and its batches."""
-    recipe = script.Recipe(steps=6, batch_size=2, length=32, warmup_steps=2)
+    recipe = script.Recipe(steps=6, decay_steps=2, batch_size=2, length=32, warmup_steps=2)
     tokenizer = script.train_tokenizer(["some words to count"], vocabulary=270)
-    tokens = torch.randint(50, (400,), generator=torch.Generator().manual_seed(0))
     return lambda **changes: script.Training(tiny_config, replace(recipe, **changes), tokenizer), script.Batches(
-        tokens, recipe
+        _random_tokens(400), recipe
     )
 
 
@@ -237,6 +239,18 @@ def test_a_checkpoint_of_another_recipe_is_refused(training, tmp_path: Path) -> 
         make(seed=5).load(tmp_path / "state.pt")
 
 
+def test_the_number_of_steps_can_change_until_the_rate_decays(training, script: ModuleType) -> None:
+    make, _ = training
+    recipe = make().recipe
+    assert recipe.steps - recipe.decay_steps == 4
+    rates = [script.learning_rate(step, recipe) for step in range(7)]
+    assert rates == sorted(rates[:2]) + [recipe.learning_rate] * 3 + sorted(rates[5:], reverse=True)
+    assert rates[6] == recipe.final_learning_rate
+    longer = replace(recipe, steps=60)
+    assert [script.same_so_far(recipe, longer, steps_done) for steps_done in (0, 4, 5, 6)] == [True, True, True, False]
+    assert not script.same_so_far(recipe, replace(recipe, batch_size=3), 0)
+
+
 def test_every_window_is_trained_on_once_an_epoch(training) -> None:
     _, batches = training
     assert batches.windows == 11
@@ -253,8 +267,11 @@ def test_decay_spares_norms_and_the_recurrence(script: ModuleType, tiny_model: n
     assert spared["weight_decay"] == 0
 
 
-def test_exported_and_measured(training, script: ModuleType, shipped: LoadedModel, tmp_path: Path) -> None:
+def test_exported_and_measured(
+    training, script: ModuleType, shipped: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The folder is a checkpoint that loads; exporting again replaces it."""
+    monkeypatch.setattr(script, "held_out_tokens", lambda _: _random_tokens(600))
     tokenizer = script.Tokenizer.from_file(str(embedded_model_dir() / "tokenizer.json"))
     tiny = replace(script.MODEL, hybrid_override_pattern="M*", hidden_size=32)
     state = script.Training(tiny, script.Recipe(), tokenizer)
