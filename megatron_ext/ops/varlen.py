@@ -85,7 +85,7 @@ class PackedChunks:
         chunk_seq_idx: [n] int64, the sequence of each chunk.
         last_chunk_indices: [S] int64, the last chunk of each sequence.
         places: How to pad the chunks to one length; None if they all have it already.
-        ranks: How states travel between chunks; None if there is one sequence, where it is the order of the chunks.
+        ranks: How states travel between chunks; None if all sequences have equally many, so that [S, n/S] says it.
     """
 
     sequences: PackedSequences
@@ -116,7 +116,7 @@ def pack_chunks(pieces: Sequence[Sequence[int]], device: torch.device | str | No
     assert min(chunk_lengths) >= 1, "every chunk holds a token"
     lengths = tuple(sum(int(length) for length in cut) for cut in pieces)
     is_even = min(chunk_lengths) == max(chunk_lengths)
-    is_single = len(counts) == 1
+    is_grid = min(counts) == max(counts)
     arrays = _sequence_arrays(lengths) | {
         "cu_chunk_seqlens": _starts(chunk_lengths),
         "chunk_seq_idx": np.repeat(np.arange(len(counts)), counts),
@@ -124,7 +124,7 @@ def pack_chunks(pieces: Sequence[Sequence[int]], device: torch.device | str | No
     }
     if not is_even:
         arrays |= _place_arrays(np.asarray(chunk_lengths))
-    if not is_single:
+    if not is_grid:
         arrays |= _rank_arrays(np.asarray(counts))
     staged = _stage(arrays, device)
     return PackedChunks(
@@ -135,7 +135,7 @@ def pack_chunks(pieces: Sequence[Sequence[int]], device: torch.device | str | No
         chunk_seq_idx=staged["chunk_seq_idx"],
         last_chunk_indices=staged["last_chunk_indices"],
         places=None if is_even else _places(staged),
-        ranks=None if is_single else _ranks(counts, staged),
+        ranks=None if is_grid else _ranks(counts, staged),
     )
 
 

@@ -24,8 +24,10 @@ def sample_tokens(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Ten
     """
     vocabulary = logits.shape[-1]
     ordered, tokens = logits.float().sort(dim=-1, descending=True, stable=True)
-    # The best logit becomes 0 before the division, so that no temperature overflows.
-    mass = ((ordered - ordered[:, :1]) / temperature.float()[:, None]).softmax(-1).double()
+    # The best logit becomes 0 before the division, so that no temperature overflows; nor may it round to 0 or infinity.
+    limits = torch.finfo(torch.float32)
+    divisor = temperature.double().clamp(limits.tiny, limits.max).float()
+    mass = ((ordered - ordered[:, :1]) / divisor[:, None]).softmax(-1).double()
     rank = torch.arange(vocabulary, device=logits.device)
     mass = mass * (rank < top_k.where(top_k > 0, vocabulary)[:, None])
     mass = mass / mass.sum(-1, keepdim=True)

@@ -11,11 +11,13 @@ size, S sequences, R requests, n chunks, C places in a chunk (c: the place that 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from megatron_ext.ops.varlen import PackedChunks
 
@@ -165,37 +167,59 @@ def _carry_states(
     num_sequences = len(chunks.chunk_counts)
     if initial_states is None:
         initial_states = added.new_zeros(num_sequences, *added.shape[1:])
-    carried = initial_states.to(added.dtype)
-    ranks = chunks.ranks
-    if ranks is None:
-        sizes = (1,) * len(chunks.chunk_lengths)
-    else:
-        sizes = ranks.sizes
-        carried, added, decay = carried[ranks.sequences], added[ranks.chunks], decay[ranks.chunks]
-    stack = [carried]
-    for own, kept in zip(added.split(sizes), decay[..., None, None].split(sizes), strict=True):
-        stack.append(torch.addcmul(own, stack[-1][: len(own)], kept))
-    states = torch.cat(stack)
-    return (states[:-1], states[1:]) if ranks is None else (states[ranks.before], states[ranks.after])
+    carried, decay = initial_states.to(added.dtype), decay[..., None, None]
+    if chunks.ranks is None:
+        per_sequence = (num_sequences, -1)
+        steps = zip(added.unflatten(0, per_sequence).unbind(1), decay.unflatten(0, per_sequence).unbind(1), strict=True)
+        states = torch.stack(_carry(carried, steps), dim=1)  # [S, n/S + 1, H, P, N]
+        return states[:, :-1].flatten(0, 1), states[:, 1:].flatten(0, 1)
+    order, sizes = chunks.ranks, chunks.ranks.sizes
+    added, decay = (t.index_select(0, order.chunks).split(sizes) for t in (added, decay))
+    states = torch.cat(_carry(carried.index_select(0, order.sequences), zip(added, decay, strict=True)))
+    return states.index_select(0, order.before), states.index_select(0, order.after)
+
+
+def _carry(state: Tensor, steps: Iterable[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    """The states of all sequences [S, H, P, N], then after each rank: of fewer and fewer sequences if some end early.
+
+    `steps` are, rank by rank, what is added and how the state decays, for the sequences that have a chunk of that rank.
+    """
+    states = [state]
+    for added, decay in steps:
+        states.append(torch.addcmul(added, states[-1][: len(added)], decay))
+    return states
 
 
 def _within_chunks(stepped_x: Tensor, B: Tensor, C: Tensor, log_decay: Tensor) -> Tensor:
     """What tokens of the same chunk give each token (listing 1, step 1): [n, C, G, J, P]."""
     scores = (C @ B.transpose(-1, -2)).tril()  # [n, G, c, s]
-    weights = _decay_between(log_decay, B.dtype) * scores.unsqueeze(2)  # [n, G, J, c, s]
+    weights = _DecayBetween.apply(log_decay, B.dtype) * scores.unsqueeze(2)  # [n, G, J, c, s]
     return (weights @ stepped_x.movedim(1, 3)).movedim(3, 1)
 
 
-def _decay_between(log_decay: Tensor, dtype: torch.dtype) -> Tensor:
+class _DecayBetween(torch.autograd.Function):
     """Decay from place s to place c of a chunk: [n, G, J, c, s]; 1 where c comes before s, for the caller to mask.
 
-    The fp64 logarithms are split in two numbers of `dtype`: the differences come out exact without an fp64 [c, s].
+    The fp64 logarithms [n, G, J, C] are split in two numbers of `dtype`, so that their differences come out exact
+    without an fp64 [c, s]. A function of its own because autograd alone would keep one more [c, s] and pass over
+    it five more times.
     """
-    high = log_decay.to(dtype)
-    low = (log_decay.detach() - high.detach()).to(dtype)
-    gap = high.unsqueeze(-1) - high.unsqueeze(-2)
-    gap.add_(low.unsqueeze(-1)).sub_(low.unsqueeze(-2))
-    return gap.clamp(LEAST_LOG_DECAY, 0.0).exp_()
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, log_decay: Tensor, dtype: torch.dtype) -> Tensor:
+        high = log_decay.to(dtype)
+        low = (log_decay - high).to(dtype)
+        gap = high.unsqueeze(-1) - high.unsqueeze(-2)
+        gap.add_(low.unsqueeze(-1)).sub_(low.unsqueeze(-2))
+        decay = gap.clamp_(LEAST_LOG_DECAY, 0.0).exp_()
+        ctx.save_for_backward(decay)
+        return decay
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
+        (decay,) = ctx.saved_tensors
+        grad_gap = grad * decay  # zero where the caller masked
+        return (grad_gap.sum(-1) - grad_gap.sum(-2)).double(), None
 
 
 def _read(before: Tensor, C: Tensor) -> Tensor:

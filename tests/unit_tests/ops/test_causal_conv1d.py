@@ -142,6 +142,16 @@ def test_gradients(lengths: tuple[int, ...]) -> None:
         assert_close(f"gradient of {name}", got_grad, want_grad, atol=1e-10, rtol=1e-10)
 
 
+def test_nothing_is_read_back() -> None:
+    """Tensors without data: an operator that asked one for a value, or left one on the host, would fail."""
+    lengths = (9, 2)
+    x, weight, bias, initial = (tensor.to("meta") for tensor in random_inputs(lengths))
+    y, final = causal_conv1d(x, weight, bias, pack_sequences(lengths, "meta"), initial_states=initial)
+    assert (y.shape, final.shape) == (x.shape, initial.shape)
+    y, state = causal_conv1d_step(x[:2], weight, bias, initial)
+    assert (y.shape, state.shape) == (x[:2].shape, initial.shape)
+
+
 def test_bf16_accumulates_in_fp32() -> None:
     lengths = (9, 2)
     x, weight, bias, initial = (tensor.bfloat16() for tensor in random_inputs(lengths))

@@ -138,6 +138,15 @@ def test_caches_may_be_views_of_one_buffer() -> None:
     assert torch.equal(got, step.attend())
 
 
+def test_nothing_is_read_back() -> None:
+    """Tensors without data: an operator that asked one for a value, or left one on the host, would fail."""
+    step = STEPS["decode and prefill"]
+    queries, keys = zip(*step.rows, strict=True)
+    layout = build_paged_layout(step.tables, queries, keys, step.decode_rows, BLOCK, "meta")
+    q, key_cache, value_cache = (tensor.to("meta") for tensor in (step.q, step.key_cache, step.value_cache))
+    assert paged_attention(q, key_cache, value_cache, layout, scale=SCALE).shape == q.shape
+
+
 class TestTheComparisonCanFail:
     """Negative controls: swapped blocks, a wrong length, a key too many, another row's table."""
 

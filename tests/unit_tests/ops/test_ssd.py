@@ -301,6 +301,19 @@ def test_bf16_accumulates_in_fp32() -> None:
     assert_states_close("state after a step", step_state, states[:1])
 
 
+def test_nothing_is_read_back() -> None:
+    """Tensors without data: an operator that asked one for a value, or left one on the host, would fail."""
+    lengths = (33, 40, 1)
+    inputs = Inputs(*(tensor.to("meta") for tensor in random_inputs(lengths).tensors()))
+    chunks = cut_chunks([0, 3, 7], lengths, 16, "meta")
+    x, dt, A, B, C, D, initial_states = inputs.tensors()
+    got = ssd_scan(x, dt, A, B, C, chunks, D=D, initial_states=initial_states)
+    assert [tuple(t.shape) for t in got] == [(74, HEADS, HEAD_DIM), initial_states.shape, (7, HEADS, HEAD_DIM, STATE)]
+    one = inputs.tokens(0, 3)
+    y, state = ssd_step(one.x, one.dt, A, one.B, one.C, initial_states, D=D)
+    assert (y.shape, state.shape) == (one.x.shape, initial_states.shape)
+
+
 def test_views_are_taken_as_they_are() -> None:
     """Mixers pass slices of one projection, not contiguous tensors."""
     lengths = (33, 40)

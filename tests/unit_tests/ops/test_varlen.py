@@ -57,7 +57,7 @@ def test_states_travel_along_ranks(cuts: list[list[int]]) -> None:
     """Each chunk's state comes from the chunk before it in its sequence, the first one's from its initial state."""
     chunks = pack_chunks(cuts, "cpu")
     if chunks.ranks is None:
-        assert len(cuts) == 1
+        assert len({len(cut) for cut in cuts}) == 1
         return
     before = [("initial", i) if rank == 0 else (i, rank - 1) for i, cut in enumerate(cuts) for rank in range(len(cut))]
     after = [(i, rank) for i, cut in enumerate(cuts) for rank in range(len(cut))]
