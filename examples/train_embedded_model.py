@@ -149,7 +149,7 @@ class Training:
         """
         state = torch.load(path, weights_only=True)
         fits = {
-            "model": state["config"] == self.config.to_dict(),
+            "model": ModelConfig(**state["config"]) == self.config,
             "recipe": same_so_far(Recipe(**state["recipe"]), self.recipe, state["step"]),
             "text": state["tokenizer"] == self.tokenizer.to_str(),
         }
