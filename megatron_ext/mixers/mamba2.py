@@ -20,6 +20,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from torch import Tensor, nn
 
 from megatron_ext.mixers.chunk_metadata import cut_chunks
+from megatron_ext.mixers.sharding import sharded_mixer_state
 from megatron_ext.ops.causal_conv1d import causal_conv1d, causal_conv1d_step
 from megatron_ext.ops.ssd import ssd_scan, ssd_step
 from megatron_ext.ops.varlen import PackedChunks
@@ -92,7 +93,8 @@ class Mamba2Mixer(MegatronModule):
         self.headdim = config.mamba_head_dim
         self.d_state = config.mamba_state_dim
         nheads = config.mamba_num_heads or 2 * d_model // self.headdim
-        tp_size = pg_collection.tp.size()
+        self.tp_group = pg_collection.tp
+        tp_size = self.tp_group.size()
         assert nheads % tp_size == 0 and config.mamba_num_groups % tp_size == 0, (nheads, config.mamba_num_groups)
         self.nheads_local = nheads // tp_size
         self.ngroups_local = config.mamba_num_groups // tp_size
@@ -249,6 +251,19 @@ class Mamba2Mixer(MegatronModule):
         Upstream keeps K columns of which the oldest is never used; we keep K-1.
         """
         return (self.conv_dim, self.d_conv - 1), (self.nheads_local, self.headdim, self.d_state)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        """For distributed checkpoints: keys and splits of megatron-core's `MambaMixer`."""
+        group_channels = self.ngroups_local * self.d_state
+        xbc = {"x": self.d_inner_local, "B": group_channels, "C": group_channels}
+        split = {
+            "in_proj.weight": {"z": self.d_inner_local, **xbc, "dt": self.nheads_local},
+            "conv1d.weight": xbc,
+            "conv1d.bias": xbc,
+        }
+        return sharded_mixer_state(self, split, prefix, sharded_offsets, metadata)
 
 
 class GatedGroupRMSNorm(nn.Module):

@@ -1,0 +1,76 @@
+"""How a recurrent mixer's parameters lie in a distributed checkpoint, whatever the tensor-parallel size.
+
+A rank keeps its rows of z, x, B, C and dt one below the other in one matrix. Written as one tensor split over the
+ranks, the parts of the ranks would be interleaved, and another number of ranks could not read them. So each part is a
+global tensor of its own, `in_proj.weight.z` and so on: the keys that megatron-core's `MambaMixer` writes and reads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, ShardedTensorFactory
+from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
+    make_sharded_tensors_for_checkpoint,
+    sharded_state_dict_default,
+)
+from torch import Tensor, nn
+
+
+def split_rows(whole: ShardedTensor, sections: Mapping[str, int]) -> ShardedTensorFactory:
+    """Write the rows of one tensor as several global tensors, each split over the ranks by itself.
+
+    Args:
+        whole: This rank's tensor, split over the ranks along axis 0.
+        sections: Name of each part, in order, to this rank's number of rows of it; the part's key is `key.name`.
+    """
+    template = whole.without_data()
+    assert sum(sections.values()) == template.local_shape[0], (sections, template)
+
+    def build(key: str, tensor: Tensor, replica_id: Any, flattened_range: slice | None) -> list[ShardedTensor]:
+        described = dataclasses.replace(
+            template, data=tensor, dtype=tensor.dtype, replica_id=replica_id, flattened_range=flattened_range
+        )
+        parts, start = [], 0
+        for name, rows in sections.items():
+            parts += [dataclasses.replace(part, key=f"{key}.{name}") for part in described.narrow(0, start, rows)]
+            start += rows
+        return parts
+
+    def merge(parts: Sequence[Tensor]) -> Tensor:
+        return torch.cat(tuple(parts))
+
+    return ShardedTensorFactory(whole.key, whole.data, build, merge, whole.replica_id)
+
+
+def sharded_mixer_state(
+    mixer: nn.Module,
+    split: Mapping[str, Mapping[str, int]],
+    prefix: str = "",
+    sharded_offsets: tuple = (),
+    metadata: dict | None = None,
+) -> ShardedStateDict:
+    """A mixer's sharded state: projections as they say themselves, everything else split over the ranks along axis 0.
+
+    Args:
+        mixer: Has `in_proj`, `out_proj` and the tensor-parallel group `tp_group`.
+        split: Parameter name to its `sections`, see `split_rows`.
+        prefix: Put before every name.
+        sharded_offsets: Axes that stand before the tensors' own, as megatron-core gives them.
+        metadata: As megatron-core gives it.
+    """
+    metadata = ensure_metadata_has_dp_cp_group(metadata)
+    projections = ("in_proj.", "out_proj.")
+    own = {name: value for name, value in mixer.state_dict(keep_vars=True).items() if not name.startswith(projections)}
+    groups = {"tp_group": mixer.tp_group, "dp_cp_group": metadata["dp_cp_group"]}
+    state = make_sharded_tensors_for_checkpoint(own, prefix, dict.fromkeys(own, 0), sharded_offsets, **groups)
+    for name in ("in_proj", "out_proj"):
+        module = getattr(mixer, name)
+        state |= sharded_state_dict_default(module, f"{prefix}{name}.", sharded_offsets, metadata, mixer.tp_group)
+    for name, sections in split.items():
+        state[prefix + name] = split_rows(state[prefix + name], sections)
+    return state
