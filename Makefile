@@ -34,4 +34,4 @@ lint: $(STAMP) ## Check style and formatting.
 	$(BIN)/ruff format --check .
 
 golden: $(STAMP) ## Write the golden values of the functional tests anew; review the diff.
-	OMP_NUM_THREADS=1 $(BIN)/python tests/functional_tests/regenerate.py $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.functional_tests.regenerate $(ARGS)

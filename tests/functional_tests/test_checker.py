@@ -1,0 +1,174 @@
+"""The checker can fail: each kind of change to a run is seen, and only by the metric that it belongs to."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+
+import pytest
+
+from tests.functional_tests.checker import LOG_PROB_TOLERANCE, METRICS, differences, golden_values
+
+
+def fresh_run() -> dict:
+    """A run of two requests as the tool writes it."""
+    request = {
+        "input_prompt": "1 2 3",
+        "generated_text": "7 8",
+        "generated_tokens": [7, 8],
+        "latency": 2.0,
+        "ttft": 0.5,
+        "step_count": 2,
+        "status": "COMPLETED",
+        "error": None,
+        "finish_reason": "length",
+        "prompt_token_count": 3,
+        "matched_block_count": 0,
+        "skipped_prefill_token_count": 0,
+        "computed_prefill_token_count": 3,
+        "recomputed_token_count": 0,
+        "prefill_reasons": {"caching_off": 3},
+        "prompt_logprobs": None,
+        "generated_logprobs": [-0.25, -0.5],
+        "logprobs": [-0.25, -0.5],
+        "top_n_logprobs": [{"7": -0.25, "9": -2.0}, {"8": -0.5, "4": -3.0}],
+        "prompt_top_n_logprobs": None,
+        "events": [
+            {"type": "ADD_ENGINE", "timestamp": 1.0, "payload": None},
+            {"type": "FIRST_TOKEN", "timestamp": 1.5, "payload": None},
+            {"type": "FINISH", "timestamp": 3.0, "payload": None},
+        ],
+    }
+    return {
+        "0": request,
+        "1": copy.deepcopy(request),
+        "throughput": [2.0],
+        "mem-max-allocated-bytes": 1000,
+        "lifetime_prefill_token_count": 6,
+        "lifetime_skipped_token_count": 0,
+        "model": "a model",
+        "version": "0.1.0",
+        "prefix_cache": None,
+        "geometry": {"blocks": 10},
+    }
+
+
+def set_to(*path_and_value) -> Callable[[dict], None]:
+    """A change to a run: the last argument goes where the others lead."""
+    *path, last, value = path_and_value
+
+    def change(run: dict) -> None:
+        for key in path:
+            run = run[key]
+        run[last] = value
+
+    return change
+
+
+def swap_events(run: dict) -> None:
+    events = run["1"]["events"]
+    events[0]["type"], events[1]["type"] = events[1]["type"], events[0]["type"]
+
+
+CHANGES = {
+    "generated_tokens": [
+        set_to("1", "generated_tokens", 1, 9),
+        set_to("1", "generated_tokens", [7]),
+        set_to("0", "generated_tokens", [7, 8, 8]),
+    ],
+    "generated_text": [set_to("0", "generated_text", "7 9"), set_to("0", "input_prompt", "")],
+    "logprobs": [
+        set_to("0", "logprobs", 1, -0.5 + 1.1 * LOG_PROB_TOLERANCE),
+        set_to("0", "generated_logprobs", 0, math.nan),
+        set_to("0", "generated_logprobs", [-0.25]),
+        set_to("0", "generated_logprobs", [-0.25, -0.5, -1.0]),
+        set_to("0", "prompt_logprobs", [-1.0]),
+        set_to("0", "top_n_logprobs", 1, "4", -2.5),
+        set_to("0", "top_n_logprobs", 1, {"8": -0.5, "5": -3.0}),
+        lambda run: run["0"].pop("logprobs"),
+    ],
+    "counts": [
+        set_to("0", "matched_block_count", 1),
+        set_to("0", "skipped_prefill_token_count", 1),
+        set_to("0", "computed_prefill_token_count", 2),
+        set_to("0", "recomputed_token_count", 1),
+        set_to("0", "prefill_reasons", {"not_cached": 3}),
+        set_to("0", "step_count", 3),
+        set_to("0", "status", "FAILED"),
+        set_to("0", "finish_reason", "stop"),
+        lambda run: run["0"].pop("recomputed_token_count"),
+    ],
+    "events": [swap_events, lambda run: run["0"]["events"].pop(), lambda run: run["0"].pop("events")],
+    "times": [
+        set_to("0", "ttft", 0.0),
+        set_to("0", "ttft", 2.5),
+        set_to("0", "ttft", None),
+        set_to("0", "events", 1, "timestamp", 0.5),
+    ],
+    "system": [
+        set_to("lifetime_prefill_token_count", 5),
+        set_to("lifetime_skipped_token_count", 1),
+        set_to("prefix_cache", {"hits": 1}),
+        set_to("geometry", "blocks", 11),
+        set_to("model", "another model"),
+        lambda run: run.pop("lifetime_prefill_token_count"),
+    ],
+}
+EACH_CHANGE = [(metric, change) for metric, changes in CHANGES.items() for change in changes]
+
+
+@pytest.fixture
+def golden() -> dict:
+    return golden_values(fresh_run())
+
+
+def test_an_equal_run_has_no_differences(golden):
+    run = fresh_run()
+    run["throughput"], run["mem-max-allocated-bytes"], run["version"] = [9.0], 1, "9.9"
+    run["0"]["logprobs"][0] += 0.9 * LOG_PROB_TOLERANCE
+    run["0"]["latency"], run["0"]["ttft"] = 20.0, 20.0
+    assert differences(golden, run, METRICS) == []
+
+
+def test_each_metric_has_changes_that_it_sees():
+    assert set(CHANGES) == set(METRICS)
+
+
+@pytest.mark.parametrize(("metric", "change"), EACH_CHANGE)
+def test_a_change_is_seen_by_its_metric_alone(golden, metric, change):
+    run = fresh_run()
+    change(run)
+    assert differences(golden, run, [metric])
+    assert differences(golden, run, [other for other in METRICS if other != metric]) == []
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_a_missing_request_and_a_new_one_are_seen_whatever_is_compared(golden, metric):
+    run = fresh_run()
+    run["2"] = run.pop("1")
+    assert differences(golden, run, [metric]) == ["request 1 is missing", "request 2 has no golden values"]
+
+
+def test_a_difference_names_place_and_values(golden):
+    run = fresh_run()
+    run["1"]["generated_tokens"] = [7, 9]
+    run["0"]["logprobs"][1] = -0.75
+    assert differences(golden, run, METRICS) == [
+        "request 0: logprobs[1] is -0.75, golden -0.5",
+        "request 1: generated_tokens is [7, 9], golden [7, 8]",
+    ]
+
+
+@pytest.mark.parametrize("metrics", [[], ["generated_tokens", "throughput"]])
+def test_metrics_must_be_known_and_given(golden, metrics):
+    """A misspelt metric would compare nothing."""
+    with pytest.raises(ValueError, match="known are"):
+        differences(golden, fresh_run(), metrics)
+
+
+def test_golden_values_keep_no_times(golden):
+    assert "latency" not in golden["0"]
+    assert golden["0"]["events"][0] == {"type": "ADD_ENGINE", "payload": None}
+    assert not {"throughput", "mem-max-allocated-bytes", "version"} & golden.keys()
+    assert golden["model"] == "a model"
