@@ -69,10 +69,11 @@ class InferenceEngine(DynamicInferenceEngine):
             raise ConfigError("cuda_graph_impl 'local' is not supported by this engine; use 'none'")
 
     def reset(self) -> None:
-        """Forget all requests (their futures are cancelled), counters and pools."""
+        """Forget all requests (their futures are cancelled) and counters; a suspended engine gets its pools back."""
         for future in getattr(self, "_futures", {}).values():
             future.cancel()
         self.context.reset()
+        self.context.allocate_all_tensors(is_init=False)
         self.request_counter = Counter()
         self.rank = torch.distributed.get_rank()
         self.step_count = 0
