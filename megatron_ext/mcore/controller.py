@@ -98,7 +98,7 @@ def _sample(logits: Tensor, step: StagedStep) -> Tensor:
         [request.params.temperature for request in requests],
         [request.params.top_k for request in requests],
         [request.params.top_p for request in requests],
-        [request.generator.random() for request in requests],
+        [request.draw() for request in requests],
     )
     temperature, top_k, top_p, uniform = torch.tensor(columns, dtype=torch.float64).to(logits.device)
     return tokens.index_copy(0, index, sample_tokens(candidates[index], temperature, top_k.long(), top_p, uniform))

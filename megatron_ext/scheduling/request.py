@@ -47,6 +47,7 @@ class Request:
     block_table: list[BlockId] = field(default_factory=list)
     state_row: RowId | None = None
     generator: random.Random = field(init=False)
+    _drawn: float | None = None  # the next token's number, once drawn
 
     status: Status | None = None  # None while it lives
     finish_reason: str | None = None
@@ -106,8 +107,15 @@ class Request:
         self._ever_computed_end = max(known, end)
         self.step_count += 1
 
+    def draw(self) -> float:
+        """A uniform number in [0, 1) for the next token; the same again if the step that samples it is repeated."""
+        if self._drawn is None:
+            self._drawn = self.generator.random()
+        return self._drawn
+
     def append(self, token: int) -> None:
         """A token was generated."""
+        self._drawn = None
         if len(self.tokens) == self.prompt_length:
             self.add_event(EventType.FIRST_TOKEN)
         self.tokens.append(token)

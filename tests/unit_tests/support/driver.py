@@ -105,7 +105,8 @@ class Driver:
             self.context.live_states.ssm.fill_(torch.nan)
 
     def _poison_block(self, block: int) -> None:
-        if self.scheduler.blocks.references(block) == 0 and self.context.is_tensor_state_allocated:
+        is_there = self.context.is_tensor_state_allocated and self.context.num_attention_layers
+        if is_there and self.scheduler.blocks.references(block) == 0:
             self.context.memory_buffer[:, :, block].fill_(torch.nan)
 
     def _poison_row(self, row: int) -> None:

@@ -1,0 +1,495 @@
+"""What megatron-core 0.16.1's own engine gets wrong, one test (or class) for each; ours must not."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import time
+
+import pytest
+from megatron.core.inference.engines.dynamic_engine import EngineSuspendedError
+
+from megatron_ext.config import BatchingConfig, RequestParams
+from megatron_ext.errors import ConfigError
+from megatron_ext.mcore.assemble import build_engine
+from megatron_ext.scheduling import planner
+from megatron_ext.scheduling.events import EventType
+from megatron_ext.scheduling.record import Status
+from tests.unit_tests.support.driver import Driver, assert_equals_oracle, make_prompt
+from tests.unit_tests.support.models import ATTENTION_ONLY, HYBRID
+from tests.unit_tests.support.tokenizers import PieceTokenizer
+
+KINDS = ("hybrid", "attention_only")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+class TestChunkThatCannotBeScheduled:
+    """The base runs a mid-prefill request without a next chunk as a decode, which corrupts its KV and its states."""
+
+    def test_a_request_without_a_chunk_is_not_in_the_forward(self, get_driver, get_oracle, kind, monkeypatch):
+        driver = get_driver(kind, max_tokens=40)
+        driver.add(0, make_prompt(3), num_tokens_to_generate=20)
+        driver.add(1, make_prompt(129))
+        driver.step()
+        with monkeypatch.context() as patch:
+            patch.setattr(planner, "_plan_continuations", lambda *_: [])
+            for _ in range(3):
+                driver.step()
+        assert [len(step) for step in driver.steps] == [2, 1, 1, 1]
+        driver.run()
+        for request_id in (0, 1):
+            assert_equals_oracle(driver, request_id, get_oracle(kind))
+
+    def test_a_prefill_gets_the_single_token_that_decodes_leave(self, get_driver, get_oracle, kind):
+        driver = get_driver(kind, max_tokens=4, max_requests=4)
+        for request_id in range(3):
+            driver.add(request_id, make_prompt(1, seed=request_id), num_tokens_to_generate=60)
+        driver.add(3, make_prompt(50))
+        driver.run()
+        assert driver.seen[3].chunks[:3] == [(0, 1), (1, 2), (2, 3)]
+        for request_id in range(4):
+            assert_equals_oracle(driver, request_id, get_oracle(kind))
+
+
+@pytest.mark.parametrize("chunked", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+class TestSuspend:
+    """The base dies of a suspend within a chunked prefill ("Continuation current_id mismatch"), and resume() forgets."""
+
+    def test_in_the_middle_of_everything(self, get_driver, get_oracle, kind, chunked):
+        limits = {"max_tokens": 40} if chunked else {"max_tokens": 200, "enable_chunked_prefill": False}
+        driver = get_driver(kind, max_requests=3, **limits)
+        driver.add(0, make_prompt(5))  # decodes when the engine is suspended
+        driver.add(1, make_prompt(129))  # is mid-prefill, if that is chunked
+        driver.add(2, make_prompt(64))
+        driver.add(3, make_prompt(17))  # waits
+        for _ in range(2):
+            driver.step()
+        assert (0 < driver.engine.get_request(1).computed_end < 129) == chunked
+        driver.engine.suspend()
+        driver.engine.check()
+        driver.engine.suspend()  # again: nothing happens
+        assert driver.context.memory_buffer is None
+        assert driver.free_blocks == driver.scheduler.blocks.total
+        driver.add(4, make_prompt(33))  # arrives meanwhile
+        driver.engine.resume()
+        driver.engine.resume()
+        driver.engine.check()
+        driver.run()
+        for request_id in range(5):
+            assert_equals_oracle(driver, request_id, get_oracle(kind))
+        assert driver.records[0].recomputed_token_count == driver.seen[0].chunks[1][1]
+        assert driver.events(0) == ["ADD_ENGINE", "ADD_CONTEXT", "FIRST_TOKEN", "ADD_CONTEXT", "FINISH"]
+
+    def test_before_every_step(self, get_driver, get_oracle, kind, chunked):
+        """A prompt longer than a step never gets anywhere like this, so all fit into one."""
+        driver = get_driver(kind, max_tokens=200, enable_chunked_prefill=chunked)
+        driver.add(0, make_prompt(63), num_tokens_to_generate=4)
+        driver.add(1, make_prompt(65), num_tokens_to_generate=4)
+        while driver.engine.has_unfinished_requests():
+            driver.engine.suspend()
+            driver.engine.resume()
+            driver.step()
+        driver.run()
+        assert driver.records[0].recomputed_token_count == 63 + 64 + 65
+        for request_id in (0, 1):
+            assert_equals_oracle(driver, request_id, get_oracle(kind))
+
+    def test_an_outgrown_request_fails_after_resume_and_the_others_go_on(self, get_driver, get_oracle, kind, chunked):
+        driver = get_driver(kind, block_count=2, max_tokens=200, enable_chunked_prefill=chunked)
+        driver.add(0, make_prompt(32))  # its first generated token has no place in the pool
+        driver.add(1, make_prompt(3))
+        driver.step()
+        driver.engine.suspend()
+        driver.engine.resume()
+        driver.run()
+        assert driver.records[0].status is Status.FAILED
+        assert "3 blocks needed, 2 available" in driver.records[0].error
+        assert_equals_oracle(driver, 1, get_oracle(kind))
+
+
+def test_a_suspended_engine_does_not_step(get_driver):
+    driver = get_driver()
+    driver.add(0, make_prompt(3))
+    driver.engine.suspend()
+    with pytest.raises(EngineSuspendedError):
+        driver.engine.step_modern()
+    driver.engine.resume()
+    driver.run()
+
+
+def test_a_suspended_engine_can_be_reset(get_driver, get_oracle):
+    """The pools are there again, and nothing of the old requests."""
+    driver = get_driver()
+    future = driver.add(0, make_prompt(3))
+    driver.engine.suspend()
+    driver.engine.reset()
+    driver.watch_scheduler()
+    assert future.cancelled()
+    assert not driver.engine.has_unfinished_requests()
+    driver.add(0, make_prompt(4))
+    driver.run()
+    assert_equals_oracle(driver, 0, get_oracle("hybrid"))
+
+
+class TestEvictionKeepsTheRequest:
+    """The base's eviction drops stop words and every attribute that was added to a request."""
+
+    PROMPT = make_prompt(20)
+    PARAMS = {
+        "num_tokens_to_generate": 20,
+        "temperature": 1.0,
+        "top_k": 40,
+        "top_p": 0.95,
+        "seed": 11,
+        "top_n_logprobs": 3,
+        "cache_salt": "tenant",
+        "enable_prefix_caching": False,
+    }
+
+    def alone(self, get_driver, kind: str, **more: object) -> Driver:
+        driver = get_driver(kind)
+        driver.add(1, self.PROMPT, **self.PARAMS, **more)
+        driver.run()
+        return driver
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_the_record_is_that_of_a_run_alone(self, get_driver, kind):
+        unstopped = self.alone(get_driver, kind).records[1]
+        stop = f"<{unstopped.generated_tokens[16]}>"  # comes true after the eviction, at the earliest
+        assert stop not in [f"<{token}>" for token in unstopped.generated_tokens[:13]]
+        expected = self.alone(get_driver, kind, stop_words=(stop,)).records[1]
+        assert expected.finish_reason == "stop"
+
+        driver = get_driver(kind, block_count=6)
+        driver.add(0, make_prompt(60), num_tokens_to_generate=30)
+        driver.add(1, self.PROMPT, **self.PARAMS, stop_words=(stop,))
+        request = driver.engine.get_request(1)
+        params = request.params
+        driver.run()
+        record = driver.records[1]
+        assert driver.events(1) == [
+            *("ADD_ENGINE", "ADD_CONTEXT", "FIRST_TOKEN", "EVICT", "ADD_CONTEXT", "FINISH"),
+        ]
+        assert request.params is params
+        assert (params.cache_salt, params.enable_prefix_caching) == ("tenant", False)
+        assert record.generated_tokens == expected.generated_tokens
+        assert record.generated_text == expected.generated_text
+        assert record.finish_reason == "stop"
+        assert record.generated_log_probs == pytest.approx(expected.generated_log_probs, abs=1e-4, rel=1e-4)
+        assert record.prompt_log_probs == pytest.approx(expected.prompt_log_probs, abs=1e-4, rel=1e-4)
+        assert [list(top) for top in record.generated_top_n_log_probs] == [
+            list(top) for top in expected.generated_top_n_log_probs
+        ]
+        assert len(record.prompt_top_n_log_probs) == 19
+        times = {event.type: event.timestamp for event in record.events}
+        assert record.ttft == times[EventType.FIRST_TOKEN] - times[EventType.ADD_ENGINE]
+        assert times[EventType.FIRST_TOKEN] < times[EventType.EVICT]
+
+
+class TestPauses:
+    """In the base every request is "paused" at every block border for an instant."""
+
+    def test_a_border_with_a_free_block_behind_it_is_no_pause(self, get_driver):
+        driver = get_driver(block_count=20)
+        for request_id, length in enumerate((15, 16, 17)):
+            driver.add(request_id, make_prompt(length), num_tokens_to_generate=40)
+        driver.run()
+        assert driver.count(EventType.PAUSE) == driver.count(EventType.EVICT) == 0
+
+    def test_a_pause_is_noted_once_however_long_it_lasts(self, get_driver):
+        driver = get_driver(block_count=3)
+        driver.add(0, make_prompt(17), num_tokens_to_generate=10)  # two blocks are enough
+        driver.add(1, make_prompt(16), num_tokens_to_generate=4)  # needs a second block at once
+        driver.run()
+        ran = [sum(chunk[0] == 1 for chunk in step) for step in driver.steps]
+        assert ran == [1] + [0] * 9 + [1] * 3
+        assert driver.events(1) == ["ADD_ENGINE", "ADD_CONTEXT", "FIRST_TOKEN", "PAUSE", "FINISH"]
+        assert driver.events(0).count("PAUSE") == 0
+        assert driver.records[1].recomputed_token_count == 0  # it kept what it had
+
+
+class TestStopWords:
+    """In the base a stop word costs one forward too many, whose log-prob is kept, and only its own tokenisation counts."""
+
+    PROMPT = make_prompt(9)
+
+    def stopped(self, get_driver, get_oracle, pieces: list[str], stop_words: tuple[str, ...], **params: object):
+        """A greedy run in which the oracle's tokens read as `pieces`; record and driver."""
+        expected = get_oracle("hybrid").greedy(self.PROMPT, len(pieces))
+        assert len(set(expected.tokens)) == len(pieces), "choose another prompt"
+        names = dict(zip(expected.tokens, pieces, strict=True))
+        unused = next(token for token in range(97) if token not in names)
+        driver = get_driver("hybrid", tokenizer=PieceTokenizer(97, names | {unused: stop_words[0]}))
+        assert driver.engine.controller.tokenizer.tokenize(stop_words[0]) == [unused]
+        driver.add(0, self.PROMPT, num_tokens_to_generate=8, stop_words=stop_words, **params)
+        driver.run()
+        return driver.records[0], driver, expected
+
+    @pytest.mark.parametrize("with_log_probs", [True, False])
+    def test_matched_in_another_tokenisation(self, get_driver, get_oracle, with_log_probs):
+        pieces = ["one ", "two", " st", "op", " more"]
+        record, driver, expected = self.stopped(
+            get_driver, get_oracle, pieces, ("stop",), return_log_probs=with_log_probs
+        )
+        assert record.finish_reason == "stop"
+        assert record.generated_text == "one two "
+        assert record.generated_tokens == expected.tokens[:4]  # they end with the one that completed it
+        assert record.step_count == len(driver.steps) == 4  # the prefill gave the first token
+        assert driver.steps[-1] == ((0, 11, 12),)
+        if with_log_probs:
+            assert len(record.generated_log_probs) == 4
+        assert_equals_oracle(driver, 0, get_oracle("hybrid"))
+
+    def test_the_earliest_of_several_in_one_token(self, get_driver, get_oracle):
+        record, *_ = self.stopped(get_driver, get_oracle, ["x", "y STOP z END", "w"], ("END", "STOP"))
+        assert record.generated_text == "xy "
+        assert len(record.generated_tokens) == len(record.generated_log_probs) == 2
+
+    def test_on_the_very_first_token(self, get_driver, get_oracle):
+        record, driver, _ = self.stopped(get_driver, get_oracle, ["END", "x"], ("END",))
+        assert record.generated_text == ""
+        assert len(record.generated_tokens) == len(record.generated_log_probs) == len(driver.steps) == 1
+
+    def test_the_prompt_does_not_count(self, get_driver, get_oracle):
+        """The stop word begins in the prompt."""
+        tokens = get_oracle("hybrid").greedy(self.PROMPT, 1).tokens
+        names = {self.PROMPT[-1]: "st", tokens[0]: "op"}
+        driver = get_driver("hybrid", tokenizer=PieceTokenizer(97, names))
+        driver.add(0, self.PROMPT, num_tokens_to_generate=3, stop_words=("stop",))
+        driver.run()
+        assert driver.records[0].finish_reason == "length"
+
+    def test_a_stop_word_ends_one_request_only(self, get_driver, get_oracle):
+        driver = get_driver("hybrid")
+        token = get_oracle("hybrid").greedy(self.PROMPT, 3).tokens[2]
+        driver.add(0, self.PROMPT, stop_words=(f"<{token}>",))
+        driver.add(1, self.PROMPT)
+        driver.run()
+        assert [len(driver.records[i].generated_tokens) for i in (0, 1)] == [3, 8]
+        for request_id in (0, 1):
+            assert_equals_oracle(driver, request_id, get_oracle("hybrid"))
+
+
+class TestSmallPools:
+    """A small pool kills the base's loop; a budget of 0 silently gives 2 blocks; blocks pay for a live state each."""
+
+    @pytest.mark.parametrize("blocks", [1, 2, 3, 5])
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_the_loop_survives(self, get_driver, get_oracle, kind, blocks):
+        driver = get_driver(kind, block_count=blocks)
+        lengths = (1, 16, 17, 40, 80, 3)
+        for request_id, length in enumerate(lengths):
+            driver.add(request_id, make_prompt(length), num_tokens_to_generate=5)
+        driver.run()
+        for request_id, length in enumerate(lengths):
+            fits = length + 4 <= 16 * blocks  # the fifth token is sampled, not computed
+            assert (driver.records[request_id].status is Status.COMPLETED) == fits
+            if fits:
+                assert_equals_oracle(driver, request_id, get_oracle(kind))
+            else:
+                assert f"{blocks} available at all" in driver.records[request_id].error
+
+    @pytest.mark.parametrize(("kind", "config"), [("hybrid", HYBRID), ("attention_only", ATTENTION_ONLY)])
+    def test_no_budget_is_an_error_with_the_number_that_would_do(self, get_oracle, kind, config):
+        def build(gigabytes: float):
+            batching = BatchingConfig(buffer_size_gb=gigabytes, block_size=16, max_requests=3)
+            model = get_oracle(kind).model
+            return build_engine(model, config, PieceTokenizer(97), batching, dtype=next(model.parameters()).dtype)
+
+        with pytest.raises(ConfigError) as caught:
+            build(0)
+        assert "\n" not in str(caught.value)
+        enough = float(re.search(r"([\d.]+) GB would do", str(caught.value))[1])
+        assert build(enough).geometry.blocks >= 1
+        with pytest.raises(ConfigError):
+            build(enough * 0.9)
+
+    def test_the_budget_pays_for_one_live_state_a_request_and_blocks_of_keys_and_values(self, get_oracle):
+        batching = BatchingConfig(buffer_size_gb=0.01, block_size=16, max_requests=5)
+        model = get_oracle("hybrid").model
+        engine = build_engine(model, HYBRID, PieceTokenizer(97), batching, dtype=next(model.parameters()).dtype)
+        geometry, context = engine.geometry, engine.context
+        # Two layers of each kind: 2 key heads of 12; 48 + 2 * 2 * 16 channels, window 4; 4 heads of 12 x 16.
+        assert geometry.block_bytes == 2 * 2 * 16 * 2 * 12 * 4
+        assert geometry.state_bytes == 2 * 4 * (112 * 3 + 4 * 12 * 16)
+        assert geometry.live_states == 5
+        assert geometry.blocks == (int(0.01 * 1024**3) - 5 * geometry.state_bytes) // geometry.block_bytes - 1
+        assert context.memory_buffer.nbytes == (geometry.blocks + 1) * geometry.block_bytes
+        live = context.live_states
+        assert live.conv.nbytes + live.ssm.nbytes == 5 * geometry.state_bytes
+
+
+class TestEvents:
+    """The base has one ADD event, and its clock can go back."""
+
+    def test_complete_and_in_order_although_wall_clock_time_goes_back(self, get_driver, monkeypatch):
+        backwards = itertools.count(2e9, -60)
+        monkeypatch.setattr(time, "time", lambda: next(backwards))
+        driver = get_driver(max_tokens=40)
+        driver.add(0, make_prompt(129))
+        driver.run()
+        record = driver.records[0]
+        assert driver.events(0) == ["ADD_ENGINE", "ADD_CONTEXT", "FIRST_TOKEN", "FINISH"]  # one admission, four chunks
+        times = [event.timestamp for event in record.events]
+        assert times == sorted(times)
+        assert 0 < record.ttft <= record.latency
+
+
+class TestAttentionFree:
+    """The base refuses models without attention."""
+
+    @pytest.mark.parametrize(
+        "limits",
+        [
+            {"max_tokens": 40},
+            {"max_tokens": 400, "enable_chunked_prefill": False},
+            {"block_count": 10, "max_tokens": 40},
+        ],
+        ids=["chunked", "whole", "pressure"],
+    )
+    def test_works(self, get_driver, get_oracle, limits):
+        driver = get_driver("attention_free", **limits)
+        for request_id, length in enumerate((1, 3, 63, 64, 129, 32)):
+            driver.add(request_id, make_prompt(length), num_tokens_to_generate=10)
+        driver.run()
+        if "block_count" in limits:
+            assert driver.count(EventType.PAUSE) > 0
+        for request_id in driver.records:
+            assert_equals_oracle(driver, request_id, get_oracle("attention_free"))
+
+    def test_blocks_cost_nothing_so_there_are_enough(self, get_driver):
+        driver = get_driver("attention_free", block_count=None, max_requests=3, max_sequence_length=100)
+        assert driver.engine.geometry.block_bytes == 0
+        assert driver.engine.geometry.blocks == 3 * 7
+
+
+class TestSampling:
+    """In the base temperature 0 divides by zero, top_k with top_p kills the batch, and one generator serves everybody."""
+
+    WAYS = (
+        {"temperature": 0.0},
+        {"temperature": 0.0, "top_k": 5, "top_p": 0.5},
+        {"temperature": 1.0, "top_k": 1, "top_p": 0.9},
+        {"temperature": 0.8, "top_k": 5, "top_p": 0.7, "seed": 3},
+        {"temperature": 1.3, "top_p": 0.9, "seed": 4},
+        {"temperature": 2.0, "top_k": 20, "seed": 5},
+        {"temperature": 1.0, "seed": 6},
+        {"temperature": 1.0},  # seeded from the engine's seed and its id
+    )
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_all_ways_in_one_batch_each_as_if_alone(self, get_driver, get_oracle, kind):
+        """Alone, in a batch, in chunks, evicted: the same tokens."""
+        alone = get_driver(kind)
+        for request_id, way in enumerate(self.WAYS):
+            alone.add(request_id, make_prompt(30 + request_id), num_tokens_to_generate=20, **way)
+            alone.run()
+        batches = {
+            "batch": get_driver(kind),
+            "chunks": get_driver(kind, max_tokens=16),
+            "pressure": get_driver(kind, block_count=14, paused_buffer_size_gb=0),
+        }
+        for driver in batches.values():
+            for request_id, way in enumerate(self.WAYS):
+                driver.add(request_id, make_prompt(30 + request_id), num_tokens_to_generate=20, **way)
+            driver.run()
+            for request_id in range(len(self.WAYS)):
+                assert driver.records[request_id].generated_tokens == alone.records[request_id].generated_tokens
+        assert batches["pressure"].count(EventType.EVICT) > 0
+        for request_id in range(3):  # the greedy ones
+            assert_equals_oracle(alone, request_id, get_oracle(kind))
+
+    def test_tokens_come_from_the_nucleus_and_the_seed_decides_which(self, get_driver, get_oracle):
+        driver = get_driver()
+        prompt = make_prompt(12)
+        for seed in range(16):
+            driver.add(seed, prompt, temperature=1.5, top_k=6, top_p=0.9, seed=seed, num_tokens_to_generate=6)
+        driver.run()
+        texts = {record.generated_tokens for record in driver.records.values()}
+        assert len(texts) > 8
+        for record in driver.records.values():
+            logits = get_oracle("hybrid").logits([*prompt, *record.generated_tokens])[len(prompt) - 1 :]
+            for token, row in zip(record.generated_tokens, logits, strict=False):
+                assert token in nucleus(row, temperature=1.5, top_k=6, top_p=0.9)
+
+    def test_a_failing_forward_does_not_spend_random_numbers(self, get_driver, monkeypatch):
+        """Neither in the model nor behind the draw, in scoring: the request is sampled as if nothing had happened."""
+        params = {"temperature": 1.0, "seed": 8, "num_tokens_to_generate": 6}
+        alone = get_driver()
+        alone.add(0, make_prompt(20), **params)
+        alone.run()
+        driver = get_driver()
+        driver.add(0, make_prompt(20), **params)
+        driver.step()
+        with monkeypatch.context() as patch:
+            patch.setattr("megatron_ext.mcore.controller._Scorer.__call__", raise_out_of_memory)
+            with pytest.raises(MemoryError):
+                driver.step()
+        driver.run()
+        assert driver.records[0].generated_tokens == alone.records[0].generated_tokens
+
+
+def raise_out_of_memory(*_: object, **__: object) -> None:
+    raise MemoryError("out of memory")
+
+
+def nucleus(logits, *, temperature: float, top_k: int, top_p: float) -> set[int]:
+    """The tokens that top_k and then top_p leave, in plain Python; with a little room for rounding at its edge."""
+    ordered = sorted(enumerate((logits.double() / temperature).tolist()), key=lambda pair: -pair[1])[:top_k]
+    weights = (logits.new_tensor([value for _, value in ordered]).double()).softmax(0).tolist()
+    kept, mass = set(), 0.0
+    for (token, _), weight in zip(ordered, weights, strict=True):
+        if mass < top_p + 1e-5:
+            kept.add(token)
+        mass += weight
+    return kept
+
+
+class TestDummyForward:
+    """The base's dummy step (expert parallelism) resets the context if there is a list of CUDA graphs."""
+
+    @pytest.mark.parametrize("graphs", [[], [object()]], ids=["no_graphs", "graphs"])
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_requests_in_flight_do_not_notice(self, get_driver, get_oracle, kind, graphs):
+        driver = get_driver(kind, max_tokens=40, max_requests=3)
+        driver.context.cuda_graph_batch_dimensions_list = graphs
+        for request_id, length in enumerate((5, 129, 64, 3)):  # decodes, mid-prefill, waits, waits
+            driver.add(request_id, make_prompt(length))
+        for _ in range(3):
+            before = [driver.engine.get_request(i).computed_end for i in range(4)]
+            driver.engine.controller.dummy_forward()
+            driver.engine.check()
+            assert [driver.engine.get_request(i).computed_end for i in range(4)] == before
+            driver.step()
+        assert before[0] > 5
+        assert 0 < before[1] < 129
+        assert before[3] == 0
+        driver.run()
+        for request_id in range(4):
+            assert_equals_oracle(driver, request_id, get_oracle(kind))
+
+    def test_an_idle_engine_keeps_its_counters(self, get_driver):
+        driver = get_driver()
+        driver.context.cuda_graph_batch_dimensions_list = [object()]
+        driver.add(0, make_prompt(5))
+        driver.run()
+        count, steps = driver.engine.lifetime_prefill_token_count, driver.engine.step_count
+        scheduler = driver.scheduler
+        driver.engine.controller.dummy_forward()
+        assert (driver.engine.lifetime_prefill_token_count, driver.engine.step_count) == (count, steps)
+        assert driver.scheduler is scheduler
+
+
+def test_megatrons_own_sampling_params_are_understood(get_driver, get_oracle):
+    """The base's class, with its default top_k 0, top_p 0, temperature 1: it means sampling, ours says greedy by top_k 1."""
+    from megatron.core.inference.sampling_params import SamplingParams
+
+    driver = get_driver()
+    params = SamplingParams(top_k=1, num_tokens_to_generate=5, return_log_probs=True)
+    driver.engine.add_request(0, make_prompt(7), params)
+    driver.engine.add_request(1, make_prompt(8), RequestParams(num_tokens_to_generate=5))
+    driver.run()
+    for request_id in (0, 1):
+        assert len(driver.records[request_id].generated_tokens) == 5
+        assert_equals_oracle(driver, request_id, get_oracle("hybrid"))
