@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 import torch
 from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngine, EngineSuspendedError
@@ -178,7 +179,8 @@ class InferenceEngine(DynamicInferenceEngine):
         self._requests[request_id] = request
         self._futures[request_id] = self._loop.create_future()
         if params.stop_words:
-            self._stop_words[request_id] = StopWordMatcher(params.stop_words, self.controller.tokenizer.detokenize)
+            with_special_tokens = partial(self.controller.tokenizer.detokenize, skip_special_tokens=False)
+            self._stop_words[request_id] = StopWordMatcher(params.stop_words, with_special_tokens)
         return request
 
     def abort_request(self, request_id: int) -> None:
