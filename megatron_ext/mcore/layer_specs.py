@@ -1,4 +1,8 @@
-"""Layer specs that need nothing but torch: what `--spec megatron_ext.mcore.layer_specs hybrid_stack_spec` names."""
+"""Layer specs that need nothing but torch: what `--spec megatron_ext.mcore.layer_specs hybrid_stack_spec` names.
+
+In distributed checkpoints a norm has the key that it has in Megatron's own models, where Transformer Engine fuses it
+into the linear layer after it; upstream's local specs of GPT do the same.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +32,7 @@ mamba_layer_spec = ModuleSpec(
             submodules=Mamba2MixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear),
         ),
         mamba_bda=get_bias_dropout_add,
+        sharded_state_dict_keys_map={"norm.": "mixer.in_proj.layer_norm_"},
     ),
 )
 
@@ -45,6 +50,7 @@ attention_layer_spec = ModuleSpec(
             ),
         ),
         self_attn_bda=get_bias_dropout_add,
+        sharded_state_dict_keys_map={"input_layernorm.": "self_attention.linear_qkv.layer_norm_"},
     ),
 )
 
@@ -56,6 +62,7 @@ mlp_layer_spec = ModuleSpec(
             module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
         ),
         mlp_bda=get_bias_dropout_add,
+        sharded_state_dict_keys_map={"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"},
     ),
 )
 

@@ -14,7 +14,8 @@ from megatron_ext.config import ModelConfig, SourceConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import platform
 from megatron_ext.models.build import build_model
-from megatron_ext.models.checkpoint import load_weights, read_header, require_replaceable, save_checkpoint
+from megatron_ext.models.checkpoint import load_weights, save_checkpoint
+from megatron_ext.models.checkpoint_directory import read_header, require_replaceable
 from megatron_ext.models.config_fields import checked_fields, with_overrides
 from megatron_ext.models.embedded import embedded_model_dir
 from megatron_ext.models.hf_config import read_hf_config
