@@ -8,6 +8,7 @@ import time
 
 import pytest
 from megatron.core.inference.engines.dynamic_engine import EngineSuspendedError
+from megatron.core.inference.sampling_params import SamplingParams
 
 from megatron_ext.config import BatchingConfig, RequestParams
 from megatron_ext.errors import ConfigError
@@ -54,7 +55,7 @@ class TestChunkThatCannotBeScheduled:
 @pytest.mark.parametrize("chunked", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 class TestSuspend:
-    """The base dies of a suspend within a chunked prefill ("Continuation current_id mismatch"), and resume() forgets."""
+    """The base dies of a suspend within a chunked prefill ("Continuation current_id mismatch"); resume() forgets."""
 
     def test_in_the_middle_of_everything(self, get_driver, get_oracle, kind, chunked):
         limits = {"max_tokens": 40} if chunked else {"max_tokens": 200, "enable_chunked_prefill": False}
@@ -132,24 +133,25 @@ def test_a_suspended_engine_can_be_reset(get_driver, get_oracle):
     assert_equals_oracle(driver, 0, get_oracle("hybrid"))
 
 
+EVICTED_PROMPT = make_prompt(20)
+EVICTED_PARAMS = {
+    "num_tokens_to_generate": 20,
+    "temperature": 1.0,
+    "top_k": 40,
+    "top_p": 0.95,
+    "seed": 11,
+    "top_n_logprobs": 3,
+    "cache_salt": "tenant",
+    "enable_prefix_caching": False,
+}
+
+
 class TestEvictionKeepsTheRequest:
     """The base's eviction drops stop words and every attribute that was added to a request."""
 
-    PROMPT = make_prompt(20)
-    PARAMS = {
-        "num_tokens_to_generate": 20,
-        "temperature": 1.0,
-        "top_k": 40,
-        "top_p": 0.95,
-        "seed": 11,
-        "top_n_logprobs": 3,
-        "cache_salt": "tenant",
-        "enable_prefix_caching": False,
-    }
-
     def alone(self, get_driver, kind: str, **more: object) -> Driver:
         driver = get_driver(kind)
-        driver.add(1, self.PROMPT, **self.PARAMS, **more)
+        driver.add(1, EVICTED_PROMPT, **EVICTED_PARAMS, **more)
         driver.run()
         return driver
 
@@ -163,7 +165,7 @@ class TestEvictionKeepsTheRequest:
 
         driver = get_driver(kind, block_count=6)
         driver.add(0, make_prompt(60), num_tokens_to_generate=30)
-        driver.add(1, self.PROMPT, **self.PARAMS, stop_words=(stop,))
+        driver.add(1, EVICTED_PROMPT, **EVICTED_PARAMS, stop_words=(stop,))
         request = driver.engine.get_request(1)
         params = request.params
         driver.run()
@@ -210,7 +212,7 @@ class TestPauses:
 
 
 class TestStopWords:
-    """In the base a stop word costs one forward too many, whose log-prob is kept, and only its own tokenisation counts."""
+    """In the base a stop word costs one forward too many and leaves its log-prob; only its own tokenisation counts."""
 
     PROMPT = make_prompt(9)
 
@@ -365,7 +367,7 @@ class TestAttentionFree:
 
 
 class TestSampling:
-    """In the base temperature 0 divides by zero, top_k with top_p kills the batch, and one generator serves everybody."""
+    """In the base temperature 0 divides by zero, top_k with top_p kills the batch, all share one generator."""
 
     WAYS = (
         {"temperature": 0.0},
@@ -482,9 +484,7 @@ class TestDummyForward:
 
 
 def test_megatrons_own_sampling_params_are_understood(get_driver, get_oracle):
-    """The base's class, with its default top_k 0, top_p 0, temperature 1: it means sampling, ours says greedy by top_k 1."""
-    from megatron.core.inference.sampling_params import SamplingParams
-
+    """The base's class samples by default; greedy is top_k 1."""
     driver = get_driver()
     params = SamplingParams(top_k=1, num_tokens_to_generate=5, return_log_probs=True)
     driver.engine.add_request(0, make_prompt(7), params)
