@@ -7,8 +7,8 @@ The parameters and their names are upstream's:
     shared_experts.linear_fc1.weight, .linear_fc2.weight
     fc1_latent_proj.weight [latent, h], fc2_latent_proj.weight [h, latent]
 
-Tokens reach their experts through upstream's "allgather" dispatcher, the one that needs no CUDA streams. A token's result
-depends on no other token: nothing is dropped, and no expert has a capacity.
+Tokens reach their experts through upstream's "allgather" dispatcher, the one that needs no CUDA streams. A token's
+result depends on no other token: nothing is dropped, and no expert has a capacity.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 class EagerRouter(TopKRouter):
     """`TopKRouter` that needs no Transformer Engine, stays on its device and compiles nothing.
 
-    Upstream's moves weights from the CPU to the current CUDA device, multiplies with a function that is undefined without
-    Transformer Engine, and counts tokens in a method under `torch.compile`, which costs seconds for every new shape, at
-    inference too, where there is nothing to count.
+    Upstream's moves weights from the CPU to the current CUDA device, multiplies with a function that is undefined
+    without Transformer Engine, and counts tokens in a method under `torch.compile`, which costs seconds for every new
+    shape, at inference too, where there is nothing to count.
     """
 
     def gating(self, input: Tensor) -> Tensor:  # noqa: A002 - upstream's name

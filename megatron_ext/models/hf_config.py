@@ -17,6 +17,8 @@ from typing import Any
 
 from megatron_ext.config import ModelConfig
 from megatron_ext.errors import ConfigError
+from megatron_ext.models.hf_fields import check_divides, flag, size
+from megatron_ext.models.hf_moe import MOE_FIELDS, translate_moe
 from megatron_ext.models.weight_files import read_json
 
 MODEL_TYPE = "nemotron_h"
@@ -32,6 +34,7 @@ _OTHER_NAMES = {
     "mamba_dt_limit": "time_step_limit",
     "mamba_n_groups": "n_groups",
     "norm_eps": "layer_norm_epsilon",
+    "num_local_experts": "n_routed_experts",
     "rms_norm_eps": "layer_norm_epsilon",
 }
 
@@ -95,16 +98,14 @@ _TRANSLATED = frozenset(
 )
 
 # What the logits do not depend on: how weights were drawn, what training and generation are told, hints to servers,
-# names and versions; sizes of MoE layers, which are refused where there is one; and the width factor `expand`, since
-# heads times head size decides. NemotronH attention has no rotary embedding, though some files carry its base.
+# names and versions; and the width factor `expand`, since heads times head size decides. NemotronH attention has no
+# rotary embedding, though some files carry its base.
 _WITHOUT_EFFECT = frozenset(
     """
     expand mamba_expand initializer_range rescale_prenorm_residual attention_dropout hidden_dropout
     time_step_min time_step_max time_step_floor mamba_dt_min mamba_dt_max mamba_dt_init_floor
     rope_theta partial_rotary_factor use_mamba_kernels mamba_ssm_cache_dtype num_logits_to_keep use_cache
-    n_routed_experts n_shared_experts moe_intermediate_size moe_shared_expert_intermediate_size moe_latent_size
-    moe_shared_expert_overlap num_experts_per_tok routed_scaling_factor n_group topk_group norm_topk_prob
-    output_router_logits mtp_layers_block_type mtp_hybrid_override_pattern
+    moe_shared_expert_overlap output_router_logits mtp_layers_block_type mtp_hybrid_override_pattern
     bos_token_id eos_token_id pad_token_id sep_token_id cls_token_id decoder_start_token_id
     auto_map dtype torch_dtype transformers_version _name_or_path name_or_path tokenizer_class
     return_dict output_attentions output_hidden_states id2label label2id problem_type finetuning_task
@@ -133,24 +134,26 @@ def translate(raw: dict[str, Any]) -> ModelConfig:
     fields = _with_present_names(raw)
     _check_known(fields)
     _check_fixed(fields)
-    query_heads = _size(fields, "num_attention_heads")
+    pattern = _pattern(fields)
+    query_heads = size(fields, "num_attention_heads")
     if "num_key_value_heads" in fields and fields["num_key_value_heads"] is None:  # transformers: as many as queries
         fields["num_key_value_heads"] = query_heads
-    key_value_heads = _size(fields, "num_key_value_heads")
-    _check_divides(fields, "num_key_value_heads", "num_attention_heads")
-    _check_divides(fields, "n_groups", "mamba_num_heads")
+    key_value_heads = size(fields, "num_key_value_heads")
+    check_divides(fields, "num_key_value_heads", "num_attention_heads")
+    check_divides(fields, "n_groups", "mamba_num_heads")
     return ModelConfig(
-        **{ours: _size(fields, theirs) for theirs, ours in _SIZES.items()},
-        hybrid_override_pattern=_pattern(fields),
+        **{ours: size(fields, theirs) for theirs, ours in _SIZES.items()},
+        hybrid_override_pattern=pattern,
         group_query_attention=key_value_heads != query_heads,
         num_query_groups=key_value_heads,
         norm_epsilon=_epsilon(fields),
-        untie_embeddings_and_output_weights=not _flag(fields, "tie_word_embeddings", default=False),
+        untie_embeddings_and_output_weights=not flag(fields, "tie_word_embeddings", default=False),
         position_embedding_type="none",
         normalization="RMSNorm",
         squared_relu=True,
         swiglu=False,
         disable_bias_linear=True,
+        **(translate_moe(fields) if "E" in pattern else {}),
     )
 
 
@@ -183,7 +186,7 @@ def _decoded(value: Any) -> Any:
 
 
 def _check_known(fields: dict[str, Any]) -> None:
-    known = set(_SIZES) | set(_FIXED) | _TRANSLATED | _WITHOUT_EFFECT
+    known = set(_SIZES) | set(_FIXED) | _TRANSLATED | _WITHOUT_EFFECT | MOE_FIELDS
     for name in sorted(set(fields) - known):
         value = fields[name]
         if value not in (None, False, 0) and value not in ([], {}, ""):
@@ -205,28 +208,6 @@ def _is_bool(value: Any) -> bool:
     return isinstance(value, bool)
 
 
-def _size(fields: dict[str, Any], name: str) -> int:
-    if name not in fields:
-        raise ConfigError(f"config.json: field {name} is missing")
-    value = fields[name]
-    if not isinstance(value, int) or _is_bool(value) or value <= 0:
-        raise ConfigError(f"config.json: {name} = {value!r} is not supported; it must be a positive integer")
-    return value
-
-
-def _check_divides(fields: dict[str, Any], divisor: str, dividend: str) -> None:
-    small, large = _size(fields, divisor), _size(fields, dividend)
-    if large % small:
-        raise ConfigError(f"config.json: {divisor} = {small} is not supported; it must divide {dividend} = {large}")
-
-
-def _flag(fields: dict[str, Any], name: str, *, default: bool) -> bool:
-    value = fields.get(name, default)
-    if not _is_bool(value):
-        raise ConfigError(f"config.json: {name} = {value!r} is not supported; it must be true or false")
-    return value
-
-
 def _epsilon(fields: dict[str, Any]) -> float:
     value = fields.get("layer_norm_epsilon", ModelConfig.norm_epsilon)
     if not isinstance(value, float) or not 0 < value < math.inf:
@@ -241,10 +222,9 @@ def _pattern(fields: dict[str, Any]) -> str:
         raise ConfigError("config.json: field layers_block_type (or hybrid_override_pattern) is missing")
     source = "hybrid_override_pattern" if listed is None else "layers_block_type"
     letters = pattern if listed is None else _listed_letters(listed)
-    if not isinstance(letters, str) or set(letters) - set("M*-"):
-        moe = " has MoE layers (E), which" if isinstance(letters, str) and "E" in letters else ""
+    if not isinstance(letters, str) or set(letters) - set("M*-E"):
         raise ConfigError(
-            f"config.json: {source} {letters!r}{moe} is not supported; supported are the letters M, * and -"
+            f"config.json: {source} {letters!r} is not supported; supported are the letters M, *, - and E"
         )
     if pattern not in (None, letters):
         raise ConfigError(f"config.json: hybrid_override_pattern {pattern!r} contradicts layers_block_type {letters!r}")

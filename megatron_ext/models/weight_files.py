@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -29,15 +29,34 @@ class WeightFiles:
         self.directory = directory
         self._file_of = self._whole() if (directory / WEIGHTS_FILE).is_file() else self._shards()
         self._open: dict[str, safe_open] = {}
+        self._part_of: dict[str, tuple[str, str, int]] = {}  # a part's name -> file, tensor and index there
 
     @property
     def names(self) -> set[str]:
-        """Names of the tensors."""
-        return set(self._file_of)
+        """Names of the tensors, and of the parts of those that were split."""
+        return set(self._file_of) | set(self._part_of)
+
+    def split(self, name: str, part_name: Callable[[int], str]) -> None:
+        """Show a tensor as its slices along the first dimension, under names of their own, instead of as a whole.
+
+        Raises:
+            CheckpointError: There is a tensor of such a name already.
+        """
+        file = self._file_of.pop(name)
+        shape = self._handle(file).get_slice(name).get_shape()
+        for index in range(shape[0] if shape else 0):
+            part = part_name(index)
+            if part in self._file_of or part in self._part_of:
+                raise CheckpointError(f"{self.directory} has both {name} and {part}, which is a part of it")
+            self._part_of[part] = (file, name, index)
 
     def get(self, name: str) -> Tensor:
         """One tensor, of the type it is stored in; only floating point types are weights."""
-        tensor = self._handle(self._file_of[name]).get_tensor(name)
+        if name in self._part_of:
+            file, whole, index = self._part_of[name]
+            tensor = self._handle(file).get_slice(whole)[index]
+        else:
+            tensor = self._handle(self._file_of[name]).get_tensor(name)
         if tensor.dtype not in FLOATING_TYPES:
             supported = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATING_TYPES)
             found = str(tensor.dtype).removeprefix("torch.")
@@ -94,8 +113,12 @@ def read_json(path: Path) -> dict:
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters of a model by name; shared ones once. They can be written under `torch.no_grad`."""
-    return dict(model.named_parameters())
+    """What a checkpoint holds of a model, by name: parameters (shared ones once), and buffers that are state.
+
+    They can be written under `torch.no_grad`.
+    """
+    saved = model.state_dict(keep_vars=True).keys()
+    return dict(model.named_parameters()) | {name: buffer for name, buffer in model.named_buffers() if name in saved}
 
 
 def require_same_names(directory: Path, stored: Iterable[str], expected: Iterable[str]) -> None:

@@ -44,6 +44,10 @@ _SMALL = {
     "n_groups": 1,
     "chunk_size": 16,
     "max_position_embeddings": 512,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 20,
 }
 
 SHAPES = (
@@ -84,6 +88,25 @@ SHAPES = (
     ),
     Shape("no attention", "M-MM", seed=4, fields={"mamba_num_heads": 2, "n_groups": 2, "mamba_head_dim": 24}),
     Shape("attention only", "*-*-", seed=5, fields={"num_key_value_heads": 2}),
+    Shape("MoE", "ME*E-", seed=66, fields={"routed_scaling_factor": 2.5}),
+    Shape(
+        "MoE, groups",
+        "EM*ME",
+        seed=127,
+        fields={
+            "n_routed_experts": 12,
+            "num_experts_per_tok": 4,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
+    Shape(
+        "MoE, latent, one expert a token",
+        "ME*E",
+        seed=108,
+        fields={"moe_latent_size": 12, "num_experts_per_tok": 1, "norm_topk_prob": False},
+    ),
 )
 
 
@@ -95,6 +118,9 @@ def make(shape: Shape, directory: Path) -> NemotronHForCausalLM:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(_value(name, parameter, shape))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.uniform_(-0.3, 0.3)  # as large as the scores differ
         if shape.tied:  # transformers itself keeps two matrices whatever `tie_word_embeddings` says
             config.tie_word_embeddings = True
             model.lm_head.weight.copy_(model.model.embeddings.weight)
@@ -118,11 +144,53 @@ def _value(name: str, parameter: Tensor, shape: Shape) -> Tensor:
     if kind == "embeddings":
         return torch.randn_like(parameter)
     gain = {"conv1d": 1.0, "q_proj": 1.5, "k_proj": 1.5, "lm_head": 1.0}.get(kind, 1.2)
-    value = torch.randn_like(parameter) * gain / math.sqrt(parameter[0].numel())
+    inputs = parameter.shape[-1] if "experts" in name else parameter[0].numel()
+    value = torch.randn_like(parameter) * gain / math.sqrt(inputs)
     if kind == "in_proj":
         heads = (_SMALL | shape.fields)["mamba_num_heads"]
         value[-heads:] *= 0.3  # the input changes a step by a factor, not by its order
     return value
+
+
+def moe_layers(model: nn.Module) -> list[nn.Module]:
+    """Transformers' MoE blocks."""
+    return [layer.mixer for layer in model.model.layers if hasattr(layer.mixer, "experts")]
+
+
+@torch.no_grad()
+def routing_margin(model: NemotronHForCausalLM, tokens: list[int]) -> float:
+    """By how much a router of the model prefers what it chooses, for the token where it wavers most.
+
+    Of groups: the smallest difference between a sum that is chosen and one that is not. Of experts: the same between
+    scores plus biases, within the chosen groups.
+    """
+    inputs: list[tuple[nn.Module, Tensor]] = []
+    hooks = [
+        layer.gate.register_forward_pre_hook(lambda gate, args: inputs.append((gate, args[0][0])))
+        for layer in moe_layers(model)
+    ]
+    their_logits(model, tokens)
+    for hook in hooks:
+        hook.remove()
+    return min(_margin(gate, hidden) for gate, hidden in inputs)
+
+
+def _margin(gate: nn.Module, hidden: Tensor) -> float:
+    """The same for one router and its inputs [T, h]."""
+    scores = (hidden @ gate.weight.T).sigmoid() + gate.e_score_correction_bias  # [T, experts]
+    grouped = scores.unflatten(-1, (gate.num_group, -1))
+    group_scores = grouped.topk(2).values.sum(-1)  # [T, groups]
+    margins = []
+    if gate.topk_group < gate.num_group:
+        margins.append(_gap(group_scores, gate.topk_group))
+        closed = group_scores < group_scores.topk(gate.topk_group).values[:, -1:]
+        scores = grouped.masked_fill(closed[..., None], -math.inf).flatten(-2)
+    return min([*margins, _gap(scores, gate.top_k)])
+
+
+def _gap(scores: Tensor, chosen: int) -> float:
+    ranked = scores.sort(descending=True).values
+    return (ranked[:, chosen - 1] - ranked[:, chosen]).min().item()
 
 
 def unclamp(model: nn.Module) -> None:

@@ -93,8 +93,7 @@ def test_python_s_spelling_of_infinity(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"hybrid_override_pattern": "ME*-M"}, "hybrid_override_pattern 'ME[*]-M' has MoE layers"),
-        ({"layers_block_type": ["mamba", "moe", "attention"]}, "layers_block_type 'ME[*]' has MoE layers"),
+        ({"hybrid_override_pattern": "ME*-M"}, "field n_routed_experts is missing"),
         ({"layers_block_type": ["mamba", "conv"]}, "layers_block_type has 'conv'"),
         (
             {"layers_block_type": ["mamba", "mlp"]},
