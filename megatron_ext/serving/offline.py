@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 
 from megatron_ext.config import InferenceSettings
+from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.assemble import build_engine
 from megatron_ext.models.load import load_model, save_model
@@ -25,6 +26,9 @@ def run_offline(settings: InferenceSettings) -> bool:
     Raises:
         ConfigError: For a mistake of the user's; no request has run then.
     """
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks > 1:
+        raise ConfigError(f"started on {ranks} ranks, and this version runs on one; give torchrun --nproc-per-node 1")
     prompts = read_prompts(settings.run, settings.sampling)
     check_schedule(settings.run, len(prompts))
     if settings.run.output_path is not None:

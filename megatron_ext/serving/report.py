@@ -75,14 +75,16 @@ def print_report(passes: Sequence[Pass], console: Console) -> None:
 def summary(passes: Sequence[Pass]) -> list[str]:
     """Lines of totals over all requests."""
     records = [record for one in passes for record in one.records]
+    failed = sum(record.status is not Status.COMPLETED for record in records)
+    count = f"{len(records)} request{'' if len(records) == 1 else 's'}"
+    generated = sum(len(record.generated_tokens) for record in records)
+    seconds = sum(one.seconds for one in passes)
+    rates = ", ".join(f"{one.throughput:.1f}" for one in passes)
     computed = sum(record.computed_prefill_token_count for record in records)
     skipped = sum(record.skipped_prefill_token_count for record in records)
-    generated = sum(len(record.generated_tokens) for record in records)
-    failed = sum(record.status is not Status.COMPLETED for record in records)
-    rates = ", ".join(f"{one.throughput:.1f}" for one in passes)
     return [
-        f"{len(records)} requests{f', {failed} not completed' if failed else ''}: {generated} tokens generated in "
-        f"{sum(one.seconds for one in passes):.1f} s ({rates} tokens/s)",
+        f"{count}{f', {failed} not completed' if failed else ''}: "
+        f"{generated} tokens generated in {seconds:.1f} s ({rates} tokens/s)",
         f"prompt tokens: {computed} computed, {skipped} skipped",
     ]
 

@@ -136,6 +136,37 @@ def test_a_budget_too_small(error_line):
     assert "buffer" in line
 
 
+def test_one_rank_only(error_line, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "started on 2 ranks, and this version runs on one" in error_line(*TINY, "--prompts", "1")
+
+
+def test_flag_over_yaml_over_checkpoint_over_default(prompt_file, tmp_path):
+    """What decides the longest sequence, seen by whether a request of 60 tokens is served."""
+    path = prompt_file(json.dumps({"token_ids": [1] * 50, "num_tokens_to_generate": 10}))
+    saved, yaml = str(tmp_path / "saved"), tmp_path / "flags.yaml"
+
+    def run(*argv: str) -> int:
+        return main([*argv, "--prompt-file", path, "--tokenizer-type", "NullTokenizer"])
+
+    assert run(*TINY, "--max-position-embeddings", "40", "--save", saved) == REQUEST_FAILED
+    assert run("--load", saved) == REQUEST_FAILED  # not the default of 4096
+    yaml.write_text("max-position-embeddings: 60")
+    assert run("--load", saved, "--model-config", str(yaml)) == DONE
+    assert run("--load", saved, "--model-config", str(yaml), "--max-position-embeddings", "59") == REQUEST_FAILED
+
+
+def test_a_saved_model_is_the_same_model(prompt_file, tmp_path):
+    path = prompt_file('{"token_ids": [1, 2, 3]}')
+    saved, outputs = str(tmp_path / "saved"), [tmp_path / "one.json", tmp_path / "two.json"]
+    common = ["--prompt-file", path, "--tokenizer-type", "NullTokenizer", "--return-log-probs"]
+    assert main([*TINY, *common, "--save", saved, "--output-path", str(outputs[0])]) == DONE
+    assert main(["--load", saved, *common, "--output-path", str(outputs[1])]) == DONE
+    one, two = (json.loads(output.read_text()) for output in outputs)
+    assert one["0"]["logprobs"] == two["0"]["logprobs"]
+    assert two["model"] == saved
+
+
 def test_a_process_of_its_own_reads_standard_input():
     """The script as a user starts it: exit code, and nothing but the one line on standard error."""
     command = [sys.executable, str(ROOT / "tools" / "run_inference.py"), *TINY, "--prompt-file", "-"]
@@ -143,7 +174,7 @@ def test_a_process_of_its_own_reads_standard_input():
     good = subprocess.run(command, input=b'{"token_ids": [1]}\n', capture_output=True, env=environment, check=False)
     assert good.returncode == DONE, good.stderr
     assert good.stderr == b""
-    assert b"1 requests" in good.stdout
+    assert b"1 request: 30 tokens generated" in good.stdout
     bad = subprocess.run(command, input=b"{}\n", capture_output=True, env=environment, check=False)
     assert bad.returncode == BAD_USAGE
     assert bad.stderr == (
