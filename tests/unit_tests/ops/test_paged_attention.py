@@ -32,7 +32,7 @@ class Step:
     def __post_init__(self) -> None:
         generator = torch.Generator().manual_seed(0)
         counts = [-(-keys // BLOCK) for _, keys in self.rows]
-        order = (torch.randperm(sum(counts) + 2, generator=generator)).tolist()
+        order = (torch.randperm(sum(counts), generator=generator) + 1).tolist()  # block 0 is nobody's
         self.tables = [[order.pop() for _ in range(count)] for count in counts]
         shape = (sum(counts) + 2, BLOCK, self.kv_heads, self.head_size)
         self.key_cache, self.value_cache = (torch.full(shape, float("nan"), dtype=self.dtype) for _ in range(2))
