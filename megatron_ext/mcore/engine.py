@@ -27,6 +27,8 @@ from megatron_ext.scheduling.stopping import StopWordMatcher
 
 logger = logging.getLogger(__name__)
 
+NOTHING = StepPlan(evictions=(), pauses=(), resumes=(), failures=(), admissions=(), chunks=(), refusal=None)
+
 
 class InferenceEngine(DynamicInferenceEngine):
     """`DynamicInferenceEngine` over a scheduler on the host.
@@ -217,10 +219,15 @@ class InferenceEngine(DynamicInferenceEngine):
 
         Returns:
             Result (None if nothing was to be computed), plan, seconds, step count: arguments of `async_bookkeep`.
+
+        Raises:
+            EngineSuspendedError: The engine is suspended.
         """
-        await asyncio.sleep(0)
         if self.is_suspended:
             raise EngineSuspendedError(self.step_count)
+        await asyncio.sleep(0)
+        if self.is_suspended:  # by another task, just now: upstream's run loop waits for the resume before its next step
+            return None, NOTHING, 0.0, self.step_count
         scheduler = self.context.scheduler
         started = time.perf_counter()
         plan = scheduler.schedule()

@@ -1,0 +1,208 @@
+"""What one step does: a single varlen call, padding that reaches nothing, slices shorter than the convolution window."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from megatron_ext.errors import ConfigError
+from megatron_ext.mixers import mamba2
+from tests.unit_tests.support.driver import Driver, assert_equals_oracle, make_prompt
+from tests.unit_tests.support.models import HYBRID, VOCABULARY, build_slow_decay
+
+MAMBA_LAYERS = 2
+
+
+def test_all_prefill_of_a_step_is_one_varlen_call_per_layer(get_driver, get_oracle, monkeypatch):
+    """HY-7, HY-11: fresh and continuing sequences together, each with its own initial states; none for decodes."""
+    calls: list[tuple[int, ...]] = []
+    scan = mamba2.ssd_scan
+
+    def count(*args: object, **kwargs: object) -> object:
+        chunks = args[5]
+        calls.append(chunks.sequences.lengths)
+        assert kwargs["initial_states"].shape[0] == len(chunks.sequences.lengths)
+        return scan(*args, **kwargs)
+
+    monkeypatch.setattr(mamba2, "ssd_scan", count)
+    driver = get_driver(max_tokens=100)
+    for request_id, length in enumerate((3, 1, 129, 20, 64)):
+        driver.add(request_id, make_prompt(length))
+    per_step = []
+    while driver.engine.has_unfinished_requests():
+        calls.clear()
+        driver.step()
+        per_step.append(list(calls))
+    monkeypatch.undo()
+    # 96 of the 129 in the first step; then two decodes leave 98 for the rest of it, for 20 and for 45 of 64.
+    assert per_step[0] == [(3, 1, 96)] * MAMBA_LAYERS
+    assert per_step[1] == [(33, 20, 45)] * MAMBA_LAYERS
+    assert per_step[2] == [(19,)] * MAMBA_LAYERS
+    assert not any(per_step[3:])
+    for request_id in range(5):
+        assert_equals_oracle(driver, request_id, get_oracle("hybrid"))
+
+
+class TestPadding:
+    """HY-10: padding never reaches a state; outputs are equal across padding sizes."""
+
+    LENGTHS = (1, 3, 63, 65, 129)
+
+    def run(self, driver: Driver) -> Driver:
+        for request_id, length in enumerate(self.LENGTHS):
+            driver.add(request_id, [token % (VOCABULARY - 1) for token in make_prompt(length)])
+        driver.run()
+        return driver
+
+    @pytest.mark.parametrize("rounder", [1, 8, 64])
+    @pytest.mark.parametrize("kind", ["hybrid", "attention_only"])
+    def test_outputs_do_not_depend_on_it(self, get_driver, get_oracle, kind, rounder):
+        driver = get_driver(kind, max_tokens=80, token_rounder=rounder)
+        sizes = []
+        stage = driver.context.stage
+
+        def stage_watched(chunks: object) -> None:
+            stage(chunks)
+            sizes.append((driver.context.active_token_count, driver.context.padded_active_token_count))
+
+        driver.context.stage = stage_watched
+        self.run(driver)
+        assert all(padded % rounder == 0 and padded - active < rounder for active, padded in sizes)
+        assert any(padded > active for active, padded in sizes) == (rounder > 1)
+        for request_id in driver.records:
+            assert_equals_oracle(driver, request_id, get_oracle(kind))
+
+    def test_states_are_bitwise_those_of_a_run_with_other_padding(self):
+        """The other padding is a token whose embedding is NaN, at positions of all kinds."""
+        model = build_slow_decay(HYBRID)
+        with torch.no_grad():
+            model.embedding.word_embeddings.weight[VOCABULARY - 1] = torch.nan
+        plain = self.run(Driver(model, HYBRID, max_tokens=80, token_rounder=64))
+        other = Driver(model, HYBRID, max_tokens=80, token_rounder=64)
+        stage = other.context.stage
+
+        def stage_with_other_padding(chunks: object) -> None:
+            stage(chunks)
+            step = other.context.step
+            step.input_ids[step.num_tokens :] = VOCABULARY - 1
+            step.position_ids[step.num_tokens :] = torch.arange(step.input_ids.numel() - step.num_tokens)
+
+        other.context.stage = stage_with_other_padding
+        self.run(other)
+        for request_id, record in plain.records.items():
+            assert VOCABULARY - 1 not in record.generated_tokens
+            assert other.records[request_id].generated_tokens == record.generated_tokens
+            assert other.records[request_id].generated_log_probs == record.generated_log_probs
+            states = plain.seen[request_id].states
+            assert list(states) == list(other.seen[request_id].states)
+            for position, seen in states.items():
+                for one, two in zip(seen, other.seen[request_id].states[position], strict=True):
+                    assert torch.equal(one[0], two[0])
+                    assert torch.equal(one[1], two[1])
+                    assert not one[1].isnan().any()
+
+
+class TestShortSlices:
+    """FX-4, HY-8: prefill of fewer tokens than the convolution window reaches back to older columns."""
+
+    @pytest.mark.parametrize("slice_length", [1, 2, 3, 4, 5])
+    @pytest.mark.parametrize("kind", ["hybrid", "attention_free"])
+    def test_a_whole_prompt_in_slices(self, get_driver, get_oracle, kind, slice_length):
+        driver = get_driver(kind, max_tokens=slice_length, max_requests=1)
+        for request_id, length in enumerate((1, 2, 3, 4, 5, 17)):
+            driver.add(request_id, make_prompt(length), num_tokens_to_generate=4)
+        driver.run()
+        for request_id, length in enumerate((1, 2, 3, 4, 5, 17)):
+            prefill = [end - start for start, end in driver.seen[request_id].chunks if start < length]
+            assert prefill[0] == min(length, slice_length)
+            assert_equals_oracle(driver, request_id, get_oracle(kind))
+
+    @pytest.mark.parametrize("rounder", [1, 64])
+    def test_short_and_long_ones_in_one_step(self, get_driver, get_oracle, rounder):
+        """Among padding, decodes and the rest of a long prompt, of which a slice of three is left at the end."""
+        driver = get_driver(max_tokens=64, token_rounder=rounder)
+        driver.add(0, make_prompt(2))
+        driver.add(1, make_prompt(62 + 63 + 3))
+        driver.add(2, make_prompt(1))
+        driver.add(3, make_prompt(3))
+        driver.run()
+        assert driver.seen[1].chunks[:3] == [(0, 62), (62, 125), (125, 128)]
+        assert any({0, 1, 2, 3} == {chunk[0] for chunk in step} for step in driver.steps)
+        for request_id in range(4):
+            assert_equals_oracle(driver, request_id, get_oracle("hybrid"))
+
+
+class TestBlockSizes:
+    """HY-12: any multiple of 16 does for a hybrid; the kernel chunk is the largest divisor that the model's chunk allows."""
+
+    @pytest.mark.parametrize(("block_size", "kernel_chunk"), [(16, 16), (48, 24), (64, 32), (80, 20), (256, 32)])
+    def test_results_do_not_depend_on_it(self, get_driver, get_oracle, block_size, kernel_chunk):
+        driver = get_driver(block_size=block_size, max_tokens=50)
+        assert driver.engine.geometry.kernel_chunk == kernel_chunk
+        for request_id, length in enumerate((17, 63, 129)):
+            driver.add(request_id, make_prompt(length))
+        driver.run()
+        for request_id in range(3):
+            assert_equals_oracle(driver, request_id, get_oracle("hybrid"))
+
+    def test_others_are_refused_for_a_hybrid(self, get_driver):
+        with pytest.raises(ConfigError, match=r"block size 24 is not a multiple of 16.*would do"):
+            get_driver(block_size=24)
+
+    @pytest.mark.parametrize("block_size", [1, 5, 24])
+    def test_attention_takes_any(self, get_driver, get_oracle, block_size):
+        driver = get_driver("attention_only", block_size=block_size, block_count=300, max_tokens=50)
+        for request_id, length in enumerate((5, 63, 129)):
+            driver.add(request_id, make_prompt(length))
+        driver.run()
+        for request_id in range(3):
+            assert_equals_oracle(driver, request_id, get_oracle("attention_only"))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_state_dtypes_are_what_the_flags_say(get_driver, get_oracle, dtype):
+    """HY-14. In 16 bits the states are near the true ones, not equal."""
+    driver = get_driver(conv_states_dtype=dtype, ssm_states_dtype=dtype, max_tokens=40)
+    expected = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+    assert {driver.context.live_states.conv.dtype, driver.context.live_states.ssm.dtype} == {expected}
+    driver.add(0, make_prompt(63))
+    driver.run()
+    record = driver.records[0]
+    truth = get_oracle("hybrid").states([*record.prompt_tokens, *record.generated_tokens[:-1]])
+    for layer, (conv, ssm) in enumerate(truth):
+        seen = driver.seen[0].states[70][0]
+        torch.testing.assert_close(seen[0][layer].float(), conv, atol=0.1, rtol=0.1)
+        torch.testing.assert_close(seen[1][layer].float(), ssm, atol=0.1, rtol=0.1)
+
+
+def test_upstreams_view_of_the_context(get_driver):
+    """What layers, the base's loop and logs ask a dynamic context."""
+    driver = get_driver(max_tokens=40, max_requests=3, token_rounder=8)
+    context = driver.context
+    assert not context.has_unfinished_requests()
+    assert context.get_active_request_count() == 0
+    seen = []
+    stage = context.stage
+
+    def stage_watched(chunks: object) -> None:
+        stage(chunks)
+        seen.append((context.is_decode_only(), context.active_token_count, context.padding_slice))
+
+    context.stage = stage_watched
+    driver.add(0, make_prompt(17))
+    driver.add(1, make_prompt(33))
+    driver.step()
+    driver.step()
+    assert (context.total_request_count, context.paused_request_count) == (2, 0)
+    assert context.block_allocator.get_active_used() == 2 + 3
+    assert context.block_allocator.total_avail == 95
+    driver.step()
+    assert seen == [(False, 40, slice(40, 40)), (False, 1 + 10, slice(11, 16)), (True, 2, slice(2, 8))]
+    assert not context.is_decode_only()  # no step is staged between steps
+    for refused in (context.add_request, context.update_requests, context.block_allocator.reset):
+        with pytest.raises(NotImplementedError):
+            refused()
+    driver.run()
+    assert dataclasses.is_dataclass(driver.engine.geometry)
