@@ -7,12 +7,16 @@ first, with the few classes that torch and megatron-core write into it; anything
 
 from __future__ import annotations
 
+import contextlib
 import pickle
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, StateDict
 from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
@@ -70,11 +74,22 @@ class InProcessSave(SaveShardedStrategy):
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:
         """Write `.metadata` and one `.distcp` file a rank; every rank calls this."""
         by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, keep_only_main_replica=True)
-        checkpoint.save(
-            mcore_to_pyt_state_dict(by_key),
-            storage_writer=checkpoint.FileSystemWriter(str(checkpoint_dir), thread_count=1),
-            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
-        )
+        with _without_deprecations():
+            checkpoint.save(
+                mcore_to_pyt_state_dict(by_key),
+                storage_writer=checkpoint.FileSystemWriter(str(checkpoint_dir), thread_count=1),
+                planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+            )
+
+
+def read_tensors(state: ShardedStateDict, directory: Path) -> StateDict:
+    """Read what a sharded state describes, after `require_plain_metadata` and `read_common` have seen the files.
+
+    A tensor is read into the memory that its description names, in the type which that has; what is put together from
+    parts is in new memory.
+    """
+    with _without_deprecations():
+        return dist_checkpointing.load(state, str(directory))
 
 
 def read_common(directory: Path) -> dict[str, Any]:
@@ -124,6 +139,14 @@ class _PlainUnpickler(pickle.Unpickler):
         if is_dtype or name in _PLAIN_CLASSES.get(module, ()):
             return super().find_class(module, name)
         raise CheckpointError(f"it names {module}.{name}, which has no place in a checkpoint")
+
+
+@contextlib.contextmanager
+def _without_deprecations() -> Iterator[None]:
+    """Upstream uses functions of torch that torch warns of; whoever loads a model can do nothing about it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        yield
 
 
 def _unread_classes(path: Path) -> str:

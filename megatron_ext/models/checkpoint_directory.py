@@ -55,9 +55,9 @@ class CheckpointHeader:
 def new_checkpoint(
     directory: str | Path, config: ModelConfig, tokenizer_source: str | Path | None, dtype: torch.dtype
 ) -> Iterator[Path]:
-    """A place to write weights to; it takes the place of `directory` when the block ends, and is gone if it fails.
+    """An empty place to write weights to; gone if the block fails.
 
-    Configuration and tokenizer are there already.
+    When the block ends, configuration and tokenizer are added, and it takes the place of `directory`.
 
     Raises:
         ConfigError: The directory holds something else, or cannot be written; no tokenizer in `tokenizer_source`.
@@ -70,10 +70,10 @@ def new_checkpoint(
         with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as scratch:
             staging = Path(scratch) / "new"
             staging.mkdir()
+            yield staging
             (staging / CONFIG_FILE).write_text(json.dumps(header, indent=2) + "\n", encoding="utf-8")
             if tokenizer_source is not None:
                 copy_tokenizer_files(Path(tokenizer_source), staging)
-            yield staging
             _replace(target, staging, aside=Path(scratch) / "old")
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"--save {directory} cannot be written: {error}") from error

@@ -14,12 +14,18 @@ from megatron_ext.config import ModelConfig, SourceConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import platform
 from megatron_ext.models.build import build_model
-from megatron_ext.models.checkpoint import load_weights, save_checkpoint
+from megatron_ext.models.checkpoint import load_weights
 from megatron_ext.models.checkpoint_directory import read_header, require_replaceable
 from megatron_ext.models.config_fields import checked_fields, with_overrides
+from megatron_ext.models.dist_checkpoint import (
+    is_dist_checkpoint,
+    load_dist_weights,
+    read_dist_config,
+    resolve_iteration,
+    save_dist_checkpoint,
+)
 from megatron_ext.models.embedded import embedded_model_dir
-from megatron_ext.models.hf_config import read_hf_config
-from megatron_ext.models.hf_nemotron_h import load_nemotron_h
+from megatron_ext.models.hf_checkpoint import load_hf_weights, read_hf_config
 from megatron_ext.models.tokenizer import (
     HUGGING_FACE_TOKENIZER,
     NULL_TOKENIZER,
@@ -85,25 +91,27 @@ def load_model(
         model = build_model(config, dtype=dtype, device=device, seed=source.seed)
         return LoadedModel(model, config, tokenizer, dtype, f"random weights, {config.hybrid_override_pattern}")
     config = _saved_config(source, directory, overrides)
-    tokenizer = _tokenizer(source, directory, config.vocab_size)
+    tokenizer = _tokenizer(source, _tokenizer_directory(source, directory), config.vocab_size)
     _require_ids_fit(tokenizer, config, directory)
     model = build_model(config, dtype=dtype, device=device, seed=source.seed, perform_initialization=False)
     if source.load_hf:
-        load_nemotron_h(model, config, directory)
+        load_hf_weights(model, config, directory)
+    elif is_dist_checkpoint(directory):
+        load_dist_weights(model, directory)
     else:
         load_weights(model, directory)
     return LoadedModel(model, config, tokenizer, dtype, source.load or source.load_hf or "embedded")
 
 
 def save_model(directory: str | Path, loaded: LoadedModel) -> None:
-    """Save as `--save` does: weights in the type they have, configuration, and the tokenizer's files if it has any.
+    """Save as `--save` does: a distributed checkpoint with weights in the type they have, configuration, tokenizer.
 
     Raises:
         ConfigError: The directory holds something that is not a checkpoint of ours, or cannot be written.
     """
     tokenizer = loaded.tokenizer
     tokenizer_source = tokenizer.path if isinstance(tokenizer, TextTokenizer) else None
-    save_checkpoint(directory, loaded.model, loaded.config, tokenizer_source, loaded.dtype)
+    save_dist_checkpoint(directory, loaded.model, loaded.config, tokenizer_source, loaded.dtype)
 
 
 def _dtype(source: SourceConfig, device: torch.device) -> torch.dtype:
@@ -122,13 +130,18 @@ def _checkpoint_directory(source: SourceConfig, overrides: dict[str, Any]) -> Pa
         if not Path(given).is_dir():
             problem = "is not a directory" if Path(given).exists() else "does not exist"
             raise ConfigError(f"{flag} {given} {problem}; give the directory of a checkpoint")
-        return Path(given)
+        return resolve_iteration(Path(given)) if flag == "--load" else Path(given)
     return embedded_model_dir() if set(overrides) <= _HARMLESS else None
 
 
 def _saved_config(source: SourceConfig, directory: Path, overrides: dict[str, Any]) -> ModelConfig:
     """The checkpoint's configuration with the overrides, which may not contradict the stored weights."""
-    saved = read_hf_config(directory) if source.load_hf else read_header(directory).model
+    if source.load_hf:
+        saved = read_hf_config(directory)
+    elif is_dist_checkpoint(directory):
+        saved = read_dist_config(directory, overrides.get("vocab_size"))
+    else:
+        saved = read_header(directory).model
     config = with_overrides(saved, overrides)
     for name, flag in _LAYOUT.items():
         asked, stored = getattr(config, name), getattr(saved, name)
@@ -175,6 +188,11 @@ def _tokenizer(source: SourceConfig, directory: Path | None, vocab_size: int | N
     if vocab_size is None:
         raise ConfigError(f"--tokenizer-type {NULL_TOKENIZER} needs --vocab-size")
     return NullTokenizer(vocab_size)
+
+
+def _tokenizer_directory(source: SourceConfig, directory: Path) -> Path:
+    """Where a checkpoint's tokenizer is: beside its weights, or above them, beside all iterations."""
+    return Path(source.load) if source.load and not has_tokenizer(directory) else directory
 
 
 def _require_ids_fit(tokenizer: Tokenizer, config: ModelConfig, directory: Path | None) -> None:

@@ -1,0 +1,215 @@
+"""From the arguments that Megatron-LM saves with a checkpoint to our configuration.
+
+Megatron saves every argument of the run. Those that change what the model computes are taken over, or must have a
+value that we compute with; the others (training, data, logging, parallelism) are passed over. An argument that an older
+Megatron does not have yet has the value that it had before it was one: off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+from megatron.core.ssm.mamba_hybrid_layer_allocation import allocate_layers
+
+from megatron_ext.config import NORMALIZATIONS, POSITION_EMBEDDINGS, ModelConfig
+from megatron_ext.errors import CheckpointError
+from megatron_ext.models.checkpoint_directory import model_config
+
+_REQUIRED = ("hidden_size", "num_attention_heads", "max_position_embeddings")
+_TAKEN = (
+    "kv_channels",
+    "mamba_state_dim",
+    "mamba_head_dim",
+    "mamba_num_heads",
+    "mamba_num_groups",
+    "rotary_percent",
+    "squared_relu",
+    "swiglu",
+    "untie_embeddings_and_output_weights",
+)
+_TAKEN_FOR_EXPERTS = (
+    "num_experts",
+    "moe_ffn_hidden_size",
+    "moe_shared_expert_intermediate_size",
+    "moe_latent_size",
+    "moe_router_topk",
+    "moe_router_score_function",
+    "moe_router_num_groups",
+    "moe_router_group_topk",
+    "moe_router_topk_scaling_factor",
+    "moe_router_enable_expert_bias",
+)
+_MUST_BE_OFF = (
+    "activation_func_clamp_value",
+    "apply_layernorm_1p",
+    "apply_residual_connection_post_layernorm",
+    "attention_output_gate",
+    "experimental_attention_variant",
+    "glu_linear_offset",
+    "heterogeneous_layers_config_encoded_json",
+    "heterogeneous_layers_config_path",
+    "layernorm_zero_centered_gamma",
+    "linear_attention_freq",
+    "linear_attention_type",
+    "mrope_section",
+    "mtp_num_layers",
+    "multi_latent_attention",
+    "no_rope_freq",
+    "qk_l2_norm",
+    "qk_layernorm",
+    "quick_geglu",
+    "retro_add_retriever",
+    "rotary_interleaved",
+    "use_legacy_models",
+    "use_rope_scaling",
+    "window_size",
+)
+_MUST_BE_OFF_FOR_EXPERTS = ("moe_apply_probs_on_input", "moe_router_pre_softmax", "moe_shared_expert_gate")
+_ALLOWED = {
+    "position_embedding_type": POSITION_EMBEDDINGS,
+    "normalization": NORMALIZATIONS,
+    "rope_type": ("rope",),
+    "rotary_seq_len_interpolation_factor": (1,),
+    "softmax_type": ("vanilla",),
+}
+_SPEC_MODULES = ("mamba_layer_specs", "hybrid_layer_specs", "gpt_layer_specs")  # Megatron's own
+_MAMBA_NORM_EPSILON = 1e-5  # of the gated norm inside the mixer, whatever the arguments say
+
+
+def config_from_args(args: object, where: str, *, is_gpt: bool, vocab_size: int | None = None) -> ModelConfig:
+    """The configuration of a model that Megatron-LM trained.
+
+    Args:
+        args: The namespace that Megatron saved.
+        where: What holds it, for messages.
+        is_gpt: Whether the stored weights are a GPT model's: then each layer becomes an attention and an MLP.
+        vocab_size: Ids to keep of the padded vocabulary; None keeps the padding, as Megatron itself does.
+
+    Raises:
+        CheckpointError: It names the argument that is missing, or that has a value we do not compute with.
+    """
+    known = _Arguments(args, where)
+    _require_supported(known, is_gpt)
+    pattern = _pattern(known, is_gpt)
+    fields = {name: known.required(name) for name in _REQUIRED}
+    fields |= known.given(_TAKEN)
+    fields |= {
+        "hybrid_override_pattern": pattern,
+        "position_embedding_type": known.get("position_embedding_type", "learned_absolute"),
+        "normalization": known.get("normalization", "LayerNorm"),
+        "norm_epsilon": _norm_epsilon(known, pattern),
+        "rotary_base": known.integer("rotary_base", 10000),
+        "disable_bias_linear": not _has_biases(known),
+        "num_query_groups": known.get("num_query_groups") if known.get("group_query_attention") else None,
+        "vocab_size": _vocabulary(known, vocab_size),
+    }
+    if "-" in pattern:
+        fields["ffn_hidden_size"] = known.required("ffn_hidden_size")
+    if "E" in pattern:
+        _require_supported_experts(known)
+        fields |= known.given(_TAKEN_FOR_EXPERTS)
+    return model_config(fields, f"the arguments in {where}")
+
+
+def padded_vocabulary(args: object, where: str) -> int:
+    """Rows of the embedding as stored: the tokenizer's ids, rounded up for the ranks that trained it."""
+    return _Arguments(args, where).integer("padded_vocab_size")
+
+
+class _Arguments:
+    """What Megatron saved, by name. An argument that is None counts as not given."""
+
+    def __init__(self, args: object, where: str) -> None:
+        self.where = where
+        if isinstance(args, Mapping):
+            args = SimpleNamespace(**args)
+        if not hasattr(args, "__dict__"):
+            raise CheckpointError(f"{where} has no arguments but a {type(args).__name__}")
+        self._values = {name: value for name, value in vars(args).items() if value is not None}
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self._values.get(name, default)
+
+    def given(self, names: tuple[str, ...]) -> dict[str, Any]:
+        return {name: self._values[name] for name in names if name in self._values}
+
+    def required(self, name: str) -> Any:
+        if name not in self._values:
+            raise CheckpointError(f"{self.where} has arguments without {name}; a model cannot be built without it")
+        return self._values[name]
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        """A whole number, which Megatron may keep as 500000.0; required if there is no default."""
+        value = self.required(name) if default is None else self.get(name, default)
+        if type(value) not in (int, float) or value != int(value):
+            self.refuse(name, "a whole number")
+        return int(value)
+
+    def require_off(self, names: tuple[str, ...]) -> None:
+        for name in names:
+            if self.get(name):
+                self.refuse(name, "off")
+
+    def refuse(self, name: str, supported: str) -> None:
+        raise CheckpointError(
+            f"{self.where} has {name} = {self.get(name)!r}, which is not supported; supported is {supported}"
+        )
+
+
+def _require_supported(known: _Arguments, is_gpt: bool) -> None:
+    known.require_off(_MUST_BE_OFF)
+    for name, allowed in _ALLOWED.items():
+        if known.get(name, allowed[0]) not in allowed:
+            known.refuse(name, " or ".join(map(str, allowed)))
+    if known.get("add_qkv_bias") and not _has_biases(known):
+        known.refuse("add_qkv_bias", "a bias in every linear layer or in none")
+    if is_gpt and known.get("num_experts"):
+        known.refuse("num_experts", "a GPT model without experts; hybrid patterns may have E layers")
+    spec = known.get("spec")
+    if spec and str(spec[0]).rsplit(".", 1)[-1] not in _SPEC_MODULES:
+        known.refuse("spec", f"Megatron's own, in {', '.join(_SPEC_MODULES)}")
+
+
+def _require_supported_experts(known: _Arguments) -> None:
+    known.require_off(_MUST_BE_OFF_FOR_EXPERTS)
+    if "sinkhorn" in known.get("moe_router_load_balancing_type", ()):
+        known.refuse("moe_router_load_balancing_type", "any but sinkhorn, which routes by itself")
+
+
+def _pattern(known: _Arguments, is_gpt: bool) -> str:
+    """One letter a layer. `|` only marks where pipeline stages begin."""
+    if is_gpt:
+        return "*-" * known.integer("num_layers")
+    pattern = known.get("hybrid_override_pattern") or known.get("hybrid_layer_pattern")
+    if pattern is not None:
+        return pattern.replace("|", "")
+    ratios = (known.get("hybrid_attention_ratio", 0.0), known.get("hybrid_mlp_ratio", 0.0))
+    return "".join(allocate_layers(known.integer("num_layers"), *ratios))
+
+
+def _norm_epsilon(known: _Arguments, pattern: str) -> float:
+    name = "norm_epsilon" if known.get("norm_epsilon") is not None else "layernorm_epsilon"
+    epsilon = known.get(name, _MAMBA_NORM_EPSILON)
+    if "M" in pattern and epsilon != _MAMBA_NORM_EPSILON:
+        known.refuse(name, f"{_MAMBA_NORM_EPSILON} with Mamba layers, whose gated norm has it in any case")
+    return epsilon
+
+
+def _has_biases(known: _Arguments) -> bool:
+    return known.get("add_bias_linear", not known.get("disable_bias_linear", False))
+
+
+def _vocabulary(known: _Arguments, asked: int | None) -> int:
+    """Ids of the model: all rows that are stored, or those that are asked for if the others can be padding."""
+    padded = known.integer("padded_vocab_size")
+    if asked is None:
+        return padded
+    step = known.integer("make_vocab_size_divisible_by", 128) * known.integer("tensor_model_parallel_size", 1)
+    if not padded - step < asked <= padded:
+        raise CheckpointError(
+            f"--vocab-size {asked} does not fit {known.where}, whose vocabulary of {padded} is padded to a multiple of "
+            f"{step}; give more than {padded - step} and at most {padded}"
+        )
+    return asked

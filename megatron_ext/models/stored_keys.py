@@ -1,0 +1,138 @@
+"""Where a distributed checkpoint keeps what a model asks for.
+
+A model of ours asks with the keys of Megatron's hybrid models made from Transformer Engine specs. Other checkpoints
+keep the same tensors elsewhere:
+
+- Local specs: a norm is a module of its own, `decoder.layers.3.norm.weight` for
+  `decoder.layers.3.mixer.in_proj.layer_norm_weight`. A model built from such a spec asks the other way round.
+- GPT: a layer is an attention and an MLP, so layer n is our layers 2n and 2n + 1. The final norm has another name.
+  Often all layers are in one tensor [layers, ...], whose key has no number: `decoder.layers.mlp.linear_fc2.weight`.
+
+Only the description of what is read where changes; no tensor is copied.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+Sharded = ShardedTensor | ShardedTensorFactory
+
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+# A norm of its own, and the same norm fused into the linear layer after it.
+_NORMS = (
+    ("norm.", "mixer.in_proj.layer_norm_"),
+    ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
+    ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
+)
+_HYBRID_FINAL_NORM, _GPT_FINAL_NORM = "decoder.final_norm.", "decoder.final_layernorm."
+# What training leaves beside the model: the optimizer's tensors, and objects whose names these are.
+_OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
+_TRAINING_OBJECTS = frozenset(("rng_state", "rerun_state_machine_state"))
+_EXTRA_STATE = "_extra_state"  # Transformer Engine's scales of 8-bit training
+
+
+def is_gpt(stored: Iterable[str]) -> bool:
+    """Whether keys are a GPT model's."""
+    return any(key.startswith(_GPT_FINAL_NORM) for key in stored)
+
+
+def is_ignored(key: str) -> bool:
+    """Whether inference has no use for a stored tensor or object: state of the optimizer, random generators, scales."""
+    name = key.split("/shard_")[0]
+    return bool(_OPTIMIZER.match(name)) or name in _TRAINING_OBJECTS or name.rsplit(".", 1)[-1] == _EXTRA_STATE
+
+
+def as_stored(state: Mapping[str, Sharded], stored: Container[str], gpt_layers: int | None) -> dict[str, Sharded]:
+    """The same state, asked for under the keys that a checkpoint has.
+
+    Args:
+        state: Parameter name to what the model asks for.
+        stored: Keys of the checkpoint's tensors.
+        gpt_layers: Layers of a GPT checkpoint; None for a hybrid one.
+
+    Returns:
+        What is nowhere keeps the first key that it could have.
+    """
+    return {name: _as_stored(sharded, stored, gpt_layers) for name, sharded in state.items()}
+
+
+def shards(sharded: Sharded) -> list[ShardedTensor]:
+    """The global tensors that one parameter is read from."""
+    return [sharded] if isinstance(sharded, ShardedTensor) else list(nested_values({"": sharded.build()}))
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A key, and the row of a stack of layers, if the key is a stack's."""
+
+    key: str
+    row: int | None = None
+
+
+def _as_stored(sharded: Sharded, stored: Container[str], gpt_layers: int | None) -> Sharded:
+    options = [_at(sharded, place, gpt_layers) for place in _places(sharded.key, gpt_layers is not None)]
+    found = (option for option in options if all(shard.key in stored for shard in shards(option)))
+    return next(found, options[0])
+
+
+def _places(key: str, in_gpt: bool) -> Iterator[_Place]:
+    for name in (key, _other_norm(key)):
+        if name is not None:
+            yield from _gpt_places(name) if in_gpt else (_Place(name),)
+
+
+def _other_norm(key: str) -> str | None:
+    """The key of a norm in models that fuse it, or in models that do not; None for what is no norm of a layer."""
+    layer = _LAYER.fullmatch(key)
+    if layer is None:
+        return None
+    number, rest = layer.groups()
+    for alone, fused in _NORMS:
+        for one, other in ((alone, fused), (fused, alone)):
+            if rest.startswith(one):
+                return f"decoder.layers.{number}.{other}{rest.removeprefix(one)}"
+    return None
+
+
+def _gpt_places(key: str) -> Iterator[_Place]:
+    layer = _LAYER.fullmatch(key)
+    if layer is None:
+        yield _Place(key.replace(_HYBRID_FINAL_NORM, _GPT_FINAL_NORM))
+        return
+    number, rest = int(layer[1]) // 2, layer[2]
+    yield _Place(f"decoder.layers.{number}.{rest}")
+    yield _Place(f"decoder.layers.{rest}", row=number)
+
+
+def _at(sharded: Sharded, place: _Place, layers: int | None) -> Sharded:
+    """The same parameter, asked for at another place."""
+
+    def moved(shard: ShardedTensor) -> ShardedTensor:
+        return shard if place.row is None else _row_of_stack(shard, place.row, layers)
+
+    if isinstance(sharded, ShardedTensor):
+        return moved(dataclasses.replace(sharded, key=place.key))
+    return dataclasses.replace(sharded, key=place.key, build_fn=_mapped(sharded.build_fn, moved))
+
+
+def _mapped(build: Callable[..., Any], change: Callable[[ShardedTensor], ShardedTensor]) -> Callable[..., Any]:
+    return lambda *args: dict_list_map_outplace(change, build(*args))
+
+
+def _row_of_stack(shard: ShardedTensor, row: int, rows: int) -> ShardedTensor:
+    """One layer's tensor as a row of all layers' tensor, of which it is one fragment."""
+    assert shard.prepend_axis_num == 0, shard
+    return dataclasses.replace(
+        shard,
+        prepend_axis_num=1,
+        global_shape=(rows, *shard.global_shape),
+        global_offset=(row, *shard.global_offset),
+        axis_fragmentations=(rows, *shard.axis_fragmentations),
+    )
