@@ -1,0 +1,147 @@
+"""The one object that others talk to: match, pin, allocate, publish, release, check."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from megatron_ext.prefix_cache.block_index import BlockIndex
+from megatron_ext.prefix_cache.block_pool import BlockId, BlockPool
+from megatron_ext.prefix_cache.eviction import EvictionPolicyName, build_policy
+from megatron_ext.prefix_cache.hash_chain import Digest
+
+
+@dataclass(frozen=True)
+class CacheUse:
+    """Blocks of the pool by what they are, and what happened to them since the engine started."""
+
+    blocks_total: int
+    blocks_cached: int  # indexed, in use or not
+    blocks_evictable: int  # indexed and not in use
+    blocks_in_use: int
+    blocks_evicted: int  # over the engine's life
+
+
+class PrefixCache:
+    """Blocks with contents that can be found again.
+
+    Every block is in one of three states: free, in use (referred to by requests; indexed or not), retired (indexed, not in
+    use, evictable). Published blocks of one request are a chain in the index: `publish` swaps a block for the one that holds
+    the same contents already, so whoever uses a block uses its parents, and every retired block can be evicted.
+
+    Without a policy nothing is ever indexed, and this is just the pool.
+
+    Args:
+        total: Blocks.
+        policy: What happens to cached blocks nobody uses; None caches nothing.
+    """
+
+    def __init__(self, total: int, policy: EvictionPolicyName | None) -> None:
+        self.pool = BlockPool(total)
+        self.is_enabled = policy is not None
+        self.epoch = 0  # what was begun in an earlier one is not published
+        self._index = BlockIndex()
+        self._policy = build_policy(policy or EvictionPolicyName.REF_ZERO)
+        self._evicted = 0
+
+    @property
+    def available_count(self) -> int:
+        """Blocks that `allocate` can hand out: free ones, and retired ones that it would evict."""
+        return self.pool.free_count + len(self._policy)
+
+    def match(self, digests: Sequence[Digest]) -> list[BlockId]:
+        """Blocks of the longest cached run from the start. Changes nothing; pin them before anything is allocated."""
+        return self._index.longest_run(digests)
+
+    def is_retired(self, block: BlockId) -> bool:
+        """Whether pinning `block` would make one block less available."""
+        return block in self._policy
+
+    def pin(self, blocks: Iterable[BlockId]) -> None:
+        """Take a reference to each matched block."""
+        for block in blocks:
+            assert block in self._index, f"block {block} is not cached"
+            if block in self._policy:
+                self._policy.revive(block)
+            self.pool.retain(block)
+
+    def allocate(self, count: int) -> list[BlockId]:
+        """Take `count` blocks of no contents, evicting as many retired ones as it takes."""
+        assert count <= self.available_count, f"{count} blocks asked, {self.available_count} available"
+        while self.pool.free_count < count:
+            self._drop(self._policy.evict())
+            self._evicted += 1
+        return self.pool.allocate(count)
+
+    def publish(self, digest: Digest, block: BlockId, parent: Digest | None) -> BlockId:
+        """The contents of `block` have been computed: let others find it.
+
+        Returns:
+            The block to use from now on: `block`, or the one that has these contents already; then the caller's reference
+            is to that one, and `block` is released.
+        """
+        known = self._index.find(digest)
+        if known is None:
+            self._index.add(digest, block, parent)
+            return block
+        if known != block:
+            self.pin([known])
+            self.pool.release([block])
+        return known
+
+    def release(self, table: Sequence[BlockId]) -> None:
+        """Drop one reference to each block of a request's table; cached ones nobody uses then are the policy's."""
+        for block in reversed(table):
+            if block in self._index and self.pool.references(block) == 1:
+                self.pool.release([block])
+                self._retire(block)
+            else:
+                self.pool.release([block])
+
+    def _retire(self, block: BlockId) -> None:
+        if self._policy.retire(block):
+            self.pool.withhold(block)
+        else:
+            self._index.remove(block)
+
+    def _drop(self, block: BlockId) -> None:
+        self._index.remove(block)
+        self.pool.restore(block)
+
+    def reset(self) -> None:
+        """Forget all contents: nothing cached before is matched after, and nothing begun before is published."""
+        for block in self._policy:
+            self.pool.restore(block)
+        self._policy.clear()
+        self._index.clear()
+        self.epoch += 1
+
+    def releasable_count(self, tables: Iterable[Sequence[BlockId]]) -> int:
+        """Blocks that would become available if these tables were released together."""
+        counts: dict[BlockId, int] = {}
+        for table in tables:
+            for block in table:
+                counts[block] = counts.get(block, 0) + 1
+        return sum(self.pool.references(block) == count for block, count in counts.items())
+
+    def use(self) -> CacheUse:
+        """Numbers for people."""
+        return CacheUse(
+            blocks_total=self.pool.total,
+            blocks_cached=len(self._index),
+            blocks_evictable=len(self._policy),
+            blocks_in_use=self.pool.total - self.available_count,
+            blocks_evicted=self._evicted,
+        )
+
+    def check(self) -> None:
+        """Assert that free, retired and used blocks make up the pool, and that the index is a sound forest."""
+        self.pool.check()
+        self._index.check()
+        retired = set(self._policy)
+        assert retired == self.pool.withheld, "the policy and the pool disagree on retired blocks"
+        assert retired <= set(self._index), "a retired block is not indexed"
+        for block in self._index:
+            assert block in retired or self.pool.references(block) > 0, f"cached block {block} is free"
+            parent = self._index.parent(block)
+            assert parent is None or block in retired or parent not in retired, f"block {block} outlives its parent's use"

@@ -1,0 +1,119 @@
+"""Which cached block goes first when memory is needed.
+
+The contract (`EvictionPolicy`), for the cache that calls it:
+
+- `retire(block)`: nobody uses the cached `block` any more. Blocks of one sequence retire from its end to its start.
+- `revive(block)`: a retired block is in use again.
+- `evict()`: the retired block to give up now; it is no longer retired.
+- `len(policy)`: retired blocks, that is, how many times `evict` can be called.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Protocol
+
+from megatron_ext.prefix_cache.block_pool import BlockId
+
+
+class EvictionPolicyName(str, enum.Enum):
+    """Names on the command line (KV-4)."""
+
+    LRU = "lru"
+    REF_ZERO = "ref_zero"
+
+
+class EvictionPolicy(Protocol):
+    """See the module."""
+
+    def retire(self, block: BlockId) -> bool:
+        """Whether the block stays cached; False drops it at once."""
+
+    def revive(self, block: BlockId) -> None:
+        """A retired block is in use again."""
+
+    def evict(self) -> BlockId:
+        """The next victim."""
+
+    def clear(self) -> None:
+        """No block is retired any more."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[BlockId]: ...
+
+    def __contains__(self, block: BlockId) -> bool: ...
+
+
+class LeafFirstLru:
+    """Least recently used first, and never a block before those that continue it.
+
+    A plain queue does both: whoever uses a block uses everything before it in the sequence too, so a block never retires
+    later than its parent, and within one sequence the end retires first. The oldest block is therefore a leaf.
+    """
+
+    def __init__(self) -> None:
+        self._retired: OrderedDict[BlockId, None] = OrderedDict()
+
+    def retire(self, block: BlockId) -> bool:
+        """Keep it, as the most recently used."""
+        assert block not in self._retired, f"block {block} retired twice"
+        self._retired[block] = None
+        return True
+
+    def revive(self, block: BlockId) -> None:
+        """In use again."""
+        del self._retired[block]
+
+    def evict(self) -> BlockId:
+        """The one that retired first."""
+        block, _ = self._retired.popitem(last=False)
+        return block
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._retired.clear()
+
+    def __len__(self) -> int:
+        return len(self._retired)
+
+    def __iter__(self) -> Iterator[BlockId]:
+        return iter(self._retired)
+
+    def __contains__(self, block: BlockId) -> bool:
+        return block in self._retired
+
+
+class RefZero:
+    """A block is dropped as soon as nobody uses it: only requests that overlap in time share."""
+
+    def retire(self, block: BlockId) -> bool:
+        """Drop it."""
+        return False
+
+    def revive(self, block: BlockId) -> None:
+        """Never called: nothing is retired."""
+        raise AssertionError(f"block {block} was never retired")
+
+    def evict(self) -> BlockId:
+        """Never called: nothing is retired."""
+        raise AssertionError("nothing to evict")
+
+    def clear(self) -> None:
+        """Nothing to forget."""
+
+    def __len__(self) -> int:
+        return 0
+
+    def __iter__(self) -> Iterator[BlockId]:
+        return iter(())
+
+    def __contains__(self, block: BlockId) -> bool:
+        return False
+
+
+def build_policy(name: EvictionPolicyName) -> EvictionPolicy:
+    """A fresh policy."""
+    return {EvictionPolicyName.LRU: LeafFirstLru, EvictionPolicyName.REF_ZERO: RefZero}[name]()

@@ -1,0 +1,79 @@
+"""Content keys of KV blocks: each covers its own tokens and, through its parent's digest, everything before them.
+
+BLAKE2b with 32-byte digests. Root and block digests are made in different domains (BLAKE2's personalization), every field of
+a root is preceded by its length, and a block's input has a fixed length, so no two layouts of fields can make the same
+bytes. The whole digest is the key: nothing is shortened, and a match is not verified again.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+from typing import NewType
+
+Digest = NewType("Digest", bytes)
+
+DIGEST_BYTES = 32
+_ROOT_DOMAIN = b"mext.root"
+_BLOCK_DOMAIN = b"mext.block"
+_TOKEN_TYPE = "I"  # token ids are below 2**32
+
+
+def root_digest(fields: Iterable[bytes]) -> Digest:
+    """The parent of a sequence's first block: everything beside the tokens that the KV depends on.
+
+    Args:
+        fields: For example model fingerprint, weights version, cache salt; their order and number matter.
+    """
+    hasher = blake2b(digest_size=DIGEST_BYTES, person=_ROOT_DOMAIN)
+    for field in fields:
+        hasher.update(len(field).to_bytes(8, "little"))
+        hasher.update(field)
+    return Digest(hasher.digest())
+
+
+def block_digests(parent: Digest, tokens: Sequence[int], block_size: int) -> list[Digest]:
+    """Digests of the complete blocks of `tokens`, the first of which follows the block of `parent`."""
+    packed = array(_TOKEN_TYPE, tokens)
+    assert packed.itemsize == 4, "token ids are hashed as four bytes"
+    if sys.byteorder == "big":
+        packed.byteswap()
+    data = memoryview(packed).cast("B")
+    stride = block_size * packed.itemsize
+    digests = []
+    for start in range(0, len(tokens) // block_size * stride, stride):
+        hasher = blake2b(parent, digest_size=DIGEST_BYTES, person=_BLOCK_DOMAIN)
+        hasher.update(data[start : start + stride])
+        parent = Digest(hasher.digest())
+        digests.append(parent)
+    return digests
+
+
+class HashChain:
+    """The digests of one sequence's complete blocks; grows with the sequence, computed once.
+
+    Args:
+        root: See `root_digest`.
+        block_size: Tokens of a block.
+    """
+
+    def __init__(self, root: Digest, block_size: int) -> None:
+        self.root = root
+        self._block_size = block_size
+        self._digests: list[Digest] = []
+
+    def __len__(self) -> int:
+        return len(self._digests)
+
+    def extend(self, tokens: Sequence[int]) -> Sequence[Digest]:
+        """Digests of the complete blocks of `tokens`, which begin with everything seen before.
+
+        Only the blocks that were not complete before are hashed.
+        """
+        known = len(self._digests) * self._block_size
+        if len(tokens) - known >= self._block_size:
+            parent = self._digests[-1] if self._digests else self.root
+            self._digests += block_digests(parent, tokens[known:], self._block_size)
+        return self._digests
