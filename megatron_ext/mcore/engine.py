@@ -226,7 +226,7 @@ class InferenceEngine(DynamicInferenceEngine):
         if self.is_suspended:
             raise EngineSuspendedError(self.step_count)
         await asyncio.sleep(0)
-        if self.is_suspended:  # by another task, just now: upstream's run loop waits for the resume before its next step
+        if self.is_suspended:  # by another task, just now; upstream's run loop waits for the resume before it steps again
             return None, NOTHING, 0.0, self.step_count
         scheduler = self.context.scheduler
         started = time.perf_counter()

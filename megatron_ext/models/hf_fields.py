@@ -1,11 +1,77 @@
-"""Values of a decoded `config.json`, refused by the name of their field where they make no sense."""
+"""A decoded `config.json`, whatever the family: fields that are unknown or make no sense are refused by their name."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from megatron_ext.errors import ConfigError
+
+# What the logits of no family depend on: what training and generation are told, hints to servers, names and versions.
+WITHOUT_EFFECT = frozenset(
+    """
+    initializer_range attention_dropout hidden_dropout use_cache
+    bos_token_id eos_token_id pad_token_id sep_token_id cls_token_id decoder_start_token_id
+    auto_map dtype torch_dtype transformers_version _name_or_path name_or_path tokenizer_class
+    return_dict output_attentions output_hidden_states id2label label2id problem_type finetuning_task
+    task_specific_params _attn_implementation _attn_implementation_autoset
+    """.split()
+)
+
+
+def check_architecture(raw: dict[str, Any], architecture: str) -> None:
+    """The class of the model is the one that generates text, or is not said."""
+    architectures = raw.get("architectures")
+    if architectures not in (None, [architecture]):
+        raise ConfigError(
+            f"config.json: architectures {architectures!r} is not supported; supported is {architecture!r} "
+            f"of model_type {raw.get('model_type')!r}"
+        )
+
+
+def with_present_names(raw: dict[str, Any], other_names: Mapping[str, str]) -> dict[str, Any]:
+    """Fields under today's names, with special floats decoded; a field given twice must say the same twice."""
+    fields: dict[str, Any] = {}
+    for given_name, encoded in raw.items():
+        name, value = other_names.get(given_name, given_name), _decoded(encoded)
+        if name in fields and fields[name] != value:
+            raise ConfigError(f"config.json: {given_name} {value!r} contradicts {name} {fields[name]!r}")
+        fields[name] = value
+    return fields
+
+
+def _decoded(value: Any) -> Any:
+    """Infinity is {"__float__": "Infinity"} in what transformers 5 writes."""
+    if isinstance(value, dict) and set(value) == {"__float__"}:
+        return float(value["__float__"])
+    if isinstance(value, list):
+        return [_decoded(item) for item in value]
+    return value
+
+
+def check_known(fields: dict[str, Any], known: Iterable[str]) -> None:
+    """Nobody overlooks a field; one that says nothing may be there."""
+    for name in sorted(set(fields) - set(known)):
+        value = fields[name]
+        if value not in (None, False, 0) and value not in ([], {}, ""):
+            raise ConfigError(
+                f"config.json: field {name} = {value!r} is not supported; take it out if the logits do not depend on it"
+            )
+
+
+def check_fixed(fields: dict[str, Any], fixed: Mapping[str, tuple[Any, ...]]) -> None:
+    """Fields with few supported values have one of them; one that is absent has the first."""
+    for name, supported in fixed.items():
+        value = fields.get(name, supported[0])
+        comparable = tuple(value) if isinstance(value, list) else value
+        if not any(comparable == option and _is_bool(comparable) == _is_bool(option) for option in supported):
+            wanted = " or ".join(repr(option) for option in supported)
+            raise ConfigError(f"config.json: {name} = {value!r} is not supported; supported is {wanted}")
+
+
+def _is_bool(value: Any) -> bool:
+    return isinstance(value, bool)
 
 
 def require_field(fields: dict[str, Any], name: str) -> Any:
@@ -21,6 +87,11 @@ def size(fields: dict[str, Any], name: str) -> int:
     if type(value) is not int or value <= 0:
         raise ConfigError(f"config.json: {name} = {value!r} is not supported; it must be a positive integer")
     return value
+
+
+def size_or(fields: dict[str, Any], name: str, default: int) -> int:
+    """A positive integer; the default if it is null."""
+    return default if fields.get(name, default) is None else size(fields, name)
 
 
 def check_divides(fields: dict[str, Any], divisor: str, dividend: str) -> None:

@@ -52,5 +52,5 @@ class BlockPool:
         assert len(free) == len(self._free), "a block is free twice"
         used = {block for block, count in enumerate(self._references) if count > 0}
         assert not free & used, f"blocks {sorted(free & used)} are free and in use"
-        assert len(free) + len(used) == self.total, "blocks were lost"
+        assert free | used == set(range(self.total)), "blocks were lost, or came from elsewhere"
         assert min(self._references) >= 0, "a negative reference count"

@@ -30,9 +30,9 @@ class Event:
     payload: str | None = None
 
     @classmethod
-    def now(cls, type: EventType, payload: str | None = None) -> Event:
+    def now(cls, event_type: EventType, payload: str | None = None) -> Event:
         """An event that happens at this moment."""
-        return cls(type, time.monotonic(), payload)
+        return cls(event_type, time.monotonic(), payload)
 
     def to_dict(self) -> dict:
         """As in the JSON output."""

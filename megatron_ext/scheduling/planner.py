@@ -1,7 +1,7 @@
 """One step, decided: who decodes, who prefills which tokens, who is admitted, paused, resumed, evicted or failed.
 
-Planning changes nothing. It reads the queues and the room there is, and returns a `StepPlan` that can be applied without
-failing.
+Planning changes nothing. It reads the queues and the room there is, and returns a `StepPlan` that can be applied
+without failing.
 """
 
 from __future__ import annotations
@@ -51,15 +51,18 @@ class Admission:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A waiting request does not enter the batch in this step.
+    """A waiting request does not enter the batch in this step, but can in a later one.
 
-    What can never be served is turned away before it waits: see `check_admissible`.
+    What can never be served is turned away before it waits (see `check_admissible`) or fails (see `StepPlan.failures`).
     """
 
     request: Request
     resource: str  # "blocks", "requests" or "tokens"
     needed: int
     available: int
+
+
+Failure = tuple[Request, CapacityError]
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,7 @@ class StepPlan:
     evictions: tuple[Request, ...]
     pauses: tuple[Request, ...]
     resumes: tuple[Request, ...]
-    failures: tuple[tuple[Request, CapacityError], ...]
+    failures: tuple[Failure, ...]
     admissions: tuple[Admission, ...]
     chunks: tuple[Chunk, ...]
     refusal: Refusal | None  # why the first request left waiting is still waiting
@@ -91,28 +94,32 @@ def check_admissible(request: Request, limits: Limits) -> CapacityError | None:
 def plan_step(queues: Queues, limits: Limits, free_blocks: int) -> StepPlan:
     """Decide one step.
 
-    Older requests come first everywhere: for blocks to grow into, for prefill tokens, for admission. Requests that decode
-    come before prefill in the token budget (`max_tokens >= max_requests` leaves room for both).
+    Older requests come first everywhere: for blocks to grow into, for prefill tokens, for admission. Requests that
+    decode come before prefill in the token budget (`max_tokens >= max_requests` leaves room for both).
     """
     growth = _plan_growth(queues, limits, free_blocks)
     decodes = [Chunk(request, request.computed_end, len(request.tokens)) for request in growth.decoding]
     continued = _plan_continuations(growth.prefilling, limits.max_tokens - len(decodes))
     admissions: list[Admission] = []
     refusal = None
+    failed = growth.failed
     if not growth.paused and not growth.evicted:  # those were here first
         room = Room(
             blocks=growth.free_blocks,
             requests=limits.max_requests - len(growth.decoding) - len(growth.prefilling),
             tokens=limits.max_tokens - len(decodes) - sum(chunk.length for chunk in continued),
         )
-        admissions, refusal = _plan_admissions(queues.waiting, limits, room)
+        admissions, refusal, failed_waiting = _plan_admissions(queues.waiting, limits, room)
+        failed = failed + failed_waiting
+    chunks = [*decodes, *continued, *(admission.chunk for admission in admissions)]
     return StepPlan(
         evictions=tuple(growth.evicted),
         pauses=tuple(request for request in growth.paused if request in queues.running),
         resumes=tuple(request for request in growth.decoding if request in queues.paused),
-        failures=tuple(growth.failed),
+        failures=tuple(failed),
         admissions=tuple(admissions),
-        chunks=(*decodes, *continued, *(admission.chunk for admission in admissions)),
+        # Of an evicted request a single generated token may be computed again: to the layers that is a decode as well.
+        chunks=tuple(sorted(chunks, key=lambda chunk: not chunk.is_decode)),
         refusal=refusal,
     )
 
@@ -125,7 +132,7 @@ class _Growth:
     decoding: list[Request]
     paused: list[Request]
     evicted: list[Request]
-    failed: list[tuple[Request, CapacityError]]
+    failed: list[Failure]
     free_blocks: int
 
 
@@ -137,11 +144,7 @@ def _plan_growth(queues: Queues, limits: Limits, free_blocks: int) -> _Growth:
     """
     growing = sorted([*queues.paused, *(r for r in queues.running if r.is_decoding)], key=lambda r: r.arrival)
     prefilling = [request for request in queues.running if not request.is_decoding]
-    failed = []
-    for request in growing:
-        needed = limits.blocks_for(len(request.tokens))
-        if needed > limits.total_blocks:
-            failed.append((request, CapacityError("blocks", needed, limits.total_blocks, is_transient=False)))
+    failed = [(request, error) for request in growing if (error := _check_fits_pool(request, limits)) is not None]
     for request, _ in failed:
         growing.remove(request)
         free_blocks += len(request.block_table)
@@ -158,6 +161,14 @@ def _plan_growth(queues: Queues, limits: Limits, free_blocks: int) -> _Growth:
         growing.remove(youngest)
         evicted.append(youngest)
         free_blocks += len(youngest.block_table)
+
+
+def _check_fits_pool(request: Request, limits: Limits) -> CapacityError | None:
+    """What ends a request that was admissible: its tokens have outgrown the whole pool."""
+    needed = limits.blocks_for(len(request.tokens))
+    if needed > limits.total_blocks:
+        return CapacityError("blocks", needed, limits.total_blocks, is_transient=False)
+    return None
 
 
 def _share_blocks(
@@ -188,24 +199,32 @@ def _plan_continuations(prefilling: Sequence[Request], tokens: int) -> list[Chun
 
 def _plan_admissions(
     waiting: Iterable[Request], limits: Limits, room: Room
-) -> tuple[list[Admission], Refusal | None]:
-    """Admit waiting requests in order until one has to wait."""
-    admissions = []
+) -> tuple[list[Admission], Refusal | None, list[Failure]]:
+    """Admit waiting requests in order until one has to wait.
+
+    A request fails here if its last token outgrew the pool just before a suspend sent it back to wait.
+    """
+    admissions: list[Admission] = []
+    failed: list[Failure] = []
     for request in waiting:
+        error = _check_fits_pool(request, limits)
+        if error is not None:
+            failed.append((request, error))
+            continue
         decision = plan_admission(request, limits, room)
         if isinstance(decision, Refusal):
-            return admissions, decision
+            return admissions, decision, failed
         admissions.append(decision)
         room = Room(room.blocks - decision.blocks, room.requests - 1, room.tokens - decision.chunk.length)
-    return admissions, None
+    return admissions, None, failed
 
 
 def plan_admission(request: Request, limits: Limits, room: Room) -> Admission | Refusal:
     """Whether `request` can enter the batch now, and with which first chunk.
 
     It takes the blocks of all its tokens at once, so that a prefill that has begun never waits for memory. What was
-    generated before an eviction is prefilled again; if that does not fit a step, it is cut even where chunked prefill is
-    off, because the request was already served so far.
+    generated before an eviction is prefilled again; if that does not fit a step, it is cut even where chunked prefill
+    is off, because the request was already served so far.
     """
     length = len(request.tokens)
     if room.requests < 1:

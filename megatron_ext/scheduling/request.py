@@ -63,6 +63,7 @@ class Request:
     prompt_top_n: list[dict[int, float]] = field(default_factory=list)
     generated_top_n: list[dict[int, float]] = field(default_factory=list)
     _ever_computed_end: int = 0
+    _end_timestamp: float | None = None  # seconds, of the events' clock
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt_tokens)
@@ -94,9 +95,9 @@ class Request:
         """Prefill tokens computed for it so far, for the first time or again."""
         return self.computed_prefill_tokens + self.recomputed_tokens
 
-    def add_event(self, type: EventType, payload: str | None = None) -> None:
+    def add_event(self, event_type: EventType, payload: str | None = None) -> None:
         """Note that something happens now."""
-        self.events.append(Event.now(type, payload))
+        self.events.append(Event.now(event_type, payload))
 
     def advance(self, end: int) -> None:
         """The tokens up to `end` have been computed; count what was computed for the first time and what again."""
@@ -129,6 +130,7 @@ class Request:
         elif status is Status.FAILED:
             self.add_event(EventType.ERROR_NONTRANSIENT, error)
             self.add_event(EventType.FAIL)
+        self._end_timestamp = time.monotonic()
 
     def to_record(self, generated_text: str, prompt_text: str) -> RequestRecord:
         """The outcome, for the user."""
@@ -151,7 +153,7 @@ class Request:
             error=self.error,
             events=tuple(self.events),
             arrival_wall_time=self.arrival_wall_time,
-            latency=self.events[-1].timestamp - added,
+            latency=self._end_timestamp - added,
             ttft=None if first_token is None else first_token - added,
             step_count=self.step_count,
             matched_block_count=0,

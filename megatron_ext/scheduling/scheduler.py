@@ -76,7 +76,9 @@ class Scheduler:
         for chunk in chunks:
             self._requeue(chunk.request, EventType.ERROR_TRANSIENT, reason)
 
-    def end(self, request: Request, status: Status, *, finish_reason: str | None = None, error: str | None = None) -> None:
+    def end(
+        self, request: Request, status: Status, *, finish_reason: str | None = None, error: str | None = None
+    ) -> None:
         """A request leaves; what it owned is free at once."""
         self._release(request)
         self.queues.discard(request)
@@ -108,11 +110,25 @@ class Scheduler:
         for block in range(self.blocks.total):
             assert self.blocks.references(block) == held[block], f"block {block}: references and tables disagree"
         self.rows.check([request.state_row for request in self.queues if request.state_row is not None])
+        for queue in (self.queues.waiting, self.queues.running, self.queues.paused):
+            arrivals = [request.arrival for request in queue]
+            assert arrivals == sorted(arrivals), f"out of order: {arrivals}"
+        for request in self.queues:
+            assert not request.is_ended, f"request {request.request_id} has ended and is still queued"
         for request in self.queues.waiting:
-            assert not request.block_table and request.state_row is None, f"waiting {request.request_id} owns something"
+            assert not request.block_table, f"waiting {request.request_id} owns blocks"
+            assert request.state_row is None, f"waiting {request.request_id} owns a live row"
             assert request.computed_end == 0, f"waiting {request.request_id} has computed tokens"
         for request in [*self.queues.running, *self.queues.paused]:
-            assert request.state_row is not None, f"request {request.request_id} has no live row"
-            capacity = len(request.block_table) * self.limits.block_size
-            assert request.computed_end <= capacity, f"request {request.request_id} outran its blocks"
-        assert all(not request.is_ended for request in self.queues), "an ended request is still queued"
+            self._check_owner(request)
+        for request in self.queues.paused:
+            assert request.is_decoding, f"paused {request.request_id} is mid-prefill"
+
+    def _check_owner(self, request: Request) -> None:
+        name = f"request {request.request_id}"
+        assert request.state_row is not None, f"{name} has no live row"
+        assert request.computed_end < len(request.tokens), f"{name} has nothing left to compute"
+        computed, known = request.computed_end, len(request.tokens)
+        fewest = self.limits.blocks_for(computed if request.is_decoding else known)
+        most = self.limits.blocks_for(known)
+        assert fewest <= len(request.block_table) <= most, f"{name} owns {len(request.block_table)} blocks"

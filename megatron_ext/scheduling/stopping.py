@@ -10,8 +10,8 @@ INCOMPLETE = "\ufffd"  # what a decoder shows for the first bytes of a character
 class StopWordMatcher:
     """Follows a growing list of tokens and finds the first stop word in its text.
 
-    Each call decodes the tokens since the last complete piece of text only, with one piece of context before them, so the
-    cost does not grow with the generation.
+    Each call decodes the tokens since the last complete piece of text only, with one piece of context before them, so
+    the cost does not grow with the generation.
 
     Args:
         stop_words: Non-empty strings.

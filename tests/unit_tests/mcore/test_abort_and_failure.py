@@ -251,7 +251,7 @@ class TestRunLoop:
 
     @staticmethod
     async def serve(engine: InferenceEngine, requests: object) -> object:
-        """Run `requests` beside the loop. The loop's decorator would answer an error with `sys.exit`, so it is left out."""
+        """Run `requests` beside the loop, without the loop's decorator, which answers an error with `sys.exit`."""
         loop = asyncio.create_task(type(engine).run_engine.__wrapped__(engine))
         work = asyncio.create_task(requests())
         await asyncio.wait({loop, work}, return_when=asyncio.FIRST_COMPLETED)

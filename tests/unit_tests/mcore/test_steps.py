@@ -1,4 +1,4 @@
-"""What one step does: a single varlen call, padding that reaches nothing, slices shorter than the convolution window."""
+"""What one step does: a single varlen call, padding that reaches nothing, slices shorter than the window."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ class TestShortSlices:
 
 
 class TestBlockSizes:
-    """HY-12: any multiple of 16 does for a hybrid; the kernel chunk is the largest divisor that the model's chunk allows."""
+    """HY-12: any multiple of 16 does for a hybrid; the kernel chunk is its largest divisor up to the model's chunk."""
 
     @pytest.mark.parametrize(("block_size", "kernel_chunk"), [(16, 16), (48, 24), (64, 32), (80, 20), (256, 32)])
     def test_results_do_not_depend_on_it(self, get_driver, get_oracle, block_size, kernel_chunk):

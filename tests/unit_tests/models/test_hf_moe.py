@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.models.checkpoint import load_checkpoint, save_checkpoint
-from megatron_ext.models.hf_config import translate
+from megatron_ext.models.hf_checkpoint import translate
 from tests.unit_tests.models import nemotron_h_oracle as oracle
 from tests.unit_tests.models.test_hf_config import PUBLISHED
 from tests.unit_tests.models.test_hf_nemotron_h import LENGTHS, load_hf

@@ -1,0 +1,261 @@
+"""KV-12, KV-13: prompts of every awkward length, pools of every awkward size, requests that make no sense."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from megatron.core.inference.sampling_params import SamplingParams
+
+from megatron_ext.config import BatchingConfig, RequestParams
+from megatron_ext.errors import ConfigError
+from megatron_ext.mcore.assemble import build_engine
+from megatron_ext.scheduling.record import Status
+from tests.unit_tests.support.driver import assert_equals_oracle, make_prompt
+from tests.unit_tests.support.models import HYBRID, build_slow_decay
+from tests.unit_tests.support.tokenizers import PieceTokenizer
+
+KINDS = ("hybrid", "attention_only")
+BLOCK = 16
+
+
+@pytest.mark.parametrize("kind", KINDS)
+class TestPromptLengths:
+    """KV-12: one token, block - 1, block, block + 1, two blocks; with and without room to spare."""
+
+    LENGTHS = (1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK)
+
+    @pytest.mark.parametrize("blocks", [3, 100])
+    @pytest.mark.parametrize("max_tokens", [16, 17, 100])
+    def test_together(self, get_driver, get_oracle, kind, blocks, max_tokens):
+        driver = get_driver(kind, block_count=blocks, max_tokens=max_tokens)
+        for request_id, length in enumerate(self.LENGTHS):
+            driver.add(request_id, make_prompt(length), num_tokens_to_generate=6)
+        driver.run()
+        for request_id in range(len(self.LENGTHS)):
+            assert_equals_oracle(driver, request_id, get_oracle(kind))
+
+    def test_one_token_in_and_one_out(self, get_driver, get_oracle, kind):
+        driver = get_driver(kind)
+        driver.add(0, [7], num_tokens_to_generate=1)
+        driver.run()
+        record = driver.records[0]
+        assert (record.prompt_log_probs, len(record.generated_tokens), record.step_count) == ((), 1, 1)
+        assert_equals_oracle(driver, 0, get_oracle(kind))
+
+    def test_a_pool_that_fits_to_the_last_token(self, get_driver, get_oracle, kind):
+        """The last generated token is sampled but never computed, so it needs no place."""
+        driver = get_driver(kind, block_count=3)
+        driver.add(0, make_prompt(3 * BLOCK), num_tokens_to_generate=1)
+        driver.add(1, make_prompt(3 * BLOCK - 5), num_tokens_to_generate=6)
+        driver.run()
+        for request_id in (0, 1):
+            assert_equals_oracle(driver, request_id, get_oracle(kind))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+class TestTooLarge:
+    """KV-12: what does not fit fails with a named reason, alone."""
+
+    def check(self, driver, oracle, failed: int, error: str) -> None:
+        driver.run()
+        record = driver.records[failed]
+        assert record.status is Status.FAILED
+        assert error in record.error
+        assert "\n" not in record.error
+        assert driver.events(failed)[-2:] == ["ERROR_NONTRANSIENT", "FAIL"]
+        assert record.events[-2].payload == record.error
+        for request_id in set(driver.records) - {failed}:
+            assert_equals_oracle(driver, request_id, oracle)
+
+    def test_a_prompt_larger_than_the_pool(self, get_driver, get_oracle, kind):
+        driver = get_driver(kind, block_count=3)
+        driver.add(0, make_prompt(20))
+        future = driver.add(1, make_prompt(3 * BLOCK + 1))
+        driver.add(2, make_prompt(5))
+        assert future.done() is False
+        self.check(driver, get_oracle(kind), 1, "4 blocks needed, 3 available at all")
+        assert driver.events(1) == ["ADD_ENGINE", "ERROR_NONTRANSIENT", "FAIL"]
+        assert future.result() is driver.records[1]
+        assert driver.records[1].computed_prefill_token_count == 0
+
+    def test_a_prompt_and_generation_larger_than_the_pool(self, get_driver, get_oracle, kind):
+        """It runs until it cannot; what it generated until then is reported."""
+        driver = get_driver(kind, block_count=3)
+        driver.add(0, make_prompt(40), num_tokens_to_generate=20)
+        driver.add(1, make_prompt(5))
+        driver.add(2, make_prompt(20))
+        self.check(driver, get_oracle(kind), 0, "4 blocks needed, 3 available at all")
+        record = driver.records[0]
+        assert record.generated_tokens == get_oracle(kind).greedy(make_prompt(40), 9).tokens
+        assert len(record.generated_log_probs) == 9
+        assert record.ttft > 0
+
+    def test_the_whole_pool_is_tried_before_a_request_fails(self, get_driver, get_oracle, kind):
+        """The young one is in its way at first, and is served to the end all the same."""
+        driver = get_driver(kind, block_count=5)
+        driver.add(0, make_prompt(20), num_tokens_to_generate=80)
+        driver.add(1, make_prompt(20), num_tokens_to_generate=40)
+        driver.add(2, make_prompt(33), num_tokens_to_generate=3)
+        self.check(driver, get_oracle(kind), 0, "6 blocks needed, 5 available at all")
+        assert len(driver.records[0].generated_tokens) == 5 * BLOCK + 1 - 20
+        assert "EVICT" in driver.events(1)
+
+    def test_longer_than_the_model(self, get_driver, get_oracle, kind):
+        driver = get_driver(kind, max_sequence_length=30)
+        driver.add(0, make_prompt(25), num_tokens_to_generate=5)
+        driver.add(1, make_prompt(25), num_tokens_to_generate=6)
+        self.check(driver, get_oracle(kind), 1, "31 sequence length needed, 30 available at all")
+
+    def test_longer_than_a_step_without_chunked_prefill(self, get_driver, get_oracle, kind):
+        driver = get_driver(kind, max_tokens=40, enable_chunked_prefill=False)
+        driver.add(0, make_prompt(40))
+        driver.add(1, make_prompt(41))
+        driver.add(2, make_prompt(3))
+        self.check(driver, get_oracle(kind), 1, "41 tokens needed, 40 available at all")
+
+
+class TestNonsense:
+    """Errors of the caller: one line, the value, what would work; and nothing is left behind."""
+
+    @pytest.mark.parametrize(
+        ("prompt", "message"),
+        [
+            ([], "the prompt is empty"),
+            ("", "the prompt is empty"),
+            (torch.tensor([], dtype=torch.int64), "the prompt is empty"),
+            ([3, 97], "token id 97 is not in the vocabulary of 97"),
+            ([3, -1], "token id -1 is not in the vocabulary"),
+        ],
+        ids=["no_tokens", "no_text", "empty_tensor", "too_high", "negative"],
+    )
+    def test_prompts(self, get_driver, prompt, message):
+        driver = get_driver()
+        with pytest.raises(ConfigError, match=message) as caught:
+            driver.add(0, prompt)
+        assert "\n" not in str(caught.value)
+        driver.engine.check()
+        assert not driver.engine.has_unfinished_requests()
+        driver.add(0, [3])  # the id is free
+
+    def test_an_id_in_use(self, get_driver):
+        driver = get_driver()
+        driver.add(0, [3])
+        with pytest.raises(ConfigError, match="request id 0 is in use"):
+            driver.add(0, [4])
+        driver.run()
+        driver.records.clear()
+        driver.engine.lifetime_prefill_token_count = 0
+        driver.add(0, [4])  # and now it is not
+        driver.run()
+
+    def test_contradicting_lengths(self, get_driver):
+        params = SamplingParams(num_tokens_total=10, num_tokens_to_generate=5)
+        with pytest.raises(ConfigError, match="contradict each other"):
+            get_driver().engine.add_request(0, [3], params)
+
+    def test_a_step_with_nothing_to_do(self, get_driver):
+        driver = get_driver()
+        result = driver.step()
+        assert (result["active_request_ids"], result["finished_request_records"]) == ([], [])
+        assert driver.engine.step_count == 0
+
+
+class TestPrompts:
+    """One request in three spellings."""
+
+    def test_text_ids_and_tensor(self, get_driver, get_oracle):
+        tokens = make_prompt(5)
+        text = "".join(f"<{token}>" for token in tokens)
+        driver = get_driver()
+        driver.add(0, tokens)
+        driver.add(1, text)
+        driver.add(2, torch.tensor(tokens))
+        driver.run()
+        for request_id in range(3):
+            assert driver.records[request_id].prompt_tokens == tuple(tokens)
+            assert driver.records[request_id].prompt_text == text
+            assert_equals_oracle(driver, request_id, get_oracle("hybrid"))
+
+    def test_generate_answers_in_order(self, get_driver, get_oracle):
+        driver = get_driver(max_requests=2, max_tokens=40)
+        prompts = [make_prompt(length) for length in (129, 3, 40)]
+        records = driver.engine.generate(prompts, RequestParams(num_tokens_to_generate=4))
+        for prompt, record in zip(prompts, records, strict=True):
+            assert record.prompt_tokens == tuple(prompt)
+            assert record.generated_tokens == get_oracle("hybrid").greedy(prompt, 4).tokens
+        again = driver.engine.generate(prompts[1:], RequestParams(num_tokens_to_generate=4))
+        assert [record.request_id for record in again] == [3, 4]
+
+    def test_a_request_ends_at_the_end_of_its_document(self, get_driver, get_oracle):
+        prompt = make_prompt(9)
+        tokens = get_oracle("hybrid").greedy(prompt, 8).tokens
+        end = tokens[3]
+        assert end not in tokens[:3]
+        driver = get_driver()
+        driver.add(0, prompt, termination_id=end)
+        driver.add(1, prompt, termination_id=end, ignore_eos=True)  # FX-5
+        driver.run()
+        record, ignoring = driver.records[0], driver.records[1]
+        assert (record.finish_reason, record.generated_tokens) == ("stop", tokens[:4])
+        assert record.generated_text == "".join(f"<{token}>" for token in tokens[:3])
+        assert (ignoring.finish_reason, ignoring.generated_tokens) == ("length", tokens)
+        assert len(record.generated_log_probs) == 4
+
+    def test_log_probs_only_where_asked(self, get_driver, get_oracle):
+        driver = get_driver()
+        prompt = make_prompt(20)
+        driver.add(0, prompt, return_log_probs=False)
+        driver.add(1, prompt, skip_prompt_log_probs=True)
+        driver.add(2, prompt, top_n_logprobs=4)
+        driver.run()
+        assert (driver.records[0].generated_log_probs, driver.records[0].prompt_log_probs) == (None, None)
+        assert driver.records[1].prompt_log_probs is None
+        assert driver.records[1].generated_top_n_log_probs is None
+        for request_id in range(3):
+            assert_equals_oracle(driver, request_id, get_oracle("hybrid"))
+        best = get_oracle("hybrid").logits(prompt).log_softmax(-1).topk(4)
+        record = driver.records[2]
+        assert len(record.prompt_top_n_log_probs) == 19
+        for i, top in enumerate([*record.prompt_top_n_log_probs, record.generated_top_n_log_probs[0]]):
+            assert list(top) == best.indices[i].tolist()
+            assert list(top.values()) == pytest.approx(best.values[i].tolist(), abs=1e-4, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("limits", "waiting"),
+    [
+        pytest.param({"max_requests": 1}, 3, id="requests"),
+        pytest.param({"block_count": 4}, 40, id="blocks"),
+        pytest.param({"max_tokens": 20, "enable_chunked_prefill": False}, 20, id="tokens"),
+    ],
+)
+def test_a_refused_admission_changes_nothing(get_driver, get_oracle, limits, waiting):
+    """KV-13: a request that does not fit owns nothing, is noted nowhere, and counts once when it does fit."""
+    driver = get_driver(**limits)
+    driver.add(0, make_prompt(20), num_tokens_to_generate=6)
+    driver.add(1, make_prompt(waiting))
+    request = driver.engine.get_request(1)
+    rows = driver.scheduler.rows.free_count
+    refused = False
+    for _ in range(2):
+        driver.step()
+        if not request.block_table:
+            assert (request.state_row, request.computed_end, request.step_count) == (None, 0, 0)
+            assert driver.free_blocks == driver.scheduler.blocks.total - 2
+            assert driver.scheduler.rows.free_count == rows - 1
+            assert [event.type.name for event in request.events] == ["ADD_ENGINE"]
+            refused = True
+        assert refused
+    driver.run()
+    assert driver.events(1).count("ADD_CONTEXT") == 1
+    assert driver.records[1].computed_prefill_token_count == waiting
+    for request_id in (0, 1):
+        assert_equals_oracle(driver, request_id, get_oracle("hybrid"))
+
+
+def test_graphs_are_refused():
+    """Not silently ignored."""
+    model = build_slow_decay(HYBRID)
+    model.config.cuda_graph_impl = "local"
+    with pytest.raises(ConfigError, match="cuda_graph_impl 'local' is not supported"):
+        build_engine(model, HYBRID, PieceTokenizer(97), BatchingConfig(block_count=2), dtype=torch.float32)

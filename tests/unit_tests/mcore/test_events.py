@@ -1,0 +1,126 @@
+"""KV-10: the story that events tell, TTFT and latency; and the books on computed and recomputed tokens."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import pytest
+
+from megatron_ext.scheduling.events import EventType
+from tests.unit_tests.support.driver import Driver, make_prompt
+
+# What may follow what, when nothing fails; an abort may come after anything.
+SUCCESSORS = {
+    "ADD_ENGINE": {"ADD_CONTEXT"},
+    "ADD_CONTEXT": {"FIRST_TOKEN", "PAUSE", "EVICT", "ADD_CONTEXT", "FINISH"},
+    "FIRST_TOKEN": {"PAUSE", "EVICT", "ADD_CONTEXT", "FINISH"},
+    "PAUSE": {"PAUSE", "EVICT", "ADD_CONTEXT", "FINISH"},
+    "EVICT": {"ADD_CONTEXT"},
+}
+
+
+def assert_plausible(driver: Driver, request_id: int) -> None:
+    names = driver.events(request_id)
+    for one, next_one in itertools.pairwise(names):
+        assert next_one in SUCCESSORS[one], names
+
+
+@pytest.fixture
+def pressed(get_driver) -> Driver:
+    """Pauses, evictions, a suspension, chunks."""
+    driver = get_driver(block_count=12, max_tokens=40)
+    for request_id, length in enumerate((64, 48, 31, 15, 129, 16)):
+        driver.add(request_id, make_prompt(length), num_tokens_to_generate=20)
+    for _ in range(6):
+        driver.step()
+    driver.engine.suspend()
+    driver.engine.resume()
+    driver.run()
+    return driver
+
+
+def test_the_order_of_events(pressed):
+    assert pressed.count(EventType.PAUSE) > 0
+    assert pressed.count(EventType.EVICT) > 0
+    for request_id in pressed.records:
+        assert_plausible(pressed, request_id)
+
+
+def test_each_admission_is_noted_and_only_admissions(pressed):
+    """As many as there were first chunks, each of which begins at token 0."""
+    for request_id in pressed.records:
+        beginnings = sum(start == 0 for start, _ in pressed.seen[request_id].chunks)
+        assert pressed.events(request_id).count("ADD_CONTEXT") == beginnings
+
+
+def test_computed_and_recomputed_tokens_are_exact(pressed):
+    """Against the chunks that ran: what was below a request's high-water mark was computed again."""
+    for request_id, record in pressed.records.items():
+        reached = again = 0
+        for start, end in pressed.seen[request_id].chunks:
+            again += max(0, min(end, reached) - start)
+            reached = max(reached, end)
+        assert record.recomputed_token_count == again
+        assert record.computed_prefill_token_count == record.prompt_token_count
+        assert record.step_count == len(pressed.seen[request_id].chunks)
+        assert record.prefill_reasons == {"caching_off": record.prompt_token_count}
+        assert (record.skipped_prefill_token_count, record.matched_block_count) == (0, 0)
+    assert sum(record.recomputed_token_count for record in pressed.records.values()) > 0
+
+
+def test_the_lifetime_count_is_the_sum_over_requests(pressed):
+    total = sum(r.computed_prefill_token_count + r.recomputed_token_count for r in pressed.records.values())
+    assert pressed.engine.lifetime_prefill_token_count == total
+    assert pressed.engine.lifetime_skipped_token_count == 0
+    assert pressed.engine.step_count == len(pressed.steps)
+
+
+def test_the_count_is_right_after_every_step(get_driver):
+    driver = get_driver(max_tokens=40)
+    driver.add(0, make_prompt(50), num_tokens_to_generate=3)
+    driver.add(1, make_prompt(45), num_tokens_to_generate=3)
+    counts = []
+    while driver.engine.has_unfinished_requests():
+        driver.step()
+        counts.append(driver.engine.lifetime_prefill_token_count)
+    assert counts == [40, 80, 95, 95, 95]
+
+
+def test_times_lie_within_the_time_of_the_request(get_driver):
+    driver = get_driver()
+    wall, before = time.time(), time.monotonic()
+    driver.add(0, make_prompt(9))
+    submitted = time.monotonic()
+    driver.step()
+    first = time.monotonic()
+    driver.run()
+    after = time.monotonic()
+    record = driver.records[0]
+    added, admitted, token, finished = (event.timestamp for event in record.events)
+    assert before <= added <= submitted <= admitted < token <= first <= finished <= after
+    assert record.ttft == token - added
+    assert record.ttft < record.latency
+    assert wall <= record.arrival_wall_time <= time.time()
+    assert record.events[0].to_dict() == {"type": "ADD_ENGINE", "timestamp": added, "payload": None}
+
+
+def test_an_evicted_request_keeps_its_first_token_time(pressed):
+    evicted = [record for record in pressed.records.values() if "EVICT" in [e.type.name for e in record.events]]
+    assert evicted
+    for record in evicted:
+        times = {event.type: event.timestamp for event in record.events}
+        assert times[EventType.FIRST_TOKEN] - times[EventType.ADD_ENGINE] == record.ttft
+
+
+def test_a_logged_step_says_what_happened(get_driver, caplog):
+    driver = get_driver(max_tokens=40)
+    driver.engine.inference_logging_step_interval = 2
+    driver.add(0, make_prompt(50), num_tokens_to_generate=4)
+    with caplog.at_level("INFO", logger="megatron_ext.mcore.engine"):
+        driver.run()
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 2
+    assert "0 decode + 10 prefill tokens" in lines[0]
+    assert "1 decode + 0 prefill tokens" in lines[1]
+    assert "50 computed, 0 skipped" in lines[1]

@@ -1,0 +1,124 @@
+"""The block pool: who may have what, and that corruption is found."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from megatron_ext.prefix_cache.block_pool import BlockPool
+
+
+class TestContract:
+    def test_blocks_are_handed_out_from_zero(self):
+        pool = BlockPool(4)
+        assert pool.allocate(3) == [0, 1, 2]
+        assert pool.free_count == 1
+        assert [pool.references(block) for block in range(4)] == [1, 1, 1, 0]
+        pool.check()
+
+    def test_the_last_released_is_reused_first(self):
+        pool = BlockPool(5)
+        pool.allocate(5)
+        pool.release([1, 4, 2])
+        assert pool.allocate(2) == [2, 4]
+        assert pool.allocate(1) == [1]
+
+    def test_allocating_nothing_is_fine_even_when_full(self):
+        pool = BlockPool(1)
+        pool.allocate(1)
+        assert pool.allocate(0) == []
+
+    @pytest.mark.parametrize("count", [4, -1])
+    def test_allocating_what_is_not_there_changes_nothing(self, count: int):
+        pool = BlockPool(3)
+        with pytest.raises(AssertionError, match="3 free"):
+            pool.allocate(count)
+        assert pool.free_count == 3
+        pool.check()
+
+    def test_no_block_is_released_twice(self):
+        pool = BlockPool(3)
+        blocks = pool.allocate(2)
+        pool.release(blocks)
+        with pytest.raises(AssertionError, match="more often than taken"):
+            pool.release([blocks[0]])
+
+    def test_no_block_is_released_twice_in_one_call(self):
+        pool = BlockPool(3)
+        (block,) = pool.allocate(1)
+        with pytest.raises(AssertionError, match="more often than taken"):
+            pool.release([block, block])
+
+    def test_a_pool_has_blocks(self):
+        with pytest.raises(AssertionError):
+            BlockPool(0)
+
+    @settings(max_examples=100, deadline=None)
+    @given(data=st.data(), total=st.integers(1, 6))
+    def test_owners_never_meet(self, data: st.DataObject, total: int):
+        pool = BlockPool(total)
+        held: list[int] = []
+        for _ in range(data.draw(st.integers(0, 20))):
+            if data.draw(st.booleans()):
+                held += pool.allocate(data.draw(st.integers(0, pool.free_count)))
+            else:
+                gone = data.draw(st.sets(st.sampled_from(held))) if held else set()
+                pool.release(gone)
+                held = [block for block in held if block not in gone]
+            assert max(Counter(held).values(), default=1) == 1
+            assert pool.free_count == total - len(held)
+            assert all(pool.references(block) == (block in held) for block in range(total))
+            pool.check()
+
+
+def free_a_used_block(pool: BlockPool) -> None:
+    pool._free.append(0)
+
+
+def free_a_block_twice(pool: BlockPool) -> None:
+    pool._free.append(pool._free[0])
+
+
+def lose_a_block(pool: BlockPool) -> None:
+    pool._free.pop()
+
+
+def swap_a_block_for_a_stranger(pool: BlockPool) -> None:
+    pool._free[0] = 99
+
+
+def forget_a_reference(pool: BlockPool) -> None:
+    pool._references[0] = 0
+
+
+def invent_a_reference(pool: BlockPool) -> None:
+    pool._references[3] = 1
+
+
+def owe_a_reference(pool: BlockPool) -> None:
+    pool._references[3] = -1
+
+
+CORRUPTIONS = [
+    free_a_used_block,
+    free_a_block_twice,
+    lose_a_block,
+    swap_a_block_for_a_stranger,
+    forget_a_reference,
+    invent_a_reference,
+    owe_a_reference,
+]
+
+
+@pytest.mark.parametrize("corrupt", CORRUPTIONS)
+def test_check_finds(corrupt: Callable[[BlockPool], None]):
+    pool = BlockPool(4)
+    pool.allocate(2)
+    pool.check()
+    corrupt(pool)
+    with pytest.raises(AssertionError):
+        pool.check()

@@ -1,0 +1,99 @@
+"""Requests, limits and queues in any situation, in a line each."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+
+from megatron_ext.config import RequestParams
+from megatron_ext.scheduling.planner import Limits
+from megatron_ext.scheduling.queue import Queues
+from megatron_ext.scheduling.request import Request
+
+# Blocks of 4 tokens, so that sizes are easy to follow by hand.
+LIMITS = Limits(
+    block_size=4,
+    total_blocks=8,
+    paused_blocks=None,
+    max_requests=4,
+    max_tokens=16,
+    max_sequence_length=64,
+    chunked_prefill=True,
+)
+
+
+def make_limits(**changes: object) -> Limits:
+    """`LIMITS`, with some of them changed."""
+    return dataclasses.replace(LIMITS, **changes)
+
+
+def make_request(arrival: int, prompt: int, generated: int = 0, **params: object) -> Request:
+    """A request with tokens 1000 * arrival + position; nothing is computed, nothing owned."""
+    request = Request(
+        request_id=100 + arrival,
+        prompt_tokens=tuple(1000 * arrival + position for position in range(prompt)),
+        params=RequestParams(**params),
+        arrival=arrival,
+        seed=arrival,
+    )
+    for position in range(prompt, prompt + generated):
+        request.append(1000 * arrival + position)
+    return request
+
+
+class Situation:
+    """Queues that are filled by hand; block and row numbers are handed out in order."""
+
+    def __init__(self, **limits: object) -> None:
+        self.limits = make_limits(**limits)
+        self.queues = Queues()
+        self._used_blocks = 0
+        self._used_rows = 0
+
+    @property
+    def free_blocks(self) -> int:
+        return self.limits.total_blocks - self._used_blocks
+
+    def waiting(self, arrival: int, prompt: int, generated: int = 0) -> Request:
+        request = make_request(arrival, prompt, generated)
+        self.queues.waiting.add(request)
+        return request
+
+    def prefilling(self, arrival: int, prompt: int, computed: int, generated: int = 0) -> Request:
+        """Owns the blocks of all its tokens, as every request that was admitted does."""
+        request = make_request(arrival, prompt, generated)
+        self._own(request, computed, self.limits.blocks_for(len(request.tokens)))
+        self.queues.running.add(request)
+        return request
+
+    def decoding(self, arrival: int, prompt: int, generated: int) -> Request:
+        """All is computed but the last token, which may need a block that is not there yet."""
+        request = self._decoder(arrival, prompt, generated)
+        self.queues.running.add(request)
+        return request
+
+    def paused(self, arrival: int, prompt: int, generated: int) -> Request:
+        request = self._decoder(arrival, prompt, generated)
+        self.queues.paused.add(request)
+        return request
+
+    def _decoder(self, arrival: int, prompt: int, generated: int) -> Request:
+        request = make_request(arrival, prompt, generated)
+        computed = len(request.tokens) - 1
+        self._own(request, computed, self.limits.blocks_for(computed))
+        return request
+
+    def _own(self, request: Request, computed: int, blocks: int) -> None:
+        request.computed_end = computed
+        request.block_table = list(range(self._used_blocks, self._used_blocks + blocks))
+        request.state_row = self._used_rows
+        self._used_blocks += blocks
+        self._used_rows += 1
+
+
+def frozen(queues: Queues) -> list[list[tuple[int, bytes]]]:
+    """Everything that the queues and their requests hold, deep, to be compared later."""
+    return [
+        [(id(request), pickle.dumps(vars(request))) for request in queue]
+        for queue in (queues.waiting, queues.running, queues.paused)
+    ]

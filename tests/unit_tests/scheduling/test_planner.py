@@ -1,0 +1,381 @@
+"""Steps decided in literal situations: blocks of 4 tokens, and every chunk and count written out.
+
+`chunks_of` gives (request id, start, end); request ids are 100 + arrival.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from megatron_ext.scheduling.planner import (
+    Admission,
+    Refusal,
+    Room,
+    StepPlan,
+    check_admissible,
+    plan_admission,
+    plan_step,
+)
+from tests.unit_tests.scheduling.builders import Situation, frozen, make_limits, make_request
+
+
+def plan(situation: Situation) -> StepPlan:
+    """KV-13: planning changes nothing, whatever it decides."""
+    before = frozen(situation.queues)
+    result = plan_step(situation.queues, situation.limits, situation.free_blocks)
+    assert frozen(situation.queues) == before
+    return result
+
+
+def chunks_of(step: StepPlan) -> list[tuple[int, int, int]]:
+    return [(chunk.request.request_id, chunk.start, chunk.end) for chunk in step.chunks]
+
+
+def admitted(step: StepPlan) -> list[tuple[int, int]]:
+    return [(admission.request.request_id, admission.blocks) for admission in step.admissions]
+
+
+def moves(step: StepPlan) -> dict[str, list[int]]:
+    """Who is moved, without the kinds of moves that nobody makes."""
+    named = {
+        "evictions": step.evictions,
+        "pauses": step.pauses,
+        "resumes": step.resumes,
+        "failures": [request for request, _ in step.failures],
+        "admissions": [admission.request for admission in step.admissions],
+    }
+    return {name: [request.request_id for request in requests] for name, requests in named.items() if requests}
+
+
+class TestTokens:
+    """Who computes how many tokens of a step."""
+
+    def test_nobody_is_there(self):
+        step = plan(Situation())
+        assert step == StepPlan((), (), (), (), (), (), None)
+
+    def test_decodes_come_first_then_running_prefill_then_admissions(self):
+        situation = Situation(total_blocks=20)
+        situation.prefilling(0, prompt=20, computed=8)
+        situation.decoding(1, prompt=5, generated=2)
+        situation.waiting(2, prompt=10)
+        step = plan(situation)
+        # 16 tokens: 1 decoded, 12 are the rest of request 100, 3 are left for 102.
+        assert chunks_of(step) == [(101, 6, 7), (100, 8, 20), (102, 0, 3)]
+        assert admitted(step) == [(102, 3)]
+        assert step.refusal is None
+
+    def test_running_prefill_shares_tokens_oldest_first(self):
+        situation = Situation(total_blocks=20, max_tokens=12)
+        situation.prefilling(2, prompt=15, computed=5)
+        situation.prefilling(1, prompt=12, computed=2)
+        assert chunks_of(plan(situation)) == [(101, 2, 12), (102, 5, 7)]
+
+    def test_running_prefill_without_tokens_is_not_in_the_step(self):
+        situation = Situation(total_blocks=20, max_tokens=8)
+        situation.prefilling(1, prompt=20, computed=2)
+        situation.prefilling(2, prompt=15, computed=5)
+        assert chunks_of(plan(situation)) == [(101, 2, 10)]
+
+    def test_admissions_share_tokens_in_order(self):
+        situation = Situation(total_blocks=20)
+        for arrival, prompt in enumerate((7, 6, 9)):
+            situation.waiting(arrival, prompt)
+        step = plan(situation)
+        assert chunks_of(step) == [(100, 0, 7), (101, 0, 6), (102, 0, 3)]
+        assert admitted(step) == [(100, 2), (101, 2), (102, 3)]
+
+    def test_a_long_prompt_is_admitted_with_all_its_blocks_and_a_first_chunk(self):
+        situation = Situation(total_blocks=8, max_tokens=16)
+        situation.waiting(0, prompt=30)
+        step = plan(situation)
+        assert chunks_of(step) == [(100, 0, 16)]
+        assert admitted(step) == [(100, 8)]
+
+    def test_without_chunked_prefill_a_prompt_waits_for_a_step_that_holds_it(self):
+        situation = Situation(total_blocks=20, chunked_prefill=False)
+        situation.decoding(0, prompt=5, generated=1)
+        waiting = situation.waiting(1, prompt=16)
+        step = plan(situation)
+        assert chunks_of(step) == [(100, 5, 6)]
+        assert step.refusal == Refusal(waiting, "tokens", needed=16, available=15)
+
+    def test_without_chunked_prefill_a_prompt_that_fits_is_never_cut(self):
+        situation = Situation(total_blocks=20, chunked_prefill=False)
+        situation.waiting(0, prompt=15)
+        second = situation.waiting(1, prompt=2)
+        step = plan(situation)
+        assert chunks_of(step) == [(100, 0, 15)]
+        assert step.refusal == Refusal(second, "tokens", needed=2, available=1)
+
+    def test_after_an_eviction_too_many_tokens_are_cut_even_without_chunked_prefill(self):
+        """It was admissible with 14 prompt tokens; turning it away now would lose what was generated."""
+        situation = Situation(chunked_prefill=False, max_tokens=16)
+        situation.waiting(0, prompt=14, generated=5)
+        assert chunks_of(plan(situation)) == [(100, 0, 16)]
+
+    def test_what_was_cut_without_chunked_prefill_goes_on(self):
+        situation = Situation(chunked_prefill=False, max_tokens=16)
+        situation.prefilling(0, prompt=14, generated=5, computed=16)
+        assert chunks_of(plan(situation)) == [(100, 16, 19)]
+
+    def test_every_request_decodes_in_a_full_batch(self):
+        situation = Situation(max_requests=4, max_tokens=4)
+        for arrival in range(4):
+            situation.decoding(arrival, prompt=2, generated=1)
+        situation.waiting(4, prompt=1)
+        step = plan(situation)
+        assert chunks_of(step) == [(100, 2, 3), (101, 2, 3), (102, 2, 3), (103, 2, 3)]
+        assert (step.refusal.resource, step.refusal.needed, step.refusal.available) == ("requests", 1, 0)
+
+    def test_one_generated_token_computed_again_counts_among_the_decodes(self):
+        """An evicted request may get one token of the budget for a generated token: a decode to the layers."""
+        situation = Situation(total_blocks=20, max_tokens=8)
+        situation.prefilling(0, prompt=12, computed=5)
+        situation.prefilling(1, prompt=4, generated=6, computed=5)
+        step = plan(situation)
+        assert [chunk.is_decode for chunk in step.chunks] == [True, False]
+        assert chunks_of(step) == [(101, 5, 6), (100, 5, 12)]
+
+    def test_a_prefill_of_one_token_is_no_decode(self):
+        situation = Situation()
+        situation.waiting(0, prompt=1)
+        (chunk,) = plan(situation).chunks
+        assert not chunk.is_decode
+        assert chunk.yields_token
+
+    def test_the_last_prompt_token_is_prefill(self):
+        situation = Situation()
+        situation.prefilling(0, prompt=9, computed=8)
+        (chunk,) = plan(situation).chunks
+        assert (chunk.start, chunk.end, chunk.is_decode, chunk.yields_token) == (8, 9, False, True)
+
+
+class TestAdmission:
+    """First come, first served; nobody overtakes."""
+
+    @pytest.mark.parametrize(("prompt", "blocks"), [(1, 1), (3, 1), (4, 1), (5, 2), (8, 2), (9, 3)])
+    def test_blocks_of_a_prompt(self, prompt: int, blocks: int):
+        situation = Situation()
+        situation.waiting(0, prompt)
+        assert admitted(plan(situation)) == [(100, blocks)]
+
+    @pytest.mark.parametrize(
+        ("room", "refusal"),
+        [
+            (Room(blocks=3, requests=1, tokens=1), None),
+            (Room(blocks=3, requests=0, tokens=1), ("requests", 1, 0)),
+            (Room(blocks=2, requests=1, tokens=1), ("blocks", 3, 2)),
+            (Room(blocks=3, requests=1, tokens=0), ("tokens", 1, 0)),
+        ],
+    )
+    def test_each_resource_refuses_by_name(self, room: Room, refusal: tuple | None):
+        """KV-13: a refusal names what is short."""
+        request = make_request(0, prompt=9)
+        decision = plan_admission(request, make_limits(), room)
+        if refusal is None:
+            assert isinstance(decision, Admission)
+            assert (decision.blocks, decision.chunk.start, decision.chunk.end) == (3, 0, 1)
+        else:
+            assert decision == Refusal(request, *refusal)
+
+    def test_nobody_overtakes_a_refused_head(self):
+        situation = Situation(total_blocks=8)
+        situation.decoding(0, prompt=19, generated=1)  # 5 blocks
+        head = situation.waiting(1, prompt=13)  # wants 4 of the 3 that are free
+        situation.waiting(2, prompt=1)
+        step = plan(situation)
+        assert admitted(step) == []
+        assert step.refusal == Refusal(head, "blocks", needed=4, available=3)
+
+    def test_an_evicted_request_comes_before_younger_ones(self):
+        situation = Situation(max_tokens=16)
+        situation.waiting(3, prompt=4)
+        situation.waiting(1, prompt=6, generated=2)
+        assert chunks_of(plan(situation)) == [(101, 0, 8), (103, 0, 4)]
+
+    def test_blocks_of_growing_requests_are_taken_before_admissions(self):
+        situation = Situation(total_blocks=3)
+        situation.decoding(0, prompt=4, generated=1)  # owns 1, wants a second for its token 4
+        head = situation.waiting(1, prompt=8)
+        step = plan(situation)
+        assert chunks_of(step) == [(100, 4, 5)]
+        assert step.refusal == Refusal(head, "blocks", needed=2, available=1)
+
+    def test_nobody_is_admitted_while_somebody_is_paused(self):
+        situation = Situation(total_blocks=5)
+        situation.decoding(0, prompt=6, generated=1)  # 2 blocks, goes on
+        situation.prefilling(1, prompt=4, computed=1)  # 1 block
+        situation.paused(2, prompt=8, generated=1)  # 2 blocks, wants a third
+        situation.waiting(3, prompt=1)
+        step = plan(situation)
+        assert moves(step) == {}
+        assert step.refusal is None  # it was not even asked
+        assert chunks_of(step) == [(100, 6, 7), (101, 1, 4)]
+
+    def test_nobody_is_admitted_in_a_step_that_evicts(self):
+        situation = Situation(total_blocks=4, paused_blocks=0)
+        situation.decoding(0, prompt=8, generated=1)  # 2 blocks, wants a third
+        situation.decoding(1, prompt=8, generated=1)  # the same
+        situation.waiting(2, prompt=1)  # 1 block will be free
+        step = plan(situation)
+        assert moves(step) == {"evictions": [101]}
+        assert chunks_of(step) == [(100, 8, 9)]
+
+
+class TestGrowth:
+    """Blocks for the next token: older first, then pause, then evict."""
+
+    def test_a_token_in_a_block_with_room_needs_nothing(self):
+        situation = Situation(total_blocks=2)
+        situation.decoding(0, prompt=5, generated=3)
+        assert situation.free_blocks == 0
+        assert chunks_of(plan(situation)) == [(100, 7, 8)]
+
+    def test_the_older_request_gets_the_last_block(self):
+        situation = Situation(total_blocks=3)
+        situation.decoding(1, prompt=4, generated=1)
+        situation.decoding(0, prompt=4, generated=1)
+        step = plan(situation)
+        assert chunks_of(step) == [(100, 4, 5)]
+        assert moves(step) == {"pauses": [101]}
+
+    def test_a_younger_request_that_needs_no_block_goes_on(self):
+        situation = Situation(total_blocks=3)
+        situation.decoding(0, prompt=8, generated=1)
+        situation.decoding(1, prompt=2, generated=1)
+        step = plan(situation)
+        assert chunks_of(step) == [(101, 2, 3)]
+        assert moves(step) == {"pauses": [100]}
+
+    def test_paused_requests_resume_oldest_first(self):
+        situation = Situation(total_blocks=4)
+        situation.paused(2, prompt=4, generated=1)
+        situation.paused(0, prompt=4, generated=1)
+        situation.decoding(1, prompt=2, generated=1)
+        step = plan(situation)
+        assert moves(step) == {"resumes": [100]}
+        assert chunks_of(step) == [(100, 4, 5), (101, 2, 3)]
+
+    def test_an_older_running_request_comes_before_a_paused_one(self):
+        situation = Situation(total_blocks=3)
+        situation.decoding(0, prompt=4, generated=1)
+        situation.paused(1, prompt=4, generated=1)
+        step = plan(situation)
+        assert moves(step) == {}
+        assert chunks_of(step) == [(100, 4, 5)]
+
+    def test_when_nobody_can_run_the_youngest_is_evicted(self):
+        situation = Situation(total_blocks=6)
+        for arrival in range(3):
+            situation.decoding(arrival, prompt=8, generated=1)  # 2 blocks each, all want a third
+        step = plan(situation)
+        # Two blocks come free: both others go on.
+        assert moves(step) == {"evictions": [102]}
+        assert chunks_of(step) == [(100, 8, 9), (101, 8, 9)]
+
+    def test_as_many_are_evicted_as_it_takes(self):
+        situation = Situation(total_blocks=3)
+        for arrival in range(3):
+            situation.decoding(arrival, prompt=4, generated=1)  # 1 block each, all want a second
+        step = plan(situation)
+        assert moves(step) == {"pauses": [101], "evictions": [102]}
+        assert chunks_of(step) == [(100, 4, 5)]
+
+    def test_nobody_is_evicted_while_a_prefill_can_run(self):
+        situation = Situation(total_blocks=4)
+        situation.decoding(0, prompt=8, generated=1)
+        situation.prefilling(1, prompt=8, computed=4)
+        step = plan(situation)
+        assert moves(step) == {"pauses": [100]}
+        assert chunks_of(step) == [(101, 4, 8)]
+
+    def test_paused_requests_keep_at_most_their_budget(self):
+        situation = Situation(total_blocks=6, paused_blocks=3)
+        situation.prefilling(0, prompt=8, computed=4)  # 2 blocks
+        situation.paused(1, prompt=8, generated=1)  # 2 blocks
+        situation.decoding(2, prompt=8, generated=1)  # 2 blocks: 4 would be kept
+        step = plan(situation)
+        # What request 102 gives up is enough for 101 to resume.
+        assert moves(step) == {"evictions": [102], "resumes": [101]}
+        assert chunks_of(step) == [(101, 8, 9), (100, 4, 8)]
+
+    def test_a_budget_that_is_met_exactly_evicts_nobody(self):
+        situation = Situation(total_blocks=6, paused_blocks=4)
+        situation.prefilling(0, prompt=8, computed=4)
+        situation.paused(1, prompt=8, generated=1)
+        situation.decoding(2, prompt=8, generated=1)
+        assert moves(plan(situation)) == {"pauses": [102]}
+
+    def test_budget_zero_evicts_instead_of_pausing(self):
+        situation = Situation(total_blocks=4, paused_blocks=0)
+        situation.prefilling(0, prompt=8, computed=4)
+        situation.decoding(1, prompt=8, generated=1)
+        step = plan(situation)
+        assert moves(step) == {"evictions": [101]}
+        assert chunks_of(step) == [(100, 4, 8)]
+
+    def test_a_request_that_outgrows_the_pool_fails_and_makes_room(self):
+        """KV-12: prompt + generation larger than the pool runs until it cannot; the others go on."""
+        situation = Situation(total_blocks=4)
+        grown = situation.decoding(0, prompt=8, generated=9)  # 4 blocks; 17 tokens want a fifth
+        situation.waiting(1, prompt=16)
+        step = plan(situation)
+        ((failed, error),) = step.failures
+        assert failed is grown
+        assert (error.resource, error.needed, error.available, error.is_transient) == ("blocks", 5, 4, False)
+        assert admitted(step) == [(101, 4)]
+
+    def test_a_request_that_outgrew_the_pool_before_a_suspend_fails_and_does_not_stall_the_others(self):
+        """KV-12: it waits with more tokens than the pool holds, so it could never be admitted."""
+        situation = Situation(total_blocks=4)
+        grown = situation.waiting(0, prompt=8, generated=9)
+        situation.waiting(1, prompt=3)
+        step = plan(situation)
+        assert [(request, error.needed, error.available) for request, error in step.failures] == [(grown, 5, 4)]
+        assert admitted(step) == [(101, 1)]
+        assert step.refusal is None
+
+    def test_a_request_as_large_as_the_pool_decodes_to_its_last_token(self):
+        situation = Situation(total_blocks=4)
+        situation.decoding(0, prompt=8, generated=8)
+        assert chunks_of(plan(situation)) == [(100, 15, 16)]
+
+
+class TestAdmissible:
+    """What is turned away before it waits."""
+
+    @pytest.mark.parametrize(
+        ("changes", "prompt", "generate", "expected"),
+        [
+            ({}, 32, 32, None),
+            ({}, 32, 33, ("sequence_length", 65, 64)),
+            ({}, 33, 1, ("blocks", 9, 8)),
+            ({"total_blocks": 3}, 12, 30, None),  # runs until it cannot
+            ({"total_blocks": 3}, 13, 1, ("blocks", 4, 3)),
+            ({"chunked_prefill": False}, 16, 1, None),
+            ({"chunked_prefill": False}, 17, 1, ("tokens", 17, 16)),
+            ({"chunked_prefill": True}, 17, 1, None),
+        ],
+    )
+    def test_permanent_limits(self, changes: dict, prompt: int, generate: int, expected: tuple | None):
+        """KV-12: permanent errors, by name and with numbers."""
+        request = make_request(0, prompt, num_tokens_to_generate=generate)
+        error = check_admissible(request, make_limits(**changes))
+        if expected is None:
+            assert error is None
+        else:
+            assert (error.resource, error.needed, error.available) == expected
+            assert not error.is_transient
+            assert "at all" in str(error)
+
+    def test_whatever_is_admissible_is_admitted_alone(self):
+        for prompt, generate, chunked in itertools.product(range(1, 34), (1, 8, 32), (True, False)):
+            situation = Situation(chunked_prefill=chunked)
+            request = make_request(0, prompt, num_tokens_to_generate=generate)
+            if check_admissible(request, situation.limits) is None:
+                situation.queues.waiting.add(request)
+                step = plan(situation)
+                assert [admission.request for admission in step.admissions] == [request], (prompt, generate, chunked)

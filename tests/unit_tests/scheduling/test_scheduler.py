@@ -1,0 +1,285 @@
+"""Lives of requests in literal steps, and corruptions that `check` must find."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from megatron_ext.scheduling.events import EventType
+from megatron_ext.scheduling.planner import StepPlan
+from megatron_ext.scheduling.record import Status
+from megatron_ext.scheduling.request import Request
+from megatron_ext.scheduling.scheduler import Scheduler
+from tests.unit_tests.scheduling.builders import make_limits, make_request
+
+
+def make_scheduler(*prompts: int, **limits: object) -> tuple[Scheduler, list[Request]]:
+    """A scheduler with waiting requests 0, 1, ... of these prompt lengths."""
+    scheduler = Scheduler(make_limits(**limits))
+    requests = [make_request(arrival, prompt) for arrival, prompt in enumerate(prompts)]
+    for request in requests:
+        scheduler.add(request)
+    return scheduler, requests
+
+
+def step(scheduler: Scheduler) -> StepPlan:
+    """Schedule, commit, and give every request that is due a token."""
+    plan = scheduler.schedule()
+    scheduler.commit(plan.chunks)
+    for chunk in plan.chunks:
+        if chunk.yields_token:
+            chunk.request.append(7)
+    scheduler.check()
+    return plan
+
+
+def event_names(request: Request) -> list[str]:
+    return [event.type.name for event in request.events]
+
+
+class TestLife:
+    def test_blocks_and_rows_are_owned_from_admission_to_end(self):
+        scheduler, (first, second) = make_scheduler(5, 4)
+        step(scheduler)
+        assert (first.block_table, first.state_row) == ([0, 1], 0)
+        assert (second.block_table, second.state_row) == ([2], 1)
+        step(scheduler)
+        assert second.block_table == [2, 3]  # its token 4 begins a block
+        scheduler.end(first, Status.COMPLETED, finish_reason="stop")
+        assert (first.block_table, first.state_row, first.computed_end) == ([], None, 0)
+        assert (scheduler.blocks.free_count, scheduler.rows.free_count) == (6, 3)
+        scheduler.check()
+
+    def test_a_chunked_prefill_is_admitted_once(self):
+        """KV-10: ADD_CONTEXT is each admission, not each chunk."""
+        scheduler, (request,) = make_scheduler(30)
+        assert [(chunk.start, chunk.end) for chunk in step(scheduler).chunks] == [(0, 16)]
+        assert request.generated_tokens == []
+        assert [(chunk.start, chunk.end) for chunk in step(scheduler).chunks] == [(16, 30)]
+        assert event_names(request) == ["ADD_ENGINE", "ADD_CONTEXT", "FIRST_TOKEN"]
+
+    def test_pause_and_resume_keep_what_was_computed(self):
+        """KV-10: a request that gets its block at once is not paused."""
+        scheduler, (first, second) = make_scheduler(4, 4, total_blocks=3)
+        step(scheduler)
+        step(scheduler)  # both want a block, one is there
+        assert event_names(first) == ["ADD_ENGINE", "ADD_CONTEXT", "FIRST_TOKEN"]
+        assert event_names(second) == ["ADD_ENGINE", "ADD_CONTEXT", "FIRST_TOKEN", "PAUSE"]
+        assert (second.block_table, second.computed_end) == ([1], 4)
+        scheduler.end(first, Status.COMPLETED)
+        assert [chunk.request for chunk in step(scheduler).chunks] == [second]
+        assert second.computed_end == 5
+        assert scheduler.pause_count == 1
+        assert scheduler.eviction_count == 0
+
+    def test_evict_and_admit_again(self):
+        scheduler, (first, second) = make_scheduler(4, 4, total_blocks=2)
+        step(scheduler)
+        plan = step(scheduler)
+        assert plan.evictions == (second,)
+        assert (second.computed_end, second.block_table, second.state_row) == (0, [], None)
+        assert len(second.generated_tokens) == 1
+        scheduler.end(first, Status.COMPLETED)
+        plan = step(scheduler)
+        assert [(chunk.start, chunk.end) for chunk in plan.chunks] == [(0, 5)]
+        assert event_names(second) == ["ADD_ENGINE", "ADD_CONTEXT", "FIRST_TOKEN", "EVICT", "ADD_CONTEXT"]
+        assert (second.computed_prefill_tokens, second.recomputed_tokens) == (4, 4)
+
+    def test_outgrowing_the_pool_fails_with_numbers(self):
+        """KV-12: runs until it cannot, then fails with the reason; the others never stall."""
+        scheduler, (request, neighbour) = make_scheduler(7, 2, total_blocks=2)
+        step(scheduler)
+        step(scheduler)
+        plan = step(scheduler)  # 9 tokens want a third block of two
+        assert [failed for failed, _ in plan.failures] == [request]
+        assert request.status is Status.FAILED
+        assert request.error == "the KV pool is too small for this request: 3 blocks needed, 2 available at all"
+        assert event_names(request)[-2:] == ["ERROR_NONTRANSIENT", "FAIL"]
+        assert [admission.request for admission in plan.admissions] == [neighbour]
+
+    def test_outgrowing_the_pool_just_before_a_suspend(self):
+        """KV-12: it waits with more tokens than the pool holds, and must not block the queue for ever."""
+        scheduler, (request, neighbour) = make_scheduler(7, 2, total_blocks=2)
+        step(scheduler)
+        step(scheduler)
+        scheduler.suspend()
+        plan = step(scheduler)
+        assert request.status is Status.FAILED
+        assert [admission.request for admission in plan.admissions] == [neighbour]
+
+    def test_an_abandoned_step_publishes_nothing_and_is_done_again(self):
+        """KV-5: a failed forward leaks nothing."""
+        scheduler, (running, fresh) = make_scheduler(5, 3, max_tokens=5)
+        step(scheduler)
+        plan = scheduler.schedule()
+        assert [chunk.request for chunk in plan.chunks] == [running, fresh]
+        scheduler.abandon(plan.chunks, "RuntimeError: out of memory")
+        scheduler.check()
+        assert scheduler.blocks.free_count == 8
+        assert scheduler.rows.free_count == 4
+        assert (running.computed_prefill_tokens, fresh.computed_prefill_tokens) == (5, 0)
+        assert running.events[-1].type is EventType.ERROR_TRANSIENT
+        assert running.events[-1].payload == "RuntimeError: out of memory"
+        assert list(scheduler.queues.waiting) == [running, fresh]
+        plan = scheduler.schedule()
+        assert [(chunk.request, chunk.start, chunk.end) for chunk in plan.chunks] == [(running, 0, 5)]
+
+    def test_requests_outside_an_abandoned_step_keep_what_they_have(self):
+        scheduler, (first, paused) = make_scheduler(4, 4, total_blocks=3)
+        step(scheduler)
+        step(scheduler)
+        plan = scheduler.schedule()
+        assert [chunk.request for chunk in plan.chunks] == [first]
+        scheduler.abandon(plan.chunks, "planted")
+        scheduler.check()
+        assert (paused.block_table, paused.computed_end) == ([1], 4)
+        assert (first.block_table, first.computed_end) == ([], 0)
+
+    @pytest.mark.parametrize("when", ["waiting", "mid-prefill", "decoding", "paused"])
+    def test_abort_at_any_moment(self, when: str):
+        """EX-8: blocks and rows are free at once."""
+        scheduler, (first, second) = make_scheduler(4, 8, total_blocks=4, max_tokens=6)
+        if when != "waiting":
+            step(scheduler)  # 4 of the first, 2 of the second
+        if when in ("decoding", "paused"):
+            step(scheduler)  # 1 of the first, 5 of the second
+            step(scheduler)  # 1 of the first, 1 of the second
+            assert second.is_decoding
+        if when == "paused":
+            step(scheduler)
+            assert second in scheduler.queues.paused
+        scheduler.end(second, Status.ABORTED)
+        scheduler.check()
+        assert second.block_table == []
+        assert second.state_row is None
+        used = len(first.block_table)
+        assert scheduler.blocks.free_count == 4 - used
+        assert second.is_ended
+
+    def test_suspend_sends_everybody_back_to_wait_with_their_tokens(self):
+        scheduler, requests = make_scheduler(5, 30, 2)
+        step(scheduler)
+        step(scheduler)
+        tokens = [list(request.tokens) for request in requests]
+        scheduler.suspend()
+        scheduler.check()
+        assert list(scheduler.queues.waiting) == requests
+        assert [request.tokens for request in requests] == tokens
+        assert scheduler.blocks.free_count == 8
+        assert "EVICT" not in event_names(requests[0])
+
+    def test_commit_refuses_a_chunk_out_of_place(self):
+        scheduler, _ = make_scheduler(5)
+        plan = scheduler.schedule()
+        scheduler.commit(plan.chunks)
+        with pytest.raises(AssertionError):
+            scheduler.commit(plan.chunks)
+
+
+def leak_a_block(scheduler: Scheduler) -> None:
+    scheduler.blocks.allocate(1)
+
+
+def share_a_block(scheduler: Scheduler) -> None:
+    first, second, *_ = scheduler.queues.running
+    second.block_table[0] = first.block_table[0]
+
+
+def forget_a_block(scheduler: Scheduler) -> None:
+    next(iter(scheduler.queues.running)).block_table.pop()
+
+
+def hoard_a_block(scheduler: Scheduler) -> None:
+    next(iter(scheduler.queues.running)).block_table += scheduler.blocks.allocate(1)
+
+
+def own_too_few_blocks(scheduler: Scheduler) -> None:
+    prefilling = next(request for request in scheduler.queues.running if not request.is_decoding)
+    scheduler.blocks.release([prefilling.block_table.pop()])
+
+
+def share_a_row(scheduler: Scheduler) -> None:
+    first, second, *_ = scheduler.queues.running
+    second.state_row = first.state_row
+
+
+def lose_a_row(scheduler: Scheduler) -> None:
+    next(iter(scheduler.queues.running)).state_row = None
+
+
+def leak_a_row(scheduler: Scheduler) -> None:
+    scheduler.rows.take()
+
+
+def run_without_a_row(scheduler: Scheduler) -> None:
+    request = next(iter(scheduler.queues.running))
+    scheduler.rows.give_back(request.state_row)
+    request.state_row = None
+
+
+def end_without_leaving(scheduler: Scheduler) -> None:
+    next(iter(scheduler.queues.waiting)).end(Status.ABORTED)
+
+
+def wait_with_blocks(scheduler: Scheduler) -> None:
+    next(iter(scheduler.queues.waiting)).block_table = scheduler.blocks.allocate(1)
+
+
+def wait_with_a_row(scheduler: Scheduler) -> None:
+    next(iter(scheduler.queues.waiting)).state_row = scheduler.rows.take()
+
+
+def wait_with_computed_tokens(scheduler: Scheduler) -> None:
+    next(iter(scheduler.queues.waiting)).computed_end = 1
+
+
+def be_in_two_queues(scheduler: Scheduler) -> None:
+    scheduler.queues.paused.add(next(iter(scheduler.queues.running)))
+
+
+def get_no_token(scheduler: Scheduler) -> None:
+    next(request for request in scheduler.queues.running if request.is_decoding).tokens.pop()
+
+
+def pause_within_prefill(scheduler: Scheduler) -> None:
+    prefilling = next(request for request in scheduler.queues.running if not request.is_decoding)
+    scheduler.queues.move(prefilling, scheduler.queues.paused)
+
+
+def jump_the_queue(scheduler: Scheduler) -> None:
+    scheduler.queues.running._requests.reverse()
+
+
+CORRUPTIONS = [
+    leak_a_block,
+    share_a_block,
+    forget_a_block,
+    hoard_a_block,
+    own_too_few_blocks,
+    share_a_row,
+    lose_a_row,
+    leak_a_row,
+    run_without_a_row,
+    end_without_leaving,
+    wait_with_blocks,
+    wait_with_a_row,
+    wait_with_computed_tokens,
+    be_in_two_queues,
+    get_no_token,
+    pause_within_prefill,
+    jump_the_queue,
+]
+
+
+@pytest.mark.parametrize("corrupt", CORRUPTIONS)
+def test_check_finds(corrupt: Callable[[Scheduler], None]):
+    scheduler, (decoding, prefilling, waiting) = make_scheduler(3, 20, 30, total_blocks=10)
+    step(scheduler)
+    assert decoding.is_decoding
+    assert 0 < prefilling.computed_end < 20
+    assert waiting in scheduler.queues.waiting
+    scheduler.check()
+    corrupt(scheduler)
+    with pytest.raises(AssertionError):
+        scheduler.check()
