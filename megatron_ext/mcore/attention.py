@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 from megatron.core.inference.contexts import BaseInferenceContext
-from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 
 from megatron_ext.ops.paged_attention import paged_attention
+from megatron_ext.ops.rotary import rotate
 
 
 class PagedSelfAttention(SelfAttention):
@@ -24,12 +24,13 @@ class PagedSelfAttention(SelfAttention):
         attention_mask: Tensor | None,
         key_value_states: Tensor | None = None,
         inference_context: BaseInferenceContext | None = None,
-        rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None = None,
+        rotary_pos_emb: Tensor | None = None,
         **kwargs: object,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend within `hidden_states` [s, b, h], or, with a dynamic context, over the cache ([T, 1, h]).
 
-        A missing `attention_mask` means causal. Returns output and bias, as upstream.
+        A missing `attention_mask` means causal. `rotary_pos_emb` holds the angles of all positions, [n, 1, 1, D].
+        Returns output and bias, as upstream.
         """
         if inference_context is not None and inference_context.is_dynamic_batching():
             return self._forward_paged(hidden_states, inference_context, rotary_pos_emb)
@@ -45,28 +46,18 @@ class PagedSelfAttention(SelfAttention):
         )
 
     def _forward_paged(
-        self, hidden_states: Tensor, context: BaseInferenceContext, rotary_pos_emb: Tensor | tuple | None
+        self, hidden_states: Tensor, context: BaseInferenceContext, rotary_pos_emb: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         query, key, value = self.get_query_key_value_tensors(hidden_states, None)  # each [T, 1, heads, D]
         if rotary_pos_emb is not None:
-            query, key = self._rotate(query, key, rotary_pos_emb, context.position_ids)
+            rotation = context.rotation(rotary_pos_emb)
+            query, key = rotate(query, rotation), rotate(key, rotation)
         layer = self.layer_number - self._get_pp_layer_offset_for_inference()
         context.append_key_value_cache(layer, key, value)
         key_cache, value_cache, _ = context.key_value_cache(layer)
         scale = self.config.softmax_scale or self.hidden_size_per_attention_head**-0.5
         output = paged_attention(query.squeeze(1), key_cache, value_cache, context.paged_layout, scale=scale)
         return self.linear_proj(output.flatten(1).unsqueeze(1))
-
-    def _rotate(
-        self, query: Tensor, key: Tensor, rotary_pos_emb: Tensor | tuple, position_ids: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Rotate [T, 1, heads, D] by each token's absolute position."""
-        both = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
-        query, key = (
-            apply_rotary_pos_emb(states, table[position_ids], self.config, cp_group=self.pg_collection.cp)
-            for states, table in zip((query, key), both, strict=True)
-        )
-        return query, key
 
 
 def causal_mask(length: int, device: torch.device) -> Tensor:

@@ -18,6 +18,7 @@ from megatron_ext.mcore.block_allocator import PoolBlockAllocator
 from megatron_ext.mcore.staging import StagedStep, stage_step
 from megatron_ext.mixers.mamba2 import RecurrentStep
 from megatron_ext.ops.paged_attention import PagedLayout
+from megatron_ext.ops.rotary import Rotation, rotation_at
 from megatron_ext.scheduling.planner import Limits
 from megatron_ext.scheduling.request import Chunk
 from megatron_ext.scheduling.scheduler import Scheduler
@@ -160,6 +161,7 @@ class InferenceContext(DynamicInferenceContext):
 
     def stage(self, chunks: Sequence[Chunk]) -> None:
         """Make `chunks` the step that the next forward computes."""
+        self._rotation: Rotation | None = None
         self.step = stage_step(
             chunks,
             block_size=self.block_size_tokens,
@@ -171,7 +173,7 @@ class InferenceContext(DynamicInferenceContext):
 
     def clear_step(self) -> None:
         """The step is over."""
-        self.step = None
+        self.step = self._rotation = None
 
     def current_input_and_position_ids(self, *, num_warmup_tokens: int | None = None) -> tuple[Tensor, Tensor]:
         """Token ids and absolute positions of the staged step, [1, T] each."""
@@ -184,10 +186,15 @@ class InferenceContext(DynamicInferenceContext):
         """
         return logits[0, self.step.logit_tokens]
 
-    @property
-    def position_ids(self) -> Tensor:
-        """[T] absolute positions."""
-        return self.step.position_ids
+    def rotation(self, angles: Tensor) -> Rotation:
+        """What the step's tokens are rotated by; the first layer that asks computes it for all of them.
+
+        Args:
+            angles: Of all positions, [n, 1, 1, D]; the same for every layer.
+        """
+        if self._rotation is None:
+            self._rotation = rotation_at(angles, self.step.position_ids, self.params_dtype)
+        return self._rotation
 
     @property
     def paged_layout(self) -> PagedLayout:

@@ -1,0 +1,46 @@
+"""Rotary position embeddings of packed tokens, cosines and sines computed once for all layers of a step.
+
+Channel i < n/2 and channel i + n/2 of the first n channels of a head are a pair that is rotated by one angle; channels
+behind them stay what they are. This is megatron-core's layout without `rotary_interleaved`, and that of Hugging Face.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """Cosines and sines of each token's angles, [T, 1, 1, n/2] each."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+def rotation_at(angles: Tensor, positions: Tensor, dtype: torch.dtype) -> Rotation:
+    """The rotation of each token.
+
+    Args:
+        angles: [positions, 1, 1, n] as megatron-core's `RotaryEmbedding` gives it: both halves are the same.
+        positions: [T] int64.
+        dtype: Of the result; the angles are looked up in their own.
+    """
+    chosen = angles[..., : angles.shape[-1] // 2][positions]
+    return Rotation(chosen.cos().to(dtype), chosen.sin().to(dtype))
+
+
+def rotate(states: Tensor, rotation: Rotation) -> Tensor:
+    """Rotate [T, 1, heads, D] where D >= n."""
+    half = rotation.cos.shape[-1]
+    first, second, rest = states.split([half, half, states.shape[-1] - 2 * half], dim=-1)
+    return torch.cat(
+        [
+            first * rotation.cos - second * rotation.sin,
+            second * rotation.cos + first * rotation.sin,
+            rest,
+        ],
+        dim=-1,
+    )

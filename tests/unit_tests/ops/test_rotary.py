@@ -1,0 +1,55 @@
+"""Rotary embeddings of packed tokens, against megatron-core's of one sequence and against complex multiplication."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_ext.mcore import platform
+from megatron_ext.ops.rotary import rotate, rotation_at
+
+platform.initialize()
+
+from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb  # noqa: E402
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding  # noqa: E402
+from megatron.core.transformer import TransformerConfig  # noqa: E402
+
+LENGTH = 70
+POSITIONS = torch.tensor([0, 69, 3, 3, 64])
+
+
+def angles(channels: int, percent: float = 1.0) -> torch.Tensor:
+    embedding = RotaryEmbedding(channels, percent, rotary_base=500, use_cpu_initialization=True)
+    return embedding(LENGTH)
+
+
+@pytest.mark.parametrize(("channels", "percent"), [(8, 1.0), (8, 0.5), (12, 0.34)])
+def test_equals_upstream(channels: int, percent: float) -> None:
+    """Part of the channels too: the others pass through."""
+    torch.manual_seed(0)
+    table, states = angles(channels, percent), torch.randn(LENGTH, 1, 3, channels)
+    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, apply_rope_fusion=False)
+    reference = apply_rotary_pos_emb(states, table, config)[POSITIONS]
+    ours = rotate(states[POSITIONS], rotation_at(table, POSITIONS, torch.float32))
+    assert torch.equal(ours, reference)
+    assert not torch.allclose(ours, states[POSITIONS])
+
+
+def test_pairs_are_complex_numbers() -> None:
+    """Independent of upstream: channels i and i + 4 turn by position * base^(-i/4)."""
+    torch.manual_seed(1)
+    states = torch.randn(5, 1, 2, 8)
+    turned = rotate(states, rotation_at(angles(8), POSITIONS, torch.float32))
+    angle = POSITIONS[:, None].double() * 500.0 ** (-torch.arange(4).double() / 4)
+    pairs = torch.complex(states[..., :4].double(), states[..., 4:].double())
+    expected = pairs * torch.polar(torch.ones_like(angle), angle)[:, None, None]
+    torch.testing.assert_close(turned.double(), torch.cat([expected.real, expected.imag], -1), atol=1e-5, rtol=1e-5)
+
+
+def test_angles_are_never_rounded() -> None:
+    """A 16-bit result comes from angles in fp32: position 69 has no place in bf16 beside its fractions."""
+    table = angles(8)
+    rotation = rotation_at(table, POSITIONS, torch.bfloat16)
+    assert rotation.cos.dtype is torch.bfloat16
+    assert torch.equal(rotation.cos, table[POSITIONS][..., :4].cos().bfloat16())
+    assert not torch.equal(rotation.cos, table.bfloat16()[POSITIONS][..., :4].cos())
