@@ -92,17 +92,13 @@ class PrefixCache:
     def release(self, table: Sequence[BlockId]) -> None:
         """Drop one reference to each block of a request's table; cached ones nobody uses then are the policy's."""
         for block in reversed(table):
-            if block in self._index and self.pool.references(block) == 1:
+            if block not in self._index or self.pool.references(block) > 1:
                 self.pool.release([block])
-                self._retire(block)
+            elif self._policy.retire(block):
+                self.pool.withhold(block)
             else:
+                self._index.remove(block)
                 self.pool.release([block])
-
-    def _retire(self, block: BlockId) -> None:
-        if self._policy.retire(block):
-            self.pool.withhold(block)
-        else:
-            self._index.remove(block)
 
     def _drop(self, block: BlockId) -> None:
         self._index.remove(block)

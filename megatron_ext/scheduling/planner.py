@@ -10,6 +10,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from megatron_ext.errors import CapacityError
+from megatron_ext.prefix_cache.block_pool import BlockId
+from megatron_ext.prefix_cache.cache import PrefixCache
+from megatron_ext.prefix_cache.hash_chain import Digest
+from megatron_ext.prefix_cache.matching import resume_position
+from megatron_ext.scheduling.coordination import BlocksInFlight
 from megatron_ext.scheduling.queue import Queues
 from megatron_ext.scheduling.request import Chunk, Request
 
@@ -35,17 +40,25 @@ class Limits:
 class Room:
     """What is left at some point of planning a step."""
 
-    blocks: int
+    blocks: int  # free ones and evictable ones
     requests: int
     tokens: int
+    pinned: frozenset[BlockId] = frozenset()  # evictable blocks that the plan uses, no longer counted
 
 
 @dataclass(frozen=True)
 class Admission:
-    """A waiting request enters the batch: all its blocks are taken now, and this much is computed in this step."""
+    """A waiting request enters the batch: all its blocks are taken now, and this much is computed in this step.
+
+    Args:
+        matched: Cached blocks that it shares, from its start.
+        new_blocks: Blocks that it takes beside them.
+        chunk: What is computed first; it starts at the resume position.
+    """
 
     request: Request
-    blocks: int
+    matched: tuple[BlockId, ...]
+    new_blocks: int
     chunk: Chunk
 
 
@@ -57,9 +70,10 @@ class Refusal:
     """
 
     request: Request
-    resource: str  # "blocks", "requests" or "tokens"
+    resource: str  # "blocks", "requests", "tokens", or "prefix": another request is computing its next block
     needed: int
     available: int
+    wait_for: int | None = None  # the request id of that leader
 
 
 Failure = tuple[Request, CapacityError]
@@ -75,7 +89,7 @@ class StepPlan:
     failures: tuple[Failure, ...]
     admissions: tuple[Admission, ...]
     chunks: tuple[Chunk, ...]
-    refusal: Refusal | None  # why the first request left waiting is still waiting
+    refusals: tuple[Refusal, ...]  # followers of other requests, and at last whoever must wait for room
 
 
 def check_admissible(request: Request, limits: Limits) -> CapacityError | None:
@@ -91,36 +105,34 @@ def check_admissible(request: Request, limits: Limits) -> CapacityError | None:
     return None
 
 
-def plan_step(queues: Queues, limits: Limits, free_blocks: int) -> StepPlan:
+def plan_step(queues: Queues, limits: Limits, cache: PrefixCache, in_flight: BlocksInFlight) -> StepPlan:
     """Decide one step.
 
-    Older requests come first everywhere: for blocks to grow into, for prefill tokens, for admission. Requests that
-    decode come before prefill in the token budget (`max_tokens >= max_requests` leaves room for both).
+    Older requests come first everywhere: for blocks to grow into, for prefill tokens, for admission (only followers of
+    another request's prefix are overtaken). Requests that decode come before prefill in the token budget
+    (`max_tokens >= max_requests` leaves room for both).
     """
-    growth = _plan_growth(queues, limits, free_blocks)
+    growth = _plan_growth(queues, limits, cache)
     decodes = [Chunk(request, request.computed_end, len(request.tokens)) for request in growth.decoding]
     continued = _plan_continuations(growth.prefilling, limits.max_tokens - len(decodes))
-    admissions: list[Admission] = []
-    refusal = None
-    failed = growth.failed
+    entry = _Entry([], [], [])
     if not growth.paused and not growth.evicted:  # those were here first
         room = Room(
             blocks=growth.free_blocks,
             requests=limits.max_requests - len(growth.decoding) - len(growth.prefilling),
             tokens=limits.max_tokens - len(decodes) - sum(chunk.length for chunk in continued),
         )
-        admissions, refusal, failed_waiting = _plan_admissions(queues.waiting, limits, room)
-        failed = failed + failed_waiting
-    chunks = [*decodes, *continued, *(admission.chunk for admission in admissions)]
+        entry = _plan_admissions(queues.waiting, limits, room, cache, in_flight)
+    chunks = [*decodes, *continued, *(admission.chunk for admission in entry.admissions)]
     return StepPlan(
         evictions=tuple(growth.evicted),
         pauses=tuple(request for request in growth.paused if request in queues.running),
         resumes=tuple(request for request in growth.decoding if request in queues.paused),
-        failures=tuple(failed),
-        admissions=tuple(admissions),
+        failures=(*growth.failed, *entry.failed),
+        admissions=tuple(entry.admissions),
         # Of an evicted request a single generated token may be computed again: to the layers that is a decode as well.
         chunks=tuple(sorted(chunks, key=lambda chunk: not chunk.is_decode)),
-        refusal=refusal,
+        refusals=tuple(entry.refusals),
     )
 
 
@@ -136,7 +148,7 @@ class _Growth:
     free_blocks: int
 
 
-def _plan_growth(queues: Queues, limits: Limits, free_blocks: int) -> _Growth:
+def _plan_growth(queues: Queues, limits: Limits, cache: PrefixCache) -> _Growth:
     """Who gets the block that its next token needs.
 
     A request that outgrows the pool fails. One that finds no free block is paused and keeps what it has. The youngest
@@ -145,14 +157,14 @@ def _plan_growth(queues: Queues, limits: Limits, free_blocks: int) -> _Growth:
     growing = sorted([*queues.paused, *(r for r in queues.running if r.is_decoding)], key=lambda r: r.arrival)
     prefilling = [request for request in queues.running if not request.is_decoding]
     failed = [(request, error) for request in growing if (error := _check_fits_pool(request, limits)) is not None]
-    for request, _ in failed:
-        growing.remove(request)
-        free_blocks += len(request.block_table)
+    leaving = [request for request, _ in failed]
+    growing = [request for request in growing if request not in leaving]
 
     evicted: list[Request] = []
     while True:
-        decoding, paused, left = _share_blocks(growing, limits, free_blocks)
-        kept = sum(len(request.block_table) for request in paused)
+        released = cache.releasable_count(request.block_table for request in [*leaving, *evicted])
+        decoding, paused, left = _share_blocks(growing, limits, cache.available_count + released)
+        kept = len({block for request in paused for block in request.block_table})
         over_budget = limits.paused_blocks is not None and kept > limits.paused_blocks
         stuck = bool(paused) and not decoding and not prefilling
         if not over_budget and not stuck:
@@ -160,7 +172,6 @@ def _plan_growth(queues: Queues, limits: Limits, free_blocks: int) -> _Growth:
         youngest = paused[-1]
         growing.remove(youngest)
         evicted.append(youngest)
-        free_blocks += len(youngest.block_table)
 
 
 def _check_fits_pool(request: Request, limits: Limits) -> CapacityError | None:
@@ -197,43 +208,81 @@ def _plan_continuations(prefilling: Sequence[Request], tokens: int) -> list[Chun
     return chunks
 
 
-def _plan_admissions(
-    waiting: Iterable[Request], limits: Limits, room: Room
-) -> tuple[list[Admission], Refusal | None, list[Failure]]:
-    """Admit waiting requests in order until one has to wait.
+@dataclass
+class _Entry:
+    """What becomes of waiting requests."""
 
-    A request fails here if its last token outgrew the pool just before a suspend sent it back to wait.
+    admissions: list[Admission]
+    refusals: list[Refusal]
+    failed: list[Failure]
+
+
+def _plan_admissions(
+    waiting: Iterable[Request], limits: Limits, room: Room, cache: PrefixCache, in_flight: BlocksInFlight
+) -> _Entry:
+    """Admit waiting requests in order until one has to wait for room.
+
+    A request whose next block another one computes waits for that, and is overtaken; so do those behind a leader admitted
+    in this very step. A request fails here if its last token outgrew the pool just before a suspend sent it back to wait.
     """
-    admissions: list[Admission] = []
-    failed: list[Failure] = []
+    entry = _Entry([], [], [])
+    planned: dict[Digest, int] = {}
     for request in waiting:
         error = _check_fits_pool(request, limits)
         if error is not None:
-            failed.append((request, error))
+            entry.failed.append((request, error))
             continue
-        decision = plan_admission(request, limits, room)
+        matched = cache.match(request.digests) if reads_cache(request) else []
+        leader = _leader(request, len(matched), planned, in_flight)
+        if leader is not None:
+            entry.refusals.append(Refusal(request, "prefix", 1, 0, wait_for=leader))
+            continue
+        decision, room = plan_admission(request, matched, limits, room, cache)
         if isinstance(decision, Refusal):
-            return admissions, decision, failed
-        admissions.append(decision)
-        room = Room(room.blocks - decision.blocks, room.requests - 1, room.tokens - decision.chunk.length)
-    return admissions, None, failed
+            entry.refusals.append(decision)
+            break
+        entry.admissions.append(decision)
+        planned |= dict.fromkeys(request.digests[len(matched) :], request.request_id)
+    return entry
 
 
-def plan_admission(request: Request, limits: Limits, room: Room) -> Admission | Refusal:
-    """Whether `request` can enter the batch now, and with which first chunk.
+def reads_cache(request: Request) -> bool:
+    """Whether cached blocks may stand in for computing: not if the prompt's own log-probs are asked for."""
+    return request.chain is not None and not request.params.wants_prompt_log_probs
 
-    It takes the blocks of all its tokens at once, so that a prefill that has begun never waits for memory. What was
-    generated before an eviction is prefilled again; if that does not fit a step, it is cut even where chunked prefill
-    is off, because the request was already served so far.
+
+def _leader(
+    request: Request, matched: int, planned: dict[Digest, int], in_flight: BlocksInFlight
+) -> int | None:
+    """The request that computes the first block that `request` lacks."""
+    if not reads_cache(request) or matched == len(request.digests):
+        return None
+    following = request.digests[matched]
+    return planned.get(following, in_flight.leader(following))
+
+
+def plan_admission(
+    request: Request, matched: Sequence[BlockId], limits: Limits, room: Room, cache: PrefixCache
+) -> tuple[Admission | Refusal, Room]:
+    """Whether `request` can enter the batch now, and with which first chunk; and the room that is left then.
+
+    It takes the blocks of all its tokens at once, so that a prefill that has begun never waits for memory. Tokens before
+    the resume position cost nothing of the step's token budget. What was generated before an eviction is prefilled again;
+    if that does not fit a step, it is cut even where chunked prefill is off, because the request was already served so far.
     """
     length = len(request.tokens)
     if room.requests < 1:
-        return Refusal(request, "requests", 1, 0)
-    blocks = limits.blocks_for(length)
+        return Refusal(request, "requests", 1, 0), room
+    new_blocks = limits.blocks_for(length) - len(matched)
+    newly_pinned = {block for block in matched if cache.is_retired(block)} - room.pinned
+    blocks = new_blocks + len(newly_pinned)
     if blocks > room.blocks:
-        return Refusal(request, "blocks", blocks, room.blocks)
+        return Refusal(request, "blocks", blocks, room.blocks), room
+    start = resume_position(length, len(matched) * limits.block_size)
     may_cut = limits.chunked_prefill or length > limits.max_tokens
-    needed_tokens = 1 if may_cut else length
+    needed_tokens = 1 if may_cut else length - start
     if needed_tokens > room.tokens:
-        return Refusal(request, "tokens", needed_tokens, room.tokens)
-    return Admission(request, blocks, Chunk(request, 0, min(length, room.tokens)))
+        return Refusal(request, "tokens", needed_tokens, room.tokens), room
+    chunk = Chunk(request, start, min(length, start + room.tokens))
+    left = Room(room.blocks - blocks, room.requests - 1, room.tokens - chunk.length, room.pinned | newly_pinned)
+    return Admission(request, tuple(matched), new_blocks, chunk), left

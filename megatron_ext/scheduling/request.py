@@ -8,17 +8,21 @@ Everything is counted in tokens, in half-open intervals over prompt and generati
     0         computed_end == chunk.start   chunk.end
 
 Tokens below `computed_end` have their KV in the block table and their state in the live row. A request whose chunk ends
-at `len(tokens)` gets a new token from that step.
+at `len(tokens)` gets a new token from that step. Tokens below `shared_end` lie in blocks that others may use: their KV
+is never written.
 """
 
 from __future__ import annotations
 
 import random
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megatron_ext.config import RequestParams
 from megatron_ext.prefix_cache.block_pool import BlockId
+from megatron_ext.prefix_cache.hash_chain import Digest, HashChain
+from megatron_ext.scheduling.accounting import PrefillLedger
 from megatron_ext.scheduling.events import Event, EventType
 from megatron_ext.scheduling.record import RequestRecord, Status
 from megatron_ext.scheduling.rows import RowId
@@ -44,6 +48,11 @@ class Request:
 
     tokens: list[int] = field(init=False)
     computed_end: int = 0
+    shared_end: int = 0
+    published_blocks: int = 0  # of the block table, from its start
+    chain: HashChain | None = None  # None: neither reads nor writes the cache
+    cache_epoch: int | None = None  # of the cache when the request was admitted
+    has_followed: bool = False  # has waited for another request's prefix
     block_table: list[BlockId] = field(default_factory=list)
     state_row: RowId | None = None
     generator: random.Random = field(init=False)
@@ -56,18 +65,17 @@ class Request:
     events: list[Event] = field(default_factory=list)
     arrival_wall_time: float = field(default_factory=time.time)
     step_count: int = 0
-    computed_prefill_tokens: int = 0
-    recomputed_tokens: int = 0
+    ledger: PrefillLedger = field(init=False)
     prompt_log_probs: list[float] = field(default_factory=list)
     generated_log_probs: list[float] = field(default_factory=list)
     prompt_top_n: list[dict[int, float]] = field(default_factory=list)
     generated_top_n: list[dict[int, float]] = field(default_factory=list)
-    _ever_computed_end: int = 0
     _end_timestamp: float | None = None  # seconds, of the events' clock
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt_tokens)
         self.generator = random.Random(self.seed)
+        self.ledger = PrefillLedger(self.prompt_length)
         self.add_event(EventType.ADD_ENGINE)
 
     @property
@@ -81,6 +89,16 @@ class Request:
         return self.tokens[self.prompt_length :]
 
     @property
+    def generated_count(self) -> int:
+        """Tokens generated so far."""
+        return len(self.tokens) - self.prompt_length
+
+    @property
+    def digests(self) -> Sequence[Digest]:
+        """Digests of the complete blocks of `tokens`; none for a request that stays away from the cache."""
+        return () if self.chain is None else self.chain.extend(self.tokens)
+
+    @property
     def is_decoding(self) -> bool:
         """Whether only the last token, a generated one, is left to compute."""
         return self.computed_end == len(self.tokens) - 1 and self.computed_end >= self.prompt_length
@@ -91,21 +109,28 @@ class Request:
         return self.status is not None
 
     @property
+    def computed_prefill_tokens(self) -> int:
+        """Prompt tokens computed for the first time."""
+        return self.ledger.computed
+
+    @property
+    def recomputed_tokens(self) -> int:
+        """Tokens prefilled again after an eviction, a suspension or a failed step."""
+        return self.ledger.recomputed
+
+    @property
     def prefill_token_count(self) -> int:
         """Prefill tokens computed for it so far, for the first time or again."""
-        return self.computed_prefill_tokens + self.recomputed_tokens
+        return self.ledger.computed + self.ledger.recomputed
 
     def add_event(self, event_type: EventType, payload: str | None = None) -> None:
         """Note that something happens now."""
         self.events.append(Event.now(event_type, payload))
 
     def advance(self, end: int) -> None:
-        """The tokens up to `end` have been computed; count what was computed for the first time and what again."""
-        start, known = self.computed_end, self._ever_computed_end
-        self.recomputed_tokens += max(0, min(end, known) - start)
-        self.computed_prefill_tokens += max(0, min(end, self.prompt_length) - max(start, known))
+        """The tokens up to `end` have been computed."""
+        self.ledger.compute(self.computed_end, end)
         self.computed_end = end
-        self._ever_computed_end = max(known, end)
         self.step_count += 1
 
     def draw(self) -> float:
@@ -141,7 +166,6 @@ class Request:
         log_probs = self.params.return_log_probs
         top_n = self.params.top_n_logprobs > 0
         prompt_log_probs = self.params.wants_prompt_log_probs
-        computed = self.computed_prefill_tokens
         return RequestRecord(
             request_id=self.request_id,
             status=self.status,
@@ -156,11 +180,11 @@ class Request:
             latency=self._end_timestamp - added,
             ttft=None if first_token is None else first_token - added,
             step_count=self.step_count,
-            matched_block_count=0,
-            skipped_prefill_token_count=0,
-            computed_prefill_token_count=computed,
-            recomputed_token_count=self.recomputed_tokens,
-            prefill_reasons={"caching_off": computed} if computed else {},
+            matched_block_count=self.ledger.matched_blocks or 0,
+            skipped_prefill_token_count=self.ledger.skipped,
+            computed_prefill_token_count=self.ledger.computed,
+            recomputed_token_count=self.ledger.recomputed,
+            prefill_reasons=dict(self.ledger.reasons),
             prompt_log_probs=tuple(self.prompt_log_probs) if prompt_log_probs else None,
             generated_log_probs=tuple(self.generated_log_probs) if log_probs else None,
             prompt_top_n_log_probs=tuple(self.prompt_top_n) if top_n and prompt_log_probs else None,

@@ -1,75 +1,154 @@
-"""Applies plans: the one owner of queues, blocks and live rows."""
+"""Applies plans: the one owner of queues, blocks, cache and live rows."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 
-from megatron_ext.prefix_cache.block_pool import BlockPool
+from megatron_ext.prefix_cache.cache import PrefixCache
+from megatron_ext.prefix_cache.eviction import EvictionPolicyName
+from megatron_ext.prefix_cache.hash_chain import HashChain, root_digest
+from megatron_ext.scheduling.accounting import Reason
+from megatron_ext.scheduling.coordination import BlocksInFlight
 from megatron_ext.scheduling.events import EventType
-from megatron_ext.scheduling.planner import Admission, Limits, StepPlan, plan_step
+from megatron_ext.scheduling.planner import Admission, Limits, Refusal, StepPlan, plan_step
 from megatron_ext.scheduling.queue import Queues
 from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.request import Chunk, Request
 from megatron_ext.scheduling.rows import RowPool
 
 
+@dataclass
+class Counters:
+    """What has happened since the engine started."""
+
+    evictions: int = 0  # of requests
+    pauses: int = 0
+    hits: int = 0  # admissions that matched at least one block
+    blocks_matched: int = 0
+    coordination_waits: int = 0  # requests that waited for another one's prefix
+
+
 class Scheduler:
     """Moves requests through their lives, one step at a time: `schedule`, then `commit` or `abandon`.
 
     Between the two the step's requests must not be touched by anybody else.
+
+    Args:
+        limits: What the engine was built for.
+        policy: What happens to cached blocks that nobody uses; None caches nothing.
+        fingerprint: Whatever the KV of equal tokens depends on, beside the weights' version.
     """
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, policy: EvictionPolicyName | None = None, fingerprint: bytes = b"") -> None:
         self.limits = limits
         self.queues = Queues()
-        self.blocks = BlockPool(limits.total_blocks)
+        self.cache = PrefixCache(limits.total_blocks, policy)
+        self.in_flight = BlocksInFlight()
         self.rows = RowPool(limits.max_requests)
-        self.eviction_count = 0
-        self.pause_count = 0
+        self.counters = Counters()
+        self._fingerprint = fingerprint
+        self._weights_version = 0
 
     def add(self, request: Request) -> None:
         """Let an admissible request wait for its turn."""
+        self._start_chain(request)
         self.queues.waiting.add(request)
+
+    def _start_chain(self, request: Request) -> None:
+        """Give a request the root of its keys, unless it has it already or stays away from the cache."""
+        if not self.cache.is_enabled or not request.params.enable_prefix_caching:
+            return
+        salt = request.params.cache_salt
+        root = root_digest(
+            [
+                self._fingerprint,
+                self._weights_version.to_bytes(8, "little"),
+                self.limits.block_size.to_bytes(8, "little"),
+                *([] if salt is None else [salt.encode()]),
+            ]
+        )
+        if request.chain is None or request.chain.root != root:
+            request.chain = HashChain(root, self.limits.block_size)
 
     def schedule(self) -> StepPlan:
         """Plan the next step and put the plan into effect; the caller computes the plan's chunks."""
-        plan = plan_step(self.queues, self.limits, self.blocks.free_count)
+        plan = plan_step(self.queues, self.limits, self.cache, self.in_flight)
+        for admission in plan.admissions:  # before anything is allocated, so that nothing matched is evicted
+            self.cache.pin(admission.matched)
         for request, error in plan.failures:
             self.end(request, Status.FAILED, error=f"the KV pool is too small for this request: {error}")
         for request in plan.evictions:
             self._requeue(request, EventType.EVICT)
-            self.eviction_count += 1
+            self.counters.evictions += 1
         for request in plan.pauses:
             self.queues.move(request, self.queues.paused)
             request.add_event(EventType.PAUSE)
-            self.pause_count += 1
+            self.counters.pauses += 1
         for request in plan.resumes:
             self.queues.move(request, self.queues.running)
         for chunk in plan.chunks:
             self._grow(chunk)
         for admission in plan.admissions:
             self._admit(admission)
+        for refusal in plan.refusals:
+            self._note_follower(refusal)
         return plan
 
     def _grow(self, chunk: Chunk) -> None:
         request = chunk.request
         if request.block_table:  # admissions take theirs at once
             missing = self.limits.blocks_for(chunk.end) - len(request.block_table)
-            request.block_table += self.blocks.allocate(max(0, missing))
+            request.block_table += self.cache.allocate(max(0, missing))
 
     def _admit(self, admission: Admission) -> None:
-        request = admission.request
-        request.block_table = self.blocks.allocate(admission.blocks)
+        request, matched = admission.request, admission.matched
+        request.block_table = [*matched, *self.cache.allocate(admission.new_blocks)]
         request.state_row = self.rows.take()
+        request.computed_end = admission.chunk.start
+        request.shared_end = len(matched) * self.limits.block_size
+        request.published_blocks = len(matched)
+        request.cache_epoch = self.cache.epoch
+        request.ledger.admit(admission.chunk.start, len(matched), self.limits.block_size, self._general_reason(request))
+        self.in_flight.add(request.request_id, request.digests[len(matched) :])
+        self.counters.hits += bool(matched)
+        self.counters.blocks_matched += len(matched)
         self.queues.move(request, self.queues.running)
         request.add_event(EventType.ADD_CONTEXT)
 
+    def _general_reason(self, request: Request) -> Reason | None:
+        """Why the whole prompt is computed, whatever is cached; None if that depends on the cache."""
+        if not request.params.enable_prefix_caching:
+            return Reason.OPTED_OUT
+        if not self.cache.is_enabled:
+            return Reason.CACHING_OFF
+        return Reason.PROMPT_LOGPROBS if request.params.wants_prompt_log_probs else None
+
+    def _note_follower(self, refusal: Refusal) -> None:
+        if refusal.wait_for is not None and not refusal.request.has_followed:
+            refusal.request.has_followed = True
+            self.counters.coordination_waits += 1
+
     def commit(self, chunks: Iterable[Chunk]) -> None:
-        """The forward of `chunks` has succeeded."""
+        """The forward of `chunks` has succeeded: their tokens are computed, and complete blocks can be found."""
         for chunk in chunks:
-            assert chunk.start == chunk.request.computed_end, (chunk.start, chunk.request.computed_end)
-            chunk.request.advance(chunk.end)
+            request = chunk.request
+            assert chunk.start == request.computed_end, (chunk.start, request.computed_end)
+            request.advance(chunk.end)
+            self._publish(request)
+
+    def _publish(self, request: Request) -> None:
+        """Index the blocks that the request has completed; what began in an earlier epoch is not published."""
+        complete = request.computed_end // self.limits.block_size
+        if request.chain is None or complete == request.published_blocks or request.cache_epoch != self.cache.epoch:
+            return
+        digests = request.digests
+        for i in range(request.published_blocks, complete):
+            parent = digests[i - 1] if i else None
+            request.block_table[i] = self.cache.publish(digests[i], request.block_table[i], parent)
+            self.in_flight.published(request.request_id, digests[i])
+        request.published_blocks = complete
 
     def abandon(self, chunks: Iterable[Chunk], reason: str) -> None:
         """The forward of `chunks` has failed: their pools hold anything now, so the requests start again."""
@@ -88,27 +167,43 @@ class Scheduler:
         """The pools are about to lose their contents: everybody waits, and keeps its tokens."""
         for request in [*self.queues.running, *self.queues.paused]:
             self._requeue(request)
+        self.reset_prefix_cache()
+
+    def reset_prefix_cache(self) -> None:
+        """Nothing cached before is matched after, and requests in flight publish nothing (EX-4)."""
+        self.cache.reset()
+        for request_id in self.in_flight.requests():
+            self.in_flight.discard(request_id)
+
+    def weights_changed(self) -> None:
+        """The same for good reason: keys made from now on are of other weights."""
+        self._weights_version += 1
+        self.reset_prefix_cache()
+        for request in self.queues.waiting:
+            self._start_chain(request)
 
     def _requeue(self, request: Request, event: EventType | None = None, payload: str | None = None) -> None:
         self._release(request)
+        self._start_chain(request)
         self.queues.move(request, self.queues.waiting)
         if event is not None:
             request.add_event(event, payload)
 
     def _release(self, request: Request) -> None:
-        self.blocks.release(request.block_table)
+        self.in_flight.discard(request.request_id)
+        self.cache.release(request.block_table)
         request.block_table = []
-        request.computed_end = 0
+        request.computed_end = request.shared_end = request.published_blocks = 0
         if request.state_row is not None:
             self.rows.give_back(request.state_row)
             request.state_row = None
 
     def check(self) -> None:
         """Assert every invariant between requests and pools (between steps)."""
-        self.blocks.check()
+        self.cache.check()
         held = Counter(block for request in self.queues for block in request.block_table)
-        for block in range(self.blocks.total):
-            assert self.blocks.references(block) == held[block], f"block {block}: references and tables disagree"
+        for block in range(self.cache.pool.total):
+            assert self.cache.pool.references(block) == held[block], f"block {block}: references and tables disagree"
         self.rows.check([request.state_row for request in self.queues if request.state_row is not None])
         for queue in (self.queues.waiting, self.queues.running, self.queues.paused):
             arrivals = [request.arrival for request in queue]

@@ -1,0 +1,84 @@
+"""Every prompt token of a request, once: skipped, or computed for a named reason (EX-2)."""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+
+
+class Reason(str, enum.Enum):
+    """Why a prompt token was computed: the first that applies, in this order."""
+
+    OPTED_OUT = "opted_out"
+    CACHING_OFF = "caching_off"
+    PROMPT_LOGPROBS = "prompt_logprobs"  # asked for, so nothing is skipped
+    NOT_CACHED = "not_cached"  # no block matched there
+    NO_SNAPSHOT = "no_snapshot"  # blocks matched beyond the resume position
+    PARTIAL_BLOCK = "partial_block"  # the tail that fills no block
+    LAST_TOKEN = "last_token"  # computed even where its block is cached
+
+
+class PrefillLedger:
+    """Counts by position, so that retried admissions, evictions and suspensions cannot count a token twice.
+
+    Args:
+        prompt_length: Tokens of the prompt.
+    """
+
+    def __init__(self, prompt_length: int) -> None:
+        self._prompt_length = prompt_length
+        self._known_end = 0  # tokens below it have been skipped or computed before
+        self._matched_end = 0
+        self._block_size = 1
+        self._general_reason: Reason | None = None
+        self.matched_blocks: int | None = None  # at the first admission
+        self.skipped = 0
+        self.recomputed = 0
+        self.reasons: Counter[str] = Counter()
+
+    @property
+    def computed(self) -> int:
+        """Prompt tokens computed for the first time."""
+        return self.reasons.total()
+
+    def admit(
+        self, resume_position: int, matched_blocks: int, block_size: int, general_reason: Reason | None
+    ) -> None:
+        """The request enters the batch.
+
+        Args:
+            resume_position: Tokens below it are not computed.
+            matched_blocks: Cached blocks that it shares.
+            block_size: Tokens of a block.
+            general_reason: Why the cache is not used at all for this request, if it is not.
+        """
+        if self.matched_blocks is None:
+            self.matched_blocks = matched_blocks
+        self._block_size = block_size
+        self._matched_end = matched_blocks * block_size
+        self._general_reason = general_reason
+        self.skipped += max(0, min(resume_position, self._prompt_length) - self._known_end)
+        self._known_end = max(self._known_end, resume_position)
+
+    def compute(self, start: int, end: int) -> None:
+        """The tokens [start, end) have been computed."""
+        self.recomputed += max(0, min(end, self._known_end) - start)
+        first, last = max(start, self._known_end), min(end, self._prompt_length)
+        for reason, reason_end in self._reasons_by_position():
+            count = min(last, reason_end) - first
+            if count > 0:
+                self.reasons[reason.value] += count
+                first += count
+        self._known_end = max(self._known_end, end)
+
+    def _reasons_by_position(self) -> list[tuple[Reason, int]]:
+        """Reasons with the position up to which each applies, ascending."""
+        if self._general_reason is not None:
+            return [(self._general_reason, self._prompt_length)]
+        whole_blocks_end = self._prompt_length // self._block_size * self._block_size
+        return [
+            (Reason.NO_SNAPSHOT, min(self._matched_end, self._prompt_length - 1)),
+            (Reason.LAST_TOKEN, self._matched_end),
+            (Reason.NOT_CACHED, whole_blocks_end),
+            (Reason.PARTIAL_BLOCK, self._prompt_length),
+        ]
