@@ -83,6 +83,7 @@ class ModelConfig:
             f"{self.num_attention_heads} attention heads cannot be shared by {self.query_groups} query groups; "
             "the groups must divide the heads",
         )
+        self._check_rotary()
         self._check_mamba()
         self._check_moe()
         for name, value, allowed in (
@@ -91,6 +92,8 @@ class ModelConfig:
             ("router score function", self.moe_router_score_function, ROUTER_SCORE_FUNCTIONS),
         ):
             _require(value in allowed, f"{name} {value!r} is unknown; one of {', '.join(allowed)}")
+        epsilon = self.norm_epsilon
+        _require(math.isfinite(epsilon) and epsilon > 0, f"--norm-epsilon {epsilon} must be more than zero")
         _require(
             not (self.squared_relu and self.swiglu),
             "--squared-relu and --swiglu contradict each other; give one of them",
@@ -112,6 +115,16 @@ class ModelConfig:
         for name, value in self.to_dict().items():
             is_size = isinstance(value, int) and not isinstance(value, bool)
             _require(not is_size or value > 0, f"{_flag(name)} {value} must be positive")
+
+    def _check_rotary(self) -> None:
+        share = self.rotary_percent
+        _require(0 < share <= 1, f"--rotary-percent {share} must be more than 0 and at most 1: it is a share of a head")
+        rotated = int(self.head_channels * share)
+        _require(
+            self.position_embedding_type != "rope" or (rotated > 0 and rotated % 2 == 0),
+            f"--rotary-percent {share} of an attention head of {self.head_channels} rotates {rotated} channels; "
+            "rotary embeddings need an even number",
+        )
 
     def _check_mamba(self) -> None:
         if not self.is_hybrid:

@@ -18,7 +18,8 @@ OPTIONS = """
 --num-experts --moe-ffn-hidden-size --moe-shared-expert-intermediate-size --moe-latent-size
 --moe-router-topk --moe-router-score-function --moe-router-num-groups --moe-router-group-topk
 --moe-router-topk-scaling-factor --moe-router-enable-expert-bias --no-moe-router-enable-expert-bias
---position-embedding-type --normalization --squared-relu --no-squared-relu --swiglu --no-swiglu
+--position-embedding-type --rotary-base --rotary-percent --normalization --norm-epsilon
+--squared-relu --no-squared-relu --swiglu --no-swiglu
 --disable-bias-linear --no-disable-bias-linear
 --untie-embeddings-and-output-weights --no-untie-embeddings-and-output-weights
 --max-position-embeddings --vocab-size
@@ -38,7 +39,7 @@ OPTIONS = """
 
 # Fields that are settings of a checkpoint, of a prompt line or of the library, and have no flag.
 WITHOUT_FLAG = {
-    "ModelConfig": {"mamba_conv_kernel", "mamba_chunk_size", "rotary_base", "rotary_percent", "norm_epsilon"},
+    "ModelConfig": {"mamba_conv_kernel", "mamba_chunk_size"},
     "RequestParams": {"seed", "cache_salt", "enable_prefix_caching"},
 }
 

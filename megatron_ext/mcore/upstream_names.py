@@ -1,0 +1,24 @@
+"""Every private name of megatron-core 0.16.1 that this package calls, overrides or sets, by where it is defined.
+
+No code reads this table but a test, which resolves each name against the installed version and finds every private
+name in our code that is neither ours nor here. Whoever upgrades megatron-core starts with that test.
+"""
+
+from __future__ import annotations
+
+_INFERENCE = "megatron.core.inference"
+
+UPSTREAM_NAMES = {
+    f"{_INFERENCE}.engines.dynamic_engine.DynamicInferenceEngine": (
+        "_cond",
+        "_loop",
+        "_notify_cond_for_new_request",
+    ),
+    f"{_INFERENCE}.text_generation_controllers.text_generation_controller.TextGenerationController": (
+        "_get_stop_word_finished_ids_callback",
+        "_init_dynamic_sampling_tensors",
+    ),
+    "megatron.core.transformer.attention.Attention": ("_get_pp_layer_offset_for_inference",),
+    "megatron.core.transformer.moe.router.TopKRouter": ("_apply_expert_bias",),
+    "megatron.core.dist_checkpointing.strategies.torch": ("_replace_state_dict_keys_with_sharded_keys",),
+}

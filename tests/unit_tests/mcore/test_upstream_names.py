@@ -1,0 +1,150 @@
+"""Private names of megatron-core: each one that we use is in the table, and each one in the table is still there."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import pkgutil
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import megatron_ext.mcore
+from megatron_ext.mcore.upstream_names import UPSTREAM_NAMES
+from tests.unit_tests.support.source import (
+    PACKAGE,
+    defined_attributes,
+    is_private,
+    parse,
+    private_attributes,
+    private_imports,
+    python_files,
+)
+
+MCORE = PACKAGE / "mcore"
+LISTED = {name for names in UPSTREAM_NAMES.values() for name in names}
+
+
+def is_megatrons(module: str) -> bool:
+    return module.split(".")[0] == "megatron"
+
+
+def resolve(path: str) -> object:
+    """A module or a class of one, by its full name."""
+    try:
+        return importlib.import_module(path)
+    except ModuleNotFoundError:
+        module, _, name = path.rpartition(".")
+        return getattr(importlib.import_module(module), name)
+
+
+def attributes_of(cls: type) -> set[str]:
+    """What instances of `cls` have that comes from megatron-core, instance variables included (by its source)."""
+    names: set[str] = set()
+    for base in cls.__mro__:
+        if is_megatrons(base.__module__):
+            names |= set(vars(base)) | defined_attributes(ast.parse(textwrap.dedent(inspect.getsource(base))))
+    return names
+
+
+@pytest.mark.parametrize(
+    ("where", "name"), [(where, name) for where, names in UPSTREAM_NAMES.items() for name in names]
+)
+def test_the_installed_version_has_it(where, name):
+    owner = resolve(where)
+    assert is_private(name)
+    assert name in (attributes_of(owner) if isinstance(owner, type) else vars(owner))
+
+
+def files_of(*folders: str) -> list:
+    paths = [path for folder in folders for path in python_files(PACKAGE.parent / folder)]
+    return [pytest.param(path, id=str(path.relative_to(PACKAGE.parent))) for path in paths]
+
+
+OURS = files_of("megatron_ext", "arguments", "tools", "examples")
+
+
+def unexplained(path: Path) -> list[str]:
+    """Private names that a file uses and that are neither its own nor those of one of our classes that it imports."""
+    tree = parse(path)
+    own = defined_attributes(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("megatron_ext"):
+            own |= _attributes_of_module(node.module)
+    return [f"line {line}: {name}" for line, name in private_attributes(tree) if name not in own]
+
+
+def _attributes_of_module(module: str) -> set[str]:
+    source = PACKAGE.parent / Path(*module.split("."))
+    path = source.with_suffix(".py") if source.with_suffix(".py").exists() else source / "__init__.py"
+    return defined_attributes(parse(path))
+
+
+@pytest.mark.parametrize("path", OURS)
+def test_every_private_name_is_ours_or_listed(path):
+    """Outside mcore/ there is no exception at all."""
+    listed = LISTED if path.is_relative_to(MCORE) else set()
+    assert [line for line in unexplained(path) if line.split(": ")[1] not in listed] == []
+    imported = [(module, name) for module, name in private_imports(parse(path)) if is_megatrons(module)]
+    assert all(path.is_relative_to(MCORE) and name in UPSTREAM_NAMES.get(module, ()) for module, name in imported)
+
+
+def test_nothing_is_listed_that_nobody_uses():
+    used = set()
+    for path in python_files(MCORE):
+        tree = parse(path)
+        used |= {name for _, name in private_attributes(tree)} | {name for _, name in private_imports(tree)}
+        used |= defined_attributes(tree)
+    assert used >= LISTED
+
+
+def our_subclasses() -> list[type]:
+    """Classes of ours with a base class in megatron-core."""
+    found: dict[str, type] = {}
+    packages = [megatron_ext.mcore, importlib.import_module("megatron_ext.mixers")]
+    for package in packages:
+        for info in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
+            for cls in vars(importlib.import_module(info.name)).values():
+                if (
+                    isinstance(cls, type)
+                    and cls.__module__ == info.name
+                    and any(is_megatrons(base.__module__) for base in cls.__mro__)
+                ):
+                    found[cls.__qualname__] = cls
+    return list(found.values())
+
+
+@pytest.mark.parametrize("cls", our_subclasses(), ids=lambda cls: cls.__name__)
+def test_no_private_name_of_ours_is_upstreams_by_accident(cls):
+    """A helper method of ours that upstream calls too would be overridden without anybody noticing."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
+    ours = {name for name in defined_attributes(tree) if is_private(name)}
+    assert ours & attributes_of(cls) <= LISTED
+
+
+class TestTheScan:
+    """The scan sees what it should."""
+
+    SOURCE = textwrap.dedent(
+        """
+        from megatron.core.somewhere import _helper, public
+        import megatron._hidden
+        class Ours(Theirs):
+            _field: int = 0
+            def _method(self):
+                self._set = self._method()
+                self._theirs()
+                return getattr(other, "_by_name"), self.__class__, other._set
+        """
+    )
+
+    def test_private_attributes(self):
+        tree = ast.parse(self.SOURCE)
+        assert {name for _, name in private_attributes(tree)} == {"_set", "_method", "_theirs", "_by_name"}
+        assert {name for name in defined_attributes(tree) if is_private(name)} == {"_field", "_method", "_set"}
+
+    def test_private_imports(self):
+        imports = list(private_imports(ast.parse(self.SOURCE)))
+        assert imports == [("megatron.core.somewhere", "_helper"), ("megatron._hidden", "")]

@@ -1,0 +1,80 @@
+"""The arrows of docs/design.md: imports point downwards only, and what decides needs neither torch nor megatron."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.unit_tests.support.source import ROOT, imported_modules, parse, python_files
+
+# What each part may import of our own; itself, always.
+EVERYTHING = {"config", "errors", "prefix_cache", "scheduling", "memory", "ops", "mixers", "mcore", "models", "serving"}
+MAY_IMPORT = {
+    "errors": set(),
+    "config": {"errors"},
+    "prefix_cache": {"config", "errors"},
+    "scheduling": {"config", "errors", "prefix_cache"},
+    "memory": {"config", "errors"},
+    "ops": set(),
+    "mixers": {"config", "errors", "memory", "ops"},
+    "mcore": {"config", "errors", "memory", "ops", "mixers", "scheduling", "prefix_cache"},
+    "models": {"config", "errors", "memory", "ops", "mixers", "mcore"},
+    "serving": EVERYTHING,
+    "__init__": set(),
+}
+STANDARD_LIBRARY_ONLY = ("errors", "config", "prefix_cache", "scheduling")
+WITHOUT_MEGATRON = (*STANDARD_LIBRARY_ONLY, "memory", "ops")
+
+
+def part_of(path: Path) -> str:
+    """The part of the package that a file is or belongs to."""
+    return path.relative_to(ROOT / "megatron_ext").with_suffix("").parts[0]
+
+
+def our_parts(modules: list[str]) -> set[str]:
+    """Parts of the package among dotted module names."""
+    return {name.split(".")[1] for name in modules if name.startswith("megatron_ext.")} & (EVERYTHING | {"__init__"})
+
+
+FILES = [pytest.param(path, id=str(path.relative_to(ROOT))) for path in python_files(ROOT / "megatron_ext")]
+
+
+def test_every_part_has_its_rule():
+    assert {part_of(path.values[0]) for path in FILES} <= set(MAY_IMPORT)
+
+
+@pytest.mark.parametrize("path", FILES)
+def test_imports_point_downwards(path):
+    part = part_of(path)
+    modules = list(imported_modules(parse(path)))
+    assert our_parts(modules) <= MAY_IMPORT[part] | {part}
+    above = {name.split(".")[0] for name in modules} & {"arguments", "tools", "tests", "benchmarks", "examples"}
+    assert not above
+    foreign = {name.split(".")[0] for name in modules} - {"megatron_ext"}
+    if part in WITHOUT_MEGATRON:
+        assert "megatron" not in foreign
+    if part in STANDARD_LIBRARY_ONLY:
+        assert foreign <= set(sys.stdlib_module_names)
+
+
+@pytest.mark.parametrize("path", python_files(ROOT / "arguments"), ids=lambda path: path.name)
+def test_the_command_line_needs_only_the_settings(path):
+    assert our_parts(list(imported_modules(parse(path)))) <= {"config", "errors"}
+
+
+@pytest.mark.parametrize("packages", ["megatron_ext.prefix_cache", "megatron_ext.scheduling", "megatron_ext.config"])
+def test_what_decides_runs_without_torch(packages):
+    """In a process of its own: importing every module of the package loads neither torch nor megatron nor numpy."""
+    code = f"""
+import importlib, pkgutil, sys
+package = importlib.import_module({packages!r})
+for info in pkgutil.iter_modules(getattr(package, "__path__", []), package.__name__ + "."):
+    importlib.import_module(info.name)
+loaded = {{"torch", "megatron", "numpy", "transformers"}} & set(sys.modules)
+assert not loaded, loaded
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
