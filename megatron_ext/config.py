@@ -6,6 +6,7 @@ A `None` default means "decided later", and the comment says from what.
 from __future__ import annotations
 
 import dataclasses
+import enum
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,6 +19,13 @@ POSITION_EMBEDDINGS = ("none", "rope", "learned_absolute")
 NORMALIZATIONS = ("RMSNorm", "LayerNorm")
 ROUTER_SCORE_FUNCTIONS = ("softmax", "sigmoid")
 DTYPES = ("fp32", "bf16", "fp16")
+
+
+class EvictionPolicyName(str, enum.Enum):
+    """What happens to cached blocks that nobody uses (KV-4)."""
+
+    LRU = "lru"  # kept until memory is needed: the least recently used goes first, never a block before its children
+    REF_ZERO = "ref_zero"  # dropped at once: only requests that overlap in time share
 
 
 def _require(condition: bool, message: str) -> None:
@@ -306,6 +314,26 @@ class BatchingConfig:
         for name in ("conv_states_dtype", "ssm_states_dtype"):
             value = getattr(self, name)
             _require(value is None or value in DTYPES, f"{name} {value!r} is unknown; one of {', '.join(DTYPES)}")
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """Prefix caching."""
+
+    enable_prefix_caching: bool = True
+    eviction_policy: str = EvictionPolicyName.LRU.value
+
+    def __post_init__(self) -> None:
+        names = [policy.value for policy in EvictionPolicyName]
+        _require(
+            self.eviction_policy in names,
+            f"eviction policy {self.eviction_policy!r} is unknown; one of {', '.join(names)}",
+        )
+
+    @property
+    def policy(self) -> EvictionPolicyName | None:
+        """The eviction policy; None if nothing is cached."""
+        return EvictionPolicyName(self.eviction_policy) if self.enable_prefix_caching else None
 
 
 @dataclass(frozen=True)

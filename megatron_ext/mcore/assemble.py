@@ -7,7 +7,7 @@ from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper 
 from megatron.core.inference.model_inference_wrappers.inference_wrapper_config import InferenceWrapperConfig
 from megatron.core.models.mamba import MambaModel
 
-from megatron_ext.config import BatchingConfig, ModelConfig
+from megatron_ext.config import BatchingConfig, CacheConfig, ModelConfig
 from megatron_ext.mcore.context import InferenceContext
 from megatron_ext.mcore.controller import InferenceController
 from megatron_ext.mcore.engine import InferenceEngine
@@ -18,6 +18,7 @@ def build_engine(
     config: ModelConfig,
     tokenizer: object,
     batching: BatchingConfig,
+    cache: CacheConfig | None = None,
     *,
     dtype: torch.dtype,
     seed: int = 1234,
@@ -27,6 +28,7 @@ def build_engine(
     """Build the engine; the pools are allocated on the model's device.
 
     Args:
+        cache: Prefix caching; its defaults if missing.
         tokenizer: Needs tokenize, detokenize, eod and bos.
         dtype: Type of the parameters, and of the KV cache.
         token_rounder: See `InferenceContext`.
@@ -36,7 +38,7 @@ def build_engine(
     """
     device = next(model.parameters()).device
     context = InferenceContext(
-        model, config, batching, params_dtype=dtype, device=device, token_rounder=token_rounder
+        model, config, batching, cache or CacheConfig(), params_dtype=dtype, device=device, token_rounder=token_rounder
     )
     wrapper_config = InferenceWrapperConfig(
         hidden_size=config.hidden_size,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from megatron.core.inference.contexts.dynamic_block_allocator import BlockAllocator
 
+from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
 
 
@@ -15,23 +18,23 @@ class PoolBlockAllocator(BlockAllocator):
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self.total_count = scheduler.blocks.total + 1  # upstream counts the dummy block
-        self.dummy_block_idx = scheduler.blocks.total
+        self.total_count = scheduler.cache.pool.total + 1  # upstream counts the dummy block
+        self.dummy_block_idx = scheduler.cache.pool.total
         self.paused_count = scheduler.limits.paused_blocks or 0
-        self.active_count = scheduler.blocks.total
+        self.active_count = scheduler.cache.pool.total
 
     @property
     def total_avail(self) -> int:
-        """Free blocks."""
-        return self._scheduler.blocks.free_count
+        """Blocks that could be handed out now: free ones, and cached ones that nobody uses."""
+        return self._scheduler.cache.available_count
 
     def get_active_used(self) -> int:
         """Blocks in the tables of running requests."""
-        return sum(len(request.block_table) for request in self._scheduler.queues.running)
+        return _distinct_blocks(self._scheduler.queues.running)
 
     def get_paused_used(self) -> int:
         """Blocks that paused requests keep."""
-        return sum(len(request.block_table) for request in self._scheduler.queues.paused)
+        return _distinct_blocks(self._scheduler.queues.paused)
 
     def allocate_memory_blocks(self, num_blocks: int) -> None:
         """Not here: see `Scheduler`."""
@@ -44,3 +47,7 @@ class PoolBlockAllocator(BlockAllocator):
     def reset(self) -> None:
         """Not here: see `InferenceEngine.reset`."""
         raise NotImplementedError("the engine's reset() replaces the scheduler")
+
+
+def _distinct_blocks(requests: Iterable[Request]) -> int:
+    return len({block for request in requests for block in request.block_table})

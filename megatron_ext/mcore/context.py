@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import torch
@@ -11,7 +12,7 @@ from megatron.core.models.mamba import MambaModel
 from megatron.core.ssm.mamba_hybrid_layer_allocation import Symbols, get_layer_maps_from_layer_type_list
 from torch import Tensor
 
-from megatron_ext.config import BatchingConfig, ModelConfig
+from megatron_ext.config import BatchingConfig, CacheConfig, EvictionPolicyName, ModelConfig
 from megatron_ext.memory.budget import DEFAULT_MAX_TOKENS, Geometry, ModelMemory, plan_memory
 from megatron_ext.memory.state_pool import StatePool, StateShape
 from megatron_ext.mcore.block_allocator import PoolBlockAllocator
@@ -22,6 +23,8 @@ from megatron_ext.ops.rotary import Rotation, rotation_at
 from megatron_ext.scheduling.planner import Limits
 from megatron_ext.scheduling.request import Chunk
 from megatron_ext.scheduling.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
 
 STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -37,6 +40,7 @@ class InferenceContext(DynamicInferenceContext):
         model: Unwrapped model whose layers will use this context.
         config: Its architecture.
         batching: Limits and budget.
+        cache: Whether prefixes are cached, and what is evicted first.
         params_dtype: Type of the KV cache, and of convolution states unless `batching` says otherwise.
         device: Where the pools live.
         token_rounder: The packed token count is padded to a multiple of this.
@@ -50,6 +54,7 @@ class InferenceContext(DynamicInferenceContext):
         model: MambaModel,
         config: ModelConfig,
         batching: BatchingConfig,
+        cache: CacheConfig,
         *,
         params_dtype: torch.dtype,
         device: torch.device,
@@ -63,14 +68,24 @@ class InferenceContext(DynamicInferenceContext):
         self.max_sequence_length = min(
             batching.max_sequence_length or config.max_position_embeddings, config.max_position_embeddings
         )
-        self.geometry: Geometry = plan_memory(self._model_memory(config), batching, device.type)
+        can_hit = cache.policy is not None and not self.is_hybrid_model
+        self.geometry: Geometry = plan_memory(self._model_memory(config), batching, device.type, can_hit=can_hit)
         self.block_size_tokens = self.geometry.block_size_tokens
         self.limits = self._build_limits(batching)
         self.max_requests, self.max_tokens = self.limits.max_requests, self.limits.max_tokens
+        self._policy = self._choose_policy(cache)
+        self._fingerprint = repr((config.to_dict(), params_dtype)).encode()
         self._set_upstream_switches()
         self.is_tensor_state_allocated = False
         self.reset()
         self.allocate_all_tensors(is_init=True)
+
+    def _choose_policy(self, cache: CacheConfig) -> EvictionPolicyName | None:
+        """The eviction policy, or None: blocks of a hybrid model are of no use without the states at their ends."""
+        if cache.policy is not None and self.is_hybrid_model:
+            logger.warning("prefix caching is off: this model has recurrent layers, whose states are not cached yet")
+            return None
+        return cache.policy
 
     def _map_layers(self, model: MambaModel, batching: BatchingConfig) -> None:
         """Which local layer is the how-manieth of its kind; shapes of the KV cache and the live states."""
@@ -153,7 +168,7 @@ class InferenceContext(DynamicInferenceContext):
 
     def reset(self) -> None:
         """Forget every request."""
-        self.scheduler = Scheduler(self.limits)
+        self.scheduler = Scheduler(self.limits, self._policy, self._fingerprint)
         self.block_allocator = PoolBlockAllocator(self.scheduler)
         self.step = None
 
@@ -165,6 +180,7 @@ class InferenceContext(DynamicInferenceContext):
         self.step = stage_step(
             chunks,
             block_size=self.block_size_tokens,
+            dummy_block=self.geometry.blocks,
             kernel_chunk=self.geometry.kernel_chunk,
             is_hybrid=self.is_hybrid_model,
             token_rounder=self._token_rounder,

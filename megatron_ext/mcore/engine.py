@@ -13,12 +13,14 @@ from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngin
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.core.inference.utils import Counter
 from megatron.core.utils import get_asyncio_loop
+from torch import nn
 
 from megatron_ext.config import RequestParams
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore.context import InferenceContext
 from megatron_ext.mcore.controller import InferenceController, ScoredToken, StepResult
 from megatron_ext.mcore.params import to_request_params
+from megatron_ext.mcore.weights import mark_weights_changed, weights_version
 from megatron_ext.memory.budget import Geometry
 from megatron_ext.scheduling.planner import StepPlan, check_admissible
 from megatron_ext.scheduling.record import RequestRecord, Status
@@ -27,7 +29,7 @@ from megatron_ext.scheduling.stopping import StopWordMatcher
 
 logger = logging.getLogger(__name__)
 
-NOTHING = StepPlan(evictions=(), pauses=(), resumes=(), failures=(), admissions=(), chunks=(), refusal=None)
+NOTHING = StepPlan(evictions=(), pauses=(), resumes=(), failures=(), admissions=(), chunks=(), refusals=())
 
 
 class InferenceEngine(DynamicInferenceEngine):
@@ -81,7 +83,7 @@ class InferenceEngine(DynamicInferenceEngine):
         self.rank = torch.distributed.get_rank()
         self.step_count = 0
         self.lifetime_prefill_token_count = 0
-        self.lifetime_skipped_token_count = 0
+        self._seen_weights_version = weights_version(self._model)
         self.finished_request_count = 0
         self._requests: dict[int, Request] = {}
         self._futures: dict[int, asyncio.Future[RequestRecord]] = {}
@@ -229,6 +231,7 @@ class InferenceEngine(DynamicInferenceEngine):
         if self.is_suspended:  # by another task, just now; upstream's run loop waits for the resume before it steps again
             return None, NOTHING, 0.0, self.step_count
         scheduler = self.context.scheduler
+        self._notice_new_weights()
         started = time.perf_counter()
         plan = scheduler.schedule()
         self._ended += [request for request, _ in plan.failures]
@@ -252,6 +255,53 @@ class InferenceEngine(DynamicInferenceEngine):
         before = sum(request.prefill_token_count for request in requests)
         self.context.scheduler.commit(plan.chunks)
         self.lifetime_prefill_token_count += sum(request.prefill_token_count for request in requests) - before
+
+    # The prefix cache
+
+    @property
+    def lifetime_skipped_token_count(self) -> int:
+        """Prompt tokens that no layer computed, all requests."""
+        return self.context.scheduler.counters.skipped_tokens
+
+    def reset_prefix_cache(self) -> None:
+        """Empty the cache: nothing cached before is matched after, and requests in flight publish nothing."""
+        self.context.scheduler.reset_prefix_cache()
+
+    def weights_changed(self) -> None:
+        """Say that the model's weights have been written in place (an RL refit); loaders of ours do it themselves."""
+        mark_weights_changed(self._model)
+        self._notice_new_weights()
+
+    def prefix_cache_statistics(self) -> dict[str, int] | None:
+        """The `prefix_cache` object of the JSON output; None if nothing is cached."""
+        scheduler = self.context.scheduler
+        if not scheduler.cache.is_enabled:
+            return None
+        use, counters = scheduler.cache.use(), scheduler.counters
+        return {
+            "blocks_total": use.blocks_total,
+            "blocks_cached": use.blocks_cached,
+            "blocks_evictable": use.blocks_evictable,
+            "blocks_in_use": use.blocks_in_use,
+            "slots_total": 0,
+            "slots_used": 0,
+            "hits": counters.hits,
+            "blocks_evicted": use.blocks_evicted,
+            "slots_evicted": 0,
+            "snapshots_taken": 0,
+            "snapshots_skipped": 0,
+            "coordination_waits": counters.coordination_waits,
+        }
+
+    @property
+    def _model(self) -> nn.Module:
+        return self.controller.inference_wrapped_model.model
+
+    def _notice_new_weights(self) -> None:
+        version = weights_version(self._model)
+        if version != self._seen_weights_version:
+            self._seen_weights_version = version
+            self.context.scheduler.weights_changed()
 
     async def async_bookkeep(
         self, step_result: StepResult | None, context_state: StepPlan, step_time: float, step_count: int
@@ -302,7 +352,7 @@ class InferenceEngine(DynamicInferenceEngine):
             request.generated_text = matcher.find(request.generated_tokens)
             if request.generated_text is not None:
                 return "stop"
-        return "length" if len(request.generated_tokens) >= request.params.num_tokens_to_generate else None
+        return "length" if request.generated_count >= request.params.num_tokens_to_generate else None
 
     def _report(self, request: Request) -> RequestRecord:
         """Close the books on an ended request."""
@@ -326,10 +376,11 @@ class InferenceEngine(DynamicInferenceEngine):
         interval = self.inference_logging_step_interval
         if not interval or not plan.chunks or self.step_count % interval:
             return
-        queues, blocks = self.context.scheduler.queues, self.context.scheduler.blocks
+        queues, use = self.context.scheduler.queues, self.context.scheduler.cache.use()
+        computed, skipped = self.lifetime_prefill_token_count, self.lifetime_skipped_token_count
         logger.info(
             "step %d: %.3f s, %d decode + %d prefill tokens | requests: %d running, %d paused, %d waiting, %d ended | "
-            "KV blocks: %d of %d used | prefill tokens: %d computed, %d skipped",
+            "KV blocks: %d of %d in use, %d cached, %d evictable | prefill tokens: %d computed, %d skipped (%.1f%%)",
             self.step_count,
             step_time,
             sum(chunk.is_decode for chunk in plan.chunks),
@@ -338,10 +389,13 @@ class InferenceEngine(DynamicInferenceEngine):
             len(queues.paused),
             len(queues.waiting),
             self.finished_request_count,
-            blocks.total - blocks.free_count,
-            blocks.total,
-            self.lifetime_prefill_token_count,
-            self.lifetime_skipped_token_count,
+            use.blocks_in_use,
+            use.blocks_total,
+            use.blocks_cached,
+            use.blocks_evictable,
+            computed,
+            skipped,
+            100 * skipped / max(1, computed + skipped),
         )
 
     def generate(

@@ -49,6 +49,7 @@ def stage_step(
     chunks: Sequence[Chunk],
     *,
     block_size: int,
+    dummy_block: int,
     kernel_chunk: int,
     is_hybrid: bool,
     token_rounder: int,
@@ -64,8 +65,8 @@ def stage_step(
     position_ids = np.concatenate([*positions, np.zeros(padding)])
     tables = [_block_table(chunk, block_size) for chunk in chunks]
     places = [
-        np.asarray(table)[position // block_size] * block_size + position % block_size
-        for table, position in zip(tables, positions, strict=True)
+        _kv_places(chunk, table, position, block_size, dummy_block)
+        for chunk, table, position in zip(chunks, tables, positions, strict=True)
     ]
     logit_tokens, sample_rows, scores = _choose_logits(chunks)
     staged = _to_device([input_ids, position_ids, np.concatenate(places), np.asarray(logit_tokens)], device)
@@ -90,6 +91,15 @@ def stage_step(
 def _block_table(chunk: Chunk, block_size: int) -> list[int]:
     """The blocks that hold tokens [0, chunk.end); a request may own more."""
     return list(chunk.request.block_table[: -(-chunk.end // block_size)])
+
+
+def _kv_places(
+    chunk: Chunk, table: Sequence[int], positions: np.ndarray, block_size: int, dummy_block: int
+) -> np.ndarray:
+    """Where the chunk's KV is written; what lies in shared blocks already goes to the dummy block (KV-3)."""
+    blocks = np.asarray(table)[positions // block_size]
+    blocks = np.where(positions < chunk.request.shared_end, dummy_block, blocks)
+    return blocks * block_size + positions % block_size
 
 
 def _stage_recurrent(

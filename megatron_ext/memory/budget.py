@@ -39,8 +39,14 @@ class Geometry:
     shortest_prompt_that_can_hit: int | None  # None: nothing is cached
 
 
-def plan_memory(model: ModelMemory, batching: BatchingConfig, device_type: str) -> Geometry:
+def plan_memory(model: ModelMemory, batching: BatchingConfig, device_type: str, *, can_hit: bool) -> Geometry:
     """Sizes of the pools. The buffer holds KV blocks, and live states for `max_requests` requests.
+
+    Args:
+        model: What it needs per token and per request.
+        batching: Budget and limits.
+        device_type: "cpu" or "cuda", for the defaults.
+        can_hit: Whether prompts can be served from cached blocks; the shortest one fills a block.
 
     Raises:
         ConfigError: The buffer cannot hold one block, or the block size cannot hold recurrent states.
@@ -63,7 +69,7 @@ def plan_memory(model: ModelMemory, batching: BatchingConfig, device_type: str) 
         snapshot_slots=0,
         live_states=batching.max_requests if model.state_bytes else 0,
         kernel_chunk=largest_divisor(block_size, model.chunk_size),
-        shortest_prompt_that_can_hit=None,
+        shortest_prompt_that_can_hit=block_size if can_hit else None,
     )
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from megatron_ext.config import EvictionPolicyName
 from megatron_ext.prefix_cache.block_index import BlockIndex
 from megatron_ext.prefix_cache.block_pool import BlockId, BlockPool
-from megatron_ext.prefix_cache.eviction import EvictionPolicyName, build_policy
+from megatron_ext.prefix_cache.eviction import build_policy
 from megatron_ext.prefix_cache.hash_chain import Digest
 
 

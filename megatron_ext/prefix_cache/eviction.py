@@ -10,19 +10,12 @@ The contract (`EvictionPolicy`), for the cache that calls it:
 
 from __future__ import annotations
 
-import enum
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Protocol
 
+from megatron_ext.config import EvictionPolicyName
 from megatron_ext.prefix_cache.block_pool import BlockId
-
-
-class EvictionPolicyName(str, enum.Enum):
-    """Names on the command line (KV-4)."""
-
-    LRU = "lru"
-    REF_ZERO = "ref_zero"
 
 
 class EvictionPolicy(Protocol):

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from megatron_ext.config import EvictionPolicyName
 from megatron_ext.prefix_cache.cache import PrefixCache
-from megatron_ext.prefix_cache.eviction import EvictionPolicyName
 from megatron_ext.prefix_cache.hash_chain import HashChain, root_digest
 from megatron_ext.scheduling.accounting import Reason
 from megatron_ext.scheduling.coordination import BlocksInFlight
@@ -27,6 +27,7 @@ class Counters:
     pauses: int = 0
     hits: int = 0  # admissions that matched at least one block
     blocks_matched: int = 0
+    skipped_tokens: int = 0  # prompt tokens that no layer computed
     coordination_waits: int = 0  # requests that waited for another one's prefix
 
 
@@ -110,8 +111,10 @@ class Scheduler:
         request.shared_end = len(matched) * self.limits.block_size
         request.published_blocks = len(matched)
         request.cache_epoch = self.cache.epoch
+        skipped_before = request.ledger.skipped
         request.ledger.admit(admission.chunk.start, len(matched), self.limits.block_size, self._general_reason(request))
         self.in_flight.add(request.request_id, request.digests[len(matched) :])
+        self.counters.skipped_tokens += request.ledger.skipped - skipped_before
         self.counters.hits += bool(matched)
         self.counters.blocks_matched += len(matched)
         self.queues.move(request, self.queues.running)
