@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from megatron_ext.config import ModelConfig
 from megatron_ext.models.build import build_model
+from megatron_ext.models.checkpoint import load_checkpoint, save_checkpoint
 from megatron_ext.scheduling.events import EventType
 from tests.unit_tests.support.driver import Driver, assert_equals_oracle, make_prompt
 from tests.unit_tests.support.models import HYBRID, build_slow_decay
@@ -323,3 +325,19 @@ def test_distributed_checkpoint_holds_experts_and_bias(tmp_path):
     tokens = make_prompt(65)
     assert not torch.equal(Oracle(build_slow_decay(config, seed=2)).logits(tokens), Oracle(source).logits(tokens))
     assert torch.equal(Oracle(target).logits(tokens), Oracle(source).logits(tokens))
+
+
+def test_configurations_saved_before_there_was_moe_still_load(tmp_path):
+    config = dataclasses.replace(HYBRID, hybrid_override_pattern="M-")
+    model = build_slow_decay(config)
+    save_checkpoint(tmp_path / "saved", model, config)
+    path = tmp_path / "saved" / "config.json"
+    header = json.loads(path.read_text())
+    later = [name for name in header["model"] if name.startswith("moe_") or name == "num_experts"]
+    assert len(later) == 10
+    for name in later:
+        del header["model"][name]
+    path.write_text(json.dumps(header))
+    loaded, loaded_config = load_checkpoint(tmp_path / "saved", device=CPU)
+    assert loaded_config == config
+    assert torch.equal(Oracle(loaded).logits(make_prompt(20)), Oracle(model).logits(make_prompt(20)))

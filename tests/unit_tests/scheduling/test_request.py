@@ -148,6 +148,14 @@ class TestGenerator:
         assert draws(0, "1234/0") == draws(3, "1234/0")
         assert draws(0, "1234/0") != draws(0, "1234/1")
 
+    def test_a_repeated_step_draws_the_same_number(self):
+        request, other = make_request(0, prompt=2), make_request(0, prompt=2)
+        first = request.draw()
+        assert request.draw() == first == other.draw()
+        request.append(1)
+        other.append(1)
+        assert request.draw() == other.draw() != first
+
 
 class TestEvents:
     def test_the_clock_never_goes_back(self, monkeypatch: pytest.MonkeyPatch):

@@ -1,0 +1,262 @@
+"""Stop words on a byte-level tokenizer: characters and words cut into tokens anywhere, bytes that are no text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from megatron_ext.scheduling.stopping import INCOMPLETE, StopWordMatcher
+from tests.unit_tests.support.tokenizers import PieceTokenizer
+
+# Tokens 0 to 255 are the bytes; these follow. Some end, begin or lie within a character.
+PIECES = ("EN", "ND", " END", "é".encode(), "€".encode()[:2], "€".encode()[2:] + b"!", "ab", "bc", "\n\n")
+
+
+def byte_symbols() -> list[str]:
+    """The visible character that byte-level BPE writes for each byte (as GPT-2 does)."""
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [byte for byte in range(256) if byte not in shown]
+    symbols = {byte: chr(byte) for byte in shown} | {byte: chr(256 + i) for i, byte in enumerate(hidden)}
+    return [symbols[byte] for byte in range(256)]
+
+
+SYMBOLS = byte_symbols()
+
+
+def as_bytes(piece: str | bytes) -> bytes:
+    return piece.encode() if isinstance(piece, str) else piece
+
+
+def build_tokenizer() -> Tokenizer:
+    vocabulary = SYMBOLS + ["".join(SYMBOLS[byte] for byte in as_bytes(piece)) for piece in PIECES]
+    tokenizer = Tokenizer(models.BPE({symbol: i for i, symbol in enumerate(vocabulary)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+TOKENIZER = build_tokenizer()
+PIECE_IDS = {piece: 256 + i for i, piece in enumerate(PIECES)}
+
+
+def detokenize(tokens: Sequence[int]) -> str:
+    return TOKENIZER.decode(list(tokens), skip_special_tokens=False)
+
+
+def spell(*pieces: str | bytes) -> list[int]:
+    """Tokens of these pieces, byte by byte where a piece is no token."""
+    tokens = []
+    for piece in pieces:
+        tokens += [PIECE_IDS[piece]] if piece in PIECE_IDS else list(as_bytes(piece))
+    return tokens
+
+
+def first_stop(
+    words: Sequence[str], tokens: Sequence[int], decode: Callable[[list[int]], str] = detokenize
+) -> tuple[int, str] | None:
+    """Feed tokens one by one: how many it took, and the text before the word."""
+    matcher = StopWordMatcher(words, decode)
+    for count in range(1, len(tokens) + 1):
+        text = matcher.find(list(tokens[:count]))
+        if text is not None:
+            return count, text
+    return None
+
+
+def brute_force(words: Sequence[str], tokens: Sequence[int]) -> tuple[int, str] | None:
+    """Decode all, after each token."""
+    for count in range(1, len(tokens) + 1):
+        text = detokenize(tokens[:count]).rstrip(INCOMPLETE)
+        hits = [text.find(word) for word in words if word in text]
+        if hits:
+            return count, text[: min(hits)]
+    return None
+
+
+def test_the_tokenizer_is_what_it_should_be():
+    assert detokenize(spell("x€", "EN", b"\xff")) == f"x€EN{INCOMPLETE}"
+    assert detokenize(TOKENIZER.encode("naïve €").ids) == "naïve €"
+
+
+class TestMatching:
+    @pytest.mark.parametrize("pieces", [["END"], ["EN", "D"], ["E", "ND"], ["E", "N", "D"]])
+    def test_the_same_text_stops_however_it_was_cut(self, pieces: list[str]):
+        tokens = spell("so", *pieces, "more")
+        assert first_stop(["END"], tokens) == (len(spell("so", *pieces)), "so")
+
+    def test_a_token_may_go_on_after_the_word(self):
+        assert first_stop(["EN"], spell("a", " END")) == (2, "a ")
+
+    def test_a_token_may_begin_before_the_word(self):
+        assert first_stop(["ND"], spell("a", " END")) == (2, "a E")
+
+    def test_a_word_at_the_very_start(self):
+        assert first_stop(["END"], spell("END")) == (3, "")
+
+    def test_no_word(self):
+        assert first_stop(["END"], spell("EN", "EN", "ND", " EN", "d")) is None
+
+    def test_the_first_of_several_words_in_the_text_cuts_it(self):
+        assert first_stop(["bc", "ab"], spell("x", "ab", "c")) == (2, "x")
+        assert first_stop(["ND", "EN"], spell("x", " END")) == (2, "x ")
+
+    def test_the_word_that_is_complete_first_stops(self):
+        """One word is there before another is, although the other begins before it."""
+        assert first_stop(["abc", "b"], spell("a", "b", "c")) == (2, "a")
+
+    def test_a_word_that_is_part_of_another(self):
+        assert first_stop(["END!", "ND"], spell("END!")) == (3, "E")
+
+    def test_a_match_may_reach_far_back(self):
+        word = "a" * 30 + "b"
+        tokens = spell("a" * 50 + "b")
+        assert first_stop([word], tokens) == (51, "a" * 20)
+
+    def test_a_broken_start_does_not_hide_a_second_one(self):
+        assert first_stop(["aab"], spell("aaab")) == (4, "a")
+
+    def test_words_of_several_lines(self):
+        assert first_stop(["\n\nUser:"], spell("yes", "\n\n", "User: no")) == (9, "yes")
+
+
+class TestCharacters:
+    @pytest.mark.parametrize("character", ["é", "€", "\U0001f600"])
+    def test_a_character_split_over_tokens(self, character: str):
+        tokens = spell("a", character, "b")
+        assert first_stop([character], tokens) == (len(tokens) - 1, "a")
+        assert first_stop(["b"], tokens) == (len(tokens), "a" + character)
+
+    def test_a_character_whose_last_byte_comes_with_the_next_one(self):
+        tokens = spell("a", "€".encode()[:2], "€".encode()[2:] + b"!")
+        assert first_stop(["!"], tokens) == (3, "a€")
+        assert first_stop(["€"], tokens) == (3, "a")
+
+    def test_nothing_matches_inside_an_incomplete_character(self):
+        """The sign that decoders write for half a character is no text yet."""
+        assert first_stop([INCOMPLETE], spell("a", "€", "é", "\U0001f600")) is None
+
+    def test_the_sign_itself_can_be_a_stop_word(self):
+        assert first_stop([INCOMPLETE], spell("a", INCOMPLETE, "b")) == (5, "a")
+
+    def test_bytes_that_are_no_text(self):
+        tokens = spell("a", b"\xff\xfe\x80", "END")
+        assert first_stop(["END"], tokens) == (7, "a" + 3 * INCOMPLETE)
+
+    @pytest.mark.parametrize("junk", [b"\xff", b"\xe2\x82", b"\xf0\x90\x80", b"\x80\xe2", b"\xef\xbf\xbd"])
+    def test_endless_bytes_that_are_no_text(self, junk: bytes):
+        tokens = spell("a", junk * 30, "END")
+        assert first_stop(["END"], tokens) == brute_force(["END"], tokens)
+        assert first_stop(["END"], tokens)[0] == len(tokens)
+
+    def test_every_token_ends_within_a_character(self):
+        tail, head = "€".encode()[2:], "€".encode()[:2]
+        tokenizer = PieceTokenizer(2)
+        assert tokenizer.vocab_size == 2
+        tokens = spell(head) + spell(tail, head) * 40 + spell(tail, "END")
+        assert first_stop(["END"], tokens) == (len(tokens), "€" * 41)
+
+
+class TestOtherTokenizers:
+    def test_pieces_that_overlap(self):
+        tokenizer = PieceTokenizer(5, {0: "a", 1: "b", 2: "ab", 3: "c", 4: "bc"})
+        for tokens in ([0, 1, 3], [2, 3], [0, 4]):
+            assert first_stop(["abc"], tokens, tokenizer.detokenize) == (len(tokens), "")
+
+    def test_texts_with_a_separator_between_tokens(self):
+        """As NullTokenizer writes them: what a token adds depends on whether it is the first."""
+
+        def decode(tokens: Sequence[int]) -> str:
+            return " ".join(map(str, tokens))
+
+        assert first_stop(["5 6"], [4, 5, 6, 7], decode) == (3, "4 ")
+
+    def test_a_leading_space_that_the_decoder_takes_away(self):
+        """As SentencePiece tokenizers do at the start of a text."""
+        pieces = ["▁a", "▁b", "c"]
+
+        def decode(tokens: Sequence[int]) -> str:
+            return "".join(pieces[token] for token in tokens).replace("▁", " ").removeprefix(" ")
+
+        assert first_stop(["bc"], [0, 1, 2], decode) == (3, "a ")
+        assert first_stop([" b"], [0, 1, 2], decode) == (2, "a")
+        assert first_stop([" a"], [0, 1, 0], decode) == (3, "a b")
+
+    def test_bytes_as_sentencepiece_tokenizers_write_them(self):
+        """Their decoder gives up a whole run of bytes while its last character is incomplete."""
+        decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+
+        def decode(tokens: Sequence[int]) -> str:
+            return decoder.decode([f"<0x{token:02X}>" if token < 256 else "piece" for token in tokens])
+
+        assert decode(spell("€é")[:4]) == 4 * INCOMPLETE
+        assert first_stop(["é"], spell("€é"), decode) == (5, "€")
+        assert first_stop(["piece"], [*spell("€"), 255, 256], decode)[0] == 5
+        assert first_stop(["piece"], [*[255] * 40, 256], decode) == (41, 40 * INCOMPLETE)
+
+    def test_tokens_without_text(self):
+        tokenizer = PieceTokenizer(3, {0: "", 1: "a", 2: "b"})
+        tokens = [0, 1, 0, 0, *[0] * 40, 2, 0]
+        assert first_stop(["ab"], tokens, tokenizer.detokenize) == (len(tokens) - 1, "")
+
+
+class TestCost:
+    """Every call decodes a bounded number of tokens, however long the generation is."""
+
+    @staticmethod
+    def lengths(tokens: Sequence[int]) -> list[int]:
+        """Tokens that were decoded, by call of `find`."""
+        decoded = []
+
+        def counting(part: list[int]) -> str:
+            decoded[-1] += len(part)
+            return detokenize(part)
+
+        matcher = StopWordMatcher(["never found"], counting)
+        for count in range(1, len(tokens) + 1):
+            decoded.append(0)
+            assert matcher.find(list(tokens[:count])) is None
+        return decoded
+
+    def test_text(self):
+        assert max(self.lengths(spell("some text " * 40))) == 3  # the context, and the context with the new token
+
+    def test_characters_of_several_tokens(self):
+        assert max(self.lengths(spell("\U0001f600" * 100))) <= 12
+
+    @pytest.mark.parametrize("junk", [b"\xff", b"\xe2\x82", b"\xf0\x9f\x98"])
+    def test_bytes_that_are_no_text(self, junk: bytes):
+        assert max(self.lengths(spell(junk * 300))) <= 200
+
+
+# Hypothesis: pieces of text and words from few characters, so that matches and near misses are frequent.
+LETTERS = "abcEND €é\U0001f600\n"
+JUNK = [b"\xff", b"\xe2\x82", b"\xf0\x9f", b"\x80", b"\xef\xbf\xbd", b"\xc3"]
+TOKENS = st.lists(
+    st.one_of(
+        st.text(LETTERS, min_size=1, max_size=4).map(spell),
+        st.sampled_from(PIECES).map(spell),
+        st.sampled_from(JUNK).map(spell),
+        st.integers(0, 255).map(lambda byte: [byte]),
+    ),
+    max_size=30,
+).map(lambda parts: [token for part in parts for token in part])
+WORDS = st.lists(st.text(LETTERS + INCOMPLETE, min_size=1, max_size=5), min_size=1, max_size=3)
+
+
+@settings(max_examples=600, deadline=None)
+@given(tokens=TOKENS, words=WORDS)
+def test_equals_decoding_everything_after_each_token(tokens: list[int], words: list[str]):
+    assert first_stop(words, tokens) == brute_force(words, tokens)
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data(), words=WORDS)
+def test_equals_brute_force_in_long_junk(data: st.DataObject, words: list[str]):
+    """Runs of bytes longer than the matcher's patience, with text between them."""
+    parts = data.draw(st.lists(st.tuples(st.sampled_from(JUNK), st.integers(1, 40), TOKENS), min_size=1, max_size=3))
+    tokens = [token for junk, count, rest in parts for token in [*spell(junk * count), *rest]]
+    assert first_stop(words, tokens) == brute_force(words, tokens)
