@@ -26,6 +26,7 @@ class Flag:
         field: Name of the dataclass's field.
         help: What it does. Says where the value comes from if the field's default is None.
         name: The flag, with its dashes; "" if it is the field's name with dashes.
+        aliases: Other spellings, with their dashes.
         choices: The values allowed, or None for any.
         metavar: How `--help` shows the value; a tuple where there are two.
     """
@@ -33,6 +34,7 @@ class Flag:
     field: str
     help: str
     name: str = ""
+    aliases: tuple[str, ...] = ()
     choices: tuple[str, ...] | None = None
     metavar: str | tuple[str, ...] | None = None
 
@@ -45,6 +47,11 @@ class Flag:
     def key(self) -> str:
         """The flag without dashes in front and with dashes inside: `num-layers`. The key in a YAML file."""
         return normalize_key(self.option)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The key and those of the aliases."""
+        return (self.key, *(normalize_key(alias) for alias in self.aliases))
 
 
 @dataclass(frozen=True)
@@ -73,6 +80,7 @@ class FlagGroup:
         for flag in self.flags:
             group.add_argument(
                 flag.option,
+                *flag.aliases,
                 dest=flag.key,
                 default=argparse.SUPPRESS,
                 help=self._help(flag),

@@ -10,6 +10,8 @@ from megatron_ext.config import (
     POSITION_EMBEDDINGS,
     ROUTER_SCORE_FUNCTIONS,
     BatchingConfig,
+    CacheConfig,
+    EvictionPolicyName,
     ModelConfig,
     ParallelConfig,
     RequestParams,
@@ -157,6 +159,25 @@ BATCHING = FlagGroup(
     ),
 )
 
+CACHE = FlagGroup(
+    "prefix caching",
+    CacheConfig,
+    (
+        Flag(
+            "enable_prefix_caching",
+            "Skip the part of a prompt whose KV is cached",
+            name=f"{_BATCHING}-enable-prefix-caching",
+            aliases=(f"{_BATCHING}-prefix-caching",),
+        ),
+        Flag(
+            "eviction_policy",
+            "What happens to cached blocks that no request uses: kept until memory is needed, or dropped",
+            name=f"{_BATCHING}-prefix-caching-eviction-policy",
+            choices=tuple(policy.value for policy in EvictionPolicyName),
+        ),
+    ),
+)
+
 RUN = FlagGroup(
     "run",
     RunConfig,
@@ -171,7 +192,8 @@ RUN = FlagGroup(
         Flag("incoming_requests_per_step", "Prompts to submit before each engine step; default: all at once"),
         Flag("incoming_requests_per_sec", "Prompts to submit a second; default: all at once"),
         Flag("inference_logging_step_interval", "Steps between two log lines; 0 is none"),
+        Flag("prefix_cache_compare", "Run the prompts with the cache off, then on; exit code 1 if anything differs"),
     ),
 )
 
-GROUPS = (SOURCE, MODEL, PARALLEL, SAMPLING, BATCHING, RUN)
+GROUPS = (SOURCE, MODEL, PARALLEL, SAMPLING, BATCHING, CACHE, RUN)

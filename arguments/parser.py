@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from arguments.flags import Flag, FlagGroup
-from arguments.groups import BATCHING, GROUPS, MODEL, PARALLEL, RUN, SAMPLING, SOURCE
+from arguments.groups import BATCHING, CACHE, GROUPS, MODEL, PARALLEL, RUN, SAMPLING, SOURCE
 from arguments.yaml_file import read_flags
 from megatron_ext.config import (
     BatchingConfig,
+    CacheConfig,
     InferenceSettings,
     ModelConfig,
     ParallelConfig,
@@ -60,6 +61,7 @@ def parse_arguments(argv: Sequence[str] | None = None, prog: str | None = None) 
         parallel=ParallelConfig(**_fields(PARALLEL, values)),
         sampling=RequestParams(**_fields(SAMPLING, values)),
         batching=BatchingConfig(**_fields(BATCHING, values)),
+        cache=CacheConfig(**_fields(CACHE, values)),
         run=RunConfig(**_fields(RUN, values)),
     )
     if settings.source.load is None and settings.source.load_hf is None:
@@ -69,7 +71,7 @@ def parse_arguments(argv: Sequence[str] | None = None, prog: str | None = None) 
 
 def known_flags() -> dict[str, tuple[FlagGroup, Flag]]:
     """Every flag with its group, by key."""
-    return {flag.key: (group, flag) for group in GROUPS for flag in group.flags}
+    return {key: (group, flag) for group in GROUPS for flag in group.flags for key in flag.keys}
 
 
 def _fields(group: FlagGroup, values: Mapping[str, Any]) -> dict[str, Any]:

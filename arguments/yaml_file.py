@@ -32,13 +32,13 @@ def read_flags(path: str, known: Mapping[str, tuple[FlagGroup, Flag]]) -> dict[s
     for line, name, value in _entries(path):
         where = f"{path}, line {line}"
         key = normalize_key(name)
-        if key in values:
-            raise ConfigError(f"{where}: {name!r} is given twice")
         if key not in known or key == _OWN_KEY:
             raise ConfigError(f"{where}: {name!r} is no flag that the file can hold{_suggestion(key, known)}")
         group, flag = known[key]
+        if flag.key in values:
+            raise ConfigError(f"{where}: {name!r} is given twice")
         try:
-            values[key] = group.parse_value(flag, value)
+            values[flag.key] = group.parse_value(flag, value)
         except ValueError as error:
             raise ConfigError(f"{where}: {name}: {error}") from None
     return values

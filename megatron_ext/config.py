@@ -393,6 +393,7 @@ class RunConfig:
     incoming_requests_per_step: int | None = None  # default: all at once
     incoming_requests_per_sec: float | None = None  # default: all at once
     inference_logging_step_interval: int = 0  # steps; 0 is no log
+    prefix_cache_compare: bool = False
 
     def __post_init__(self) -> None:
         self._check_contradictions()
@@ -444,4 +445,12 @@ class InferenceSettings:
     parallel: ParallelConfig = ParallelConfig()
     sampling: RequestParams = RequestParams()
     batching: BatchingConfig = BatchingConfig()
+    cache: CacheConfig = CacheConfig()
     run: RunConfig = RunConfig()
+
+    def __post_init__(self) -> None:
+        _require(
+            self.cache.enable_prefix_caching or not self.run.prefix_cache_compare,
+            "--no-inference-dynamic-batching-enable-prefix-caching and --prefix-cache-compare contradict each other; "
+            "give one of them",
+        )

@@ -50,6 +50,4 @@ def build_engine(
     )
     wrapper = GPTInferenceWrapper(model.eval(), wrapper_config, context)
     controller = InferenceController(wrapper, tokenizer)
-    return InferenceEngine(
-        controller, context, random_seed=seed, inference_logging_step_interval=logging_step_interval
-    )
+    return InferenceEngine(controller, context, random_seed=seed, inference_logging_step_interval=logging_step_interval)

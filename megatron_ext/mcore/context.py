@@ -13,10 +13,10 @@ from megatron.core.ssm.mamba_hybrid_layer_allocation import Symbols, get_layer_m
 from torch import Tensor
 
 from megatron_ext.config import BatchingConfig, CacheConfig, EvictionPolicyName, ModelConfig
-from megatron_ext.memory.budget import DEFAULT_MAX_TOKENS, Geometry, ModelMemory, plan_memory
-from megatron_ext.memory.state_pool import StatePool, StateShape
 from megatron_ext.mcore.block_allocator import PoolBlockAllocator
 from megatron_ext.mcore.staging import StagedStep, stage_step
+from megatron_ext.memory.budget import DEFAULT_MAX_TOKENS, Geometry, ModelMemory, plan_memory
+from megatron_ext.memory.state_pool import StatePool, StateShape
 from megatron_ext.mixers.mamba2 import RecurrentStep
 from megatron_ext.ops.paged_attention import PagedLayout
 from megatron_ext.ops.rotary import Rotation, rotation_at

@@ -35,8 +35,9 @@ NOTHING = StepPlan(evictions=(), pauses=(), resumes=(), failures=(), admissions=
 class InferenceEngine(DynamicInferenceEngine):
     """`DynamicInferenceEngine` over a scheduler on the host.
 
-    A step is schedule -> stage -> forward and sample -> commit -> bookkeeping, and gives way to other tasks of the event
-    loop only before it begins: whatever calls `add_request`, `abort_request` or `suspend` meets a consistent state.
+    A step is schedule -> stage -> forward and sample -> commit -> bookkeeping, and gives way to other tasks of the
+    event loop only before it begins: whatever calls `add_request`, `abort_request` or `suspend` meets a consistent
+    state.
 
     Args:
         controller: Ours.
@@ -165,10 +166,14 @@ class InferenceEngine(DynamicInferenceEngine):
             raise ConfigError("the prompt is empty; it needs at least one token")
         if not 0 <= min(tokens) <= max(tokens) < vocabulary:
             bad = next(token for token in tokens if not 0 <= token < vocabulary)
-            raise ConfigError(f"token id {bad} is not in the vocabulary of {vocabulary}; ids go from 0 to {vocabulary - 1}")
+            raise ConfigError(
+                f"token id {bad} is not in the vocabulary of {vocabulary}; ids go from 0 to {vocabulary - 1}"
+            )
         return tokens
 
-    def _new_request(self, request_id: int, text: str | None, tokens: tuple[int, ...], params: RequestParams) -> Request:
+    def _new_request(
+        self, request_id: int, text: str | None, tokens: tuple[int, ...], params: RequestParams
+    ) -> Request:
         termination = self.controller.tokenizer.eod if params.termination_id is None else params.termination_id
         request = Request(
             request_id=request_id,
@@ -228,7 +233,9 @@ class InferenceEngine(DynamicInferenceEngine):
         if self.is_suspended:
             raise EngineSuspendedError(self.step_count)
         await asyncio.sleep(0)
-        if self.is_suspended:  # by another task, just now; upstream's run loop waits for the resume before it steps again
+        if (
+            self.is_suspended
+        ):  # by another task, just now; upstream's run loop waits for the resume before it steps again
             return None, NOTHING, 0.0, self.step_count
         scheduler = self.context.scheduler
         self._notice_new_weights()

@@ -23,7 +23,9 @@ class LayerNormFromConfig:
 class HybridStack(MambaStack):
     """`MambaStack` whose final norm is torch's; upstream hard-codes Transformer Engine's."""
 
-    def __init__(self, config: TransformerConfig, *args: object, post_layer_norm: bool = True, **kwargs: object) -> None:
+    def __init__(
+        self, config: TransformerConfig, *args: object, post_layer_norm: bool = True, **kwargs: object
+    ) -> None:
         super().__init__(config, *args, post_layer_norm=False, **kwargs)
         self.post_layer_norm = post_layer_norm
         if self.post_process and post_layer_norm:

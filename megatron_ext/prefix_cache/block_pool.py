@@ -70,6 +70,8 @@ class BlockPool:
         assert len(free) == len(self._free), "a block is free twice"
         used = {block for block, count in enumerate(self._references) if count > 0}
         assert not free & used, f"blocks {sorted(free & used)} are free and in use"
-        assert not self.withheld & (free | used), f"blocks {sorted(self.withheld & (free | used))} are not only withheld"
+        assert not self.withheld & (free | used), (
+            f"blocks {sorted(self.withheld & (free | used))} are not only withheld"
+        )
         assert free | used | self.withheld == set(range(self.total)), "blocks were lost, or came from elsewhere"
         assert min(self._references) >= 0, "a negative reference count"

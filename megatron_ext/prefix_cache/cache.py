@@ -26,9 +26,10 @@ class CacheUse:
 class PrefixCache:
     """Blocks with contents that can be found again.
 
-    Every block is in one of three states: free, in use (referred to by requests; indexed or not), retired (indexed, not in
-    use, evictable). Published blocks of one request are a chain in the index: `publish` swaps a block for the one that holds
-    the same contents already, so whoever uses a block uses its parents, and every retired block can be evicted.
+    Every block is in one of three states: free, in use (referred to by requests; indexed or not), retired (indexed, not
+    in use, evictable). Published blocks of one request are a chain in the index: `publish` swaps a block for the one
+    that holds the same contents already, so whoever uses a block uses its parents, and every retired block can be
+    evicted.
 
     Without a policy nothing is ever indexed, and this is just the pool.
 
@@ -78,8 +79,8 @@ class PrefixCache:
         """The contents of `block` have been computed: let others find it.
 
         Returns:
-            The block to use from now on: `block`, or the one that has these contents already; then the caller's reference
-            is to that one, and `block` is released.
+            The block to use from now on: `block`, or the one that has these contents already; then the caller's
+            reference is to that one, and `block` is released.
         """
         known = self._index.find(digest)
         if known is None:
@@ -141,4 +142,6 @@ class PrefixCache:
         for block in self._index:
             assert block in retired or self.pool.references(block) > 0, f"cached block {block} is free"
             parent = self._index.parent(block)
-            assert parent is None or block in retired or parent not in retired, f"block {block} outlives its parent's use"
+            assert parent is None or block in retired or parent not in retired, (
+                f"block {block} outlives its parent's use"
+            )

@@ -43,8 +43,8 @@ class EvictionPolicy(Protocol):
 class LeafFirstLru:
     """Least recently used first, and never a block before those that continue it.
 
-    A plain queue does both: whoever uses a block uses everything before it in the sequence too, so a block never retires
-    later than its parent, and within one sequence the end retires first. The oldest block is therefore a leaf.
+    A plain queue does both: whoever uses a block uses everything before it in the sequence too, so a block never
+    retires later than its parent, and within one sequence the end retires first. The oldest block is therefore a leaf.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
 """Content keys of KV blocks: each covers its own tokens and, through its parent's digest, everything before them.
 
-BLAKE2b with 32-byte digests. Root and block digests are made in different domains (BLAKE2's personalization), every field of
-a root is preceded by its length, and a block's input has a fixed length, so no two layouts of fields can make the same
-bytes. The whole digest is the key: nothing is shortened, and a match is not verified again.
+BLAKE2b with 32-byte digests. Root and block digests are made in different domains (BLAKE2's personalization), every
+field of a root is preceded by its length, and a block's input has a fixed length, so no two layouts of fields can make
+the same bytes. The whole digest is the key: nothing is shortened, and a match is not verified again.
 """
 
 from __future__ import annotations

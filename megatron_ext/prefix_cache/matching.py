@@ -6,8 +6,8 @@ from __future__ import annotations
 def resume_position(length: int, matched_tokens: int) -> int:
     """Tokens of a sequence of `length` that need not be computed, in a model without recurrent layers.
 
-    The last token is always computed, because the next one is sampled from its logits; if its block is shared, its KV is
-    not written.
+    The last token is always computed, because the next one is sampled from its logits; if its block is shared, its KV
+    is not written.
 
     Args:
         length: Known tokens, at least 1.

@@ -41,9 +41,7 @@ class PrefillLedger:
         """Prompt tokens computed for the first time."""
         return self.reasons.total()
 
-    def admit(
-        self, resume_position: int, matched_blocks: int, block_size: int, general_reason: Reason | None
-    ) -> None:
+    def admit(self, resume_position: int, matched_blocks: int, block_size: int, general_reason: Reason | None) -> None:
         """The request enters the batch.
 
         Args:

@@ -222,8 +222,9 @@ def _plan_admissions(
 ) -> _Entry:
     """Admit waiting requests in order until one has to wait for room.
 
-    A request whose next block another one computes waits for that, and is overtaken; so do those behind a leader admitted
-    in this very step. A request fails here if its last token outgrew the pool just before a suspend sent it back to wait.
+    A request whose next block another one computes waits for that, and is overtaken; so do those behind a leader
+    admitted in this very step. A request fails here if its last token outgrew the pool just before a suspend sent it
+    back to wait.
     """
     entry = _Entry([], [], [])
     planned: dict[Digest, int] = {}
@@ -251,9 +252,7 @@ def reads_cache(request: Request) -> bool:
     return request.chain is not None and not request.params.wants_prompt_log_probs
 
 
-def _leader(
-    request: Request, matched: int, planned: dict[Digest, int], in_flight: BlocksInFlight
-) -> int | None:
+def _leader(request: Request, matched: int, planned: dict[Digest, int], in_flight: BlocksInFlight) -> int | None:
     """The request that computes the first block that `request` lacks."""
     if not reads_cache(request) or matched == len(request.digests):
         return None
@@ -266,9 +265,10 @@ def plan_admission(
 ) -> tuple[Admission | Refusal, Room]:
     """Whether `request` can enter the batch now, and with which first chunk; and the room that is left then.
 
-    It takes the blocks of all its tokens at once, so that a prefill that has begun never waits for memory. Tokens before
-    the resume position cost nothing of the step's token budget. What was generated before an eviction is prefilled again;
-    if that does not fit a step, it is cut even where chunked prefill is off, because the request was already served so far.
+    It takes the blocks of all its tokens at once, so that a prefill that has begun never waits for memory. Tokens
+    before the resume position cost nothing of the step's token budget. What was generated before an eviction is
+    prefilled again; if that does not fit a step, it is cut even where chunked prefill is off, because the request was
+    already served so far.
     """
     length = len(request.tokens)
     if room.requests < 1:

@@ -49,7 +49,7 @@ def build_results(engine: Any, passes: Sequence[Pass], *, model: str, with_event
         "lifetime_skipped_token_count": engine.lifetime_skipped_token_count,
         "model": model,
         "version": megatron_ext.__version__,
-        "prefix_cache": None,
+        "prefix_cache": engine.prefix_cache_statistics(),
         "geometry": dataclasses.asdict(engine.geometry),
     }
     assert tuple(system) == SYSTEM_KEYS, "a top-level key is missing from SYSTEM_KEYS"

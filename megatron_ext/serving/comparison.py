@@ -1,0 +1,121 @@
+"""The same prompts with the cache off and on: `--prefix-cache-compare`."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from megatron_ext.config import RequestParams
+from megatron_ext.errors import ConfigError
+from megatron_ext.scheduling.record import RequestRecord, Status
+from megatron_ext.serving.prompts import Prompt
+
+FP32_TOLERANCE = 1e-3  # of a log-prob, absolute
+P95_TOLERANCE, MAX_TOLERANCE = math.log(1.05), math.log(1.2)  # in 16 bits, over all log-probs of a run
+TIE = 1e-4  # two best log-probs closer than this may come in either order
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One request, off and on."""
+
+    off: RequestRecord
+    on: RequestRecord
+    first_token: int | None  # index of the first generated token that differs for no good reason
+    log_probs: tuple[float, ...]  # absolute differences, up to the first differing token
+
+    @property
+    def largest(self) -> float:
+        """The largest difference of a log-prob."""
+        return max(self.log_probs, default=0.0)
+
+
+def comparable(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """The prompts, asking for what a comparison needs: log-probs of generated tokens and of the runner-up.
+
+    Raises:
+        ConfigError: A prompt is sampled: two runs of it may differ in tokens for rounding alone.
+    """
+    for prompt in prompts:
+        if not prompt.params.is_greedy:
+            raise ConfigError(
+                f"{prompt.source}: --prefix-cache-compare needs greedy requests, and this one has temperature "
+                f"{prompt.params.temperature:g}; give temperature 0 or top_k 1"
+            )
+    return [dataclasses.replace(prompt, params=_scored(prompt.params)) for prompt in prompts]
+
+
+def _scored(params: RequestParams) -> RequestParams:
+    return dataclasses.replace(
+        params, return_log_probs=True, skip_prompt_log_probs=True, top_n_logprobs=max(2, params.top_n_logprobs)
+    )
+
+
+def compare(off: Sequence[RequestRecord], on: Sequence[RequestRecord]) -> list[Difference]:
+    """Compare request by request, in order of submission."""
+    return [_compare_request(one, other) for one, other in zip(off, on, strict=True)]
+
+
+def _compare_request(off: RequestRecord, on: RequestRecord) -> Difference:
+    pairs = list(zip(off.generated_tokens, on.generated_tokens, strict=False))
+    same = next((i for i, (one, other) in enumerate(pairs) if one != other), len(pairs))
+    gaps = tuple(
+        abs(one - other)
+        for one, other in zip(off.generated_log_probs[:same], on.generated_log_probs[:same], strict=True)
+    )
+    is_equal = off.generated_tokens == on.generated_tokens and off.status is on.status
+    if is_equal or (same < len(pairs) and _is_tie(off, same)):
+        return Difference(off, on, None, gaps)
+    return Difference(off, on, same, gaps)
+
+
+def _is_tie(record: RequestRecord, index: int) -> bool:
+    best, second = sorted(record.generated_top_n_log_probs[index].values(), reverse=True)[:2]
+    return best - second < TIE
+
+
+def problems(differences: Sequence[Difference], dtype: torch.dtype) -> list[str]:
+    """What makes the comparison fail, a line each; empty if the cache changed nothing and did something."""
+    return list(_problems(differences, dtype))
+
+
+def _problems(differences: Sequence[Difference], dtype: torch.dtype) -> Iterator[str]:
+    for one in differences:
+        for name, record in (("off", one.off), ("on", one.on)):
+            if record.status is not Status.COMPLETED:
+                yield f"request {record.request_id} did not complete with the cache {name}: {record.error}"
+    different = [one for one in differences if one.first_token is not None]
+    if different:
+        yield f"{len(different)} of {len(differences)} requests have different tokens"
+    gaps = sorted(gap for one in differences for gap in one.log_probs)
+    if dtype is torch.float32:
+        if gaps and gaps[-1] > FP32_TOLERANCE:
+            yield f"log-probs differ by up to {gaps[-1]:.2e}, more than {FP32_TOLERANCE:g}"
+    elif len(gaps) > 1:
+        p95 = statistics.quantiles(gaps, n=20)[-1]
+        if p95 > P95_TOLERANCE or gaps[-1] > MAX_TOLERANCE:
+            yield (
+                f"log-probs differ by {p95:.3f} (95th percentile) and {gaps[-1]:.3f} (largest), "
+                f"more than {P95_TOLERANCE:.3f} and {MAX_TOLERANCE:.3f}"
+            )
+    if not any(one.on.skipped_prefill_token_count for one in differences):
+        yield "the cached run skipped nothing, so the comparison shows nothing"
+
+
+def print_comparison(differences: Sequence[Difference], found: Sequence[str], console: Console) -> None:
+    """A table of all requests, then the verdict."""
+    table = Table("id", "prompt", "skipped", "tokens", "largest log-prob difference", title="cache off and on")
+    for one in differences:
+        tokens = "equal" if one.first_token is None else f"differ from the {one.first_token + 1}. on"
+        skipped = str(one.on.skipped_prefill_token_count)
+        table.add_row(str(one.on.request_id), str(one.on.prompt_token_count), skipped, tokens, f"{one.largest:.1e}")
+    console.print(table)
+    for line in found or ["the cache changes nothing"]:
+        console.print(line, markup=False, soft_wrap=True)
