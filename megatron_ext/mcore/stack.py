@@ -17,6 +17,7 @@ class LayerNormFromConfig:
     def __new__(
         cls, config: TransformerConfig, hidden_size: int, eps: float | None = None, **_: object
     ) -> torch.nn.Module:
+        """The norm itself, as upstream's wrapper class does."""
         return WrappedTorchNorm(config, hidden_size, eps=config.layernorm_epsilon)
 
 

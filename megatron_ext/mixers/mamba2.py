@@ -95,7 +95,8 @@ class Mamba2Mixer(MegatronModule):
         nheads = config.mamba_num_heads or 2 * d_model // self.headdim
         self.tp_group = pg_collection.tp
         tp_size = self.tp_group.size()
-        assert nheads % tp_size == 0 and config.mamba_num_groups % tp_size == 0, (nheads, config.mamba_num_groups)
+        assert nheads % tp_size == 0, (nheads, tp_size)
+        assert config.mamba_num_groups % tp_size == 0, (config.mamba_num_groups, tp_size)
         self.nheads_local = nheads // tp_size
         self.ngroups_local = config.mamba_num_groups // tp_size
         self.d_inner_local = self.nheads_local * self.headdim
@@ -191,7 +192,7 @@ class Mamba2Mixer(MegatronModule):
         return F.pad(gated, (0, 0, 0, projected.shape[0] - y.shape[0]))
 
     def _prefill(self, xbc: Tensor, dt: Tensor, step: RecurrentStep, conv_states: Tensor, ssm_states: Tensor) -> Tensor:
-        """All prefill of the step in one varlen call (HY-7). The initial states are read before any is written (HY-8)."""
+        """All prefill of the step in one varlen call (HY-7); initial states are read before any is written (HY-8)."""
         rows, has_state = step.prefill_rows, step.has_initial_state
         initial_conv = conv_states[rows].where(has_state[:, None, None], 0)
         initial_ssm = ssm_states[rows].where(has_state[:, None, None, None], 0)

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from megatron_ext.config import ModelConfig
+from megatron_ext.mcore.weights import mark_weights_changed
 from megatron_ext.models.build import build_model
 from megatron_ext.models.checkpoint_directory import new_checkpoint, read_header, stored_tensor
 from megatron_ext.models.weight_files import (
@@ -76,3 +77,4 @@ def load_weights(model: nn.Module, directory: str | Path) -> None:
             stored = files.get(name)
             require_shape(directory, name, stored.shape, target.shape)
             target.copy_(stored)
+    mark_weights_changed(model)

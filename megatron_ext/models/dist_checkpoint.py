@@ -38,6 +38,7 @@ from megatron_ext.mcore.checkpoint_files import (
     read_tensors,
     require_plain_metadata,
 )
+from megatron_ext.mcore.weights import mark_weights_changed
 from megatron_ext.models.build import build_model
 from megatron_ext.models.checkpoint_directory import (
     BACKEND_FILE,
@@ -195,6 +196,7 @@ def load_dist_weights(model: nn.Module, directory: Path) -> None:
     with torch.no_grad():
         for name, target in model_tensors(model).items():
             target.copy_(loaded[name])
+    mark_weights_changed(model)
 
 
 @dataclass(frozen=True)

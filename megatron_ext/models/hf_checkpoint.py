@@ -10,6 +10,7 @@ from torch import nn
 
 from megatron_ext.config import ModelConfig
 from megatron_ext.errors import ConfigError
+from megatron_ext.mcore.weights import mark_weights_changed
 from megatron_ext.models import hf_llama, hf_nemotron_h
 from megatron_ext.models.weight_files import read_json
 
@@ -44,6 +45,7 @@ def load_hf_weights(model: nn.Module, config: ModelConfig, directory: Path) -> N
             that are stored twice and differ.
     """
     _family(read_json(directory / CONFIG_FILE)).load_weights(model, config, directory)
+    mark_weights_changed(model)
 
 
 def _family(raw: dict[str, Any]) -> ModuleType:
