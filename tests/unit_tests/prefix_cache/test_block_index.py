@@ -1,0 +1,67 @@
+"""KV-2: the forest of digests."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_ext.prefix_cache.block_index import BlockIndex
+
+A, B, C, X = b"a", b"b", b"c", b"x"
+
+
+@pytest.fixture
+def chain():
+    """A <- B <- C in blocks 0, 1, 2."""
+    index = BlockIndex()
+    index.add(A, 0, None)
+    index.add(B, 1, A)
+    index.add(C, 2, B)
+    return index
+
+
+def test_longest_run_stops_at_the_first_miss(chain):
+    """KV-2: a hole gives a shorter match, never an exception."""
+    assert chain.longest_run([A, B, C]) == [0, 1, 2]
+    assert chain.longest_run([A, X, C]) == [0]
+    assert chain.longest_run([X, B, C]) == []
+    assert chain.longest_run([]) == []
+
+
+def test_parents_and_children(chain):
+    assert [chain.children(block) for block in (0, 1, 2)] == [1, 1, 0]
+    assert [chain.parent(block) for block in (0, 1, 2)] == [None, 0, 1]
+    chain.add(X, 3, A)
+    assert chain.children(0) == 2
+    chain.remove(3)
+    assert chain.children(0) == 1
+    chain.check()
+
+
+def test_a_parent_cannot_go_before_its_child(chain):
+    with pytest.raises(AssertionError, match="cached children"):
+        chain.remove(1)
+
+
+def test_a_child_cannot_come_before_its_parent(chain):
+    with pytest.raises(KeyError):
+        chain.add(b"y", 7, b"nowhere")
+
+
+def test_a_digest_has_one_block_and_a_block_one_digest(chain):
+    with pytest.raises(AssertionError):
+        chain.add(A, 9, None)
+    with pytest.raises(AssertionError):
+        chain.add(X, 0, None)
+
+
+@pytest.mark.parametrize("damage", ["orphan", "miscounted", "two blocks"])
+def test_check_finds(chain, damage):
+    """Negative controls of the index's own check."""
+    if damage == "orphan":
+        chain._entries[C].parent = X
+    elif damage == "miscounted":
+        chain._entries[A].children = 2
+    else:
+        chain._entries[C].block = 0
+    with pytest.raises(AssertionError):
+        chain.check()

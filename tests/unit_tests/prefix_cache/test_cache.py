@@ -1,0 +1,148 @@
+"""KV-2 to KV-5, EX-4: the cache by literal cases; see test_cache_machine.py for random lives."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_ext.config import EvictionPolicyName
+from megatron_ext.prefix_cache.cache import PrefixCache
+
+LRU, REF_ZERO = EvictionPolicyName.LRU, EvictionPolicyName.REF_ZERO
+CHAIN = [b"a", b"b", b"c"]
+
+
+def fill(cache, digests):
+    """A request that computes and publishes these blocks; returns its table."""
+    matched = cache.match(digests)
+    cache.pin(matched)
+    table = [*matched, *cache.allocate(len(digests) - len(matched))]
+    for i in range(len(matched), len(digests)):
+        table[i] = cache.publish(digests[i], table[i], digests[i - 1] if i else None)
+    cache.check()
+    return table
+
+
+def test_nothing_is_found_before_it_is_published():
+    """KV-5."""
+    cache = PrefixCache(4, LRU)
+    blocks = cache.allocate(2)
+    assert cache.match(CHAIN) == []
+    cache.publish(b"a", blocks[0], None)
+    assert cache.match(CHAIN) == [blocks[0]]
+
+
+def test_shared_blocks_are_counted_and_kept_until_the_last_owner_leaves():
+    """KV-3."""
+    cache = PrefixCache(4, REF_ZERO)
+    first, second = fill(cache, CHAIN), fill(cache, CHAIN)
+    assert first == second
+    assert [cache.pool.references(block) for block in first] == [2, 2, 2]
+    cache.release(first)
+    assert cache.match(CHAIN) == second
+    cache.release(second)
+    assert cache.match(CHAIN) == []
+    assert cache.pool.free_count == 4
+
+
+def test_lru_keeps_contents_until_memory_is_needed_and_the_end_of_a_chain_goes_first():
+    """KV-4: leaves first, oldest first."""
+    cache = PrefixCache(4, LRU)
+    cache.release(fill(cache, CHAIN))
+    assert (cache.pool.free_count, cache.available_count) == (1, 4)
+    assert len(cache.match(CHAIN)) == 3
+    cache.allocate(2)
+    assert len(cache.match(CHAIN)) == 2
+    cache.allocate(1)
+    assert len(cache.match(CHAIN)) == 1
+    assert cache.use().blocks_evicted == 2
+    cache.check()
+
+
+def test_of_two_chains_the_one_used_longer_ago_goes_first():
+    """KV-4."""
+    cache = PrefixCache(6, LRU)
+    old, new = fill(cache, [b"a", b"b"]), fill(cache, [b"x", b"y"])
+    cache.release(old)
+    cache.release(new)
+    cache.release(fill(cache, [b"a", b"b"]))  # used again
+    cache.allocate(3)
+    assert len(cache.match([b"a", b"b"])) == 2
+    assert len(cache.match([b"x", b"y"])) == 1
+
+
+def test_a_block_in_use_is_never_evicted():
+    """KV-3, KV-4: and what is matched is pinned before anything is allocated."""
+    cache = PrefixCache(3, LRU)
+    cache.release(fill(cache, CHAIN))
+    matched = cache.match(CHAIN[:2])
+    assert all(cache.is_retired(block) for block in matched)
+    cache.pin(matched)
+    assert cache.available_count == 1
+    (fresh,) = cache.allocate(1)
+    assert fresh not in matched
+    with pytest.raises(AssertionError, match="1 blocks asked, 0 available"):
+        cache.allocate(1)
+    cache.check()
+
+
+def test_equal_contents_computed_twice_end_in_one_block():
+    """KV-5: whoever publishes second uses the first one's block, so that a chain in a table is a chain in the index."""
+    cache = PrefixCache(4, LRU)
+    mine, yours = cache.allocate(1), cache.allocate(1)
+    assert cache.publish(b"a", mine[0], None) == mine[0]
+    assert cache.publish(b"a", yours[0], None) == mine[0]
+    assert cache.pool.references(mine[0]) == 2
+    assert cache.pool.references(yours[0]) == 0
+    cache.check()
+
+
+def test_reset_forgets_everything_and_leaves_blocks_in_use_alone():
+    """EX-4."""
+    cache = PrefixCache(5, LRU)
+    running = fill(cache, [b"x"])
+    cache.release(fill(cache, CHAIN))
+    epoch = cache.epoch
+    cache.reset()
+    assert cache.epoch != epoch
+    assert cache.match(CHAIN) == cache.match([b"x"]) == []
+    assert (cache.pool.free_count, cache.use().blocks_in_use) == (4, 1)
+    cache.check()
+    cache.release(running)
+    assert cache.pool.free_count == 5
+    cache.check()
+
+
+def test_released_together_counts_what_is_shared_once():
+    """KV-13: what a plan may count on."""
+    cache = PrefixCache(6, LRU)
+    first, second = fill(cache, CHAIN), fill(cache, [*CHAIN[:2], b"z"])
+    assert cache.releasable_count([first]) == 1
+    assert cache.releasable_count([second]) == 1
+    assert cache.releasable_count([first, second]) == 4
+    assert cache.releasable_count([]) == 0
+
+
+@pytest.mark.parametrize("policy", [LRU, REF_ZERO])
+def test_a_pool_of_pinned_blocks_has_nothing_to_give(policy):
+    """KV-12."""
+    cache = PrefixCache(3, policy)
+    fill(cache, CHAIN)
+    assert cache.available_count == 0
+    with pytest.raises(AssertionError):
+        cache.allocate(1)
+
+
+@pytest.mark.parametrize("damage", ["retired but free", "indexed but free", "lost"])
+def test_check_finds(damage):
+    """Negative controls of the cache's own check."""
+    cache = PrefixCache(4, LRU)
+    table = fill(cache, CHAIN)
+    if damage == "retired but free":
+        cache.release(table)
+        cache.pool.restore(table[0])
+    elif damage == "indexed but free":
+        cache.pool.release([table[2]])
+    else:
+        cache.pool._free.pop()
+    with pytest.raises(AssertionError):
+        cache.check()

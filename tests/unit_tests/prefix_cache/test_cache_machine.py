@@ -1,0 +1,143 @@
+"""KV-2 to KV-5: random lives of pool, index and eviction against a model that is written from the rules alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from megatron_ext.config import EvictionPolicyName
+from megatron_ext.prefix_cache.cache import PrefixCache
+
+TOTAL = 7
+WORDS = st.lists(st.sampled_from("ab"), min_size=1, max_size=4).map("".join)
+
+
+@dataclass
+class Owner:
+    """A request: its whole word, how many of its blocks it has published, its table."""
+
+    word: str
+    published: int
+    table: list[int]
+
+
+@dataclass
+class Model:
+    """What should be cached: prefixes of words, each with the time it was last let go by its last owner."""
+
+    cached: set[str] = field(default_factory=set)
+    left_at: dict[str, int] = field(default_factory=dict)  # of prefixes that nobody uses
+
+
+def digest(prefix: str) -> bytes:
+    return prefix.encode()
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """Requests come, match, compute, publish and leave in any order."""
+
+    @initialize(policy=st.sampled_from(EvictionPolicyName))
+    def begin(self, policy):
+        self.policy = policy
+        self.cache = PrefixCache(TOTAL, policy)
+        self.owners: list[Owner] = []
+        self.model = Model()
+        self.clock = 0
+
+    def prefixes(self, word):
+        return [word[: i + 1] for i in range(len(word))]
+
+    def used(self):
+        return {p for owner in self.owners for p in self.prefixes(owner.word)[: owner.published]}
+
+    @rule(word=WORDS)
+    def enter(self, word):
+        expected = next((i for i, p in enumerate(self.prefixes(word)) if p not in self.model.cached), len(word))
+        matched = self.cache.match([digest(p) for p in self.prefixes(word)])
+        assert len(matched) == expected
+        newly_pinned = sum(self.cache.is_retired(block) for block in matched)
+        assert newly_pinned == sum(p in self.model.left_at for p in self.prefixes(word)[:expected])
+        fresh = len(word) - expected
+        if fresh > self.cache.available_count - newly_pinned:
+            return  # a planner would refuse it
+        self.cache.pin(matched)
+        for p in self.prefixes(word)[:expected]:
+            self.model.left_at.pop(p, None)
+        before = set(self.model.left_at)
+        free = self.cache.pool.free_count
+        blocks = self.cache.allocate(fresh)
+        self.evict(max(0, fresh - free), before)
+        self.owners.append(Owner(word, expected, [*matched, *blocks]))
+
+    def evict(self, count, candidates):
+        """The oldest leaves go, one by one."""
+        for _ in range(count):
+            leaves = [p for p in candidates if not any(q != p and q.startswith(p) for q in self.model.cached)]
+            oldest = min(leaves, key=lambda p: (self.model.left_at[p], -len(p)))
+            candidates.remove(oldest)
+            self.model.cached.discard(oldest)
+            del self.model.left_at[oldest]
+
+    @precondition(lambda self: self.owners)
+    @rule(data=st.data())
+    def publish_next(self, data):
+        owner = data.draw(st.sampled_from(self.owners))
+        i = owner.published
+        if i == len(owner.word):
+            return
+        prefix = owner.word[: i + 1]
+        parent = digest(owner.word[:i]) if i else None
+        owner.table[i] = self.cache.publish(digest(prefix), owner.table[i], parent)
+        owner.published += 1
+        self.model.cached.add(prefix)
+        self.model.left_at.pop(prefix, None)
+
+    @precondition(lambda self: self.owners)
+    @rule(data=st.data())
+    def leave(self, data):
+        owner = data.draw(st.sampled_from(self.owners))
+        self.owners.remove(owner)
+        self.cache.release(owner.table)
+        self.clock += 1
+        for prefix in set(self.prefixes(owner.word)[: owner.published]) - self.used():
+            if self.policy is EvictionPolicyName.LRU:
+                self.model.left_at[prefix] = self.clock
+            else:
+                self.model.cached.discard(prefix)
+
+    @rule()
+    def reset(self):
+        if len(self.owners) > 1:
+            return  # rarely enough that caches fill up
+        self.cache.reset()
+        self.model = Model()
+        for owner in self.owners:
+            self.cache.release(owner.table)
+        self.owners = []
+
+    @invariant()
+    def agrees(self):
+        if not hasattr(self, "cache"):
+            return
+        self.cache.check()
+        found = {p for p in self.all_prefixes() if len(self.cache.match([digest(q) for q in self.prefixes(p)])) == len(p)}
+        assert found == self.model.cached
+        assert self.cache.use().blocks_evictable == len(self.model.left_at)
+        for owner in self.owners:  # what a request has published is still its own, and still found
+            blocks = self.cache.match([digest(p) for p in self.prefixes(owner.word)[: owner.published]])
+            assert blocks == owner.table[: owner.published]
+        private = [block for owner in self.owners for block in owner.table[owner.published :]]
+        assert len(private) == len(set(private)), "a block that is being computed has two owners"
+
+    def all_prefixes(self):
+        words = [""]
+        for _ in range(4):
+            words += [word + letter for word in words for letter in "ab" if len(word + letter) <= 4]
+        return {word for word in words if word}
+
+
+TestCacheMachine = CacheMachine.TestCase
+TestCacheMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

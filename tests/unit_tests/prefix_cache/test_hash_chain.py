@@ -1,0 +1,130 @@
+"""KV-1, EX-3: content keys that no perturbation, salt or layout of fields can forge."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import pytest
+
+from megatron_ext.prefix_cache.hash_chain import DIGEST_BYTES, HashChain, block_digests, root_digest
+
+ROOT = root_digest([b"model"])
+BLOCK = 4
+TOKENS = [31, 7, 12, 90_000, 5, 5, 5, 5, 0, 1, 2, 3]
+
+
+def digests(tokens=TOKENS, root=ROOT, block_size=BLOCK):
+    return block_digests(root, tokens, block_size)
+
+
+def test_only_complete_blocks_have_a_digest():
+    """KV-1, KV-12: lengths around the block."""
+    for length, blocks in ((0, 0), (1, 0), (3, 0), (4, 1), (5, 1), (7, 1), (8, 2)):
+        assert len(digests(TOKENS[:length])) == blocks
+    assert all(len(digest) == DIGEST_BYTES for digest in digests())
+
+
+def test_equal_tokens_have_equal_digests_and_a_prefix_keeps_its_own():
+    assert digests() == digests(list(TOKENS))
+    assert digests(TOKENS[:8]) == digests()[:2]
+
+
+@pytest.mark.parametrize("position", range(12))
+def test_one_changed_token_changes_its_block_and_all_after_it(position):
+    """KV-1: the chain carries every difference on."""
+    changed = [token + (index == position) for index, token in enumerate(TOKENS)]
+    same = [a == b for a, b in zip(digests(), digests(changed), strict=True)]
+    first = position // BLOCK
+    assert same == [index < first for index in range(3)]
+
+
+@pytest.mark.parametrize("multiple", [1, 2, -1, 1000])
+@pytest.mark.parametrize("base", [31, 33, 257, 65_537])
+@pytest.mark.parametrize("position", range(11))
+def test_what_collides_in_polynomial_hashes_differs_here(position, base, multiple):
+    """KV-1: adding m * base to one token and taking m from the next leaves a polynomial hash of that base as it was."""
+    forged = [token + 10**8 for token in TOKENS]
+    honest = list(forged)
+    forged[position] += multiple
+    forged[position + 1] -= multiple * base
+    assert digests(forged)[(position + 1) // BLOCK] != digests(honest)[(position + 1) // BLOCK]
+    assert digests(forged)[-1] != digests(honest)[-1]
+
+
+def test_what_collides_in_additive_hashes_differs_here():
+    """KV-1: the same tokens in another order, within a block and across blocks."""
+    swapped = [TOKENS[1], TOKENS[0], *TOKENS[2:]]
+    assert digests(swapped)[0] != digests()[0]
+    blocks_swapped = [*TOKENS[4:8], *TOKENS[:4], *TOKENS[8:]]
+    assert not set(digests(blocks_swapped)) & set(digests())
+
+
+def test_tokens_cannot_move_across_the_border_of_blocks():
+    """KV-1: the same tokens in blocks of another size share no digest."""
+    assert not set(digests(block_size=2)) & set(digests(block_size=4))
+
+
+def test_fields_of_the_root_cannot_run_into_each_other():
+    """KV-1, EX-3: salts, models and tokens shifted across the borders of fields."""
+    layouts = [
+        [b"model", b"salt"],
+        [b"models", b"alt"],
+        [b"modelsalt"],
+        [b"modelsalt", b""],
+        [b"", b"modelsalt"],
+        [b"salt", b"model"],
+        [b"model"],
+        [b"model", b""],
+        [b"model", b"salt", b""],
+        [],
+        [b""],
+    ]
+    assert len({root_digest(fields) for fields in layouts}) == len(layouts)
+
+
+def test_a_salt_that_spells_the_length_prefix_of_another_field_is_another_key():
+    inner = (4).to_bytes(8, "little") + b"salt"
+    assert root_digest([b"model" + inner]) != root_digest([b"model", b"salt"])
+
+
+def test_a_root_is_never_a_block():
+    """KV-1: the domains are apart: bytes that make a block's input do not make that digest as a root."""
+    block = digests()[0]
+    packed = b"".join(token.to_bytes(4, "little") for token in TOKENS[:4])
+    assert root_digest([ROOT + packed]) != block
+    assert root_digest([ROOT, packed]) != block
+
+
+def test_another_root_changes_every_digest():
+    """EX-3, EX-4: tenants and weights share nothing."""
+    assert not set(digests()) & set(digests(root=root_digest([b"model", b"tenant"])))
+
+
+def test_a_chain_that_grows_has_the_digests_of_the_whole():
+    rng = random.Random(0)
+    tokens = [rng.randrange(1000) for _ in range(203)]
+    chain, cuts = HashChain(ROOT, BLOCK), [0, 1, 3, 4, 5, 80, 81, 84, 200, 203]
+    for end in cuts:
+        assert list(chain.extend(tokens[:end])) == digests(tokens[:end])
+    assert len(chain) == 50
+
+
+def test_a_chain_hashes_each_block_once(monkeypatch):
+    """KV-1: computed once per request."""
+    from megatron_ext.prefix_cache import hash_chain
+
+    hashed = []
+    original = hash_chain.block_digests
+
+    def counting(parent, tokens, block_size):
+        result = original(parent, tokens, block_size)
+        hashed.append(len(result))
+        return result
+
+    monkeypatch.setattr(hash_chain, "block_digests", counting)
+    chain = HashChain(ROOT, BLOCK)
+    for before, after in pairwise(range(0, 41, 3)):
+        chain.extend(list(range(before)))
+        chain.extend(list(range(after)))
+    assert sum(hashed) == len(chain)
