@@ -23,7 +23,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
-from megatron.core.safe_globals import SAFE_GLOBALS
+from megatron.core.safe_globals import SAFE_GLOBALS, register_safe_globals
 from torch.distributed import checkpoint
 
 from megatron_ext.errors import CheckpointError
@@ -100,8 +100,8 @@ def read_common(directory: Path) -> dict[str, Any]:
     """
     path = directory / COMMON_FILE
     try:
-        with torch.serialization.safe_globals(SAFE_GLOBALS):
-            common = torch.load(path, map_location="cpu", weights_only=True)
+        register_safe_globals()  # for good: `dist_checkpointing.load` reads the file again
+        common = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError as error:
         raise CheckpointError(f"{directory} has no {COMMON_FILE}") from error
     except pickle.UnpicklingError as error:

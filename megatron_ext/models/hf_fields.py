@@ -90,8 +90,8 @@ def size(fields: dict[str, Any], name: str) -> int:
 
 
 def size_or(fields: dict[str, Any], name: str, default: int) -> int:
-    """A positive integer; the default if it is null."""
-    return default if fields.get(name, default) is None else size(fields, name)
+    """A positive integer; the default if it is null or not there."""
+    return default if fields.get(name) is None else size(fields, name)
 
 
 def check_divides(fields: dict[str, Any], divisor: str, dividend: str) -> None:

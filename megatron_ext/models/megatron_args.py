@@ -184,7 +184,10 @@ def _pattern(known: _Arguments, is_gpt: bool) -> str:
         return "*-" * known.integer("num_layers")
     pattern = known.get("hybrid_override_pattern") or known.get("hybrid_layer_pattern")
     if pattern is not None:
-        return pattern.replace("|", "")
+        pattern = pattern.replace("|", "")
+        if known.get("num_layers", len(pattern)) != len(pattern):
+            known.refuse("num_layers", f"{len(pattern)}, the length of its pattern {pattern!r}")
+        return pattern
     ratios = (known.get("hybrid_attention_ratio", 0.0), known.get("hybrid_mlp_ratio", 0.0))
     return "".join(allocate_layers(known.integer("num_layers"), *ratios))
 

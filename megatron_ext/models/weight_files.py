@@ -73,8 +73,13 @@ class WeightFiles:
                 f"{self.directory} has neither {WEIGHTS_FILE} nor {INDEX_FILE}; only safetensors weights are supported"
             )
         file_of = read_json(index).get("weight_map")
-        if not isinstance(file_of, dict):
+        if not isinstance(file_of, dict) or not file_of:
             raise CheckpointError(f"{index} has no weight_map")
+        for shard in file_of.values():
+            if not isinstance(shard, str) or Path(shard).name != shard:
+                raise CheckpointError(
+                    f"{self.directory}: {INDEX_FILE} names the shard {shard!r}, which is no file name"
+                )
         for shard in sorted(set(file_of.values())):
             if not (self.directory / shard).is_file():
                 raise CheckpointError(f"{self.directory}: {INDEX_FILE} names the shard {shard}, which is missing")

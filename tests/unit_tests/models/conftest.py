@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 
 from megatron_ext.config import ModelConfig
 from megatron_ext.models.build import build_model
+from tests.unit_tests.models import llama_oracle
 from tests.unit_tests.models import nemotron_h_oracle as oracle
 
 TINY = ModelConfig(
@@ -28,25 +30,44 @@ TINY = ModelConfig(
 )
 
 
-@pytest.fixture(scope="session")
-def oracles(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[nn.Module, Path]]:
-    """A function from a shape's name to transformers' model and the directory that it saved itself to."""
+Oracles = Callable[[str], tuple[nn.Module, Path]]
+
+
+def _make_each_once(family: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Oracles:
     made: dict[str, tuple[nn.Module, Path]] = {}
-    shapes = {shape.name: shape for shape in oracle.SHAPES}
+    shapes = {shape.name: shape for shape in family.SHAPES}
 
     def get(name: str) -> tuple[nn.Module, Path]:
         if name not in made:
-            directory = tmp_path_factory.mktemp("nemotron_h")
-            made[name] = oracle.make(shapes[name], directory), directory
+            directory = tmp_path_factory.mktemp("hf")
+            made[name] = family.make(shapes[name], directory), directory
         return made[name]
 
     return get
 
 
+@pytest.fixture(scope="session")
+def oracles(tmp_path_factory: pytest.TempPathFactory) -> Oracles:
+    """A function from a NemotronH shape's name to transformers' model and the directory that it saved itself to."""
+    return _make_each_once(oracle, tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def llamas(tmp_path_factory: pytest.TempPathFactory) -> Oracles:
+    """The same for Llama."""
+    return _make_each_once(llama_oracle, tmp_path_factory)
+
+
 @pytest.fixture
 def hf_copy(oracles, tmp_path: Path) -> Path:
-    """A saved Hugging Face checkpoint (shape "mha") that a test may spoil."""
+    """A saved NemotronH checkpoint (shape "mha") that a test may spoil."""
     return shutil.copytree(oracles("mha")[1], tmp_path / "hf")
+
+
+@pytest.fixture
+def llama_copy(llamas, tmp_path: Path) -> Path:
+    """A saved Llama checkpoint (shape "mha") that a test may spoil."""
+    return shutil.copytree(llamas("mha")[1], tmp_path / "llama")
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import NemotronHConfig, NemotronHForCausalLM
+from transformers import NemotronHConfig, NemotronHForCausalLM, PreTrainedModel
 
 ATOL = RTOL = 1e-4
 
@@ -207,7 +207,7 @@ def prompt(length: int, *, seed: int, vocab_size: int = _SMALL["vocab_size"]) ->
 
 
 @torch.no_grad()
-def their_logits(model: NemotronHForCausalLM, tokens: list[int]) -> Tensor:
+def their_logits(model: PreTrainedModel, tokens: list[int]) -> Tensor:
     """[T, V] of a full forward."""
     return model(torch.tensor([tokens]), use_cache=False).logits[0]
 
@@ -218,12 +218,18 @@ def our_logits(model: nn.Module, tokens: list[int]) -> Tensor:
     return model(torch.tensor([tokens]), torch.arange(len(tokens))[None], None)[0]
 
 
-def their_greedy(model: NemotronHForCausalLM, tokens: list[int], count: int) -> list[int]:
+def their_greedy(model: PreTrainedModel, tokens: list[int], count: int) -> list[int]:
     """Greedy continuation by transformers' own `generate`; it cannot cache for a model without attention."""
     model.generation_config.eos_token_id = None
-    has_attention = "full_attention" in model.config.layers_block_type
+    has_attention = "full_attention" in getattr(model.config, "layers_block_type", ["full_attention"])
+    inputs = torch.tensor([tokens])
     generated = model.generate(
-        torch.tensor([tokens]), max_new_tokens=count, do_sample=False, use_cache=has_attention, pad_token_id=0
+        inputs,
+        attention_mask=torch.ones_like(inputs),  # without it the padding token would be hidden wherever it stands
+        max_new_tokens=count,
+        do_sample=False,
+        use_cache=has_attention,
+        pad_token_id=0,
     )
     return generated[0, len(tokens) :].tolist()
 

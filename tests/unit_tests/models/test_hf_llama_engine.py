@@ -1,0 +1,75 @@
+"""An imported Llama behind the engine: tokens and log-probs are transformers' own, whatever the chunks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+from megatron_ext.config import BatchingConfig
+from megatron_ext.mcore import context
+from megatron_ext.scheduling.record import Status
+from tests.unit_tests.models import llama_oracle
+from tests.unit_tests.models import nemotron_h_oracle as oracle
+from tests.unit_tests.models.test_hf_engine import CHUNKED, GENERATED, LENGTHS, WHOLE, import_model, outside, serve
+
+
+@pytest.mark.parametrize("batching", [CHUNKED, WHOLE], ids=["chunked", "whole"])
+@pytest.mark.parametrize("shape", llama_oracle.SHAPES, ids=lambda shape: shape.name)
+def test_mixed_batch_equals_transformers(shape: llama_oracle.Shape, batching: BatchingConfig, llamas) -> None:
+    theirs, directory = llamas(shape.name)
+    prompts = [oracle.prompt(length, seed=length) for length in LENGTHS]
+    records = serve(import_model(directory), batching, prompts)
+    for record, prompt in zip(records, prompts, strict=True):
+        assert record.status is Status.COMPLETED, record.error
+        assert len(record.generated_tokens) == GENERATED
+        assert outside(record, lambda tokens: oracle.their_logits(theirs, tokens)) == [], len(prompt)
+        assert list(record.generated_tokens) == oracle.their_greedy(theirs, prompt, GENERATED), len(prompt)
+    assert (records[2].step_count > GENERATED) is batching.enable_chunked_prefill
+
+
+SPOILED = {
+    "gate rows": lambda m: m.get_parameter("decoder.layers.1.mlp.linear_fc1.weight")[:8].zero_(),
+    "query rows": lambda m: m.get_parameter("decoder.layers.0.self_attention.linear_qkv.weight")[:8].zero_(),
+}
+
+
+@pytest.mark.parametrize("control", SPOILED)
+@torch.no_grad()
+def test_comparison_sees_one_wrong_tensor(control: str, llamas) -> None:
+    """Negative controls."""
+    theirs, directory = llamas("mha")
+    loaded = import_model(directory)
+    SPOILED[control](loaded.model)
+    for record in serve(loaded, CHUNKED, [oracle.prompt(length, seed=length) for length in (64, 129)]):
+        assert outside(record, lambda tokens: oracle.their_logits(theirs, tokens)) != []
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda positions: positions % 48,  # as if each chunk began at zero
+        lambda positions: positions.clamp(max=63),  # as if decoding did not go on counting
+        lambda positions: torch.zeros_like(positions),
+    ],
+    ids=["restarted", "stopped", "none"],
+)
+def test_comparison_sees_wrong_positions(wrong, llamas, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative controls: relative positions that are right in the first chunk only, and never."""
+    theirs, directory = llamas("mha")
+    rotation_at = context.rotation_at
+    monkeypatch.setattr(context, "rotation_at", lambda angles, at, dtype: rotation_at(angles, wrong(at), dtype))
+    for record in serve(import_model(directory), CHUNKED, [oracle.prompt(length, seed=length) for length in (65, 129)]):
+        assert outside(record, lambda tokens: oracle.their_logits(theirs, tokens)) != []
+
+
+def test_rotation_is_computed_once_a_step(llamas, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the table of all positions nor cosines are computed again by each layer."""
+    tables, rotations = [], []
+    get_emb, rotation_at = RotaryEmbedding.get_emb, context.rotation_at
+    monkeypatch.setattr(RotaryEmbedding, "get_emb", lambda *args: tables.append(1) or get_emb(*args))
+    monkeypatch.setattr(context, "rotation_at", lambda *args: rotations.append(1) or rotation_at(*args))
+    loaded = import_model(llamas("gqa, tied")[1])
+    record = serve(loaded, CHUNKED, [oracle.prompt(129, seed=1)])[0]
+    assert record.step_count >= GENERATED
+    assert (len(tables), len(rotations)) == (1, record.step_count)
