@@ -91,6 +91,11 @@ class StepPlan:
     chunks: tuple[Chunk, ...]
     refusals: tuple[Refusal, ...]  # followers of other requests, and at last whoever must wait for room
 
+    @property
+    def refusal(self) -> Refusal | None:
+        """Why the first request that must wait for room has to; None if nobody has to."""
+        return next((refusal for refusal in self.refusals if refusal.wait_for is None), None)
+
 
 def check_admissible(request: Request, limits: Limits) -> CapacityError | None:
     """What makes a new request impossible to serve, whatever else runs; None if nothing does."""

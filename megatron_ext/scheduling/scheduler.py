@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megatron_ext.config import EvictionPolicyName
+from megatron_ext.prefix_cache.block_pool import BlockPool
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.hash_chain import HashChain, root_digest
 from megatron_ext.scheduling.accounting import Reason
@@ -51,6 +52,11 @@ class Scheduler:
         self.counters = Counters()
         self._fingerprint = fingerprint
         self._weights_version = 0
+
+    @property
+    def blocks(self) -> BlockPool:
+        """The pool under the cache."""
+        return self.cache.pool
 
     def add(self, request: Request) -> None:
         """Let an admissible request wait for its turn."""

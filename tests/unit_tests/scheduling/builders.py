@@ -6,6 +6,7 @@ import dataclasses
 import pickle
 
 from megatron_ext.config import RequestParams
+from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.scheduling.planner import Limits
 from megatron_ext.scheduling.queue import Queues
 from megatron_ext.scheduling.request import Request
@@ -47,12 +48,12 @@ class Situation:
     def __init__(self, **limits: object) -> None:
         self.limits = make_limits(**limits)
         self.queues = Queues()
-        self._used_blocks = 0
+        self.cache = PrefixCache(self.limits.total_blocks, None)
         self._used_rows = 0
 
     @property
     def free_blocks(self) -> int:
-        return self.limits.total_blocks - self._used_blocks
+        return self.cache.available_count
 
     def waiting(self, arrival: int, prompt: int, generated: int = 0) -> Request:
         request = make_request(arrival, prompt, generated)
@@ -85,9 +86,8 @@ class Situation:
 
     def _own(self, request: Request, computed: int, blocks: int) -> None:
         request.computed_end = computed
-        request.block_table = list(range(self._used_blocks, self._used_blocks + blocks))
+        request.block_table = self.cache.allocate(blocks)
         request.state_row = self._used_rows
-        self._used_blocks += blocks
         self._used_rows += 1
 
 

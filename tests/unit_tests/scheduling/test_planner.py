@@ -9,6 +9,8 @@ import itertools
 
 import pytest
 
+from megatron_ext.prefix_cache.cache import PrefixCache
+from megatron_ext.scheduling.coordination import BlocksInFlight
 from megatron_ext.scheduling.planner import (
     Admission,
     Refusal,
@@ -24,7 +26,7 @@ from tests.unit_tests.scheduling.builders import Situation, frozen, make_limits,
 def plan(situation: Situation) -> StepPlan:
     """KV-13: planning changes nothing, whatever it decides."""
     before = frozen(situation.queues)
-    result = plan_step(situation.queues, situation.limits, situation.free_blocks)
+    result = plan_step(situation.queues, situation.limits, situation.cache, BlocksInFlight())
     assert frozen(situation.queues) == before
     return result
 
@@ -34,7 +36,7 @@ def chunks_of(step: StepPlan) -> list[tuple[int, int, int]]:
 
 
 def admitted(step: StepPlan) -> list[tuple[int, int]]:
-    return [(admission.request.request_id, admission.blocks) for admission in step.admissions]
+    return [(admission.request.request_id, admission.new_blocks) for admission in step.admissions]
 
 
 def moves(step: StepPlan) -> dict[str, list[int]]:
@@ -54,7 +56,7 @@ class TestTokens:
 
     def test_nobody_is_there(self):
         step = plan(Situation())
-        assert step == StepPlan((), (), (), (), (), (), None)
+        assert step == StepPlan((), (), (), (), (), (), ())
 
     def test_decodes_come_first_then_running_prefill_then_admissions(self):
         situation = Situation(total_blocks=20)
@@ -174,10 +176,10 @@ class TestAdmission:
     def test_each_resource_refuses_by_name(self, room: Room, refusal: tuple | None):
         """KV-13: a refusal names what is short."""
         request = make_request(0, prompt=9)
-        decision = plan_admission(request, make_limits(), room)
+        decision, _ = plan_admission(request, [], make_limits(), room, PrefixCache(8, None))
         if refusal is None:
             assert isinstance(decision, Admission)
-            assert (decision.blocks, decision.chunk.start, decision.chunk.end) == (3, 0, 1)
+            assert (decision.new_blocks, decision.chunk.start, decision.chunk.end) == (3, 0, 1)
         else:
             assert decision == Refusal(request, *refusal)
 

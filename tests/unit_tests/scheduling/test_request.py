@@ -9,6 +9,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
+from megatron_ext.scheduling.accounting import Reason
 from megatron_ext.scheduling.events import Event, EventType
 from megatron_ext.scheduling.record import RequestRecord, Status
 from megatron_ext.scheduling.request import Chunk, Request
@@ -61,7 +62,8 @@ class TestAdvance:
 
     def test_evicted_within_the_second_prefill(self):
         request = make_request(0, prompt=6, generated=2)
-        request._ever_computed_end, request.computed_prefill_tokens = 7, 6
+        request.advance(7)
+        lose(request)
         request.advance(3)
         assert counts(request) == (6, 3)
         lose(request)
@@ -221,6 +223,7 @@ class TestRecord:
         request = make_request(3, prompt=2, generated=2, return_log_probs=True, top_n_logprobs=1)
         request.prompt_log_probs, request.prompt_top_n = [-1.0], [{5: -0.5}]
         request.generated_log_probs, request.generated_top_n = [-2.0, -3.0], [{6: -0.1}, {7: -0.2}]
+        request.ledger.admit(0, 0, 4, Reason.CACHING_OFF)
         request.advance(2)
         request.advance(3)
         request.end(Status.COMPLETED, finish_reason="length")

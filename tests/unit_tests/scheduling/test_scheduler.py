@@ -70,8 +70,8 @@ class TestLife:
         scheduler.end(first, Status.COMPLETED)
         assert [chunk.request for chunk in step(scheduler).chunks] == [second]
         assert second.computed_end == 5
-        assert scheduler.pause_count == 1
-        assert scheduler.eviction_count == 0
+        assert scheduler.counters.pauses == 1
+        assert scheduler.counters.evictions == 0
 
     def test_evict_and_admit_again(self):
         scheduler, (first, second) = make_scheduler(4, 4, total_blocks=2)

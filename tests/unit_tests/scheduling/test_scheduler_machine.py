@@ -181,7 +181,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Plan and apply; the model follows and objects."""
         before = {request: owner.place for request, owner in self.owners.items()}
         untouched = frozen(self.scheduler.queues)
-        expected = planner.plan_step(self.scheduler.queues, self.limits, self.scheduler.blocks.free_count)
+        expected = planner.plan_step(
+            self.scheduler.queues, self.limits, self.scheduler.cache, self.scheduler.in_flight
+        )
         assert frozen(self.scheduler.queues) == untouched, "planning changed something"
         plan = self.scheduler.schedule()
         assert without_errors(plan) == without_errors(expected), "the plan that was applied is another one"
@@ -295,7 +297,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         rows = [request.state_row for request in self.owners if request.state_row is not None]
         assert len(set(rows)) == len(rows), "a live row has two owners"
         assert self.scheduler.blocks.free_count == self.limits.total_blocks - len(tables)
-        assert (self.scheduler.eviction_count, self.scheduler.pause_count) == (self.evictions, self.pauses)
+        assert (self.scheduler.counters.evictions, self.scheduler.counters.pauses) == (self.evictions, self.pauses)
         for request, owner in self.owners.items():
             self.verify_request(request, owner)
 
@@ -393,7 +395,7 @@ def counts_what_is_computed_again_as_new(monkeypatch: pytest.MonkeyPatch) -> Non
     advance = Request.advance
 
     def forgetful(self: Request, end: int) -> None:
-        self._ever_computed_end = self.computed_end
+        self.ledger._known_end = self.computed_end
         advance(self, end)
 
     monkeypatch.setattr(Request, "advance", forgetful)

@@ -12,7 +12,7 @@ import torch
 from megatron.core.models.mamba import MambaModel
 from torch import Tensor
 
-from megatron_ext.config import BatchingConfig, ModelConfig, RequestParams
+from megatron_ext.config import BatchingConfig, CacheConfig, ModelConfig, RequestParams
 from megatron_ext.mcore.assemble import build_engine
 from megatron_ext.mcore.engine import InferenceEngine
 from megatron_ext.scheduling.events import EventType
@@ -45,6 +45,7 @@ class Driver:
 
     Args:
         model: Shared between tests; the engine changes nothing of it.
+        cache: Off unless given.
         batching: Fields of `BatchingConfig`.
     """
 
@@ -56,6 +57,7 @@ class Driver:
         tokenizer: object | None = None,
         token_rounder: int = 1,
         seed: int = 1234,
+        cache: CacheConfig | None = None,
         **batching: object,
     ) -> None:
         self.engine: InferenceEngine = build_engine(
@@ -63,6 +65,7 @@ class Driver:
             config,
             tokenizer or PieceTokenizer(config.vocab_size),
             BatchingConfig(**({"block_size": 16, "block_count": 100, "max_requests": 16} | batching)),
+            cache or CacheConfig(enable_prefix_caching=False),
             dtype=torch.float32,
             seed=seed,
             token_rounder=token_rounder,
@@ -82,7 +85,7 @@ class Driver:
 
     @property
     def free_blocks(self) -> int:
-        return self.scheduler.blocks.free_count
+        return self.scheduler.cache.available_count
 
     # Poison: NaN in new pools, in freed blocks, in freed rows
 
@@ -117,12 +120,16 @@ class Driver:
     def watch_scheduler(self) -> None:
         """Wrap what frees blocks and rows, and what commits; again after the engine was reset."""
         blocks, rows, scheduler = self.scheduler.blocks, self.scheduler.rows, self.scheduler
-        release, give_back, commit = blocks.release, rows.give_back, scheduler.commit
+        release, restore, give_back, commit = blocks.release, blocks.restore, rows.give_back, scheduler.commit
 
         def release_poisoned(released: Sequence[int]) -> None:
             release(released)
             for block in released:
                 self._poison_block(block)
+
+        def restore_poisoned(block: int) -> None:
+            restore(block)
+            self._poison_block(block)
 
         def give_back_poisoned(row: int) -> None:
             give_back(row)
@@ -135,7 +142,8 @@ class Driver:
             for chunk in chunks:
                 self._note_states(chunk)
 
-        blocks.release, rows.give_back, scheduler.commit = release_poisoned, give_back_poisoned, commit_watched
+        blocks.release, blocks.restore = release_poisoned, restore_poisoned
+        rows.give_back, scheduler.commit = give_back_poisoned, commit_watched
 
     # Watching
 
