@@ -1,0 +1,131 @@
+"""What caching costs on the host: hash, match, admit, release; beside plain hashlib over the same bytes.
+
+Run: `python -m benchmarks.host_path`. No model, no torch: the scheduler alone. Compare figures of one run only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from array import array
+from collections.abc import Callable
+from hashlib import blake2b
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_ext.config import EvictionPolicyName, RequestParams
+from megatron_ext.prefix_cache.hash_chain import DIGEST_BYTES
+from megatron_ext.scheduling.planner import Limits
+from megatron_ext.scheduling.record import Status
+from megatron_ext.scheduling.request import Request
+from megatron_ext.scheduling.scheduler import Scheduler
+
+LENGTHS = (2_048, 32_768, 131_072)
+BLOCK_SIZES = (16, 256)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=7)
+    repeats = parser.parse_args().repeats
+    console = Console(highlight=False)
+    console.print(cost_table(repeats))
+    console.print(pool_table(repeats))
+
+
+def cost_table(repeats: int) -> Table:
+    """Milliseconds, and multiples of the hashing floor."""
+    table = Table("block", "tokens", "hashlib, ms", "cold, ms", "cached, ms", "cold / floor", "cached / floor")
+    for block_size in BLOCK_SIZES:
+        for length in LENGTHS:
+            floor = median(lambda length=length, size=block_size: floor_seconds(length, size), repeats)
+            cold = median(lambda length=length, size=block_size: cold_seconds(length, size), repeats)
+            cached = median(lambda length=length, size=block_size: cached_seconds(length, size), repeats)
+            milliseconds = (f"{value * 1e3:.2f}" for value in (floor, cold, cached))
+            ratios = (f"{value / floor:.2f}" for value in (cold, cached))
+            table.add_row(str(block_size), f"{length:,}", *milliseconds, *ratios)
+    return table
+
+
+def pool_table(repeats: int) -> Table:
+    """The same admission in a pool ten times as large."""
+    table = Table("pool, blocks", "cold, ms", "cached, ms", title="32,768 tokens, blocks of 256")
+    for blocks in (1_000, 10_000):
+        cold = median(lambda blocks=blocks: cold_seconds(32_768, 256, blocks), repeats)
+        cached = median(lambda blocks=blocks: cached_seconds(32_768, 256, blocks), repeats)
+        table.add_row(f"{blocks:,}", f"{cold * 1e3:.2f}", f"{cached * 1e3:.2f}")
+    return table
+
+
+def median(measure: Callable[[], float], repeats: int) -> float:
+    """Median of what `measure` gives, after one call that warms up."""
+    measure()
+    return statistics.median(measure() for _ in range(repeats))
+
+
+def floor_seconds(length: int, block_size: int) -> float:
+    """Seconds for one digest a block over the tokens' bytes, and nothing else."""
+    data = memoryview(array("I", prompt(length))).cast("B")
+    stride = 4 * block_size
+    start = time.perf_counter()
+    for offset in range(0, len(data), stride):
+        blake2b(data[offset : offset + stride], digest_size=DIGEST_BYTES).digest()
+    return time.perf_counter() - start
+
+
+def cold_seconds(length: int, block_size: int, blocks: int | None = None) -> float:
+    """Seconds to queue, hash, plan, admit, publish and release a prompt that nothing is cached of."""
+    return life_seconds(make_scheduler(length, block_size, blocks), make_request(0, length))
+
+
+def cached_seconds(length: int, block_size: int, blocks: int | None = None) -> float:
+    """The same for a prompt that is cached whole."""
+    scheduler = make_scheduler(length, block_size, blocks)
+    life_seconds(scheduler, make_request(0, length))
+    return life_seconds(scheduler, make_request(1, length))
+
+
+def life_seconds(scheduler: Scheduler, request: Request) -> float:
+    """Seconds of one request's life on the host, without what the device would do in between."""
+    start = time.perf_counter()
+    scheduler.add(request)
+    plan = scheduler.schedule()
+    scheduler.commit(plan.chunks)
+    scheduler.end(request, Status.COMPLETED, finish_reason="length")
+    seconds = time.perf_counter() - start
+    if request.computed_end != 0 or not plan.chunks or not plan.chunks[0].yields_token:
+        raise RuntimeError("the request did not live as it should")
+    return seconds
+
+
+def make_scheduler(length: int, block_size: int, blocks: int | None) -> Scheduler:
+    """A scheduler with room for the prompt in one step."""
+    limits = Limits(
+        block_size=block_size,
+        total_blocks=blocks or 2 * length // block_size,
+        paused_blocks=None,
+        max_requests=4,
+        max_tokens=length,
+        max_sequence_length=length + 16,
+        chunked_prefill=True,
+    )
+    return Scheduler(limits, EvictionPolicyName.LRU, b"benchmark")
+
+
+def prompt(length: int) -> tuple[int, ...]:
+    """Random token ids of a fixed seed."""
+    source = random.Random(length)
+    return tuple(source.randrange(130_000) for _ in range(length))
+
+
+def make_request(arrival: int, length: int) -> Request:
+    """A request of `prompt(length)`."""
+    return Request(arrival, prompt(length), RequestParams(num_tokens_to_generate=1), arrival=arrival, seed=0)
+
+
+if __name__ == "__main__":
+    main()
