@@ -114,13 +114,13 @@ class PrefixCache:
         self._index.clear()
         self.epoch += 1
 
-    def releasable_count(self, tables: Iterable[Sequence[BlockId]]) -> int:
+    def releasable(self, tables: Iterable[Sequence[BlockId]]) -> set[BlockId]:
         """Blocks that would become available if these tables were released together."""
         counts: dict[BlockId, int] = {}
         for table in tables:
             for block in table:
                 counts[block] = counts.get(block, 0) + 1
-        return sum(self.pool.references(block) == count for block, count in counts.items())
+        return {block for block, count in counts.items() if self.pool.references(block) == count}
 
     def use(self) -> CacheUse:
         """Numbers for people."""

@@ -6,6 +6,7 @@ without failing.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -40,10 +41,11 @@ class Limits:
 class Room:
     """What is left at some point of planning a step."""
 
-    blocks: int  # free ones and evictable ones
+    blocks: int  # free ones, evictable ones, and what those who leave in this step release
     requests: int
     tokens: int
-    pinned: frozenset[BlockId] = frozenset()  # evictable blocks that the plan uses, no longer counted
+    released: frozenset[BlockId] = frozenset()  # the last of these
+    pinned: frozenset[BlockId] = frozenset()  # evictable and released blocks that the plan uses, no longer counted
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,7 @@ def plan_step(queues: Queues, limits: Limits, cache: PrefixCache, in_flight: Blo
             blocks=growth.free_blocks,
             requests=limits.max_requests - len(growth.decoding) - len(growth.prefilling),
             tokens=limits.max_tokens - len(decodes) - sum(chunk.length for chunk in continued),
+            released=growth.released,
         )
         entry = _plan_admissions(queues.waiting, limits, room, cache, in_flight)
     chunks = [*decodes, *continued, *(admission.chunk for admission in entry.admissions)]
@@ -151,6 +154,7 @@ class _Growth:
     evicted: list[Request]
     failed: list[Failure]
     free_blocks: int
+    released: frozenset[BlockId]  # those of them that the evicted and the failed still hold
 
 
 def _plan_growth(queues: Queues, limits: Limits, cache: PrefixCache) -> _Growth:
@@ -167,13 +171,13 @@ def _plan_growth(queues: Queues, limits: Limits, cache: PrefixCache) -> _Growth:
 
     evicted: list[Request] = []
     while True:
-        released = cache.releasable_count(request.block_table for request in [*leaving, *evicted])
-        decoding, paused, left = _share_blocks(growing, limits, cache.available_count + released)
+        released = cache.releasable(request.block_table for request in [*leaving, *evicted])
+        decoding, paused, left = _share_blocks(growing, limits, cache.available_count + len(released))
         kept = len({block for request in paused for block in request.block_table})
         over_budget = limits.paused_blocks is not None and kept > limits.paused_blocks
         stuck = bool(paused) and not decoding and not prefilling
         if not over_budget and not stuck:
-            return _Growth(prefilling, decoding, paused, evicted, failed, left)
+            return _Growth(prefilling, decoding, paused, evicted, failed, left, frozenset(released))
         youngest = paused[-1]
         growing.remove(youngest)
         evicted.append(youngest)
@@ -279,7 +283,7 @@ def plan_admission(
     if room.requests < 1:
         return Refusal(request, "requests", 1, 0), room
     new_blocks = limits.blocks_for(length) - len(matched)
-    newly_pinned = {block for block in matched if cache.is_retired(block)} - room.pinned
+    newly_pinned = {block for block in matched if cache.is_retired(block) or block in room.released} - room.pinned
     blocks = new_blocks + len(newly_pinned)
     if blocks > room.blocks:
         return Refusal(request, "blocks", blocks, room.blocks), room
@@ -289,5 +293,11 @@ def plan_admission(
     if needed_tokens > room.tokens:
         return Refusal(request, "tokens", needed_tokens, room.tokens), room
     chunk = Chunk(request, start, min(length, start + room.tokens))
-    left = Room(room.blocks - blocks, room.requests - 1, room.tokens - chunk.length, room.pinned | newly_pinned)
+    left = dataclasses.replace(
+        room,
+        blocks=room.blocks - blocks,
+        requests=room.requests - 1,
+        tokens=room.tokens - chunk.length,
+        pinned=room.pinned | newly_pinned,
+    )
     return Admission(request, tuple(matched), new_blocks, chunk), left

@@ -116,10 +116,10 @@ def test_released_together_counts_what_is_shared_once():
     """KV-13: what a plan may count on."""
     cache = PrefixCache(6, LRU)
     first, second = fill(cache, CHAIN), fill(cache, [*CHAIN[:2], b"z"])
-    assert cache.releasable_count([first]) == 1
-    assert cache.releasable_count([second]) == 1
-    assert cache.releasable_count([first, second]) == 4
-    assert cache.releasable_count([]) == 0
+    assert cache.releasable([first]) == {first[2]}
+    assert cache.releasable([second]) == {second[2]}
+    assert cache.releasable([first, second]) == {*first, *second}
+    assert cache.releasable([]) == set()
 
 
 @pytest.mark.parametrize("policy", [LRU, REF_ZERO])

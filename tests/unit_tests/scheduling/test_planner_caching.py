@@ -1,0 +1,76 @@
+"""Steps decided beside a cache, in literal situations: blocks of 4 tokens, requests named by their tokens."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_ext.config import EvictionPolicyName, RequestParams
+from megatron_ext.scheduling.planner import StepPlan
+from megatron_ext.scheduling.record import Status
+from megatron_ext.scheduling.request import Request
+from megatron_ext.scheduling.scheduler import Scheduler
+from tests.unit_tests.scheduling.builders import make_limits
+
+LRU, REF_ZERO = EvictionPolicyName.LRU, EvictionPolicyName.REF_ZERO
+
+
+def request_of(arrival: int, tokens: object, **params: object) -> Request:
+    return Request(arrival, tuple(tokens), RequestParams(**params), arrival=arrival, seed=arrival)
+
+
+def add(scheduler: Scheduler, *requests: Request) -> None:
+    for request in requests:
+        scheduler.add(request)
+
+
+def step(scheduler: Scheduler) -> StepPlan:
+    """Schedule, commit, give every request that is due a token nobody else has."""
+    plan = scheduler.schedule()
+    scheduler.commit(plan.chunks)
+    for chunk in plan.chunks:
+        if chunk.yields_token:
+            chunk.request.append(1000 * (chunk.request.arrival + 1) + len(chunk.request.tokens))
+    scheduler.check()
+    return plan
+
+
+def admitted(plan: StepPlan) -> list[tuple[int, int, int]]:
+    """(request, matched blocks, new blocks) of each admission."""
+    return [(one.request.request_id, len(one.matched), one.new_blocks) for one in plan.admissions]
+
+
+@pytest.mark.parametrize("policy", [LRU, REF_ZERO])
+def test_blocks_that_a_failing_request_releases_are_not_counted_twice(policy):
+    """KV-13: whoever shares them in the same step keeps them, so they are no room for the next in line."""
+    scheduler = Scheduler(make_limits(total_blocks=3), policy)
+    add(scheduler, request_of(0, range(11)))
+    step(scheduler)
+    step(scheduler)  # 13 tokens now: it has outgrown the pool
+    add(scheduler, request_of(1, [*range(4), 70, 71, 72, 73]), request_of(2, range(50, 58)))
+    plan = step(scheduler)
+    assert [request.request_id for request, _ in plan.failures] == [0]
+    assert admitted(plan) == [(1, 1, 1)]
+    assert (plan.refusal.request.request_id, plan.refusal.needed, plan.refusal.available) == (2, 2, 1)
+
+
+@pytest.mark.parametrize("policy", [LRU, REF_ZERO])
+def test_two_heirs_of_a_failing_request_pin_its_blocks_once(policy):
+    """KV-13."""
+    scheduler = Scheduler(make_limits(total_blocks=3), policy)
+    add(scheduler, request_of(0, range(11)))
+    step(scheduler)
+    step(scheduler)
+    add(scheduler, *(request_of(arrival, [*range(4), *range(70 * arrival, 70 * arrival + 4)]) for arrival in (1, 2)))
+    assert admitted(step(scheduler)) == [(1, 1, 1), (2, 1, 1)]
+
+
+def test_two_that_share_evictable_blocks_pin_them_once():
+    """KV-3, KV-13: the second of them costs its own blocks only."""
+    scheduler = Scheduler(make_limits(total_blocks=4), LRU)
+    first = request_of(0, range(8), num_tokens_to_generate=1)
+    add(scheduler, first)
+    step(scheduler)
+    scheduler.end(first, Status.COMPLETED)
+    assert scheduler.cache.use().blocks_evictable == 2
+    add(scheduler, *(request_of(arrival, [*range(8), 90 + arrival]) for arrival in (1, 2)))
+    assert admitted(step(scheduler)) == [(1, 2, 1), (2, 2, 1)]
