@@ -253,6 +253,7 @@ class SourceConfig:
             f"--load {self.load} and --load-hf {self.load_hf} contradict each other; give one of them",
         )
         _require(not (self.bf16 and self.fp16), "--bf16 and --fp16 contradict each other; give one of them")
+        _require(0 <= self.seed < 2**63, f"--seed {self.seed} must be between 0 and {2**63 - 1}")
 
 
 @dataclass(frozen=True)
@@ -338,6 +339,8 @@ class RequestParams:
             n == 0 or self.return_log_probs,
             f"top_n_logprobs {n} needs return_log_probs; set it or leave top_n_logprobs out",
         )
+        is_text = isinstance(self.stop_words, str)
+        _require(not is_text, f"stop_words {self.stop_words!r} is one text; give a list of them")
         _require(all(self.stop_words), "a stop word is empty; leave it out")
 
     @property
