@@ -163,10 +163,14 @@ class InferenceEngine(DynamicInferenceEngine):
             raise ConfigError("the prompt is empty; it needs at least one token")
         if not 0 <= min(tokens) <= max(tokens) < vocabulary:
             bad = next(token for token in tokens if not 0 <= token < vocabulary)
-            raise ConfigError(f"token id {bad} is not in the vocabulary of {vocabulary}; ids go from 0 to {vocabulary - 1}")
+            raise ConfigError(
+                f"token id {bad} is not in the vocabulary of {vocabulary}; ids go from 0 to {vocabulary - 1}"
+            )
         return tokens
 
-    def _new_request(self, request_id: int, text: str | None, tokens: tuple[int, ...], params: RequestParams) -> Request:
+    def _new_request(
+        self, request_id: int, text: str | None, tokens: tuple[int, ...], params: RequestParams
+    ) -> Request:
         termination = self.controller.tokenizer.eod if params.termination_id is None else params.termination_id
         request = Request(
             request_id=request_id,
@@ -181,8 +185,9 @@ class InferenceEngine(DynamicInferenceEngine):
         self._requests[request_id] = request
         self._futures[request_id] = self._loop.create_future()
         if params.stop_words:
-            with_special_tokens = partial(self.controller.tokenizer.detokenize, skip_special_tokens=False)
-            self._stop_words[request_id] = StopWordMatcher(params.stop_words, with_special_tokens)
+            detokenize = self.controller.tokenizer.detokenize
+            with_special_tokens = partial(detokenize, skip_special_tokens=False)
+            self._stop_words[request_id] = StopWordMatcher(params.stop_words, with_special_tokens, detokenize)
         return request
 
     def abort_request(self, request_id: int) -> None:
@@ -226,7 +231,9 @@ class InferenceEngine(DynamicInferenceEngine):
         if self.is_suspended:
             raise EngineSuspendedError(self.step_count)
         await asyncio.sleep(0)
-        if self.is_suspended:  # by another task, just now; upstream's run loop waits for the resume before it steps again
+        if (
+            self.is_suspended
+        ):  # by another task, just now; upstream's run loop waits for the resume before it steps again
             return None, NOTHING, 0.0, self.step_count
         scheduler = self.context.scheduler
         started = time.perf_counter()

@@ -260,3 +260,34 @@ def test_equals_brute_force_in_long_junk(data: st.DataObject, words: list[str]):
     parts = data.draw(st.lists(st.tuples(st.sampled_from(JUNK), st.integers(1, 40), TOKENS), min_size=1, max_size=3))
     tokens = [token for junk, count, rest in parts for token in [*spell(junk * count), *rest]]
     assert first_stop(words, tokens) == brute_force(words, tokens)
+
+
+class TestSpecialTokens:
+    """They can be stop words, and are not part of the text that is given back."""
+
+    VISIBLE = ("<|end|>", "<|user|>", "Yes", ", it", " is", ".")
+
+    def find(self, words: list[str], tokens: list[int]) -> str | None:
+        def visibly(ids: list[int]) -> str:
+            return "".join(self.VISIBLE[i] for i in ids)
+
+        def plainly(ids: list[int]) -> str:
+            return "".join(self.VISIBLE[i] for i in ids if i > 1)
+
+        matcher = StopWordMatcher(words, visibly, plainly)
+        found = [matcher.find(tokens[:end]) for end in range(1, len(tokens) + 1)]
+        assert found[:-1] == [None] * (len(tokens) - 1), "found before it was there"
+        return found[-1]
+
+    def test_a_special_token_stops(self):
+        assert self.find(["<|end|>"], [2, 3, 4, 5, 0]) == "Yes, it is."
+
+    def test_special_tokens_before_the_stop_are_left_out(self):
+        assert self.find([" is."], [1, 2, 3, 1, 3, 4, 5]) == "Yes, it, it"
+
+    def test_a_stop_word_within_a_token_keeps_its_beginning(self):
+        assert self.find(["it is"], [1, 2, 3, 4]) == "Yes, "
+
+    def test_a_stop_word_within_a_special_token_leaves_nothing_of_it(self):
+        assert self.find(["end|>"], [2, 0]) == "Yes"
+        assert self.find(["|>Yes"], [3, 1, 2]) == ", it"
