@@ -35,9 +35,7 @@ def build_engine(
         ConfigError: The budget or the block size does not fit the model.
     """
     device = next(model.parameters()).device
-    context = InferenceContext(
-        model, config, batching, params_dtype=dtype, device=device, token_rounder=token_rounder
-    )
+    context = InferenceContext(model, config, batching, params_dtype=dtype, device=device, token_rounder=token_rounder)
     wrapper_config = InferenceWrapperConfig(
         hidden_size=config.hidden_size,
         params_dtype=dtype,
@@ -48,6 +46,4 @@ def build_engine(
     )
     wrapper = GPTInferenceWrapper(model.eval(), wrapper_config, context)
     controller = InferenceController(wrapper, tokenizer)
-    return InferenceEngine(
-        controller, context, random_seed=seed, inference_logging_step_interval=logging_step_interval
-    )
+    return InferenceEngine(controller, context, random_seed=seed, inference_logging_step_interval=logging_step_interval)

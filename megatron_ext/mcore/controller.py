@@ -133,7 +133,7 @@ class _Scorer:
         self.device = logits.device
 
     def __call__(self, rows: Sequence[int], tokens: Tensor, requests: Sequence[Request]) -> list[ScoredToken]:
-        """rows [k] of the logits, tokens [k], the request of each row -> k scored tokens."""
+        """Rows [k] of the logits, tokens [k], the request of each row -> k scored tokens."""
         ids = tokens.tolist()
         asked = [i for i, request in enumerate(requests) if request.params.return_log_probs]
         if not asked:

@@ -33,8 +33,9 @@ NOTHING = StepPlan(evictions=(), pauses=(), resumes=(), failures=(), admissions=
 class InferenceEngine(DynamicInferenceEngine):
     """`DynamicInferenceEngine` over a scheduler on the host.
 
-    A step is schedule -> stage -> forward and sample -> commit -> bookkeeping, and gives way to other tasks of the event
-    loop only before it begins: whatever calls `add_request`, `abort_request` or `suspend` meets a consistent state.
+    A step is schedule -> stage -> forward and sample -> commit -> bookkeeping, and gives way to other tasks of the
+    event loop only before it begins: whatever calls `add_request`, `abort_request` or `suspend` meets a consistent
+    state.
 
     Args:
         controller: Ours.

@@ -38,6 +38,11 @@ class Geometry:
     kernel_chunk: int
     shortest_prompt_that_can_hit: int | None  # None: nothing is cached
 
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of all pools: KV blocks with the dummy one, and live states."""
+        return (self.blocks + 1) * self.block_bytes + self.live_states * self.state_bytes
+
 
 def plan_memory(model: ModelMemory, batching: BatchingConfig, device_type: str) -> Geometry:
     """Sizes of the pools. The buffer holds KV blocks, and live states for `max_requests` requests.
@@ -84,6 +89,19 @@ def _block_count(model: ModelMemory, batching: BatchingConfig, block_bytes: int,
     if block_bytes == 0:  # no attention: blocks are bookkeeping only, so there are enough
         return batching.max_requests * math.ceil(model.max_sequence_length / batching.block_size)
     return kv_bytes // block_bytes - 1
+
+
+def check_fits(geometry: Geometry, available_bytes: int) -> None:
+    """See that the pools fit the memory there is, before they are allocated.
+
+    Raises:
+        ConfigError: They do not.
+    """
+    if geometry.pool_bytes > available_bytes:
+        raise ConfigError(
+            f"KV blocks and live states need {_gigabytes(geometry.pool_bytes)} GB, and {available_bytes / GIB:.1f} GB "
+            "of memory are free; give a smaller --inference-dynamic-batching-buffer-size-gb or -block-count"
+        )
 
 
 def _gigabytes(count: int) -> str:

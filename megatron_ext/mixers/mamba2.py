@@ -1,8 +1,8 @@
 """Mamba-2 mixer with varlen prefill and decode, on any device.
 
 Dao & Gu, "Transformers are SSMs" (2024), figure 6: in_proj -> [z | x | B | C | dt]; a causal convolution over
-[x | B | C]; the SSD scan; a gated group norm; out_proj. Parameter names, shapes and the order inside `in_proj` are those
-of megatron-core's `MambaMixer`, so checkpoints fit both.
+[x | B | C]; the SSD scan; a gated group norm; out_proj. Parameter names, shapes and the order inside `in_proj` are
+those of megatron-core's `MambaMixer`, so checkpoints fit both.
 """
 
 from __future__ import annotations
@@ -95,7 +95,8 @@ class Mamba2Mixer(MegatronModule):
         nheads = config.mamba_num_heads or 2 * d_model // self.headdim
         self.tp_group = pg_collection.tp
         tp_size = self.tp_group.size()
-        assert nheads % tp_size == 0 and config.mamba_num_groups % tp_size == 0, (nheads, config.mamba_num_groups)
+        assert nheads % tp_size == 0, (nheads, tp_size)
+        assert config.mamba_num_groups % tp_size == 0, (config.mamba_num_groups, tp_size)
         self.nheads_local = nheads // tp_size
         self.ngroups_local = config.mamba_num_groups // tp_size
         self.d_inner_local = self.nheads_local * self.headdim
@@ -190,10 +191,8 @@ class Mamba2Mixer(MegatronModule):
         gated = self.norm(y, z[: y.shape[0]])
         return F.pad(gated, (0, 0, 0, projected.shape[0] - y.shape[0]))
 
-    def _prefill(
-        self, xbc: Tensor, dt: Tensor, step: RecurrentStep, conv_states: Tensor, ssm_states: Tensor
-    ) -> Tensor:
-        """All prefill of the step in one varlen call (HY-7). The initial states are read before any is written (HY-8)."""
+    def _prefill(self, xbc: Tensor, dt: Tensor, step: RecurrentStep, conv_states: Tensor, ssm_states: Tensor) -> Tensor:
+        """All prefill of the step in one varlen call (HY-7); initial states are read before any is written (HY-8)."""
         rows, has_state = step.prefill_rows, step.has_initial_state
         initial_conv = conv_states[rows].where(has_state[:, None, None], 0)
         initial_ssm = ssm_states[rows].where(has_state[:, None, None, None], 0)
@@ -207,18 +206,14 @@ class Mamba2Mixer(MegatronModule):
     ) -> tuple[Tensor, Tensor, Any]:
         """Convolution and SSD scan: xbc [T, Cn], dt [T, H] -> y [T, d_inner], final conv states, SsdOutput."""
         weight = self.conv1d.weight.squeeze(1)  # [Cn, K]
-        xbc, final_conv = causal_conv1d(
-            xbc, weight, self.conv1d.bias, chunks.sequences, initial_states=initial_conv
-        )
+        xbc, final_conv = causal_conv1d(xbc, weight, self.conv1d.bias, chunks.sequences, initial_states=initial_conv)
         x, b, c = self._split_heads(xbc)
         scanned = ssd_scan(
             x, self._step_size(dt), self._a(), b, c, chunks, D=self.D.float(), initial_states=initial_ssm
         )
         return scanned.y.flatten(1), final_conv, scanned
 
-    def _decode(
-        self, xbc: Tensor, dt: Tensor, step: RecurrentStep, conv_states: Tensor, ssm_states: Tensor
-    ) -> Tensor:
+    def _decode(self, xbc: Tensor, dt: Tensor, step: RecurrentStep, conv_states: Tensor, ssm_states: Tensor) -> Tensor:
         """One token of each decoding request: [R, Cn] -> [R, d_inner]."""
         rows, weight = step.decode_rows, self.conv1d.weight.squeeze(1)
         xbc, conv = causal_conv1d_step(xbc, weight, self.conv1d.bias, conv_states[rows].to(xbc.dtype))
@@ -283,5 +278,5 @@ class GatedGroupRMSNorm(nn.Module):
 
 
 def inverse_softplus(y: Tensor) -> Tensor:
-    """x with softplus(x) = y, stable for small y."""
+    """X with softplus(x) = y, stable for small y."""
     return y + torch.log(-torch.expm1(-y))

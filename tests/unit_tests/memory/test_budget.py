@@ -11,7 +11,7 @@ from hypothesis import given, settings
 
 from megatron_ext.config import BatchingConfig
 from megatron_ext.errors import ConfigError
-from megatron_ext.memory.budget import GIB, Geometry, ModelMemory, largest_divisor, plan_memory
+from megatron_ext.memory.budget import GIB, Geometry, ModelMemory, check_fits, largest_divisor, plan_memory
 
 HYBRID = ModelMemory(kv_bytes_per_token=1024, state_bytes=100_000, chunk_size=128, max_sequence_length=4096)
 ATTENTION = dataclasses.replace(HYBRID, state_bytes=0)
@@ -155,3 +155,11 @@ class TestBlockSize:
             for limit in range(1, 100):
                 divisors = [d for d in range(1, number + 1) if number % d == 0 and d <= limit]
                 assert largest_divisor(number, limit) == max(divisors)
+
+
+def test_pools_that_do_not_fit_the_machine_are_refused_before_they_are_allocated():
+    geometry = plan(HYBRID, block_count=99, max_requests=3)
+    assert geometry.pool_bytes == 100 * 64 * 1024 + 3 * 100_000
+    check_fits(geometry, geometry.pool_bytes)
+    with pytest.raises(ConfigError, match="GB of memory are free"):
+        check_fits(geometry, geometry.pool_bytes - 1)

@@ -1,0 +1,1 @@
+"""Speed, measured: reports, never gates."""

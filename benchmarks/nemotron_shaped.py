@@ -1,0 +1,79 @@
+"""The model that benchmarks run: shaped like NemotronH, random weights, the same in transformers and in our engine."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+
+import torch
+from transformers import NemotronHConfig, NemotronHForCausalLM
+
+from megatron_ext.config import BatchingConfig, SourceConfig
+from megatron_ext.mcore.assemble import build_engine
+from megatron_ext.mcore.engine import InferenceEngine
+from megatron_ext.models.load import LoadedModel, load_model
+
+PATTERN = "M-M*M-M*"
+VOCABULARY = 4096
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One set of weights, twice."""
+
+    reference: NemotronHForCausalLM
+    ours: LoadedModel
+
+    def engine(self, **batching: object) -> InferenceEngine:
+        """A fresh engine around our model."""
+        settings = BatchingConfig(**batching)
+        return build_engine(self.ours.model, self.ours.config, self.ours.tokenizer, settings, dtype=self.ours.dtype)
+
+
+def build_pair(device: torch.device, dtype: torch.dtype) -> Pair:
+    """Random weights of a fixed seed, saved by transformers and loaded by us."""
+    torch.manual_seed(0)
+    config = NemotronHConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        intermediate_size=1024,
+        num_hidden_layers=len(PATTERN),
+        hybrid_override_pattern=PATTERN,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=32,
+        mamba_num_heads=16,
+        mamba_head_dim=32,
+        ssm_state_size=64,
+        n_groups=2,
+        chunk_size=128,
+        max_position_embeddings=8192,
+        tie_word_embeddings=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    reference = NemotronHForCausalLM(config).eval()
+    for layer in reference.model.layers:
+        if hasattr(layer.mixer, "time_step_limit"):
+            layer.mixer.time_step_limit = (0.0, float("inf"))  # its chunked path alone would clamp
+    with tempfile.TemporaryDirectory() as directory:
+        reference.save_pretrained(directory)
+        source = SourceConfig(load_hf=directory, bf16=dtype is torch.bfloat16)
+        ours = load_model(source, {}, device=device)
+    return Pair(reference.to(device, dtype), ours)
+
+
+def forward_flops(pair: Pair, prompt_lengths: list[int]) -> float:
+    """Operations that a prefill cannot do without: matrices once a token, causal attention, the scan's outer products.
+
+    The output layer counts once a prompt, since only the last token's logits are needed.
+    """
+    config = pair.ours.config
+    matrices = sum(p.numel() for name, p in pair.ours.model.named_parameters() if p.dim() == 2 and "decoder" in name)
+    mamba, attention = PATTERN.count("M"), PATTERN.count("*")
+    scan = mamba * 4 * config.mamba_heads * config.mamba_head_dim * config.mamba_state_dim
+    per_token = 2 * matrices + scan
+    pairs = sum(length * (length + 1) / 2 for length in prompt_lengths)
+    heads = config.num_attention_heads * config.head_channels
+    head = 2 * config.hidden_size * VOCABULARY * len(prompt_lengths)
+    return sum(prompt_lengths) * per_token + attention * 4 * heads * pairs + head
