@@ -368,6 +368,7 @@ class RunConfig:
     incoming_requests_per_step: int | None = None  # default: all at once
     incoming_requests_per_sec: float | None = None  # default: all at once
     inference_logging_step_interval: int = 0  # steps; 0 is no log
+    suspend_resume_interval: int = 0  # steps; 0 is never
 
     def __post_init__(self) -> None:
         self._check_contradictions()
@@ -381,6 +382,8 @@ class RunConfig:
         valid_rate = rate is None or (math.isfinite(rate) and rate > 0)
         _require(valid_rate, f"--incoming-requests-per-sec {rate} must be more than zero")
         _require(interval >= 0, f"--inference-logging-step-interval {interval} must be zero (no log) or more")
+        suspend = self.suspend_resume_interval
+        _require(suspend >= 0, f"--suspend-resume-interval {suspend} must be zero (never) or more")
         increasing = all(a < b for a, b in zip(self.batch_boundaries, self.batch_boundaries[1:], strict=False))
         _require(
             increasing and all(index >= 0 for index in self.batch_boundaries),

@@ -98,6 +98,7 @@ REFUSED = [
     (RunConfig, {"incoming_requests_per_sec": 0.0}, ["--incoming-requests-per-sec 0.0", "more than zero"]),
     (RunConfig, {"incoming_requests_per_sec": NAN}, ["--incoming-requests-per-sec nan"]),
     (RunConfig, {"inference_logging_step_interval": -1}, ["--inference-logging-step-interval -1", "no log"]),
+    (RunConfig, {"suspend_resume_interval": -1}, ["--suspend-resume-interval -1", "never"]),
     (
         RunConfig,
         {"batch_boundaries": (0, 4, 4), "drain_between_batches": True},
