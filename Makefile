@@ -1,16 +1,17 @@
 # `make demo` and `make test` need Python >= 3.10 and make; each sets up .venv by itself.
 PYTHON ?= python3
 WORKERS ?= logical
+GPU_WORKERS ?= 2
 
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup demo test lint golden
+.PHONY: help setup demo test test-gpu bench lint golden
 .DEFAULT_GOAL := help
 
 help: ## Show this list.
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## Create .venv with everything that the other targets need.
 
@@ -28,6 +29,14 @@ demo: $(STAMP) ## Run the embedded model on the shipped prompts and print a tabl
 test: $(STAMP) ## Run all tests, in parallel (WORKERS=4 sets how many processes).
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false \
 		$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+test-gpu: $(STAMP) ## Run all tests on the CUDA device (GPU_WORKERS=1 if its memory is small).
+	@$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "torch sees no CUDA device here: make test runs the same tests on the CPU")'
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false \
+		$(BIN)/python -m pytest -n $(GPU_WORKERS) --dist worksteal $(ARGS)
+
+bench: $(STAMP) ## Measure speed beside transformers and the matrix-product floor, and print tables.
+	$(BIN)/python -m benchmarks.base_speed $(ARGS)
 
 lint: $(STAMP) ## Check style and formatting.
 	$(BIN)/ruff check .

@@ -192,6 +192,10 @@ RUN = FlagGroup(
         Flag("incoming_requests_per_step", "Prompts to submit before each engine step; default: all at once"),
         Flag("incoming_requests_per_sec", "Prompts to submit a second; default: all at once"),
         Flag("inference_logging_step_interval", "Steps between two log lines; 0 is none"),
+        Flag(
+            "suspend_resume_interval",
+            "Steps between suspending and resuming; 0 is never; more than a prefill takes",
+        ),
         Flag("prefix_cache_compare", "Run the prompts with the cache off, then on; exit code 1 if anything differs"),
     ),
 )

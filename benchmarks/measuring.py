@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from importlib.metadata import version
+from pathlib import Path
 
 import torch
 
@@ -45,5 +46,5 @@ def header(device: torch.device, dtype: torch.dtype) -> str:
     return (
         f"device: {name}, {torch.get_num_threads()} threads, {dtype}\n"
         f"versions: Python {platform.python_version()}, {versions}\n"
-        f"command: python {' '.join(sys.argv)}"
+        f"command: python -m benchmarks.{' '.join([Path(sys.argv[0]).stem, *sys.argv[1:]])}"
     )

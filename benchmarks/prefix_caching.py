@@ -1,7 +1,7 @@
 """What caching gives: time to first token of warm prompts, and what it costs where nothing repeats.
 
-Run: `python -m benchmarks.prefix_caching`. An attention-only model; everything is measured in one run, and only its figures
-are to be compared.
+Run: `python -m benchmarks.prefix_caching`. An attention-only model; everything is measured in one run, and only
+its figures are to be compared.
 """
 
 from __future__ import annotations

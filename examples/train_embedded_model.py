@@ -259,7 +259,7 @@ It writes sentences that look like Python's documentation. It knows nothing and 
 
 Text: the help topics of `pydoc_data.topics` and the docstrings of Python {platform.python_version()}'s standard library
 (PSF licence), and conversations made of them; {trained_tokens:,} tokens. `megatron_ext/models/corpus.py` reads it and
-removes repeats. About 4 % of the documents are held out, and no paragraph of theirs is in the training text.
+removes repeats. About 4 % of the text is held out, and no paragraph of it longer than a phrase is trained on.
 
 | measured on the exported bf16 weights | nats per token |
 |---|---|

@@ -261,6 +261,7 @@ class SourceConfig:
             f"--load {self.load} and --load-hf {self.load_hf} contradict each other; give one of them",
         )
         _require(not (self.bf16 and self.fp16), "--bf16 and --fp16 contradict each other; give one of them")
+        _require(0 <= self.seed < 2**63, f"--seed {self.seed} must be between 0 and {2**63 - 1}")
 
 
 @dataclass(frozen=True)
@@ -366,6 +367,8 @@ class RequestParams:
             n == 0 or self.return_log_probs,
             f"top_n_logprobs {n} needs return_log_probs; set it or leave top_n_logprobs out",
         )
+        is_text = isinstance(self.stop_words, str)
+        _require(not is_text, f"stop_words {self.stop_words!r} is one text; give a list of them")
         _require(all(self.stop_words), "a stop word is empty; leave it out")
 
     @property
@@ -393,6 +396,7 @@ class RunConfig:
     incoming_requests_per_step: int | None = None  # default: all at once
     incoming_requests_per_sec: float | None = None  # default: all at once
     inference_logging_step_interval: int = 0  # steps; 0 is no log
+    suspend_resume_interval: int = 0  # steps; 0 is never
     prefix_cache_compare: bool = False
 
     def __post_init__(self) -> None:
@@ -407,6 +411,8 @@ class RunConfig:
         valid_rate = rate is None or (math.isfinite(rate) and rate > 0)
         _require(valid_rate, f"--incoming-requests-per-sec {rate} must be more than zero")
         _require(interval >= 0, f"--inference-logging-step-interval {interval} must be zero (no log) or more")
+        suspend = self.suspend_resume_interval
+        _require(suspend >= 0, f"--suspend-resume-interval {suspend} must be zero (never) or more")
         increasing = all(a < b for a, b in zip(self.batch_boundaries, self.batch_boundaries[1:], strict=False))
         _require(
             increasing and all(index >= 0 for index in self.batch_boundaries),

@@ -13,9 +13,11 @@ from megatron.core.ssm.mamba_hybrid_layer_allocation import Symbols, get_layer_m
 from torch import Tensor
 
 from megatron_ext.config import BatchingConfig, CacheConfig, EvictionPolicyName, ModelConfig
+from megatron_ext.errors import ConfigError
+from megatron_ext.mcore import platform
 from megatron_ext.mcore.block_allocator import PoolBlockAllocator
 from megatron_ext.mcore.staging import StagedStep, stage_step
-from megatron_ext.memory.budget import DEFAULT_MAX_TOKENS, Geometry, ModelMemory, plan_memory
+from megatron_ext.memory.budget import DEFAULT_MAX_TOKENS, Geometry, ModelMemory, check_fits, plan_memory
 from megatron_ext.memory.state_pool import StatePool, StateShape
 from megatron_ext.mixers.mamba2 import RecurrentStep
 from megatron_ext.ops.paged_attention import PagedLayout
@@ -65,11 +67,10 @@ class InferenceContext(DynamicInferenceContext):
         self._token_rounder = token_rounder
         self.params_dtype = params_dtype
         self._map_layers(model, batching)
-        self.max_sequence_length = min(
-            batching.max_sequence_length or config.max_position_embeddings, config.max_position_embeddings
-        )
+        self.max_sequence_length = _max_sequence_length(batching, config)
         can_hit = cache.policy is not None and not self.is_hybrid_model
         self.geometry: Geometry = plan_memory(self._model_memory(config), batching, device.type, can_hit=can_hit)
+        check_fits(self.geometry, platform.available_memory(device))
         self.block_size_tokens = self.geometry.block_size_tokens
         self.limits = self._build_limits(batching)
         self.max_requests, self.max_tokens = self.limits.max_requests, self.limits.max_tokens
@@ -290,3 +291,14 @@ class InferenceContext(DynamicInferenceContext):
     def update_requests(self, *_: object, **__: object) -> None:
         """Not here: `Scheduler.commit` and `Scheduler.end` do the bookkeeping, on the host."""
         raise NotImplementedError("the engine's scheduler updates requests")
+
+
+def _max_sequence_length(batching: BatchingConfig, config: ModelConfig) -> int:
+    longest = config.max_position_embeddings
+    asked = batching.max_sequence_length or longest
+    if asked > longest:
+        raise ConfigError(
+            f"--inference-max-seq-length {asked} is more than the model's {longest}; give at most that, or another "
+            "--max-position-embeddings"
+        )
+    return asked

@@ -9,6 +9,7 @@ import torch
 from megatron.core.inference.text_generation_controllers.text_generation_controller import TextGenerationController
 from torch import Tensor
 
+from megatron_ext.errors import ConfigError
 from megatron_ext.mcore.staging import PromptScore, StagedStep
 from megatron_ext.ops.sampling import sample_tokens
 from megatron_ext.scheduling.request import Chunk, Request
@@ -42,6 +43,26 @@ class InferenceController(TextGenerationController):
     def _init_dynamic_sampling_tensors(self) -> None:
         """Nothing to prepare: sampling parameters live on the host, and no memory is pinned."""
         self._get_stop_word_finished_ids_callback = None
+
+    def tokenize_prompt(self, prompt: str, add_BOS: bool = False) -> list[int]:
+        """Ids of a text as its tokenizer gives them, with at most one beginning of a document.
+
+        Upstream takes that token away unless it is asked for, and a Llama would read what it was not trained on. A text
+        that spells it, as chat templates do, gets no second one from the tokenizer.
+
+        Args:
+            prompt: Text.
+            add_BOS: Begin with that token though the tokenizer does not.
+
+        Raises:
+            ConfigError: `add_BOS`, and the tokenizer has no such token.
+        """
+        bos = self.tokenizer.bos
+        if add_BOS and bos is None:
+            raise ConfigError("add_BOS is set, but the tokenizer has no token that begins a document; leave it out")
+        tokens = list(self.tokenizer.tokenize(prompt))
+        spelled = next((i for i, token in enumerate(tokens) if token != bos), len(tokens))
+        return [bos] * (add_BOS or spelled > 0) + tokens[spelled:]
 
     def dummy_forward(self) -> None:
         """A forward of one token that touches no request (expert parallelism keeps idle ranks busy with it)."""

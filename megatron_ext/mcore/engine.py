@@ -188,8 +188,9 @@ class InferenceEngine(DynamicInferenceEngine):
         self._requests[request_id] = request
         self._futures[request_id] = self._loop.create_future()
         if params.stop_words:
-            with_special_tokens = partial(self.controller.tokenizer.detokenize, skip_special_tokens=False)
-            self._stop_words[request_id] = StopWordMatcher(params.stop_words, with_special_tokens)
+            detokenize = self.controller.tokenizer.detokenize
+            with_special_tokens = partial(detokenize, skip_special_tokens=False)
+            self._stop_words[request_id] = StopWordMatcher(params.stop_words, with_special_tokens, detokenize)
         return request
 
     def abort_request(self, request_id: int) -> None:

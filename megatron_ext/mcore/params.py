@@ -31,15 +31,21 @@ def to_request_params(
                 "set one of them to None"
             )
         count = params.num_tokens_total - prompt_length
-    if count is None:
-        count = max_sequence_length - prompt_length
+        if count < 1:
+            raise ConfigError(
+                f"num_tokens_total {params.num_tokens_total} leaves no token to generate after a prompt of "
+                f"{prompt_length}; it must be at least {prompt_length + 1}"
+            )
+    if count is None:  # as many as fit; a prompt that leaves no room is turned away by the engine's limits
+        count = max(1, max_sequence_length - prompt_length)
     extensions = {name: getattr(params, name) for name in _EXTENSIONS if hasattr(params, name)}
+    stop_words = params.stop_words or ()
     return RequestParams(
         num_tokens_to_generate=count,
         temperature=params.temperature,
         top_k=params.top_k,
         top_p=params.top_p,
-        stop_words=tuple(params.stop_words or ()),
+        stop_words=stop_words if isinstance(stop_words, str) else tuple(stop_words),  # one text is refused there
         termination_id=params.termination_id,
         return_log_probs=params.return_log_probs,
         skip_prompt_log_probs=params.skip_prompt_log_probs,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 
+import psutil
 import torch
 
 
@@ -42,6 +43,13 @@ def device() -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def available_memory(on: torch.device) -> int:
+    """Bytes that could still be allocated on a device."""
+    if on.type == "cuda":
+        return torch.cuda.mem_get_info(on)[0]
+    return psutil.virtual_memory().available
 
 
 def install_cpu_stand_ins() -> None:

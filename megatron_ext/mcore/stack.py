@@ -9,16 +9,18 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
 
 class LayerNormFromConfig:
-    """A torch norm with the configuration's epsilon, wherever it stands.
+    """A torch norm with the configuration's epsilon and type, wherever it stands.
 
-    Upstream's `MambaLayer` builds its norm without an epsilon and so with 1e-5, whatever the configuration says.
+    Upstream's `MambaLayer` builds its norm without an epsilon and so with 1e-5, whatever the configuration says, and
+    upstream's wrapper makes fp32 weights in a model of any type.
     """
 
     def __new__(
         cls, config: TransformerConfig, hidden_size: int, eps: float | None = None, **_: object
     ) -> torch.nn.Module:
         """The norm itself, as upstream's wrapper class does."""
-        return WrappedTorchNorm(config, hidden_size, eps=config.layernorm_epsilon)
+        norm = WrappedTorchNorm(config, hidden_size, eps=config.layernorm_epsilon)
+        return norm.to(config.params_dtype)
 
 
 class HybridStack(MambaStack):

@@ -38,6 +38,11 @@ class Geometry:
     kernel_chunk: int
     shortest_prompt_that_can_hit: int | None  # None: nothing is cached
 
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of all pools: KV blocks with the dummy one, and live states."""
+        return (self.blocks + 1) * self.block_bytes + self.live_states * self.state_bytes
+
 
 def plan_memory(model: ModelMemory, batching: BatchingConfig, device_type: str, *, can_hit: bool) -> Geometry:
     """Sizes of the pools. The buffer holds KV blocks, and live states for `max_requests` requests.
@@ -49,7 +54,8 @@ def plan_memory(model: ModelMemory, batching: BatchingConfig, device_type: str, 
         can_hit: Whether prompts can be served from cached blocks; the shortest one fills a block.
 
     Raises:
-        ConfigError: The buffer cannot hold one block, or the block size cannot hold recurrent states.
+        ConfigError: The buffer cannot hold one block and the live states, or the block size does not suit recurrent
+            layers.
     """
     block_size = batching.block_size
     if model.state_bytes and block_size % HYBRID_BLOCK_MULTIPLE:
@@ -76,19 +82,37 @@ def plan_memory(model: ModelMemory, batching: BatchingConfig, device_type: str, 
 def _block_count(model: ModelMemory, batching: BatchingConfig, block_bytes: int, device_type: str) -> int:
     if batching.block_count is not None:
         return batching.block_count
-    if block_bytes == 0:  # no attention: blocks are bookkeeping only, so there are enough
-        return batching.max_requests * math.ceil(model.max_sequence_length / batching.block_size)
     buffer_gb = DEFAULT_BUFFER_GB[device_type] if batching.buffer_size_gb is None else batching.buffer_size_gb
     live_bytes = batching.max_requests * model.state_bytes
-    blocks = (int(buffer_gb * GIB) - live_bytes) // block_bytes - 1  # one is the dummy that padding points to
-    if blocks < 1:
-        enough = (live_bytes + 2 * block_bytes) / GIB
+    kv_bytes = int(buffer_gb * GIB) - live_bytes
+    if kv_bytes < 2 * block_bytes:  # one is the dummy that padding points to
+        hint = ", or fewer --inference-dynamic-batching-max-requests" if live_bytes else ""
         raise ConfigError(
-            f"a buffer of {buffer_gb:g} GB holds no KV block of {block_bytes} bytes beside the live states of "
-            f"{batching.max_requests} requests ({live_bytes} bytes); {math.ceil(enough * 1e6) / 1e6:g} GB would do, "
-            "or fewer --inference-dynamic-batching-max-requests"
+            f"a buffer of {buffer_gb:g} GB is too small for {live_bytes} bytes of live states ({batching.max_requests} "
+            f"requests) and {2 * block_bytes} bytes of KV (one block and the dummy block); "
+            f"{_gigabytes(live_bytes + 2 * block_bytes)} GB would do{hint}"
         )
-    return blocks
+    if block_bytes == 0:  # no attention: blocks are bookkeeping only, so there are enough
+        return batching.max_requests * math.ceil(model.max_sequence_length / batching.block_size)
+    return kv_bytes // block_bytes - 1
+
+
+def check_fits(geometry: Geometry, available_bytes: int) -> None:
+    """See that the pools fit the memory there is, before they are allocated.
+
+    Raises:
+        ConfigError: They do not.
+    """
+    if geometry.pool_bytes > available_bytes:
+        raise ConfigError(
+            f"KV blocks and live states need {_gigabytes(geometry.pool_bytes)} GB, and {available_bytes / GIB:.1f} GB "
+            "of memory are free; give a smaller --inference-dynamic-batching-buffer-size-gb or -block-count"
+        )
+
+
+def _gigabytes(count: int) -> str:
+    """`count` bytes in GB, rounded up, so that the number is enough when it is given back."""
+    return f"{math.ceil(count / GIB * 1e6) / 1e6:.6f}".rstrip("0").rstrip(".")
 
 
 def largest_divisor(number: int, limit: int) -> int:

@@ -47,6 +47,7 @@ def save_checkpoint(
         tensors = {name: stored_tensor(name, tensor, dtype) for name, tensor in model_tensors(model).items()}
         contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
         save_file(contiguous, staging / WEIGHTS_FILE, metadata={"format": "pt"})
+        (staging / WEIGHTS_FILE).chmod(0o644)  # safetensors makes it private
 
 
 def load_checkpoint(

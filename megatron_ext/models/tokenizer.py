@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_ext.errors import ConfigError
+from megatron_ext.models.chat_template import TEMPLATE_FILE, read_chat_template, read_special_tokens, render_chat
 from megatron_ext.models.weight_files import read_json
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -21,7 +24,7 @@ TOKENIZER_FILES = (
     "vocab.json",
     "vocab.txt",
     "merges.txt",
-    "chat_template.jinja",
+    TEMPLATE_FILE,
 )
 # A directory with one of these has a tokenizer; the others only describe one.
 _VOCABULARIES = (TOKENIZER_FILE, "tokenizer.model", "vocab.json", "vocab.txt")
@@ -104,7 +107,7 @@ class TextTokenizer:
         self.path = path = Path(path)
         if not path.exists():
             raise ConfigError(f"tokenizer {path} does not exist; give a directory or a {TOKENIZER_FILE}")
-        directory = path if path.is_dir() else path.parent
+        self._directory = directory = path if path.is_dir() else path.parent
         file = path / TOKENIZER_FILE if path.is_dir() else path
         self._backend = _FastTokenizer(file) if file.is_file() else _AutoTokenizer(path)
         self.vocab_size = self._backend.vocab_size
@@ -124,6 +127,33 @@ class TextTokenizer:
     def detokenize(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         """Text of ids, without special tokens unless they are asked for."""
         return self._backend.decode(ids, skip_special_tokens)
+
+    @cached_property
+    def chat_template(self) -> str | None:
+        """The Jinja template that comes with the tokenizer; None if it is none of a chat model.
+
+        Raises:
+            ConfigError: See `read_chat_template`.
+        """
+        return read_chat_template(self._directory)
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
+        """A conversation as a prompt.
+
+        Most templates write the beginning of a document, which `tokenize` may then put before it once more. The engine
+        sees to it that a prompt begins with one (`InferenceController.tokenize_prompt`).
+
+        Args:
+            messages: As in [{"role": "user", "content": "Hello"}].
+            add_generation_prompt: End with what begins the model's answer.
+
+        Raises:
+            ConfigError: No template, messages that are none, or that the template refuses.
+        """
+        if self.chat_template is None:
+            raise ConfigError(f"{self._directory} has no chat template; give the prompt as text")
+        special_tokens = read_special_tokens(self._directory)
+        return render_chat(self.chat_template, messages, special_tokens, add_generation_prompt=add_generation_prompt)
 
 
 class _FastTokenizer:

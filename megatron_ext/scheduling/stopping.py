@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Sequence
 
 INCOMPLETE = "\ufffd"  # what a decoder shows for the first bytes of a character, and for bytes that are none
@@ -18,16 +19,25 @@ class StopWordMatcher:
     Args:
         stop_words: Non-empty strings.
         detokenize: Token ids to text; special tokens must stay visible.
+        detokenize_plainly: The same without special tokens, for the text that is given back; default: no difference.
     """
 
-    def __init__(self, stop_words: Sequence[str], detokenize: Callable[[list[int]], str]) -> None:
+    def __init__(
+        self,
+        stop_words: Sequence[str],
+        detokenize: Callable[[list[int]], str],
+        detokenize_plainly: Callable[[list[int]], str] | None = None,
+    ) -> None:
         self._stop_words = stop_words
         self._detokenize = detokenize
+        self._detokenize_plainly = detokenize_plainly or detokenize
         self._reach = max(len(word) for word in stop_words) - 1  # a match may begin this far before new text
         self._text = ""
         self._searched = 0  # characters that were searched before
         self._context_start = 0
         self._decoded_end = 0
+        self._piece_starts = [0]  # characters of the accepted text before each of its pieces, and of all
+        self._piece_token_starts = [0]  # the same in tokens
 
     def find(self, tokens: list[int]) -> str | None:
         """The text before the first stop word, or None if there is none yet. `tokens` are all generated so far."""
@@ -39,7 +49,7 @@ class StopWordMatcher:
         self._searched = len(searchable)
         hits = [hit for word in self._stop_words if (hit := searchable.find(word, start)) >= 0]
         if hits:
-            return searchable[: min(hits)]
+            return self._plain_text(tokens, searchable, min(hits))
         if new and not new.endswith(INCOMPLETE):
             self._accept(new, len(tokens))
         elif len(tokens) - self._decoded_end > PATIENCE:
@@ -49,7 +59,23 @@ class StopWordMatcher:
     def _accept(self, text: str, end: int) -> None:
         """`text` is what the tokens up to `end` add for good."""
         self._text += text
+        self._piece_starts.append(len(self._text))
+        self._piece_token_starts.append(end)
         self._context_start, self._decoded_end = self._decoded_end, end
+
+    def _plain_text(self, tokens: list[int], text: str, end: int) -> str:
+        """The first `end` characters of `text`, less its special tokens.
+
+        Whole pieces before the cut are decoded again, plainly. Of the piece that is cut the beginning stays, unless the
+        piece is a special token.
+        """
+        piece = bisect.bisect_right(self._piece_starts, end) - 1
+        first_token = self._piece_token_starts[piece]
+        is_last = piece + 1 == len(self._piece_starts)
+        last_token = len(tokens) if is_last else self._piece_token_starts[piece + 1]
+        is_special = not self._detokenize_plainly(tokens[first_token:last_token])
+        before = self._detokenize_plainly(tokens[:first_token])
+        return before if is_special else before + text[self._piece_starts[piece] : end]
 
     def _settle(self, tokens: list[int], context: str, both: str) -> None:
         """Accept the tokens up to the last place that no character reaches across any more."""

@@ -6,7 +6,9 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megatron_ext.config import CacheConfig, InferenceSettings
+import torch
+
+from megatron_ext.config import CacheConfig, InferenceSettings, ParallelConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.assemble import build_engine
@@ -29,9 +31,7 @@ def run_offline(settings: InferenceSettings) -> bool:
     Raises:
         ConfigError: For a mistake of the user's; no request has run then.
     """
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    if ranks > 1:
-        raise ConfigError(f"started on {ranks} ranks, and this version runs on one; give torchrun --nproc-per-node 1")
+    _check_machine(settings.parallel)
     prompts = read_prompts(settings.run, settings.sampling)
     check_schedule(settings.run, len(prompts))
     if settings.run.output_path is not None:
@@ -41,6 +41,15 @@ def run_offline(settings: InferenceSettings) -> bool:
         return _compare(settings, prompts) if settings.run.prefix_cache_compare else _run(settings, prompts)
     finally:
         platform.shut_down()
+
+
+def _check_machine(parallel: ParallelConfig) -> None:
+    """See that the processes and the device are there that the settings speak of."""
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks > 1:
+        raise ConfigError(f"started on {ranks} ranks, and this version runs on one; give torchrun --nproc-per-node 1")
+    if parallel.distributed_backend == "nccl" and not torch.cuda.is_available():
+        raise ConfigError("--distributed-backend nccl needs CUDA, which this machine does not have; gloo would do")
 
 
 def _run(settings: InferenceSettings, prompts: Sequence[Prompt]) -> bool:

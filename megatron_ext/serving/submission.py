@@ -26,6 +26,12 @@ class Engine(Protocol):
     def step_modern(self) -> dict[str, Any]:
         """Run one step. The futures of requests that end with it are done when it returns."""
 
+    def suspend(self) -> None:
+        """Free the pools; living requests keep their tokens and wait."""
+
+    def resume(self) -> None:
+        """Allocate the pools again."""
+
 
 @dataclass(frozen=True)
 class Pass:
@@ -74,7 +80,7 @@ def _run_pass(
 ) -> Pass:
     futures: list[Future[RequestRecord]] = []
     start = time.monotonic()
-    rounds = 0
+    rounds = steps = 0
     while True:
         elapsed, busy = time.monotonic() - start, engine.has_unfinished_requests()
         due = _due(run, len(prompts), len(futures), rounds=rounds, seconds=elapsed, busy=busy)
@@ -83,6 +89,10 @@ def _run_pass(
             futures.append(engine.add_request(first_id + len(futures), content, prompt.params))
         if engine.has_unfinished_requests():
             engine.step_modern()
+            steps += 1
+            if run.suspend_resume_interval and steps % run.suspend_resume_interval == 0:
+                engine.suspend()
+                engine.resume()
             on_step(sum(future.done() for future in futures))
         elif len(futures) == len(prompts):
             break

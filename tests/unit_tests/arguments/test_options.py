@@ -34,7 +34,7 @@ OPTIONS = """
 --mamba-inference-conv-states-dtype --mamba-inference-ssm-states-dtype
 --prompts --prompt-file --output-path --output-request-events --no-output-request-events --inference-repeat-n
 --drain-between-batches --no-drain-between-batches --batch-boundaries
---incoming-requests-per-step --incoming-requests-per-sec --inference-logging-step-interval
+--incoming-requests-per-step --incoming-requests-per-sec --inference-logging-step-interval --suspend-resume-interval
 """.split()
 
 # Fields that are settings of a checkpoint, of a prompt line or of the library, and have no flag.

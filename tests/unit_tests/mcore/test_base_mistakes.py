@@ -272,6 +272,15 @@ class TestStopWords:
         for request_id in (0, 1):
             assert_equals_oracle(driver, request_id, get_oracle("hybrid"))
 
+    def test_the_next_request_of_the_same_id_has_none(self, get_driver, get_oracle):
+        driver = get_driver("hybrid")
+        token = get_oracle("hybrid").greedy(self.PROMPT, 3).tokens[2]
+        for stop_words, length in (((f"<{token}>",), 3), ((), 8)):
+            future = driver.engine.add_request(0, self.PROMPT, RequestParams(8, stop_words=stop_words))
+            while not future.done():
+                driver.engine.step_modern()
+            assert len(future.result().generated_tokens) == length
+
 
 class TestSmallPools:
     """A small pool kills the base's loop; a budget of 0 silently gives 2 blocks; blocks pay for a live state each."""

@@ -259,3 +259,17 @@ def test_graphs_are_refused():
     model.config.cuda_graph_impl = "local"
     with pytest.raises(ConfigError, match="cuda_graph_impl 'local' is not supported"):
         build_engine(model, HYBRID, PieceTokenizer(97), BatchingConfig(block_count=2), dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("batching", "message"),
+    [
+        (BatchingConfig(buffer_size_gb=10**6), "GB of memory are free; give a smaller"),
+        (BatchingConfig(max_sequence_length=10**6), "more than the model's"),
+    ],
+)
+def test_what_no_machine_and_no_model_can_hold_is_refused(batching, message):
+    """Before anything is allocated; no clamp that nobody is told of."""
+    model = build_slow_decay(HYBRID)
+    with pytest.raises(ConfigError, match=message):
+        build_engine(model, HYBRID, PieceTokenizer(97), batching, dtype=torch.float32)

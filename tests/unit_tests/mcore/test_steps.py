@@ -45,6 +45,23 @@ def test_all_prefill_of_a_step_is_one_varlen_call_per_layer(get_driver, get_orac
         assert_equals_oracle(driver, request_id, get_oracle("hybrid"))
 
 
+def test_kernel_chunks_end_on_the_grid_of_absolute_positions(get_driver):
+    """HY-9: a continuation first completes the chunk that the last step left; kernel chunks have 32 tokens here."""
+    driver = get_driver(block_size=64, max_tokens=41)
+    cuts = []
+    stage = driver.context.stage
+
+    def stage_watched(chunks: object) -> None:
+        stage(chunks)
+        recurrent = driver.context.step.recurrent
+        cuts.append(recurrent.chunks and recurrent.chunks.chunk_lengths)
+
+    driver.context.stage = stage_watched
+    driver.add(0, make_prompt(129), num_tokens_to_generate=2)
+    driver.run()
+    assert cuts[:5] == [(32, 9), (23, 18), (14, 27), (5, 1), None]
+
+
 class TestPadding:
     """HY-10: padding never reaches a state; outputs are equal across padding sizes."""
 

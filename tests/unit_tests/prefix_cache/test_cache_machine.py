@@ -123,7 +123,9 @@ class CacheMachine(RuleBasedStateMachine):
         if not hasattr(self, "cache"):
             return
         self.cache.check()
-        found = {p for p in self.all_prefixes() if len(self.cache.match([digest(q) for q in self.prefixes(p)])) == len(p)}
+        found = {
+            p for p in self.all_prefixes() if len(self.cache.match([digest(q) for q in self.prefixes(p)])) == len(p)
+        }
         assert found == self.model.cached
         assert self.cache.use().blocks_evictable == len(self.model.left_at)
         for owner in self.owners:  # what a request has published is still its own, and still found

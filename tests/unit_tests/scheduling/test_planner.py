@@ -319,6 +319,15 @@ class TestGrowth:
         assert moves(step) == {"evictions": [101]}
         assert chunks_of(step) == [(100, 4, 8)]
 
+    def test_the_paused_one_goes_even_if_a_younger_one_runs(self):
+        """Who runs is not stopped: only paused requests are over the budget."""
+        situation = Situation(total_blocks=3, paused_blocks=0)
+        situation.decoding(0, prompt=8, generated=1)  # wants a third block
+        situation.decoding(1, prompt=2, generated=1)  # has room in its block
+        step = plan(situation)
+        assert moves(step) == {"evictions": [100]}
+        assert chunks_of(step) == [(101, 2, 3)]
+
     def test_a_request_that_outgrows_the_pool_fails_and_makes_room(self):
         """KV-12: prompt + generation larger than the pool runs until it cannot; the others go on."""
         situation = Situation(total_blocks=4)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Callable
+from types import SimpleNamespace
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
+from megatron_ext.scheduling import events
+from megatron_ext.scheduling import request as request_module
 from megatron_ext.scheduling.accounting import Reason
 from megatron_ext.scheduling.events import Event, EventType
 from megatron_ext.scheduling.record import RequestRecord, Status
@@ -23,6 +27,12 @@ def lose(request: Request) -> None:
 
 def counts(request: Request) -> tuple[int, int]:
     return request.computed_prefill_tokens, request.recomputed_tokens
+
+
+def set_clock(monkeypatch: pytest.MonkeyPatch, monotonic: Callable[[], float], wall_clock: Callable[[], float]) -> None:
+    """For events and requests only: other threads of the test run read the clock too."""
+    for module in (events, request_module):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=monotonic, time=wall_clock))
 
 
 def record_of(request: Request) -> RequestRecord:
@@ -163,7 +173,7 @@ class TestEvents:
     def test_the_clock_never_goes_back(self, monkeypatch: pytest.MonkeyPatch):
         """KV-10: events do not follow the wall clock, which may be set back."""
         wall_clock = itertools.count(1_000_000, -3600)
-        monkeypatch.setattr(time, "time", lambda: next(wall_clock))
+        set_clock(monkeypatch, monotonic=time.monotonic, wall_clock=lambda: next(wall_clock))
         request = make_request(0, prompt=2)
         request.append(1)
         request.end(Status.COMPLETED, finish_reason="length")
@@ -282,7 +292,7 @@ class TestRecord:
     def test_latency_of_an_aborted_request_goes_on_until_the_abort(self, monkeypatch: pytest.MonkeyPatch):
         """An abort is no event, but it takes its time all the same."""
         now = iter([10.0, 11.0, 15.0])
-        monkeypatch.setattr(time, "monotonic", lambda: next(now))
+        set_clock(monkeypatch, monotonic=lambda: next(now), wall_clock=time.time)
         request = make_request(0, prompt=2)
         request.append(1)
         request.end(Status.ABORTED)

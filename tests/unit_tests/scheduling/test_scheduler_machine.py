@@ -181,9 +181,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Plan and apply; the model follows and objects."""
         before = {request: owner.place for request, owner in self.owners.items()}
         untouched = frozen(self.scheduler.queues)
-        expected = planner.plan_step(
-            self.scheduler.queues, self.limits, self.scheduler.cache, self.scheduler.in_flight
-        )
+        expected = planner.plan_step(self.scheduler.queues, self.limits, self.scheduler.cache, self.scheduler.in_flight)
         assert frozen(self.scheduler.queues) == untouched, "planning changed something"
         plan = self.scheduler.schedule()
         assert without_errors(plan) == without_errors(expected), "the plan that was applied is another one"

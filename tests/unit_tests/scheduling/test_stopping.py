@@ -13,7 +13,8 @@ from megatron_ext.scheduling.stopping import INCOMPLETE, StopWordMatcher
 from tests.unit_tests.support.tokenizers import PieceTokenizer
 
 # Tokens 0 to 255 are the bytes; these follow. Some end, begin or lie within a character.
-PIECES = ("EN", "ND", " END", "é".encode(), "€".encode()[:2], "€".encode()[2:] + b"!", "ab", "bc", "\n\n")
+HEAD, TAIL = "€".encode()[:2], "€".encode()[2:]
+PIECES = ("EN", "ND", " END", "é".encode(), HEAD, TAIL + b"!", TAIL + HEAD, "ab", "bc", "\n\n")
 
 
 def byte_symbols() -> list[str]:
@@ -131,7 +132,7 @@ class TestCharacters:
         assert first_stop(["b"], tokens) == (len(tokens), "a" + character)
 
     def test_a_character_whose_last_byte_comes_with_the_next_one(self):
-        tokens = spell("a", "€".encode()[:2], "€".encode()[2:] + b"!")
+        tokens = spell("a", HEAD, TAIL + b"!")
         assert first_stop(["!"], tokens) == (3, "a€")
         assert first_stop(["€"], tokens) == (3, "a")
 
@@ -153,11 +154,15 @@ class TestCharacters:
         assert first_stop(["END"], tokens)[0] == len(tokens)
 
     def test_every_token_ends_within_a_character(self):
-        tail, head = "€".encode()[2:], "€".encode()[:2]
-        tokenizer = PieceTokenizer(2)
-        assert tokenizer.vocab_size == 2
-        tokens = spell(head) + spell(tail, head) * 40 + spell(tail, "END")
+        tokens = spell(HEAD, *[TAIL + HEAD] * 40, TAIL, "END")
         assert first_stop(["END"], tokens) == (len(tokens), "€" * 41)
+
+    @pytest.mark.parametrize("junk", range(10, 22))
+    def test_a_character_where_patience_ends(self, junk: int):
+        """Bytes that are no text are settled, but never the half of a character."""
+        tokens = spell("a", b"\xff" * junk, HEAD, TAIL + HEAD, b"\xff\xff\xff", "END")
+        assert first_stop(["END"], tokens) == brute_force(["END"], tokens)
+        assert "€" in first_stop(["END"], tokens)[1]
 
 
 class TestOtherTokenizers:
@@ -234,7 +239,7 @@ class TestCost:
 
 # Hypothesis: pieces of text and words from few characters, so that matches and near misses are frequent.
 LETTERS = "abcEND €é\U0001f600\n"
-JUNK = [b"\xff", b"\xe2\x82", b"\xf0\x9f", b"\x80", b"\xef\xbf\xbd", b"\xc3"]
+JUNK = [HEAD, TAIL + HEAD, b"\xff", b"\xe2\x82", b"\xf0\x9f", b"\x80", b"\xef\xbf\xbd", b"\xc3"]
 TOKENS = st.lists(
     st.one_of(
         st.text(LETTERS, min_size=1, max_size=4).map(spell),
@@ -260,3 +265,34 @@ def test_equals_brute_force_in_long_junk(data: st.DataObject, words: list[str]):
     parts = data.draw(st.lists(st.tuples(st.sampled_from(JUNK), st.integers(1, 40), TOKENS), min_size=1, max_size=3))
     tokens = [token for junk, count, rest in parts for token in [*spell(junk * count), *rest]]
     assert first_stop(words, tokens) == brute_force(words, tokens)
+
+
+class TestSpecialTokens:
+    """They can be stop words, and are not part of the text that is given back."""
+
+    VISIBLE = ("<|end|>", "<|user|>", "Yes", ", it", " is", ".")
+
+    def find(self, words: list[str], tokens: list[int]) -> str | None:
+        def visibly(ids: list[int]) -> str:
+            return "".join(self.VISIBLE[i] for i in ids)
+
+        def plainly(ids: list[int]) -> str:
+            return "".join(self.VISIBLE[i] for i in ids if i > 1)
+
+        matcher = StopWordMatcher(words, visibly, plainly)
+        found = [matcher.find(tokens[:end]) for end in range(1, len(tokens) + 1)]
+        assert found[:-1] == [None] * (len(tokens) - 1), "found before it was there"
+        return found[-1]
+
+    def test_a_special_token_stops(self):
+        assert self.find(["<|end|>"], [2, 3, 4, 5, 0]) == "Yes, it is."
+
+    def test_special_tokens_before_the_stop_are_left_out(self):
+        assert self.find([" is."], [1, 2, 3, 1, 3, 4, 5]) == "Yes, it, it"
+
+    def test_a_stop_word_within_a_token_keeps_its_beginning(self):
+        assert self.find(["it is"], [1, 2, 3, 4]) == "Yes, "
+
+    def test_a_stop_word_within_a_special_token_leaves_nothing_of_it(self):
+        assert self.find(["end|>"], [2, 0]) == "Yes"
+        assert self.find(["|>Yes"], [3, 1, 2]) == ", it"

@@ -69,6 +69,12 @@ class FakeEngine:
                 self.futures[request_id].set_result(make_record(request_id))
         return {}
 
+    def suspend(self) -> None:
+        self.log.append("suspend")
+
+    def resume(self) -> None:
+        self.log.append("resume")
+
 
 @pytest.fixture
 def record() -> Callable[..., RequestRecord]:

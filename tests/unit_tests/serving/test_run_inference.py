@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tools.run_inference import BAD_USAGE, DONE, REQUEST_FAILED, main
 
@@ -111,6 +112,7 @@ def test_batches_are_drained(prompt_file, tmp_path):
         ("--prompts 1 --output-path nowhere/out.json", "the folder nowhere does not exist"),
         ("--prompts 1 --drain-between-batches --batch-boundaries 0,1", "there are 1 prompts"),
         ("--prompts 1 --tokenizer-model nowhere --tokenizer-type HuggingFaceTokenizer", "nowhere does not exist"),
+        ("--prompts 1 --seed 99999999999999999999", "--seed 99999999999999999999 must be between 0"),
         ("--prompts Hello", "--prompts, prompt 1: 'Hello' is no token id"),
         ("--prompts 64", "--prompts, prompt 1: '64' is no token id"),
         ("--prompts 1 --inference-dynamic-batching-block-size 20", "block size 20 is not a multiple of 16"),
@@ -139,6 +141,11 @@ def test_a_budget_too_small(error_line):
 def test_one_rank_only(error_line, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert "started on 2 ranks, and this version runs on one" in error_line(*TINY, "--prompts", "1")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says that there is no CUDA")
+def test_nccl_needs_cuda(error_line):
+    assert "nccl needs CUDA" in error_line(*TINY, "--prompts", "1", "--distributed-backend", "nccl")
 
 
 def test_flag_over_yaml_over_checkpoint_over_default(prompt_file, tmp_path):

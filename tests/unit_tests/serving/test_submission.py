@@ -36,6 +36,12 @@ def test_a_batch_waits_for_all_before_it(fake_engine, boundaries):
     assert fake_engine.log == ["add 0", *steps, "add 1", "add 2", *steps, "add 3", *steps]
 
 
+def test_suspended_and_resumed_every_so_many_steps(fake_engine):
+    """Requests 2 and 3 are in the middle of their life then."""
+    run(fake_engine, incoming_requests_per_step=2, suspend_resume_interval=2)
+    assert fake_engine.log == ["add 0", "add 1", "step", "add 2", "add 3", "step", "suspend", "resume", "step"]
+
+
 def test_some_each_second(fake_engine, monkeypatch):
     """Arrivals follow the clock, also while the engine has nothing to do."""
     clock = [0.0]

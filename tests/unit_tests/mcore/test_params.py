@@ -1,0 +1,108 @@
+"""Megatron's SamplingParams as ours: every field arrives, and lengths in all their spellings."""
+
+from __future__ import annotations
+
+import pytest
+from megatron.core.inference.sampling_params import SamplingParams
+
+from megatron_ext.config import RequestParams
+from megatron_ext.errors import ConfigError
+from megatron_ext.mcore.params import to_request_params
+
+
+def convert(params: SamplingParams | RequestParams | None, prompt: int = 10, longest: int = 64) -> RequestParams:
+    return to_request_params(params, prompt, longest)
+
+
+def test_nothing_is_greedy():
+    assert convert(None) == RequestParams()
+
+
+def test_ours_passes_through():
+    params = RequestParams(temperature=0.5)
+    assert convert(params) is params
+
+
+def test_defaults_are_megatrons():
+    """Megatron samples at temperature 1 unless told otherwise."""
+    assert convert(SamplingParams()) == RequestParams(temperature=1.0, num_tokens_to_generate=30)
+
+
+def test_every_field_arrives():
+    params = SamplingParams(
+        temperature=0.7,
+        top_k=5,
+        top_p=0.9,
+        return_log_probs=True,
+        skip_prompt_log_probs=True,
+        num_tokens_to_generate=12,
+        termination_id=3,
+        top_n_logprobs=2,
+        stop_words=["a", "b"],
+    )
+    assert convert(params) == RequestParams(
+        temperature=0.7,
+        top_k=5,
+        top_p=0.9,
+        return_log_probs=True,
+        skip_prompt_log_probs=True,
+        num_tokens_to_generate=12,
+        termination_id=3,
+        top_n_logprobs=2,
+        stop_words=("a", "b"),
+    )
+
+
+def test_attributes_that_callers_add():
+    params = SamplingParams(top_k=1)
+    params.add_attributes({"seed": 7, "ignore_eos": True, "cache_salt": "tenant", "enable_prefix_caching": False})
+    assert convert(params) == RequestParams(
+        temperature=1.0, top_k=1, seed=7, ignore_eos=True, cache_salt="tenant", enable_prefix_caching=False
+    )
+
+
+def test_they_survive_serialisation():
+    params = SamplingParams()
+    params.add_attributes({"seed": 7})
+    assert convert(SamplingParams.deserialize(params.serialize())).seed == 7
+
+
+class TestLength:
+    def test_a_total_counts_the_prompt(self):
+        params = SamplingParams(num_tokens_to_generate=None, num_tokens_total=25)
+        assert convert(params, prompt=10).num_tokens_to_generate == 15
+
+    def test_a_total_leaves_at_least_one(self):
+        params = SamplingParams(num_tokens_to_generate=None, num_tokens_total=25)
+        assert convert(params, prompt=24).num_tokens_to_generate == 1
+        with pytest.raises(ConfigError, match=r"num_tokens_total 25 .* prompt of 25; it must be at least 26"):
+            convert(params, prompt=25)
+
+    def test_a_total_and_a_number_to_generate_contradict_each_other(self):
+        with pytest.raises(ConfigError, match="num_tokens_total 25 and num_tokens_to_generate 30"):
+            convert(SamplingParams(num_tokens_total=25))
+
+    def test_no_length_fills_the_longest_sequence(self):
+        assert convert(SamplingParams(num_tokens_to_generate=None), 10, 64).num_tokens_to_generate == 54
+
+    @pytest.mark.parametrize("prompt", [63, 64, 100])
+    def test_a_prompt_that_leaves_no_room_is_left_to_the_engine(self, prompt: int):
+        """Such a prompt fails alone, as any that is too long; it is no mistake in the parameters."""
+        assert convert(SamplingParams(num_tokens_to_generate=None), prompt, 64).num_tokens_to_generate == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"temperature": -1.0}, "temperature -1.0"),
+        ({"top_p": 2.0}, "top_p 2.0"),
+        ({"top_k": -1}, "top_k -1"),
+        ({"num_tokens_to_generate": 0}, "num_tokens_to_generate 0"),
+        ({"top_n_logprobs": 3}, "return_log_probs"),
+        ({"stop_words": [""]}, "stop word is empty"),
+        ({"stop_words": "END"}, "one text"),
+    ],
+)
+def test_what_cannot_work_is_refused(changes: dict, named: str):
+    with pytest.raises(ConfigError, match=named):
+        convert(SamplingParams(**changes))

@@ -1,0 +1,165 @@
+"""Sizes of pools, by hand, and errors whose numbers do what they say."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from megatron_ext.config import BatchingConfig
+from megatron_ext.errors import ConfigError
+from megatron_ext.memory.budget import GIB, Geometry, ModelMemory, check_fits, largest_divisor, plan_memory
+
+HYBRID = ModelMemory(kv_bytes_per_token=1024, state_bytes=100_000, chunk_size=128, max_sequence_length=4096)
+ATTENTION = dataclasses.replace(HYBRID, state_bytes=0)
+RECURRENT = dataclasses.replace(HYBRID, kv_bytes_per_token=0)
+MIB = 2**20
+
+
+def plan(model: ModelMemory, device_type: str = "cpu", **batching: object) -> Geometry:
+    return plan_memory(model, BatchingConfig(**batching), device_type)
+
+
+def number_that_would_do(error: ConfigError, unit: str = " GB") -> float:
+    return float(re.search(rf"([0-9.]+){unit} would do", str(error)).group(1))
+
+
+class TestByHand:
+    def test_a_hybrid(self):
+        """1 GiB less 64 states of 100,000 bytes is 1,067,341,824: 16,286 blocks of 64 KiB, one of them the dummy."""
+        assert plan(HYBRID) == Geometry(
+            block_size_tokens=64,
+            block_bytes=65_536,
+            state_bytes=100_000,
+            state_in_kv_tokens=98,  # 97.66, rounded up
+            blocks=16_285,
+            snapshot_slots=0,
+            live_states=64,
+            kernel_chunk=64,
+            shortest_prompt_that_can_hit=None,
+        )
+
+    def test_attention_only(self):
+        geometry = plan(ATTENTION)
+        assert geometry.blocks == 16 * 1024 - 1
+        assert (geometry.live_states, geometry.state_bytes, geometry.state_in_kv_tokens) == (0, 0, 0)
+
+    def test_the_buffer_on_cuda(self):
+        assert plan(ATTENTION, "cuda").blocks == 40 * 16 * 1024 - 1
+
+    @pytest.mark.parametrize(("megabytes", "blocks"), [(0.125, 1), (0.1875, 2), (1, 15), (10, 159)])
+    def test_the_buffer_is_in_gib(self, megabytes: float, blocks: int):
+        """One of the blocks that fit is the dummy."""
+        assert plan(ATTENTION, buffer_size_gb=megabytes / 1024).blocks == blocks
+
+    def test_live_states_come_off_the_buffer(self):
+        model = dataclasses.replace(HYBRID, state_bytes=MIB)
+        assert plan(model, buffer_size_gb=10 / 1024, max_requests=5).blocks == 16 * 5 - 1
+        assert plan(model, buffer_size_gb=10 / 1024, max_requests=5).live_states == 5
+
+    def test_a_number_of_blocks_is_taken_exactly(self):
+        assert plan(HYBRID, block_count=3).blocks == 3
+        assert plan(RECURRENT, block_count=3).blocks == 3
+
+    def test_without_attention_blocks_never_run_out(self):
+        geometry = plan(RECURRENT, max_requests=5, block_size=48)
+        assert geometry.blocks == 5 * 86  # 4096 / 48 = 85.3
+        assert (geometry.block_bytes, geometry.state_in_kv_tokens) == (0, None)
+
+    def test_without_attention_and_without_states(self):
+        model = dataclasses.replace(RECURRENT, state_bytes=0)
+        assert plan(model, max_requests=2, buffer_size_gb=0.0).blocks == 2 * 64
+
+
+class TestTooSmall:
+    @pytest.mark.parametrize("model", [HYBRID, ATTENTION, RECURRENT])
+    def test_the_number_that_would_do_does(self, model: ModelMemory):
+        with pytest.raises(ConfigError) as caught:
+            plan(model, buffer_size_gb=1e-9)
+        assert "\n" not in str(caught.value)
+        enough = number_that_would_do(caught.value)
+        assert plan(model, buffer_size_gb=enough).blocks >= 1
+        with pytest.raises(ConfigError):  # and little less would not
+            plan(model, buffer_size_gb=enough - 2e-6)
+
+    @settings(max_examples=300, deadline=None)
+    @given(
+        per_token=st.one_of(st.just(0), st.integers(1, 10**7)),
+        state=st.integers(0, 10**9),
+        requests=st.integers(1, 512),
+        block_size=st.sampled_from([16, 64, 256, 1024]),
+    )
+    def test_whatever_the_model(self, per_token: int, state: int, requests: int, block_size: int):
+        model = ModelMemory(per_token, state, chunk_size=128, max_sequence_length=4096)
+        batching = {"max_requests": requests, "block_size": block_size}
+        needed = requests * state + 2 * block_size * per_token
+        if needed == 0:
+            return
+        with pytest.raises(ConfigError) as caught:
+            plan(model, buffer_size_gb=0.0, **batching)
+        enough = number_that_would_do(caught.value)
+        assert plan(model, buffer_size_gb=enough, **batching).blocks >= 1
+        assert (enough - 1e-6) * GIB < needed
+
+    def test_the_message_has_all_numbers(self):
+        with pytest.raises(ConfigError) as caught:
+            plan(HYBRID, buffer_size_gb=0.005)
+        message = str(caught.value)
+        for part in ("0.005 GB", "6400000 bytes", "64 requests", "131072 bytes", "max-requests"):
+            assert part in message
+
+    def test_fewer_requests_are_no_way_out_without_live_states(self):
+        with pytest.raises(ConfigError) as caught:
+            plan(ATTENTION, buffer_size_gb=1e-5)
+        assert "max-requests" not in str(caught.value)
+
+    def test_live_states_without_attention_must_fit_as_well(self):
+        model = dataclasses.replace(RECURRENT, state_bytes=MIB)
+        with pytest.raises(ConfigError, match="4194304 bytes of live states"):
+            plan(model, max_requests=4, buffer_size_gb=3.9 / 1024)
+        assert plan(model, max_requests=4, buffer_size_gb=4 / 1024).live_states == 4
+
+    def test_the_default_buffer_can_be_too_small(self):
+        model = dataclasses.replace(HYBRID, state_bytes=100 * MIB)
+        with pytest.raises(ConfigError, match="buffer of 1 GB"):
+            plan(model)
+
+
+class TestBlockSize:
+    @pytest.mark.parametrize(("block_size", "fitting"), [(1, 16), (15, 16), (17, 16), (50, 48), (100, 96), (250, 256)])
+    def test_states_need_a_multiple_of_16(self, block_size: int, fitting: int):
+        """HY-12: other block sizes are a start-up error, which names one that would do."""
+        with pytest.raises(ConfigError) as caught:
+            plan(HYBRID, block_size=block_size)
+        assert f"block size {block_size}" in str(caught.value)
+        assert number_that_would_do(caught.value, unit="") == fitting
+        assert plan(HYBRID, block_size=fitting).block_size_tokens == fitting
+
+    def test_attention_takes_any(self):
+        assert plan(ATTENTION, block_size=50).block_size_tokens == 50
+
+    @pytest.mark.parametrize(
+        ("block_size", "chunk", "kernel_chunk"),
+        [(64, 128, 64), (128, 128, 128), (256, 128, 128), (48, 32, 24), (80, 64, 40), (2048, 256, 256), (112, 100, 56)],
+    )
+    def test_kernel_chunk(self, block_size: int, chunk: int, kernel_chunk: int):
+        """HY-12: the largest divisor of the block that is at most the model's chunk."""
+        model = dataclasses.replace(HYBRID, chunk_size=chunk)
+        assert plan(model, block_size=block_size).kernel_chunk == kernel_chunk
+
+    def test_largest_divisor_by_trying_all(self):
+        for number in range(1, 80):
+            for limit in range(1, 100):
+                divisors = [d for d in range(1, number + 1) if number % d == 0 and d <= limit]
+                assert largest_divisor(number, limit) == max(divisors)
+
+
+def test_pools_that_do_not_fit_the_machine_are_refused_before_they_are_allocated():
+    geometry = plan(HYBRID, block_count=99, max_requests=3)
+    assert geometry.pool_bytes == 100 * 64 * 1024 + 3 * 100_000
+    check_fits(geometry, geometry.pool_bytes)
+    with pytest.raises(ConfigError, match="GB of memory are free"):
+        check_fits(geometry, geometry.pool_bytes - 1)

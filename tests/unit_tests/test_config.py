@@ -1,0 +1,224 @@
+"""Settings that cannot work are refused in one line that says what would; every refusal in `config.py` has a case."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import math
+
+import pytest
+
+from megatron_ext import config
+from megatron_ext.config import (
+    BatchingConfig,
+    ModelConfig,
+    ParallelConfig,
+    RequestParams,
+    RunConfig,
+    SourceConfig,
+)
+from megatron_ext.errors import CapacityError, CheckpointError, ConfigError
+
+NAN, INF = math.nan, math.inf
+MOE = {"hybrid_override_pattern": "M*E", "num_experts": 8}
+SIGMOID = MOE | {"moe_router_score_function": "sigmoid"}
+GROUPS = SIGMOID | {"moe_router_num_groups": 4, "moe_router_group_topk": 2}
+
+# class, what is given, and what the message must name.
+REFUSED = [
+    (ModelConfig, {"hybrid_override_pattern": ""}, ["empty", "M-*-"]),
+    (ModelConfig, {"hybrid_override_pattern": "MX-"}, ["'MX-'", "'X'", "M (Mamba-2)", "* (attention)", "- (MLP)"]),
+    (ModelConfig, {"hybrid_override_pattern": "M-", "num_layers": 3}, ["--num-layers 3", "'M-'", "2 layers"]),
+    (ModelConfig, {"hidden_size": 0}, ["--hidden-size 0", "positive"]),
+    (ModelConfig, {"vocab_size": -5}, ["--vocab-size -5", "positive"]),
+    (ModelConfig, {"hidden_size": 10, "num_attention_heads": 4}, ["10", "4 attention heads", "--kv-channels"]),
+    (ModelConfig, {"num_attention_heads": 4, "num_query_groups": 3}, ["4 attention heads", "3 query groups"]),
+    (ModelConfig, {"num_attention_heads": 4, "num_query_groups": 8}, ["4 attention heads", "8 query groups"]),
+    (ModelConfig, {"rotary_percent": 0.0}, ["--rotary-percent 0.0", "at most 1"]),
+    (ModelConfig, {"rotary_percent": 1.5}, ["--rotary-percent 1.5", "at most 1"]),
+    (ModelConfig, {"rotary_percent": NAN}, ["--rotary-percent nan"]),
+    (ModelConfig, {"position_embedding_type": "rope", "kv_channels": 5}, ["rotates 5 channels", "even"]),
+    (ModelConfig, {"mamba_num_groups": 3}, ["8 Mamba heads", "3 Mamba groups", "--mamba-num-heads"]),
+    (ModelConfig, {"mamba_head_dim": 1024}, ["0 Mamba heads"]),
+    (ModelConfig, {"mamba_conv_kernel": 1}, ["window 1", "at least 2"]),
+    (ModelConfig, {"num_experts": 4}, ["--num-experts 4", "'M-M*M-M-'", "E"]),
+    (ModelConfig, {"hybrid_override_pattern": "ME"}, ["'ME'", "--num-experts"]),
+    (ModelConfig, MOE | {"moe_router_topk": 9}, ["--moe-router-topk 9", "8"]),
+    (ModelConfig, MOE | {"disable_bias_linear": False}, ["'M*E'", "--no-disable-bias-linear"]),
+    (ModelConfig, MOE | {"moe_router_topk_scaling_factor": 0.0}, ["--moe-router-topk-scaling-factor 0.0"]),
+    (ModelConfig, MOE | {"moe_router_topk_scaling_factor": NAN}, ["--moe-router-topk-scaling-factor nan"]),
+    (ModelConfig, MOE | {"moe_router_enable_expert_bias": True}, ["--moe-router-enable-expert-bias", "sigmoid"]),
+    (ModelConfig, MOE | {"moe_router_topk": 1}, ["--moe-router-topk 1", "sigmoid"]),
+    (ModelConfig, SIGMOID | {"moe_router_num_groups": 4}, ["--moe-router-num-groups 4", "both or neither"]),
+    (ModelConfig, GROUPS | {"moe_router_num_groups": 3}, ["3 groups", "8 experts"]),
+    (ModelConfig, GROUPS | {"moe_router_group_topk": 5}, ["at most 4 groups"]),
+    (ModelConfig, GROUPS | {"moe_router_topk": 5}, ["--moe-router-group-topk 2"]),
+    (ModelConfig, {"position_embedding_type": "alibi"}, ["'alibi'", "none, rope, learned_absolute"]),
+    (ModelConfig, {"normalization": "BatchNorm"}, ["'BatchNorm'", "RMSNorm, LayerNorm"]),
+    (ModelConfig, {"norm_epsilon": 0.0}, ["--norm-epsilon 0.0"]),
+    (ModelConfig, {"norm_epsilon": NAN}, ["--norm-epsilon nan"]),
+    (ModelConfig, {"squared_relu": True, "swiglu": True}, ["--squared-relu", "--swiglu"]),
+    (SourceConfig, {"seed": -1}, ["--seed -1", "between 0"]),
+    (SourceConfig, {"seed": 2**63}, [f"--seed {2**63}", f"{2**63 - 1}"]),
+    (SourceConfig, {"load": "a", "load_hf": "b"}, ["--load a", "--load-hf b"]),
+    (SourceConfig, {"bf16": True, "fp16": True}, ["--bf16", "--fp16"]),
+    (ParallelConfig, {"tensor_model_parallel_size": 2}, ["--tensor-model-parallel-size 2", "1"]),
+    (ParallelConfig, {"pipeline_model_parallel_size": 2}, ["--pipeline-model-parallel-size 2"]),
+    (ParallelConfig, {"expert_model_parallel_size": 0}, ["--expert-model-parallel-size 0"]),
+    (BatchingConfig, {"block_size": 0}, ["block size 0", "positive"]),
+    (BatchingConfig, {"max_requests": -1}, ["max requests -1", "positive"]),
+    (BatchingConfig, {"max_tokens": 0}, ["max tokens 0", "positive"]),
+    (BatchingConfig, {"block_count": 0}, ["block count 0", "positive"]),
+    (BatchingConfig, {"buffer_size_gb": -1.0}, ["buffer size gb -1.0", "zero or more"]),
+    (BatchingConfig, {"buffer_size_gb": INF}, ["buffer size gb inf"]),
+    (BatchingConfig, {"paused_buffer_size_gb": NAN}, ["paused buffer size gb nan"]),
+    (BatchingConfig, {"buffer_size_gb": 0.0, "block_count": 4}, ["buffer-size-gb 0.0", "block-count 4"]),
+    (BatchingConfig, {"max_tokens": 8, "max_requests": 9}, ["max-tokens 8", "max-requests 9"]),
+    (BatchingConfig, {"conv_states_dtype": "fp8"}, ["'fp8'", "fp32, bf16, fp16"]),
+    (BatchingConfig, {"ssm_states_dtype": "float"}, ["'float'", "fp32, bf16, fp16"]),
+    (RequestParams, {"num_tokens_to_generate": 0}, ["num_tokens_to_generate 0", "at least 1"]),
+    (RequestParams, {"temperature": -0.1}, ["temperature -0.1", "greedy"]),
+    (RequestParams, {"temperature": NAN}, ["temperature nan"]),
+    (RequestParams, {"temperature": INF}, ["temperature inf"]),
+    (RequestParams, {"top_k": -1}, ["top_k -1", "off"]),
+    (RequestParams, {"top_p": 1.01}, ["top_p 1.01", "between 0 (off) and 1"]),
+    (RequestParams, {"top_p": NAN}, ["top_p nan"]),
+    (RequestParams, {"top_n_logprobs": -1, "return_log_probs": True}, ["top_n_logprobs -1"]),
+    (RequestParams, {"top_n_logprobs": 2}, ["top_n_logprobs 2", "return_log_probs"]),
+    (RequestParams, {"stop_words": ("a", "")}, ["stop word is empty"]),
+    (RequestParams, {"stop_words": "END"}, ["stop_words 'END'", "list"]),
+    (RunConfig, {"prompts": ("a",), "prompt_file": "b"}, ["--prompts", "--prompt-file"]),
+    (RunConfig, {"incoming_requests_per_step": 1, "incoming_requests_per_sec": 1.0}, ["-per-step", "-per-sec"]),
+    (RunConfig, {"drain_between_batches": True}, ["--drain-between-batches", "--batch-boundaries"]),
+    (RunConfig, {"batch_boundaries": (0, 2)}, ["--batch-boundaries", "--drain-between-batches"]),
+    (RunConfig, {"output_request_events": True}, ["--output-request-events", "--output-path"]),
+    (RunConfig, {"inference_repeat_n": 0}, ["--inference-repeat-n 0", "at least 1"]),
+    (RunConfig, {"incoming_requests_per_step": 0}, ["--incoming-requests-per-step 0", "at least 1"]),
+    (RunConfig, {"incoming_requests_per_sec": 0.0}, ["--incoming-requests-per-sec 0.0", "more than zero"]),
+    (RunConfig, {"incoming_requests_per_sec": NAN}, ["--incoming-requests-per-sec nan"]),
+    (RunConfig, {"inference_logging_step_interval": -1}, ["--inference-logging-step-interval -1", "no log"]),
+    (RunConfig, {"suspend_resume_interval": -1}, ["--suspend-resume-interval -1", "never"]),
+    (
+        RunConfig,
+        {"batch_boundaries": (0, 4, 4), "drain_between_batches": True},
+        ["--batch-boundaries 0,4,4", "increasing"],
+    ),
+    (RunConfig, {"batch_boundaries": (-1, 4), "drain_between_batches": True}, ["--batch-boundaries -1,4"]),
+]
+
+
+@pytest.mark.parametrize(("kind", "settings", "named"), REFUSED, ids=str)
+def test_refused_in_one_line(kind: type, settings: dict, named: list[str]):
+    with pytest.raises(ConfigError) as caught:
+        kind(**settings)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert message.strip() == message != ""
+    for part in named:
+        assert part in message
+
+
+def test_every_refusal_has_a_case(monkeypatch: pytest.MonkeyPatch):
+    """Each `_require` in the source refuses at least once above."""
+    tree = ast.parse(inspect.getsource(config))
+    calls = {
+        node.lineno
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "_require"
+    }
+    refused = set()
+    require = config._require
+
+    def noting(condition: bool, message: str) -> None:
+        if not condition:
+            caller = inspect.currentframe().f_back
+            refused.add(next(line for line in sorted(calls, reverse=True) if line <= caller.f_lineno))
+        require(condition, message)
+
+    monkeypatch.setattr(config, "_require", noting)
+    for kind, settings, _ in REFUSED:
+        with pytest.raises(ConfigError):
+            kind(**settings)
+    assert sorted(calls - refused) == [], "these lines of config.py refuse in no case of this test"
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        (ModelConfig, {}),
+        (ModelConfig, {"hybrid_override_pattern": "-", "mamba_num_groups": 3}),  # no Mamba layer, no Mamba limits
+        (ModelConfig, {"hybrid_override_pattern": "*-", "hidden_size": 10, "kv_channels": 8}),
+        (ModelConfig, GROUPS),
+        (SourceConfig, {}),
+        (ParallelConfig, {}),
+        (BatchingConfig, {}),
+        (BatchingConfig, {"buffer_size_gb": 0.0}),  # too small, which the budget says with the number that would do
+        (BatchingConfig, {"max_tokens": 9, "max_requests": 9}),
+        (BatchingConfig, {"paused_buffer_size_gb": 0.0}),
+        (RequestParams, {}),
+        (RequestParams, {"top_p": 1.0, "top_k": 3, "temperature": 2.0}),
+        (RunConfig, {}),
+        (RunConfig, {"batch_boundaries": (0, 4), "drain_between_batches": True}),
+    ],
+    ids=str,
+)
+def test_accepted(kind: type, settings: dict):
+    made = kind(**settings)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(made, dataclasses.fields(made)[0].name, None)
+
+
+class TestModelConfig:
+    def test_defaults_follow_from_other_fields(self):
+        model = ModelConfig(hidden_size=64, num_attention_heads=4, mamba_head_dim=16)
+        assert (model.query_groups, model.head_channels, model.ffn_size, model.mamba_heads) == (4, 16, 256, 8)
+        assert model.layer_count == 8
+        assert model.is_hybrid
+
+    def test_what_is_given_counts(self):
+        model = ModelConfig(num_query_groups=2, kv_channels=24, ffn_hidden_size=100, mamba_num_heads=16)
+        assert (model.query_groups, model.head_channels, model.ffn_size, model.mamba_heads) == (2, 24, 100, 16)
+
+    def test_group_query_attention_shares_one_group_unless_told_otherwise(self):
+        assert ModelConfig(group_query_attention=True).query_groups == 1
+        assert ModelConfig(group_query_attention=True, num_query_groups=2).query_groups == 2
+
+    def test_a_pattern_without_mamba_is_not_hybrid(self):
+        assert not ModelConfig(hybrid_override_pattern="*-*-").is_hybrid
+
+    def test_it_comes_back_from_its_dictionary(self):
+        model = ModelConfig(num_experts=None, hidden_size=512, spec=("module", "name"))
+        assert ModelConfig(**model.to_dict()) == model
+
+
+class TestRequestParams:
+    @pytest.mark.parametrize(
+        ("settings", "greedy"),
+        [({}, True), ({"temperature": 1.0}, False), ({"temperature": 1.0, "top_k": 1}, True), ({"top_p": 0.5}, True)],
+        ids=str,
+    )
+    def test_greedy(self, settings: dict, greedy: bool):
+        assert RequestParams(**settings).is_greedy is greedy
+
+    def test_prompt_log_probs(self):
+        assert not RequestParams().wants_prompt_log_probs
+        assert RequestParams(return_log_probs=True).wants_prompt_log_probs
+        assert not RequestParams(return_log_probs=True, skip_prompt_log_probs=True).wants_prompt_log_probs
+
+
+class TestErrors:
+    @pytest.mark.parametrize(("is_transient", "when"), [(True, "now"), (False, "at all")])
+    def test_capacity_errors_have_numbers(self, is_transient: bool, when: str):
+        error = CapacityError("sequence_length", 65, 64, is_transient)
+        assert str(error) == f"65 sequence length needed, 64 available {when}"
+        assert (error.resource, error.needed, error.available, error.is_transient) == (
+            "sequence_length",
+            65,
+            64,
+            is_transient,
+        )
+
+    def test_configuration_errors_are_value_errors(self):
+        assert issubclass(ConfigError, ValueError)
+        assert issubclass(CheckpointError, ConfigError)
