@@ -12,6 +12,8 @@ import pytest
 from megatron_ext import config
 from megatron_ext.config import (
     BatchingConfig,
+    CacheConfig,
+    InferenceSettings,
     ModelConfig,
     ParallelConfig,
     RequestParams,
@@ -77,6 +79,12 @@ REFUSED = [
     (BatchingConfig, {"max_tokens": 8, "max_requests": 9}, ["max-tokens 8", "max-requests 9"]),
     (BatchingConfig, {"conv_states_dtype": "fp8"}, ["'fp8'", "fp32, bf16, fp16"]),
     (BatchingConfig, {"ssm_states_dtype": "float"}, ["'float'", "fp32, bf16, fp16"]),
+    (CacheConfig, {"eviction_policy": "mru"}, ["'mru'", "lru, ref_zero"]),
+    (
+        InferenceSettings,
+        {"cache": CacheConfig(enable_prefix_caching=False), "run": RunConfig(prefix_cache_compare=True)},
+        ["--no-inference-dynamic-batching-enable-prefix-caching", "--prefix-cache-compare"],
+    ),
     (RequestParams, {"num_tokens_to_generate": 0}, ["num_tokens_to_generate 0", "at least 1"]),
     (RequestParams, {"temperature": -0.1}, ["temperature -0.1", "greedy"]),
     (RequestParams, {"temperature": NAN}, ["temperature nan"]),

@@ -32,9 +32,13 @@ OPTIONS = """
 --inference-dynamic-batching-max-requests --inference-dynamic-batching-max-tokens --inference-max-seq-length
 --enable-chunked-prefill --no-enable-chunked-prefill
 --mamba-inference-conv-states-dtype --mamba-inference-ssm-states-dtype
+--inference-dynamic-batching-enable-prefix-caching --no-inference-dynamic-batching-enable-prefix-caching
+--inference-dynamic-batching-prefix-caching --no-inference-dynamic-batching-prefix-caching
+--inference-dynamic-batching-prefix-caching-eviction-policy
 --prompts --prompt-file --output-path --output-request-events --no-output-request-events --inference-repeat-n
 --drain-between-batches --no-drain-between-batches --batch-boundaries
 --incoming-requests-per-step --incoming-requests-per-sec --inference-logging-step-interval --suspend-resume-interval
+--prefix-cache-compare --no-prefix-cache-compare
 """.split()
 
 # Fields that are settings of a checkpoint, of a prompt line or of the library, and have no flag.
@@ -66,9 +70,3 @@ def test_help_shows_the_defaults_of_the_dataclasses():
             if default is not None and default != ():
                 assert helps[flag.option].endswith(f"(default: {default})"), flag.option
     build_parser().format_help()  # a stray % in a help text raises
-
-
-def test_prefix_caching_flags_are_unknown(one_line_error):
-    """They come with the cache; until then they must not be accepted and ignored."""
-    message = one_line_error("--inference-dynamic-batching-enable-prefix-caching")
-    assert "--inference-dynamic-batching-enable-prefix-caching" in message

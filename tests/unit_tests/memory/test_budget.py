@@ -19,8 +19,8 @@ RECURRENT = dataclasses.replace(HYBRID, kv_bytes_per_token=0)
 MIB = 2**20
 
 
-def plan(model: ModelMemory, device_type: str = "cpu", **batching: object) -> Geometry:
-    return plan_memory(model, BatchingConfig(**batching), device_type)
+def plan(model: ModelMemory, device_type: str = "cpu", *, can_hit: bool = False, **batching: object) -> Geometry:
+    return plan_memory(model, BatchingConfig(**batching), device_type, can_hit=can_hit)
 
 
 def number_that_would_do(error: ConfigError, unit: str = " GB") -> float:
@@ -46,6 +46,10 @@ class TestByHand:
         geometry = plan(ATTENTION)
         assert geometry.blocks == 16 * 1024 - 1
         assert (geometry.live_states, geometry.state_bytes, geometry.state_in_kv_tokens) == (0, 0, 0)
+
+    def test_the_shortest_prompt_that_can_hit_fills_a_block(self):
+        """EX-6: and has one token more, which is computed; or it is the block itself, whose last token is computed."""
+        assert plan(ATTENTION, can_hit=True, block_size=48).shortest_prompt_that_can_hit == 48
 
     def test_the_buffer_on_cuda(self):
         assert plan(ATTENTION, "cuda").blocks == 40 * 16 * 1024 - 1

@@ -35,7 +35,12 @@ shortest_prompt_that_can_hit
 @pytest.fixture
 def engine():
     geometry = Geometry(64, 1024, 512, 32, 10, 0, 64, 64, None)
-    return SimpleNamespace(lifetime_prefill_token_count=6, lifetime_skipped_token_count=0, geometry=geometry)
+    return SimpleNamespace(
+        lifetime_prefill_token_count=6,
+        lifetime_skipped_token_count=5,
+        geometry=geometry,
+        prefix_cache_statistics=lambda: {"blocks_total": 10},
+    )
 
 
 @pytest.fixture
@@ -65,7 +70,8 @@ def test_top_level_values(results):
     assert results["lifetime_prefill_token_count"] == 6
     assert results["model"] == "a model"
     assert results["version"] == megatron_ext.__version__
-    assert results["prefix_cache"] is None
+    assert results["lifetime_skipped_token_count"] == 5
+    assert results["prefix_cache"] == {"blocks_total": 10}
 
 
 def test_request_keys_are_frozen(record):
