@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_ext.prefix_cache.block_pool import BlockId
@@ -58,13 +58,18 @@ class BlockIndex:
         self._entries[digest] = _Entry(block, parent)
         self._digest_of[block] = digest
 
-    def remove(self, block: BlockId) -> None:
-        """Forget `block`, which no indexed block may continue."""
+    def remove(self, block: BlockId) -> Digest:
+        """Forget `block`, which no indexed block may continue, and tell what it held."""
         digest = self._digest_of.pop(block)
         entry = self._entries.pop(digest)
         assert entry.children == 0, f"block {block} has {entry.children} cached children"
         if entry.parent is not None:
             self._entries[entry.parent].children -= 1
+        return digest
+
+    def digests(self) -> Iterable[Digest]:
+        """All indexed digests."""
+        return self._entries.keys()
 
     def clear(self) -> None:
         """Forget everything."""

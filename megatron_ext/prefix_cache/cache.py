@@ -10,6 +10,7 @@ from megatron_ext.prefix_cache.block_index import BlockIndex
 from megatron_ext.prefix_cache.block_pool import BlockId, BlockPool
 from megatron_ext.prefix_cache.eviction import build_policy
 from megatron_ext.prefix_cache.hash_chain import Digest
+from megatron_ext.prefix_cache.state_index import StateIndex
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,11 @@ class CacheUse:
     blocks_evictable: int  # indexed and not in use
     blocks_in_use: int
     blocks_evicted: int  # over the engine's life
+    slots_total: int  # of snapshots
+    slots_used: int
+    slots_evicted: int  # over the engine's life, as the next two
+    snapshots_taken: int
+    snapshots_skipped: int  # for want of a slot
 
 
 class PrefixCache:
@@ -31,17 +37,22 @@ class PrefixCache:
     that holds the same contents already, so whoever uses a block uses its parents, and every retired block can be
     evicted.
 
+    In a model with recurrent layers `states` is the index of their snapshots. A snapshot goes when its block goes, and may
+    go alone.
+
     Without a policy nothing is ever indexed, and this is just the pool.
 
     Args:
         total: Blocks.
         policy: What happens to cached blocks nobody uses; None caches nothing.
+        slots: Snapshot slots, of which there may be none; None for a model without recurrent layers.
     """
 
-    def __init__(self, total: int, policy: EvictionPolicyName | None) -> None:
+    def __init__(self, total: int, policy: EvictionPolicyName | None, slots: int | None = None) -> None:
         self.pool = BlockPool(total)
         self.is_enabled = policy is not None
         self.epoch = 0  # what was begun in an earlier one is not published
+        self.states = None if slots is None else StateIndex(slots)
         self._index = BlockIndex()
         self._policy = build_policy(policy or EvictionPolicyName.REF_ZERO)
         self._evicted = 0
@@ -99,12 +110,17 @@ class PrefixCache:
             elif self._policy.retire(block):
                 self.pool.withhold(block)
             else:
-                self._index.remove(block)
+                self._forget(block)
                 self.pool.release([block])
 
     def _drop(self, block: BlockId) -> None:
-        self._index.remove(block)
+        self._forget(block)
         self.pool.restore(block)
+
+    def _forget(self, block: BlockId) -> None:
+        digest = self._index.remove(block)
+        if self.states is not None:
+            self.states.drop(digest)
 
     def reset(self) -> None:
         """Forget all contents: nothing cached before is matched after, and nothing begun before is published."""
@@ -112,6 +128,8 @@ class PrefixCache:
             self.pool.restore(block)
         self._policy.clear()
         self._index.clear()
+        if self.states is not None:
+            self.states.clear()
         self.epoch += 1
 
     def releasable(self, tables: Iterable[Sequence[BlockId]]) -> set[BlockId]:
@@ -130,12 +148,15 @@ class PrefixCache:
             blocks_evictable=len(self._policy),
             blocks_in_use=self.pool.total - self.available_count,
             blocks_evicted=self._evicted,
+            **_slot_use(self.states or StateIndex(0)),
         )
 
     def check(self) -> None:
         """Assert that free, retired and used blocks make up the pool, and that the index is a sound forest."""
         self.pool.check()
         self._index.check()
+        if self.states is not None:
+            self.states.check(self._index.digests())
         retired = set(self._policy)
         assert retired == self.pool.withheld, "the policy and the pool disagree on retired blocks"
         assert retired <= set(self._index), "a retired block is not indexed"
@@ -145,3 +166,13 @@ class PrefixCache:
             assert parent is None or block in retired or parent not in retired, (
                 f"block {block} outlives its parent's use"
             )
+
+
+def _slot_use(states: StateIndex) -> dict[str, int]:
+    return {
+        "slots_total": states.total,
+        "slots_used": states.used_count,
+        "slots_evicted": states.evicted,
+        "snapshots_taken": states.taken,
+        "snapshots_skipped": states.skipped,
+    }

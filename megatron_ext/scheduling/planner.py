@@ -7,17 +7,18 @@ without failing.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from megatron_ext.errors import CapacityError
 from megatron_ext.prefix_cache.block_pool import BlockId
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.hash_chain import Digest
-from megatron_ext.prefix_cache.matching import resume_position
+from megatron_ext.prefix_cache.matching import Restore, last_boundary, resume_point
 from megatron_ext.scheduling.coordination import BlocksInFlight
 from megatron_ext.scheduling.queue import Queues
 from megatron_ext.scheduling.request import Chunk, Request
+from megatron_ext.scheduling.snapshots import common_blocks
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,8 @@ class Room:
     blocks: int  # free ones, evictable ones, and what those who leave in this step release
     requests: int
     tokens: int
-    released: frozenset[BlockId] = frozenset()  # the last of these
+    slots: int = 0  # for snapshots that followers wait for
+    released: frozenset[BlockId] = frozenset()  # the last of the blocks
     pinned: frozenset[BlockId] = frozenset()  # evictable and released blocks that the plan uses, no longer counted
 
 
@@ -56,12 +58,29 @@ class Admission:
         matched: Cached blocks that it shares, from its start.
         new_blocks: Blocks that it takes beside them.
         chunk: What is computed first; it starts at the resume position.
+        restore: The snapshot of the states at the resume position; None if there are none to restore.
     """
 
     request: Request
     matched: tuple[BlockId, ...]
     new_blocks: int
     chunk: Chunk
+    restore: Restore | None = None
+
+
+@dataclass(frozen=True)
+class Wish:
+    """A snapshot that the leader of a follower must take, for the follower to resume from (KV-6).
+
+    Args:
+        leader: The request that will compute the states.
+        position: Tokens that both begin with; a block boundary.
+        digest: Of the block that ends there.
+    """
+
+    leader: Request
+    position: int
+    digest: Digest
 
 
 @dataclass(frozen=True)
@@ -76,6 +95,7 @@ class Refusal:
     needed: int
     available: int
     wait_for: int | None = None  # the request id of that leader
+    wish: Wish | None = None  # what the leader is to leave behind for it; None in a model without recurrent layers
 
 
 Failure = tuple[Request, CapacityError]
@@ -128,9 +148,10 @@ def plan_step(queues: Queues, limits: Limits, cache: PrefixCache, in_flight: Blo
             blocks=growth.free_blocks,
             requests=limits.max_requests - len(growth.decoding) - len(growth.prefilling),
             tokens=limits.max_tokens - len(decodes) - sum(chunk.length for chunk in continued),
+            slots=cache.states.obtainable_count if cache.states is not None else 0,
             released=growth.released,
         )
-        entry = _plan_admissions(queues.waiting, limits, room, cache, in_flight)
+        entry = _plan_admissions(queues, limits, room, cache, in_flight)
     chunks = [*decodes, *continued, *(admission.chunk for admission in entry.admissions)]
     return StepPlan(
         evictions=tuple(growth.evicted),
@@ -227,7 +248,7 @@ class _Entry:
 
 
 def _plan_admissions(
-    waiting: Iterable[Request], limits: Limits, room: Room, cache: PrefixCache, in_flight: BlocksInFlight
+    queues: Queues, limits: Limits, room: Room, cache: PrefixCache, in_flight: BlocksInFlight
 ) -> _Entry:
     """Admit waiting requests in order until one has to wait for room.
 
@@ -236,23 +257,28 @@ def _plan_admissions(
     back to wait.
     """
     entry = _Entry([], [], [])
-    planned: dict[Digest, int] = {}
-    for request in waiting:
+    leaders = _Leaders(queues.running, in_flight)
+    wished: set[Digest] = set()
+    for request in queues.waiting:
         error = _check_fits_pool(request, limits)
         if error is not None:
             entry.failed.append((request, error))
             continue
         matched = cache.match(request.digests) if reads_cache(request) else []
-        leader = _leader(request, len(matched), planned, in_flight)
-        if leader is not None:
-            entry.refusals.append(Refusal(request, "prefix", 1, 0, wait_for=leader))
+        leader = leaders.of(request, len(matched)) if reads_cache(request) else None
+        following = None if leader is None else _follow(request, len(matched), leader, limits, room, cache, wished)
+        if following is not None:
+            entry.refusals.append(following)
+            if following.wish is not None and following.wish.digest not in wished:
+                wished.add(following.wish.digest)
+                room = dataclasses.replace(room, slots=room.slots - 1)
             continue
         decision, room = plan_admission(request, matched, limits, room, cache)
         if isinstance(decision, Refusal):
             entry.refusals.append(decision)
             break
         entry.admissions.append(decision)
-        planned |= dict.fromkeys(request.digests[len(matched) :], request.request_id)
+        leaders.add(decision)
     return entry
 
 
@@ -261,12 +287,65 @@ def reads_cache(request: Request) -> bool:
     return request.chain is not None and not request.params.wants_prompt_log_probs
 
 
-def _leader(request: Request, matched: int, planned: dict[Digest, int], in_flight: BlocksInFlight) -> int | None:
-    """The request that computes the first block that `request` lacks."""
-    if not reads_cache(request) or matched == len(request.digests):
+class _Leaders:
+    """Who computes what: running requests, and those that this step admits."""
+
+    def __init__(self, running: Iterable[Request], in_flight: BlocksInFlight) -> None:
+        self._running = {request.request_id: request for request in running}
+        self._in_flight = in_flight
+        self._planned: dict[Digest, Chunk] = {}
+
+    def add(self, admission: Admission) -> None:
+        """This one is about to compute what it did not match."""
+        digests = admission.request.digests[len(admission.matched) :]
+        self._planned |= dict.fromkeys(digests, admission.chunk)
+
+    def of(self, request: Request, matched: int) -> tuple[Request, int] | None:
+        """The request that computes the first block that `request` lacks, and what it has computed before this step."""
+        if matched == len(request.digests):
+            return None
+        following = request.digests[matched]
+        if following in self._planned:
+            chunk = self._planned[following]
+            return chunk.request, chunk.start
+        request_id = self._in_flight.leader(following)
+        if request_id is None:
+            return None
+        leader = self._running[request_id]
+        return leader, leader.computed_end
+
+
+def _follow(
+    request: Request,
+    matched: int,
+    leader: tuple[Request, int],
+    limits: Limits,
+    room: Room,
+    cache: PrefixCache,
+    wished: Collection[Digest],
+) -> Refusal | None:
+    """Wait for the leader, if that saves anything: None if not.
+
+    With recurrent layers it does if the leader has yet to pass the last boundary that both have in common, and a slot
+    can be had for the states there.
+    """
+    leading, computed_end = leader
+    refusal = Refusal(request, "prefix", 1, 0, wait_for=leading.request_id)
+    if cache.states is None:
+        return refusal
+    block_size = limits.block_size
+    digests = request.digests
+    common = common_blocks(digests, leading.digests) * block_size
+    position = min(common, last_boundary(len(request.tokens), block_size))
+    resume = resume_point(len(request.tokens), digests[:matched], block_size, cache.states)
+    if position <= max(computed_end, resume.position):
         return None
-    following = request.digests[matched]
-    return planned.get(following, in_flight.leader(following))
+    digest = digests[position // block_size - 1]
+    if cache.states.is_reserved(digest):
+        return refusal
+    if digest not in wished and room.slots < 1:
+        return None
+    return dataclasses.replace(refusal, wish=Wish(leading, position, digest))
 
 
 def plan_admission(
@@ -287,7 +366,8 @@ def plan_admission(
     blocks = new_blocks + len(newly_pinned)
     if blocks > room.blocks:
         return Refusal(request, "blocks", blocks, room.blocks), room
-    start = resume_position(length, len(matched) * limits.block_size)
+    resume = resume_point(length, request.digests[: len(matched)], limits.block_size, cache.states)
+    start = resume.position
     may_cut = limits.chunked_prefill or length > limits.max_tokens
     needed_tokens = 1 if may_cut else length - start
     if needed_tokens > room.tokens:
@@ -300,4 +380,4 @@ def plan_admission(
         tokens=room.tokens - chunk.length,
         pinned=room.pinned | newly_pinned,
     )
-    return Admission(request, tuple(matched), new_blocks, chunk), left
+    return Admission(request, tuple(matched), new_blocks, chunk, resume.restore), left

@@ -22,10 +22,12 @@ from dataclasses import dataclass, field
 from megatron_ext.config import RequestParams
 from megatron_ext.prefix_cache.block_pool import BlockId
 from megatron_ext.prefix_cache.hash_chain import Digest, HashChain
+from megatron_ext.prefix_cache.matching import Restore
 from megatron_ext.scheduling.accounting import PrefillLedger
 from megatron_ext.scheduling.events import Event, EventType
 from megatron_ext.scheduling.record import RequestRecord, Status
 from megatron_ext.scheduling.rows import RowId
+from megatron_ext.scheduling.snapshots import Snapshot
 
 
 @dataclass(eq=False)
@@ -55,6 +57,9 @@ class Request:
     has_followed: bool = False  # has waited for another request's prefix
     block_table: list[BlockId] = field(default_factory=list)
     state_row: RowId | None = None
+    restore: Restore | None = None  # to copy into the live row before the first chunk
+    snapshots: list[Snapshot] = field(default_factory=list)  # slots are reserved for them; none is taken yet
+    decode_snapshot: Digest | None = None  # the last one taken while decoding
     generator: random.Random = field(init=False)
     _drawn: float | None = None  # the next token's number, once drawn
 
@@ -131,6 +136,7 @@ class Request:
         """The tokens up to `end` have been computed."""
         self.ledger.compute(self.computed_end, end)
         self.computed_end = end
+        self.restore = None
         self.step_count += 1
 
     def draw(self) -> float:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from megatron_ext.config import EvictionPolicyName
 from megatron_ext.prefix_cache.block_pool import BlockPool
 from megatron_ext.prefix_cache.cache import PrefixCache
-from megatron_ext.prefix_cache.hash_chain import HashChain, root_digest
+from megatron_ext.prefix_cache.hash_chain import Digest, HashChain, root_digest
 from megatron_ext.scheduling.accounting import Reason
 from megatron_ext.scheduling.coordination import BlocksInFlight
 from megatron_ext.scheduling.events import EventType
@@ -18,6 +18,7 @@ from megatron_ext.scheduling.queue import Queues
 from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.request import Chunk, Request
 from megatron_ext.scheduling.rows import RowPool
+from megatron_ext.scheduling.snapshots import Snapshot, prefill_positions
 
 
 @dataclass
@@ -26,7 +27,7 @@ class Counters:
 
     evictions: int = 0  # of requests
     pauses: int = 0
-    hits: int = 0  # admissions that matched at least one block
+    hits: int = 0  # admissions that skipped something
     blocks_matched: int = 0
     skipped_tokens: int = 0  # prompt tokens that no layer computed
     coordination_waits: int = 0  # requests that waited for another one's prefix
@@ -40,13 +41,20 @@ class Scheduler:
     Args:
         limits: What the engine was built for.
         policy: What happens to cached blocks that nobody uses; None caches nothing.
-        fingerprint: Whatever the KV of equal tokens depends on, beside the weights' version.
+        fingerprint: Whatever KV and states of equal tokens depend on, beside the weights' version.
+        slots: For snapshots of recurrent states, of which there may be none; None if the model has no such states.
     """
 
-    def __init__(self, limits: Limits, policy: EvictionPolicyName | None = None, fingerprint: bytes = b"") -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        policy: EvictionPolicyName | None = None,
+        fingerprint: bytes = b"",
+        slots: int | None = None,
+    ) -> None:
         self.limits = limits
         self.queues = Queues()
-        self.cache = PrefixCache(limits.total_blocks, policy)
+        self.cache = PrefixCache(limits.total_blocks, policy, slots)
         self.in_flight = BlocksInFlight()
         self.rows = RowPool(limits.max_requests)
         self.counters = Counters()
@@ -101,6 +109,8 @@ class Scheduler:
             self._admit(admission)
         for refusal in plan.refusals:
             self._note_follower(refusal)
+        for chunk in plan.chunks:
+            self._reserve_snapshots(chunk)
         return plan
 
     def _grow(self, chunk: Chunk) -> None:
@@ -114,6 +124,9 @@ class Scheduler:
         request.block_table = [*matched, *self.cache.allocate(admission.new_blocks)]
         request.state_row = self.rows.take()
         request.computed_end = admission.chunk.start
+        request.restore = admission.restore
+        if admission.restore is not None:
+            self.cache.states.consume(admission.restore.digest)
         request.shared_end = len(matched) * self.limits.block_size
         request.published_blocks = len(matched)
         request.cache_epoch = self.cache.epoch
@@ -121,7 +134,7 @@ class Scheduler:
         request.ledger.admit(admission.chunk.start, len(matched), self.limits.block_size, self._general_reason(request))
         self.in_flight.add(request.request_id, request.digests[len(matched) :])
         self.counters.skipped_tokens += request.ledger.skipped - skipped_before
-        self.counters.hits += bool(matched)
+        self.counters.hits += admission.chunk.start > 0
         self.counters.blocks_matched += len(matched)
         self.queues.move(request, self.queues.running)
         request.add_event(EventType.ADD_CONTEXT)
@@ -138,6 +151,34 @@ class Scheduler:
         if refusal.wait_for is not None and not refusal.request.has_followed:
             refusal.request.has_followed = True
             self.counters.coordination_waits += 1
+        if refusal.wish is not None:
+            wish = refusal.wish
+            self._reserve_snapshot(wish.leader, wish.position, wish.digest)
+
+    def _reserve_snapshots(self, chunk: Chunk) -> None:
+        """Find slots for the states that the chunk should leave behind; what finds none is left out."""
+        request, block_size = chunk.request, self.limits.block_size
+        if self.cache.states is None or request.chain is None or request.cache_epoch != self.cache.epoch:
+            return
+        if chunk.is_decode:
+            if chunk.end % block_size == 0:
+                digest = request.digests[chunk.end // block_size - 1]
+                self._reserve_snapshot(request, chunk.end, digest, in_decode=True)
+            return
+        length = len(request.tokens)
+        for position in prefill_positions(chunk.start, chunk.end, length, request.shared_end, block_size):
+            self._reserve_snapshot(request, position, request.digests[position // block_size - 1])
+
+    def _reserve_snapshot(self, request: Request, position: int, digest: Digest, *, in_decode: bool = False) -> None:
+        states = self.cache.states
+        if states.find(digest) is not None or states.is_reserved(digest):
+            return
+        instead_of = request.decode_snapshot if in_decode else None
+        slot = states.reserve(digest, is_optional=in_decode, instead_of=instead_of)
+        if slot is not None:
+            request.snapshots.append(Snapshot(position, digest, slot))
+            if in_decode:
+                request.decode_snapshot = digest
 
     def commit(self, chunks: Iterable[Chunk]) -> None:
         """The forward of `chunks` has succeeded: their tokens are computed, and complete blocks can be found."""
@@ -146,6 +187,14 @@ class Scheduler:
             assert chunk.start == request.computed_end, (chunk.start, request.computed_end)
             request.advance(chunk.end)
             self._publish(request)
+            self._show_snapshots(request)
+
+    def _show_snapshots(self, request: Request) -> None:
+        """The states at the positions that the request has now reached are in their slots: let others find them."""
+        for snapshot in request.snapshots:
+            if snapshot.position <= request.computed_end:
+                self.cache.states.commit(snapshot.digest)
+        request.snapshots = [one for one in request.snapshots if one.position > request.computed_end]
 
     def _publish(self, request: Request) -> None:
         """Index the blocks that the request has completed; what began in an earlier epoch is not published."""
@@ -181,6 +230,8 @@ class Scheduler:
     def reset_prefix_cache(self) -> None:
         """Nothing cached before is matched after, and requests in flight publish nothing (EX-4)."""
         self.cache.reset()
+        for request in self.queues:
+            request.snapshots = []
         for request_id in self.in_flight.requests():
             self.in_flight.discard(request_id)
 
@@ -200,6 +251,9 @@ class Scheduler:
 
     def _release(self, request: Request) -> None:
         self.in_flight.discard(request.request_id)
+        for snapshot in request.snapshots:
+            self.cache.states.cancel(snapshot.digest)
+        request.snapshots, request.restore = [], None
         self.cache.release(request.block_table)
         request.block_table = []
         request.computed_end = request.shared_end = request.published_blocks = 0
@@ -213,6 +267,7 @@ class Scheduler:
         held = Counter(block for request in self.queues for block in request.block_table)
         for block in range(self.cache.pool.total):
             assert self.cache.pool.references(block) == held[block], f"block {block}: references and tables disagree"
+        self._check_reservations()
         self.rows.check([request.state_row for request in self.queues if request.state_row is not None])
         for queue in (self.queues.waiting, self.queues.running, self.queues.paused):
             arrivals = [request.arrival for request in queue]
@@ -236,3 +291,13 @@ class Scheduler:
         fewest = self.limits.blocks_for(computed if request.is_decoding else known)
         most = self.limits.blocks_for(known)
         assert fewest <= len(request.block_table) <= most, f"{name} owns {len(request.block_table)} blocks"
+
+    def _check_reservations(self) -> None:
+        snapshots = [(request, one) for request in self.queues for one in request.snapshots]
+        if self.cache.states is None:
+            assert not snapshots, "snapshots of a model without states"
+            return
+        assert len(snapshots) == self.cache.states.total - self.cache.states.obtainable_count, "a slot is nobody's"
+        for request, snapshot in snapshots:
+            assert self.cache.states.is_reserved(snapshot.digest), f"request {request.request_id} has no slot reserved"
+            assert snapshot.position > request.computed_end, f"request {request.request_id} has passed its snapshot"

@@ -1,0 +1,51 @@
+"""At which positions of a sequence the states are worth a snapshot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_ext.prefix_cache.hash_chain import Digest
+from megatron_ext.prefix_cache.matching import last_boundary
+from megatron_ext.prefix_cache.state_index import SlotId
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """States after exactly `position` tokens of a request, on their way to a reserved slot."""
+
+    position: int
+    digest: Digest
+    slot: SlotId
+
+
+def prefill_positions(start: int, end: int, length: int, shared_end: int, block_size: int) -> list[int]:
+    """Block boundaries in (start, end] at which a prefill should leave its states (HY-4), the most useful first.
+
+    The end of the matched run, because whoever wrote it and this request part there, and others may; the last boundary
+    below the end of the sequence, so that the same prompt can resume; the end itself if it is one, for what continues
+    it.
+
+    Args:
+        start: First token of the chunk that is computed now.
+        end: Behind its last token.
+        length: Tokens of the whole sequence to prefill.
+        shared_end: Tokens in the run of cached blocks that it was admitted with.
+        block_size: Tokens.
+    """
+    wanted = [shared_end, last_boundary(length, block_size)]
+    if length % block_size == 0:
+        wanted.append(length)
+    return [position for position in dict.fromkeys(wanted) if start < position <= end]
+
+
+def common_blocks(one: Sequence[Digest], other: Sequence[Digest]) -> int:
+    """Blocks that two sequences have in common from their start.
+
+    Digests are chained: two that differ have different successors, so that halving finds where they part.
+    """
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if one[middle - 1] == other[middle - 1] else (low, middle - 1)
+    return low
