@@ -460,3 +460,8 @@ class InferenceSettings:
             "--no-inference-dynamic-batching-enable-prefix-caching and --prefix-cache-compare contradict each other; "
             "give one of them",
         )
+        _require(
+            self.sampling.return_log_probs or not self.sampling.skip_prompt_log_probs,
+            "--skip-prompt-log-probs says which log-probs to leave out, and none are asked for; give "
+            "--return-log-probs too, or leave it out",
+        )

@@ -10,6 +10,15 @@ class ConfigError(ValueError):
     """
 
 
+_NEEDS = {
+    "blocks": ("block", "{needed} needed, {available} available {when}"),
+    "slots": ("slot", "{needed} needed, {available} available {when}"),
+    "requests": ("request", "room for {needed} is needed, for {available} there is {when}"),
+    "tokens": ("token", "a step of {needed} is needed, {available} are possible {when}"),
+    "sequence_length": ("token", "a sequence of {needed} is needed, {available} are possible {when}"),
+}
+
+
 class CapacityError(Exception):
     """A resource has fewer free units than a request needs.
 
@@ -21,8 +30,10 @@ class CapacityError(Exception):
     """
 
     def __init__(self, resource: str, needed: int, available: int, is_transient: bool) -> None:
+        unit, sentence = _NEEDS[resource]
+        counted = f"{needed} {unit}{'' if needed == 1 else 's'}"
         when = "now" if is_transient else "at all"
-        super().__init__(f"{needed} {resource.replace('_', ' ')} needed, {available} available {when}")
+        super().__init__(sentence.format(needed=counted, available=available, when=when))
         self.resource = resource
         self.needed = needed
         self.available = available

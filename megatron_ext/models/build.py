@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from megatron_ext.config import ModelConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import platform  # first: it puts the CPU stand-ins in place
+from megatron_ext.models.size import check_model_fits
 
 from megatron.core.models.mamba import MambaModel  # isort: skip
 from megatron.core.transformer import TransformerConfig  # isort: skip
@@ -35,11 +36,14 @@ def build_model(
         perform_initialization: False leaves the large matrices as allocated, for a loader that fills them all.
 
     Raises:
-        ConfigError: No vocabulary size, or a spec that cannot be found.
+        ConfigError: No vocabulary size, a spec that cannot be found, or parameters that do not fit the memory there is.
     """
     if config.vocab_size is None:
         raise ConfigError("the vocabulary size is unknown; give --vocab-size or a tokenizer")
     spec = resolve_spec(config)
+    device = device or platform.device()
+    for place in {torch.device("cpu"), torch.device(device)}:  # weights are made on the host, then moved
+        check_model_fits(config, dtype, platform.available_memory(place))
     platform.initialize()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -54,7 +58,7 @@ def build_model(
             rotary_base=config.rotary_base,
             rotary_percent=config.rotary_percent,
         )
-    return model.to(device or platform.device()).eval()
+    return model.to(device).eval()
 
 
 def transformer_config(

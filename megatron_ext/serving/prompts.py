@@ -119,7 +119,10 @@ def _parse_line(line: bytes, defaults: RequestParams, source: str) -> Prompt:
         raise ConfigError(f"unknown field {unknown[0]!r}; known are {', '.join((*_CONTENT_FIELDS, *hints))}")
     content = _content(fields)
     own = {name: _checked(name, value, hints[name]) for name, value in fields.items() if name in hints}
-    return Prompt(content, dataclasses.replace(defaults, **own), source)
+    params = dataclasses.replace(defaults, **own)
+    if own.get("skip_prompt_log_probs") and not params.return_log_probs:
+        raise ConfigError("skip_prompt_log_probs needs return_log_probs; set it or leave skip_prompt_log_probs out")
+    return Prompt(content, params, source)
 
 
 def _content(fields: dict[str, Any]) -> str | tuple[int, ...]:

@@ -85,6 +85,11 @@ REFUSED = [
         {"cache": CacheConfig(enable_prefix_caching=False), "run": RunConfig(prefix_cache_compare=True)},
         ["--no-inference-dynamic-batching-enable-prefix-caching", "--prefix-cache-compare"],
     ),
+    (
+        InferenceSettings,
+        {"sampling": RequestParams(skip_prompt_log_probs=True)},
+        ["--skip-prompt-log-probs", "--return-log-probs"],
+    ),
     (RequestParams, {"num_tokens_to_generate": 0}, ["num_tokens_to_generate 0", "at least 1"]),
     (RequestParams, {"temperature": -0.1}, ["temperature -0.1", "greedy"]),
     (RequestParams, {"temperature": NAN}, ["temperature nan"]),
@@ -168,6 +173,9 @@ def test_every_refusal_has_a_case(monkeypatch: pytest.MonkeyPatch):
         (RequestParams, {"top_p": 1.0, "top_k": 3, "temperature": 2.0}),
         (RunConfig, {}),
         (RunConfig, {"batch_boundaries": (0, 4), "drain_between_batches": True}),
+        (InferenceSettings, {}),
+        (InferenceSettings, {"sampling": RequestParams(return_log_probs=True, skip_prompt_log_probs=True)}),
+        (InferenceSettings, {"run": RunConfig(prefix_cache_compare=True)}),
     ],
     ids=str,
 )
@@ -216,16 +224,25 @@ class TestRequestParams:
 
 
 class TestErrors:
+    @pytest.mark.parametrize(
+        ("resource", "message"),
+        [
+            ("blocks", "65 blocks needed, 64 available"),
+            ("slots", "65 slots needed, 64 available"),
+            ("requests", "room for 65 requests is needed, for 64 there is"),
+            ("tokens", "a step of 65 tokens is needed, 64 are possible"),
+            ("sequence_length", "a sequence of 65 tokens is needed, 64 are possible"),
+        ],
+    )
     @pytest.mark.parametrize(("is_transient", "when"), [(True, "now"), (False, "at all")])
-    def test_capacity_errors_have_numbers(self, is_transient: bool, when: str):
-        error = CapacityError("sequence_length", 65, 64, is_transient)
-        assert str(error) == f"65 sequence length needed, 64 available {when}"
-        assert (error.resource, error.needed, error.available, error.is_transient) == (
-            "sequence_length",
-            65,
-            64,
-            is_transient,
-        )
+    def test_capacity_errors_have_numbers(self, resource: str, message: str, is_transient: bool, when: str):
+        """KV-12: what a request needs and what there is, in words."""
+        error = CapacityError(resource, 65, 64, is_transient)
+        assert str(error) == f"{message} {when}"
+        assert (error.resource, error.needed, error.available, error.is_transient) == (resource, 65, 64, is_transient)
+
+    def test_one_unit_is_singular(self):
+        assert str(CapacityError("blocks", 1, 0, is_transient=True)) == "1 block needed, 0 available now"
 
     def test_configuration_errors_are_value_errors(self):
         assert issubclass(ConfigError, ValueError)

@@ -35,6 +35,11 @@ MOE = "--hybrid-override-pattern M*E --num-experts 4"
         ("--batch-boundaries 0,2", ("--drain-between-batches", "--batch-boundaries")),
         ("--output-request-events", ("--output-request-events", "--output-path")),
         ("--top-n-logprobs 3", ("top_n_logprobs 3", "return_log_probs")),
+        ("--skip-prompt-log-probs", ("--skip-prompt-log-probs", "--return-log-probs")),
+        (
+            "--prefix-cache-compare --no-inference-dynamic-batching-enable-prefix-caching",
+            ("--prefix-cache-compare", "--no-inference-dynamic-batching-enable-prefix-caching"),
+        ),
     ],
 )
 def test_contradictions_name_both_sides(one_line_error, argv, expected):

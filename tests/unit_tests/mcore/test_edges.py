@@ -104,14 +104,14 @@ class TestTooLarge:
         driver = get_driver(kind, max_sequence_length=30)
         driver.add(0, make_prompt(25), num_tokens_to_generate=5)
         driver.add(1, make_prompt(25), num_tokens_to_generate=6)
-        self.check(driver, get_oracle(kind), 1, "31 sequence length needed, 30 available at all")
+        self.check(driver, get_oracle(kind), 1, "a sequence of 31 tokens is needed, 30 are possible at all")
 
     def test_longer_than_a_step_without_chunked_prefill(self, get_driver, get_oracle, kind):
         driver = get_driver(kind, max_tokens=40, enable_chunked_prefill=False)
         driver.add(0, make_prompt(40))
         driver.add(1, make_prompt(41))
         driver.add(2, make_prompt(3))
-        self.check(driver, get_oracle(kind), 1, "41 tokens needed, 40 available at all")
+        self.check(driver, get_oracle(kind), 1, "a step of 41 tokens is needed, 40 are possible at all")
 
 
 class TestNonsense:

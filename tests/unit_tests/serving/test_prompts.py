@@ -50,6 +50,13 @@ def test_every_field_of_a_line():
     assert prompt.params == RequestParams(**fields | {"stop_words": ("a", "b")})
 
 
+def test_a_line_can_ask_for_less_than_the_flags():
+    """The flags' `--skip-prompt-log-probs` says nothing about a line that wants no log-probs at all."""
+    defaults = RequestParams(return_log_probs=True, skip_prompt_log_probs=True)
+    (prompt,) = parse_lines([b'{"text": "a", "return_log_probs": false}'], "prompts.jsonl", defaults)
+    assert not prompt.params.return_log_probs
+
+
 def test_null_is_a_value_where_the_default_is_none():
     (prompt,) = parse({"text": "x", "seed": None, "termination_id": None})
     assert prompt.params.seed is None
@@ -93,6 +100,7 @@ def test_byte_order_mark_is_passed_over():
         ('{"text": "a", "top_k": null}', "top_k null is not a whole number"),
         ('{"text": "a", "num_tokens_to_generate": 0}', "num_tokens_to_generate 0 must be at least 1"),
         ('{"text": "a", "top_n_logprobs": 2}', "top_n_logprobs 2 needs return_log_probs"),
+        ('{"text": "a", "skip_prompt_log_probs": true}', "skip_prompt_log_probs needs return_log_probs"),
     ],
 )
 def test_a_bad_line_is_told_with_its_number(line, reason):

@@ -116,6 +116,9 @@ def test_batches_are_drained(prompt_file, tmp_path):
         ("--prompts Hello", "--prompts, prompt 1: 'Hello' is no token id"),
         ("--prompts 64", "--prompts, prompt 1: '64' is no token id"),
         ("--prompts 1 --inference-dynamic-batching-block-size 20", "block size 20 is not a multiple of 16"),
+        ("--prompts 1 --hidden-size 1000000000", "a model of hidden size 1000000000, 4 layers and 64 vocabulary"),
+        ("--prompts 1 --vocab-size 1000000000000", "and 1000000000000 vocabulary entries needs"),
+        ("--prompts 1 --skip-prompt-log-probs", "give --return-log-probs too, or leave it out"),
     ],
 )
 def test_bad_usage(error_line, argv, expected):
@@ -176,7 +179,8 @@ def test_a_saved_model_is_the_same_model(prompt_file, tmp_path):
 
 def test_a_process_of_its_own_reads_standard_input():
     """The script as a user starts it: exit code, and nothing but the one line on standard error."""
-    command = [sys.executable, str(ROOT / "tools" / "run_inference.py"), *TINY, "--prompt-file", "-"]
+    attention_only = ["--hybrid-override-pattern", "*-"]  # about which there is nothing to warn
+    command = [sys.executable, str(ROOT / "tools" / "run_inference.py"), *TINY, *attention_only, "--prompt-file", "-"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     good = subprocess.run(command, input=b'{"token_ids": [1]}\n', capture_output=True, env=environment, check=False)
     assert good.returncode == DONE, good.stderr

@@ -1,0 +1,62 @@
+"""The size of a model is known, and refused where it cannot be had, before anything is allocated."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from megatron_ext.config import ModelConfig
+from megatron_ext.errors import ConfigError
+from megatron_ext.mcore import platform
+from megatron_ext.models import build
+from megatron_ext.models.build import build_model
+from megatron_ext.models.size import check_model_fits, matrix_parameter_count
+from tests.unit_tests.models.conftest import TINY
+
+SIGMOID = {"num_experts": 4, "moe_router_score_function": "sigmoid"}
+SHAPES = {
+    "hybrid": TINY,
+    "attention": dataclasses.replace(TINY, hybrid_override_pattern="*-*-", swiglu=True, kv_channels=24),
+    "untied": dataclasses.replace(TINY, untie_embeddings_and_output_weights=True, mamba_num_heads=6),
+    "positions": dataclasses.replace(TINY, position_embedding_type="learned_absolute", ffn_hidden_size=40),
+    "experts": dataclasses.replace(TINY, hybrid_override_pattern="ME*", moe_ffn_hidden_size=24, **SIGMOID),
+    "shared experts": dataclasses.replace(
+        TINY, hybrid_override_pattern="EE", moe_shared_expert_intermediate_size=20, moe_latent_size=12, **SIGMOID
+    ),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_matrices_are_counted(shape: ModelConfig):
+    """All that is not counted are vectors, and the convolutions over a few tokens."""
+    model = build_model(shape, device=torch.device("cpu"))
+    matrices = [p.numel() for name, p in model.named_parameters() if p.dim() > 1 and "conv1d" not in name]
+    assert matrix_parameter_count(shape) == sum(matrices)
+    assert sum(matrices) > 0.9 * sum(p.numel() for p in model.parameters())
+
+
+def test_a_model_that_does_not_fit_is_refused_in_one_line():
+    needed = 2 * matrix_parameter_count(TINY)
+    check_model_fits(TINY, torch.bfloat16, needed)
+    with pytest.raises(ConfigError) as caught:
+        check_model_fits(TINY, torch.bfloat16, needed - 1)
+    message = str(caught.value)
+    assert "\n" not in message
+    for part in ("hidden size 32", "3 layers", "50 vocabulary entries", "bfloat16", "--hidden-size"):
+        assert part in message
+
+
+def test_nothing_is_built_then(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(build, "MambaModel", None)  # would be a TypeError
+    with pytest.raises(ConfigError, match="hidden size 1000000000, 1 layers"):
+        build_model(dataclasses.replace(TINY, hybrid_override_pattern="-", hidden_size=10**9))
+
+
+def test_the_memory_that_is_free_decides(monkeypatch: pytest.MonkeyPatch):
+    """A model that is built anywhere else is not where nothing is free."""
+    build_model(TINY, device=torch.device("cpu"))
+    monkeypatch.setattr(platform, "available_memory", lambda on: 0)
+    with pytest.raises(ConfigError, match=r"0\.0 GB of memory are free"):
+        build_model(TINY, device=torch.device("cpu"))
