@@ -175,6 +175,16 @@ CACHE = FlagGroup(
             name=f"{_BATCHING}-prefix-caching-eviction-policy",
             choices=tuple(policy.value for policy in EvictionPolicyName),
         ),
+        Flag(
+            "snapshot_buffer_gb",
+            "GiB for snapshots of recurrent states; 0 is none; default: a quarter of the buffer, on top of it",
+            name=f"{_BATCHING}-prefix-caching-mamba-gb",
+        ),
+        Flag(
+            "snapshot_slots",
+            "Number of snapshots, instead of GiB",
+            name=f"{_BATCHING}-prefix-caching-mamba-slots",
+        ),
     ),
 )
 

@@ -323,8 +323,24 @@ class CacheConfig:
 
     enable_prefix_caching: bool = True
     eviction_policy: str = EvictionPolicyName.LRU.value
+    snapshot_buffer_gb: float | None = None  # GiB; default: a quarter of the buffer, on top of it
+    snapshot_slots: int | None = None  # exactly so many instead
 
     def __post_init__(self) -> None:
+        budget, slots = self.snapshot_buffer_gb, self.snapshot_slots
+        flag = "--inference-dynamic-batching-prefix-caching-mamba"
+        valid_budget = budget is None or (math.isfinite(budget) and budget >= 0)
+        _require(valid_budget, f"{flag}-gb {budget} must be zero (no snapshots) or more")
+        _require(slots is None or slots >= 0, f"{flag}-slots {slots} must be zero (no snapshots) or more")
+        _require(
+            budget is None or slots is None,
+            f"{flag}-gb {budget} and {flag}-slots {slots} contradict each other; give one of them",
+        )
+        _require(
+            self.enable_prefix_caching or not (budget or slots),
+            f"--no-inference-dynamic-batching-enable-prefix-caching and {flag}-gb or -slots contradict each other: "
+            "without caching there are no snapshots; give one of them",
+        )
         names = [policy.value for policy in EvictionPolicyName]
         _require(
             self.eviction_policy in names,

@@ -44,5 +44,9 @@ class CheckpointError(ConfigError):
     """A checkpoint that is missing a part, holds an unknown one, or has the wrong shape."""
 
 
+class RestoreError(RuntimeError):
+    """A snapshot slot does not hold the states that a request was to resume from. Nothing is ever resumed from it."""
+
+
 class EngineSuspended(RuntimeError):
     """A step was asked of an engine that is suspended."""

@@ -12,13 +12,13 @@ from megatron.core.models.mamba import MambaModel
 from megatron.core.ssm.mamba_hybrid_layer_allocation import Symbols, get_layer_maps_from_layer_type_list
 from torch import Tensor
 
-from megatron_ext.config import BatchingConfig, CacheConfig, EvictionPolicyName, ModelConfig
+from megatron_ext.config import BatchingConfig, CacheConfig, ModelConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.block_allocator import PoolBlockAllocator
-from megatron_ext.mcore.staging import StagedStep, stage_step
+from megatron_ext.mcore.staging import StagedStep, snapshots_within, stage_step
 from megatron_ext.memory.budget import DEFAULT_MAX_TOKENS, Geometry, ModelMemory, check_fits, plan_memory
-from megatron_ext.memory.state_pool import StatePool, StateShape
+from megatron_ext.memory.state_pool import SnapshotPool, StatePool, StateShape, copy_states
 from megatron_ext.mixers.mamba2 import RecurrentStep
 from megatron_ext.ops.paged_attention import PagedLayout
 from megatron_ext.ops.rotary import Rotation, rotation_at
@@ -34,15 +34,15 @@ STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.flo
 class InferenceContext(DynamicInferenceContext):
     """`DynamicInferenceContext` whose bookkeeping lives on the host, in a `Scheduler`.
 
-    It owns the KV cache [2, layers, blocks + 1, B, KV heads, D] (the last block is the dummy), the live states, and the
-    tensors of the step at hand. The base's initializer and its device-side request tables are not used: they are what
-    the scheduler replaces, and they refuse models without attention.
+    It owns the KV cache [2, layers, blocks + 1, B, KV heads, D] (the last block is the dummy), the live states, their
+    snapshots, and the tensors of the step at hand. The base's initializer and its device-side request tables are not
+    used: they are what the scheduler replaces, and they refuse models without attention.
 
     Args:
         model: Unwrapped model whose layers will use this context.
         config: Its architecture.
         batching: Limits and budget.
-        cache: Whether prefixes are cached, and what is evicted first.
+        cache: Whether prefixes are cached, what is evicted first, and how many snapshots there is room for.
         params_dtype: Type of the KV cache, and of convolution states unless `batching` says otherwise.
         device: Where the pools live.
         token_rounder: The packed token count is padded to a multiple of this.
@@ -68,25 +68,31 @@ class InferenceContext(DynamicInferenceContext):
         self.params_dtype = params_dtype
         self._map_layers(model, batching)
         self.max_sequence_length = _max_sequence_length(batching, config)
-        can_hit = cache.policy is not None and not self.is_hybrid_model
-        self.geometry: Geometry = plan_memory(self._model_memory(config), batching, device.type, can_hit=can_hit)
+        self.geometry: Geometry = plan_memory(self._model_memory(config), batching, cache, device.type)
         check_fits(self.geometry, platform.available_memory(device))
         self.block_size_tokens = self.geometry.block_size_tokens
         self.limits = self._build_limits(batching)
         self.max_requests, self.max_tokens = self.limits.max_requests, self.limits.max_tokens
-        self._policy = self._choose_policy(cache)
-        self._fingerprint = repr((config.to_dict(), params_dtype)).encode()
+        self._policy = cache.policy
+        self._fingerprint = repr((config.to_dict(), params_dtype, self._state_shape)).encode()
+        self._say_what_is_off(cache)
         self._set_upstream_switches()
         self.is_tensor_state_allocated = False
         self.reset()
         self.allocate_all_tensors(is_init=True)
 
-    def _choose_policy(self, cache: CacheConfig) -> EvictionPolicyName | None:
-        """The eviction policy, or None: blocks of a hybrid model are of no use without the states at their ends."""
-        if cache.policy is not None and self.is_hybrid_model:
-            logger.warning("prefix caching is off: this model has recurrent layers, whose states are not cached yet")
-            return None
-        return cache.policy
+    def _say_what_is_off(self, cache: CacheConfig) -> None:
+        """What was asked for, and cannot be or has no effect, is said once."""
+        if self._policy is None:
+            return
+        asked = cache.snapshot_buffer_gb is not None or cache.snapshot_slots is not None
+        if self.is_hybrid_model and self.geometry.snapshot_slots == 0:
+            logger.warning(
+                "there is no slot for snapshots of recurrent states: KV blocks are shared, and no prompt token is "
+                "skipped; give --inference-dynamic-batching-prefix-caching-mamba-gb or -mamba-slots more than 0"
+            )
+        elif asked and not self.is_hybrid_model:
+            logger.warning("this model has no recurrent layers: the budget for snapshots of their states is not used")
 
     def _map_layers(self, model: MambaModel, batching: BatchingConfig) -> None:
         """Which local layer is the how-manieth of its kind; shapes of the KV cache and the live states."""
@@ -155,29 +161,36 @@ class InferenceContext(DynamicInferenceContext):
             dtype=self.params_dtype,
             device=self._device,
         )
-        self.live_states = None
+        self.live_states = self.snapshots = None
         if self._state_shape is not None:
             self.live_states = StatePool(self._state_shape, self.max_requests, self._device)
+            self.snapshots = SnapshotPool(self._state_shape, self.geometry.snapshot_slots, self._device)
         self.is_tensor_state_allocated = True
 
     def deallocate_all_tensors(self) -> None:
         """Free the pools' memory. Their contents are lost: the scheduler must have been suspended."""
         self.memory_buffer = None
-        self.live_states = None
+        self.live_states = self.snapshots = None
         self.step: StagedStep | None = None
         self.is_tensor_state_allocated = False
 
     def reset(self) -> None:
         """Forget every request."""
-        self.scheduler = Scheduler(self.limits, self._policy, self._fingerprint)
+        slots = self.geometry.snapshot_slots if self.is_hybrid_model else None
+        self.scheduler = Scheduler(self.limits, self._policy, self._fingerprint, slots)
         self.block_allocator = PoolBlockAllocator(self.scheduler)
         self.step = None
 
     # The step at hand
 
     def stage(self, chunks: Sequence[Chunk]) -> None:
-        """Make `chunks` the step that the next forward computes."""
+        """Make `chunks` the step that the next forward computes, and put restored states into their rows.
+
+        Raises:
+            RestoreError: A snapshot is not the one that its request was to resume from.
+        """
         self._rotation: Rotation | None = None
+        self._restore_states(chunks)
         self.step = stage_step(
             chunks,
             block_size=self.block_size_tokens,
@@ -187,6 +200,30 @@ class InferenceContext(DynamicInferenceContext):
             token_rounder=self._token_rounder,
             device=self._device,
         )
+
+    def _restore_states(self, chunks: Sequence[Chunk]) -> None:
+        """Before any slot is written: one that a request resumes from may be given to another snapshot of this step."""
+        restored = [chunk.request for chunk in chunks if chunk.request.restore is not None]
+        if restored:
+            self.snapshots.restore(
+                [request.restore.slot for request in restored],
+                [request.restore.digest for request in restored],
+                self.live_states,
+                [request.state_row for request in restored],
+            )
+        if self.snapshots is not None:
+            self.snapshots.open([one.slot for chunk in chunks for one in snapshots_within(chunk)])
+
+    def finish_snapshots(self, chunks: Sequence[Chunk]) -> None:
+        """The forward has succeeded. States in prefill are in their slots; those in decode are the live ones now."""
+        if self.snapshots is None:
+            return
+        taken = [(chunk, one) for chunk in chunks for one in snapshots_within(chunk)]
+        decoded = [(chunk.request.state_row, one.slot) for chunk, one in taken if chunk.is_decode]
+        if decoded:
+            rows, slots = zip(*decoded, strict=True)
+            copy_states(self.live_states, rows, self.snapshots, slots)
+        self.snapshots.close([one.slot for _, one in taken], [one.digest for _, one in taken])
 
     def clear_step(self) -> None:
         """The step is over."""
@@ -240,6 +277,10 @@ class InferenceContext(DynamicInferenceContext):
     def mamba_states_cache(self, layer_number: int) -> tuple[Tensor, Tensor]:
         """Live convolution and SSM states of a layer; written in place."""
         return self.live_states.layer(self.layer_map[layer_number - 1])
+
+    def mamba_snapshots(self, layer_number: int) -> tuple[Tensor, Tensor]:
+        """Convolution and SSM snapshots of a layer; written in place."""
+        return self.snapshots.layer(self.layer_map[layer_number - 1])
 
     # Upstream's questions, answered from the host
 

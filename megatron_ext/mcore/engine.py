@@ -261,6 +261,7 @@ class InferenceEngine(DynamicInferenceEngine):
     def _commit(self, plan: StepPlan) -> None:
         requests = [chunk.request for chunk in plan.chunks]
         before = sum(request.prefill_token_count for request in requests)
+        self.context.finish_snapshots(plan.chunks)
         self.context.scheduler.commit(plan.chunks)
         self.lifetime_prefill_token_count += sum(request.prefill_token_count for request in requests) - before
 
@@ -291,13 +292,13 @@ class InferenceEngine(DynamicInferenceEngine):
             "blocks_cached": use.blocks_cached,
             "blocks_evictable": use.blocks_evictable,
             "blocks_in_use": use.blocks_in_use,
-            "slots_total": 0,
-            "slots_used": 0,
+            "slots_total": use.slots_total,
+            "slots_used": use.slots_used,
             "hits": counters.hits,
             "blocks_evicted": use.blocks_evicted,
-            "slots_evicted": 0,
-            "snapshots_taken": 0,
-            "snapshots_skipped": 0,
+            "slots_evicted": use.slots_evicted,
+            "snapshots_taken": use.snapshots_taken,
+            "snapshots_skipped": use.snapshots_skipped,
             "coordination_waits": counters.coordination_waits,
         }
 
@@ -388,7 +389,8 @@ class InferenceEngine(DynamicInferenceEngine):
         computed, skipped = self.lifetime_prefill_token_count, self.lifetime_skipped_token_count
         logger.info(
             "step %d: %.3f s, %d decode + %d prefill tokens | requests: %d running, %d paused, %d waiting, %d ended | "
-            "KV blocks: %d of %d in use, %d cached, %d evictable | prefill tokens: %d computed, %d skipped (%.1f%%)",
+            "KV blocks: %d of %d in use, %d cached, %d evictable | state slots: %d of %d used | "
+            "prefill tokens: %d computed, %d skipped (%.1f%%)",
             self.step_count,
             step_time,
             sum(chunk.is_decode for chunk in plan.chunks),
@@ -401,6 +403,8 @@ class InferenceEngine(DynamicInferenceEngine):
             use.blocks_total,
             use.blocks_cached,
             use.blocks_evictable,
+            use.slots_used,
+            use.slots_total,
             computed,
             skipped,
             100 * skipped / max(1, computed + skipped),

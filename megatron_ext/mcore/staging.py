@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from megatron_ext.mixers.chunk_metadata import cut_chunks
-from megatron_ext.mixers.mamba2 import RecurrentStep
+from megatron_ext.mixers.mamba2 import RecurrentStep, SnapshotPlaces
 from megatron_ext.ops.paged_attention import PagedLayout, build_paged_layout
+from megatron_ext.ops.varlen import PackedChunks
 from megatron_ext.scheduling.request import Chunk
+from megatron_ext.scheduling.snapshots import Snapshot
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,32 @@ def _stage_recurrent(
         prefill_rows=staged_rows[num_decode:],
         has_initial_state=staged_has_state[num_decode:].bool(),
         chunks=packed,
+        snapshots=_stage_snapshots(prefill, packed, kernel_chunk, device),
     )
+
+
+def snapshots_within(chunk: Chunk) -> list[Snapshot]:
+    """Those that the chunk's computation passes."""
+    return [one for one in chunk.request.snapshots if chunk.start < one.position <= chunk.end]
+
+
+def _stage_snapshots(
+    prefill: Sequence[Chunk], packed: PackedChunks | None, kernel_chunk: int, device: torch.device
+) -> SnapshotPlaces | None:
+    """Where in the packed prefill the wanted states arise: block boundaries are ends of kernel chunks (HY-9)."""
+    slots, sequences, chunks, tokens = [], [], [], []
+    first_chunk = first_token = 0
+    for i, chunk in enumerate(prefill):
+        for snapshot in snapshots_within(chunk):
+            slots.append(snapshot.slot)
+            sequences.append(i)
+            chunks.append(first_chunk + snapshot.position // kernel_chunk - chunk.start // kernel_chunk - 1)
+            tokens.append(first_token + snapshot.position - chunk.start)
+        first_chunk += packed.chunk_counts[i]
+        first_token += chunk.length
+    if not slots:
+        return None
+    return SnapshotPlaces(*_to_device([np.asarray(part) for part in (slots, sequences, chunks, tokens)], device))
 
 
 def _choose_logits(chunks: Sequence[Chunk]) -> tuple[list[int], list[int], list[PromptScore]]:

@@ -1,17 +1,19 @@
-"""Bytes into blocks and live states, with errors that name the number that would do."""
+"""Bytes into blocks, live states and snapshot slots, with errors that name the number that would do."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
-from megatron_ext.config import BatchingConfig
+from megatron_ext.config import BatchingConfig, CacheConfig
 from megatron_ext.errors import ConfigError
 
 GIB = 1024**3
 DEFAULT_BUFFER_GB = {"cpu": 1.0, "cuda": 40.0}
 DEFAULT_MAX_TOKENS = {"cpu": 2048, "cuda": 16384}
 HYBRID_BLOCK_MULTIPLE = 16
+AUTOMATIC_SNAPSHOT_SHARE = 0.25  # of the buffer, on top of it
+FEWEST_AUTOMATIC_SLOTS = 2
 
 
 @dataclass(frozen=True)
@@ -40,22 +42,24 @@ class Geometry:
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes of all pools: KV blocks with the dummy one, and live states."""
-        return (self.blocks + 1) * self.block_bytes + self.live_states * self.state_bytes
+        """Bytes of all pools: KV blocks with the dummy one, live states, and snapshots."""
+        return (self.blocks + 1) * self.block_bytes + (self.live_states + self.snapshot_slots) * self.state_bytes
 
 
-def plan_memory(model: ModelMemory, batching: BatchingConfig, device_type: str, *, can_hit: bool) -> Geometry:
-    """Sizes of the pools. The buffer holds KV blocks, and live states for `max_requests` requests.
+def plan_memory(model: ModelMemory, batching: BatchingConfig, cache: CacheConfig, device_type: str) -> Geometry:
+    """Sizes of the pools. The buffer holds KV blocks, and live states for `max_requests` requests; snapshots are apart.
+
+    States are written to snapshot slots where they arise, so no staging buffer comes off the snapshots' budget.
 
     Args:
         model: What it needs per token and per request.
         batching: Budget and limits.
+        cache: Whether anything is cached, and the budget for snapshots.
         device_type: "cpu" or "cuda", for the defaults.
-        can_hit: Whether prompts can be served from cached blocks; the shortest one fills a block.
 
     Raises:
-        ConfigError: The buffer cannot hold one block and the live states, or the block size does not suit recurrent
-            layers.
+        ConfigError: The buffer cannot hold one block and the live states, the budget for snapshots cannot hold one, or
+            the block size does not suit recurrent layers.
     """
     block_size = batching.block_size
     if model.state_bytes and block_size % HYBRID_BLOCK_MULTIPLE:
@@ -66,23 +70,57 @@ def plan_memory(model: ModelMemory, batching: BatchingConfig, device_type: str, 
         )
     block_bytes = block_size * model.kv_bytes_per_token
     per_token = model.kv_bytes_per_token
+    blocks = _block_count(model, batching, block_bytes, device_type)
+    slots = _slot_count(model, batching, cache, (blocks + 1) * block_bytes, device_type)
     return Geometry(
         block_size_tokens=block_size,
         block_bytes=block_bytes,
         state_bytes=model.state_bytes,
         state_in_kv_tokens=math.ceil(model.state_bytes / per_token) if per_token else None,
-        blocks=_block_count(model, batching, block_bytes, device_type),
-        snapshot_slots=0,
+        blocks=blocks,
+        snapshot_slots=slots if cache.snapshot_slots is not None else min(slots, blocks),
         live_states=batching.max_requests if model.state_bytes else 0,
         kernel_chunk=largest_divisor(block_size, model.chunk_size),
-        shortest_prompt_that_can_hit=block_size if can_hit else None,
+        shortest_prompt_that_can_hit=_shortest_hit(model, cache, block_size, slots),
     )
+
+
+def _shortest_hit(model: ModelMemory, cache: CacheConfig, block_size: int, slots: int) -> int | None:
+    """A block; with recurrent layers one token more, since computing begins at the block's end or before it."""
+    if cache.policy is None or (model.state_bytes and not slots):
+        return None
+    return block_size + 1 if model.state_bytes else block_size
+
+
+def _slot_count(
+    model: ModelMemory, batching: BatchingConfig, cache: CacheConfig, kv_bytes: int, device_type: str
+) -> int:
+    """Snapshots that fit the budget; more than there are blocks would be of no use, and are for the caller to cut."""
+    if not model.state_bytes or cache.policy is None:
+        return 0
+    if cache.snapshot_slots is not None:
+        return cache.snapshot_slots
+    if cache.snapshot_buffer_gb is None:
+        buffer = int(_buffer_gb(batching, device_type) * GIB) if batching.block_count is None else kv_bytes
+        return max(FEWEST_AUTOMATIC_SLOTS, int(buffer * AUTOMATIC_SNAPSHOT_SHARE) // model.state_bytes)
+    budget = int(cache.snapshot_buffer_gb * GIB)
+    if cache.snapshot_buffer_gb > 0 and budget < model.state_bytes:
+        flag = "--inference-dynamic-batching-prefix-caching-mamba-gb"
+        raise ConfigError(
+            f"{flag} {cache.snapshot_buffer_gb:g} is too small for one snapshot of {model.state_bytes} bytes; "
+            f"{_gigabytes(model.state_bytes)} would do, or 0 for none"
+        )
+    return budget // model.state_bytes
+
+
+def _buffer_gb(batching: BatchingConfig, device_type: str) -> float:
+    return DEFAULT_BUFFER_GB[device_type] if batching.buffer_size_gb is None else batching.buffer_size_gb
 
 
 def _block_count(model: ModelMemory, batching: BatchingConfig, block_bytes: int, device_type: str) -> int:
     if batching.block_count is not None:
         return batching.block_count
-    buffer_gb = DEFAULT_BUFFER_GB[device_type] if batching.buffer_size_gb is None else batching.buffer_size_gb
+    buffer_gb = _buffer_gb(batching, device_type)
     live_bytes = batching.max_requests * model.state_bytes
     kv_bytes = int(buffer_gb * GIB) - live_bytes
     if kv_bytes < 2 * block_bytes:  # one is the dummy that padding points to
@@ -105,8 +143,9 @@ def check_fits(geometry: Geometry, available_bytes: int) -> None:
     """
     if geometry.pool_bytes > available_bytes:
         raise ConfigError(
-            f"KV blocks and live states need {_gigabytes(geometry.pool_bytes)} GB, and {available_bytes / GIB:.1f} GB "
-            "of memory are free; give a smaller --inference-dynamic-batching-buffer-size-gb or -block-count"
+            f"KV blocks, live states and snapshots need {_gigabytes(geometry.pool_bytes)} GB, and "
+            f"{available_bytes / GIB:.1f} GB of memory are free; give a smaller --inference-dynamic-batching-buffer-size-gb, "
+            "-block-count or -prefix-caching-mamba-gb"
         )
 
 

@@ -1,11 +1,14 @@
-"""Live states of recurrent layers: one row per running request."""
+"""States of recurrent layers on the device: live ones, a row per running request, and snapshots, a slot each."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from megatron_ext.errors import RestoreError
 
 
 @dataclass(frozen=True)
@@ -42,3 +45,50 @@ class StatePool:
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """One layer's states, as views: conv [rows, Cn, K-1], ssm [rows, H, P, N]."""
         return self.conv[index], self.ssm[index]
+
+
+def copy_states(source: StatePool, rows: Sequence[int], target: StatePool, target_rows: Sequence[int]) -> None:
+    """Copy the states of whole rows, all layers, in one go.
+
+    Args:
+        source: Pool of the same shape as `target`.
+        rows: Of the source, one for each of
+        target_rows: distinct ones.
+    """
+    device = source.conv.device
+    index = torch.tensor([rows, target_rows], dtype=torch.int64).to(device, non_blocking=True)
+    for from_states, to_states in ((source.conv, target.conv), (source.ssm, target.ssm)):
+        to_states.index_copy_(1, index[1], from_states.index_select(1, index[0]))
+
+
+class SnapshotPool(StatePool):
+    """Snapshots, and on the host a note of what each slot holds: a digest, or None while anything may be in it."""
+
+    def __init__(self, shape: StateShape, slots: int, device: torch.device) -> None:
+        super().__init__(shape, slots, device)
+        self._contents: list[bytes | None] = [None] * slots
+
+    def open(self, slots: Sequence[int]) -> None:
+        """These are about to be written."""
+        for slot in slots:
+            self._contents[slot] = None
+
+    def close(self, slots: Sequence[int], digests: Sequence[bytes]) -> None:
+        """They have been written, all layers: each holds the states at the end of the block of its digest."""
+        for slot, digest in zip(slots, digests, strict=True):
+            self._contents[slot] = digest
+
+    def restore(self, slots: Sequence[int], digests: Sequence[bytes], live: StatePool, rows: Sequence[int]) -> None:
+        """Copy snapshots into live rows.
+
+        Raises:
+            RestoreError: A slot holds something else than the states of its digest. No row is written.
+        """
+        for slot, digest in zip(slots, digests, strict=True):
+            if self._contents[slot] != digest:
+                found = self._contents[slot]
+                raise RestoreError(
+                    f"snapshot slot {slot} was to hold the states of {digest.hex()[:16]}, and holds "
+                    f"{'unfinished ones' if found is None else found.hex()[:16]}"
+                )
+        copy_states(self, slots, live, rows)

@@ -21,13 +21,23 @@ from torch import Tensor, nn
 
 from megatron_ext.mixers.chunk_metadata import cut_chunks
 from megatron_ext.mixers.sharding import sharded_mixer_state
-from megatron_ext.ops.causal_conv1d import causal_conv1d, causal_conv1d_step
+from megatron_ext.ops.causal_conv1d import causal_conv1d, causal_conv1d_step, conv_states_after
 from megatron_ext.ops.ssd import ssd_scan, ssd_step
 from megatron_ext.ops.varlen import PackedChunks
 
 A_INIT_RANGE = (1.0, 16.0)
 DT_INIT_RANGE = (1e-3, 1e-1)
 DT_INIT_FLOOR = 1e-4
+
+
+@dataclass(frozen=True)
+class SnapshotPlaces:
+    """The n states inside a step's prefill that are to be kept, and where to."""
+
+    slots: Tensor  # [n] int64, of the snapshot pool
+    sequences: Tensor  # [n] int64, of the prefill
+    chunks: Tensor  # [n] int64, the kernel chunk that ends there
+    tokens: Tensor  # [n] int64, tokens of the packed prefill up to there
 
 
 @dataclass(frozen=True)
@@ -43,6 +53,7 @@ class RecurrentStep:
     prefill_rows: Tensor  # [S] int64
     has_initial_state: Tensor  # [S] bool: False starts from zero, whatever the row holds
     chunks: PackedChunks | None  # None without prefill
+    snapshots: SnapshotPlaces | None = None  # None if no states are to be kept
 
 
 class RecurrentContext(Protocol):
@@ -52,6 +63,9 @@ class RecurrentContext(Protocol):
 
     def mamba_states_cache(self, layer_number: int) -> tuple[Tensor, Tensor]:
         """Live states of one layer: convolution [rows, Cn, K-1] and SSM [rows, H, P, N]; written in place."""
+
+    def mamba_snapshots(self, layer_number: int) -> tuple[Tensor, Tensor]:
+        """Snapshots of one layer, of the same shapes with slots for rows; written in place."""
 
 
 @dataclass
@@ -186,12 +200,20 @@ class Mamba2Mixer(MegatronModule):
             parts.append(self._decode(xbc[tokens], dt[tokens], step, conv_states, ssm_states))
         if step.chunks is not None:
             tokens = slice(step.num_decode, step.num_decode + sum(step.chunks.sequences.lengths))
-            parts.append(self._prefill(xbc[tokens], dt[tokens], step, conv_states, ssm_states))
+            parts.append(self._prefill(xbc[tokens], dt[tokens], step, conv_states, ssm_states, context))
         y = parts[0] if len(parts) == 1 else torch.cat(parts)
         gated = self.norm(y, z[: y.shape[0]])
         return F.pad(gated, (0, 0, 0, projected.shape[0] - y.shape[0]))
 
-    def _prefill(self, xbc: Tensor, dt: Tensor, step: RecurrentStep, conv_states: Tensor, ssm_states: Tensor) -> Tensor:
+    def _prefill(
+        self,
+        xbc: Tensor,
+        dt: Tensor,
+        step: RecurrentStep,
+        conv_states: Tensor,
+        ssm_states: Tensor,
+        context: RecurrentContext,
+    ) -> Tensor:
         """All prefill of the step in one varlen call (HY-7); initial states are read before any is written (HY-8)."""
         rows, has_state = step.prefill_rows, step.has_initial_state
         initial_conv = conv_states[rows].where(has_state[:, None, None], 0)
@@ -199,6 +221,13 @@ class Mamba2Mixer(MegatronModule):
         y, final_conv, scanned = self._scan(xbc, dt, step.chunks, initial_conv.to(xbc.dtype), initial_ssm.float())
         conv_states[rows] = final_conv.to(conv_states.dtype)
         ssm_states[rows] = scanned.final_states.to(ssm_states.dtype)
+        if step.snapshots is not None:
+            places = step.snapshots
+            conv_slots, ssm_slots = context.mamba_snapshots(self.layer_number - self.pp_layer_offset)
+            first_tokens = step.chunks.sequences.cu_seqlens[places.sequences]
+            kept_conv = conv_states_after(xbc, places.tokens, first_tokens, initial_conv[places.sequences])
+            conv_slots[places.slots] = kept_conv.to(conv_slots.dtype)
+            ssm_slots[places.slots] = scanned.chunk_states[places.chunks].to(ssm_slots.dtype)
         return y
 
     def _scan(

@@ -37,8 +37,8 @@ class PrefixCache:
     that holds the same contents already, so whoever uses a block uses its parents, and every retired block can be
     evicted.
 
-    In a model with recurrent layers `states` is the index of their snapshots. A snapshot goes when its block goes, and may
-    go alone.
+    In a model with recurrent layers `states` is the index of their snapshots. A snapshot goes when its block goes, and
+    may go alone.
 
     Without a policy nothing is ever indexed, and this is just the pool.
 

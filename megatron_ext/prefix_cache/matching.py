@@ -43,9 +43,7 @@ def last_boundary(length: int, block_size: int) -> int:
     return (length - 1) // block_size * block_size
 
 
-def resume_point(
-    length: int, matched: Sequence[Digest], block_size: int, states: StateIndex | None
-) -> ResumePoint:
+def resume_point(length: int, matched: Sequence[Digest], block_size: int, states: StateIndex | None) -> ResumePoint:
     """Where to begin a sequence of `length` tokens whose first blocks, `matched`, are cached.
 
     With recurrent layers (`states` is not None) this is the last block boundary below the end that has a snapshot: one

@@ -45,7 +45,12 @@ def print_geometry(geometry: Geometry, model: str, console: Console) -> None:
     ]
     if geometry.state_bytes:
         cost = f", as much as the KV of {geometry.state_in_kv_tokens} tokens" if geometry.state_in_kv_tokens else ""
-        lines.append(f"recurrent states: {geometry.live_states} live ones of {geometry.state_bytes:,} bytes{cost}")
+        lines.append(
+            f"recurrent states: {geometry.live_states} live ones and {geometry.snapshot_slots} snapshots of "
+            f"{geometry.state_bytes:,} bytes each{cost}"
+        )
+    shortest = geometry.shortest_prompt_that_can_hit
+    lines.append("prefix cache: " + ("nothing is skipped" if shortest is None else f"hits from {shortest} tokens on"))
     for line in lines:
         console.print(line, markup=False, soft_wrap=True)
 

@@ -79,6 +79,11 @@ REFUSED = [
     (BatchingConfig, {"max_tokens": 8, "max_requests": 9}, ["max-tokens 8", "max-requests 9"]),
     (BatchingConfig, {"conv_states_dtype": "fp8"}, ["'fp8'", "fp32, bf16, fp16"]),
     (BatchingConfig, {"ssm_states_dtype": "float"}, ["'float'", "fp32, bf16, fp16"]),
+    (CacheConfig, {"snapshot_buffer_gb": -1.0}, ["-mamba-gb -1.0", "zero (no snapshots)"]),
+    (CacheConfig, {"snapshot_buffer_gb": INF}, ["-mamba-gb inf"]),
+    (CacheConfig, {"snapshot_slots": -1}, ["-mamba-slots -1", "zero (no snapshots)"]),
+    (CacheConfig, {"snapshot_slots": 2, "snapshot_buffer_gb": 1.0}, ["-mamba-gb 1.0", "-mamba-slots 2"]),
+    (CacheConfig, {"snapshot_slots": 2, "enable_prefix_caching": False}, ["--no-inf", "-mamba-gb or -slots"]),
     (CacheConfig, {"eviction_policy": "mru"}, ["'mru'", "lru, ref_zero"]),
     (
         InferenceSettings,

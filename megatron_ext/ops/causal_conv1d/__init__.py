@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from megatron_ext.ops.causal_conv1d.reference import causal_conv1d, causal_conv1d_step
+from megatron_ext.ops.causal_conv1d.reference import causal_conv1d, causal_conv1d_step, conv_states_after
 
-__all__ = ["causal_conv1d", "causal_conv1d_step"]
+__all__ = ["causal_conv1d", "causal_conv1d_step", "conv_states_after"]

@@ -67,6 +67,28 @@ def causal_conv1d_step(x: Tensor, weight: Tensor, bias: Tensor | None, state: Te
     return F.silu(y).to(x.dtype), columns[..., 1:].to(state.dtype)
 
 
+def conv_states_after(x: Tensor, tokens: Tensor, first_tokens: Tensor, initial_states: Tensor) -> Tensor:
+    """The states of sequences after some of their tokens: the last K-1 inputs there.
+
+    Args:
+        x: [T, Cn], inputs of the packed sequences.
+        tokens: [n] int64, how many tokens of the packed axis are done.
+        first_tokens: [n] int64, where on that axis the sequence begins.
+        initial_states: [n, Cn, K-1], of the sequence; older inputs come from there.
+
+    Returns:
+        [n, Cn, K-1], in x's dtype.
+    """
+    kept = initial_states.shape[2]
+    columns = torch.arange(kept, device=x.device) - kept
+    rows = tokens[:, None] + columns  # [n, K-1]
+    before = rows - first_tokens[:, None]  # negative: that far before the sequence's first token of this call
+    from_tokens = x[rows.clamp(min=0)].transpose(1, 2)  # [n, Cn, K-1]
+    columns = (before + kept).clamp(0, kept - 1)[:, None].expand(-1, x.shape[1], -1)
+    from_initial = initial_states.to(x.dtype).gather(2, columns)
+    return from_initial.where((before < 0)[:, None], from_tokens)
+
+
 def _extend(x: Tensor, sequences: PackedSequences, window: int, initial_states: Tensor | None) -> Tensor:
     """Put every sequence's K-1 earlier inputs in front of it: [T + S*(K-1), Cn]."""
     if initial_states is None:

@@ -9,7 +9,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from megatron_ext.config import BatchingConfig
+from megatron_ext.config import BatchingConfig, CacheConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.memory.budget import GIB, Geometry, ModelMemory, check_fits, largest_divisor, plan_memory
 
@@ -19,8 +19,11 @@ RECURRENT = dataclasses.replace(HYBRID, kv_bytes_per_token=0)
 MIB = 2**20
 
 
-def plan(model: ModelMemory, device_type: str = "cpu", *, can_hit: bool = False, **batching: object) -> Geometry:
-    return plan_memory(model, BatchingConfig(**batching), device_type, can_hit=can_hit)
+OFF = CacheConfig(enable_prefix_caching=False)
+
+
+def plan(model: ModelMemory, device_type: str = "cpu", *, cache: CacheConfig = OFF, **batching: object) -> Geometry:
+    return plan_memory(model, BatchingConfig(**batching), cache, device_type)
 
 
 def number_that_would_do(error: ConfigError, unit: str = " GB") -> float:
@@ -49,7 +52,11 @@ class TestByHand:
 
     def test_the_shortest_prompt_that_can_hit_fills_a_block(self):
         """EX-6: and has one token more, which is computed; or it is the block itself, whose last token is computed."""
-        assert plan(ATTENTION, can_hit=True, block_size=48).shortest_prompt_that_can_hit == 48
+        on = CacheConfig()
+        assert plan(ATTENTION, cache=on, block_size=48).shortest_prompt_that_can_hit == 48
+        assert plan(HYBRID, cache=on, block_size=48).shortest_prompt_that_can_hit == 49
+        assert plan(HYBRID, cache=CacheConfig(snapshot_slots=0)).shortest_prompt_that_can_hit is None
+        assert plan(ATTENTION).shortest_prompt_that_can_hit is None
 
     def test_the_buffer_on_cuda(self):
         assert plan(ATTENTION, "cuda").blocks == 40 * 16 * 1024 - 1
@@ -167,3 +174,50 @@ def test_pools_that_do_not_fit_the_machine_are_refused_before_they_are_allocated
     check_fits(geometry, geometry.pool_bytes)
     with pytest.raises(ConfigError, match="GB of memory are free"):
         check_fits(geometry, geometry.pool_bytes - 1)
+
+
+class TestSnapshots:
+    """HY-1: slots of the snapshot pool."""
+
+    MODEL = dataclasses.replace(HYBRID, state_bytes=MIB)
+
+    def slots(self, model: ModelMemory = MODEL, buffer_size_gb: float | None = None, **cache: object) -> int:
+        batching = {} if buffer_size_gb is None else {"buffer_size_gb": buffer_size_gb}
+        return plan(model, cache=CacheConfig(**cache), **batching).snapshot_slots
+
+    def test_the_budget_holds_whole_snapshots(self):
+        assert self.slots(snapshot_buffer_gb=10 / 1024) == 10
+        assert self.slots(snapshot_buffer_gb=10.9 / 1024) == 10
+        assert self.slots(snapshot_buffer_gb=1 / 1024) == 1
+
+    def test_a_number_is_taken_exactly(self):
+        assert self.slots(snapshot_slots=7) == 7
+        assert self.slots(snapshot_slots=0) == 0
+        assert self.slots(snapshot_buffer_gb=0.0) == 0
+
+    def test_the_automatic_budget_is_a_quarter_of_the_buffer_and_two_at_least(self):
+        assert self.slots() == 256
+        assert self.slots(buffer_size_gb=0.5) == 128
+        assert self.slots(dataclasses.replace(HYBRID, state_bytes=10 * MIB), buffer_size_gb=0.7) == 17
+        assert plan(self.MODEL, cache=CacheConfig(), block_count=3).snapshot_slots == 2
+
+    def test_there_are_no_more_than_blocks(self):
+        assert plan(self.MODEL, cache=CacheConfig(snapshot_buffer_gb=1.0), block_count=3).snapshot_slots == 3
+
+    def test_they_come_on_top_of_the_buffer(self):
+        with_them, without = plan(self.MODEL, cache=CacheConfig()), plan(self.MODEL)
+        assert with_them.blocks == without.blocks
+        assert with_them.live_states == without.live_states
+        assert with_them.pool_bytes - without.pool_bytes == 256 * MIB
+
+    def test_too_little_for_one_names_what_would_do(self):
+        with pytest.raises(
+            ConfigError, match="mamba-gb 0.0005 is too small for one snapshot of 1048576 bytes"
+        ) as caught:
+            self.slots(snapshot_buffer_gb=0.0005)
+        number = float(re.search(r"([0-9.]+) would do", str(caught.value)).group(1))
+        assert self.slots(snapshot_buffer_gb=number) == 1
+
+    def test_no_slots_where_nothing_is_cached_or_nothing_recurs(self):
+        assert plan(self.MODEL).snapshot_slots == 0
+        assert self.slots(ATTENTION, snapshot_buffer_gb=1.0) == 0
