@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:  # megatron-core is imported with the tests, when its warnings are filtered already
+    from tests.unit_tests.support.caching import CachingDriver
     from tests.unit_tests.support.driver import Driver
     from tests.unit_tests.support.oracle import Oracle
 
@@ -37,3 +38,21 @@ def get_driver() -> Callable[..., Driver]:
         return Driver(_oracle(kind).model, CONFIGS[kind], **kwargs)
 
     return build
+
+
+@pytest.fixture(scope="session")
+def get_caching_driver() -> Callable[..., CachingDriver]:
+    """The same for `CachingDriver`, around a model of attention layers only unless another kind is named."""
+    from tests.unit_tests.support.caching import CachingDriver
+    from tests.unit_tests.support.models import CONFIGS
+
+    def build(kind: str = "attention_only", **kwargs: object) -> CachingDriver:
+        return CachingDriver(_oracle(kind).model, CONFIGS[kind], **kwargs)
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def oracle() -> Oracle:
+    """Of the model of attention layers only."""
+    return _oracle("attention_only")

@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 
 from megatron_ext.scheduling.events import EventType
+from tests.priority import TestPriority
 from tests.unit_tests.support.driver import Driver, assert_equals_oracle, make_prompt
+
+pytestmark = pytest.mark.priority(TestPriority.CRITICAL)
 
 LENGTHS = (1, 3, 4, 63, 64, 65, 127, 129, 1000)  # block 16 or 64, kernel chunk 16 or 32, convolution window 4
 KINDS = ("hybrid", "attention_only")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -159,13 +159,16 @@ class Driver:
         forward = wrapper.run_one_forward_step
 
         def forward_watched(inputs: dict) -> Tensor:
-            logits = forward(inputs)
+            logits = self._run_forward(forward, inputs)
             step = self.context.step
             for chunk, row in zip(step.sampling_chunks, step.sample_rows, strict=True):
                 self.seen[chunk.request.request_id].logits[chunk.end].append(logits[0, row].clone())
             return logits
 
         wrapper.run_one_forward_step = forward_watched
+
+    def _run_forward(self, forward: Callable[[dict], Tensor], inputs: dict) -> Tensor:
+        return forward(inputs)
 
     # Driving
 
@@ -252,10 +255,16 @@ def equal_tokens(actual: Sequence[int], expected: Expected) -> int:
 
 def assert_equals_oracle(driver: Driver, request_id: int, oracle: Oracle) -> None:
     """A greedy request gave the tokens, logits, log-probs and states of a plain full recompute."""
+    record = driver.records[request_id]
+    assert_equals_expected(driver, request_id, oracle.greedy(record.prompt_tokens, len(record.generated_tokens)))
+    assert_states_equal_oracle(driver, request_id, oracle)
+
+
+def assert_equals_expected(driver: Driver, request_id: int, expected: Expected) -> None:
+    """A greedy request gave these tokens, logits and log-probs."""
     record, seen = driver.records[request_id], driver.seen[request_id]
     assert record.status is Status.COMPLETED, record.error
     prompt = record.prompt_tokens
-    expected = oracle.greedy(prompt, len(record.generated_tokens))
     count = equal_tokens(record.generated_tokens, expected)
     for i in range(count):
         assert seen.logits[len(prompt) + i], f"no logits for token {i}"
@@ -268,7 +277,15 @@ def assert_equals_oracle(driver: Driver, request_id: int, oracle: Oracle) -> Non
     if record.prompt_log_probs is not None:
         actual = torch.tensor(record.prompt_log_probs)
         assert_logits_close(actual, expected.prompt_log_probs, f"request {request_id}, prompt log-probs")
-    assert_states_equal_oracle(driver, request_id, oracle)
+
+
+def what_it_gave(driver: Driver, request_id: int) -> Expected:
+    """What another driver's request must give if it is to equal this one."""
+    record, seen = driver.records[request_id], driver.seen[request_id]
+    first = record.prompt_token_count
+    logits = [seen.logits[first + i][0] for i in range(len(record.generated_tokens))]
+    prompt_log_probs = torch.tensor(record.prompt_log_probs or [])
+    return Expected(record.generated_tokens, torch.stack(logits), prompt_log_probs)
 
 
 def assert_states_equal_oracle(driver: Driver, request_id: int, oracle: Oracle) -> None:

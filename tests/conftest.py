@@ -1,9 +1,11 @@
-"""For all unit tests: one thread (test workers use every core already), and no warnings of upstream about itself."""
+"""For all tests: one thread (test workers use every core already), no warnings of upstream about itself, priorities."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+
+from tests import priority
 
 # Libraries that are not installed, arguments that megatron-core passes to itself: nothing that we could do differently.
 UPSTREAM_WARNINGS = (
@@ -18,3 +20,4 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
     for line in UPSTREAM_WARNINGS:
         config.addinivalue_line("filterwarnings", line)
+    config.pluginmanager.register(priority, "priority")

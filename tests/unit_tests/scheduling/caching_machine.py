@@ -1,0 +1,435 @@
+"""Any life of any requests that share prefixes, against brute force.
+
+Tokens come from an alphabet of two, so that prompts begin alike, and what is generated depends on the last tokens only,
+so that equal prompts go on alike. Before every step the model finds out what must be matched, who must wait for whom,
+and who is refused for want of what; in the step every position that attention would read must hold what belongs there,
+and nothing that others may read is written; afterwards the same blocks must be shared, cached and evicted.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+
+import hypothesis.strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from megatron_ext.config import EvictionPolicyName, RequestParams
+from megatron_ext.scheduling import planner
+from megatron_ext.scheduling.planner import Limits, StepPlan, check_admissible
+from megatron_ext.scheduling.record import Status
+from megatron_ext.scheduling.request import Chunk, Request
+from megatron_ext.scheduling.scheduler import Scheduler
+from tests.unit_tests.scheduling.builders import frozen
+from tests.unit_tests.scheduling.cache_model import Memory, Owner, World
+
+MAX_LENGTH = 30
+WORDS = st.lists(st.integers(0, 1), min_size=1, max_size=10)
+# salt, opted out, prompt log-probs asked for
+KINDS = st.sampled_from([(None, False, False)] * 5 + [("x", False, False), (None, True, False), (None, False, True)])
+
+
+def next_token(tokens: list[int]) -> int:
+    return (len(tokens) // 3 + sum(tokens[-3:])) % 2
+
+
+class CachingMachine(RuleBasedStateMachine):
+    """Adds, steps, fails, aborts, suspends and resets at random."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requests: dict[Owner, Request] = {}
+        self.arrivals = self.weights = 0
+        self.key_weights: dict[Owner, int] = {}  # of its keys
+
+    @initialize(data=st.data())
+    def build(self, data: st.DataObject) -> None:
+        max_requests = data.draw(st.sampled_from([4, 3, 2, 1]), "max_requests")
+        self.limits = Limits(
+            block_size=data.draw(st.sampled_from([2, 3, 1]), "block_size"),
+            total_blocks=data.draw(st.integers(1, 14), "total_blocks"),
+            paused_blocks=data.draw(st.sampled_from([None, 0, 2, 4]), "paused_blocks"),
+            max_requests=max_requests,
+            max_tokens=max_requests + data.draw(st.integers(0, 8), "spare tokens"),
+            max_sequence_length=MAX_LENGTH,
+            chunked_prefill=data.draw(st.booleans(), "chunked_prefill"),
+        )
+        policy = data.draw(st.sampled_from(EvictionPolicyName), "policy")
+        self.scheduler = Scheduler(self.limits, policy, b"model")
+        self.world = World(self.limits.block_size, self.limits.total_blocks, policy)
+        self.memory = Memory(self.limits.block_size)
+        self.hits = self.matched = self.waits = 0
+
+    # What may happen
+
+    @rule(lives=st.lists(st.tuples(WORDS, st.integers(1, 12), KINDS), min_size=1, max_size=4))
+    def arrive(self, lives: list) -> None:
+        for tokens, to_generate, kind in lives:
+            self.add(tokens, to_generate, kind)
+
+    @precondition(lambda self: self.world.owners)
+    @rule(data=st.data(), more=st.lists(st.integers(0, 1), max_size=6), kind=KINDS)
+    def next_turn(self, data: st.DataObject, more: list[int], kind: tuple[str | None, bool, bool]) -> None:
+        """EX-1: what an earlier request knows by now, and more."""
+        earlier = data.draw(st.sampled_from(self.world.owners), "earlier")
+        self.add(earlier.tokens + more, 2, (earlier.salt, *kind[1:]))
+
+    @precondition(lambda self: self.world.owners)
+    @rule(data=st.data(), own=st.lists(st.lists(st.integers(0, 1), max_size=4), min_size=1, max_size=3))
+    def siblings(self, data: st.DataObject, own: list[list[int]]) -> None:
+        """The prompt of an earlier request, and different ends."""
+        earlier = data.draw(st.sampled_from(self.world.owners), "earlier")
+        for tokens in own:
+            self.add([*earlier.tokens[: earlier.prompt], *tokens], 3, (earlier.salt, False, False))
+
+    def add(self, tokens: list[int], to_generate: int, kind: tuple[str | None, bool, bool]) -> None:
+        salt, opts_out, wants_scores = kind
+        params = RequestParams(
+            num_tokens_to_generate=to_generate,
+            cache_salt=salt,
+            enable_prefix_caching=not opts_out,
+            return_log_probs=wants_scores,
+        )
+        request = Request(self.arrivals, tuple(tokens), params, arrival=self.arrivals, seed=0)
+        if check_admissible(request, self.limits) is not None:
+            return
+        self.arrivals += 1
+        self.scheduler.add(request)
+        owner = Owner(request.request_id, len(tokens), to_generate, list(tokens), salt, opts_out, wants_scores)
+        self.world.owners.append(owner)
+        self.requests[owner] = request
+        self.key_weights[owner] = self.weights
+        self.verify()
+
+    @rule(count=st.integers(1, 6))
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.run_step()
+
+    @rule()
+    def fail(self) -> None:
+        """KV-5: nothing is published, nothing leaks."""
+        plan = self.schedule()
+        self.write(plan.chunks)
+        self.memory.spoil({block for chunk in plan.chunks for block in self.written_blocks(chunk)})
+        self.scheduler.abandon(plan.chunks, "RuntimeError: planted")
+        for chunk in plan.chunks:
+            self.send_back(self.owner_of(chunk.request))
+        self.verify()
+
+    @precondition(lambda self: self.alive())
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        """EX-8."""
+        self.end(data.draw(st.sampled_from(self.alive()), "aborted"), Status.ABORTED)
+        self.verify()
+
+    @rule()
+    def suspend(self) -> None:
+        self.scheduler.suspend()
+        for place in ("running", "paused"):
+            for owner in self.placed(place):
+                self.send_back(owner)
+        self.world.reset()
+        self.memory.lose()
+        self.verify()
+
+    @rule(weights=st.booleans())
+    def reset(self, weights: bool) -> None:
+        """EX-4."""
+        if weights:
+            self.weights += 1
+            self.scheduler.weights_changed()
+            self.key_weights |= dict.fromkeys(self.placed("waiting"), self.weights)
+        else:
+            self.scheduler.reset_prefix_cache()
+        self.world.reset()
+        self.verify()
+
+    def teardown(self) -> None:
+        """Without arrivals every request ends, within a bound on the steps."""
+        if not hasattr(self, "limits"):
+            return
+        tokens_left = sum(owner.to_generate + 1 for owner in self.alive())
+        for _ in range(tokens_left * (MAX_LENGTH + 1)):
+            if not self.alive():
+                break
+            self.run_step()
+        assert not self.alive(), "requests never end"
+        assert self.scheduler.cache.available_count == self.limits.total_blocks
+        assert self.scheduler.rows.free_count == self.limits.max_requests
+        assert not self.scheduler.in_flight.requests(), "somebody who is gone still computes"
+
+    # One step
+
+    def run_step(self) -> None:
+        plan = self.schedule()
+        self.write(plan.chunks)
+        for chunk in plan.chunks:
+            found = self.memory.holds(chunk.request.block_table, self.owner_of(chunk.request), chunk.end)
+            assert found, f"{chunk.request.request_id} reads what was never meant for it"
+        self.scheduler.commit(plan.chunks)
+        for chunk in plan.chunks:
+            owner = self.owner_of(chunk.request)
+            self.count_computed(owner, range(chunk.start, chunk.end))
+            owner.computed = chunk.end
+            self.world.publish(owner)
+        for chunk in plan.chunks:
+            owner = self.owner_of(chunk.request)
+            if chunk.end == len(owner.tokens):
+                self.generate(owner)
+        self.verify()
+
+    def write(self, chunks: tuple[Chunk, ...]) -> None:
+        """KV-3: into blocks of one's own only, and never what is cached already."""
+        for chunk in chunks:
+            owner, size = self.owner_of(chunk.request), self.limits.block_size
+            positions = range(max(chunk.start, chunk.request.shared_end), chunk.end)
+            own = {owner.table[position // size] for position in positions}
+            assert not own & set(self.world.cached.values()), "what others may find is written again"
+            assert not own & self.world.in_use(without=[owner]), "what others use is written"
+            self.memory.write(chunk.request.block_table, owner, positions)
+
+    def written_blocks(self, chunk: Chunk) -> list[int]:
+        size = self.limits.block_size
+        return chunk.request.block_table[max(chunk.start, chunk.request.shared_end) // size : -(-chunk.end // size)]
+
+    def generate(self, owner: Owner) -> None:
+        token = next_token(owner.tokens)
+        owner.tokens.append(token)
+        self.requests[owner].append(token)
+        assert owner.skipped + owner.reasons.total() == owner.prompt, "a token came before all of the prompt"
+        if len(owner.tokens) == owner.prompt + owner.to_generate:
+            self.end(owner, Status.COMPLETED)
+
+    def end(self, owner: Owner, status: Status) -> None:
+        self.scheduler.end(self.requests[owner], status)
+        self.world.release(owner)
+        owner.place = "ended"
+
+    def send_back(self, owner: Owner) -> None:
+        self.world.release(owner)
+        owner.place, owner.tokens_at_admission = "waiting", 0
+        self.key_weights[owner] = self.weights
+
+    def schedule(self) -> StepPlan:
+        """Predict, plan, apply, compare."""
+        for request in self.scheduler.queues:
+            assert request.digests is not None  # chains are made when first asked for; let that not count as a change
+        before = self.snapshot()
+        scheduler = self.scheduler
+        foreseen = planner.plan_step(scheduler.queues, self.limits, scheduler.cache, scheduler.in_flight)
+        assert self.snapshot() == before, "planning changed something"
+        expected = self.expect_admissions(foreseen)
+        plan = self.scheduler.schedule()
+        assert described(plan) == described(foreseen), "the plan that was applied is another one"
+        self.apply(plan, expected)
+        return plan
+
+    def snapshot(self) -> tuple:
+        scheduler = self.scheduler
+        return frozen(scheduler.queues), pickle.dumps((vars(scheduler.cache), scheduler.in_flight, scheduler.counters))
+
+    def expect_admissions(self, plan: StepPlan) -> dict[int, tuple]:
+        """What becomes of each waiting request that is looked at, given who leaves and who grows."""
+        world, size = self.world, self.limits.block_size
+        leaving = [self.owner_of(r) for r in (*plan.evictions, *(request for request, _ in plan.failures))]
+        staying = [o for o in [*self.placed("running"), *self.placed("paused")] if o not in leaving]
+        if plan.evictions or self.paused_after(plan):
+            return {}
+        old = [chunk for chunk in plan.chunks if self.owner_of(chunk.request).place != "waiting"]
+        used = world.in_use(without=leaving)
+        growth = sum(math.ceil(c.end / size) > len(self.owner_of(c.request).table) for c in old)
+        tokens = self.limits.max_tokens - sum(chunk.length for chunk in old)
+        rows = self.limits.max_requests - len(staying)
+        computing = world.being_computed()
+        outcomes: dict[int, tuple] = {}
+        for owner in self.placed("waiting"):
+            if owner in leaving:
+                continue
+            matched = world.match(owner) if owner.reads else []
+            keys = owner.keys(size)
+            if owner.reads and len(matched) < len(keys) and computing.get(keys[len(matched)]):
+                outcomes[owner.name] = ("follow", *computing[keys[len(matched)]])
+                continue
+            length = len(owner.tokens)
+            start = min(len(matched) * size, length - 1)  # the resume rule
+            new = math.ceil(length / size) - len(matched)
+            blocks = new + len(set(matched) - used)
+            free = self.limits.total_blocks - len(used) - growth
+            may_cut = self.limits.chunked_prefill or length > self.limits.max_tokens
+            short = [
+                (resource, needed, there)
+                for resource, needed, there in (
+                    ("requests", 1, rows),
+                    ("blocks", blocks, free),
+                    ("tokens", 1 if may_cut else length - start, tokens),
+                )
+                if needed > there
+            ]
+            if short:
+                outcomes[owner.name] = ("refuse", *short[0])
+                break
+            end = min(length, start + tokens)
+            outcomes[owner.name] = ("admit", len(matched), new, start, end)
+            used |= set(matched)
+            growth, rows, tokens = growth + new, rows - 1, tokens - (end - start)
+            if not owner.opts_out:
+                for key in keys[len(matched) :]:
+                    computing.setdefault(key, set()).add(owner.name)
+        return outcomes
+
+    def paused_after(self, plan: StepPlan) -> bool:
+        paused = {self.requests[owner] for owner in self.placed("paused")} | set(plan.pauses)
+        return bool(paused - set(plan.resumes) - set(plan.evictions) - {request for request, _ in plan.failures})
+
+    def apply(self, plan: StepPlan, expected: dict[int, tuple]) -> None:
+        """The model follows the plan, and objects."""
+        actual: dict[int, tuple] = {}
+        for admission in plan.admissions:
+            chunk = admission.chunk
+            name = admission.request.request_id
+            actual[name] = ("admit", len(admission.matched), admission.new_blocks, chunk.start, chunk.end)
+        for refusal in plan.refusals:
+            if refusal.wait_for is None:
+                actual[refusal.request.request_id] = ("refuse", refusal.resource, refusal.needed, refusal.available)
+            else:
+                name = refusal.request.request_id
+                outcome, *leaders = expected.get(name, ("nothing",))
+                assert outcome == "follow", f"{name} waits for {refusal.wait_for}"
+                assert refusal.wait_for in leaders, f"{name} waits for {refusal.wait_for}, not one of {leaders}"
+                actual[name] = expected[name]
+        assert actual == expected
+        # Matches are pinned before anything is evicted.
+        for admission in plan.admissions:
+            owner = self.owner_of(admission.request)
+            self.world.share(owner, self.world.match(owner) if owner.reads else [])
+        self.apply_moves(plan)
+        for chunk in plan.chunks:
+            owner = self.owner_of(chunk.request)
+            if owner.place == "running":
+                self.world.take(owner, max(0, math.ceil(chunk.end / self.limits.block_size) - len(owner.table)))
+        for admission in plan.admissions:
+            self.enter(self.owner_of(admission.request), expected[admission.request.request_id])
+        for refusal in plan.refusals:
+            owner = self.owner_of(refusal.request)
+            self.waits += refusal.wait_for is not None and not owner.has_waited
+            owner.has_waited |= refusal.wait_for is not None
+        self.judge(plan)
+
+    def apply_moves(self, plan: StepPlan) -> None:
+        for request, _ in plan.failures:
+            owner = self.owner_of(request)
+            assert math.ceil(len(owner.tokens) / self.limits.block_size) > self.limits.total_blocks
+            self.world.release(owner)
+            owner.place = "ended"
+        for request in plan.evictions:
+            owner = self.owner_of(request)
+            assert len(owner.tokens) > owner.tokens_at_admission, "evicted before it got a token: that may never end"
+            self.send_back(owner)
+        for request in plan.pauses:
+            self.owner_of(request).place = "paused"
+        for request in plan.resumes:
+            self.owner_of(request).place = "running"
+        paused = self.placed("paused")
+        assert all(request.arrival > owner.name for request in plan.evictions for owner in paused)
+
+    def enter(self, owner: Owner, outcome: tuple) -> None:
+        _, matched, new, start, _ = outcome
+        self.world.take(owner, new)
+        owner.place, owner.computed, owner.published, owner.era = "running", start, matched, self.world.era
+        owner.tokens_at_admission = len(owner.tokens)
+        owner.first_match = matched if owner.first_match is None else owner.first_match
+        fresh = set(range(start)) - owner.known
+        owner.skipped += sum(position < owner.prompt for position in fresh)
+        owner.known |= fresh
+        self.hits += matched > 0
+        self.matched += matched
+
+    def count_computed(self, owner: Owner, positions: range) -> None:
+        """EX-2: the first reason that applies, for each token by itself."""
+        for position in positions:
+            if position in owner.known:
+                owner.again += 1
+            elif position < owner.prompt:
+                owner.reasons[self.reason(owner, position)] += 1
+            owner.known.add(position)
+
+    def reason(self, owner: Owner, position: int) -> str:
+        size = self.limits.block_size
+        if owner.opts_out:
+            return "opted_out"
+        if owner.wants_prompt_scores:
+            return "prompt_logprobs"
+        if position // size < len(owner.keys(size)) and self.was_matched(owner, position // size):
+            return "last_token"
+        return "not_cached" if position < owner.prompt // size * size else "partial_block"
+
+    def was_matched(self, owner: Owner, block: int) -> bool:
+        return block < self.requests[owner].shared_end // self.limits.block_size
+
+    def judge(self, plan: StepPlan) -> None:
+        """What a good plan leaves nobody to complain of."""
+        chunk_of = {chunk.request: chunk for chunk in plan.chunks}
+        assert len(chunk_of) == len(plan.chunks), "two chunks for a request"
+        assert chunk_of or not self.alive(), "requests are alive, and nothing is computed"
+        assert sum(chunk.length for chunk in plan.chunks) <= self.limits.max_tokens
+        for chunk in plan.chunks:
+            owner = self.owner_of(chunk.request)
+            assert owner.place == "running"
+            assert chunk.start == owner.computed < chunk.end <= len(owner.tokens)
+        if self.placed("paused"):
+            assert self.world.available == 0, "a request is paused beside blocks that it could have"
+            kept = {block for owner in self.placed("paused") for block in owner.table}
+            assert self.limits.paused_blocks is None or len(kept) <= self.limits.paused_blocks
+
+    # The same, seen from the model and from the scheduler
+
+    def alive(self) -> list[Owner]:
+        return [owner for owner in self.world.owners if owner.is_alive]
+
+    def placed(self, place: str) -> list[Owner]:
+        return [owner for owner in self.world.owners if owner.place == place]  # in order of arrival
+
+    def owner_of(self, request: Request) -> Owner:
+        return next(owner for owner, candidate in self.requests.items() if candidate is request)
+
+    def verify(self) -> None:
+        scheduler, world = self.scheduler, self.world
+        scheduler.check()
+        for name in ("waiting", "running", "paused"):
+            assert [r.request_id for r in getattr(scheduler.queues, name)] == [o.name for o in self.placed(name)]
+        use = scheduler.cache.use()
+        assert use.blocks_cached == len(world.cached)
+        assert use.blocks_evictable == len(world.left_at)
+        assert use.blocks_in_use == len(world.in_use())
+        assert use.blocks_evicted == world.evicted
+        counters = scheduler.counters
+        assert (counters.hits, counters.blocks_matched, counters.coordination_waits) == (
+            self.hits,
+            self.matched,
+            self.waits,
+        )
+        assert counters.skipped_tokens == sum(owner.skipped for owner in world.owners)
+        pairs = set()
+        for owner in world.owners:
+            request = self.requests[owner]
+            self.verify_request(owner, request)
+            pairs |= set(zip(request.block_table, owner.table, strict=True))
+        assert len({real for real, _ in pairs}) == len({one for _, one in pairs}) == len(pairs), "shared otherwise"
+
+    def verify_request(self, owner: Owner, request: Request) -> None:
+        assert request.tokens == owner.tokens
+        assert request.computed_end == owner.computed
+        assert request.ledger.skipped == owner.skipped
+        assert request.recomputed_tokens == owner.again
+        assert dict(request.ledger.reasons) == dict(owner.reasons)
+        assert request.ledger.matched_blocks == owner.first_match
+        if self.key_weights[owner] == self.weights and not owner.opts_out:
+            found = self.scheduler.cache.match(request.digests)
+            assert len(found) == len(self.world.match(owner)), "another match than its tokens deserve"
+
+
+def described(plan: StepPlan) -> dict:
+    """Everything but the errors, which have no equality."""
+    return vars(plan) | {"failures": [request for request, _ in plan.failures]}

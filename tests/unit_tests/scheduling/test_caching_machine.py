@@ -1,0 +1,303 @@
+"""KV-2 to KV-6, KV-13, EX-1 to EX-4, EX-8: any life of any requests that share prefixes, and what would break it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from megatron_ext.prefix_cache.block_pool import BlockId
+from megatron_ext.prefix_cache.cache import PrefixCache
+from megatron_ext.prefix_cache.eviction import LeafFirstLru, RefZero
+from megatron_ext.scheduling import planner, scheduler
+from megatron_ext.scheduling.accounting import PrefillLedger
+from megatron_ext.scheduling.coordination import BlocksInFlight
+from megatron_ext.scheduling.planner import Admission, Refusal, StepPlan
+from megatron_ext.scheduling.request import Chunk, Request
+from megatron_ext.scheduling.scheduler import Scheduler
+from tests.unit_tests.scheduling.caching_machine import CachingMachine
+
+COMMON = {
+    "deadline": None,
+    "stateful_step_count": 20,
+    "suppress_health_check": [HealthCheck.too_slow, HealthCheck.filter_too_much],
+    "database": None,
+}
+CachingMachine.TestCase.settings = settings(
+    max_examples=80, phases=[Phase.generate, Phase.shrink], print_blob=True, **COMMON
+)
+TestCaching = CachingMachine.TestCase
+
+
+# Negative controls: a scheduler with one mistake, and the machine must object.
+
+
+def forgets_that_matches_are_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PrefixCache, "is_retired", lambda self, block: False)
+
+
+def pins_after_others_have_grown(monkeypatch: pytest.MonkeyPatch) -> None:
+    pin, admit, late = PrefixCache.pin, Scheduler._admit, []
+
+    def pin_later(self: PrefixCache, blocks: Iterable[BlockId]) -> None:
+        late.append(blocks) if isinstance(blocks, tuple) else pin(self, blocks)  # admissions have tuples
+
+    def admit_late(self: Scheduler, admission: Admission) -> None:
+        while late:
+            pin(self.cache, late.pop())
+        admit(self, admission)
+
+    monkeypatch.setattr(PrefixCache, "pin", pin_later)
+    monkeypatch.setattr(Scheduler, "_admit", admit_late)
+
+
+def publishes_what_is_yet_to_be_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    schedule = Scheduler.schedule
+
+    def schedule_and_publish(self: Scheduler) -> StepPlan:
+        plan = schedule(self)
+        for chunk in plan.chunks:
+            chunk.request.computed_end = chunk.end
+            self._publish(chunk.request)
+            chunk.request.computed_end = chunk.start
+        return plan
+
+    monkeypatch.setattr(Scheduler, "schedule", schedule_and_publish)
+
+
+def publishes_a_failed_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    abandon = Scheduler.abandon
+
+    def publish_and_abandon(self: Scheduler, chunks: Sequence[Chunk], reason: str) -> None:
+        for chunk in chunks:
+            chunk.request.computed_end = chunk.end
+            self._publish(chunk.request)
+        abandon(self, chunks, reason)
+
+    monkeypatch.setattr(Scheduler, "abandon", publish_and_abandon)
+
+
+def releases_parents_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    release = PrefixCache.release
+    monkeypatch.setattr(PrefixCache, "release", lambda self, table: release(self, list(table)[::-1]))
+
+
+def evicts_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LeafFirstLru, "evict", lambda self: self._retired.popitem(last=True)[0])
+
+
+def evicts_by_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block that is used again keeps its old place in the line."""
+    retire, places = LeafFirstLru.retire, {}
+
+    def retire_at_old_place(self: LeafFirstLru, block: BlockId) -> bool:
+        retire(self, block)
+        places.setdefault(block, len(places))
+        self._retired = type(self._retired)(sorted(self._retired.items(), key=lambda item: places[item[0]]))
+        return True
+
+    monkeypatch.setattr(LeafFirstLru, "retire", retire_at_old_place)
+
+
+def ref_zero_keeps_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("__init__", "retire", "revive", "evict", "clear", "__len__", "__iter__", "__contains__"):
+        monkeypatch.setattr(RefZero, name, getattr(LeafFirstLru, name))
+
+
+def keeps_duplicates(monkeypatch: pytest.MonkeyPatch) -> None:
+    publish = PrefixCache.publish
+
+    def publish_unless_known(self: PrefixCache, digest: bytes, block: BlockId, parent: bytes | None) -> BlockId:
+        return block if self.match([digest]) else publish(self, digest, block, parent)
+
+    monkeypatch.setattr(PrefixCache, "publish", publish_unless_known)
+
+
+def hits_one_block_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last block that is matched is taken for one more, of other contents."""
+    match = PrefixCache.match
+
+    def stretch(self: PrefixCache, digests: Sequence[bytes]) -> list[BlockId]:
+        blocks = match(self, digests)
+        stranger = next((block for block in self._policy if block not in blocks), None)
+        return [*blocks, stranger] if stranger is not None and len(blocks) < len(digests) else blocks
+
+    monkeypatch.setattr(PrefixCache, "match", stretch)
+
+
+def ignores_the_salt(monkeypatch: pytest.MonkeyPatch) -> None:
+    root = scheduler.root_digest
+    monkeypatch.setattr(scheduler, "root_digest", lambda fields: root(fields[:3]))
+
+
+def caches_for_who_opted_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    start_chain = Scheduler._start_chain
+
+    def start_anyway(self: Scheduler, request: Request) -> None:
+        wish = request.params.enable_prefix_caching
+        object.__setattr__(request.params, "enable_prefix_caching", True)
+        start_chain(self, request)
+        object.__setattr__(request.params, "enable_prefix_caching", wish)
+
+    monkeypatch.setattr(Scheduler, "_start_chain", start_anyway)
+
+
+def skips_tokens_whose_scores_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "reads_cache", lambda request: request.chain is not None)
+
+
+def writes_shared_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    admit = Scheduler._admit
+
+    def forget_what_is_shared(self: Scheduler, admission: Admission) -> None:
+        admit(self, admission)
+        admission.request.shared_end = 0
+
+    monkeypatch.setattr(Scheduler, "_admit", forget_what_is_shared)
+
+
+def resumes_a_token_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "resume_position", lambda length, matched: min(matched + 1, length - 1))
+
+
+def resumes_a_token_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    resume = planner.resume_position
+    monkeypatch.setattr(planner, "resume_position", lambda length, matched: max(0, resume(length, matched) - 1))
+
+
+def mourns_a_leader_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BlocksInFlight, "discard", lambda self, request_id: None)
+
+
+def follows_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "_leader", lambda *args: None)
+
+
+def sees_no_leader_of_the_same_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    leader = planner._leader
+    monkeypatch.setattr(
+        planner, "_leader", lambda request, matched, planned, in_flight: leader(request, matched, {}, in_flight)
+    )
+
+
+def lets_nobody_overtake_followers(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan_admissions = planner._plan_admissions
+
+    def cut_off(*args: object) -> object:
+        entry = plan_admissions(*args)
+        followers = [refusal.request.arrival for refusal in entry.refusals if refusal.wait_for is not None]
+        entry.admissions[:] = [a for a in entry.admissions if a.request.arrival < min(followers, default=1 << 30)]
+        return entry
+
+    monkeypatch.setattr(planner, "_plan_admissions", cut_off)
+
+
+def counts_every_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    note = Scheduler._note_follower
+
+    def note_again(self: Scheduler, refusal: Refusal) -> None:
+        refusal.request.has_followed = False
+        note(self, refusal)
+
+    monkeypatch.setattr(Scheduler, "_note_follower", note_again)
+
+
+def counts_hits_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    schedule = Scheduler.schedule
+
+    def count_first(self: Scheduler) -> StepPlan:
+        plan = schedule(self)
+        if plan.refusal is not None:
+            self.counters.hits += bool(self.cache.match(plan.refusal.request.digests))
+        return plan
+
+    monkeypatch.setattr(Scheduler, "schedule", count_first)
+
+
+def counts_skipped_tokens_at_each_admission(monkeypatch: pytest.MonkeyPatch) -> None:
+    admit = PrefillLedger.admit
+
+    def admit_afresh(self: PrefillLedger, *args: object) -> None:
+        self._known_end = 0
+        admit(self, *args)
+
+    monkeypatch.setattr(PrefillLedger, "admit", admit_afresh)
+
+
+def publishes_what_began_before_a_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+    reset = PrefixCache.reset
+
+    def stay_in_the_epoch(self: PrefixCache) -> None:
+        reset(self)
+        self.epoch -= 1
+
+    monkeypatch.setattr(PrefixCache, "reset", stay_in_the_epoch)
+
+
+def keeps_old_keys_in_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    def change_weights(self: Scheduler) -> None:
+        self._weights_version += 1
+        self.reset_prefix_cache()
+
+    monkeypatch.setattr(Scheduler, "weights_changed", change_weights)
+
+
+def survives_a_suspend(monkeypatch: pytest.MonkeyPatch) -> None:
+    def suspend(self: Scheduler) -> None:
+        for request in [*self.queues.running, *self.queues.paused]:
+            self._requeue(request)
+
+    monkeypatch.setattr(Scheduler, "suspend", suspend)
+
+
+def never_caches_generated_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    publish = Scheduler._publish
+
+    def publish_prompts(self: Scheduler, request: Request) -> None:
+        if not request.is_decoding and request.computed_end <= request.prompt_length:
+            publish(self, request)
+
+    monkeypatch.setattr(Scheduler, "_publish", publish_prompts)
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        forgets_that_matches_are_pinned,
+        pins_after_others_have_grown,
+        publishes_what_is_yet_to_be_computed,
+        publishes_a_failed_step,
+        releases_parents_first,
+        evicts_the_newest,
+        evicts_by_first_use,
+        ref_zero_keeps_blocks,
+        keeps_duplicates,
+        hits_one_block_too_many,
+        ignores_the_salt,
+        caches_for_who_opted_out,
+        skips_tokens_whose_scores_are_wanted,
+        writes_shared_blocks,
+        resumes_a_token_late,
+        resumes_a_token_early,
+        mourns_a_leader_for_ever,
+        follows_nobody,
+        sees_no_leader_of_the_same_step,
+        lets_nobody_overtake_followers,
+        counts_every_wait,
+        counts_hits_that_are_refused,
+        counts_skipped_tokens_at_each_admission,
+        publishes_what_began_before_a_reset,
+        keeps_old_keys_in_the_queue,
+        survives_a_suspend,
+        never_caches_generated_tokens,
+    ],
+)
+def test_the_machine_finds_a_planted_mistake(
+    plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+):
+    plant(monkeypatch)
+    quick = settings(max_examples=300, phases=[Phase.generate], derandomize=True, report_multiple_bugs=False, **COMMON)
+    with pytest.raises(AssertionError):
+        run_state_machine_as_test(CachingMachine, settings=quick)

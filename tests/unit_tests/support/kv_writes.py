@@ -1,0 +1,85 @@
+"""KV-3: every write to the KV cache, caught below the engine, with the place it goes to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_ext.mcore.context import InferenceContext
+from megatron_ext.scheduling.request import Request
+
+
+class _Catch(TorchDispatchMode):
+    """Notes the operators that write to one tensor's memory: `places[i]` are indices of a flattened cache."""
+
+    def __init__(self, pool: Tensor) -> None:
+        super().__init__()
+        self._pool = pool.untyped_storage().data_ptr()
+        self.places: list[np.ndarray] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func._schema.is_mutable and self._writes_pool(func, args, kwargs or {}):
+            assert func is torch.ops.aten.index_copy_.default, f"{func} writes to the KV cache"
+            self.places.append(args[2].numpy().copy())
+        return func(*args, **(kwargs or {}))
+
+    def _writes_pool(self, func, args: tuple, kwargs: dict) -> bool:
+        values = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+        written = [values.get(a.name) for a in func._schema.arguments if a.alias_info and a.alias_info.is_write]
+        return any(isinstance(t, Tensor) and t.untyped_storage().data_ptr() == self._pool for t in written)
+
+
+class KvWrites:
+    """Checks each forward of an engine: K and V of every layer go to blocks that are their request's alone.
+
+    Args:
+        context: Of the engine.
+        shared_blocks: Of a request, the blocks that it found in the cache.
+    """
+
+    def __init__(self, context: InferenceContext, shared_blocks: Callable[[Request], set[int]]) -> None:
+        self._context = context
+        self._shared_blocks = shared_blocks
+        self.count = 0  # tokens written to blocks
+        self.dropped = 0  # tokens whose KV is in a shared block already
+
+    def watch(self, forward: Callable[[dict], Tensor], inputs: dict) -> Tensor:
+        """Run `forward` under watch."""
+        catch = _Catch(self._context.memory_buffer)
+        with catch:
+            result = forward(inputs)
+        assert len(catch.places) == 2 * self._context.num_attention_layers
+        protected = self._protected()
+        for places in catch.places:
+            self._check(places, protected)
+        return result
+
+    def _protected(self) -> set[int]:
+        """Blocks with contents that somebody else could read, now or later, or that are complete."""
+        pool, queues = self._context.scheduler.blocks, self._context.scheduler.queues
+        protected = set(pool.withheld)
+        for request in [*queues.running, *queues.paused]:
+            protected |= set(request.block_table[: request.computed_end // self._context.block_size_tokens])
+            protected |= self._shared_blocks(request)
+            protected |= {block for block in request.block_table if pool.references(block) > 1}
+        return protected
+
+    def _check(self, places: np.ndarray, protected: set[int]) -> None:
+        size, dummy = self._context.block_size_tokens, self._context.geometry.blocks
+        tokens = [(chunk.request, p) for chunk in self._context.step.chunks for p in range(chunk.start, chunk.end)]
+        for place, (request, position) in zip(places.tolist(), tokens, strict=True):
+            block, offset = divmod(place, size)
+            own = request.block_table[position // size]
+            name = f"token {position} of request {request.request_id}"
+            assert offset == position % size, f"{name} is written to place {offset} of its block"
+            if block == dummy:
+                assert own in protected, f"the KV of {name} is lost"
+                self.dropped += 1
+            else:
+                assert block not in protected, f"{name} is written to block {block}, which is shared or cached"
+                assert block == own, f"{name} is written to block {block}, not to its own {own}"
+                self.count += 1
