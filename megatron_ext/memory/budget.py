@@ -144,8 +144,8 @@ def check_fits(geometry: Geometry, available_bytes: int) -> None:
     if geometry.pool_bytes > available_bytes:
         raise ConfigError(
             f"KV blocks, live states and snapshots need {_gigabytes(geometry.pool_bytes)} GB, and "
-            f"{available_bytes / GIB:.1f} GB of memory are free; give a smaller --inference-dynamic-batching-buffer-size-gb, "
-            "-block-count or -prefix-caching-mamba-gb"
+            f"{available_bytes / GIB:.1f} GB of memory are free; give a smaller "
+            "--inference-dynamic-batching-buffer-size-gb, -block-count or -prefix-caching-mamba-gb"
         )
 
 

@@ -212,7 +212,7 @@ class TestSnapshots:
 
     def test_too_little_for_one_names_what_would_do(self):
         with pytest.raises(
-            ConfigError, match="mamba-gb 0.0005 is too small for one snapshot of 1048576 bytes"
+            ConfigError, match=r"mamba-gb 0\.0005 is too small for one snapshot of 1048576 bytes"
         ) as caught:
             self.slots(snapshot_buffer_gb=0.0005)
         number = float(re.search(r"([0-9.]+) would do", str(caught.value)).group(1))

@@ -11,7 +11,7 @@ from megatron_ext.scheduling.record import Status
 from megatron_ext.serving.report import print_geometry, print_report, progress_bar, summary
 from megatron_ext.serving.submission import Pass
 
-HYBRID = Geometry(64, 131072, 292864, 143, 8048, 0, 64, 64, None)
+HYBRID = Geometry(64, 131072, 292864, 143, 8048, 5, 64, 64, 65)
 
 
 def printed(function, *arguments) -> str:
@@ -53,12 +53,14 @@ def test_geometry(record):
     """EX-6: the effective sizes, in one place, at start-up."""
     text = printed(print_geometry, HYBRID, "a model")
     assert "8048 blocks of 64 tokens and 131,072 bytes" in text
-    assert "64 live ones of 292,864 bytes, as much as the KV of 143 tokens" in text
+    assert "64 live ones and 5 snapshots of 292,864 bytes each, as much as the KV of 143 tokens" in text
+    assert "hits from 65 tokens on" in text
 
 
 def test_geometry_without_recurrent_layers():
     text = printed(print_geometry, Geometry(64, 131072, 0, 0, 8048, 0, 0, 64, None), "a model")
     assert "states" not in text
+    assert "nothing is skipped" in text
 
 
 def test_progress_bar_is_silent_where_nobody_looks(capsys):
