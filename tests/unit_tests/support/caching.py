@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import pytest
 
 from megatron_ext.config import CacheConfig, EvictionPolicyName
+from megatron_ext.mcore import attention
 from megatron_ext.scheduling.record import RequestRecord
 from tests.unit_tests.support.cache_model import CacheModel
 from tests.unit_tests.support.driver import Driver
@@ -53,3 +57,23 @@ class CachingDriver(Driver):
     def skipped(self, *request_ids: int) -> list[int]:
         """Prompt tokens that were not computed, of these ended requests."""
         return [self.records[request_id].skipped_prefill_token_count for request_id in request_ids]
+
+
+class Broken(RuntimeError):
+    """What a failing forward raises."""
+
+
+@contextlib.contextmanager
+def failing_forward(layer: int = 1) -> Iterator[None]:
+    """Within it, attention raises in its `layer`-th call, when earlier layers have written their KV; once."""
+    calls = iter(range(1_000_000))
+    operator = attention.paged_attention
+
+    def call(*args: object, **kwargs: object) -> object:
+        if next(calls) == layer:
+            raise Broken("the device is gone")
+        return operator(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "paged_attention", call)
+        yield

@@ -1,0 +1,182 @@
+"""EX-4: nothing cached before a reset, or with other weights, is matched after; requests in flight publish nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from megatron_ext.mcore.weights import mark_weights_changed
+from tests.unit_tests.support.caching import BLOCK, POLICIES, CachingDriver
+from tests.unit_tests.support.driver import assert_equals_oracle, make_prompt
+from tests.unit_tests.support.models import ATTENTION_ONLY, build_slow_decay
+from tests.unit_tests.support.oracle import Oracle
+
+PROMPT = make_prompt(6 * BLOCK + 4)
+
+FORGET: dict[str, Callable[[CachingDriver], None]] = {
+    "reset_prefix_cache": lambda driver: driver.engine.reset_prefix_cache(),
+    "weights_changed": lambda driver: driver.engine.weights_changed(),
+    "a_loader": lambda driver: mark_weights_changed(driver.engine.controller.inference_wrapped_model.model),
+}
+
+
+@pytest.fixture(params=["reset_prefix_cache", "weights_changed"])
+def forget(request) -> Callable[[CachingDriver], None]:
+    return FORGET[request.param]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+class TestForgetting:
+    """The weights stay as they are here, so that every request equals the oracle."""
+
+    def test_of_what_nobody_uses(self, get_caching_driver, oracle, policy, forget):
+        driver = get_caching_driver(policy=policy)
+        for request_id in range(4):
+            if request_id == 2:
+                forget(driver)
+            driver.add(request_id, PROMPT)
+            driver.run()
+            assert_equals_oracle(driver, request_id, oracle)
+        assert driver.skipped(0, 1, 2, 3) == ([0, 96, 0, 96] if policy == "lru" else [0] * 4)
+
+    def test_while_requests_decode_and_prefill(self, get_caching_driver, oracle, policy, forget):
+        """They go on, unharmed and unshared; the first one that comes after publishes again, and has followers."""
+        driver = get_caching_driver(policy=policy, max_tokens=40)
+        driver.add(0, PROMPT, num_tokens_to_generate=40)
+        for _ in range(3):
+            driver.step()
+        driver.add(1, [*PROMPT, *make_prompt(61, seed=1)])
+        driver.step()
+        assert driver.engine.get_request(1).computed_end == 96 + 39
+        forget(driver)
+        driver.step()
+        assert driver.scheduler.cache.use().blocks_cached == 0
+        for request_id in (2, 3):
+            driver.add(request_id, [*PROMPT, *make_prompt(61, seed=1)])
+        driver.run()
+        assert driver.skipped(0, 1, 2, 3) == [0, 96, 0, 160]
+        for request_id in range(4):
+            assert_equals_oracle(driver, request_id, oracle)
+
+    def test_while_followers_wait(self, get_caching_driver, oracle, policy, forget):
+        """Their leader publishes nothing any more: the first of them leads the others."""
+        driver = get_caching_driver(policy=policy, max_tokens=40)
+        for request_id in range(3):
+            driver.add(request_id, PROMPT)
+        driver.step()
+        forget(driver)
+        driver.run()
+        assert driver.skipped(0, 1, 2) == [0, 0, 96]
+        for request_id in range(3):
+            assert_equals_oracle(driver, request_id, oracle)
+
+    def test_an_evicted_request_comes_back_to_an_empty_cache(self, get_caching_driver, oracle, policy, forget):
+        """And publishes again, since all its KV is computed after the reset."""
+        driver = get_caching_driver(policy=policy, block_count=3, paused_buffer_size_gb=0)
+        driver.add(0, PROMPT[:20], num_tokens_to_generate=10)
+        driver.add(1, make_prompt(BLOCK, seed=1), num_tokens_to_generate=20)
+        driver.step()
+        driver.step()
+        assert [request.request_id for request in driver.scheduler.queues.waiting] == [1]
+        forget(driver)
+        while driver.engine.get_request(1).state_row is None:
+            driver.step()
+        driver.add(2, make_prompt(BLOCK, seed=1), num_tokens_to_generate=1)
+        driver.run()
+        assert driver.model.books[1].matched == [0, 0]
+        assert driver.skipped(2) == [15]
+        for request_id in range(3):
+            assert_equals_oracle(driver, request_id, oracle)
+
+
+def overwrite(model: torch.nn.Module, seed: int) -> None:
+    """New weights, in place."""
+    model.load_state_dict(build_slow_decay(ATTENTION_ONLY, seed=seed).state_dict())
+
+
+class TestNewWeights:
+    """Weights that do change: outputs are those of the new ones."""
+
+    @pytest.fixture
+    def driver(self) -> CachingDriver:
+        return CachingDriver(build_slow_decay(ATTENTION_ONLY), ATTENTION_ONLY)
+
+    @pytest.mark.parametrize("tell", ["weights_changed", "a_loader"])
+    def test_outputs_follow(self, driver, tell):
+        model = driver.engine.controller.inference_wrapped_model.model
+        driver.add(0, PROMPT)
+        driver.run()
+        overwrite(model, seed=6)
+        FORGET[tell](driver)
+        for request_id in (1, 2):
+            driver.add(request_id, PROMPT)
+            driver.run()
+        assert driver.skipped(1, 2) == [0, 96]
+        new = Oracle(model)
+        assert new.greedy(PROMPT, 8).tokens != driver.records[0].generated_tokens
+        for request_id in (1, 2):
+            assert_equals_oracle(driver, request_id, new)
+
+    def test_nobody_told_the_engine(self, driver):
+        """Negative control: without the call old KV is matched, and the comparison sees it."""
+        model = driver.engine.controller.inference_wrapped_model.model
+        driver.add(0, PROMPT)
+        driver.run()
+        overwrite(model, seed=6)
+        driver.add(1, PROMPT)
+        driver.run()
+        assert driver.skipped(1) == [96]
+        with pytest.raises(AssertionError):
+            assert_equals_oracle(driver, 1, Oracle(model))
+
+    def test_while_suspended(self, driver):
+        """As an RL refit does it: what waits is computed with the new weights only, generated tokens kept."""
+        model = driver.engine.controller.inference_wrapped_model.model
+        driver.add(0, PROMPT, num_tokens_to_generate=12)
+        driver.add(1, PROMPT)
+        for _ in range(4):
+            driver.step()
+        kept = len(driver.engine.get_request(0).generated_tokens)
+        driver.engine.suspend()
+        overwrite(model, seed=6)
+        driver.engine.weights_changed()
+        driver.engine.resume()
+        driver.run()
+        driver.add(2, PROMPT)
+        driver.run()
+        assert driver.skipped(2) == [96]
+        new = Oracle(model)
+        assert_equals_oracle(driver, 2, new)
+        tokens = driver.records[0].generated_tokens
+        after = new.greedy([*PROMPT, *tokens[:kept]], 12 - kept)
+        assert tokens[kept:] == after.tokens
+
+    def test_two_engines_around_one_model(self, driver):
+        """The version is the model's: an engine that was not told notices before its next step."""
+        other = CachingDriver(driver.engine.controller.inference_wrapped_model.model, ATTENTION_ONLY)
+        other.add(0, PROMPT)
+        other.run()
+        overwrite(driver.engine.controller.inference_wrapped_model.model, seed=6)
+        driver.engine.weights_changed()
+        other.add(1, PROMPT)
+        other.run()
+        assert other.skipped(1) == [0]
+        assert_equals_oracle(other, 1, Oracle(driver.engine.controller.inference_wrapped_model.model))
+
+
+def test_an_engines_reset_empties_its_cache(get_caching_driver, oracle):
+    """EX-4: as upstream's `reset` does; counters start again."""
+    driver = get_caching_driver()
+    driver.add(0, PROMPT)
+    driver.run()
+    driver.engine.reset()
+    driver.watch_scheduler()
+    driver.records.clear()
+    for request_id in (1, 2):
+        driver.add(request_id, PROMPT)
+        driver.run()
+        assert_equals_oracle(driver, request_id, oracle)
+    assert driver.skipped(1, 2) == [0, 96]
+    assert driver.engine.lifetime_skipped_token_count == 96
