@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+from collections.abc import Iterable
 
 from megatron_ext.config import RequestParams
 from megatron_ext.prefix_cache.cache import PrefixCache
-from megatron_ext.scheduling.planner import Limits
+from megatron_ext.scheduling.planner import Limits, StepPlan
 from megatron_ext.scheduling.queue import Queues
 from megatron_ext.scheduling.request import Request
+from megatron_ext.scheduling.scheduler import Scheduler
 
 # Blocks of 4 tokens, so that sizes are easy to follow by hand.
 LIMITS = Limits(
@@ -97,3 +99,35 @@ def frozen(queues: Queues) -> list[list[tuple[int, bytes]]]:
         [(id(request), pickle.dumps(vars(request))) for request in queue]
         for queue in (queues.waiting, queues.running, queues.paused)
     ]
+
+
+def request_of(arrival: int, tokens: Iterable[int], **params: object) -> Request:
+    """A request of these tokens, its id its arrival."""
+    return Request(arrival, tuple(tokens), RequestParams(**params), arrival=arrival, seed=arrival)
+
+
+def add(scheduler: Scheduler, *requests: Request) -> None:
+    """Let them wait."""
+    for request in requests:
+        scheduler.add(request)
+
+
+def step(scheduler: Scheduler) -> StepPlan:
+    """Schedule, commit, give every request that is due a token nobody else has."""
+    plan = scheduler.schedule()
+    scheduler.commit(plan.chunks)
+    for chunk in plan.chunks:
+        if chunk.yields_token:
+            chunk.request.append(1000 * (chunk.request.arrival + 1) + len(chunk.request.tokens))
+    scheduler.check()
+    return plan
+
+
+def admitted(plan: StepPlan) -> list[tuple[int, int, int]]:
+    """(request, matched blocks, new blocks) of each admission."""
+    return [(one.request.request_id, len(one.matched), one.new_blocks) for one in plan.admissions]
+
+
+def followers(plan: StepPlan) -> dict[int, int]:
+    """Who waits for whom."""
+    return {one.request.request_id: one.wait_for for one in plan.refusals if one.wait_for is not None}

@@ -4,39 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_ext.config import EvictionPolicyName, RequestParams
-from megatron_ext.scheduling.planner import StepPlan
+from megatron_ext.config import EvictionPolicyName
 from megatron_ext.scheduling.record import Status
-from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
-from tests.unit_tests.scheduling.builders import make_limits
+from tests.unit_tests.scheduling.builders import add, admitted, make_limits, request_of, step
 
 LRU, REF_ZERO = EvictionPolicyName.LRU, EvictionPolicyName.REF_ZERO
-
-
-def request_of(arrival: int, tokens: object, **params: object) -> Request:
-    return Request(arrival, tuple(tokens), RequestParams(**params), arrival=arrival, seed=arrival)
-
-
-def add(scheduler: Scheduler, *requests: Request) -> None:
-    for request in requests:
-        scheduler.add(request)
-
-
-def step(scheduler: Scheduler) -> StepPlan:
-    """Schedule, commit, give every request that is due a token nobody else has."""
-    plan = scheduler.schedule()
-    scheduler.commit(plan.chunks)
-    for chunk in plan.chunks:
-        if chunk.yields_token:
-            chunk.request.append(1000 * (chunk.request.arrival + 1) + len(chunk.request.tokens))
-    scheduler.check()
-    return plan
-
-
-def admitted(plan: StepPlan) -> list[tuple[int, int, int]]:
-    """(request, matched blocks, new blocks) of each admission."""
-    return [(one.request.request_id, len(one.matched), one.new_blocks) for one in plan.admissions]
 
 
 @pytest.mark.parametrize("policy", [LRU, REF_ZERO])
