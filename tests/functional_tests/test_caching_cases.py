@@ -1,0 +1,162 @@
+"""Golden values of runs with prefix caching see the cache: what each case is for is in them, and is lost without it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from megatron_ext.prefix_cache import hash_chain
+from tests.functional_tests.cases import Case, find_cases
+from tests.functional_tests.checker import differences, requests
+from tests.priority import TestPriority
+from tools.run_inference import main
+
+pytestmark = pytest.mark.priority(TestPriority.CRITICAL)
+
+GOLDEN = {case.name: case.golden_values() for case in find_cases()}
+CACHING = [case for case in find_cases() if GOLDEN[case.name]["prefix_cache"] is not None]
+OUTCOME = ["generated_tokens", "generated_text", "logprobs"]
+OFF = "--no-inference-dynamic-batching-enable-prefix-caching"
+each_caching_case = pytest.mark.parametrize("case", CACHING, ids=lambda case: case.name)
+
+
+@pytest.fixture
+def run_here(tmp_path, monkeypatch) -> Callable[..., dict[str, Any]]:
+    """A function: the results of a case with more flags, run in this process."""
+
+    def run(case: Case, *flags: str) -> dict[str, Any]:
+        monkeypatch.chdir(case.folder)
+        output = tmp_path / "results.json"
+        assert main([*case.flags, *flags, "--output-path", str(output), "--output-request-events"]) == 0
+        return json.loads(output.read_text(encoding="utf-8"))
+
+    return run
+
+
+def entries(name: str) -> list[dict[str, Any]]:
+    """Golden values of a case's requests, in order of submission."""
+    return list(requests(GOLDEN[name]).values())
+
+
+def token_ids(entry: dict[str, Any]) -> list[int]:
+    """A prompt of the null tokenizer."""
+    return [int(token) for token in entry["input_prompt"].split()]
+
+
+def test_there_are_caching_cases():
+    assert {f"attention/{name}" for name in ("chat", "shared_prefix", "eviction_lru", "eviction_ref_zero")} <= set(
+        GOLDEN
+    )
+    assert len(CACHING) >= 6
+
+
+@each_caching_case
+def test_something_was_skipped(case: Case):
+    """KV-11, EX-2: and every prompt token is skipped or computed, with a reason."""
+    golden = GOLDEN[case.name]
+    assert golden["lifetime_skipped_token_count"] > 0
+    assert golden["prefix_cache"]["hits"] > 0
+    skipped = computed = recomputed = 0
+    for entry in requests(golden).values():
+        assert sum(entry["prefill_reasons"].values()) == entry["computed_prefill_token_count"]
+        assert (
+            entry["skipped_prefill_token_count"] + entry["computed_prefill_token_count"] == entry["prompt_token_count"]
+        )
+        skipped += entry["skipped_prefill_token_count"]
+        computed += entry["computed_prefill_token_count"]
+        recomputed += entry["recomputed_token_count"]
+    assert golden["lifetime_skipped_token_count"] == skipped
+    assert golden["lifetime_prefill_token_count"] == computed + recomputed
+
+
+@each_caching_case
+def test_the_cache_changes_counts_and_nothing_else(case: Case, run_here):
+    """KV-8: with caching off tokens and log-probs are the same, and the golden counts are not."""
+    off = run_here(case, OFF)
+    assert differences(GOLDEN[case.name], off, OUTCOME) == []
+    assert differences(GOLDEN[case.name], off, ["counts"])
+    assert off["prefix_cache"] is None
+    assert off["lifetime_skipped_token_count"] == 0
+    for entry in requests(off).values():
+        assert set(entry["prefill_reasons"]) <= {"caching_off", "opted_out"}
+
+
+@each_caching_case
+def test_wrong_hits_are_seen(case: Case, run_here, monkeypatch):
+    """Negative control of KV-1: with keys that do not cover the tokens, prompts hit blocks of other texts."""
+    right = hash_chain.block_digests
+    monkeypatch.setattr(
+        hash_chain, "block_digests", lambda parent, tokens, size: right(parent, [0] * len(tokens), size)
+    )
+    assert differences(GOLDEN[case.name], run_here(case), OUTCOME)
+
+
+def test_a_conversation_hits_its_own_answers():
+    """EX-1: what is matched reaches beyond the prompt of the turn before, into blocks that were completed in decode."""
+    turns = entries("attention/chat")
+    for before, after in ((0, 2), (1, 3), (2, 4), (3, 5)):
+        known = token_ids(turns[before]) + turns[before]["generated_tokens"]
+        assert token_ids(turns[after])[: len(known)] == known, "the prompts are not this model's: write them anew"
+        computed = len(known) - 1  # the last token was sampled, and never computed
+        assert turns[after]["skipped_prefill_token_count"] == computed // 8 * 8
+        assert turns[after]["skipped_prefill_token_count"] > turns[before]["prompt_token_count"]
+    assert turns[6]["generated_tokens"] == turns[4]["generated_tokens"]
+    assert turns[7]["prefill_reasons"] == {"last_token": 1}
+
+
+def test_a_shared_prefix_is_computed_once():
+    """KV-6: all behind the system prompt hit it; of three with a new prefix two wait, and are overtaken."""
+    first, *others = entries("attention/shared_prefix")
+    assert first["skipped_prefill_token_count"] == 0
+    system, new = others[:3] + others[-1:], others[3:6]
+    assert [entry["skipped_prefill_token_count"] for entry in system] == [40] * 4
+    assert [entry["skipped_prefill_token_count"] for entry in new] == [0, 32, 32]
+    assert GOLDEN["attention/shared_prefix"]["prefix_cache"]["coordination_waits"] == 2
+
+
+def test_each_policy_evicts_in_its_own_way():
+    """KV-4: `lru` keeps what fits and evicts the ends of sequences first; `ref_zero` keeps nothing that nobody uses."""
+    lru, ref_zero = (GOLDEN[f"attention/eviction_{policy}"] for policy in ("lru", "ref_zero"))
+    assert differences(lru, ref_zero, ["generated_tokens"]) == []
+    assert lru["prefix_cache"]["blocks_evicted"] > 0
+    assert lru["prefix_cache"]["blocks_cached"] > 0
+    assert ref_zero["prefix_cache"]["blocks_cached"] == 0
+    first, *later = [entry["matched_block_count"] for entry in requests(lru).values()]
+    assert (first, later) == (0, [3, 0, 4, 0, 4, 3, 3, 0, 0])
+    assert [entry["matched_block_count"] for entry in requests(ref_zero).values()] == [0, 3, 0, 0, 0, 0, 0, 0, 0, 0]
+
+
+def test_an_evicted_request_finds_its_own_blocks():
+    """KV-13: what it had computed is cached as long as there is room, and is not computed again."""
+    for policy, is_kept in (("lru", True), ("ref_zero", False)):
+        evicted = [
+            entry
+            for entry in entries(f"attention/eviction_{policy}")
+            if "EVICT" in [event["type"] for event in entry["events"]]
+        ]
+        assert evicted
+        assert all((entry["recomputed_token_count"] == 0) is is_kept for entry in evicted)
+
+
+def test_a_cached_prefix_is_skipped_in_one_go():
+    """FX-3: prefill takes as many steps as what is not cached needs, however long the prompt is."""
+    for entry in entries("attention/chunked_warm")[:4]:  # the last two share a step's tokens
+        prefill_steps = -(-entry["computed_prefill_token_count"] // 20)
+        assert entry["step_count"] == prefill_steps + len(entry["generated_tokens"]) - 1
+    warm = entries("attention/chunked_warm")[1:]
+    assert min(entry["skipped_prefill_token_count"] for entry in warm) > 20
+
+
+def test_who_stays_away_and_who_is_kept_apart():
+    """KV-9, EX-3, EX-5: opting out reads and writes nothing, prompt log-probs read nothing, a salt keeps its own."""
+    got = entries("attention/opt_out_and_salt")
+    skipped = [entry["skipped_prefill_token_count"] for entry in got]
+    #      cold, warm, out, scores | red, red, blue, "" | out, cold | at once: red, blue, red, none
+    assert skipped == [0, 24, 0, 0, 0, 24, 0, 0, 0, 0, 0, 0, 16, 16]
+    assert got[2]["prefill_reasons"] == {"opted_out": 30}
+    assert got[3]["prefill_reasons"] == {"prompt_logprobs": 30}
+    assert len(got[3]["prompt_logprobs"]) == 29
+    assert all(entry["generated_tokens"] == got[0]["generated_tokens"] for entry in got[:8])
