@@ -16,9 +16,12 @@ from megatron_ext.mcore.assemble import build_engine
 from megatron_ext.scheduling import planner
 from megatron_ext.scheduling.events import EventType
 from megatron_ext.scheduling.record import Status
+from tests.priority import TestPriority
 from tests.unit_tests.support.driver import Driver, assert_equals_oracle, make_prompt
 from tests.unit_tests.support.models import ATTENTION_ONLY, HYBRID
 from tests.unit_tests.support.tokenizers import PieceTokenizer
+
+pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 KINDS = ("hybrid", "attention_only")
 

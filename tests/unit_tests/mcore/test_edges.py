@@ -10,9 +10,12 @@ from megatron_ext.config import BatchingConfig, RequestParams
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore.assemble import build_engine
 from megatron_ext.scheduling.record import Status
+from tests.priority import TestPriority
 from tests.unit_tests.support.driver import assert_equals_oracle, make_prompt
 from tests.unit_tests.support.models import HYBRID, build_slow_decay
 from tests.unit_tests.support.tokenizers import PieceTokenizer
+
+pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 KINDS = ("hybrid", "attention_only")
 BLOCK = 16

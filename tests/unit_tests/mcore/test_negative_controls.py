@@ -12,12 +12,15 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from tests.priority import TestPriority
 from tests.unit_tests.support.driver import (
     Driver,
     assert_equals_oracle,
     assert_states_equal_oracle,
     make_prompt,
 )
+
+pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 VICTIM, OTHER = 0, 1
 PROMPT_LENGTH = 129

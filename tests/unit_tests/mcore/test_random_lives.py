@@ -9,7 +9,10 @@ import pytest
 
 from megatron_ext.mixers import mamba2
 from megatron_ext.scheduling.record import Status
+from tests.priority import TestPriority
 from tests.unit_tests.support.driver import Driver, assert_equals_oracle, make_prompt
+
+pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 
 class Broken(RuntimeError):

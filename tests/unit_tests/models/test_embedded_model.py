@@ -30,6 +30,9 @@ from megatron_ext.models.embedded import (
 )
 from megatron_ext.models.load import LoadedModel, load_model
 from megatron_ext.models.tokenizer import TextTokenizer
+from tests.priority import TestPriority
+
+pytestmark = pytest.mark.priority(TestPriority.LOW)
 
 ROOT = Path(__file__).parents[3]
 MEASURED_WINDOWS = 16

@@ -22,10 +22,13 @@ from megatron_ext.models.build import build_model
 from megatron_ext.models.dist_checkpoint import load_dist_checkpoint
 from megatron_ext.models.load import load_model
 from megatron_ext.models.tokenizer import TextTokenizer
+from tests.priority import TestPriority
 from tests.unit_tests.models import megatron_lm
 from tests.unit_tests.models import nemotron_h_oracle as oracle
 from tests.unit_tests.models.megatron_lm import GPT, gpt_arguments, gpt_model, perturbed
 from tests.unit_tests.models.test_load import write_tokenizer
+
+pytestmark = pytest.mark.priority(TestPriority.LOW)
 
 CPU = torch.device("cpu")
 TOKENS = oracle.prompt(40, seed=0, vocab_size=50)
