@@ -343,7 +343,7 @@ class CachingMachine(RuleBasedStateMachine):
         fresh = set(range(start)) - owner.known
         owner.skipped += sum(position < owner.prompt for position in fresh)
         owner.known |= fresh
-        self.hits += matched > 0
+        self.hits += start > 0
         self.matched += matched
 
     def count_computed(self, owner: Owner, positions: range) -> None:
