@@ -87,7 +87,7 @@ class Driver:
     def free_blocks(self) -> int:
         return self.scheduler.cache.available_count
 
-    # Poison: NaN in new pools, in freed blocks, in freed rows
+    # Poison: NaN in new pools, in freed blocks, in freed rows, in slots without a snapshot
 
     def _poison_pools(self) -> None:
         allocate = self.context.allocate_all_tensors
@@ -106,6 +106,29 @@ class Driver:
         if self.context.live_states is not None:
             self.context.live_states.conv.fill_(torch.nan)
             self.context.live_states.ssm.fill_(torch.nan)
+            self._watch_slots()
+
+    def _watch_slots(self) -> None:
+        """Poison slots again when restores are done: whatever gave up its slot for this step is not read any more."""
+        pool = self.context.snapshots
+        pool_open = pool.open
+
+        def open_poisoned(slots: Sequence[int]) -> None:
+            pool_open(slots)
+            self._poison_slots()
+
+        pool.open = open_poisoned
+        self._poison_slots()
+
+    def _poison_slots(self) -> None:
+        """All snapshots that nobody can find."""
+        pool, states = self.context.snapshots, self.scheduler.cache.states
+        if pool is None or not states.total:
+            return
+        found = set(states._visible.values())
+        lost = [slot for slot in range(states.total) if slot not in found]
+        pool.conv[:, lost] = torch.nan
+        pool.ssm[:, lost] = torch.nan
 
     def _poison_block(self, block: int) -> None:
         is_there = self.context.is_tensor_state_allocated and self.context.num_attention_layers
@@ -180,6 +203,7 @@ class Driver:
     def step(self) -> dict:
         """One step, with the invariants checked before and after."""
         self.engine.check()
+        self._poison_slots()
         result = self.engine.step_modern()
         self.engine.check()
         for record in result["finished_request_records"]:

@@ -1,0 +1,251 @@
+"""A driver of hybrid models with the prefix cache on: resume points and snapshots are checked in every step.
+
+The rules are computed by brute force on token lists; see `CacheModel`, whose contents name blocks and, here, the states
+after their last token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+
+import torch
+
+from megatron_ext.config import CacheConfig, EvictionPolicyName
+from megatron_ext.mcore.context import InferenceContext
+from megatron_ext.scheduling.planner import Admission, Refusal, StepPlan
+from megatron_ext.scheduling.request import Chunk, Request
+from tests.unit_tests.support.cache_model import Book, CacheModel, Contents
+from tests.unit_tests.support.caching import CachingDriver
+from tests.unit_tests.support.driver import Driver, assert_states_close
+from tests.unit_tests.support.kv_writes import KvWrites
+from tests.unit_tests.support.models import CONFIGS
+
+PLENTY = 100  # slots: none is ever given up, and the model knows every snapshot
+
+
+class HybridBook(Book):
+    """EX-2, with tokens that are computed though their block is cached."""
+
+    def _reason(self, position: int) -> str:
+        params = self.request.params
+        reads = params.enable_prefix_caching and not params.wants_prompt_log_probs
+        in_match = position < self.matched[-1] * self.block_size
+        if reads and in_match and position < self.request.prompt_length - 1:
+            return "no_snapshot"
+        return super()._reason(position)
+
+
+class HybridModel(CacheModel):
+    """The same for models with recurrent layers.
+
+    Args:
+        is_exact: Slots and blocks are plenty, so every snapshot that was ever wanted is there; otherwise those that are
+            there must have been wanted.
+    """
+
+    def __init__(self, driver: HybridDriver, *, is_exact: bool) -> None:
+        super().__init__(driver.scheduler, driver.policy)
+        self.is_exact = is_exact
+        self._states = driver.scheduler.cache.states
+        self._of_digest: dict[bytes, Contents] = {}
+        self._clear()
+
+    def _clear(self) -> None:
+        self.expected: set[Contents] = set()  # snapshots that were taken and should be there still
+        self._optional: set[Contents] = set()  # those of decode that nobody consumed
+        self._last_in_decode: dict[int, Contents] = {}
+        self._wishes: dict[int, set[int]] = {}  # leader -> positions that followers wait for
+        self._of_digest.clear()
+
+    def visible(self) -> set[Contents]:
+        """What the engine has snapshots of."""
+        return {self._of_digest[digest] for digest in self._states._visible}
+
+    def forget(self, contents: Contents) -> None:
+        """Drop a snapshot that is there; its block stays."""
+        digest = next(digest for digest, known in self._of_digest.items() if known == contents)
+        assert self._states.find(digest) is not None, "there is no such snapshot"
+        self._states.drop(digest)
+        self.expected.discard(contents)
+
+    # What token lists say
+
+    def _drop_unused(self) -> None:
+        if self.policy is EvictionPolicyName.REF_ZERO:
+            self.expected &= self._in_use()
+
+    def check_snapshots(self) -> None:
+        visible = self.visible()
+        if self.is_exact:
+            assert self.scheduler.cache.use().blocks_evicted == 0, "not what an exact model is for"
+            self._drop_unused()
+            assert visible == self.expected
+        else:
+            assert visible <= self.expected
+
+    def _resume(self, length: int, matched: Sequence[Contents]) -> int:
+        """The largest boundary below the end, in the matched run, that has a snapshot."""
+        usable = [len(tokens) for salt, tokens in matched if (salt, tokens) in self._present and len(tokens) < length]
+        return max(usable, default=0)
+
+    def _positions(self, chunk: Chunk) -> Iterator[int]:
+        """HY-4: where a prefill chunk leaves a snapshot."""
+        length, size = len(chunk.request.tokens), self.block_size
+        wanted = {self.books[chunk.request.request_id].matched[-1] * size, length - length % size}
+        if length % size == 0:
+            wanted.add(length - size)
+        wanted |= self._wishes.get(chunk.request.request_id, set())
+        return (position for position in wanted if chunk.start < position <= chunk.end)
+
+    # What the scheduler does
+
+    def schedule(self) -> StepPlan:
+        self.check_snapshots()
+        self._present = self.visible()
+        plan = super().schedule()
+        for refusal in plan.refusals:
+            if refusal.wish is not None:
+                self._check_wish(refusal)
+        return plan
+
+    def _check_wish(self, refusal: Refusal) -> None:
+        """KV-6: the last boundary that follower and leader have in common, and that the follower can resume from."""
+        follower, wish, size = refusal.request, refusal.wish, self.block_size
+        common = 0
+        while self.contents(follower, common + size)[-1:] == self.contents(wish.leader, common + size)[-1:]:
+            common += size
+            if common + size > min(len(follower.tokens), len(wish.leader.tokens)):
+                break
+        assert wish.position == min(common, (len(follower.tokens) - 1) // size * size)
+        self._wishes.setdefault(wish.leader.request_id, set()).add(wish.position)
+
+    def _check_admission(
+        self, admission: Admission, leaders: dict[Contents, set[int]], bounds: tuple[int, int]
+    ) -> None:
+        """Matched is in bounds, and skipped is the rule's; see `design.md`."""
+        request, matched = admission.request, len(admission.matched)
+        fewest, most = bounds
+        assert fewest <= matched <= most, f"request {request.request_id} matched {matched}, not {fewest} to {most}"
+        run = self._wanted(request)[:matched]
+        start = self._resume(len(request.tokens), run)
+        skipped = admission.chunk.start
+        assert skipped == start, f"request {request.request_id} skipped {skipped}, not {start}"
+        assert (admission.restore is not None) == (start > 0)
+        if start:
+            self._optional.discard(run[start // self.block_size - 1])
+        self._stale.discard(request.request_id)
+        self._wishes.pop(request.request_id, None)
+        if request.params.enable_prefix_caching:
+            self._note_leader(leaders, request, matched * self.block_size)
+        book = self.books.setdefault(request.request_id, HybridBook(request, self.block_size))
+        book.admit(start, matched)
+
+    def commit(self, chunks: Iterable[Chunk]) -> None:
+        self._drop_unused()
+        super().commit(chunks)
+        batch = self._batch()
+        for chunk in chunks:
+            if chunk.request in batch:
+                self._note_snapshots(chunk)
+        self.check_snapshots()
+
+    def _note_snapshots(self, chunk: Chunk) -> None:
+        request, size = chunk.request, self.block_size
+        own = self.contents(request, chunk.end)
+        self._of_digest |= dict(zip(request.digests, own, strict=False))
+        if self._states.total == 0:
+            return
+        if not chunk.is_decode:
+            self.expected |= {own[position // size - 1] for position in self._positions(chunk)}
+        elif chunk.end % size == 0 and own[-1] not in self.expected:
+            before = self._last_in_decode.get(request.request_id)
+            if before in self._optional and self.is_exact:
+                self.expected.discard(before)
+            self._optional.discard(before)
+            self._last_in_decode[request.request_id] = own[-1]
+            self._optional.add(own[-1])
+            self.expected.add(own[-1])
+
+    def reset(self) -> None:
+        super().reset()
+        self._clear()
+
+
+class HybridDriver(CachingDriver):
+    """See the module.
+
+    Args:
+        policy: "lru" or "ref_zero".
+        slots: For snapshots.
+        is_exact: Whether the model knows every snapshot; unless given, if there are plenty of slots, or none.
+        kwargs: As `Driver`.
+    """
+
+    def __init__(
+        self,
+        *args: object,
+        policy: str = "lru",
+        slots: int = PLENTY,
+        is_exact: bool | None = None,
+        **kwargs: object,
+    ) -> None:
+        self.policy = EvictionPolicyName(policy)
+        self._is_exact = slots >= PLENTY or slots == 0 if is_exact is None else is_exact
+        cache = CacheConfig(eviction_policy=policy, snapshot_slots=slots)
+        Driver.__init__(self, *args, cache=cache, **kwargs)
+
+    def watch_scheduler(self) -> None:
+        Driver.watch_scheduler(self)
+        self.model = HybridModel(self, is_exact=self._is_exact)
+        self.writes = KvWrites(self.context, self.model.shared_blocks)
+
+    def _run_forward(self, forward, inputs):
+        return super()._run_forward(forward, inputs) if self.context.num_attention_layers else forward(inputs)
+
+    @property
+    def states(self):
+        return self.scheduler.cache.states
+
+    def snapshots_of(self, tokens: Sequence[int], salt: str | None = None) -> list[int]:
+        """Positions in `tokens` at which there are snapshots."""
+        visible = self.model.visible()
+        return [end for end in range(1, len(tokens) + 1) if (salt, tuple(tokens[:end])) in visible]
+
+    def forget(self, tokens: Sequence[int], positions: Collection[int], salt: str | None = None) -> None:
+        """Drop the snapshots at these positions; their blocks stay."""
+        for position in positions:
+            self.model.forget((salt, tuple(tokens[:position])))
+
+    def sight(self, request_id: int, tokens: Sequence[int], **params: object) -> int:
+        """Serve one prompt to its end: the tokens that it skipped."""
+        self.add(request_id, tokens, **({"num_tokens_to_generate": 4} | params))
+        self.run()
+        return self.records[request_id].skipped_prefill_token_count
+
+
+def build_driver(get_oracle, kind: str = "hybrid", **kwargs: object) -> HybridDriver:
+    """Around the model of a kind."""
+    return HybridDriver(get_oracle(kind).model, CONFIGS[kind], **kwargs)
+
+
+def assert_prefill_states_equal(actual: Driver, expected: Driver, request_id: int) -> None:
+    """The live states at the end of the prompt are the same in both engines, in every layer."""
+    length = actual.records[request_id].prompt_token_count
+    (conv, ssm), *_ = expected.seen[request_id].states[length]
+    assert actual.seen[request_id].states[length]
+    for own_conv, own_ssm in actual.seen[request_id].states[length]:
+        assert_states_close(own_conv, conv, f"request {request_id}, convolution states after the prompt")
+        assert_states_close(own_ssm, ssm, f"request {request_id}, SSM states after the prompt")
+
+
+def snapshot(context: InferenceContext, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Convolution [L, Cn, K-1] and SSM states [L, H, P, N] of a slot; views."""
+    return context.snapshots.conv[:, slot], context.snapshots.ssm[:, slot]
+
+
+def slot_of(driver: HybridDriver, tokens: Sequence[int]) -> int:
+    """The slot of the snapshot after all of `tokens`."""
+    contents = (None, tuple(tokens))
+    return next(slot for digest, slot in driver.states._visible.items() if driver.model._of_digest[digest] == contents)
+
+
