@@ -1,0 +1,278 @@
+"""EX-2: every prompt token once, skipped or computed for the first reason that applies."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+import pytest
+
+from megatron_ext.config import EvictionPolicyName
+from megatron_ext.prefix_cache import hash_chain
+from megatron_ext.prefix_cache.matching import last_boundary, resume_position
+from megatron_ext.scheduling.accounting import PrefillLedger, Reason
+from megatron_ext.scheduling.record import Status
+from megatron_ext.scheduling.request import Request
+from megatron_ext.scheduling.scheduler import Scheduler
+from tests.unit_tests.scheduling.builders import add, make_limits, request_of, step
+
+LRU, REF_ZERO = EvictionPolicyName.LRU, EvictionPolicyName.REF_ZERO
+
+
+@pytest.mark.parametrize(
+    ("length", "matched", "position"),
+    [(1, 0, 0), (1, 1, 0), (4, 0, 0), (4, 4, 3), (5, 4, 4), (8, 4, 4), (8, 8, 7), (9, 8, 8), (4, 3, 3)],
+)
+def test_resume_position(length, matched, position):
+    """KV-12: everything that is cached but the last token."""
+    assert resume_position(length, matched) == position
+
+
+class TestLedger:
+    """Prompts of 10 tokens, blocks of 4, unless it says something else."""
+
+    @staticmethod
+    def reason(position: int, prompt: int, matched: int, size: int) -> str:
+        """Of one computed token, by the table of EX-2."""
+        is_last = position == prompt - 1
+        if position < matched * size:
+            return "last_token" if is_last else "no_snapshot"
+        return "not_cached" if position < prompt // size * size else "partial_block"
+
+    @pytest.mark.parametrize("cut", [1, 2, 9])
+    @pytest.mark.parametrize("size", [1, 2, 3, 4])
+    def test_any_prompt_resumed_anywhere_in_chunks_of_any_size(self, size, cut):
+        """EX-2: token by token."""
+        for prompt in range(1, 10):
+            for matched in range(prompt // size + 1):
+                for resume in {*range(0, min(matched * size, prompt - 1) + 1, size), min(matched * size, prompt - 1)}:
+                    ledger = PrefillLedger(prompt)
+                    ledger.admit(resume, matched, size, None)
+                    for start in range(resume, prompt, cut):
+                        ledger.compute(start, min(prompt, start + cut))
+                    expected = Counter(self.reason(i, prompt, matched, size) for i in range(resume, prompt))
+                    assert ledger.reasons == expected, (prompt, matched, resume)
+                    assert (ledger.skipped, ledger.computed, ledger.recomputed) == (resume, prompt - resume, 0)
+
+    @pytest.mark.parametrize("reason", [Reason.OPTED_OUT, Reason.CACHING_OFF, Reason.PROMPT_LOGPROBS])
+    def test_a_general_reason_goes_before_all_others(self, reason):
+        """EX-2."""
+        ledger = PrefillLedger(10)
+        ledger.admit(0, 0, 4, reason)
+        ledger.compute(0, 7)
+        ledger.compute(7, 10)
+        assert ledger.reasons == {reason.value: 10}
+
+    def test_generated_tokens_are_no_prompt_tokens(self):
+        """EX-2."""
+        ledger = PrefillLedger(10)
+        ledger.admit(0, 0, 4, None)
+        ledger.compute(0, 10)
+        for position in range(10, 14):
+            ledger.compute(position, position + 1)
+        assert (ledger.skipped, ledger.computed, ledger.recomputed) == (0, 10, 0)
+        ledger.admit(12, 3, 4, None)  # after an eviction, what it had generated is cached too
+        ledger.compute(12, 15)
+        assert (ledger.skipped, ledger.computed, ledger.recomputed) == (0, 10, 2)
+
+    def test_what_is_skipped_on_return_is_new_only_beyond_what_was_known(self):
+        """EX-2: computed 2, failed, came back when others had computed 8."""
+        ledger = PrefillLedger(10)
+        ledger.admit(0, 0, 4, None)
+        ledger.compute(0, 2)
+        ledger.admit(8, 2, 4, None)
+        ledger.compute(8, 10)
+        assert (ledger.skipped, ledger.computed, ledger.recomputed) == (6, 4, 0)
+        assert ledger.reasons == {"not_cached": 2, "partial_block": 2}
+
+    def test_what_was_skipped_once_is_computed_again(self):
+        """EX-2: evicted, and what it had shared was evicted too."""
+        ledger = PrefillLedger(10)
+        ledger.admit(8, 2, 4, None)
+        ledger.compute(8, 10)
+        ledger.admit(0, 0, 4, None)
+        ledger.compute(0, 9)
+        ledger.compute(9, 10)
+        assert (ledger.skipped, ledger.computed, ledger.recomputed) == (8, 2, 10)
+        assert ledger.reasons == {"partial_block": 2}
+
+    def test_an_admission_that_is_retried_skips_once(self):
+        """EX-2, KV-13: its forward failed before anything was computed."""
+        ledger = PrefillLedger(10)
+        for _ in range(3):
+            ledger.admit(8, 2, 4, None)
+        ledger.compute(8, 10)
+        assert (ledger.skipped, ledger.computed, ledger.recomputed) == (8, 2, 0)
+
+    def test_matched_blocks_are_those_of_the_first_admission(self):
+        """KV-9: what came later is not what the prompt found."""
+        ledger = PrefillLedger(10)
+        assert ledger.matched_blocks is None
+        ledger.admit(4, 1, 4, None)
+        ledger.admit(8, 2, 4, None)
+        assert ledger.matched_blocks == 1
+
+
+def run(scheduler: Scheduler, *requests: Request, generate: int = 2) -> None:
+    """Until these have generated so many tokens."""
+    add(scheduler, *requests)
+    for _ in range(100):
+        step(scheduler)
+        for request in requests:
+            if not request.is_ended and request.generated_count >= generate:
+                scheduler.end(request, Status.COMPLETED)
+        if all(request.is_ended for request in requests):
+            return
+    raise AssertionError("requests never end")
+
+
+def accounts(request: Request) -> tuple[int, dict[str, int]]:
+    return request.ledger.skipped, dict(request.ledger.reasons)
+
+
+class TestRequests:
+    """What a scheduler writes into the ledgers."""
+
+    def test_reasons_of_prompts_after_a_first_one(self):
+        """EX-2: the same 8 tokens are cached for all."""
+        scheduler = Scheduler(make_limits(total_blocks=40), LRU)
+        run(scheduler, request_of(0, range(8)))
+        cases = {
+            "same": (request_of(1, range(8)), (7, {"last_token": 1})),
+            "longer": (request_of(2, range(9)), (8, {"partial_block": 1})),
+            "another block": (request_of(3, [*range(8), 1, 2, 3, 4]), (8, {"not_cached": 4})),
+            "parts early": (request_of(4, [*range(5), 90, 91, 92, 93]), (4, {"not_cached": 4, "partial_block": 1})),
+            "short": (request_of(5, range(3)), (0, {"partial_block": 3})),
+            "opted out": (request_of(6, range(8), enable_prefix_caching=False), (0, {"opted_out": 8})),
+            "scores": (request_of(7, range(8), return_log_probs=True), (0, {"prompt_logprobs": 8})),
+            "scores, opted out": (
+                request_of(8, range(8), return_log_probs=True, enable_prefix_caching=False),
+                (0, {"opted_out": 8}),
+            ),
+            "salt": (request_of(9, range(8), cache_salt="x"), (0, {"not_cached": 8})),
+        }
+        for name, (request, expected) in cases.items():
+            run(scheduler, request)
+            assert accounts(request) == expected, name
+        assert scheduler.counters.skipped_tokens == sum(expected[0] for _, expected in cases.values())
+
+    def test_caching_off_goes_before_prompt_log_probs(self):
+        """EX-2."""
+        scheduler = Scheduler(make_limits(), None)
+        scored, opted_out = (
+            request_of(0, range(8), return_log_probs=True),
+            request_of(1, [1], enable_prefix_caching=False),
+        )
+        run(scheduler, scored, opted_out)
+        assert accounts(scored) == (0, {"caching_off": 8})
+        assert accounts(opted_out) == (0, {"opted_out": 1})
+
+    def test_no_snapshot(self):
+        """EX-2: the blocks are there, but no states to begin with."""
+        scheduler = Scheduler(make_limits(), LRU, slots=0)
+        run(scheduler, request_of(0, range(8)))
+        again = request_of(1, range(10))
+        run(scheduler, again)
+        assert accounts(again) == (0, {"no_snapshot": 8, "partial_block": 2})
+        assert again.ledger.matched_blocks == 2
+        assert (scheduler.counters.hits, scheduler.counters.blocks_matched) == (0, 2)
+
+    def test_states_that_are_found_leave_the_rest_of_the_matched_blocks_to_compute(self):
+        """EX-2: the same prompt again resumes from its last boundary but one token."""
+        scheduler = Scheduler(make_limits(), LRU, slots=4)
+        run(scheduler, request_of(0, range(8)))
+        again = request_of(1, range(8))
+        run(scheduler, again)
+        assert last_boundary(8, 4) == 4
+        assert accounts(again) == (4, {"no_snapshot": 3, "last_token": 1})
+
+    @pytest.mark.parametrize("policy", [LRU, REF_ZERO])
+    @pytest.mark.parametrize("max_tokens", [4, 7, 16])
+    def test_sums_are_exact_whatever_happens_in_between(self, policy, max_tokens):
+        """EX-2: failed steps, suspensions and resets in every order, evictions for want of blocks."""
+        evictions = skipped = 0
+        for order in itertools.product(["nothing", "fail", "suspend", "reset"], repeat=3):
+            scheduler = Scheduler(make_limits(total_blocks=7, max_tokens=max_tokens), policy)
+            prompts = [[*range(8), *range(50 * i, 50 * i + i)] for i in range(3)]
+            requests = [request_of(i, prompt, num_tokens_to_generate=9) for i, prompt in enumerate(prompts)]
+            add(scheduler, *requests)
+            known, prefilled = Counter(), Counter()
+            for disturbance in order:
+                self.disturb(scheduler, disturbance)
+                self.step(scheduler, known, prefilled)
+            while len(scheduler.queues):
+                self.step(scheduler, known, prefilled)
+            for request in requests:
+                assert request.status is Status.COMPLETED
+                assert request.ledger.skipped + request.ledger.computed == request.prompt_length, order
+                assert request.prefill_token_count == prefilled[request.request_id], order
+            assert scheduler.counters.skipped_tokens == sum(request.ledger.skipped for request in requests)
+            evictions += scheduler.counters.evictions
+            skipped += scheduler.counters.skipped_tokens
+        assert evictions > 0
+        assert skipped > 0
+
+    @staticmethod
+    def disturb(scheduler: Scheduler, disturbance: str) -> None:
+        if disturbance == "fail":
+            scheduler.abandon(scheduler.schedule().chunks, "planted")
+        elif disturbance == "suspend":
+            scheduler.suspend()
+        elif disturbance == "reset":
+            scheduler.reset_prefix_cache()
+
+    @staticmethod
+    def step(scheduler: Scheduler, known: Counter, prefilled: Counter) -> None:
+        """A step that counts, by request, prompt tokens and what is computed again, and ends who is done."""
+        for chunk in step(scheduler).chunks:
+            request, name = chunk.request, chunk.request.request_id
+            prefilled[name] += sum(i < max(request.prompt_length, known[name]) for i in range(chunk.start, chunk.end))
+            known[name] = max(known[name], chunk.end)
+            if request.generated_count == request.params.num_tokens_to_generate:
+                scheduler.end(request, Status.COMPLETED)
+
+
+class TestCachingOff:
+    """KV-8: nothing is hashed, indexed or kept."""
+
+    @staticmethod
+    def live(scheduler: Scheduler, **params: object) -> None:
+        first, second, third = (request_of(i, range(12), **params) for i in range(3))
+        add(scheduler, first, second)
+        step(scheduler)
+        scheduler.abandon(scheduler.schedule().chunks, "planted")
+        run(scheduler, third, generate=6)
+        scheduler.suspend()
+        step(scheduler)
+        scheduler.weights_changed()
+        scheduler.reset_prefix_cache()
+        step(scheduler)
+        assert (first.chain, second.chain, third.chain) == (None, None, None)
+        assert scheduler.in_flight.requests() == set()
+        use = scheduler.cache.use()
+        assert (use.blocks_cached, use.blocks_evictable, use.blocks_evicted) == (0, 0, 0)
+        for request in (first, second):
+            scheduler.end(request, Status.ABORTED)
+        assert scheduler.blocks.free_count == scheduler.limits.total_blocks
+        assert scheduler.counters.hits == scheduler.counters.skipped_tokens == 0
+
+    @pytest.fixture(autouse=True)
+    def no_hashing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def refuse(*args: object, **kwargs: object) -> None:
+            raise RuntimeError("hashed")
+
+        monkeypatch.setattr(hash_chain, "blake2b", refuse)
+
+    def test_without_a_policy(self):
+        """KV-8."""
+        self.live(Scheduler(make_limits(total_blocks=16), None))
+
+    @pytest.mark.parametrize("policy", [LRU, REF_ZERO])
+    def test_for_requests_that_opt_out(self, policy):
+        """KV-9."""
+        self.live(Scheduler(make_limits(total_blocks=16), policy), enable_prefix_caching=False)
+
+    def test_otherwise_it_would_be_noticed(self):
+        """Negative control."""
+        with pytest.raises(RuntimeError, match="hashed"):
+            self.live(Scheduler(make_limits(total_blocks=16), LRU))
