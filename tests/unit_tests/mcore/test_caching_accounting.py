@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 
 from megatron_ext.scheduling.events import EventType
+from tests.priority import TestPriority
 from tests.unit_tests.support.caching import BLOCK, POLICIES, Broken, CachingDriver, failing_forward
 from tests.unit_tests.support.driver import assert_equals_oracle, make_prompt
+
+pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 PROMPT = make_prompt(3 * BLOCK + 7)
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 
 from megatron_ext.scheduling.record import Status
+from tests.priority import TestPriority
 from tests.unit_tests.support.caching import BLOCK, POLICIES, Broken, CachingDriver, failing_forward
 from tests.unit_tests.support.driver import assert_equals_expected, assert_equals_oracle, make_prompt, what_it_gave
+
+pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 PROMPT = make_prompt(6 * BLOCK)
 ALIKE = [[*PROMPT, *make_prompt(5, seed=seed)] for seed in range(3)]

@@ -7,8 +7,11 @@ from collections.abc import Callable
 import pytest
 
 from megatron_ext.scheduling.record import Status
+from tests.priority import TestPriority
 from tests.unit_tests.support.caching import BLOCK, POLICIES, Broken, CachingDriver, failing_forward
 from tests.unit_tests.support.driver import assert_equals_oracle, make_prompt
+
+pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 PROMPT = make_prompt(4 * BLOCK + 5)
 TURN = [*PROMPT[: 2 * BLOCK], *make_prompt(30, seed=1)]

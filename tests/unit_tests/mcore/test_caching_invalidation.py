@@ -8,10 +8,13 @@ import pytest
 import torch
 
 from megatron_ext.mcore.weights import mark_weights_changed
+from tests.priority import TestPriority
 from tests.unit_tests.support.caching import BLOCK, POLICIES, CachingDriver
 from tests.unit_tests.support.driver import assert_equals_oracle, make_prompt
 from tests.unit_tests.support.models import ATTENTION_ONLY, build_slow_decay
 from tests.unit_tests.support.oracle import Oracle
+
+pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 PROMPT = make_prompt(6 * BLOCK + 4)
 

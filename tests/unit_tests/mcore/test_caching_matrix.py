@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.priority import TestPriority
 from tests.unit_tests.support.caching import BLOCK, POLICIES
 from tests.unit_tests.support.driver import (
     Driver,
@@ -15,6 +16,8 @@ from tests.unit_tests.support.driver import (
     make_prompt,
     what_it_gave,
 )
+
+pytestmark = pytest.mark.priority(TestPriority.CRITICAL)
 
 LENGTHS = [4 * BLOCK + offset for offset in (-1, 0, 1, 2)]
 STEPS = [

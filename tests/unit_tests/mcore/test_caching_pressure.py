@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 
 from megatron_ext.scheduling.record import Status
+from tests.priority import TestPriority
 from tests.unit_tests.support.caching import BLOCK, POLICIES
 from tests.unit_tests.support.driver import assert_equals_oracle, make_prompt
+
+pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

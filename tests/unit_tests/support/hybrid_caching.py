@@ -247,5 +247,3 @@ def slot_of(driver: HybridDriver, tokens: Sequence[int]) -> int:
     """The slot of the snapshot after all of `tokens`."""
     contents = (None, tuple(tokens))
     return next(slot for digest, slot in driver.states._visible.items() if driver.model._of_digest[digest] == contents)
-
-

@@ -1,0 +1,180 @@
+"""Negative controls: the cache broken in one way at a time; the comparison with the truth must turn red.
+
+Each control runs the same two prompts over an engine that nothing else watches. As it is, all is equal.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from megatron_ext.config import CacheConfig
+from megatron_ext.prefix_cache import matching
+from megatron_ext.prefix_cache.cache import PrefixCache
+from megatron_ext.prefix_cache.hash_chain import HashChain, root_digest
+from megatron_ext.scheduling import planner, scheduler
+from megatron_ext.scheduling.scheduler import Scheduler
+from tests.priority import TestPriority
+from tests.unit_tests.support.caching import BLOCK, Broken, failing_forward
+from tests.unit_tests.support.driver import Driver, assert_equals_oracle, make_prompt
+
+pytestmark = pytest.mark.priority(TestPriority.HIGH)
+
+FIRST, SECOND = 0, 1
+PROMPT = make_prompt(5 * BLOCK)
+
+
+@pytest.fixture
+def driver(get_driver) -> Driver:
+    return get_driver("attention_only", cache=CacheConfig(), max_tokens=60)
+
+
+def play(driver: Driver, **params: object) -> None:
+    """A prompt, and while it decodes the same prompt with another end: four blocks and more are shared."""
+    driver.add(FIRST, PROMPT, num_tokens_to_generate=16, skip_prompt_log_probs=True)
+    for _ in range(3):
+        driver.step()
+    second = [*PROMPT[: 4 * BLOCK + 5], *make_prompt(20, seed=1)]
+    driver.add(SECOND, second, num_tokens_to_generate=8, **({"skip_prompt_log_probs": True} | params))
+    driver.run()
+
+
+def assert_is_seen(driver: Driver, oracle: object, request_id: int = SECOND) -> None:
+    """Some logits are far from the truth for the tokens before them, or NaN, which nobody wrote."""
+    with pytest.raises(AssertionError):
+        assert_equals_oracle(driver, request_id, oracle)
+    record = driver.records[request_id]
+    tokens = [*record.prompt_tokens, *record.generated_tokens]
+    far = [
+        not (logits[-1] - oracle.logits(tokens[:count])[-1]).abs().max() < 1e-3
+        for count, logits in driver.seen[request_id].logits.items()
+    ]
+    assert any(far)
+
+
+def test_nothing_is_broken(driver, oracle):
+    play(driver)
+    assert driver.records[SECOND].skipped_prefill_token_count == 4 * BLOCK
+    for request_id in (FIRST, SECOND):
+        assert_equals_oracle(driver, request_id, oracle)
+
+
+def test_the_wrong_block_is_matched(driver, oracle, monkeypatch):
+    """The run is right, its blocks are one place off."""
+    match = PrefixCache.match
+    monkeypatch.setattr(PrefixCache, "match", lambda self, digests: match(self, digests)[1:])
+    play(driver)
+    assert driver.records[SECOND].skipped_prefill_token_count == 3 * BLOCK
+    assert_is_seen(driver, oracle)
+
+
+def test_a_hash_that_forgets_what_came_before(driver, oracle, monkeypatch):
+    """Blocks keyed by their own tokens only: KV depends on everything before, and this shows."""
+
+    def forget(self: HashChain, tokens: list[int]) -> list[bytes]:
+        ends = range(BLOCK, len(tokens) + 1, BLOCK)
+        return [root_digest([bytes(tokens[end - BLOCK : end])]) for end in ends]
+
+    monkeypatch.setattr(HashChain, "extend", forget)
+    driver.add(FIRST, PROMPT, num_tokens_to_generate=15, skip_prompt_log_probs=True)
+    driver.step()
+    driver.step()
+    driver.add(SECOND, [*PROMPT[:BLOCK], *PROMPT[2 * BLOCK :], 5], skip_prompt_log_probs=True)
+    driver.run()
+    assert driver.records[SECOND].skipped_prefill_token_count == 4 * BLOCK
+    assert_is_seen(driver, oracle)
+
+
+def test_publishing_before_computing(driver, oracle, monkeypatch):
+    """The prompt's blocks can be found as soon as they are allocated: after a failed step they hold nothing."""
+
+    def admit_and_publish(self: Scheduler, admission: planner.Admission) -> None:
+        admit(self, admission)
+        request = admission.request
+        for i in range(request.published_blocks, len(request.digests)):
+            self.cache.publish(request.digests[i], request.block_table[i], request.digests[i - 1] if i else None)
+
+    admit = Scheduler._admit
+    monkeypatch.setattr(Scheduler, "_admit", admit_and_publish)
+    driver.add(FIRST, PROMPT, skip_prompt_log_probs=True)
+    with failing_forward(0), pytest.raises(Broken):
+        driver.step()
+    driver.run()
+    assert driver.records[FIRST].skipped_prefill_token_count == 5 * BLOCK - 1
+    assert_is_seen(driver, oracle, FIRST)
+
+
+def test_a_failed_forward_that_publishes(driver, oracle, monkeypatch):
+    """As if it had succeeded; another request finds what it did not compute."""
+
+    def commit_and_abandon(self: Scheduler, chunks: tuple, reason: str) -> None:
+        self.commit(chunks)
+        abandon(self, chunks, reason)
+
+    abandon = Scheduler.abandon
+    monkeypatch.setattr(Scheduler, "abandon", commit_and_abandon)
+    driver.add(FIRST, PROMPT[: 3 * BLOCK], skip_prompt_log_probs=True)
+    with failing_forward(0), pytest.raises(Broken):
+        driver.step()
+    driver.add(SECOND, PROMPT, skip_prompt_log_probs=True)
+    while SECOND not in driver.records:
+        driver.step()
+    assert driver.records[SECOND].skipped_prefill_token_count == 3 * BLOCK
+    assert_is_seen(driver, oracle)
+
+
+def test_a_salt_that_is_not_in_the_key(driver, oracle, monkeypatch):
+    """The KV would be right: what must not happen is the hit itself, so the account is what is compared."""
+    monkeypatch.setattr(scheduler, "root_digest", lambda fields: root_digest(fields[:3]))
+    play(driver, cache_salt="other")
+    assert driver.records[SECOND].skipped_prefill_token_count == 4 * BLOCK  # 0 is right, see test_caching_tenants.py
+    assert_equals_oracle(driver, SECOND, oracle)
+
+
+def test_a_salt_that_is_not_in_the_key_is_seen(get_caching_driver, monkeypatch):
+    monkeypatch.setattr(scheduler, "root_digest", lambda fields: root_digest(fields[:3]))
+    with pytest.raises(AssertionError, match="request 1 matched 4, not 0 to 0"):
+        play(get_caching_driver(max_tokens=60), cache_salt="other")
+
+
+def test_resuming_one_token_too_far(driver, oracle, monkeypatch):
+    """The KV of that token is never written."""
+    resume = matching.resume_position
+    monkeypatch.setattr(matching, "resume_position", lambda length, matched: resume(length, matched + (matched > 0)))
+    play(driver)
+    assert_is_seen(driver, oracle)
+    assert_equals_oracle(driver, FIRST, oracle)
+
+
+def test_a_shared_block_that_is_overwritten(driver, oracle, monkeypatch):
+    """By its second user, with the KV of other tokens: the first one's next logits are wrong."""
+    stage = driver.context.stage
+
+    def stage_into_shared(chunks: tuple) -> None:
+        stage(chunks)
+        step = driver.context.step
+        places, first = step.kv_places.clone(), 0
+        for chunk in chunks:
+            if chunk.request.request_id == SECOND and not chunk.is_decode:
+                places[first : first + BLOCK] = chunk.request.block_table[0] * BLOCK + places.new_tensor(range(BLOCK))
+            first += chunk.length
+        driver.context.step = dataclasses.replace(step, kv_places=places)
+
+    driver.context.stage = stage_into_shared
+    play(driver)
+    assert_is_seen(driver, oracle, FIRST)
+
+
+@pytest.mark.parametrize("block", [0, 3])
+def test_a_shared_block_that_is_zeroed(driver, oracle, block):
+    """Every shared block is read."""
+    driver.add(FIRST, PROMPT, num_tokens_to_generate=1, skip_prompt_log_probs=True)
+    driver.step()
+    shared = driver.engine.get_request(FIRST).block_table[block]
+    driver.run()
+    driver.context.memory_buffer[:, :, shared] = 0.0
+    driver.add(SECOND, PROMPT, skip_prompt_log_probs=True)
+    driver.run()
+    assert_equals_oracle(driver, FIRST, oracle)
+    assert_is_seen(driver, oracle)
