@@ -79,7 +79,8 @@ def _compare(settings: InferenceSettings, prompts: Sequence[Prompt]) -> bool:
             base = len(results) * len(prompts) * run.inference_repeat_n
             passes = run_passes(engine, prompts, run, lambda done, base=base: show(base + done))
             results.append([record for one in passes for record in one.records])
-            engine.suspend()  # the pools of both runs need not fit at the same time
+            if not is_on:
+                engine.suspend()  # the pools of both runs need not fit at the same time
     differences = compare(*results)
     found = problems(differences, loaded.dtype)
     print_comparison(differences, found, console)
