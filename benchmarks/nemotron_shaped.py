@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from transformers import NemotronHConfig, NemotronHForCausalLM
 
-from megatron_ext.config import BatchingConfig, SourceConfig
+from megatron_ext.config import BatchingConfig, CacheConfig, SourceConfig
 from megatron_ext.mcore.assemble import build_engine
 from megatron_ext.mcore.engine import InferenceEngine
 from megatron_ext.models.load import LoadedModel, load_model
@@ -24,10 +24,13 @@ class Pair:
     reference: NemotronHForCausalLM
     ours: LoadedModel
 
-    def engine(self, **batching: object) -> InferenceEngine:
-        """A fresh engine around our model."""
-        settings = BatchingConfig(**batching)
-        return build_engine(self.ours.model, self.ours.config, self.ours.tokenizer, settings, dtype=self.ours.dtype)
+    def engine(self, cache: CacheConfig | None = None, **batching: object) -> InferenceEngine:
+        """A fresh engine around our model; nothing is cached unless `cache` says so."""
+        ours = self.ours
+        cache = cache or CacheConfig(enable_prefix_caching=False)
+        return build_engine(
+            ours.model, ours.config, ours.tokenizer, BatchingConfig(**batching), cache, dtype=ours.dtype
+        )
 
 
 def build_pair(device: torch.device, dtype: torch.dtype) -> Pair:
@@ -47,7 +50,7 @@ def build_pair(device: torch.device, dtype: torch.dtype) -> Pair:
         ssm_state_size=64,
         n_groups=2,
         chunk_size=128,
-        max_position_embeddings=8192,
+        max_position_embeddings=16_384,
         tie_word_embeddings=False,
         eos_token_id=None,
         pad_token_id=0,
@@ -63,17 +66,23 @@ def build_pair(device: torch.device, dtype: torch.dtype) -> Pair:
     return Pair(reference.to(device, dtype), ours)
 
 
-def forward_flops(pair: Pair, prompt_lengths: list[int]) -> float:
+def forward_flops(pair: Pair, prompt_lengths: list[int], skipped: int = 0) -> float:
     """Operations that a prefill cannot do without: matrices once a token, causal attention, the scan's outer products.
 
     The output layer counts once a prompt, since only the last token's logits are needed.
+
+    Args:
+        pair: The model.
+        prompt_lengths: Tokens of each prompt.
+        skipped: Tokens at the start of each that are not computed.
     """
     config = pair.ours.config
     matrices = sum(p.numel() for name, p in pair.ours.model.named_parameters() if p.dim() == 2 and "decoder" in name)
     mamba, attention = PATTERN.count("M"), PATTERN.count("*")
     scan = mamba * 4 * config.mamba_heads * config.mamba_head_dim * config.mamba_state_dim
     per_token = 2 * matrices + scan
-    pairs = sum(length * (length + 1) / 2 for length in prompt_lengths)
+    computed = sum(prompt_lengths) - skipped * len(prompt_lengths)
+    pairs = sum((length * (length + 1) - skipped * (skipped + 1)) / 2 for length in prompt_lengths)
     heads = config.num_attention_heads * config.head_channels
     head = 2 * config.hidden_size * VOCABULARY * len(prompt_lengths)
-    return sum(prompt_lengths) * per_token + attention * 4 * heads * pairs + head
+    return computed * per_token + attention * 4 * heads * pairs + head

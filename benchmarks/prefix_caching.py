@@ -1,89 +1,156 @@
-"""What caching gives: time to first token of warm prompts, and what it costs where nothing repeats.
+"""What caching gives a hybrid model, beside transformers with a copied cache, and what it costs where nothing repeats.
 
-Run: `python -m benchmarks.prefix_caching`. An attention-only model; everything is measured in one run, and only
-its figures are to be compared.
+Run: `python -m benchmarks.prefix_caching`. Everything is measured in one run, and only its figures are to be compared.
+The copied cache is the best that a script can do: it is told where the prefix ends. The floor is the time that the
+matrix products of what must be computed would take at the rate measured in the run.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import statistics
 import time
+from collections.abc import Callable, Sequence
 
 import torch
 from rich.console import Console
 from rich.table import Table
+from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixin
 
-from benchmarks.measuring import header, synchronize
-from megatron_ext.config import BatchingConfig, CacheConfig, ModelConfig, RequestParams
+from benchmarks.measuring import header, matmul_rate, synchronize
+from benchmarks.nemotron_shaped import VOCABULARY, Pair, build_pair, forward_flops
+from megatron_ext.config import CacheConfig, RequestParams
 from megatron_ext.mcore import platform
-from megatron_ext.mcore.assemble import build_engine
 from megatron_ext.mcore.engine import InferenceEngine
-from megatron_ext.models.build import build_model
-from megatron_ext.models.tokenizer import NullTokenizer
+from megatron_ext.scheduling.record import RequestRecord
 
-SHAPE = ModelConfig(
-    hybrid_override_pattern="*-" * 4,
-    hidden_size=256,
-    ffn_hidden_size=1024,
-    num_attention_heads=8,
-    num_query_groups=2,
-    squared_relu=True,
-    max_position_embeddings=16_384,
-    vocab_size=4096,
-)
+BLOCK, SLOTS = 64, 64
 OWN = 128  # tokens of each prompt that nobody shares
+SHARED = (2048, 8192)
+AT_ONCE = (1, 8)
+CHATS, TURNS, SAID, ANSWER = 8, 4, 200, 64
+SIGHTING_OWN = 512
+ON, OFF = CacheConfig(snapshot_slots=SLOTS), CacheConfig(enable_prefix_caching=False)
 
 
 class Bench:
-    """One model, fresh engines, fresh prompts."""
+    """One model in two engines' hands, and prompts that never come twice."""
 
-    def __init__(self, repeats: int) -> None:
+    def __init__(self, pair: Pair, rate: float, repeats: int) -> None:
+        self.pair = pair
+        self.rate = rate
         self.repeats = repeats
-        self.model = build_model(SHAPE)
         self._seed = 0
 
-    def engine(self, *, is_on: bool) -> InferenceEngine:
+    def engine(self, cache: CacheConfig) -> InferenceEngine:
         """An engine with room for every prompt of a measurement in one step."""
-        batching = BatchingConfig(block_count=2000, block_size=64, max_requests=16, max_tokens=80_000)
-        cache = CacheConfig(enable_prefix_caching=is_on)
-        return build_engine(self.model, SHAPE, NullTokenizer(SHAPE.vocab_size), batching, cache, dtype=torch.float32)
+        return self.pair.engine(cache, block_count=1600, block_size=BLOCK, max_requests=16, max_tokens=80_000)
 
     def tokens(self, count: int) -> list[int]:
         """Token ids that no other call gives."""
         self._seed += 1
-        return torch.randint(4096, (count,), generator=torch.Generator().manual_seed(self._seed)).tolist()
+        return torch.randint(VOCABULARY, (count,), generator=torch.Generator().manual_seed(self._seed)).tolist()
 
-    def ttft(self, shared: int, own: int, requests: int, *, warm: bool) -> float:
-        """Median over repeats of the largest time to first token of `requests` prompts submitted at once."""
-        return statistics.median(self._ttft(shared, own, requests, warm=warm) for _ in range(self.repeats))
+    def prompts(self, prefix: Sequence[int], own: int, count: int) -> list[list[int]]:
+        """That begin alike and go on alone."""
+        return [[*prefix, *self.tokens(own)] for _ in range(count)]
 
-    def _ttft(self, shared: int, own: int, requests: int, *, warm: bool) -> float:
-        engine = self.engine(is_on=warm)
-        prefix = self.tokens(shared) if shared else []
-        if warm:
-            engine.generate([[*prefix, *self.tokens(own)]], RequestParams(num_tokens_to_generate=1))
-        prompts = [[*prefix, *self.tokens(own)] for _ in range(requests)]
-        records = engine.generate(prompts, RequestParams(num_tokens_to_generate=1))
-        expected = shared // 64 * 64 if warm else 0
-        if any(record.skipped_prefill_token_count != expected for record in records):
-            raise RuntimeError("a prompt did not skip what it should: the figures would mean something else")
-        return max(record.ttft for record in records)
+    def median(self, measure: Callable[[], float]) -> float:
+        """Of as many runs as were asked for."""
+        return statistics.median(measure() for _ in range(self.repeats))
 
-    def unique_throughput_ratio(self) -> float:
+    def cold(self, shared: int, count: int) -> float:
+        """Seconds to the last first token of prompts that share nothing with what came before, caching off."""
+        prefix = self.tokens(shared)
+        return slowest(serve(self.engine(OFF), self.prompts(prefix, OWN, count)))
+
+    def warm(self, shared: int, count: int) -> float:
+        """The same with caching on, after the prefix was seen twice."""
+        engine = self.engine(ON)
+        prefix = self.tokens(shared)
+        for prompt in self.prompts(prefix, OWN, 2):
+            serve(engine, [prompt])
+        records = serve(engine, self.prompts(prefix, OWN, count))
+        if any(record.skipped_prefill_token_count != shared for record in records):
+            raise RuntimeError("a prompt did not skip its prefix: the figures would mean something else")
+        return slowest(records)
+
+    @torch.inference_mode()
+    def copied(self, shared: int, count: int) -> float:
+        """Seconds that transformers takes for the prompts' own tokens and for copying the cache of the prefix."""
+        device = platform.device()
+        prefix = torch.tensor([self.tokens(shared)], device=device)
+        own = torch.tensor(self.prompts([], OWN, count), device=device)
+        kept = self.pair.reference(prefix, use_cache=True, logits_to_keep=1).past_key_values
+        synchronize()
+        start = time.perf_counter()
+        cache = copy.deepcopy(kept)
+        if count > 1:
+            repeat_cache(cache, count)
+        logits = self.pair.reference(own, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        logits[:, -1].argmax(-1).tolist()
+        return time.perf_counter() - start
+
+    def floor(self, shared: int, count: int, *, warm: bool) -> float:
+        """Seconds of the matrix products that cannot be skipped."""
+        flops = forward_flops(self.pair, [shared + OWN] * count, skipped=shared if warm else 0)
+        return flops / self.rate
+
+    def unique_ratio(self) -> float:
         """Prompt tokens a second with the cache on over off, where no two prompts share anything."""
-        ratios = []
-        for _ in range(self.repeats):
-            prompts = [self.tokens(512) for _ in range(8)]
-            durations = {}
-            for is_on in (True, False):
-                engine = self.engine(is_on=is_on)
-                start = time.perf_counter()
-                engine.generate(prompts, RequestParams(num_tokens_to_generate=8))
-                synchronize()
-                durations[is_on] = time.perf_counter() - start
-            ratios.append(durations[False] / durations[True])
-        return statistics.median(ratios)
+        prompts = self.prompts([], 512, 8)
+        durations = {}
+        for cache in (ON, OFF):
+            engine = self.engine(cache)
+            start = time.perf_counter()
+            serve(engine, prompts, 8)
+            durations[cache] = time.perf_counter() - start
+        return durations[OFF] / durations[ON]
+
+    def chat_tokens(self) -> tuple[int, int]:
+        """Prompt tokens computed in all conversations and turns, and the fewest possible with whole blocks."""
+        engine = self.engine(ON)
+        histories: list[list[int]] = [[] for _ in range(CHATS)]
+        computed = fewest = 0
+        for _ in range(TURNS):
+            known = [max(0, len(history) - 1) // BLOCK * BLOCK for history in histories]  # the last token has no state
+            prompts = [[*history, *self.tokens(SAID)] for history in histories]
+            records = serve(engine, prompts, ANSWER)
+            computed += sum(record.computed_prefill_token_count for record in records)
+            fewest += sum(len(prompt) - skip for prompt, skip in zip(prompts, known, strict=True))
+            histories = [[*p, *record.generated_tokens] for p, record in zip(prompts, records, strict=True)]
+        return computed, fewest
+
+    def sightings(self, shared: int) -> list[RequestRecord]:
+        """The first, second and third prompt that begins with the same tokens."""
+        engine = self.engine(ON)
+        prefix = self.tokens(shared)
+        return [serve(engine, [prompt])[0] for prompt in self.prompts(prefix, SIGHTING_OWN, 3)]
+
+
+def repeat_cache(cache: DynamicCache, count: int) -> None:
+    """Make a cache of one sequence one of `count` equal ones; transformers' own method knows attention layers only."""
+    for layer in cache.layers:
+        if isinstance(layer, LinearAttentionCacheLayerMixin):
+            for states in (layer.conv_states, layer.recurrent_states):
+                states.update(
+                    {i: state.repeat_interleave(count, 0) for i, state in states.items() if state is not None}
+                )
+        elif layer.is_initialized:
+            layer.batch_repeat_interleave(count)
+
+
+def serve(engine: InferenceEngine, prompts: list[list[int]], count: int = 1) -> list[RequestRecord]:
+    """All at once, to the end."""
+    records = engine.generate(prompts, RequestParams(count))
+    synchronize()
+    return records
+
+
+def slowest(records: Sequence[RequestRecord]) -> float:
+    """The largest time to first token."""
+    return max(record.ttft for record in records)
 
 
 def main() -> None:
@@ -93,25 +160,47 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
+    device = platform.device()
     console = Console(highlight=False)
-    bench = Bench(arguments.repeats)
-    console.print(header(platform.device(), torch.float32), markup=False)
-    bench.ttft(0, OWN, 1, warm=False)  # warms up
+    pair = build_pair(device, torch.float32)
+    rate = matmul_rate(torch.float32, device)
+    bench = Bench(pair, rate, arguments.repeats)
+    console.print(header(device, torch.float32), markup=False)
+    console.print(f"matrix products: {rate / 1e9:.0f} GFLOP/s")
+    bench.warm(BLOCK, 1)  # everything is there once
     console.print(ttft_table(bench))
-    console.print(f"all prompts unique: throughput with the cache on / off {bench.unique_throughput_ratio():.3f}")
+    console.print(f"all prompts unique: throughput with the cache on / off {bench.median(bench.unique_ratio):.3f}")
+    computed, fewest = bench.chat_tokens()
+    console.print(
+        f"{CHATS} chats of {TURNS} turns: {computed} tokens computed, {fewest} at least ({computed / fewest:.3f})"
+    )
+    console.print(sightings_table(bench))
     platform.shut_down()
 
 
 def ttft_table(bench: Bench) -> Table:
     """Seconds to first token."""
-    table = Table("shared", "at once", "cold, s", "warm, s", f"just {OWN} tokens, s", "cold / warm", "warm / just own")
-    for requests in (1, 8):
-        alone = bench.ttft(0, OWN, requests, warm=False)
-        for shared in (2048, 8192):
-            cold = bench.ttft(shared, OWN, requests, warm=False)
-            warm = bench.ttft(shared, OWN, requests, warm=True)
-            seconds = (f"{value:.3f}" for value in (cold, warm, alone))
-            table.add_row(str(shared), str(requests), *seconds, f"{cold / warm:.1f}", f"{warm / alone:.2f}")
+    table = Table("shared", "at once", "cold, s", "warm, s", "copied cache, s", "cold / floor", "warm / floor")
+    table.add_column("warm over its floor / cold over its floor")
+    table.add_column("warm / copied")
+    for count in AT_ONCE:
+        for shared in SHARED:
+            cold = bench.median(lambda shared=shared, count=count: bench.cold(shared, count))
+            warm = bench.median(lambda shared=shared, count=count: bench.warm(shared, count))
+            copied = bench.median(lambda shared=shared, count=count: bench.copied(shared, count))
+            over_floor = (cold / bench.floor(shared, count, warm=False), warm / bench.floor(shared, count, warm=True))
+            ratios = (*over_floor, over_floor[1] / over_floor[0], warm / copied)
+            times = (f"{value:.3f}" for value in (cold, warm, copied))
+            table.add_row(str(shared), str(count), *times, *(f"{ratio:.2f}" for ratio in ratios))
+    return table
+
+
+def sightings_table(bench: Bench) -> Table:
+    """What the first requests behind a shared prefix skip."""
+    table = Table("shared", "sighting", "tokens skipped", "ttft, s")
+    for shared in SHARED:
+        for number, record in enumerate(bench.sightings(shared), start=1):
+            table.add_row(str(shared), str(number), str(record.skipped_prefill_token_count), f"{record.ttft:.3f}")
     return table
 
 
