@@ -81,7 +81,7 @@ class Scheduler:
                 self._fingerprint,
                 self._weights_version.to_bytes(8, "little"),
                 self.limits.block_size.to_bytes(8, "little"),
-                *([] if salt is None else [salt.encode()]),
+                *([] if salt is None else [salt.encode("utf-8", "surrogatepass")]),  # JSON has halves of characters
             ]
         )
         if request.chain is None or request.chain.root != root:

@@ -1,0 +1,225 @@
+"""EX-4, EX-3: what was cached before a reset, of other weights, models or tenants, is not matched."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+
+from megatron_ext.config import EvictionPolicyName
+from megatron_ext.prefix_cache.hash_chain import Digest
+from megatron_ext.scheduling.record import Status
+from megatron_ext.scheduling.request import Request
+from megatron_ext.scheduling.scheduler import Scheduler
+from tests.unit_tests.scheduling.builders import add, admitted, make_limits, request_of, step
+
+LRU, REF_ZERO = EvictionPolicyName.LRU, EvictionPolicyName.REF_ZERO
+PROMPT = range(12)
+INVALIDATIONS = [Scheduler.reset_prefix_cache, Scheduler.weights_changed, Scheduler.suspend]
+Invalidate = Callable[[Scheduler], None]
+
+
+def make_scheduler(policy: EvictionPolicyName = LRU, slots: int | None = None, **limits: object) -> Scheduler:
+    return Scheduler(make_limits(**{"total_blocks": 20} | limits), policy, b"model", slots)
+
+
+def cached_tokens(scheduler: Scheduler, tokens: object = PROMPT, **params: object) -> int:
+    """Of `tokens`, what a new request would match."""
+    probe = request_of(99, tokens, **params)
+    scheduler.add(probe)
+    matched = scheduler.cache.match(probe.digests)
+    scheduler.queues.discard(probe)
+    return len(matched) * scheduler.limits.block_size
+
+
+@pytest.mark.parametrize("invalidate", INVALIDATIONS)
+@pytest.mark.parametrize("slots", [None, 4])
+def test_what_was_cached_before_is_not_matched_after(invalidate: Invalidate, slots: int | None):
+    """EX-4: and what is computed after is."""
+    scheduler = make_scheduler(slots=slots)
+    for arrival in (0, 1):
+        request = request_of(arrival, PROMPT)
+        add(scheduler, request)
+        assert admitted(step(scheduler)) == [(arrival, 0, 3)]
+        assert request.ledger.skipped == 0
+        scheduler.end(request, Status.COMPLETED)
+        assert cached_tokens(scheduler) == 12
+        invalidate(scheduler)
+        scheduler.check()
+        use = scheduler.cache.use()
+        assert (use.blocks_cached, use.slots_used, cached_tokens(scheduler)) == (0, 0, 0)
+        assert scheduler.blocks.free_count == 20
+
+
+class TestInFlight:
+    """A request that has begun before a reset."""
+
+    @staticmethod
+    def at(stage: str, scheduler: Scheduler) -> Request:
+        """Of a prompt of 12 tokens, computed 7 a step."""
+        request = request_of(0, PROMPT)
+        if stage == "paused":
+            add(scheduler, rival := request_of(-1, range(50, 54)))
+            step(scheduler)
+        add(scheduler, request)
+        for _ in range({"mid-prefill": 1, "decoding": 2, "paused": 2}[stage]):
+            step(scheduler)
+        if stage == "paused":
+            while request not in scheduler.queues.paused:
+                step(scheduler)
+            scheduler.end(rival, Status.COMPLETED)
+        assert request.computed_end > 0
+        return request
+
+    @pytest.mark.parametrize("stage", ["mid-prefill", "decoding", "paused"])
+    @pytest.mark.parametrize("invalidate", INVALIDATIONS[:2])
+    @pytest.mark.parametrize("policy", [LRU, REF_ZERO])
+    def test_publishes_nothing_and_goes_on(self, stage: str, invalidate: Invalidate, policy: EvictionPolicyName):
+        """EX-4: neither of its prompt nor of its answer, and leaves nothing behind."""
+        scheduler = make_scheduler(policy, total_blocks=5 if stage == "paused" else 20, max_tokens=7)
+        request = self.at(stage, scheduler)
+        invalidate(scheduler)
+        computed = request.computed_end
+        for _ in range(6):
+            step(scheduler)
+            assert scheduler.cache.use().blocks_cached == 0
+        assert request.computed_end > computed
+        assert len(request.tokens) >= 16  # enough for a block of its answer
+        scheduler.end(request, Status.COMPLETED)
+        scheduler.check()
+        assert cached_tokens(scheduler, request.tokens) == 0
+        assert scheduler.blocks.free_count == scheduler.limits.total_blocks
+
+    @pytest.mark.parametrize("stage", ["mid-prefill", "decoding"])
+    def test_without_a_reset_it_would(self, stage: str):
+        """Negative control, EX-1."""
+        scheduler = make_scheduler(max_tokens=7)
+        request = self.at(stage, scheduler)
+        for _ in range(6):
+            step(scheduler)
+        assert cached_tokens(scheduler, request.tokens) >= 16
+
+    @pytest.mark.parametrize("invalidate", INVALIDATIONS[:2])
+    def test_not_even_the_step_that_is_being_computed(self, invalidate: Invalidate):
+        """EX-4: a reset between a step's plan and its end."""
+        for slots in (None, 4):
+            scheduler = make_scheduler(slots=slots)
+            add(scheduler, request_of(0, PROMPT))
+            plan = scheduler.schedule()
+            invalidate(scheduler)
+            scheduler.commit(plan.chunks)
+            use = scheduler.cache.use()
+            assert (use.blocks_cached, use.slots_used) == (0, 0)
+
+    @pytest.mark.parametrize("invalidate", INVALIDATIONS[:2])
+    def test_begins_anew_when_it_is_admitted_again(self, invalidate: Invalidate):
+        """EX-4: then it computes with what is valid now, and publishes."""
+        scheduler = make_scheduler(max_tokens=7)
+        request = self.at("mid-prefill", scheduler)
+        invalidate(scheduler)
+        scheduler.abandon(scheduler.schedule().chunks, "planted")
+        step(scheduler)
+        step(scheduler)
+        assert request.generated_count == 1
+        assert cached_tokens(scheduler) == 12
+        assert request.ledger.skipped + request.ledger.computed == 12
+
+    def test_shares_with_others_of_its_time_until_the_last_has_left(self):
+        """EX-4, KV-3: blocks in use are not touched."""
+        scheduler = make_scheduler()
+        first, second = request_of(0, [*PROMPT, 70]), request_of(1, [*PROMPT, 80])
+        add(scheduler, first, second)
+        step(scheduler)
+        step(scheduler)
+        assert first.block_table[:3] == second.block_table[:3]
+        scheduler.reset_prefix_cache()
+        add(scheduler, newcomer := request_of(2, [*PROMPT, 90]))
+        assert admitted(step(scheduler)) == [(2, 0, 4)]
+        assert not set(newcomer.block_table) & {*first.block_table, *second.block_table}
+        for request in (first, second, newcomer):
+            scheduler.end(request, Status.COMPLETED)
+            scheduler.check()
+        assert scheduler.cache.available_count == 20
+
+    def test_a_request_that_waits_hits_only_what_came_after(self):
+        """EX-4: its match is looked up when it is admitted."""
+        scheduler = make_scheduler(max_requests=1)
+        add(scheduler, first := request_of(0, PROMPT), request_of(1, PROMPT))
+        step(scheduler)
+        scheduler.weights_changed()
+        scheduler.end(first, Status.COMPLETED)
+        assert admitted(step(scheduler)) == [(1, 0, 3)]
+
+
+class TestKeys:
+    """KV-1: what equal tokens' KV depends on is part of the key."""
+
+    @staticmethod
+    def root(scheduler: Scheduler, **params: object) -> Digest:
+        request = request_of(0, PROMPT, **params)
+        scheduler.add(request)
+        return request.chain.root
+
+    def test_each_of_model_weights_block_size_and_salt_makes_another_key(self):
+        """KV-1, EX-3, EX-4."""
+        other_weights = make_scheduler()
+        other_weights.weights_changed()
+        later_weights = make_scheduler()
+        later_weights.weights_changed()
+        later_weights.weights_changed()
+        roots = [
+            self.root(make_scheduler()),
+            self.root(Scheduler(make_limits(), LRU, b"another model")),
+            self.root(Scheduler(make_limits(), LRU, b"")),
+            self.root(make_scheduler(block_size=2)),
+            self.root(other_weights),
+            self.root(later_weights),
+            *(self.root(make_scheduler(), cache_salt=salt) for salt in ("", "a", "b", "model", "\x00")),
+        ]
+        assert len(set(roots)) == len(roots)
+        assert self.root(make_scheduler()) == roots[0]
+        assert self.root(make_scheduler(), cache_salt="a", num_tokens_to_generate=1, temperature=1.0) == roots[7]
+
+    def test_new_weights_give_waiting_requests_new_keys_and_a_reset_does_not(self):
+        """EX-4."""
+        scheduler = make_scheduler(max_requests=1)
+        add(scheduler, running := request_of(0, PROMPT), waiting := request_of(1, PROMPT))
+        step(scheduler)
+        old = running.chain.root
+        scheduler.reset_prefix_cache()
+        assert (running.chain.root, waiting.chain.root) == (old, old)
+        scheduler.weights_changed()
+        assert running.chain.root == old  # until it begins again: its KV is of both
+        assert waiting.chain.root == self.root(scheduler) != old
+        scheduler.suspend()
+        assert running.chain.root == waiting.chain.root
+
+    def test_salts_share_among_themselves_only(self):
+        """EX-3: of prompts that are all the same."""
+        scheduler = make_scheduler(total_blocks=40)
+        salts = [None, "", "a", "b"]
+        for arrival, salt in enumerate(salts):
+            add(scheduler, request := request_of(arrival, PROMPT, cache_salt=salt))
+            assert admitted(step(scheduler)) == [(arrival, 0, 3)]
+            scheduler.end(request, Status.COMPLETED)
+        assert [cached_tokens(scheduler, cache_salt=salt) for salt in [*salts, "c"]] == [12, 12, 12, 12, 0]
+        assert scheduler.cache.use().blocks_cached == 12
+
+    def test_any_text_is_a_salt(self):
+        """EX-3: JSON can spell halves of characters, and two of them are two tenants."""
+        salts = ["\ud800", "\ud801", "?", "\ufffd"]
+        roots = {self.root(make_scheduler(), cache_salt=salt) for salt in salts}
+        assert len(roots) == len(salts)
+
+
+@pytest.mark.parametrize("opts_out", list(itertools.product([True, False], repeat=2)))
+def test_who_opts_out_neither_reads_nor_writes(opts_out: tuple[bool, bool]):
+    """KV-9."""
+    scheduler = make_scheduler()
+    for arrival, wish in enumerate(opts_out):
+        add(scheduler, request := request_of(arrival, PROMPT, enable_prefix_caching=not wish))
+        step(scheduler)
+        scheduler.end(request, Status.COMPLETED)
+    assert scheduler.counters.hits == (opts_out == (False, False))
+    assert (scheduler.cache.use().blocks_cached > 0) == (False in opts_out)
