@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import pytest
 
 from tests.priority import TestPriority
@@ -26,58 +29,74 @@ MODELS = [
     pytest.param("attention_free", PLENTY, id="attention_free"),
 ]
 STEPS = [
-    pytest.param({"max_tokens": 39}, id="chunked"),
-    pytest.param({"max_tokens": 400, "enable_chunked_prefill": False}, id="whole"),
+    pytest.param({"max_tokens": 70}, id="chunked"),
+    pytest.param({"max_tokens": 700, "enable_chunked_prefill": False}, id="whole"),
 ]
 LENGTHS = [4 * BLOCK + offset for offset in (-1, 0, 1, 2, 3)]
 OTHER_END = make_prompt(30, seed=1)
+LONG = {"num_tokens_to_generate": 20}
+REQUESTS = 8  # of each length
 
 
-def play(driver: Driver, prompt: list[int]) -> None:
-    """A prompt, and others that share it: some while it lives, one that follows another, some when all have ended."""
-    driver.add(0, prompt, num_tokens_to_generate=20)
-    while not driver.engine.get_request(0).generated_count:
+def add(driver: Driver, number: int, prompts: dict[str, list[int]], **params: object) -> None:
+    """One request to each prompt; requests of different lengths have different salts, and nothing in common."""
+    for i, (salt, prompt) in enumerate(prompts.items()):
+        params = {"num_tokens_to_generate": 3, "cache_salt": salt} | params
+        driver.add(number + i * REQUESTS, prompt, **params)
+
+
+def play(driver: Driver) -> Driver:
+    """Prompts, and others that share them: some while they live, one that follows another, some when all have ended."""
+    prompts = {str(length): make_prompt(length) for length in LENGTHS}
+    add(driver, 0, prompts, **LONG)
+    while not all(request.generated_count for request in driver.scheduler.queues):
         driver.step()
-    driver.add(1, prompt)
-    driver.add(2, [*prompt[: 2 * BLOCK + 3], *OTHER_END])
-    driver.add(3, prompt, skip_prompt_log_probs=False)
-    driver.add(4, [*prompt[: 2 * BLOCK + 3], *OTHER_END, 7])
+    add(driver, 1, prompts)
+    add(driver, 2, {salt: [*prompt[: 2 * BLOCK + 3], *OTHER_END] for salt, prompt in prompts.items()}, **LONG)
+    add(driver, 3, prompts, skip_prompt_log_probs=False)
+    add(driver, 4, {salt: [*prompt[: 2 * BLOCK + 3], *OTHER_END, 7] for salt, prompt in prompts.items()})
     driver.run()
-    driver.add(5, [*prompt[: 2 * BLOCK + 9], *make_prompt(20, seed=3)])
+    add(driver, 5, {salt: [*prompt[: 2 * BLOCK + 9], *make_prompt(20, seed=3)] for salt, prompt in prompts.items()})
     driver.run()
-    driver.add(6, prompt)
+    add(driver, 6, prompts)
     driver.run()
-    turn = [*prompt, *driver.records[0].generated_tokens, *make_prompt(5, seed=2)]
-    driver.add(7, turn)
+    answers = [driver.records[i * REQUESTS].generated_tokens for i in range(len(LENGTHS))]
+    turns = {s: [*p, *a, *make_prompt(5, seed=2)] for (s, p), a in zip(prompts.items(), answers, strict=True)}
+    add(driver, 7, turns)
     driver.run()
+    return driver
+
+
+@functools.cache
+def play_off(get_driver: Callable[..., Driver], kind: str, max_tokens: int, chunked: bool) -> Driver:
+    """What all engines with the cache on are compared with."""
+    return play(get_driver(kind, max_requests=40, max_tokens=max_tokens, enable_chunked_prefill=chunked))
 
 
 def rule(length: int, policy: str, slots: int) -> list[int]:
-    """Tokens that each of the eight requests skips."""
+    """Tokens that each of a length's eight requests skips."""
     if slots == 0:
         return [0] * 8
     own = (length - 1) // BLOCK * BLOCK
     follower = (2 * BLOCK + 3 + 30) // BLOCK * BLOCK
-    if policy == "ref_zero":  # the first lives for 20 tokens; whoever comes later finds nothing
+    if policy == "ref_zero":  # whoever comes when all have ended finds nothing
         return [0, own, 0, 0, follower, 0, 0, 0]
     turn = (length + 19) // BLOCK * BLOCK  # what was generated last was never computed
     return [0, own, 0, 0, follower, 2 * BLOCK, own, turn]
 
 
-@pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("batching", STEPS)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(("kind", "slots"), MODELS)
-def test_cache_on_equals_cache_off(get_driver, get_oracle, kind, slots, policy, batching, length):
+def test_cache_on_equals_cache_off(get_driver, get_oracle, kind, slots, policy, batching):
     """HY-3, HY-4, HY-6, HY-7, HY-13, HY-14, EX-1, EX-5, KV-12: tokens, logits, log-probs, states, skipped tokens."""
-    prompt = make_prompt(length)
-    off = get_driver(kind, **batching)
-    on = build_driver(get_oracle, kind, policy=policy, slots=slots, **batching)
-    play(off, prompt)
-    play(on, prompt)
-    assert on.skipped(*range(8)) == rule(length, policy, slots)
-    for request_id in range(8):
+    off = play_off(get_driver, kind, batching["max_tokens"], batching.get("enable_chunked_prefill", True))
+    on = play(build_driver(get_oracle, kind, policy=policy, slots=slots, max_requests=40, **batching))
+    skipped = [on.skipped(*range(i * REQUESTS, (i + 1) * REQUESTS)) for i in range(len(LENGTHS))]
+    assert skipped == [rule(length, policy, slots) for length in LENGTHS]
+    assert len(on.records) == len(LENGTHS) * REQUESTS
+    for request_id in on.records:
         assert_equals_expected(on, request_id, what_it_gave(off, request_id))
         assert_prefill_states_equal(on, off, request_id)
-    for request_id in (1, 4, 7):
+    for request_id in (1, 12, 23):
         assert_equals_oracle(on, request_id, get_oracle(kind))

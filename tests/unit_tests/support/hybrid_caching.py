@@ -13,7 +13,7 @@ import torch
 from megatron_ext.config import CacheConfig, EvictionPolicyName
 from megatron_ext.mcore.context import InferenceContext
 from megatron_ext.scheduling.planner import Admission, Refusal, StepPlan
-from megatron_ext.scheduling.request import Chunk, Request
+from megatron_ext.scheduling.request import Chunk
 from tests.unit_tests.support.cache_model import Book, CacheModel, Contents
 from tests.unit_tests.support.caching import CachingDriver
 from tests.unit_tests.support.driver import Driver, assert_states_close
