@@ -51,6 +51,8 @@ def read_prompts(run: RunConfig, defaults: RequestParams, stdin: BinaryIO | None
         for prompt in prompts:
             if not prompt.content:
                 raise ConfigError(f"{prompt.source} is empty; give at least one character")
+            if _is_broken(prompt.content):
+                raise ConfigError(f"{prompt.source}: {_shown(prompt.content)} is not a text in UTF-8")
         return prompts
     if run.prompt_file is None:
         return example_prompts(defaults)
@@ -133,10 +135,17 @@ def _content(fields: dict[str, Any]) -> str | tuple[int, ...]:
     if given == ["text"]:
         if not isinstance(value, str) or not value:
             raise ConfigError(f"text {_shown(value)} is not a text of at least one character")
+        if _is_broken(value):
+            raise ConfigError(f"text {_shown(value)} has half of a surrogate pair, which is no character")
         return value
     if not isinstance(value, list) or not value or not all(_is(token, int) and token >= 0 for token in value):
         raise ConfigError(f"token_ids {_shown(value)} is not a list of at least one whole number, zero or more")
     return tuple(value)
+
+
+def _is_broken(text: str) -> bool:
+    """Whether it has halves of surrogate pairs: JSON can say them, and bytes of another encoding become them."""
+    return any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _checked(name: str, value: Any, hint: Any) -> Any:

@@ -62,6 +62,11 @@ def test_null_is_a_value_where_the_default_is_none():
     assert prompt.params.seed is None
 
 
+def test_a_surrogate_pair_is_a_character():
+    (prompt,) = parse(r'{"text": "\ud83d\ude00"}')
+    assert prompt.content == "\U0001f600"
+
+
 def test_blank_lines_count_but_are_no_prompts():
     prompts = parse("\n", '{"text": "a"}\n', "  \n", '{"text": "b"}')
     assert [prompt.source for prompt in prompts] == ["prompts.jsonl, line 2", "prompts.jsonl, line 4"]
@@ -83,6 +88,7 @@ def test_byte_order_mark_is_passed_over():
         ('{"text": "a", "token_ids": [1]}', "has both text and token_ids"),
         ('{"text": ""}', 'text "" is not a text of at least one character'),
         ('{"text": 5}', "text 5 is not a text"),
+        (r'{"text": "a \ud800 b"}', "has half of a surrogate pair"),
         ('{"token_ids": []}', "token_ids [] is not a list of at least one whole number"),
         ('{"token_ids": [1, -2]}', "token_ids [1, -2] is not a list"),
         ('{"token_ids": [true]}', "token_ids [true] is not a list"),
@@ -126,6 +132,11 @@ def test_an_empty_prompt_from_a_flag():
     """KV-12: a clear error."""
     with pytest.raises(ConfigError, match="--prompts, prompt 2 is empty"):
         read_prompts(RunConfig(prompts=("a", "")), DEFAULTS)
+
+
+def test_a_flag_in_another_encoding():
+    with pytest.raises(ConfigError, match="--prompts, prompt 1: .* is not a text in UTF-8"):
+        read_prompts(RunConfig(prompts=(b"gr\xf6sser".decode(errors="surrogateescape"),)), DEFAULTS)
 
 
 def test_prompts_from_a_file(tmp_path):
