@@ -135,7 +135,7 @@ def test_an_empty_prompt_from_a_flag():
 
 
 def test_a_flag_in_another_encoding():
-    with pytest.raises(ConfigError, match="--prompts, prompt 1: .* is not a text in UTF-8"):
+    with pytest.raises(ConfigError, match=r"--prompts, prompt 1: .* is not a text in UTF-8"):
         read_prompts(RunConfig(prompts=(b"gr\xf6sser".decode(errors="surrogateescape"),)), DEFAULTS)
 
 
