@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -63,6 +64,7 @@ def print_report(passes: Sequence[Pass], console: Console) -> None:
         ("end of prompt", "left"),
         ("generated", "left"),
         ("prompt", "right"),
+        ("skipped", "right"),
         ("new", "right"),
         ("ttft", "right"),
         ("total", "right"),
@@ -87,10 +89,13 @@ def summary(passes: Sequence[Pass]) -> list[str]:
     rates = ", ".join(f"{one.throughput:.1f}" for one in passes)
     computed = sum(record.computed_prefill_token_count for record in records)
     skipped = sum(record.skipped_prefill_token_count for record in records)
+    reasons: Counter[str] = sum((Counter(record.prefill_reasons) for record in records), Counter())
+    why = ", ".join(f"{reason} {tokens}" for reason, tokens in reasons.most_common())
     return [
         f"{count}{f', {failed} not completed' if failed else ''}: "
         f"{generated} tokens generated in {seconds:.1f} s ({rates} tokens/s)",
-        f"prompt tokens: {computed} computed, {skipped} skipped",
+        f"prompt tokens: {computed} computed, {skipped} skipped ({100 * skipped / max(1, computed + skipped):.1f}%)",
+        *([f"computed because: {why}"] if why else []),
     ]
 
 
@@ -101,6 +106,7 @@ def _row(record: RequestRecord) -> tuple[str, ...]:
         escape(_end(record.prompt_text or "", _PROMPT_CHARACTERS)),
         escape(_beginning(text, _TEXT_CHARACTERS)),
         str(record.prompt_token_count),
+        str(record.skipped_prefill_token_count),
         str(len(record.generated_tokens)),
         "-" if record.ttft is None else f"{1000 * record.ttft:.0f} ms",
         f"{1000 * record.latency:.0f} ms",

@@ -29,6 +29,11 @@ def test_table_has_a_row_for_each_request(record):
     assert all(part in rows[1] for part in ("too long", "failed"))
 
 
+def test_table_shows_what_was_skipped(record):
+    text = printed(print_report, [Pass((record(0, skipped_prefill_token_count=4321),), 2.0)])
+    assert "4321" in text
+
+
 def test_long_texts_are_cut_where_they_share_least(record):
     """Prompts share their beginnings, so the end is shown; of what was generated, the beginning."""
     long = record(prompt_text="begin" + 200 * "x" + "end", generated_text="first" + 900 * "y" + "last")
@@ -44,9 +49,18 @@ def test_markup_in_texts_is_text(record):
 
 
 def test_summary_counts_everything(record):
-    lines = summary([Pass((record(0),), 2.0), Pass((record(1, status=Status.ABORTED),), 1.0)])
+    """EX-2: what was skipped, and why the rest was not."""
+    warm = record(
+        1,
+        status=Status.ABORTED,
+        skipped_prefill_token_count=2,
+        computed_prefill_token_count=1,
+        prefill_reasons={"last_token": 1},
+    )
+    lines = summary([Pass((record(0),), 2.0), Pass((warm,), 1.0)])
     assert lines[0] == "2 requests, 1 not completed: 4 tokens generated in 3.0 s (1.0, 2.0 tokens/s)"
-    assert lines[1] == "prompt tokens: 6 computed, 0 skipped"
+    assert lines[1] == "prompt tokens: 4 computed, 2 skipped (33.3%)"
+    assert lines[2] == "computed because: caching_off 3, last_token 1"
 
 
 def test_geometry(record):
