@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
 from megatron_ext.prefix_cache import hash_chain
+from megatron_ext.scheduling.accounting import Reason
 from tools.run_inference import BAD_USAGE, DONE, REQUEST_FAILED, main
 
 ATTENTION_ONLY = """
@@ -142,6 +144,12 @@ class TestStatistics:
     def test_keys_are_frozen(self, run):
         """A change here breaks scripts: it belongs into CHANGELOG.md."""
         assert list(run({"token_ids": [1]})["prefix_cache"]) == self.KEYS
+
+    def test_the_readme_has_them_all(self):
+        """And every reason of EX-2."""
+        text = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
+        for name in (*self.KEYS, *(reason.value for reason in Reason)):
+            assert f"`{name}`" in text
 
     def test_values_are_consistent(self, run):
         results = run({"token_ids": PROMPT}, {"token_ids": OTHER}, {"token_ids": PROMPT}, {"token_ids": PROMPT[:9]})
