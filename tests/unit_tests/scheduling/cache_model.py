@@ -154,6 +154,11 @@ class World:
         self.era += 1
 
 
+def content(owner: Owner, end: int) -> object:
+    """What KV at `end` - 1 and states after `end` tokens depend on."""
+    return owner.salt, owner.era, owner.tokens[:end]
+
+
 class Memory:
     """The KV itself: at each place of each block what the KV of a token depends on, or nothing."""
 
@@ -164,15 +169,12 @@ class Memory:
     def write(self, table: list[int], owner: Owner, positions: range) -> None:
         """A forward writes these positions of `owner`, whose blocks are `table`."""
         for position in positions:
-            self._places[table[position // self._size], position % self._size] = self._content(owner, position)
+            self._places[table[position // self._size], position % self._size] = content(owner, position + 1)
 
     def holds(self, table: list[int], owner: Owner, end: int) -> bool:
         """Whether attention finds in `table` the KV of all tokens below `end`."""
         places = ((table[position // self._size], position % self._size) for position in range(end))
-        return all(self._places.get(place) == self._content(owner, i) for i, place in enumerate(places))
-
-    def _content(self, owner: Owner, position: int) -> object:
-        return owner.salt, owner.era, owner.tokens[: position + 1]
+        return all(self._places.get(place) == content(owner, i + 1) for i, place in enumerate(places))
 
     def spoil(self, blocks: set[int]) -> None:
         """A forward that wrote to these blocks has failed."""

@@ -36,6 +36,8 @@ def next_token(tokens: list[int]) -> int:
 class CachingMachine(RuleBasedStateMachine):
     """Adds, steps, fails, aborts, suspends and resets at random."""
 
+    slot_counts = st.none()  # of snapshots; the model is without recurrent layers
+
     def __init__(self) -> None:
         super().__init__()
         self.requests: dict[Owner, Request] = {}
@@ -55,7 +57,8 @@ class CachingMachine(RuleBasedStateMachine):
             chunked_prefill=data.draw(st.booleans(), "chunked_prefill"),
         )
         policy = data.draw(st.sampled_from(EvictionPolicyName), "policy")
-        self.scheduler = Scheduler(self.limits, policy, b"model")
+        slots = data.draw(self.slot_counts, "slots")
+        self.scheduler = Scheduler(self.limits, policy, b"model", slots)
         self.world = World(self.limits.block_size, self.limits.total_blocks, policy)
         self.memory = Memory(self.limits.block_size)
         self.hits = self.matched = self.waits = 0
@@ -361,8 +364,8 @@ class CachingMachine(RuleBasedStateMachine):
             return "opted_out"
         if owner.wants_prompt_scores:
             return "prompt_logprobs"
-        if position // size < len(owner.keys(size)) and self.was_matched(owner, position // size):
-            return "last_token"
+        if self.was_matched(owner, position // size):
+            return "last_token" if position == owner.prompt - 1 else "no_snapshot"
         return "not_cached" if position < owner.prompt // size * size else "partial_block"
 
     def was_matched(self, owner: Owner, block: int) -> bool:

@@ -1,0 +1,175 @@
+"""KV-6, HY-4, EX-2 to EX-4: any life of any requests in a model whose states must be restored, watched by contents.
+
+The machine is that of attention-only models. It believes the plan on who is admitted and where; but whoever begins must
+find, in the slot that it restores, the states after exactly the tokens that it skips.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from megatron_ext.prefix_cache.hash_chain import Digest
+from megatron_ext.prefix_cache.matching import ResumePoint
+from megatron_ext.prefix_cache.state_index import SlotId, StateIndex
+from megatron_ext.scheduling import planner
+from megatron_ext.scheduling.planner import StepPlan
+from megatron_ext.scheduling.request import Chunk, Request
+from megatron_ext.scheduling.scheduler import Scheduler
+from tests.unit_tests.scheduling.cache_model import Owner, content
+from tests.unit_tests.scheduling.caching_machine import CachingMachine
+
+
+class HybridMachine(CachingMachine):
+    """Follows live rows and slots by what is in them."""
+
+    slot_counts = st.sampled_from([8, 2, 1, 0])
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: dict[int, object] = {}
+        self.slots: dict[int, object] = {}
+
+    def expect_admissions(self, plan: StepPlan) -> dict[int, tuple]:
+        """As planned, if it matches what is cached and skips nothing beyond."""
+        outcomes: dict[int, tuple] = {}
+        for one in plan.admissions:
+            owner, chunk = self.owner_of(one.request), one.chunk
+            matched = len(self.world.match(owner)) if owner.reads else 0
+            assert chunk.start % self.limits.block_size == 0
+            assert chunk.start <= min(matched * self.limits.block_size, len(owner.tokens) - 1)
+            assert (one.restore is None) == (chunk.start == 0)
+            outcomes[owner.name] = ("admit", matched, one.new_blocks, chunk.start, chunk.end)
+        for one in plan.refusals:
+            following = ("refuse", one.resource, one.needed, one.available)
+            outcomes[one.request.request_id] = following if one.wait_for is None else ("follow", one.wait_for)
+        return outcomes
+
+    def write(self, chunks: tuple[Chunk, ...]) -> None:
+        """Restores are copied before anything is written."""
+        super().write(chunks)
+        for chunk in chunks:
+            self.begin(chunk)
+        written: dict[SlotId, object] = {}
+        for chunk in chunks:
+            owner, request = self.owner_of(chunk.request), chunk.request
+            assert self.rows[request.state_row] == content(owner, chunk.start), "states of another position"
+            for snapshot in request.snapshots:
+                if chunk.start < snapshot.position <= chunk.end:
+                    assert snapshot.slot not in written, "two write one slot"
+                    written[snapshot.slot] = content(owner, snapshot.position)
+            self.rows[request.state_row] = content(owner, chunk.end)
+        self.slots |= written
+
+    def begin(self, chunk: Chunk) -> None:
+        owner, restore = self.owner_of(chunk.request), chunk.request.restore
+        if restore is not None:
+            assert self.slots.get(restore.slot) == content(owner, chunk.start), "restores what is of others"
+            self.rows[chunk.request.state_row] = self.slots[restore.slot]
+        elif chunk.start == 0:
+            self.rows[chunk.request.state_row] = content(owner, 0)
+
+    def verify_request(self, owner: Owner, request: Request) -> None:
+        """No snapshot can be found that does not hold what its key says."""
+        super().verify_request(owner, request)
+        if self.key_weights[owner] != self.weights or owner.opts_out:
+            return
+        for blocks, digest in enumerate(request.digests, start=1):
+            slot = self.scheduler.cache.states.find(digest)
+            if slot is not None:
+                _, _, tokens = self.slots[slot]
+                assert tokens == owner.tokens[: blocks * self.limits.block_size]
+
+    def teardown(self) -> None:
+        super().teardown()
+        if hasattr(self, "scheduler"):
+            states = self.scheduler.cache.states
+            assert states.obtainable_count == states.total, "a slot is reserved by nobody"
+
+
+COMMON = {
+    "deadline": None,
+    "stateful_step_count": 20,
+    "suppress_health_check": [HealthCheck.too_slow, HealthCheck.filter_too_much],
+    "database": None,
+}
+HybridMachine.TestCase.settings = settings(
+    max_examples=80, phases=[Phase.generate, Phase.shrink], print_blob=True, **COMMON
+)
+TestHybrid = HybridMachine.TestCase
+
+
+# Negative controls
+
+
+def restores_any_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StateIndex, "find", lambda self, digest: next(iter(self._visible.values()), None))
+
+
+def resumes_behind_a_snapshot_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    resume = planner.resume_point
+
+    def clamp(length: int, matched: Sequence[Digest], block_size: int, states: StateIndex) -> ResumePoint:
+        point = resume(length, matched, block_size, states)
+        return ResumePoint(max(0, point.position - block_size), point.restore)
+
+    monkeypatch.setattr(planner, "resume_point", clamp)
+
+
+def names_snapshots_after_the_block_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    reserve = Scheduler._reserve_snapshot
+
+    def misname(self: Scheduler, request: Request, position: int, digest: Digest, **kwargs: object) -> None:
+        before = request.digests[max(0, position // self.limits.block_size - 2)]
+        reserve(self, request, position, before, **kwargs)
+
+    monkeypatch.setattr(Scheduler, "_reserve_snapshot", misname)
+
+
+def shows_snapshots_before_they_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    reserve = Scheduler._reserve_snapshot
+
+    def reserve_and_commit(self: Scheduler, request: Request, *args: object, **kwargs: object) -> None:
+        reserve(self, request, *args, **kwargs)
+        for snapshot in request.snapshots:
+            self.cache.states.commit(snapshot.digest)
+        request.snapshots = []
+
+    monkeypatch.setattr(Scheduler, "_reserve_snapshot", reserve_and_commit)
+
+
+def keeps_snapshots_of_evicted_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StateIndex, "drop", lambda self, digest: None)
+
+
+def keeps_snapshots_over_a_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StateIndex, "clear", lambda self: None)
+
+
+def keeps_the_slots_of_a_failed_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StateIndex, "cancel", lambda self, digest: None)
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        restores_any_snapshot,
+        resumes_behind_a_snapshot_that_is_not_there,
+        names_snapshots_after_the_block_before,
+        shows_snapshots_before_they_are_taken,
+        keeps_snapshots_of_evicted_blocks,
+        keeps_snapshots_over_a_reset,
+        keeps_the_slots_of_a_failed_step,
+    ],
+)
+def test_the_machine_finds_a_planted_mistake(
+    plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+):
+    plant(monkeypatch)
+    quick = settings(max_examples=300, phases=[Phase.generate], derandomize=True, report_multiple_bugs=False, **COMMON)
+    with pytest.raises((AssertionError, KeyError)):
+        run_state_machine_as_test(HybridMachine, settings=quick)
