@@ -14,7 +14,10 @@ from megatron_ext.scheduling.accounting import PrefillLedger, Reason
 from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
+from tests.priority import TestPriority
 from tests.unit_tests.scheduling.builders import add, make_limits, request_of, step
+
+pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 LRU, REF_ZERO = EvictionPolicyName.LRU, EvictionPolicyName.REF_ZERO
 

@@ -18,7 +18,10 @@ from megatron_ext.scheduling.coordination import BlocksInFlight
 from megatron_ext.scheduling.planner import Admission, Refusal, StepPlan
 from megatron_ext.scheduling.request import Chunk, Request
 from megatron_ext.scheduling.scheduler import Scheduler
+from tests.priority import TestPriority
 from tests.unit_tests.scheduling.caching_machine import CachingMachine
+
+pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 COMMON = {
     "deadline": None,
@@ -264,6 +267,7 @@ def never_caches_generated_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Scheduler, "_publish", publish_prompts)
 
 
+@pytest.mark.priority(TestPriority.MEDIUM)
 @pytest.mark.parametrize(
     "plant",
     [

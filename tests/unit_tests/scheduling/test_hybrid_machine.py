@@ -20,8 +20,11 @@ from megatron_ext.scheduling import planner
 from megatron_ext.scheduling.planner import StepPlan
 from megatron_ext.scheduling.request import Chunk, Request
 from megatron_ext.scheduling.scheduler import Scheduler
+from tests.priority import TestPriority
 from tests.unit_tests.scheduling.cache_model import Owner, content
 from tests.unit_tests.scheduling.caching_machine import CachingMachine
+
+pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 
 class HybridMachine(CachingMachine):
@@ -154,6 +157,7 @@ def keeps_the_slots_of_a_failed_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StateIndex, "cancel", lambda self, digest: None)
 
 
+@pytest.mark.priority(TestPriority.MEDIUM)
 @pytest.mark.parametrize(
     "plant",
     [
