@@ -336,11 +336,6 @@ class CacheConfig:
             budget is None or slots is None,
             f"{flag}-gb {budget} and {flag}-slots {slots} contradict each other; give one of them",
         )
-        _require(
-            self.enable_prefix_caching or not (budget or slots),
-            f"--no-inference-dynamic-batching-enable-prefix-caching and {flag}-gb or -slots contradict each other: "
-            "without caching there are no snapshots; give one of them",
-        )
         names = [policy.value for policy in EvictionPolicyName]
         _require(
             self.eviction_policy in names,
