@@ -109,7 +109,7 @@ class Scheduler:
             self._admit(admission)
         for refusal in plan.refusals:
             self._note_follower(refusal)
-        for chunk in plan.chunks:
+        for chunk in sorted(plan.chunks, key=lambda chunk: chunk.is_decode):  # a free slot is prefill's before decode's
             self._reserve_snapshots(chunk)
         return plan
 

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
-import torch
-
 from megatron_ext.config import CacheConfig, EvictionPolicyName
-from megatron_ext.mcore.context import InferenceContext
+from megatron_ext.prefix_cache.hash_chain import Digest
 from megatron_ext.scheduling.planner import Admission, Refusal, StepPlan
 from megatron_ext.scheduling.request import Chunk
 from tests.unit_tests.support.cache_model import Book, CacheModel, Contents
@@ -19,6 +17,7 @@ from tests.unit_tests.support.caching import CachingDriver
 from tests.unit_tests.support.driver import Driver, assert_states_close
 from tests.unit_tests.support.kv_writes import KvWrites
 from tests.unit_tests.support.models import CONFIGS
+from tests.unit_tests.support.oracle import Oracle
 
 PLENTY = 100  # slots: none is ever given up, and the model knows every snapshot
 
@@ -47,7 +46,7 @@ class HybridModel(CacheModel):
         super().__init__(driver.scheduler, driver.policy)
         self.is_exact = is_exact
         self._states = driver.scheduler.cache.states
-        self._of_digest: dict[bytes, Contents] = {}
+        self._of_digest: dict[Digest, Contents] = {}
         self._clear()
 
     def _clear(self) -> None:
@@ -61,9 +60,13 @@ class HybridModel(CacheModel):
         """What the engine has snapshots of."""
         return {self._of_digest[digest] for digest in self._states._visible}
 
+    def digest(self, contents: Contents) -> Digest:
+        """The engine's name of it."""
+        return next(digest for digest, known in self._of_digest.items() if known == contents)
+
     def forget(self, contents: Contents) -> None:
         """Drop a snapshot that is there; its block stays."""
-        digest = next(digest for digest, known in self._of_digest.items() if known == contents)
+        digest = self.digest(contents)
         assert self._states.find(digest) is not None, "there is no such snapshot"
         self._states.drop(digest)
         self.expected.discard(contents)
@@ -238,12 +241,13 @@ def assert_prefill_states_equal(actual: Driver, expected: Driver, request_id: in
         assert_states_close(own_ssm, ssm, f"request {request_id}, SSM states after the prompt")
 
 
-def snapshot(context: InferenceContext, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Convolution [L, Cn, K-1] and SSM states [L, H, P, N] of a slot; views."""
-    return context.snapshots.conv[:, slot], context.snapshots.ssm[:, slot]
-
-
-def slot_of(driver: HybridDriver, tokens: Sequence[int]) -> int:
-    """The slot of the snapshot after all of `tokens`."""
-    contents = (None, tuple(tokens))
-    return next(slot for digest, slot in driver.states._visible.items() if driver.model._of_digest[digest] == contents)
+def assert_snapshots_equal_oracle(driver: HybridDriver, tokens: Sequence[int], oracle: Oracle) -> list[int]:
+    """Every snapshot within `tokens` holds, in all layers, what a token-by-token recurrence gives: their positions."""
+    positions, pool = driver.snapshots_of(tokens), driver.context.snapshots
+    for position in positions:
+        slot = driver.states.find(driver.model.digest((None, tuple(tokens[:position]))))
+        for layer, (conv, ssm) in enumerate(oracle.states(tokens[:position])):
+            name = f"snapshot after {position} tokens, layer {layer}"
+            assert_states_close(pool.conv[layer, slot], conv, f"{name}, convolution")
+            assert_states_close(pool.ssm[layer, slot], ssm, f"{name}, SSM")
+    return positions
