@@ -6,14 +6,19 @@ after their last token.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+import contextlib
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+
+import pytest
 
 from megatron_ext.config import CacheConfig, EvictionPolicyName
+from megatron_ext.mixers import mamba2
 from megatron_ext.prefix_cache.hash_chain import Digest
 from megatron_ext.scheduling.planner import Admission, Refusal, StepPlan
 from megatron_ext.scheduling.request import Chunk
 from tests.unit_tests.support.cache_model import Book, CacheModel, Contents
-from tests.unit_tests.support.caching import CachingDriver
+from tests.unit_tests.support.caching import Broken, CachingDriver
 from tests.unit_tests.support.driver import Driver, assert_states_close
 from tests.unit_tests.support.kv_writes import KvWrites
 from tests.unit_tests.support.models import CONFIGS
@@ -251,3 +256,22 @@ def assert_snapshots_equal_oracle(driver: HybridDriver, tokens: Sequence[int], o
             assert_states_close(pool.conv[layer, slot], conv, f"{name}, convolution")
             assert_states_close(pool.ssm[layer, slot], ssm, f"{name}, SSM")
     return positions
+
+
+@contextlib.contextmanager
+def failing_scan(call: int = 1) -> Iterator[None]:
+    """Within it the `call`-th recurrent layer raises, when those before it have written states and snapshots; once."""
+    calls = itertools.count()
+
+    def broken(operator: Callable) -> Callable:
+        def run(*args: object, **kwargs: object) -> object:
+            if next(calls) == call:
+                raise Broken("the device is gone")
+            return operator(*args, **kwargs)
+
+        return run
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("ssd_scan", "ssd_step"):
+            patch.setattr(mamba2, name, broken(getattr(mamba2, name)))
+        yield
