@@ -147,7 +147,7 @@ def _chunk_end(request: Request, start: int, shared_end: int, limits: Limits, to
     """Where a prefill chunk ends that begins at `start` and may have `tokens` tokens; `start` if it gets none."""
     length = len(request.tokens)
     end = min(length, start + max(0, tokens))
-    if not limits.aligned_chunks:
+    if not limits.aligned_chunks or request.chain is None:
         return end
     stops = prefill_stops(length, shared_end, limits.block_size)
     return cut_aligned(start, end, length, [*stops, *(one.position for one in request.snapshots)], limits.block_size)

@@ -205,7 +205,7 @@ class Scheduler:
     def _publish(self, request: Request) -> None:
         """Index the blocks that the request has completed; what began in an earlier epoch is not published."""
         complete = request.computed_end // self.limits.block_size
-        if request.chain is None or complete == request.published_blocks or request.cache_epoch != self.cache.epoch:
+        if request.chain is None or complete <= request.published_blocks or request.cache_epoch != self.cache.epoch:
             return
         digests = request.digests
         for i in range(request.published_blocks, complete):
