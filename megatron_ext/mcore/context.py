@@ -19,7 +19,7 @@ from megatron_ext.mcore.block_allocator import PoolBlockAllocator
 from megatron_ext.mcore.staging import StagedStep, snapshots_within, stage_step
 from megatron_ext.memory.budget import DEFAULT_MAX_TOKENS, Geometry, ModelMemory, check_fits, plan_memory
 from megatron_ext.memory.state_pool import SnapshotPool, StatePool, StateShape, copy_states
-from megatron_ext.mixers.mamba2 import RecurrentStep
+from megatron_ext.mixers.recurrent import RecurrentStep
 from megatron_ext.ops.paged_attention import PagedLayout
 from megatron_ext.ops.rotary import Rotation, rotation_at
 from megatron_ext.scheduling.planner import Limits

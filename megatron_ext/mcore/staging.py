@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.mixers.chunk_metadata import cut_chunks
-from megatron_ext.mixers.mamba2 import RecurrentStep, SnapshotPlaces
+from megatron_ext.mixers.recurrent import RecurrentStep, SnapshotPlaces
 from megatron_ext.ops.paged_attention import PagedLayout, build_paged_layout
 from megatron_ext.ops.varlen import PackedChunks
 from megatron_ext.scheduling.request import Chunk
