@@ -37,11 +37,15 @@ def _flag(field: str) -> str:
     return "--" + field.replace("_", "-")
 
 
+RECURRENT_LAYERS = ("mamba2",)
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """The architecture: what a checkpoint saves and a builder needs. Defaults: a tiny hybrid."""
 
     hybrid_override_pattern: str = "M-M*M-M-"  # one letter a layer, see LAYER_SYMBOLS
+    recurrent_layer: str = RECURRENT_LAYERS[0]  # what an M in the pattern is
     num_layers: int | None = None  # default: the pattern's length
     hidden_size: int = 256
     ffn_hidden_size: int | None = None  # default: 4 * hidden_size
@@ -81,6 +85,10 @@ class ModelConfig:
     def __post_init__(self) -> None:
         self._check_pattern()
         self._check_sizes()
+        kind = self.recurrent_layer
+        _require(
+            kind in RECURRENT_LAYERS, f"--recurrent-layer {kind!r} is unknown; one of {', '.join(RECURRENT_LAYERS)}"
+        )
         _require(
             self.kv_channels is not None or self.hidden_size % self.num_attention_heads == 0,
             f"hidden size {self.hidden_size} is not a multiple of {self.num_attention_heads} attention heads; "

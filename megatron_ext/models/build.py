@@ -17,7 +17,8 @@ from megatron.core.models.mamba import MambaModel  # isort: skip
 from megatron.core.transformer import TransformerConfig  # isort: skip
 from megatron.core.transformer.spec_utils import ModuleSpec  # isort: skip
 
-DEFAULT_SPEC = ("megatron_ext.mcore.layer_specs", "hybrid_stack_spec")
+OWN_SPECS = "megatron_ext.mcore.layer_specs"
+STACK_SPECS = {"mamba2": "hybrid_stack_spec"}  # of each kind of recurrent layer
 
 
 def build_model(
@@ -135,12 +136,12 @@ def resolve_spec(config: ModelConfig) -> ModuleSpec:
     Raises:
         ConfigError: No such module or name.
     """
-    module_name, name = config.spec or DEFAULT_SPEC
+    module_name, name = config.spec or (OWN_SPECS, STACK_SPECS[config.recurrent_layer])
     try:
         spec = getattr(importlib.import_module(module_name), name)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"--spec {module_name} {name} cannot be found: {error}") from error
-    if (module_name, name) != DEFAULT_SPEC:
+    if module_name != OWN_SPECS or name not in STACK_SPECS.values():
         return spec
     mixer = dataclasses.replace(
         spec.submodules.mamba_layer.submodules.mixer,

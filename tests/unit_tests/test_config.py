@@ -31,6 +31,7 @@ GROUPS = SIGMOID | {"moe_router_num_groups": 4, "moe_router_group_topk": 2}
 REFUSED = [
     (ModelConfig, {"hybrid_override_pattern": ""}, ["empty", "M-*-"]),
     (ModelConfig, {"hybrid_override_pattern": "MX-"}, ["'MX-'", "'X'", "M (Mamba-2)", "* (attention)", "- (MLP)"]),
+    (ModelConfig, {"recurrent_layer": "lstm"}, ["--recurrent-layer 'lstm'", "one of mamba2"]),
     (ModelConfig, {"hybrid_override_pattern": "M-", "num_layers": 3}, ["--num-layers 3", "'M-'", "2 layers"]),
     (ModelConfig, {"hidden_size": 0}, ["--hidden-size 0", "positive"]),
     (ModelConfig, {"vocab_size": -5}, ["--vocab-size -5", "positive"]),

@@ -12,7 +12,7 @@ from arguments.groups import GROUPS
 OPTIONS = """
 -h --help
 --load --load-hf --save --model-config --tokenizer-type --tokenizer-model --bf16 --no-bf16 --fp16 --no-fp16 --seed
---spec --hybrid-override-pattern --num-layers --hidden-size --ffn-hidden-size --num-attention-heads
+--spec --hybrid-override-pattern --recurrent-layer --num-layers --hidden-size --ffn-hidden-size --num-attention-heads
 --group-query-attention --no-group-query-attention --num-query-groups --kv-channels
 --mamba-state-dim --mamba-head-dim --mamba-num-heads --mamba-num-groups
 --num-experts --moe-ffn-hidden-size --moe-shared-expert-intermediate-size --moe-latent-size
