@@ -6,12 +6,17 @@ T tokens of the packed step, S sequences, n chunks, C places in a padded chunk.
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
+
+PIECE = 32
+"""Tokens of a piece of a chunk, for operators that cut chunks further."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +106,33 @@ class PackedChunks:
     def longest(self) -> int:
         """C, tokens of the longest chunk there is (which may be less than the chunk size it was cut with)."""
         return max(self.chunk_lengths)
+
+    @functools.cached_property
+    def pieces(self) -> Pieces:
+        """The chunks cut further; computed when it is first asked for, so once per step."""
+        cuts = [_cut_evenly(length, PIECE) for length in self.chunk_lengths]
+        device, last = self.cu_chunk_seqlens.device, np.cumsum([len(cut) for cut in cuts]) - 1
+        remaining = iter(cuts)
+        of_sequences = [[p for cut in itertools.islice(remaining, n) for p in cut] for n in self.chunk_counts]
+        return Pieces(pack_chunks(of_sequences, device), _stage({"last": last}, device)["last"])
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Chunks cut further into pieces of at most PIECE tokens.
+
+    Attributes:
+        packed: The pieces, in the place of the chunks.
+        last: [n] int64, the last piece of each chunk.
+    """
+
+    packed: PackedChunks
+    last: Tensor
+
+
+def _cut_evenly(length: int, longest: int) -> list[int]:
+    whole, rest = divmod(length, longest)
+    return [longest] * whole + ([rest] if rest else [])
 
 
 def pack_sequences(lengths: Sequence[int], device: torch.device | str | None) -> PackedSequences:

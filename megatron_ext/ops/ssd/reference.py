@@ -11,14 +11,13 @@ size, S sequences, R requests, n chunks, C places in a chunk (c: the place that 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+from megatron_ext.ops.chunked import carry_states, collect, spread
 from megatron_ext.ops.varlen import PackedChunks
 
 LEAST_LOG_DECAY = -60.0
@@ -67,19 +66,20 @@ def ssd_scan(
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     groups, (heads, head_dim) = B.shape[1], x.shape[1:]
-    chunked_B, chunked_C = (_spread(t, chunks).to(wide).transpose(1, 2).contiguous() for t in (B, C))  # [n, G, C, N]
-    chunked_x = _spread(x, chunks).to(wide).unflatten(2, (groups, -1))  # [n, C, G, J, P]
+    chunked_B, chunked_C = (spread(t, chunks).to(wide).transpose(1, 2).contiguous() for t in (B, C))  # [n, G, C, N]
+    chunked_x = spread(x, chunks).to(wide).unflatten(2, (groups, -1))  # [n, C, G, J, P]
     chunked_dt = _spread_steps(dt, chunks)  # [n, H, C]
     log_decay = _log_decay(chunked_dt, A).unflatten(1, (groups, -1))  # [n, G, J, C]
     decay = log_decay.exp().to(wide)  # from the chunk's start
     stepped_x = chunked_x * chunked_dt.to(wide).unflatten(1, (groups, -1)).movedim(-1, 1).unsqueeze(-1)
 
     added = _states_added(stepped_x, chunked_B, log_decay).view(-1, heads, head_dim, B.shape[-1])
-    before, after = _carry_states(added, decay[..., -1].flatten(1), chunks, initial_states)
+    whole_decay = decay[..., -1].flatten(1)[..., None, None]  # [n, H, 1, 1]
+    before, after = carry_states(added, whole_decay, chunks, initial_states)  # listing 1, step 3
     y = torch.zeros_like(chunked_x) if D is None else chunked_x * D.to(wide).view(groups, -1, 1)
     y.addcmul_(_read(before, chunked_C), decay.movedim(-1, 1).unsqueeze(-1))
     y.add_(_within_chunks(stepped_x, chunked_B, chunked_C, log_decay))
-    y = _collect(y.to(x.dtype).flatten(2, 3), chunks, x.shape[0])
+    y = collect(y.to(x.dtype).flatten(2, 3), chunks, x.shape[0])
     return SsdOutput(y, after[chunks.last_chunk_indices], after)
 
 
@@ -112,30 +112,12 @@ def ssd_step(
     return y.to(x.dtype), new_state.view(state.shape).to(state.dtype)
 
 
-def _spread(t: Tensor, chunks: PackedChunks) -> Tensor:
-    """[T, ...] -> [n, C, ...]; places behind a chunk's end repeat its last token."""
-    if chunks.places is None:
-        t = t[: chunks.sequences.num_tokens]
-    else:
-        t = t.index_select(0, chunks.places.tokens)
-    return t.unflatten(0, (-1, chunks.longest))
-
-
 def _spread_steps(dt: Tensor, chunks: PackedChunks) -> Tensor:
     """[T, H] -> [n, H, C]; zero behind a chunk's end, so that those places neither decay nor add anything."""
-    dt = _spread(dt, chunks)
+    dt = spread(dt, chunks)
     if chunks.places is not None:
         dt = dt.masked_fill(chunks.places.is_padding.unsqueeze(-1), 0.0)
     return dt.transpose(1, 2).contiguous()
-
-
-def _collect(y: Tensor, chunks: PackedChunks, num_rows: int) -> Tensor:
-    """[n, C, H, P] -> [num_rows, H, P], zero behind the last sequence."""
-    y = y.flatten(0, 1)
-    if chunks.places is not None:
-        y = y.index_select(0, chunks.places.place_of_token)
-    missing = num_rows - y.shape[0]
-    return F.pad(y, (0, 0, 0, 0, 0, missing)) if missing else y
 
 
 def _log_decay(dt: Tensor, A: Tensor) -> Tensor:
@@ -154,40 +136,6 @@ def _states_added(stepped_x: Tensor, B: Tensor, log_decay: Tensor) -> Tensor:
     to_end = (log_decay[..., -1:] - log_decay).exp().to(B.dtype)
     weighted = stepped_x * to_end.movedim(-1, 1).unsqueeze(-1)
     return weighted.flatten(3).permute(0, 2, 3, 1) @ B
-
-
-def _carry_states(
-    added: Tensor, decay: Tensor, chunks: PackedChunks, initial_states: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Pass states from chunk to chunk (listing 1, step 3), all sequences at once.
-
-    `added` is [n, H, P, N], `decay` of a whole chunk [n, H], `initial_states` [S, H, P, N] or None.
-    Gives the states before and after each chunk, both [n, H, P, N].
-    """
-    num_sequences = len(chunks.chunk_counts)
-    if initial_states is None:
-        initial_states = added.new_zeros(num_sequences, *added.shape[1:])
-    carried, decay = initial_states.to(added.dtype), decay[..., None, None]
-    if chunks.ranks is None:
-        per_sequence = (num_sequences, -1)
-        steps = zip(added.unflatten(0, per_sequence).unbind(1), decay.unflatten(0, per_sequence).unbind(1), strict=True)
-        states = torch.stack(_carry(carried, steps), dim=1)  # [S, n/S + 1, H, P, N]
-        return states[:, :-1].flatten(0, 1), states[:, 1:].flatten(0, 1)
-    order, sizes = chunks.ranks, chunks.ranks.sizes
-    added, decay = (t.index_select(0, order.chunks).split(sizes) for t in (added, decay))
-    states = torch.cat(_carry(carried.index_select(0, order.sequences), zip(added, decay, strict=True)))
-    return states.index_select(0, order.before), states.index_select(0, order.after)
-
-
-def _carry(state: Tensor, steps: Iterable[tuple[Tensor, Tensor]]) -> list[Tensor]:
-    """The states of all sequences [S, H, P, N], then after each rank: of fewer and fewer sequences if some end early.
-
-    `steps` are, rank by rank, what is added and how the state decays, for the sequences that have a chunk of that rank.
-    """
-    states = [state]
-    for added, decay in steps:
-        states.append(torch.addcmul(added, states[-1][: len(added)], decay))
-    return states
 
 
 def _within_chunks(stepped_x: Tensor, B: Tensor, C: Tensor, log_decay: Tensor) -> Tensor:

@@ -42,6 +42,32 @@ def recurrence(
     return torch.stack(ys), torch.stack(states)
 
 
+def selective_recurrence(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    lengths: Sequence[int],
+    initial_states: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Mamba-1's recurrence: y [T, D] and the state after every token [T, D, N], both fp64.
+
+    Differentiable; u and delta [T, D], A [D, N], B and C [T, N], D [D], initial_states [S, D, N].
+    """
+    u, delta, A, B, C = (t.double() for t in (u, delta, A, B, C))
+    ys, states = [], []
+    for sequence, tokens in enumerate(torch.arange(sum(lengths)).split(tuple(lengths))):
+        state = torch.zeros_like(A) if initial_states is None else initial_states[sequence].double()
+        for t in tokens.tolist():
+            state = torch.exp(delta[t][:, None] * A) * state + (delta[t] * u[t])[:, None] * B[t]
+            states.append(state)
+            y = state @ C[t]
+            ys.append(y if D is None else y + D.double() * u[t])
+    return torch.stack(ys), torch.stack(states)
+
+
 def convolution(
     x: Tensor, weight: Tensor, bias: Tensor | None, lengths: Sequence[int], initial_states: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:

@@ -89,3 +89,14 @@ def test_index_tensors_share_one_buffer() -> None:
 def test_empty_sequences_are_refused(lengths: list[int]) -> None:
     with pytest.raises((AssertionError, ValueError)):
         pack_sequences(lengths, "cpu")
+
+
+def test_pieces_end_where_chunks_end() -> None:
+    """Chunks of 40 and 5 tokens, and of 64 and 1, cut into pieces of at most 32; cut once, however often asked for."""
+    chunks = pack_chunks([[40, 5], [64, 1]], "cpu")
+    pieces = chunks.pieces
+    assert pieces.packed.chunk_lengths == (32, 8, 5, 32, 32, 1)
+    assert pieces.packed.chunk_counts == (3, 3)
+    assert pieces.packed.sequences.lengths == chunks.sequences.lengths
+    assert pieces.last.tolist() == [1, 2, 4, 5]
+    assert chunks.pieces is pieces

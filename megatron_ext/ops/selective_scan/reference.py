@@ -1,0 +1,149 @@
+"""Mamba-1's recurrence in plain torch, on any device.
+
+Per channel, with a decay for every state (Gu & Dao 2023, "Mamba: Linear-Time Sequence Modeling with Selective State
+Spaces", section 3.2, algorithm 2; A discretized by zero-order hold, B by Euler's rule, as their code does):
+
+    h_t = exp(delta_t * A) h_{t-1} + delta_t u_t B_t        [D, N]
+    y_t = h_t C_t + skip u_t                                [D]
+
+No two states decay alike, so a chunk is no matrix product, as it is in Mamba-2. Chunks are cut into pieces of a few
+tokens. The first tokens of all pieces are computed at once, from zero states, then all second tokens, and so on; states
+travel from piece to piece; what they give the tokens of a piece is added. So no [T, D, N] is ever made, and the number
+of operations on tensors is that of a piece's places plus the pieces of the longest sequence.
+
+Letters: T tokens, D channels, N states of a channel, S sequences, R requests, n chunks, m pieces, C places in a piece.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_ext.ops.chunked import carry_states, collect, spread
+from megatron_ext.ops.varlen import PackedChunks
+
+LOG2_E = math.log2(math.e)
+
+
+class ScanOutput(NamedTuple):
+    """What a scan gives.
+
+    Attributes:
+        y: [T, D] in u's dtype; zero at rows behind the last sequence.
+        final_states: [S, D, N] fp32, after the last token of each sequence.
+        chunk_states: [n, D, N] fp32, after the last token of each chunk.
+    """
+
+    y: Tensor
+    final_states: Tensor
+    chunk_states: Tensor
+
+
+def selective_scan(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunks: PackedChunks,
+    *,
+    D: Tensor | None = None,
+    initial_states: Tensor | None = None,
+) -> ScanOutput:
+    """Run the recurrence over packed sequences. Differentiable.
+
+    Args:
+        u: [T, D]; may have rows behind the last sequence, which are not read.
+        delta: [T, D] fp32, step sizes after softplus.
+        A: [D, N] fp32, negative.
+        B: [T, N].
+        C: [T, N].
+        chunks: Where sequences and chunks lie on the token axis; results do not depend on where the cuts are.
+        D: [D], or None for no direct path.
+        initial_states: [S, D, N], zeros if None.
+
+    All sums are accumulated in fp32 (fp64 if u is fp64, and then the states are, too).
+    """
+    wide, pieces = torch.promote_types(u.dtype, torch.float32), chunks.pieces
+    delta, A = _spread_steps(delta.to(wide), pieces.packed), A.to(wide) * LOG2_E
+    placed_u, placed_B, placed_C = (_by_place(t.to(wide), pieces.packed) for t in (u, B, C))
+    y, added = _scan_pieces(delta, delta * placed_u, A, placed_B, placed_C)
+    elapsed = delta.cumsum(0)  # [C, m, D]
+    before, after = carry_states(added, _decay(elapsed[-1], A), pieces.packed, initial_states)
+    y = y + _read(before, elapsed, A, placed_C)
+    if D is not None:
+        y = torch.addcmul(y, placed_u, D.to(wide))
+    y = collect(y.to(u.dtype).transpose(0, 1), pieces.packed, u.shape[0])
+    chunk_states = after[pieces.last]
+    return ScanOutput(y, chunk_states[chunks.last_chunk_indices], chunk_states)
+
+
+def selective_scan_step(
+    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor, *, D: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Run the recurrence over one token of each of R requests.
+
+    Args:
+        u: [R, D].
+        delta: [R, D] fp32, step sizes after softplus.
+        A: [D, N] fp32, negative.
+        B: [R, N].
+        C: [R, N].
+        state: [R, D, N] fp32, not modified.
+        D: [D], or None for no direct path.
+
+    Returns:
+        y [R, D] in u's dtype, and the new state [R, D, N] in state's dtype.
+    """
+    wide = torch.promote_types(u.dtype, torch.float32)
+    delta, wide_u = delta.to(wide), u.to(wide)
+    added = (delta * wide_u).unsqueeze(-1) * B.to(wide).unsqueeze(1)
+    new_state = torch.addcmul(added, state.to(wide), _decay(delta, A.to(wide) * LOG2_E))
+    y = _weigh(new_state, C.to(wide))
+    if D is not None:
+        y = torch.addcmul(y, wide_u, D.to(wide))
+    return y.to(u.dtype), new_state.to(state.dtype)
+
+
+def _by_place(t: Tensor, pieces: PackedChunks) -> Tensor:
+    """[T, ...] -> [C, m, ...]: what stands at the same place of all pieces lies together."""
+    return spread(t, pieces).transpose(0, 1).contiguous()
+
+
+def _spread_steps(delta: Tensor, pieces: PackedChunks) -> Tensor:
+    """[T, D] -> [C, m, D]; zero behind a piece's end, so that those places neither decay nor add anything."""
+    delta = spread(delta, pieces)
+    if pieces.places is not None:
+        delta = delta.masked_fill(pieces.places.is_padding.unsqueeze(-1), 0.0)
+    return delta.transpose(0, 1).contiguous()
+
+
+def _decay(elapsed: Tensor, A: Tensor) -> Tensor:
+    """2**(elapsed * A): [m, D] and [D, N] -> [m, D, N]. Powers of 2 take half the time of powers of e on CPUs."""
+    return (elapsed.unsqueeze(-1) * A).exp2_()
+
+
+def _scan_pieces(delta: Tensor, stepped_u: Tensor, A: Tensor, B: Tensor, C: Tensor) -> tuple[Tensor, Tensor]:
+    """Every piece from a zero state: y [C, m, D], and the states [m, D, N] at the ends of the pieces.
+
+    `delta` and `stepped_u` = delta * u are [C, m, D], `B` and `C` [C, m, N].
+    """
+    state, outputs = None, []
+    for step, x, b, c in zip(delta, stepped_u, B, C, strict=True):
+        added = x.unsqueeze(-1) * b.unsqueeze(1)
+        state = added if state is None else torch.addcmul(added, state, _decay(step, A))
+        outputs.append(_weigh(state, c))
+    return torch.stack(outputs), state
+
+
+def _read(before: Tensor, elapsed: Tensor, A: Tensor, C: Tensor) -> Tensor:
+    """What the states before the pieces, [m, D, N], give each token: [C, m, D]."""
+    return torch.stack([_weigh(_decay(time, A) * before, c) for time, c in zip(elapsed, C, strict=True)])
+
+
+def _weigh(states: Tensor, C: Tensor) -> Tensor:
+    """[m, D, N] and [m, N] -> [m, D]; in this order several times as fast as the states times a column, on CPUs."""
+    return torch.bmm(C.unsqueeze(1), states.transpose(1, 2)).squeeze(1)
