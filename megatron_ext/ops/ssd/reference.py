@@ -11,19 +11,13 @@ size, S sequences, R requests, n chunks, C places in a chunk (c: the place that 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
+from megatron_ext.ops.chunked import carry_states, collect, decay_between, spread, spread_steps
 from megatron_ext.ops.varlen import PackedChunks
-
-LEAST_LOG_DECAY = -60.0
-"""Decay between two tokens of a chunk stops at e**-60: nothing beside a token's own weight of 1 in fp32 or fp64, and
-far from denormal numbers, which make exp and matrix products several times slower."""
 
 
 class SsdOutput(NamedTuple):
@@ -67,9 +61,9 @@ def ssd_scan(
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     groups, (heads, head_dim) = B.shape[1], x.shape[1:]
-    chunked_B, chunked_C = (_spread(t, chunks).to(wide).transpose(1, 2).contiguous() for t in (B, C))  # [n, G, C, N]
-    chunked_x = _spread(x, chunks).to(wide).unflatten(2, (groups, -1))  # [n, C, G, J, P]
-    chunked_dt = _spread_steps(dt, chunks)  # [n, H, C]
+    chunked_B, chunked_C = (spread(t, chunks).to(wide).transpose(1, 2).contiguous() for t in (B, C))  # [n, G, C, N]
+    chunked_x = spread(x, chunks).to(wide).unflatten(2, (groups, -1))  # [n, C, G, J, P]
+    chunked_dt = spread_steps(dt, chunks)  # [n, H, C]
     log_decay = _log_decay(chunked_dt, A).unflatten(1, (groups, -1))  # [n, G, J, C]
     decay = log_decay.exp().to(wide)  # from the chunk's start
     stepped_x = chunked_x * chunked_dt.to(wide).unflatten(1, (groups, -1)).movedim(-1, 1).unsqueeze(-1)
@@ -79,7 +73,7 @@ def ssd_scan(
     y = torch.zeros_like(chunked_x) if D is None else chunked_x * D.to(wide).view(groups, -1, 1)
     y.addcmul_(_read(before, chunked_C), decay.movedim(-1, 1).unsqueeze(-1))
     y.add_(_within_chunks(stepped_x, chunked_B, chunked_C, log_decay))
-    y = _collect(y.to(x.dtype).flatten(2, 3), chunks, x.shape[0])
+    y = collect(y.to(x.dtype).flatten(2, 3), chunks, x.shape[0])
     return SsdOutput(y, after[chunks.last_chunk_indices], after)
 
 
@@ -112,32 +106,6 @@ def ssd_step(
     return y.to(x.dtype), new_state.view(state.shape).to(state.dtype)
 
 
-def _spread(t: Tensor, chunks: PackedChunks) -> Tensor:
-    """[T, ...] -> [n, C, ...]; places behind a chunk's end repeat its last token."""
-    if chunks.places is None:
-        t = t[: chunks.sequences.num_tokens]
-    else:
-        t = t.index_select(0, chunks.places.tokens)
-    return t.unflatten(0, (-1, chunks.longest))
-
-
-def _spread_steps(dt: Tensor, chunks: PackedChunks) -> Tensor:
-    """[T, H] -> [n, H, C]; zero behind a chunk's end, so that those places neither decay nor add anything."""
-    dt = _spread(dt, chunks)
-    if chunks.places is not None:
-        dt = dt.masked_fill(chunks.places.is_padding.unsqueeze(-1), 0.0)
-    return dt.transpose(1, 2).contiguous()
-
-
-def _collect(y: Tensor, chunks: PackedChunks, num_rows: int) -> Tensor:
-    """[n, C, H, P] -> [num_rows, H, P], zero behind the last sequence."""
-    y = y.flatten(0, 1)
-    if chunks.places is not None:
-        y = y.index_select(0, chunks.places.place_of_token)
-    missing = num_rows - y.shape[0]
-    return F.pad(y, (0, 0, 0, 0, 0, missing)) if missing else y
-
-
 def _log_decay(dt: Tensor, A: Tensor) -> Tensor:
     """Logarithm of the decay from the chunk's start to the end of each token: [n, H, C].
 
@@ -164,62 +132,18 @@ def _carry_states(
     `added` is [n, H, P, N], `decay` of a whole chunk [n, H], `initial_states` [S, H, P, N] or None.
     Gives the states before and after each chunk, both [n, H, P, N].
     """
-    num_sequences = len(chunks.chunk_counts)
-    if initial_states is None:
-        initial_states = added.new_zeros(num_sequences, *added.shape[1:])
-    carried, decay = initial_states.to(added.dtype), decay[..., None, None]
-    if chunks.ranks is None:
-        per_sequence = (num_sequences, -1)
-        steps = zip(added.unflatten(0, per_sequence).unbind(1), decay.unflatten(0, per_sequence).unbind(1), strict=True)
-        states = torch.stack(_carry(carried, steps), dim=1)  # [S, n/S + 1, H, P, N]
-        return states[:, :-1].flatten(0, 1), states[:, 1:].flatten(0, 1)
-    order, sizes = chunks.ranks, chunks.ranks.sizes
-    added, decay = (t.index_select(0, order.chunks).split(sizes) for t in (added, decay))
-    states = torch.cat(_carry(carried.index_select(0, order.sequences), zip(added, decay, strict=True)))
-    return states.index_select(0, order.before), states.index_select(0, order.after)
 
+    def advance(state: Tensor, more: Tensor, share: Tensor) -> Tensor:
+        return torch.addcmul(more, state, share)
 
-def _carry(state: Tensor, steps: Iterable[tuple[Tensor, Tensor]]) -> list[Tensor]:
-    """The states of all sequences [S, H, P, N], then after each rank: of fewer and fewer sequences if some end early.
-
-    `steps` are, rank by rank, what is added and how the state decays, for the sequences that have a chunk of that rank.
-    """
-    states = [state]
-    for added, decay in steps:
-        states.append(torch.addcmul(added, states[-1][: len(added)], decay))
-    return states
+    return carry_states(advance, (added, decay[..., None, None]), initial_states, added.shape[1:], chunks)
 
 
 def _within_chunks(stepped_x: Tensor, B: Tensor, C: Tensor, log_decay: Tensor) -> Tensor:
     """What tokens of the same chunk give each token (listing 1, step 1): [n, C, G, J, P]."""
     scores = (C @ B.transpose(-1, -2)).tril()  # [n, G, c, s]
-    weights = _DecayBetween.apply(log_decay, B.dtype) * scores.unsqueeze(2)  # [n, G, J, c, s]
+    weights = decay_between(log_decay, B.dtype) * scores.unsqueeze(2)  # [n, G, J, c, s]
     return (weights @ stepped_x.movedim(1, 3)).movedim(3, 1)
-
-
-class _DecayBetween(torch.autograd.Function):
-    """Decay from place s to place c of a chunk: [n, G, J, c, s]; 1 where c comes before s, for the caller to mask.
-
-    The fp64 logarithms [n, G, J, C] are split in two numbers of `dtype`, so that their differences come out exact
-    without an fp64 [c, s]. A function of its own because autograd alone would keep one more [c, s] and pass over
-    it five more times.
-    """
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, log_decay: Tensor, dtype: torch.dtype) -> Tensor:
-        high = log_decay.to(dtype)
-        low = (log_decay - high).to(dtype)
-        gap = high.unsqueeze(-1) - high.unsqueeze(-2)
-        gap.add_(low.unsqueeze(-1)).sub_(low.unsqueeze(-2))
-        decay = gap.clamp_(LEAST_LOG_DECAY, 0.0).exp_()
-        ctx.save_for_backward(decay)
-        return decay
-
-    @staticmethod
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
-        (decay,) = ctx.saved_tensors
-        grad_gap = grad * decay  # zero where the caller masked
-        return (grad_gap.sum(-1) - grad_gap.sum(-2)).double(), None
 
 
 def _read(before: Tensor, C: Tensor) -> Tensor:
