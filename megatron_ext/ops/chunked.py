@@ -37,37 +37,52 @@ def spread_steps(steps: Tensor, chunks: PackedChunks) -> Tensor:
 
 
 def collect(y: Tensor, chunks: PackedChunks, num_rows: int) -> Tensor:
-    """[n, C, H, P] -> [num_rows, H, P], zero behind the last sequence."""
+    """[n, C, ...] -> [num_rows, ...], zero behind the last sequence."""
     y = y.flatten(0, 1)
     if chunks.places is not None:
         y = y.index_select(0, chunks.places.place_of_token)
     missing = num_rows - y.shape[0]
-    return F.pad(y, (0, 0, 0, 0, 0, missing)) if missing else y
+    return F.pad(y, (0, 0) * (y.dim() - 1) + (0, missing)) if missing else y
 
 
 def carry_states(
-    advance: Callable[..., Tensor],
-    inputs: Sequence[Tensor],
-    initial_states: Tensor | None,
-    shape: Sequence[int],
-    chunks: PackedChunks,
+    added: Tensor, decay: Tensor, chunks: PackedChunks, initial_states: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Pass states from chunk to chunk, all sequences at once.
+    """Pass states from chunk to chunk, all sequences at once: state after = decay * state before + added.
+
+    Args:
+        added: [n, ...], what a chunk's own tokens leave at its end.
+        decay: [n, ...], of a whole chunk, broadcast against the states.
+        chunks: Which chunk follows which.
+        initial_states: [S, ...], zeros if None.
+
+    Returns:
+        The states before and after each chunk, both [n, ...].
+    """
+    if initial_states is None:
+        initial_states = added.new_zeros(len(chunks.chunk_counts), *added.shape[1:])
+
+    def advance(state: Tensor, added: Tensor, decay: Tensor) -> Tensor:
+        return torch.addcmul(added, state, decay)
+
+    return pass_states(advance, (added, decay), chunks, initial_states)
+
+
+def pass_states(
+    advance: Callable[..., Tensor], inputs: Sequence[Tensor], chunks: PackedChunks, initial_states: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Pass states from chunk to chunk, all sequences at once, by any rule.
 
     Args:
         advance: From states and the rows of `inputs` of one chunk each, to the states after those chunks. Called rank
             by rank, see `RankOrder`, for fewer and fewer sequences if some end early.
         inputs: [n, ...] each, one row a chunk.
-        initial_states: [S, *shape], zeros if None.
-        shape: Of one state.
-        chunks: Where the chunks are.
+        chunks: Which chunk follows which.
+        initial_states: [S, ...].
 
     Returns:
-        The states before and after each chunk, [n, *shape] each, in the type of the inputs.
+        The states before and after each chunk, both [n, ...], in the type of the inputs.
     """
-    num_sequences = len(chunks.chunk_counts)
-    if initial_states is None:
-        initial_states = inputs[0].new_zeros(num_sequences, *shape)
     initial_states = initial_states.to(inputs[0].dtype)
     states = [initial_states if chunks.ranks is None else initial_states.index_select(0, chunks.ranks.sequences)]
     for rows in zip(*(_by_rank(t, chunks) for t in inputs), strict=True):

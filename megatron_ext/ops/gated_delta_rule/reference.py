@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_ext.ops.chunked import carry_states, collect, decay_between, in_token_order, spread, spread_steps
+from megatron_ext.ops.chunked import collect, decay_between, in_token_order, pass_states, spread, spread_steps
 from megatron_ext.ops.varlen import PackedChunks
 
 NORM_EPSILON = 1e-6  # of flash-linear-attention and transformers, which trained models have seen
@@ -154,6 +154,8 @@ def _carry(
         written.append(added - read @ state)
         return torch.addcmul(keys.mT @ written[-1], state, decay)
 
-    shape = (added.shape[1], keys.shape[-1], added.shape[-1])
-    before, after = carry_states(advance, (added, read, keys, decay), initial_states, shape, chunks)
+    if initial_states is None:
+        shape = (len(chunks.chunk_counts), added.shape[1], keys.shape[-1], added.shape[-1])
+        initial_states = added.new_zeros(shape)
+    before, after = pass_states(advance, (added, read, keys, decay), chunks, initial_states)
     return in_token_order(written, chunks), before, after

@@ -69,7 +69,8 @@ def ssd_scan(
     stepped_x = chunked_x * chunked_dt.to(wide).unflatten(1, (groups, -1)).movedim(-1, 1).unsqueeze(-1)
 
     added = _states_added(stepped_x, chunked_B, log_decay).view(-1, heads, head_dim, B.shape[-1])
-    before, after = _carry_states(added, decay[..., -1].flatten(1), chunks, initial_states)
+    whole_decay = decay[..., -1].flatten(1)[..., None, None]  # [n, H, 1, 1]
+    before, after = carry_states(added, whole_decay, chunks, initial_states)  # listing 1, step 3
     y = torch.zeros_like(chunked_x) if D is None else chunked_x * D.to(wide).view(groups, -1, 1)
     y.addcmul_(_read(before, chunked_C), decay.movedim(-1, 1).unsqueeze(-1))
     y.add_(_within_chunks(stepped_x, chunked_B, chunked_C, log_decay))
@@ -122,21 +123,6 @@ def _states_added(stepped_x: Tensor, B: Tensor, log_decay: Tensor) -> Tensor:
     to_end = (log_decay[..., -1:] - log_decay).exp().to(B.dtype)
     weighted = stepped_x * to_end.movedim(-1, 1).unsqueeze(-1)
     return weighted.flatten(3).permute(0, 2, 3, 1) @ B
-
-
-def _carry_states(
-    added: Tensor, decay: Tensor, chunks: PackedChunks, initial_states: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Pass states from chunk to chunk (listing 1, step 3), all sequences at once.
-
-    `added` is [n, H, P, N], `decay` of a whole chunk [n, H], `initial_states` [S, H, P, N] or None.
-    Gives the states before and after each chunk, both [n, H, P, N].
-    """
-
-    def advance(state: Tensor, more: Tensor, share: Tensor) -> Tensor:
-        return torch.addcmul(more, state, share)
-
-    return carry_states(advance, (added, decay[..., None, None]), initial_states, added.shape[1:], chunks)
 
 
 def _within_chunks(stepped_x: Tensor, B: Tensor, C: Tensor, log_decay: Tensor) -> Tensor:
