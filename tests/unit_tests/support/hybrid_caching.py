@@ -79,6 +79,14 @@ class HybridModel(CacheModel):
 
     # What token lists say
 
+    def _in_use(self) -> set[Contents]:
+        """A request uses what it matched from its admission on, even where it has yet to compute its states."""
+        used = set()
+        for request in self._batch():
+            matched = self.books[request.request_id].matched[-1] * self.block_size
+            used |= set(self.contents(request, max(request.computed_end, matched)))
+        return used
+
     def _drop_unused(self) -> None:
         if self.policy is EvictionPolicyName.REF_ZERO:
             self.expected &= self._in_use()
