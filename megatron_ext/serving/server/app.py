@@ -26,7 +26,7 @@ from megatron_ext.serving.server.chat import ChatFormat
 from megatron_ext.serving.server.engine_loop import EngineLoop
 from megatron_ext.serving.server.errors import ApiError, install_error_handlers, unknown_model
 from megatron_ext.serving.server.metrics import Metrics
-from megatron_ext.serving.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from megatron_ext.serving.server.protocol import ChatRequest, CompletionRequest, GenerationRequest, whole_characters
 from megatron_ext.serving.server.sampling import Job, Room, chat_jobs, completion_jobs
 from megatron_ext.serving.server.streaming import EventStream, events, unless_gone
 
@@ -61,8 +61,12 @@ class Serving:
         self.room = Room(self.engine.context.max_sequence_length, geometry.blocks * geometry.block_size_tokens)
 
     async def tokenize(self, text: str) -> list[int]:
-        """Ids of a prompt; in a thread, because a long text takes its time."""
-        return await asyncio.to_thread(self.engine.controller.tokenize_prompt, text)
+        """Ids of a prompt; in a thread, because a long text takes its time.
+
+        Raises:
+            ConfigError: It is no text.
+        """
+        return await asyncio.to_thread(self.engine.controller.tokenize_prompt, whole_characters(text))
 
     def check_model(self, body: GenerationRequest) -> None:
         """See that the request means this model.

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+
+from megatron_ext.errors import ConfigError
 
 MOST_CHOICES = 128
 MOST_TOP_LOGPROBS = 20
@@ -35,6 +37,22 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
+def whole_characters(text: str) -> str:
+    """The text, if it is one: JSON can say halves of characters, which no tokenizer can read.
+
+    Raises:
+        ConfigError: It has such a half.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ConfigError("has half of a surrogate pair, which is no character") from None
+    return text
+
+
+Text = Annotated[str, AfterValidator(whole_characters)]
+
+
 class _Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
@@ -51,7 +69,7 @@ class GenerationRequest(_Body):
 
     model: str | None = None
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
-    stop: str | list[str] | None = None
+    stop: Text | list[Text] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -108,7 +126,7 @@ class GenerationRequest(_Body):
 class CompletionRequest(GenerationRequest):
     """The body of `/v1/completions`."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: Text | list[Text] | list[int] | list[list[int]]
     logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
     echo: bool | None = None
     suffix: Any = None
@@ -134,7 +152,7 @@ class TextPart(_Body):
     """A part of a message's content; there is only text."""
 
     type: Literal["text"]
-    text: str
+    text: Text
 
 
 class Message(BaseModel):
@@ -142,8 +160,8 @@ class Message(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
-    role: str
-    content: str | list[TextPart] | None = None
+    role: Text
+    content: Text | list[TextPart] | None = None
     name: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None

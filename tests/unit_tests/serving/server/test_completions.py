@@ -7,6 +7,8 @@ import pytest
 from megatron_ext.config import RequestParams
 from tests.unit_tests.serving.server.conftest import LiveServer, tiny_engine
 from tests.unit_tests.support.driver import make_prompt
+from tests.unit_tests.support.models import HYBRID
+from tests.unit_tests.support.tokenizers import PieceTokenizer
 
 PROMPT = make_prompt(40, seed=3)
 
@@ -175,6 +177,42 @@ def test_min_tokens_puts_stop_words_off(tiny, offline, stream):
     later = offline(PROMPT, num_tokens_to_generate=20, stop_words=(word,), min_tokens=5)
     assert got.texts == [later.generated_text]
     assert got.usage.completion_tokens > 5
+
+
+@pytest.fixture(scope="module")
+def eod(offline) -> int:
+    return offline(PROMPT, num_tokens_to_generate=20).generated_tokens[3]
+
+
+@pytest.fixture(scope="module")
+def ending(serve, eod) -> LiveServer:
+    tokenizer = PieceTokenizer(HYBRID.vocab_size)
+    tokenizer.eod = eod
+    return serve(tiny_engine(tokenizer=tokenizer))
+
+
+class TestEndOfDocument:
+    """A tokenizer whose end of document is what the model writes as its fourth token."""
+
+    def test_it_ends_the_text_and_is_no_part_of_it(self, ending, offline, stream):
+        got = complete(ending, stream=stream, max_tokens=20)
+        assert got.texts == [offline(PROMPT, num_tokens_to_generate=3).generated_text]
+        assert (got.reasons, got.usage.completion_tokens) == (["stop"], 4)
+
+    def test_ignore_eos_gives_exactly_max_tokens(self, ending, offline, stream):
+        """FX-5."""
+        got = complete(ending, stream=stream, max_tokens=20, ignore_eos=True)
+        assert got.texts == [offline(PROMPT, num_tokens_to_generate=20).generated_text]
+        assert (got.reasons, got.usage.completion_tokens) == (["length"], 20)
+
+    def test_min_tokens_rules_it_out(self, ending, eod, stream):
+        """The model takes its second choice where it would have ended."""
+        got = complete(ending, stream=stream, max_tokens=20, min_tokens=12)
+        assert got.texts[0].startswith(complete(ending, stream=stream, max_tokens=20).texts[0])
+        assert f"<{eod}" not in got.texts[0].split(">")[:12]
+        assert got.usage.completion_tokens > 12
+        whole = complete(ending, stream=stream, max_tokens=12, min_tokens=12)
+        assert (whole.reasons, whole.usage.completion_tokens) == (["length"], 12)
 
 
 def test_log_probs(tiny, offline, stream):
