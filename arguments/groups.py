@@ -17,6 +17,7 @@ from megatron_ext.config import (
     RequestParams,
     RunConfig,
     ServerConfig,
+    SnapshotMode,
     SourceConfig,
 )
 
@@ -185,6 +186,12 @@ CACHE = FlagGroup(
             "snapshot_slots",
             "Number of snapshots, instead of GiB",
             name=f"{_BATCHING}-prefix-caching-mamba-slots",
+        ),
+        Flag(
+            "snapshot_mode",
+            "Where a prefill leaves snapshots: inside its chunks, or at their ends, then cut to be block boundaries",
+            name=f"{_BATCHING}-prefix-caching-mamba-mode",
+            choices=tuple(mode.value for mode in SnapshotMode),
         ),
     ),
 )

@@ -317,6 +317,13 @@ class BatchingConfig:
             _require(value is None or value in DTYPES, f"{name} {value!r} is unknown; one of {', '.join(DTYPES)}")
 
 
+class SnapshotMode(str, enum.Enum):
+    """How the states at a block boundary inside a prompt come to be kept (LA-1)."""
+
+    KERNEL = "kernel"  # out of the middle of a prefill, from the states between kernel chunks
+    ALIGN = "align"  # prefill chunks end on the boundary, and the live states are copied
+
+
 @dataclass(frozen=True)
 class CacheConfig:
     """Prefix caching."""
@@ -325,6 +332,7 @@ class CacheConfig:
     eviction_policy: str = EvictionPolicyName.LRU.value
     snapshot_buffer_gb: float | None = None  # GiB; default: a quarter of the buffer, on top of it
     snapshot_slots: int | None = None  # exactly so many instead
+    snapshot_mode: str = SnapshotMode.KERNEL.value
 
     def __post_init__(self) -> None:
         budget, slots = self.snapshot_buffer_gb, self.snapshot_slots
@@ -336,16 +344,20 @@ class CacheConfig:
             budget is None or slots is None,
             f"{flag}-gb {budget} and {flag}-slots {slots} contradict each other; give one of them",
         )
-        _require(
-            self.enable_prefix_caching or not (budget or slots),
-            f"--no-inference-dynamic-batching-enable-prefix-caching and {flag}-gb or -slots contradict each other: "
-            "without caching there are no snapshots; give one of them",
-        )
         names = [policy.value for policy in EvictionPolicyName]
         _require(
             self.eviction_policy in names,
             f"eviction policy {self.eviction_policy!r} is unknown; one of {', '.join(names)}",
         )
+        modes = [mode.value for mode in SnapshotMode]
+        _require(
+            self.snapshot_mode in modes, f"{flag}-mode {self.snapshot_mode!r} is unknown; one of {', '.join(modes)}"
+        )
+
+    @property
+    def is_aligned(self) -> bool:
+        """Whether states are kept at the ends of prefill chunks only."""
+        return self.snapshot_mode == SnapshotMode.ALIGN.value
 
     @property
     def policy(self) -> EvictionPolicyName | None:

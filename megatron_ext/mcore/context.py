@@ -19,7 +19,7 @@ from megatron_ext.mcore.block_allocator import PoolBlockAllocator
 from megatron_ext.mcore.staging import StagedStep, snapshots_within, stage_step
 from megatron_ext.memory.budget import DEFAULT_MAX_TOKENS, Geometry, ModelMemory, check_fits, plan_memory
 from megatron_ext.memory.state_pool import SnapshotPool, StatePool, StateShape, copy_states
-from megatron_ext.mixers.mamba2 import RecurrentStep
+from megatron_ext.mixers.recurrent import RecurrentStep
 from megatron_ext.ops.paged_attention import PagedLayout
 from megatron_ext.ops.rotary import Rotation, rotation_at
 from megatron_ext.scheduling.planner import Limits
@@ -71,7 +71,10 @@ class InferenceContext(DynamicInferenceContext):
         self.geometry: Geometry = plan_memory(self._model_memory(config), batching, cache, device.type)
         check_fits(self.geometry, platform.available_memory(device))
         self.block_size_tokens = self.geometry.block_size_tokens
+        self._keeps_states_at_chunk_ends = cache.is_aligned and self.geometry.snapshot_slots > 0
         self.limits = self._build_limits(batching)
+        if self._keeps_states_at_chunk_ends:
+            check_aligned(self.limits)
         self.max_requests, self.max_tokens = self.limits.max_requests, self.limits.max_tokens
         self._policy = cache.policy
         self._fingerprint = repr((config.to_dict(), params_dtype, self._state_shape)).encode()
@@ -136,6 +139,7 @@ class InferenceContext(DynamicInferenceContext):
             max_tokens=batching.max_tokens or max(DEFAULT_MAX_TOKENS[self._device.type], batching.max_requests),
             max_sequence_length=self.max_sequence_length,
             chunked_prefill=batching.enable_chunked_prefill,
+            aligned_chunks=self._keeps_states_at_chunk_ends,
         )
 
     def _set_upstream_switches(self) -> None:
@@ -199,6 +203,7 @@ class InferenceContext(DynamicInferenceContext):
             is_hybrid=self.is_hybrid_model,
             token_rounder=self._token_rounder,
             device=self._device,
+            snapshots_in_prefill=not self._keeps_states_at_chunk_ends,
         )
 
     def _restore_states(self, chunks: Sequence[Chunk]) -> None:
@@ -215,13 +220,17 @@ class InferenceContext(DynamicInferenceContext):
             self.snapshots.open([one.slot for chunk in chunks for one in snapshots_within(chunk)])
 
     def finish_snapshots(self, chunks: Sequence[Chunk]) -> None:
-        """The forward has succeeded. States in prefill are in their slots; those in decode are the live ones now."""
+        """The forward has succeeded. States inside chunks are in their slots; those at their ends are live now."""
         if self.snapshots is None:
             return
         taken = [(chunk, one) for chunk in chunks for one in snapshots_within(chunk)]
-        decoded = [(chunk.request.state_row, one.slot) for chunk, one in taken if chunk.is_decode]
-        if decoded:
-            rows, slots = zip(*decoded, strict=True)
+        live = [
+            (chunk.request.state_row, one.slot)
+            for chunk, one in taken
+            if chunk.is_decode or self._keeps_states_at_chunk_ends
+        ]
+        if live:
+            rows, slots = zip(*live, strict=True)
             copy_states(self.live_states, rows, self.snapshots, slots)
         self.snapshots.close([one.slot for _, one in taken], [one.digest for _, one in taken])
 
@@ -343,3 +352,21 @@ def _max_sequence_length(batching: BatchingConfig, config: ModelConfig) -> int:
             "--max-position-embeddings"
         )
     return asked
+
+
+def check_aligned(limits: Limits) -> None:
+    """See that prefill chunks can end on the block grid (LA-3).
+
+    Raises:
+        ConfigError: They cannot.
+    """
+    mode = "--inference-dynamic-batching-prefix-caching-mamba-mode align"
+    if not limits.chunked_prefill:
+        raise ConfigError(
+            f"{mode} cuts prompts into chunks, and --no-enable-chunked-prefill forbids it; drop one of them"
+        )
+    if limits.max_tokens < limits.block_size:
+        raise ConfigError(
+            f"{mode} computes a block of {limits.block_size} tokens in a step, and "
+            f"--inference-dynamic-batching-max-tokens is {limits.max_tokens}; {limits.block_size} would do"
+        )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.mixers.chunk_metadata import cut_chunks
-from megatron_ext.mixers.mamba2 import RecurrentStep, SnapshotPlaces
+from megatron_ext.mixers.recurrent import RecurrentStep, SnapshotPlaces
 from megatron_ext.ops.paged_attention import PagedLayout, build_paged_layout
 from megatron_ext.ops.varlen import PackedChunks
 from megatron_ext.scheduling.request import Chunk
@@ -56,8 +56,12 @@ def stage_step(
     is_hybrid: bool,
     token_rounder: int,
     device: torch.device,
+    snapshots_in_prefill: bool = True,
 ) -> StagedStep:
-    """Stage `chunks`, decodes first. Padding to a multiple of `token_rounder` repeats token 0 at position 0."""
+    """Stage `chunks`, decodes first. Padding to a multiple of `token_rounder` repeats token 0 at position 0.
+
+    Without `snapshots_in_prefill` the recurrent layers keep no states: the caller copies live ones.
+    """
     num_decode = sum(chunk.is_decode for chunk in chunks)
     assert all(chunk.is_decode for chunk in chunks[:num_decode]), "decodes come first"
     positions = [np.arange(chunk.start, chunk.end) for chunk in chunks]
@@ -82,7 +86,9 @@ def stage_step(
         paged_layout=build_paged_layout(
             tables, [c.length for c in chunks], [c.end for c in chunks], num_decode, block_size, device
         ),
-        recurrent=_stage_recurrent(chunks, num_decode, kernel_chunk, device) if is_hybrid else None,
+        recurrent=_stage_recurrent(chunks, num_decode, kernel_chunk, device, snapshots_in_prefill)
+        if is_hybrid
+        else None,
         logit_tokens=staged[3],
         sample_rows=tuple(sample_rows),
         sampling_chunks=tuple(chunk for chunk in chunks if chunk.yields_token),
@@ -105,7 +111,7 @@ def _kv_places(
 
 
 def _stage_recurrent(
-    chunks: Sequence[Chunk], num_decode: int, kernel_chunk: int, device: torch.device
+    chunks: Sequence[Chunk], num_decode: int, kernel_chunk: int, device: torch.device, with_snapshots: bool
 ) -> RecurrentStep:
     prefill = chunks[num_decode:]
     rows = np.asarray([chunk.request.state_row for chunk in chunks])
@@ -120,7 +126,7 @@ def _stage_recurrent(
         prefill_rows=staged_rows[num_decode:],
         has_initial_state=staged_has_state[num_decode:].bool(),
         chunks=packed,
-        snapshots=_stage_snapshots(prefill, packed, kernel_chunk, device),
+        snapshots=_stage_snapshots(prefill, packed, kernel_chunk, device) if with_snapshots else None,
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from torch import Tensor, nn
 
 from megatron_ext.mixers.chunk_metadata import cut_chunks
+from megatron_ext.mixers.recurrent import RecurrentContext, RecurrentStep
 from megatron_ext.mixers.sharding import sharded_mixer_state
 from megatron_ext.ops.causal_conv1d import causal_conv1d, causal_conv1d_step, conv_states_after
 from megatron_ext.ops.ssd import ssd_scan, ssd_step
@@ -28,44 +29,6 @@ from megatron_ext.ops.varlen import PackedChunks
 A_INIT_RANGE = (1.0, 16.0)
 DT_INIT_RANGE = (1e-3, 1e-1)
 DT_INIT_FLOOR = 1e-4
-
-
-@dataclass(frozen=True)
-class SnapshotPlaces:
-    """The n states inside a step's prefill that are to be kept, and where to."""
-
-    slots: Tensor  # [n] int64, of the snapshot pool
-    sequences: Tensor  # [n] int64, of the prefill
-    chunks: Tensor  # [n] int64, the kernel chunk that ends there
-    tokens: Tensor  # [n] int64, tokens of the packed prefill up to there
-
-
-@dataclass(frozen=True)
-class RecurrentStep:
-    """What every recurrent layer is told about one engine step; staged once.
-
-    The step's tokens are packed as [decode | prefill | padding]: the first `num_decode` tokens belong to one request
-    each, then come the prefill sequences that `chunks` describes. Rows of live states are given per request.
-    """
-
-    num_decode: int
-    decode_rows: Tensor  # [num_decode] int64
-    prefill_rows: Tensor  # [S] int64
-    has_initial_state: Tensor  # [S] bool: False starts from zero, whatever the row holds
-    chunks: PackedChunks | None  # None without prefill
-    snapshots: SnapshotPlaces | None = None  # None if no states are to be kept
-
-
-class RecurrentContext(Protocol):
-    """The part of an inference context that a recurrent mixer uses."""
-
-    recurrent_step: RecurrentStep
-
-    def mamba_states_cache(self, layer_number: int) -> tuple[Tensor, Tensor]:
-        """Live states of one layer: convolution [rows, Cn, K-1] and SSM [rows, H, P, N]; written in place."""
-
-    def mamba_snapshots(self, layer_number: int) -> tuple[Tensor, Tensor]:
-        """Snapshots of one layer, of the same shapes with slots for rows; written in place."""
 
 
 @dataclass

@@ -1,1 +1,1 @@
-"""What is cached. Standard library only. In this version: the pool of KV blocks that everything else will build on."""
+"""What is cached: blocks of KV and snapshots of states, found by content. Standard library only, no torch."""

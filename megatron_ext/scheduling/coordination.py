@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import dataclasses
+from collections.abc import Collection, Iterable
 
+from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.hash_chain import Digest
+from megatron_ext.prefix_cache.matching import last_boundary, resume_point
+from megatron_ext.scheduling.plan import Admission, Limits, Refusal, Room, Wish
+from megatron_ext.scheduling.request import Chunk, Request
+from megatron_ext.scheduling.snapshots import common_blocks
 
 
 class BlocksInFlight:
@@ -48,3 +54,64 @@ class BlocksInFlight:
     def requests(self) -> set[int]:
         """Ids of the requests that compute something that others could wait for."""
         return set(self._digests)
+
+
+class Leaders:
+    """Who computes what: running requests, and those that this step admits."""
+
+    def __init__(self, running: Iterable[Request], in_flight: BlocksInFlight) -> None:
+        self._running = {request.request_id: request for request in running}
+        self._in_flight = in_flight
+        self._planned: dict[Digest, Chunk] = {}
+
+    def add(self, admission: Admission) -> None:
+        """This one is about to compute what it did not match."""
+        digests = admission.request.digests[len(admission.matched) :]
+        self._planned |= dict.fromkeys(digests, admission.chunk)
+
+    def of(self, request: Request, matched: int) -> tuple[Request, int] | None:
+        """The request that computes the first block that `request` lacks, and what it has computed before this step."""
+        if matched == len(request.digests):
+            return None
+        following = request.digests[matched]
+        if following in self._planned:
+            chunk = self._planned[following]
+            return chunk.request, chunk.start
+        request_id = self._in_flight.leader(following)
+        if request_id is None:
+            return None
+        leader = self._running[request_id]
+        return leader, leader.computed_end
+
+
+def follow(
+    request: Request,
+    matched: int,
+    leader: tuple[Request, int],
+    limits: Limits,
+    room: Room,
+    cache: PrefixCache,
+    wished: Collection[Digest],
+) -> Refusal | None:
+    """Wait for the leader, if that saves anything: None if not.
+
+    With recurrent layers it does if the leader has yet to pass the last boundary that both have in common, and a slot
+    can be had for the states there.
+    """
+    leading, computed_end = leader
+    refusal = Refusal(request, "prefix", 1, 0, wait_for=leading.request_id)
+    if cache.states is None:
+        return refusal
+    block_size = limits.block_size
+    digests = request.digests
+    common = common_blocks(digests, leading.digests) * block_size
+    position = min(common, last_boundary(len(request.tokens), block_size))
+    resume = resume_point(len(request.tokens), digests[:matched], block_size, cache.states)
+    if position <= max(computed_end, resume.position):
+        return None
+    digest = digests[position // block_size - 1]
+    if cache.states.is_reserved(digest):
+        return refusal
+    if digest not in wished and room.slots < 1:
+        return None
+    return dataclasses.replace(refusal, wish=Wish(leading, position, digest))

@@ -7,116 +7,19 @@ without failing.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from megatron_ext.errors import CapacityError
 from megatron_ext.prefix_cache.block_pool import BlockId
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.hash_chain import Digest
-from megatron_ext.prefix_cache.matching import Restore, last_boundary, resume_point
-from megatron_ext.scheduling.coordination import BlocksInFlight
+from megatron_ext.prefix_cache.matching import resume_point
+from megatron_ext.scheduling.coordination import BlocksInFlight, Leaders, follow
+from megatron_ext.scheduling.plan import Admission, Failure, Limits, Refusal, Room, StepPlan
 from megatron_ext.scheduling.queue import Queues
 from megatron_ext.scheduling.request import Chunk, Request
-from megatron_ext.scheduling.snapshots import common_blocks
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What the engine was built for; constant."""
-
-    block_size: int  # tokens
-    total_blocks: int
-    paused_blocks: int | None  # blocks that paused requests may keep; None is no limit
-    max_requests: int
-    max_tokens: int  # a step
-    max_sequence_length: int
-    chunked_prefill: bool
-
-    def blocks_for(self, tokens: int) -> int:
-        """Blocks that hold `tokens` tokens."""
-        return -(-tokens // self.block_size)
-
-
-@dataclass(frozen=True)
-class Room:
-    """What is left at some point of planning a step."""
-
-    blocks: int  # free ones, evictable ones, and what those who leave in this step release
-    requests: int
-    tokens: int
-    slots: int = 0  # for snapshots that followers wait for
-    released: frozenset[BlockId] = frozenset()  # the last of the blocks
-    pinned: frozenset[BlockId] = frozenset()  # evictable and released blocks that the plan uses, no longer counted
-
-
-@dataclass(frozen=True)
-class Admission:
-    """A waiting request enters the batch: all its blocks are taken now, and this much is computed in this step.
-
-    Args:
-        matched: Cached blocks that it shares, from its start.
-        new_blocks: Blocks that it takes beside them.
-        chunk: What is computed first; it starts at the resume position.
-        restore: The snapshot of the states at the resume position; None if there are none to restore.
-    """
-
-    request: Request
-    matched: tuple[BlockId, ...]
-    new_blocks: int
-    chunk: Chunk
-    restore: Restore | None = None
-
-
-@dataclass(frozen=True)
-class Wish:
-    """A snapshot that the leader of a follower must take, for the follower to resume from (KV-6).
-
-    Args:
-        leader: The request that will compute the states.
-        position: Tokens that both begin with; a block boundary.
-        digest: Of the block that ends there.
-    """
-
-    leader: Request
-    position: int
-    digest: Digest
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """A waiting request does not enter the batch in this step, but can in a later one.
-
-    What can never be served is turned away before it waits (see `check_admissible`) or fails (see `StepPlan.failures`).
-    """
-
-    request: Request
-    resource: str  # "blocks", "requests", "tokens", or "prefix": another request is computing its next block
-    needed: int
-    available: int
-    wait_for: int | None = None  # the request id of that leader
-    wish: Wish | None = None  # what the leader is to leave behind for it; None in a model without recurrent layers
-
-
-Failure = tuple[Request, CapacityError]
-
-
-@dataclass(frozen=True)
-class StepPlan:
-    """What a step does. Nobody is in two of the tuples of moves; chunks are decodes first, then prefills."""
-
-    evictions: tuple[Request, ...]
-    pauses: tuple[Request, ...]
-    resumes: tuple[Request, ...]
-    failures: tuple[Failure, ...]
-    admissions: tuple[Admission, ...]
-    chunks: tuple[Chunk, ...]
-    refusals: tuple[Refusal, ...]  # followers of other requests, and at last whoever must wait for room
-
-    @property
-    def refusal(self) -> Refusal | None:
-        """Why the first request that must wait for room has to; None if nobody has to."""
-        return next((refusal for refusal in self.refusals if refusal.wait_for is None), None)
+from megatron_ext.scheduling.snapshots import cut_aligned, prefill_stops
 
 
 def check_admissible(request: Request, limits: Limits) -> CapacityError | None:
@@ -141,7 +44,7 @@ def plan_step(queues: Queues, limits: Limits, cache: PrefixCache, in_flight: Blo
     """
     growth = _plan_growth(queues, limits, cache)
     decodes = [Chunk(request, request.computed_end, len(request.tokens)) for request in growth.decoding]
-    continued = _plan_continuations(growth.prefilling, limits.max_tokens - len(decodes))
+    continued = _plan_continuations(growth.prefilling, limits, limits.max_tokens - len(decodes))
     entry = _Entry([], [], [])
     if not growth.paused and not growth.evicted:  # those were here first
         room = Room(
@@ -153,6 +56,8 @@ def plan_step(queues: Queues, limits: Limits, cache: PrefixCache, in_flight: Blo
         )
         entry = _plan_admissions(queues, limits, room, cache, in_flight)
     chunks = [*decodes, *continued, *(admission.chunk for admission in entry.admissions)]
+    if limits.aligned_chunks:
+        chunks = _cut_for_followers(chunks, entry.refusals)
     return StepPlan(
         evictions=tuple(growth.evicted),
         pauses=tuple(request for request in growth.paused if request in queues.running),
@@ -227,15 +132,38 @@ def _share_blocks(
     return decoding, paused, free_blocks
 
 
-def _plan_continuations(prefilling: Sequence[Request], tokens: int) -> list[Chunk]:
+def _plan_continuations(prefilling: Sequence[Request], limits: Limits, tokens: int) -> list[Chunk]:
     """The next chunk of every request that is mid-prefill, oldest first, as far as the tokens go."""
     chunks = []
     for request in prefilling:
-        length = min(len(request.tokens) - request.computed_end, tokens)
-        if length > 0:
-            chunks.append(Chunk(request, request.computed_end, request.computed_end + length))
-            tokens -= length
+        end = _chunk_end(request, request.computed_end, request.shared_end, limits, tokens)
+        if end > request.computed_end:
+            chunks.append(Chunk(request, request.computed_end, end))
+            tokens -= chunks[-1].length
     return chunks
+
+
+def _chunk_end(request: Request, start: int, shared_end: int, limits: Limits, tokens: int) -> int:
+    """Where a prefill chunk ends that begins at `start` and may have `tokens` tokens; `start` if it gets none."""
+    length = len(request.tokens)
+    end = min(length, start + max(0, tokens))
+    if not limits.aligned_chunks or request.chain is None:
+        return end
+    stops = prefill_stops(length, shared_end, limits.block_size)
+    return cut_aligned(start, end, length, [*stops, *(one.position for one in request.snapshots)], limits.block_size)
+
+
+def _cut_for_followers(chunks: Iterable[Chunk], refusals: Iterable[Refusal]) -> list[Chunk]:
+    """Let leaders stop where a follower wants the states: a chunk leaves them at its end only."""
+    wanted: dict[int, list[int]] = {}
+    for refusal in refusals:
+        if refusal.wish is not None:
+            wanted.setdefault(refusal.wish.leader.request_id, []).append(refusal.wish.position)
+    cut = []
+    for chunk in chunks:
+        inside = [p for p in wanted.get(chunk.request.request_id, ()) if chunk.start < p < chunk.end]
+        cut.append(dataclasses.replace(chunk, end=min([chunk.end, *inside])))
+    return cut
 
 
 @dataclass
@@ -257,7 +185,7 @@ def _plan_admissions(
     back to wait.
     """
     entry = _Entry([], [], [])
-    leaders = _Leaders(queues.running, in_flight)
+    leaders = Leaders(queues.running, in_flight)
     wished: set[Digest] = set()
     for request in queues.waiting:
         error = _check_fits_pool(request, limits)
@@ -266,7 +194,7 @@ def _plan_admissions(
             continue
         matched = cache.match(request.digests) if reads_cache(request) else []
         leader = leaders.of(request, len(matched)) if reads_cache(request) else None
-        following = None if leader is None else _follow(request, len(matched), leader, limits, room, cache, wished)
+        following = None if leader is None else follow(request, len(matched), leader, limits, room, cache, wished)
         if following is not None:
             entry.refusals.append(following)
             if following.wish is not None and following.wish.digest not in wished:
@@ -285,67 +213,6 @@ def _plan_admissions(
 def reads_cache(request: Request) -> bool:
     """Whether cached blocks may stand in for computing: not if the prompt's own log-probs are asked for."""
     return request.chain is not None and not request.params.wants_prompt_log_probs
-
-
-class _Leaders:
-    """Who computes what: running requests, and those that this step admits."""
-
-    def __init__(self, running: Iterable[Request], in_flight: BlocksInFlight) -> None:
-        self._running = {request.request_id: request for request in running}
-        self._in_flight = in_flight
-        self._planned: dict[Digest, Chunk] = {}
-
-    def add(self, admission: Admission) -> None:
-        """This one is about to compute what it did not match."""
-        digests = admission.request.digests[len(admission.matched) :]
-        self._planned |= dict.fromkeys(digests, admission.chunk)
-
-    def of(self, request: Request, matched: int) -> tuple[Request, int] | None:
-        """The request that computes the first block that `request` lacks, and what it has computed before this step."""
-        if matched == len(request.digests):
-            return None
-        following = request.digests[matched]
-        if following in self._planned:
-            chunk = self._planned[following]
-            return chunk.request, chunk.start
-        request_id = self._in_flight.leader(following)
-        if request_id is None:
-            return None
-        leader = self._running[request_id]
-        return leader, leader.computed_end
-
-
-def _follow(
-    request: Request,
-    matched: int,
-    leader: tuple[Request, int],
-    limits: Limits,
-    room: Room,
-    cache: PrefixCache,
-    wished: Collection[Digest],
-) -> Refusal | None:
-    """Wait for the leader, if that saves anything: None if not.
-
-    With recurrent layers it does if the leader has yet to pass the last boundary that both have in common, and a slot
-    can be had for the states there.
-    """
-    leading, computed_end = leader
-    refusal = Refusal(request, "prefix", 1, 0, wait_for=leading.request_id)
-    if cache.states is None:
-        return refusal
-    block_size = limits.block_size
-    digests = request.digests
-    common = common_blocks(digests, leading.digests) * block_size
-    position = min(common, last_boundary(len(request.tokens), block_size))
-    resume = resume_point(len(request.tokens), digests[:matched], block_size, cache.states)
-    if position <= max(computed_end, resume.position):
-        return None
-    digest = digests[position // block_size - 1]
-    if cache.states.is_reserved(digest):
-        return refusal
-    if digest not in wished and room.slots < 1:
-        return None
-    return dataclasses.replace(refusal, wish=Wish(leading, position, digest))
 
 
 def plan_admission(
@@ -369,10 +236,11 @@ def plan_admission(
     resume = resume_point(length, request.digests[: len(matched)], limits.block_size, cache.states)
     start = resume.position
     may_cut = limits.chunked_prefill or length > limits.max_tokens
-    needed_tokens = 1 if may_cut else length - start
-    if needed_tokens > room.tokens:
-        return Refusal(request, "tokens", needed_tokens, room.tokens), room
-    chunk = Chunk(request, start, min(length, start + room.tokens))
+    end = _chunk_end(request, start, len(matched) * limits.block_size, limits, room.tokens)
+    if end == start or (end < length and not may_cut):
+        smallest = min(length - start, limits.block_size if limits.aligned_chunks else 1)
+        return Refusal(request, "tokens", smallest if may_cut else length - start, room.tokens), room
+    chunk = Chunk(request, start, end)
     left = dataclasses.replace(
         room,
         blocks=room.blocks - blocks,

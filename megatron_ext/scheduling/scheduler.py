@@ -109,7 +109,7 @@ class Scheduler:
             self._admit(admission)
         for refusal in plan.refusals:
             self._note_follower(refusal)
-        for chunk in plan.chunks:
+        for chunk in sorted(plan.chunks, key=lambda chunk: chunk.is_decode):  # a free slot is prefill's before decode's
             self._reserve_snapshots(chunk)
         return plan
 
@@ -171,9 +171,15 @@ class Scheduler:
                 digest = request.digests[chunk.end // block_size - 1]
                 self._reserve_snapshot(request, chunk.end, digest, in_decode=True)
             return
-        length = len(request.tokens)
-        for position in prefill_positions(chunk.start, chunk.end, length, request.shared_end, block_size):
+        for position in self._prefill_positions(chunk):
             self._reserve_snapshot(request, position, request.digests[position // block_size - 1])
+
+    def _prefill_positions(self, chunk: Chunk) -> list[int]:
+        block_size = self.limits.block_size
+        if self.limits.aligned_chunks:
+            return [chunk.end] if chunk.end % block_size == 0 else []
+        request = chunk.request
+        return prefill_positions(chunk.start, chunk.end, len(request.tokens), request.shared_end, block_size)
 
     def _reserve_snapshot(self, request: Request, position: int, digest: Digest, *, in_decode: bool = False) -> None:
         states = self.cache.states
@@ -205,7 +211,7 @@ class Scheduler:
     def _publish(self, request: Request) -> None:
         """Index the blocks that the request has completed; what began in an earlier epoch is not published."""
         complete = request.computed_end // self.limits.block_size
-        if request.chain is None or complete == request.published_blocks or request.cache_epoch != self.cache.epoch:
+        if request.chain is None or complete <= request.published_blocks or request.cache_epoch != self.cache.epoch:
             return
         digests = request.digests
         for i in range(request.published_blocks, complete):

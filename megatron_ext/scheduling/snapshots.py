@@ -33,10 +33,34 @@ def prefill_positions(start: int, end: int, length: int, shared_end: int, block_
         shared_end: Tokens in the run of cached blocks that it was admitted with.
         block_size: Tokens.
     """
+    return [position for position in prefill_stops(length, shared_end, block_size) if start < position <= end]
+
+
+def prefill_stops(length: int, shared_end: int, block_size: int) -> list[int]:
+    """The positions of `prefill_positions` in the whole sequence."""
     wanted = [shared_end, last_boundary(length, block_size)]
     if length % block_size == 0:
         wanted.append(length)
-    return [position for position in dict.fromkeys(wanted) if start < position <= end]
+    return list(dict.fromkeys(wanted))
+
+
+def cut_aligned(start: int, end: int, length: int, stops: Sequence[int], block_size: int) -> int:
+    """Where a chunk [start, end) ends at the latest if states are left behind only at the ends of chunks (LA-1).
+
+    That is the next of `stops`, or else the last boundary in reach; the end of the sequence is one as well.
+
+    Args:
+        start: First token of the chunk; a block boundary.
+        end: Where it would end without this.
+        length: Tokens of the whole sequence to prefill.
+        stops: Positions at which states are wanted.
+        block_size: Tokens.
+
+    Returns:
+        `start` if not even a block fits.
+    """
+    end = min([end, *(stop for stop in stops if stop > start)])
+    return end if end == length else max(start, end // block_size * block_size)
 
 
 def common_blocks(one: Sequence[Digest], other: Sequence[Digest]) -> int:

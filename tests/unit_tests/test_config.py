@@ -84,7 +84,7 @@ REFUSED = [
     (CacheConfig, {"snapshot_buffer_gb": INF}, ["-mamba-gb inf"]),
     (CacheConfig, {"snapshot_slots": -1}, ["-mamba-slots -1", "zero (no snapshots)"]),
     (CacheConfig, {"snapshot_slots": 2, "snapshot_buffer_gb": 1.0}, ["-mamba-gb 1.0", "-mamba-slots 2"]),
-    (CacheConfig, {"snapshot_slots": 2, "enable_prefix_caching": False}, ["--no-inf", "-mamba-gb or -slots"]),
+    (CacheConfig, {"snapshot_mode": "middle"}, ["-mamba-mode 'middle'", "kernel, align"]),
     (CacheConfig, {"eviction_policy": "mru"}, ["'mru'", "lru, ref_zero"]),
     (
         InferenceSettings,

@@ -9,7 +9,7 @@ import torch
 
 from megatron_ext.mcore.weights import mark_weights_changed
 from tests.priority import TestPriority
-from tests.unit_tests.support.caching import BLOCK, POLICIES, CachingDriver
+from tests.unit_tests.support.caching import BLOCK, POLICIES, Broken, CachingDriver, failing_forward
 from tests.unit_tests.support.driver import assert_equals_oracle, make_prompt
 from tests.unit_tests.support.models import ATTENTION_ONLY, build_slow_decay
 from tests.unit_tests.support.oracle import Oracle
@@ -91,6 +91,20 @@ class TestForgetting:
         assert driver.model.books[1].matched == [0, 0]
         assert driver.skipped(2) == [15]
         for request_id in range(3):
+            assert_equals_oracle(driver, request_id, oracle)
+
+    def test_a_request_that_starts_again_publishes_again(self, get_caching_driver, oracle, policy, forget):
+        """It was in the batch at the reset; after a failed step all its KV is of later, and serves others."""
+        driver = get_caching_driver(policy=policy, max_tokens=40)
+        driver.add(0, PROMPT)
+        driver.step()
+        forget(driver)
+        with failing_forward(), pytest.raises(Broken):
+            driver.step()
+        driver.add(1, PROMPT)
+        driver.run()
+        assert driver.skipped(0, 1) == [0, 96]
+        for request_id in range(2):
             assert_equals_oracle(driver, request_id, oracle)
 
 

@@ -143,10 +143,10 @@ def test_a_whole_prefix_is_skipped_in_one_go(get_caching_driver, oracle, chunked
     assert len(turn) == 95
     if not chunked:
         turn = turn[:60]
-    driver.add(1, turn)
-    driver.add(2, make_prompt(40, seed=3))
+    driver.add(1, make_prompt(40, seed=3))
+    driver.add(2, turn)
     driver.step()
-    assert [chunk[:2] for chunk in driver.steps[-1]] == [(1, 80 if chunked else 48), (2, 0)]
+    assert driver.steps[-1] == ((1, 0, 40), (2, 80, 95) if chunked else (2, 48, 60))
     assert [request.generated_count for request in driver.scheduler.queues.running] == [1, 1]
     driver.run()
     for request_id in range(3):

@@ -80,7 +80,7 @@ class Life:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("seed", [5, 12, 26, 59])  # lives with evictions, pauses, failures
+@pytest.mark.parametrize("seed", [5, 12, 59])  # lives with evictions, pauses, failures
 def test_random_lives(get_caching_driver, oracle, seed, policy):
     """KV-2 to KV-6, KV-13, EX-1 to EX-5, EX-8."""
     source = random.Random(seed)

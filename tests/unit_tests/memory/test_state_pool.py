@@ -1,11 +1,12 @@
-"""Live states: shapes, types, bytes, and views that write through."""
+"""Live states and snapshots: shapes, types, bytes, views that write through, copies, and what a slot holds."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from megatron_ext.memory.state_pool import StatePool, StateShape
+from megatron_ext.errors import RestoreError
+from megatron_ext.memory.state_pool import SnapshotPool, StatePool, StateShape, copy_states
 
 SHAPE = StateShape(layers=3, conv=(10, 3), ssm=(2, 4, 5), conv_dtype=torch.bfloat16, ssm_dtype=torch.float32)
 
@@ -43,3 +44,56 @@ def test_a_layer_writes_through_and_touches_no_other():
     assert pool.ssm[1, 2].eq(2).all()
     assert pool.conv.sum() == 10 * 3
     assert pool.ssm.sum() == 2 * 2 * 4 * 5
+
+
+CPU = torch.device("cpu")
+
+
+def filled(pool: StatePool, offset: float) -> StatePool:
+    """Another number in each layer of each row."""
+    numbers = torch.arange(pool.conv.shape[0] * pool.conv.shape[1]).view(pool.conv.shape[:2]) + offset
+    pool.conv.copy_(numbers[..., None, None].expand_as(pool.conv))
+    pool.ssm.copy_(numbers[..., None, None, None].expand_as(pool.ssm))
+    return pool
+
+
+def test_a_copy_takes_all_layers_of_whole_rows_and_nothing_else():
+    """Rows 4 and 0 of the one to rows 1 and 2 of the other."""
+    source, target = filled(StatePool(SHAPE, 5, CPU), 0), filled(StatePool(SHAPE, 4, CPU), 100)
+    before = target.conv.clone(), target.ssm.clone()
+    copy_states(source, [4, 0], target, [1, 2])
+    for name, old in zip(("conv", "ssm"), before, strict=True):
+        new, origin = getattr(target, name), getattr(source, name)
+        assert torch.equal(new[:, 1], origin[:, 4])
+        assert torch.equal(new[:, 2], origin[:, 0])
+        assert torch.equal(new[:, [0, 3]], old[:, [0, 3]])
+
+
+class TestSnapshots:
+    """A restore is for the states of one digest, and of no other."""
+
+    def pools(self) -> tuple[SnapshotPool, StatePool]:
+        return filled(SnapshotPool(SHAPE, 4, CPU), 0), filled(StatePool(SHAPE, 4, CPU), 100)
+
+    def test_what_was_written_is_restored(self):
+        snapshots, live = self.pools()
+        snapshots.open([2, 0])
+        snapshots.close([2, 0], [b"two", b"zero"])
+        snapshots.restore([0, 2], [b"zero", b"two"], live, [3, 1])
+        assert torch.equal(live.ssm[:, [3, 1]], snapshots.ssm[:, [0, 2]])
+        assert torch.equal(live.conv[:, [3, 1]], snapshots.conv[:, [0, 2]])
+
+    @pytest.mark.parametrize(
+        ("digest", "found"), [(b"one", "holds 74776f"), (b"two", "unfinished"), (b"never", "unfinished")]
+    )
+    def test_anything_else_is_an_error_and_touches_no_row(self, digest: bytes, found: str):
+        """HY-3: never a zero state, never another one."""
+        snapshots, live = self.pools()
+        snapshots.close([1, 2], [b"two", b"two"])
+        snapshots.open([2])
+        snapshots.close([3], [b"right"])
+        slot = {b"one": 1, b"two": 2, b"never": 0}[digest]
+        before = live.ssm.clone()
+        with pytest.raises(RestoreError, match=found):
+            snapshots.restore([3, slot], [b"right", digest], live, [0, 1])
+        assert torch.equal(live.ssm, before)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ext.ops.causal_conv1d import causal_conv1d, causal_conv1d_step
+from megatron_ext.ops.causal_conv1d import causal_conv1d, causal_conv1d_step, conv_states_after
 from megatron_ext.ops.varlen import pack_sequences
 from tests.unit_tests.ops.oracles import LENGTHS, assert_close, assert_states_close, convolution
 
@@ -163,3 +163,19 @@ def test_bf16_accumulates_in_fp32() -> None:
     step_y, step_state = causal_conv1d_step(x[:1], weight, bias, initial[:1].float())
     assert_close("y of a step", step_y, want_y[:1], rtol=2**-8)
     assert step_state.dtype == torch.float32, "a state keeps its own dtype"
+
+
+@pytest.mark.parametrize("window", [1, 2, 4, 5])
+@pytest.mark.parametrize("lengths", [(12,), (1, 5, 2), (3, 9)], ids=str)
+def test_states_after_any_token_are_final_states_of_what_ends_there(lengths: tuple[int, ...], window: int) -> None:
+    """HY-4, HY-8: also one or two tokens into a sequence, where older columns come from its initial state."""
+    x, weight, bias, initial = random_inputs(lengths, window)
+    first = [sum(lengths[:i]) for i in range(len(lengths))]
+    places = [(i, count) for i, length in enumerate(lengths) for count in range(1, length + 1)]
+    sequences = torch.tensor([i for i, _ in places])
+    tokens = torch.tensor([first[i] + count for i, count in places])
+    got = conv_states_after(x, tokens, torch.tensor(first)[sequences], initial[sequences])
+    for (i, count), state in zip(places, got, strict=True):
+        part = x[first[i] : first[i] + count]
+        _, want = causal_conv1d(part, weight, bias, pack_sequences([count], "cpu"), initial_states=initial[i : i + 1])
+        assert torch.equal(state, want[0]), (i, count)

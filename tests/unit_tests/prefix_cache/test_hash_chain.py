@@ -8,6 +8,9 @@ from itertools import pairwise
 import pytest
 
 from megatron_ext.prefix_cache.hash_chain import DIGEST_BYTES, HashChain, block_digests, root_digest
+from tests.priority import TestPriority
+
+pytestmark = pytest.mark.priority(TestPriority.CRITICAL)
 
 ROOT = root_digest([b"model"])
 BLOCK = 4

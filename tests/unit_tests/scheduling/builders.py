@@ -93,10 +93,13 @@ class Situation:
         self._used_rows += 1
 
 
-def frozen(queues: Queues) -> list[list[tuple[int, bytes]]]:
+def frozen(queues: Queues) -> list[list[tuple[int, bytes, tuple]]]:
     """Everything that the queues and their requests hold, deep, to be compared later."""
     return [
-        [(id(request), pickle.dumps(vars(request))) for request in queue]
+        [
+            (id(request), pickle.dumps(vars(request) | {"generator": None}), request.generator.getstate())
+            for request in queue
+        ]
         for queue in (queues.waiting, queues.running, queues.paused)
     ]
 

@@ -24,6 +24,7 @@ from tests.unit_tests.scheduling.builders import frozen
 from tests.unit_tests.scheduling.cache_model import Memory, Owner, World
 
 MAX_LENGTH = 30
+MOST_ALIVE = 6  # at a time: more only take longer
 WORDS = st.lists(st.integers(0, 1), min_size=1, max_size=10)
 # salt, opted out, prompt log-probs asked for
 KINDS = st.sampled_from([(None, False, False)] * 5 + [("x", False, False), (None, True, False), (None, False, True)])
@@ -94,7 +95,7 @@ class CachingMachine(RuleBasedStateMachine):
             return_log_probs=wants_scores,
         )
         request = Request(self.arrivals, tuple(tokens), params, arrival=self.arrivals, seed=0)
-        if check_admissible(request, self.limits) is not None:
+        if check_admissible(request, self.limits) is not None or len(self.alive()) == MOST_ALIVE:
             return
         self.arrivals += 1
         self.scheduler.add(request)
@@ -104,11 +105,13 @@ class CachingMachine(RuleBasedStateMachine):
         self.key_weights[owner] = self.weights
         self.verify()
 
+    @precondition(lambda self: self.alive())
     @rule(count=st.integers(1, 6))
     def steps(self, count: int) -> None:
         for _ in range(count):
             self.run_step()
 
+    @precondition(lambda self: self.alive())
     @rule()
     def fail(self) -> None:
         """KV-5: nothing is published, nothing leaks."""
@@ -127,6 +130,7 @@ class CachingMachine(RuleBasedStateMachine):
         self.end(data.draw(st.sampled_from(self.alive()), "aborted"), Status.ABORTED)
         self.verify()
 
+    @precondition(lambda self: self.world.in_use() or self.world.cached)
     @rule()
     def suspend(self) -> None:
         self.scheduler.suspend()
@@ -137,6 +141,7 @@ class CachingMachine(RuleBasedStateMachine):
         self.memory.lose()
         self.verify()
 
+    @precondition(lambda self: self.world.in_use() or self.world.cached)
     @rule(weights=st.booleans())
     def reset(self, weights: bool) -> None:
         """EX-4."""

@@ -30,7 +30,7 @@ COMMON = {
     "database": None,
 }
 CachingMachine.TestCase.settings = settings(
-    max_examples=80, phases=[Phase.generate, Phase.shrink], print_blob=True, **COMMON
+    max_examples=60, phases=[Phase.generate, Phase.shrink], print_blob=True, **COMMON
 )
 TestCaching = CachingMachine.TestCase
 
@@ -180,11 +180,11 @@ def mourns_a_leader_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def follows_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner, "_follow", lambda *args: None)
+    monkeypatch.setattr(planner, "follow", lambda *args: None)
 
 
 def sees_no_leader_of_the_same_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner._Leaders, "add", lambda self, admission: None)
+    monkeypatch.setattr(planner.Leaders, "add", lambda self, admission: None)
 
 
 def lets_nobody_overtake_followers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -373,7 +373,7 @@ def evicts_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
 def gives_prefill_one_token_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     continuations = planner._plan_continuations
     monkeypatch.setattr(
-        planner, "_plan_continuations", lambda prefilling, tokens: continuations(prefilling, tokens + 1)
+        planner, "_plan_continuations", lambda prefilling, limits, tokens: continuations(prefilling, limits, tokens + 1)
     )
 
 

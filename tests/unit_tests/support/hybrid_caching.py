@@ -6,19 +6,23 @@ after their last token.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+import contextlib
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
-import torch
+import pytest
 
 from megatron_ext.config import CacheConfig, EvictionPolicyName
-from megatron_ext.mcore.context import InferenceContext
+from megatron_ext.mixers import mamba2
+from megatron_ext.prefix_cache.hash_chain import Digest
 from megatron_ext.scheduling.planner import Admission, Refusal, StepPlan
 from megatron_ext.scheduling.request import Chunk
 from tests.unit_tests.support.cache_model import Book, CacheModel, Contents
-from tests.unit_tests.support.caching import CachingDriver
+from tests.unit_tests.support.caching import Broken, CachingDriver
 from tests.unit_tests.support.driver import Driver, assert_states_close
 from tests.unit_tests.support.kv_writes import KvWrites
 from tests.unit_tests.support.models import CONFIGS
+from tests.unit_tests.support.oracle import Oracle
 
 PLENTY = 100  # slots: none is ever given up, and the model knows every snapshot
 
@@ -47,7 +51,8 @@ class HybridModel(CacheModel):
         super().__init__(driver.scheduler, driver.policy)
         self.is_exact = is_exact
         self._states = driver.scheduler.cache.states
-        self._of_digest: dict[bytes, Contents] = {}
+        self._is_aligned = driver.mode == "align"
+        self._of_digest: dict[Digest, Contents] = {}
         self._clear()
 
     def _clear(self) -> None:
@@ -61,14 +66,26 @@ class HybridModel(CacheModel):
         """What the engine has snapshots of."""
         return {self._of_digest[digest] for digest in self._states._visible}
 
+    def digest(self, contents: Contents) -> Digest:
+        """The engine's name of it."""
+        return next(digest for digest, known in self._of_digest.items() if known == contents)
+
     def forget(self, contents: Contents) -> None:
         """Drop a snapshot that is there; its block stays."""
-        digest = next(digest for digest, known in self._of_digest.items() if known == contents)
+        digest = self.digest(contents)
         assert self._states.find(digest) is not None, "there is no such snapshot"
         self._states.drop(digest)
         self.expected.discard(contents)
 
     # What token lists say
+
+    def _in_use(self) -> set[Contents]:
+        """A request uses what it matched from its admission on, even where it has yet to compute its states."""
+        used = set()
+        for request in self._batch():
+            matched = self.books[request.request_id].matched[-1] * self.block_size
+            used |= set(self.contents(request, max(request.computed_end, matched)))
+        return used
 
     def _drop_unused(self) -> None:
         if self.policy is EvictionPolicyName.REF_ZERO:
@@ -89,7 +106,9 @@ class HybridModel(CacheModel):
         return max(usable, default=0)
 
     def _positions(self, chunk: Chunk) -> Iterator[int]:
-        """HY-4: where a prefill chunk leaves a snapshot."""
+        """HY-4: where a prefill chunk leaves a snapshot; LA-1: at its end, if the mode is `align`."""
+        if self._is_aligned:
+            return (position for position in [chunk.end] if position % self.block_size == 0)
         length, size = len(chunk.request.tokens), self.block_size
         wanted = {self.books[chunk.request.request_id].matched[-1] * size, length - length % size}
         if length % size == 0:
@@ -178,6 +197,7 @@ class HybridDriver(CachingDriver):
         policy: "lru" or "ref_zero".
         slots: For snapshots.
         is_exact: Whether the model knows every snapshot; unless given, if there are plenty of slots, or none.
+        mode: "kernel" or "align".
         kwargs: As `Driver`.
     """
 
@@ -187,11 +207,13 @@ class HybridDriver(CachingDriver):
         policy: str = "lru",
         slots: int = PLENTY,
         is_exact: bool | None = None,
+        mode: str = "kernel",
         **kwargs: object,
     ) -> None:
         self.policy = EvictionPolicyName(policy)
         self._is_exact = slots >= PLENTY or slots == 0 if is_exact is None else is_exact
-        cache = CacheConfig(eviction_policy=policy, snapshot_slots=slots)
+        self.mode = mode
+        cache = CacheConfig(eviction_policy=policy, snapshot_slots=slots, snapshot_mode=mode)
         Driver.__init__(self, *args, cache=cache, **kwargs)
 
     def watch_scheduler(self) -> None:
@@ -238,12 +260,32 @@ def assert_prefill_states_equal(actual: Driver, expected: Driver, request_id: in
         assert_states_close(own_ssm, ssm, f"request {request_id}, SSM states after the prompt")
 
 
-def snapshot(context: InferenceContext, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Convolution [L, Cn, K-1] and SSM states [L, H, P, N] of a slot; views."""
-    return context.snapshots.conv[:, slot], context.snapshots.ssm[:, slot]
+def assert_snapshots_equal_oracle(driver: HybridDriver, tokens: Sequence[int], oracle: Oracle) -> list[int]:
+    """Every snapshot within `tokens` holds, in all layers, what a token-by-token recurrence gives: their positions."""
+    positions, pool = driver.snapshots_of(tokens), driver.context.snapshots
+    for position in positions:
+        slot = driver.states.find(driver.model.digest((None, tuple(tokens[:position]))))
+        for layer, (conv, ssm) in enumerate(oracle.states(tokens[:position])):
+            name = f"snapshot after {position} tokens, layer {layer}"
+            assert_states_close(pool.conv[layer, slot], conv, f"{name}, convolution")
+            assert_states_close(pool.ssm[layer, slot], ssm, f"{name}, SSM")
+    return positions
 
 
-def slot_of(driver: HybridDriver, tokens: Sequence[int]) -> int:
-    """The slot of the snapshot after all of `tokens`."""
-    contents = (None, tuple(tokens))
-    return next(slot for digest, slot in driver.states._visible.items() if driver.model._of_digest[digest] == contents)
+@contextlib.contextmanager
+def failing_scan(call: int = 1) -> Iterator[None]:
+    """Within it the `call`-th recurrent layer raises, when those before it have written states and snapshots; once."""
+    calls = itertools.count()
+
+    def broken(operator: Callable) -> Callable:
+        def run(*args: object, **kwargs: object) -> object:
+            if next(calls) == call:
+                raise Broken("the device is gone")
+            return operator(*args, **kwargs)
+
+        return run
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("ssd_scan", "ssd_step"):
+            patch.setattr(mamba2, name, broken(getattr(mamba2, name)))
+        yield

@@ -1,0 +1,110 @@
+"""What a step may use and what it does, as values: limits, room, admissions, refusals, the plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_ext.errors import CapacityError
+from megatron_ext.prefix_cache.block_pool import BlockId
+from megatron_ext.prefix_cache.hash_chain import Digest
+from megatron_ext.prefix_cache.matching import Restore
+from megatron_ext.scheduling.request import Chunk, Request
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the engine was built for; constant."""
+
+    block_size: int  # tokens
+    total_blocks: int
+    paused_blocks: int | None  # blocks that paused requests may keep; None is no limit
+    max_requests: int
+    max_tokens: int  # a step
+    max_sequence_length: int
+    chunked_prefill: bool
+    aligned_chunks: bool = False  # every chunk but the last of a prefill ends where a snapshot is kept
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks that hold `tokens` tokens."""
+        return -(-tokens // self.block_size)
+
+
+@dataclass(frozen=True)
+class Room:
+    """What is left at some point of planning a step."""
+
+    blocks: int  # free ones, evictable ones, and what those who leave in this step release
+    requests: int
+    tokens: int
+    slots: int = 0  # for snapshots that followers wait for
+    released: frozenset[BlockId] = frozenset()  # the last of the blocks
+    pinned: frozenset[BlockId] = frozenset()  # evictable and released blocks that the plan uses, no longer counted
+
+
+@dataclass(frozen=True)
+class Admission:
+    """A waiting request enters the batch: all its blocks are taken now, and this much is computed in this step.
+
+    Args:
+        matched: Cached blocks that it shares, from its start.
+        new_blocks: Blocks that it takes beside them.
+        chunk: What is computed first; it starts at the resume position.
+        restore: The snapshot of the states at the resume position; None if there are none to restore.
+    """
+
+    request: Request
+    matched: tuple[BlockId, ...]
+    new_blocks: int
+    chunk: Chunk
+    restore: Restore | None = None
+
+
+@dataclass(frozen=True)
+class Wish:
+    """A snapshot that the leader of a follower must take, for the follower to resume from (KV-6).
+
+    Args:
+        leader: The request that will compute the states.
+        position: Tokens that both begin with; a block boundary.
+        digest: Of the block that ends there.
+    """
+
+    leader: Request
+    position: int
+    digest: Digest
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A waiting request does not enter the batch in this step, but can in a later one.
+
+    What can never be served is turned away before it waits (see `check_admissible`) or fails (see `StepPlan.failures`).
+    """
+
+    request: Request
+    resource: str  # "blocks", "requests", "tokens", or "prefix": another request is computing its next block
+    needed: int
+    available: int
+    wait_for: int | None = None  # the request id of that leader
+    wish: Wish | None = None  # what the leader is to leave behind for it; None in a model without recurrent layers
+
+
+Failure = tuple[Request, CapacityError]
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What a step does. Nobody is in two of the tuples of moves; chunks are decodes first, then prefills."""
+
+    evictions: tuple[Request, ...]
+    pauses: tuple[Request, ...]
+    resumes: tuple[Request, ...]
+    failures: tuple[Failure, ...]
+    admissions: tuple[Admission, ...]
+    chunks: tuple[Chunk, ...]
+    refusals: tuple[Refusal, ...]  # followers of other requests, and at last whoever must wait for room
+
+    @property
+    def refusal(self) -> Refusal | None:
+        """Why the first request that must wait for room has to; None if nobody has to."""
+        return next((refusal for refusal in self.refusals if refusal.wait_for is None), None)

@@ -1,0 +1,50 @@
+"""The operators run on the device that models live on; the tests write their inputs and read the results on the CPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_ext.mcore import platform
+
+OPERATORS = "megatron_ext.ops."
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """The same with all tensors inside on `device`; where they are there already, the very same tensors."""
+    if isinstance(value, torch.Tensor):
+        return value if value.is_meta else value.to(device)
+    if dataclasses.is_dataclass(value):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return dataclasses.replace(value, **{name: moved(field, device) for name, field in fields.items()})
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(moved(part, device) for part in value))
+    if isinstance(value, (tuple, list)):
+        return type(value)(moved(part, device) for part in value)
+    return value
+
+
+def on_device(operator: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    """`operator`, called with its arguments on `device`, its results brought back."""
+
+    @functools.wraps(operator)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        kwargs = {name: moved(value, device) for name, value in kwargs.items()}
+        return moved(operator(*moved(args, device), **kwargs), torch.device("cpu"))
+
+    return call
+
+
+@pytest.fixture(autouse=True)
+def operators_on_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace the operators that the test's module has imported."""
+    device = platform.device()
+    for name, value in list(vars(request.module).items()):
+        if isinstance(value, types.FunctionType) and value.__module__.startswith(OPERATORS):
+            monkeypatch.setattr(request.module, name, on_device(value, device))
