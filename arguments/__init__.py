@@ -1,5 +1,5 @@
 """The command line: argparse groups, each bound to one frozen dataclass of `megatron_ext.config`."""
 
-from arguments.parser import build_parser, parse_arguments
+from arguments.parser import build_parser, build_server_parser, parse_arguments, parse_server_arguments
 
-__all__ = ["build_parser", "parse_arguments"]
+__all__ = ["build_parser", "build_server_parser", "parse_arguments", "parse_server_arguments"]

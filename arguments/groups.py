@@ -17,6 +17,7 @@ from megatron_ext.config import (
     ParallelConfig,
     RequestParams,
     RunConfig,
+    ServerConfig,
     SnapshotMode,
     SourceConfig,
 )
@@ -219,4 +220,21 @@ RUN = FlagGroup(
     ),
 )
 
+SERVER = FlagGroup(
+    "server",
+    ServerConfig,
+    (
+        Flag("host", "Address to listen on"),
+        Flag("port", "Port to listen on; 0 is any free one"),
+        Flag("api_key", "What clients must send as Authorization: Bearer KEY; default: everybody is let in"),
+        Flag("served_model_name", "Name of the model for clients; default: the checkpoint's", metavar="NAME"),
+        Flag("max_waiting_requests", "Requests that wait beside those that run; beyond them clients get a 429"),
+        Flag(
+            "shutdown_timeout", "Seconds that running requests have after a signal to stop, before they are cancelled"
+        ),
+        Flag("inference_logging_step_interval", "Steps between two log lines; 0 is none"),
+    ),
+)
+
 GROUPS = (SOURCE, MODEL, PARALLEL, SAMPLING, BATCHING, CACHE, RUN)
+SERVER_GROUPS = (SOURCE, MODEL, PARALLEL, BATCHING, CACHE, SERVER)

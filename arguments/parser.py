@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from arguments.flags import Flag, FlagGroup
-from arguments.groups import BATCHING, CACHE, GROUPS, MODEL, PARALLEL, RUN, SAMPLING, SOURCE
+from arguments.groups import BATCHING, CACHE, GROUPS, MODEL, PARALLEL, RUN, SAMPLING, SERVER, SERVER_GROUPS, SOURCE
 from arguments.yaml_file import read_flags
 from megatron_ext.config import (
     BatchingConfig,
@@ -17,6 +17,8 @@ from megatron_ext.config import (
     ParallelConfig,
     RequestParams,
     RunConfig,
+    ServerConfig,
+    ServerSettings,
     SourceConfig,
 )
 from megatron_ext.errors import ConfigError
@@ -28,21 +30,36 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
-    """The parser with every flag. It raises `ConfigError` where argparse would print its usage and exit."""
-    parser = _Parser(
-        prog=prog,
-        description="Run prompts through the dynamic inference engine and print a table. "
+    """The parser of `run_inference.py`. It raises `ConfigError` where argparse would print its usage and exit."""
+    return _build(
+        GROUPS,
+        prog,
+        "Run prompts through the dynamic inference engine and print a table. "
         "Without flags: the embedded model on the shipped example prompts.",
-        epilog="Exit codes: 0 done, 1 a request failed, 2 bad usage.",
-        allow_abbrev=False,
+        "Exit codes: 0 done, 1 a request failed, 2 bad usage.",
     )
-    for group in GROUPS:
+
+
+def build_server_parser(prog: str | None = None) -> argparse.ArgumentParser:
+    """The parser of `run_server.py`, with errors as in `build_parser`."""
+    return _build(
+        SERVER_GROUPS,
+        prog,
+        "Serve a model over HTTP as OpenAI's API does. Without flags: the embedded model on the loopback address.",
+        "SIGINT or SIGTERM: no new requests; those that run finish, a second signal does not wait for them. "
+        "Exit codes: 0 stopped, 2 bad usage.",
+    )
+
+
+def _build(groups: Sequence[FlagGroup], prog: str | None, description: str, epilog: str) -> argparse.ArgumentParser:
+    parser = _Parser(prog=prog, description=description, epilog=epilog, allow_abbrev=False)
+    for group in groups:
         group.add_to(parser)
     return parser
 
 
 def parse_arguments(argv: Sequence[str] | None = None, prog: str | None = None) -> InferenceSettings:
-    """Parse an argument list.
+    """Parse an argument list of `run_inference.py`.
 
     Args:
         argv: Arguments without the program's name; None for the process's own.
@@ -51,10 +68,7 @@ def parse_arguments(argv: Sequence[str] | None = None, prog: str | None = None) 
     Raises:
         ConfigError: For anything that can be known to be wrong before a file other than the YAML one is opened.
     """
-    given = vars(build_parser(prog).parse_args(argv))
-    values = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
-    if "model-config" in values:
-        values = read_flags(values["model-config"], known_flags()) | values
+    values = _values(build_parser(prog), argv, GROUPS)
     settings = InferenceSettings(
         source=SourceConfig(**_fields(SOURCE, values)),
         model_overrides=_fields(MODEL, values),
@@ -64,14 +78,43 @@ def parse_arguments(argv: Sequence[str] | None = None, prog: str | None = None) 
         cache=CacheConfig(**_fields(CACHE, values)),
         run=RunConfig(**_fields(RUN, values)),
     )
-    if settings.source.load is None and settings.source.load_hf is None:
-        ModelConfig(**settings.model_overrides)  # raises what is wrong with it before anything is loaded
+    _check_model(settings)
     return settings
 
 
-def known_flags() -> dict[str, tuple[FlagGroup, Flag]]:
+def parse_server_arguments(argv: Sequence[str] | None = None, prog: str | None = None) -> ServerSettings:
+    """Parse an argument list of `run_server.py`; the rest as in `parse_arguments`."""
+    values = _values(build_server_parser(prog), argv, SERVER_GROUPS)
+    settings = ServerSettings(
+        source=SourceConfig(**_fields(SOURCE, values)),
+        model_overrides=_fields(MODEL, values),
+        parallel=ParallelConfig(**_fields(PARALLEL, values)),
+        batching=BatchingConfig(**_fields(BATCHING, values)),
+        cache=CacheConfig(**_fields(CACHE, values)),
+        server=ServerConfig(**_fields(SERVER, values)),
+    )
+    _check_model(settings)
+    return settings
+
+
+def _values(parser: argparse.ArgumentParser, argv: Sequence[str] | None, groups: Sequence[FlagGroup]) -> dict[str, Any]:
+    """The flags that are given, by key: on the command line, else in the YAML file."""
+    given = vars(parser.parse_args(argv))
+    values = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
+    if "model-config" in values:
+        values = read_flags(values["model-config"], known_flags(groups)) | values
+    return values
+
+
+def _check_model(settings: InferenceSettings | ServerSettings) -> None:
+    """See what is wrong with a model of flags before anything is loaded."""
+    if settings.source.load is None and settings.source.load_hf is None:
+        ModelConfig(**settings.model_overrides)
+
+
+def known_flags(groups: Sequence[FlagGroup] = GROUPS) -> dict[str, tuple[FlagGroup, Flag]]:
     """Every flag with its group, by key."""
-    return {key: (group, flag) for group in GROUPS for flag in group.flags for key in flag.keys}
+    return {key: (group, flag) for group in groups for flag in group.flags for key in flag.keys}
 
 
 def _fields(group: FlagGroup, values: Mapping[str, Any]) -> dict[str, Any]:

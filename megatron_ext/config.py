@@ -378,6 +378,7 @@ class RequestParams:
     """What one request asks for: sampling, stopping, log-probs. Greedy by default."""
 
     num_tokens_to_generate: int = 30
+    min_tokens: int = 0  # before them neither the termination token nor a stop word ends the generation
     temperature: float = 0.0  # 0 is greedy
     top_k: int = 0  # 0 is off, 1 is greedy
     top_p: float = 0.0  # 0 is off
@@ -394,6 +395,11 @@ class RequestParams:
     def __post_init__(self) -> None:
         count, n = self.num_tokens_to_generate, self.top_n_logprobs
         _require(count >= 1, f"num_tokens_to_generate {count} must be at least 1")
+        fewest = self.min_tokens
+        _require(
+            0 <= fewest <= count,
+            f"min_tokens {fewest} must be between 0 and num_tokens_to_generate, which is {count}",
+        )
         valid_temperature = math.isfinite(self.temperature) and self.temperature >= 0
         _require(valid_temperature, f"temperature {self.temperature} must be zero (greedy) or more")
         _require(self.top_k >= 0, f"top_k {self.top_k} must be zero (off) or more")
@@ -472,6 +478,46 @@ class RunConfig:
         ):
             satisfied = not getattr(self, name) or getattr(self, needed)
             _require(satisfied, f"{_flag(name)} needs {_flag(needed)}; give both or neither")
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """What `tools/run_server.py` listens on, whom it lets in, and how much it takes on."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000  # 0: any free one
+    api_key: str | None = None  # default: everybody is let in
+    served_model_name: str | None = None  # default: the last part of the checkpoint's path
+    max_waiting_requests: int = 256
+    shutdown_timeout: float = 30.0  # seconds
+    inference_logging_step_interval: int = 0  # steps; 0 is no log
+
+    def __post_init__(self) -> None:
+        _require(bool(self.host), "--host is empty; 127.0.0.1 is this machine, 0.0.0.0 every network")
+        _require(0 <= self.port <= 65535, f"--port {self.port} must be between 0 (any free one) and 65535")
+        # Headers are bytes: what lies outside ASCII would depend on the client's encoding.
+        key = self.api_key
+        is_printable = key is None or (key.isascii() and key.isprintable() and key.strip() == key != "")
+        _require(is_printable, "--api-key must be printable ASCII without spaces around it; leave it out to let all in")
+        _require(self.served_model_name != "", "--served-model-name is empty; leave it out for the checkpoint's name")
+        waiting, timeout = self.max_waiting_requests, self.shutdown_timeout
+        _require(waiting >= 0, f"--max-waiting-requests {waiting} must be zero or more")
+        valid_timeout = math.isfinite(timeout) and timeout >= 0
+        _require(valid_timeout, f"--shutdown-timeout {timeout} must be zero (cancel at once) or more seconds")
+        interval = self.inference_logging_step_interval
+        _require(interval >= 0, f"--inference-logging-step-interval {interval} must be zero (no log) or more")
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """Everything that a command line says about a server. `model_overrides` as in `InferenceSettings`."""
+
+    source: SourceConfig = SourceConfig()
+    model_overrides: Mapping[str, Any] = field(default_factory=dict)
+    parallel: ParallelConfig = ParallelConfig()
+    batching: BatchingConfig = BatchingConfig()
+    cache: CacheConfig = CacheConfig()
+    server: ServerConfig = ServerConfig()
 
 
 @dataclass(frozen=True)

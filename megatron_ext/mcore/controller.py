@@ -109,6 +109,7 @@ def _sample(logits: Tensor, step: StagedStep) -> Tensor:
     """The next token of every sampling chunk: [m]."""
     rows = torch.tensor(step.sample_rows, dtype=torch.int64).to(logits.device, non_blocking=True)
     candidates = logits[rows]
+    _forbid_ends(candidates, [chunk.request for chunk in step.sampling_chunks])
     tokens = candidates.argmax(-1)
     drawn = [i for i, chunk in enumerate(step.sampling_chunks) if not chunk.request.params.is_greedy]
     if not drawn:
@@ -123,6 +124,15 @@ def _sample(logits: Tensor, step: StagedStep) -> Tensor:
     )
     temperature, top_k, top_p, uniform = torch.tensor(columns, dtype=torch.float64).to(logits.device)
     return tokens.index_copy(0, index, sample_tokens(candidates[index], temperature, top_k.long(), top_p, uniform))
+
+
+def _forbid_ends(candidates: Tensor, requests: Sequence[Request]) -> None:
+    """Rule the termination token out for requests that have fewer tokens than they must have: [m, V], in place."""
+    early = [(i, r.termination_id) for i, r in enumerate(requests) if not r.may_stop and r.termination_id is not None]
+    possible = [(i, token) for i, token in early if 0 <= token < candidates.shape[1]]
+    if possible:
+        places = torch.tensor(possible).to(candidates.device, non_blocking=True)
+        candidates[places[:, 0], places[:, 1]] = -torch.inf
 
 
 class _Scorer:

@@ -22,6 +22,7 @@ from megatron_ext.mcore.controller import InferenceController, ScoredToken, Step
 from megatron_ext.mcore.params import to_request_params
 from megatron_ext.mcore.weights import mark_weights_changed, weights_version
 from megatron_ext.memory.budget import Geometry
+from megatron_ext.prefix_cache.block_index import CachedPrefix
 from megatron_ext.scheduling.planner import StepPlan, check_admissible
 from megatron_ext.scheduling.record import RequestRecord, Status
 from megatron_ext.scheduling.request import Request
@@ -105,6 +106,11 @@ class InferenceEngine(DynamicInferenceEngine):
         self.suspend_signal = False
         self.is_suspended = False
         self.use_coordinator = False
+
+    def use_loop(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Step on this event loop from now on, for an engine in a thread of its own; without living requests only."""
+        assert not self._requests, "requests are alive, and their futures belong to another loop"
+        self._loop = get_asyncio_loop(loop)
 
     @property
     def geometry(self) -> Geometry:
@@ -302,6 +308,10 @@ class InferenceEngine(DynamicInferenceEngine):
             "coordination_waits": counters.coordination_waits,
         }
 
+    def hottest_prefixes(self, count: int) -> list[CachedPrefix]:
+        """The cached prefixes that most requests resumed from, the hottest first."""
+        return self.context.scheduler.cache.hottest(count)
+
     @property
     def _model(self) -> nn.Module:
         return self.controller.inference_wrapped_model.model
@@ -344,21 +354,22 @@ class InferenceEngine(DynamicInferenceEngine):
 
     def _extend(self, request: Request, scored: ScoredToken) -> None:
         """A request got its next token; end it if that was the last."""
+        may_stop = request.may_stop
         request.append(scored.token)
         if scored.log_prob is not None:
             request.generated_log_probs.append(scored.log_prob)
             request.generated_top_n.append(scored.top_n)
-        reason = self._finish_reason(request)
+        reason = self._finish_reason(request, may_stop)
         if reason is not None:
             self.context.scheduler.end(request, Status.COMPLETED, finish_reason=reason)
             self._ended.append(request)
 
-    def _finish_reason(self, request: Request) -> str | None:
-        if request.tokens[-1] == request.termination_id:
+    def _finish_reason(self, request: Request, may_stop: bool) -> str | None:
+        if may_stop and request.tokens[-1] == request.termination_id:
             return "stop"
         matcher = self._stop_words.get(request.request_id)
         if matcher is not None:
-            request.generated_text = matcher.find(request.generated_tokens)
+            request.generated_text = matcher.find(request.generated_tokens, ignore=not may_stop)
             if request.generated_text is not None:
                 return "stop"
         return "length" if request.generated_count >= request.params.num_tokens_to_generate else None

@@ -1,17 +1,22 @@
-"""What scans over chunks have in common: tokens spread over chunks of one length, and states that travel between them.
+"""What chunked scans have in common: tokens laid out in chunks, decay within a chunk, states carried between chunks.
 
-Letters: T tokens, S sequences, n chunks, C places in a chunk.
+Letters: T tokens, n chunks, C places in a chunk (c: the place that receives, s: the place that sends), S sequences.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from megatron_ext.ops.varlen import PackedChunks
+
+LEAST_LOG_DECAY = -60.0
+"""Decay between two tokens of a chunk stops at e**-60: nothing beside a token's own weight of 1 in fp32 or fp64, and
+far from denormal numbers, which make exp and matrix products several times slower."""
 
 
 def spread(t: Tensor, chunks: PackedChunks) -> Tensor:
@@ -21,6 +26,14 @@ def spread(t: Tensor, chunks: PackedChunks) -> Tensor:
     else:
         t = t.index_select(0, chunks.places.tokens)
     return t.unflatten(0, (-1, chunks.longest))
+
+
+def spread_steps(steps: Tensor, chunks: PackedChunks) -> Tensor:
+    """[T, H] -> [n, H, C]; zero behind a chunk's end, so that those places neither decay nor add anything."""
+    steps = spread(steps, chunks)
+    if chunks.places is not None:
+        steps = steps.masked_fill(chunks.places.is_padding.unsqueeze(-1), 0.0)
+    return steps.transpose(1, 2).contiguous()
 
 
 def collect(y: Tensor, chunks: PackedChunks, num_rows: int) -> Tensor:
@@ -46,27 +59,87 @@ def carry_states(
     Returns:
         The states before and after each chunk, both [n, ...].
     """
-    num_sequences = len(chunks.chunk_counts)
     if initial_states is None:
-        initial_states = added.new_zeros(num_sequences, *added.shape[1:])
-    carried = initial_states.to(added.dtype)
-    if chunks.ranks is None:
-        per_sequence = (num_sequences, -1)
-        steps = zip(added.unflatten(0, per_sequence).unbind(1), decay.unflatten(0, per_sequence).unbind(1), strict=True)
-        states = torch.stack(_carry(carried, steps), dim=1)  # [S, n/S + 1, ...]
-        return states[:, :-1].flatten(0, 1), states[:, 1:].flatten(0, 1)
-    order, sizes = chunks.ranks, chunks.ranks.sizes
-    added, decay = (t.index_select(0, order.chunks).split(sizes) for t in (added, decay))
-    states = torch.cat(_carry(carried.index_select(0, order.sequences), zip(added, decay, strict=True)))
-    return states.index_select(0, order.before), states.index_select(0, order.after)
+        initial_states = added.new_zeros(len(chunks.chunk_counts), *added.shape[1:])
+
+    def advance(state: Tensor, added: Tensor, decay: Tensor) -> Tensor:
+        return torch.addcmul(added, state, decay)
+
+    return pass_states(advance, (added, decay), chunks, initial_states)
 
 
-def _carry(state: Tensor, steps: Iterable[tuple[Tensor, Tensor]]) -> list[Tensor]:
-    """The states of all sequences [S, ...], then after each rank: of fewer and fewer sequences if some end early.
+def pass_states(
+    advance: Callable[..., Tensor], inputs: Sequence[Tensor], chunks: PackedChunks, initial_states: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Pass states from chunk to chunk, all sequences at once, by any rule.
 
-    `steps` are, rank by rank, what is added and how the state decays, for the sequences that have a chunk of that rank.
+    Args:
+        advance: From states and the rows of `inputs` of one chunk each, to the states after those chunks. Called rank
+            by rank, see `RankOrder`, for fewer and fewer sequences if some end early.
+        inputs: [n, ...] each, one row a chunk.
+        chunks: Which chunk follows which.
+        initial_states: [S, ...].
+
+    Returns:
+        The states before and after each chunk, both [n, ...], in the type of the inputs.
     """
-    states = [state]
-    for added, decay in steps:
-        states.append(torch.addcmul(added, states[-1][: len(added)], decay))
-    return states
+    initial_states = initial_states.to(inputs[0].dtype)
+    states = [initial_states if chunks.ranks is None else initial_states.index_select(0, chunks.ranks.sequences)]
+    for rows in zip(*(_by_rank(t, chunks) for t in inputs), strict=True):
+        states.append(advance(states[-1][: len(rows[0])], *rows))
+    if chunks.ranks is None:
+        stacked = torch.stack(states, dim=1)  # [S, n/S + 1, ...]
+        return stacked[:, :-1].flatten(0, 1), stacked[:, 1:].flatten(0, 1)
+    joined = torch.cat(states)
+    return joined.index_select(0, chunks.ranks.before), joined.index_select(0, chunks.ranks.after)
+
+
+def _by_rank(t: Tensor, chunks: PackedChunks) -> Sequence[Tensor]:
+    """[n, ...] as the first chunks of all sequences, the second ones, and so on."""
+    if chunks.ranks is None:
+        return t.unflatten(0, (len(chunks.chunk_counts), -1)).unbind(1)
+    return t.index_select(0, chunks.ranks.chunks).split(chunks.ranks.sizes)
+
+
+def in_token_order(by_rank: Sequence[Tensor], chunks: PackedChunks) -> Tensor:
+    """[n, ...] of what `advance` came upon, given rank by rank."""
+    if chunks.ranks is None:
+        return torch.stack(tuple(by_rank), dim=1).flatten(0, 1)
+    return torch.cat(tuple(by_rank)).index_select(0, chunks.ranks.after - len(chunks.chunk_counts))
+
+
+def decay_between(log_decay: Tensor, dtype: torch.dtype) -> Tensor:
+    """Decay from place s to place c of a chunk: [..., c, s] in `dtype`.
+
+    It is 1 where c comes before s, for the caller to mask.
+
+    Args:
+        log_decay: [..., C] fp64, logarithm of the decay from the chunk's start to the end of each place. In fp64 since
+            sums over a chunk of fast decay may reach thousands, and differences of them are wanted to 1e-5.
+        dtype: Of the answer.
+    """
+    return _DecayBetween.apply(log_decay, dtype)
+
+
+class _DecayBetween(torch.autograd.Function):
+    """See `decay_between`.
+
+    The fp64 logarithms are split in two numbers of `dtype`, so that their differences come out exact without an fp64
+    [c, s]. A function of its own because autograd alone would keep one more [c, s] and pass over it five more times.
+    """
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, log_decay: Tensor, dtype: torch.dtype) -> Tensor:
+        high = log_decay.to(dtype)
+        low = (log_decay - high).to(dtype)
+        gap = high.unsqueeze(-1) - high.unsqueeze(-2)
+        gap.add_(low.unsqueeze(-1)).sub_(low.unsqueeze(-2))
+        decay = gap.clamp_(LEAST_LOG_DECAY, 0.0).exp_()
+        ctx.save_for_backward(decay)
+        return decay
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
+        (decay,) = ctx.saved_tensors
+        grad_gap = grad * decay  # zero where the caller masked
+        return (grad_gap.sum(-1) - grad_gap.sum(-2)).double(), None

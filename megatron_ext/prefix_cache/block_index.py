@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from heapq import nlargest
 
 from megatron_ext.prefix_cache.block_pool import BlockId
 from megatron_ext.prefix_cache.hash_chain import Digest
@@ -13,7 +14,18 @@ from megatron_ext.prefix_cache.hash_chain import Digest
 class _Entry:
     block: BlockId
     parent: Digest | None  # None for the first block of a sequence
+    depth: int  # blocks from the start of the sequence, this one included
     children: int = 0
+    hits: int = 0  # requests that resumed at the end of this block
+
+
+@dataclass(frozen=True)
+class CachedPrefix:
+    """A cached run of blocks from the start of a sequence, named by the digest of its last one."""
+
+    digest: Digest
+    blocks: int
+    hits: int
 
 
 class BlockIndex:
@@ -53,9 +65,11 @@ class BlockIndex:
         """Index `block`, whose parent, if it has one, must be indexed."""
         assert digest not in self._entries, "a digest has one block"
         assert block not in self._digest_of, f"block {block} holds one digest"
+        depth = 1
         if parent is not None:
             self._entries[parent].children += 1
-        self._entries[digest] = _Entry(block, parent)
+            depth += self._entries[parent].depth
+        self._entries[digest] = _Entry(block, parent, depth)
         self._digest_of[block] = digest
 
     def remove(self, block: BlockId) -> Digest:
@@ -70,6 +84,15 @@ class BlockIndex:
     def digests(self) -> Iterable[Digest]:
         """All indexed digests."""
         return self._entries.keys()
+
+    def count_hit(self, block: BlockId) -> None:
+        """A request has resumed at the end of `block`."""
+        self._entries[self._digest_of[block]].hits += 1
+
+    def hottest(self, count: int) -> list[CachedPrefix]:
+        """The prefixes that most requests resumed from, the hottest first; among equals the longest."""
+        hit = (CachedPrefix(digest, entry.depth, entry.hits) for digest, entry in self._entries.items() if entry.hits)
+        return nlargest(count, hit, key=lambda prefix: (prefix.hits, prefix.blocks))
 
     def clear(self) -> None:
         """Forget everything."""
@@ -93,4 +116,6 @@ class BlockIndex:
             if entry.parent is not None:
                 assert entry.parent in counts, f"the parent of block {entry.block} is not indexed"
                 counts[entry.parent] += 1
+            parent_depth = 0 if entry.parent is None else self._entries[entry.parent].depth
+            assert entry.depth == parent_depth + 1, f"block {entry.block} is at the wrong depth"
         assert all(entry.children == counts[digest] for digest, entry in self._entries.items()), "children miscounted"

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from megatron_ext.config import EvictionPolicyName
-from megatron_ext.prefix_cache.block_index import BlockIndex
+from megatron_ext.prefix_cache.block_index import BlockIndex, CachedPrefix
 from megatron_ext.prefix_cache.block_pool import BlockId, BlockPool
 from megatron_ext.prefix_cache.eviction import build_policy
 from megatron_ext.prefix_cache.hash_chain import Digest
@@ -139,6 +139,14 @@ class PrefixCache:
             for block in table:
                 counts[block] = counts.get(block, 0) + 1
         return {block for block, count in counts.items() if self.pool.references(block) == count}
+
+    def count_hit(self, block: BlockId) -> None:
+        """A request has resumed at the end of `block`, or within it."""
+        self._index.count_hit(block)
+
+    def hottest(self, count: int) -> list[CachedPrefix]:
+        """The prefixes that most requests resumed from, the hottest first."""
+        return self._index.hottest(count)
 
     def use(self) -> CacheUse:
         """Numbers for people."""

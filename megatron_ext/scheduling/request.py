@@ -99,6 +99,11 @@ class Request:
         return len(self.tokens) - self.prompt_length
 
     @property
+    def may_stop(self) -> bool:
+        """Whether its next token may be the termination token, or complete a stop word."""
+        return self.generated_count >= self.params.min_tokens
+
+    @property
     def digests(self) -> Sequence[Digest]:
         """Digests of the complete blocks of `tokens`; none for a request that stays away from the cache."""
         return () if self.chain is None else self.chain.extend(self.tokens)

@@ -134,10 +134,16 @@ class Scheduler:
         request.ledger.admit(admission.chunk.start, len(matched), self.limits.block_size, self._general_reason(request))
         self.in_flight.add(request.request_id, request.digests[len(matched) :])
         self.counters.skipped_tokens += request.ledger.skipped - skipped_before
-        self.counters.hits += admission.chunk.start > 0
+        self._count_hit(admission)
         self.counters.blocks_matched += len(matched)
         self.queues.move(request, self.queues.running)
         request.add_event(EventType.ADD_CONTEXT)
+
+    def _count_hit(self, admission: Admission) -> None:
+        start = admission.chunk.start
+        if start > 0:
+            self.counters.hits += 1
+            self.cache.count_hit(admission.matched[self.limits.blocks_for(start) - 1])
 
     def _general_reason(self, request: Request) -> Reason | None:
         """Why the whole prompt is computed, whatever is cached; None if that depends on the cache."""

@@ -31,7 +31,6 @@ class StopWordMatcher:
         self._stop_words = stop_words
         self._detokenize = detokenize
         self._detokenize_plainly = detokenize_plainly or detokenize
-        self._reach = max(len(word) for word in stop_words) - 1  # a match may begin this far before new text
         self._text = ""
         self._searched = 0  # characters that were searched before
         self._context_start = 0
@@ -39,16 +38,21 @@ class StopWordMatcher:
         self._piece_starts = [0]  # characters of the accepted text before each of its pieces, and of all
         self._piece_token_starts = [0]  # the same in tokens
 
-    def find(self, tokens: list[int]) -> str | None:
-        """The text before the first stop word, or None if there is none yet. `tokens` are all generated so far."""
+    def find(self, tokens: list[int], *, ignore: bool = False) -> str | None:
+        """The text before the first stop word, or None if there is none yet.
+
+        Args:
+            tokens: All generated so far.
+            ignore: Pass over the stop words that are complete by now, for good.
+        """
         context = self._detokenize(tokens[self._context_start : self._decoded_end])
         both = self._detokenize(tokens[self._context_start :])
         new = both[len(context) :]
         searchable = (self._text + new).rstrip(INCOMPLETE)
-        start = max(0, self._searched - self._reach)
-        self._searched = len(searchable)
-        hits = [hit for word in self._stop_words if (hit := searchable.find(word, start)) >= 0]
-        if hits:
+        searched, self._searched = self._searched, len(searchable)  # a new match ends behind what was searched before
+        starts = {word: max(0, searched - len(word) + 1) for word in self._stop_words}
+        hits = [hit for word, start in starts.items() if (hit := searchable.find(word, start)) >= 0]
+        if hits and not ignore:
             return self._plain_text(tokens, searchable, min(hits))
         if new and not new.endswith(INCOMPLETE):
             self._accept(new, len(tokens))
@@ -79,9 +83,29 @@ class StopWordMatcher:
 
     def _settle(self, tokens: list[int], context: str, both: str) -> None:
         """Accept the tokens up to the last place that no character reaches across any more."""
-        latest = len(tokens) - (LONGEST_CHARACTER - 1)
-        for end in range(latest, latest - LONGEST_CHARACTER, -1):
-            settled = self._detokenize(tokens[self._context_start : end])
-            if both.startswith(settled):
-                self._accept(settled[len(context) :], end)
-                return
+        settled = settled_text(tokens, self._context_start, both, self._detokenize)
+        if settled is not None:
+            end, text = settled
+            self._accept(text[len(context) :], end)
+
+
+def settled_text(
+    tokens: list[int], start: int, text: str, detokenize: Callable[[list[int]], str]
+) -> tuple[int, str] | None:
+    """The last place in `tokens` that no character reaches across any more, and the text from `start` up to it.
+
+    Args:
+        tokens: All so far, the last ones of no whole character.
+        start: Where `text` begins, in tokens.
+        text: Of the tokens from `start` on.
+        detokenize: Token ids to text.
+
+    Returns:
+        None if there is no such place among the last few tokens.
+    """
+    latest = len(tokens) - (LONGEST_CHARACTER - 1)
+    for end in range(latest, latest - LONGEST_CHARACTER, -1):
+        settled = detokenize(tokens[start:end])
+        if text.startswith(settled):
+            return end, settled
+    return None

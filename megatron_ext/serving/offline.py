@@ -6,16 +6,14 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
-
-from megatron_ext.config import CacheConfig, InferenceSettings, ParallelConfig
-from megatron_ext.errors import ConfigError
+from megatron_ext.config import CacheConfig, InferenceSettings
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.assemble import build_engine
 from megatron_ext.mcore.engine import InferenceEngine
 from megatron_ext.models.load import LoadedModel, load_model, save_model
 from megatron_ext.scheduling.record import Status
 from megatron_ext.serving.comparison import comparable, compare, print_comparison, problems
+from megatron_ext.serving.machine import check_machine
 from megatron_ext.serving.prompts import Prompt, check_tokens, read_prompts
 from megatron_ext.serving.report import make_console, print_geometry, print_report, progress_bar
 from megatron_ext.serving.results import build_results, check_output_path, write_results
@@ -31,7 +29,7 @@ def run_offline(settings: InferenceSettings) -> bool:
     Raises:
         ConfigError: For a mistake of the user's; no request has run then.
     """
-    _check_machine(settings.parallel)
+    check_machine(settings.parallel)
     prompts = read_prompts(settings.run, settings.sampling)
     check_schedule(settings.run, len(prompts))
     if settings.run.output_path is not None:
@@ -41,15 +39,6 @@ def run_offline(settings: InferenceSettings) -> bool:
         return _compare(settings, prompts) if settings.run.prefix_cache_compare else _run(settings, prompts)
     finally:
         platform.shut_down()
-
-
-def _check_machine(parallel: ParallelConfig) -> None:
-    """See that the processes and the device are there that the settings speak of."""
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    if ranks > 1:
-        raise ConfigError(f"started on {ranks} ranks, and this version runs on one; give torchrun --nproc-per-node 1")
-    if parallel.distributed_backend == "nccl" and not torch.cuda.is_available():
-        raise ConfigError("--distributed-backend nccl needs CUDA, which this machine does not have; gloo would do")
 
 
 def _run(settings: InferenceSettings, prompts: Sequence[Prompt]) -> bool:

@@ -15,14 +15,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
-from megatron_ext.ops.chunked import carry_states, collect, spread
+from megatron_ext.ops.chunked import carry_states, collect, decay_between, spread, spread_steps
 from megatron_ext.ops.varlen import PackedChunks
-
-LEAST_LOG_DECAY = -60.0
-"""Decay between two tokens of a chunk stops at e**-60: nothing beside a token's own weight of 1 in fp32 or fp64, and
-far from denormal numbers, which make exp and matrix products several times slower."""
 
 
 class SsdOutput(NamedTuple):
@@ -68,7 +63,7 @@ def ssd_scan(
     groups, (heads, head_dim) = B.shape[1], x.shape[1:]
     chunked_B, chunked_C = (spread(t, chunks).to(wide).transpose(1, 2).contiguous() for t in (B, C))  # [n, G, C, N]
     chunked_x = spread(x, chunks).to(wide).unflatten(2, (groups, -1))  # [n, C, G, J, P]
-    chunked_dt = _spread_steps(dt, chunks)  # [n, H, C]
+    chunked_dt = spread_steps(dt, chunks)  # [n, H, C]
     log_decay = _log_decay(chunked_dt, A).unflatten(1, (groups, -1))  # [n, G, J, C]
     decay = log_decay.exp().to(wide)  # from the chunk's start
     stepped_x = chunked_x * chunked_dt.to(wide).unflatten(1, (groups, -1)).movedim(-1, 1).unsqueeze(-1)
@@ -112,14 +107,6 @@ def ssd_step(
     return y.to(x.dtype), new_state.view(state.shape).to(state.dtype)
 
 
-def _spread_steps(dt: Tensor, chunks: PackedChunks) -> Tensor:
-    """[T, H] -> [n, H, C]; zero behind a chunk's end, so that those places neither decay nor add anything."""
-    dt = spread(dt, chunks)
-    if chunks.places is not None:
-        dt = dt.masked_fill(chunks.places.is_padding.unsqueeze(-1), 0.0)
-    return dt.transpose(1, 2).contiguous()
-
-
 def _log_decay(dt: Tensor, A: Tensor) -> Tensor:
     """Logarithm of the decay from the chunk's start to the end of each token: [n, H, C].
 
@@ -141,33 +128,8 @@ def _states_added(stepped_x: Tensor, B: Tensor, log_decay: Tensor) -> Tensor:
 def _within_chunks(stepped_x: Tensor, B: Tensor, C: Tensor, log_decay: Tensor) -> Tensor:
     """What tokens of the same chunk give each token (listing 1, step 1): [n, C, G, J, P]."""
     scores = (C @ B.transpose(-1, -2)).tril()  # [n, G, c, s]
-    weights = _DecayBetween.apply(log_decay, B.dtype) * scores.unsqueeze(2)  # [n, G, J, c, s]
+    weights = decay_between(log_decay, B.dtype) * scores.unsqueeze(2)  # [n, G, J, c, s]
     return (weights @ stepped_x.movedim(1, 3)).movedim(3, 1)
-
-
-class _DecayBetween(torch.autograd.Function):
-    """Decay from place s to place c of a chunk: [n, G, J, c, s]; 1 where c comes before s, for the caller to mask.
-
-    The fp64 logarithms [n, G, J, C] are split in two numbers of `dtype`, so that their differences come out exact
-    without an fp64 [c, s]. A function of its own because autograd alone would keep one more [c, s] and pass over
-    it five more times.
-    """
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, log_decay: Tensor, dtype: torch.dtype) -> Tensor:
-        high = log_decay.to(dtype)
-        low = (log_decay - high).to(dtype)
-        gap = high.unsqueeze(-1) - high.unsqueeze(-2)
-        gap.add_(low.unsqueeze(-1)).sub_(low.unsqueeze(-2))
-        decay = gap.clamp_(LEAST_LOG_DECAY, 0.0).exp_()
-        ctx.save_for_backward(decay)
-        return decay
-
-    @staticmethod
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
-        (decay,) = ctx.saved_tensors
-        grad_gap = grad * decay  # zero where the caller masked
-        return (grad_gap.sum(-1) - grad_gap.sum(-2)).double(), None
 
 
 def _read(before: Tensor, C: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ OPTIONS = """
 # Fields that are settings of a checkpoint, of a prompt line or of the library, and have no flag.
 WITHOUT_FLAG = {
     "ModelConfig": {"mamba_conv_kernel", "mamba_chunk_size"},
-    "RequestParams": {"seed", "cache_salt", "enable_prefix_caching"},
+    "RequestParams": {"seed", "min_tokens", "cache_salt", "enable_prefix_caching"},
 }
 
 

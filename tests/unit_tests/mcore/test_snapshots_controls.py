@@ -19,7 +19,7 @@ from megatron_ext.mcore import context as context_module
 from megatron_ext.mcore import staging
 from megatron_ext.memory import state_pool
 from megatron_ext.memory.state_pool import SnapshotPool, StatePool
-from megatron_ext.mixers.mamba2 import SnapshotPlaces
+from megatron_ext.mixers.recurrent import SnapshotPlaces
 from tests.priority import TestPriority
 from tests.unit_tests.support.driver import (
     Driver,

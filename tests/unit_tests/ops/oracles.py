@@ -68,6 +68,35 @@ def selective_recurrence(
     return torch.stack(ys), torch.stack(states)
 
 
+def delta_recurrence(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    lengths: Sequence[int],
+    initial_states: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The gated delta rule: y [T, H, V] and the state after every token [T, H, K, V], both fp64.
+
+    Differentiable; q and k [T, G, K], v [T, H, V], g and beta [T, H], initial_states [S, H, K, V].
+    """
+    q, k, v, g, beta = (t.double() for t in (q, k, v, g, beta))
+    q, k = (t.repeat_interleave(v.shape[1] // t.shape[1], dim=1) for t in (q, k))  # [T, H, K]
+    ys, states = [], []
+    for sequence, tokens in enumerate(torch.arange(sum(lengths)).split(tuple(lengths))):
+        state = v.new_zeros(v.shape[1], k.shape[-1], v.shape[-1])
+        if initial_states is not None:
+            state = initial_states[sequence].double()
+        for t in tokens.tolist():
+            state = torch.exp(g[t])[:, None, None] * state
+            error = v[t] - torch.einsum("hkv,hk->hv", state, k[t])
+            state = state + beta[t][:, None, None] * k[t][:, :, None] * error[:, None, :]
+            states.append(state)
+            ys.append(torch.einsum("hkv,hk->hv", state, q[t]) / k.shape[-1] ** 0.5)
+    return torch.stack(ys), torch.stack(states)
+
+
 def convolution(
     x: Tensor, weight: Tensor, bias: Tensor | None, lengths: Sequence[int], initial_states: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:

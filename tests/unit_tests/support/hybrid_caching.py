@@ -51,6 +51,7 @@ class HybridModel(CacheModel):
         super().__init__(driver.scheduler, driver.policy)
         self.is_exact = is_exact
         self._states = driver.scheduler.cache.states
+        self._is_aligned = driver.mode == "align"
         self._of_digest: dict[Digest, Contents] = {}
         self._clear()
 
@@ -78,6 +79,14 @@ class HybridModel(CacheModel):
 
     # What token lists say
 
+    def _in_use(self) -> set[Contents]:
+        """A request uses what it matched from its admission on, even where it has yet to compute its states."""
+        used = set()
+        for request in self._batch():
+            matched = self.books[request.request_id].matched[-1] * self.block_size
+            used |= set(self.contents(request, max(request.computed_end, matched)))
+        return used
+
     def _drop_unused(self) -> None:
         if self.policy is EvictionPolicyName.REF_ZERO:
             self.expected &= self._in_use()
@@ -97,7 +106,9 @@ class HybridModel(CacheModel):
         return max(usable, default=0)
 
     def _positions(self, chunk: Chunk) -> Iterator[int]:
-        """HY-4: where a prefill chunk leaves a snapshot."""
+        """HY-4: where a prefill chunk leaves a snapshot; LA-1: at its end, if the mode is `align`."""
+        if self._is_aligned:
+            return (position for position in [chunk.end] if position % self.block_size == 0)
         length, size = len(chunk.request.tokens), self.block_size
         wanted = {self.books[chunk.request.request_id].matched[-1] * size, length - length % size}
         if length % size == 0:
@@ -186,6 +197,7 @@ class HybridDriver(CachingDriver):
         policy: "lru" or "ref_zero".
         slots: For snapshots.
         is_exact: Whether the model knows every snapshot; unless given, if there are plenty of slots, or none.
+        mode: "kernel" or "align".
         kwargs: As `Driver`.
     """
 
@@ -195,11 +207,13 @@ class HybridDriver(CachingDriver):
         policy: str = "lru",
         slots: int = PLENTY,
         is_exact: bool | None = None,
+        mode: str = "kernel",
         **kwargs: object,
     ) -> None:
         self.policy = EvictionPolicyName(policy)
         self._is_exact = slots >= PLENTY or slots == 0 if is_exact is None else is_exact
-        cache = CacheConfig(eviction_policy=policy, snapshot_slots=slots)
+        self.mode = mode
+        cache = CacheConfig(eviction_policy=policy, snapshot_slots=slots, snapshot_mode=mode)
         Driver.__init__(self, *args, cache=cache, **kwargs)
 
     def watch_scheduler(self) -> None:

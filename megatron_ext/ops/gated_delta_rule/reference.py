@@ -1,0 +1,161 @@
+"""The gated delta rule in plain torch, on any device.
+
+Per value head (Yang, Kautz & Hatamizadeh 2024, "Gated Delta Networks", equation 10), with decay a_t = exp(g_t):
+
+    S_t = a_t (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T        [K, V]
+    y_t = S_t^T q_t / sqrt(K)                                          [V]
+
+Within a chunk that begins with the state S (section 3.3 there; the UT transform of Yang et al. 2024, "Parallelizing
+Linear Transformers with the Delta Rule", section 3.2), b_c being the decay from the chunk's start to place c:
+
+    (I + L) U = diag(beta) (V - diag(b) K S),    L[c, s] = beta_c (k_c . k_s) b_c / b_s  for s < c
+    y_c = (b_c S^T q_c + sum over s <= c of (q_c . k_s) b_c / b_s u_s) / sqrt(K)
+    S <- b_C S + sum over s of b_C / b_s k_s u_s^T
+
+Letters: T tokens, G key heads, H value heads, J = H / G value heads that share a key head, K key dimension, V value
+dimension, S sequences, R requests, n chunks, C places in a chunk (c: the place that receives, s: the place that sends).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_ext.ops.chunked import collect, decay_between, in_token_order, pass_states, spread, spread_steps
+from megatron_ext.ops.varlen import PackedChunks
+
+NORM_EPSILON = 1e-6  # of flash-linear-attention and transformers, which trained models have seen
+
+
+class DeltaOutput(NamedTuple):
+    """What a scan gives.
+
+    Attributes:
+        y: [T, H, V] in v's dtype; zero at rows behind the last sequence.
+        final_states: [S, H, K, V] fp32, after the last token of each sequence.
+        chunk_states: [n, H, K, V] fp32, after the last token of each chunk.
+    """
+
+    y: Tensor
+    final_states: Tensor
+    chunk_states: Tensor
+
+
+def gated_delta_scan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    chunks: PackedChunks,
+    *,
+    initial_states: Tensor | None = None,
+    normalize: bool = False,
+) -> DeltaOutput:
+    """Run the recurrence over packed sequences, quadratic within chunks and linear between them. Differentiable.
+
+    Args:
+        q: [T, G, K]; may have rows behind the last sequence, which are not read.
+        k: [T, G, K], of length at most 1 unless `normalize` sees to that.
+        v: [T, H, V].
+        g: [T, H] fp32, logarithm of the decay, at most 0.
+        beta: [T, H], between 0 and 1.
+        chunks: Where sequences and chunks lie on the token axis; results do not depend on where the cuts are.
+        initial_states: [S, H, K, V], zeros if None.
+        normalize: Divide q and k by their lengths.
+
+    All sums are accumulated in fp32 (fp64 if v is fp64, and then the states are, too).
+    """
+    wide = torch.promote_types(v.dtype, torch.float32)
+    groups, rows, scale = k.shape[1], v.shape[0], k.shape[-1] ** -0.5
+    chunked_q, chunked_k = (_spread_heads(_keyed(t, wide, normalize), chunks).unsqueeze(2) for t in (q, k))
+    chunked_v = _spread_heads(v.to(wide), chunks).unflatten(1, (groups, -1))  # [n, G, J, C, V]; q and k [n, G, 1, C, K]
+    strength = spread_steps(beta.to(wide), chunks).unflatten(1, (groups, -1)).unsqueeze(-1)  # [n, G, J, C, 1]
+    log_decay = spread_steps(g, chunks).cumsum(-1, dtype=torch.float64).unflatten(1, (groups, -1))  # [n, G, J, C]
+    decay = log_decay.exp().to(wide).unsqueeze(-1)  # [n, G, J, C, 1], from the chunk's start
+    to_end = (log_decay[..., -1:] - log_decay).exp().to(wide).unsqueeze(-1)
+    between = decay_between(log_decay, wide)  # [n, G, J, c, s]
+
+    recalled = chunked_k @ chunked_k.mT * between * strength
+    added, read = _solve(recalled, strength * chunked_v, strength * decay * chunked_k)
+    parts = [t.flatten(1, 2) for t in (added, read, chunked_k * to_end, decay[..., -1:, :])]
+    u, before, after = _carry(*parts, initial_states, chunks)
+    y = ((chunked_q @ chunked_k.mT).tril() * between).flatten(1, 2) @ u
+    y = (y + (chunked_q * decay).flatten(1, 2) @ before) * scale  # [n, H, C, V]
+    y = collect(y.to(v.dtype).transpose(1, 2), chunks, rows)
+    return DeltaOutput(y, after[chunks.last_chunk_indices], after)
+
+
+def gated_delta_step(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, *, normalize: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Run the recurrence over one token of each of R requests.
+
+    Args:
+        q: [R, G, K].
+        k: [R, G, K].
+        v: [R, H, V].
+        g: [R, H] fp32, logarithm of the decay, at most 0.
+        beta: [R, H], between 0 and 1.
+        state: [R, H, K, V], not modified.
+        normalize: Divide q and k by their lengths.
+
+    Returns:
+        y [R, H, V] in v's dtype, and the new state [R, H, K, V] in state's dtype.
+    """
+    wide = torch.promote_types(v.dtype, torch.float32)
+    shared = v.shape[1] // k.shape[1]
+    q, k = (_keyed(t, wide, normalize).repeat_interleave(shared, dim=1) for t in (q, k))  # [R, H, K]
+    decayed = state.to(wide) * g.exp().to(wide)[..., None, None]
+    missing = v.to(wide) - (k.unsqueeze(-2) @ decayed).squeeze(-2)  # [R, H, V], what k does not recall
+    new_state = torch.addcmul(decayed, k.unsqueeze(-1), (missing * beta.to(wide).unsqueeze(-1)).unsqueeze(-2))
+    y = (q.unsqueeze(-2) @ new_state).squeeze(-2) * k.shape[-1] ** -0.5
+    return y.to(v.dtype), new_state.to(state.dtype)
+
+
+def _keyed(t: Tensor, dtype: torch.dtype, normalize: bool) -> Tensor:
+    """Queries or keys in `dtype`, of length 1 if asked for."""
+    t = t.to(dtype)
+    return t * torch.rsqrt(t.square().sum(-1, keepdim=True) + NORM_EPSILON) if normalize else t
+
+
+def _spread_heads(t: Tensor, chunks: PackedChunks) -> Tensor:
+    """[T, heads, D] -> [n, heads, C, D]."""
+    return spread(t, chunks).transpose(1, 2).contiguous()
+
+
+def _solve(system: Tensor, *right: Tensor) -> tuple[Tensor, ...]:
+    """Solve (I + L) X = right, L being what `system` [..., c, s] has below its diagonal; for several [..., C, D]."""
+    sizes = [side.shape[-1] for side in right]
+    return torch.linalg.solve_triangular(system, torch.cat(right, -1), upper=False, unitriangular=True).split(sizes, -1)
+
+
+def _carry(
+    added: Tensor, read: Tensor, keys: Tensor, decay: Tensor, initial_states: Tensor | None, chunks: PackedChunks
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Pass states from chunk to chunk.
+
+    Args:
+        added: [n, H, C, V], what the tokens would write if the state before the chunk were zero.
+        read: [n, H, C, K], times that state is what they leave out since it is there already.
+        keys: [n, H, C, K], decayed from there to the chunk's end.
+        decay: [n, H, 1, 1], of the whole chunk.
+        initial_states: [S, H, K, V] or None.
+        chunks: Where the chunks are.
+
+    Returns:
+        What the tokens write, [n, H, C, V], and the states before and after each chunk, [n, H, K, V].
+    """
+    written = []
+
+    def advance(state: Tensor, added: Tensor, read: Tensor, keys: Tensor, decay: Tensor) -> Tensor:
+        written.append(added - read @ state)
+        return torch.addcmul(keys.mT @ written[-1], state, decay)
+
+    if initial_states is None:
+        shape = (len(chunks.chunk_counts), added.shape[1], keys.shape[-1], added.shape[-1])
+        initial_states = added.new_zeros(shape)
+    before, after = pass_states(advance, (added, read, keys, decay), chunks, initial_states)
+    return in_token_order(written, chunks), before, after

@@ -1,0 +1,249 @@
+"""The routes."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hmac
+import json
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from importlib.resources import files
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, FastAPI, Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+import megatron_ext
+from megatron_ext.config import ServerConfig
+from megatron_ext.mcore.engine import InferenceEngine
+from megatron_ext.models.tokenizer import Tokenizer
+from megatron_ext.serving.server.answers import ChatReply, CompletionReply, Reply, finished, whole
+from megatron_ext.serving.server.chat import ChatFormat
+from megatron_ext.serving.server.engine_loop import EngineLoop
+from megatron_ext.serving.server.errors import ApiError, install_error_handlers, unknown_model
+from megatron_ext.serving.server.metrics import Metrics
+from megatron_ext.serving.server.protocol import ChatRequest, CompletionRequest, GenerationRequest, whole_characters
+from megatron_ext.serving.server.sampling import Job, Room, chat_jobs, completion_jobs
+from megatron_ext.serving.server.streaming import EventStream, events, unless_gone
+
+# Paths that show neither texts nor digests, for load balancers, Prometheus and people.
+OPEN_PATHS = frozenset(("/", "/health", "/metrics"))
+HOTTEST_PREFIXES = 20
+
+router = APIRouter()
+
+
+@dataclass(eq=False)
+class Serving:
+    """What the routes need.
+
+    Args:
+        engine: Nobody else may touch it from now on, except for its tokenizer.
+        model: The name it is served under.
+        settings: Limits and key.
+    """
+
+    engine: InferenceEngine
+    model: str
+    settings: ServerConfig
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def __post_init__(self) -> None:
+        self.metrics = Metrics(self.model)
+        self.loop = EngineLoop(self.engine, self.metrics, self.settings.max_waiting_requests)
+        self.tokenizer: Tokenizer = self.engine.controller.tokenizer
+        self.chat = ChatFormat(self.tokenizer)
+        geometry = self.engine.geometry
+        self.room = Room(self.engine.context.max_sequence_length, geometry.blocks * geometry.block_size_tokens)
+
+    async def tokenize(self, text: str) -> list[int]:
+        """Ids of a prompt; in a thread, because a long text takes its time.
+
+        Raises:
+            ConfigError: It is no text.
+        """
+        return await asyncio.to_thread(self.engine.controller.tokenize_prompt, whole_characters(text))
+
+    def check_model(self, body: GenerationRequest) -> None:
+        """See that the request means this model.
+
+        Raises:
+            ApiError: It means another one.
+        """
+        if body.model is not None and body.model != self.model:
+            raise unknown_model(body.model, self.model)
+
+    def describe(self) -> dict[str, Any]:
+        """OpenAI's model object."""
+        return {
+            "id": self.model,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "megatron_ext",
+            "max_model_len": self.room.sequence,
+        }
+
+
+def create_app(serving: Serving) -> FastAPI:
+    """The application. Its lifespan starts and stops the engine's loop."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        serving.loop.start()
+        yield
+        await serving.loop.stop()
+
+    app = FastAPI(
+        title="megatron_ext", version=megatron_ext.__version__, lifespan=lifespan, docs_url=None, redoc_url=None
+    )
+    app.state.serving = serving
+    app.include_router(router)
+    install_error_handlers(app)
+    if serving.settings.api_key is not None:
+        app.add_middleware(KeyGate, api_key=serving.settings.api_key)
+    return app
+
+
+class KeyGate:
+    """Lets in who has the key, before anything of the request is read.
+
+    Args:
+        app: What is behind the gate.
+        api_key: ASCII.
+    """
+
+    def __init__(self, app: ASGIApp, api_key: str) -> None:
+        self._app = app
+        self._expected = f"Bearer {api_key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, or answer 401."""
+        app: ASGIApp = self._app
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            if not hmac.compare_digest(given, self._expected):
+                app = _unauthorized(is_missing=not given).to_response()
+        await app(scope, receive, send)
+
+
+def _unauthorized(*, is_missing: bool) -> ApiError:
+    message = "no API key was given; send Authorization: Bearer KEY" if is_missing else "the API key is wrong"
+    headers = {"WWW-Authenticate": "Bearer"}
+    return ApiError(401, message, kind="authentication_error", code="invalid_api_key", headers=headers)
+
+
+def _serving(request: Request) -> Serving:
+    return request.app.state.serving
+
+
+Here = Annotated[Serving, Depends(_serving)]
+
+
+@router.get("/v1/models")
+async def list_models(serving: Here) -> dict[str, Any]:
+    """The one model."""
+    return {"object": "list", "data": [serving.describe()]}
+
+
+@router.get("/v1/models/{model:path}")
+async def retrieve_model(model: str, serving: Here) -> dict[str, Any]:
+    """The model by its name."""
+    if model != serving.model:
+        raise unknown_model(model, serving.model)
+    return serving.describe()
+
+
+@router.post("/v1/completions")
+async def create_completion(body: CompletionRequest, request: Request, serving: Here) -> Response:
+    """Go on with one or several prompts."""
+    serving.check_model(body)
+    prompts = [await serving.tokenize(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompts]
+    jobs = completion_jobs(body, prompts, serving.room)
+    choices = body.n or 1
+    echoes = None
+    if body.echo:
+        texts = [prompt if isinstance(prompt, str) else serving.tokenizer.detokenize(prompt) for prompt in body.prompts]
+        echoes = [text for text in texts for _ in range(choices)]
+    reply = CompletionReply(
+        serving.model, serving.tokenizer, choices, has_scores=body.logprobs is not None, echoes=echoes
+    )
+    return await _answer(request, serving, body, jobs, reply)
+
+
+@router.post("/v1/chat/completions")
+async def create_chat_completion(body: ChatRequest, request: Request, serving: Here) -> Response:
+    """Answer in a conversation."""
+    serving.check_model(body)
+    prompt = await serving.tokenize(await asyncio.to_thread(serving.chat.render, body.messages))
+    jobs = chat_jobs(body, prompt, serving.room, serving.chat)
+    reply = ChatReply(serving.model, serving.tokenizer, body.n or 1, has_scores=bool(body.logprobs))
+    return await _answer(request, serving, body, jobs, reply)
+
+
+async def _answer(
+    request: Request, serving: Serving, body: GenerationRequest, jobs: list[Job], reply: Reply
+) -> Response:
+    """Run the jobs. A stream begins with the first token, so that what fails before has its status."""
+    exchange = await serving.loop.submit(jobs, is_streamed=bool(body.stream))
+    try:
+        await unless_gone(request.receive, exchange.started() if body.stream else exchange.ended())
+        ended = [ticket for ticket in exchange.tickets if ticket.record or ticket.error]
+        records = [finished(ticket) for ticket in ended]
+    except BaseException:
+        exchange.abort()
+        raise
+    if not body.stream:
+        return _json(whole(reply, records))
+    source = events(exchange, reply, serving.tokenizer.detokenize, with_usage=body.includes_usage)
+    return EventStream(exchange, source)
+
+
+def _json(content: Any) -> Response:
+    return Response(json.dumps(content, ensure_ascii=False, allow_nan=False).encode(), media_type="application/json")
+
+
+@router.get("/health")
+async def health(serving: Here) -> JSONResponse:
+    """200 while the engine steps without failing."""
+    is_healthy = serving.loop.is_healthy
+    return JSONResponse({"status": "ok" if is_healthy else "failing"}, 200 if is_healthy else 503)
+
+
+@router.get("/metrics")
+async def metrics(serving: Here) -> Response:
+    """For Prometheus."""
+    return Response(serving.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+@router.get("/prefix_cache")
+async def prefix_cache(serving: Here) -> dict[str, Any]:
+    """What the cache holds: sizes, use, and the hottest prefixes as digests. Never text."""
+    return await serving.loop.call(_describe_cache, serving.engine)
+
+
+def _describe_cache(engine: InferenceEngine) -> dict[str, Any]:
+    block_size = engine.geometry.block_size_tokens
+    return {
+        "geometry": dataclasses.asdict(engine.geometry),
+        "occupancy": engine.prefix_cache_statistics(),
+        "hottest_prefixes": [
+            {"digest": prefix.digest.hex(), "tokens": prefix.blocks * block_size, "hits": prefix.hits}
+            for prefix in engine.hottest_prefixes(HOTTEST_PREFIXES)
+        ],
+    }
+
+
+@router.post("/reset_prefix_cache")
+async def reset_prefix_cache(serving: Here) -> dict[str, Any]:
+    """Empty the cache; requests in flight go on, and leave nothing in it."""
+    return {"occupancy": await serving.loop.reset_prefix_cache()}
+
+
+@router.get("/", response_class=HTMLResponse)
+async def status_page() -> HTMLResponse:
+    """What `/metrics` says, drawn."""
+    return HTMLResponse((files("megatron_ext.serving.server") / "status.html").read_text(encoding="utf-8"))

@@ -1,0 +1,58 @@
+"""Conversations as prompts, and where an answer ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+from megatron_ext.errors import ConfigError
+from megatron_ext.models.tokenizer import TextTokenizer, Tokenizer
+from megatron_ext.serving.server.protocol import Message
+
+_ANSWER = "0123456789"
+_CONVERSATION = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": _ANSWER}]
+
+
+class ChatFormat:
+    """What a tokenizer's chat template says.
+
+    Args:
+        tokenizer: With a chat template or without.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def render(self, messages: Sequence[Message]) -> str:
+        """The prompt that asks for the next answer.
+
+        Raises:
+            ConfigError: No template, or messages that it refuses.
+        """
+        if not isinstance(self._tokenizer, TextTokenizer):
+            raise ConfigError("the model's tokenizer has no chat template; use /v1/completions")
+        return self._tokenizer.apply_chat_template([message.to_dict() for message in messages])
+
+    @cached_property
+    def end_of_turn(self) -> int | None:
+        """The special token that the template puts behind an answer; None if it puts none.
+
+        Not always the tokenizer's end of a document: a model of conversations goes on to the next turn.
+        """
+        tokenizer = self._tokenizer
+        try:
+            text = tokenizer.apply_chat_template(_CONVERSATION, add_generation_prompt=False)
+        except ConfigError:  # a template of its own mind; the end of a document it is
+            return None
+        _, answer, behind = text.rpartition(_ANSWER)
+        tokens = [token for token in tokenizer.tokenize(behind) if token != tokenizer.bos] if answer else []
+        is_special = bool(tokens) and not tokenizer.detokenize(tokens[:1]) and behind.strip() != ""
+        return tokens[0] if is_special else None
+
+    @cached_property
+    def other_ends(self) -> tuple[str, ...]:
+        """What ends an answer beside `end_of_turn`, as stop words."""
+        eod = self._tokenizer.eod
+        if self.end_of_turn is None or eod is None or eod == self.end_of_turn:
+            return ()
+        return (self._tokenizer.detokenize([eod], skip_special_tokens=False),)

@@ -1,0 +1,328 @@
+"""The engine beside an event loop: one thread steps it, and everything else happens between two steps.
+
+A step blocks, so it runs in a thread. The engine is not made for two threads, so *every* call of it runs in that same
+thread, in the order of submission: an abort that arrives during a step takes effect when the step ends, before the next
+one is planned. What the event loop sees of a request are values that the engine thread made for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+
+from megatron_ext.mcore.engine import InferenceEngine
+from megatron_ext.scheduling.record import RequestRecord
+from megatron_ext.scheduling.request import Request
+from megatron_ext.serving.server.errors import ApiError, engine_fault, overloaded, shutting_down
+from megatron_ext.serving.server.metrics import EngineState, Metrics
+from megatron_ext.serving.server.sampling import Job
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+FAILED_STEPS = 3  # in a row: then the requests are given up
+LATENCIES = 32  # of the last requests; how long a new one will take, roughly
+LONGEST_RETRY = 60  # seconds
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a living request has so far; the names are those of `RequestRecord`."""
+
+    prompt_tokens: tuple[int, ...]
+    generated_tokens: tuple[int, ...]
+    generated_log_probs: tuple[float, ...]
+    generated_top_n_log_probs: tuple[dict[int, float], ...]
+    prompt_log_probs: tuple[float, ...]
+    prompt_top_n_log_probs: tuple[dict[int, float], ...]
+
+    @classmethod
+    def of(cls, request: Request) -> Progress:
+        """A copy, for another thread."""
+        return cls(
+            request.prompt_tokens,
+            tuple(request.generated_tokens),
+            tuple(request.generated_log_probs),
+            tuple(request.generated_top_n),
+            tuple(request.prompt_log_probs),
+            tuple(request.prompt_top_n),
+        )
+
+
+@dataclass(eq=False)
+class Ticket:
+    """A request in the engine, as the event loop sees it.
+
+    Only the latest progress is kept, so a client that reads slowly costs no memory.
+    """
+
+    request_id: int
+    job: Job
+    progress: Progress | None = None
+    record: RequestRecord | None = None  # once it has ended
+    error: ApiError | None = None  # once it was given up
+
+
+@dataclass(eq=False)
+class Exchange:
+    """The tickets of one HTTP request."""
+
+    tickets: list[Ticket]
+    is_streamed: bool
+    loop: EngineLoop
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def started(self) -> None:
+        """Wait until some ticket has progress, or has ended."""
+        while not any(ticket.progress or ticket.record or ticket.error for ticket in self.tickets):
+            await self.next_news()
+
+    async def ended(self) -> None:
+        """Wait until all tickets have ended."""
+        while not all(ticket.record or ticket.error for ticket in self.tickets):
+            await self.next_news()
+
+    async def next_news(self) -> None:
+        """Wait until something has happened to some ticket since the last call."""
+        await self.news.wait()
+        self.news.clear()
+
+    def abort(self) -> None:
+        """Free whatever the tickets that have not ended own; returns at once."""
+        self.loop.abort([ticket for ticket in self.tickets if not (ticket.record or ticket.error)])
+
+
+@dataclass(frozen=True)
+class _StepNews:
+    """What a step did to requests that the event loop knows."""
+
+    progress: dict[int, Progress]
+    records: list[RequestRecord]
+
+
+class EngineLoop:
+    """Steps the engine as long as there are requests.
+
+    Args:
+        engine: Nobody else may touch it from now on.
+        metrics: Told what happens.
+        max_waiting: Requests that may be here beyond those that the batch has room for.
+    """
+
+    def __init__(self, engine: InferenceEngine, metrics: Metrics, max_waiting: int) -> None:
+        self._engine = engine
+        self._metrics = metrics
+        self.capacity = engine.context.max_requests + max_waiting
+        device = next(engine.controller.inference_wrapped_model.model.parameters()).device
+        self._steps = asyncio.new_event_loop()  # the engine thread's own; another engine steps on another one
+        engine.use_loop(self._steps)
+        self._thread = ThreadPoolExecutor(1, "engine", _use_device, (device,))
+        self._exchanges: dict[int, tuple[Ticket, Exchange]] = {}  # by request id
+        self._ids = itertools.count()
+        self._work = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._latencies: deque[float] = deque(maxlen=LATENCIES)
+        self._is_closed = False
+        self.is_healthy = True
+        self._watched: set[int] = set()  # streamed requests; the engine thread's own
+        self._clock = _TokenClock()  # the engine thread's own
+
+    # Called by the event loop
+
+    def start(self) -> None:
+        """Begin to step."""
+        self._metrics.state = EngineState.of(self._engine)
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    async def stop(self) -> None:
+        """Give up what is left, and wait for the step in flight."""
+        self.give_up(shutting_down())
+        self._is_closed = True
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        await asyncio.to_thread(self._thread.shutdown)
+        self._steps.close()
+
+    @property
+    def living(self) -> int:
+        """Requests that have not ended."""
+        return len(self._exchanges)
+
+    async def submit(self, jobs: Sequence[Job], *, is_streamed: bool) -> Exchange:
+        """Hand requests to the engine, all or none.
+
+        Raises:
+            ApiError: The queue is full (429), or could never hold so many (400); the server is shutting down (503).
+            ConfigError: A prompt or setting that makes no sense.
+        """
+        self._check_room(len(jobs))
+        exchange = Exchange([Ticket(next(self._ids), job) for job in jobs], is_streamed, self)
+        for ticket in exchange.tickets:
+            self._exchanges[ticket.request_id] = ticket, exchange
+        self._work.set()
+        try:
+            await self.call(self._add, exchange)
+        except Exception:
+            self._forget(exchange.tickets)
+            raise
+        except BaseException:  # cancelled, and the engine may have taken them
+            exchange.abort()
+            raise
+        return exchange
+
+    def _check_room(self, count: int) -> None:
+        if self._is_closed:
+            raise shutting_down()
+        if count > self.capacity:
+            raise ApiError(400, f"{count} choices in one request; this server takes at most {self.capacity} at once")
+        if self.living + count > self.capacity:
+            self._metrics.rejected.inc(count)
+            mean = sum(self._latencies) / len(self._latencies) if self._latencies else 1
+            raise overloaded(self.living, self.capacity, min(LONGEST_RETRY, max(1, math.ceil(mean))))
+
+    def abort(self, tickets: Iterable[Ticket]) -> None:
+        """Free at once, that is when the step in flight has ended, whatever these requests own."""
+        ids = [ticket.request_id for ticket in tickets]
+        if ids and not self._is_closed:
+            self._thread.submit(self._abort, ids)
+
+    def give_up(self, error: ApiError) -> None:
+        """End all requests with an error."""
+        ended = list(self._exchanges.values())
+        self.abort(ticket for ticket, _ in ended)
+        self._forget(ticket for ticket, _ in ended)
+        for ticket, exchange in ended:
+            ticket.error = error
+            exchange.news.set()
+
+    async def call(self, function: Callable[..., Result], *arguments: object) -> Result:
+        """Call something with the engine's thread, between two steps."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._observed, function, arguments)
+
+    async def reset_prefix_cache(self) -> dict[str, int] | None:
+        """Empty the cache; what it holds then."""
+        await self.call(self._engine.reset_prefix_cache)
+        return await self.call(self._engine.prefix_cache_statistics)
+
+    async def _run(self) -> None:
+        failures = 0
+        while True:
+            if not self._exchanges:
+                self._work.clear()
+            await self._work.wait()
+            try:
+                news = await self.call(self._step)
+            except Exception as error:
+                failures += 1
+                self.is_healthy = False
+                self._metrics.step_failures.inc()
+                logger.exception("an engine step failed, %d in a row", failures)
+                if failures >= FAILED_STEPS:
+                    self.give_up(engine_fault(error))
+                    failures = 0
+                continue
+            failures, self.is_healthy = 0, True
+            self._deliver(news)
+
+    def _deliver(self, news: _StepNews) -> None:
+        for request_id, progress in news.progress.items():
+            if request_id in self._exchanges:
+                ticket, exchange = self._exchanges[request_id]
+                ticket.progress = progress
+                exchange.news.set()
+        for record in news.records:
+            self._metrics.observe(record)
+            self._latencies.append(record.latency)
+            known = self._exchanges.pop(record.request_id, None)
+            if known is not None:
+                ticket, exchange = known
+                ticket.record = record
+                exchange.news.set()
+
+    def _forget(self, tickets: Iterable[Ticket]) -> None:
+        for ticket in tickets:
+            self._exchanges.pop(ticket.request_id, None)
+
+    # Called by the engine thread
+
+    def _observed(self, function: Callable[..., Result], arguments: tuple[object, ...]) -> Result:
+        try:
+            return function(*arguments)
+        finally:
+            self._metrics.state = EngineState.of(self._engine)
+
+    def _add(self, exchange: Exchange) -> None:
+        ids = []
+        try:
+            for ticket in exchange.tickets:
+                self._engine.add_request(ticket.request_id, ticket.job.tokens, ticket.job.params)
+                ids.append(ticket.request_id)
+        except Exception:
+            self._abort(ids)
+            raise
+        if exchange.is_streamed:
+            self._watched.update(ids)
+
+    def _abort(self, ids: Iterable[int]) -> None:
+        for request_id in ids:
+            try:
+                self._engine.abort_request(request_id)
+            except KeyError:  # has ended in the meantime
+                continue
+            except Exception:
+                logger.exception("request %d cannot be aborted", request_id)
+
+    def _step(self) -> _StepNews:
+        result = self._engine.step_modern()
+        records = result["finished_request_records"]
+        active = [self._engine.get_request(request_id) for request_id in result["active_request_ids"]]
+        counts = {request.request_id: request.generated_count for request in active}
+        counts |= {record.request_id: len(record.generated_tokens) for record in records}
+        for gap in self._clock.gaps(counts):
+            self._metrics.inter_token.observe(gap)
+        for record in records:
+            self._watched.discard(record.request_id)
+            self._clock.forget(record.request_id)
+        progress = {r.request_id: Progress.of(r) for r in active if r.request_id in self._watched and r.generated_count}
+        return _StepNews(progress, records)
+
+
+class _TokenClock:
+    """When each request got its last token."""
+
+    def __init__(self) -> None:
+        self._last: dict[int, tuple[int, float]] = {}  # request id -> tokens then, and seconds
+
+    def gaps(self, counts: dict[int, int]) -> list[float]:
+        """Seconds since the token before, of each request that got one that is not its first."""
+        now = time.monotonic()
+        found = []
+        for request_id, count in counts.items():
+            before, moment = self._last.get(request_id, (0, now))
+            if count > before:
+                self._last[request_id] = count, now
+                if before:
+                    found.append(now - moment)
+        return found
+
+    def forget(self, request_id: int) -> None:
+        """The request has ended."""
+        self._last.pop(request_id, None)
+
+
+def _use_device(device: torch.device) -> None:
+    """The current device belongs to a thread."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)

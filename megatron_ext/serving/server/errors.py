@@ -1,0 +1,169 @@
+"""Everything that can go wrong for a client, as OpenAI's error object with the right status."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from megatron_ext.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+INVALID, UNAUTHORIZED, OVERLOADED, FAULT = (
+    "invalid_request_error",
+    "authentication_error",
+    "rate_limit_error",
+    "server_error",
+)
+
+
+class ApiError(Exception):
+    """An answer that is an error.
+
+    Args:
+        status: Of HTTP.
+        message: One line for the client.
+        kind: OpenAI's `type`.
+        param: The field that it is about.
+        code: For programs.
+        headers: To send with it.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = INVALID,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = " ".join(message.split())
+        self.kind = kind
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    def to_dict(self) -> dict[str, Any]:
+        """OpenAI's error object."""
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+    def to_response(self) -> Response:
+        """The whole answer. ASCII, because messages quote clients, who can say what UTF-8 cannot."""
+        return Response(json.dumps(self.to_dict()), self.status, headers=self.headers, media_type="application/json")
+
+
+class ClientGone(Exception):
+    """The client has closed its connection, so nobody reads an answer."""
+
+
+def overloaded(living: int, limit: int, retry_after: int) -> ApiError:
+    """429: the waiting queue is full."""
+    return ApiError(
+        429,
+        f"the server has {living} requests and takes no more than {limit}; try again in {retry_after} s",
+        kind=OVERLOADED,
+        code="rate_limit_exceeded",
+        headers={"Retry-After": str(retry_after)},
+    )
+
+
+def shutting_down() -> ApiError:
+    """503: nothing new is taken, and what takes too long is cancelled."""
+    return ApiError(503, "the server is shutting down", kind=FAULT)
+
+
+def engine_fault(error: BaseException) -> ApiError:
+    """500: step after step failed."""
+    return ApiError(500, f"the engine failed: {type(error).__name__}", kind=FAULT)
+
+
+def unknown_model(name: str, served: str) -> ApiError:
+    """404: the client asks for a model that is not here."""
+    message = f"the model {name!r} does not exist here; this server has {served!r}"
+    return ApiError(404, message, param="model", code="model_not_found")
+
+
+def context_exceeded(prompt: int, generated: int, limit: int) -> ApiError:
+    """400: prompt and answer are longer than the model's context."""
+    return ApiError(
+        400,
+        f"{prompt} tokens of prompt and {generated} to generate are {prompt + generated}; "
+        f"this server's longest sequence has {limit} tokens",
+        param="max_tokens" if prompt < limit else None,
+        code="context_length_exceeded",
+    )
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Let every exception of a route end as an error object."""
+    app.add_exception_handler(ApiError, _api_error)
+    app.add_exception_handler(ConfigError, _refused)
+    app.add_exception_handler(RequestValidationError, _bad_fields)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(ClientGone, _nobody)
+    app.add_exception_handler(Exception, _fault)
+
+
+async def _api_error(_: Request, error: ApiError) -> Response:
+    return error.to_response()
+
+
+async def _refused(_: Request, error: ConfigError) -> Response:
+    return ApiError(400, str(error)).to_response()
+
+
+async def _nobody(*_: object) -> Response:
+    return Response(status_code=499)  # nginx's number for it; it is sent nowhere
+
+
+async def _bad_fields(_: Request, error: RequestValidationError) -> Response:
+    message, param = describe(error.errors())
+    return ApiError(400, message, param=param).to_response()
+
+
+async def _http_error(_: Request, error: HTTPException) -> Response:
+    return ApiError(error.status_code, str(error.detail), headers=error.headers).to_response()
+
+
+async def _fault(request: Request, error: Exception) -> Response:
+    logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    return ApiError(500, f"the server failed: {type(error).__name__}", kind=FAULT).to_response()
+
+
+def describe(errors: Sequence[Mapping[str, Any]]) -> tuple[str, str | None]:
+    """What pydantic found first, in words, and the field it is about.
+
+    A field of several possible types has an error for each; these make one sentence.
+    """
+    first = errors[0]
+    place = first["loc"][1:]  # after "body"
+    if first["type"] == "json_invalid":
+        return f"the body is not JSON: {first.get('ctx', {}).get('error', first['msg'])}", None
+    if not place:
+        return f"the body: {_sentence(first)}", None
+    if first["type"] == "extra_forbidden":
+        return f"{_dotted(place)} is no field that this server knows", _dotted(place)
+    field = place[0]
+    of_field = [error for error in errors if error["loc"][1:2] == (field,)]
+    sentences = list(dict.fromkeys(_sentence(error) for error in of_field))
+    return f"{field}: {', or '.join(sentences)}", str(field)
+
+
+def _sentence(error: Mapping[str, Any]) -> str:
+    text = error["msg"].removeprefix("Value error, ")
+    return text[:1].lower() + text[1:]
+
+
+def _dotted(place: Sequence[Any]) -> str:
+    return ".".join(str(part) for part in place)

@@ -1,0 +1,148 @@
+"""What Prometheus sees. The names are an interface; `docs/server.md` explains them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, Info, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+import megatron_ext
+from megatron_ext.mcore.engine import InferenceEngine
+from megatron_ext.prefix_cache.cache import CacheUse
+from megatron_ext.scheduling.accounting import Reason
+from megatron_ext.scheduling.record import RequestRecord, Status
+from megatron_ext.scheduling.scheduler import Counters
+
+PREFIX = "megatron_ext"
+OUTCOMES = ("stop", "length", "failed", "aborted")
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+
+# name, help, where the value is
+_GAUGES = (
+    ("requests_running", "Requests in the batch", "running"),
+    ("requests_waiting", "Requests that wait for admission", "waiting"),
+    ("requests_paused", "Requests without a block for their next token", "paused"),
+    ("kv_blocks", "KV blocks of the pool", "use.blocks_total"),
+    ("kv_blocks_in_use", "KV blocks that requests refer to", "use.blocks_in_use"),
+    ("kv_blocks_cached", "KV blocks that can be found by their contents, in use or not", "use.blocks_cached"),
+    ("kv_blocks_evictable", "Cached KV blocks that no request uses", "use.blocks_evictable"),
+    ("state_slots", "Slots for snapshots of recurrent states", "use.slots_total"),
+    ("state_slots_used", "Slots with a snapshot", "use.slots_used"),
+)
+_COUNTERS = (
+    ("prefix_cache_hits", "Admissions that skipped something", "counters.hits"),
+    ("prefix_cache_blocks_matched", "KV blocks found in the cache", "counters.blocks_matched"),
+    ("coordination_waits", "Requests that waited for another one's prefix", "counters.coordination_waits"),
+    ("kv_blocks_evicted", "Cached KV blocks given up for memory", "use.blocks_evicted"),
+    ("snapshots_taken", "Snapshots of recurrent states taken", "use.snapshots_taken"),
+    ("snapshots_skipped", "Snapshots not taken, for want of a slot", "use.snapshots_skipped"),
+    ("snapshots_evicted", "Snapshots given up", "use.slots_evicted"),
+    ("request_pauses", "Requests paused for want of a block", "counters.pauses"),
+    ("request_evictions", "Paused requests that gave up their blocks", "counters.evictions"),
+)
+
+
+@dataclass(frozen=True)
+class EngineState:
+    """Numbers of the engine between two steps."""
+
+    running: int
+    waiting: int
+    paused: int
+    use: CacheUse
+    counters: Counters  # a copy
+
+    @classmethod
+    def of(cls, engine: InferenceEngine) -> EngineState:
+        """Read them; with the engine's thread."""
+        scheduler = engine.context.scheduler
+        queues = scheduler.queues
+        return cls(
+            len(queues.running),
+            len(queues.waiting),
+            len(queues.paused),
+            scheduler.cache.use(),
+            dataclasses.replace(scheduler.counters),
+        )
+
+    def value(self, path: str) -> int:
+        """A number by its dotted name."""
+        found: object = self
+        for name in path.split("."):
+            found = getattr(found, name)
+        return found
+
+
+class Metrics(Collector):
+    """All metrics of one server.
+
+    What belongs to requests is counted when they end; what belongs to the engine is read between two steps.
+
+    Args:
+        model: The name it is served under.
+    """
+
+    def __init__(self, model: str) -> None:
+        self.state: EngineState | None = None
+        self._registry = registry = CollectorRegistry()
+        self._requests = Counter(
+            f"{PREFIX}_requests", "Requests that have ended, by outcome", ["outcome"], registry=registry
+        )
+        self.rejected = Counter(
+            f"{PREFIX}_requests_rejected", "Requests turned away because the queue was full", registry=registry
+        )
+        self._skipped = Counter(
+            f"{PREFIX}_prompt_tokens_skipped", "Prompt tokens that no layer computed", registry=registry
+        )
+        self._computed = Counter(
+            f"{PREFIX}_prompt_tokens_computed", "Prompt tokens computed, by reason", ["reason"], registry=registry
+        )
+        self._recomputed = Counter(
+            f"{PREFIX}_tokens_recomputed", "Tokens prefilled again after an eviction", registry=registry
+        )
+        self._generated = Counter(f"{PREFIX}_tokens_generated", "Tokens generated", registry=registry)
+        self.step_failures = Counter(f"{PREFIX}_step_failures", "Engine steps that raised", registry=registry)
+        self._first_token = self._histogram("time_to_first_token_seconds", "From submission to the first token")
+        self.inter_token = self._histogram("inter_token_seconds", "From one token of a request to its next")
+        self._latency = self._histogram("request_seconds", "From submission to the end")
+        Info(PREFIX, "The server", registry=registry).info({"version": megatron_ext.__version__, "model": model})
+        for outcome in OUTCOMES:  # zero is a value too
+            self._requests.labels(outcome)
+        for reason in Reason:
+            self._computed.labels(reason.value)
+        registry.register(self)
+
+    def _histogram(self, name: str, text: str) -> Histogram:
+        return Histogram(f"{PREFIX}_{name}", text, buckets=_SECONDS, registry=self._registry)
+
+    def observe(self, record: RequestRecord) -> None:
+        """A request has ended."""
+        completed = record.status is Status.COMPLETED
+        self._requests.labels(record.finish_reason if completed else record.status.name.lower()).inc()
+        self._skipped.inc(record.skipped_prefill_token_count)
+        for reason, count in record.prefill_reasons.items():
+            self._computed.labels(reason).inc(count)
+        self._recomputed.inc(record.recomputed_token_count)
+        self._generated.inc(len(record.generated_tokens))
+        if record.ttft is not None:
+            self._first_token.observe(record.ttft)
+        self._latency.observe(record.latency)
+
+    def collect(self) -> Iterator[Metric]:
+        """The engine's numbers."""
+        state = self.state
+        if state is None:
+            return
+        for name, text, path in _GAUGES:
+            yield GaugeMetricFamily(f"{PREFIX}_{name}", text, state.value(path))
+        for name, text, path in _COUNTERS:
+            yield CounterMetricFamily(f"{PREFIX}_{name}", text, state.value(path))
+
+    def render(self) -> bytes:
+        """In Prometheus' text format."""
+        return generate_latest(self._registry)

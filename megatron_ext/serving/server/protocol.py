@@ -1,0 +1,203 @@
+"""The bodies of requests: OpenAI's fields, and those that this engine adds.
+
+Types are strict ("5" is no number) and unknown fields are refused. Fields of OpenAI's that ask for something that the
+engine does not do are taken as long as they ask for nothing, because clients send them with every request.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+
+from megatron_ext.errors import ConfigError
+
+MOST_CHOICES = 128
+MOST_TOP_LOGPROBS = 20
+
+# Values with which a field asks for nothing; None is always one.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "suffix": ("",),
+    "best_of": (1,),
+    "response_format": ({"type": "text"},),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "reasoning_effort": (),
+    "verbosity": (),
+    "web_search_options": (),
+}
+
+
+def whole_characters(text: str) -> str:
+    """The text, if it is one: JSON can say halves of characters, which no tokenizer can read.
+
+    Raises:
+        ConfigError: It has such a half.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ConfigError("has half of a surrogate pair, which is no character") from None
+    return text
+
+
+Text = Annotated[str, AfterValidator(whole_characters)]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+
+class StreamOptions(_Body):
+    """How to stream."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None  # there is none
+
+
+class GenerationRequest(_Body):
+    """What both routes have in common. None is the same as leaving a field out."""
+
+    model: str | None = None
+    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
+    stop: Text | list[Text] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0)] | None = None  # 0 is greedy
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    seed: int | None = None
+
+    # Not OpenAI's
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None  # 0 and -1 are off
+    ignore_eos: bool | None = None
+    cache_salt: str | None = None
+    enable_prefix_caching: bool | None = None
+
+    # Without effect on the answer
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+    # See _NEUTRAL
+    frequency_penalty: Any = None
+    presence_penalty: Any = None
+    repetition_penalty: Any = None
+    logit_bias: Any = None
+
+    @field_validator(*_NEUTRAL, check_fields=False)
+    @classmethod
+    def _asks_for_nothing(cls, value: Any, info: ValidationInfo) -> Any:
+        neutral = _NEUTRAL[info.field_name]
+        if value is not None and not any(type(value) is not bool and value == one for one in neutral):
+            raise ValueError("is not supported; leave it out")
+        return value
+
+    @model_validator(mode="after")
+    def _options_need_a_stream(self) -> GenerationRequest:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options needs stream; set it or leave stream_options out")
+        return self
+
+    @property
+    def stop_words(self) -> tuple[str, ...]:
+        """As a tuple, whatever it was."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with the usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+class CompletionRequest(GenerationRequest):
+    """The body of `/v1/completions`."""
+
+    prompt: Text | list[Text] | list[int] | list[list[int]]
+    logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
+    echo: bool | None = None
+    suffix: Any = None
+    best_of: Any = None
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """One or several."""
+        prompt = self.prompt
+        if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
+            return [prompt]
+        return prompt
+
+    @field_validator("prompt")
+    @classmethod
+    def _is_not_empty(cls, prompt: Any) -> Any:
+        if not prompt:
+            raise ValueError("is empty; it needs at least one token")
+        return prompt
+
+
+class TextPart(_Body):
+    """A part of a message's content; there is only text."""
+
+    type: Literal["text"]
+    text: Text
+
+
+class Message(BaseModel):
+    """One message of a conversation. Fields that clients send back from an answer and that are unknown are ignored."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    role: Text
+    content: Text | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """As chat templates take it: the content is one text."""
+        content = self.content
+        if isinstance(content, list):
+            content = "".join(part.text for part in content)
+        return self.model_dump(exclude_none=True) | ({} if content is None else {"content": content})
+
+
+class ChatRequest(GenerationRequest):
+    """The body of `/v1/chat/completions`."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
+    parallel_tool_calls: bool | None = None  # without effect
+    response_format: Any = None
+    tools: Any = None
+    tool_choice: Any = None
+    functions: Any = None
+    function_call: Any = None
+    modalities: Any = None
+    audio: Any = None
+    prediction: Any = None
+    reasoning_effort: Any = None
+    verbosity: Any = None
+    web_search_options: Any = None
+
+    @model_validator(mode="after")
+    def _fields_agree(self) -> ChatRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs; set it or leave top_logprobs out")
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise ValueError("max_tokens and max_completion_tokens contradict each other; give one of them")
+        return self

@@ -1,0 +1,139 @@
+"""From a command line to a server that listens. The work of `tools/run_server.py`."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import signal
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import uvicorn
+
+from megatron_ext.config import ServerConfig, ServerSettings, SourceConfig
+from megatron_ext.errors import ConfigError
+from megatron_ext.mcore import platform
+from megatron_ext.mcore.assemble import build_engine
+from megatron_ext.models.load import load_model, save_model
+from megatron_ext.serving.machine import check_machine
+from megatron_ext.serving.report import make_console, print_geometry
+from megatron_ext.serving.server.app import Serving, create_app
+from megatron_ext.serving.server.errors import shutting_down
+
+LAST_WORDS = 5  # seconds that cancelled requests have to tell their clients
+
+
+def run_server(settings: ServerSettings) -> None:
+    """Load, listen, and serve until a signal says to stop.
+
+    Raises:
+        ConfigError: For a mistake of the user's; nothing was served then.
+    """
+    check_machine(settings.parallel)
+    with bind(settings.server.host, settings.server.port) as listener:
+        platform.initialize(backend=settings.parallel.distributed_backend)
+        try:
+            serve(_load(settings), listener, announce)
+        finally:
+            platform.shut_down()
+
+
+def _load(settings: ServerSettings) -> Serving:
+    loaded = load_model(settings.source, dict(settings.model_overrides))
+    if settings.source.save is not None:
+        save_model(settings.source.save, loaded)
+    engine = build_engine(
+        loaded.model,
+        loaded.config,
+        loaded.tokenizer,
+        settings.batching,
+        settings.cache,
+        dtype=loaded.dtype,
+        seed=settings.source.seed,
+        logging_step_interval=settings.server.inference_logging_step_interval,
+    )
+    print_geometry(engine.geometry, loaded.name, make_console(quiet=False))
+    return Serving(engine, model_name(settings.source, settings.server, loaded.name), settings.server)
+
+
+def model_name(source: SourceConfig, server: ServerConfig, loaded: str) -> str:
+    """The name to serve a model under: as told, else the checkpoint's, without the path to it."""
+    if server.served_model_name is not None:
+        return server.served_model_name
+    directory = source.load or source.load_hf
+    return loaded if directory is None else Path(directory).resolve().name or loaded
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket of that address, so that one that is taken is known before anything is loaded; nobody listens yet.
+
+    Raises:
+        ConfigError: The address cannot be had.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+        except BaseException:
+            listener.close()
+            raise
+    except OSError as error:
+        raise ConfigError(f"--host {host} --port {port}: {error.strerror or error}; give others") from None
+    return listener
+
+
+def announce(url: str) -> None:
+    """Say that the server is ready."""
+    print(f"ready: {url}", flush=True)
+
+
+class _Server(uvicorn.Server):
+    """Says when it listens, and gives running requests their time when it is told to stop."""
+
+    def __init__(self, config: uvicorn.Config, serving: Serving, on_ready: Callable[[str], None]) -> None:
+        super().__init__(config)
+        self._serving = serving
+        self._on_ready = on_ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        host, port = sockets[0].getsockname()[:2]
+        self._on_ready(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        cancelling = asyncio.create_task(self._cancel_requests())
+        await super().shutdown(sockets)
+        cancelling.cancel()
+
+    async def _cancel_requests(self) -> None:
+        await asyncio.sleep(self._serving.settings.shutdown_timeout)
+        self._serving.loop.give_up(shutting_down())
+
+
+def build_server(serving: Serving, on_ready: Callable[[str], None]) -> uvicorn.Server:
+    """The server, which calls `on_ready` with its URL when it listens."""
+    settings = serving.settings
+    config = uvicorn.Config(
+        create_app(serving),
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        lifespan="on",
+        timeout_graceful_shutdown=math.ceil(settings.shutdown_timeout) + LAST_WORDS,
+    )
+    return _Server(config, serving, on_ready)
+
+
+def serve(serving: Serving, listener: socket.socket, on_ready: Callable[[str], None]) -> None:
+    """Serve until SIGINT or SIGTERM; a second one does not wait for running requests."""
+    server = build_server(serving, on_ready)
+    # uvicorn raises the signal again when it has stopped, for whoever had it before: nothing is left to be done then.
+    before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        server.run(sockets=[listener])
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,171 @@
+"""LA-1 to LA-5: states kept by scheduling alone. Chunks end where a snapshot is wanted, and live states are copied."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from megatron_ext.config import CacheConfig
+from megatron_ext.errors import ConfigError
+from megatron_ext.mixers import mamba2
+from tests.priority import TestPriority
+from tests.unit_tests.support.caching import BLOCK
+from tests.unit_tests.support.driver import assert_equals_oracle, assert_states_close, make_prompt
+from tests.unit_tests.support.hybrid_caching import (
+    HybridDriver,
+    assert_snapshots_equal_oracle,
+    build_driver,
+)
+
+pytestmark = pytest.mark.priority(TestPriority.HIGH)
+
+
+@pytest.fixture
+def oracle(get_oracle):
+    return get_oracle("hybrid")
+
+
+def chunks(driver: HybridDriver, request_id: int) -> list[tuple[int, int]]:
+    """What a request prefilled in each step."""
+    length = driver.records[request_id].prompt_token_count
+    return [chunk for chunk in driver.seen[request_id].chunks if chunk[1] <= length]
+
+
+@pytest.mark.parametrize("kind", ["hybrid", "attention_free"])
+@pytest.mark.parametrize("policy", ["lru", "ref_zero"])
+@pytest.mark.parametrize("budget", [BLOCK, 2 * BLOCK + 3, 400])
+def test_equals_recompute_at_every_length(get_oracle, kind, policy, budget):
+    """LA-1, HY-3: second and third sighting of N*b + {-1, 0, 1, 2, 3} tokens; the skip is the rule's."""
+    driver = build_driver(get_oracle, kind, policy=policy, max_tokens=budget, mode="align", max_requests=8)
+    keeps = policy == "lru"
+    for offset in (-1, 0, 1, 2, 3):
+        prompt = make_prompt(3 * BLOCK + offset, seed=offset)
+        boundary = (len(prompt) - 1) // BLOCK * BLOCK
+        first = 10 * (offset + 1)
+        assert driver.sight(first, prompt) == 0
+        assert driver.sight(first + 1, prompt) == (boundary if keeps else 0)
+        assert driver.sight(first + 2, [*prompt, *make_prompt(9, seed=7)]) == (
+            len(prompt) // BLOCK * BLOCK if keeps else 0
+        )
+        for request_id in range(first, first + 3):
+            assert_equals_oracle(driver, request_id, get_oracle(kind))
+
+
+def test_where_chunks_end(get_oracle, oracle):
+    """LA-1: on the block grid, and the last is cut so that the longest aligned prefix has its snapshot."""
+    driver = build_driver(get_oracle, max_tokens=2 * BLOCK + 5, mode="align", max_requests=1)
+    prompt = make_prompt(5 * BLOCK + 7)
+    driver.sight(0, prompt)
+    assert chunks(driver, 0) == [(0, 32), (32, 64), (64, 80), (80, 87)]
+    assert assert_snapshots_equal_oracle(driver, prompt, oracle) == [32, 64, 80]
+
+
+def test_the_mixer_keeps_nothing_itself(get_oracle, oracle, monkeypatch):
+    """LA-1: no kernel knows of it; the states inside a prefill are never asked for."""
+    monkeypatch.setattr(mamba2, "conv_states_after", None)
+    driver = build_driver(get_oracle, mode="align")
+    prompt = make_prompt(40)
+    driver.sight(0, prompt)
+    assert driver.sight(1, prompt) == 32
+    assert_equals_oracle(driver, 1, oracle)
+    kernel = build_driver(get_oracle)
+    with pytest.raises(TypeError):
+        kernel.sight(0, prompt)
+
+
+def test_where_prefixes_part(get_oracle, oracle):
+    """HY-4: the second that begins alike stops there, and the third resumes there."""
+    driver = build_driver(get_oracle, mode="align")
+    shared = make_prompt(2 * BLOCK + 5)
+    for number, expected in enumerate([0, 0, 32]):
+        assert driver.sight(number, [*shared, *make_prompt(30, seed=number + 1)]) == expected
+        assert_equals_oracle(driver, number, oracle)
+    assert chunks(driver, 1)[0] == (0, 32)
+
+
+@pytest.mark.parametrize("budget", [2 * BLOCK, 400])
+def test_a_leader_stops_for_its_followers(get_oracle, oracle, budget):
+    """KV-6: in the step in which it is admitted, or in a later one."""
+    driver = build_driver(get_oracle, mode="align", max_tokens=budget)
+    shared = make_prompt(3 * BLOCK + 4)
+    for number in range(3):
+        driver.add(number, [*shared, *make_prompt(40, seed=number + 1)], num_tokens_to_generate=3)
+    driver.run()
+    assert driver.skipped(0, 1, 2) == [0, 48, 48]
+    assert (48 in [end for _, end in chunks(driver, 0)]) is True
+    assert driver.scheduler.counters.coordination_waits == 2
+    for number in range(3):
+        assert_equals_oracle(driver, number, oracle)
+
+
+def test_a_chat_resumes_in_its_own_answer(get_oracle, oracle):
+    """EX-1: decode leaves its states at boundaries in either mode."""
+    driver = build_driver(get_oracle, mode="align")
+    prompt = make_prompt(20)
+    driver.sight(0, prompt, num_tokens_to_generate=20)
+    turn = [*prompt, *driver.records[0].generated_tokens, *make_prompt(4, seed=3)]
+    assert driver.sight(1, turn) == 32
+    assert_equals_oracle(driver, 1, oracle)
+
+
+def test_who_opted_out_is_not_cut(get_oracle, oracle):
+    """KV-9, M1-4: nothing of it is kept, so it costs what it did before."""
+    driver = build_driver(get_oracle, mode="align")
+    driver.sight(0, make_prompt(87), enable_prefix_caching=False)
+    assert chunks(driver, 0) == [(0, 87)]
+    assert_equals_oracle(driver, 0, oracle)
+
+
+class TestBothModes:
+    """LA-5: equal states where both keep some, and each serves what the other stored."""
+
+    def test_states_are_equal(self, get_oracle):
+        prompt = make_prompt(5 * BLOCK)
+        kernel, align = build_driver(get_oracle), build_driver(get_oracle, mode="align")
+        for driver in (kernel, align):
+            driver.sight(0, prompt)
+        assert kernel.snapshots_of(prompt) == align.snapshots_of(prompt) == [64, 80]
+        for position in (64, 80):
+            name, slots = f"snapshot after {position} tokens", []
+            for driver in (kernel, align):
+                slots.append(driver.states.find(driver.model.digest((None, tuple(prompt[:position])))))
+            for kind in ("conv", "ssm"):
+                pools = [getattr(driver.context.snapshots, kind) for driver in (kernel, align)]
+                assert_states_close(pools[0][:, slots[0]], pools[1][:, slots[1]], f"{name}, {kind}")
+
+    @pytest.mark.parametrize("first", ["kernel", "align"])
+    def test_each_serves_the_other(self, get_oracle, oracle, first):
+        driver = build_driver(get_oracle, mode=first)
+        prompt = make_prompt(5 * BLOCK + 3)
+        driver.sight(0, prompt)
+        is_aligned = first == "kernel"
+        driver.context._keeps_states_at_chunk_ends = is_aligned
+        driver.scheduler.limits = dataclasses.replace(driver.scheduler.limits, aligned_chunks=is_aligned)
+        driver.model._is_aligned = is_aligned
+        longer = [*prompt, *make_prompt(50, seed=1)]
+        assert driver.sight(1, longer) == 80
+        assert driver.sight(2, longer) == 128
+        for number in range(3):
+            assert_equals_oracle(driver, number, oracle)
+
+
+class TestStartUp:
+    """LA-3: one line, before anything is allocated."""
+
+    @pytest.mark.parametrize(
+        ("batching", "message"),
+        [
+            (
+                {"max_tokens": 15, "max_requests": 4},
+                r"block of 16 tokens in a step, and .*-max-tokens is 15; 16 would do",
+            ),
+            ({"enable_chunked_prefill": False}, "--no-enable-chunked-prefill forbids it; drop one"),
+        ],
+    )
+    def test_refused(self, get_driver, batching, message):
+        with pytest.raises(ConfigError, match=message):
+            get_driver(cache=CacheConfig(snapshot_mode="align"), **batching)
+
+    def test_a_block_is_enough(self, get_driver):
+        get_driver(cache=CacheConfig(snapshot_mode="align"), max_tokens=16, max_requests=4)

@@ -1,0 +1,218 @@
+"""HY-2, HY-5, EX-1: who has which slot, and who gives one up; at last any life of an index against lists."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from megatron_ext.prefix_cache.state_index import StateIndex
+
+ALL = [bytes([i]) for i in range(8)]
+
+
+def filled(total: int, digests: bytes, optional: bytes = b"") -> StateIndex:
+    """An index with a visible snapshot of each digest (a byte), taken in this order."""
+    index = StateIndex(total)
+    for digest in digests:
+        index.reserve(bytes([digest]), is_optional=digest in optional)
+        index.commit(bytes([digest]))
+    return index
+
+
+def visible(index: StateIndex) -> set[bytes]:
+    return {digest for digest in (bytes([i]) for i in range(256)) if index.find(digest) is not None}
+
+
+def test_found_only_once_it_is_written():
+    """HY-6: a reserved slot is nobody's to find."""
+    index = StateIndex(1)
+    slot = index.reserve(b"a")
+    assert index.find(b"a") is None
+    assert index.is_reserved(b"a")
+    assert index.obtainable_count == 0
+    index.commit(b"a")
+    assert index.find(b"a") == slot
+    assert not index.is_reserved(b"a")
+    assert (index.taken, index.used_count, index.obtainable_count) == (1, 1, 1)
+
+
+def test_what_is_not_written_leaves_its_slot():
+    index = StateIndex(1)
+    index.reserve(b"a")
+    index.cancel(b"a")
+    assert index.find(b"a") is None
+    assert index.obtainable_count == 1
+    assert index.taken == 0
+    index.check([])
+
+
+def test_the_oldest_goes_first():
+    """HY-5: never consumed, so by when they were taken."""
+    index = filled(3, b"abc")
+    index.reserve(b"d")
+    assert visible(index) == {b"b", b"c"}
+    assert index.evicted == 1
+
+
+def test_consumed_is_younger_than_taken():
+    """HY-5."""
+    index = filled(3, b"abc")
+    index.consume(b"a")
+    index.reserve(b"d")
+    index.reserve(b"e")
+    assert visible(index) == {b"a"}
+
+
+def test_nobody_takes_a_slot_that_is_being_written():
+    """HY-5, HY-6: the snapshot is left out, and counted."""
+    index = StateIndex(2)
+    index.reserve(b"a")
+    index.reserve(b"b")
+    assert index.reserve(b"c") is None
+    assert index.skipped == 1
+    index.check([])
+
+
+@pytest.mark.parametrize("total", [0])
+def test_no_slots_at_all(total: int):
+    index = StateIndex(total)
+    assert index.reserve(b"a") is None
+    assert index.reserve(b"b", is_optional=True) is None
+    assert index.skipped == 2
+
+
+class TestOptional:
+    """EX-1: snapshots of decode never cost one of prefill."""
+
+    def test_free_slots_and_each_others_only(self):
+        index = filled(3, b"abx", optional=b"x")
+        index.reserve(b"y", is_optional=True)
+        assert visible(index) == {b"a", b"b"}
+        assert index.reserve(b"z", is_optional=True) is None
+        assert visible(index) == {b"a", b"b"}
+        index.commit(b"y")
+
+    def test_the_one_before_is_given_up_though_a_slot_is_free(self):
+        index = filled(4, b"ax", optional=b"x")
+        index.reserve(b"y", is_optional=True, instead_of=b"x")
+        assert visible(index) == {b"a"}
+
+    def test_not_if_somebody_has_consumed_it(self):
+        index = filled(4, b"ax", optional=b"x")
+        index.consume(b"x")
+        index.reserve(b"y", is_optional=True, instead_of=b"x")
+        assert visible(index) == {b"a", b"x"}
+
+    def test_consumed_they_are_as_safe_as_others(self):
+        index = filled(2, b"ax", optional=b"x")
+        index.consume(b"x")
+        assert index.reserve(b"y", is_optional=True) is None
+        assert visible(index) == {b"a", b"x"}
+
+    def test_prefill_takes_theirs_in_turn(self):
+        index = filled(2, b"xa", optional=b"x")
+        index.reserve(b"b")
+        assert visible(index) == {b"a"}
+
+
+def test_a_snapshot_goes_with_its_block():
+    """HY-2: and what has none is no concern."""
+    index = filled(2, b"ab")
+    index.drop(b"a")
+    index.drop(b"z")
+    assert visible(index) == {b"b"}
+    index.check([b"b"])
+    with pytest.raises(AssertionError, match="outlives its block"):
+        index.check([b"a"])
+
+
+def test_clear_forgets_what_is_being_written_too():
+    """EX-4."""
+    index = filled(3, b"ab")
+    index.reserve(b"c")
+    index.clear()
+    assert visible(index) == set()
+    assert index.obtainable_count == 3
+    index.check([])
+
+
+class Lives(RuleBasedStateMachine):
+    """Visible ones as a list from old to young, the kind of each in a set."""
+
+    @initialize(total=st.integers(0, 4))
+    def build(self, total: int) -> None:
+        self.index = StateIndex(total)
+        self.total = total
+        self.order: list[bytes] = []
+        self.optional: set[bytes] = set()
+        self.reserved: dict[bytes, bool] = {}
+        self.slots: dict[bytes, int] = {}
+
+    @rule(digest=st.sampled_from(ALL), is_optional=st.booleans(), before=st.sampled_from(ALL))
+    def reserve(self, digest: bytes, is_optional: bool, before: bytes) -> None:
+        if digest in self.order or digest in self.reserved:
+            return
+        instead_of = before if is_optional else None
+        if instead_of in self.optional:
+            self.forget(instead_of)
+        if len(self.order) + len(self.reserved) == self.total:
+            victims = [one for one in self.order if one in self.optional or not is_optional]
+            if not victims:
+                assert self.index.reserve(digest, is_optional=is_optional, instead_of=instead_of) is None
+                return
+            self.forget(victims[0])
+        slot = self.index.reserve(digest, is_optional=is_optional, instead_of=instead_of)
+        assert slot is not None
+        assert slot not in self.slots.values()
+        self.slots[digest] = slot
+        self.reserved[digest] = is_optional
+
+    def forget(self, digest: bytes) -> None:
+        self.order.remove(digest)
+        self.optional.discard(digest)
+        del self.slots[digest]
+
+    @precondition(lambda self: self.reserved)
+    @rule(data=st.data(), is_written=st.booleans())
+    def end_writing(self, data: st.DataObject, is_written: bool) -> None:
+        digest = data.draw(st.sampled_from(sorted(self.reserved)))
+        is_optional = self.reserved.pop(digest)
+        if not is_written:
+            self.index.cancel(digest)
+            del self.slots[digest]
+            return
+        self.index.commit(digest)
+        self.order.append(digest)
+        self.optional |= {digest} if is_optional else set()
+
+    @precondition(lambda self: self.order)
+    @rule(data=st.data())
+    def consume(self, data: st.DataObject) -> None:
+        digest = data.draw(st.sampled_from(sorted(self.order)))
+        self.index.consume(digest)
+        self.order.remove(digest)
+        self.order.append(digest)
+        self.optional.discard(digest)
+
+    @rule(digest=st.sampled_from(ALL))
+    def drop(self, digest: bytes) -> None:
+        self.index.drop(digest)
+        if digest in self.order:
+            self.forget(digest)
+
+    @invariant()
+    def same(self) -> None:
+        if not hasattr(self, "index"):
+            return
+        self.index.check(self.order)
+        assert {digest: self.index.find(digest) for digest in ALL} == {
+            digest: self.slots[digest] if digest in self.order else None for digest in ALL
+        }
+        assert self.index.used_count == len(self.order)
+        assert self.index.obtainable_count == self.total - len(self.reserved)
+
+
+TestLives = Lives.TestCase
+TestLives.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)

@@ -1,0 +1,79 @@
+"""Where in a sequence states are worth keeping, in literal numbers: blocks of 4 tokens."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from megatron_ext.prefix_cache.hash_chain import block_digests, root_digest
+from megatron_ext.scheduling.snapshots import common_blocks, cut_aligned, prefill_positions
+
+BLOCK = 4
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "length", "shared_end", "expected"),
+    [
+        (0, 15, 15, 0, [12]),  # the last boundary below the end
+        (0, 16, 16, 0, [12, 16]),  # and the end, which is one
+        (0, 17, 17, 8, [8, 16]),  # where the matched run ends
+        (8, 17, 17, 8, [16]),  # it resumed there
+        (4, 17, 17, 8, [8, 16]),  # it resumed before that
+        (0, 8, 17, 0, []),  # a first chunk
+        (8, 16, 17, 0, [16]),  # FX-2: the chunk that reaches the boundary
+        (16, 17, 17, 0, []),  # and the one behind it
+        (0, 3, 3, 0, []),  # less than a block
+        (0, 4, 4, 0, [4]),  # a block: no boundary below its end but 0
+        (0, 16, 16, 16, [16, 12]),  # matched to its end, and nothing to resume from
+    ],
+)
+def test_positions(start: int, end: int, length: int, shared_end: int, expected: list[int]):
+    """HY-4, FX-2."""
+    assert prefill_positions(start, end, length, shared_end, BLOCK) == expected
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "length", "stops", "expected"),
+    [
+        (0, 15, 15, [12], 12),
+        (12, 15, 15, [12], 15),  # the rest
+        (0, 10, 15, [12], 8),  # the budget ends inside a block
+        (0, 3, 15, [12], 0),  # not even a block
+        (8, 9, 9, [8], 9),  # a tail needs no whole block
+        (0, 16, 16, [12, 16], 12),
+        (12, 16, 16, [12, 16], 16),
+        (0, 40, 40, [20, 36], 20),
+    ],
+)
+def test_aligned_ends(start: int, end: int, length: int, stops: list[int], expected: int):
+    """LA-1."""
+    assert cut_aligned(start, end, length, stops, BLOCK) == expected
+
+
+@given(st.integers(1, 80), st.integers(4, 30), st.integers(0, 9))
+def test_aligned_chunks_reach_the_end_over_every_wanted_boundary(length: int, budget: int, shared: int):
+    """LA-1, LA-3: with a budget of a block or more every step gets on, and every stop is the end of a chunk."""
+    shared_end = min(shared, length // BLOCK) * BLOCK
+    stops = [shared_end, (length - 1) // BLOCK * BLOCK]
+    ends, start = [], 0
+    while start < length:
+        end = cut_aligned(start, min(length, start + budget), length, stops, BLOCK)
+        assert start < end <= start + budget
+        ends.append(end)
+        start = end
+    assert all(end % BLOCK == 0 for end in ends[:-1])
+    assert {stop for stop in stops if stop > 0} <= set(ends)
+
+
+@given(st.lists(st.integers(0, 1), max_size=40), st.lists(st.integers(0, 1), max_size=40))
+def test_common_blocks(one: list[int], other: list[int]):
+    """KV-6: where two sequences part, in whole blocks."""
+    root = root_digest([b"model"])
+    digests = [block_digests(root, tokens[: len(tokens) // BLOCK * BLOCK], BLOCK) for tokens in (one, other)]
+    expected = 0
+    while (expected + 1) * BLOCK <= min(len(one), len(other)) and (
+        one[: (expected + 1) * BLOCK] == other[: (expected + 1) * BLOCK]
+    ):
+        expected += 1
+    assert common_blocks(*digests) == expected

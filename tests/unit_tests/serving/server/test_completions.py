@@ -1,0 +1,261 @@
+"""`/v1/completions` with the real client, streamed and not."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_ext.config import RequestParams
+from tests.unit_tests.serving.server.conftest import LiveServer, tiny_engine
+from tests.unit_tests.support.driver import make_prompt
+from tests.unit_tests.support.models import HYBRID
+from tests.unit_tests.support.tokenizers import PieceTokenizer
+
+PROMPT = make_prompt(40, seed=3)
+
+
+@pytest.fixture(scope="module")
+def offline():
+    """A function: what an engine without a server and without a cache gives for the same prompt and settings."""
+    engine = tiny_engine()
+
+    def generate(prompt, **params):
+        (record,) = engine.generate([prompt], RequestParams(enable_prefix_caching=False, **params))
+        return record
+
+    return generate
+
+
+def complete(server: LiveServer, *, stream: bool, prompt=PROMPT, **fields):
+    """Texts by choice, finish reasons, usage and log-probs, however they came."""
+    extra = {name: fields.pop(name) for name in list(fields) if name in EXTENSIONS}
+    arguments = {"model": "tiny", "prompt": prompt, "temperature": 0, "extra_body": extra} | fields
+    client = server.client()
+    if not stream:
+        answer = client.completions.create(**arguments)
+        choices = sorted(answer.choices, key=lambda choice: choice.index)
+        return Got(
+            [choice.text for choice in choices],
+            [choice.finish_reason for choice in choices],
+            answer.usage,
+            [choice.logprobs for choice in choices],
+        )
+    texts, reasons, usage, scores = {}, {}, None, {}
+    for part in client.completions.create(**arguments, stream=True, stream_options={"include_usage": True}):
+        usage = part.usage or usage
+        for choice in part.choices:
+            texts[choice.index] = texts.get(choice.index, "") + choice.text
+            if choice.finish_reason is not None:
+                assert choice.index not in reasons, "a choice ends once"
+                reasons[choice.index] = choice.finish_reason
+            scores.setdefault(choice.index, []).append(choice.logprobs)
+    order = sorted(texts)
+    return Got([texts[i] for i in order], [reasons[i] for i in order], usage, [scores[i] for i in order])
+
+
+EXTENSIONS = ("min_tokens", "top_k", "ignore_eos", "cache_salt", "enable_prefix_caching")
+
+
+class Got:
+    def __init__(self, texts, reasons, usage, scores):
+        self.texts, self.reasons, self.usage, self.scores = texts, reasons, usage, scores
+
+    @property
+    def cached(self) -> int:
+        return self.usage.prompt_tokens_details.cached_tokens
+
+
+@pytest.fixture(params=[False, True], ids=["whole", "streamed"])
+def stream(request) -> bool:
+    return request.param
+
+
+def test_the_text_is_the_engines(tiny, offline, stream):
+    got = complete(tiny, stream=stream, max_tokens=20)
+    assert got.texts == [offline(PROMPT, num_tokens_to_generate=20).generated_text]
+    assert got.reasons == ["length"]
+    assert (got.usage.prompt_tokens, got.usage.completion_tokens, got.usage.total_tokens) == (40, 20, 60)
+
+
+def test_the_default_is_sixteen_tokens(tiny, stream):
+    assert complete(tiny, stream=stream).usage.completion_tokens == 16
+
+
+def test_a_text_and_its_tokens_are_the_same_prompt(tiny, stream):
+    text = "".join(f"<{token}>" for token in PROMPT)
+    assert complete(tiny, stream=stream, prompt=text).texts == complete(tiny, stream=stream).texts
+
+
+def test_several_prompts_in_one_request(tiny, stream):
+    other = make_prompt(9, seed=8)
+    both = complete(tiny, stream=stream, prompt=[PROMPT, other])
+    assert both.texts == [complete(tiny, stream=stream, prompt=one).texts[0] for one in (PROMPT, other)]
+    assert both.usage.prompt_tokens == 49
+    assert complete(tiny, stream=stream, prompt=["<5><6>", "<7>"]).usage.prompt_tokens == 3
+
+
+def test_cached_tokens_are_the_skipped_ones(tiny, offline, stream):
+    """EX-2: the second time the prompt is skipped up to its last snapshot; the text stays the same."""
+    tiny.reset_cache()
+    before = tiny.metric("prompt_tokens_skipped_total")
+    first, second = (complete(tiny, stream=stream, max_tokens=4) for _ in range(2))
+    assert (first.cached, second.cached) == (0, 32)
+    assert first.texts == second.texts
+    tiny.check_idle()
+    assert tiny.metric("prompt_tokens_skipped_total") - before == 32
+    reasons = second.usage.prompt_tokens_details.computed_tokens_by_reason
+    assert reasons == {"partial_block": 8}
+
+
+def test_a_request_can_stay_away_from_the_cache(tiny, stream):
+    """KV-9."""
+    complete(tiny, stream=stream)
+    got = complete(tiny, stream=stream, enable_prefix_caching=False)
+    assert got.cached == 0
+    assert got.usage.prompt_tokens_details.computed_tokens_by_reason == {"opted_out": 40}
+
+
+def test_salts_separate_tenants(tiny, stream):
+    """EX-3."""
+    tiny.reset_cache()
+    cached = [complete(tiny, stream=stream, cache_salt=salt).cached for salt in ("a", "b", "a")]
+    assert cached == [0, 0, 32]
+
+
+def test_choices_are_seeded_one_after_the_other(tiny, offline, stream):
+    """Choice i is what seed + i gives; usage counts the prompt once."""
+    got = complete(tiny, stream=stream, n=3, temperature=1.5, seed=11, max_tokens=12)
+    expected = [offline(PROMPT, num_tokens_to_generate=12, temperature=1.5, seed=11 + i) for i in range(3)]
+    assert got.texts == [record.generated_text for record in expected]
+    assert len(set(got.texts)) == 3
+    assert (got.usage.prompt_tokens, got.usage.completion_tokens) == (40, 36)
+
+
+@pytest.mark.parametrize(
+    ("fields", "params"),
+    [
+        ({"temperature": 1.5, "top_p": 0.5}, {"temperature": 1.5, "top_p": 0.5}),
+        ({"temperature": 1.5, "top_k": 3}, {"temperature": 1.5, "top_k": 3}),
+        ({"temperature": 1.5, "top_k": -1, "top_p": 1}, {"temperature": 1.5}),
+        ({"temperature": 1.5, "top_p": 0}, {}),
+        ({"temperature": None}, {"temperature": 1.0}),
+    ],
+    ids=str,
+)
+def test_sampling_fields(tiny, offline, fields, params):
+    """OpenAI's temperature is 1 by default; its top_p 0 takes the best token."""
+    got = complete(tiny, stream=False, seed=5, **fields)
+    assert got.texts == [offline(PROMPT, num_tokens_to_generate=16, seed=5, **params).generated_text]
+
+
+def test_stop_words(tiny, offline, stream):
+    """The text ends before the word, also where the word lies across tokens and their text was held back."""
+    tokens = offline(PROMPT, num_tokens_to_generate=20).generated_tokens
+    text = "".join(f"<{token}>" for token in tokens)
+    word = f"{tokens[6]}><{tokens[7]}"
+    cut = text[: text.find(word)]
+    got = complete(tiny, stream=stream, max_tokens=20, stop=[word, "never"])
+    assert (got.texts, got.reasons) == ([cut], ["stop"])
+    assert complete(tiny, stream=stream, max_tokens=20, stop=word).texts == [cut]
+
+
+def test_nothing_of_a_stop_word_is_sent(tiny, offline):
+    """Each token begins with what might be the stop word, so each is held back until the next one has come."""
+    tokens = offline(PROMPT, num_tokens_to_generate=8).generated_tokens
+    stream = tiny.client().completions.create(
+        model="tiny", prompt=PROMPT, temperature=0, max_tokens=8, stop=[">!"], stream=True
+    )
+    parts = [part.choices[0].text for part in stream]
+    assert parts[:-1] == [f"<{token}>" for token in tokens[:6]]
+    assert parts[-1] == "".join(f"<{token}>" for token in tokens[6:])
+
+
+def test_min_tokens_puts_stop_words_off(tiny, offline, stream):
+    tokens = offline(PROMPT, num_tokens_to_generate=20).generated_tokens
+    word = f"<{tokens[2]}>"
+    assert len(complete(tiny, stream=stream, max_tokens=20, stop=word).texts[0]) < 12
+    got = complete(tiny, stream=stream, max_tokens=20, stop=word, min_tokens=5)
+    later = offline(PROMPT, num_tokens_to_generate=20, stop_words=(word,), min_tokens=5)
+    assert got.texts == [later.generated_text]
+    assert got.usage.completion_tokens > 5
+
+
+@pytest.fixture(scope="module")
+def eod(offline) -> int:
+    return offline(PROMPT, num_tokens_to_generate=20).generated_tokens[3]
+
+
+@pytest.fixture(scope="module")
+def ending(serve, eod) -> LiveServer:
+    tokenizer = PieceTokenizer(HYBRID.vocab_size)
+    tokenizer.eod = eod
+    return serve(tiny_engine(tokenizer=tokenizer))
+
+
+class TestEndOfDocument:
+    """A tokenizer whose end of document is what the model writes as its fourth token."""
+
+    def test_it_ends_the_text_and_is_no_part_of_it(self, ending, offline, stream):
+        got = complete(ending, stream=stream, max_tokens=20)
+        assert got.texts == [offline(PROMPT, num_tokens_to_generate=3).generated_text]
+        assert (got.reasons, got.usage.completion_tokens) == (["stop"], 4)
+
+    def test_ignore_eos_gives_exactly_max_tokens(self, ending, offline, stream):
+        """FX-5."""
+        got = complete(ending, stream=stream, max_tokens=20, ignore_eos=True)
+        assert got.texts == [offline(PROMPT, num_tokens_to_generate=20).generated_text]
+        assert (got.reasons, got.usage.completion_tokens) == (["length"], 20)
+
+    def test_min_tokens_rules_it_out(self, ending, eod, stream):
+        """The model takes its second choice where it would have ended."""
+        got = complete(ending, stream=stream, max_tokens=20, min_tokens=12)
+        assert got.texts[0].startswith(complete(ending, stream=stream, max_tokens=20).texts[0])
+        assert f"<{eod}" not in got.texts[0].split(">")[:12]
+        assert got.usage.completion_tokens > 12
+        whole = complete(ending, stream=stream, max_tokens=12, min_tokens=12)
+        assert (whole.reasons, whole.usage.completion_tokens) == (["length"], 12)
+
+
+def test_log_probs(tiny, offline, stream):
+    record = offline(PROMPT, num_tokens_to_generate=5, return_log_probs=True, top_n_logprobs=3)
+    got = complete(tiny, stream=stream, max_tokens=5, logprobs=3)
+    scores = joined(got.scores[0]) if stream else got.scores[0].model_dump()
+    assert scores["tokens"] == [f"<{token}>" for token in record.generated_tokens]
+    assert scores["token_logprobs"] == pytest.approx(record.generated_log_probs, abs=1e-4)
+    for best, expected in zip(scores["top_logprobs"], record.generated_top_n_log_probs, strict=True):
+        assert best == pytest.approx({f"<{token}>": value for token, value in expected.items()}, abs=1e-4)
+    text = got.texts[0]
+    for token, offset in zip(scores["tokens"], scores["text_offset"], strict=True):
+        assert text[offset:].startswith(token)
+
+
+def test_echo(tiny, stream):
+    text = "".join(f"<{token}>" for token in PROMPT)
+    plain = complete(tiny, stream=stream, max_tokens=5)
+    assert complete(tiny, stream=stream, max_tokens=5, echo=True).texts == [text + plain.texts[0]]
+
+
+def test_echo_with_log_probs_scores_the_prompt(tiny, offline, stream):
+    """EX-5: the prompt is computed whole, and its own log-probs are right with the cache on."""
+    expected = offline(PROMPT, num_tokens_to_generate=2, return_log_probs=True)
+    complete(tiny, stream=stream)
+    got = complete(tiny, stream=stream, max_tokens=2, echo=True, logprobs=0)
+    scores = joined(got.scores[0]) if stream else got.scores[0].model_dump()
+    assert got.cached == 0
+    assert scores["tokens"] == [f"<{token}>" for token in [*PROMPT, *expected.generated_tokens]]
+    assert scores["token_logprobs"][0] is None
+    values = [*expected.prompt_log_probs, *expected.generated_log_probs]
+    assert scores["token_logprobs"][1:] == pytest.approx(values, abs=1e-4)
+    assert scores["text_offset"] == sorted(scores["text_offset"])
+
+
+def test_usage_comes_only_if_asked_for(tiny):
+    stream = tiny.client().completions.create(model="tiny", prompt=PROMPT, stream=True)
+    parts = list(stream)
+    assert all(part.usage is None for part in parts)
+    assert all(len(part.choices) == 1 for part in parts)
+
+
+def joined(parts: list) -> dict:
+    """The log-probs of a stream's parts, one after the other."""
+    names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+    return {name: [item for part in parts for item in getattr(part, name)] for name in names}

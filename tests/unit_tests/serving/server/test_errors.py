@@ -1,0 +1,203 @@
+"""Bad requests get OpenAI's error object and the right status, and the server goes on."""
+
+from __future__ import annotations
+
+import openai
+import pytest
+
+from tests.unit_tests.serving.server.conftest import LiveServer, tiny_engine
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+HELLO = [{"role": "user", "content": "<1>"}]
+
+# path, body, status, what the message must name, param
+REFUSED = [
+    (COMPLETIONS, {}, 400, ["prompt", "required"], "prompt"),
+    (COMPLETIONS, [], 400, ["body"], None),
+    (COMPLETIONS, {"prompt": 5}, 400, ["prompt", "string", "list"], "prompt"),
+    (COMPLETIONS, {"prompt": ""}, 400, ["prompt", "empty"], "prompt"),
+    (COMPLETIONS, {"prompt": []}, 400, ["prompt", "empty"], "prompt"),
+    (COMPLETIONS, {"prompt": [[1], []]}, 400, ["prompt", "empty"], None),
+    (COMPLETIONS, {"prompt": ["<1>", 2]}, 400, ["prompt"], "prompt"),
+    (COMPLETIONS, {"prompt": [97]}, 400, ["97", "0 to 96"], None),
+    (COMPLETIONS, {"prompt": [-1]}, 400, ["-1"], None),
+    (COMPLETIONS, {"prompt": [True]}, 400, ["prompt"], "prompt"),
+    (COMPLETIONS, {"prompt": [10**40]}, 400, ["10000"], None),
+    (COMPLETIONS, {"prompt": [1], "max_tokens": "5"}, 400, ["max_tokens", "integer"], "max_tokens"),
+    (COMPLETIONS, {"prompt": [1], "max_tokens": 0}, 400, ["max_tokens", "1"], "max_tokens"),
+    (COMPLETIONS, {"prompt": [1], "max_tokens": 2048}, 400, ["2049", "2048"], "max_tokens"),
+    (COMPLETIONS, {"prompt": [1] * 2050}, 400, ["2066", "2048"], None),
+    (COMPLETIONS, {"prompt": [1], "max_tokens": 2, "min_tokens": 3}, 400, ["min_tokens 3"], None),
+    (COMPLETIONS, {"prompt": [1], "temperature": -1}, 400, ["temperature", "0"], "temperature"),
+    (COMPLETIONS, {"prompt": [1], "temperature": "hot"}, 400, ["temperature", "number"], "temperature"),
+    (COMPLETIONS, {"prompt": [1], "top_p": 1.5}, 400, ["top_p"], "top_p"),
+    (COMPLETIONS, {"prompt": [1], "n": 0}, 400, ["n:"], "n"),
+    (COMPLETIONS, {"prompt": [1], "n": 129}, 400, ["n:", "128"], "n"),
+    (COMPLETIONS, {"prompt": [1], "stop": ["a", ""]}, 400, ["stop word is empty"], None),
+    (COMPLETIONS, {"prompt": [1], "stop": 5}, 400, ["stop"], "stop"),
+    (COMPLETIONS, {"prompt": [1], "logprobs": 21}, 400, ["logprobs", "20"], "logprobs"),
+    (COMPLETIONS, {"prompt": [1], "best_of": 2}, 400, ["best_of", "not supported"], "best_of"),
+    (COMPLETIONS, {"prompt": [1], "frequency_penalty": 0.5}, 400, ["frequency_penalty"], "frequency_penalty"),
+    (COMPLETIONS, {"prompt": [1], "colour": "red"}, 400, ["colour"], "colour"),
+    (COMPLETIONS, {"prompt": [1], "stream_options": {}}, 400, ["stream_options", "stream"], None),
+    (COMPLETIONS, {"prompt": [1], "stream": 1}, 400, ["stream", "boolean"], "stream"),
+    (COMPLETIONS, {"prompt": [1], "model": "gpt-5"}, 404, ["gpt-5", "tiny"], "model"),
+    (CHAT, {"messages": HELLO, "model": "gpt-5"}, 404, ["gpt-5"], "model"),
+    (CHAT, {"messages": HELLO}, 400, ["no chat template", COMPLETIONS], None),
+    (CHAT, {"messages": []}, 400, ["messages"], "messages"),
+    (CHAT, {"messages": "hello"}, 400, ["messages", "list"], "messages"),
+    (CHAT, {"messages": HELLO, "tools": [{}]}, 400, ["tools", "not supported"], "tools"),
+    (CHAT, {"messages": HELLO, "top_logprobs": 2}, 400, ["top_logprobs", "logprobs"], None),
+    (CHAT, {"messages": HELLO, "max_tokens": 2, "max_completion_tokens": 3}, 400, ["contradict"], None),
+]
+TYPES = {400: "invalid_request_error", 404: "invalid_request_error"}
+
+
+def check_error(response, status: int) -> dict:
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    (name, error), *others = response.json().items()
+    assert (name, others) == ("error", [])
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"].strip() == error["message"] != ""
+    assert "\n" not in error["message"]
+    return error
+
+
+def check_alive(server: LiveServer) -> None:
+    answer = server.http.post(COMPLETIONS, json={"prompt": [1, 2], "max_tokens": 2})
+    assert answer.status_code == 200
+    server.check_idle()
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize(("path", "body", "status", "named", "param"), REFUSED, ids=str)
+def test_refused(tiny, path, body, status, named, param, stream):
+    if stream and isinstance(body, dict):
+        body = {"stream": True} | body
+    if stream and named == ["stream_options", "stream"]:
+        return
+    error = check_error(tiny.http.post(path, json=body), status)
+    assert error["type"] == TYPES[status]
+    assert error["param"] == param
+    for part in named:
+        assert part in error["message"]
+
+
+def test_the_server_goes_on_after_all_that(tiny):
+    check_alive(tiny)
+
+
+def test_codes(tiny):
+    too_long = tiny.http.post(COMPLETIONS, json={"prompt": [1], "max_tokens": 9999})
+    assert check_error(too_long, 400)["code"] == "context_length_exceeded"
+    unknown = tiny.http.post(COMPLETIONS, json={"prompt": [1], "model": "x"})
+    assert check_error(unknown, 404)["code"] == "model_not_found"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"null", b"[[[" * 5000, b'{"prompt": "\xff"}', b'{"prompt": [1], "seed": ' + b"9" * 5000 + b"}"],
+    ids=["nothing", "half", "null", "deep", "no UTF-8", "a huge number"],
+)
+def test_bodies_that_are_no_json(tiny, body):
+    response = tiny.http.post(COMPLETIONS, content=body, headers={"content-type": "application/json"})
+    assert check_error(response, 400)["type"] == "invalid_request_error"
+    check_alive(tiny)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": [1], "stop": "\\ud800"}',
+        b'{"prompt": ["<1>", "\\ud800"]}',
+        b'{"prompt": [1], "\\ud800": 1}',
+        b'{"prompt": [1], "temperature": NaN}',
+        b'{"prompt": [1], "temperature": 1e999}',
+    ],
+)
+def test_what_json_can_say_and_nobody_can_mean(tiny, body):
+    """Halves of characters, and numbers that are none."""
+    response = tiny.http.post(COMPLETIONS, content=body, headers={"content-type": "application/json"})
+    check_error(response, 400)
+
+
+def test_half_a_character_is_as_good_a_salt_as_any(tiny):
+    body = b'{"prompt": [1], "max_tokens": 1, "cache_salt": "\\ud800"}'
+    assert tiny.http.post(COMPLETIONS, content=body, headers={"content-type": "application/json"}).status_code == 200
+
+
+def test_a_message_can_quote_what_utf8_cannot_say(tiny):
+    body = b'{"prompt": [1], "model": "\\ud800"}'
+    response = tiny.http.post(COMPLETIONS, content=body, headers={"content-type": "application/json"})
+    check_error(response, 404)
+
+
+def test_no_such_route(tiny):
+    assert check_error(tiny.http.get("/v2"), 404)["message"] == "Not Found"
+    response = tiny.http.get(COMPLETIONS)
+    check_error(response, 405)
+    assert response.headers["allow"] == "POST"
+
+
+def test_models(tiny):
+    client = tiny.client()
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").id == "tiny"
+    with pytest.raises(openai.NotFoundError, match="'other'"):
+        client.models.retrieve("other")
+
+
+@pytest.fixture(scope="module")
+def locked(serve) -> LiveServer:
+    return serve(tiny_engine(), api_key="open sesame")
+
+
+class TestKey:
+    @pytest.mark.parametrize("given", [None, "Bearer wrong", "open sesame", "Bearer  open sesame", "bearer"])
+    @pytest.mark.parametrize(
+        ("method", "path"),
+        [
+            ("POST", COMPLETIONS),
+            ("POST", CHAT),
+            ("GET", "/v1/models"),
+            ("POST", "/reset_prefix_cache"),
+            ("GET", "/prefix_cache"),
+            ("GET", "/openapi.json"),
+            ("GET", "/nowhere"),
+        ],
+    )
+    def test_without_the_key_nothing_is_told(self, locked, method, path, given):
+        """401 before the body is read: bad JSON is not told from good."""
+        headers = {} if given is None else {"authorization": given}
+        response = locked.http.request(method, path, content=b"{", headers=headers)
+        error = check_error(response, 401)
+        assert (error["type"], error["code"]) == ("authentication_error", "invalid_api_key")
+        assert response.headers["www-authenticate"] == "Bearer"
+
+    @pytest.mark.parametrize("path", ["/", "/health", "/metrics"])
+    def test_what_shows_only_counts_is_open(self, locked, path):
+        assert locked.http.get(path).status_code == 200
+
+    def test_with_the_key_everything_is(self, locked):
+        assert locked.client().completions.create(model="tiny", prompt=[1], max_tokens=1).usage.completion_tokens == 1
+        with pytest.raises(openai.AuthenticationError):
+            locked.client(api_key="wrong").models.list()
+
+
+def test_a_request_that_outgrows_the_pool_fails_alone(serve):
+    """KV-12: with the reason, streamed or not; a neighbour goes on."""
+    server = serve(tiny_engine(block_count=4))
+    body = {"prompt": [1] * 40, "max_tokens": 100, "temperature": 0, "ignore_eos": True}
+    error = check_error(server.http.post(COMPLETIONS, json=body), 400)
+    assert "5 blocks needed" in error["message"]
+    with pytest.raises(openai.APIError, match="5 blocks needed"):
+        for _ in server.client().completions.create(
+            model="tiny", prompt=[1] * 40, max_tokens=100, stream=True, extra_body={"ignore_eos": True}
+        ):
+            pass
+    error = check_error(server.http.post(COMPLETIONS, json={"prompt": [1] * 70}), 400)
+    assert "5 blocks needed" in error["message"]
+    assert server.metric("requests_total", outcome="failed") == 3
+    check_alive(server)

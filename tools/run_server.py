@@ -1,0 +1,48 @@
+#!/usr/bin/env python
+"""Serve a model as OpenAI's API does. Without flags: the embedded model on the loopback address."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import sys
+import warnings
+from collections.abc import Sequence
+
+from arguments import parse_server_arguments
+from megatron_ext.errors import ConfigError
+
+STOPPED, BAD_USAGE = 0, 2
+PACKAGES = ("fastapi", "prometheus_client", "uvicorn")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse, serve until a signal, and turn a user's mistake into one line on standard error.
+
+    Returns:
+        The exit code: 0 stopped, 2 bad usage.
+    """
+    warnings.filterwarnings("ignore", module=r"megatron\.core")  # it warns of each optional package that is missing
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("megatron_ext").setLevel(logging.INFO)
+    try:
+        settings = parse_server_arguments(argv, prog="run_server.py")
+        _check_packages()
+        # Imported here so that --help and a wrong flag are answered at once: torch takes seconds.
+        from megatron_ext.serving.server.run import run_server
+
+        run_server(settings)
+    except ConfigError as error:
+        print(f"run_server.py: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return BAD_USAGE
+    return STOPPED
+
+
+def _check_packages() -> None:
+    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"{', '.join(missing)} cannot be imported; install the package with its extra [server]")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
