@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_ext.ops.chunked import carry_states, collect, spread
+from megatron_ext.ops.chunked import carry_states, collect, spread, spread_steps
 from megatron_ext.ops.varlen import PackedChunks
 
 LOG2_E = math.log2(math.e)
@@ -68,7 +68,7 @@ def selective_scan(
     All sums are accumulated in fp32 (fp64 if u is fp64, and then the states are, too).
     """
     wide, pieces = torch.promote_types(u.dtype, torch.float32), chunks.pieces
-    delta, A = _spread_steps(delta.to(wide), pieces.packed), A.to(wide) * LOG2_E
+    delta, A = spread_steps(delta.to(wide), pieces.packed).permute(2, 0, 1).contiguous(), A.to(wide) * LOG2_E
     placed_u, placed_B, placed_C = (_by_place(t.to(wide), pieces.packed) for t in (u, B, C))
     y, added = _scan_pieces(delta, delta * placed_u, A, placed_B, placed_C)
     elapsed = delta.cumsum(0)  # [C, m, D]
@@ -111,14 +111,6 @@ def selective_scan_step(
 def _by_place(t: Tensor, pieces: PackedChunks) -> Tensor:
     """[T, ...] -> [C, m, ...]: what stands at the same place of all pieces lies together."""
     return spread(t, pieces).transpose(0, 1).contiguous()
-
-
-def _spread_steps(delta: Tensor, pieces: PackedChunks) -> Tensor:
-    """[T, D] -> [C, m, D]; zero behind a piece's end, so that those places neither decay nor add anything."""
-    delta = spread(delta, pieces)
-    if pieces.places is not None:
-        delta = delta.masked_fill(pieces.places.is_padding.unsqueeze(-1), 0.0)
-    return delta.transpose(0, 1).contiguous()
 
 
 def _decay(elapsed: Tensor, A: Tensor) -> Tensor:

@@ -1,0 +1,204 @@
+"""Mamba-1 mixer with varlen prefill and decode, on any device.
+
+Gu & Dao, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces" (2023), figure 3: in_proj -> [x | z]; a
+causal convolution over x; x_proj -> [dt | B | C]; dt_proj and softplus make a step size for every channel; the
+selective scan; a gate, y * SiLU(z); out_proj. Parameter names, shapes and orders are those of the authors' `Mamba`.
+
+Descendants normalize dt, B and C before they are used: FalconMamba without weights, Jamba with weights of their own
+(`dt_layernorm`, `b_layernorm`, `c_layernorm`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from torch import Tensor, nn
+
+from megatron_ext.mixers.initial import random_step_bias
+from megatron_ext.mixers.mixer import Projected, RecurrentMixer, Scanned
+from megatron_ext.mixers.sharding import sharded_mixer_state
+from megatron_ext.ops.causal_conv1d import causal_conv1d, causal_conv1d_step
+from megatron_ext.ops.selective_scan import selective_scan, selective_scan_step
+from megatron_ext.ops.varlen import PackedChunks
+
+
+@dataclass
+class Mamba1MixerSubmodules:
+    """The two projections."""
+
+    in_proj: ModuleSpec | type = None
+    out_proj: ModuleSpec | type = None
+
+
+class Mamba1Mixer(RecurrentMixer):
+    """See the module. Shapes are per tensor-parallel rank: D channels of d_inner, R the rank of dt, N states a channel.
+
+    Args:
+        config: Reads mamba_state_dim (N).
+        submodules: Specs of `in_proj` and `out_proj`.
+        d_model: Hidden size.
+        d_inner: Channels of all ranks.
+        dt_rank: R.
+        d_conv: Convolution window K.
+        inner_norm: What is done to dt, B and C: "none", "plain" (RMS without weights) or "weighted".
+        inner_norm_epsilon: Added to the variance there.
+        chunk_size: Tokens of a scan chunk in training; at inference the context's metadata decides.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: Mamba1MixerSubmodules,
+        d_model: int,
+        layer_number: int | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        pp_layer_offset: int = 0,
+        d_inner: int | None = None,
+        dt_rank: int | None = None,
+        d_conv: int = 4,
+        inner_norm: str = "none",
+        inner_norm_epsilon: float = 1e-6,
+        chunk_size: int = 128,
+    ) -> None:
+        super().__init__(config)
+        assert pg_collection is not None, "pg_collection must be provided for Mamba1Mixer"
+        self.layer_number, self.pp_layer_offset, self.chunk_size = layer_number, pp_layer_offset, chunk_size
+        self.d_conv, self.d_state = d_conv, config.mamba_state_dim
+        self.dt_rank = dt_rank or math.ceil(d_model / 16)
+        d_inner = d_inner or 2 * d_model
+        self.tp_group = pg_collection.tp
+        assert d_inner % self.tp_group.size() == 0, (d_inner, self.tp_group.size())
+        self.d_inner_local = d_inner // self.tp_group.size()
+        self._build_projections(submodules, d_model, d_inner)
+        self._build_recurrence(inner_norm, inner_norm_epsilon)
+
+    def _build_projections(self, submodules: Mamba1MixerSubmodules, d_model: int, d_inner: int) -> None:
+        shared: dict[str, Any] = {"config": self.config, "bias": False, "is_expert": False, "tp_group": self.tp_group}
+        self.in_proj = build_module(
+            submodules.in_proj,
+            d_model,
+            2 * d_inner,
+            init_method=self.config.init_method,
+            gather_output=False,
+            skip_bias_add=False,
+            tp_comm_buffer_name="fc1",
+            **shared,
+        )
+        self.out_proj = build_module(
+            submodules.out_proj,
+            d_inner,
+            d_model,
+            init_method=self.config.output_layer_init_method,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            tp_comm_buffer_name="fc2",
+            **shared,
+        )
+
+    def _build_recurrence(self, inner_norm: str, epsilon: float) -> None:
+        """Convolution, the way to dt, B and C, A and D, initialised as the authors do (A, D in fp32)."""
+        dtype, channels, states = self.config.params_dtype, self.d_inner_local, self.d_state
+        self.conv1d = nn.Conv1d(channels, channels, self.d_conv, groups=channels, dtype=dtype)
+        self.x_proj = nn.Linear(channels, self.dt_rank + 2 * states, bias=False, dtype=dtype)
+        self.dt_proj = nn.Linear(self.dt_rank, channels, dtype=dtype)
+        with torch.no_grad():
+            nn.init.uniform_(self.dt_proj.weight, -(self.dt_rank**-0.5), self.dt_rank**-0.5)
+            self.dt_proj.bias.copy_(random_step_bias(channels))
+        self.A_log = nn.Parameter(torch.arange(1, states + 1, dtype=torch.float32).log().repeat(channels, 1))
+        self.D = nn.Parameter(torch.ones(channels, dtype=torch.float32))
+        split = (*self.conv1d.parameters(), *self.x_proj.parameters(), *self.dt_proj.parameters(), self.A_log, self.D)
+        for parameter in split:
+            parameter.tensor_model_parallel = True
+        widths = {"dt_layernorm": self.dt_rank, "b_layernorm": states, "c_layernorm": states}
+        for name, width in widths.items():
+            setattr(self, name, _inner_norm(inner_norm, width, epsilon, dtype))
+
+    def split(self, projected: Tensor) -> Projected:
+        """[T, .] -> x and z, [T, D] each; views."""
+        x, z = projected.split(self.d_inner_local, dim=-1)
+        return Projected(x, (), z)
+
+    def scan(
+        self,
+        columns: Tensor,
+        controls: tuple[Tensor, ...],
+        chunks: PackedChunks,
+        initial_conv: Tensor | None,
+        initial_states: Tensor | None,
+    ) -> Scanned:
+        """Convolution and selective scan: x [T, D] -> y [T, D] and states."""
+        weight = self.conv1d.weight.squeeze(1)  # [D, K]
+        x, conv = causal_conv1d(columns, weight, self.conv1d.bias, chunks.sequences, initial_states=initial_conv)
+        dt, b, c = self._selected(x)
+        scanned = selective_scan(x, dt, self._a(), b, c, chunks, D=self.D.float(), initial_states=initial_states)
+        return Scanned(scanned.y, conv, scanned.final_states, scanned.chunk_states)
+
+    def step(
+        self, columns: Tensor, controls: tuple[Tensor, ...], conv: Tensor, states: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """One token of each decoding request: x [R, D] -> y [R, D] and states."""
+        x, conv = causal_conv1d_step(columns, self.conv1d.weight.squeeze(1), self.conv1d.bias, conv)
+        dt, b, c = self._selected(x)
+        y, states = selective_scan_step(x, dt, self._a(), b, c, states, D=self.D.float())
+        return y, conv, states
+
+    def gated(self, y: Tensor, gate: Tensor) -> Tensor:
+        """Y * SiLU(z), in z's type."""
+        return (y.float() * F.silu(gate.float())).to(gate.dtype)
+
+    def _selected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What the recurrence is told, from x [T, D]: step sizes [T, D] fp32, B [T, N] and C [T, N]."""
+        projected = reduce_from_tensor_model_parallel_region(self.x_proj(x), self.tp_group)
+        dt, b, c = projected.split([self.dt_rank, self.d_state, self.d_state], dim=-1)
+        normed = self.dt_layernorm(dt), self.b_layernorm(b), self.c_layernorm(c)
+        dt, b, c = (copy_to_tensor_model_parallel_region(t, self.tp_group) for t in normed)
+        return F.softplus(F.linear(dt, self.dt_proj.weight).float() + self.dt_proj.bias.float()), b, c
+
+    def _a(self) -> Tensor:
+        return -torch.exp(self.A_log.float())
+
+    def mamba_state_shapes_per_request(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Shapes of one request's convolution state (D, K-1) and recurrent state (D, N)."""
+        return (self.d_inner_local, self.d_conv - 1), (self.d_inner_local, self.d_state)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        """For distributed checkpoints: x and z are tensors of their own there; norms are whole on every rank."""
+        split = {"in_proj.weight": {"x": self.d_inner_local, "z": self.d_inner_local}}
+        norms = ("dt_layernorm.weight", "b_layernorm.weight", "c_layernorm.weight")
+        axes = {"x_proj.weight": 1} | dict.fromkeys(norms)
+        return sharded_mixer_state(self, split, prefix, sharded_offsets, metadata, axes=axes)
+
+
+class InnerNorm(nn.Module):
+    """RMS norm of dt, B or C, in fp32. `weight` is None if it has none."""
+
+    def __init__(self, width: int, epsilon: float, weight: nn.Parameter | None) -> None:
+        super().__init__()
+        self.width = width
+        self.epsilon = epsilon
+        self.register_parameter("weight", weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, width] -> [T, width] in x's type."""
+        weight = None if self.weight is None else self.weight.float()
+        return F.rms_norm(x.float(), (self.width,), weight, self.epsilon).to(x.dtype)
+
+
+def _inner_norm(kind: str, width: int, epsilon: float, dtype: torch.dtype) -> nn.Module:
+    if kind == "none":
+        return nn.Identity()
+    assert kind in ("plain", "weighted"), kind
+    return InnerNorm(width, epsilon, nn.Parameter(torch.ones(width, dtype=dtype)) if kind == "weighted" else None)
