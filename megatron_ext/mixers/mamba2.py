@@ -15,14 +15,12 @@ import torch
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from torch import Tensor, nn
 
-from megatron_ext.mixers.chunk_metadata import cut_chunks
-from megatron_ext.mixers.recurrent import RecurrentContext, RecurrentStep
+from megatron_ext.mixers.mixer import Projected, RecurrentMixer, Scanned
 from megatron_ext.mixers.sharding import sharded_mixer_state
-from megatron_ext.ops.causal_conv1d import causal_conv1d, causal_conv1d_step, conv_states_after
+from megatron_ext.ops.causal_conv1d import causal_conv1d, causal_conv1d_step
 from megatron_ext.ops.ssd import ssd_scan, ssd_step
 from megatron_ext.ops.varlen import PackedChunks
 
@@ -39,7 +37,7 @@ class Mamba2MixerSubmodules:
     out_proj: ModuleSpec | type = None
 
 
-class Mamba2Mixer(MegatronModule):
+class Mamba2Mixer(RecurrentMixer):
     """See the module. Shapes are per tensor-parallel rank; d_inner = H * P, Cn = d_inner + 2 * G * N.
 
     Args:
@@ -127,97 +125,42 @@ class Mamba2Mixer(MegatronModule):
         for parameter in (*self.conv1d.parameters(), self.dt_bias, self.A_log, self.D, self.norm.weight):
             parameter.tensor_model_parallel = True
 
-    def forward(
-        self, hidden_states: Tensor, inference_context: RecurrentContext | None = None, **_: object
-    ) -> tuple[Tensor, Tensor | None]:
-        """Mix [s, b, h] along s (training), or the packed tokens [T, 1, h] of an engine step.
+    def split(self, projected: Tensor) -> Projected:
+        """[T, .] -> xBC [T, Cn], dt [T, H], z [T, d_inner]; views."""
+        z, xbc, dt = projected.split([self.d_inner_local, self.conv_dim, self.nheads_local], dim=-1)
+        return Projected(xbc, (dt,), z)
 
-        With a context the live states of the step's requests are advanced in place.
-
-        Returns:
-            Output of the same shape and a bias (None), as megatron's bias-dropout-add expects.
-        """
-        projected, _ = self.in_proj(hidden_states)
-        if inference_context is not None and not self.training:
-            y = self._forward_step(projected.squeeze(1), inference_context).unsqueeze(1)
-        else:
-            y = self._forward_batch(projected)
-        return self.out_proj(y)
-
-    def _forward_batch(self, projected: Tensor) -> Tensor:
-        """[s, b, .] -> [s, b, d_inner]: b sequences of equal length, from zero states."""
-        length, batch, _ = projected.shape
-        z, xbc, dt = self._split(projected.transpose(0, 1).flatten(0, 1))  # [b * s, .]
-        chunks = cut_chunks([0] * batch, [length] * batch, self.chunk_size, projected.device)
-        y, _, _ = self._scan(xbc, dt, chunks, None, None)
-        return self.norm(y, z).unflatten(0, (batch, length)).transpose(0, 1)
-
-    def _forward_step(self, projected: Tensor, context: RecurrentContext) -> Tensor:
-        """[T, .] -> [T, d_inner] for tokens packed as `RecurrentStep` says; padding comes out as zeros."""
-        step = context.recurrent_step
-        conv_states, ssm_states = context.mamba_states_cache(self.layer_number - self.pp_layer_offset)
-        z, xbc, dt = self._split(projected)
-        parts = []
-        if step.num_decode:
-            tokens = slice(0, step.num_decode)
-            parts.append(self._decode(xbc[tokens], dt[tokens], step, conv_states, ssm_states))
-        if step.chunks is not None:
-            tokens = slice(step.num_decode, step.num_decode + sum(step.chunks.sequences.lengths))
-            parts.append(self._prefill(xbc[tokens], dt[tokens], step, conv_states, ssm_states, context))
-        y = parts[0] if len(parts) == 1 else torch.cat(parts)
-        gated = self.norm(y, z[: y.shape[0]])
-        return F.pad(gated, (0, 0, 0, projected.shape[0] - y.shape[0]))
-
-    def _prefill(
+    def scan(
         self,
-        xbc: Tensor,
-        dt: Tensor,
-        step: RecurrentStep,
-        conv_states: Tensor,
-        ssm_states: Tensor,
-        context: RecurrentContext,
-    ) -> Tensor:
-        """All prefill of the step in one varlen call (HY-7); initial states are read before any is written (HY-8)."""
-        rows, has_state = step.prefill_rows, step.has_initial_state
-        initial_conv = conv_states[rows].where(has_state[:, None, None], 0)
-        initial_ssm = ssm_states[rows].where(has_state[:, None, None, None], 0)
-        y, final_conv, scanned = self._scan(xbc, dt, step.chunks, initial_conv.to(xbc.dtype), initial_ssm.float())
-        conv_states[rows] = final_conv.to(conv_states.dtype)
-        ssm_states[rows] = scanned.final_states.to(ssm_states.dtype)
-        if step.snapshots is not None:
-            places = step.snapshots
-            conv_slots, ssm_slots = context.mamba_snapshots(self.layer_number - self.pp_layer_offset)
-            first_tokens = step.chunks.sequences.cu_seqlens[places.sequences]
-            kept_conv = conv_states_after(xbc, places.tokens, first_tokens, initial_conv[places.sequences])
-            conv_slots[places.slots] = kept_conv.to(conv_slots.dtype)
-            ssm_slots[places.slots] = scanned.chunk_states[places.chunks].to(ssm_slots.dtype)
-        return y
-
-    def _scan(
-        self, xbc: Tensor, dt: Tensor, chunks: PackedChunks, initial_conv: Tensor | None, initial_ssm: Tensor | None
-    ) -> tuple[Tensor, Tensor, Any]:
-        """Convolution and SSD scan: xbc [T, Cn], dt [T, H] -> y [T, d_inner], final conv states, SsdOutput."""
-        weight = self.conv1d.weight.squeeze(1)  # [Cn, K]
-        xbc, final_conv = causal_conv1d(xbc, weight, self.conv1d.bias, chunks.sequences, initial_states=initial_conv)
+        columns: Tensor,
+        controls: tuple[Tensor, ...],
+        chunks: PackedChunks,
+        initial_conv: Tensor | None,
+        initial_states: Tensor | None,
+    ) -> Scanned:
+        """Convolution and SSD scan: xBC [T, Cn], dt [T, H] -> y [T, d_inner] and states."""
+        weight, (dt,) = self.conv1d.weight.squeeze(1), controls  # [Cn, K]
+        xbc, final_conv = causal_conv1d(
+            columns, weight, self.conv1d.bias, chunks.sequences, initial_states=initial_conv
+        )
         x, b, c = self._split_heads(xbc)
         scanned = ssd_scan(
-            x, self._step_size(dt), self._a(), b, c, chunks, D=self.D.float(), initial_states=initial_ssm
+            x, self._step_size(dt), self._a(), b, c, chunks, D=self.D.float(), initial_states=initial_states
         )
-        return scanned.y.flatten(1), final_conv, scanned
+        return Scanned(scanned.y.flatten(1), final_conv, scanned.final_states, scanned.chunk_states)
 
-    def _decode(self, xbc: Tensor, dt: Tensor, step: RecurrentStep, conv_states: Tensor, ssm_states: Tensor) -> Tensor:
-        """One token of each decoding request: [R, Cn] -> [R, d_inner]."""
-        rows, weight = step.decode_rows, self.conv1d.weight.squeeze(1)
-        xbc, conv = causal_conv1d_step(xbc, weight, self.conv1d.bias, conv_states[rows].to(xbc.dtype))
+    def step(
+        self, columns: Tensor, controls: tuple[Tensor, ...], conv: Tensor, states: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """One token of each decoding request: xBC [R, Cn], dt [R, H] -> y [R, d_inner] and states."""
+        xbc, conv = causal_conv1d_step(columns, self.conv1d.weight.squeeze(1), self.conv1d.bias, conv)
         x, b, c = self._split_heads(xbc)
-        y, ssm = ssd_step(x, self._step_size(dt), self._a(), b, c, ssm_states[rows].float(), D=self.D.float())
-        conv_states[rows] = conv.to(conv_states.dtype)
-        ssm_states[rows] = ssm.to(ssm_states.dtype)
-        return y.flatten(1)
+        y, states = ssd_step(x, self._step_size(*controls), self._a(), b, c, states, D=self.D.float())
+        return y.flatten(1), conv, states
 
-    def _split(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[T, .] -> z [T, d_inner], xBC [T, Cn], dt [T, H]; views."""
-        return projected.split([self.d_inner_local, self.conv_dim, self.nheads_local], dim=-1)
+    def gated(self, y: Tensor, gate: Tensor) -> Tensor:
+        """The gated norm."""
+        return self.norm(y, gate)
 
     def _split_heads(self, xbc: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[T, Cn] -> x [T, H, P], B [T, G, N], C [T, G, N]; views."""
