@@ -37,7 +37,8 @@ def _flag(field: str) -> str:
     return "--" + field.replace("_", "-")
 
 
-RECURRENT_LAYERS = ("mamba2",)
+RECURRENT_LAYERS = ("mamba2", "mamba1")
+INNER_NORMS = ("none", "plain", "weighted")
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,10 @@ class ModelConfig:
     mamba_num_groups: int = 8
     mamba_conv_kernel: int = 4
     mamba_chunk_size: int = 128
+    mamba_expand: int = 2  # of Mamba-1: channels for each one of hidden_size
+    mamba_dt_rank: int | None = None  # of Mamba-1; default: a sixteenth of hidden_size
+    mamba_inner_norm: str = INNER_NORMS[0]  # of Mamba-1: RMS norms of dt, B and C, without or with weights
+    mamba_inner_norm_epsilon: float | None = None  # default: norm_epsilon
     num_experts: int | None = None  # of each E layer
     moe_ffn_hidden_size: int | None = None  # of one expert; default: ffn_hidden_size
     moe_shared_expert_intermediate_size: int | None = None  # default: no shared experts
@@ -67,6 +72,7 @@ class ModelConfig:
     moe_router_score_function: str = "softmax"
     moe_router_num_groups: int | None = None  # default: one group
     moe_router_group_topk: int | None = None  # groups that a token may choose from; default: all
+    moe_router_pre_softmax: bool = False  # weights are a softmax over all experts, not over those chosen
     moe_router_topk_scaling_factor: float | None = None  # default: 1
     moe_router_enable_expert_bias: bool = False
     position_embedding_type: str = "none"
@@ -106,10 +112,14 @@ class ModelConfig:
             ("position embedding type", self.position_embedding_type, POSITION_EMBEDDINGS),
             ("normalization", self.normalization, NORMALIZATIONS),
             ("router score function", self.moe_router_score_function, ROUTER_SCORE_FUNCTIONS),
+            ("mamba_inner_norm", self.mamba_inner_norm, INNER_NORMS),
         ):
             _require(value in allowed, f"{name} {value!r} is unknown; one of {', '.join(allowed)}")
-        epsilon = self.norm_epsilon
-        _require(math.isfinite(epsilon) and epsilon > 0, f"--norm-epsilon {epsilon} must be more than zero")
+        for name, epsilon in (
+            ("--norm-epsilon", self.norm_epsilon),
+            ("mamba_inner_norm_epsilon", self.inner_norm_epsilon),
+        ):
+            _require(math.isfinite(epsilon) and epsilon > 0, f"{name} {epsilon} must be more than zero")
         _require(
             not (self.squared_relu and self.swiglu),
             "--squared-relu and --swiglu contradict each other; give one of them",
@@ -146,12 +156,14 @@ class ModelConfig:
         if not self.is_hybrid:
             return
         heads, groups = self.mamba_heads, self.mamba_num_groups
+        _require(self.mamba_conv_kernel >= 2, f"Mamba convolution window {self.mamba_conv_kernel} must be at least 2")
+        if self.recurrent_layer == "mamba1":
+            return
         _require(
             heads > 0 and heads % groups == 0,
             f"{heads} Mamba heads cannot be shared by {groups} Mamba groups; the groups must divide the heads "
             "(--mamba-num-heads, --mamba-num-groups)",
         )
-        _require(self.mamba_conv_kernel >= 2, f"Mamba convolution window {self.mamba_conv_kernel} must be at least 2")
 
     def _check_moe(self) -> None:
         pattern, experts, chosen = self.hybrid_override_pattern, self.num_experts, self.moe_router_topk
@@ -180,13 +192,15 @@ class ModelConfig:
 
     def _check_router_scores(self) -> None:
         if self.moe_router_score_function != "softmax":
+            _require(not self.moe_router_pre_softmax, "--moe-router-pre-softmax needs softmax scores")
             return
         use_sigmoid = "give --moe-router-score-function sigmoid"
         _require(
             not self.moe_router_enable_expert_bias, f"--moe-router-enable-expert-bias needs sigmoid; {use_sigmoid}"
         )
         _require(
-            self.moe_router_topk > 1, f"--moe-router-topk 1 gives every expert the softmax weight 1; {use_sigmoid}"
+            self.moe_router_topk > 1 or self.moe_router_pre_softmax,
+            f"--moe-router-topk 1 gives every expert the softmax weight 1; {use_sigmoid}, or --moe-router-pre-softmax",
         )
 
     def _check_router_groups(self) -> None:
@@ -243,6 +257,21 @@ class ModelConfig:
     def mamba_heads(self) -> int:
         """Heads of a Mamba-2 layer."""
         return self.mamba_num_heads or 2 * self.hidden_size // self.mamba_head_dim
+
+    @property
+    def mamba_inner_size(self) -> int:
+        """Channels of a Mamba-1 layer."""
+        return self.mamba_expand * self.hidden_size
+
+    @property
+    def dt_rank(self) -> int:
+        """Rank of the projection to a Mamba-1 layer's step sizes."""
+        return self.mamba_dt_rank or math.ceil(self.hidden_size / 16)
+
+    @property
+    def inner_norm_epsilon(self) -> float:
+        """Of the norms of dt, B and C in a Mamba-1 layer."""
+        return self.norm_epsilon if self.mamba_inner_norm_epsilon is None else self.mamba_inner_norm_epsilon
 
     def to_dict(self) -> dict:
         """A plain dictionary, as saved with a checkpoint."""

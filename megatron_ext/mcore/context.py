@@ -125,6 +125,7 @@ class InferenceContext(DynamicInferenceContext):
             state_bytes=self._state_shape.bytes if self._state_shape else 0,
             chunk_size=config.mamba_chunk_size,
             max_sequence_length=self.max_sequence_length,
+            scans_blocks=config.recurrent_layer == "mamba1",
         )
 
     def _build_limits(self, batching: BatchingConfig) -> Limits:

@@ -24,6 +24,7 @@ class ModelMemory:
     state_bytes: int  # all recurrent layers, one sequence
     chunk_size: int  # the model's scan chunk, tokens
     max_sequence_length: int
+    scans_blocks: bool = False  # with prefix caching the kernel chunk is the block (Mamba-1)
 
 
 @dataclass(frozen=True)
@@ -80,9 +81,19 @@ def plan_memory(model: ModelMemory, batching: BatchingConfig, cache: CacheConfig
         blocks=blocks,
         snapshot_slots=slots if cache.snapshot_slots is not None else min(slots, blocks),
         live_states=batching.max_requests if model.state_bytes else 0,
-        kernel_chunk=largest_divisor(block_size, model.chunk_size),
+        kernel_chunk=_kernel_chunk(model, cache, block_size),
         shortest_prompt_that_can_hit=_shortest_hit(model, cache, block_size, slots),
     )
+
+
+def _kernel_chunk(model: ModelMemory, cache: CacheConfig, block_size: int) -> int:
+    """Tokens that a recurrent layer takes together; every block boundary is an end of such a chunk.
+
+    Mamba-1 takes a block, and without prefix caching what it takes anyway (M1-2, M1-4).
+    """
+    if not model.scans_blocks:
+        return largest_divisor(block_size, model.chunk_size)
+    return model.chunk_size if cache.policy is None else block_size
 
 
 def _shortest_hit(model: ModelMemory, cache: CacheConfig, block_size: int, slots: int) -> int | None:

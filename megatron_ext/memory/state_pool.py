@@ -13,9 +13,9 @@ from megatron_ext.errors import RestoreError
 
 @dataclass(frozen=True)
 class StateShape:
-    """One sequence's states in all recurrent layers of this rank.
+    """One sequence's states in all recurrent layers of this rank, which all have the same shapes.
 
-    conv is (Cn, K-1), ssm is (H, P, N); see `Mamba2Mixer.mamba_state_shapes_per_request`.
+    conv is (Cn, K-1); ssm is what the mixer says, any number of axes: see its `mamba_state_shapes_per_request`.
     """
 
     layers: int
@@ -32,7 +32,7 @@ class StateShape:
 
 
 class StatePool:
-    """States of `rows` sequences; conv [L, rows, Cn, K-1], ssm [L, rows, H, P, N].
+    """States of `rows` sequences; conv [L, rows, Cn, K-1], ssm [L, rows, ...].
 
     Rows are not cleared between owners: a new owner says that it has no initial state.
     """
@@ -43,7 +43,7 @@ class StatePool:
         self.ssm = torch.empty((shape.layers, rows, *shape.ssm), dtype=shape.ssm_dtype, device=device)
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """One layer's states, as views: conv [rows, Cn, K-1], ssm [rows, H, P, N]."""
+        """One layer's states, as views: conv [rows, Cn, K-1], ssm [rows, ...]."""
         return self.conv[index], self.ssm[index]
 
 

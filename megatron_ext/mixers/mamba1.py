@@ -25,9 +25,9 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from torch import Tensor, nn
 
-from megatron_ext.mixers.initial import random_step_bias
 from megatron_ext.mixers.mixer import Projected, RecurrentMixer, Scanned
 from megatron_ext.mixers.sharding import sharded_mixer_state
+from megatron_ext.mixers.step_size import random_step_bias
 from megatron_ext.ops.causal_conv1d import causal_conv1d, causal_conv1d_step
 from megatron_ext.ops.selective_scan import selective_scan, selective_scan_step
 from megatron_ext.ops.varlen import PackedChunks
@@ -177,9 +177,10 @@ class Mamba1Mixer(RecurrentMixer):
     ) -> dict[str, Any]:
         """For distributed checkpoints: x and z are tensors of their own there; norms are whole on every rank."""
         split = {"in_proj.weight": {"x": self.d_inner_local, "z": self.d_inner_local}}
-        norms = ("dt_layernorm.weight", "b_layernorm.weight", "c_layernorm.weight")
-        axes = {"x_proj.weight": 1} | dict.fromkeys(norms)
-        return sharded_mixer_state(self, split, prefix, sharded_offsets, metadata, axes=axes)
+        norms = ("dt_layernorm.", "b_layernorm.", "c_layernorm.")
+        return sharded_mixer_state(
+            self, split, prefix, sharded_offsets, metadata, replicated=norms, columns=("x_proj.weight",)
+        )
 
 
 class InnerNorm(nn.Module):

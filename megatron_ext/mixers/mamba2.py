@@ -7,7 +7,6 @@ those of megatron-core's `MambaMixer`, so checkpoints fit both.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,13 +19,12 @@ from torch import Tensor, nn
 
 from megatron_ext.mixers.mixer import Projected, RecurrentMixer, Scanned
 from megatron_ext.mixers.sharding import sharded_mixer_state
+from megatron_ext.mixers.step_size import random_step_bias
 from megatron_ext.ops.causal_conv1d import causal_conv1d, causal_conv1d_step
 from megatron_ext.ops.ssd import ssd_scan, ssd_step
 from megatron_ext.ops.varlen import PackedChunks
 
 A_INIT_RANGE = (1.0, 16.0)
-DT_INIT_RANGE = (1e-3, 1e-1)
-DT_INIT_FLOOR = 1e-4
 
 
 @dataclass
@@ -114,9 +112,7 @@ class Mamba2Mixer(RecurrentMixer):
         """Convolution, dt bias, A, D and the gated norm, initialised as `MambaMixer` does (A, D in fp32)."""
         dtype, heads = self.config.params_dtype, self.nheads_local
         self.conv1d = nn.Conv1d(self.conv_dim, self.conv_dim, self.d_conv, groups=self.conv_dim, dtype=dtype)
-        log_low, log_high = (math.log(bound) for bound in DT_INIT_RANGE)
-        dt = torch.exp(torch.rand(heads) * (log_high - log_low) + log_low).clamp(min=DT_INIT_FLOOR)
-        self.dt_bias = nn.Parameter(inverse_softplus(dt).to(dtype))
+        self.dt_bias = nn.Parameter(random_step_bias(heads).to(dtype))
         self.A_log = nn.Parameter(torch.empty(heads, dtype=torch.float32).uniform_(*A_INIT_RANGE).log())
         self.D = nn.Parameter(torch.ones(heads, dtype=torch.float32))
         self.norm = GatedGroupRMSNorm(
@@ -210,8 +206,3 @@ class GatedGroupRMSNorm(nn.Module):
         gated = y.float() * F.silu(z.float())
         normed = F.rms_norm(gated.unflatten(-1, (-1, self.group_size)), (self.group_size,), eps=self.eps)
         return (normed.flatten(-2) * self.weight.float()).to(z.dtype)
-
-
-def inverse_softplus(y: Tensor) -> Tensor:
-    """X with softplus(x) = y, stable for small y."""
-    return y + torch.log(-torch.expm1(-y))

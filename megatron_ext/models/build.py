@@ -18,7 +18,8 @@ from megatron.core.transformer import TransformerConfig  # isort: skip
 from megatron.core.transformer.spec_utils import ModuleSpec  # isort: skip
 
 OWN_SPECS = "megatron_ext.mcore.layer_specs"
-STACK_SPECS = {"mamba2": "hybrid_stack_spec"}  # of each kind of recurrent layer
+# Of each kind of recurrent layer.
+STACK_SPECS = {"mamba2": "hybrid_stack_spec", "mamba1": "mamba1_stack_spec"}
 
 
 def build_model(
@@ -75,7 +76,7 @@ def transformer_config(
         kv_channels=config.head_channels,
         mamba_state_dim=config.mamba_state_dim,
         mamba_head_dim=config.mamba_head_dim,
-        mamba_num_heads=config.mamba_heads if config.is_hybrid else None,
+        mamba_num_heads=config.mamba_heads if config.is_hybrid and config.recurrent_layer == "mamba2" else None,
         mamba_num_groups=config.mamba_num_groups,
         normalization=config.normalization,
         layernorm_epsilon=config.norm_epsilon,
@@ -112,6 +113,7 @@ def _moe_fields(config: ModelConfig) -> dict[str, object]:
         "moe_router_score_function": config.moe_router_score_function,
         "moe_router_num_groups": config.moe_router_num_groups,
         "moe_router_group_topk": config.moe_router_group_topk,
+        "moe_router_pre_softmax": config.moe_router_pre_softmax,
         "moe_router_topk_scaling_factor": config.moe_router_topk_scaling_factor,
         "moe_router_enable_expert_bias": config.moe_router_enable_expert_bias,
         "moe_router_dtype": "fp32",
@@ -131,7 +133,7 @@ def squared_relu(x: torch.Tensor) -> torch.Tensor:
 
 
 def resolve_spec(config: ModelConfig) -> ModuleSpec:
-    """The stack spec that `--spec MODULE NAME` names; ours gets the configuration's convolution window and chunk size.
+    """The stack spec that `--spec MODULE NAME` names; ours get what their mixers need besides.
 
     Raises:
         ConfigError: No such module or name.
@@ -143,10 +145,20 @@ def resolve_spec(config: ModelConfig) -> ModuleSpec:
         raise ConfigError(f"--spec {module_name} {name} cannot be found: {error}") from error
     if module_name != OWN_SPECS or name not in STACK_SPECS.values():
         return spec
-    mixer = dataclasses.replace(
-        spec.submodules.mamba_layer.submodules.mixer,
-        params={"d_conv": config.mamba_conv_kernel, "chunk_size": config.mamba_chunk_size},
-    )
+    params: dict[str, object] = {"d_conv": config.mamba_conv_kernel, "chunk_size": config.mamba_chunk_size}
+    if name == STACK_SPECS["mamba1"]:
+        params |= _mamba1_params(config)
+    mixer = dataclasses.replace(spec.submodules.mamba_layer.submodules.mixer, params=params)
     mamba_submodules = dataclasses.replace(spec.submodules.mamba_layer.submodules, mixer=mixer)
     mamba_layer = dataclasses.replace(spec.submodules.mamba_layer, submodules=mamba_submodules)
     return dataclasses.replace(spec, submodules=dataclasses.replace(spec.submodules, mamba_layer=mamba_layer))
+
+
+def _mamba1_params(config: ModelConfig) -> dict[str, object]:
+    """What megatron-core's configuration has no place for."""
+    return {
+        "d_inner": config.mamba_inner_size,
+        "dt_rank": config.dt_rank,
+        "inner_norm": config.mamba_inner_norm,
+        "inner_norm_epsilon": config.inner_norm_epsilon,
+    }

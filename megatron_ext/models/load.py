@@ -51,6 +51,10 @@ _LAYOUT = {
     "mamba_heads": "--mamba-num-heads",
     "mamba_num_groups": "--mamba-num-groups",
     "mamba_conv_kernel": "mamba_conv_kernel",  # has no flag
+    "recurrent_layer": "--recurrent-layer",
+    "mamba_inner_size": "--mamba-expand",
+    "dt_rank": "--mamba-dt-rank",
+    "mamba_inner_norm": "mamba_inner_norm",  # nor has this
     "vocab_size": "--vocab-size",
 }
 

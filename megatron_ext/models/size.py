@@ -17,7 +17,7 @@ def matrix_parameter_count(config: ModelConfig) -> int:
         config: With a vocabulary size.
     """
     layers = {
-        "M": _mamba(config),
+        "M": _mamba1(config) if config.recurrent_layer == "mamba1" else _mamba(config),
         "*": 2 * config.hidden_size * config.head_channels * (config.num_attention_heads + config.query_groups),
         "-": _mlp(config, config.hidden_size, config.ffn_size),
         "E": _experts(config) if config.is_moe else 0,
@@ -33,6 +33,12 @@ def _mamba(config: ModelConfig) -> int:
     inner = config.mamba_heads * config.mamba_head_dim
     projected = 2 * inner + 2 * config.mamba_num_groups * config.mamba_state_dim + config.mamba_heads
     return config.hidden_size * (projected + inner)
+
+
+def _mamba1(config: ModelConfig) -> int:
+    """in_proj to x and z; x_proj to dt, B and C; dt_proj; A_log; out_proj."""
+    inner, states, rank = config.mamba_inner_size, config.mamba_state_dim, config.dt_rank
+    return inner * (3 * config.hidden_size + 2 * rank + 3 * states)
 
 
 def _mlp(config: ModelConfig, width: int, inner: int) -> int:

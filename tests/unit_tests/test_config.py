@@ -24,6 +24,7 @@ from megatron_ext.config import (
 from megatron_ext.errors import CapacityError, CheckpointError, ConfigError
 
 NAN, INF = math.nan, math.inf
+MAMBA1 = {"recurrent_layer": "mamba1"}
 MOE = {"hybrid_override_pattern": "M*E", "num_experts": 8}
 SIGMOID = MOE | {"moe_router_score_function": "sigmoid"}
 GROUPS = SIGMOID | {"moe_router_num_groups": 4, "moe_router_group_topk": 2}
@@ -32,7 +33,13 @@ GROUPS = SIGMOID | {"moe_router_num_groups": 4, "moe_router_group_topk": 2}
 REFUSED = [
     (ModelConfig, {"hybrid_override_pattern": ""}, ["empty", "M-*-"]),
     (ModelConfig, {"hybrid_override_pattern": "MX-"}, ["'MX-'", "'X'", "M (Mamba-2)", "* (attention)", "- (MLP)"]),
-    (ModelConfig, {"recurrent_layer": "lstm"}, ["--recurrent-layer 'lstm'", "one of mamba2"]),
+    (ModelConfig, {"recurrent_layer": "lstm"}, ["--recurrent-layer 'lstm'", "one of mamba2, mamba1"]),
+    (ModelConfig, MAMBA1 | {"mamba_conv_kernel": 1}, ["window 1", "at least 2"]),
+    (ModelConfig, MAMBA1 | {"mamba_expand": 0}, ["--mamba-expand 0", "positive"]),
+    (ModelConfig, MAMBA1 | {"mamba_dt_rank": 0}, ["--mamba-dt-rank 0", "positive"]),
+    (ModelConfig, MAMBA1 | {"mamba_inner_norm": "group"}, ["mamba_inner_norm 'group'", "none, plain, weighted"]),
+    (ModelConfig, MAMBA1 | {"mamba_inner_norm_epsilon": -1.0}, ["mamba_inner_norm_epsilon -1.0", "more than zero"]),
+    (ModelConfig, SIGMOID | {"moe_router_pre_softmax": True}, ["--moe-router-pre-softmax", "softmax scores"]),
     (ModelConfig, {"hybrid_override_pattern": "M-", "num_layers": 3}, ["--num-layers 3", "'M-'", "2 layers"]),
     (ModelConfig, {"hidden_size": 0}, ["--hidden-size 0", "positive"]),
     (ModelConfig, {"vocab_size": -5}, ["--vocab-size -5", "positive"]),
@@ -267,3 +274,13 @@ class TestErrors:
     def test_configuration_errors_are_value_errors(self):
         assert issubclass(ConfigError, ValueError)
         assert issubclass(CheckpointError, ConfigError)
+
+
+def test_sizes_of_mamba1_layers():
+    """M1-1: heads and groups are Mamba-2's alone; what is not given follows from the hidden size."""
+    config = ModelConfig(recurrent_layer="mamba1", hidden_size=100, mamba_num_groups=3)
+    assert (config.mamba_inner_size, config.dt_rank, config.inner_norm_epsilon) == (200, 7, 1e-5)
+
+
+def test_one_expert_a_token_with_a_softmax_over_all():
+    ModelConfig(**MOE, moe_router_topk=1, moe_router_pre_softmax=True)

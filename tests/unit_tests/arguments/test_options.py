@@ -14,9 +14,10 @@ OPTIONS = """
 --load --load-hf --save --model-config --tokenizer-type --tokenizer-model --bf16 --no-bf16 --fp16 --no-fp16 --seed
 --spec --hybrid-override-pattern --recurrent-layer --num-layers --hidden-size --ffn-hidden-size --num-attention-heads
 --group-query-attention --no-group-query-attention --num-query-groups --kv-channels
---mamba-state-dim --mamba-head-dim --mamba-num-heads --mamba-num-groups
+--mamba-state-dim --mamba-head-dim --mamba-num-heads --mamba-num-groups --mamba-expand --mamba-dt-rank
 --num-experts --moe-ffn-hidden-size --moe-shared-expert-intermediate-size --moe-latent-size
 --moe-router-topk --moe-router-score-function --moe-router-num-groups --moe-router-group-topk
+--moe-router-pre-softmax --no-moe-router-pre-softmax
 --moe-router-topk-scaling-factor --moe-router-enable-expert-bias --no-moe-router-enable-expert-bias
 --position-embedding-type --rotary-base --rotary-percent --normalization --norm-epsilon
 --squared-relu --no-squared-relu --swiglu --no-swiglu
@@ -45,7 +46,7 @@ OPTIONS = """
 
 # Fields that are settings of a checkpoint, of a prompt line or of the library, and have no flag.
 WITHOUT_FLAG = {
-    "ModelConfig": {"mamba_conv_kernel", "mamba_chunk_size"},
+    "ModelConfig": {"mamba_conv_kernel", "mamba_chunk_size", "mamba_inner_norm", "mamba_inner_norm_epsilon"},
     "RequestParams": {"seed", "min_tokens", "cache_salt", "enable_prefix_caching"},
 }
 

@@ -45,6 +45,12 @@ class TestByHand:
             shortest_prompt_that_can_hit=None,
         )
 
+    def test_the_kernel_chunk_of_mamba1(self):
+        """M1-2, M1-4: the block if prefixes are cached, else what it is without any blocks."""
+        mamba1 = dataclasses.replace(HYBRID, scans_blocks=True)
+        assert [plan(m, cache=CacheConfig(), block_size=2048).kernel_chunk for m in (mamba1, HYBRID)] == [2048, 128]
+        assert [plan(m, block_size=48).kernel_chunk for m in (mamba1, HYBRID)] == [128, 48]
+
     def test_attention_only(self):
         geometry = plan(ATTENTION)
         assert geometry.blocks == 16 * 1024 - 1

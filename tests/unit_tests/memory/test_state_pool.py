@@ -15,10 +15,11 @@ def test_bytes_of_one_sequence():
     assert SHAPE.bytes == 3 * (10 * 3 * 2 + 2 * 4 * 5 * 4)
 
 
+@pytest.mark.parametrize("ssm", [(3, 4, 5), (20, 3)])
 @pytest.mark.parametrize("conv_dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("ssm_dtype", [torch.float32, torch.bfloat16])
-def test_bytes_are_what_the_pool_takes(conv_dtype: torch.dtype, ssm_dtype: torch.dtype):
-    shape = StateShape(2, (7, 3), (3, 4, 5), conv_dtype, ssm_dtype)
+def test_bytes_are_what_the_pool_takes(ssm: tuple[int, ...], conv_dtype: torch.dtype, ssm_dtype: torch.dtype):
+    shape = StateShape(2, (7, 3), ssm, conv_dtype, ssm_dtype)
     pool = StatePool(shape, rows=6, device=torch.device("cpu"))
     assert pool.conv.nbytes + pool.ssm.nbytes == 6 * shape.bytes
     assert (pool.conv.dtype, pool.ssm.dtype) == (conv_dtype, ssm_dtype)

@@ -21,6 +21,7 @@ SHAPES = {
     "attention": dataclasses.replace(TINY, hybrid_override_pattern="*-*-", swiglu=True, kv_channels=24),
     "untied": dataclasses.replace(TINY, untie_embeddings_and_output_weights=True, mamba_num_heads=6),
     "positions": dataclasses.replace(TINY, position_embedding_type="learned_absolute", ffn_hidden_size=40),
+    "Mamba-1": dataclasses.replace(TINY, recurrent_layer="mamba1", mamba_expand=3, mamba_dt_rank=5),
     "experts": dataclasses.replace(TINY, hybrid_override_pattern="ME*", moe_ffn_hidden_size=24, **SIGMOID),
     "shared experts": dataclasses.replace(
         TINY, hybrid_override_pattern="EE", moe_shared_expert_intermediate_size=20, moe_latent_size=12, **SIGMOID

@@ -13,8 +13,11 @@ from megatron.core.models.mamba import MambaModel
 from torch import nn
 
 from megatron_ext.config import ModelConfig
-from megatron_ext.mixers.mamba2 import Mamba2Mixer, inverse_softplus
+from megatron_ext.mixers.mamba1 import Mamba1Mixer
+from megatron_ext.mixers.mamba2 import Mamba2Mixer
+from megatron_ext.mixers.step_size import inverse_softplus
 from megatron_ext.models.build import build_model
+from tests.unit_tests.support.mamba1 import slow_down_mamba1
 
 VOCABULARY = 97
 
@@ -36,7 +39,23 @@ HYBRID = ModelConfig(
 )
 ATTENTION_ONLY = dataclasses.replace(HYBRID, hybrid_override_pattern="*-*-", position_embedding_type="rope")
 ATTENTION_FREE = dataclasses.replace(HYBRID, hybrid_override_pattern="M-M-")
-CONFIGS = {"hybrid": HYBRID, "attention_only": ATTENTION_ONLY, "attention_free": ATTENTION_FREE}
+# Norms of dt, B and C as Jamba has them; another window than Mamba-2's.
+MAMBA1 = dataclasses.replace(
+    HYBRID,
+    recurrent_layer="mamba1",
+    mamba_state_dim=8,
+    mamba_dt_rank=5,
+    mamba_conv_kernel=3,
+    mamba_inner_norm="weighted",
+)
+MAMBA1_ONLY = dataclasses.replace(MAMBA1, hybrid_override_pattern="MM", mamba_inner_norm="none")
+CONFIGS = {
+    "hybrid": HYBRID,
+    "attention_only": ATTENTION_ONLY,
+    "attention_free": ATTENTION_FREE,
+    "mamba1": MAMBA1,
+    "mamba1_only": MAMBA1_ONLY,
+}
 
 
 def build_slow_decay(config: ModelConfig, *, seed: int = 5) -> MambaModel:
@@ -51,6 +70,8 @@ def build_slow_decay(config: ModelConfig, *, seed: int = 5) -> MambaModel:
         for module in model.modules():
             if isinstance(module, Mamba2Mixer):
                 slow_down(module, generator)
+            elif isinstance(module, Mamba1Mixer):
+                slow_down_mamba1(module, generator)
     return model
 
 

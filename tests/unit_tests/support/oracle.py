@@ -14,7 +14,10 @@ import torch.nn.functional as F
 from megatron.core.models.mamba import MambaModel
 from torch import Tensor
 
+from megatron_ext.mixers.mamba1 import Mamba1Mixer
 from megatron_ext.mixers.mamba2 import Mamba2Mixer
+from megatron_ext.mixers.mixer import RecurrentMixer
+from tests.unit_tests.support.mamba1 import recur_mamba1
 
 
 @dataclass(frozen=True)
@@ -75,16 +78,16 @@ class Oracle:
         return self._states[key]
 
     def _recur_all(self, tokens: tuple[int, ...]) -> list[tuple[Tensor, Tensor]]:
-        inputs: list[tuple[Mamba2Mixer, Tensor]] = []
+        inputs: list[tuple[RecurrentMixer, Tensor]] = []
         hooks = [
             module.register_forward_pre_hook(lambda module, args: inputs.append((module, args[0][:, 0])))
             for module in self.model.modules()
-            if isinstance(module, Mamba2Mixer)
+            if isinstance(module, RecurrentMixer)
         ]
         try:
             with torch.inference_mode():
                 self.model(torch.tensor([tokens]), torch.arange(len(tokens))[None], None)
-                return [recur(mixer, hidden) for mixer, hidden in inputs]
+                return [RECURRENCES[type(mixer)](mixer, hidden) for mixer, hidden in inputs]
         finally:
             for hook in hooks:
                 hook.remove()
@@ -111,3 +114,6 @@ def recur(mixer: Mamba2Mixer, hidden: Tensor) -> tuple[Tensor, Tensor]:
         b = mixed[inner : inner + groups * state_size].view(groups, state_size).repeat_interleave(heads // groups, 0)
         state = decay[t, :, None, None] * state + (dt[t, :, None] * x)[:, :, None] * b[:, None, :]
     return padded[-(window - 1) :].T.float(), state.float()
+
+
+RECURRENCES = {Mamba2Mixer: recur, Mamba1Mixer: recur_mamba1}
