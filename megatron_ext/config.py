@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_ext.errors import ConfigError
 
-LAYER_SYMBOLS = {"M": "Mamba-2", "*": "attention", "-": "MLP", "E": "MoE"}
+LAYER_SYMBOLS = {"M": "recurrent", "*": "attention", "-": "MLP", "E": "MoE"}
 POSITION_EMBEDDINGS = ("none", "rope", "learned_absolute")
 NORMALIZATIONS = ("RMSNorm", "LayerNorm")
 ROUTER_SCORE_FUNCTIONS = ("softmax", "sigmoid")
@@ -37,7 +37,8 @@ def _flag(field: str) -> str:
     return "--" + field.replace("_", "-")
 
 
-RECURRENT_LAYERS = ("mamba2",)
+RECURRENT_LAYERS = ("mamba2", "gated_delta_net")
+GATED_DELTA_CHUNK = 64  # tokens; the cost of a longer one grows, that of a shorter one does not fall
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,11 @@ class ModelConfig:
     mamba_num_groups: int = 8
     mamba_conv_kernel: int = 4
     mamba_chunk_size: int = 128
+    linear_key_head_dim: int = 128  # of gated delta nets, as are the next four
+    linear_value_head_dim: int = 128
+    linear_num_key_heads: int = 16
+    linear_num_value_heads: int = 32
+    linear_conv_kernel_dim: int = 4
     num_experts: int | None = None  # of each E layer
     moe_ffn_hidden_size: int | None = None  # of one expert; default: ffn_hidden_size
     moe_shared_expert_intermediate_size: int | None = None  # default: no shared experts
@@ -100,7 +106,8 @@ class ModelConfig:
             "the groups must divide the heads",
         )
         self._check_rotary()
-        self._check_mamba()
+        if self.is_hybrid:
+            self._check_mamba() if kind == "mamba2" else self._check_gated_delta_net()
         self._check_moe()
         for name, value, allowed in (
             ("position embedding type", self.position_embedding_type, POSITION_EMBEDDINGS),
@@ -120,7 +127,11 @@ class ModelConfig:
         _require(len(pattern) > 0, "the hybrid pattern is empty; give at least one layer, as in 'M-*-'")
         unknown = sorted(set(pattern) - set(LAYER_SYMBOLS))
         known = ", ".join(f"{symbol} ({name})" for symbol, name in LAYER_SYMBOLS.items())
-        _require(not unknown, f"pattern {pattern!r} has unknown letter {''.join(unknown)!r}; known are {known}")
+        _require(
+            not unknown,
+            f"pattern {pattern!r} has unknown letter {''.join(unknown)!r}; known are {known}, "
+            "and all recurrent layers are of one kind, --recurrent-layer",
+        )
         _require(
             self.num_layers in (None, len(pattern)),
             f"--num-layers {self.num_layers} contradicts --hybrid-override-pattern {pattern!r} "
@@ -143,8 +154,6 @@ class ModelConfig:
         )
 
     def _check_mamba(self) -> None:
-        if not self.is_hybrid:
-            return
         heads, groups = self.mamba_heads, self.mamba_num_groups
         _require(
             heads > 0 and heads % groups == 0,
@@ -152,6 +161,15 @@ class ModelConfig:
             "(--mamba-num-heads, --mamba-num-groups)",
         )
         _require(self.mamba_conv_kernel >= 2, f"Mamba convolution window {self.mamba_conv_kernel} must be at least 2")
+
+    def _check_gated_delta_net(self) -> None:
+        keys, values, window = self.linear_num_key_heads, self.linear_num_value_heads, self.linear_conv_kernel_dim
+        _require(
+            values % keys == 0,
+            f"--linear-num-key-heads {keys} cannot be shared evenly by --linear-num-value-heads {values}; the former "
+            "must divide the latter",
+        )
+        _require(window >= 2, f"--linear-conv-kernel-dim {window} must be at least 2")
 
     def _check_moe(self) -> None:
         pattern, experts, chosen = self.hybrid_override_pattern, self.num_experts, self.moe_router_topk
@@ -213,6 +231,11 @@ class ModelConfig:
     def is_hybrid(self) -> bool:
         """Whether any layer carries a recurrent state."""
         return "M" in self.hybrid_override_pattern
+
+    @property
+    def scan_chunk_size(self) -> int:
+        """Tokens that recurrent layers take together; at inference at most that, see `memory.budget`."""
+        return self.mamba_chunk_size if self.recurrent_layer == "mamba2" else GATED_DELTA_CHUNK
 
     @property
     def layer_count(self) -> int:

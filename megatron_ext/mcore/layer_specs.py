@@ -21,6 +21,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from megatron_ext.mcore.attention import PagedSelfAttention
 from megatron_ext.mcore.moe import LocalMoELayer
 from megatron_ext.mcore.stack import HybridStack, LayerNormFromConfig
+from megatron_ext.mixers.gated_delta_net import GatedDeltaNetMixer, GatedDeltaNetMixerSubmodules
 from megatron_ext.mixers.mamba2 import Mamba2Mixer, Mamba2MixerSubmodules
 
 mamba_layer_spec = ModuleSpec(
@@ -30,6 +31,21 @@ mamba_layer_spec = ModuleSpec(
         mixer=ModuleSpec(
             module=Mamba2Mixer,
             submodules=Mamba2MixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear),
+        ),
+        mamba_bda=get_bias_dropout_add,
+        sharded_state_dict_keys_map={"norm.": "mixer.in_proj.layer_norm_"},
+    ),
+)
+
+gated_delta_net_layer_spec = ModuleSpec(
+    module=MambaLayer,
+    submodules=MambaLayerSubmodules(
+        norm=LayerNormFromConfig,
+        mixer=ModuleSpec(
+            module=GatedDeltaNetMixer,
+            submodules=GatedDeltaNetMixerSubmodules(
+                in_proj=ColumnParallelLinear, out_norm=LayerNormFromConfig, out_proj=RowParallelLinear
+            ),
         ),
         mamba_bda=get_bias_dropout_add,
         sharded_state_dict_keys_map={"norm.": "mixer.in_proj.layer_norm_"},
@@ -74,12 +90,19 @@ moe_layer_spec = ModuleSpec(
     ),
 )
 
-hybrid_stack_spec = ModuleSpec(
-    module=HybridStack,
-    submodules=MambaStackSubmodules(
-        mamba_layer=mamba_layer_spec,
-        attention_layer=attention_layer_spec,
-        mlp_layer=mlp_layer_spec,
-        moe_layer=moe_layer_spec,
-    ),
-)
+
+def _stack_spec(recurrent_layer: ModuleSpec) -> ModuleSpec:
+    """A stack whose recurrent layers, M in the pattern, are of one kind."""
+    return ModuleSpec(
+        module=HybridStack,
+        submodules=MambaStackSubmodules(
+            mamba_layer=recurrent_layer,
+            attention_layer=attention_layer_spec,
+            mlp_layer=mlp_layer_spec,
+            moe_layer=moe_layer_spec,
+        ),
+    )
+
+
+hybrid_stack_spec = _stack_spec(mamba_layer_spec)
+gated_delta_net_stack_spec = _stack_spec(gated_delta_net_layer_spec)

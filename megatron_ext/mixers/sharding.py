@@ -53,8 +53,9 @@ def sharded_mixer_state(
     prefix: str = "",
     sharded_offsets: tuple = (),
     metadata: dict | None = None,
+    replicated: Sequence[str] = (),
 ) -> ShardedStateDict:
-    """A mixer's sharded state: projections as they say themselves, everything else split over the ranks along axis 0.
+    """A mixer's sharded state: projections as they say themselves, the rest split over the ranks along axis 0.
 
     Args:
         mixer: Has `in_proj`, `out_proj` and the tensor-parallel group `tp_group`.
@@ -62,12 +63,14 @@ def sharded_mixer_state(
         prefix: Put before every name.
         sharded_offsets: Axes that stand before the tensors' own, as megatron-core gives them.
         metadata: As megatron-core gives it.
+        replicated: Prefixes of the names of parameters that every rank has whole.
     """
     metadata = ensure_metadata_has_dp_cp_group(metadata)
     projections = ("in_proj.", "out_proj.")
     own = {name: value for name, value in mixer.state_dict(keep_vars=True).items() if not name.startswith(projections)}
     groups = {"tp_group": mixer.tp_group, "dp_cp_group": metadata["dp_cp_group"]}
-    state = make_sharded_tensors_for_checkpoint(own, prefix, dict.fromkeys(own, 0), sharded_offsets, **groups)
+    axes = {name: 0 for name in own if not name.startswith(tuple(replicated))}
+    state = make_sharded_tensors_for_checkpoint(own, prefix, axes, sharded_offsets, **groups)
     for name in ("in_proj", "out_proj"):
         module = getattr(mixer, name)
         state |= sharded_state_dict_default(module, f"{prefix}{name}.", sharded_offsets, metadata, mixer.tp_group)

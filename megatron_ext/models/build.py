@@ -18,7 +18,8 @@ from megatron.core.transformer import TransformerConfig  # isort: skip
 from megatron.core.transformer.spec_utils import ModuleSpec  # isort: skip
 
 OWN_SPECS = "megatron_ext.mcore.layer_specs"
-STACK_SPECS = {"mamba2": "hybrid_stack_spec"}  # of each kind of recurrent layer
+# Of each kind of recurrent layer.
+STACK_SPECS = {"mamba2": "hybrid_stack_spec", "gated_delta_net": "gated_delta_net_stack_spec"}
 
 
 def build_model(
@@ -75,8 +76,13 @@ def transformer_config(
         kv_channels=config.head_channels,
         mamba_state_dim=config.mamba_state_dim,
         mamba_head_dim=config.mamba_head_dim,
-        mamba_num_heads=config.mamba_heads if config.is_hybrid else None,
+        mamba_num_heads=config.mamba_heads if config.is_hybrid and config.recurrent_layer == "mamba2" else None,
         mamba_num_groups=config.mamba_num_groups,
+        linear_key_head_dim=config.linear_key_head_dim,
+        linear_value_head_dim=config.linear_value_head_dim,
+        linear_num_key_heads=config.linear_num_key_heads,
+        linear_num_value_heads=config.linear_num_value_heads,
+        linear_conv_kernel_dim=config.linear_conv_kernel_dim,
         normalization=config.normalization,
         layernorm_epsilon=config.norm_epsilon,
         add_bias_linear=not config.disable_bias_linear,
@@ -131,7 +137,7 @@ def squared_relu(x: torch.Tensor) -> torch.Tensor:
 
 
 def resolve_spec(config: ModelConfig) -> ModuleSpec:
-    """The stack spec that `--spec MODULE NAME` names; ours gets the configuration's convolution window and chunk size.
+    """The stack spec that `--spec MODULE NAME` names; ours get what their mixers need besides.
 
     Raises:
         ConfigError: No such module or name.
@@ -143,10 +149,10 @@ def resolve_spec(config: ModelConfig) -> ModuleSpec:
         raise ConfigError(f"--spec {module_name} {name} cannot be found: {error}") from error
     if module_name != OWN_SPECS or name not in STACK_SPECS.values():
         return spec
-    mixer = dataclasses.replace(
-        spec.submodules.mamba_layer.submodules.mixer,
-        params={"d_conv": config.mamba_conv_kernel, "chunk_size": config.mamba_chunk_size},
-    )
+    params = {"chunk_size": config.scan_chunk_size}
+    if name == STACK_SPECS["mamba2"]:
+        params["d_conv"] = config.mamba_conv_kernel  # others read theirs from megatron-core's configuration
+    mixer = dataclasses.replace(spec.submodules.mamba_layer.submodules.mixer, params=params)
     mamba_submodules = dataclasses.replace(spec.submodules.mamba_layer.submodules, mixer=mixer)
     mamba_layer = dataclasses.replace(spec.submodules.mamba_layer, submodules=mamba_submodules)
     return dataclasses.replace(spec, submodules=dataclasses.replace(spec.submodules, mamba_layer=mamba_layer))

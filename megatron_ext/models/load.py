@@ -51,6 +51,12 @@ _LAYOUT = {
     "mamba_heads": "--mamba-num-heads",
     "mamba_num_groups": "--mamba-num-groups",
     "mamba_conv_kernel": "mamba_conv_kernel",  # has no flag
+    "recurrent_layer": "--recurrent-layer",
+    "linear_key_head_dim": "--linear-key-head-dim",
+    "linear_value_head_dim": "--linear-value-head-dim",
+    "linear_num_key_heads": "--linear-num-key-heads",
+    "linear_num_value_heads": "--linear-num-value-heads",
+    "linear_conv_kernel_dim": "--linear-conv-kernel-dim",
     "vocab_size": "--vocab-size",
 }
 

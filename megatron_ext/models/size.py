@@ -17,7 +17,7 @@ def matrix_parameter_count(config: ModelConfig) -> int:
         config: With a vocabulary size.
     """
     layers = {
-        "M": _mamba(config),
+        "M": _mamba(config) if config.recurrent_layer == "mamba2" else _gated_delta_net(config),
         "*": 2 * config.hidden_size * config.head_channels * (config.num_attention_heads + config.query_groups),
         "-": _mlp(config, config.hidden_size, config.ffn_size),
         "E": _experts(config) if config.is_moe else 0,
@@ -33,6 +33,13 @@ def _mamba(config: ModelConfig) -> int:
     inner = config.mamba_heads * config.mamba_head_dim
     projected = 2 * inner + 2 * config.mamba_num_groups * config.mamba_state_dim + config.mamba_heads
     return config.hidden_size * (projected + inner)
+
+
+def _gated_delta_net(config: ModelConfig) -> int:
+    """in_proj to query, key, value, gate, beta and alpha; out_proj."""
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    values = config.linear_num_value_heads * config.linear_value_head_dim
+    return config.hidden_size * (2 * keys + 3 * values + 2 * config.linear_num_value_heads)
 
 
 def _mlp(config: ModelConfig, width: int, inner: int) -> int:

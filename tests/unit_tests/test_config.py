@@ -24,6 +24,7 @@ from megatron_ext.config import (
 from megatron_ext.errors import CapacityError, CheckpointError, ConfigError
 
 NAN, INF = math.nan, math.inf
+DELTA = {"recurrent_layer": "gated_delta_net"}
 MOE = {"hybrid_override_pattern": "M*E", "num_experts": 8}
 SIGMOID = MOE | {"moe_router_score_function": "sigmoid"}
 GROUPS = SIGMOID | {"moe_router_num_groups": 4, "moe_router_group_topk": 2}
@@ -31,8 +32,12 @@ GROUPS = SIGMOID | {"moe_router_num_groups": 4, "moe_router_group_topk": 2}
 # class, what is given, and what the message must name.
 REFUSED = [
     (ModelConfig, {"hybrid_override_pattern": ""}, ["empty", "M-*-"]),
-    (ModelConfig, {"hybrid_override_pattern": "MX-"}, ["'MX-'", "'X'", "M (Mamba-2)", "* (attention)", "- (MLP)"]),
-    (ModelConfig, {"recurrent_layer": "lstm"}, ["--recurrent-layer 'lstm'", "one of mamba2"]),
+    (
+        ModelConfig,
+        {"hybrid_override_pattern": "MX-"},
+        ["'MX-'", "'X'", "M (recurrent)", "of one kind, --recurrent-layer", "* (attention)", "- (MLP)"],
+    ),
+    (ModelConfig, {"recurrent_layer": "lstm"}, ["--recurrent-layer 'lstm'", "one of mamba2, gated_delta_net"]),
     (ModelConfig, {"hybrid_override_pattern": "M-", "num_layers": 3}, ["--num-layers 3", "'M-'", "2 layers"]),
     (ModelConfig, {"hidden_size": 0}, ["--hidden-size 0", "positive"]),
     (ModelConfig, {"vocab_size": -5}, ["--vocab-size -5", "positive"]),
@@ -46,6 +51,8 @@ REFUSED = [
     (ModelConfig, {"mamba_num_groups": 3}, ["8 Mamba heads", "3 Mamba groups", "--mamba-num-heads"]),
     (ModelConfig, {"mamba_head_dim": 1024}, ["0 Mamba heads"]),
     (ModelConfig, {"mamba_conv_kernel": 1}, ["window 1", "at least 2"]),
+    (ModelConfig, DELTA | {"linear_num_key_heads": 5}, ["--linear-num-key-heads 5", "--linear-num-value-heads 32"]),
+    (ModelConfig, DELTA | {"linear_conv_kernel_dim": 1}, ["--linear-conv-kernel-dim 1", "at least 2"]),
     (ModelConfig, {"num_experts": 4}, ["--num-experts 4", "'M-M*M-M-'", "E"]),
     (ModelConfig, {"hybrid_override_pattern": "ME"}, ["'ME'", "--num-experts"]),
     (ModelConfig, MOE | {"moe_router_topk": 9}, ["--moe-router-topk 9", "8"]),

@@ -15,6 +15,7 @@ OPTIONS = """
 --spec --hybrid-override-pattern --recurrent-layer --num-layers --hidden-size --ffn-hidden-size --num-attention-heads
 --group-query-attention --no-group-query-attention --num-query-groups --kv-channels
 --mamba-state-dim --mamba-head-dim --mamba-num-heads --mamba-num-groups
+--linear-key-head-dim --linear-value-head-dim --linear-num-key-heads --linear-num-value-heads --linear-conv-kernel-dim
 --num-experts --moe-ffn-hidden-size --moe-shared-expert-intermediate-size --moe-latent-size
 --moe-router-topk --moe-router-score-function --moe-router-num-groups --moe-router-group-topk
 --moe-router-topk-scaling-factor --moe-router-enable-expert-bias --no-moe-router-enable-expert-bias
