@@ -17,7 +17,7 @@ def oracle(get_oracle):
     return get_oracle("hybrid")
 
 
-# Budgets that cut a prompt 3, 2, 1 and 0 tokens before the boundary 48 and after it; and, of a shorter prompt, slices of
+# Budgets that cut a prompt 3, 2, 1 and 0 tokens before the boundary 48 and after it; and of a shorter one slices of
 # 1, 2 and 3 tokens, which are less than the convolution window.
 CUTS = [(48, budget, 1) for budget in (15, 23, 47, 24, 16, 49, 25, 17)] + [(48, 47, 8), (48, 17, 8)]
 CUTS += [(16, 1, 1), (16, 2, 1), (16, 3, 1), (16, 2, 8)]
