@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_ext.errors import ConfigError
 
-LAYER_SYMBOLS = {"M": "Mamba-2", "*": "attention", "-": "MLP", "E": "MoE"}
+LAYER_SYMBOLS = {"M": "recurrent", "*": "attention", "-": "MLP", "E": "MoE"}
 POSITION_EMBEDDINGS = ("none", "rope", "learned_absolute")
 NORMALIZATIONS = ("RMSNorm", "LayerNorm")
 ROUTER_SCORE_FUNCTIONS = ("softmax", "sigmoid")
@@ -37,7 +37,8 @@ def _flag(field: str) -> str:
     return "--" + field.replace("_", "-")
 
 
-RECURRENT_LAYERS = ("mamba2", "mamba1")
+RECURRENT_LAYERS = ("mamba2", "mamba1", "gated_delta_net")
+GATED_DELTA_CHUNK = 64  # tokens; the cost of a longer one grows, that of a shorter one does not fall
 INNER_NORMS = ("none", "plain", "weighted")
 
 
@@ -64,6 +65,11 @@ class ModelConfig:
     mamba_dt_rank: int | None = None  # of Mamba-1; default: a sixteenth of hidden_size
     mamba_inner_norm: str = INNER_NORMS[0]  # of Mamba-1: RMS norms of dt, B and C, without or with weights
     mamba_inner_norm_epsilon: float | None = None  # default: norm_epsilon
+    linear_key_head_dim: int = 128  # of gated delta nets, as are the next four
+    linear_value_head_dim: int = 128
+    linear_num_key_heads: int = 16
+    linear_num_value_heads: int = 32
+    linear_conv_kernel_dim: int = 4
     num_experts: int | None = None  # of each E layer
     moe_ffn_hidden_size: int | None = None  # of one expert; default: ffn_hidden_size
     moe_shared_expert_intermediate_size: int | None = None  # default: no shared experts
@@ -78,6 +84,8 @@ class ModelConfig:
     position_embedding_type: str = "none"
     rotary_base: int = 10000
     rotary_percent: float = 1.0
+    use_rope_scaling: bool = False  # of long wavelengths, as Llama 3.1 does it
+    rope_scaling_factor: float = 8.0
     normalization: str = "RMSNorm"
     norm_epsilon: float = 1e-5
     squared_relu: bool = False
@@ -106,7 +114,8 @@ class ModelConfig:
             "the groups must divide the heads",
         )
         self._check_rotary()
-        self._check_mamba()
+        if self.is_hybrid:
+            self._check_gated_delta_net() if kind == "gated_delta_net" else self._check_mamba()
         self._check_moe()
         for name, value, allowed in (
             ("position embedding type", self.position_embedding_type, POSITION_EMBEDDINGS),
@@ -130,7 +139,11 @@ class ModelConfig:
         _require(len(pattern) > 0, "the hybrid pattern is empty; give at least one layer, as in 'M-*-'")
         unknown = sorted(set(pattern) - set(LAYER_SYMBOLS))
         known = ", ".join(f"{symbol} ({name})" for symbol, name in LAYER_SYMBOLS.items())
-        _require(not unknown, f"pattern {pattern!r} has unknown letter {''.join(unknown)!r}; known are {known}")
+        _require(
+            not unknown,
+            f"pattern {pattern!r} has unknown letter {''.join(unknown)!r}; known are {known}, "
+            "and all recurrent layers are of one kind, --recurrent-layer",
+        )
         _require(
             self.num_layers in (None, len(pattern)),
             f"--num-layers {self.num_layers} contradicts --hybrid-override-pattern {pattern!r} "
@@ -143,6 +156,12 @@ class ModelConfig:
             _require(not is_size or value > 0, f"{_flag(name)} {value} must be positive")
 
     def _check_rotary(self) -> None:
+        factor = self.rope_scaling_factor
+        _require(math.isfinite(factor) and factor >= 1, f"--rope-scaling-factor {factor} must be 1 or more")
+        _require(
+            not self.use_rope_scaling or self.position_embedding_type == "rope",
+            f"--use-rope-scaling needs --position-embedding-type rope, not {self.position_embedding_type}",
+        )
         share = self.rotary_percent
         _require(0 < share <= 1, f"--rotary-percent {share} must be more than 0 and at most 1: it is a share of a head")
         rotated = int(self.head_channels * share)
@@ -153,8 +172,6 @@ class ModelConfig:
         )
 
     def _check_mamba(self) -> None:
-        if not self.is_hybrid:
-            return
         heads, groups = self.mamba_heads, self.mamba_num_groups
         _require(self.mamba_conv_kernel >= 2, f"Mamba convolution window {self.mamba_conv_kernel} must be at least 2")
         if self.recurrent_layer == "mamba1":
@@ -164,6 +181,15 @@ class ModelConfig:
             f"{heads} Mamba heads cannot be shared by {groups} Mamba groups; the groups must divide the heads "
             "(--mamba-num-heads, --mamba-num-groups)",
         )
+
+    def _check_gated_delta_net(self) -> None:
+        keys, values, window = self.linear_num_key_heads, self.linear_num_value_heads, self.linear_conv_kernel_dim
+        _require(
+            values % keys == 0,
+            f"--linear-num-key-heads {keys} cannot be shared evenly by --linear-num-value-heads {values}; the former "
+            "must divide the latter",
+        )
+        _require(window >= 2, f"--linear-conv-kernel-dim {window} must be at least 2")
 
     def _check_moe(self) -> None:
         pattern, experts, chosen = self.hybrid_override_pattern, self.num_experts, self.moe_router_topk
@@ -227,6 +253,11 @@ class ModelConfig:
     def is_hybrid(self) -> bool:
         """Whether any layer carries a recurrent state."""
         return "M" in self.hybrid_override_pattern
+
+    @property
+    def scan_chunk_size(self) -> int:
+        """Tokens that recurrent layers take together; at inference at most that, see `memory.budget`."""
+        return GATED_DELTA_CHUNK if self.recurrent_layer == "gated_delta_net" else self.mamba_chunk_size
 
     @property
     def layer_count(self) -> int:

@@ -123,7 +123,7 @@ class InferenceContext(DynamicInferenceContext):
         return ModelMemory(
             kv_bytes_per_token=per_token * self.hidden_size_per_attention_head * self.params_dtype.itemsize,
             state_bytes=self._state_shape.bytes if self._state_shape else 0,
-            chunk_size=config.mamba_chunk_size,
+            chunk_size=config.scan_chunk_size,
             max_sequence_length=self.max_sequence_length,
             scans_blocks=config.recurrent_layer == "mamba1",
         )

@@ -21,32 +21,34 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from megatron_ext.mcore.attention import PagedSelfAttention
 from megatron_ext.mcore.moe import LocalMoELayer
 from megatron_ext.mcore.stack import HybridStack, LayerNormFromConfig
+from megatron_ext.mixers.gated_delta_net import GatedDeltaNetMixer, GatedDeltaNetMixerSubmodules
 from megatron_ext.mixers.mamba1 import Mamba1Mixer, Mamba1MixerSubmodules
 from megatron_ext.mixers.mamba2 import Mamba2Mixer, Mamba2MixerSubmodules
 
-mamba_layer_spec = ModuleSpec(
-    module=MambaLayer,
-    submodules=MambaLayerSubmodules(
-        norm=LayerNormFromConfig,
-        mixer=ModuleSpec(
-            module=Mamba2Mixer,
-            submodules=Mamba2MixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear),
-        ),
-        mamba_bda=get_bias_dropout_add,
-        sharded_state_dict_keys_map={"norm.": "mixer.in_proj.layer_norm_"},
-    ),
-)
 
-mamba1_layer_spec = ModuleSpec(
-    module=MambaLayer,
-    submodules=MambaLayerSubmodules(
-        norm=LayerNormFromConfig,
-        mixer=ModuleSpec(
-            module=Mamba1Mixer,
-            submodules=Mamba1MixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear),
+def _recurrent_layer_spec(mixer: type, submodules: object) -> ModuleSpec:
+    """A norm and a mixer, whatever its kind, with their residual."""
+    return ModuleSpec(
+        module=MambaLayer,
+        submodules=MambaLayerSubmodules(
+            norm=LayerNormFromConfig,
+            mixer=ModuleSpec(module=mixer, submodules=submodules),
+            mamba_bda=get_bias_dropout_add,
+            sharded_state_dict_keys_map={"norm.": "mixer.in_proj.layer_norm_"},
         ),
-        mamba_bda=get_bias_dropout_add,
-        sharded_state_dict_keys_map={"norm.": "mixer.in_proj.layer_norm_"},
+    )
+
+
+mamba_layer_spec = _recurrent_layer_spec(
+    Mamba2Mixer, Mamba2MixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear)
+)
+mamba1_layer_spec = _recurrent_layer_spec(
+    Mamba1Mixer, Mamba1MixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear)
+)
+gated_delta_net_layer_spec = _recurrent_layer_spec(
+    GatedDeltaNetMixer,
+    GatedDeltaNetMixerSubmodules(
+        in_proj=ColumnParallelLinear, out_norm=LayerNormFromConfig, out_proj=RowParallelLinear
     ),
 )
 
@@ -104,3 +106,4 @@ def _stack_spec(recurrent_layer: ModuleSpec) -> ModuleSpec:
 
 hybrid_stack_spec = _stack_spec(mamba_layer_spec)
 mamba1_stack_spec = _stack_spec(mamba1_layer_spec)
+gated_delta_net_stack_spec = _stack_spec(gated_delta_net_layer_spec)

@@ -13,13 +13,18 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import platform  # first: it puts the CPU stand-ins in place
 from megatron_ext.models.size import check_model_fits
 
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding  # isort: skip
 from megatron.core.models.mamba import MambaModel  # isort: skip
 from megatron.core.transformer import TransformerConfig  # isort: skip
 from megatron.core.transformer.spec_utils import ModuleSpec  # isort: skip
 
 OWN_SPECS = "megatron_ext.mcore.layer_specs"
 # Of each kind of recurrent layer.
-STACK_SPECS = {"mamba2": "hybrid_stack_spec", "mamba1": "mamba1_stack_spec"}
+STACK_SPECS = {
+    "mamba2": "hybrid_stack_spec",
+    "mamba1": "mamba1_stack_spec",
+    "gated_delta_net": "gated_delta_net_stack_spec",
+}
 
 
 def build_model(
@@ -60,6 +65,15 @@ def build_model(
             rotary_base=config.rotary_base,
             rotary_percent=config.rotary_percent,
         )
+    if config.use_rope_scaling:  # MambaModel does not pass these on
+        model.rotary_pos_emb = RotaryEmbedding(
+            kv_channels=config.head_channels,
+            rotary_percent=config.rotary_percent,
+            rotary_base=config.rotary_base,
+            rope_scaling=True,
+            rope_scaling_factor=config.rope_scaling_factor,
+            use_cpu_initialization=True,
+        )
     return model.to(device).eval()
 
 
@@ -78,6 +92,11 @@ def transformer_config(
         mamba_head_dim=config.mamba_head_dim,
         mamba_num_heads=config.mamba_heads if config.is_hybrid and config.recurrent_layer == "mamba2" else None,
         mamba_num_groups=config.mamba_num_groups,
+        linear_key_head_dim=config.linear_key_head_dim,
+        linear_value_head_dim=config.linear_value_head_dim,
+        linear_num_key_heads=config.linear_num_key_heads,
+        linear_num_value_heads=config.linear_num_value_heads,
+        linear_conv_kernel_dim=config.linear_conv_kernel_dim,
         normalization=config.normalization,
         layernorm_epsilon=config.norm_epsilon,
         add_bias_linear=not config.disable_bias_linear,
@@ -145,7 +164,9 @@ def resolve_spec(config: ModelConfig) -> ModuleSpec:
         raise ConfigError(f"--spec {module_name} {name} cannot be found: {error}") from error
     if module_name != OWN_SPECS or name not in STACK_SPECS.values():
         return spec
-    params: dict[str, object] = {"d_conv": config.mamba_conv_kernel, "chunk_size": config.mamba_chunk_size}
+    params: dict[str, object] = {"chunk_size": config.scan_chunk_size}
+    if name != STACK_SPECS["gated_delta_net"]:  # which reads its own from megatron-core's configuration
+        params["d_conv"] = config.mamba_conv_kernel
     if name == STACK_SPECS["mamba1"]:
         params |= _mamba1_params(config)
     mixer = dataclasses.replace(spec.submodules.mamba_layer.submodules.mixer, params=params)

@@ -55,6 +55,11 @@ _LAYOUT = {
     "mamba_inner_size": "--mamba-expand",
     "dt_rank": "--mamba-dt-rank",
     "mamba_inner_norm": "mamba_inner_norm",  # nor has this
+    "linear_key_head_dim": "--linear-key-head-dim",
+    "linear_value_head_dim": "--linear-value-head-dim",
+    "linear_num_key_heads": "--linear-num-key-heads",
+    "linear_num_value_heads": "--linear-num-value-heads",
+    "linear_conv_kernel_dim": "--linear-conv-kernel-dim",
     "vocab_size": "--vocab-size",
 }
 

@@ -17,7 +17,7 @@ def matrix_parameter_count(config: ModelConfig) -> int:
         config: With a vocabulary size.
     """
     layers = {
-        "M": _mamba1(config) if config.recurrent_layer == "mamba1" else _mamba(config),
+        "M": _RECURRENT[config.recurrent_layer](config),
         "*": 2 * config.hidden_size * config.head_channels * (config.num_attention_heads + config.query_groups),
         "-": _mlp(config, config.hidden_size, config.ffn_size),
         "E": _experts(config) if config.is_moe else 0,
@@ -35,10 +35,20 @@ def _mamba(config: ModelConfig) -> int:
     return config.hidden_size * (projected + inner)
 
 
+def _gated_delta_net(config: ModelConfig) -> int:
+    """in_proj to query, key, value, gate, beta and alpha; out_proj."""
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    values = config.linear_num_value_heads * config.linear_value_head_dim
+    return config.hidden_size * (2 * keys + 3 * values + 2 * config.linear_num_value_heads)
+
+
 def _mamba1(config: ModelConfig) -> int:
     """in_proj to x and z; x_proj to dt, B and C; dt_proj; A_log; out_proj."""
     inner, states, rank = config.mamba_inner_size, config.mamba_state_dim, config.dt_rank
     return inner * (3 * config.hidden_size + 2 * rank + 3 * states)
+
+
+_RECURRENT = {"mamba2": _mamba, "mamba1": _mamba1, "gated_delta_net": _gated_delta_net}
 
 
 def _mlp(config: ModelConfig, width: int, inner: int) -> int:

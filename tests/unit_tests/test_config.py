@@ -24,6 +24,7 @@ from megatron_ext.config import (
 from megatron_ext.errors import CapacityError, CheckpointError, ConfigError
 
 NAN, INF = math.nan, math.inf
+DELTA = {"recurrent_layer": "gated_delta_net"}
 MAMBA1 = {"recurrent_layer": "mamba1"}
 MOE = {"hybrid_override_pattern": "M*E", "num_experts": 8}
 SIGMOID = MOE | {"moe_router_score_function": "sigmoid"}
@@ -32,8 +33,12 @@ GROUPS = SIGMOID | {"moe_router_num_groups": 4, "moe_router_group_topk": 2}
 # class, what is given, and what the message must name.
 REFUSED = [
     (ModelConfig, {"hybrid_override_pattern": ""}, ["empty", "M-*-"]),
-    (ModelConfig, {"hybrid_override_pattern": "MX-"}, ["'MX-'", "'X'", "M (Mamba-2)", "* (attention)", "- (MLP)"]),
-    (ModelConfig, {"recurrent_layer": "lstm"}, ["--recurrent-layer 'lstm'", "one of mamba2, mamba1"]),
+    (
+        ModelConfig,
+        {"hybrid_override_pattern": "MX-"},
+        ["'MX-'", "'X'", "M (recurrent)", "of one kind, --recurrent-layer", "* (attention)", "- (MLP)"],
+    ),
+    (ModelConfig, {"recurrent_layer": "lstm"}, ["--recurrent-layer 'lstm'", "one of mamba2, mamba1, gated_delta_net"]),
     (ModelConfig, MAMBA1 | {"mamba_conv_kernel": 1}, ["window 1", "at least 2"]),
     (ModelConfig, MAMBA1 | {"mamba_expand": 0}, ["--mamba-expand 0", "positive"]),
     (ModelConfig, MAMBA1 | {"mamba_dt_rank": 0}, ["--mamba-dt-rank 0", "positive"]),
@@ -46,6 +51,8 @@ REFUSED = [
     (ModelConfig, {"hidden_size": 10, "num_attention_heads": 4}, ["10", "4 attention heads", "--kv-channels"]),
     (ModelConfig, {"num_attention_heads": 4, "num_query_groups": 3}, ["4 attention heads", "3 query groups"]),
     (ModelConfig, {"num_attention_heads": 4, "num_query_groups": 8}, ["4 attention heads", "8 query groups"]),
+    (ModelConfig, {"rope_scaling_factor": 0.5}, ["--rope-scaling-factor 0.5", "1 or more"]),
+    (ModelConfig, {"use_rope_scaling": True}, ["--use-rope-scaling", "--position-embedding-type rope, not none"]),
     (ModelConfig, {"rotary_percent": 0.0}, ["--rotary-percent 0.0", "at most 1"]),
     (ModelConfig, {"rotary_percent": 1.5}, ["--rotary-percent 1.5", "at most 1"]),
     (ModelConfig, {"rotary_percent": NAN}, ["--rotary-percent nan"]),
@@ -53,6 +60,8 @@ REFUSED = [
     (ModelConfig, {"mamba_num_groups": 3}, ["8 Mamba heads", "3 Mamba groups", "--mamba-num-heads"]),
     (ModelConfig, {"mamba_head_dim": 1024}, ["0 Mamba heads"]),
     (ModelConfig, {"mamba_conv_kernel": 1}, ["window 1", "at least 2"]),
+    (ModelConfig, DELTA | {"linear_num_key_heads": 5}, ["--linear-num-key-heads 5", "--linear-num-value-heads 32"]),
+    (ModelConfig, DELTA | {"linear_conv_kernel_dim": 1}, ["--linear-conv-kernel-dim 1", "at least 2"]),
     (ModelConfig, {"num_experts": 4}, ["--num-experts 4", "'M-M*M-M-'", "E"]),
     (ModelConfig, {"hybrid_override_pattern": "ME"}, ["'ME'", "--num-experts"]),
     (ModelConfig, MOE | {"moe_router_topk": 9}, ["--moe-router-topk 9", "8"]),

@@ -56,7 +56,10 @@ def test_contradictions_name_both_sides(one_line_error, argv, expected):
         ("--hidden-size", "expected one argument"),
         ("--hidden-size wide", "'wide' is not a whole number"),
         ("--temperature hot", "'hot' is not a number"),
-        ("--hybrid-override-pattern MXM", "unknown letter 'X'; known are M (Mamba-2), * (attention), - (MLP), E (MoE)"),
+        (
+            "--hybrid-override-pattern MXM",
+            "unknown letter 'X'; known are M (recurrent), * (attention), - (MLP), E (MoE)",
+        ),
         ("--num-attention-heads 0", "--num-attention-heads 0 must be positive"),
         ("--hidden-size 250 --num-attention-heads 4", "250 is not a multiple of 4"),
         ("--mamba-num-heads 6 --mamba-num-groups 4", "--mamba-num-groups"),

@@ -15,11 +15,13 @@ OPTIONS = """
 --spec --hybrid-override-pattern --recurrent-layer --num-layers --hidden-size --ffn-hidden-size --num-attention-heads
 --group-query-attention --no-group-query-attention --num-query-groups --kv-channels
 --mamba-state-dim --mamba-head-dim --mamba-num-heads --mamba-num-groups --mamba-expand --mamba-dt-rank
+--linear-key-head-dim --linear-value-head-dim --linear-num-key-heads --linear-num-value-heads --linear-conv-kernel-dim
 --num-experts --moe-ffn-hidden-size --moe-shared-expert-intermediate-size --moe-latent-size
 --moe-router-topk --moe-router-score-function --moe-router-num-groups --moe-router-group-topk
 --moe-router-pre-softmax --no-moe-router-pre-softmax
 --moe-router-topk-scaling-factor --moe-router-enable-expert-bias --no-moe-router-enable-expert-bias
---position-embedding-type --rotary-base --rotary-percent --normalization --norm-epsilon
+--position-embedding-type --rotary-base --rotary-percent --use-rope-scaling --no-use-rope-scaling --rope-scaling-factor
+--normalization --norm-epsilon
 --squared-relu --no-squared-relu --swiglu --no-swiglu
 --disable-bias-linear --no-disable-bias-linear
 --untie-embeddings-and-output-weights --no-untie-embeddings-and-output-weights

@@ -78,7 +78,7 @@ def test_cache_on_equals_cache_off(get_oracle, get_played, kind, mode, batching)
         off, on = (d.records[request_id].generated_tokens for d in (get_played(kind), driver))
         assert on == off
     assert assert_snapshots_equal_oracle(driver, PROMPT, get_oracle(kind))[-1] == 64
-    assert assert_snapshots_equal_oracle(driver, BRANCH, get_oracle(kind))[-2:] == [32, 64]
+    assert assert_snapshots_equal_oracle(driver, BRANCH, get_oracle(kind))[-2:] == [48 if leaves_more else 32, 64]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -21,6 +21,14 @@ SHAPES = {
     "attention": dataclasses.replace(TINY, hybrid_override_pattern="*-*-", swiglu=True, kv_channels=24),
     "untied": dataclasses.replace(TINY, untie_embeddings_and_output_weights=True, mamba_num_heads=6),
     "positions": dataclasses.replace(TINY, position_embedding_type="learned_absolute", ffn_hidden_size=40),
+    "gated delta net": dataclasses.replace(
+        TINY,
+        recurrent_layer="gated_delta_net",
+        linear_key_head_dim=8,
+        linear_value_head_dim=12,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+    ),
     "Mamba-1": dataclasses.replace(TINY, recurrent_layer="mamba1", mamba_expand=3, mamba_dt_rank=5),
     "experts": dataclasses.replace(TINY, hybrid_override_pattern="ME*", moe_ffn_hidden_size=24, **SIGMOID),
     "shared experts": dataclasses.replace(

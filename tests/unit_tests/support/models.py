@@ -13,6 +13,7 @@ from megatron.core.models.mamba import MambaModel
 from torch import nn
 
 from megatron_ext.config import ModelConfig
+from megatron_ext.mixers.gated_delta_net import GatedDeltaNetMixer
 from megatron_ext.mixers.mamba1 import Mamba1Mixer
 from megatron_ext.mixers.mamba2 import Mamba2Mixer
 from megatron_ext.mixers.step_size import inverse_softplus
@@ -39,6 +40,16 @@ HYBRID = ModelConfig(
 )
 ATTENTION_ONLY = dataclasses.replace(HYBRID, hybrid_override_pattern="*-*-", position_embedding_type="rope")
 ATTENTION_FREE = dataclasses.replace(HYBRID, hybrid_override_pattern="M-M-")
+# Two value heads share a key head; key and value channels differ; another window than Mamba-2's.
+GATED_DELTA_NET = dataclasses.replace(
+    HYBRID,
+    recurrent_layer="gated_delta_net",
+    linear_key_head_dim=8,
+    linear_value_head_dim=12,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_conv_kernel_dim=3,
+)
 # Norms of dt, B and C as Jamba has them; another window than Mamba-2's.
 MAMBA1 = dataclasses.replace(
     HYBRID,
@@ -53,6 +64,7 @@ CONFIGS = {
     "hybrid": HYBRID,
     "attention_only": ATTENTION_ONLY,
     "attention_free": ATTENTION_FREE,
+    "gated_delta_net": GATED_DELTA_NET,
     "mamba1": MAMBA1,
     "mamba1_only": MAMBA1_ONLY,
 }
@@ -70,6 +82,8 @@ def build_slow_decay(config: ModelConfig, *, seed: int = 5) -> MambaModel:
         for module in model.modules():
             if isinstance(module, Mamba2Mixer):
                 slow_down(module, generator)
+            elif isinstance(module, GatedDeltaNetMixer):
+                slow_down_delta_net(module, generator)
             elif isinstance(module, Mamba1Mixer):
                 slow_down_mamba1(module, generator)
     return model
@@ -85,6 +99,17 @@ def slow_down(mixer: Mamba2Mixer, generator: torch.Generator) -> None:
     mixer.in_proj.weight[mixer.d_inner_local : -heads] *= 2.0  # x, B, C
     mixer.D.fill_(0.05)  # the way past the state
     _uniform(mixer.norm.weight, 0.5, 1.5, generator)
+
+
+def slow_down_delta_net(mixer: GatedDeltaNetMixer, generator: torch.Generator) -> None:
+    """The same: decay as above, and little is overwritten, for the delta rule forgets where it writes (in place)."""
+    heads = mixer.value_heads_local
+    _uniform(mixer.A_log, 0.01, 0.1, generator).log_()
+    mixer.dt_bias.copy_(inverse_softplus(_uniform(mixer.dt_bias, 0.01, 0.05, generator)))
+    mixer.in_proj.weight[-heads:] *= 0.3  # what alpha gets from the token
+    mixer.in_proj.weight[-2 * heads : -heads] *= 0.3  # beta: the strength stays near one half
+    mixer.in_proj.weight[: mixer.conv_dim] *= 2.0  # q, k, v
+    _uniform(mixer.out_norm.weight, 0.5, 1.5, generator)
 
 
 def _uniform(parameter: nn.Parameter, low: float, high: float, generator: torch.Generator) -> torch.Tensor:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from megatron.core.models.mamba import MambaModel
 from torch import Tensor
 
+from megatron_ext.mixers.gated_delta_net import GatedDeltaNetMixer
 from megatron_ext.mixers.mamba1 import Mamba1Mixer
 from megatron_ext.mixers.mamba2 import Mamba2Mixer
 from megatron_ext.mixers.mixer import RecurrentMixer
@@ -116,4 +117,24 @@ def recur(mixer: Mamba2Mixer, hidden: Tensor) -> tuple[Tensor, Tensor]:
     return padded[-(window - 1) :].T.float(), state.float()
 
 
-RECURRENCES = {Mamba2Mixer: recur, Mamba1Mixer: recur_mamba1}
+def recur_delta_net(mixer: GatedDeltaNetMixer, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """The same for a gated delta net: what a key recalls moves towards the token's value, after a decay per head."""
+    keys, values = mixer.key_heads_local, mixer.value_heads_local
+    projected = hidden.double() @ mixer.in_proj.weight.double().T
+    columns, beta, alpha = projected[:, : mixer.conv_dim], projected[:, -2 * values : -values], projected[:, -values:]
+    decay = torch.exp(-torch.exp(mixer.A_log.double()) * F.softplus(alpha + mixer.dt_bias.double()))  # [T, H]
+    padded = torch.cat([columns.new_zeros(mixer.d_conv - 1, mixer.conv_dim), columns])
+    state = columns.new_zeros(values, mixer.key_head_dim, mixer.value_head_dim)
+    for t in range(len(hidden)):
+        window = padded[t : t + mixer.d_conv].T
+        mixed = F.silu((window * mixer.conv1d.weight.double()[:, 0]).sum(-1))  # [Cn]
+        key, value = mixed[mixer.qk_dim_local : 2 * mixer.qk_dim_local], mixed[2 * mixer.qk_dim_local :]
+        key = key.view(keys, -1).repeat_interleave(values // keys, 0)
+        key = key / (key.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+        state = decay[t, :, None, None] * state
+        error = value.view(values, -1) - torch.einsum("hkv,hk->hv", state, key)
+        state = state + beta[t].sigmoid()[:, None, None] * key[:, :, None] * error[:, None, :]
+    return padded[-(mixer.d_conv - 1) :].T.float(), state.float()
+
+
+RECURRENCES = {Mamba2Mixer: recur, Mamba1Mixer: recur_mamba1, GatedDeltaNetMixer: recur_delta_net}

@@ -1,0 +1,178 @@
+"""Gated delta net mixer with varlen prefill and decode, on any device.
+
+Yang, Kautz & Hatamizadeh, "Gated Delta Networks" (2024), figure 1: in_proj -> [q | k | v | gate | beta | alpha]; a
+causal convolution with SiLU over [q | k | v]; q and k divided by their lengths; the gated delta rule with the decay
+exp(-exp(A_log) * softplus(alpha + dt_bias)) and the strength sigmoid(beta); a norm of each head, times SiLU of the
+gate; out_proj. Parameter names, shapes and the order inside `in_proj` are those of megatron-core's `GatedDeltaNet`, so
+checkpoints fit both. SiLU stands in both places whatever the MLPs use: upstream's kernels know nothing else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from torch import Tensor, nn
+
+from megatron_ext.mixers.mixer import Projected, RecurrentMixer, Scanned
+from megatron_ext.mixers.sharding import sharded_mixer_state
+from megatron_ext.ops.causal_conv1d import causal_conv1d, causal_conv1d_step
+from megatron_ext.ops.gated_delta_rule import gated_delta_scan, gated_delta_step
+from megatron_ext.ops.varlen import PackedChunks
+
+A_INIT_RANGE = (1.0, 16.0)
+
+
+@dataclass
+class GatedDeltaNetMixerSubmodules:
+    """The two projections and the norm between them."""
+
+    in_proj: ModuleSpec | type = None
+    out_norm: ModuleSpec | type = None
+    out_proj: ModuleSpec | type = None
+
+
+class GatedDeltaNetMixer(RecurrentMixer):
+    """See the module. Shapes are per tensor-parallel rank: G key heads of K channels, H value heads of V channels.
+
+    Args:
+        config: Reads linear_num_key_heads (G), linear_key_head_dim (K), linear_num_value_heads (H),
+            linear_value_head_dim (V) and linear_conv_kernel_dim.
+        submodules: Specs of `in_proj`, `out_norm` and `out_proj`.
+        d_model: Hidden size.
+        chunk_size: Tokens of a scan chunk in training; at inference the context's metadata decides.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: GatedDeltaNetMixerSubmodules,
+        d_model: int,
+        layer_number: int | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        pp_layer_offset: int = 0,
+        chunk_size: int = 64,
+    ) -> None:
+        super().__init__(config)
+        assert pg_collection is not None, "pg_collection must be provided for GatedDeltaNetMixer"
+        self.chunk_size = chunk_size
+        self.layer_number = layer_number
+        self.pp_layer_offset = pp_layer_offset
+        self.d_conv = config.linear_conv_kernel_dim
+        self.key_head_dim, self.value_head_dim = config.linear_key_head_dim, config.linear_value_head_dim
+        self.tp_group = pg_collection.tp
+        tp_size = self.tp_group.size()
+        key_heads, value_heads = config.linear_num_key_heads, config.linear_num_value_heads
+        assert key_heads % tp_size == 0, (key_heads, tp_size)
+        assert value_heads % key_heads == 0, (value_heads, key_heads)
+        self.key_heads_local, self.value_heads_local = key_heads // tp_size, value_heads // tp_size
+        self.qk_dim_local = self.key_heads_local * self.key_head_dim
+        self.v_dim_local = self.value_heads_local * self.value_head_dim
+        self.conv_dim = 2 * self.qk_dim_local + self.v_dim_local
+        self._build_projections(submodules, d_model, tp_size)
+        self._build_recurrence(submodules)
+
+    def _build_projections(self, submodules: GatedDeltaNetMixerSubmodules, d_model: int, tp_size: int) -> None:
+        shared: dict[str, Any] = {"config": self.config, "bias": False, "is_expert": False, "tp_group": self.tp_group}
+        self.in_proj = build_module(
+            submodules.in_proj,
+            d_model,
+            tp_size * (self.conv_dim + self.v_dim_local + 2 * self.value_heads_local),
+            init_method=self.config.init_method,
+            gather_output=False,
+            skip_bias_add=False,
+            tp_comm_buffer_name="fc1",
+            **shared,
+        )
+        self.out_proj = build_module(
+            submodules.out_proj,
+            tp_size * self.v_dim_local,
+            d_model,
+            init_method=self.config.output_layer_init_method,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            tp_comm_buffer_name="fc2",
+            **shared,
+        )
+
+    def _build_recurrence(self, submodules: GatedDeltaNetMixerSubmodules) -> None:
+        """Convolution, dt bias, A and the norm of the heads, initialised as `GatedDeltaNet` does."""
+        dtype, heads = self.config.params_dtype, self.value_heads_local
+        self.conv1d = nn.Conv1d(
+            self.conv_dim, self.conv_dim, self.d_conv, groups=self.conv_dim, bias=False, dtype=dtype
+        )
+        self.dt_bias = nn.Parameter(torch.ones(heads, dtype=dtype))
+        self.A_log = nn.Parameter(torch.empty(heads).uniform_(*A_INIT_RANGE).log().to(dtype))
+        for parameter in (self.conv1d.weight, self.dt_bias, self.A_log):
+            parameter.tensor_model_parallel = True
+        self.out_norm = build_module(submodules.out_norm, config=self.config, hidden_size=self.value_head_dim)
+
+    def split(self, projected: Tensor) -> Projected:
+        """[T, .] -> [q | k | v] [T, Cn], beta and alpha [T, H], gate [T, H * V]; views."""
+        heads = self.value_heads_local
+        qkv, gate, beta, alpha = projected.split([self.conv_dim, self.v_dim_local, heads, heads], dim=-1)
+        return Projected(qkv, (beta, alpha), gate)
+
+    def scan(
+        self,
+        columns: Tensor,
+        controls: tuple[Tensor, ...],
+        chunks: PackedChunks,
+        initial_conv: Tensor | None,
+        initial_states: Tensor | None,
+    ) -> Scanned:
+        """Convolution and gated delta rule: [q | k | v] [T, Cn], beta and alpha [T, H] -> y [T, H * V] and states."""
+        weight = self.conv1d.weight.squeeze(1)  # [Cn, K]
+        qkv, final_conv = causal_conv1d(columns, weight, None, chunks.sequences, initial_states=initial_conv)
+        strength, log_decay = self._strength(*controls)
+        scanned = gated_delta_scan(
+            *self._split_heads(qkv), log_decay, strength, chunks, initial_states=initial_states, normalize=True
+        )
+        return Scanned(scanned.y.flatten(1), final_conv, scanned.final_states, scanned.chunk_states)
+
+    def step(
+        self, columns: Tensor, controls: tuple[Tensor, ...], conv: Tensor, states: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """One token of each decoding request: [q | k | v] [R, Cn], beta and alpha [R, H] -> y [R, H * V] and states."""
+        qkv, conv = causal_conv1d_step(columns, self.conv1d.weight.squeeze(1), None, conv)
+        strength, log_decay = self._strength(*controls)
+        y, states = gated_delta_step(*self._split_heads(qkv), log_decay, strength, states, normalize=True)
+        return y.flatten(1), conv, states
+
+    def gated(self, y: Tensor, gate: Tensor) -> Tensor:
+        """The norm of each head, times SiLU of its gate."""
+        heads = (self.value_heads_local, self.value_head_dim)
+        normed = self.out_norm(y.unflatten(-1, heads)) * F.silu(gate.float().unflatten(-1, heads))
+        return normed.flatten(-2).to(gate.dtype)
+
+    def _split_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[T, Cn] -> q and k [T, G, K], v [T, H, V]; views."""
+        q, k, v = qkv.split([self.qk_dim_local, self.qk_dim_local, self.v_dim_local], dim=-1)
+        keys, values = (self.key_heads_local, self.key_head_dim), (self.value_heads_local, self.value_head_dim)
+        return q.unflatten(-1, keys), k.unflatten(-1, keys), v.unflatten(-1, values)
+
+    def _strength(self, beta: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor]:
+        """How much each token overwrites, and the logarithm of the decay before it; [T, H] fp32 each."""
+        step_size = F.softplus(alpha.float() + self.dt_bias.float())
+        return beta.float().sigmoid(), -self.A_log.float().exp() * step_size
+
+    def mamba_state_shapes_per_request(self) -> tuple[tuple[int, int], tuple[int, int, int]]:
+        """Shapes of one request's convolution state (Cn, window - 1) and recurrent matrix (H, K, V)."""
+        return (self.conv_dim, self.d_conv - 1), (self.value_heads_local, self.key_head_dim, self.value_head_dim)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        """For distributed checkpoints: keys and splits of megatron-core's `GatedDeltaNet`."""
+        heads = self.value_heads_local
+        qkv = {"query": self.qk_dim_local, "key": self.qk_dim_local, "value": self.v_dim_local}
+        split = {
+            "in_proj.weight": {**qkv, "z": self.v_dim_local, "beta": heads, "alpha": heads},
+            "conv1d.weight": qkv,
+        }
+        return sharded_mixer_state(self, split, prefix, sharded_offsets, metadata, replicated=("out_norm.",))
