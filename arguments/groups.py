@@ -68,7 +68,7 @@ MODEL = FlagGroup(
         Flag("mamba_head_dim", "Size of one Mamba head"),
         Flag("mamba_num_heads", "Mamba heads; default: 2 * hidden size / head dimension"),
         Flag("mamba_num_groups", "Groups of Mamba heads that share B and C"),
-        Flag("mamba_expand", "Channels of a Mamba-1 layer for each one of the hidden size"),
+        Flag("mamba_inner_size", "Channels of a Mamba-1 layer; default: 2 * hidden size"),
         Flag("mamba_dt_rank", "Rank of a Mamba-1 layer's step sizes; default: hidden size / 16"),
         Flag("linear_key_head_dim", "Channels of a key head of a gated delta net"),
         Flag("linear_value_head_dim", "Channels of a value head of a gated delta net"),

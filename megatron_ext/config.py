@@ -61,7 +61,7 @@ class ModelConfig:
     mamba_num_groups: int = 8
     mamba_conv_kernel: int = 4
     mamba_chunk_size: int = 128
-    mamba_expand: int = 2  # of Mamba-1: channels for each one of hidden_size
+    mamba_inner_size: int | None = None  # channels of Mamba-1; default: 2 * hidden_size
     mamba_dt_rank: int | None = None  # of Mamba-1; default: a sixteenth of hidden_size
     mamba_inner_norm: str = INNER_NORMS[0]  # of Mamba-1: RMS norms of dt, B and C, without or with weights
     mamba_inner_norm_epsilon: float | None = None  # default: norm_epsilon
@@ -290,9 +290,9 @@ class ModelConfig:
         return self.mamba_num_heads or 2 * self.hidden_size // self.mamba_head_dim
 
     @property
-    def mamba_inner_size(self) -> int:
+    def mamba_channels(self) -> int:
         """Channels of a Mamba-1 layer."""
-        return self.mamba_expand * self.hidden_size
+        return self.mamba_inner_size or 2 * self.hidden_size
 
     @property
     def dt_rank(self) -> int:

@@ -178,7 +178,7 @@ def resolve_spec(config: ModelConfig) -> ModuleSpec:
 def _mamba1_params(config: ModelConfig) -> dict[str, object]:
     """What megatron-core's configuration has no place for."""
     return {
-        "d_inner": config.mamba_inner_size,
+        "d_inner": config.mamba_channels,
         "dt_rank": config.dt_rank,
         "inner_norm": config.mamba_inner_norm,
         "inner_norm_epsilon": config.inner_norm_epsilon,

@@ -43,6 +43,7 @@ MODEL_TYPE = "jamba"
 ARCHITECTURE = "JambaForCausalLM"
 _PREFIXES = ("model.",)
 _LAYER_LETTERS = 2
+_KINDS = {"M": "mamba", "*": "attention"}
 
 _OTHER_NAMES = {"num_local_experts": "num_experts"}
 
@@ -55,7 +56,6 @@ _SIZES = {
     "vocab_size": "vocab_size",
     "mamba_d_state": "mamba_state_dim",
     "mamba_d_conv": "mamba_conv_kernel",
-    "mamba_expand": "mamba_expand",
 }
 # transformers' values of fields that files may leave out.
 _DEFAULTS = {
@@ -86,15 +86,17 @@ _FIXED: dict[str, tuple[Any, ...]] = {
 
 _TRANSLATED = frozenset(
     """
-    architectures model_type num_hidden_layers num_key_value_heads rms_norm_eps tie_word_embeddings mamba_dt_rank
+    architectures model_type num_hidden_layers num_key_value_heads rms_norm_eps tie_word_embeddings
+    mamba_expand mamba_dt_rank
     num_experts num_experts_per_tok attn_layer_period attn_layer_offset expert_layer_period expert_layer_offset
+    layers_block_type
     """.split()
 )
-# Follow from the others, ask for other outputs, or say which kernels to run.
+# Ask for other outputs, or say which kernels to run.
 _WITHOUT_EFFECT = frozenset(
     """
-    layers_block_type layer_types output_router_logits router_aux_loss_coef use_mamba_kernels use_mambapy
-    use_associative_scan num_logits_to_keep calc_logits_for_entire_prompt
+    output_router_logits router_aux_loss_coef use_mamba_kernels use_mambapy use_associative_scan num_logits_to_keep
+    calc_logits_for_entire_prompt
     """.split()
 )
 _KNOWN = set(_SIZES) | set(_FIXED) | _TRANSLATED | _WITHOUT_EFFECT | WITHOUT_EFFECT
@@ -144,6 +146,7 @@ def translate(raw: dict[str, Any]) -> ModelConfig:
         **{ours: size(fields, theirs) for theirs, ours in _SIZES.items()},
         hybrid_override_pattern=pattern,
         recurrent_layer="mamba1",
+        mamba_inner_size=size(fields, "hidden_size") * size(fields, "mamba_expand"),
         mamba_dt_rank=dt_rank(fields, "mamba_dt_rank", size(fields, "hidden_size")),
         mamba_inner_norm="weighted",
         mamba_inner_norm_epsilon=epsilon,
@@ -160,12 +163,18 @@ def translate(raw: dict[str, Any]) -> ModelConfig:
 
 
 def _pattern(fields: dict[str, Any]) -> str:
-    """Two letters a layer."""
+    """Two letters a layer; some files list the kinds of mixers besides."""
     has_experts = size(fields, "num_experts") > 1
     letters = []
     for index in range(size(fields, "num_hidden_layers")):
         letters.append("*" if _is_every(fields, "attn_layer", index) else "M")
         letters.append("E" if has_experts and _is_every(fields, "expert_layer", index) else "-")
+    kinds = [_KINDS[letter] for letter in letters[::_LAYER_LETTERS]]
+    if fields.get("layers_block_type") not in (None, kinds):
+        raise ConfigError(
+            f"config.json: layers_block_type {fields['layers_block_type']!r} contradicts attn_layer_period and "
+            f"attn_layer_offset, which make it {kinds!r}"
+        )
     return "".join(letters)
 
 

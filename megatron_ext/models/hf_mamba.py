@@ -3,6 +3,7 @@
 Layers are Mamba-1 mixers and nothing else. Everything that could change the logits is either translated or refused by
 its name. What deserves a word:
 
+- `intermediate_size` is the width, whatever `expand` says, as in transformers.
 - `residual_in_fp32` is for weights in 16 bits; sums of layers are in the parameters' type here, whatever it says.
 - The models have no longest sequence; ours have the default one, unless `--max-position-embeddings` says otherwise.
 - `time_step_min`, `time_step_max`, `time_step_floor`, `time_step_scale` and `time_step_init_scheme` say how dt is drawn
@@ -19,7 +20,6 @@ from typing import Any
 from torch import nn
 
 from megatron_ext.config import ModelConfig
-from megatron_ext.errors import ConfigError
 from megatron_ext.models.hf_fields import (
     WITHOUT_EFFECT,
     check_architecture,
@@ -113,11 +113,6 @@ def translate_fields(raw: dict[str, Any], architecture: str, own_fields: Iterabl
     check_fixed(fields, _FIXED)
     fields = _DEFAULTS | fields
     hidden, expand = size(fields, "hidden_size"), size_or(fields, "expand", _DEFAULT_EXPAND)
-    if size_or(fields, "intermediate_size", hidden * expand) != hidden * expand:
-        raise ConfigError(
-            f"config.json: intermediate_size {fields['intermediate_size']} contradicts hidden_size {hidden} times "
-            f"expand {expand}"
-        )
     return {
         "hybrid_override_pattern": "M" * size(fields, "num_hidden_layers"),
         "recurrent_layer": "mamba1",
@@ -125,7 +120,7 @@ def translate_fields(raw: dict[str, Any], architecture: str, own_fields: Iterabl
         "vocab_size": size(fields, "vocab_size"),
         "mamba_state_dim": size(fields, "state_size"),
         "mamba_conv_kernel": size(fields, "conv_kernel"),
-        "mamba_expand": expand,
+        "mamba_inner_size": size_or(fields, "intermediate_size", hidden * expand),
         "mamba_dt_rank": dt_rank(fields, "time_step_rank", hidden),
         "norm_epsilon": positive_number(fields, "layer_norm_epsilon", default=1e-5),
         "untie_embeddings_and_output_weights": not flag(fields, "tie_word_embeddings", default=True),

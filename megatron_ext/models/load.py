@@ -52,7 +52,7 @@ _LAYOUT = {
     "mamba_num_groups": "--mamba-num-groups",
     "mamba_conv_kernel": "mamba_conv_kernel",  # has no flag
     "recurrent_layer": "--recurrent-layer",
-    "mamba_inner_size": "--mamba-expand",
+    "mamba_channels": "--mamba-inner-size",
     "dt_rank": "--mamba-dt-rank",
     "mamba_inner_norm": "mamba_inner_norm",  # nor has this
     "linear_key_head_dim": "--linear-key-head-dim",

@@ -44,7 +44,7 @@ def _gated_delta_net(config: ModelConfig) -> int:
 
 def _mamba1(config: ModelConfig) -> int:
     """in_proj to x and z; x_proj to dt, B and C; dt_proj; A_log; out_proj."""
-    inner, states, rank = config.mamba_inner_size, config.mamba_state_dim, config.dt_rank
+    inner, states, rank = config.mamba_channels, config.mamba_state_dim, config.dt_rank
     return inner * (3 * config.hidden_size + 2 * rank + 3 * states)
 
 

@@ -40,7 +40,7 @@ REFUSED = [
     ),
     (ModelConfig, {"recurrent_layer": "lstm"}, ["--recurrent-layer 'lstm'", "one of mamba2, mamba1, gated_delta_net"]),
     (ModelConfig, MAMBA1 | {"mamba_conv_kernel": 1}, ["window 1", "at least 2"]),
-    (ModelConfig, MAMBA1 | {"mamba_expand": 0}, ["--mamba-expand 0", "positive"]),
+    (ModelConfig, MAMBA1 | {"mamba_inner_size": 0}, ["--mamba-inner-size 0", "positive"]),
     (ModelConfig, MAMBA1 | {"mamba_dt_rank": 0}, ["--mamba-dt-rank 0", "positive"]),
     (ModelConfig, MAMBA1 | {"mamba_inner_norm": "group"}, ["mamba_inner_norm 'group'", "none, plain, weighted"]),
     (ModelConfig, MAMBA1 | {"mamba_inner_norm_epsilon": -1.0}, ["mamba_inner_norm_epsilon -1.0", "more than zero"]),
@@ -288,7 +288,7 @@ class TestErrors:
 def test_sizes_of_mamba1_layers():
     """M1-1: heads and groups are Mamba-2's alone; what is not given follows from the hidden size."""
     config = ModelConfig(recurrent_layer="mamba1", hidden_size=100, mamba_num_groups=3)
-    assert (config.mamba_inner_size, config.dt_rank, config.inner_norm_epsilon) == (200, 7, 1e-5)
+    assert (config.mamba_channels, config.dt_rank, config.inner_norm_epsilon) == (200, 7, 1e-5)
 
 
 def test_one_expert_a_token_with_a_softmax_over_all():

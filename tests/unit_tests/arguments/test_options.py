@@ -14,7 +14,7 @@ OPTIONS = """
 --load --load-hf --save --model-config --tokenizer-type --tokenizer-model --bf16 --no-bf16 --fp16 --no-fp16 --seed
 --spec --hybrid-override-pattern --recurrent-layer --num-layers --hidden-size --ffn-hidden-size --num-attention-heads
 --group-query-attention --no-group-query-attention --num-query-groups --kv-channels
---mamba-state-dim --mamba-head-dim --mamba-num-heads --mamba-num-groups --mamba-expand --mamba-dt-rank
+--mamba-state-dim --mamba-head-dim --mamba-num-heads --mamba-num-groups --mamba-inner-size --mamba-dt-rank
 --linear-key-head-dim --linear-value-head-dim --linear-num-key-heads --linear-num-value-heads --linear-conv-kernel-dim
 --num-experts --moe-ffn-hidden-size --moe-shared-expert-intermediate-size --moe-latent-size
 --moe-router-topk --moe-router-score-function --moe-router-num-groups --moe-router-group-topk

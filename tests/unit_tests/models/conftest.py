@@ -13,7 +13,7 @@ from torch import nn
 
 from megatron_ext.config import ModelConfig
 from megatron_ext.models.build import build_model
-from tests.unit_tests.models import llama_oracle
+from tests.unit_tests.models import llama_oracle, mamba_oracle
 from tests.unit_tests.models import nemotron_h_oracle as oracle
 
 TINY = ModelConfig(
@@ -56,6 +56,12 @@ def oracles(tmp_path_factory: pytest.TempPathFactory) -> Oracles:
 def llamas(tmp_path_factory: pytest.TempPathFactory) -> Oracles:
     """The same for Llama."""
     return _make_each_once(llama_oracle, tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def mambas(tmp_path_factory: pytest.TempPathFactory) -> Oracles:
+    """The same for Mamba, FalconMamba and Jamba."""
+    return _make_each_once(mamba_oracle, tmp_path_factory)
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ SHAPES = {
         linear_num_key_heads=2,
         linear_num_value_heads=4,
     ),
-    "Mamba-1": dataclasses.replace(TINY, recurrent_layer="mamba1", mamba_expand=3, mamba_dt_rank=5),
+    "Mamba-1": dataclasses.replace(TINY, recurrent_layer="mamba1", mamba_inner_size=72, mamba_dt_rank=5),
     "experts": dataclasses.replace(TINY, hybrid_override_pattern="ME*", moe_ffn_hidden_size=24, **SIGMOID),
     "shared experts": dataclasses.replace(
         TINY, hybrid_override_pattern="EE", moe_shared_expert_intermediate_size=20, moe_latent_size=12, **SIGMOID
