@@ -155,7 +155,7 @@ def resolve_spec(config: ModelConfig) -> ModuleSpec:
     """The stack spec that `--spec MODULE NAME` names; ours get what their mixers need besides.
 
     Raises:
-        ConfigError: No such module or name.
+        ConfigError: No such module or name, or one of ours whose recurrent layers are of another kind.
     """
     module_name, name = config.spec or (OWN_SPECS, STACK_SPECS[config.recurrent_layer])
     try:
@@ -164,6 +164,7 @@ def resolve_spec(config: ModelConfig) -> ModuleSpec:
         raise ConfigError(f"--spec {module_name} {name} cannot be found: {error}") from error
     if module_name != OWN_SPECS or name not in STACK_SPECS.values():
         return spec
+    _check_kind(config, name)
     params: dict[str, object] = {"chunk_size": config.scan_chunk_size}
     if name != STACK_SPECS["gated_delta_net"]:  # which reads its own from megatron-core's configuration
         params["d_conv"] = config.mamba_conv_kernel
@@ -173,6 +174,15 @@ def resolve_spec(config: ModelConfig) -> ModuleSpec:
     mamba_submodules = dataclasses.replace(spec.submodules.mamba_layer.submodules, mixer=mixer)
     mamba_layer = dataclasses.replace(spec.submodules.mamba_layer, submodules=mamba_submodules)
     return dataclasses.replace(spec, submodules=dataclasses.replace(spec.submodules, mamba_layer=mamba_layer))
+
+
+def _check_kind(config: ModelConfig, name: str) -> None:
+    kind = next(kind for kind, own in STACK_SPECS.items() if own == name)
+    if config.is_hybrid and kind != config.recurrent_layer:
+        raise ConfigError(
+            f"--spec {OWN_SPECS} {name} has {kind} layers, --recurrent-layer is {config.recurrent_layer}, and a model "
+            f"has recurrent layers of one kind; give --recurrent-layer {kind}, or another --spec"
+        )
 
 
 def _mamba1_params(config: ModelConfig) -> dict[str, object]:

@@ -49,7 +49,8 @@ def hidden_states(length: int, seed: int = 1) -> Tensor:
 class Context:
     """One layer's live states and snapshots, with NaN wherever nothing was written."""
 
-    def __init__(self, mixer: Mamba1Mixer, rows: int, slots: int) -> None:
+    def __init__(self, mixer: Mamba1Mixer, rows: int, slots: int, block: int = BLOCK) -> None:
+        self.block = block
         shapes = mixer.mamba_state_shapes_per_request()
         self.live = tuple(torch.full((rows, *shape), torch.nan) for shape in shapes)
         self.slots = tuple(torch.full((slots, *shape), torch.nan) for shape in shapes)
@@ -63,14 +64,14 @@ class Context:
 
     def stage(self, starts: list[int], lengths: list[int], decode_rows: tuple[int, ...] = ()) -> None:
         """Prefill of rows 0, 1, ...: sequence 0 leaves a snapshot at each block boundary, in the slot of its number."""
-        ends = [end for end in range(BLOCK, starts[0] + lengths[0] + 1, BLOCK) if end > starts[0]]
-        places = [(end // BLOCK - 1, 0, i, end - starts[0]) for i, end in enumerate(ends)]
+        ends = [end for end in range(self.block, starts[0] + lengths[0] + 1, self.block) if end > starts[0]]
+        places = [(end // self.block - 1, 0, i, end - starts[0]) for i, end in enumerate(ends)]
         self.recurrent_step = RecurrentStep(
             num_decode=len(decode_rows),
             decode_rows=torch.tensor(decode_rows, dtype=torch.int64),
             prefill_rows=torch.arange(len(starts)),
             has_initial_state=torch.tensor([start > 0 for start in starts]),
-            chunks=cut_chunks(starts, lengths, BLOCK, "cpu"),
+            chunks=cut_chunks(starts, lengths, self.block, "cpu"),
             snapshots=SnapshotPlaces(*torch.tensor(places).T) if places else None,
         )
 
@@ -116,6 +117,21 @@ def test_snapshots_do_not_depend_on_the_cuts(cuts: list[int], other: int) -> Non
 
 
 PLAIN = build()
+
+
+def test_example_of_a_continuation() -> None:
+    """M1-2: block 2048, 1866 tokens done, 1100 more: the state at 2048 is the snapshot, the one at 2966 is live."""
+    hidden, context = hidden_states(2966), Context(PLAIN, rows=1, slots=1, block=2048)
+    with torch.inference_mode():
+        context.stage([0], [1866])
+        assert context.recurrent_step.snapshots is None
+        PLAIN(hidden[:1866, None], context)
+        context.stage([1866], [1100])
+        assert context.recurrent_step.chunks.chunk_lengths == (182, 918)
+        PLAIN(hidden[1866:, None], context)
+        for pools, end in ((context.slots, 2048), (context.live, 2966)):
+            for pool, truth in zip(pools, recur_mamba1(PLAIN, hidden[:end]), strict=True):
+                assert_states_close(pool[0], truth, f"after {end} tokens")
 
 
 def test_a_wrong_cut_is_seen() -> None:

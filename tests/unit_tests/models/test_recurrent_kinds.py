@@ -1,0 +1,46 @@
+"""One kind of recurrent layer a model: by `--recurrent-layer`, by `--spec` as well, never by two that differ."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+
+from megatron_ext.config import RECURRENT_LAYERS, ModelConfig
+from megatron_ext.errors import ConfigError
+from megatron_ext.models.build import OWN_SPECS, STACK_SPECS, build_model, resolve_spec
+from tests.unit_tests.models.conftest import TINY
+
+
+def of_kind(kind: str, **fields: object) -> ModelConfig:
+    return dataclasses.replace(TINY, recurrent_layer=kind, linear_num_key_heads=2, linear_num_value_heads=4, **fields)
+
+
+@pytest.mark.parametrize("kind", RECURRENT_LAYERS)
+def test_a_spec_of_the_same_kind_builds_the_same(kind: str) -> None:
+    """M1-1: usable through `--spec`; the configuration's sizes reach the mixers."""
+    models = [
+        build_model(of_kind(kind, spec=spec), device=torch.device("cpu"), seed=1)
+        for spec in (None, (OWN_SPECS, STACK_SPECS[kind]))
+    ]
+    states = [model.state_dict() for model in models]
+    assert states[0].keys() == states[1].keys()
+    for name, value in states[0].items():
+        assert value is None or torch.equal(value, states[1][name]), name
+
+
+@pytest.mark.parametrize(("kind", "other"), [*itertools.permutations(RECURRENT_LAYERS, 2)])
+def test_two_kinds_are_refused_by_name(kind: str, other: str) -> None:
+    with pytest.raises(ConfigError, match=f"has {other} layers, --recurrent-layer is {kind}, .* of one kind"):
+        resolve_spec(of_kind(kind, spec=(OWN_SPECS, STACK_SPECS[other])))
+
+
+def test_without_recurrent_layers_any_spec_of_ours_will_do() -> None:
+    resolve_spec(of_kind("mamba2", hybrid_override_pattern="*-", spec=(OWN_SPECS, STACK_SPECS["mamba1"])))
+
+
+def test_unknown_specs_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--spec .*layer_specs lstm_stack_spec cannot be found"):
+        resolve_spec(of_kind("mamba2", spec=(OWN_SPECS, "lstm_stack_spec")))
