@@ -70,9 +70,12 @@ class ModelConfig:
     linear_num_key_heads: int = 16
     linear_num_value_heads: int = 32
     linear_conv_kernel_dim: int = 4
+    qk_layernorm: bool = False  # of each head, before rotation
+    attention_output_gate: bool = False  # a sigmoid of the layer's input, on each channel
     num_experts: int | None = None  # of each E layer
     moe_ffn_hidden_size: int | None = None  # of one expert; default: ffn_hidden_size
     moe_shared_expert_intermediate_size: int | None = None  # default: no shared experts
+    moe_shared_expert_gate: bool = False  # a sigmoid of the layer's input, on the shared experts' output
     moe_latent_size: int | None = None  # width of the routed experts' inputs and outputs; default: hidden_size
     moe_router_topk: int = 2
     moe_router_score_function: str = "softmax"
@@ -88,6 +91,7 @@ class ModelConfig:
     rope_scaling_factor: float = 8.0
     normalization: str = "RMSNorm"
     norm_epsilon: float = 1e-5
+    apply_layernorm_1p: bool = False  # norms multiply by 1 + weight
     squared_relu: bool = False
     swiglu: bool = False
     disable_bias_linear: bool = True
@@ -124,6 +128,10 @@ class ModelConfig:
             ("mamba_inner_norm", self.mamba_inner_norm, INNER_NORMS),
         ):
             _require(value in allowed, f"{name} {value!r} is unknown; one of {', '.join(allowed)}")
+        _require(
+            not self.apply_layernorm_1p or self.normalization == "RMSNorm",
+            f"--apply-layernorm-1p is not supported with --normalization {self.normalization}; RMSNorm would do",
+        )
         for name, epsilon in (
             ("--norm-epsilon", self.norm_epsilon),
             ("mamba_inner_norm_epsilon", self.inner_norm_epsilon),
@@ -207,6 +215,10 @@ class ModelConfig:
         _require(
             self.disable_bias_linear,
             f"pattern {pattern!r} has MoE layers (E), which have no biases; leave --no-disable-bias-linear out",
+        )
+        _require(
+            not self.moe_shared_expert_gate or self.moe_shared_expert_intermediate_size is not None,
+            "--moe-shared-expert-gate is for shared experts; give --moe-shared-expert-intermediate-size too",
         )
         scale = self.moe_router_topk_scaling_factor
         _require(

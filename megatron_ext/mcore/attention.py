@@ -48,16 +48,23 @@ class PagedSelfAttention(SelfAttention):
     def _forward_paged(
         self, hidden_states: Tensor, context: BaseInferenceContext, rotary_pos_emb: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        query, key, value = self.get_query_key_value_tensors(hidden_states, None)  # each [T, 1, heads, D]
+        is_gated = self.config.attention_output_gate
+        query, key, value, *gate = self.get_query_key_value_tensors(hidden_states, None, output_gate=is_gated)
         if rotary_pos_emb is not None:
             rotation = context.rotation(rotary_pos_emb)
             query, key = rotate(query, rotation), rotate(key, rotation)
+        # query [T, 1, heads, D]; key and value [T, 1, KV heads, D]; gate, if any, as query
         layer = self.layer_number - self._get_pp_layer_offset_for_inference()
         context.append_key_value_cache(layer, key, value)
         key_cache, value_cache, _ = context.key_value_cache(layer)
         scale = self.config.softmax_scale or self.hidden_size_per_attention_head**-0.5
         output = paged_attention(query.squeeze(1), key_cache, value_cache, context.paged_layout, scale=scale)
-        return self.linear_proj(output.flatten(1).unsqueeze(1))
+        output = output.flatten(1).unsqueeze(1)
+        return self.linear_proj(self._apply_output_gate(output, *gate) if is_gated else output)
+
+    def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Outputs [s, b, heads * D] times the sigmoid of [s, b, heads, D]; upstream's is under `torch.compile`."""
+        return (x * gate.reshape(x.shape).float().sigmoid()).to(x.dtype)
 
 
 def causal_mask(length: int, device: torch.device) -> Tensor:

@@ -20,7 +20,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 from megatron_ext.mcore.attention import PagedSelfAttention
 from megatron_ext.mcore.moe import LocalMoELayer
-from megatron_ext.mcore.stack import HybridStack, LayerNormFromConfig
+from megatron_ext.mcore.stack import HeadNormFromConfig, HybridStack, LayerNormFromConfig
 from megatron_ext.mixers.gated_delta_net import GatedDeltaNetMixer, GatedDeltaNetMixerSubmodules
 from megatron_ext.mixers.mamba1 import Mamba1Mixer, Mamba1MixerSubmodules
 from megatron_ext.mixers.mamba2 import Mamba2Mixer, Mamba2MixerSubmodules
@@ -63,6 +63,8 @@ attention_layer_spec = ModuleSpec(
                 linear_qkv=ColumnParallelLinear,
                 core_attention=DotProductAttention,
                 linear_proj=RowParallelLinear,
+                q_layernorm=HeadNormFromConfig,
+                k_layernorm=HeadNormFromConfig,
             ),
         ),
         self_attn_bda=get_bias_dropout_add,

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from megatron.core.ssm.mamba_block import MambaStack
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from torch import Tensor
 
 
 class LayerNormFromConfig:
@@ -19,8 +22,35 @@ class LayerNormFromConfig:
         cls, config: TransformerConfig, hidden_size: int, eps: float | None = None, **_: object
     ) -> torch.nn.Module:
         """The norm itself, as upstream's wrapper class does."""
+        if config.layernorm_zero_centered_gamma:
+            return ZeroCenteredRMSNorm(hidden_size, config.layernorm_epsilon, config.params_dtype)
         norm = WrappedTorchNorm(config, hidden_size, eps=config.layernorm_epsilon)
         return norm.to(config.params_dtype)
+
+
+class HeadNormFromConfig:
+    """The norm of each query or key head, or nothing, as the configuration says."""
+
+    def __new__(cls, config: TransformerConfig, **kwargs: object) -> torch.nn.Module:
+        """The norm itself."""
+        return LayerNormFromConfig(config, **kwargs) if config.qk_layernorm else IdentityOp()
+
+
+class ZeroCenteredRMSNorm(torch.nn.Module):
+    """RMSNorm that multiplies by 1 + weight, in fp32: in 16 bits a weight near 0 says more than one near 1.
+
+    What Transformer Engine's norms compute with `zero_centered_gamma`.
+    """
+
+    def __init__(self, channels: int, eps: float, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.zeros(channels, dtype=dtype))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[..., channels] -> the same, in the same type."""
+        normed = F.rms_norm(hidden.float(), self.weight.shape, eps=self.eps)
+        return (normed * (1.0 + self.weight.float())).to(hidden.dtype)
 
 
 class HybridStack(MambaStack):

@@ -18,7 +18,10 @@ UPSTREAM_NAMES = {
         "_get_stop_word_finished_ids_callback",
         "_init_dynamic_sampling_tensors",
     ),
-    "megatron.core.transformer.attention.Attention": ("_get_pp_layer_offset_for_inference",),
+    "megatron.core.transformer.attention.Attention": (
+        "_apply_output_gate",
+        "_get_pp_layer_offset_for_inference",
+    ),
     "megatron.core.transformer.moe.router.TopKRouter": ("_apply_expert_bias",),
     "megatron.core.dist_checkpointing.strategies.torch": ("_replace_state_dict_keys_with_sharded_keys",),
 }

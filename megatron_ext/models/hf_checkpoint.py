@@ -11,11 +11,21 @@ from torch import nn
 from megatron_ext.config import ModelConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore.weights import mark_weights_changed
-from megatron_ext.models import hf_falcon_mamba, hf_jamba, hf_llama, hf_mamba, hf_nemotron_h
+from megatron_ext.models import (
+    hf_falcon_mamba,
+    hf_jamba,
+    hf_llama,
+    hf_mamba,
+    hf_nemotron_h,
+    hf_qwen3_next,
+)
 from megatron_ext.models.weight_files import read_json
 
 CONFIG_FILE = "config.json"
-_FAMILIES = {family.MODEL_TYPE: family for family in (hf_nemotron_h, hf_llama, hf_mamba, hf_falcon_mamba, hf_jamba)}
+_FAMILIES = {
+    family.MODEL_TYPE: family
+    for family in (hf_nemotron_h, hf_llama, hf_qwen3_next, hf_mamba, hf_falcon_mamba, hf_jamba)
+}
 
 
 def read_hf_config(directory: Path) -> ModelConfig:

@@ -8,7 +8,9 @@ A tensor of ours comes from one of theirs, or from several:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -41,8 +43,21 @@ def names_without_prefix(files: WeightFiles, prefixes: Sequence[str]) -> dict[st
     return stored
 
 
+@dataclass(frozen=True)
+class Joint:
+    """How several tensors of theirs make up one of ours where they do not simply stand one below the other."""
+
+    shapes: Callable[[ModelConfig], list[tuple[int, ...]]]  # of theirs
+    join: Callable[[list[Tensor], ModelConfig], Tensor]
+
+
 def fill_model(
-    model: nn.Module, config: ModelConfig, files: WeightFiles, stored: Mapping[str, str], sources: Sources
+    model: nn.Module,
+    config: ModelConfig,
+    files: WeightFiles,
+    stored: Mapping[str, str],
+    sources: Sources,
+    joints: Mapping[str, Joint] = MappingProxyType({}),
 ) -> None:
     """Fill every tensor of `model`, built from `config`, in the types the parameters have.
 
@@ -50,6 +65,7 @@ def fill_model(
         files: Where tensors are read.
         stored: Names without prefix to names as stored, of everything there is.
         sources: What each tensor of the model comes from.
+        joints: Ends of our names to how those tensors are put together, beside those of attention.
 
     Raises:
         CheckpointError: A tensor is missing, is not known, or has another shape; the message names it. Tied embeddings
@@ -62,22 +78,28 @@ def fill_model(
         _require_tied(files, stored, sources[EMBEDDING][0])
         found.remove(LM_HEAD)
     require_same_names(directory, found, {name for names in sources.values() for name in names})
+    joints = {QKV: Joint(_qkv_shapes, interleave_qkv)} | dict(joints)
     with torch.no_grad():
         for name, target in tensors.items():
             parts = [files.get(stored[source]) for source in sources[name]]
-            shapes = _part_shapes(name, tuple(target.shape), len(parts), config)
+            joint = next((joint for end, joint in joints.items() if name.endswith(end)), None)
+            shapes = joint.shapes(config) if joint else _stacked_shapes(tuple(target.shape), len(parts))
             for source, part, shape in zip(sources[name], parts, shapes, strict=True):
                 require_shape(directory, stored[source], part.shape, shape)
-            target.copy_(interleave_qkv(*parts, config) if name.endswith(QKV) else _stacked(parts))
+            target.copy_(joint.join(parts, config) if joint else _stacked(parts))
 
 
-def interleave_qkv(query: Tensor, key: Tensor, value: Tensor, config: ModelConfig) -> Tensor:
-    """[Hq*D, h], [Hkv*D, h], [Hkv*D, h] -> [(Hq + 2*Hkv)*D, h] in groups of [q ... q k v].
+def interleave_qkv(parts: list[Tensor], config: ModelConfig) -> Tensor:
+    """Query [Hq*D, h], key and value [Hkv*D, h] -> [(Hq + 2*Hkv)*D, h] in groups of [q ... q k v].
 
-    The layout that megatron-core's `SelfAttention.get_query_key_value_tensors` takes apart.
+    With an output gate each head of the query matrix is followed by that of its gate: [Hq*2*D, h] -> groups of
+    [q ... q gate ... gate k v]. These are the layouts that megatron-core's `SelfAttention` takes apart.
     """
-    groups = config.query_groups
-    grouped = [matrix.unflatten(0, (groups, -1)) for matrix in (query, key, value)]  # each [groups, rows, h]
+    query, key, value = parts
+    if config.attention_output_gate:
+        heads = query.unflatten(0, (config.num_attention_heads, 2, -1))  # [Hq, 2, D, h]
+        parts = [*(heads[:, i].flatten(0, 1) for i in range(2)), key, value]
+    grouped = [matrix.unflatten(0, (config.query_groups, -1)) for matrix in parts]  # each [groups, rows, h]
     return torch.cat(grouped, dim=1).flatten(0, 1)
 
 
@@ -85,13 +107,15 @@ def _stacked(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _part_shapes(name: str, shape: tuple[int, ...], count: int, config: ModelConfig) -> list[tuple[int, ...]]:
+def _stacked_shapes(shape: tuple[int, ...], count: int) -> list[tuple[int, ...]]:
     """Shapes of the tensors that one of `shape` is put together from."""
-    if name.endswith(QKV):
-        key_rows = config.query_groups * config.head_channels
-        query_rows = config.num_attention_heads * config.head_channels
-        return [(rows, config.hidden_size) for rows in (query_rows, key_rows, key_rows)]
     return [(shape[0] // count, *shape[1:])] * count
+
+
+def _qkv_shapes(config: ModelConfig) -> list[tuple[int, ...]]:
+    key_rows = config.query_groups * config.head_channels
+    query_rows = config.num_attention_heads * config.head_channels * (1 + config.attention_output_gate)
+    return [(rows, config.hidden_size) for rows in (query_rows, key_rows, key_rows)]
 
 
 def _require_tied(files: WeightFiles, stored: Mapping[str, str], embedding: str) -> None:

@@ -46,6 +46,7 @@ _LAYOUT = {
     "num_attention_heads": "--num-attention-heads",
     "query_groups": "--num-query-groups",
     "head_channels": "--kv-channels",
+    "attention_output_gate": "--attention-output-gate",
     "mamba_state_dim": "--mamba-state-dim",
     "mamba_head_dim": "--mamba-head-dim",
     "mamba_heads": "--mamba-num-heads",

@@ -18,7 +18,7 @@ def matrix_parameter_count(config: ModelConfig) -> int:
     """
     layers = {
         "M": _RECURRENT[config.recurrent_layer](config),
-        "*": 2 * config.hidden_size * config.head_channels * (config.num_attention_heads + config.query_groups),
+        "*": _attention(config),
         "-": _mlp(config, config.hidden_size, config.ffn_size),
         "E": _experts(config) if config.is_moe else 0,
     }
@@ -26,6 +26,12 @@ def matrix_parameter_count(config: ModelConfig) -> int:
     positions = config.max_position_embeddings if config.position_embedding_type == "learned_absolute" else 0
     embeddings = (tables * config.vocab_size + positions) * config.hidden_size
     return embeddings + sum(layers[symbol] for symbol in config.hybrid_override_pattern)
+
+
+def _attention(config: ModelConfig) -> int:
+    """Query, key, value and output; the output's gate."""
+    heads = (2 + config.attention_output_gate) * config.num_attention_heads + 2 * config.query_groups
+    return config.hidden_size * config.head_channels * heads
 
 
 def _mamba(config: ModelConfig) -> int:
@@ -56,12 +62,13 @@ def _mlp(config: ModelConfig, width: int, inner: int) -> int:
 
 
 def _experts(config: ModelConfig) -> int:
-    """Router, routed experts, shared experts, and the projections to and from a latent width."""
+    """Router, routed experts, shared experts with their gate, and the projections to and from a latent width."""
     width = config.moe_latent_size or config.hidden_size
     shared = config.moe_shared_expert_intermediate_size or 0
+    gate = config.moe_shared_expert_gate * config.hidden_size
     latent = 2 * config.hidden_size * width if config.moe_latent_size else 0
     routed = config.num_experts * (config.hidden_size + _mlp(config, width, config.expert_ffn_size))
-    return routed + _mlp(config, config.hidden_size, shared) + latent
+    return routed + _mlp(config, config.hidden_size, shared) + gate + latent
 
 
 def check_model_fits(config: ModelConfig, dtype: torch.dtype, available_bytes: int) -> None:

@@ -16,13 +16,15 @@ OPTIONS = """
 --group-query-attention --no-group-query-attention --num-query-groups --kv-channels
 --mamba-state-dim --mamba-head-dim --mamba-num-heads --mamba-num-groups --mamba-inner-size --mamba-dt-rank
 --linear-key-head-dim --linear-value-head-dim --linear-num-key-heads --linear-num-value-heads --linear-conv-kernel-dim
---num-experts --moe-ffn-hidden-size --moe-shared-expert-intermediate-size --moe-latent-size
+--qk-layernorm --no-qk-layernorm --attention-output-gate --no-attention-output-gate
+--num-experts --moe-ffn-hidden-size --moe-shared-expert-intermediate-size
+--moe-shared-expert-gate --no-moe-shared-expert-gate --moe-latent-size
 --moe-router-topk --moe-router-score-function --moe-router-num-groups --moe-router-group-topk
 --moe-router-pre-softmax --no-moe-router-pre-softmax
 --moe-router-topk-scaling-factor --moe-router-enable-expert-bias --no-moe-router-enable-expert-bias
 --position-embedding-type --rotary-base --rotary-percent --use-rope-scaling --no-use-rope-scaling --rope-scaling-factor
 --normalization --norm-epsilon
---squared-relu --no-squared-relu --swiglu --no-swiglu
+--apply-layernorm-1p --no-apply-layernorm-1p --squared-relu --no-squared-relu --swiglu --no-swiglu
 --disable-bias-linear --no-disable-bias-linear
 --untie-embeddings-and-output-weights --no-untie-embeddings-and-output-weights
 --max-position-embeddings --vocab-size

@@ -93,10 +93,20 @@ def test_cache_on_equals_cache_off(get_oracle, get_driver, oracle, mode, budget,
         assert_equals_oracle(on, request_id, oracle)
 
 
-@pytest.mark.parametrize("pattern", ["M-M-", "MM*"])
-def test_other_stacks(pattern):
-    """LA-2: without attention blocks are bookkeeping only; two recurrent layers may follow each other."""
-    config = dataclasses.replace(GATED_DELTA_NET, hybrid_override_pattern=pattern)
+STACKS = {
+    "no attention": {"hybrid_override_pattern": "M-M-"},
+    "two in a row": {"hybrid_override_pattern": "MM*"},
+    "gated attention": {"attention_output_gate": True, "qk_layernorm": True, "apply_layernorm_1p": True}
+    | {"position_embedding_type": "rope", "rotary_percent": 0.5},
+    "gated shared experts": {"hybrid_override_pattern": "ME*E", "num_experts": 6, "moe_ffn_hidden_size": 20}
+    | {"moe_shared_expert_intermediate_size": 24, "moe_shared_expert_gate": True, "swiglu": True},
+}
+
+
+@pytest.mark.parametrize("fields", STACKS.values(), ids=STACKS)
+def test_other_stacks(fields):
+    """LA-2: without attention blocks are bookkeeping only; attention and experts as Qwen3-Next has them."""
+    config = dataclasses.replace(GATED_DELTA_NET, **fields)
     oracle = Oracle(build_slow_decay(config))
     driver = HybridDriver(oracle.model, config, max_tokens=40)
     prompt = make_prompt(3 * BLOCK + 5)

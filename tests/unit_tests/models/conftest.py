@@ -13,7 +13,7 @@ from torch import nn
 
 from megatron_ext.config import ModelConfig
 from megatron_ext.models.build import build_model
-from tests.unit_tests.models import llama_oracle, mamba_oracle
+from tests.unit_tests.models import llama_oracle, mamba_oracle, qwen3_next_oracle
 from tests.unit_tests.models import nemotron_h_oracle as oracle
 
 TINY = ModelConfig(
@@ -62,6 +62,18 @@ def llamas(tmp_path_factory: pytest.TempPathFactory) -> Oracles:
 def mambas(tmp_path_factory: pytest.TempPathFactory) -> Oracles:
     """The same for Mamba, FalconMamba and Jamba."""
     return _make_each_once(mamba_oracle, tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def qwens(tmp_path_factory: pytest.TempPathFactory) -> Oracles:
+    """The same for Qwen3-Next."""
+    return _make_each_once(qwen3_next_oracle, tmp_path_factory)
+
+
+@pytest.fixture
+def qwen_copy(qwens, tmp_path: Path) -> Path:
+    """A saved Qwen3-Next checkpoint (shape "experts") that a test may spoil."""
+    return shutil.copytree(qwens("experts")[1], tmp_path / "qwen")
 
 
 @pytest.fixture

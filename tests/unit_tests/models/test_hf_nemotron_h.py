@@ -158,7 +158,7 @@ def test_query_key_value_rows() -> None:
         hybrid_override_pattern="*", hidden_size=4, num_attention_heads=4, num_query_groups=2, kv_channels=1
     )
     rows = torch.arange(8.0)[:, None].expand(8, 4)
-    assert interleave_qkv(rows[:4], rows[4:6], rows[6:], config)[:, 0].tolist() == [0, 1, 4, 6, 2, 3, 5, 7]
+    assert interleave_qkv([rows[:4], rows[4:6], rows[6:]], config)[:, 0].tolist() == [0, 1, 4, 6, 2, 3, 5, 7]
 
 
 SPOILED = {

@@ -29,6 +29,14 @@ SHAPES = {
         linear_num_key_heads=2,
         linear_num_value_heads=4,
     ),
+    "gated attention": dataclasses.replace(TINY, attention_output_gate=True, qk_layernorm=True),
+    "gated shared experts": dataclasses.replace(
+        TINY,
+        hybrid_override_pattern="*E",
+        moe_shared_expert_intermediate_size=20,
+        moe_shared_expert_gate=True,
+        num_experts=4,
+    ),
     "Mamba-1": dataclasses.replace(TINY, recurrent_layer="mamba1", mamba_inner_size=72, mamba_dt_rank=5),
     "experts": dataclasses.replace(TINY, hybrid_override_pattern="ME*", moe_ffn_hidden_size=24, **SIGMOID),
     "shared experts": dataclasses.replace(
