@@ -79,6 +79,8 @@ MODEL = FlagGroup(
         Flag("position_embedding_type", "How positions are told", choices=POSITION_EMBEDDINGS),
         Flag("rotary_base", "Base of the rotary embeddings' wavelengths, with rope"),
         Flag("rotary_percent", "Share of each attention head that is rotated, with rope"),
+        Flag("use_rope_scaling", "Stretch the long wavelengths of rotary embeddings, as Llama 3.1 does"),
+        Flag("rope_scaling_factor", "By how much"),
         Flag("normalization", "Kind of norm", choices=NORMALIZATIONS),
         Flag("norm_epsilon", "Added to the variance in norms"),
         Flag("squared_relu", "Squared ReLU in MLPs"),

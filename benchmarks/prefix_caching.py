@@ -32,6 +32,8 @@ AT_ONCE = (1, 8)
 CHATS, TURNS, SAID, ANSWER = 8, 4, 200, 64
 SIGHTING_OWN = 512
 ON, OFF = CacheConfig(snapshot_slots=SLOTS), CacheConfig(enable_prefix_caching=False)
+ALIGN = CacheConfig(snapshot_slots=SLOTS, snapshot_mode="align")
+STEP = 2048  # tokens of a step where modes are compared: prompts are cut in either
 
 
 class Bench:
@@ -43,9 +45,9 @@ class Bench:
         self.repeats = repeats
         self._seed = 0
 
-    def engine(self, cache: CacheConfig) -> InferenceEngine:
-        """An engine with room for every prompt of a measurement in one step."""
-        return self.pair.engine(cache, block_count=1600, block_size=BLOCK, max_requests=16, max_tokens=80_000)
+    def engine(self, cache: CacheConfig, max_tokens: int = 80_000) -> InferenceEngine:
+        """An engine with room for every prompt of a measurement, in one step unless told otherwise."""
+        return self.pair.engine(cache, block_count=1600, block_size=BLOCK, max_requests=16, max_tokens=max_tokens)
 
     def tokens(self, count: int) -> list[int]:
         """Token ids that no other call gives."""
@@ -96,6 +98,15 @@ class Bench:
         """Seconds of the matrix products that cannot be skipped."""
         flops = forward_flops(self.pair, [shared + OWN] * count, skipped=shared if warm else 0)
         return flops / self.rate
+
+    def in_mode(self, cache: CacheConfig, shared: int, count: int) -> tuple[float, float]:
+        """Seconds to the last first token in steps of `STEP` tokens: prompts never seen before, and warm ones."""
+        engine = self.engine(cache, STEP)
+        cold = slowest(serve(engine, [self.tokens(shared + OWN) for _ in range(count)]))
+        prefix = self.tokens(shared)
+        for prompt in self.prompts(prefix, OWN, 2):
+            serve(engine, [prompt])
+        return cold, slowest(serve(engine, self.prompts(prefix, OWN, count)))
 
     def unique_ratio(self) -> float:
         """Prompt tokens a second with the cache on over off, where no two prompts share anything."""
@@ -175,6 +186,7 @@ def main() -> None:
         f"{CHATS} chats of {TURNS} turns: {computed} tokens computed, {fewest} at least ({computed / fewest:.3f})"
     )
     console.print(sightings_table(bench))
+    console.print(modes_table(bench))
     platform.shut_down()
 
 
@@ -192,6 +204,22 @@ def ttft_table(bench: Bench) -> Table:
             ratios = (*over_floor, over_floor[1] / over_floor[0], warm / copied)
             times = (f"{value:.3f}" for value in (cold, warm, copied))
             table.add_row(str(shared), str(count), *times, *(f"{ratio:.2f}" for ratio in ratios))
+    return table
+
+
+def modes_table(bench: Bench) -> Table:
+    """`align` beside `kernel`."""
+    table = Table(
+        "shared", "at once", "kernel cold, s", "align / kernel, cold", "kernel warm, s", "align / kernel, warm"
+    )
+    for count in AT_ONCE:
+        for shared in SHARED:
+            runs = [[bench.in_mode(cache, shared, count) for cache in (ON, ALIGN)] for _ in range(bench.repeats)]
+            row = []
+            for which in (0, 1):
+                kernel, align = (statistics.median(run[mode][which] for run in runs) for mode in (0, 1))
+                row += [f"{kernel:.3f}", f"{align / kernel:.2f}"]
+            table.add_row(str(shared), str(count), *row)
     return table
 
 

@@ -68,6 +68,8 @@ class ModelConfig:
     position_embedding_type: str = "none"
     rotary_base: int = 10000
     rotary_percent: float = 1.0
+    use_rope_scaling: bool = False  # of long wavelengths, as Llama 3.1 does it
+    rope_scaling_factor: float = 8.0
     normalization: str = "RMSNorm"
     norm_epsilon: float = 1e-5
     squared_relu: bool = False
@@ -125,6 +127,12 @@ class ModelConfig:
             _require(not is_size or value > 0, f"{_flag(name)} {value} must be positive")
 
     def _check_rotary(self) -> None:
+        factor = self.rope_scaling_factor
+        _require(math.isfinite(factor) and factor >= 1, f"--rope-scaling-factor {factor} must be 1 or more")
+        _require(
+            not self.use_rope_scaling or self.position_embedding_type == "rope",
+            f"--use-rope-scaling needs --position-embedding-type rope, not {self.position_embedding_type}",
+        )
         share = self.rotary_percent
         _require(0 < share <= 1, f"--rotary-percent {share} must be more than 0 and at most 1: it is a share of a head")
         rotated = int(self.head_channels * share)

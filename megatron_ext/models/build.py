@@ -13,6 +13,7 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import platform  # first: it puts the CPU stand-ins in place
 from megatron_ext.models.size import check_model_fits
 
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding  # isort: skip
 from megatron.core.models.mamba import MambaModel  # isort: skip
 from megatron.core.transformer import TransformerConfig  # isort: skip
 from megatron.core.transformer.spec_utils import ModuleSpec  # isort: skip
@@ -57,6 +58,15 @@ def build_model(
             position_embedding_type=config.position_embedding_type,
             rotary_base=config.rotary_base,
             rotary_percent=config.rotary_percent,
+        )
+    if config.use_rope_scaling:  # MambaModel does not pass these on
+        model.rotary_pos_emb = RotaryEmbedding(
+            kv_channels=config.head_channels,
+            rotary_percent=config.rotary_percent,
+            rotary_base=config.rotary_base,
+            rope_scaling=True,
+            rope_scaling_factor=config.rope_scaling_factor,
+            use_cpu_initialization=True,
         )
     return model.to(device).eval()
 

@@ -27,6 +27,7 @@ from megatron_ext.models.hf_fields import (
     size_or,
     with_present_names,
 )
+from megatron_ext.models.hf_rotary import ROPE_FIELDS, rotary_fields
 from megatron_ext.models.hf_weights import (
     EMBEDDING,
     FINAL_NORM,
@@ -44,7 +45,6 @@ _LAYER = "*-"
 _PREFIXES = ("model.",)
 # transformers' values of fields that older files leave out.
 _DEFAULT_EPSILON = 1e-6
-_DEFAULT_ROTARY_BASE = 10000
 
 # Positive integers, under their names in `ModelConfig`.
 _SIZES = {
@@ -71,15 +71,9 @@ _FIXED: dict[str, tuple[Any, ...]] = {
 _TRANSLATED = frozenset(
     """
     architectures model_type num_hidden_layers num_key_value_heads head_dim rms_norm_eps tie_word_embeddings
-    rope_theta rope_scaling rope_parameters
     """.split()
 )
-_KNOWN = set(_SIZES) | set(_FIXED) | _TRANSLATED | WITHOUT_EFFECT
-
-# Of transformers 5 and of older files. Either may say everything about rotary embeddings.
-_ROPE_FIELDS = ("rope_parameters", "rope_scaling")
-_ROPE_TYPE_NAMES = {"type": "rope_type"}
-_ROPE_FIXED = {"rope_type": ("default",), "partial_rotary_factor": (1.0, None)}
+_KNOWN = set(_SIZES) | set(_FIXED) | _TRANSLATED | ROPE_FIELDS | WITHOUT_EFFECT
 
 # Ours below `decoder.layers.N.`, theirs below `layers.M.`.
 _LAYER_TENSORS: dict[str, dict[str, tuple[str, ...]]] = {
@@ -122,7 +116,7 @@ def translate(raw: dict[str, Any]) -> ModelConfig:
         norm_epsilon=positive_number(fields, "rms_norm_eps", default=_DEFAULT_EPSILON),
         untie_embeddings_and_output_weights=not flag(fields, "tie_word_embeddings", default=False),
         position_embedding_type="rope",
-        rotary_base=_rotary_base(fields),
+        **rotary_fields(fields),
         normalization="RMSNorm",
         swiglu=True,
         disable_bias_linear=True,
@@ -134,35 +128,6 @@ def _head_size(fields: dict[str, Any], default: int) -> int:
     if channels % 2:
         raise ConfigError(f"config.json: head_dim = {channels} is not supported; rotary embeddings need an even number")
     return channels
-
-
-def _rotary_base(fields: dict[str, Any]) -> int:
-    """`rope_theta`, from wherever the file says it; megatron-core takes a whole number.
-
-    Raises:
-        ConfigError: Frequencies that are scaled, a base that is no whole number, or two of them.
-    """
-    bases = {"rope_theta": fields["rope_theta"]} if fields.get("rope_theta") is not None else {}
-    for name in _ROPE_FIELDS:
-        given = fields.get(name)
-        if given is None:
-            continue
-        if not isinstance(given, dict):
-            raise ConfigError(f"config.json: {name} = {given!r} is not supported; it must be an object")
-        renamed = with_present_names(given, _ROPE_TYPE_NAMES)
-        parameters = {f"{name}.{key}": value for key, value in renamed.items()}
-        check_fixed(parameters, {f"{name}.{key}": values for key, values in _ROPE_FIXED.items()})
-        base = f"{name}.rope_theta"
-        check_known(parameters, {base, *(f"{name}.{key}" for key in _ROPE_FIXED)})
-        if parameters.get(base) is not None:
-            bases[base] = parameters[base]
-    values = {name: positive_number(bases, name, default=_DEFAULT_ROTARY_BASE) for name in bases}
-    if len(set(values.values())) > 1:
-        raise ConfigError("config.json: " + " contradicts ".join(f"{name} {value!r}" for name, value in bases.items()))
-    for name, value in values.items():
-        if not value.is_integer():
-            raise ConfigError(f"config.json: {name} = {value!r} is not supported; it must be a whole number")
-    return int(next(iter(values.values()), _DEFAULT_ROTARY_BASE))
 
 
 def load_weights(model: nn.Module, config: ModelConfig, directory: Path) -> None:

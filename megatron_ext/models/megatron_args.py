@@ -25,6 +25,8 @@ _TAKEN = (
     "mamba_num_heads",
     "mamba_num_groups",
     "rotary_percent",
+    "use_rope_scaling",
+    "rope_scaling_factor",
     "squared_relu",
     "swiglu",
     "untie_embeddings_and_output_weights",
@@ -63,7 +65,6 @@ _MUST_BE_OFF = (
     "retro_add_retriever",
     "rotary_interleaved",
     "use_legacy_models",
-    "use_rope_scaling",
     "window_size",
 )
 _MUST_BE_OFF_FOR_EXPERTS = ("moe_apply_probs_on_input", "moe_router_pre_softmax", "moe_shared_expert_gate")

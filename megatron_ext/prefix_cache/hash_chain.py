@@ -75,5 +75,6 @@ class HashChain:
         known = len(self._digests) * self._block_size
         if len(tokens) - known >= self._block_size:
             parent = self._digests[-1] if self._digests else self.root
-            self._digests += block_digests(parent, tokens[known:], self._block_size)
+            unseen = tokens[known:] if known else tokens  # no copy of a whole prompt
+            self._digests += block_digests(parent, unseen, self._block_size)
         return self._digests

@@ -38,6 +38,8 @@ REFUSED = [
     (ModelConfig, {"hidden_size": 10, "num_attention_heads": 4}, ["10", "4 attention heads", "--kv-channels"]),
     (ModelConfig, {"num_attention_heads": 4, "num_query_groups": 3}, ["4 attention heads", "3 query groups"]),
     (ModelConfig, {"num_attention_heads": 4, "num_query_groups": 8}, ["4 attention heads", "8 query groups"]),
+    (ModelConfig, {"rope_scaling_factor": 0.5}, ["--rope-scaling-factor 0.5", "1 or more"]),
+    (ModelConfig, {"use_rope_scaling": True}, ["--use-rope-scaling", "--position-embedding-type rope, not none"]),
     (ModelConfig, {"rotary_percent": 0.0}, ["--rotary-percent 0.0", "at most 1"]),
     (ModelConfig, {"rotary_percent": 1.5}, ["--rotary-percent 1.5", "at most 1"]),
     (ModelConfig, {"rotary_percent": NAN}, ["--rotary-percent nan"]),

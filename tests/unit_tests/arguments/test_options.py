@@ -19,7 +19,8 @@ OPTIONS = """
 --num-experts --moe-ffn-hidden-size --moe-shared-expert-intermediate-size --moe-latent-size
 --moe-router-topk --moe-router-score-function --moe-router-num-groups --moe-router-group-topk
 --moe-router-topk-scaling-factor --moe-router-enable-expert-bias --no-moe-router-enable-expert-bias
---position-embedding-type --rotary-base --rotary-percent --normalization --norm-epsilon
+--position-embedding-type --rotary-base --rotary-percent --use-rope-scaling --no-use-rope-scaling --rope-scaling-factor
+--normalization --norm-epsilon
 --squared-relu --no-squared-relu --swiglu --no-swiglu
 --disable-bias-linear --no-disable-bias-linear
 --untie-embeddings-and-output-weights --no-untie-embeddings-and-output-weights

@@ -142,6 +142,7 @@ def test_resuming_one_token_too_far(driver, oracle, monkeypatch):
     """The KV of that token is never written."""
     resume = matching.resume_position
     monkeypatch.setattr(matching, "resume_position", lambda length, matched: resume(length, matched + (matched > 0)))
+    monkeypatch.setattr(Scheduler, "_count_hit", lambda *_: None)  # it would fall over that token
     play(driver)
     assert_is_seen(driver, oracle)
     assert_equals_oracle(driver, FIRST, oracle)

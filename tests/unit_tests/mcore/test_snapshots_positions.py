@@ -17,19 +17,22 @@ def oracle(get_oracle):
     return get_oracle("hybrid")
 
 
-# Budgets that cut a prompt 3, 2, 1 and 0 tokens before the boundary 48 and after it; and slices of 1, 2 and 3 tokens,
-# which are less than the convolution window.
-@pytest.mark.parametrize("budget", [15, 23, 47, 24, 16, 49, 25, 17, 1, 2, 3])
-@pytest.mark.parametrize("token_rounder", [1, 8])
-def test_wherever_the_prompt_is_cut(get_oracle, oracle, budget, token_rounder):
+# Budgets that cut a prompt 3, 2, 1 and 0 tokens before the boundary 48 and after it; and of a shorter one slices of
+# 1, 2 and 3 tokens, which are less than the convolution window.
+CUTS = [(48, budget, 1) for budget in (15, 23, 47, 24, 16, 49, 25, 17)] + [(48, 47, 8), (48, 17, 8)]
+CUTS += [(16, 1, 1), (16, 2, 1), (16, 3, 1), (16, 2, 8)]
+
+
+@pytest.mark.parametrize(("boundary", "budget", "token_rounder"), CUTS)
+def test_wherever_the_prompt_is_cut(get_oracle, oracle, boundary, budget, token_rounder):
     """FX-2, FX-4, HY-8, HY-9, HY-10: the last boundary's snapshot is taken in whichever chunk it lies in."""
     driver = build_driver(get_oracle, max_tokens=budget, max_requests=1, token_rounder=token_rounder)
-    prompt = make_prompt(3 * BLOCK + 5)
+    prompt = make_prompt(boundary + 5)
     driver.sight(0, prompt, num_tokens_to_generate=1)
-    assert driver.seen[0].chunks[:2] == [(0, min(budget, 53)), (budget, min(2 * budget, 53))]
-    assert assert_snapshots_equal_oracle(driver, prompt, oracle) == [48]
-    assert driver.sight(1, prompt) == 48
-    assert driver.sight(2, [*prompt, *make_prompt(20, seed=1)]) == 48
+    assert driver.seen[0].chunks[:2] == [(0, budget), (budget, min(2 * budget, boundary + 5))]
+    assert assert_snapshots_equal_oracle(driver, prompt, oracle) == [boundary]
+    assert driver.sight(1, prompt) == boundary
+    assert driver.sight(2, [*prompt, *make_prompt(9, seed=1)]) == boundary
     for request_id in range(3):
         assert_equals_oracle(driver, request_id, oracle)
 

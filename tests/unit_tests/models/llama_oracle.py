@@ -36,6 +36,14 @@ _SMALL = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }
 
+LLAMA_3_1 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
 SHAPES = (
     Shape("mha", seed=1),
     Shape("gqa, tied", seed=2, tied=True, fields={"num_key_value_heads": 2, "num_hidden_layers": 3}),
@@ -51,6 +59,8 @@ SHAPES = (
             "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
         },
     ),
+    # Wavelengths of 6, 75, 888 and 10560 tokens: the last is beyond what scaling begins at, and seen in long prompts.
+    Shape("scaled wavelengths", seed=5, fields={"rope_parameters": LLAMA_3_1 | {"rope_theta": 20000.0}}),
     Shape("mqa, tied, narrow MLP", seed=4, tied=True, fields={"num_key_value_heads": 1, "intermediate_size": 24}),
 )
 

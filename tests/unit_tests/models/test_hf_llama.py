@@ -71,6 +71,18 @@ def test_tied_embeddings_stored_twice(factor: int, llamas, tmp_path: Path) -> No
             load_hf(directory)
 
 
+def test_scaled_wavelengths_matter(llamas, tmp_path: Path) -> None:
+    """Negative control: without scaling, or with another factor, long prompts have other logits; saved, it is kept."""
+    theirs, directory = llamas("scaled wavelengths")
+    loaded = load_hf(directory)
+    save_model(str(tmp_path / "saved"), loaded)
+    again = load_model(SourceConfig(load=str(tmp_path / "saved")), {}, device=CPU)
+    assert excess(again.model, theirs, 400) <= 1
+    for override in ({"use_rope_scaling": False}, {"rope_scaling_factor": 4.0}):
+        changed = load_hf(directory, override).model
+        assert excess(changed, theirs, 400) > 10, override
+
+
 # Negative controls
 
 

@@ -50,6 +50,17 @@ LLAMA_3 = LLAMA_2 | {
 }
 SCALED = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
+SCALED_3 = SCALED | {"rope_type": "llama3"}
+
+
+@pytest.mark.parametrize("name", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize("factor", [8.0, 32])
+def test_scaling_of_llama_3_1(name: str, factor: float) -> None:
+    """Of the published 3.1 (8) and 3.2 (32) configurations."""
+    config = translate(LLAMA_3 | {name: SCALED_3 | {"factor": factor}, "max_position_embeddings": 131072})
+    assert (config.use_rope_scaling, config.rope_scaling_factor, config.rotary_base) == (True, factor, 500000)
+    assert not translate(LLAMA_3).use_rope_scaling
+
 
 def test_published_configurations() -> None:
     older, newer = translate(LLAMA_2), translate(LLAMA_3)
@@ -102,8 +113,18 @@ def test_rotary_base_wherever_it_is(rope: dict) -> None:
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"rope_scaling": SCALED | {"rope_type": "llama3"}}, "rope_scaling.rope_type = 'llama3' is not supported"),
-        ({"rope_parameters": SCALED | {"rope_type": "llama3"}}, "rope_parameters.rope_type = 'llama3'"),
+        ({"rope_scaling": SCALED}, "field rope_scaling.factor = 8.0"),
+        ({"rope_scaling": SCALED_3 | {"low_freq_factor": 2.0}}, "rope_scaling.low_freq_factor = 2.0"),
+        ({"rope_scaling": SCALED_3 | {"high_freq_factor": 5.0}}, "rope_scaling.high_freq_factor = 5.0"),
+        (
+            {"rope_parameters": SCALED_3 | {"original_max_position_embeddings": 4096}},
+            "rope_parameters.original_max_position_embeddings = 4096",
+        ),
+        ({"rope_scaling": SCALED_3 | {"factor": None}}, "rope_scaling.factor = None"),
+        (
+            {"rope_scaling": SCALED_3, "rope_parameters": SCALED_3 | {"factor": 32.0}},
+            "rope_parameters.factor 32.0 contradicts rope_scaling.factor 8.0",
+        ),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.rope_type = 'linear'"),
         (
             {"rope_scaling": {"type": "default", "rope_type": "yarn"}},

