@@ -88,12 +88,18 @@ def reference_prefill(pair: Pair, tokens: torch.Tensor) -> torch.Tensor:
 def decode_table(pair: Pair) -> Table:
     """Generated tokens a second, prefill not counted."""
     table = Table("decode", "ours, tokens/s", "transformers, tokens/s", "ours / transformers")
-    ours = statistics.median(our_decode_seconds(pair) for _ in range(3))
-    theirs = statistics.median(reference_decode_seconds(pair) for _ in range(3))
+    ours, theirs = median_decode_seconds(pair)
     total = DECODE_REQUESTS * DECODE_TOKENS
     name = f"{DECODE_REQUESTS} requests x {DECODE_TOKENS}"
     table.add_row(name, f"{total / ours:.0f}", f"{total / theirs:.0f}", f"{theirs / ours:.2f}")
     return table
+
+
+def median_decode_seconds(pair: Pair) -> tuple[float, float]:
+    """Ours and transformers', of three runs each in turn."""
+    runs = [(our_decode_seconds(pair), reference_decode_seconds(pair)) for _ in range(3)]
+    ours, theirs = (statistics.median(times) for times in zip(*runs, strict=True))
+    return ours, theirs
 
 
 def our_decode_seconds(pair: Pair) -> float:

@@ -6,7 +6,7 @@ import tempfile
 from dataclasses import dataclass
 
 import torch
-from transformers import NemotronHConfig, NemotronHForCausalLM
+from transformers import NemotronHConfig, NemotronHForCausalLM, PreTrainedModel
 
 from megatron_ext.config import BatchingConfig, CacheConfig, SourceConfig
 from megatron_ext.mcore.assemble import build_engine
@@ -21,7 +21,7 @@ VOCABULARY = 4096
 class Pair:
     """One set of weights, twice."""
 
-    reference: NemotronHForCausalLM
+    reference: PreTrainedModel
     ours: LoadedModel
 
     def engine(self, cache: CacheConfig | None = None, **batching: object) -> InferenceEngine:
@@ -55,15 +55,20 @@ def build_pair(device: torch.device, dtype: torch.dtype) -> Pair:
         eos_token_id=None,
         pad_token_id=0,
     )
-    reference = NemotronHForCausalLM(config).eval()
+    reference = NemotronHForCausalLM(config)
     for layer in reference.model.layers:
         if hasattr(layer.mixer, "time_step_limit"):
             layer.mixer.time_step_limit = (0.0, float("inf"))  # its chunked path alone would clamp
+    return pair_of(reference, device, dtype)
+
+
+def pair_of(reference: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> Pair:
+    """A model of transformers, saved by itself and loaded by us."""
     with tempfile.TemporaryDirectory() as directory:
         reference.save_pretrained(directory)
         source = SourceConfig(load_hf=directory, bf16=dtype is torch.bfloat16)
         ours = load_model(source, {}, device=device)
-    return Pair(reference.to(device, dtype), ours)
+    return Pair(reference.eval().to(device, dtype), ours)
 
 
 def forward_flops(pair: Pair, prompt_lengths: list[int], skipped: int = 0) -> float:
