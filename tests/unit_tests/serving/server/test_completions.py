@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from megatron_ext.config import RequestParams
-from tests.unit_tests.serving.server.conftest import LiveServer, tiny_engine
 from tests.unit_tests.support.driver import make_prompt
 from tests.unit_tests.support.models import HYBRID
+from tests.unit_tests.support.server import LiveServer, tiny_engine
 from tests.unit_tests.support.tokenizers import PieceTokenizer
 
 PROMPT = make_prompt(40, seed=3)

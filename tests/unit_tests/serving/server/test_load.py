@@ -13,8 +13,8 @@ import pytest
 
 from megatron_ext.config import RequestParams
 from tests.priority import TestPriority
-from tests.unit_tests.serving.server.conftest import PATIENCE, LiveServer, tiny_engine
 from tests.unit_tests.support.driver import make_prompt
+from tests.unit_tests.support.server import PATIENCE, LiveServer, tiny_engine
 
 CLIENTS = 64
 PREFIX = make_prompt(48, seed=5)
