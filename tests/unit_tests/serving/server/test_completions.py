@@ -106,6 +106,16 @@ def test_cached_tokens_are_the_skipped_ones(tiny, offline, stream):
     assert reasons == {"partial_block": 8}
 
 
+def test_blocks_that_are_found_but_not_skipped_are_not_cached_tokens(tiny, stream):
+    """EX-2: the first block is cached, and no snapshot stands at its end."""
+    tiny.reset_cache()
+    complete(tiny, stream=stream)
+    got = complete(tiny, stream=stream, prompt=[*PROMPT[:16], *make_prompt(20, seed=4)])
+    assert got.cached == 0
+    reasons = got.usage.prompt_tokens_details.computed_tokens_by_reason
+    assert reasons == {"no_snapshot": 16, "not_cached": 16, "partial_block": 4}
+
+
 def test_a_request_can_stay_away_from_the_cache(tiny, stream):
     """KV-9."""
     complete(tiny, stream=stream)
