@@ -17,7 +17,14 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.block_allocator import PoolBlockAllocator
 from megatron_ext.mcore.staging import StagedStep, snapshots_within, stage_step
-from megatron_ext.memory.budget import DEFAULT_MAX_TOKENS, Geometry, ModelMemory, check_fits, plan_memory
+from megatron_ext.memory.budget import (
+    DEFAULT_MAX_TOKENS,
+    Geometry,
+    ModelMemory,
+    check_fits,
+    plan_memory,
+    request_state_bytes,
+)
 from megatron_ext.memory.state_pool import SnapshotPool, StatePool, StateShape, copy_states
 from megatron_ext.mixers.recurrent import RecurrentStep
 from megatron_ext.ops.paged_attention import PagedLayout
@@ -25,6 +32,7 @@ from megatron_ext.ops.rotary import Rotation, rotation_at
 from megatron_ext.scheduling.planner import Limits
 from megatron_ext.scheduling.request import Chunk
 from megatron_ext.scheduling.scheduler import Scheduler
+from megatron_ext.scheduling.snapshots import most_snapshots
 
 logger = logging.getLogger(__name__)
 
@@ -142,6 +150,14 @@ class InferenceContext(DynamicInferenceContext):
             chunked_prefill=batching.enable_chunked_prefill,
             aligned_chunks=self._keeps_states_at_chunk_ends,
         )
+
+    def request_state_bytes(self, length: int) -> int:
+        """Bytes of recurrent states that a prompt of `length` tokens takes at most, its snapshots included."""
+        if self.geometry.snapshot_slots == 0:
+            return self.geometry.live_states and self.geometry.state_bytes
+        limits = self.limits
+        snapshots = most_snapshots(length, limits.block_size, limits.max_tokens, is_aligned=limits.aligned_chunks)
+        return request_state_bytes(self.geometry.state_bytes, min(snapshots, self.geometry.snapshot_slots))
 
     def _set_upstream_switches(self) -> None:
         """What upstream's engine, controller and layers ask a dynamic context; features that are not used here."""

@@ -118,6 +118,11 @@ class InferenceEngine(DynamicInferenceEngine):
         return self.context.geometry
 
     @property
+    def longest_request_state_bytes(self) -> int:
+        """Bytes of recurrent states that a request of the longest possible prompt takes at most."""
+        return self.context.request_state_bytes(self.context.max_sequence_length)
+
+    @property
     def scheduler(self) -> object:
         """The context's scheduler: queues, blocks, live rows."""
         return self.context.scheduler

@@ -146,6 +146,18 @@ def _block_count(model: ModelMemory, batching: BatchingConfig, block_bytes: int,
     return kv_bytes // block_bytes - 1
 
 
+def request_state_bytes(state_bytes: int, snapshots: int, speculative_tokens: int = 0) -> int:
+    """Bytes of recurrent states that serving one request takes at most (LA-4).
+
+    Args:
+        state_bytes: Of one sequence, all layers.
+        snapshots: That it adds; see `most_snapshots`.
+        speculative_tokens: Each has a running state of its own until it is accepted or not.
+    """
+    restored, running = 1, 1 + speculative_tokens
+    return (restored + running + snapshots) * state_bytes
+
+
 def check_fits(geometry: Geometry, available_bytes: int) -> None:
     """See that the pools fit the memory there is, before they are allocated.
 

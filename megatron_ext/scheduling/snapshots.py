@@ -44,6 +44,16 @@ def prefill_stops(length: int, shared_end: int, block_size: int) -> list[int]:
     return list(dict.fromkeys(wanted))
 
 
+def most_snapshots(length: int, block_size: int, step_tokens: int, *, is_aligned: bool) -> int:
+    """The most snapshots that a prompt of `length` tokens can leave, and the one that its decode keeps (LA-4).
+
+    Where `prefill_stops` are, and with aligned chunks at the end of every chunk that a step's budget cuts.
+    """
+    own = min(3, length // block_size)
+    chunks = -(-length // (step_tokens // block_size * block_size)) if is_aligned else 0
+    return min(own + chunks, length // block_size) + 1
+
+
 def cut_aligned(start: int, end: int, length: int, stops: Sequence[int], block_size: int) -> int:
     """Where a chunk [start, end) ends at the latest if states are left behind only at the ends of chunks (LA-1).
 

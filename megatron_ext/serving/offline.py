@@ -47,7 +47,7 @@ def _run(settings: InferenceSettings, prompts: Sequence[Prompt]) -> bool:
     loaded = _load(settings, prompts)
     engine = _build_engine(settings, loaded, settings.cache)
     console = make_console(quiet=not _is_writer())
-    print_geometry(engine.geometry, loaded.name, console)
+    print_geometry(engine.geometry, loaded.name, console, engine.longest_request_state_bytes)
     with progress_bar(len(prompts) * run.inference_repeat_n) as show:
         passes = run_passes(engine, prompts, run, show)
     print_report(passes, console)

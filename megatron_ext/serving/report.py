@@ -38,8 +38,8 @@ def make_console(quiet: bool) -> Console:
     return Console(highlight=False, quiet=quiet, width=None if sys.stdout.isatty() else _FILE_WIDTH)
 
 
-def print_geometry(geometry: Geometry, model: str, console: Console) -> None:
-    """Print what the engine has room for (EX-6)."""
+def print_geometry(geometry: Geometry, model: str, console: Console, request_state_bytes: int = 0) -> None:
+    """Print what the engine has room for (EX-6), and what the states of the longest request can take (LA-4)."""
     lines = [
         f"model: {model}",
         f"KV cache: {geometry.blocks} blocks of {geometry.block_size_tokens} tokens and {geometry.block_bytes:,} bytes",
@@ -50,6 +50,8 @@ def print_geometry(geometry: Geometry, model: str, console: Console) -> None:
             f"recurrent states: {geometry.live_states} live ones and {geometry.snapshot_slots} snapshots of "
             f"{geometry.state_bytes:,} bytes each{cost}"
         )
+    if request_state_bytes:
+        lines.append(f"states of one request: at most {request_state_bytes:,} bytes, its snapshots included")
     shortest = geometry.shortest_prompt_that_can_hit
     lines.append("prefix cache: " + ("nothing is skipped" if shortest is None else f"hits from {shortest} tokens on"))
     for line in lines:

@@ -58,7 +58,7 @@ def build_serving(settings: ServerSettings) -> Serving:
         seed=settings.source.seed,
         logging_step_interval=settings.server.inference_logging_step_interval,
     )
-    print_geometry(engine.geometry, loaded.name, make_console(quiet=False))
+    print_geometry(engine.geometry, loaded.name, make_console(quiet=False), engine.longest_request_state_bytes)
     return Serving(engine, model_name(settings.source, settings.server, loaded.name), settings.server)
 
 

@@ -11,7 +11,15 @@ from hypothesis import given, settings
 
 from megatron_ext.config import BatchingConfig, CacheConfig
 from megatron_ext.errors import ConfigError
-from megatron_ext.memory.budget import GIB, Geometry, ModelMemory, check_fits, largest_divisor, plan_memory
+from megatron_ext.memory.budget import (
+    GIB,
+    Geometry,
+    ModelMemory,
+    check_fits,
+    largest_divisor,
+    plan_memory,
+    request_state_bytes,
+)
 
 HYBRID = ModelMemory(kv_bytes_per_token=1024, state_bytes=100_000, chunk_size=128, max_sequence_length=4096)
 ATTENTION = dataclasses.replace(HYBRID, state_bytes=0)
@@ -227,3 +235,9 @@ class TestSnapshots:
     def test_no_slots_where_nothing_is_cached_or_nothing_recurs(self):
         assert plan(self.MODEL).snapshot_slots == 0
         assert self.slots(ATTENTION, snapshot_buffer_gb=1.0) == 0
+
+
+def test_states_of_one_request():
+    """LA-4: one restored, one running and one for each speculative token, and what it leaves behind."""
+    assert request_state_bytes(1000, snapshots=3) == 5000
+    assert request_state_bytes(1000, snapshots=3, speculative_tokens=2) == 7000

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 
 from megatron_ext.prefix_cache.hash_chain import block_digests, root_digest
-from megatron_ext.scheduling.snapshots import common_blocks, cut_aligned, prefill_positions
+from megatron_ext.scheduling.snapshots import common_blocks, cut_aligned, most_snapshots, prefill_positions
 
 BLOCK = 4
 
@@ -77,3 +77,24 @@ def test_common_blocks(one: list[int], other: list[int]):
     ):
         expected += 1
     assert common_blocks(*digests) == expected
+
+
+@given(st.integers(1, 90), st.integers(4, 30), st.integers(0, 9), st.booleans())
+def test_no_prompt_leaves_more_than_the_estimate(length: int, budget: int, shared: int, is_aligned: bool):
+    """LA-4: without followers; one more is kept in decode."""
+    shared_end, start, left = min(shared, length // BLOCK) * BLOCK, 0, set()
+    while start < length:
+        end = min(length, start + budget)
+        if is_aligned:
+            end = cut_aligned(start, end, length, [shared_end, (length - 1) // BLOCK * BLOCK], BLOCK)
+            left |= {end} if end % BLOCK == 0 else set()
+        else:
+            left |= set(prefill_positions(start, end, length, shared_end, BLOCK))
+        start = end
+    assert len(left) + 1 <= most_snapshots(length, BLOCK, budget, is_aligned=is_aligned)
+
+
+def test_the_estimate_is_not_wild():
+    assert most_snapshots(3, BLOCK, 8, is_aligned=False) == 1
+    assert most_snapshots(100, BLOCK, 8, is_aligned=False) == 4
+    assert most_snapshots(100, BLOCK, 48, is_aligned=True) == 3 + 3 + 1

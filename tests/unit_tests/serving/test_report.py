@@ -69,6 +69,9 @@ def test_geometry(record):
     assert "8048 blocks of 64 tokens and 131,072 bytes" in text
     assert "64 live ones and 5 snapshots of 292,864 bytes each, as much as the KV of 143 tokens" in text
     assert "hits from 65 tokens on" in text
+    assert "states of one request" not in text
+    text = printed(lambda console: print_geometry(HYBRID, "a model", console, 1_234_567))
+    assert "states of one request: at most 1,234,567 bytes" in text
 
 
 def test_geometry_without_recurrent_layers():
