@@ -45,7 +45,16 @@ class CheckpointError(ConfigError):
 
 
 class RestoreError(RuntimeError):
-    """A snapshot slot does not hold the states that a request was to resume from. Nothing is ever resumed from it."""
+    """A snapshot slot does not hold the states that a request was to resume from. Nothing is ever resumed from it.
+
+    Args:
+        message: Which slot, and what it holds.
+        digest: The key of the states that it was to hold.
+    """
+
+    def __init__(self, message: str, digest: bytes) -> None:
+        super().__init__(message)
+        self.digest = digest
 
 
 class EngineSuspended(RuntimeError):

@@ -16,7 +16,7 @@ from megatron.core.utils import get_asyncio_loop
 from torch import nn
 
 from megatron_ext.config import RequestParams
-from megatron_ext.errors import ConfigError
+from megatron_ext.errors import ConfigError, RestoreError
 from megatron_ext.mcore.context import InferenceContext
 from megatron_ext.mcore.controller import InferenceController, ScoredToken, StepResult
 from megatron_ext.mcore.params import to_request_params
@@ -257,6 +257,8 @@ class InferenceEngine(DynamicInferenceEngine):
             result = await self.controller.async_generate_output_tokens_dynamic_batch()
         except BaseException as error:
             scheduler.abandon(plan.chunks, f"{type(error).__name__}: {error}")
+            if isinstance(error, RestoreError):  # the next step computes what this snapshot was to save
+                scheduler.cache.states.drop(error.digest)
             raise
         finally:
             self.context.clear_step()

@@ -64,6 +64,8 @@ def stage_step(
     """
     num_decode = sum(chunk.is_decode for chunk in chunks)
     assert all(chunk.is_decode for chunk in chunks[:num_decode]), "decodes come first"
+    decodes = sorted(chunks[:num_decode], key=lambda chunk: chunk.request.state_row)
+    chunks = [*decodes, *chunks[num_decode:]]
     positions = [np.arange(chunk.start, chunk.end) for chunk in chunks]
     num_tokens = sum(chunk.length for chunk in chunks)
     padding = -num_tokens % token_rounder
@@ -122,12 +124,19 @@ def _stage_recurrent(
         packed = cut_chunks([c.start for c in prefill], [c.length for c in prefill], kernel_chunk, device)
     return RecurrentStep(
         num_decode=num_decode,
-        decode_rows=staged_rows[:num_decode],
+        decode_rows=_as_slice(rows[:num_decode]) or staged_rows[:num_decode],
         prefill_rows=staged_rows[num_decode:],
         has_initial_state=staged_has_state[num_decode:].bool(),
         chunks=packed,
         snapshots=_stage_snapshots(prefill, packed, kernel_chunk, device) if with_snapshots else None,
     )
+
+
+def _as_slice(rows: np.ndarray) -> slice | None:
+    """Ascending rows without a gap as a slice; None if there are none, or a gap."""
+    if len(rows) == 0 or rows[-1] - rows[0] != len(rows) - 1:
+        return None
+    return slice(int(rows[0]), int(rows[-1]) + 1)
 
 
 def snapshots_within(chunk: Chunk) -> list[Snapshot]:

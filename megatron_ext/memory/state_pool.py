@@ -89,6 +89,7 @@ class SnapshotPool(StatePool):
                 found = self._contents[slot]
                 raise RestoreError(
                     f"snapshot slot {slot} was to hold the states of {digest.hex()[:16]}, and holds "
-                    f"{'unfinished ones' if found is None else found.hex()[:16]}"
+                    f"{'unfinished ones' if found is None else found.hex()[:16]}",
+                    digest,
                 )
         copy_states(self, slots, live, rows)

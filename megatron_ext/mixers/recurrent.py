@@ -29,7 +29,7 @@ class RecurrentStep:
     """
 
     num_decode: int
-    decode_rows: Tensor  # [num_decode] int64
+    decode_rows: Tensor | slice  # [num_decode] int64; a slice where they follow each other, so that states are views
     prefill_rows: Tensor  # [S] int64
     has_initial_state: Tensor  # [S] bool: False starts from zero, whatever the row holds
     chunks: PackedChunks | None  # None without prefill

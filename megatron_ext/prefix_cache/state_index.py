@@ -18,8 +18,8 @@ class StateIndex:
     was consumed longest ago is given up first; one that was never consumed counts from when it became visible (HY-5).
     A restore copies its slot before the step's forward writes any, so a slot can be given up as soon as it is consumed.
 
-    Snapshots taken in decode are *optional*: they take free slots and each other's, never one of another kind, until
-    somebody consumes them.
+    Snapshots taken in decode are *optional* until somebody consumes them: they take free slots and each other's only,
+    and give theirs up before any other, so that they never cost a snapshot of prefill.
 
     Args:
         total: Slots.
@@ -74,7 +74,7 @@ class StateIndex:
         if instead_of in self._optional:
             self._evict(instead_of)
         if not self._free:
-            victims = self._optional if is_optional else self._visible
+            victims = self._optional or ({} if is_optional else self._visible)
             if not victims:
                 self.skipped += 1
                 return None

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import heapq
 from typing import NewType
 
 RowId = NewType("RowId", int)
 
 
 class RowPool:
-    """Hands out rows 0 .. total - 1."""
+    """Hands out rows 0 .. total - 1, the lowest first: rows in use stay close together."""
 
     def __init__(self, total: int) -> None:
         self.total = total
-        self._free = [RowId(row) for row in reversed(range(total))]
+        self._free = [RowId(row) for row in range(total)]  # a heap
 
     @property
     def free_count(self) -> int:
@@ -22,12 +23,12 @@ class RowPool:
     def take(self) -> RowId:
         """A free row; the planner has made sure that there is one."""
         assert self._free, "no free row"
-        return self._free.pop()
+        return heapq.heappop(self._free)
 
     def give_back(self, row: RowId) -> None:
         """The row's owner has left."""
         assert row not in self._free, f"row {row} given back twice"
-        self._free.append(row)
+        heapq.heappush(self._free, row)
 
     def check(self, owned: list[RowId]) -> None:
         """Assert that free rows and `owned` ones make up the pool, each exactly once."""

@@ -152,7 +152,11 @@ class EngineLoop:
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
-        await asyncio.to_thread(self._thread.shutdown)
+        await asyncio.to_thread(self._close)
+
+    def _close(self) -> None:
+        self._thread.shutdown()
+        self._steps.run_until_complete(_settle())
         self._steps.close()
 
     @property
@@ -320,6 +324,12 @@ class _TokenClock:
     def forget(self, request_id: int) -> None:
         """The request has ended."""
         self._last.pop(request_id, None)
+
+
+async def _settle() -> None:
+    """Let the engine's own notifications run out."""
+    for _ in range(2):
+        await asyncio.sleep(0)
 
 
 def _use_device(device: torch.device) -> None:

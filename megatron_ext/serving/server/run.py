@@ -34,12 +34,17 @@ def run_server(settings: ServerSettings) -> None:
     with bind(settings.server.host, settings.server.port) as listener:
         platform.initialize(backend=settings.parallel.distributed_backend)
         try:
-            serve(_load(settings), listener, announce)
+            serve(build_serving(settings), listener, announce)
         finally:
             platform.shut_down()
 
 
-def _load(settings: ServerSettings) -> Serving:
+def build_serving(settings: ServerSettings) -> Serving:
+    """Load the model and build the engine around it.
+
+    Raises:
+        ConfigError: They cannot be had as the settings say.
+    """
     loaded = load_model(settings.source, dict(settings.model_overrides))
     if settings.source.save is not None:
         save_model(settings.source.save, loaded)

@@ -6,8 +6,9 @@ import dataclasses
 
 import pytest
 
-from arguments import build_parser
-from arguments.groups import GROUPS
+from arguments import build_parser, build_server_parser, parse_server_arguments
+from arguments.flags import normalize_key
+from arguments.groups import BATCHING, CACHE, GROUPS, MODEL, PARALLEL, SERVER, SOURCE
 
 OPTIONS = """
 -h --help
@@ -54,13 +55,38 @@ WITHOUT_FLAG = {
 }
 
 
+SERVER_OPTIONS = """
+--host --port --api-key --served-model-name --max-waiting-requests --shutdown-timeout --inference-logging-step-interval
+""".split()
+SHARED = (SOURCE, MODEL, PARALLEL, BATCHING, CACHE)
+
+
+def test_the_server_has_the_flags_of_the_model_and_of_the_cache():
+    """Of all groups that say what runs and how; not those that say which prompts."""
+    options = [option for action in build_server_parser()._actions for option in action.option_strings]
+    shared = [option for option in OPTIONS if option in options and option not in SERVER_OPTIONS]
+    assert options == [*shared, *SERVER_OPTIONS]
+    keys = {normalize_key(option.removeprefix("--no-")) for option in shared} | {
+        normalize_key(option) for option in shared
+    }
+    assert {key for group in SHARED for flag in group.flags for key in flag.keys} <= keys
+
+
+def test_the_server_reads_the_same_yaml_file(tmp_path):
+    path = tmp_path / "flags.yaml"
+    path.write_text("hidden-size: 512\nport: 1234\n")
+    settings = parse_server_arguments(["--model-config", str(path), "--host", "::1"])
+    assert settings.model_overrides == {"hidden_size": 512}
+    assert (settings.server.port, settings.server.host) == (1234, "::1")
+
+
 def test_options_are_frozen():
     """A change here breaks scripts: it belongs into CHANGELOG.md."""
     options = [option for action in build_parser()._actions for option in action.option_strings]
     assert options == OPTIONS
 
 
-@pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.config.__name__)
+@pytest.mark.parametrize("group", [*GROUPS, SERVER], ids=lambda group: group.config.__name__)
 def test_each_field_has_one_flag(group):
     fields = [flag.field for flag in group.flags]
     assert len(set(fields)) == len(fields)

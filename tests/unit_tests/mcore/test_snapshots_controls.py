@@ -226,10 +226,10 @@ def test_a_snapshot_of_another_request_in_decode(get_driver, oracle, monkeypatch
 
 @pytest.mark.parametrize("contents", [None, b"another"])
 def test_a_slot_that_holds_something_else_is_an_error(build, oracle, contents):
-    """HY-3: never a zero state."""
+    """HY-3: never a zero state; and it is said once, since the snapshot is given up then."""
     control = build()
     slot, notes = control.slot(0), control.driver.context.snapshots._contents
-    right, notes[slot] = notes[slot], contents
+    notes[slot] = contents
     control._add([*PROMPT, 5])
     control._add([*OTHER, 5])
     found = "unfinished" if contents is None else contents.hex()
@@ -238,7 +238,8 @@ def test_a_slot_that_holds_something_else_is_an_error(build, oracle, contents):
     control.driver.engine.check()
     assert not control.driver.seen[VICTIM].chunks, "it was computed nevertheless"
     assert [r.request_id for r in control.driver.scheduler.queues.waiting] == [VICTIM, SECOND_VICTIM]
-    notes[slot] = right
     control.driver.run()
+    assert control.driver.seen[VICTIM].chunks[0][0] == 0
+    assert control.driver.seen[SECOND_VICTIM].chunks[0][0] == 2 * BLOCK
     assert control.driver.events(VICTIM).count("ERROR_TRANSIENT") == 1
     control.assert_is_seen(oracle)

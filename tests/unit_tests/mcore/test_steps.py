@@ -45,6 +45,29 @@ def test_all_prefill_of_a_step_is_one_varlen_call_per_layer(get_driver, get_orac
         assert_equals_oracle(driver, request_id, get_oracle("hybrid"))
 
 
+def test_decode_reads_states_in_place_where_their_rows_follow_each_other(get_driver, get_oracle):
+    """A view where it can be one; a copy where somebody in between has left; the lowest row is taken again."""
+    driver = get_driver()
+    seen: list[list[int] | str] = []
+    stage = driver.context.stage
+
+    def stage_watched(chunks: object) -> None:
+        stage(chunks)
+        rows = driver.context.step.recurrent.decode_rows
+        seen.append(rows.tolist() if isinstance(rows, torch.Tensor) else f"{rows.start}:{rows.stop}")
+
+    driver.context.stage = stage_watched
+    for request_id, count in enumerate((9, 3, 9, 9)):
+        driver.add(request_id, make_prompt(20, seed=request_id), num_tokens_to_generate=count)
+    for _ in range(5):
+        driver.step()
+    driver.add(4, make_prompt(7), num_tokens_to_generate=9)
+    driver.run()
+    assert seen[:7] == [[], "0:4", "0:4", [0, 2, 3], [0, 2, 3], [0, 2, 3], "0:4"]
+    for request_id in range(5):
+        assert_equals_oracle(driver, request_id, get_oracle("hybrid"))
+
+
 def test_kernel_chunks_end_on_the_grid_of_absolute_positions(get_driver):
     """HY-9: a continuation first completes the chunk that the last step left; kernel chunks have 32 tokens here."""
     driver = get_driver(block_size=64, max_tokens=41)

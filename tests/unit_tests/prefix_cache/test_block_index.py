@@ -54,6 +54,23 @@ def test_a_digest_has_one_block_and_a_block_one_digest(chain):
         chain.add(X, 0, None)
 
 
+def test_the_hottest_prefixes(chain):
+    """Most hits first, among equals the longest; what nobody resumed from is none."""
+    chain.add(X, 3, A)
+    for block in (1, 1, 2, 2, 3):
+        chain.count_hit(block)
+    assert [(one.digest, one.blocks, one.hits) for one in chain.hottest(5)] == [(C, 3, 2), (B, 2, 2), (X, 2, 1)]
+    assert [one.digest for one in chain.hottest(1)] == [C]
+    chain.remove(3)
+    assert len(chain.hottest(5)) == 2
+
+
+def test_check_finds_a_wrong_depth(chain):
+    chain._entries[C].depth = 2
+    with pytest.raises(AssertionError, match="depth"):
+        chain.check()
+
+
 @pytest.mark.parametrize("damage", ["orphan", "miscounted", "two blocks"])
 def test_check_finds(chain, damage):
     """Negative controls of the index's own check."""

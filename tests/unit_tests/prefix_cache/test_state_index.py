@@ -111,10 +111,14 @@ class TestOptional:
         assert index.reserve(b"y", is_optional=True) is None
         assert visible(index) == {b"a", b"x"}
 
-    def test_prefill_takes_theirs_in_turn(self):
-        index = filled(2, b"xa", optional=b"x")
+    @pytest.mark.parametrize("order", [b"xa", b"ax"])
+    def test_prefill_takes_theirs_first(self, order: bytes):
+        """Without them there would have been a free slot."""
+        index = filled(2, order, optional=b"x")
         index.reserve(b"b")
         assert visible(index) == {b"a"}
+        index.reserve(b"c")
+        assert visible(index) == set()
 
 
 def test_a_snapshot_goes_with_its_block():
@@ -158,7 +162,8 @@ class Lives(RuleBasedStateMachine):
         if instead_of in self.optional:
             self.forget(instead_of)
         if len(self.order) + len(self.reserved) == self.total:
-            victims = [one for one in self.order if one in self.optional or not is_optional]
+            others = [] if is_optional else self.order
+            victims = [one for one in self.order if one in self.optional] or others
             if not victims:
                 assert self.index.reserve(digest, is_optional=is_optional, instead_of=instead_of) is None
                 return

@@ -10,11 +10,15 @@ from tests.unit_tests.scheduling.builders import make_request
 
 
 class TestRowPool:
-    def test_rows_are_handed_out_from_zero_and_the_last_returned_first(self):
+    def test_the_lowest_free_row_is_handed_out(self):
         rows = RowPool(3)
-        assert [rows.take(), rows.take()] == [0, 1]
-        rows.give_back(0)
+        assert [rows.take(), rows.take(), rows.take()] == [0, 1, 2]
+        for row in (2, 0):
+            rows.give_back(row)
         assert rows.free_count == 2
+        assert [rows.take(), rows.take()] == [0, 2]
+        rows.give_back(0)
+        rows.give_back(1)
         assert rows.take() == 0
 
     def test_no_row_beyond_the_last(self):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from megatron_ext.errors import ConfigError
+
 
 class PieceTokenizer:
     """Token i reads as `pieces[i]`; tokens without a piece read as "<i>". Tokenises greedily, longest piece first.
@@ -22,7 +24,10 @@ class PieceTokenizer:
     def tokenize(self, text: str) -> list[int]:
         ids = []
         while text:
-            token, piece = next((token, piece) for token, piece in self._longest_first if text.startswith(piece))
+            fitting = (one for one in self._longest_first if text.startswith(one[1]))
+            token, piece = next(fitting, (None, ""))
+            if token is None:
+                raise ConfigError(f"{text[:20]!r} begins with no piece of the vocabulary")
             ids.append(token)
             text = text[len(piece) :]
         return ids

@@ -1,0 +1,133 @@
+"""Parts of a text, sent early: together they are the text, and nothing is sent that a stop word takes back."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from megatron_ext.models.embedded import embedded_model_dir
+from megatron_ext.models.tokenizer import TextTokenizer
+from megatron_ext.scheduling import text_stream
+from megatron_ext.scheduling.stopping import INCOMPLETE, StopWordMatcher
+from megatron_ext.scheduling.text_stream import TextStream
+from tests.unit_tests.scheduling.test_stopping import PIECE_IDS, TOKENIZER, spell
+from tests.unit_tests.support.tokenizers import PieceTokenizer
+
+
+def decode(tokens: list[int], skip_special_tokens: bool = True) -> str:
+    return TOKENIZER.decode(list(tokens), skip_special_tokens=skip_special_tokens)
+
+
+def stream(words: list[str], tokens: list[int], detokenize=decode, skip=()) -> tuple[list[str], str]:
+    """The parts that a request with these tokens would send, and the text of its record."""
+    matcher = StopWordMatcher(words, lambda ids: detokenize(ids, skip_special_tokens=False), detokenize)
+    parts = TextStream(words, detokenize)
+    sent = []
+    for count in range(1, len(tokens) + 1):
+        text = matcher.find(tokens[:count]) if words else None
+        if text is not None:
+            return [*sent, parts.finish(text)], text
+        if count == len(tokens):
+            break
+        if count not in skip:
+            sent.append(parts.feed(tokens[:count]))
+    text = detokenize(tokens)
+    return [*sent, parts.finish(text)], text
+
+
+def test_each_token_is_sent_when_it_comes():
+    assert stream([], spell(*"hello"))[0] == list("hello")
+
+
+def test_bytes_of_a_character_wait_for_the_last_one():
+    parts, text = stream([], [*"€".encode(), *spell("a", "é".encode(), "!")])
+    assert parts == ["", "", "€", "a", "é", "!"]
+    assert text == "€aé!"
+
+
+def test_what_may_be_a_stop_word_waits():
+    assert stream(["abc"], spell(*"xabdabcz"))[0] == ["x", "", "", "abd", "", "", ""]
+    assert stream(["abc"], spell(*"ab"))[0] == ["", "ab"]
+
+
+def test_only_the_piece_that_may_begin_one_waits():
+    parts, text = stream([" END"], spell("x", " ", "E", "x", " END"))
+    assert parts == ["x", "", "", " Ex", ""]
+    assert text == "x Ex"
+
+
+def test_a_stop_word_that_ends_where_another_begins():
+    parts, text = stream(["ENDX", "NDY"], spell("a", "EN", "D", "Y"))
+    assert (parts, text) == (["a", "", "", "E"], "aE")
+
+
+def test_special_tokens_are_seen_and_not_sent():
+    """A stop word may be a special token; others are passed over, and the space behind them stays."""
+    tokenizer = TextTokenizer(embedded_model_dir())
+    tokens = tokenizer.tokenize("One<|user|> two<|end|>three")
+    parts, text = stream(["<|end|>"], tokens, tokenizer.detokenize)
+    assert "".join(parts) == text == "One two"
+    assert "".join(stream([], tokens, tokenizer.detokenize)[0]) == "One twothree"
+
+
+def test_several_tokens_at_once():
+    tokens = spell(*"hello wor", "é")
+    parts, text = stream(["wolf"], tokens, skip={2, 3, 7})
+    assert "".join(parts) == text == "hello woré"
+
+
+def test_bytes_that_are_no_text_do_not_wait_for_ever():
+    tokens = [0x80] * 40 + spell("a", "b")
+    fed = TextStream([], decode)
+    sent = [fed.feed(tokens[:count]) for count in range(1, len(tokens))]
+    assert any(sent[:40]), "the first of them are settled"
+    assert "".join(sent) + fed.finish(decode(tokens)) == decode(tokens)
+
+
+def test_the_cost_does_not_grow_with_the_text():
+    """The longest piece that is decoded is a few tokens long."""
+    longest = 0
+
+    def counting(tokens: list[int], skip_special_tokens: bool = True) -> str:
+        nonlocal longest
+        longest = max(longest, len(tokens))
+        return decode(tokens, skip_special_tokens)
+
+    tokens = spell(*"abcdefgh" * 40)
+    fed = TextStream(["never found"], counting)
+    for count in range(1, len(tokens)):
+        fed.feed(tokens[:count])
+    assert longest <= 4
+
+
+def test_a_text_that_is_another_one_is_noticed(caplog):
+    fed = TextStream([], PieceTokenizer(3).detokenize)
+    fed.feed([1])
+    with caplog.at_level("WARNING"):
+        fed.finish("something else")
+    assert "'<1>'" in caplog.text
+
+
+TOKENS = st.lists(
+    st.sampled_from([*range(97, 103), 32, 0x80, 0xC3, 0xA9, *PIECE_IDS.values()]), min_size=1, max_size=40
+)
+WORDS = st.lists(st.text("abcdEND €\n", min_size=1, max_size=4), max_size=3)
+
+
+@settings(max_examples=300, deadline=None)
+@given(TOKENS, WORDS, st.sets(st.integers(1, 40)))
+def test_the_parts_are_the_text(tokens, words, skip):
+    parts, text = stream(words, tokens, skip=skip)
+    assert "".join(parts) == text
+    assert not any(part.endswith(INCOMPLETE) for part in parts[:-1] if len(part) < 2)
+
+
+@pytest.mark.parametrize("mistake", ["no holding back", "one character too few"])
+def test_negative_controls(monkeypatch, mistake):
+    overlap = text_stream._overlap
+    monkeypatch.setattr(
+        text_stream, "_overlap", lambda *pair: 0 if mistake == "no holding back" else max(0, overlap(*pair) - 1)
+    )
+    parts, text = stream(["abc"], spell(*"xabc"))
+    assert "".join(parts) != text

@@ -1,0 +1,184 @@
+"""Many clients at once, clients that leave, a full queue, an engine that fails, and the end."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import httpx
+import openai
+import pytest
+
+from megatron_ext.config import RequestParams
+from tests.priority import TestPriority
+from tests.unit_tests.serving.server.conftest import PATIENCE, LiveServer, tiny_engine
+from tests.unit_tests.support.driver import make_prompt
+
+CLIENTS = 64
+PREFIX = make_prompt(48, seed=5)
+
+
+def prompt_of(client: int) -> list[int]:
+    """A third of the clients share a prefix; each has tokens of its own."""
+    return [*(PREFIX if client % 3 == 1 else []), *make_prompt(20 + client % 7, seed=client)]
+
+
+@pytest.mark.priority(TestPriority.HIGH)
+def test_64_clients_a_third_of_which_leave(tiny):
+    """EX-8 and EX-2: nobody is refused, nothing leaks, and the others' texts are what each would get alone."""
+    prompts = [prompt_of(client) for client in range(CLIENTS)]
+    alone = tiny_engine().generate(prompts, RequestParams(num_tokens_to_generate=12, enable_prefix_caching=False))
+    aborted = tiny.metric("requests_total", outcome="aborted")
+
+    async def talk(api: openai.AsyncOpenAI, client: int) -> str | None:
+        leaves = client % 3 == 0
+        stream = await api.completions.create(
+            model="tiny", prompt=prompts[client], temperature=0, max_tokens=1900 if leaves else 12, stream=True
+        )
+        text = ""
+        async for part in stream:
+            text += part.choices[0].text
+            if leaves and text.count(">") >= 2:
+                await stream.close()
+                return None
+        return text
+
+    async def talk_all() -> list[str | None]:
+        async with tiny.async_client() as api:
+            return await asyncio.gather(*(talk(api, client) for client in range(CLIENTS)))
+
+    texts = asyncio.run(talk_all())
+    tiny.check_idle()
+    for client, text in enumerate(texts):
+        assert text == (None if client % 3 == 0 else alone[client].generated_text), client
+    assert tiny.metric("requests_total", outcome="aborted") - aborted == len(range(0, CLIENTS, 3))
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_a_client_that_leaves_frees_its_request(tiny, stream):
+    """EX-8: thousands of tokens are never generated, and the request's blocks are free."""
+    generated = tiny.metric("tokens_generated_total")
+    body = {"prompt": make_prompt(30, seed=77), "max_tokens": 2000, "stream": stream, "ignore_eos": True}
+    with httpx.Client(base_url=tiny.url, timeout=PATIENCE) as client:
+        if stream:
+            with client.stream("POST", "/v1/completions", json=body) as response:
+                assert response.status_code == 200
+                next(response.iter_lines())
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                client.post("/v1/completions", json=body, timeout=0.3)
+    tiny.check_idle()
+    assert tiny.metric("tokens_generated_total") - generated < 1900
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_a_full_queue_is_429_with_retry_after(serve, stream):
+    """Two run, one waits, the fourth is told when to come back; it is served later."""
+    server = serve(tiny_engine(max_requests=2), max_waiting_requests=1)
+    body = {"prompt": [1, 2, 3], "max_tokens": 1500, "stream": True, "temperature": 0}
+    api = server.client()
+    with httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
+        held = [client.send(client.build_request("POST", "/v1/completions", json=body), stream=True) for _ in range(2)]
+        waiting = threading.Thread(target=lambda: server.http.post("/v1/completions", json=body | {"max_tokens": 1}))
+        waiting.start()
+        server.wait_until(lambda: server.serving.loop.living == 3)
+        with pytest.raises(openai.RateLimitError) as caught:
+            api.completions.create(model="tiny", prompt=[1], stream=stream)
+        assert int(caught.value.response.headers["retry-after"]) >= 1
+        assert caught.value.body["code"] == "rate_limit_exceeded"
+        server.wait_until(lambda: server.metric("requests_waiting") == 1)
+        for response in held:
+            response.close()
+    waiting.join(PATIENCE)
+    assert server.metric("requests_rejected_total") == 1
+    server.check_idle()
+    assert server.client().completions.create(model="tiny", prompt=[1], max_tokens=3).usage.completion_tokens == 3
+    never = server.http.post("/v1/completions", json={"prompt": [1], "n": 4})
+    assert (never.status_code, never.json()["error"]["message"][:9]) == (400, "4 choices")
+
+
+def test_choices_are_taken_all_or_none(tiny):
+    """One bad prompt among good ones: none is left behind in the engine."""
+    response = tiny.http.post("/v1/completions", json={"prompt": [[1, 2], [3], [97]]})
+    assert response.status_code == 400
+    tiny.check_idle()
+
+
+@pytest.fixture(scope="module")
+def failing(serve) -> LiveServer:
+    """A server whose engine's forwards fail as often as `failing.failures` says."""
+    server = serve(tiny_engine())
+    server.failures = 0
+    controller = server.engine.controller
+    generate = controller.async_generate_output_tokens_dynamic_batch
+
+    async def fail_sometimes(*arguments):
+        if server.failures > 0:
+            server.failures -= 1
+            raise MemoryError("no memory")
+        return await generate(*arguments)
+
+    controller.async_generate_output_tokens_dynamic_batch = fail_sometimes
+    return server
+
+
+class TestEngineThatFails:
+    def test_a_step_that_fails_once_is_tried_again(self, failing):
+        expected = failing.http.post("/v1/completions", json={"prompt": [5, 6, 7], "temperature": 0}).json()
+        failing.failures = 2
+        again = failing.http.post("/v1/completions", json={"prompt": [5, 6, 7], "temperature": 0}).json()
+        assert again["choices"] == expected["choices"]
+        assert failing.failures == 0
+        failing.check_idle()
+
+    @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+    def test_one_that_goes_on_failing_gives_its_requests_up(self, failing, stream):
+        failing.failures = 3
+        with pytest.raises(openai.InternalServerError, match="MemoryError"):
+            failing.client().completions.create(model="tiny", prompt=[5, 6, 7], stream=stream)
+        assert failing.http.get("/health").status_code == 503
+        assert failing.http.post("/v1/completions", json={"prompt": [5]}).status_code == 200
+        assert failing.http.get("/health").json() == {"status": "ok"}
+        failing.check_idle()
+        assert failing.metric("step_failures_total") >= 3
+
+    def test_a_stream_that_has_begun_ends_with_the_error(self, failing):
+        stream = failing.client().completions.create(model="tiny", prompt=[5, 6], max_tokens=1900, stream=True)
+        next(iter(stream))
+        failing.failures = 3
+        with pytest.raises(openai.APIError, match="MemoryError"):
+            for _ in stream:
+                pass
+        failing.http.post("/v1/completions", json={"prompt": [5]})
+        failing.check_idle()
+
+
+class TestTheEnd:
+    def test_running_requests_finish(self, serve):
+        server = serve(tiny_engine(), shutdown_timeout=PATIENCE)
+        stream = server.client().completions.create(
+            model="tiny", prompt=[5, 6], max_tokens=200, stream=True, stream_options={"include_usage": True}
+        )
+        next(iter(stream))
+        server._server.should_exit = True
+        assert list(stream)[-1].usage.completion_tokens == 200
+        server.stop()
+
+    @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+    def test_after_the_limit_they_are_cancelled(self, serve, stream):
+        server = serve(tiny_engine(max_tokens=64), shutdown_timeout=0.0)
+        seen = []
+
+        def talk() -> None:
+            body = {"prompt": [1], "max_tokens": 2000, "stream": stream, "ignore_eos": True}
+            seen.append(server.http.post("/v1/completions", json=body))
+
+        talking = threading.Thread(target=talk)
+        talking.start()
+        server.wait_until(lambda: server.serving.loop.living == 1 and server.metric("requests_running") == 1)
+        server._server.should_exit = True
+        talking.join(PATIENCE)
+        (response,) = seen
+        assert "shutting down" in response.text
+        assert response.status_code == (200 if stream else 503)
+        server.stop()
