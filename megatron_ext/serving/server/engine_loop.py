@@ -21,7 +21,7 @@ from typing import TypeVar
 import torch
 
 from megatron_ext.mcore.engine import InferenceEngine
-from megatron_ext.scheduling.record import RequestRecord
+from megatron_ext.scheduling.record import RequestRecord, Status
 from megatron_ext.scheduling.request import Request
 from megatron_ext.serving.server.errors import ApiError, engine_fault, overloaded, shutting_down
 from megatron_ext.serving.server.metrics import EngineState, Metrics
@@ -109,6 +109,8 @@ class _StepNews:
 
     progress: dict[int, Progress]
     records: list[RequestRecord]
+    has_computed: bool
+    has_more: bool  # something is left to be done or reported
 
 
 class EngineLoop:
@@ -134,7 +136,8 @@ class EngineLoop:
         self._task: asyncio.Task[None] | None = None
         self._latencies: deque[float] = deque(maxlen=LATENCIES)
         self._is_closed = False
-        self.is_healthy = True
+        self._has_more = False  # in the engine, as of the last step
+        self.is_healthy = True  # until a step fails, and again when one has computed something
         self._watched: set[int] = set()  # streamed requests; the engine thread's own
         self._clock = _TokenClock()  # the engine thread's own
 
@@ -200,7 +203,7 @@ class EngineLoop:
         """Free at once, that is when the step in flight has ended, whatever these requests own."""
         ids = [ticket.request_id for ticket in tickets]
         if ids and not self._is_closed:
-            self._thread.submit(self._abort, ids)
+            self._thread.submit(self._observed, self._abort, (ids,))
 
     def give_up(self, error: ApiError) -> None:
         """End all requests with an error."""
@@ -223,21 +226,23 @@ class EngineLoop:
     async def _run(self) -> None:
         failures = 0
         while True:
-            if not self._exchanges:
+            if not self._exchanges and not self._has_more:
                 self._work.clear()
             await self._work.wait()
             try:
                 news = await self.call(self._step)
             except Exception as error:
                 failures += 1
-                self.is_healthy = False
+                self.is_healthy = self._has_more = False
                 self._metrics.step_failures.inc()
                 logger.exception("an engine step failed, %d in a row", failures)
                 if failures >= FAILED_STEPS:
                     self.give_up(engine_fault(error))
-                    failures = 0
+                    failures, self._has_more = 0, True  # one more step, to close the engine's books on them
                 continue
-            failures, self.is_healthy = 0, True
+            failures = 0
+            self.is_healthy = self.is_healthy or news.has_computed
+            self._has_more = news.has_more
             self._deliver(news)
 
     def _deliver(self, news: _StepNews) -> None:
@@ -300,7 +305,8 @@ class EngineLoop:
             self._watched.discard(record.request_id)
             self._clock.forget(record.request_id)
         progress = {r.request_id: Progress.of(r) for r in active if r.request_id in self._watched and r.generated_count}
-        return _StepNews(progress, records)
+        has_computed = bool(active) or any(record.status is Status.COMPLETED for record in records)
+        return _StepNews(progress, records, has_computed, self._engine.has_unfinished_requests())
 
 
 class _TokenClock:

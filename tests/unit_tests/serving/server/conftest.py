@@ -1,137 +1,15 @@
-"""Servers on a loopback port in this process, and clients of them."""
+"""Servers that live as long as a module's tests."""
 
 from __future__ import annotations
 
-import asyncio
-import threading
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 
-import httpx
-import openai
 import pytest
-import torch
-from prometheus_client.parser import text_string_to_metric_families
 
-from megatron_ext.config import BatchingConfig, CacheConfig, ServerConfig, SourceConfig
-from megatron_ext.mcore import platform
-from megatron_ext.mcore.assemble import build_engine
+from megatron_ext.config import ServerConfig
 from megatron_ext.mcore.engine import InferenceEngine
-from megatron_ext.models.load import load_model
 from megatron_ext.serving.server.app import Serving
-from megatron_ext.serving.server.run import bind, build_server
-from tests.unit_tests.support.models import HYBRID, build_slow_decay
-from tests.unit_tests.support.tokenizers import PieceTokenizer
-
-PATIENCE = 30.0  # seconds until a test gives up; nothing is measured
-
-
-@dataclass
-class LiveServer:
-    """A server in a thread of its own."""
-
-    serving: Serving
-    url: str = ""
-    loop: asyncio.AbstractEventLoop | None = None
-    _ready: threading.Event = field(default_factory=threading.Event)
-
-    def __post_init__(self) -> None:
-        self._server = build_server(self.serving, self._on_ready)
-        listener = bind("127.0.0.1", 0)
-        self.thread = threading.Thread(target=self._server.run, kwargs={"sockets": [listener]}, daemon=True)
-        self.thread.start()
-        assert self._ready.wait(PATIENCE), "the server did not start"
-        self.http = httpx.Client(base_url=self.url, timeout=PATIENCE)
-
-    def _on_ready(self, url: str) -> None:
-        self.url, self.loop = url, asyncio.get_running_loop()
-        self._ready.set()
-
-    @property
-    def engine(self) -> InferenceEngine:
-        return self.serving.engine
-
-    def client(self, **options: object) -> openai.OpenAI:
-        return openai.OpenAI(**self._options(options))
-
-    def async_client(self, **options: object) -> openai.AsyncOpenAI:
-        return openai.AsyncOpenAI(**self._options(options))
-
-    def _options(self, options: dict) -> dict:
-        key = self.serving.settings.api_key or "unused"
-        return {"base_url": f"{self.url}/v1", "api_key": key, "max_retries": 0, "timeout": PATIENCE} | options
-
-    def in_engine_thread(self, function: Callable, *arguments: object):
-        """Call something between two steps."""
-        return asyncio.run_coroutine_threadsafe(self.serving.loop.call(function, *arguments), self.loop).result(
-            PATIENCE
-        )
-
-    def wait_until(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + PATIENCE
-        while not condition():
-            assert time.monotonic() < deadline, "it does not come true"
-            time.sleep(0.005)
-
-    def check_idle(self) -> None:
-        """When the last request has ended nothing is owned by anybody."""
-        self.wait_until(lambda: self.serving.loop.living == 0)
-        self.in_engine_thread(self._check_idle)
-
-    def _check_idle(self) -> None:
-        engine, scheduler = self.engine, self.engine.context.scheduler
-        engine.check()
-        assert not engine.has_unfinished_requests()
-        assert scheduler.cache.use().blocks_in_use == 0
-        assert scheduler.rows.free_count == scheduler.rows.total
-        if scheduler.cache.states is not None:
-            assert scheduler.cache.states.obtainable_count == scheduler.cache.states.total
-
-    def reset_cache(self) -> None:
-        self.check_idle()
-        self.in_engine_thread(self.engine.reset_prefix_cache)
-
-    def metric(self, name: str, **labels: str) -> float:
-        """A sample of /metrics, by Prometheus' own parser."""
-        samples = [
-            sample.value
-            for family in text_string_to_metric_families(self.http.get("/metrics").text)
-            for sample in family.samples
-            if sample.name == f"megatron_ext_{name}" and sample.labels.items() >= labels.items()
-        ]
-        (value,) = samples
-        return value
-
-    def stop(self) -> None:
-        self.http.close()
-        self._server.should_exit = True
-        self.thread.join(PATIENCE)
-        assert not self.thread.is_alive(), "the server does not stop"
-
-
-def tiny_engine(
-    *, tokenizer: object | None = None, cache: CacheConfig | None = None, **batching: object
-) -> InferenceEngine:
-    """A random hybrid model whose tokens read as "<17>"."""
-    return build_engine(
-        build_slow_decay(HYBRID),
-        HYBRID,
-        tokenizer or PieceTokenizer(HYBRID.vocab_size),
-        BatchingConfig(**({"block_size": 16, "block_count": 200, "max_requests": 8} | batching)),
-        cache or CacheConfig(snapshot_slots=16),
-        dtype=torch.float32,
-    )
-
-
-def embedded_engine() -> InferenceEngine:
-    """The model of the package, whose blocks are small enough for short conversations."""
-    platform.initialize()
-    loaded = load_model(SourceConfig(), {})
-    batching = BatchingConfig(block_size=16, block_count=400, max_requests=8)
-    return build_engine(
-        loaded.model, loaded.config, loaded.tokenizer, batching, CacheConfig(snapshot_slots=32), dtype=loaded.dtype
-    )
+from tests.unit_tests.support.server import LiveServer, embedded_engine, tiny_engine
 
 
 @pytest.fixture(scope="module")

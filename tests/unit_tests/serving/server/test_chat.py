@@ -10,7 +10,7 @@ from megatron_ext.models.embedded import embedded_model_dir
 from megatron_ext.models.tokenizer import NullTokenizer, TextTokenizer
 from megatron_ext.serving.server.chat import ChatFormat
 from megatron_ext.serving.server.protocol import Message
-from tests.unit_tests.serving.server.conftest import LiveServer, embedded_engine
+from tests.unit_tests.support.server import LiveServer, embedded_engine
 
 SYSTEM = "You are a careful assistant. Read the question, find the function that it names, and say what it does."
 QUESTIONS = ("What does json.loads do?", "What is os.path.join?", "Please describe str.split.")

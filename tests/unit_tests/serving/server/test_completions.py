@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from megatron_ext.config import RequestParams
-from tests.unit_tests.serving.server.conftest import LiveServer, tiny_engine
 from tests.unit_tests.support.driver import make_prompt
 from tests.unit_tests.support.models import HYBRID
+from tests.unit_tests.support.server import LiveServer, tiny_engine
 from tests.unit_tests.support.tokenizers import PieceTokenizer
 
 PROMPT = make_prompt(40, seed=3)
@@ -104,6 +104,16 @@ def test_cached_tokens_are_the_skipped_ones(tiny, offline, stream):
     assert tiny.metric("prompt_tokens_skipped_total") - before == 32
     reasons = second.usage.prompt_tokens_details.computed_tokens_by_reason
     assert reasons == {"partial_block": 8}
+
+
+def test_blocks_that_are_found_but_not_skipped_are_not_cached_tokens(tiny, stream):
+    """EX-2: the first block is cached, and no snapshot stands at its end."""
+    tiny.reset_cache()
+    complete(tiny, stream=stream)
+    got = complete(tiny, stream=stream, prompt=[*PROMPT[:16], *make_prompt(20, seed=4)])
+    assert got.cached == 0
+    reasons = got.usage.prompt_tokens_details.computed_tokens_by_reason
+    assert reasons == {"no_snapshot": 16, "not_cached": 16, "partial_block": 4}
 
 
 def test_a_request_can_stay_away_from_the_cache(tiny, stream):

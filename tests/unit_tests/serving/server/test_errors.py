@@ -5,7 +5,7 @@ from __future__ import annotations
 import openai
 import pytest
 
-from tests.unit_tests.serving.server.conftest import LiveServer, tiny_engine
+from tests.unit_tests.support.server import LiveServer, tiny_engine
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "<1>"}]

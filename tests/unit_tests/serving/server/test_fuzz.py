@@ -13,7 +13,7 @@ from schemathesis.checks import not_a_server_error
 from schemathesis.generation import GenerationMode
 
 from megatron_ext.serving.server.app import router
-from tests.unit_tests.serving.server.conftest import LiveServer, embedded_engine, tiny_engine
+from tests.unit_tests.support.server import LiveServer, embedded_engine, tiny_engine
 
 COMMON = {
     "deadline": None,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import socket
 import threading
 
 import httpx
@@ -11,8 +13,8 @@ import pytest
 
 from megatron_ext.config import RequestParams
 from tests.priority import TestPriority
-from tests.unit_tests.serving.server.conftest import PATIENCE, LiveServer, tiny_engine
 from tests.unit_tests.support.driver import make_prompt
+from tests.unit_tests.support.server import PATIENCE, LiveServer, tiny_engine
 
 CLIENTS = 64
 PREFIX = make_prompt(48, seed=5)
@@ -136,7 +138,9 @@ class TestEngineThatFails:
         failing.failures = 3
         with pytest.raises(openai.InternalServerError, match="MemoryError"):
             failing.client().completions.create(model="tiny", prompt=[5, 6, 7], stream=stream)
-        assert failing.http.get("/health").status_code == 503
+        failing.check_idle()
+        assert failing.http.get("/health").json() == {"status": "failing"}
+        assert failing.metric("requests_running") == failing.metric("requests_waiting") == 0
         assert failing.http.post("/v1/completions", json={"prompt": [5]}).status_code == 200
         assert failing.http.get("/health").json() == {"status": "ok"}
         failing.check_idle()
@@ -149,8 +153,34 @@ class TestEngineThatFails:
         with pytest.raises(openai.APIError, match="MemoryError"):
             for _ in stream:
                 pass
-        failing.http.post("/v1/completions", json={"prompt": [5]})
         failing.check_idle()
+
+
+def test_while_a_step_takes_long_the_server_answers(serve):
+    """And a client that leaves during that step frees its request when the step ends, before the next one."""
+    server = serve(tiny_engine())
+    generate = server.engine.controller.async_generate_output_tokens_dynamic_batch
+    begun, go_on, steps = threading.Event(), threading.Event(), []
+
+    async def slow(*arguments):
+        begun.set()
+        assert go_on.wait(PATIENCE)
+        steps.append(len(server.engine.context.scheduler.queues))
+        return await generate(*arguments)
+
+    server.engine.controller.async_generate_output_tokens_dynamic_batch = slow
+    body = json.dumps({"prompt": [1, 2], "max_tokens": 1000})
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as leaving:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+        leaving.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+        assert begun.wait(PATIENCE)
+    for path in ("/health", "/metrics", "/v1/models", "/"):
+        assert server.http.get(path).status_code == 200
+    go_on.set()
+    server.check_idle()
+    assert len(steps) <= 2
+    assert server.metric("tokens_generated_total") <= 2
 
 
 class TestTheEnd:

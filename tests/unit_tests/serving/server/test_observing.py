@@ -13,8 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from megatron_ext.config import CacheConfig
 from megatron_ext.scheduling.accounting import Reason
-from tests.unit_tests.serving.server.conftest import LiveServer, tiny_engine
 from tests.unit_tests.support.driver import make_prompt
+from tests.unit_tests.support.server import LiveServer, tiny_engine
 
 ROOT = Path(__file__).resolve().parents[4]
 PROMPT = make_prompt(40, seed=3)

@@ -20,7 +20,7 @@ from megatron_ext.mcore import platform
 from megatron_ext.serving.prompts import example_prompts
 from megatron_ext.serving.server.app import Serving
 from megatron_ext.serving.server.run import bind, build_serving, model_name
-from tests.unit_tests.serving.server.conftest import PATIENCE, LiveServer
+from tests.unit_tests.support.server import PATIENCE, LiveServer
 from tools import run_inference, run_server
 
 ROOT = Path(__file__).resolve().parents[4]
