@@ -15,7 +15,8 @@ from megatron_ext.errors import RestoreError
 class StateShape:
     """One sequence's states in all recurrent layers of this rank.
 
-    conv is (Cn, K-1), ssm is (H, P, N); see `Mamba2Mixer.mamba_state_shapes_per_request`.
+    What a mixer's `mamba_state_shapes_per_request` says: conv, (Cn, K-1), is the convolution's, ssm the recurrence's of
+    any shape: (H, P, N) of Mamba-2, (H, key channels, value channels) of a gated delta net.
     """
 
     layers: int
@@ -32,7 +33,7 @@ class StateShape:
 
 
 class StatePool:
-    """States of `rows` sequences; conv [L, rows, Cn, K-1], ssm [L, rows, H, P, N].
+    """States of `rows` sequences; conv [L, rows, Cn, K-1], ssm [L, rows, ...].
 
     Rows are not cleared between owners: a new owner says that it has no initial state.
     """
@@ -43,7 +44,7 @@ class StatePool:
         self.ssm = torch.empty((shape.layers, rows, *shape.ssm), dtype=shape.ssm_dtype, device=device)
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """One layer's states, as views: conv [rows, Cn, K-1], ssm [rows, H, P, N]."""
+        """One layer's states, as views: conv [rows, Cn, K-1], ssm [rows, ...]."""
         return self.conv[index], self.ssm[index]
 
 

@@ -154,7 +154,7 @@ def resolve_spec(config: ModelConfig) -> ModuleSpec:
     """The stack spec that `--spec MODULE NAME` names; ours get what their mixers need besides.
 
     Raises:
-        ConfigError: No such module or name.
+        ConfigError: No such module or name, or one of ours that is for another kind of recurrent layers.
     """
     module_name, name = config.spec or (OWN_SPECS, STACK_SPECS[config.recurrent_layer])
     try:
@@ -163,6 +163,12 @@ def resolve_spec(config: ModelConfig) -> ModuleSpec:
         raise ConfigError(f"--spec {module_name} {name} cannot be found: {error}") from error
     if module_name != OWN_SPECS or name not in STACK_SPECS.values():
         return spec
+    kind = next(kind for kind, owned in STACK_SPECS.items() if owned == name)
+    if kind != config.recurrent_layer:
+        raise ConfigError(
+            f"--spec {module_name} {name} is for --recurrent-layer {kind}, and --recurrent-layer is "
+            f"{config.recurrent_layer}; give --recurrent-layer {kind}, which needs no --spec"
+        )
     params = {"chunk_size": config.scan_chunk_size}
     if name == STACK_SPECS["mamba2"]:
         params["d_conv"] = config.mamba_conv_kernel  # others read theirs from megatron-core's configuration
