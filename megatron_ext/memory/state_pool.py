@@ -15,7 +15,8 @@ from megatron_ext.errors import RestoreError
 class StateShape:
     """One sequence's states in all recurrent layers of this rank, which all have the same shapes.
 
-    conv is (Cn, K-1); ssm is what the mixer says, any number of axes: see its `mamba_state_shapes_per_request`.
+    What a mixer's `mamba_state_shapes_per_request` says: conv, (Cn, K-1), is the convolution's, ssm the recurrence's of
+    any shape: (H, P, N) of Mamba-2, (D, N) of Mamba-1, (H, key channels, value channels) of a gated delta net.
     """
 
     layers: int

@@ -159,10 +159,13 @@ class Mamba1Mixer(RecurrentMixer):
 
     def _selected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """What the recurrence is told, from x [T, D]: step sizes [T, D] fp32, B [T, N] and C [T, N]."""
-        projected = reduce_from_tensor_model_parallel_region(self.x_proj(x), self.tp_group)
+        projected, is_parallel = self.x_proj(x), self.tp_group.size() > 1
+        if is_parallel:
+            projected = reduce_from_tensor_model_parallel_region(projected, self.tp_group)
         dt, b, c = projected.split([self.dt_rank, self.d_state, self.d_state], dim=-1)
-        normed = self.dt_layernorm(dt), self.b_layernorm(b), self.c_layernorm(c)
-        dt, b, c = (copy_to_tensor_model_parallel_region(t, self.tp_group) for t in normed)
+        dt, b, c = self.dt_layernorm(dt), self.b_layernorm(b), self.c_layernorm(c)
+        if is_parallel:
+            dt, b, c = (copy_to_tensor_model_parallel_region(t, self.tp_group) for t in (dt, b, c))
         return F.softplus(F.linear(dt, self.dt_proj.weight).float() + self.dt_proj.bias.float()), b, c
 
     def _a(self) -> Tensor:

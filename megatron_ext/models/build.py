@@ -159,7 +159,7 @@ def resolve_spec(config: ModelConfig) -> ModuleSpec:
     """The stack spec that `--spec MODULE NAME` names; ours get what their mixers need besides.
 
     Raises:
-        ConfigError: No such module or name, or one of ours whose recurrent layers are of another kind.
+        ConfigError: No such module or name, or one of ours that is for another kind of recurrent layers.
     """
     module_name, name = config.spec or (OWN_SPECS, STACK_SPECS[config.recurrent_layer])
     try:
@@ -168,32 +168,26 @@ def resolve_spec(config: ModelConfig) -> ModuleSpec:
         raise ConfigError(f"--spec {module_name} {name} cannot be found: {error}") from error
     if module_name != OWN_SPECS or name not in STACK_SPECS.values():
         return spec
-    _check_kind(config, name)
-    params: dict[str, object] = {"chunk_size": config.scan_chunk_size}
-    if name != STACK_SPECS["gated_delta_net"]:  # which reads its own from megatron-core's configuration
-        params["d_conv"] = config.mamba_conv_kernel
-    if name == STACK_SPECS["mamba1"]:
-        params |= _mamba1_params(config)
-    mixer = dataclasses.replace(spec.submodules.mamba_layer.submodules.mixer, params=params)
+    kind = next(kind for kind, owned in STACK_SPECS.items() if owned == name)
+    if kind != config.recurrent_layer:
+        raise ConfigError(
+            f"--spec {module_name} {name} is for --recurrent-layer {kind}, and --recurrent-layer is "
+            f"{config.recurrent_layer}; give --recurrent-layer {kind}, which needs no --spec"
+        )
+    mixer = dataclasses.replace(spec.submodules.mamba_layer.submodules.mixer, params=_mixer_params(config))
     mamba_submodules = dataclasses.replace(spec.submodules.mamba_layer.submodules, mixer=mixer)
     mamba_layer = dataclasses.replace(spec.submodules.mamba_layer, submodules=mamba_submodules)
     return dataclasses.replace(spec, submodules=dataclasses.replace(spec.submodules, mamba_layer=mamba_layer))
 
 
-def _check_kind(config: ModelConfig, name: str) -> None:
-    kind = next(kind for kind, own in STACK_SPECS.items() if own == name)
-    if config.is_hybrid and kind != config.recurrent_layer:
-        raise ConfigError(
-            f"--spec {OWN_SPECS} {name} has {kind} layers, --recurrent-layer is {config.recurrent_layer}, and a model "
-            f"has recurrent layers of one kind; give --recurrent-layer {kind}, or another --spec"
-        )
-
-
-def _mamba1_params(config: ModelConfig) -> dict[str, object]:
+def _mixer_params(config: ModelConfig) -> dict[str, object]:
     """What megatron-core's configuration has no place for."""
-    return {
-        "d_inner": config.mamba_channels,
-        "dt_rank": config.dt_rank,
-        "inner_norm": config.mamba_inner_norm,
-        "inner_norm_epsilon": config.inner_norm_epsilon,
-    }
+    params: dict[str, object] = {"chunk_size": config.scan_chunk_size}
+    if config.recurrent_layer in ("mamba2", "mamba1"):
+        params["d_conv"] = config.mamba_conv_kernel
+    if config.recurrent_layer == "mamba1":
+        params["d_inner"] = config.mamba_channels
+        params["dt_rank"] = config.dt_rank
+        params["inner_norm"] = config.mamba_inner_norm
+        params["inner_norm_epsilon"] = config.inner_norm_epsilon
+    return params

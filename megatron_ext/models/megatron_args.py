@@ -19,7 +19,14 @@ from megatron_ext.models.checkpoint_directory import model_config
 
 _REQUIRED = ("hidden_size", "num_attention_heads", "max_position_embeddings")
 _TAKEN = (
+    "apply_layernorm_1p",
+    "attention_output_gate",
     "kv_channels",
+    "linear_conv_kernel_dim",
+    "linear_key_head_dim",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_value_head_dim",
     "mamba_state_dim",
     "mamba_head_dim",
     "mamba_num_heads",
@@ -34,6 +41,7 @@ _TAKEN = (
 _TAKEN_FOR_EXPERTS = (
     "num_experts",
     "moe_ffn_hidden_size",
+    "moe_shared_expert_gate",
     "moe_shared_expert_intermediate_size",
     "moe_latent_size",
     "moe_router_topk",
@@ -45,29 +53,27 @@ _TAKEN_FOR_EXPERTS = (
 )
 _MUST_BE_OFF = (
     "activation_func_clamp_value",
-    "apply_layernorm_1p",
     "apply_residual_connection_post_layernorm",
-    "attention_output_gate",
-    "experimental_attention_variant",
     "glu_linear_offset",
     "heterogeneous_layers_config_encoded_json",
     "heterogeneous_layers_config_path",
     "layernorm_zero_centered_gamma",
-    "linear_attention_freq",
     "linear_attention_type",
     "mrope_section",
     "mtp_num_layers",
     "multi_latent_attention",
     "no_rope_freq",
     "qk_l2_norm",
-    "qk_layernorm",
     "quick_geglu",
     "retro_add_retriever",
     "rotary_interleaved",
     "use_legacy_models",
     "window_size",
 )
-_MUST_BE_OFF_FOR_EXPERTS = ("moe_apply_probs_on_input", "moe_router_pre_softmax", "moe_shared_expert_gate")
+# Megatron's hybrid models pass over the first, and its hybrid patterns say what the others say of GPT.
+_MUST_BE_OFF_IN_HYBRIDS = ("qk_layernorm", "experimental_attention_variant", "linear_attention_freq")
+_MUST_BE_OFF_FOR_EXPERTS = ("moe_apply_probs_on_input", "moe_router_pre_softmax")
+_DELTA_NET = "gated_delta_net"
 _ALLOWED = {
     "position_embedding_type": POSITION_EMBEDDINGS,
     "normalization": NORMALIZATIONS,
@@ -106,6 +112,9 @@ def config_from_args(args: object, where: str, *, is_gpt: bool, vocab_size: int 
         "num_query_groups": known.get("num_query_groups") if known.get("group_query_attention") else None,
         "vocab_size": _vocabulary(known, vocab_size),
     }
+    if is_gpt:
+        fields |= known.given(("qk_layernorm",))
+        fields["recurrent_layer"] = known.get("experimental_attention_variant", ModelConfig.recurrent_layer)
     if "-" in pattern:
         fields["ffn_hidden_size"] = known.required("ffn_hidden_size")
     if "E" in pattern:
@@ -166,6 +175,12 @@ def _require_supported(known: _Arguments, is_gpt: bool) -> None:
             known.refuse(name, " or ".join(map(str, allowed)))
     if known.get("add_qkv_bias") and not _has_biases(known):
         known.refuse("add_qkv_bias", "a bias in every linear layer or in none")
+    if not is_gpt:
+        known.require_off(_MUST_BE_OFF_IN_HYBRIDS)
+    elif known.get("experimental_attention_variant", _DELTA_NET) != _DELTA_NET:
+        known.refuse("experimental_attention_variant", _DELTA_NET)
+    elif known.get("experimental_attention_variant") and not known.get("swiglu"):
+        known.refuse("experimental_attention_variant", "gated_delta_net with swiglu, whose activation it shares")
     if is_gpt and known.get("num_experts"):
         known.refuse("num_experts", "a GPT model without experts; hybrid patterns may have E layers")
     spec = known.get("spec")
@@ -182,7 +197,7 @@ def _require_supported_experts(known: _Arguments) -> None:
 def _pattern(known: _Arguments, is_gpt: bool) -> str:
     """One letter a layer. `|` only marks where pipeline stages begin."""
     if is_gpt:
-        return "*-" * known.integer("num_layers")
+        return "".join(f"{letter}-" for letter in _gpt_mixers(known))
     pattern = known.get("hybrid_override_pattern") or known.get("hybrid_layer_pattern")
     if pattern is not None:
         pattern = pattern.replace("|", "")
@@ -193,10 +208,23 @@ def _pattern(known: _Arguments, is_gpt: bool) -> str:
     return "".join(allocate_layers(known.integer("num_layers"), *ratios))
 
 
+def _gpt_mixers(known: _Arguments) -> str:
+    """M for each layer with a gated delta net, * for each with attention."""
+    count, every = known.integer("num_layers"), known.get("linear_attention_freq")
+    if known.get("experimental_attention_variant") is None:
+        return "*" * count
+    if type(every) is int and every > 0:  # one attention after so many less one
+        return "".join("M" if (index + 1) % every else "*" for index in range(count))
+    if not isinstance(every, list) or len(every) != count or set(every) - {0, 1}:
+        known.refuse("linear_attention_freq", f"a number of layers, or a list of 0 and 1 for each of {count} layers")
+    return "".join("*M"[is_linear] for is_linear in every)
+
+
 def _norm_epsilon(known: _Arguments, pattern: str) -> float:
     name = "norm_epsilon" if known.get("norm_epsilon") is not None else "layernorm_epsilon"
     epsilon = known.get(name, _MAMBA_NORM_EPSILON)
-    if "M" in pattern and epsilon != _MAMBA_NORM_EPSILON:
+    is_mamba = "M" in pattern and known.get("experimental_attention_variant") is None
+    if is_mamba and epsilon != _MAMBA_NORM_EPSILON:
         known.refuse(name, f"{_MAMBA_NORM_EPSILON} with Mamba layers, whose gated norm has it in any case")
     return epsilon
 

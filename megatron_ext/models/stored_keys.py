@@ -7,6 +7,7 @@ keep the same tensors elsewhere:
   `decoder.layers.3.mixer.in_proj.layer_norm_weight`. A model built from such a spec asks the other way round.
 - GPT: a layer is an attention and an MLP, so layer n is our layers 2n and 2n + 1. The final norm has another name.
   Often all layers are in one tensor [layers, ...], whose key has no number: `decoder.layers.mlp.linear_fc2.weight`.
+  A gated delta net in the place of attention is called attention, too.
 
 Only the description of what is read where changes; no tensor is copied.
 """
@@ -31,6 +32,8 @@ _NORMS = (
     ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
     ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
 )
+# A recurrent layer's parts, and the same in a layer of GPT.
+_GPT_NAMES = (("mixer.", "self_attention."), ("norm.", "input_layernorm."))
 _HYBRID_FINAL_NORM, _GPT_FINAL_NORM = "decoder.final_norm.", "decoder.final_layernorm."
 # What training leaves beside the model: the optimizer's tensors, and objects whose names these are.
 _OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
@@ -107,6 +110,9 @@ def _gpt_places(key: str) -> Iterator[_Place]:
         yield _Place(key.replace(_HYBRID_FINAL_NORM, _GPT_FINAL_NORM))
         return
     number, rest = int(layer[1]) // 2, layer[2]
+    for ours, theirs in _GPT_NAMES:
+        if rest.startswith(ours):
+            rest = theirs + rest.removeprefix(ours)
     yield _Place(f"decoder.layers.{number}.{rest}")
     yield _Place(f"decoder.layers.{rest}", row=number)
 

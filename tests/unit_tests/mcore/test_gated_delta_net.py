@@ -11,6 +11,8 @@ import dataclasses
 import pytest
 import torch
 
+from megatron_ext.errors import ConfigError
+from megatron_ext.models.build import resolve_spec
 from tests.priority import TestPriority
 from tests.unit_tests.support.caching import BLOCK
 from tests.unit_tests.support.driver import (
@@ -196,6 +198,17 @@ def test_the_comparison_sees_a_wrong_state(get_oracle, oracle, which, layer, cha
         assert_equals_oracle(driver, 2, oracle)
     difference = (driver.seen[2].logits[100][0] - oracle.logits(prompt)[-1]).abs().max()
     assert difference > (1e-3 if which == "conv" and layer else 1e-2), difference
+
+
+def test_a_spec_of_another_kind_is_refused():
+    """One kind of recurrent layers a model: the pattern's M, whichever way it is named."""
+    own = "megatron_ext.mcore.layer_specs"
+    named = dataclasses.replace(GATED_DELTA_NET, spec=(own, "gated_delta_net_stack_spec"))
+    assert resolve_spec(named) == resolve_spec(GATED_DELTA_NET)
+    for kind, name in (("mamba2", "gated_delta_net_stack_spec"), ("gated_delta_net", "hybrid_stack_spec")):
+        config = dataclasses.replace(GATED_DELTA_NET, recurrent_layer=kind, spec=(own, name))
+        with pytest.raises(ConfigError, match=f"--spec {own} {name} .*--recurrent-layer is {kind}; give"):
+            resolve_spec(config)
 
 
 def test_training_has_gradients_everywhere(oracle):

@@ -117,12 +117,13 @@ def test_who_opted_out_is_not_cut(get_oracle, oracle):
     assert_equals_oracle(driver, 0, oracle)
 
 
+@pytest.mark.parametrize("kind", ["hybrid", "gated_delta_net", "mamba1", "mamba1_only"])
 class TestBothModes:
     """LA-5: equal states where both keep some, and each serves what the other stored."""
 
-    def test_states_are_equal(self, get_oracle):
+    def test_states_are_equal(self, get_oracle, kind):
         prompt = make_prompt(5 * BLOCK)
-        kernel, align = build_driver(get_oracle), build_driver(get_oracle, mode="align")
+        kernel, align = build_driver(get_oracle, kind), build_driver(get_oracle, kind, mode="align")
         for driver in (kernel, align):
             driver.sight(0, prompt)
         assert kernel.snapshots_of(prompt) == align.snapshots_of(prompt) == [64, 80]
@@ -135,8 +136,8 @@ class TestBothModes:
                 assert_states_close(pools[0][:, slots[0]], pools[1][:, slots[1]], f"{name}, {kind}")
 
     @pytest.mark.parametrize("first", ["kernel", "align"])
-    def test_each_serves_the_other(self, get_oracle, oracle, first):
-        driver = build_driver(get_oracle, mode=first)
+    def test_each_serves_the_other(self, get_oracle, kind, first):
+        driver = build_driver(get_oracle, kind, mode=first)
         prompt = make_prompt(5 * BLOCK + 3)
         driver.sight(0, prompt)
         is_aligned = first == "kernel"
@@ -147,7 +148,7 @@ class TestBothModes:
         assert driver.sight(1, longer) == 80
         assert driver.sight(2, longer) == 128
         for number in range(3):
-            assert_equals_oracle(driver, number, oracle)
+            assert_equals_oracle(driver, number, get_oracle(kind))
 
 
 class TestStartUp:

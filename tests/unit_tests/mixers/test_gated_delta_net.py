@@ -7,6 +7,7 @@ import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, apply_factories
 from megatron.core.ssm import gated_delta_net as upstream
+from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from megatron_ext.mcore.layer_specs import gated_delta_net_layer_spec
@@ -15,6 +16,7 @@ from megatron_ext.models.build import transformer_config
 from tests.priority import TestPriority
 from tests.unit_tests.support.models import GATED_DELTA_NET
 from tests.unit_tests.support.tensor_parallel import as_rank
+from tests.unit_tests.support.upstream_delta_net import allow, without_kernels
 
 pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
@@ -22,22 +24,17 @@ HIDDEN, PREFIX = GATED_DELTA_NET.hidden_size, "decoder.layers.0.mixer."
 SUBMODULES = gated_delta_net_layer_spec.submodules.mixer.submodules
 
 
-def l2norm(x: Tensor) -> Tensor:
-    """What flash-linear-attention's function of this name gives."""
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
-
-
-def config() -> object:
-    made = transformer_config(GATED_DELTA_NET, torch.float32)
-    made.activation_func, made.deterministic_mode = torch.nn.functional.silu, True
-    return made
+def config() -> TransformerConfig:
+    return without_kernels(transformer_config(GATED_DELTA_NET, torch.float32))
 
 
 def build(index: int = 0, ranks: int = 1, chunk_size: int = 64) -> GatedDeltaNetMixer:
     torch.manual_seed(3)
+    settings = config()
+    settings.perform_initialization = True
     with as_rank(index, ranks) as groups:
         mixer = GatedDeltaNetMixer(
-            config(), SUBMODULES, HIDDEN, layer_number=1, pg_collection=groups, chunk_size=chunk_size
+            settings, SUBMODULES, HIDDEN, layer_number=1, pg_collection=groups, chunk_size=chunk_size
         )
     with torch.no_grad():
         for parameter in mixer.parameters():
@@ -48,15 +45,11 @@ def build(index: int = 0, ranks: int = 1, chunk_size: int = 64) -> GatedDeltaNet
 
 @pytest.fixture
 def theirs(monkeypatch: pytest.MonkeyPatch) -> upstream.GatedDeltaNet:
-    """Upstream's module with our parameters; it asks for its kernels when it is built, and calls none of them."""
-    monkeypatch.setattr(upstream, "HAVE_FLA", True)
-    monkeypatch.setattr(upstream, "l2norm", l2norm, raising=False)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
-    settings = config()
-    settings.perform_initialization = False
+    """Upstream's module with our parameters."""
+    allow(monkeypatch)
     with as_rank(0, 1) as groups:
         module = upstream.GatedDeltaNet(
-            settings,
+            config(),
             upstream.GatedDeltaNetSubmodules(SUBMODULES.in_proj, SUBMODULES.out_norm, SUBMODULES.out_proj),
             layer_number=1,
             pg_collection=groups,

@@ -98,6 +98,18 @@ def test_imported_checkpoint_saved_and_loaded(qwens, tmp_path: Path) -> None:
     assert torch.equal(oracle.our_logits(loaded.model, tokens), oracle.our_logits(imported.model, tokens))
 
 
+def test_sixteen_bits(qwens) -> None:
+    """bf16 parameters, with no more rounding than theirs have."""
+    (theirs, directory), tokens = qwens("dense"), oracle.prompt(65, seed=0)
+    narrow = load_model(SourceConfig(load_hf=str(directory), bf16=True), {}, device=CPU)
+    their_narrow = type(theirs).from_pretrained(directory, dtype=torch.bfloat16).eval()
+    assert narrow.dtype is their_narrow.dtype is torch.bfloat16
+    exact = oracle.their_logits(theirs, tokens)
+    error = (oracle.our_logits(narrow.model, tokens).float() - exact).abs().mean()
+    their_error = (oracle.their_logits(their_narrow, tokens).float() - exact).abs().mean()
+    assert error < 1.2 * their_error
+
+
 # Negative controls
 
 

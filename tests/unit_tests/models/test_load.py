@@ -132,6 +132,7 @@ def test_overrides_win_where_the_weights_allow(saved: Path, tiny_model: nn.Modul
         ({"kv_channels": 16}, "--kv-channels 16 contradicts .* for 8"),
         ({"mamba_num_heads": 4}, "--mamba-num-heads 4 contradicts .* for 8"),
         ({"mamba_state_dim": 2, "mamba_num_groups": 8}, "--mamba-state-dim 2 contradicts .* for 16"),
+        ({"recurrent_layer": "mamba1"}, "--recurrent-layer mamba1 contradicts .* for mamba2"),
         ({"vocab_size": 64}, "--vocab-size 64 contradicts .* for 50"),
     ],
     ids=lambda value: str(value)[:40],

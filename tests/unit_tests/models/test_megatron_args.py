@@ -100,6 +100,49 @@ def test_gpt() -> None:
     assert config.norm_epsilon == 1e-6
 
 
+DELTA = {"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": 3, "swiglu": True}
+DELTA |= {"squared_relu": False, "num_layers": 4, "hybrid_override_pattern": None, "spec": None, "norm_epsilon": 1e-6}
+
+
+@pytest.mark.parametrize(
+    ("changes", "pattern"),
+    [
+        ({}, "M-M-*-M-"),
+        ({"linear_attention_freq": 1}, "*-*-*-*-"),
+        ({"linear_attention_freq": [0, 1, 1, 0]}, "*-M-M-*-"),
+    ],
+)
+def test_gpt_with_gated_delta_nets(changes: dict, pattern: str) -> None:
+    """LA-2: a layer is one or attention, then an MLP; what Qwen3-Next has besides is taken over."""
+    sizes = {"linear_key_head_dim": 8, "linear_value_head_dim": 12, "linear_num_key_heads": 2}
+    sizes |= {"linear_num_value_heads": 4, "linear_conv_kernel_dim": 3}
+    flags = {"qk_layernorm": True, "attention_output_gate": True, "apply_layernorm_1p": True}
+    args = megatron_lm.arguments(HYBRID, **(DELTA | sizes | flags | {"normalization": "RMSNorm"} | changes))
+    config = converted(args, is_gpt=True)
+    assert (config.hybrid_override_pattern, config.recurrent_layer) == (pattern, "gated_delta_net")
+    assert config.norm_epsilon == 1e-6, "free without Mamba layers"
+    for name, value in (sizes | flags).items():
+        assert getattr(config, name) == value
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"experimental_attention_variant": "dsa"},
+            "experimental_attention_variant = 'dsa'.* supported is gated_delta_net",
+        ),
+        ({"swiglu": False}, "experimental_attention_variant = .* with swiglu"),
+        ({"linear_attention_freq": [1, 0]}, r"linear_attention_freq = \[1, 0\].* for each of 4 layers"),
+        ({"linear_attention_freq": None}, "linear_attention_freq = None"),
+    ],
+    ids=str,
+)
+def test_gated_delta_nets_that_are_refused(changes: dict, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        converted(megatron_lm.arguments(HYBRID, **(DELTA | changes)), is_gpt=True)
+
+
 def test_older_arguments() -> None:
     """What the first Megatron with GPT in megatron-core had no argument for is off."""
     names = ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "max_position_embeddings")
@@ -110,7 +153,6 @@ def test_older_arguments() -> None:
 
 
 REFUSED = {
-    "apply_layernorm_1p": True,
     "multi_latent_attention": True,
     "qk_layernorm": True,
     "rotary_interleaved": True,
@@ -126,7 +168,8 @@ REFUSED = {
     "rotary_base": 10000.5,
     "spec": ["my_layers", "my_spec"],
     "moe_router_pre_softmax": True,
-    "moe_shared_expert_gate": True,
+    "experimental_attention_variant": "gated_delta_net",
+    "linear_attention_freq": 4,
     "moe_router_load_balancing_type": "sinkhorn",
     "padded_vocab_size": "512",
 }

@@ -33,12 +33,8 @@ def test_a_spec_of_the_same_kind_builds_the_same(kind: str) -> None:
 
 @pytest.mark.parametrize(("kind", "other"), [*itertools.permutations(RECURRENT_LAYERS, 2)])
 def test_two_kinds_are_refused_by_name(kind: str, other: str) -> None:
-    with pytest.raises(ConfigError, match=f"has {other} layers, --recurrent-layer is {kind}, .* of one kind"):
+    with pytest.raises(ConfigError, match=f"is for --recurrent-layer {other}, and --recurrent-layer is {kind}; give"):
         resolve_spec(of_kind(kind, spec=(OWN_SPECS, STACK_SPECS[other])))
-
-
-def test_without_recurrent_layers_any_spec_of_ours_will_do() -> None:
-    resolve_spec(of_kind("mamba2", hybrid_override_pattern="*-", spec=(OWN_SPECS, STACK_SPECS["mamba1"])))
 
 
 def test_unknown_specs_are_refused() -> None:
