@@ -1,7 +1,7 @@
 """Cold speed of each kind of recurrent layer beside transformers with the same weights, in one run.
 
-Run: `python -m benchmarks.recurrent_kinds`. Hidden size 256 everywhere: a NemotronH (Mamba-2), a Jamba (Mamba-1 with
-attention) and a Qwen3-Next (gated delta net with attention), of eight mixing layers or blocks and no experts.
+Run: `python -m benchmarks.recurrent_kinds`. Hidden size 256 everywhere: a NemotronH (Mamba-2), a Mamba (Mamba-1 alone), a
+Jamba (Mamba-1 with attention) and a Qwen3-Next (gated delta net with attention), of eight layers and no experts.
 """
 
 from __future__ import annotations
@@ -12,7 +12,15 @@ from collections.abc import Callable
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import JambaConfig, JambaForCausalLM, PreTrainedModel, Qwen3NextConfig, Qwen3NextForCausalLM
+from transformers import (
+    JambaConfig,
+    JambaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    PreTrainedModel,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
 
 from benchmarks.base_speed import DECODE_REQUESTS, DECODE_TOKENS, median_decode_seconds, prompts, reference_prefill
 from benchmarks.measuring import header, seconds
@@ -21,6 +29,20 @@ from megatron_ext.config import RequestParams
 from megatron_ext.mcore import platform
 
 PREFILLS = ((1, 2048), (8, 512))
+
+
+def mamba() -> PreTrainedModel:
+    """Random weights: eight layers of Mamba-1 and nothing else."""
+    config = MambaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        state_size=16,
+        num_hidden_layers=8,
+        tie_word_embeddings=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return MambaForCausalLM(config)
 
 
 def jamba() -> PreTrainedModel:
@@ -78,6 +100,7 @@ def main() -> None:
     device = platform.device()
     builders: dict[str, Callable[[], Pair]] = {
         "Mamba-2 (NemotronH)": lambda: build_pair(device, torch.float32),
+        "Mamba-1 (Mamba)": lambda: pair_of(mamba(), device, torch.float32),
         "Mamba-1 (Jamba)": lambda: pair_of(jamba(), device, torch.float32),
         "gated delta net (Qwen3-Next)": lambda: pair_of(qwen3_next(), device, torch.float32),
     }
