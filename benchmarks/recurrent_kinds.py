@@ -1,7 +1,8 @@
 """Cold speed of each kind of recurrent layer beside transformers with the same weights, in one run.
 
-Run: `python -m benchmarks.recurrent_kinds`. Hidden size 256 everywhere: a NemotronH (Mamba-2), a Mamba (Mamba-1 alone), a
-Jamba (Mamba-1 with attention) and a Qwen3-Next (gated delta net with attention), of eight layers and no experts.
+Run: `python -m benchmarks.recurrent_kinds`. Hidden size 256 everywhere: a NemotronH (Mamba-2), a Mamba (Mamba-1
+alone), a Jamba (Mamba-1 with attention) and a Qwen3-Next (gated delta net with attention), of eight layers and no
+experts.
 """
 
 from __future__ import annotations
