@@ -50,7 +50,7 @@ class ZeroCenteredRMSNorm(torch.nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., channels] -> the same, in the same type."""
         normed = F.rms_norm(hidden.float(), self.weight.shape, eps=self.eps)
-        return (normed * (1.0 + self.weight.float())).to(hidden.dtype)
+        return torch.addcmul(normed, normed, self.weight.float()).to(hidden.dtype)
 
 
 class HybridStack(MambaStack):

@@ -107,7 +107,9 @@ def gated_delta_step(
     """
     wide = torch.promote_types(v.dtype, torch.float32)
     shared = v.shape[1] // k.shape[1]
-    q, k = (_keyed(t, wide, normalize).repeat_interleave(shared, dim=1) for t in (q, k))  # [R, H, K]
+    q, k = (
+        _keyed(t, wide, normalize).unsqueeze(2).expand(-1, -1, shared, -1).flatten(1, 2) for t in (q, k)
+    )  # [R, H, K]
     decayed = state.to(wide) * g.exp().to(wide)[..., None, None]
     missing = v.to(wide) - (k.unsqueeze(-2) @ decayed).squeeze(-2)  # [R, H, V], what k does not recall
     new_state = torch.addcmul(decayed, k.unsqueeze(-1), (missing * beta.to(wide).unsqueeze(-1)).unsqueeze(-2))
