@@ -1,4 +1,4 @@
-"""Settings that cannot work are refused in one line that says what would; every refusal in `config.py` has a case."""
+"""Settings that cannot work are refused in one line that says what would; every refusal in `config/` has a case."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import ast
 import dataclasses
 import inspect
 import math
+import types
 
 import pytest
 
-from megatron_ext import config
 from megatron_ext.config import (
     BatchingConfig,
     CacheConfig,
@@ -20,6 +20,11 @@ from megatron_ext.config import (
     RunConfig,
     ServerConfig,
     SourceConfig,
+    batching,
+    checks,
+    model,
+    request,
+    run,
 )
 from megatron_ext.errors import CapacityError, CheckpointError, ConfigError
 
@@ -171,27 +176,33 @@ def test_refused_in_one_line(kind: type, settings: dict, named: list[str]):
 
 
 def test_every_refusal_has_a_case(monkeypatch: pytest.MonkeyPatch):
-    """Each `_require` in the source refuses at least once above."""
-    tree = ast.parse(inspect.getsource(config))
-    calls = {
-        node.lineno
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "_require"
-    }
+    """Each `require` in the source refuses at least once above."""
+    modules = [batching, model, request, run]
+    calls = {(module.__file__, line) for module in modules for line in lines_of_require(module)}
     refused = set()
-    require = config._require
 
     def noting(condition: bool, message: str) -> None:
         if not condition:
             caller = inspect.currentframe().f_back
-            refused.add(next(line for line in sorted(calls, reverse=True) if line <= caller.f_lineno))
-        require(condition, message)
+            lines = [line for file, line in calls if file == caller.f_code.co_filename and line <= caller.f_lineno]
+            refused.add((caller.f_code.co_filename, max(lines)))
+        checks.require(condition, message)
 
-    monkeypatch.setattr(config, "_require", noting)
+    for module in modules:
+        monkeypatch.setattr(module, "require", noting)
     for kind, settings, _ in REFUSED:
         with pytest.raises(ConfigError):
             kind(**settings)
-    assert sorted(calls - refused) == [], "these lines of config.py refuse in no case of this test"
+    assert sorted(calls - refused) == [], "these lines refuse in no case of this test"
+
+
+def lines_of_require(module: types.ModuleType) -> set[int]:
+    """Where a module calls it."""
+    return {
+        node.lineno
+        for node in ast.walk(ast.parse(inspect.getsource(module)))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "require"
+    }
 
 
 @pytest.mark.parametrize(

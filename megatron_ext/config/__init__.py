@@ -1,0 +1,58 @@
+"""Every setting, in frozen dataclasses. Defaults live here, once; `arguments/` binds them to flags.
+
+A `None` default means "decided later", and the comment says from what.
+"""
+
+from __future__ import annotations
+
+from megatron_ext.config.batching import (
+    DTYPES,
+    BatchingConfig,
+    CacheConfig,
+    EvictionPolicyName,
+    SnapshotMode,
+)
+from megatron_ext.config.model import (
+    GATED_DELTA_CHUNK,
+    INNER_NORMS,
+    LAYER_SYMBOLS,
+    NORMALIZATIONS,
+    POSITION_EMBEDDINGS,
+    RECURRENT_LAYERS,
+    ROUTER_SCORE_FUNCTIONS,
+    ModelConfig,
+)
+from megatron_ext.config.request import (
+    RequestParams,
+)
+from megatron_ext.config.run import (
+    InferenceSettings,
+    ParallelConfig,
+    RunConfig,
+    ServerConfig,
+    ServerSettings,
+    SourceConfig,
+)
+
+__all__ = [
+    "DTYPES",
+    "GATED_DELTA_CHUNK",
+    "INNER_NORMS",
+    "LAYER_SYMBOLS",
+    "NORMALIZATIONS",
+    "POSITION_EMBEDDINGS",
+    "RECURRENT_LAYERS",
+    "ROUTER_SCORE_FUNCTIONS",
+    "BatchingConfig",
+    "CacheConfig",
+    "EvictionPolicyName",
+    "InferenceSettings",
+    "ModelConfig",
+    "ParallelConfig",
+    "RequestParams",
+    "RunConfig",
+    "ServerConfig",
+    "ServerSettings",
+    "SnapshotMode",
+    "SourceConfig",
+]

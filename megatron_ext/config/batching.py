@@ -1,0 +1,104 @@
+"""What an engine is built for: limits, memory, and the prefix cache."""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass
+
+from megatron_ext.config.checks import require
+
+DTYPES = ("fp32", "bf16", "fp16")
+
+
+class EvictionPolicyName(str, enum.Enum):
+    """What happens to cached blocks that nobody uses (KV-4)."""
+
+    LRU = "lru"  # kept until memory is needed: the least recently used goes first, never a block before its children
+    REF_ZERO = "ref_zero"  # dropped at once: only requests that overlap in time share
+
+
+class SnapshotMode(str, enum.Enum):
+    """How the states at a block boundary inside a prompt come to be kept (LA-1)."""
+
+    KERNEL = "kernel"  # out of the middle of a prefill, from the states between kernel chunks
+    ALIGN = "align"  # prefill chunks end on the boundary, and the live states are copied
+
+
+@dataclass(frozen=True)
+class BatchingConfig:
+    """Memory and batch limits of the dynamic engine."""
+
+    buffer_size_gb: float | None = None  # default: 1 on CPU, 40 on CUDA
+    block_count: int | None = None  # usable KV blocks exactly, in place of buffer_size_gb
+    paused_buffer_size_gb: float | None = None  # KV that paused requests may keep; default: no limit
+    block_size: int = 64  # tokens
+    max_requests: int = 64
+    max_tokens: int | None = None  # a step; default: 2048 on CPU, 16384 on CUDA
+    max_sequence_length: int | None = None  # default: the model's
+    enable_chunked_prefill: bool = True
+    conv_states_dtype: str | None = None  # default: the parameters' type
+    ssm_states_dtype: str = "fp32"
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "max_requests", "max_tokens", "max_sequence_length", "block_count"):
+            value = getattr(self, name)
+            require(value is None or value > 0, f"{name.replace('_', ' ')} {value} must be positive")
+        for name in ("buffer_size_gb", "paused_buffer_size_gb"):
+            value = getattr(self, name)
+            valid = value is None or (math.isfinite(value) and value >= 0)
+            require(valid, f"{name.replace('_', ' ')} {value} must be zero or more")
+        require(
+            self.buffer_size_gb is None or self.block_count is None,
+            f"--inference-dynamic-batching-buffer-size-gb {self.buffer_size_gb} and "
+            f"--inference-dynamic-batching-block-count {self.block_count} contradict each other; give one of them",
+        )
+        require(
+            self.max_tokens is None or self.max_tokens >= self.max_requests,
+            f"--inference-dynamic-batching-max-tokens {self.max_tokens} must be at least "
+            f"--inference-dynamic-batching-max-requests {self.max_requests}, so that every running request can decode",
+        )
+        for name in ("conv_states_dtype", "ssm_states_dtype"):
+            value = getattr(self, name)
+            require(value is None or value in DTYPES, f"{name} {value!r} is unknown; one of {', '.join(DTYPES)}")
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """Prefix caching."""
+
+    enable_prefix_caching: bool = True
+    eviction_policy: str = EvictionPolicyName.LRU.value
+    snapshot_buffer_gb: float | None = None  # GiB; default: a quarter of the buffer, on top of it
+    snapshot_slots: int | None = None  # exactly so many instead
+    snapshot_mode: str = SnapshotMode.KERNEL.value
+
+    def __post_init__(self) -> None:
+        budget, slots = self.snapshot_buffer_gb, self.snapshot_slots
+        flag = "--inference-dynamic-batching-prefix-caching-mamba"
+        valid_budget = budget is None or (math.isfinite(budget) and budget >= 0)
+        require(valid_budget, f"{flag}-gb {budget} must be zero (no snapshots) or more")
+        require(slots is None or slots >= 0, f"{flag}-slots {slots} must be zero (no snapshots) or more")
+        require(
+            budget is None or slots is None,
+            f"{flag}-gb {budget} and {flag}-slots {slots} contradict each other; give one of them",
+        )
+        names = [policy.value for policy in EvictionPolicyName]
+        require(
+            self.eviction_policy in names,
+            f"eviction policy {self.eviction_policy!r} is unknown; one of {', '.join(names)}",
+        )
+        modes = [mode.value for mode in SnapshotMode]
+        require(
+            self.snapshot_mode in modes, f"{flag}-mode {self.snapshot_mode!r} is unknown; one of {', '.join(modes)}"
+        )
+
+    @property
+    def is_aligned(self) -> bool:
+        """Whether states are kept at the ends of prefill chunks only."""
+        return self.snapshot_mode == SnapshotMode.ALIGN.value
+
+    @property
+    def policy(self) -> EvictionPolicyName | None:
+        """The eviction policy; None if nothing is cached."""
+        return EvictionPolicyName(self.eviction_policy) if self.enable_prefix_caching else None
