@@ -20,7 +20,14 @@ from rich.table import Table
 from tqdm import tqdm
 
 from benchmarks.measuring import header
-from megatron_ext.config import BatchingConfig, CacheConfig, EvictionPolicyName, ModelConfig, RequestParams
+from megatron_ext.config import (
+    BatchingConfig,
+    CacheConfig,
+    EvictionPolicyName,
+    ModelConfig,
+    RequestParams,
+    SnapshotMode,
+)
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.assemble import build_engine
 from megatron_ext.mcore.engine import InferenceEngine
@@ -196,13 +203,15 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--policy", choices=[policy.value for policy in EvictionPolicyName], default="lru")
+    parser.add_argument("--mode", choices=[mode.value for mode in SnapshotMode], default="kernel")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     platform.initialize()
     console = Console(highlight=False)
     console.print(header(platform.device(), torch.float32), markup=False)
     model = slow_model()
-    engine = new_engine(model, CacheConfig(eviction_policy=arguments.policy, snapshot_slots=arguments.slots))
+    cache = CacheConfig(eviction_policy=arguments.policy, snapshot_slots=arguments.slots, snapshot_mode=arguments.mode)
+    engine = new_engine(model, cache)
     served, deeds = soak(engine, arguments.requests, arguments.seed)
     check_nothing_leaks(engine)
     completed = [(record, params) for record, params in served if record.status is Status.COMPLETED]
