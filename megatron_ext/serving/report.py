@@ -40,22 +40,19 @@ def make_console(quiet: bool) -> Console:
 
 def print_geometry(geometry: Geometry, model: str, console: Console, request_state_bytes: int = 0) -> None:
     """Print what the engine has room for (EX-6), and what the states of the longest request can take (LA-4)."""
-    lines = [
-        f"model: {model}",
-        f"KV cache: {geometry.blocks} blocks of {geometry.block_size_tokens} tokens and {geometry.block_bytes:,} bytes",
-    ]
+    table = Table("engine", model, show_lines=False)
+    blocks, block = f"{geometry.blocks:,} blocks", f"{geometry.block_size_tokens} tokens"
+    table.add_row("KV cache", f"{blocks} of {block}, {geometry.block_bytes:,} bytes each")
     if geometry.state_bytes:
         cost = f", as much as the KV of {geometry.state_in_kv_tokens} tokens" if geometry.state_in_kv_tokens else ""
-        lines.append(
-            f"recurrent states: {geometry.live_states} live ones and {geometry.snapshot_slots} snapshots of "
-            f"{geometry.state_bytes:,} bytes each{cost}"
-        )
+        table.add_row("live states", f"{geometry.live_states:,} of {geometry.state_bytes:,} bytes each{cost}")
+        table.add_row("snapshots", f"{geometry.snapshot_slots:,} slots of the same size")
     if request_state_bytes:
-        lines.append(f"states of one request: at most {request_state_bytes:,} bytes, its snapshots included")
+        table.add_row("states of one request", f"at most {request_state_bytes:,} bytes, its snapshots included")
     shortest = geometry.shortest_prompt_that_can_hit
-    lines.append("prefix cache: " + ("nothing is skipped" if shortest is None else f"hits from {shortest} tokens on"))
-    for line in lines:
-        console.print(line, markup=False, soft_wrap=True)
+    hits = "nothing is skipped" if shortest is None else f"prompts of {shortest} tokens and more can hit"
+    table.add_row("prefix cache", hits)
+    console.print(table)
 
 
 def print_report(passes: Sequence[Pass], console: Console) -> None:
