@@ -96,14 +96,14 @@ class InferenceContext(DynamicInferenceContext):
         """What was asked for, and cannot be or has no effect, is said once."""
         if self._policy is None:
             return
-        asked = cache.snapshot_buffer_gb is not None or cache.snapshot_slots is not None
+        asked = cache.snapshot_buffer_gb is not None or cache.snapshot_slots is not None or cache.is_aligned
         if self.is_hybrid_model and self.geometry.snapshot_slots == 0:
             logger.warning(
                 "there is no slot for snapshots of recurrent states: KV blocks are shared, and no prompt token is "
                 "skipped; give --inference-dynamic-batching-prefix-caching-mamba-gb or -mamba-slots more than 0"
             )
         elif asked and not self.is_hybrid_model:
-            logger.warning("this model has no recurrent layers: the budget for snapshots of their states is not used")
+            logger.warning("this model has no recurrent layers: settings for snapshots of their states have no effect")
 
     def _map_layers(self, model: MambaModel, batching: BatchingConfig) -> None:
         """Which local layer is the how-manieth of its kind; shapes of the KV cache and the live states."""

@@ -168,7 +168,8 @@ def check_fits(geometry: Geometry, available_bytes: int) -> None:
         raise ConfigError(
             f"KV blocks, live states and snapshots need {_gigabytes(geometry.pool_bytes)} GB, and "
             f"{available_bytes / GIB:.1f} GB of memory are free; give a smaller "
-            "--inference-dynamic-batching-buffer-size-gb, -block-count or -prefix-caching-mamba-gb"
+            "--inference-dynamic-batching-buffer-size-gb, -block-count, "
+            "-prefix-caching-mamba-gb or -prefix-caching-mamba-slots"
         )
 
 

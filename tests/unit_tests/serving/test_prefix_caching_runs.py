@@ -24,7 +24,7 @@ HYBRID = """
 """.split()
 ON, OFF = "--inference-dynamic-batching-enable-prefix-caching", "--no-inference-dynamic-batching-enable-prefix-caching"
 POLICY = "--inference-dynamic-batching-prefix-caching-eviction-policy"
-GB, SLOTS = (f"--inference-dynamic-batching-prefix-caching-mamba-{unit}" for unit in ("gb", "slots"))
+GB, SLOTS, MODE = (f"--inference-dynamic-batching-prefix-caching-mamba-{end}" for end in ("gb", "slots", "mode"))
 PROMPT = [5, 9, 13, 2, 40, 41, 42, 7, 8, 60]  # two blocks and two tokens
 OTHER = [6, 9, 13, 2, 1, 50, 42, 7, 8, 60]
 
@@ -174,7 +174,7 @@ class TestWarning:
     """HY-1: what was asked for and has no effect is said, once; what works is not talked about."""
 
     NO_SLOT = "there is no slot for snapshots of recurrent states: KV blocks are shared, and no prompt token is skipped"
-    UNUSED = "this model has no recurrent layers: the budget for snapshots of their states is not used"
+    UNUSED = "this model has no recurrent layers: settings for snapshots of their states have no effect"
 
     def messages(self, caplog, *flags: str) -> list[str]:
         assert main([*ATTENTION_ONLY, *flags, "--prompts", "1 2 3"]) == DONE
@@ -185,8 +185,9 @@ class TestWarning:
         (message,) = self.messages(caplog, *flags)
         assert message.startswith(self.NO_SLOT)
 
-    def test_no_recurrent_layers(self, caplog):
-        assert self.messages(caplog, SLOTS, "3") == [self.UNUSED]
+    @pytest.mark.parametrize("flags", [(SLOTS, "3"), (MODE, "align")], ids=str)
+    def test_no_recurrent_layers(self, caplog, flags):
+        assert self.messages(caplog, *flags) == [self.UNUSED]
 
     @pytest.mark.parametrize("flags", [(), (OFF,), (*HYBRID, OFF), (*HYBRID, OFF, GB, "0"), tuple(HYBRID)], ids=str)
     def test_nothing_to_say(self, caplog, flags):
