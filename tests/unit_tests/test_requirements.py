@@ -1,0 +1,32 @@
+"""docs/requirements.md: every id that tests and code name is a row there, once."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+import pytest
+
+from tests.unit_tests.support.source import ROOT
+
+FAMILIES = "KV|HY|FX|LA|M1|EX|MR|RP|CU|SP|SI|SE"
+ID = re.compile(rf"\b(?:{FAMILIES})-\d+\b")
+ROWS = re.findall(rf"^\| ((?:{FAMILIES})-\d+) \|", (ROOT / "docs/requirements.md").read_text("utf-8"), re.MULTILINE)
+FOLDERS = ("arguments", "benchmarks", "examples", "megatron_ext", "tests", "tools")
+SOURCES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
+
+
+def test_each_row_stands_there_once():
+    assert [one for one, count in Counter(ROWS).items() if count > 1] == []
+    assert len(ROWS) > 40
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_ids_resolve(folder):
+    named = {
+        (one, path.name)
+        for path in SOURCES
+        if path.is_relative_to(ROOT / folder)
+        for one in ID.findall(path.read_text("utf-8"))
+    }
+    assert [(one, name) for one, name in sorted(named) if one not in ROWS] == []
