@@ -58,7 +58,7 @@ class PagedSelfAttention(SelfAttention):
         context.append_key_value_cache(layer, key, value)
         key_cache, value_cache, _ = context.key_value_cache(layer)
         scale = self.config.softmax_scale or self.hidden_size_per_attention_head**-0.5
-        output = paged_attention(query.squeeze(1), key_cache, value_cache, context.paged_layout, scale=scale)
+        output = paged_attention(query.squeeze(1), key_cache, value_cache, context.paged_batch, scale=scale)
         output = output.flatten(1).unsqueeze(1)
         return self.linear_proj(self._apply_output_gate(output, *gate) if is_gated else output)
 

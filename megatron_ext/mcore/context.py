@@ -27,7 +27,7 @@ from megatron_ext.memory.budget import (
 )
 from megatron_ext.memory.state_pool import SnapshotPool, StatePool, StateShape, copy_states
 from megatron_ext.mixers.recurrent import RecurrentStep
-from megatron_ext.ops.paged_attention import PagedLayout
+from megatron_ext.ops.paged_attention import PagedBatch
 from megatron_ext.ops.rotary import Rotation, rotation_at
 from megatron_ext.scheduling.planner import Limits
 from megatron_ext.scheduling.request import Chunk
@@ -277,9 +277,9 @@ class InferenceContext(DynamicInferenceContext):
         return self._rotation
 
     @property
-    def paged_layout(self) -> PagedLayout:
-        """Where the keys of each row lie."""
-        return self.step.paged_layout
+    def paged_batch(self) -> PagedBatch:
+        """Where the keys of each request lie."""
+        return self.step.paged_batch
 
     @property
     def recurrent_step(self) -> RecurrentStep:
@@ -290,10 +290,10 @@ class InferenceContext(DynamicInferenceContext):
         """Write the step's keys and values, [T, 1, KV heads, D] each, to their places; padding is dropped."""
         count = self.step.num_tokens
         for cache, states in zip(self._caches(layer_number), (key, value), strict=True):
-            cache.flatten(0, 1).index_copy_(0, self.step.kv_places, states[:count, 0])
+            cache.flatten(0, 1).index_copy_(0, self.step.slot_mapping, states[:count, 0])
 
     def key_value_cache(self, layer_number: int) -> tuple[Tensor, Tensor, None]:
-        """Key and value cache of a layer, [blocks + 1, B, KV heads, D]; the block table is in `paged_layout`."""
+        """Key and value cache of a layer, [blocks + 1, B, KV heads, D]; the block table is in `paged_batch`."""
         key_cache, value_cache = self._caches(layer_number)
         return key_cache, value_cache, None
 

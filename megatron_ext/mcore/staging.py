@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from megatron_ext.mixers.chunk_metadata import cut_chunks
-from megatron_ext.mixers.recurrent import RecurrentStep, SnapshotPlaces
-from megatron_ext.ops.paged_attention import PagedLayout, build_paged_layout
+from megatron_ext.mixers.recurrent import RecurrentStep
+from megatron_ext.ops.paged_attention import PagedBatch, build_paged_batch
+from megatron_ext.ops.state_slots import SnapshotPlaces, StateSlots
 from megatron_ext.ops.varlen import PackedChunks
 from megatron_ext.scheduling.request import Chunk
 from megatron_ext.scheduling.snapshots import Snapshot
@@ -38,8 +39,8 @@ class StagedStep:
     num_tokens: int  # without padding
     input_ids: Tensor  # [T] int64
     position_ids: Tensor  # [T] int64, absolute
-    kv_places: Tensor  # [num_tokens] int64, index into the cache flattened over blocks and places
-    paged_layout: PagedLayout
+    slot_mapping: Tensor  # [num_tokens] int64, index into the cache flattened over blocks and places
+    paged_batch: PagedBatch
     recurrent: RecurrentStep | None  # None for models without recurrent layers
     logit_tokens: Tensor  # [n] int64
     sample_rows: tuple[int, ...]  # rows of the logits that a token is drawn from
@@ -73,7 +74,7 @@ def stage_step(
     position_ids = np.concatenate([*positions, np.zeros(padding)])
     tables = [_block_table(chunk, block_size) for chunk in chunks]
     places = [
-        _kv_places(chunk, table, position, block_size, dummy_block)
+        _slot_mapping(chunk, table, position, block_size, dummy_block)
         for chunk, table, position in zip(chunks, tables, positions, strict=True)
     ]
     logit_tokens, sample_rows, scores = _choose_logits(chunks)
@@ -84,8 +85,8 @@ def stage_step(
         num_tokens=num_tokens,
         input_ids=staged[0],
         position_ids=staged[1],
-        kv_places=staged[2],
-        paged_layout=build_paged_layout(
+        slot_mapping=staged[2],
+        paged_batch=build_paged_batch(
             tables, [c.length for c in chunks], [c.end for c in chunks], num_decode, block_size, device
         ),
         recurrent=_stage_recurrent(chunks, num_decode, kernel_chunk, device, snapshots_in_prefill)
@@ -103,7 +104,7 @@ def _block_table(chunk: Chunk, block_size: int) -> list[int]:
     return list(chunk.request.block_table[: -(-chunk.end // block_size)])
 
 
-def _kv_places(
+def _slot_mapping(
     chunk: Chunk, table: Sequence[int], positions: np.ndarray, block_size: int, dummy_block: int
 ) -> np.ndarray:
     """Where the chunk's KV is written; what lies in shared blocks already goes to the dummy block (KV-3)."""
@@ -116,27 +117,23 @@ def _stage_recurrent(
     chunks: Sequence[Chunk], num_decode: int, kernel_chunk: int, device: torch.device, with_snapshots: bool
 ) -> RecurrentStep:
     prefill = chunks[num_decode:]
-    rows = np.asarray([chunk.request.state_row for chunk in chunks])
+    slots = np.asarray([chunk.request.state_row for chunk in chunks])
     has_state = np.asarray([chunk.start > 0 for chunk in chunks])
-    staged_rows, staged_has_state = _to_device([rows, has_state], device)
-    packed = None
-    if prefill:
-        packed = cut_chunks([c.start for c in prefill], [c.length for c in prefill], kernel_chunk, device)
-    return RecurrentStep(
-        num_decode=num_decode,
-        decode_rows=_as_slice(rows[:num_decode]) or staged_rows[:num_decode],
-        prefill_rows=staged_rows[num_decode:],
-        has_initial_state=staged_has_state[num_decode:].bool(),
-        chunks=packed,
-        snapshots=_stage_snapshots(prefill, packed, kernel_chunk, device) if with_snapshots else None,
-    )
+    staged_slots, staged_has_state = _to_device([slots, has_state], device)
+    decode_slots = _as_slice(slots[:num_decode]) or staged_slots[:num_decode]
+    if not prefill:
+        return RecurrentStep(num_decode, decode_slots, None, None)
+    packed = cut_chunks([c.start for c in prefill], [c.length for c in prefill], kernel_chunk, device)
+    snapshots = _stage_snapshots(prefill, packed, kernel_chunk, device) if with_snapshots else None
+    prefill_slots = StateSlots(staged_slots[num_decode:], staged_has_state[num_decode:].bool(), snapshots)
+    return RecurrentStep(num_decode, decode_slots, packed, prefill_slots)
 
 
-def _as_slice(rows: np.ndarray) -> slice | None:
-    """Ascending rows without a gap as a slice; None if there are none, or a gap."""
-    if len(rows) == 0 or rows[-1] - rows[0] != len(rows) - 1:
+def _as_slice(slots: np.ndarray) -> slice | None:
+    """Ascending slots without a gap as a slice; None if there are none, or a gap."""
+    if len(slots) == 0 or slots[-1] - slots[0] != len(slots) - 1:
         return None
-    return slice(int(rows[0]), int(rows[-1]) + 1)
+    return slice(int(slots[0]), int(slots[-1]) + 1)
 
 
 def snapshots_within(chunk: Chunk) -> list[Snapshot]:

@@ -19,11 +19,9 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from torch import Tensor, nn
 
-from megatron_ext.mixers.mixer import Projected, RecurrentMixer, Scanned
+from megatron_ext.mixers.mixer import Pass, Projected, RecurrentMixer
 from megatron_ext.mixers.sharding import sharded_mixer_state
-from megatron_ext.ops.causal_conv1d import causal_conv1d, causal_conv1d_step
-from megatron_ext.ops.gated_delta_rule import gated_delta_scan, gated_delta_step
-from megatron_ext.ops.varlen import PackedChunks
+from megatron_ext.ops.gated_delta_rule import GATED_DELTA_RULE
 
 A_INIT_RANGE = (1.0, 16.0)
 
@@ -118,31 +116,11 @@ class GatedDeltaNetMixer(RecurrentMixer):
         qkv, gate, beta, alpha = projected.split([self.conv_dim, self.v_dim_local, heads, heads], dim=-1)
         return Projected(qkv, (beta, alpha), gate)
 
-    def scan(
-        self,
-        columns: Tensor,
-        controls: tuple[Tensor, ...],
-        chunks: PackedChunks,
-        initial_conv: Tensor | None,
-        initial_states: Tensor | None,
-    ) -> Scanned:
-        """Convolution and gated delta rule: [q | k | v] [T, Cn], beta and alpha [T, H] -> y [T, H * V] and states."""
-        weight = self.conv1d.weight.squeeze(1)  # [Cn, K]
-        qkv, final_conv = causal_conv1d(columns, weight, None, chunks.sequences, initial_states=initial_conv)
-        strength, log_decay = self._strength(*controls)
-        scanned = gated_delta_scan(
-            *self._split_heads(qkv), log_decay, strength, chunks, initial_states=initial_states, normalize=True
-        )
-        return Scanned(scanned.y.flatten(1), final_conv, scanned.final_states, scanned.chunk_states)
-
-    def step(
-        self, columns: Tensor, controls: tuple[Tensor, ...], conv: Tensor, states: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """One token of each decoding request: [q | k | v] [R, Cn], beta and alpha [R, H] -> y [R, H * V] and states."""
-        qkv, conv = causal_conv1d_step(columns, self.conv1d.weight.squeeze(1), None, conv)
-        strength, log_decay = self._strength(*controls)
-        y, states = gated_delta_step(*self._split_heads(qkv), log_decay, strength, states, normalize=True)
-        return y.flatten(1), conv, states
+    def mix(self, conv_inputs: Tensor, scan_inputs: tuple[Tensor, ...], through: Pass) -> Tensor:
+        """Convolution and gated delta rule: [q | k | v] [T, Cn], beta and alpha [T, H] -> y [T, H * V]."""
+        q, k, v = self._split_heads(through.convolve(conv_inputs, self.conv1d.weight, None))
+        strength, log_decay = self._strength(*scan_inputs)
+        return through.scan(GATED_DELTA_RULE, q, k, v, log_decay, strength, normalize=True).flatten(1)
 
     def gated(self, y: Tensor, gate: Tensor) -> Tensor:
         """The norm of each head, times SiLU of its gate."""

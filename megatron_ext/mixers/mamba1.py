@@ -25,12 +25,10 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from torch import Tensor, nn
 
-from megatron_ext.mixers.mixer import Projected, RecurrentMixer, Scanned
+from megatron_ext.mixers.mixer import Pass, Projected, RecurrentMixer
 from megatron_ext.mixers.sharding import sharded_mixer_state
 from megatron_ext.mixers.step_size import random_step_bias
-from megatron_ext.ops.causal_conv1d import causal_conv1d, causal_conv1d_step
-from megatron_ext.ops.selective_scan import selective_scan, selective_scan_step
-from megatron_ext.ops.varlen import PackedChunks
+from megatron_ext.ops.selective_scan import SELECTIVE_SCAN
 
 
 @dataclass
@@ -129,29 +127,11 @@ class Mamba1Mixer(RecurrentMixer):
         x, z = projected.split(self.d_inner_local, dim=-1)
         return Projected(x, (), z)
 
-    def scan(
-        self,
-        columns: Tensor,
-        controls: tuple[Tensor, ...],
-        chunks: PackedChunks,
-        initial_conv: Tensor | None,
-        initial_states: Tensor | None,
-    ) -> Scanned:
-        """Convolution and selective scan: x [T, D] -> y [T, D] and states."""
-        weight = self.conv1d.weight.squeeze(1)  # [D, K]
-        x, conv = causal_conv1d(columns, weight, self.conv1d.bias, chunks.sequences, initial_states=initial_conv)
+    def mix(self, conv_inputs: Tensor, scan_inputs: tuple[Tensor, ...], through: Pass) -> Tensor:
+        """Convolution and selective scan: x [T, D] -> y [T, D]."""
+        x = through.convolve(conv_inputs, self.conv1d.weight, self.conv1d.bias)
         dt, b, c = self._selected(x)
-        scanned = selective_scan(x, dt, self._a(), b, c, chunks, D=self.D.float(), initial_states=initial_states)
-        return Scanned(scanned.y, conv, scanned.final_states, scanned.chunk_states)
-
-    def step(
-        self, columns: Tensor, controls: tuple[Tensor, ...], conv: Tensor, states: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """One token of each decoding request: x [R, D] -> y [R, D] and states."""
-        x, conv = causal_conv1d_step(columns, self.conv1d.weight.squeeze(1), self.conv1d.bias, conv)
-        dt, b, c = self._selected(x)
-        y, states = selective_scan_step(x, dt, self._a(), b, c, states, D=self.D.float())
-        return y, conv, states
+        return through.scan(SELECTIVE_SCAN, x, dt, self._a(), b, c, D=self.D.float())
 
     def gated(self, y: Tensor, gate: Tensor) -> Tensor:
         """Y * SiLU(z), in z's type."""

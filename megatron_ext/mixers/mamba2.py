@@ -17,12 +17,10 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from torch import Tensor, nn
 
-from megatron_ext.mixers.mixer import Projected, RecurrentMixer, Scanned
+from megatron_ext.mixers.mixer import Pass, Projected, RecurrentMixer
 from megatron_ext.mixers.sharding import sharded_mixer_state
 from megatron_ext.mixers.step_size import random_step_bias
-from megatron_ext.ops.causal_conv1d import causal_conv1d, causal_conv1d_step
-from megatron_ext.ops.ssd import ssd_scan, ssd_step
-from megatron_ext.ops.varlen import PackedChunks
+from megatron_ext.ops.ssd import SSD
 
 A_INIT_RANGE = (1.0, 16.0)
 
@@ -126,33 +124,10 @@ class Mamba2Mixer(RecurrentMixer):
         z, xbc, dt = projected.split([self.d_inner_local, self.conv_dim, self.nheads_local], dim=-1)
         return Projected(xbc, (dt,), z)
 
-    def scan(
-        self,
-        columns: Tensor,
-        controls: tuple[Tensor, ...],
-        chunks: PackedChunks,
-        initial_conv: Tensor | None,
-        initial_states: Tensor | None,
-    ) -> Scanned:
-        """Convolution and SSD scan: xBC [T, Cn], dt [T, H] -> y [T, d_inner] and states."""
-        weight, (dt,) = self.conv1d.weight.squeeze(1), controls  # [Cn, K]
-        xbc, final_conv = causal_conv1d(
-            columns, weight, self.conv1d.bias, chunks.sequences, initial_states=initial_conv
-        )
-        x, b, c = self._split_heads(xbc)
-        scanned = ssd_scan(
-            x, self._step_size(dt), self._a(), b, c, chunks, D=self.D.float(), initial_states=initial_states
-        )
-        return Scanned(scanned.y.flatten(1), final_conv, scanned.final_states, scanned.chunk_states)
-
-    def step(
-        self, columns: Tensor, controls: tuple[Tensor, ...], conv: Tensor, states: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """One token of each decoding request: xBC [R, Cn], dt [R, H] -> y [R, d_inner] and states."""
-        xbc, conv = causal_conv1d_step(columns, self.conv1d.weight.squeeze(1), self.conv1d.bias, conv)
-        x, b, c = self._split_heads(xbc)
-        y, states = ssd_step(x, self._step_size(*controls), self._a(), b, c, states, D=self.D.float())
-        return y.flatten(1), conv, states
+    def mix(self, conv_inputs: Tensor, scan_inputs: tuple[Tensor, ...], through: Pass) -> Tensor:
+        """Convolution and SSD: xBC [T, Cn], dt [T, H] -> y [T, d_inner]."""
+        x, b, c = self._split_heads(through.convolve(conv_inputs, self.conv1d.weight, self.conv1d.bias))
+        return through.scan(SSD, x, self._step_size(*scan_inputs), self._a(), b, c, D=self.D.float()).flatten(1)
 
     def gated(self, y: Tensor, gate: Tensor) -> Tensor:
         """The gated norm."""

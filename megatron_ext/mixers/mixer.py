@@ -3,12 +3,13 @@
 A mixer projects its input to the inputs of a convolution, to what else its scan is told about each token, and to a
 gate; convolves, scans, gates and projects back. Its state is the convolution's last K-1 inputs and the recurrent state.
 
-Letters: T tokens, S sequences of a prefill, R decoding requests, n chunks, Cn channels and K window of the convolution.
+Letters: T tokens, Cn channels and K window of the convolution.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -17,34 +18,104 @@ from torch import Tensor
 
 from megatron_ext.mixers.chunk_metadata import cut_chunks
 from megatron_ext.mixers.recurrent import RecurrentContext, RecurrentStep
-from megatron_ext.ops.causal_conv1d import conv_states_after
+from megatron_ext.ops.causal_conv1d import CAUSAL_CONV1D
+from megatron_ext.ops.recurrence import Recurrence
+from megatron_ext.ops.state_slots import StateSlots
 from megatron_ext.ops.varlen import PackedChunks
 
 
 class Projected(NamedTuple):
     """The input projection, taken apart; views."""
 
-    columns: Tensor  # [T, Cn], inputs of the convolution
-    controls: tuple[Tensor, ...]  # [T, ...] each, what else the scan is told
+    conv_inputs: Tensor  # [T, Cn]
+    scan_inputs: tuple[Tensor, ...]  # [T, ...] each, what else the scan is told
     gate: Tensor  # [T, d_inner]
 
-    def rows(self, start: int, end: int) -> Projected:
+    def tokens(self, start: int, end: int) -> Projected:
         """The same for some tokens."""
-        tokens = slice(start, end)
-        return Projected(self.columns[tokens], tuple(c[tokens] for c in self.controls), self.gate[tokens])
+        chosen = slice(start, end)
+        return Projected(self.conv_inputs[chosen], tuple(t[chosen] for t in self.scan_inputs), self.gate[chosen])
 
 
-class Scanned(NamedTuple):
-    """What a convolution and a scan over packed sequences give."""
+class Pass(Protocol):
+    """One way through a mixer's operators: a kind says what is computed, a pass where states come from and go to."""
 
-    y: Tensor  # [T, d_inner]
-    final_conv: Tensor  # [S, Cn, K-1]
-    final_states: Tensor  # [S, ...] fp32
-    chunk_states: Tensor  # [n, ...] fp32
+    def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """[T, Cn] -> [T, Cn]; weight [Cn, 1, K] as `nn.Conv1d` has it."""
+
+    def scan(self, operator: Recurrence, *inputs: Tensor, **options: object) -> Tensor:
+        """The operator's inputs -> y [T, ...]."""
+
+
+@dataclass(frozen=True)
+class TrainingPass:
+    """Sequences from zero states, none of which is kept; differentiable."""
+
+    chunks: PackedChunks
+
+    def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """See `Pass`."""
+        return CAUSAL_CONV1D.scan(x, weight.squeeze(1), bias, chunks=self.chunks)
+
+    def scan(self, operator: Recurrence, *inputs: Tensor, **options: object) -> Tensor:
+        """See `Pass`."""
+        return operator.scan(*inputs, chunks=self.chunks, **options).y
+
+
+@dataclass(frozen=True)
+class PrefillPass:
+    """All prefill of a step in one varlen call of each operator (HY-7).
+
+    Live states and snapshots are one layer's: the convolution's [slots, Cn, K-1], then the recurrence's [slots, ...].
+    """
+
+    chunks: PackedChunks
+    slots: StateSlots
+    live: tuple[Tensor, Tensor]
+    snapshots: tuple[Tensor | None, Tensor | None]
+
+    def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """See `Pass`."""
+        return CAUSAL_CONV1D.prefill(
+            x,
+            weight.squeeze(1),
+            bias,
+            chunks=self.chunks,
+            slots=self.slots,
+            live=self.live[0],
+            snapshots=self.snapshots[0],
+        )
+
+    def scan(self, operator: Recurrence, *inputs: Tensor, **options: object) -> Tensor:
+        """See `Pass`."""
+        return operator.prefill(
+            *inputs,
+            chunks=self.chunks,
+            slots=self.slots,
+            live=self.live[1],
+            snapshots=self.snapshots[1],
+            **options,
+        )
+
+
+@dataclass(frozen=True)
+class DecodePass:
+    """One token of each decoding request; live states as in `PrefillPass`."""
+
+    slots: Tensor | slice
+    live: tuple[Tensor, Tensor]
+
+    def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """See `Pass`."""
+        return CAUSAL_CONV1D.decode(x, weight.squeeze(1), bias, slots=self.slots, live=self.live[0])
+
+    def scan(self, operator: Recurrence, *inputs: Tensor, **options: object) -> Tensor:
+        """See `Pass`."""
+        return operator.decode(*inputs, slots=self.slots, live=self.live[1], **options)
 
 
 class RecurrentMixer(MegatronModule):
-    """See the module. A kind has `in_proj` and `out_proj`, and defines `split`, `scan`, `step` and `gated`.
+    """See the module. A kind has `in_proj` and `out_proj`, and defines `split`, `mix` and `gated`.
 
     Attributes:
         layer_number: From 1, over all pipeline stages.
@@ -60,21 +131,8 @@ class RecurrentMixer(MegatronModule):
         """Take [T, .] apart."""
         raise NotImplementedError
 
-    def scan(
-        self,
-        columns: Tensor,
-        controls: tuple[Tensor, ...],
-        chunks: PackedChunks,
-        initial_conv: Tensor | None,
-        initial_states: Tensor | None,
-    ) -> Scanned:
-        """Convolve and scan packed sequences, from zero states if none are given."""
-        raise NotImplementedError
-
-    def step(
-        self, columns: Tensor, controls: tuple[Tensor, ...], conv: Tensor, states: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """One token of each of R requests: y [R, d_inner], and the new states; the given ones are not modified."""
+    def mix(self, conv_inputs: Tensor, scan_inputs: tuple[Tensor, ...], through: Pass) -> Tensor:
+        """Convolve and scan, along whichever way: [T, d_inner]."""
         raise NotImplementedError
 
     def gated(self, y: Tensor, gate: Tensor) -> Tensor:
@@ -101,53 +159,30 @@ class RecurrentMixer(MegatronModule):
     def _forward_batch(self, projected: Tensor) -> Tensor:
         """[s, b, .] -> [s, b, d_inner]: b sequences of equal length, from zero states."""
         length, batch, _ = projected.shape
-        columns, controls, gate = self.split(projected.transpose(0, 1).flatten(0, 1))  # [b * s, .]
+        conv_inputs, scan_inputs, gate = self.split(projected.transpose(0, 1).flatten(0, 1))  # [b * s, .]
         chunks = cut_chunks([0] * batch, [length] * batch, self.chunk_size, projected.device)
-        y = self.scan(columns, controls, chunks, None, None).y
+        y = self.mix(conv_inputs, scan_inputs, TrainingPass(chunks))
         return self.gated(y, gate).unflatten(0, (batch, length)).transpose(0, 1)
 
     def _forward_step(self, projected: Tensor, context: RecurrentContext) -> Tensor:
         """[T, .] -> [T, d_inner] for tokens packed as `RecurrentStep` says; padding comes out as zeros."""
-        step, tokens = context.recurrent_step, self.split(projected)
+        step, whole = context.recurrent_step, self.split(projected)
+        layer = self.layer_number - self.pp_layer_offset
+        live = context.mamba_states_cache(layer)
         parts = []
         if step.num_decode:
-            parts.append(self._decode(tokens.rows(0, step.num_decode), step, context))
+            own = whole.tokens(0, step.num_decode)
+            parts.append(self.mix(own.conv_inputs, own.scan_inputs, DecodePass(step.decode_slots, live)))
         if step.chunks is not None:
-            end = step.num_decode + step.chunks.sequences.num_tokens
-            parts.append(self._prefill(tokens.rows(step.num_decode, end), step, context))
+            own = whole.tokens(step.num_decode, step.num_decode + step.chunks.sequences.num_tokens)
+            parts.append(self.mix(own.conv_inputs, own.scan_inputs, _prefill_pass(step, live, context, layer)))
         y = parts[0] if len(parts) == 1 else torch.cat(parts)
-        gated = self.gated(y, tokens.gate[: y.shape[0]])
+        gated = self.gated(y, whole.gate[: y.shape[0]])
         return F.pad(gated, (0, 0, 0, projected.shape[0] - y.shape[0]))
 
-    def _prefill(self, tokens: Projected, step: RecurrentStep, context: RecurrentContext) -> Tensor:
-        """All prefill of the step in one varlen call (HY-7); initial states are read before any is written (HY-8)."""
-        layer, rows = self.layer_number - self.pp_layer_offset, step.prefill_rows
-        conv_states, states = context.mamba_states_cache(layer)
-        initial_conv, initial = (_where(step.has_initial_state, live[rows]) for live in (conv_states, states))
-        initial_conv = initial_conv.to(tokens.columns.dtype)
-        scanned = self.scan(tokens.columns, tokens.controls, step.chunks, initial_conv, initial.float())
-        conv_states[rows] = scanned.final_conv.to(conv_states.dtype)
-        states[rows] = scanned.final_states.to(states.dtype)
-        if step.snapshots is not None:
-            places = step.snapshots
-            conv_slots, slots = context.mamba_snapshots(layer)
-            first_tokens = step.chunks.sequences.cu_seqlens[places.sequences]
-            kept_conv = conv_states_after(tokens.columns, places.tokens, first_tokens, initial_conv[places.sequences])
-            conv_slots[places.slots] = kept_conv.to(conv_slots.dtype)
-            slots[places.slots] = scanned.chunk_states[places.chunks].to(slots.dtype)
-        return scanned.y
 
-    def _decode(self, tokens: Projected, step: RecurrentStep, context: RecurrentContext) -> Tensor:
-        """One token of each decoding request: [R, d_inner]."""
-        conv_states, states = context.mamba_states_cache(self.layer_number - self.pp_layer_offset)
-        rows = step.decode_rows
-        conv = conv_states[rows].to(tokens.columns.dtype)
-        y, conv, new_states = self.step(tokens.columns, tokens.controls, conv, states[rows].float())
-        conv_states[rows] = conv.to(conv_states.dtype)
-        states[rows] = new_states.to(states.dtype)
-        return y
-
-
-def _where(condition: Tensor, states: Tensor) -> Tensor:
-    """States [S, ...], zero where `condition` [S] is false, whatever they hold there."""
-    return states.where(condition.view(-1, *[1] * (states.dim() - 1)), 0)
+def _prefill_pass(
+    step: RecurrentStep, live: tuple[Tensor, Tensor], context: RecurrentContext, layer: int
+) -> PrefillPass:
+    keeps = step.prefill_slots.snapshots is not None
+    return PrefillPass(step.chunks, step.prefill_slots, live, context.mamba_snapshots(layer) if keeps else (None, None))

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+from megatron_ext.ops.spread import PaddedPlaces, RankOrder, spread_chunks
 from megatron_ext.ops.varlen import PackedChunks
 
 LEAST_LOG_DECAY = -60.0
@@ -21,26 +22,27 @@ far from denormal numbers, which make exp and matrix products several times slow
 
 def spread(t: Tensor, chunks: PackedChunks) -> Tensor:
     """[T, ...] -> [n, C, ...]; places behind a chunk's end repeat its last token."""
-    if chunks.places is None:
+    laid = chunks.prepared(spread_chunks)
+    if laid.places is None:
         t = t[: chunks.sequences.num_tokens]
     else:
-        t = t.index_select(0, chunks.places.tokens)
-    return t.unflatten(0, (-1, chunks.longest))
+        t = t.index_select(0, laid.places.tokens)
+    return t.unflatten(0, (-1, laid.longest))
 
 
 def spread_steps(steps: Tensor, chunks: PackedChunks) -> Tensor:
     """[T, H] -> [n, H, C]; zero behind a chunk's end, so that those places neither decay nor add anything."""
-    steps = spread(steps, chunks)
-    if chunks.places is not None:
-        steps = steps.masked_fill(chunks.places.is_padding.unsqueeze(-1), 0.0)
+    steps, places = spread(steps, chunks), _places(chunks)
+    if places is not None:
+        steps = steps.masked_fill(places.is_padding.unsqueeze(-1), 0.0)
     return steps.transpose(1, 2).contiguous()
 
 
 def collect(y: Tensor, chunks: PackedChunks, num_rows: int) -> Tensor:
     """[n, C, ...] -> [num_rows, ...], zero behind the last sequence."""
-    y = y.flatten(0, 1)
-    if chunks.places is not None:
-        y = y.index_select(0, chunks.places.place_of_token)
+    y, places = y.flatten(0, 1), _places(chunks)
+    if places is not None:
+        y = y.index_select(0, places.place_of_token)
     missing = num_rows - y.shape[0]
     return F.pad(y, (0, 0) * (y.dim() - 1) + (0, missing)) if missing else y
 
@@ -83,29 +85,39 @@ def pass_states(
     Returns:
         The states before and after each chunk, both [n, ...], in the type of the inputs.
     """
-    initial_states = initial_states.to(inputs[0].dtype)
-    states = [initial_states if chunks.ranks is None else initial_states.index_select(0, chunks.ranks.sequences)]
+    initial_states, ranks = initial_states.to(inputs[0].dtype), _ranks(chunks)
+    states = [initial_states if ranks is None else initial_states.index_select(0, ranks.sequences)]
     for rows in zip(*(_by_rank(t, chunks) for t in inputs), strict=True):
         states.append(advance(states[-1][: len(rows[0])], *rows))
-    if chunks.ranks is None:
+    if ranks is None:
         stacked = torch.stack(states, dim=1)  # [S, n/S + 1, ...]
         return stacked[:, :-1].flatten(0, 1), stacked[:, 1:].flatten(0, 1)
     joined = torch.cat(states)
-    return joined.index_select(0, chunks.ranks.before), joined.index_select(0, chunks.ranks.after)
+    return joined.index_select(0, ranks.before), joined.index_select(0, ranks.after)
 
 
 def _by_rank(t: Tensor, chunks: PackedChunks) -> Sequence[Tensor]:
     """[n, ...] as the first chunks of all sequences, the second ones, and so on."""
-    if chunks.ranks is None:
+    ranks = _ranks(chunks)
+    if ranks is None:
         return t.unflatten(0, (len(chunks.chunk_counts), -1)).unbind(1)
-    return t.index_select(0, chunks.ranks.chunks).split(chunks.ranks.sizes)
+    return t.index_select(0, ranks.chunks).split(ranks.sizes)
 
 
 def in_token_order(by_rank: Sequence[Tensor], chunks: PackedChunks) -> Tensor:
     """[n, ...] of what `advance` came upon, given rank by rank."""
-    if chunks.ranks is None:
+    ranks = _ranks(chunks)
+    if ranks is None:
         return torch.stack(tuple(by_rank), dim=1).flatten(0, 1)
-    return torch.cat(tuple(by_rank)).index_select(0, chunks.ranks.after - len(chunks.chunk_counts))
+    return torch.cat(tuple(by_rank)).index_select(0, ranks.after - len(chunks.chunk_counts))
+
+
+def _places(chunks: PackedChunks) -> PaddedPlaces | None:
+    return chunks.prepared(spread_chunks).places
+
+
+def _ranks(chunks: PackedChunks) -> RankOrder | None:
+    return chunks.prepared(spread_chunks).ranks
 
 
 def decay_between(log_decay: Tensor, dtype: torch.dtype) -> Tensor:

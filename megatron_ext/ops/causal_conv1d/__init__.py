@@ -1,7 +1,10 @@
-"""Depthwise causal convolution with SiLU, as every Mamba variant has it before its scan."""
+"""Depthwise causal convolution with SiLU, as every recurrent layer here has it before its scan."""
 
 from __future__ import annotations
 
-from megatron_ext.ops.causal_conv1d.reference import causal_conv1d, causal_conv1d_step, conv_states_after
+from megatron_ext.ops.causal_conv1d import reference
+from megatron_ext.ops.causal_conv1d.operator import CausalConv1d
 
-__all__ = ["causal_conv1d", "causal_conv1d_step", "conv_states_after"]
+CAUSAL_CONV1D = CausalConv1d(reference.BACKEND)
+
+__all__ = ["CAUSAL_CONV1D"]

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_ext.ops.backends import anywhere
+from megatron_ext.ops.causal_conv1d.operator import ConvolutionBackend
 from megatron_ext.ops.varlen import PackedSequences
 
 
@@ -118,3 +120,6 @@ def _final_states(extended: Tensor, sequences: PackedSequences, window: int) -> 
     rows = (sequences.cu_seqlens[1:] + shift).unsqueeze(-1) + kept  # [S, K-1]
     states = extended.index_select(0, rows.flatten()).unflatten(0, (num_sequences, -1))
     return states.transpose(1, 2).contiguous()
+
+
+BACKEND = ConvolutionBackend("reference", anywhere, causal_conv1d, causal_conv1d_step, conv_states_after)

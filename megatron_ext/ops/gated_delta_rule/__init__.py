@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
-from megatron_ext.ops.gated_delta_rule.reference import DeltaOutput, gated_delta_scan, gated_delta_step
+from megatron_ext.ops.gated_delta_rule import reference
+from megatron_ext.ops.recurrence import Recurrence
 
-__all__ = ["DeltaOutput", "gated_delta_scan", "gated_delta_step"]
+GATED_DELTA_RULE = Recurrence("gated_delta_rule", reference.BACKEND)
+
+__all__ = ["GATED_DELTA_RULE"]

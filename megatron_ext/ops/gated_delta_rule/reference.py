@@ -18,29 +18,15 @@ dimension, S sequences, R requests, n chunks, C places in a chunk (c: the place 
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
+from megatron_ext.ops.backends import anywhere
 from megatron_ext.ops.chunked import collect, decay_between, in_token_order, pass_states, spread, spread_steps
+from megatron_ext.ops.recurrence import RecurrenceBackend, ScanOutput
 from megatron_ext.ops.varlen import PackedChunks
 
 NORM_EPSILON = 1e-6  # of flash-linear-attention and transformers, which trained models have seen
-
-
-class DeltaOutput(NamedTuple):
-    """What a scan gives.
-
-    Attributes:
-        y: [T, H, V] in v's dtype; zero at rows behind the last sequence.
-        final_states: [S, H, K, V] fp32, after the last token of each sequence.
-        chunk_states: [n, H, K, V] fp32, after the last token of each chunk.
-    """
-
-    y: Tensor
-    final_states: Tensor
-    chunk_states: Tensor
 
 
 def gated_delta_scan(
@@ -53,7 +39,7 @@ def gated_delta_scan(
     *,
     initial_states: Tensor | None = None,
     normalize: bool = False,
-) -> DeltaOutput:
+) -> ScanOutput:
     """Run the recurrence over packed sequences, quadratic within chunks and linear between them. Differentiable.
 
     Args:
@@ -65,6 +51,9 @@ def gated_delta_scan(
         chunks: Where sequences and chunks lie on the token axis; results do not depend on where the cuts are.
         initial_states: [S, H, K, V], zeros if None.
         normalize: Divide q and k by their lengths.
+
+    Returns:
+        y, and states of [H, K, V].
 
     All sums are accumulated in fp32 (fp64 if v is fp64, and then the states are, too).
     """
@@ -85,7 +74,7 @@ def gated_delta_scan(
     y = ((chunked_q @ chunked_k.mT).tril() * between).flatten(1, 2) @ u
     y = (y + (chunked_q * decay).flatten(1, 2) @ before) * scale  # [n, H, C, V]
     y = collect(y.to(v.dtype).transpose(1, 2), chunks, rows)
-    return DeltaOutput(y, after[chunks.last_chunk_indices], after)
+    return ScanOutput(y, after[chunks.last_chunk_indices], after)
 
 
 def gated_delta_step(
@@ -161,3 +150,6 @@ def _carry(
         initial_states = added.new_zeros(shape)
     before, after = pass_states(advance, (added, read, keys, decay), chunks, initial_states)
     return in_token_order(written, chunks), before, after
+
+
+BACKEND = RecurrenceBackend("reference", anywhere, gated_delta_scan, gated_delta_step)

@@ -2,7 +2,30 @@
 
 from __future__ import annotations
 
-from megatron_ext.ops.paged_attention.layout import PagedLayout, PrefillRow, build_paged_layout
-from megatron_ext.ops.paged_attention.reference import paged_attention
+from torch import Tensor
 
-__all__ = ["PagedLayout", "PrefillRow", "build_paged_layout", "paged_attention"]
+from megatron_ext.ops.backends import Backends
+from megatron_ext.ops.paged_attention import reference
+from megatron_ext.ops.paged_attention.batch import PagedBatch, build_paged_batch
+
+PAGED_ATTENTION = Backends("paged_attention", reference.BACKEND)
+
+
+def paged_attention(q: Tensor, key_cache: Tensor, value_cache: Tensor, batch: PagedBatch, *, scale: float) -> Tensor:
+    """Let every query see the keys of its sequence up to its own position.
+
+    Args:
+        q: [T, Hq, D], sequences in the batch's order; rows behind theirs are not read.
+        key_cache: [NB, B, Hkv, D], the queries' own keys written already. What lies behind a sequence's keys is never
+            used and may be anything, NaN too.
+        value_cache: The same for values.
+        batch: Where each sequence's keys lie.
+        scale: What the scores are multiplied with.
+
+    Returns:
+        [T, Hq, D], zero behind the batch's sequences.
+    """
+    return PAGED_ATTENTION.choose(q.device).attend(q, key_cache, value_cache, batch, scale=scale)
+
+
+__all__ = ["PAGED_ATTENTION", "PagedBatch", "build_paged_batch", "paged_attention"]

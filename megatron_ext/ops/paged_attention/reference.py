@@ -1,68 +1,149 @@
 """Paged causal attention in plain torch, on any device.
 
+Keys and values are gathered and handed to torch's attention: all decodes in one batch, every prefill alone.
+
 Letters: T tokens, Hq query heads, Hkv key heads, J = Hq / Hkv query heads of a key head, D head size, NB blocks of B
-tokens, K keys of a row.
+tokens, R decodes, W blocks of the longest table, K keys of the longest decode.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_ext.ops.paged_attention.layout import PagedLayout, PrefillRow
+from megatron_ext.ops.backends import anywhere
+from megatron_ext.ops.paged_attention.batch import PagedBatch
 
 
-def paged_attention(q: Tensor, key_cache: Tensor, value_cache: Tensor, layout: PagedLayout, *, scale: float) -> Tensor:
-    """Let every query see the keys of its row up to its own position.
+@dataclass(frozen=True)
+class AttentionBackend:
+    """One way to attend; `attend` has the signature of `paged_attention`."""
 
-    Args:
-        q: [T, Hq, D], rows in the layout's order; rows behind the layout's are not read.
-        key_cache: [NB, B, Hkv, D], the queries' own keys written already. What lies behind a row's keys is never used
-            and may be anything, NaN too.
-        value_cache: The same for values.
-        layout: Where each row's keys lie.
-        scale: What the scores are multiplied with.
+    name: str
+    runs_on: Callable[[torch.device], bool]
+    attend: Callable[..., Tensor]
 
-    Returns:
-        [T, Hq, D], zero behind the layout's rows.
+
+@dataclass(frozen=True)
+class PrefillPlan:
+    """What one sequence with any number of queries is gathered by.
+
+    Attributes:
+        queries: Where its queries are on the token axis.
+        kv_length: Its keys.
+        blocks: [ceil(kv_length / B)] int64.
+        mask: [queries, kv_length] bool, True where a query sees a key; None if plain causal (equal lengths) or if its
+            only query sees every key.
     """
+
+    queries: slice
+    kv_length: int
+    blocks: Tensor
+    mask: Tensor | None
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether torch's own causal mask says it."""
+        return self.mask is None and self.queries.stop - self.queries.start > 1
+
+
+@dataclass(frozen=True)
+class GatherPlan:
+    """What this backend makes of a batch, once a step.
+
+    Attributes:
+        decode_places: [R, K] int64, the keys' places in the pool (block * B + offset); shorter sequences repeat their
+            own first place, which is always written.
+        decode_mask: [R, 1, 1, K] bool, True at real keys; None if all are equally long.
+        prefills: The other sequences.
+    """
+
+    decode_places: Tensor
+    decode_mask: Tensor | None
+    prefills: tuple[PrefillPlan, ...]
+
+
+def plan_gathers(batch: PagedBatch) -> GatherPlan:
+    """Ask by `batch.prepared(plan_gathers)`."""
+    places, mask = _decode_places(batch)
+    return GatherPlan(places, mask, tuple(_prefill_plans(batch)))
+
+
+def _decode_places(batch: PagedBatch) -> tuple[Tensor, Tensor | None]:
+    lengths, device = batch.kv_lengths[: batch.num_decode], batch.block_table.device
+    longest = max(lengths, default=0)
+    table = batch.block_table[: batch.num_decode, : -(-longest // batch.block_size)]  # [R, W]
+    offsets = torch.arange(batch.block_size, device=device)
+    places = (table.unsqueeze(-1) * batch.block_size + offsets).flatten(1)[:, :longest]
+    if len(set(lengths)) <= 1:
+        return places.contiguous(), None
+    is_real = torch.arange(longest, device=device) < batch.seqlens_k[: batch.num_decode, None]
+    return places.where(is_real, places[:, :1]), is_real[:, None, None]
+
+
+def _prefill_plans(batch: PagedBatch) -> Sequence[PrefillPlan]:
+    plans, first = [], batch.num_decode
+    for row in range(batch.num_decode, len(batch.query_lengths)):
+        queries, keys = batch.query_lengths[row], batch.kv_lengths[row]
+        blocks = batch.block_table[row, : -(-keys // batch.block_size)]
+        mask = None if queries in (1, keys) else _bottom_right_mask(queries, keys, blocks.device)
+        plans.append(PrefillPlan(slice(first, first + queries), keys, blocks, mask))
+        first += queries
+    return plans
+
+
+def _bottom_right_mask(queries: int, keys: int, device: torch.device) -> Tensor:
+    """True where query i, at position keys - queries + i, sees key j: [queries, keys]."""
+    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+
+
+def paged_attention(q: Tensor, key_cache: Tensor, value_cache: Tensor, batch: PagedBatch, *, scale: float) -> Tensor:
+    """See the operator."""
+    plan, decodes = batch.prepared(plan_gathers), batch.num_decode
     parts = []
-    if layout.num_decode_rows:
-        parts.append(_decode(q[: layout.num_decode_rows], key_cache, value_cache, layout, scale))
-    for row in layout.prefill_rows:
-        own = q[row.query_start : row.query_start + row.query_length]
-        parts.append(_prefill(own, _gather(key_cache, row), _gather(value_cache, row), row, scale))
-    if q.shape[0] > layout.num_tokens:
-        parts.append(q.new_zeros(q.shape[0] - layout.num_tokens, *q.shape[1:]))
+    if decodes:
+        parts.append(_decode(q[:decodes], key_cache, value_cache, plan, scale))
+    for own in plan.prefills:
+        parts.append(_prefill(q[own.queries], _gather(key_cache, own), _gather(value_cache, own), own, scale))
+    if q.shape[0] > batch.num_tokens:
+        parts.append(q.new_zeros(q.shape[0] - batch.num_tokens, *q.shape[1:]))
     return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
-def _decode(q: Tensor, key_cache: Tensor, value_cache: Tensor, layout: PagedLayout, scale: float) -> Tensor:
-    """One query of each row, all rows at once: [rows, Hq, D]. A key head's query heads stand in as its queries."""
+def _decode(q: Tensor, key_cache: Tensor, value_cache: Tensor, plan: GatherPlan, scale: float) -> Tensor:
+    """One query of each sequence, all at once: [R, Hq, D]. A key head's query heads stand in as its queries."""
     kv_heads, head_size = key_cache.shape[2:]
-    places = layout.decode_places
+    places = plan.decode_places
     keys, values = (
-        cache.view(-1, kv_heads, head_size).index_select(0, places.view(-1)).unflatten(0, places.shape).transpose(1, 2)
+        cache.view(-1, kv_heads, head_size).index_select(0, places.view(-1)).unflatten(0, places.shape)
         for cache in (key_cache, value_cache)
-    )  # [rows, Hkv, K, D]
-    heads = q.unflatten(1, (kv_heads, -1))  # [rows, Hkv, J, D]
-    out = F.scaled_dot_product_attention(heads, keys, values, attn_mask=layout.decode_mask, scale=scale)
+    )  # [R, K, Hkv, D]
+    keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+    heads = q.unflatten(1, (kv_heads, -1))  # [R, Hkv, J, D]
+    out = F.scaled_dot_product_attention(heads, keys, values, attn_mask=plan.decode_mask, scale=scale)
     return out.reshape(q.shape)
 
 
-def _gather(cache: Tensor, row: PrefillRow) -> Tensor:
-    """The row's keys or values: [kv_length, Hkv, D]; slots behind its last position are cut off."""
-    return cache.index_select(0, row.blocks).flatten(0, 1)[: row.kv_length]
+def _gather(cache: Tensor, plan: PrefillPlan) -> Tensor:
+    """A sequence's keys or values: [kv_length, Hkv, D]; what lies behind its last position is cut off."""
+    return cache.index_select(0, plan.blocks).flatten(0, 1)[: plan.kv_length]
 
 
-def _prefill(q: Tensor, keys: Tensor, values: Tensor, row: PrefillRow, scale: float) -> Tensor:
-    """All queries of one row: [query_length, Hq, D]. Key heads stand in as the batch, so that none is repeated."""
+def _prefill(q: Tensor, keys: Tensor, values: Tensor, plan: PrefillPlan, scale: float) -> Tensor:
+    """All queries of one sequence: [queries, Hq, D]. Key heads stand in as the batch, so that none is repeated."""
     kv_heads = keys.shape[1]
-    heads = q.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)  # [Hkv, J, query_length, D]
+    heads = q.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)  # [Hkv, J, queries, D]
     keys, values = (
         t.transpose(0, 1).unsqueeze(1).expand(-1, heads.shape[1], -1, -1) for t in (keys, values)
     )  # [Hkv, J, kv_length, D]
-    is_causal = row.mask is None and row.query_length > 1
-    out = F.scaled_dot_product_attention(heads, keys, values, attn_mask=row.mask, is_causal=is_causal, scale=scale)
+    out = F.scaled_dot_product_attention(
+        heads, keys, values, attn_mask=plan.mask, is_causal=plan.is_causal, scale=scale
+    )
     return out.permute(2, 0, 1, 3).reshape(q.shape)
+
+
+BACKEND = AttentionBackend("reference", anywhere, paged_attention)

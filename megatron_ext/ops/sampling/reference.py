@@ -2,8 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+
+from megatron_ext.ops.backends import anywhere
+
+
+@dataclass(frozen=True)
+class SamplingBackend:
+    """One way to draw tokens; `sample` has the signature of `sample_tokens`."""
+
+    name: str
+    runs_on: Callable[[torch.device], bool]
+    sample: Callable[..., Tensor]
 
 
 def sample_tokens(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
@@ -37,3 +51,6 @@ def sample_tokens(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Ten
     choice = torch.searchsorted(reached, uniform[:, None] * reached[:, -1:], right=True)
     last = (mass > 0).sum(-1, keepdim=True) - 1  # a draw next to 1 must not leave the kept tokens
     return tokens.gather(1, choice.minimum(last)).squeeze(1)
+
+
+BACKEND = SamplingBackend("reference", anywhere, sample_tokens)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
-from megatron_ext.ops.selective_scan.reference import ScanOutput, selective_scan, selective_scan_step
+from megatron_ext.ops.recurrence import Recurrence
+from megatron_ext.ops.selective_scan import reference
 
-__all__ = ["ScanOutput", "selective_scan", "selective_scan_step"]
+SELECTIVE_SCAN = Recurrence("selective_scan", reference.BACKEND)
+
+__all__ = ["SELECTIVE_SCAN"]

@@ -17,29 +17,17 @@ Letters: T tokens, D channels, N states of a channel, S sequences, R requests, n
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from megatron_ext.ops.backends import anywhere
 from megatron_ext.ops.chunked import carry_states, collect, spread, spread_steps
+from megatron_ext.ops.recurrence import RecurrenceBackend, ScanOutput
+from megatron_ext.ops.spread import cut_into_pieces
 from megatron_ext.ops.varlen import PackedChunks
 
 LOG2_E = math.log2(math.e)
-
-
-class ScanOutput(NamedTuple):
-    """What a scan gives.
-
-    Attributes:
-        y: [T, D] in u's dtype; zero at rows behind the last sequence.
-        final_states: [S, D, N] fp32, after the last token of each sequence.
-        chunk_states: [n, D, N] fp32, after the last token of each chunk.
-    """
-
-    y: Tensor
-    final_states: Tensor
-    chunk_states: Tensor
 
 
 def selective_scan(
@@ -65,9 +53,12 @@ def selective_scan(
         D: [D], or None for no direct path.
         initial_states: [S, D, N], zeros if None.
 
+    Returns:
+        y, and states of [D, N].
+
     All sums are accumulated in fp32 (fp64 if u is fp64, and then the states are, too).
     """
-    wide, pieces = torch.promote_types(u.dtype, torch.float32), chunks.pieces
+    wide, pieces = torch.promote_types(u.dtype, torch.float32), chunks.prepared(cut_into_pieces)
     delta, A = spread_steps(delta.to(wide), pieces.packed).permute(2, 0, 1).contiguous(), A.to(wide) * LOG2_E
     placed_u, placed_B, placed_C = (_by_place(t.to(wide), pieces.packed) for t in (u, B, C))
     y, added = _scan_pieces(delta, delta * placed_u, A, placed_B, placed_C)
@@ -139,3 +130,6 @@ def _read(before: Tensor, elapsed: Tensor, A: Tensor, C: Tensor) -> Tensor:
 def _weigh(states: Tensor, C: Tensor) -> Tensor:
     """[m, D, N] and [m, N] -> [m, D]; in this order several times as fast as the states times a column, on CPUs."""
     return torch.bmm(C.unsqueeze(1), states.transpose(1, 2)).squeeze(1)
+
+
+BACKEND = RecurrenceBackend("reference", anywhere, selective_scan, selective_scan_step)

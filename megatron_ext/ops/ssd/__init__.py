@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
-from megatron_ext.ops.ssd.reference import SsdOutput, ssd_scan, ssd_step
+from megatron_ext.ops.recurrence import Recurrence
+from megatron_ext.ops.ssd import reference
 
-__all__ = ["SsdOutput", "ssd_scan", "ssd_step"]
+SSD = Recurrence("ssd", reference.BACKEND)
+
+__all__ = ["SSD"]

@@ -11,27 +11,13 @@ size, S sequences, R requests, n chunks, C places in a chunk (c: the place that 
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
+from megatron_ext.ops.backends import anywhere
 from megatron_ext.ops.chunked import carry_states, collect, decay_between, spread, spread_steps
+from megatron_ext.ops.recurrence import RecurrenceBackend, ScanOutput
 from megatron_ext.ops.varlen import PackedChunks
-
-
-class SsdOutput(NamedTuple):
-    """What a scan gives.
-
-    Attributes:
-        y: [T, H, P] in x's dtype; zero at rows behind the last sequence.
-        final_states: [S, H, P, N] fp32, after the last token of each sequence.
-        chunk_states: [n, H, P, N] fp32, after the last token of each chunk.
-    """
-
-    y: Tensor
-    final_states: Tensor
-    chunk_states: Tensor
 
 
 def ssd_scan(
@@ -44,7 +30,7 @@ def ssd_scan(
     *,
     D: Tensor | None = None,
     initial_states: Tensor | None = None,
-) -> SsdOutput:
+) -> ScanOutput:
     """Run the recurrence over packed sequences, quadratic within chunks and linear between them. Differentiable.
 
     Args:
@@ -56,6 +42,9 @@ def ssd_scan(
         chunks: Where sequences and chunks lie on the token axis; results do not depend on where the cuts are.
         D: [H], or None for no direct path.
         initial_states: [S, H, P, N], zeros if None.
+
+    Returns:
+        y, and states of [H, P, N].
 
     All sums are accumulated in fp32 (fp64 if x is fp64, and then the states are, too).
     """
@@ -75,7 +64,7 @@ def ssd_scan(
     y.addcmul_(_read(before, chunked_C), decay.movedim(-1, 1).unsqueeze(-1))
     y.add_(_within_chunks(stepped_x, chunked_B, chunked_C, log_decay))
     y = collect(y.to(x.dtype).flatten(2, 3), chunks, x.shape[0])
-    return SsdOutput(y, after[chunks.last_chunk_indices], after)
+    return ScanOutput(y, after[chunks.last_chunk_indices], after)
 
 
 def ssd_step(
@@ -137,3 +126,6 @@ def _read(before: Tensor, C: Tensor) -> Tensor:
     groups, (heads, head_dim) = C.shape[1], before.shape[1:3]
     read = C @ before.view(-1, groups, heads // groups * head_dim, before.shape[-1]).transpose(-1, -2)  # [n, G, C, J*P]
     return read.unflatten(-1, (-1, head_dim)).transpose(1, 2)
+
+
+BACKEND = RecurrenceBackend("reference", anywhere, ssd_scan, ssd_step)

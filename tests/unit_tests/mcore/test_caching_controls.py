@@ -155,12 +155,12 @@ def test_a_shared_block_that_is_overwritten(driver, oracle, monkeypatch):
     def stage_into_shared(chunks: tuple) -> None:
         stage(chunks)
         step = driver.context.step
-        places, first = step.kv_places.clone(), 0
+        places, first = step.slot_mapping.clone(), 0
         for chunk in chunks:
             if chunk.request.request_id == SECOND and not chunk.is_decode:
                 places[first : first + BLOCK] = chunk.request.block_table[0] * BLOCK + places.new_tensor(range(BLOCK))
             first += chunk.length
-        driver.context.step = dataclasses.replace(step, kv_places=places)
+        driver.context.step = dataclasses.replace(step, slot_mapping=places)
 
     driver.context.stage = stage_into_shared
     play(driver)

@@ -65,7 +65,7 @@ def test_rewriting_equal_values_is_seen(get_caching_driver):
         stage(chunks)
         places = [c.request.block_table[p // BLOCK] * BLOCK + p % BLOCK for c in chunks for p in range(c.start, c.end)]
         step = driver.context.step
-        driver.context.step = dataclasses.replace(step, kv_places=step.kv_places.new_tensor(places))
+        driver.context.step = dataclasses.replace(step, slot_mapping=step.slot_mapping.new_tensor(places))
 
     driver.context.stage = stage_without_sharing
     with pytest.raises(AssertionError, match=r"token 63 of request 1 is written to block .*shared or cached"):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.mixers import mamba2
+from megatron_ext.ops.ssd import SSD
 from tests.unit_tests.support.driver import Driver, assert_equals_oracle, make_prompt
 from tests.unit_tests.support.models import HYBRID, VOCABULARY, build_slow_decay
 
@@ -18,15 +18,15 @@ MAMBA_LAYERS = 2
 def test_all_prefill_of_a_step_is_one_varlen_call_per_layer(get_driver, get_oracle, monkeypatch):
     """HY-7, HY-11: fresh and continuing sequences together, each with its own initial states; none for decodes."""
     calls: list[tuple[int, ...]] = []
-    scan = mamba2.ssd_scan
+    prefill = SSD.prefill
 
     def count(*args: object, **kwargs: object) -> object:
-        chunks = args[5]
+        chunks = kwargs["chunks"]
         calls.append(chunks.sequences.lengths)
-        assert kwargs["initial_states"].shape[0] == len(chunks.sequences.lengths)
-        return scan(*args, **kwargs)
+        assert kwargs["slots"].has_initial_state.shape[0] == len(chunks.sequences.lengths)
+        return prefill(*args, **kwargs)
 
-    monkeypatch.setattr(mamba2, "ssd_scan", count)
+    monkeypatch.setattr(SSD, "prefill", count)
     driver = get_driver(max_tokens=100)
     for request_id, length in enumerate((3, 1, 129, 20, 64)):
         driver.add(request_id, make_prompt(length))
@@ -53,7 +53,7 @@ def test_decode_reads_states_in_place_where_their_rows_follow_each_other(get_dri
 
     def stage_watched(chunks: object) -> None:
         stage(chunks)
-        rows = driver.context.step.recurrent.decode_rows
+        rows = driver.context.step.recurrent.decode_slots
         seen.append(rows.tolist() if isinstance(rows, torch.Tensor) else f"{rows.start}:{rows.stop}")
 
     driver.context.stage = stage_watched

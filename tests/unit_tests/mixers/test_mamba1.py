@@ -13,8 +13,9 @@ from torch import Tensor
 
 from megatron_ext.mixers.chunk_metadata import cut_chunks
 from megatron_ext.mixers.mamba1 import Mamba1Mixer
-from megatron_ext.mixers.recurrent import RecurrentStep, SnapshotPlaces
+from megatron_ext.mixers.recurrent import RecurrentStep
 from megatron_ext.models.build import build_model
+from megatron_ext.ops.state_slots import SnapshotPlaces, StateSlots
 from tests.priority import TestPriority
 from tests.unit_tests.support.driver import assert_states_close
 from tests.unit_tests.support.mamba1 import recur_mamba1, slow_down_mamba1
@@ -62,17 +63,19 @@ class Context:
     def mamba_snapshots(self, layer_number: int) -> tuple[Tensor, Tensor]:
         return self.slots
 
-    def stage(self, starts: list[int], lengths: list[int], decode_rows: tuple[int, ...] = ()) -> None:
+    def stage(self, starts: list[int], lengths: list[int], decode_slots: tuple[int, ...] = ()) -> None:
         """Prefill of rows 0, 1, ...: sequence 0 leaves a snapshot at each block boundary, in the slot of its number."""
         ends = [end for end in range(self.block, starts[0] + lengths[0] + 1, self.block) if end > starts[0]]
         places = [(end // self.block - 1, 0, i, end - starts[0]) for i, end in enumerate(ends)]
         self.recurrent_step = RecurrentStep(
-            num_decode=len(decode_rows),
-            decode_rows=torch.tensor(decode_rows, dtype=torch.int64),
-            prefill_rows=torch.arange(len(starts)),
-            has_initial_state=torch.tensor([start > 0 for start in starts]),
+            num_decode=len(decode_slots),
+            decode_slots=torch.tensor(decode_slots, dtype=torch.int64),
             chunks=cut_chunks(starts, lengths, self.block, "cpu"),
-            snapshots=SnapshotPlaces(*torch.tensor(places).T) if places else None,
+            prefill_slots=StateSlots(
+                live=torch.arange(len(starts)),
+                has_initial_state=torch.tensor([start > 0 for start in starts]),
+                snapshots=SnapshotPlaces(*torch.tensor(places).T) if places else None,
+            ),
         )
 
 
@@ -124,7 +127,7 @@ def test_example_of_a_continuation() -> None:
     hidden, context = hidden_states(2966), Context(PLAIN, rows=1, slots=1, block=2048)
     with torch.inference_mode():
         context.stage([0], [1866])
-        assert context.recurrent_step.snapshots is None
+        assert context.recurrent_step.prefill_slots.snapshots is None
         PLAIN(hidden[:1866, None], context)
         context.stage([1866], [1100])
         assert context.recurrent_step.chunks.chunk_lengths == (182, 918)
@@ -157,7 +160,7 @@ def test_decode_continues_prefill(mixer: Mamba1Mixer) -> None:
         _, context = prefill(mixer, hidden[:30], [])
         context.live = tuple(pool[[1, 1, 0]] for pool in context.live)
         for t in range(30, 40):
-            context.stage([0, 0], [3, 2], decode_rows=(2,))
+            context.stage([0, 0], [3, 2], decode_slots=(2,))
             padding = torch.full((3, hidden.shape[1]), torch.nan)
             packed = torch.cat([hidden[t : t + 1], hidden_states(5, seed=9), padding])
             y, _ = mixer(packed[:, None], context)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ext.ops.causal_conv1d import causal_conv1d, causal_conv1d_step, conv_states_after
+from megatron_ext.ops.causal_conv1d.reference import causal_conv1d, causal_conv1d_step, conv_states_after
 from megatron_ext.ops.varlen import pack_sequences
 from tests.unit_tests.ops.oracles import LENGTHS, assert_close, assert_states_close, convolution
 

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ext.mixers.chunk_metadata import cut_chunks
-from megatron_ext.ops.gated_delta_rule import DeltaOutput, gated_delta_scan, gated_delta_step
+from megatron_ext.ops.gated_delta_rule.reference import gated_delta_scan, gated_delta_step
+from megatron_ext.ops.recurrence import ScanOutput
 from tests.unit_tests.ops.oracles import LENGTHS, assert_close, assert_states_close, delta_recurrence
 
 KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM = 2, 4, 6, 5
@@ -36,7 +37,7 @@ class Inputs:
         """The same with only tokens [start, end)."""
         return replace(self, **{name: getattr(self, name)[start:end] for name in PER_TOKEN})
 
-    def scan(self, starts: Sequence[int], lengths: Sequence[int], chunk_size: int, **options: bool) -> DeltaOutput:
+    def scan(self, starts: Sequence[int], lengths: Sequence[int], chunk_size: int, **options: bool) -> ScanOutput:
         chunks = cut_chunks(starts, lengths, chunk_size, "cpu")
         q, k, v, g, beta, initial_states = self.tensors()
         return gated_delta_scan(q, k, v, g, beta, chunks, initial_states=initial_states, **options)

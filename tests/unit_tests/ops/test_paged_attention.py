@@ -5,17 +5,25 @@ Caches are filled with NaN except where a row has written: reading anything else
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import Tensor
 
-from megatron_ext.ops.paged_attention import build_paged_layout, paged_attention
+from megatron_ext.ops.paged_attention import PAGED_ATTENTION, build_paged_batch, paged_attention
 from tests.unit_tests.ops.oracles import assert_close, attention
 
 BLOCK = 16
 SCALE = 0.35
+
+
+@pytest.fixture(autouse=True, params=PAGED_ATTENTION.names)
+def backend(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every backend keeps the whole contract."""
+    with PAGED_ATTENTION.forced(request.param):
+        yield
 
 
 @dataclass
@@ -47,8 +55,8 @@ class Step:
     def attend(self, q: Tensor | None = None, decode_rows: int | None = None) -> Tensor:
         queries, keys = zip(*self.rows, strict=True)
         decode_rows = self.decode_rows if decode_rows is None else decode_rows
-        layout = build_paged_layout(self.tables, queries, keys, decode_rows, BLOCK, "cpu")
-        return paged_attention(self.q if q is None else q, self.key_cache, self.value_cache, layout, scale=SCALE)
+        batch = build_paged_batch(self.tables, queries, keys, decode_rows, BLOCK, "cpu")
+        return paged_attention(self.q if q is None else q, self.key_cache, self.value_cache, batch, scale=SCALE)
 
     def expected(self) -> Tensor:
         parts = []
@@ -113,8 +121,8 @@ def test_padding_is_not_read(name: str, padding: int) -> None:
 def test_no_rows_at_all() -> None:
     """A step whose tokens are all padding."""
     step = STEPS["one decode row"]
-    layout = build_paged_layout([], [], [], 0, BLOCK, "cpu")
-    out = paged_attention(step.q, step.key_cache, step.value_cache, layout, scale=SCALE)
+    batch = build_paged_batch([], [], [], 0, BLOCK, "cpu")
+    out = paged_attention(step.q, step.key_cache, step.value_cache, batch, scale=SCALE)
     assert torch.equal(out, torch.zeros_like(step.q))
 
 
@@ -133,8 +141,8 @@ def test_caches_may_be_views_of_one_buffer() -> None:
     buffer = torch.full((2, 3, *step.key_cache.shape), float("nan"))
     buffer[0, 1], buffer[1, 1] = step.key_cache, step.value_cache
     queries, keys = zip(*step.rows, strict=True)
-    layout = build_paged_layout(step.tables, queries, keys, step.decode_rows, BLOCK, "cpu")
-    got = paged_attention(step.q, buffer[0, 1], buffer[1, 1], layout, scale=SCALE)
+    batch = build_paged_batch(step.tables, queries, keys, step.decode_rows, BLOCK, "cpu")
+    got = paged_attention(step.q, buffer[0, 1], buffer[1, 1], batch, scale=SCALE)
     assert torch.equal(got, step.attend())
 
 
@@ -142,9 +150,9 @@ def test_nothing_is_read_back() -> None:
     """Tensors without data: an operator that asked one for a value, or left one on the host, would fail."""
     step = STEPS["decode and prefill"]
     queries, keys = zip(*step.rows, strict=True)
-    layout = build_paged_layout(step.tables, queries, keys, step.decode_rows, BLOCK, "meta")
+    batch = build_paged_batch(step.tables, queries, keys, step.decode_rows, BLOCK, "meta")
     q, key_cache, value_cache = (tensor.to("meta") for tensor in (step.q, step.key_cache, step.value_cache))
-    assert paged_attention(q, key_cache, value_cache, layout, scale=SCALE).shape == q.shape
+    assert paged_attention(q, key_cache, value_cache, batch, scale=SCALE).shape == q.shape
 
 
 class TestTheComparisonCanFail:

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor
 
-from megatron_ext.ops.sampling import sample_tokens
+from megatron_ext.ops.sampling import SAMPLING, sample_tokens
 
 NEXT_TO_ONE = math.nextafter(1.0, 0.0)
 GRID = 20_000
+
+
+@pytest.fixture(autouse=True, params=SAMPLING.names)
+def backend(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every backend keeps the whole contract."""
+    with SAMPLING.forced(request.param):
+        yield
 
 
 def sample(logits: Tensor, uniform: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 0.0) -> Tensor:

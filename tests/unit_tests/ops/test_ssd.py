@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from megatron_ext.mixers.chunk_metadata import cut_chunks
-from megatron_ext.ops.ssd import SsdOutput, ssd_scan, ssd_step
+from megatron_ext.ops.recurrence import ScanOutput
+from megatron_ext.ops.ssd.reference import ssd_scan, ssd_step
 from tests.unit_tests.ops.oracles import LENGTHS, assert_close, assert_states_close, recurrence
 
 HEADS, HEAD_DIM, GROUPS, STATE = 4, 3, 2, 5
@@ -35,7 +36,7 @@ class Inputs:
         """The same with only tokens [start, end)."""
         return replace(self, **{name: getattr(self, name)[start:end] for name in ("x", "dt", "B", "C")})
 
-    def scan(self, starts: Sequence[int], lengths: Sequence[int], chunk_size: int) -> SsdOutput:
+    def scan(self, starts: Sequence[int], lengths: Sequence[int], chunk_size: int) -> ScanOutput:
         chunks = cut_chunks(starts, lengths, chunk_size, "cpu")
         x, dt, A, B, C, D, initial_states = self.tensors()
         return ssd_scan(x, dt, A, B, C, chunks, D=D, initial_states=initial_states)

@@ -1,0 +1,75 @@
+"""Which implementation of an operator runs: by device, by what can be imported, or as a test says.
+
+An operator's package lists its backends, the preferred one first. The last one is the reference: plain torch, any
+device, the truth for the others. A backend whose libraries are missing is not in
+the list: its package does not add it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Generic, Protocol, TypeVar
+
+import torch
+
+
+class Backend(Protocol):
+    """What is asked of every backend; its functions are its operator's."""
+
+    @property
+    def name(self) -> str:
+        """Unique among the operator's."""
+
+    @property
+    def runs_on(self) -> Callable[[torch.device], bool]:
+        """Whether it can compute there."""
+
+
+def anywhere(_: torch.device) -> bool:
+    """For backends of plain torch."""
+    return True
+
+
+B = TypeVar("B", bound=Backend)
+
+
+class Backends(Generic[B]):
+    """The backends of one operator.
+
+    Args:
+        operator: Its name, for errors.
+        backends: The preferred one first; the last one runs anywhere.
+    """
+
+    def __init__(self, operator: str, *backends: B) -> None:
+        self.operator = operator
+        self._backends = {backend.name: backend for backend in backends}
+        assert len(self._backends) == len(backends), f"two backends of {operator} have one name"
+        self._forced: B | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All there are here, the preferred one first."""
+        return tuple(self._backends)
+
+    def choose(self, device: torch.device) -> B:
+        """The one that computes on `device`: the forced one, or the first that can."""
+        if self._forced is not None:
+            return self._forced
+        return next(backend for backend in self._backends.values() if backend.runs_on(device))
+
+    @contextmanager
+    def forced(self, name: str) -> Iterator[None]:
+        """Let this one compute whatever is asked for, as contract tests and comparisons need it.
+
+        Raises:
+            ValueError: There is no such backend here.
+        """
+        if name not in self._backends:
+            raise ValueError(f"{self.operator} has no backend {name!r} here; there are {', '.join(self.names)}")
+        before, self._forced = self._forced, self._backends[name]
+        try:
+            yield
+        finally:
+            self._forced = before

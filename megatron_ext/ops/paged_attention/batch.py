@@ -1,0 +1,75 @@
+"""Where the keys of each sequence of a step lie in the pool of blocks: a step's facts, used by every layer.
+
+Letters: T tokens, R sequences (requests in the step), B tokens in a block, W blocks of the longest table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_ext.ops.facts import Facts
+from megatron_ext.ops.varlen import stage_arrays, starts
+
+
+@dataclass(frozen=True)
+class PagedBatch(Facts):
+    """Sequences of one step; the first `num_decode` have one query each.
+
+    A sequence's queries are the last of its keys. Lengths are known on the host and on the device, so that no backend
+    has to read anything back.
+
+    Attributes:
+        num_decode: Sequences that decode.
+        query_lengths: Queries of each sequence on the packed token axis, on the host; the axis may go on behind them.
+        kv_lengths: Keys of each sequence, the queries' own included, on the host.
+        block_size: B, tokens.
+        block_table: [R, W] int64, blocks of each sequence in order; what lies behind its keys is never used.
+        cu_seqlens_q: [R+1] int64, first query of each sequence, then their number.
+        seqlens_k: [R] int64, the keys of each sequence.
+    """
+
+    num_decode: int
+    query_lengths: tuple[int, ...]
+    kv_lengths: tuple[int, ...]
+    block_size: int
+    block_table: Tensor
+    cu_seqlens_q: Tensor
+    seqlens_k: Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        """Queries of all sequences."""
+        return sum(self.query_lengths)
+
+
+def build_paged_batch(
+    block_tables: Sequence[Sequence[int]],
+    query_lengths: Sequence[int],
+    kv_lengths: Sequence[int],
+    num_decode: int,
+    block_size: int,
+    device: torch.device | str | None,
+) -> PagedBatch:
+    """Describe the sequences of a step.
+
+    Args:
+        block_tables: Blocks of each sequence in order; may hold more than its keys need.
+        query_lengths: Queries of each sequence; 1 for the first `num_decode`.
+        kv_lengths: Keys of each sequence, the queries' own included.
+        num_decode: Sequences to attend in one batch.
+        block_size: B, tokens.
+        device: Where the tensors go.
+    """
+    assert all(length == 1 for length in query_lengths[:num_decode])
+    counts = [-(-keys // block_size) for keys in kv_lengths]
+    table = np.zeros((len(counts), max(counts, default=0)), dtype=np.int64)
+    for row, blocks, queries, keys, count in zip(table, block_tables, query_lengths, kv_lengths, counts, strict=True):
+        assert 1 <= queries <= keys <= len(blocks) * block_size
+        row[:count] = blocks[:count]
+    arrays = {"block_table": table, "cu_seqlens_q": starts(query_lengths), "seqlens_k": np.asarray(kv_lengths)}
+    return PagedBatch(num_decode, tuple(query_lengths), tuple(kv_lengths), block_size, **stage_arrays(arrays, device))

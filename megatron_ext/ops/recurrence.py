@@ -1,0 +1,116 @@
+"""Recurrent operators: what SSD, the selective scan and the gated delta rule have in common.
+
+Each is called in three ways, with inputs of its own in front: `scan` over packed sequences from zero or given states
+(differentiable: training), `prefill` over packed sequences whose states lie in pools, and `decode` of one token of each
+of R requests, in place. A backend brings a scan and a step that know no pools; one whose kernels read and write slots
+themselves brings `prefill` and `decode` too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_ext.ops.backends import Backends
+from megatron_ext.ops.state_slots import StateSlots, initial_states, store
+from megatron_ext.ops.varlen import PackedChunks
+
+
+class ScanOutput(NamedTuple):
+    """What a scan gives.
+
+    Attributes:
+        y: [T, ...] in the type of the input that it weighs; zero at rows behind the last sequence.
+        final_states: [S, ...] fp32, after the last token of each sequence.
+        chunk_states: [n, ...] fp32, after the last token of each chunk.
+    """
+
+    y: Tensor
+    final_states: Tensor
+    chunk_states: Tensor
+
+
+@dataclass(frozen=True)
+class RecurrenceBackend:
+    """One way to compute a recurrence.
+
+    Attributes:
+        name: Unique among the operator's backends.
+        runs_on: Whether it can compute on a device.
+        scan: (*inputs, chunks, initial_states=[S, ...] or None, **options) -> ScanOutput.
+        step: (*inputs, states [R, ...], **options) -> y and the new states; the given ones are not modified.
+        prefill: As `Recurrence.prefill`, for kernels that read and write slots; None goes by `scan`.
+        decode: As `Recurrence.decode`; None goes by `step`.
+    """
+
+    name: str
+    runs_on: Callable[[torch.device], bool]
+    scan: Callable[..., ScanOutput]
+    step: Callable[..., tuple[Tensor, Tensor]]
+    prefill: Callable[..., Tensor] | None = None
+    decode: Callable[..., Tensor] | None = None
+
+
+class Recurrence:
+    """A recurrent operator. The inputs are those of its reference's scan and step, packed as [T, ...] or [R, ...]."""
+
+    def __init__(self, name: str, *backends: RecurrenceBackend) -> None:
+        self.backends = Backends(name, *backends)
+
+    def scan(
+        self, *inputs: Tensor, chunks: PackedChunks, initial_states: Tensor | None = None, **options: object
+    ) -> ScanOutput:
+        """Run over packed sequences from `initial_states` [S, ...], zeros if None. Differentiable."""
+        backend = self.backends.choose(inputs[0].device)
+        return backend.scan(*inputs, chunks, initial_states=initial_states, **options)
+
+    def prefill(
+        self,
+        *inputs: Tensor,
+        chunks: PackedChunks,
+        slots: StateSlots,
+        live: Tensor,
+        snapshots: Tensor | None,
+        **options: object,
+    ) -> Tensor:
+        """Run over packed sequences from their live states; their last states, and those to be kept, are written.
+
+        Args:
+            inputs: The operator's.
+            chunks: Where sequences and kernel chunks lie on the token axis.
+            slots: Where the sequences' states lie.
+            live: [slots, ...], written in place; every initial state is read before it.
+            snapshots: [slots, ...], written in place; not needed if `slots` keeps nothing.
+            options: The operator's.
+
+        Returns:
+            y [T, ...].
+        """
+        backend = self.backends.choose(inputs[0].device)
+        if backend.prefill is not None:
+            return backend.prefill(*inputs, chunks=chunks, slots=slots, live=live, snapshots=snapshots, **options)
+        scanned = backend.scan(*inputs, chunks, initial_states=initial_states(live, slots).float(), **options)
+        store(live, slots.live, scanned.final_states)
+        if slots.snapshots is not None:
+            store(snapshots, slots.snapshots.slots, scanned.chunk_states[slots.snapshots.chunks])
+        return scanned.y
+
+    def decode(self, *inputs: Tensor, slots: Tensor | slice, live: Tensor, **options: object) -> Tensor:
+        """Run over one token of each of R requests: y [R, ...].
+
+        Args:
+            inputs: The operator's.
+            slots: [R] int64 of the live states, or a slice where they follow each other, so that states are views.
+            live: [slots, ...], written in place.
+            options: The operator's.
+        """
+        backend = self.backends.choose(inputs[0].device)
+        if backend.decode is not None:
+            return backend.decode(*inputs, slots=slots, live=live, **options)
+        y, states = backend.step(*inputs, live[slots].float(), **options)
+        store(live, slots, states)
+        return y

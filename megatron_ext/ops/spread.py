@@ -1,0 +1,156 @@
+"""What the reference scans make of a step's chunks: padded places, the order of states, smaller pieces.
+
+Made once a step, from the facts in `varlen` (see `Facts.prepared`); other backends need none of it.
+T tokens of the packed step, S sequences, n chunks, C places in a padded chunk.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from megatron_ext.ops.varlen import PackedChunks, pack_chunks, stage_arrays, starts
+
+PIECE = 32
+"""Tokens of a piece of a chunk, for scans that cut chunks further."""
+
+
+@dataclass(frozen=True)
+class PaddedPlaces:
+    """How the tokens of uneven chunks are spread over [n, C] places, C being the longest chunk.
+
+    Attributes:
+        tokens: [n*C] int64, the token at each place; places behind a chunk's end name the chunk's last token again, so
+            that gathering never meets a value from outside the chunk. Whoever gathers gives those places no weight.
+        is_padding: [n, C] bool, True at places behind a chunk's end.
+        place_of_token: [T] int64, the inverse: index into the flattened places.
+    """
+
+    tokens: Tensor
+    is_padding: Tensor
+    place_of_token: Tensor
+
+
+@dataclass(frozen=True)
+class RankOrder:
+    """The order in which states travel from chunk to chunk: first chunks of all sequences, second chunks, and so on.
+
+    Sequences with more chunks come first, so the ones that still have a chunk of rank r are a prefix of those that
+    had one of rank r-1. *Carried* states are stacked as [initial states in this order, states after each chunk in this
+    order]: S + n of them.
+
+    Attributes:
+        sizes: Sequences that have a chunk of rank 0, 1, ..., on the host; sums to n.
+        sequences: [S] int64, the sequences by falling number of chunks.
+        chunks: [n] int64, the chunks in this order.
+        before: [n] int64, for each chunk (in token order) the carried state before it.
+        after: [n] int64, for each chunk (in token order) the carried state after it.
+    """
+
+    sizes: tuple[int, ...]
+    sequences: Tensor
+    chunks: Tensor
+    before: Tensor
+    after: Tensor
+
+
+@dataclass(frozen=True)
+class SpreadChunks:
+    """Chunks as the rows of padded tensors.
+
+    Attributes:
+        longest: C, tokens of the longest chunk there is (which may be less than the chunk size it was cut with).
+        places: How to pad the chunks to one length; None if they all have it already.
+        ranks: How states travel between chunks; None if all sequences have equally many, so that [S, n/S] says it.
+    """
+
+    longest: int
+    places: PaddedPlaces | None
+    ranks: RankOrder | None
+
+
+def spread_chunks(chunks: PackedChunks) -> SpreadChunks:
+    """Lay chunks out as padded rows; ask by `chunks.prepared(spread_chunks)`."""
+    lengths, counts = chunks.chunk_lengths, chunks.chunk_counts
+    longest = max(lengths)
+    is_even, is_grid = min(lengths) == longest, min(counts) == max(counts)
+    arrays = {} if is_even else _place_arrays(np.asarray(lengths))
+    if not is_grid:
+        arrays |= _rank_arrays(np.asarray(counts))
+    staged = stage_arrays(arrays, chunks.cu_chunk_seqlens.device) if arrays else {}
+    return SpreadChunks(
+        longest=longest,
+        places=None if is_even else _places(staged),
+        ranks=None if is_grid else _ranks(counts, staged),
+    )
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Chunks cut further into pieces of at most PIECE tokens.
+
+    Attributes:
+        packed: The pieces, in the place of the chunks.
+        last: [n] int64, the last piece of each chunk.
+    """
+
+    packed: PackedChunks
+    last: Tensor
+
+
+def cut_into_pieces(chunks: PackedChunks) -> Pieces:
+    """Cut chunks further; ask by `chunks.prepared(cut_into_pieces)`."""
+    cuts = [_cut_evenly(length, PIECE) for length in chunks.chunk_lengths]
+    device, last = chunks.cu_chunk_seqlens.device, np.cumsum([len(cut) for cut in cuts]) - 1
+    remaining = iter(cuts)
+    of_sequences = [[p for cut in itertools.islice(remaining, n) for p in cut] for n in chunks.chunk_counts]
+    return Pieces(pack_chunks(of_sequences, device), stage_arrays({"last": last}, device)["last"])
+
+
+def _cut_evenly(length: int, longest: int) -> list[int]:
+    whole, rest = divmod(length, longest)
+    return [longest] * whole + ([rest] if rest else [])
+
+
+def _place_arrays(chunk_lengths: np.ndarray) -> dict[str, np.ndarray]:
+    """The arrays of PaddedPlaces."""
+    offsets = np.arange(chunk_lengths.max())
+    is_padding = offsets >= chunk_lengths[:, None]  # [n, C]
+    first = starts(chunk_lengths)[:-1, None]
+    return {
+        "tokens": (first + np.minimum(offsets, chunk_lengths[:, None] - 1)).reshape(-1),
+        "is_padding": is_padding,
+        "place_of_token": np.flatnonzero(~is_padding),
+    }
+
+
+def _places(staged: dict[str, Tensor]) -> PaddedPlaces:
+    return PaddedPlaces(staged["tokens"], staged["is_padding"].bool(), staged["place_of_token"])
+
+
+def _rank_arrays(counts: np.ndarray) -> dict[str, np.ndarray]:
+    """The arrays of RankOrder."""
+    num_sequences, num_chunks = len(counts), int(counts.sum())
+    sequences = np.argsort(-counts, kind="stable")
+    rank = np.arange(num_chunks) - np.repeat(np.cumsum(counts) - counts, counts)  # [n] rank within its sequence
+    standing = np.empty(num_sequences, dtype=np.int64)  # where a sequence stands in `sequences`
+    standing[sequences] = np.arange(num_sequences)
+    standing = np.repeat(standing, counts)  # [n]
+    first_of_rank = starts(rank_sizes(counts))
+    after = num_sequences + first_of_rank[rank] + standing
+    before = np.where(rank == 0, standing, num_sequences + first_of_rank[rank - 1] + standing)
+    return {"sequences": sequences, "chunks": np.argsort(after), "before": before, "after": after}
+
+
+def rank_sizes(counts: Sequence[int]) -> tuple[int, ...]:
+    """How many sequences have a chunk of rank 0, 1, ... if sequence i has counts[i] chunks."""
+    counts = np.asarray(counts)
+    return tuple(int((counts > rank).sum()) for rank in range(int(counts.max())))
+
+
+def _ranks(counts: tuple[int, ...], staged: dict[str, Tensor]) -> RankOrder:
+    return RankOrder(rank_sizes(counts), staged["sequences"], staged["chunks"], staged["before"], staged["after"])

@@ -1,0 +1,81 @@
+"""Which backend of an operator runs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from megatron_ext.ops.backends import Backends, anywhere
+from megatron_ext.ops.causal_conv1d import CAUSAL_CONV1D
+from megatron_ext.ops.gated_delta_rule import GATED_DELTA_RULE
+from megatron_ext.ops.paged_attention import PAGED_ATTENTION
+from megatron_ext.ops.sampling import SAMPLING
+from megatron_ext.ops.selective_scan import SELECTIVE_SCAN
+from megatron_ext.ops.ssd import SSD
+from megatron_ext.ops.varlen import pack_sequences
+
+OPERATORS = (
+    PAGED_ATTENTION,
+    SAMPLING,
+    CAUSAL_CONV1D.backends,
+    *(one.backends for one in (SSD, SELECTIVE_SCAN, GATED_DELTA_RULE)),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Named:
+    """A backend that computes nothing."""
+
+    name: str
+    runs_on: object = anywhere
+
+
+FAST = Named("fast", lambda device: device.type == "meta")
+PLAIN = Named("plain")
+
+
+def test_the_first_that_can_run_on_the_device_is_chosen() -> None:
+    backends = Backends("an operator", FAST, PLAIN)
+    assert backends.names == ("fast", "plain")
+    assert backends.choose(torch.device("meta")) is FAST
+    assert backends.choose(torch.device("cpu")) is PLAIN
+
+
+def test_one_can_be_forced_for_a_while() -> None:
+    backends = Backends("an operator", FAST, PLAIN)
+    with backends.forced("plain"):
+        assert backends.choose(torch.device("meta")) is PLAIN
+        with backends.forced("fast"):
+            assert backends.choose(torch.device("cpu")) is FAST
+        assert backends.choose(torch.device("meta")) is PLAIN
+    assert backends.choose(torch.device("meta")) is FAST
+
+
+def test_an_unknown_one_is_refused_by_name() -> None:
+    forced = Backends("an operator", FAST, PLAIN).forced("triton")
+    with pytest.raises(ValueError, match="an operator has no backend 'triton' here; there are fast, plain"), forced:
+        pass
+
+
+@pytest.mark.parametrize("backends", OPERATORS, ids=lambda backends: backends.operator)
+def test_every_operator_ends_with_its_reference_which_runs_anywhere(backends: Backends) -> None:
+    assert backends.names[-1] == "reference"
+    with backends.forced("reference"):
+        reference = backends.choose(torch.device("cpu"))
+    for device in ("cpu", "meta", "cuda"):
+        assert reference.runs_on(torch.device(device))
+
+
+def test_what_a_backend_prepares_is_made_once() -> None:
+    """A copy of the facts, on another device say, prepares its own."""
+    made: list[int] = []
+
+    def prepare(sequences: object) -> int:
+        made.append(id(sequences))
+        return len(made)
+
+    facts = pack_sequences([3, 1], "cpu")
+    assert [facts.prepared(prepare), facts.prepared(prepare)] == [1, 1]
+    assert dataclasses.replace(facts).prepared(prepare) == 2

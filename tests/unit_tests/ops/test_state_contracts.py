@@ -1,0 +1,219 @@
+"""The contract of operators with states, over every backend there is: prefill and decode in pools of slots.
+
+Pools are filled with NaN: what a backend reads without an owner, or writes beside its slots, is seen. The truth is
+each operator's formula, token by token in fp64, over every sequence as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_ext.mcore import platform
+from megatron_ext.mixers.chunk_metadata import cut_chunks
+from megatron_ext.ops.causal_conv1d import CAUSAL_CONV1D, CausalConv1d
+from megatron_ext.ops.gated_delta_rule import GATED_DELTA_RULE
+from megatron_ext.ops.recurrence import Recurrence
+from megatron_ext.ops.selective_scan import SELECTIVE_SCAN
+from megatron_ext.ops.ssd import SSD
+from megatron_ext.ops.state_slots import SnapshotPlaces, StateSlots
+from tests.unit_tests.ops.conftest import moved
+from tests.unit_tests.ops.oracles import (
+    assert_close,
+    assert_states_close,
+    convolution,
+    delta_recurrence,
+    recurrence,
+    selective_recurrence,
+)
+
+CHUNK = 16
+LENGTHS = (70, 2, 33, 1)  # tokens of the sequences; the first tokens of some are computed by an earlier step
+DONE = (32, 1, 0, 0)
+LIVE_SLOTS = (4, 0, 2, 5)  # of 7
+SNAPSHOT_SLOT, SNAPSHOT_AT = 1, 48  # of 3; tokens of the first sequence
+
+PER_TOKEN = Sequence[Tensor]
+Truth = Callable[[PER_TOKEN, Sequence[int]], tuple[Tensor, Tensor]]
+
+
+@dataclass
+class Case:
+    """An operator, its inputs by token and fixed ones, and its formula."""
+
+    operator: Recurrence | CausalConv1d
+    inputs: list[Tensor]  # [T, ...] each, sequences one behind the other
+    order: Callable[..., tuple[Tensor, ...]]  # inputs by token -> what the operator is called with
+    options: dict[str, object]
+    truth: Truth  # inputs by token of one sequence -> y [T, ...] and the state after every token [T, ...]
+
+
+def build(name: str) -> Case:
+    generator = torch.Generator().manual_seed(3)
+    total = sum(LENGTHS)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    def uniform(*shape: int) -> Tensor:
+        return torch.rand(*shape, generator=generator) + 0.5
+
+    if name == "causal_conv1d":
+        weight, bias = normal(6, 4), normal(6)
+        return Case(CAUSAL_CONV1D, [normal(total, 6)], lambda x: (x, weight, bias), {}, partial(_conv, weight, bias))
+    if name == "ssd":
+        A, D = -uniform(4) * 0.05, normal(4)
+        tokens = [normal(total, 4, 3), uniform(total, 4) * 0.05, normal(total, 2, 5), normal(total, 2, 5)]
+        truth = lambda t, n: recurrence(t[0], t[1], A, t[2], t[3], D, n)  # noqa: E731
+        return Case(SSD, tokens, lambda x, dt, b, c: (x, dt, A, b, c), {"D": D}, truth)
+    if name == "selective_scan":
+        A, D = -uniform(6, 5) * 0.05, normal(6)
+        tokens = [normal(total, 6), uniform(total, 6) * 0.05, normal(total, 5), normal(total, 5)]
+        truth = lambda t, n: selective_recurrence(t[0], t[1], A, t[2], t[3], D, n)  # noqa: E731
+        return Case(SELECTIVE_SCAN, tokens, lambda u, dt, b, c: (u, dt, A, b, c), {"D": D}, truth)
+    q, k = (F.normalize(normal(total, 2, 5), dim=-1) for _ in range(2))
+    tokens = [q, k, normal(total, 4, 3), -uniform(total, 4) * 0.01, uniform(total, 4) * 0.3]
+    truth = lambda t, n: delta_recurrence(*t, n)  # noqa: E731
+    return Case(GATED_DELTA_RULE, tokens, lambda *t: t, {}, truth)
+
+
+def _conv(weight: Tensor, bias: Tensor, tokens: PER_TOKEN, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """The formula, and the state after every token."""
+    y, _ = convolution(tokens[0], weight, bias, lengths)
+    after = [convolution(tokens[0][: end + 1], weight, bias, [end + 1])[1][0] for end in range(len(tokens[0]))]
+    return y, torch.stack(after)
+
+
+OPERATORS = {
+    "causal_conv1d": CAUSAL_CONV1D,
+    "ssd": SSD,
+    "selective_scan": SELECTIVE_SCAN,
+    "gated_delta_rule": GATED_DELTA_RULE,
+}
+BACKENDS = [(name, backend) for name, operator in OPERATORS.items() for backend in operator.backends.names]
+
+
+class Pools:
+    """Live states and snapshots of one layer, and the steps that advance them."""
+
+    def __init__(self, name: str, backend: str, dtype: torch.dtype = torch.float32) -> None:
+        self.case, self.backend, self.device = build(name), backend, platform.device()
+        sequences = self.case.inputs[0].split(LENGTHS)
+        parts = [[t.split(LENGTHS)[i] for t in self.case.inputs] for i in range(len(sequences))]
+        self.truths = [self.case.truth(part, [len(part[0])]) for part in parts]
+        shape = self.truths[0][1].shape[1:]
+        self.live = torch.full((7, *shape), torch.nan, dtype=dtype, device=self.device)
+        self.snapshots = torch.full((3, *shape), torch.nan, dtype=dtype, device=self.device)
+        self.parts = parts
+
+    def prefill(self, rows: Sequence[int], starts: Sequence[int], ends: Sequence[int], keep: bool = False) -> Tensor:
+        """Compute tokens [start, end) of some sequences in one call."""
+        lengths = [end - start for start, end in zip(starts, ends, strict=True)]
+        tokens = self._tokens(rows, starts, ends)
+        chunks = cut_chunks(starts, lengths, CHUNK, self.device)
+        places = None
+        if keep:
+            chunk = SNAPSHOT_AT // CHUNK - starts[0] // CHUNK - 1
+            places = SnapshotPlaces(*self._index([SNAPSHOT_SLOT], [0], [chunk], [SNAPSHOT_AT - starts[0]]))
+        (live,) = self._index([LIVE_SLOTS[row] for row in rows])
+        slots = StateSlots(live, torch.tensor([start > 0 for start in starts], device=self.device), places)
+        with self.case.operator.backends.forced(self.backend):
+            y = self.case.operator.prefill(
+                *tokens, chunks=chunks, slots=slots, live=self.live, snapshots=self.snapshots, **self._options()
+            )
+        return y.cpu()
+
+    def decode(self, rows: Sequence[int], positions: Sequence[int], *, as_slice: bool = False) -> Tensor:
+        """Compute one token of some sequences."""
+        tokens = self._tokens(rows, positions, [position + 1 for position in positions])
+        (slots,) = self._index([LIVE_SLOTS[row] for row in rows])
+        where = slice(LIVE_SLOTS[rows[0]], LIVE_SLOTS[rows[0]] + 1) if as_slice else slots
+        with self.case.operator.backends.forced(self.backend):
+            return self.case.operator.decode(*tokens, slots=where, live=self.live, **self._options()).cpu()
+
+    def _tokens(self, rows: Sequence[int], starts: Sequence[int], ends: Sequence[int]) -> tuple[Tensor, ...]:
+        spans = list(zip(rows, starts, ends, strict=True))
+        inputs = [torch.cat([self.parts[row][i][start:end] for row, start, end in spans]) for i in range(len(self))]
+        return moved(self.case.order(*inputs), self.device)
+
+    def _options(self) -> dict[str, object]:
+        return {name: moved(value, self.device) for name, value in self.case.options.items()}
+
+    def _index(self, *lists: Sequence[int]) -> list[Tensor]:
+        return [torch.tensor(values, device=self.device) for values in lists]
+
+    def __len__(self) -> int:
+        return len(self.case.inputs)
+
+    def expected(self, rows: Sequence[int], starts: Sequence[int], ends: Sequence[int]) -> Tensor:
+        spans = zip(rows, starts, ends, strict=True)
+        return torch.cat([self.truths[row][0][start:end] for row, start, end in spans])
+
+    def check_live(self, ends: Sequence[int]) -> None:
+        """Every sequence's slot holds its state after so many tokens; the other slots are as they were."""
+        for row, end in enumerate(ends):
+            assert_states_close(f"sequence {row}", self.live[LIVE_SLOTS[row]].cpu(), self.truths[row][1][end - 1])
+        others = [slot for slot in range(7) if slot not in LIVE_SLOTS]
+        assert self.live[others].isnan().all()
+
+
+@pytest.mark.parametrize(("name", "backend"), BACKENDS)
+def test_prefill_begins_and_ends_in_its_slots(name: str, backend: str) -> None:
+    """HY-7, HY-8, HY-11: fresh and continuing sequences in one call; a fresh one never reads its slot."""
+    pools = Pools(name, backend)
+    y = pools.prefill([0, 1], [0, 0], DONE[:2])
+    assert_close("first step", y, pools.expected([0, 1], [0, 0], DONE[:2]))
+    y = pools.prefill(range(4), DONE, LENGTHS, keep=True)
+    assert_close("second step", y, pools.expected(range(4), DONE, LENGTHS))
+    pools.check_live(LENGTHS)
+
+
+@pytest.mark.parametrize(("name", "backend"), BACKENDS)
+def test_snapshots_go_to_their_slots_alone(name: str, backend: str) -> None:
+    """HY-4, HY-9: the state at a block boundary inside the call; no other slot is written."""
+    pools = Pools(name, backend)
+    pools.prefill([0, 1], [0, 0], DONE[:2])
+    assert pools.snapshots.isnan().all()
+    pools.prefill(range(4), DONE, LENGTHS, keep=True)
+    kept = pools.snapshots[SNAPSHOT_SLOT].cpu()
+    assert_states_close("snapshot", kept, pools.truths[0][1][SNAPSHOT_AT - 1])
+    assert pools.snapshots[[slot for slot in range(3) if slot != SNAPSHOT_SLOT]].isnan().all()
+
+
+@pytest.mark.parametrize("as_slice", [False, True])
+@pytest.mark.parametrize(("name", "backend"), BACKENDS)
+def test_decode_advances_its_slots_in_place(name: str, backend: str, as_slice: bool) -> None:
+    pools = Pools(name, backend)
+    rows = [0] if as_slice else [2, 0]
+    starts = [LENGTHS[row] - 1 for row in rows]
+    pools.prefill(range(4), [0] * 4, [starts[rows.index(row)] if row in rows else LENGTHS[row] for row in range(4)])
+    y = pools.decode(rows, starts, as_slice=as_slice)
+    assert_close("decode", y, pools.expected(rows, starts, [LENGTHS[row] for row in rows]))
+    pools.check_live(LENGTHS)
+
+
+@pytest.mark.parametrize(("name", "backend"), BACKENDS)
+def test_states_in_16_bits_are_rounded_in_the_pool_only(name: str, backend: str) -> None:
+    """HY-14: computed in fp32, stored in the pool's type."""
+    pools = Pools(name, backend, torch.bfloat16)
+    pools.prefill([0], [0], [LENGTHS[0]])
+    want = pools.truths[0][1][-1]
+    assert_close("live state", pools.live[LIVE_SLOTS[0]].cpu(), want, atol=1e-4, rtol=0.01)
+    assert not torch.equal(pools.live[LIVE_SLOTS[0]].cpu().double(), want)
+
+
+@pytest.mark.parametrize(("name", "backend"), BACKENDS)
+def test_a_forgotten_initial_state_is_seen(name: str, backend: str) -> None:
+    """Negative control: the second step begins with zeros."""
+    pools = Pools(name, backend)
+    pools.prefill([0], [0], [32])
+    pools.live[LIVE_SLOTS[0]] = 0
+    y = pools.prefill([0], [32], [70], keep=True)
+    with pytest.raises(AssertionError):
+        assert_close("second step", y, pools.expected([0], [32], [70]))
