@@ -15,12 +15,14 @@ from megatron_ext.config import (
     EvictionPolicyName,
     ModelConfig,
     ParallelConfig,
+    RecurrentFields,
     RequestParams,
     RunConfig,
     ServerConfig,
     SnapshotMode,
     SourceConfig,
 )
+from megatron_ext.config.checks import flags_of
 
 _BATCHING = "--inference-dynamic-batching"
 
@@ -64,17 +66,7 @@ MODEL = FlagGroup(
         Flag("group_query_attention", "Share key/value heads; one group unless --num-query-groups says otherwise"),
         Flag("num_query_groups", "Key/value heads; default: one for each query head"),
         Flag("kv_channels", "Size of one attention head; default: hidden size / attention heads"),
-        Flag("mamba_state_dim", "State size of a Mamba layer"),
-        Flag("mamba_head_dim", "Size of one Mamba head"),
-        Flag("mamba_num_heads", "Mamba heads; default: 2 * hidden size / head dimension"),
-        Flag("mamba_num_groups", "Groups of Mamba heads that share B and C"),
-        Flag("mamba_inner_size", "Channels of a Mamba-1 layer; default: 2 * hidden size"),
-        Flag("mamba_dt_rank", "Rank of a Mamba-1 layer's step sizes; default: hidden size / 16"),
-        Flag("linear_key_head_dim", "Channels of a key head of a gated delta net"),
-        Flag("linear_value_head_dim", "Channels of a value head of a gated delta net"),
-        Flag("linear_num_key_heads", "Key heads of a gated delta net"),
-        Flag("linear_num_value_heads", "Value heads of a gated delta net"),
-        Flag("linear_conv_kernel_dim", "Convolution window of a gated delta net, in tokens"),
+        *(Flag(name, text) for name, text in flags_of(RecurrentFields).items()),
         Flag("qk_layernorm", "A norm of each query and key head, before they are rotated"),
         Flag("attention_output_gate", "Attention outputs times a sigmoid of the layer's input"),
         Flag("num_experts", "Experts of each MoE layer (E)"),

@@ -12,16 +12,11 @@ from megatron_ext.config.batching import (
     EvictionPolicyName,
     SnapshotMode,
 )
-from megatron_ext.config.model import (
-    GATED_DELTA_CHUNK,
-    INNER_NORMS,
-    LAYER_SYMBOLS,
-    NORMALIZATIONS,
-    POSITION_EMBEDDINGS,
-    RECURRENT_LAYERS,
-    ROUTER_SCORE_FUNCTIONS,
-    ModelConfig,
-)
+from megatron_ext.config.layers.moe import ROUTER_SCORE_FUNCTIONS
+from megatron_ext.config.layers.positions import POSITION_EMBEDDINGS
+from megatron_ext.config.layers.stack import NORMALIZATIONS
+from megatron_ext.config.model import LAYER_SYMBOLS, RECURRENT_LAYERS, ModelConfig
+from megatron_ext.config.recurrent import RECURRENT_KINDS, RecurrentFields
 from megatron_ext.config.request import (
     RequestParams,
 )
@@ -36,11 +31,10 @@ from megatron_ext.config.run import (
 
 __all__ = [
     "DTYPES",
-    "GATED_DELTA_CHUNK",
-    "INNER_NORMS",
     "LAYER_SYMBOLS",
     "NORMALIZATIONS",
     "POSITION_EMBEDDINGS",
+    "RECURRENT_KINDS",
     "RECURRENT_LAYERS",
     "ROUTER_SCORE_FUNCTIONS",
     "BatchingConfig",
@@ -49,6 +43,7 @@ __all__ = [
     "InferenceSettings",
     "ModelConfig",
     "ParallelConfig",
+    "RecurrentFields",
     "RequestParams",
     "RunConfig",
     "ServerConfig",

@@ -1,6 +1,9 @@
-"""How settings refuse."""
+"""How settings refuse, and how fields say what their flags do."""
 
 from __future__ import annotations
+
+import dataclasses
+from typing import Any
 
 from megatron_ext.errors import ConfigError
 
@@ -14,3 +17,13 @@ def require(condition: bool, message: str) -> None:
 def flag_of(field: str) -> str:
     """The flag that sets a field, where it has the field's name."""
     return "--" + field.replace("_", "-")
+
+
+def flag(default: Any, help_text: str) -> Any:
+    """A dataclass field that is a flag of its own name, told about in `--help`."""
+    return dataclasses.field(default=default, metadata={"help": help_text})
+
+
+def flags_of(config: type) -> dict[str, str]:
+    """Fields made by `flag`, in order, and what they do."""
+    return {one.name: one.metadata["help"] for one in dataclasses.fields(config) if "help" in one.metadata}

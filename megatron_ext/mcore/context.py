@@ -133,7 +133,7 @@ class InferenceContext(DynamicInferenceContext):
             state_bytes=self._state_shape.bytes if self._state_shape else 0,
             chunk_size=config.scan_chunk_size,
             max_sequence_length=self.max_sequence_length,
-            scans_blocks=config.recurrent_layer == "mamba1",
+            scans_blocks=config.recurrent.scans_blocks,
         )
 
     def _build_limits(self, batching: BatchingConfig) -> Limits:

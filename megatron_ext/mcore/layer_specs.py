@@ -6,6 +6,8 @@ into the linear layer after it; upstream's local specs of GPT do the same.
 
 from __future__ import annotations
 
+import importlib
+
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.ssm.mamba_block import MambaStackSubmodules
 from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
@@ -18,39 +20,28 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
+from megatron_ext.config import RECURRENT_KINDS
+from megatron_ext.config.recurrent import RecurrentKind
 from megatron_ext.mcore.attention import PagedSelfAttention
 from megatron_ext.mcore.moe import LocalMoELayer
 from megatron_ext.mcore.stack import HeadNormFromConfig, HybridStack, LayerNormFromConfig
-from megatron_ext.mixers.gated_delta_net import GatedDeltaNetMixer, GatedDeltaNetMixerSubmodules
-from megatron_ext.mixers.mamba1 import Mamba1Mixer, Mamba1MixerSubmodules
-from megatron_ext.mixers.mamba2 import Mamba2Mixer, Mamba2MixerSubmodules
+from megatron_ext.mixers.mixer import MixerSubmodules
 
 
-def _recurrent_layer_spec(mixer: type, submodules: object) -> ModuleSpec:
-    """A norm and a mixer, whatever its kind, with their residual."""
+def recurrent_layer_spec(kind: RecurrentKind) -> ModuleSpec:
+    """A norm and the kind's mixer, with their residual."""
+    module, name = kind.mixer
+    submodules = MixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear, out_norm=LayerNormFromConfig)
     return ModuleSpec(
         module=MambaLayer,
         submodules=MambaLayerSubmodules(
             norm=LayerNormFromConfig,
-            mixer=ModuleSpec(module=mixer, submodules=submodules),
+            mixer=ModuleSpec(module=getattr(importlib.import_module(module), name), submodules=submodules),
             mamba_bda=get_bias_dropout_add,
             sharded_state_dict_keys_map={"norm.": "mixer.in_proj.layer_norm_"},
         ),
     )
 
-
-mamba_layer_spec = _recurrent_layer_spec(
-    Mamba2Mixer, Mamba2MixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear)
-)
-mamba1_layer_spec = _recurrent_layer_spec(
-    Mamba1Mixer, Mamba1MixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear)
-)
-gated_delta_net_layer_spec = _recurrent_layer_spec(
-    GatedDeltaNetMixer,
-    GatedDeltaNetMixerSubmodules(
-        in_proj=ColumnParallelLinear, out_norm=LayerNormFromConfig, out_proj=RowParallelLinear
-    ),
-)
 
 attention_layer_spec = ModuleSpec(
     module=TransformerLayer,
@@ -93,12 +84,12 @@ moe_layer_spec = ModuleSpec(
 )
 
 
-def _stack_spec(recurrent_layer: ModuleSpec) -> ModuleSpec:
+def stack_spec(kind: RecurrentKind) -> ModuleSpec:
     """A stack whose recurrent layers, M in the pattern, are of one kind."""
     return ModuleSpec(
         module=HybridStack,
         submodules=MambaStackSubmodules(
-            mamba_layer=recurrent_layer,
+            mamba_layer=recurrent_layer_spec(kind),
             attention_layer=attention_layer_spec,
             mlp_layer=mlp_layer_spec,
             moe_layer=moe_layer_spec,
@@ -106,6 +97,9 @@ def _stack_spec(recurrent_layer: ModuleSpec) -> ModuleSpec:
     )
 
 
-hybrid_stack_spec = _stack_spec(mamba_layer_spec)
-mamba1_stack_spec = _stack_spec(mamba1_layer_spec)
-gated_delta_net_stack_spec = _stack_spec(gated_delta_net_layer_spec)
+def __getattr__(name: str) -> ModuleSpec:
+    """The stacks by the names that their kinds give them: `hybrid_stack_spec` (Mamba-2) and so on."""
+    for kind in RECURRENT_KINDS.values():
+        if kind.stack_spec == name:
+            return stack_spec(kind)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

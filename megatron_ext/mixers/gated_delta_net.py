@@ -9,30 +9,20 @@ checkpoints fit both. SiLU stands in both places whatever the MLPs use: upstream
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor, nn
 
-from megatron_ext.mixers.mixer import Pass, Projected, RecurrentMixer
+from megatron_ext.mixers.mixer import MixerSubmodules, Pass, Projected, RecurrentMixer
 from megatron_ext.mixers.sharding import sharded_mixer_state
 from megatron_ext.ops.gated_delta_rule import GATED_DELTA_RULE
 
 A_INIT_RANGE = (1.0, 16.0)
-
-
-@dataclass
-class GatedDeltaNetMixerSubmodules:
-    """The two projections and the norm between them."""
-
-    in_proj: ModuleSpec | type = None
-    out_norm: ModuleSpec | type = None
-    out_proj: ModuleSpec | type = None
 
 
 class GatedDeltaNetMixer(RecurrentMixer):
@@ -49,7 +39,7 @@ class GatedDeltaNetMixer(RecurrentMixer):
     def __init__(
         self,
         config: TransformerConfig,
-        submodules: GatedDeltaNetMixerSubmodules,
+        submodules: MixerSubmodules,
         d_model: int,
         layer_number: int | None = None,
         pg_collection: ProcessGroupCollection | None = None,
@@ -72,33 +62,11 @@ class GatedDeltaNetMixer(RecurrentMixer):
         self.qk_dim_local = self.key_heads_local * self.key_head_dim
         self.v_dim_local = self.value_heads_local * self.value_head_dim
         self.conv_dim = 2 * self.qk_dim_local + self.v_dim_local
-        self._build_projections(submodules, d_model, tp_size)
+        d_projected = self.conv_dim + self.v_dim_local + 2 * self.value_heads_local
+        self.build_projections(submodules, d_model, tp_size * d_projected, tp_size * self.v_dim_local)
         self._build_recurrence(submodules)
 
-    def _build_projections(self, submodules: GatedDeltaNetMixerSubmodules, d_model: int, tp_size: int) -> None:
-        shared: dict[str, Any] = {"config": self.config, "bias": False, "is_expert": False, "tp_group": self.tp_group}
-        self.in_proj = build_module(
-            submodules.in_proj,
-            d_model,
-            tp_size * (self.conv_dim + self.v_dim_local + 2 * self.value_heads_local),
-            init_method=self.config.init_method,
-            gather_output=False,
-            skip_bias_add=False,
-            tp_comm_buffer_name="fc1",
-            **shared,
-        )
-        self.out_proj = build_module(
-            submodules.out_proj,
-            tp_size * self.v_dim_local,
-            d_model,
-            init_method=self.config.output_layer_init_method,
-            input_is_parallel=True,
-            skip_bias_add=True,
-            tp_comm_buffer_name="fc2",
-            **shared,
-        )
-
-    def _build_recurrence(self, submodules: GatedDeltaNetMixerSubmodules) -> None:
+    def _build_recurrence(self, submodules: MixerSubmodules) -> None:
         """Convolution, dt bias, A and the norm of the heads, initialised as `GatedDeltaNet` does."""
         dtype, heads = self.config.params_dtype, self.value_heads_local
         self.conv1d = nn.Conv1d(

@@ -11,7 +11,6 @@ Descendants normalize dt, B and C before they are used: FalconMamba without weig
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,21 +21,12 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_from_tensor_model_parallel_region,
 )
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from torch import Tensor, nn
 
-from megatron_ext.mixers.mixer import Pass, Projected, RecurrentMixer
+from megatron_ext.mixers.mixer import MixerSubmodules, Pass, Projected, RecurrentMixer
 from megatron_ext.mixers.sharding import sharded_mixer_state
 from megatron_ext.mixers.step_size import random_step_bias
 from megatron_ext.ops.selective_scan import SELECTIVE_SCAN
-
-
-@dataclass
-class Mamba1MixerSubmodules:
-    """The two projections."""
-
-    in_proj: ModuleSpec | type = None
-    out_proj: ModuleSpec | type = None
 
 
 class Mamba1Mixer(RecurrentMixer):
@@ -57,7 +47,7 @@ class Mamba1Mixer(RecurrentMixer):
     def __init__(
         self,
         config: TransformerConfig,
-        submodules: Mamba1MixerSubmodules,
+        submodules: MixerSubmodules,
         d_model: int,
         layer_number: int | None = None,
         pg_collection: ProcessGroupCollection | None = None,
@@ -78,31 +68,8 @@ class Mamba1Mixer(RecurrentMixer):
         self.tp_group = pg_collection.tp
         assert d_inner % self.tp_group.size() == 0, (d_inner, self.tp_group.size())
         self.d_inner_local = d_inner // self.tp_group.size()
-        self._build_projections(submodules, d_model, d_inner)
+        self.build_projections(submodules, d_model, 2 * d_inner, d_inner)
         self._build_recurrence(inner_norm, inner_norm_epsilon)
-
-    def _build_projections(self, submodules: Mamba1MixerSubmodules, d_model: int, d_inner: int) -> None:
-        shared: dict[str, Any] = {"config": self.config, "bias": False, "is_expert": False, "tp_group": self.tp_group}
-        self.in_proj = build_module(
-            submodules.in_proj,
-            d_model,
-            2 * d_inner,
-            init_method=self.config.init_method,
-            gather_output=False,
-            skip_bias_add=False,
-            tp_comm_buffer_name="fc1",
-            **shared,
-        )
-        self.out_proj = build_module(
-            submodules.out_proj,
-            d_inner,
-            d_model,
-            init_method=self.config.output_layer_init_method,
-            input_is_parallel=True,
-            skip_bias_add=True,
-            tp_comm_buffer_name="fc2",
-            **shared,
-        )
 
     def _build_recurrence(self, inner_norm: str, epsilon: float) -> None:
         """Convolution, the way to dt, B and C, A and D, initialised as the authors do (A, D in fp32)."""

@@ -7,30 +7,20 @@ those of megatron-core's `MambaMixer`, so checkpoints fit both.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from torch import Tensor, nn
 
-from megatron_ext.mixers.mixer import Pass, Projected, RecurrentMixer
+from megatron_ext.mixers.mixer import MixerSubmodules, Pass, Projected, RecurrentMixer
 from megatron_ext.mixers.sharding import sharded_mixer_state
 from megatron_ext.mixers.step_size import random_step_bias
 from megatron_ext.ops.ssd import SSD
 
 A_INIT_RANGE = (1.0, 16.0)
-
-
-@dataclass
-class Mamba2MixerSubmodules:
-    """The two projections."""
-
-    in_proj: ModuleSpec | type = None
-    out_proj: ModuleSpec | type = None
 
 
 class Mamba2Mixer(RecurrentMixer):
@@ -47,7 +37,7 @@ class Mamba2Mixer(RecurrentMixer):
     def __init__(
         self,
         config: TransformerConfig,
-        submodules: Mamba2MixerSubmodules,
+        submodules: MixerSubmodules,
         d_model: int,
         layer_number: int | None = None,
         pg_collection: ProcessGroupCollection | None = None,
@@ -72,39 +62,10 @@ class Mamba2Mixer(RecurrentMixer):
         self.ngroups_local = config.mamba_num_groups // tp_size
         self.d_inner_local = self.nheads_local * self.headdim
         self.conv_dim = self.d_inner_local + 2 * self.ngroups_local * self.d_state
-        self._build_projections(submodules, d_model, nheads * self.headdim, nheads, pg_collection)
+        d_inner = nheads * self.headdim
+        d_projected = 2 * d_inner + 2 * config.mamba_num_groups * self.d_state + nheads
+        self.build_projections(submodules, d_model, d_projected, d_inner)
         self._build_recurrence()
-
-    def _build_projections(
-        self,
-        submodules: Mamba2MixerSubmodules,
-        d_model: int,
-        d_inner: int,
-        nheads: int,
-        pg_collection: ProcessGroupCollection,
-    ) -> None:
-        shared: dict[str, Any] = {"config": self.config, "bias": False, "is_expert": False}
-        shared["tp_group"] = pg_collection.tp
-        self.in_proj = build_module(
-            submodules.in_proj,
-            d_model,
-            2 * d_inner + 2 * self.config.mamba_num_groups * self.d_state + nheads,
-            init_method=self.config.init_method,
-            gather_output=False,
-            skip_bias_add=False,
-            tp_comm_buffer_name="fc1",
-            **shared,
-        )
-        self.out_proj = build_module(
-            submodules.out_proj,
-            d_inner,
-            d_model,
-            init_method=self.config.output_layer_init_method,
-            input_is_parallel=True,
-            skip_bias_add=True,
-            tp_comm_buffer_name="fc2",
-            **shared,
-        )
 
     def _build_recurrence(self) -> None:
         """Convolution, dt bias, A, D and the gated norm, initialised as `MambaMixer` does (A, D in fp32)."""

@@ -14,7 +14,9 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megatron_ext.mixers.chunk_metadata import cut_chunks
 from megatron_ext.mixers.recurrent import RecurrentContext, RecurrentStep
@@ -114,18 +116,53 @@ class DecodePass:
         return operator.decode(*inputs, slots=self.slots, live=self.live[1], **options)
 
 
+@dataclass
+class MixerSubmodules:
+    """What a mixer is built of; a kind takes what it has."""
+
+    in_proj: ModuleSpec | type
+    out_proj: ModuleSpec | type
+    out_norm: ModuleSpec | type | None = None  # of its outputs, where it is a module of its own
+
+
 class RecurrentMixer(MegatronModule):
-    """See the module. A kind has `in_proj` and `out_proj`, and defines `split`, `mix` and `gated`.
+    """See the module. A kind builds its projections and its recurrence, and defines `split`, `mix` and `gated`.
 
     Attributes:
         layer_number: From 1, over all pipeline stages.
         pp_layer_offset: Layers of earlier stages.
         chunk_size: Tokens of a scan chunk in training; at inference the context's metadata decides.
+        tp_group: Ranks that share the layer; set before the projections are built.
     """
 
     layer_number: int
     pp_layer_offset: int
     chunk_size: int
+    tp_group: ProcessGroup
+
+    def build_projections(self, submodules: MixerSubmodules, d_model: int, d_projected: int, d_inner: int) -> None:
+        """`in_proj` from d_model to d_projected and `out_proj` from d_inner to d_model; widths of all ranks."""
+        shared = {"config": self.config, "bias": False, "is_expert": False, "tp_group": self.tp_group}
+        self.in_proj = build_module(
+            submodules.in_proj,
+            d_model,
+            d_projected,
+            init_method=self.config.init_method,
+            gather_output=False,
+            skip_bias_add=False,
+            tp_comm_buffer_name="fc1",
+            **shared,
+        )
+        self.out_proj = build_module(
+            submodules.out_proj,
+            d_inner,
+            d_model,
+            init_method=self.config.output_layer_init_method,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            tp_comm_buffer_name="fc2",
+            **shared,
+        )
 
     def split(self, projected: Tensor) -> Projected:
         """Take [T, .] apart."""

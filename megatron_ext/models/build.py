@@ -8,7 +8,7 @@ import importlib
 import torch
 import torch.nn.functional as F
 
-from megatron_ext.config import ModelConfig
+from megatron_ext.config import RECURRENT_KINDS, ModelConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import platform  # first: it puts the CPU stand-ins in place
 from megatron_ext.models.size import check_model_fits
@@ -19,12 +19,6 @@ from megatron.core.transformer import TransformerConfig  # isort: skip
 from megatron.core.transformer.spec_utils import ModuleSpec  # isort: skip
 
 OWN_SPECS = "megatron_ext.mcore.layer_specs"
-# Of each kind of recurrent layer.
-STACK_SPECS = {
-    "mamba2": "hybrid_stack_spec",
-    "mamba1": "mamba1_stack_spec",
-    "gated_delta_net": "gated_delta_net_stack_spec",
-}
 
 
 def build_model(
@@ -88,15 +82,6 @@ def transformer_config(
         num_attention_heads=config.num_attention_heads,
         num_query_groups=config.query_groups,
         kv_channels=config.head_channels,
-        mamba_state_dim=config.mamba_state_dim,
-        mamba_head_dim=config.mamba_head_dim,
-        mamba_num_heads=config.mamba_heads if config.is_hybrid and config.recurrent_layer == "mamba2" else None,
-        mamba_num_groups=config.mamba_num_groups,
-        linear_key_head_dim=config.linear_key_head_dim,
-        linear_value_head_dim=config.linear_value_head_dim,
-        linear_num_key_heads=config.linear_num_key_heads,
-        linear_num_value_heads=config.linear_num_value_heads,
-        linear_conv_kernel_dim=config.linear_conv_kernel_dim,
         qk_layernorm=config.qk_layernorm,
         attention_output_gate=config.attention_output_gate,
         normalization=config.normalization,
@@ -120,6 +105,7 @@ def transformer_config(
         apply_rope_fusion=False,
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
+        **(config.recurrent.core_fields(config) if config.is_hybrid else {}),
         **(_moe_fields(config) if config.is_moe else {}),
     )
 
@@ -161,33 +147,21 @@ def resolve_spec(config: ModelConfig) -> ModuleSpec:
     Raises:
         ConfigError: No such module or name, or one of ours that is for another kind of recurrent layers.
     """
-    module_name, name = config.spec or (OWN_SPECS, STACK_SPECS[config.recurrent_layer])
+    module_name, name = config.spec or (OWN_SPECS, config.recurrent.stack_spec)
     try:
         spec = getattr(importlib.import_module(module_name), name)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"--spec {module_name} {name} cannot be found: {error}") from error
-    if module_name != OWN_SPECS or name not in STACK_SPECS.values():
+    owner = next((kind.name for kind in RECURRENT_KINDS.values() if kind.stack_spec == name), None)
+    if module_name != OWN_SPECS or owner is None:
         return spec
-    kind = next(kind for kind, owned in STACK_SPECS.items() if owned == name)
-    if kind != config.recurrent_layer:
+    if owner != config.recurrent_layer:
         raise ConfigError(
-            f"--spec {module_name} {name} is for --recurrent-layer {kind}, and --recurrent-layer is "
-            f"{config.recurrent_layer}; give --recurrent-layer {kind}, which needs no --spec"
+            f"--spec {module_name} {name} is for --recurrent-layer {owner}, and --recurrent-layer is "
+            f"{config.recurrent_layer}; give --recurrent-layer {owner}, which needs no --spec"
         )
-    mixer = dataclasses.replace(spec.submodules.mamba_layer.submodules.mixer, params=_mixer_params(config))
+    params = {"chunk_size": config.scan_chunk_size, **config.recurrent.mixer_params(config)}
+    mixer = dataclasses.replace(spec.submodules.mamba_layer.submodules.mixer, params=params)
     mamba_submodules = dataclasses.replace(spec.submodules.mamba_layer.submodules, mixer=mixer)
     mamba_layer = dataclasses.replace(spec.submodules.mamba_layer, submodules=mamba_submodules)
     return dataclasses.replace(spec, submodules=dataclasses.replace(spec.submodules, mamba_layer=mamba_layer))
-
-
-def _mixer_params(config: ModelConfig) -> dict[str, object]:
-    """What megatron-core's configuration has no place for."""
-    params: dict[str, object] = {"chunk_size": config.scan_chunk_size}
-    if config.recurrent_layer in ("mamba2", "mamba1"):
-        params["d_conv"] = config.mamba_conv_kernel
-    if config.recurrent_layer == "mamba1":
-        params["d_inner"] = config.mamba_channels
-        params["dt_rank"] = config.dt_rank
-        params["inner_norm"] = config.mamba_inner_norm
-        params["inner_norm_epsilon"] = config.inner_norm_epsilon
-    return params

@@ -17,7 +17,7 @@ def matrix_parameter_count(config: ModelConfig) -> int:
         config: With a vocabulary size.
     """
     layers = {
-        "M": _RECURRENT[config.recurrent_layer](config),
+        "M": config.recurrent.matrix_parameter_count(config),
         "*": _attention(config),
         "-": _mlp(config, config.hidden_size, config.ffn_size),
         "E": _experts(config) if config.is_moe else 0,
@@ -32,29 +32,6 @@ def _attention(config: ModelConfig) -> int:
     """Query, key, value and output; the output's gate."""
     heads = (2 + config.attention_output_gate) * config.num_attention_heads + 2 * config.query_groups
     return config.hidden_size * config.head_channels * heads
-
-
-def _mamba(config: ModelConfig) -> int:
-    """in_proj to z, x, B, C and dt; out_proj."""
-    inner = config.mamba_heads * config.mamba_head_dim
-    projected = 2 * inner + 2 * config.mamba_num_groups * config.mamba_state_dim + config.mamba_heads
-    return config.hidden_size * (projected + inner)
-
-
-def _gated_delta_net(config: ModelConfig) -> int:
-    """in_proj to query, key, value, gate, beta and alpha; out_proj."""
-    keys = config.linear_num_key_heads * config.linear_key_head_dim
-    values = config.linear_num_value_heads * config.linear_value_head_dim
-    return config.hidden_size * (2 * keys + 3 * values + 2 * config.linear_num_value_heads)
-
-
-def _mamba1(config: ModelConfig) -> int:
-    """in_proj to x and z; x_proj to dt, B and C; dt_proj; A_log; out_proj."""
-    inner, states, rank = config.mamba_channels, config.mamba_state_dim, config.dt_rank
-    return inner * (3 * config.hidden_size + 2 * rank + 3 * states)
-
-
-_RECURRENT = {"mamba2": _mamba, "mamba1": _mamba1, "gated_delta_net": _gated_delta_net}
 
 
 def _mlp(config: ModelConfig, width: int, inner: int) -> int:

@@ -130,8 +130,11 @@ def test_an_ignored_initial_state_is_seen(hybrid, get_oracle):
     def stage_without_states(chunks: object) -> None:
         stage(chunks)
         step = hybrid.context.step
-        zeros = torch.zeros_like(step.recurrent.has_initial_state)
-        recurrent = dataclasses.replace(step.recurrent, has_initial_state=zeros)
+        slots = step.recurrent.prefill_slots
+        if slots is None:
+            return
+        forgotten = dataclasses.replace(slots, has_initial_state=torch.zeros_like(slots.has_initial_state))
+        recurrent = dataclasses.replace(step.recurrent, prefill_slots=forgotten)
         hybrid.context.step = dataclasses.replace(step, recurrent=recurrent)
 
     hybrid.context.stage = stage_without_states

@@ -19,7 +19,7 @@ from megatron_ext.mcore import context as context_module
 from megatron_ext.mcore import staging
 from megatron_ext.memory import state_pool
 from megatron_ext.memory.state_pool import SnapshotPool, StatePool
-from megatron_ext.mixers.recurrent import SnapshotPlaces
+from megatron_ext.ops.state_slots import SnapshotPlaces
 from tests.priority import TestPriority
 from tests.unit_tests.support.driver import (
     Driver,
@@ -191,7 +191,8 @@ class TestRestoring:
 
         def forgetful(*args: object) -> object:
             step = stage(*args)
-            step.has_initial_state.zero_()
+            if step.prefill_slots is not None:
+                step.prefill_slots.has_initial_state.zero_()
             return step
 
         control = build()

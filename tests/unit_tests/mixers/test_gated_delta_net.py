@@ -10,7 +10,8 @@ from megatron.core.ssm import gated_delta_net as upstream
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from megatron_ext.mcore.layer_specs import gated_delta_net_layer_spec
+from megatron_ext.config import RECURRENT_KINDS
+from megatron_ext.mcore.layer_specs import recurrent_layer_spec
 from megatron_ext.mixers.gated_delta_net import GatedDeltaNetMixer
 from megatron_ext.models.build import transformer_config
 from tests.priority import TestPriority
@@ -21,7 +22,7 @@ from tests.unit_tests.support.upstream_delta_net import allow, without_kernels
 pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 HIDDEN, PREFIX = GATED_DELTA_NET.hidden_size, "decoder.layers.0.mixer."
-SUBMODULES = gated_delta_net_layer_spec.submodules.mixer.submodules
+SUBMODULES = recurrent_layer_spec(RECURRENT_KINDS["gated_delta_net"]).submodules.mixer.submodules
 
 
 def config() -> TransformerConfig:

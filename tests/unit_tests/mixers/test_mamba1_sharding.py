@@ -12,9 +12,9 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, apply_factories
 from torch import Tensor
 
-from megatron_ext.config import SourceConfig
+from megatron_ext.config import RECURRENT_KINDS, SourceConfig
 from megatron_ext.mcore.checkpoint_files import InProcessSave
-from megatron_ext.mcore.layer_specs import mamba1_layer_spec
+from megatron_ext.mcore.layer_specs import recurrent_layer_spec
 from megatron_ext.mixers.mamba1 import Mamba1Mixer
 from megatron_ext.models.build import build_model, transformer_config
 from megatron_ext.models.load import LoadedModel, load_model, save_model
@@ -37,7 +37,7 @@ def mixer_of_rank(index: int, ranks: int) -> Mamba1Mixer:
     with as_rank(index, ranks) as groups:
         return Mamba1Mixer(
             transformer_config(CONFIG, torch.float32),
-            mamba1_layer_spec.submodules.mixer.submodules,
+            recurrent_layer_spec(RECURRENT_KINDS["mamba1"]).submodules.mixer.submodules,
             HIDDEN,
             layer_number=1,
             pg_collection=groups,

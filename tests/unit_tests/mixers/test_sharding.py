@@ -15,9 +15,9 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor
 
-from megatron_ext.config import ModelConfig
+from megatron_ext.config import RECURRENT_KINDS, ModelConfig
 from megatron_ext.mcore.checkpoint_files import InProcessSave
-from megatron_ext.mcore.layer_specs import mamba_layer_spec
+from megatron_ext.mcore.layer_specs import recurrent_layer_spec
 from megatron_ext.mixers.mamba2 import Mamba2Mixer
 from megatron_ext.models.build import transformer_config
 from tests.priority import TestPriority
@@ -46,7 +46,7 @@ def mixer_of_rank(index: int, ranks: int) -> Mamba2Mixer:
     with as_rank(index, ranks) as groups:
         return Mamba2Mixer(
             transformer_config(CONFIG, torch.float32),
-            mamba_layer_spec.submodules.mixer.submodules,
+            recurrent_layer_spec(RECURRENT_KINDS["mamba2"]).submodules.mixer.submodules,
             HIDDEN,
             layer_number=1,
             pg_collection=groups,

@@ -17,11 +17,11 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
 
-from megatron_ext.config import ModelConfig
+from megatron_ext.config import RECURRENT_KINDS, ModelConfig
 from megatron_ext.errors import CheckpointError
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.checkpoint_files import InProcessSave
-from megatron_ext.mcore.layer_specs import gated_delta_net_layer_spec
+from megatron_ext.mcore.layer_specs import recurrent_layer_spec
 from megatron_ext.models.build import transformer_config
 from megatron_ext.models.dist_checkpoint import load_dist_checkpoint
 from tests.priority import TestPriority
@@ -57,7 +57,7 @@ def upstream_model(patch: pytest.MonkeyPatch, config: ModelConfig) -> GPTModel:
     settings = without_kernels(transformer_config(config, torch.float32))
     settings.num_layers, settings.linear_attention_freq = len(FREQUENCY), FREQUENCY
     attention = get_gpt_layer_local_spec(qk_layernorm=True, normalization=config.normalization)
-    parts = gated_delta_net_layer_spec.submodules.mixer.submodules
+    parts = recurrent_layer_spec(RECURRENT_KINDS["gated_delta_net"]).submodules.mixer.submodules
     delta_net = ModuleSpec(
         module=GatedDeltaNet,
         submodules=GatedDeltaNetSubmodules(parts.in_proj, parts.out_norm, parts.out_proj),

@@ -8,9 +8,9 @@ import itertools
 import pytest
 import torch
 
-from megatron_ext.config import RECURRENT_LAYERS, ModelConfig
+from megatron_ext.config import RECURRENT_KINDS, RECURRENT_LAYERS, ModelConfig
 from megatron_ext.errors import ConfigError
-from megatron_ext.models.build import OWN_SPECS, STACK_SPECS, build_model, resolve_spec
+from megatron_ext.models.build import OWN_SPECS, build_model, resolve_spec
 from tests.unit_tests.models.conftest import TINY
 
 
@@ -23,7 +23,7 @@ def test_a_spec_of_the_same_kind_builds_the_same(kind: str) -> None:
     """M1-1: usable through `--spec`; the configuration's sizes reach the mixers."""
     models = [
         build_model(of_kind(kind, spec=spec), device=torch.device("cpu"), seed=1)
-        for spec in (None, (OWN_SPECS, STACK_SPECS[kind]))
+        for spec in (None, (OWN_SPECS, RECURRENT_KINDS[kind].stack_spec))
     ]
     states = [model.state_dict() for model in models]
     assert states[0].keys() == states[1].keys()
@@ -34,7 +34,7 @@ def test_a_spec_of_the_same_kind_builds_the_same(kind: str) -> None:
 @pytest.mark.parametrize(("kind", "other"), [*itertools.permutations(RECURRENT_LAYERS, 2)])
 def test_two_kinds_are_refused_by_name(kind: str, other: str) -> None:
     with pytest.raises(ConfigError, match=f"is for --recurrent-layer {other}, and --recurrent-layer is {kind}; give"):
-        resolve_spec(of_kind(kind, spec=(OWN_SPECS, STACK_SPECS[other])))
+        resolve_spec(of_kind(kind, spec=(OWN_SPECS, RECURRENT_KINDS[other].stack_spec)))
 
 
 def test_unknown_specs_are_refused() -> None:

@@ -1,0 +1,1 @@
+"""Fields of what layers share, and of those that carry no state: attention with positions, MLPs, experts."""

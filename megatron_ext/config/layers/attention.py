@@ -1,0 +1,44 @@
+"""Fields of attention layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_ext.config.checks import require
+from megatron_ext.config.layers.stack import StackFields
+
+
+@dataclass(frozen=True)
+class AttentionFields(StackFields):
+    """Of an attention layer."""
+
+    num_attention_heads: int = 4
+    group_query_attention: bool = False
+    num_query_groups: int | None = None  # default: num_attention_heads, or 1 with group_query_attention
+    kv_channels: int | None = None  # default: hidden_size // num_attention_heads
+    qk_layernorm: bool = False  # of each head, before rotation
+    attention_output_gate: bool = False  # a sigmoid of the layer's input, on each channel
+
+    @property
+    def query_groups(self) -> int:
+        """Key/value heads."""
+        return self.num_query_groups or (1 if self.group_query_attention else self.num_attention_heads)
+
+    @property
+    def head_channels(self) -> int:
+        """Size of one attention head (D of query, key and value)."""
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+
+def check_attention(config: AttentionFields) -> None:
+    """See that heads share the width, and query groups the heads."""
+    require(
+        config.kv_channels is not None or config.hidden_size % config.num_attention_heads == 0,
+        f"hidden size {config.hidden_size} is not a multiple of {config.num_attention_heads} attention heads; "
+        "change one of them or give --kv-channels",
+    )
+    require(
+        config.num_attention_heads % config.query_groups == 0,
+        f"{config.num_attention_heads} attention heads cannot be shared by {config.query_groups} query groups; "
+        "the groups must divide the heads",
+    )

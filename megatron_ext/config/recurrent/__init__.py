@@ -1,0 +1,23 @@
+"""Kinds of recurrent layers: a file each, and a place in this list.
+
+What a kind's file does not hold: its mixer (`mixers/`), its operator (`ops/`), its tests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_ext.config.recurrent.gated_delta_net import GATED_DELTA_NET, GatedDeltaNetFields
+from megatron_ext.config.recurrent.kind import RecurrentKind
+from megatron_ext.config.recurrent.mamba1 import INNER_NORMS, MAMBA1, Mamba1Fields
+from megatron_ext.config.recurrent.mamba2 import MAMBA2, Mamba2Fields
+
+RECURRENT_KINDS = {kind.name: kind for kind in (MAMBA2, MAMBA1, GATED_DELTA_NET)}
+
+
+@dataclass(frozen=True)
+class RecurrentFields(GatedDeltaNetFields, Mamba1Fields, Mamba2Fields):
+    """The fields of every kind; those of the last base come first."""
+
+
+__all__ = ["INNER_NORMS", "RECURRENT_KINDS", "RecurrentFields", "RecurrentKind"]

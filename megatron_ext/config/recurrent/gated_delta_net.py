@@ -1,0 +1,56 @@
+"""Gated delta net: a matrix for every value head, overwritten by the delta rule."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megatron_ext.config.checks import flag, flags_of, require
+from megatron_ext.config.layers.stack import StackFields
+from megatron_ext.config.recurrent.kind import RecurrentKind
+
+GATED_DELTA_CHUNK = 64  # tokens; the cost of a longer one grows, that of a shorter one does not fall
+
+
+@dataclass(frozen=True)
+class GatedDeltaNetFields(StackFields):
+    """Of a gated delta net; the names are megatron-core's."""
+
+    linear_key_head_dim: int = flag(128, "Channels of a key head of a gated delta net")
+    linear_value_head_dim: int = flag(128, "Channels of a value head of a gated delta net")
+    linear_num_key_heads: int = flag(16, "Key heads of a gated delta net")
+    linear_num_value_heads: int = flag(32, "Value heads of a gated delta net")
+    linear_conv_kernel_dim: int = flag(4, "Convolution window of a gated delta net, in tokens")
+
+
+def _check(config: GatedDeltaNetFields) -> None:
+    keys, values, window = config.linear_num_key_heads, config.linear_num_value_heads, config.linear_conv_kernel_dim
+    require(
+        values % keys == 0,
+        f"--linear-num-key-heads {keys} cannot be shared evenly by --linear-num-value-heads {values}; the former "
+        "must divide the latter",
+    )
+    require(window >= 2, f"--linear-conv-kernel-dim {window} must be at least 2")
+
+
+def _matrix_parameter_count(config: GatedDeltaNetFields) -> int:
+    """in_proj to query, key, value, gate, beta and alpha; out_proj."""
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    values = config.linear_num_value_heads * config.linear_value_head_dim
+    return config.hidden_size * (2 * keys + 3 * values + 2 * config.linear_num_value_heads)
+
+
+def _core_fields(config: GatedDeltaNetFields) -> Mapping[str, object]:
+    return {name: getattr(config, name) for name in flags_of(GatedDeltaNetFields)}
+
+
+GATED_DELTA_NET = RecurrentKind(
+    name="gated_delta_net",
+    mixer=("megatron_ext.mixers.gated_delta_net", "GatedDeltaNetMixer"),
+    stack_spec="gated_delta_net_stack_spec",
+    check=_check,
+    chunk_size=lambda _: GATED_DELTA_CHUNK,
+    matrix_parameter_count=_matrix_parameter_count,
+    mixer_params=lambda _: {},
+    core_fields=_core_fields,
+)

@@ -1,0 +1,38 @@
+"""What is to be said of a kind of recurrent layers outside its mixer and its operator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron_ext.config.model import ModelConfig
+
+
+@dataclass(frozen=True)
+class RecurrentKind:
+    """A kind of recurrent layers. The shapes of its states are its mixer's to say.
+
+    Attributes:
+        name: Value of `--recurrent-layer`.
+        mixer: Module and name of its mixer's class; imported by whoever builds layers.
+        stack_spec: Name in `mcore.layer_specs` of the stack whose recurrent layers are of this kind.
+        check: Raises a `ConfigError` if its fields make no sense.
+        chunk_size: Tokens that its scan takes together; at inference at most that, see `memory.budget`.
+        matrix_parameter_count: Parameters in the matrices of one layer.
+        mixer_params: What its mixer is told that megatron-core's configuration has no place for.
+        core_fields: Its fields in megatron-core's configuration.
+        scans_blocks: Whether a kernel chunk at inference is a whole block, rather than the largest divisor of it that
+            is at most `chunk_size` (M1-2).
+    """
+
+    name: str
+    mixer: tuple[str, str]
+    stack_spec: str
+    check: Callable[[ModelConfig], None]
+    chunk_size: Callable[[ModelConfig], int]
+    matrix_parameter_count: Callable[[ModelConfig], int]
+    mixer_params: Callable[[ModelConfig], Mapping[str, object]]
+    core_fields: Callable[[ModelConfig], Mapping[str, object]]
+    scans_blocks: bool = False

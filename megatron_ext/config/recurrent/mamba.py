@@ -1,0 +1,22 @@
+"""Fields that Mamba-1 and Mamba-2 share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_ext.config.checks import flag, require
+from megatron_ext.config.layers.stack import StackFields
+
+
+@dataclass(frozen=True)
+class MambaFields(StackFields):
+    """Of a Mamba layer of either version."""
+
+    mamba_state_dim: int = flag(128, "State size of a Mamba layer")
+    mamba_conv_kernel: int = 4
+    mamba_chunk_size: int = 128
+
+
+def check_window(config: MambaFields) -> None:
+    """See that there is a convolution."""
+    require(config.mamba_conv_kernel >= 2, f"Mamba convolution window {config.mamba_conv_kernel} must be at least 2")

@@ -1,0 +1,62 @@
+"""Mamba-2: heads with one decay each, in groups that share B and C."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megatron_ext.config.checks import flag, require
+from megatron_ext.config.recurrent.kind import RecurrentKind
+from megatron_ext.config.recurrent.mamba import MambaFields, check_window
+
+
+@dataclass(frozen=True)
+class Mamba2Fields(MambaFields):
+    """Of a Mamba-2 layer."""
+
+    mamba_head_dim: int = flag(64, "Size of one Mamba head")
+    mamba_num_heads: int | None = flag(None, "Mamba heads; default: 2 * hidden size / head dimension")
+    mamba_num_groups: int = flag(8, "Groups of Mamba heads that share B and C")
+
+    @property
+    def mamba_heads(self) -> int:
+        """Heads of a Mamba-2 layer."""
+        return self.mamba_num_heads or 2 * self.hidden_size // self.mamba_head_dim
+
+
+def _check(config: Mamba2Fields) -> None:
+    check_window(config)
+    count, groups = config.mamba_heads, config.mamba_num_groups
+    require(
+        count > 0 and count % groups == 0,
+        f"{count} Mamba heads cannot be shared by {groups} Mamba groups; the groups must divide the heads "
+        "(--mamba-num-heads, --mamba-num-groups)",
+    )
+
+
+def _matrix_parameter_count(config: Mamba2Fields) -> int:
+    """in_proj to z, x, B, C and dt; out_proj."""
+    inner = config.mamba_heads * config.mamba_head_dim
+    projected = 2 * inner + 2 * config.mamba_num_groups * config.mamba_state_dim + config.mamba_heads
+    return config.hidden_size * (projected + inner)
+
+
+def _core_fields(config: Mamba2Fields) -> Mapping[str, object]:
+    return {
+        "mamba_state_dim": config.mamba_state_dim,
+        "mamba_head_dim": config.mamba_head_dim,
+        "mamba_num_heads": config.mamba_heads,
+        "mamba_num_groups": config.mamba_num_groups,
+    }
+
+
+MAMBA2 = RecurrentKind(
+    name="mamba2",
+    mixer=("megatron_ext.mixers.mamba2", "Mamba2Mixer"),
+    stack_spec="hybrid_stack_spec",
+    check=_check,
+    chunk_size=lambda config: config.mamba_chunk_size,
+    matrix_parameter_count=_matrix_parameter_count,
+    mixer_params=lambda config: {"d_conv": config.mamba_conv_kernel},
+    core_fields=_core_fields,
+)
