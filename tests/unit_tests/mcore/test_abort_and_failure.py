@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from megatron_ext.mcore.engine import InferenceEngine
-from megatron_ext.mixers import mamba2
+from megatron_ext.ops.ssd import SSD
 from megatron_ext.scheduling.record import Status
 from tests.priority import TestPriority
 from tests.unit_tests.support.driver import Driver, assert_equals_oracle, make_prompt
@@ -160,14 +160,14 @@ class TestFailingForward:
     def break_layer(self, monkeypatch: pytest.MonkeyPatch, name: str, layer: int) -> None:
         """Let an operator raise in its `layer`-th call of a step, when earlier layers have written their states."""
         calls = iter(range(100))
-        operator = getattr(mamba2, name)
+        operator = getattr(SSD, name)
 
         def call(*args: object, **kwargs: object) -> object:
             if next(calls) == layer:
                 raise self.Broken("the device is gone")
             return operator(*args, **kwargs)
 
-        monkeypatch.setattr(mamba2, name, call)
+        monkeypatch.setattr(SSD, name, call)
 
     def driver_in_flight(self, get_driver: object) -> Driver:
         driver = get_driver(max_tokens=40, max_requests=3)
@@ -177,7 +177,7 @@ class TestFailingForward:
         driver.step()
         return driver
 
-    @pytest.mark.parametrize("operator", ["ssd_scan", "ssd_step"])
+    @pytest.mark.parametrize("operator", ["prefill", "decode"])
     @pytest.mark.parametrize("layer", [0, 1])
     def test_in_the_middle(self, get_driver, get_oracle, monkeypatch, operator, layer):
         driver = self.driver_in_flight(get_driver)
@@ -210,7 +210,7 @@ class TestFailingForward:
         driver.step()
         assert len(driver.scheduler.queues.paused) == 1
         with monkeypatch.context() as patch:
-            self.break_layer(patch, "ssd_step", 1)
+            self.break_layer(patch, "decode", 1)
             with pytest.raises(self.Broken):
                 driver.step()
         driver.engine.check()
@@ -239,7 +239,7 @@ class TestFailingForward:
     def test_then_aborted(self, get_driver, get_oracle, monkeypatch):
         driver = self.driver_in_flight(get_driver)
         with monkeypatch.context() as patch:
-            self.break_layer(patch, "ssd_scan", 0)
+            self.break_layer(patch, "prefill", 0)
             with pytest.raises(self.Broken):
                 driver.step()
         driver.engine.abort_request(1)

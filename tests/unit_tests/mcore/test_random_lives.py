@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from megatron_ext.mixers import mamba2
+from megatron_ext.ops.ssd import SSD
 from megatron_ext.scheduling.record import Status
 from tests.priority import TestPriority
 from tests.unit_tests.support.driver import Driver, assert_equals_oracle, make_prompt
@@ -59,8 +59,8 @@ class Life:
             return call
 
         with self.monkeypatch.context() as patch:
-            for name in ("ssd_scan", "ssd_step"):
-                patch.setattr(mamba2, name, break_second(getattr(mamba2, name)))
+            for name in ("prefill", "decode"):
+                patch.setattr(SSD, name, break_second(getattr(SSD, name)))
             with contextlib.suppress(Broken):
                 self.driver.step()
         self.driver.engine.check()

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 import pytest
 
 from megatron_ext.config import CacheConfig, EvictionPolicyName
-from megatron_ext.mixers import mamba2
+from megatron_ext.ops.ssd import SSD
 from megatron_ext.prefix_cache.hash_chain import Digest
 from megatron_ext.scheduling.planner import Admission, Refusal, StepPlan
 from megatron_ext.scheduling.request import Chunk
@@ -288,6 +288,6 @@ def failing_scan(call: int = 1) -> Iterator[None]:
         return run
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("ssd_scan", "ssd_step"):
-            patch.setattr(mamba2, name, broken(getattr(mamba2, name)))
+        for name in ("prefill", "decode"):
+            patch.setattr(SSD, name, broken(getattr(SSD, name)))
         yield
