@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
 import pytest
 
-from megatron_ext.mixers import mamba1
+from megatron_ext.mcore import platform
+from megatron_ext.ops.backends import Backends
+from megatron_ext.ops.selective_scan import SELECTIVE_SCAN
 from tests.priority import TestPriority
 from tests.unit_tests.support.caching import BLOCK
 from tests.unit_tests.support.driver import Driver, assert_equals_oracle, make_prompt
@@ -123,15 +126,15 @@ class TestNegativeControls:
 
     def test_a_state_of_a_chunk_before(self, get_oracle, monkeypatch):
         """The scan gives each chunk the state at the end of the one before."""
-        scan = mamba1.selective_scan
+        backend = SELECTIVE_SCAN.backends.choose(platform.device())
 
         def shifted(*args: object, **kwargs: object) -> object:
-            scanned = scan(*args, **kwargs)
+            scanned = backend.scan(*args, **kwargs)
             return scanned._replace(chunk_states=scanned.chunk_states.roll(1, dims=0))
 
         driver = build_driver(get_oracle, "mamba1")
         with monkeypatch.context() as patch:
-            patch.setattr(mamba1, "selective_scan", shifted)
+            patch.setattr(SELECTIVE_SCAN, "backends", Backends("shifted", dataclasses.replace(backend, scan=shifted)))
             driver.sight(0, PROMPT)
         assert driver.sight(1, PROMPT) == 64
         self.assert_is_seen(driver, get_oracle("mamba1"))

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_ext.config import CacheConfig
 from megatron_ext.errors import ConfigError
-from megatron_ext.mixers import mixer
+from megatron_ext.mcore.context import InferenceContext
 from tests.priority import TestPriority
 from tests.unit_tests.support.caching import BLOCK
 from tests.unit_tests.support.driver import assert_equals_oracle, assert_states_close, make_prompt
@@ -63,7 +63,7 @@ def test_where_chunks_end(get_oracle, oracle):
 
 def test_the_mixer_keeps_nothing_itself(get_oracle, oracle, monkeypatch):
     """LA-1: no kernel knows of it; the states inside a prefill are never asked for."""
-    monkeypatch.setattr(mixer, "conv_states_after", None)
+    monkeypatch.setattr(InferenceContext, "mamba_snapshots", None)
     driver = build_driver(get_oracle, mode="align")
     prompt = make_prompt(40)
     driver.sight(0, prompt)
