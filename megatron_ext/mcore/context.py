@@ -29,6 +29,7 @@ from megatron_ext.memory.state_pool import SnapshotPool, StatePool, StateShape, 
 from megatron_ext.mixers.recurrent import RecurrentStep
 from megatron_ext.ops.paged_attention import PagedBatch
 from megatron_ext.ops.rotary import Rotation, rotation_at
+from megatron_ext.scheduling.aligned import check_aligned, describe_tight_budget
 from megatron_ext.scheduling.planner import Limits
 from megatron_ext.scheduling.request import Chunk
 from megatron_ext.scheduling.scheduler import Scheduler
@@ -93,9 +94,12 @@ class InferenceContext(DynamicInferenceContext):
         self.allocate_all_tensors(is_init=True)
 
     def _say_what_is_off(self, cache: CacheConfig) -> None:
-        """What was asked for, and cannot be or has no effect, is said once."""
+        """What was asked for, and cannot be, costs more than it must or has no effect, is said once."""
         if self._policy is None:
             return
+        tight = describe_tight_budget(self.limits) if self._keeps_states_at_chunk_ends else None
+        if tight is not None:
+            logger.warning(tight)
         asked = cache.snapshot_buffer_gb is not None or cache.snapshot_slots is not None or cache.is_aligned
         if self.is_hybrid_model and self.geometry.snapshot_slots == 0:
             logger.warning(
@@ -155,8 +159,7 @@ class InferenceContext(DynamicInferenceContext):
         """Bytes of recurrent states that a prompt of `length` tokens takes at most, its snapshots included."""
         if self.geometry.snapshot_slots == 0:
             return self.geometry.live_states and self.geometry.state_bytes
-        limits = self.limits
-        snapshots = most_snapshots(length, limits.block_size, limits.max_tokens, is_aligned=limits.aligned_chunks)
+        snapshots = most_snapshots(length, self.limits.block_size, is_aligned=self.limits.aligned_chunks)
         return request_state_bytes(self.geometry.state_bytes, min(snapshots, self.geometry.snapshot_slots))
 
     def _set_upstream_switches(self) -> None:
@@ -241,13 +244,10 @@ class InferenceContext(DynamicInferenceContext):
         if self.snapshots is None:
             return
         taken = [(chunk, one) for chunk in chunks for one in snapshots_within(chunk)]
-        live = [
-            (chunk.request.state_row, one.slot)
-            for chunk, one in taken
-            if chunk.is_decode or self._keeps_states_at_chunk_ends
-        ]
+        live = [(chunk, one) for chunk, one in taken if chunk.is_decode or self._keeps_states_at_chunk_ends]
         if live:
-            rows, slots = zip(*live, strict=True)
+            assert all(one.position == chunk.end for chunk, one in live), "live states are those at the chunk's end"
+            rows, slots = zip(*[(chunk.request.state_row, one.slot) for chunk, one in live], strict=True)
             copy_states(self.live_states, rows, self.snapshots, slots)
         self.snapshots.close([one.slot for _, one in taken], [one.digest for _, one in taken])
 
@@ -369,21 +369,3 @@ def _max_sequence_length(batching: BatchingConfig, config: ModelConfig) -> int:
             "--max-position-embeddings"
         )
     return asked
-
-
-def check_aligned(limits: Limits) -> None:
-    """See that prefill chunks can end on the block grid (LA-3).
-
-    Raises:
-        ConfigError: They cannot.
-    """
-    mode = "--inference-dynamic-batching-prefix-caching-mamba-mode align"
-    if not limits.chunked_prefill:
-        raise ConfigError(
-            f"{mode} cuts prompts into chunks, and --no-enable-chunked-prefill forbids it; drop one of them"
-        )
-    if limits.max_tokens < limits.block_size:
-        raise ConfigError(
-            f"{mode} computes a block of {limits.block_size} tokens in a step, and "
-            f"--inference-dynamic-batching-max-tokens is {limits.max_tokens}; {limits.block_size} would do"
-        )

@@ -312,6 +312,7 @@ class InferenceEngine(DynamicInferenceEngine):
             "slots_evicted": use.slots_evicted,
             "snapshots_taken": use.snapshots_taken,
             "snapshots_skipped": use.snapshots_skipped,
+            "snapshots_replaced": use.snapshots_replaced,
             "coordination_waits": counters.coordination_waits,
         }
 

@@ -24,9 +24,10 @@ class CacheUse:
     blocks_evicted: int  # over the engine's life
     slots_total: int  # of snapshots
     slots_used: int
-    slots_evicted: int  # over the engine's life, as the next two
+    slots_evicted: int  # given up for want of a slot; over the engine's life, as the next three
     snapshots_taken: int
     snapshots_skipped: int  # for want of a slot
+    snapshots_replaced: int  # in decode, by the next one of the same request
 
 
 class PrefixCache:
@@ -183,4 +184,5 @@ def _slot_use(states: StateIndex) -> dict[str, int]:
         "slots_evicted": states.evicted,
         "snapshots_taken": states.taken,
         "snapshots_skipped": states.skipped,
+        "snapshots_replaced": states.replaced,
     }

@@ -33,7 +33,8 @@ class StateIndex:
         self._reserved: dict[Digest, tuple[SlotId, bool]] = {}  # and whether it is optional
         self.taken = 0
         self.skipped = 0
-        self.evicted = 0
+        self.evicted = 0  # for want of a slot
+        self.replaced = 0  # by the next one of the same request
 
     @property
     def used_count(self) -> int:
@@ -72,13 +73,15 @@ class StateIndex:
         assert digest not in self._visible, "this snapshot is there already"
         assert digest not in self._reserved, "this snapshot is being taken already"
         if instead_of in self._optional:
-            self._evict(instead_of)
+            self._give_up(instead_of)
+            self.replaced += 1
         if not self._free:
             victims = self._optional or ({} if is_optional else self._visible)
             if not victims:
                 self.skipped += 1
                 return None
-            self._evict(next(iter(victims)))
+            self._give_up(next(iter(victims)))
+            self.evicted += 1
         slot = self._free.pop()
         self._reserved[digest] = (slot, is_optional)
         return slot
@@ -99,12 +102,11 @@ class StateIndex:
     def drop(self, digest: Digest) -> None:
         """The block that `digest` names is not cached any more, so its snapshot, if there is one, is of no use."""
         if digest in self._visible:
-            self._evict(digest)
+            self._give_up(digest)
 
-    def _evict(self, digest: Digest) -> None:
+    def _give_up(self, digest: Digest) -> None:
         self._free.append(self._visible.pop(digest))
         self._optional.pop(digest, None)
-        self.evicted += 1
 
     def clear(self) -> None:
         """Forget everything; reserved slots too, whose writers must not commit."""

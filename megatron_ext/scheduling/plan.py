@@ -22,7 +22,7 @@ class Limits:
     max_tokens: int  # a step
     max_sequence_length: int
     chunked_prefill: bool
-    aligned_chunks: bool = False  # every chunk but the last of a prefill ends where a snapshot is kept
+    aligned_chunks: bool = False  # snapshots are kept at ends of prefill chunks only; see `snapshots.cut_aligned`
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that hold `tokens` tokens."""

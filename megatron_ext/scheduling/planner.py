@@ -238,8 +238,7 @@ def plan_admission(
     may_cut = limits.chunked_prefill or length > limits.max_tokens
     end = _chunk_end(request, start, len(matched) * limits.block_size, limits, room.tokens)
     if end == start or (end < length and not may_cut):
-        smallest = min(length - start, limits.block_size if limits.aligned_chunks else 1)
-        return Refusal(request, "tokens", smallest if may_cut else length - start, room.tokens), room
+        return Refusal(request, "tokens", 1 if may_cut else length - start, room.tokens), room
     chunk = Chunk(request, start, end)
     left = dataclasses.replace(
         room,

@@ -44,33 +44,34 @@ def prefill_stops(length: int, shared_end: int, block_size: int) -> list[int]:
     return list(dict.fromkeys(wanted))
 
 
-def most_snapshots(length: int, block_size: int, step_tokens: int, *, is_aligned: bool) -> int:
+def most_snapshots(length: int, block_size: int, *, is_aligned: bool) -> int:
     """The most snapshots that a prompt of `length` tokens can leave, and the one that its decode keeps (LA-4).
 
-    Where `prefill_stops` are, and with aligned chunks at the end of every chunk that a step's budget cuts.
+    Where `prefill_stops` are. With aligned chunks any boundary can be the end of one, depending on what else is in the
+    batch.
     """
-    own = min(3, length // block_size)
-    chunks = -(-length // (step_tokens // block_size * block_size)) if is_aligned else 0
-    return min(own + chunks, length // block_size) + 1
+    boundaries = length // block_size
+    return (boundaries if is_aligned else min(3, boundaries)) + 1
 
 
 def cut_aligned(start: int, end: int, length: int, stops: Sequence[int], block_size: int) -> int:
     """Where a chunk [start, end) ends at the latest if states are left behind only at the ends of chunks (LA-1).
 
-    That is the next of `stops`, or else the last boundary in reach; the end of the sequence is one as well.
+    That is the next of `stops`, or else the last boundary in reach; the end of the sequence is one as well. A chunk
+    that reaches no boundary, because decodes and older prefills leave it less than a block, ends inside one and leaves
+    no states; one of those that follow catches up with the grid. (To keep room for a whole block instead, decodes would
+    have to wait; if they do so in every other step, that takes as many steps or more.)
 
     Args:
-        start: First token of the chunk; a block boundary.
+        start: First token of the chunk, on the block grid or inside a block.
         end: Where it would end without this.
         length: Tokens of the whole sequence to prefill.
-        stops: Positions at which states are wanted.
+        stops: Positions at which states are wanted; block boundaries.
         block_size: Tokens.
-
-    Returns:
-        `start` if not even a block fits.
     """
     end = min([end, *(stop for stop in stops if stop > start)])
-    return end if end == length else max(start, end // block_size * block_size)
+    boundary = end // block_size * block_size
+    return boundary if end < length and boundary > start else end
 
 
 def common_blocks(one: Sequence[Digest], other: Sequence[Digest]) -> int:

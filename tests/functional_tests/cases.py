@@ -1,11 +1,14 @@
 """Functional test cases: what they run, and how.
 
 A case is a folder `test_cases/<model>/<case>/` with `model_config.yaml`, `golden_values.json` and the prompts. The YAML
-file has the flags of one run as typed (`flags`) and the metrics to compare (`metrics`, see `checker.METRICS`).
+file has the flags of one run as typed (`flags`), the metrics to compare (`metrics`, see `checker.METRICS`) and whether
+the run must see the cache (`must_see_cache`, true unless said otherwise). Nothing here fails where a folder is
+incomplete: that is the business of this folder's own tests.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
@@ -18,8 +21,11 @@ from typing import Any
 
 import yaml
 
+from tests.functional_tests.checker import METRICS, OUTCOME
+
 ROOT = Path(__file__).resolve().parents[2]
 CASES = Path(__file__).resolve().parent / "test_cases"
+UNREADABLE = (OSError, ValueError, yaml.YAMLError)  # what `read_case` raises
 
 
 @dataclass(frozen=True)
@@ -30,11 +36,31 @@ class Case:
         name: `<model>/<case>`.
         flags: Arguments of `tools/run_inference.py`; paths are relative to the case's folder.
         metrics: Names of what to compare.
+        must_see_cache: Something is skipped, and the golden values are lost without the cache or with wrong contents.
+
+    Raises:
+        ValueError: A metric is not known, there is none, or those there are cannot see the cache.
     """
 
     name: str
     flags: tuple[str, ...]
     metrics: tuple[str, ...]
+    must_see_cache: bool = True
+
+    def __post_init__(self) -> None:
+        unknown = sorted(set(self.metrics) - set(METRICS))
+        if unknown or not self.metrics:
+            raise ValueError(f"{self.name}: metrics {unknown or 'missing'}; known are {', '.join(METRICS)}")
+        if self.must_see_cache and not ("counts" in self.metrics and self.outcome):
+            raise ValueError(
+                f"{self.name} must see the cache: that takes the metric counts and one of {', '.join(OUTCOME)}; or say "
+                "must_see_cache: false"
+            )
+
+    @property
+    def outcome(self) -> list[str]:
+        """Those of its metrics that the cache must not change."""
+        return [name for name in OUTCOME if name in self.metrics]
 
     @property
     def folder(self) -> Path:
@@ -43,12 +69,23 @@ class Case:
 
     @property
     def golden_path(self) -> Path:
-        """The golden values, which may not exist yet."""
+        """Where the golden values are, which may not exist yet."""
         return self.folder / "golden_values.json"
 
     def golden_values(self) -> dict[str, Any]:
-        """The golden values."""
+        """The golden values.
+
+        Raises:
+            FileNotFoundError: There are none; says which command makes them.
+        """
+        if not self.golden_path.is_file():
+            raise FileNotFoundError(f"{self.name} has no {self.golden_path.name}; `{self.regenerate}` writes it")
         return json.loads(self.golden_path.read_text(encoding="utf-8"))
+
+    @property
+    def regenerate(self) -> str:
+        """The command that writes its golden values."""
+        return f"make golden ARGS={self.name}"
 
     def run(self) -> dict[str, Any]:
         """Run the tool in a process of its own.
@@ -75,17 +112,36 @@ class Case:
             return json.loads(output.read_text(encoding="utf-8"))
 
 
+def case_folders() -> list[Path]:
+    """Every folder that is a case or should be one, by name."""
+    return sorted(path for path in CASES.glob("*/*") if path.is_dir() and not path.name.startswith(("_", ".")))
+
+
 def find_cases() -> list[Case]:
-    """Every case there is, by name."""
-    return [read_case(path.parent) for path in sorted(CASES.glob("*/*/model_config.yaml"))]
+    """Every case that can be read, by name; the others fail in `test_golden_values.test_the_case_can_be_read`."""
+    cases = []
+    for folder in case_folders():
+        with contextlib.suppress(*UNREADABLE):
+            cases.append(read_case(folder))
+    return cases
 
 
 def read_case(folder: Path) -> Case:
-    """Read a case's YAML file; any key but `flags` and `metrics` is an error."""
+    """Read a case's YAML file.
+
+    Raises:
+        OSError: There is none.
+        ValueError: It is not a mapping with `flags`, `metrics` and, if wanted, `must_see_cache`; see also `Case`.
+        yaml.YAMLError: It is not YAML.
+    """
+    name = folder.relative_to(CASES).as_posix()
     config = yaml.safe_load((folder / "model_config.yaml").read_text(encoding="utf-8"))
-    return Case(
-        name=folder.relative_to(CASES).as_posix(),
-        flags=tuple(shlex.split(config.pop("flags"))),
-        metrics=tuple(config.pop("metrics")),
-        **config,
-    )
+    keys = set(config) if isinstance(config, dict) else set()
+    if not {"flags", "metrics"} <= keys <= {"flags", "metrics", "must_see_cache"}:
+        raise ValueError(
+            f"{name}: model_config.yaml has {sorted(keys, key=str)}, not flags, metrics and, if wanted, must_see_cache"
+        )
+    flags, metrics, must_see = config["flags"], config["metrics"], config.get("must_see_cache", True)
+    if not isinstance(flags, str) or not isinstance(metrics, list) or not isinstance(must_see, bool):
+        raise ValueError(f"{name}: flags must be a string, metrics a list and must_see_cache true or false")
+    return Case(name, tuple(shlex.split(flags)), tuple(str(metric) for metric in metrics), must_see)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from megatron_ext.serving.results import SYSTEM_KEYS
 
 LOG_PROB_TOLERANCE = 1e-3  # absolute, fp32
+OUTCOME = ("generated_tokens", "generated_text", "logprobs")  # metrics that the cache must not change
+_NEIGHBOURS = 3  # tokens shown on each side of a difference
 _DECIMALS = 6  # of stored log-probs
 _TIMES = ("latency", "ttft")
 _NOT_STORED = ("throughput", "mem-max-allocated-bytes", "version")
@@ -34,13 +37,26 @@ def golden_values(results: dict[str, Any]) -> dict[str, Any]:
     return {key: _golden_request(entry) for key, entry in requests(results).items()} | system
 
 
+def without_rounding(fresh: dict[str, Any], stored: dict[str, Any]) -> dict[str, Any]:
+    """`fresh` golden values with the stored log-probs where these are within the tolerance: no diff by another CPU."""
+    settled = dict(fresh)
+    for key, entry in requests(fresh).items():
+        known = stored.get(key, {})
+        settled[key] = entry | {
+            name: known[name]
+            for name in (*_LOG_PROBS, *_TOP_N)
+            if name in entry and name in known and not any(_apart(name, known[name], entry[name]))
+        }
+    return settled
+
+
 def requests(results: dict[str, Any]) -> dict[str, Any]:
     """The entries that are requests."""
     return {key: entry for key, entry in results.items() if key not in SYSTEM_KEYS}
 
 
 def differences(golden: dict[str, Any], fresh: dict[str, Any], metrics: Sequence[str]) -> list[str]:
-    """Where a fresh run differs from the golden values, a line each; empty if it does not.
+    """Where a fresh run differs from the golden values, a line each, requests in golden order; empty if it does not.
 
     Raises:
         ValueError: If `metrics` is empty or has a name that is not in `METRICS`.
@@ -51,25 +67,51 @@ def differences(golden: dict[str, Any], fresh: dict[str, Any], metrics: Sequence
     expected, got = requests(golden), requests(fresh)
     found = [f"request {key} is missing" for key in expected if key not in got]
     found += [f"request {key} has no golden values" for key in got if key not in expected]
-    for key in expected.keys() & got.keys():
+    for key in (key for key in expected if key in got):
         for name in metrics:
             if name in _REQUEST_METRICS:
                 found += _REQUEST_METRICS[name](f"request {key}", expected[key], got[key])
     if "system" in metrics:
         found += _unequal("the run", golden, fresh, _SYSTEM_VALUES)
-    return sorted(found)
+    return found
 
 
-def _unequal(where: str, golden: dict, fresh: dict, keys: Sequence[str]) -> Iterator[str]:
+def _unequal(where: str, golden: dict, fresh: dict, keys: Iterable[str]) -> Iterator[str]:
+    """Values that differ; of objects only the keys that do."""
     for key in keys:
         if key not in fresh:
             yield f"{where}: {key} is missing"
+        elif key not in golden:
+            yield f"{where}: {key} is new: {fresh[key]!r}"
+        elif isinstance(golden[key], dict) and isinstance(fresh[key], dict):
+            yield from _unequal(f"{where}: {key}", golden[key], fresh[key], golden[key] | fresh[key])
         elif golden[key] != fresh[key]:
-            yield f"{where}: {key} is {fresh[key]!r}, golden {golden[key]!r}"
+            yield f"{where}: {key} is {_brief(fresh[key])}, golden {_brief(golden[key])}"
+
+
+def _brief(value: Any) -> str:
+    return f"an object of {len(value)} keys" if isinstance(value, dict) else repr(value)
 
 
 def _tokens(where: str, golden: dict, fresh: dict) -> Iterator[str]:
-    yield from _unequal(where, golden, fresh, ["generated_tokens"])
+    """The first token that differs, between its neighbours."""
+    expected, got = golden["generated_tokens"], fresh["generated_tokens"]
+    if expected == got:
+        return
+    lengths = len(expected), len(got)
+    first = next((i for i, (a, b) in enumerate(zip(expected, got, strict=False)) if a != b), min(lengths))
+    yield (
+        f"{where}: generated_tokens[{first}] is {_around(got, first)}, golden {_around(expected, first)}"
+        + (f"; {len(got)} tokens, golden {len(expected)}" if len(got) != len(expected) else "")
+    )
+
+
+def _around(tokens: Sequence[int], index: int) -> str:
+    """As `... 4 5 >6< 7 8 ...`; `>end<` behind the last token."""
+    first, end = max(0, index - _NEIGHBOURS), index + 1 + _NEIGHBOURS
+    here = f">{tokens[index]}<" if index < len(tokens) else ">end<"
+    words = [*map(str, tokens[first:index]), here, *map(str, tokens[index + 1 : end])]
+    return " ".join(["..."] * (first > 0) + words + ["..."] * (end < len(tokens)))
 
 
 def _text(where: str, golden: dict, fresh: dict) -> Iterator[str]:
@@ -85,11 +127,20 @@ def _log_probs(where: str, golden: dict, fresh: dict) -> Iterator[str]:
         if (key in golden) != (key in fresh):
             yield f"{where}: {key} is {'missing' if key in golden else 'new'}"
         elif key in golden:
-            yield from _apart(f"{where}: {key}", golden[key], fresh[key])
+            yield from _summary(list(_apart(f"{where}: {key}", golden[key], fresh[key])))
 
 
-def _apart(where: str, golden: Any, fresh: Any) -> Iterator[str]:
-    """Numbers that differ by more than the tolerance, in lists and objects of the same shape."""
+def _summary(found: Sequence[tuple[str, float]]) -> Iterator[str]:
+    """The first difference, how many more there are, the largest, and what would have been let pass."""
+    if not found:
+        return
+    line, _ = found[0]
+    more = f"; {len(found) - 1} more, the largest {max(apart for _, apart in found):.2g}" if len(found) > 1 else ""
+    yield f"{line}{more} (tolerance {LOG_PROB_TOLERANCE:g})"
+
+
+def _apart(where: str, golden: Any, fresh: Any) -> Iterator[tuple[str, float]]:
+    """Numbers that differ by more than the tolerance, in lists and objects of the same shape, and by how much."""
     if isinstance(golden, list) and isinstance(fresh, list) and len(golden) == len(fresh):
         for index, (one, other) in enumerate(zip(golden, fresh, strict=True)):
             yield from _apart(f"{where}[{index}]", one, other)
@@ -98,9 +149,9 @@ def _apart(where: str, golden: Any, fresh: Any) -> Iterator[str]:
             yield from _apart(f"{where}[{key}]", golden[key], fresh[key])
     elif isinstance(golden, float) and isinstance(fresh, float):
         if not abs(golden - fresh) <= LOG_PROB_TOLERANCE:  # this way round, NaN differs too
-            yield f"{where} is {fresh}, golden {golden}"
+            yield f"{where} is {fresh}, golden {golden}, {abs(golden - fresh):.2g} apart", abs(golden - fresh)
     elif golden != fresh:
-        yield f"{where} has another shape: {_shape(fresh)}, golden {_shape(golden)}"
+        yield f"{where} has another shape: {_shape(fresh)}, golden {_shape(golden)}", math.inf
 
 
 def _shape(value: Any) -> str:

@@ -41,7 +41,8 @@ _COUNTERS = (
     ("kv_blocks_evicted", "Cached KV blocks given up for memory", "use.blocks_evicted"),
     ("snapshots_taken", "Snapshots of recurrent states taken", "use.snapshots_taken"),
     ("snapshots_skipped", "Snapshots not taken, for want of a slot", "use.snapshots_skipped"),
-    ("snapshots_evicted", "Snapshots given up", "use.slots_evicted"),
+    ("snapshots_evicted", "Snapshots given up for want of a slot", "use.slots_evicted"),
+    ("snapshots_replaced", "Snapshots of decode that gave way to the next one", "use.snapshots_replaced"),
     ("request_pauses", "Requests paused for want of a block", "counters.pauses"),
     ("request_evictions", "Paused requests that gave up their blocks", "counters.evictions"),
 )

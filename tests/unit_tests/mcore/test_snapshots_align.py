@@ -99,6 +99,27 @@ def test_a_leader_stops_for_its_followers(get_oracle, oracle, budget):
         assert_equals_oracle(driver, number, oracle)
 
 
+@pytest.mark.parametrize("budget", [BLOCK, BLOCK + 3])
+def test_prefills_beside_decodes(get_oracle, oracle, budget):
+    """LA-1: chunks end inside blocks and catch up; states are kept at boundaries, and who resumes there is right."""
+    driver = build_driver(get_oracle, mode="align", max_tokens=budget, max_requests=8)
+    driver.add(0, make_prompt(5), num_tokens_to_generate=40)
+    driver.step()
+    prompts = [make_prompt(3 * BLOCK + offset, seed=offset) for offset in range(3)]
+    for number, prompt in enumerate(prompts, start=1):
+        driver.add(number, prompt, num_tokens_to_generate=6)
+    driver.run()
+    ends = [end for number in (1, 2, 3) for _, end in chunks(driver, number)]
+    assert any(end % BLOCK for end in ends if end < 3 * BLOCK), "none ended inside a block"
+    assert {request_id for step in driver.steps[:30] for request_id, *_ in step} == {0, 1, 2, 3}
+    for number, prompt in enumerate(prompts, start=1):
+        assert {16, 32} <= set(assert_snapshots_equal_oracle(driver, prompt, oracle))
+        assert driver.sight(10 + number, [*prompt[:40], *make_prompt(9, seed=number)]) == 32
+        assert driver.sight(20 + number, [*prompt, *make_prompt(9, seed=number)]) == 48
+    for request_id in driver.records:
+        assert_equals_oracle(driver, request_id, oracle)
+
+
 def test_a_chat_resumes_in_its_own_answer(get_oracle, oracle):
     """EX-1: decode leaves its states at boundaries in either mode."""
     driver = build_driver(get_oracle, mode="align")
@@ -135,6 +156,27 @@ class TestBothModes:
                 pools = [getattr(driver.context.snapshots, kind) for driver in (kernel, align)]
                 assert_states_close(pools[0][:, slots[0]], pools[1][:, slots[1]], f"{name}, {kind}")
 
+    def test_states_beside_decodes_are_equal(self, get_oracle, kind):
+        """Where the one computes a prompt at once and the other in pieces of blocks."""
+        drivers = [build_driver(get_oracle, kind)]
+        drivers.append(build_driver(get_oracle, kind, mode="align", max_tokens=BLOCK, max_requests=4))
+        prompt = make_prompt(3 * BLOCK)
+        for driver in drivers:
+            for number in range(3):
+                driver.add(number, make_prompt(3, seed=number + 1), num_tokens_to_generate=30)
+            driver.step()
+            driver.add(9, prompt, num_tokens_to_generate=4)
+            driver.run()
+        assert any(end % BLOCK for _, end in chunks(drivers[1], 9))
+        assert drivers[0].snapshots_of(prompt) == [32, 48]
+        assert drivers[1].snapshots_of(prompt) == [16, 32, 48]
+        for position in (32, 48):
+            slots = [driver.states.find(driver.model.digest((None, tuple(prompt[:position])))) for driver in drivers]
+            for part in ("conv", "ssm"):
+                pools = [getattr(driver.context.snapshots, part) for driver in drivers]
+                name = f"snapshot after {position} tokens, {part}"
+                assert_states_close(pools[0][:, slots[0]], pools[1][:, slots[1]], name)
+
     @pytest.mark.parametrize("first", ["kernel", "align"])
     def test_each_serves_the_other(self, get_oracle, kind, first):
         driver = build_driver(get_oracle, kind, mode=first)
@@ -168,5 +210,11 @@ class TestStartUp:
         with pytest.raises(ConfigError, match=message):
             get_driver(cache=CacheConfig(snapshot_mode="align"), **batching)
 
-    def test_a_block_is_enough(self, get_driver):
-        get_driver(cache=CacheConfig(snapshot_mode="align"), max_tokens=16, max_requests=4)
+    @pytest.mark.parametrize(("mode", "budget", "lines"), [("align", 19, 1), ("align", 20, 0), ("kernel", 19, 0)])
+    def test_a_block_is_enough_and_what_it_costs_is_said_once(self, get_driver, caplog, mode, budget, lines):
+        driver = get_driver(cache=CacheConfig(snapshot_mode=mode), max_tokens=budget, max_requests=4)
+        driver.add(0, make_prompt(40))
+        driver.run()
+        said = [record.getMessage() for record in caplog.records if "end inside a block" in record.getMessage()]
+        assert len(said) == lines
+        assert all("max-tokens 19" in line and line.endswith("20 would do") for line in said)

@@ -61,6 +61,7 @@ def test_only_the_last_one_is_kept(get_oracle, oracle):
                 driver.add(1, request.tokens[:49])
     driver.run()
     assert kept == [[16, 32], [16, 48], [16, 48, 64]]
+    assert (driver.states.replaced, driver.states.evicted) == (1, 0), "slots are plenty: none was wanted for"
     assert driver.skipped(1) == [48]
     for request_id in (0, 1):
         assert_equals_oracle(driver, request_id, oracle)

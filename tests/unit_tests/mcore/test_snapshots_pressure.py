@@ -149,3 +149,14 @@ def test_a_snapshot_evicted_before_its_block(get_oracle):
     assert driver.sight(5, prompt) == 64  # its owner left it again
     for request_id in (4, 5):
         assert_equals_oracle(driver, request_id, get_oracle("hybrid"))
+
+
+@pytest.mark.parametrize("policy", ["lru", "ref_zero"])
+def test_nothing_is_evicted_while_slots_are_free(get_oracle, policy):
+    """HY-5: a snapshot that goes with its block, or gives way to the next of its own request, was not wanted for."""
+    driver = build_driver(get_oracle, policy=policy)
+    for request_id in range(3):
+        driver.sight(request_id, make_prompt(20, seed=request_id), num_tokens_to_generate=45)
+    assert driver.states.taken > 3
+    assert (driver.states.evicted, driver.states.replaced) == (0, 3 * 2)
+    assert driver.scheduler.cache.use().slots_used == (0 if policy == "ref_zero" else 3 * 2)

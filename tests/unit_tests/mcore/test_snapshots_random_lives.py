@@ -12,9 +12,10 @@ import pytest
 
 from megatron_ext.scheduling.record import Status
 from tests.priority import TestPriority
-from tests.unit_tests.support.caching import Broken
+from tests.unit_tests.support.caching import BLOCK, Broken
 from tests.unit_tests.support.driver import assert_equals_oracle, make_prompt
 from tests.unit_tests.support.hybrid_caching import PLENTY, HybridDriver, build_driver, failing_scan
+from tests.unit_tests.support.oracle import Oracle
 
 pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
@@ -81,6 +82,37 @@ class Life:
         self.driver.run()
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_random_lives_with_a_budget_of_a_block(get_oracle, seed):
+    """LA-1, LA-5: chunks of `align` mode end inside blocks, beside decodes; of several kinds of recurrent layers."""
+    source = random.Random(f"align {seed}")
+    max_requests = source.choice([2, 4, 6])
+    slots = source.choice([PLENTY, 2, 4])
+    blocks = source.choice([200, 200, 12])
+    kind = ["hybrid", "gated_delta_net", "mamba1"][seed]
+    driver = build_driver(
+        get_oracle,
+        kind,
+        policy=source.choice(["lru", "lru", "ref_zero"]),
+        slots=slots,
+        is_exact=blocks == 200 and slots == PLENTY,
+        mode="align",
+        block_count=blocks,
+        max_requests=max_requests,
+        max_tokens=BLOCK + source.choice([0, 0, 1, 3]),
+    )
+    life = Life(driver, source)
+    life.live(60)
+    check_life(life, get_oracle(kind))
+    prefills = [
+        chunk
+        for request_id, record in driver.records.items()
+        for chunk in driver.seen[request_id].chunks
+        if chunk[1] < record.prompt_token_count
+    ]
+    assert any(end % BLOCK for _, end in prefills), "no chunk ended inside a block"
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_random_lives(get_oracle, seed):
     source = random.Random(seed)
@@ -102,13 +134,19 @@ def test_random_lives(get_oracle, seed):
     )
     life = Life(driver, source)
     life.live(60)
-    assert len(driver.records) == life.added
     assert (driver.states.taken > 0) is (slots > 0), "a life without snapshots proves nothing about them"
+    check_life(life, get_oracle(kind))
+
+
+def check_life(life: Life, oracle: Oracle) -> None:
+    """Everybody has ended, and what they got is what the oracle gives."""
+    driver = life.driver
+    assert len(driver.records) == life.added
     for request_id, record in driver.records.items():
         if record.status is Status.COMPLETED:
-            assert_equals_oracle(driver, request_id, get_oracle(kind))
+            assert_equals_oracle(driver, request_id, oracle)
         else:
             tokens = record.generated_tokens
-            expected = get_oracle(kind).greedy(record.prompt_tokens, max(1, len(tokens))).tokens
+            expected = oracle.greedy(record.prompt_tokens, max(1, len(tokens))).tokens
             assert tokens == expected[: len(tokens)]
             assert (record.error is None) == (record.status is Status.ABORTED)

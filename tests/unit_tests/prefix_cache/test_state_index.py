@@ -98,12 +98,20 @@ class TestOptional:
         index = filled(4, b"ax", optional=b"x")
         index.reserve(b"y", is_optional=True, instead_of=b"x")
         assert visible(index) == {b"a"}
+        assert (index.replaced, index.evicted) == (1, 0)
+
+    def test_the_one_before_is_replaced_where_none_is_free_either(self):
+        """The slot is its own request's: nobody wanted for one."""
+        index = filled(2, b"ax", optional=b"x")
+        index.reserve(b"y", is_optional=True, instead_of=b"x")
+        assert (index.replaced, index.evicted) == (1, 0)
 
     def test_not_if_somebody_has_consumed_it(self):
         index = filled(4, b"ax", optional=b"x")
         index.consume(b"x")
         index.reserve(b"y", is_optional=True, instead_of=b"x")
         assert visible(index) == {b"a", b"x"}
+        assert (index.replaced, index.evicted) == (0, 0)
 
     def test_consumed_they_are_as_safe_as_others(self):
         index = filled(2, b"ax", optional=b"x")
@@ -127,6 +135,7 @@ def test_a_snapshot_goes_with_its_block():
     index.drop(b"a")
     index.drop(b"z")
     assert visible(index) == {b"b"}
+    assert (index.replaced, index.evicted) == (0, 0)
     index.check([b"b"])
     with pytest.raises(AssertionError, match="outlives its block"):
         index.check([b"a"])
@@ -153,6 +162,7 @@ class Lives(RuleBasedStateMachine):
         self.optional: set[bytes] = set()
         self.reserved: dict[bytes, bool] = {}
         self.slots: dict[bytes, int] = {}
+        self.evicted = self.replaced = 0
 
     @rule(digest=st.sampled_from(ALL), is_optional=st.booleans(), before=st.sampled_from(ALL))
     def reserve(self, digest: bytes, is_optional: bool, before: bytes) -> None:
@@ -161,6 +171,7 @@ class Lives(RuleBasedStateMachine):
         instead_of = before if is_optional else None
         if instead_of in self.optional:
             self.forget(instead_of)
+            self.replaced += 1
         if len(self.order) + len(self.reserved) == self.total:
             others = [] if is_optional else self.order
             victims = [one for one in self.order if one in self.optional] or others
@@ -168,6 +179,7 @@ class Lives(RuleBasedStateMachine):
                 assert self.index.reserve(digest, is_optional=is_optional, instead_of=instead_of) is None
                 return
             self.forget(victims[0])
+            self.evicted += 1
         slot = self.index.reserve(digest, is_optional=is_optional, instead_of=instead_of)
         assert slot is not None
         assert slot not in self.slots.values()
@@ -216,6 +228,7 @@ class Lives(RuleBasedStateMachine):
             digest: self.slots[digest] if digest in self.order else None for digest in ALL
         }
         assert self.index.used_count == len(self.order)
+        assert (self.index.evicted, self.index.replaced) == (self.evicted, self.replaced)
         assert self.index.obtainable_count == self.total - len(self.reserved)
 
 

@@ -47,8 +47,17 @@ class CachingMachine(RuleBasedStateMachine):
 
     @initialize(data=st.data())
     def build(self, data: st.DataObject) -> None:
+        self.limits = self.draw_limits(data)
+        policy = data.draw(st.sampled_from(EvictionPolicyName), "policy")
+        slots = data.draw(self.slot_counts, "slots")
+        self.scheduler = Scheduler(self.limits, policy, b"model", slots)
+        self.world = World(self.limits.block_size, self.limits.total_blocks, policy)
+        self.memory = Memory(self.limits.block_size)
+        self.hits = self.matched = self.waits = 0
+
+    def draw_limits(self, data: st.DataObject) -> Limits:
         max_requests = data.draw(st.sampled_from([4, 3, 2, 1]), "max_requests")
-        self.limits = Limits(
+        return Limits(
             block_size=data.draw(st.sampled_from([2, 3, 1]), "block_size"),
             total_blocks=data.draw(st.integers(1, 14), "total_blocks"),
             paused_blocks=data.draw(st.sampled_from([None, 0, 2, 4]), "paused_blocks"),
@@ -57,12 +66,6 @@ class CachingMachine(RuleBasedStateMachine):
             max_sequence_length=MAX_LENGTH,
             chunked_prefill=data.draw(st.booleans(), "chunked_prefill"),
         )
-        policy = data.draw(st.sampled_from(EvictionPolicyName), "policy")
-        slots = data.draw(self.slot_counts, "slots")
-        self.scheduler = Scheduler(self.limits, policy, b"model", slots)
-        self.world = World(self.limits.block_size, self.limits.total_blocks, policy)
-        self.memory = Memory(self.limits.block_size)
-        self.hits = self.matched = self.waits = 0
 
     # What may happen
 

@@ -6,6 +6,7 @@ find, in the slot that it restores, the states after exactly the tokens that it 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import hypothesis.strategies as st
@@ -17,6 +18,7 @@ from megatron_ext.prefix_cache.hash_chain import Digest
 from megatron_ext.prefix_cache.matching import ResumePoint
 from megatron_ext.prefix_cache.state_index import SlotId, StateIndex
 from megatron_ext.scheduling import planner
+from megatron_ext.scheduling.plan import Limits
 from megatron_ext.scheduling.planner import StepPlan
 from megatron_ext.scheduling.request import Chunk, Request
 from megatron_ext.scheduling.scheduler import Scheduler
@@ -36,6 +38,16 @@ class HybridMachine(CachingMachine):
         super().__init__()
         self.rows: dict[int, object] = {}
         self.slots: dict[int, object] = {}
+
+    def draw_limits(self, data: st.DataObject) -> Limits:
+        """LA-1: in one life of three chunks are aligned, with a budget of a block or a few tokens more."""
+        limits = super().draw_limits(data)
+        if data.draw(st.sampled_from([False, False, True]), "aligned"):
+            budget = limits.block_size + data.draw(st.integers(0, 3), "tokens beside a block")
+            limits = dataclasses.replace(
+                limits, aligned_chunks=True, chunked_prefill=True, max_tokens=max(budget, limits.max_requests)
+            )
+        return limits
 
     def expect_admissions(self, plan: StepPlan) -> dict[int, tuple]:
         """As planned, if it matches what is cached and skips nothing beyond."""
@@ -63,10 +75,35 @@ class HybridMachine(CachingMachine):
             assert self.rows[request.state_row] == content(owner, chunk.start), "states of another position"
             for snapshot in request.snapshots:
                 if chunk.start < snapshot.position <= chunk.end:
+                    assert not self.limits.aligned_chunks or snapshot.position == chunk.end, "only ends leave states"
                     assert snapshot.slot not in written, "two write one slot"
                     written[snapshot.slot] = content(owner, snapshot.position)
             self.rows[request.state_row] = content(owner, chunk.end)
         self.slots |= written
+
+    def judge(self, plan: StepPlan) -> None:
+        """LA-1: no token is left over while somebody gets none, unless a leader stops for its followers."""
+        super().judge(plan)
+        if not self.limits.aligned_chunks:
+            return
+        chunks = {chunk.request: chunk for chunk in plan.chunks}
+        spare = self.limits.max_tokens - sum(chunk.length for chunk in plan.chunks)
+        size = self.limits.block_size
+        for owner in self.placed("running"):
+            request = self.requests[owner]
+            if request not in chunks:
+                stops = any(refusal.wish is not None for refusal in plan.refusals)
+                assert spare == 0 or stops, f"{request.request_id} gets none of {spare} tokens"
+            elif request.chain is not None:
+                self.judge_end(chunks[request], size)
+
+    def judge_end(self, chunk: Chunk, size: int) -> None:
+        """Who reaches a boundary ends on one, or at the end of the sequence behind its last one."""
+        length = len(chunk.request.tokens)
+        if chunk.end == length:
+            assert (length - 1) // size * size <= chunk.start
+        else:
+            assert chunk.end % size == 0 or chunk.end // size == chunk.start // size
 
     def begin(self, chunk: Chunk) -> None:
         owner, restore = self.owner_of(chunk.request), chunk.request.restore

@@ -138,7 +138,7 @@ class TestStatistics:
 
     KEYS = """
     blocks_total blocks_cached blocks_evictable blocks_in_use slots_total slots_used hits blocks_evicted slots_evicted
-    snapshots_taken snapshots_skipped coordination_waits
+    snapshots_taken snapshots_skipped snapshots_replaced coordination_waits
     """.split()
 
     def test_keys_are_frozen(self, run):

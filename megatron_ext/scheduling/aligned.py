@@ -1,0 +1,39 @@
+"""What `align` mode, where states are kept at the ends of prefill chunks only, asks of the limits."""
+
+from __future__ import annotations
+
+from megatron_ext.errors import ConfigError
+from megatron_ext.scheduling.plan import Limits
+
+_MODE = "--inference-dynamic-batching-prefix-caching-mamba-mode align"
+_MAX_TOKENS = "--inference-dynamic-batching-max-tokens"
+_MAX_REQUESTS = "--inference-dynamic-batching-max-requests"
+
+
+def check_aligned(limits: Limits) -> None:
+    """See that prefill chunks can end on the block grid (LA-3).
+
+    Raises:
+        ConfigError: They cannot.
+    """
+    if not limits.chunked_prefill:
+        raise ConfigError(
+            f"{_MODE} cuts prompts into chunks, and --no-enable-chunked-prefill forbids it; drop one of them"
+        )
+    if limits.max_tokens < limits.block_size:
+        raise ConfigError(
+            f"{_MODE} computes a block of {limits.block_size} tokens in a step, and "
+            f"{_MAX_TOKENS} is {limits.max_tokens}; {limits.block_size} would do"
+        )
+
+
+def describe_tight_budget(limits: Limits) -> str | None:
+    """Where a block may not fit beside decodes, what that costs and what would do (LA-1); None if it always does."""
+    enough = limits.block_size + limits.max_requests
+    if limits.max_tokens >= enough:
+        return None
+    return (
+        f"{_MODE}: {_MAX_TOKENS} {limits.max_tokens} is less than a block of {limits.block_size} tokens and "
+        f"{_MAX_REQUESTS} {limits.max_requests} together: beside decodes prefill chunks may end inside a block, "
+        f"and prompts take more steps; {enough} would do"
+    )

@@ -1,0 +1,93 @@
+"""A folder that is no good case yet: it fails its own tests, in words, and the collection of all others holds."""
+
+from __future__ import annotations
+
+import runpy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.functional_tests import cases
+from tests.functional_tests.cases import read_case
+
+HERE = Path(__file__).parent
+MODULES = sorted(path for path in HERE.glob("test_*.py") if path.name != Path(__file__).name)
+GOOD = "flags: --prompts 1\nmetrics: [generated_tokens, counts]\n"
+
+
+@pytest.fixture
+def add_case(tmp_path, monkeypatch) -> Callable[..., Path]:
+    """A function: a folder among those of all cases, with this YAML file."""
+    for model in cases.CASES.iterdir():
+        (tmp_path / model.name).mkdir()
+        for folder in model.iterdir():
+            (tmp_path / model.name / folder.name).symlink_to(folder, target_is_directory=True)
+    monkeypatch.setattr(cases, "CASES", tmp_path)
+
+    def add(yaml: str | None) -> Path:
+        folder = tmp_path / "hybrid" / "new"
+        folder.mkdir()
+        if yaml is not None:
+            (folder / "model_config.yaml").write_text(yaml, encoding="utf-8")
+        return folder
+
+    return add
+
+
+def collect(module: Path) -> dict[str, Any]:
+    """What importing the module gives, as it would be collected."""
+    return runpy.run_path(str(module))
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("yaml", [GOOD, "flags: ["], ids=["no golden values", "no YAML"])
+def test_the_others_are_collected(add_case, module: Path, yaml: str | None):
+    add_case(yaml)
+    collect(module)
+
+
+def test_without_golden_values_it_fails_with_the_command_that_makes_them(add_case):
+    case = read_case(add_case(GOOD))
+    modules = [collect(HERE / f"{name}.py") for name in ("test_golden_values", "test_caching_cases")]
+    assert [case in module["CACHING"] for module in modules[1:]] == [True]
+    assert case in modules[0]["CASES"]
+    for test in (modules[0]["test_fresh_run_equals_golden_values"], modules[1]["test_something_was_skipped"]):
+        with pytest.raises(
+            FileNotFoundError, match=r"^hybrid/new has no golden_values.json; `make golden ARGS=hybrid/new"
+        ):
+            test(case)
+
+
+@pytest.mark.parametrize(
+    ("yaml", "words"),
+    [
+        (None, "model_config.yaml"),
+        ("flags: [", "expected"),
+        ("- 1", "has \\[\\], not flags, metrics"),
+        ("flags: --x", "has \\['flags'\\], not flags, metrics"),
+        (GOOD + "metric: x", "must_see_cache"),
+        (GOOD + "must_see_cache: maybe", "must_see_cache true or false"),
+        ("flags: --x\nmetrics: [speed]", "\\['speed'\\]; known are generated_tokens"),
+        ("flags: --x\nmetrics: []", "metrics missing"),
+        ("flags: --x\nmetrics: [generated_tokens]", "takes the metric counts"),
+        ("flags: --x\nmetrics: [counts, events]", "one of generated_tokens, generated_text, logprobs"),
+    ],
+)
+def test_what_is_wrong_is_said(add_case, yaml: str | None, words: str):
+    folder = add_case(yaml)
+    with pytest.raises(cases.UNREADABLE, match=words):
+        read_case(folder)
+    assert folder in cases.case_folders()
+    assert folder.name not in {case.folder.name for case in cases.find_cases()}
+
+
+def test_a_case_chooses_what_it_compares(add_case):
+    """Without log-probs too; and one that need not see the cache may compare anything."""
+    folder = add_case(GOOD)
+    assert read_case(folder).must_see_cache
+    assert read_case(folder).outcome == ["generated_tokens"]
+    (folder / "model_config.yaml").write_text("flags: --x\nmetrics: [events]\nmust_see_cache: false\n")
+    assert not read_case(folder).must_see_cache
+    assert read_case(folder).outcome == []
