@@ -18,8 +18,8 @@ from megatron_ext.errors import ConfigError, RestoreError
 from megatron_ext.mcore.context import InferenceContext
 from megatron_ext.mcore.controller import InferenceController, StepResult
 from megatron_ext.mcore.faults import Faults, describe
+from megatron_ext.mcore.intake import Intake
 from megatron_ext.mcore.output import OutputProcessor
-from megatron_ext.mcore.params import to_request_params
 from megatron_ext.mcore.statistics import log_step, prefix_cache_statistics
 from megatron_ext.mcore.weights import WeightsWatch, mark_weights_changed
 from megatron_ext.memory.budget import Geometry
@@ -87,7 +87,7 @@ class InferenceEngine(DynamicInferenceEngine):
         self.faults = Faults("the engine")
         self._weights = WeightsWatch(self._model)
         self._output = OutputProcessor(self.scheduler, self.controller.vocabulary, self.faults)
-        self._next_arrival = 0
+        self._intake = Intake(self.controller, self.context.max_sequence_length, self.random_seed)
         self._reset_loop_state()
 
     def _reset_loop_state(self) -> None:
@@ -151,10 +151,7 @@ class InferenceEngine(DynamicInferenceEngine):
         """
         if request_id in self._output:
             raise ConfigError(f"request id {request_id} is in use; choose another")
-        text = prompt if isinstance(prompt, str) else None
-        tokens = self._tokenize(prompt, getattr(sampling_params, "add_BOS", False))
-        params = to_request_params(sampling_params, len(tokens), self.context.max_sequence_length)
-        request = self._new_request(request_id, text, tokens, params)
+        request = self._intake.make(request_id, prompt, sampling_params)
         error = check_admissible(request, self.context.limits)
         if error is None:
             self.scheduler.add(request)
@@ -165,31 +162,6 @@ class InferenceEngine(DynamicInferenceEngine):
         self._output.open(request, future)
         self._wake_up()
         return future
-
-    def _tokenize(self, prompt: str | Sequence[int] | torch.Tensor, add_bos: bool) -> tuple[int, ...]:
-        if isinstance(prompt, str):
-            prompt = self.controller.tokenize_prompt(prompt, add_bos)
-        tokens = tuple(int(token) for token in (prompt.tolist() if isinstance(prompt, torch.Tensor) else prompt))
-        if not tokens:
-            raise ConfigError("the prompt is empty; it needs at least one token")
-        self.controller.vocabulary.check_prompt(tokens)
-        return tokens
-
-    def _new_request(
-        self, request_id: int, text: str | None, tokens: tuple[int, ...], params: RequestParams
-    ) -> Request:
-        termination = self.controller.tokenizer.eod if params.termination_id is None else params.termination_id
-        request = Request(
-            request_id=request_id,
-            prompt_tokens=tokens,
-            params=params,
-            arrival=self._next_arrival,
-            seed=params.seed if params.seed is not None else f"{self.random_seed}/{request_id}",
-            termination_id=None if params.ignore_eos else termination,
-            prompt_text=text,
-        )
-        self._next_arrival += 1
-        return request
 
     def abort_request(self, request_id: int) -> None:
         """End a living request now; its blocks and its live row are free at once (EX-8). Others do not notice.

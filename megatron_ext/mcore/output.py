@@ -98,6 +98,7 @@ class OutputProcessor:
     def fail(self, request: Request, error: Exception) -> None:
         """Something that only this request needed has raised: it ends as FAILED."""
         self._faults.note(f"request {request.request_id}", error)
+        request.is_fault = True
         self._end(request, Status.FAILED, error=describe(error))
 
     def _end(
@@ -122,6 +123,7 @@ class OutputProcessor:
         except Exception as error:
             self._faults.note(f"the record of request {request.request_id}", error)
             if request.status is not Status.FAILED:  # else it has its error
+                request.is_fault = True
                 request.revise(Status.FAILED, error=describe(error))
             record = _bare_record(request)
         with self._faults.absorbed("the future of a request"):
@@ -185,4 +187,5 @@ def _bare_record(request: Request) -> RequestRecord:
         generated_log_probs=None,
         prompt_top_n_log_probs=None,
         generated_top_n_log_probs=None,
+        is_fault=request.is_fault,
     )

@@ -66,6 +66,7 @@ class Request:
     status: Status | None = None  # None while it lives
     finish_reason: str | None = None
     error: str | None = None
+    is_fault: bool = False  # the error is ours
     generated_text: str | None = None  # set when a stop word cuts the text
     events: list[Event] = field(default_factory=list)
     arrival_wall_time: float = field(default_factory=time.time)
@@ -230,6 +231,7 @@ class Request:
             generated_log_probs=tuple(self.generated_log_probs) if log_probs else None,
             prompt_top_n_log_probs=tuple(self.prompt_top_n) if top_n and prompt_log_probs else None,
             generated_top_n_log_probs=tuple(self.generated_top_n) if top_n else None,
+            is_fault=self.is_fault,
         )
 
 

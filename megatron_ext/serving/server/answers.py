@@ -12,8 +12,8 @@ from typing import Any, Protocol
 from megatron_ext.scheduling.record import RequestRecord, Status
 from megatron_ext.scheduling.stopping import INCOMPLETE
 from megatron_ext.scheduling.vocabulary import Vocabulary
-from megatron_ext.serving.server.engine_loop import Progress, Ticket
 from megatron_ext.serving.server.errors import FAULT, ApiError
+from megatron_ext.serving.server.progress import Progress, Ticket
 
 LEAST_LOG_PROB = -9999.0  # JSON has no infinity
 
@@ -52,7 +52,7 @@ def finished(ticket: Ticket) -> RequestRecord:
         raise ticket.error
     record = ticket.record
     if record.status is Status.FAILED:
-        raise ApiError(400, record.error)
+        raise ApiError(500, record.error, kind=FAULT) if record.is_fault else ApiError(400, record.error)
     if record.status is Status.ABORTED:
         raise ApiError(500, "the request was aborted", kind=FAULT)
     return record

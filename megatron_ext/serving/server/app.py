@@ -214,7 +214,8 @@ def _json(content: Any) -> Response:
 async def health(serving: Here) -> JSONResponse:
     """200 while the engine steps without failing."""
     is_healthy = serving.loop.is_healthy
-    return JSONResponse({"status": "ok" if is_healthy else "failing"}, 200 if is_healthy else 503)
+    body = {"status": "ok" if is_healthy else "failing", "errors": serving.loop.error_count}
+    return JSONResponse(body, 200 if is_healthy else 503)
 
 
 @router.get("/metrics")
