@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import nlargest
+from itertools import islice
 
 from megatron_ext.prefix_cache.block_pool import BlockId
 from megatron_ext.prefix_cache.hash_chain import Digest
@@ -17,6 +18,32 @@ class _Entry:
     depth: int  # blocks from the start of the sequence, this one included
     children: int = 0
     hits: int = 0  # requests that resumed at the end of this block
+
+
+class CachedRun(Sequence[BlockId]):
+    """Blocks of a cached run, looked up when asked for; good until something is indexed or forgotten.
+
+    A run of thousands of blocks whose length alone decides costs a few look-ups.
+    """
+
+    def __init__(self, entries: Mapping[Digest, _Entry], digests: Sequence[Digest], length: int) -> None:
+        self._entries, self._digests, self._length = entries, digests, length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int | slice) -> BlockId | list[BlockId]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(self._length))]
+        return self._entries[self._digests[range(self._length)[index]]].block
+
+    def __iter__(self) -> Iterator[BlockId]:
+        return (self._entries[digest].block for digest in islice(self._digests, self._length))
+
+    def __eq__(self, other: object) -> bool:
+        return list(self) == list(other) if isinstance(other, Sequence) else NotImplemented
+
+    __hash__ = None
 
 
 @dataclass(frozen=True)
@@ -51,15 +78,24 @@ class BlockIndex:
         entry = self._entries.get(digest)
         return None if entry is None else entry.block
 
-    def longest_run(self, digests: Sequence[Digest]) -> list[BlockId]:
-        """Blocks of the longest indexed run from the start; a hole ends it."""
-        blocks = []
-        for digest in digests:
-            entry = self._entries.get(digest)
-            if entry is None:
-                break
-            blocks.append(entry.block)
-        return blocks
+    def digest_of(self, block: BlockId) -> Digest:
+        """What the indexed `block` holds."""
+        return self._digest_of[block]
+
+    def longest_run(self, digests: Sequence[Digest]) -> CachedRun:
+        """Blocks of the longest indexed run from the start; a hole ends it.
+
+        An indexed block's parents are indexed (`add` and `remove` see to that), so the end is found by doubling and
+        halving: a look-up for each doubling of the run, not for each block.
+        """
+        low, high = 0, 1  # blocks: `low` of them are indexed; `high`, once it is found out, are not
+        while high <= len(digests) and digests[high - 1] in self._entries:
+            low, high = high, 2 * high
+        high = min(high, len(digests) + 1)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if digests[middle - 1] in self._entries else (low, middle)
+        return CachedRun(self._entries, digests, low)
 
     def add(self, digest: Digest, block: BlockId, parent: Digest | None) -> None:
         """Index `block`, whose parent, if it has one, must be indexed."""

@@ -38,6 +38,9 @@ class PrefixCache:
     that holds the same contents already, so whoever uses a block uses its parents, and every retired block can be
     evicted.
 
+    A digest can be *wanted* by waiting requests that somebody computes it for (`want`, `unwant`): then its block and
+    all before it stay cached even if the policy would drop them. They can still be evicted.
+
     In a model with recurrent layers `states` is the index of their snapshots. A snapshot goes when its block goes, and
     may go alone.
 
@@ -56,6 +59,7 @@ class PrefixCache:
         self.states = None if slots is None else StateIndex(slots)
         self._index = BlockIndex()
         self._policy = build_policy(policy or EvictionPolicyName.REF_ZERO)
+        self._wanted: dict[Digest, int] = {}  # by how many
         self._evicted = 0
 
     @property
@@ -63,7 +67,7 @@ class PrefixCache:
         """Blocks that `allocate` can hand out: free ones, and retired ones that it would evict."""
         return self.pool.free_count + len(self._policy)
 
-    def match(self, digests: Sequence[Digest]) -> list[BlockId]:
+    def match(self, digests: Sequence[Digest]) -> Sequence[BlockId]:
         """Blocks of the longest cached run from the start. Changes nothing; pin them before anything is allocated."""
         return self._index.longest_run(digests)
 
@@ -83,9 +87,44 @@ class PrefixCache:
         """Take `count` blocks of no contents, evicting as many retired ones as it takes."""
         assert count <= self.available_count, f"{count} blocks asked, {self.available_count} available"
         while self.pool.free_count < count:
-            self._drop(self._policy.evict())
-            self._evicted += 1
+            self._evict()
         return self.pool.allocate(count)
+
+    def _evict(self) -> None:
+        block = self._policy.evict()
+        parent = self._index.parent(block)
+        self._drop(block)
+        self._evicted += 1
+        self._drop_unneeded(parent)  # without its end, what was kept for somebody is not
+
+    def want(self, digest: Digest) -> None:
+        """A waiting request is to find the block of `digest`, once it is computed, and all before it."""
+        self._wanted[digest] = self._wanted.get(digest, 0) + 1
+
+    def unwant(self, digest: Digest) -> None:
+        """It is not waiting for that any more."""
+        self._wanted[digest] -= 1
+        if not self._wanted[digest]:
+            del self._wanted[digest]
+            self._drop_unneeded(self._index.find(digest))
+
+    def wanted(self) -> dict[Digest, int]:
+        """What is wanted, and by how many."""
+        return dict(self._wanted)
+
+    def _is_needed(self, block: BlockId) -> bool:
+        """Whether a waiting request is to find the cached `block`, or one that continues it is there."""
+        return self._index.digest_of(block) in self._wanted or self._index.children(block) > 0
+
+    def _drop_unneeded(self, block: BlockId | None) -> None:
+        """Drop `block` if it was kept for waiting requests only and none is left; then the one before it, and so on."""
+        while block is not None and not self._policy.keeps_unused and block in self._policy:
+            if self._is_needed(block):
+                return
+            parent = self._index.parent(block)
+            self._policy.revive(block)
+            self._drop(block)
+            block = parent
 
     def publish(self, digest: Digest, block: BlockId, parent: Digest | None) -> BlockId:
         """The contents of `block` have been computed: let others find it.
@@ -109,6 +148,9 @@ class PrefixCache:
             if block not in self._index or self.pool.references(block) > 1:
                 self.pool.release([block])
             elif self._policy.retire(block):
+                self.pool.withhold(block)
+            elif self._is_needed(block):
+                self._policy.hold(block)
                 self.pool.withhold(block)
             else:
                 self._forget(block)
@@ -167,6 +209,9 @@ class PrefixCache:
         if self.states is not None:
             self.states.check(self._index.digests())
         retired = set(self._policy)
+        assert all(count > 0 for count in self._wanted.values()), "wanted by nobody"
+        if not self._policy.keeps_unused:
+            assert all(map(self._is_needed, retired)), "a block is kept for nobody"
         assert retired == self.pool.withheld, "the policy and the pool disagree on retired blocks"
         assert retired <= set(self._index), "a retired block is not indexed"
         for block in self._index:

@@ -2,7 +2,9 @@
 
 The contract (`EvictionPolicy`), for the cache that calls it:
 
+- `keeps_unused`: whether a block that nobody uses, and nobody waits for, stays cached.
 - `retire(block)`: nobody uses the cached `block` any more. Blocks of one sequence retire from its end to its start.
+- `hold(block)`: the same of a block that a waiting request is to find: it stays cached whatever the policy.
 - `revive(block)`: a retired block is in use again.
 - `evict()`: the retired block to give up now; it is no longer retired.
 - `len(policy)`: retired blocks, that is, how many times `evict` can be called.
@@ -20,6 +22,11 @@ from megatron_ext.prefix_cache.block_pool import BlockId
 
 class EvictionPolicy(Protocol):
     """See the module."""
+
+    keeps_unused: bool
+
+    def hold(self, block: BlockId) -> None:
+        """The block stays cached."""
 
     def retire(self, block: BlockId) -> bool:
         """Whether the block stays cached; False drops it at once."""
@@ -47,13 +54,19 @@ class LeafFirstLru:
     retires later than its parent, and within one sequence the end retires first. The oldest block is therefore a leaf.
     """
 
+    keeps_unused = True
+
     def __init__(self) -> None:
         self._retired: OrderedDict[BlockId, None] = OrderedDict()
 
-    def retire(self, block: BlockId) -> bool:
+    def hold(self, block: BlockId) -> None:
         """Keep it, as the most recently used."""
         assert block not in self._retired, f"block {block} retired twice"
         self._retired[block] = None
+
+    def retire(self, block: BlockId) -> bool:
+        """Keep it, as the most recently used."""
+        self.hold(block)
         return True
 
     def revive(self, block: BlockId) -> None:
@@ -79,31 +92,13 @@ class LeafFirstLru:
         return block in self._retired
 
 
-class RefZero:
-    """A block is dropped as soon as nobody uses it: only requests that overlap in time share."""
+class RefZero(LeafFirstLru):
+    """A block is dropped as soon as nobody uses it or waits for it: only requests that overlap in time share."""
+
+    keeps_unused = False
 
     def retire(self, block: BlockId) -> bool:
         """Drop it."""
-        return False
-
-    def revive(self, block: BlockId) -> None:
-        """Never called: nothing is retired."""
-        raise AssertionError(f"block {block} was never retired")
-
-    def evict(self) -> BlockId:
-        """Never called: nothing is retired."""
-        raise AssertionError("nothing to evict")
-
-    def clear(self) -> None:
-        """Nothing to forget."""
-
-    def __len__(self) -> int:
-        return 0
-
-    def __iter__(self) -> Iterator[BlockId]:
-        return iter(())
-
-    def __contains__(self, block: BlockId) -> bool:
         return False
 
 

@@ -67,14 +67,24 @@ class HashChain:
     def __len__(self) -> int:
         return len(self._digests)
 
-    def extend(self, tokens: Sequence[int]) -> Sequence[Digest]:
+    def extend(self, tokens: Sequence[int], most: int | None = None) -> Sequence[Digest]:
         """Digests of the complete blocks of `tokens`, which begin with everything seen before.
 
         Only the blocks that were not complete before are hashed.
+
+        Args:
+            tokens: Of the whole sequence.
+            most: Hash no more than so many of them now, but for a block at least; None hashes all.
         """
-        known = len(self._digests) * self._block_size
-        if len(tokens) - known >= self._block_size:
+        known, unseen = len(self._digests) * self._block_size, self.unhashed(len(tokens))
+        if unseen:
             parent = self._digests[-1] if self._digests else self.root
-            unseen = tokens[known:] if known else tokens  # no copy of a whole prompt
-            self._digests += block_digests(parent, unseen, self._block_size)
+            count = unseen if most is None else min(unseen, max(most, self._block_size))
+            # no copy of a whole prompt
+            part = tokens if known == 0 and count == unseen else tokens[known : known + count]
+            self._digests += block_digests(parent, part, self._block_size)
         return self._digests
+
+    def unhashed(self, length: int) -> int:
+        """Tokens in the complete blocks of a sequence of `length` that have not been hashed yet."""
+        return max(0, length // self._block_size - len(self._digests)) * self._block_size

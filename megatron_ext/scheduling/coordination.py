@@ -51,6 +51,10 @@ class BlocksInFlight:
         """The request that computes `digest`, the first if there are several; None if nobody does."""
         return next(iter(self._leaders.get(digest, ())), None)
 
+    def computes(self, request_id: int, digest: Digest) -> bool:
+        """Whether `request_id` is about to publish `digest`."""
+        return digest in self._digests.get(request_id, ())
+
     def requests(self) -> set[int]:
         """Ids of the requests that compute something that others could wait for."""
         return set(self._digests)
@@ -60,7 +64,7 @@ class Leaders:
     """Who computes what: running requests, and those that this step admits."""
 
     def __init__(self, running: Iterable[Request], in_flight: BlocksInFlight) -> None:
-        self._running = {request.request_id: request for request in running}
+        self.running = {request.request_id: request for request in running}
         self._in_flight = in_flight
         self._planned: dict[Digest, Chunk] = {}
 
@@ -80,8 +84,22 @@ class Leaders:
         request_id = self._in_flight.leader(following)
         if request_id is None:
             return None
-        leader = self._running[request_id]
+        leader = self.running[request_id]
         return leader, leader.computed_end
+
+    def disturbed(self, admitted: Request, leaders: Iterable[int]) -> list[int]:
+        """Which of `leaders` somebody may follow who has `admitted` to follow in this step, as the latest to lead.
+
+        Those with which it has the next block in common. With recurrent layers its states may be of more use to a
+        follower, or of less, than those that it sleeps for.
+        """
+        return [one for one in leaders if self._has_next_block_of(admitted, self.running[one])]
+
+    @staticmethod
+    def _has_next_block_of(request: Request, leader: Request) -> bool:
+        following = leader.published_blocks
+        digests = request.digests
+        return following < len(digests) and digests[following] == leader.digests[following]
 
 
 def follow(
@@ -99,19 +117,47 @@ def follow(
     can be had for the states there.
     """
     leading, computed_end = leader
-    refusal = Refusal(request, "prefix", 1, 0, wait_for=leading.request_id)
-    if cache.states is None:
-        return refusal
     block_size = limits.block_size
     digests = request.digests
     common = common_blocks(digests, leading.digests) * block_size
+    refusal = Refusal(request, "prefix", 1, 0, wait_for=leading.request_id, until=common)
+    if cache.states is None:
+        return refusal
     position = min(common, last_boundary(len(request.tokens), block_size))
     resume = resume_point(len(request.tokens), digests[:matched], block_size, cache.states)
     if position <= max(computed_end, resume.position):
         return None
+    refusal = dataclasses.replace(refusal, until=position)
     digest = digests[position // block_size - 1]
     if cache.states.is_reserved(digest):
         return refusal
     if digest not in wished and room.slots < 1:
         return None
     return dataclasses.replace(refusal, wish=Wish(leading, position, digest))
+
+
+def is_lasting(
+    refusal: Refusal, leader: Request, block_size: int, cache: PrefixCache, in_flight: BlocksInFlight
+) -> bool:
+    """Whether `refusal` stays as it is until its leader publishes the block that ends at `until`, or leaves.
+
+    The leader's blocks before that are in use, so they cannot be dropped; as long as it computes the last of them, it
+    computes the next one that the follower lacks.
+
+    With recurrent layers other leaders would be asked other questions. There it is so if the leader is the first that
+    computes the follower's next block, if the follower has matched nothing that the leader does not hold (what is not
+    held could be dropped, and then another one would lead), and if somebody is about to take the states.
+    """
+    digests = refusal.request.digests
+    digest = digests[refusal.until // block_size - 1]
+    is_computed = in_flight.computes(leader.request_id, digest)
+    if cache.states is None:
+        return is_computed
+    matched = len(cache.match(digests))
+    return (
+        matched < len(digests)
+        and in_flight.leader(digests[matched]) == leader.request_id
+        and leader.published_blocks == matched
+        and cache.states.is_reserved(digest)
+        and (is_computed or any(one.digest == digest for one in leader.snapshots))
+    )

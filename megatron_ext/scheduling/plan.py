@@ -87,6 +87,7 @@ class Refusal:
     available: int
     wait_for: int | None = None  # the request id of that leader
     wish: Wish | None = None  # what the leader is to leave behind for it; None in a model without recurrent layers
+    until: int | None = None  # tokens, a block boundary: what it waits for is there when the leader has computed them
 
 
 Failure = tuple[Request, CapacityError]
@@ -102,7 +103,7 @@ class StepPlan:
     failures: tuple[Failure, ...]
     admissions: tuple[Admission, ...]
     chunks: tuple[Chunk, ...]
-    refusals: tuple[Refusal, ...]  # followers of other requests, and at last whoever must wait for room
+    refusals: tuple[Refusal, ...]  # awake followers of other requests, and at last whoever must wait for room
 
     @property
     def refusal(self) -> Refusal | None:

@@ -6,6 +6,7 @@ without failing.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,11 +16,13 @@ from megatron_ext.prefix_cache.block_pool import BlockId
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.hash_chain import Digest
 from megatron_ext.prefix_cache.matching import resume_point
+from megatron_ext.scheduling.ahead import HASH_SLICE, within_slice
 from megatron_ext.scheduling.coordination import BlocksInFlight, Leaders, follow
 from megatron_ext.scheduling.plan import Admission, Failure, Limits, Refusal, Room, StepPlan
 from megatron_ext.scheduling.queue import Queues
 from megatron_ext.scheduling.request import Chunk, Request
 from megatron_ext.scheduling.snapshots import cut_aligned, prefill_stops
+from megatron_ext.scheduling.waiting import WaitingQueue
 
 
 def check_admissible(request: Request, limits: Limits) -> CapacityError | None:
@@ -181,19 +184,20 @@ def _plan_admissions(
     """Admit waiting requests in order until one has to wait for room.
 
     A request whose next block another one computes waits for that, and is overtaken; so do those behind a leader
-    admitted in this very step. A request fails here if its last token outgrew the pool just before a suspend sent it
-    back to wait.
+    admitted in this very step. Those that sleep are known to do so, and are not looked at. A request fails here if its
+    last token outgrew the pool just before a suspend sent it back to wait.
     """
     entry = _Entry([], [], [])
     leaders = Leaders(queues.running, in_flight)
     wished: set[Digest] = set()
-    for request in queues.waiting:
+    line = queues.waiting.line()
+    for request in within_slice(line, HASH_SLICE):
         error = _check_fits_pool(request, limits)
         if error is not None:
             entry.failed.append((request, error))
             continue
         matched = cache.match(request.digests) if reads_cache(request) else []
-        leader = leaders.of(request, len(matched)) if reads_cache(request) else None
+        leader = leaders.of(request, len(matched)) if may_follow(request, matched, queues.waiting) else None
         following = None if leader is None else follow(request, len(matched), leader, limits, room, cache, wished)
         if following is not None:
             entry.refusals.append(following)
@@ -207,12 +211,23 @@ def _plan_admissions(
             break
         entry.admissions.append(decision)
         leaders.add(decision)
+        if cache.states is not None:
+            for disturbed in leaders.disturbed(request, queues.waiting.leaders()):
+                line.join(queues.waiting.followers_of(disturbed), behind=request)
     return entry
 
 
 def reads_cache(request: Request) -> bool:
     """Whether cached blocks may stand in for computing: not if the prompt's own log-probs are asked for."""
     return request.chain is not None and not request.params.wants_prompt_log_probs
+
+
+def may_follow(request: Request, matched: Sequence[BlockId], waiting: WaitingQueue) -> bool:
+    """Whether to ask who computes its next block: not if what it waited for was published, and went before its turn.
+
+    Where blocks go that fast it would wait for one leader after the other, as a queue of one.
+    """
+    return reads_cache(request) and len(matched) >= waiting.promised_blocks(request)
 
 
 def plan_admission(
@@ -229,8 +244,8 @@ def plan_admission(
     if room.requests < 1:
         return Refusal(request, "requests", 1, 0), room
     new_blocks = limits.blocks_for(length) - len(matched)
-    newly_pinned = {block for block in matched if cache.is_retired(block) or block in room.released} - room.pinned
-    blocks = new_blocks + len(newly_pinned)
+    in_use = _blocks_in_use(matched, room, cache)
+    blocks = new_blocks + len(matched) - in_use
     if blocks > room.blocks:
         return Refusal(request, "blocks", blocks, room.blocks), room
     resume = resume_point(length, request.digests[: len(matched)], limits.block_size, cache.states)
@@ -245,6 +260,18 @@ def plan_admission(
         blocks=room.blocks - blocks,
         requests=room.requests - 1,
         tokens=room.tokens - chunk.length,
-        pinned=room.pinned | newly_pinned,
+        pinned=room.pinned.union(matched[in_use:]),
     )
     return Admission(request, tuple(matched), new_blocks, chunk, resume.restore), left
+
+
+def _blocks_in_use(matched: Sequence[BlockId], room: Room, cache: PrefixCache) -> int:
+    """How many of the matched blocks nobody has to take from what is available: those in use, or pinned by this plan.
+
+    They are the first ones: whoever uses a block uses all before it.
+    """
+
+    def is_available(block: BlockId) -> bool:
+        return block not in room.pinned and (cache.is_retired(block) or block in room.released)
+
+    return bisect.bisect_left(matched, True, key=is_available)

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from operator import attrgetter
+from typing import Protocol
 
 from megatron_ext.scheduling.request import Request
+from megatron_ext.scheduling.waiting import Keeper, WaitingQueue
+
+_ARRIVAL = attrgetter("arrival")
 
 
 class RequestQueue:
@@ -26,11 +31,21 @@ class RequestQueue:
     def add(self, request: Request) -> None:
         """Put `request` at its place."""
         assert request not in self._requests, f"request {request.request_id} is here already"
-        bisect.insort(self._requests, request, key=lambda other: other.arrival)
+        bisect.insort(self._requests, request, key=_ARRIVAL)
 
     def remove(self, request: Request) -> None:
         """Take `request` out."""
         self._requests.remove(request)
+
+
+class _Queue(Protocol):
+    """What all three queues can do."""
+
+    def add(self, request: Request) -> None: ...
+
+    def remove(self, request: Request) -> None: ...
+
+    def __contains__(self, request: Request) -> bool: ...
 
 
 class Queues:
@@ -38,10 +53,13 @@ class Queues:
 
     Waiting requests own nothing. Running ones own blocks and a live row, and are considered in each step. Paused ones
     keep what they own but cannot grow: no block is free for their next token.
+
+    Args:
+        keeper: Is told which blocks waiting requests are to find.
     """
 
-    def __init__(self) -> None:
-        self.waiting = RequestQueue()
+    def __init__(self, keeper: Keeper | None = None) -> None:
+        self.waiting = WaitingQueue(keeper)
         self.running = RequestQueue()
         self.paused = RequestQueue()
 
@@ -54,14 +72,15 @@ class Queues:
     def __len__(self) -> int:
         return len(self.waiting) + len(self.running) + len(self.paused)
 
-    def move(self, request: Request, target: RequestQueue) -> None:
+    def move(self, request: Request, target: _Queue) -> None:
         """Take `request` from wherever it is and put it into `target`."""
         self.discard(request)
         target.add(request)
 
     def discard(self, request: Request) -> None:
         """Take `request` out of its queue."""
-        for queue in (self.waiting, self.running, self.paused):
+        queues: Iterable[_Queue] = (self.waiting, self.running, self.paused)
+        for queue in queues:
             if request in queue:
                 queue.remove(request)
                 return

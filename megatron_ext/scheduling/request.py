@@ -122,6 +122,16 @@ class Request:
         return () if self.chain is None else self.chain.extend(self.tokens)
 
     @property
+    def unhashed_tokens(self) -> int:
+        """Tokens in complete blocks whose digests are yet to be made."""
+        return 0 if self.chain is None else self.chain.unhashed(len(self.tokens))
+
+    def hash_ahead(self, most: int) -> None:
+        """Make the digests of the next complete blocks: of at most so many tokens, but of a block at least."""
+        if self.chain is not None:
+            self.chain.extend(self.tokens, most)
+
+    @property
     def is_decoding(self) -> bool:
         """Whether only the last token, a generated one, is left to compute."""
         return self.computed_end == len(self.tokens) - 1 and self.computed_end >= self.prompt_length

@@ -12,7 +12,8 @@ from megatron_ext.prefix_cache.block_pool import BlockPool
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.hash_chain import Digest, HashChain, root_digest
 from megatron_ext.scheduling.accounting import Reason
-from megatron_ext.scheduling.coordination import BlocksInFlight
+from megatron_ext.scheduling.ahead import AheadHashing
+from megatron_ext.scheduling.coordination import BlocksInFlight, is_lasting
 from megatron_ext.scheduling.events import EventType
 from megatron_ext.scheduling.planner import Admission, Limits, Refusal, StepPlan, plan_step
 from megatron_ext.scheduling.queue import Queues
@@ -57,11 +58,12 @@ class Scheduler:
         slots: int | None = None,
     ) -> None:
         self.limits = limits
-        self.queues = Queues()
         self.cache = PrefixCache(limits.total_blocks, policy, slots)
+        self.queues = Queues(keeper=self.cache)
         self.in_flight = BlocksInFlight()
         self.rows = RowPool(limits.max_requests)
         self.counters = Counters()
+        self._hashing = AheadHashing()
         self._fingerprint = fingerprint
         self._weights_version = 0
 
@@ -73,6 +75,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Let an admissible request wait for its turn."""
         self._start_chain(request)
+        self._hashing.begin(request)
         self.queues.waiting.add(request)
 
     def _start_chain(self, request: Request) -> None:
@@ -115,6 +118,8 @@ class Scheduler:
             self._note_follower(refusal)
         for chunk in sorted(plan.chunks, key=lambda chunk: chunk.is_decode):  # a free slot is prefill's before decode's
             self._reserve_snapshots(chunk)
+        self._put_to_sleep(plan.refusals)
+        self._hashing.go_on()
         return plan
 
     def _grow(self, chunk: Chunk) -> None:
@@ -164,6 +169,17 @@ class Scheduler:
         if refusal.wish is not None:
             wish = refusal.wish
             self._reserve_snapshot(wish.leader, wish.position, wish.digest)
+
+    def _put_to_sleep(self, refusals: Iterable[Refusal]) -> None:
+        """Whoever follows need not be looked at again before what it waits for has changed."""
+        waiting, block_size = self.queues.waiting, self.limits.block_size
+        leaders = {request.request_id: request for request in self.queues.running}
+        for refusal in refusals:
+            if refusal.until is None or waiting.is_asleep(refusal.request):
+                continue
+            if is_lasting(refusal, leaders[refusal.wait_for], block_size, self.cache, self.in_flight):
+                blocks = refusal.until // block_size
+                waiting.sleep(refusal.request, refusal.wait_for, refusal.request.digests[blocks - 1], blocks)
 
     def _reserve_snapshots(self, chunk: Chunk) -> None:
         """Find slots for the states that the chunk should leave behind; what finds none is left out."""
@@ -242,6 +258,7 @@ class Scheduler:
         for snapshot in request.snapshots:
             if snapshot.position <= request.computed_end:
                 self.cache.states.commit(snapshot.digest)
+                self.queues.waiting.published(snapshot.digest)
         request.snapshots = [one for one in request.snapshots if one.position > request.computed_end]
 
     def _publish(self, request: Request) -> None:
@@ -254,6 +271,7 @@ class Scheduler:
             parent = digests[i - 1] if i else None
             request.block_table[i] = self.cache.publish(digests[i], request.block_table[i], parent)
             self.in_flight.published(request.request_id, digests[i])
+            self.queues.waiting.published(digests[i])
         request.published_blocks = complete
 
     def abandon(self, chunks: Iterable[Chunk], reason: str) -> None:
@@ -282,6 +300,7 @@ class Scheduler:
             request.snapshots = []
         for request_id in self.in_flight.requests():
             self.in_flight.discard(request_id)
+        self.queues.waiting.forget()
 
     def weights_changed(self) -> None:
         """The same for good reason: keys made from now on are of other weights."""
@@ -289,6 +308,7 @@ class Scheduler:
         self.reset_prefix_cache()
         for request in self.queues.waiting:
             self._start_chain(request)
+            self._hashing.resume(request)
 
     def _requeue(self, request: Request, event: EventType | None = None, payload: str | None = None) -> None:
         self._release(request)
@@ -299,8 +319,10 @@ class Scheduler:
 
     def _release(self, request: Request) -> None:
         self.in_flight.discard(request.request_id)
+        self.queues.waiting.forsaken(request.request_id)
         for snapshot in request.snapshots:
             self.cache.states.cancel(snapshot.digest)
+            self.queues.waiting.cancelled(snapshot.digest)
         request.snapshots, request.restore = [], None
         self.cache.release(request.block_table)
         request.block_table = []
@@ -316,6 +338,7 @@ class Scheduler:
         for block in range(self.cache.pool.total):
             assert self.cache.pool.references(block) == held[block], f"block {block}: references and tables disagree"
         self._check_reservations()
+        self._check_sleepers()
         self.rows.check([request.state_row for request in self.queues if request.state_row is not None])
         for queue in (self.queues.waiting, self.queues.running, self.queues.paused):
             arrivals = [request.arrival for request in queue]
@@ -339,6 +362,20 @@ class Scheduler:
         fewest = self.limits.blocks_for(computed if request.is_decoding else known)
         most = self.limits.blocks_for(known)
         assert fewest <= len(request.block_table) <= most, f"{name} owns {len(request.block_table)} blocks"
+
+    def _check_sleepers(self) -> None:
+        self.queues.waiting.check()
+        running = {request.request_id: request for request in self.queues.running}
+        for request, hope in self.queues.waiting.sleepers():
+            name, leader = f"sleeping {request.request_id}", running.get(hope.leader)
+            assert leader is not None, f"{name} waits for a request that does not run"
+            assert leader.cache_epoch == self.cache.epoch, f"{name} waits for what will not be published"
+            assert leader.computed_end < hope.blocks * self.limits.block_size, f"{name} waits for what is there"
+            assert request.digests[hope.blocks - 1] == hope.digest, f"{name} waits for what it cannot use"
+            if self.cache.states is None:
+                assert self.in_flight.computes(hope.leader, hope.digest), f"{name} waits for what nobody computes"
+            else:
+                assert self.cache.states.is_reserved(hope.digest), f"{name} waits for states that nobody takes"
 
     def _check_reservations(self) -> None:
         snapshots = [(request, one) for request in self.queues for one in request.snapshots]

@@ -134,3 +134,8 @@ def admitted(plan: StepPlan) -> list[tuple[int, int, int]]:
 def followers(plan: StepPlan) -> dict[int, int]:
     """Who waits for whom."""
     return {one.request.request_id: one.wait_for for one in plan.refusals if one.wait_for is not None}
+
+
+def asleep(scheduler: Scheduler) -> dict[int, int]:
+    """Who is known to wait for whom, and is not looked at."""
+    return {request.request_id: hope.leader for request, hope in scheduler.queues.waiting.sleepers()}

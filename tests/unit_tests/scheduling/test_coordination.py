@@ -10,7 +10,7 @@ from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
 from tests.priority import TestPriority
-from tests.unit_tests.scheduling.builders import add, admitted, followers, make_limits, request_of, step
+from tests.unit_tests.scheduling.builders import add, admitted, asleep, followers, make_limits, request_of, step
 
 pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
@@ -132,7 +132,9 @@ class TestLeaders:
         add(scheduler, leader, follower)
         assert followers(step(scheduler)) == {1: 0}
         assert scheduler.cache.use().blocks_cached == 1  # [0, 4) of [0, 6)
-        assert followers(step(scheduler)) == {1: 0}  # [6, 12): now all they share is there
+        assert asleep(scheduler) == {1: 0}
+        assert followers(step(scheduler)) == {}  # [6, 12): now all they share is there
+        assert asleep(scheduler) == {}
         plan = step(scheduler)
         assert admitted(plan) == [(1, 2, 1)]
         assert [(chunk.request.request_id, chunk.start, chunk.end) for chunk in plan.chunks] == [(0, 12, 16), (1, 8, 9)]
@@ -196,15 +198,16 @@ class TestLeaders:
         assert admitted(plan) == [(1, 0, 3)]
         assert followers(plan) == {2: 1}
 
-    def test_a_leader_that_ends_with_its_prefill_leaves_nobody_waiting(self):
-        """KV-6, KV-4: under ref_zero its blocks go with it, and the next one computes them again."""
-        scheduler = make_scheduler(REF_ZERO)
+    @pytest.mark.parametrize("policy", [LRU, REF_ZERO])
+    def test_a_leader_that_ends_with_its_prefill_leaves_its_blocks_to_its_followers(self, policy):
+        """KV-6, KV-4: under ref_zero, too, they go when nobody waits for them any more."""
+        scheduler = make_scheduler(policy)
         leader = sharing(0)
         add(scheduler, leader, sharing(1))
         step(scheduler)
         scheduler.end(leader, Status.COMPLETED)
-        assert admitted(step(scheduler)) == [(1, 0, 3)]
-        assert scheduler.counters.hits == 0
+        assert admitted(step(scheduler)) == [(1, 2, 1)]
+        assert scheduler.counters.hits == 1
 
 
 class TestWhoStaysApart:

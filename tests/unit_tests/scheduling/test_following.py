@@ -1,0 +1,155 @@
+"""KV-6: what followers are sure to find, and when they need not wait; blocks of 4 tokens, ids are arrivals."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_ext.config import EvictionPolicyName
+from megatron_ext.scheduling.record import Status
+from megatron_ext.scheduling.request import Request
+from megatron_ext.scheduling.scheduler import Scheduler
+from tests.priority import TestPriority
+from tests.unit_tests.scheduling.builders import add, admitted, followers, make_limits, request_of, step
+
+pytestmark = pytest.mark.priority(TestPriority.HIGH)
+
+LRU, REF_ZERO = EvictionPolicyName.LRU, EvictionPolicyName.REF_ZERO
+BOTH = pytest.mark.parametrize("policy", [LRU, REF_ZERO])
+
+
+def make_scheduler(policy: EvictionPolicyName, slots: int | None = None, **limits: object) -> Scheduler:
+    return Scheduler(make_limits(**{"total_blocks": 20, "max_tokens": 64} | limits), policy, slots=slots)
+
+
+def sharing(arrival: int, shared: int = 8) -> Request:
+    return request_of(arrival, [*range(shared), 100 + arrival])
+
+
+def run_prefills(scheduler: Scheduler) -> int:
+    """Steps until all have ended, each with its first token."""
+    steps = 0
+    while len(scheduler.queues) and steps < 40:
+        for chunk in step(scheduler).chunks:
+            if chunk.request.generated_count:
+                scheduler.end(chunk.request, Status.COMPLETED)
+        steps += 1
+        scheduler.check()
+    return steps
+
+
+class TestBlocksOfALeaderThatHasEnded:
+    """They are kept for those who waited for them, and for nobody else."""
+
+    @pytest.mark.parametrize("slots", [None, 4])
+    @BOTH
+    def test_sixteen_prompts_that_end_with_their_first_token_take_two_steps(self, policy, slots):
+        """KV-4, KV-6: one computes what they share, fifteen skip it, whatever the policy."""
+        limits = {"block_size": 64, "total_blocks": 64, "max_requests": 16, "max_tokens": 2048}
+        scheduler = make_scheduler(policy, slots, **limits, max_sequence_length=128)
+        add(scheduler, *(sharing(arrival, 64) for arrival in range(16)))
+        assert run_prefills(scheduler) == 2
+        assert scheduler.counters.skipped_tokens == 960
+        assert scheduler.cache.use().blocks_cached == (1 if policy is LRU else 0)
+
+    def test_they_are_kept_while_there_is_no_room(self):
+        """KV-6: one row, so the followers come one after the other; each finds what the first one left."""
+        scheduler = make_scheduler(REF_ZERO, max_requests=1)
+        add(scheduler, *(sharing(arrival) for arrival in range(4)))
+        assert run_prefills(scheduler) == 4
+        assert scheduler.counters.skipped_tokens == 3 * 8
+        assert scheduler.cache.use().blocks_cached == 0
+
+    def test_they_go_with_the_last_who_waits_for_them(self):
+        """KV-4, EX-8: aborted, so nobody is to find them."""
+        scheduler = make_scheduler(REF_ZERO)
+        requests = [sharing(0), sharing(1), sharing(2, shared=4)]
+        add(scheduler, *requests)
+        step(scheduler)
+        scheduler.end(requests[0], Status.COMPLETED)
+        use = [scheduler.cache.use().blocks_cached]
+        for request in requests[1:]:
+            scheduler.end(request, Status.ABORTED)
+            scheduler.check()
+            use.append(scheduler.cache.use().blocks_cached)
+        assert use == [2, 1, 0]
+        assert scheduler.cache.use().blocks_evicted == 0
+
+    def test_what_nobody_waited_for_goes_at_once(self):
+        """KV-4: a request that came too late to wait has no claim."""
+        scheduler = make_scheduler(REF_ZERO)
+        leader = sharing(0)
+        add(scheduler, leader)
+        step(scheduler)
+        add(scheduler, sharing(1))
+        scheduler.end(leader, Status.COMPLETED)
+        assert scheduler.cache.use().blocks_cached == 0
+
+    @BOTH
+    def test_if_they_were_needed_elsewhere_nobody_waits_again(self, policy):
+        """KV-6: else each would wait for the one before it, and lose its blocks again."""
+        scheduler = make_scheduler(policy)
+        leader = sharing(0)
+        add(scheduler, leader, sharing(1), sharing(2))
+        assert followers(step(scheduler)) == {1: 0, 2: 0}
+        scheduler.end(leader, Status.COMPLETED)
+        assert scheduler.cache.use().blocks_evictable >= 2
+        scheduler.cache.release(scheduler.cache.allocate(20))  # evicts all
+        scheduler.check()
+        add(scheduler, sharing(3))  # has not been promised anything
+        plan = step(scheduler)
+        assert admitted(plan) == [(1, 0, 3), (2, 0, 3)]
+        assert followers(plan) == {3: 1} or followers(plan) == {3: 2}
+        assert admitted(step(scheduler)) == [(3, 2, 1)]
+
+    @BOTH
+    def test_after_a_leader_that_was_aborted_one_leads_and_the_rest_wait(self, policy):
+        """KV-6: nothing was published for them."""
+        scheduler = make_scheduler(policy, max_tokens=4)
+        leader = sharing(0)
+        add(scheduler, leader, sharing(1), sharing(2))
+        step(scheduler)
+        scheduler.end(leader, Status.ABORTED)
+        assert followers(step(scheduler)) == {2: 1}
+
+
+class TestBoundaryOfTheLeader:
+    """KV-6 with recurrent layers: a follower waits only if the leader has yet to pass the boundary."""
+
+    @staticmethod
+    def led(computed: int) -> tuple[Scheduler, Request]:
+        """A leader of 17 tokens that has computed so many; behind it a prompt of its first 12, to resume from 8."""
+        scheduler = make_scheduler(LRU, slots=8, max_tokens=computed)
+        add(scheduler, request_of(0, range(17)))
+        step(scheduler)
+        scheduler.limits = make_limits(total_blocks=20, max_tokens=32)
+        follower = request_of(1, range(12))
+        add(scheduler, follower)
+        return scheduler, follower
+
+    def test_it_waits_for_a_leader_before_the_boundary(self):
+        """KV-6: which takes the states there."""
+        scheduler, follower = self.led(computed=4)
+        plan = step(scheduler)
+        assert [(one.wait_for, one.wish.position) for one in plan.refusals] == [(0, 8)]
+        assert admitted(step(scheduler)) == [(1, 3, 0)]
+        assert follower.ledger.skipped == 8
+
+    def test_it_does_not_wait_for_a_leader_on_the_boundary(self):
+        """KV-6: equality. The states at 8 are those that the leader continues from, and nobody keeps them."""
+        scheduler, follower = self.led(computed=8)
+        plan = step(scheduler)
+        assert plan.refusals == ()
+        assert admitted(plan) == [(1, 2, 1)]
+        assert [(chunk.start, chunk.end) for chunk in plan.chunks] == [(8, 17), (0, 12)]
+        assert follower.ledger.skipped == 0
+
+    def test_it_does_not_wait_for_a_leader_of_this_step_that_begins_on_the_boundary(self):
+        """KV-6: the same of one that resumes there."""
+        scheduler = make_scheduler(LRU, slots=8)
+        first = request_of(0, range(9))
+        add(scheduler, first)
+        step(scheduler)  # leaves states at 8
+        add(scheduler, request_of(1, range(17)), request_of(2, range(12)))
+        plan = step(scheduler)
+        assert [(one.request.request_id, one.chunk.start) for one in plan.admissions] == [(1, 8), (2, 8)]
+        assert plan.refusals == ()
