@@ -16,7 +16,7 @@ from megatron_ext.config import BatchingConfig, CacheConfig, ModelConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.block_allocator import PoolBlockAllocator
-from megatron_ext.mcore.staging import StagedStep, snapshots_within, stage_step
+from megatron_ext.mcore.staging import ModelInput, SampledTokens, StagingRules, stage_step
 from megatron_ext.memory.budget import (
     DEFAULT_MAX_TOKENS,
     Geometry,
@@ -31,9 +31,9 @@ from megatron_ext.ops.paged_attention import PagedBatch
 from megatron_ext.ops.rotary import Rotation, rotation_at
 from megatron_ext.scheduling.aligned import check_aligned, describe_tight_budget
 from megatron_ext.scheduling.planner import Limits
-from megatron_ext.scheduling.request import Chunk
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.snapshots import most_snapshots
+from megatron_ext.scheduling.step import ScheduledChunk, ScheduledStep
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,6 @@ class InferenceContext(DynamicInferenceContext):
     ) -> None:
         BaseInferenceContext.__init__(self, materialize_only_last_token_logits=True)
         self._device = device
-        self._token_rounder = token_rounder
         self.params_dtype = params_dtype
         self._map_layers(model, batching)
         self.max_sequence_length = _max_sequence_length(batching, config)
@@ -89,6 +88,15 @@ class InferenceContext(DynamicInferenceContext):
         self._fingerprint = repr((config.to_dict(), params_dtype, self._state_shape)).encode()
         self._say_what_is_off(cache)
         self._set_upstream_switches()
+        self._staging_rules = StagingRules(
+            block_size=self.block_size_tokens,
+            dummy_block=self.geometry.blocks,
+            kernel_chunk=self.geometry.kernel_chunk,
+            is_hybrid=self.is_hybrid_model,
+            token_rounder=token_rounder,
+            snapshots_in_prefill=not self._keeps_states_at_chunk_ends,
+            device=device,
+        )
         self.is_tensor_state_allocated = False
         self.reset()
         self.allocate_all_tensors(is_init=True)
@@ -195,7 +203,7 @@ class InferenceContext(DynamicInferenceContext):
         """Free the pools' memory. Their contents are lost: the scheduler must have been suspended."""
         self.memory_buffer = None
         self.live_states = self.snapshots = None
-        self.step: StagedStep | None = None
+        self.step: ModelInput | None = None
         self.is_tensor_state_allocated = False
 
     def reset(self) -> None:
@@ -207,49 +215,40 @@ class InferenceContext(DynamicInferenceContext):
 
     # The step at hand
 
-    def stage(self, chunks: Sequence[Chunk]) -> None:
-        """Make `chunks` the step that the next forward computes, and put restored states into their rows.
+    def stage(self, step: ScheduledStep, last_sampled: SampledTokens | None = None) -> None:
+        """Make `step` the one that the next forward computes, and put restored states into their slots.
 
         Raises:
             RestoreError: A snapshot is not the one that its request was to resume from.
         """
         self._rotation: Rotation | None = None
-        self.scored_states: Tensor | None = None  # [k, h], of the staged step's `score_tokens`, once it has run
-        self._restore_states(chunks)
-        self.step = stage_step(
-            chunks,
-            block_size=self.block_size_tokens,
-            dummy_block=self.geometry.blocks,
-            kernel_chunk=self.geometry.kernel_chunk,
-            is_hybrid=self.is_hybrid_model,
-            token_rounder=self._token_rounder,
-            device=self._device,
-            snapshots_in_prefill=not self._keeps_states_at_chunk_ends,
-        )
+        self._restore_states(step.chunks)
+        self.step = stage_step(step, self._staging_rules, last_sampled)
 
-    def _restore_states(self, chunks: Sequence[Chunk]) -> None:
+    def _restore_states(self, chunks: Sequence[ScheduledChunk]) -> None:
         """Before any slot is written: one that a request resumes from may be given to another snapshot of this step."""
-        restored = [chunk.request for chunk in chunks if chunk.request.restore is not None]
+        restored = [chunk for chunk in chunks if chunk.restore is not None]
         if restored:
             self.snapshots.restore(
-                [request.restore.slot for request in restored],
-                [request.restore.digest for request in restored],
+                [chunk.restore.slot for chunk in restored],
+                [chunk.restore.digest for chunk in restored],
                 self.live_states,
-                [request.state_row for request in restored],
+                [chunk.live_slot for chunk in restored],
             )
         if self.snapshots is not None:
-            self.snapshots.open([one.slot for chunk in chunks for one in snapshots_within(chunk)])
+            self.snapshots.open([one.slot for chunk in chunks for one in chunk.snapshots])
 
-    def finish_snapshots(self, chunks: Sequence[Chunk]) -> None:
+    def finish_snapshots(self) -> None:
         """The forward has succeeded. States inside chunks are in their slots; those at their ends are live now."""
         if self.snapshots is None:
             return
-        taken = [(chunk, one) for chunk in chunks for one in snapshots_within(chunk)]
-        live = [(chunk, one) for chunk, one in taken if chunk.is_decode or self._keeps_states_at_chunk_ends]
+        taken = [(chunk, one) for chunk in self.step.chunks for one in chunk.snapshots]
+        live = [
+            (chunk.live_slot, one.slot) for chunk, one in taken if chunk.is_decode or self._keeps_states_at_chunk_ends
+        ]
         if live:
-            assert all(one.position == chunk.end for chunk, one in live), "live states are those at the chunk's end"
-            rows, slots = zip(*[(chunk.request.state_row, one.slot) for chunk, one in live], strict=True)
-            copy_states(self.live_states, rows, self.snapshots, slots)
+            live_slots, slots = zip(*live, strict=True)
+            copy_states(self.live_states, live_slots, self.snapshots, slots)
         self.snapshots.close([one.slot for _, one in taken], [one.digest for _, one in taken])
 
     def clear_step(self) -> None:
@@ -261,7 +260,7 @@ class InferenceContext(DynamicInferenceContext):
         return self.step.input_ids[None], self.step.position_ids[None]
 
     def last_token_logits(self, logits: Tensor) -> Tensor:
-        """Select the tokens that are sampled from: [1, T, h] -> [m, h] (see `StagedStep.sample_tokens`).
+        """Select the tokens that are sampled from: [1, T, h] -> [m, h] (see `ModelInput.sample_tokens`).
 
         The model calls this on hidden states before its output layer, so the forward computes no other logits. The
         hidden states of scored tokens are set aside.

@@ -17,9 +17,8 @@ from torch import Tensor
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore.faults import describe, is_out_of_memory
 from megatron_ext.mcore.scoring import Score, score_rows
-from megatron_ext.mcore.staging import PromptScore, StagedStep
+from megatron_ext.mcore.staging import ModelInput, PromptScore, SampledTokens, SamplingRow
 from megatron_ext.ops.sampling import sample_tokens
-from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.vocabulary import Vocabulary
 
 
@@ -32,12 +31,14 @@ class StepResult:
         generated: Scores of these tokens, where asked for.
         prompt: Scores of prompt tokens, where asked for and computed in this step.
         failures: Requests whose scores found no memory, and the error's words.
+        sampled: The tokens on the device, for a next step that is staged before they are known on the host.
     """
 
     tokens: dict[int, int]
     generated: dict[int, Score]
     prompt: dict[int, tuple[Score, ...]]
     failures: dict[int, str]
+    sampled: SampledTokens
 
 
 class InferenceController(TextGenerationController):
@@ -105,100 +106,99 @@ class InferenceController(TextGenerationController):
         return logits[:, 0]
 
 
-def choose_tokens(logits: Tensor, step: StagedStep, scored_logits: Callable[[slice], Tensor]) -> StepResult:
+def choose_tokens(logits: Tensor, step: ModelInput, scored_logits: Callable[[slice], Tensor]) -> StepResult:
     """Sample and score. Scores that find no memory cost the request that asked for them, and no other.
 
     Args:
         logits: [m, V], rows as in `step.sample_tokens`.
+        step: What was computed.
         scored_logits: Rows of `step.score_tokens` -> their logits, [rows, V].
     """
-    tokens = _sample(logits, step)  # [m]
-    requests = [chunk.request for chunk in step.sampling_chunks]
+    tokens = _sample(logits, step.sampling)  # [m]
     failures: dict[int, str] = {}
-    generated = _score_generated(logits, tokens, requests, failures)
+    generated = _score_generated(logits, tokens, step.sampling, failures)
     prompt = {}
     for part in step.prompt_scores:
-        with _out_of_memory_fails(part.chunk.request, failures):
-            prompt[part.chunk.request.request_id] = _score_prompt(scored_logits, part, logits)
-    names = [request.request_id for request in requests]
-    return StepResult(dict(zip(names, tokens.tolist(), strict=True)), generated, prompt, failures)
+        with _out_of_memory_fails(part.request_id, failures):
+            prompt[part.request_id] = _score_prompt(scored_logits, part, logits)
+    names = [row.request_id for row in step.sampling]
+    sampled = SampledTokens(tokens, {name: row for row, name in enumerate(names)})
+    return StepResult(dict(zip(names, tokens.tolist(), strict=True)), generated, prompt, failures, sampled)
 
 
 def _score_prompt(scored_logits: Callable[[slice], Tensor], part: PromptScore, logits: Tensor) -> tuple[Score, ...]:
     first, count = part.rows.start, len(part.targets)
     targets = torch.tensor(part.targets).to(logits.device, non_blocking=True)
-    top_n = [part.chunk.request.params.top_n_logprobs] * count
 
     def logits_of(rows: slice) -> Tensor:
         return scored_logits(slice(first + rows.start, first + min(rows.stop, count)))
 
-    return score_rows(logits_of, logits.shape[-1], targets, top_n)
+    return score_rows(logits_of, logits.shape[-1], targets, [part.top_n] * count)
 
 
 def _score_generated(
-    logits: Tensor, tokens: Tensor, requests: Sequence[Request], failures: dict[int, str]
+    logits: Tensor, tokens: Tensor, rows: Sequence[SamplingRow], failures: dict[int, str]
 ) -> dict[int, Score]:
     """Scores of sampled tokens, all at once; where that finds no memory, request by request."""
-    asked = [i for i, request in enumerate(requests) if request.params.return_log_probs]
+    asked = [i for i, row in enumerate(rows) if row.sampling.top_n is not None]
     if not asked:
         return {}
     try:
-        scores = _score_sampled(logits, tokens, requests, asked)
+        scores = _score_sampled(logits, tokens, rows, asked)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
     else:
-        return {requests[i].request_id: score for i, score in zip(asked, scores, strict=True)}
+        return {rows[i].request_id: score for i, score in zip(asked, scores, strict=True)}
     found = {}
     for i in asked:
-        with _out_of_memory_fails(requests[i], failures):
-            (found[requests[i].request_id],) = _score_sampled(logits, tokens, requests, [i])
+        with _out_of_memory_fails(rows[i].request_id, failures):
+            (found[rows[i].request_id],) = _score_sampled(logits, tokens, rows, [i])
     return found
 
 
-def _score_sampled(logits: Tensor, tokens: Tensor, requests: Sequence[Request], asked: list[int]) -> tuple[Score, ...]:
-    def logits_of(rows: slice) -> Tensor:
-        return logits[asked[rows]]
+def _score_sampled(logits: Tensor, tokens: Tensor, rows: Sequence[SamplingRow], asked: list[int]) -> tuple[Score, ...]:
+    def logits_of(part: slice) -> Tensor:
+        return logits[asked[part]]
 
-    top_n = [requests[i].params.top_n_logprobs for i in asked]
+    top_n = [rows[i].sampling.top_n or 0 for i in asked]
     return score_rows(logits_of, logits.shape[-1], tokens[asked], top_n)
 
 
 @contextlib.contextmanager
-def _out_of_memory_fails(request: Request, failures: dict[int, str]) -> Iterator[None]:
+def _out_of_memory_fails(request_id: int, failures: dict[int, str]) -> Iterator[None]:
     """Within it a failed allocation is noted as the request's."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        failures[request.request_id] = f"no memory for its log-probs: {describe(error)}"
+        failures[request_id] = f"no memory for its log-probs: {describe(error)}"
 
 
-def _sample(logits: Tensor, step: StagedStep) -> Tensor:
-    """The next token of every sampling chunk: [m]."""
+def _sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """The next token of every sampling row: [m]."""
     candidates = logits.clone()  # logits are scored as they came
-    _forbid_ends(candidates, [chunk.request for chunk in step.sampling_chunks])
+    _forbid(candidates, [row.sampling.forbidden for row in rows])
     tokens = candidates.argmax(-1)
-    drawn = [i for i, chunk in enumerate(step.sampling_chunks) if not chunk.request.params.is_greedy]
+    drawn = [i for i, row in enumerate(rows) if row.sampling.uniform is not None]
     if not drawn:
         return tokens
-    requests = [step.sampling_chunks[i].request for i in drawn]
+    wishes = [rows[i].sampling for i in drawn]
     index = torch.tensor(drawn).to(logits.device, non_blocking=True)
     columns = (
-        [request.params.temperature for request in requests],
-        [request.params.top_k for request in requests],
-        [request.params.top_p for request in requests],
-        [request.draw() for request in requests],
+        [one.temperature for one in wishes],
+        [one.top_k for one in wishes],
+        [one.top_p for one in wishes],
+        [one.uniform for one in wishes],
     )
     temperature, top_k, top_p, uniform = torch.tensor(columns, dtype=torch.float64).to(logits.device)
     return tokens.index_copy(0, index, sample_tokens(candidates[index], temperature, top_k.long(), top_p, uniform))
 
 
-def _forbid_ends(candidates: Tensor, requests: Sequence[Request]) -> None:
-    """Rule the termination token out for requests that have fewer tokens than they must have: [m, V], in place."""
-    early = [(i, r.termination_id) for i, r in enumerate(requests) if not r.may_stop and r.termination_id is not None]
-    possible = [(i, token) for i, token in early if 0 <= token < candidates.shape[1]]
+def _forbid(candidates: Tensor, tokens: Sequence[int | None]) -> None:
+    """Rule a token out for rows that must not have it yet: [m, V], in place."""
+    possible = [(i, token) for i, token in enumerate(tokens) if token is not None and 0 <= token < candidates.shape[1]]
     if possible:
         places = torch.tensor(possible).to(candidates.device, non_blocking=True)
         candidates[places[:, 0], places[:, 1]] = -torch.inf

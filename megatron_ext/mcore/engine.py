@@ -28,6 +28,7 @@ from megatron_ext.scheduling.planner import StepPlan, check_admissible
 from megatron_ext.scheduling.record import RequestRecord, Status
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
+from megatron_ext.scheduling.step import describe_step
 
 NOTHING = StepPlan(evictions=(), pauses=(), resumes=(), failures=(), admissions=(), chunks=(), refusals=())
 
@@ -120,7 +121,7 @@ class InferenceEngine(DynamicInferenceEngine):
 
     @property
     def scheduler(self) -> Scheduler:
-        """The context's scheduler: queues, blocks, live rows."""
+        """The context's scheduler: queues, blocks, live slots."""
         return self.context.scheduler
 
     @property
@@ -164,7 +165,7 @@ class InferenceEngine(DynamicInferenceEngine):
         return future
 
     def abort_request(self, request_id: int) -> None:
-        """End a living request now; its blocks and its live row are free at once (EX-8). Others do not notice.
+        """End a living request now; its blocks and its live slot are free at once (EX-8). Others do not notice.
 
         Raises:
             KeyError: No living request has this id.
@@ -237,9 +238,9 @@ class InferenceEngine(DynamicInferenceEngine):
     async def _compute(self, plan: StepPlan) -> StepResult:
         """Everything of a step that can fail: then nothing of it counts."""
         try:
-            self.context.stage(plan.chunks)
+            self.context.stage(describe_step(plan.chunks, self.context.block_size_tokens))
             result = await self.controller.async_generate_output_tokens_dynamic_batch()
-            self.context.finish_snapshots(plan.chunks)
+            self.context.finish_snapshots()
         except BaseException as error:
             self.scheduler.abandon(plan.chunks, describe(error))
             if isinstance(error, RestoreError):  # the next step computes what this snapshot was to save

@@ -1,8 +1,8 @@
-"""One step's decisions as tensors: what goes to the device, once, before the forward."""
+"""One step's message as tensors: what goes to the device, once, before the forward."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,28 +14,67 @@ from megatron_ext.mixers.recurrent import RecurrentStep
 from megatron_ext.ops.paged_attention import PagedBatch, build_paged_batch
 from megatron_ext.ops.state_slots import SnapshotPlaces, StateSlots
 from megatron_ext.ops.varlen import PackedChunks
-from megatron_ext.scheduling.request import Chunk
-from megatron_ext.scheduling.snapshots import Snapshot
+from megatron_ext.scheduling.step import LAST_SAMPLED, Sampling, ScheduledChunk, ScheduledStep
+
+
+@dataclass(frozen=True)
+class StagingRules:
+    """What staging knows of pools and model; constant.
+
+    Attributes:
+        block_size: Tokens.
+        dummy_block: Where K/V goes that is not to be written.
+        kernel_chunk: Tokens of a kernel chunk at most; a divisor of the block.
+        is_hybrid: Whether there are recurrent layers.
+        token_rounder: The packed token count is padded to a multiple of this.
+        snapshots_in_prefill: Whether mixers keep states inside a prefill; otherwise the caller copies live ones.
+        device: Where the tensors go.
+    """
+
+    block_size: int
+    dummy_block: int
+    kernel_chunk: int
+    is_hybrid: bool
+    token_rounder: int
+    snapshots_in_prefill: bool
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class SampledTokens:
+    """The tokens that a step sampled, where they are: [m] int64, and the row of each request."""
+
+    tokens: Tensor
+    rows: Mapping[int, int]
+
+
+@dataclass(frozen=True)
+class SamplingRow:
+    """Whose next token a row of the step's logits is, and how it is chosen."""
+
+    request_id: int
+    sampling: Sampling
 
 
 @dataclass(frozen=True)
 class PromptScore:
     """A span of the step's scored tokens that belongs to one request (prompt log-probs)."""
 
-    chunk: Chunk
-    rows: slice  # of `StagedStep.score_tokens`
+    request_id: int
+    rows: slice  # of `ModelInput.score_tokens`
     targets: tuple[int, ...]  # the token that each row should predict
+    top_n: int
 
 
 @dataclass(frozen=True)
-class StagedStep:
+class ModelInput:
     """A step's chunks, packed as [decode | prefill | padding] on the token axis.
 
     T is the padded token count. The forward computes logits for `sample_tokens` only, m rows of the packed axis; those
     of the k `score_tokens` come after it, a few at a time.
     """
 
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[ScheduledChunk, ...]  # as packed
     num_decode: int
     num_tokens: int  # without padding
     input_ids: Tensor  # [T] int64
@@ -44,89 +83,83 @@ class StagedStep:
     paged_batch: PagedBatch
     recurrent: RecurrentStep | None  # None for models without recurrent layers
     sample_tokens: Tensor  # [m] int64, those that a next token is drawn behind
-    sampling_chunks: tuple[Chunk, ...]  # whose token each of them is
+    sampling: tuple[SamplingRow, ...]  # of each of them
     score_tokens: Tensor  # [k] int64, those whose logits score the prompt token behind them
     prompt_scores: tuple[PromptScore, ...]
 
 
-def stage_step(
-    chunks: Sequence[Chunk],
-    *,
-    block_size: int,
-    dummy_block: int,
-    kernel_chunk: int,
-    is_hybrid: bool,
-    token_rounder: int,
-    device: torch.device,
-    snapshots_in_prefill: bool = True,
-) -> StagedStep:
-    """Stage `chunks`, decodes first. Padding to a multiple of `token_rounder` repeats token 0 at position 0.
+def stage_step(step: ScheduledStep, rules: StagingRules, last_sampled: SampledTokens | None = None) -> ModelInput:
+    """Stage a step. Padding repeats token 0 at position 0.
 
-    Without `snapshots_in_prefill` the recurrent layers keep no states: the caller copies live ones.
+    Args:
+        step: The message; nothing else is read.
+        rules: Of pools and model.
+        last_sampled: Of the step before, for chunks that begin with `LAST_SAMPLED`.
     """
-    num_decode = sum(chunk.is_decode for chunk in chunks)
-    assert all(chunk.is_decode for chunk in chunks[:num_decode]), "decodes come first"
-    decodes = sorted(chunks[:num_decode], key=lambda chunk: chunk.request.state_row)
-    chunks = [*decodes, *chunks[num_decode:]]
+    decodes = sorted(step.chunks[: step.num_decode], key=lambda chunk: chunk.live_slot)
+    chunks = (*decodes, *step.chunks[step.num_decode :])
     positions = [np.arange(chunk.start, chunk.end) for chunk in chunks]
-    num_tokens = sum(chunk.length for chunk in chunks)
-    padding = -num_tokens % token_rounder
-    input_ids = np.concatenate([chunk.request.tokens[chunk.start : chunk.end] for chunk in chunks] + [[0] * padding])
+    padding = -step.num_tokens % rules.token_rounder
+    token_ids = np.concatenate([np.asarray(chunk.token_ids, dtype=np.int64) for chunk in chunks] + [np.zeros(padding)])
     position_ids = np.concatenate([*positions, np.zeros(padding)])
-    tables = [_block_table(chunk, block_size) for chunk in chunks]
-    places = [
-        _slot_mapping(chunk, table, position, block_size, dummy_block)
-        for chunk, table, position in zip(chunks, tables, positions, strict=True)
-    ]
+    slot_mapping = np.concatenate([_slot_mapping(*pair, rules) for pair in zip(chunks, positions, strict=True)])
     sample_tokens, score_tokens, scores = _choose_logits(chunks)
-    arrays = [input_ids, position_ids, np.concatenate(places), np.asarray(sample_tokens), np.asarray(score_tokens)]
-    staged = _to_device(arrays, device)
-    return StagedStep(
-        chunks=tuple(chunks),
-        num_decode=num_decode,
-        num_tokens=num_tokens,
-        input_ids=staged[0],
+    arrays = [token_ids, position_ids, slot_mapping, np.asarray(sample_tokens), np.asarray(score_tokens)]
+    staged = _to_device(arrays, rules.device)
+    return ModelInput(
+        chunks=chunks,
+        num_decode=step.num_decode,
+        num_tokens=step.num_tokens,
+        input_ids=_fill_in(staged[0], chunks, last_sampled),
         position_ids=staged[1],
         slot_mapping=staged[2],
         paged_batch=build_paged_batch(
-            tables, [c.length for c in chunks], [c.end for c in chunks], num_decode, block_size, device
+            [chunk.block_ids for chunk in chunks],
+            [chunk.length for chunk in chunks],
+            [chunk.end for chunk in chunks],
+            step.num_decode,
+            rules.block_size,
+            rules.device,
         ),
-        recurrent=_stage_recurrent(chunks, num_decode, kernel_chunk, device, snapshots_in_prefill)
-        if is_hybrid
-        else None,
+        recurrent=_stage_recurrent(chunks, step.num_decode, rules) if rules.is_hybrid else None,
         sample_tokens=staged[3],
-        sampling_chunks=tuple(chunk for chunk in chunks if chunk.yields_token),
+        sampling=tuple(SamplingRow(one.request_id, one.sampling) for one in chunks if one.sampling is not None),
         score_tokens=staged[4],
         prompt_scores=tuple(scores),
     )
 
 
-def _block_table(chunk: Chunk, block_size: int) -> list[int]:
-    """The blocks that hold tokens [0, chunk.end); a request may own more."""
-    return list(chunk.request.block_table[: -(-chunk.end // block_size)])
+def _fill_in(input_ids: Tensor, chunks: Sequence[ScheduledChunk], last_sampled: SampledTokens | None) -> Tensor:
+    """Put tokens that the host does not know into their places, from device to device."""
+    places, rows, first = [], [], 0
+    for chunk in chunks:
+        if chunk.token_ids[-1] == LAST_SAMPLED:  # nothing can follow it
+            places.append(first + chunk.length - 1)
+            rows.append(last_sampled.rows[chunk.request_id])
+        first += chunk.length
+    if not places:
+        return input_ids
+    index, source = _to_device([np.asarray(places), np.asarray(rows)], input_ids.device)
+    return input_ids.index_copy(0, index, last_sampled.tokens.index_select(0, source))
 
 
-def _slot_mapping(
-    chunk: Chunk, table: Sequence[int], positions: np.ndarray, block_size: int, dummy_block: int
-) -> np.ndarray:
+def _slot_mapping(chunk: ScheduledChunk, positions: np.ndarray, rules: StagingRules) -> np.ndarray:
     """Where the chunk's KV is written; what lies in shared blocks already goes to the dummy block (KV-3)."""
-    blocks = np.asarray(table)[positions // block_size]
-    blocks = np.where(positions < chunk.request.shared_end, dummy_block, blocks)
-    return blocks * block_size + positions % block_size
+    blocks = np.asarray(chunk.block_ids)[positions // rules.block_size]
+    blocks = np.where(positions < chunk.shared_end, rules.dummy_block, blocks)
+    return blocks * rules.block_size + positions % rules.block_size
 
 
-def _stage_recurrent(
-    chunks: Sequence[Chunk], num_decode: int, kernel_chunk: int, device: torch.device, with_snapshots: bool
-) -> RecurrentStep:
+def _stage_recurrent(chunks: Sequence[ScheduledChunk], num_decode: int, rules: StagingRules) -> RecurrentStep:
     prefill = chunks[num_decode:]
-    slots = np.asarray([chunk.request.state_row for chunk in chunks])
+    slots = np.asarray([chunk.live_slot for chunk in chunks])
     has_state = np.asarray([chunk.start > 0 for chunk in chunks])
-    staged_slots, staged_has_state = _to_device([slots, has_state], device)
+    staged_slots, staged_has_state = _to_device([slots, has_state], rules.device)
     decode_slots = _as_slice(slots[:num_decode]) or staged_slots[:num_decode]
     if not prefill:
         return RecurrentStep(num_decode, decode_slots, None, None)
-    packed = cut_chunks([c.start for c in prefill], [c.length for c in prefill], kernel_chunk, device)
-    snapshots = _stage_snapshots(prefill, packed, kernel_chunk, device) if with_snapshots else None
+    packed = cut_chunks([c.start for c in prefill], [c.length for c in prefill], rules.kernel_chunk, rules.device)
+    snapshots = _stage_snapshots(prefill, packed, rules) if rules.snapshots_in_prefill else None
     prefill_slots = StateSlots(staged_slots[num_decode:], staged_has_state[num_decode:].bool(), snapshots)
     return RecurrentStep(num_decode, decode_slots, packed, prefill_slots)
 
@@ -138,54 +171,42 @@ def _as_slice(slots: np.ndarray) -> slice | None:
     return slice(int(slots[0]), int(slots[-1]) + 1)
 
 
-def snapshots_within(chunk: Chunk) -> list[Snapshot]:
-    """Those that the chunk's computation passes."""
-    return [one for one in chunk.request.snapshots if chunk.start < one.position <= chunk.end]
-
-
 def _stage_snapshots(
-    prefill: Sequence[Chunk], packed: PackedChunks | None, kernel_chunk: int, device: torch.device
+    prefill: Sequence[ScheduledChunk], packed: PackedChunks, rules: StagingRules
 ) -> SnapshotPlaces | None:
     """Where in the packed prefill the wanted states arise: block boundaries are ends of kernel chunks (HY-9)."""
     slots, sequences, chunks, tokens = [], [], [], []
     first_chunk = first_token = 0
     for i, chunk in enumerate(prefill):
-        for snapshot in snapshots_within(chunk):
+        for snapshot in chunk.snapshots:
             slots.append(snapshot.slot)
             sequences.append(i)
-            chunks.append(first_chunk + snapshot.position // kernel_chunk - chunk.start // kernel_chunk - 1)
+            grid = snapshot.position // rules.kernel_chunk - chunk.start // rules.kernel_chunk
+            chunks.append(first_chunk + grid - 1)
             tokens.append(first_token + snapshot.position - chunk.start)
         first_chunk += packed.chunk_counts[i]
         first_token += chunk.length
     if not slots:
         return None
-    return SnapshotPlaces(*_to_device([np.asarray(part) for part in (slots, sequences, chunks, tokens)], device))
+    return SnapshotPlaces(*_to_device([np.asarray(part) for part in (slots, sequences, chunks, tokens)], rules.device))
 
 
-def _choose_logits(chunks: Sequence[Chunk]) -> tuple[list[int], list[int], list[PromptScore]]:
+def _choose_logits(chunks: Sequence[ScheduledChunk]) -> tuple[list[int], list[int], list[PromptScore]]:
     """Which packed tokens are sampled from, which score prompt tokens, and whose."""
     sample_tokens: list[int] = []
     score_tokens: list[int] = []
     scores: list[PromptScore] = []
     first_token = 0
     for chunk in chunks:
-        start, end = _scored_span(chunk)
-        if start < end:
-            rows = slice(len(score_tokens), len(score_tokens) + end - start)
-            scores.append(PromptScore(chunk, rows, chunk.request.prompt_tokens[start + 1 : end + 1]))
-            score_tokens += range(first_token + start - chunk.start, first_token + end - chunk.start)
+        wanted = chunk.scoring
+        if wanted is not None:
+            rows = slice(len(score_tokens), len(score_tokens) + wanted.end - wanted.start)
+            scores.append(PromptScore(chunk.request_id, rows, wanted.targets, wanted.top_n))
+            score_tokens += range(first_token + wanted.start - chunk.start, first_token + wanted.end - chunk.start)
         first_token += chunk.length
-        if chunk.yields_token:
+        if chunk.sampling is not None:
             sample_tokens.append(first_token - 1)
     return sample_tokens, score_tokens, scores
-
-
-def _scored_span(chunk: Chunk) -> tuple[int, int]:
-    """Positions [start, end) of the chunk whose logits score a prompt token that has no log-prob yet."""
-    request = chunk.request
-    if not request.params.wants_prompt_log_probs:
-        return 0, 0
-    return max(chunk.start, len(request.prompt_log_probs)), min(chunk.end, request.prompt_length - 1)
 
 
 def _to_device(arrays: Sequence[np.ndarray], device: torch.device) -> Sequence[Tensor]:

@@ -51,7 +51,7 @@ class _Queue(Protocol):
 class Queues:
     """Every living request is in exactly one of three queues.
 
-    Waiting requests own nothing. Running ones own blocks and a live row, and are considered in each step. Paused ones
+    Waiting requests own nothing. Running ones own blocks and a live slot, and are considered in each step. Paused ones
     keep what they own but cannot grow: no block is free for their next token.
 
     Args:

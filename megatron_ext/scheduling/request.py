@@ -7,9 +7,9 @@ Everything is counted in tokens, in half-open intervals over prompt and generati
     |--- computed ---|-- the step's chunk --|
     0         computed_end == chunk.start   chunk.end
 
-Tokens below `computed_end` have their KV in the block table and their state in the live row. A request whose chunk ends
-at `len(tokens)` gets a new token from that step. Tokens below `shared_end` lie in blocks that others may use: their KV
-is never written.
+Tokens below `computed_end` have their KV in the block table and their state in the live slot. A request whose chunk
+ends at `len(tokens)` gets a new token from that step. Tokens below `shared_end` lie in blocks that others may use:
+their KV is never written.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from megatron_ext.prefix_cache.hash_chain import Digest, HashChain
 from megatron_ext.prefix_cache.matching import Restore
 from megatron_ext.scheduling.accounting import PrefillLedger
 from megatron_ext.scheduling.events import Event, EventType
+from megatron_ext.scheduling.live_slots import LiveSlot
 from megatron_ext.scheduling.record import RequestRecord, Status
-from megatron_ext.scheduling.rows import RowId
 from megatron_ext.scheduling.snapshots import Snapshot
 
 
@@ -56,8 +56,8 @@ class Request:
     cache_epoch: int | None = None  # of the cache when the request was admitted
     has_followed: bool = False  # has waited for another request's prefix
     block_table: list[BlockId] = field(default_factory=list)
-    state_row: RowId | None = None
-    restore: Restore | None = None  # to copy into the live row before the first chunk
+    live_slot: LiveSlot | None = None
+    restore: Restore | None = None  # to copy into the live slot before the first chunk
     snapshots: list[Snapshot] = field(default_factory=list)  # slots are reserved for them; none is taken yet
     decode_snapshot: Digest | None = None  # the last one taken while decoding
     generator: random.Random = field(init=False)

@@ -1,4 +1,4 @@
-"""Applies plans: the one owner of queues, blocks, cache and live rows."""
+"""Applies plans: the one owner of queues, blocks, cache and live slots."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from megatron_ext.scheduling.accounting import Reason
 from megatron_ext.scheduling.ahead import AheadHashing
 from megatron_ext.scheduling.coordination import BlocksInFlight, is_lasting
 from megatron_ext.scheduling.events import EventType
+from megatron_ext.scheduling.live_slots import LiveSlots
 from megatron_ext.scheduling.planner import Admission, Limits, Refusal, StepPlan, plan_step
 from megatron_ext.scheduling.queue import Queues
 from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.request import Chunk, Request
-from megatron_ext.scheduling.rows import RowPool
 from megatron_ext.scheduling.snapshots import Snapshot, prefill_positions
 
 NO_TOKENS: Mapping[int, int] = MappingProxyType({})
@@ -61,7 +61,7 @@ class Scheduler:
         self.cache = PrefixCache(limits.total_blocks, policy, slots)
         self.queues = Queues(keeper=self.cache)
         self.in_flight = BlocksInFlight()
-        self.rows = RowPool(limits.max_requests)
+        self.live_slots = LiveSlots(limits.max_requests)
         self.counters = Counters()
         self._hashing = AheadHashing()
         self._fingerprint = fingerprint
@@ -131,7 +131,7 @@ class Scheduler:
     def _admit(self, admission: Admission) -> None:
         request, matched = admission.request, admission.matched
         request.block_table = [*matched, *self.cache.allocate(admission.new_blocks)]
-        request.state_row = self.rows.take()
+        request.live_slot = self.live_slots.take()
         request.computed_end = admission.chunk.start
         request.restore = admission.restore
         if admission.restore is not None:
@@ -327,9 +327,9 @@ class Scheduler:
         self.cache.release(request.block_table)
         request.block_table = []
         request.computed_end = request.shared_end = request.published_blocks = 0
-        if request.state_row is not None:
-            self.rows.give_back(request.state_row)
-            request.state_row = None
+        if request.live_slot is not None:
+            self.live_slots.give_back(request.live_slot)
+            request.live_slot = None
 
     def check(self) -> None:
         """Assert every invariant between requests and pools (between steps)."""
@@ -339,7 +339,7 @@ class Scheduler:
             assert self.cache.pool.references(block) == held[block], f"block {block}: references and tables disagree"
         self._check_reservations()
         self._check_sleepers()
-        self.rows.check([request.state_row for request in self.queues if request.state_row is not None])
+        self.live_slots.check([request.live_slot for request in self.queues if request.live_slot is not None])
         for queue in (self.queues.waiting, self.queues.running, self.queues.paused):
             arrivals = [request.arrival for request in queue]
             assert arrivals == sorted(arrivals), f"out of order: {arrivals}"
@@ -347,7 +347,7 @@ class Scheduler:
             assert not request.is_ended, f"request {request.request_id} has ended and is still queued"
         for request in self.queues.waiting:
             assert not request.block_table, f"waiting {request.request_id} owns blocks"
-            assert request.state_row is None, f"waiting {request.request_id} owns a live row"
+            assert request.live_slot is None, f"waiting {request.request_id} owns a live slot"
             assert request.computed_end == 0, f"waiting {request.request_id} has computed tokens"
         for request in [*self.queues.running, *self.queues.paused]:
             self._check_owner(request)
@@ -356,7 +356,7 @@ class Scheduler:
 
     def _check_owner(self, request: Request) -> None:
         name = f"request {request.request_id}"
-        assert request.state_row is not None, f"{name} has no live row"
+        assert request.live_slot is not None, f"{name} has no live slot"
         assert request.computed_end < len(request.tokens), f"{name} has nothing left to compute"
         computed, known = request.computed_end, len(request.tokens)
         fewest = self.limits.blocks_for(computed if request.is_decoding else known)

@@ -15,6 +15,7 @@ from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.hash_chain import HashChain, root_digest
 from megatron_ext.scheduling import planner, scheduler
 from megatron_ext.scheduling.scheduler import Scheduler
+from megatron_ext.scheduling.step import ScheduledStep
 from tests.priority import TestPriority
 from tests.unit_tests.support.caching import BLOCK, Broken, failing_forward
 from tests.unit_tests.support.driver import Driver, assert_equals_oracle, make_prompt
@@ -152,13 +153,13 @@ def test_a_shared_block_that_is_overwritten(driver, oracle, monkeypatch):
     """By its second user, with the KV of other tokens: the first one's next logits are wrong."""
     stage = driver.context.stage
 
-    def stage_into_shared(chunks: tuple) -> None:
-        stage(chunks)
+    def stage_into_shared(message: ScheduledStep) -> None:
+        stage(message)
         step = driver.context.step
         places, first = step.slot_mapping.clone(), 0
-        for chunk in chunks:
-            if chunk.request.request_id == SECOND and not chunk.is_decode:
-                places[first : first + BLOCK] = chunk.request.block_table[0] * BLOCK + places.new_tensor(range(BLOCK))
+        for chunk in message.chunks:
+            if chunk.request_id == SECOND and not chunk.is_decode:
+                places[first : first + BLOCK] = chunk.block_ids[0] * BLOCK + places.new_tensor(range(BLOCK))
             first += chunk.length
         driver.context.step = dataclasses.replace(step, slot_mapping=places)
 

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from megatron_ext.scheduling.step import ScheduledStep
 from tests.priority import TestPriority
 from tests.unit_tests.support.caching import BLOCK, POLICIES, CachingDriver
 from tests.unit_tests.support.driver import assert_equals_oracle, make_prompt
@@ -61,9 +62,10 @@ def test_rewriting_equal_values_is_seen(get_caching_driver):
     driver = get_caching_driver(max_tokens=40)
     stage = driver.context.stage
 
-    def stage_without_sharing(chunks: tuple) -> None:
-        stage(chunks)
-        places = [c.request.block_table[p // BLOCK] * BLOCK + p % BLOCK for c in chunks for p in range(c.start, c.end)]
+    def stage_without_sharing(message: ScheduledStep) -> None:
+        stage(message)
+        chunks = message.chunks
+        places = [c.block_ids[p // BLOCK] * BLOCK + p % BLOCK for c in chunks for p in range(c.start, c.end)]
         step = driver.context.step
         driver.context.step = dataclasses.replace(step, slot_mapping=step.slot_mapping.new_tensor(places))
 

@@ -131,7 +131,7 @@ def assert_nothing_is_left(driver: Driver) -> None:
     assert not engine._output._outputs
     assert not engine._output.ended
     assert driver.free_blocks == scheduler.blocks.total
-    assert scheduler.rows.free_count == scheduler.rows.total
+    assert scheduler.live_slots.free_count == scheduler.live_slots.total
     if scheduler.cache.states is not None:
         assert scheduler.cache.states.obtainable_count == scheduler.cache.states.total
     assert not scheduler.in_flight.requests()

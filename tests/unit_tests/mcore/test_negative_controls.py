@@ -39,7 +39,7 @@ def run(driver: Driver, corrupt: Callable[[Driver], None] = lambda driver: None,
 
 
 def row(driver: Driver, request_id: int = VICTIM) -> int:
-    return driver.engine.get_request(request_id).state_row
+    return driver.engine.get_request(request_id).live_slot
 
 
 LAYERS = [

@@ -66,8 +66,8 @@ def test_fp32_states_are_equal(get_driver, get_oracle):
 def test_the_bounds_see_a_lost_state(get_driver, get_oracle, which):
     """Negative control: in one layer of every snapshot."""
 
-    def spoil(chunks: tuple) -> None:
-        finish(chunks)
+    def spoil() -> None:
+        finish()
         getattr(on.context.snapshots, which)[0] = 0.0
 
     on, off = build_driver(get_oracle, **BF16, max_requests=30), get_driver("hybrid", **BF16, max_requests=30)

@@ -89,7 +89,7 @@ class Situation:
     def _own(self, request: Request, computed: int, blocks: int) -> None:
         request.computed_end = computed
         request.block_table = self.cache.allocate(blocks)
-        request.state_row = self._used_rows
+        request.live_slot = self._used_rows
         self._used_rows += 1
 
 

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 
 class HybridMachine(CachingMachine):
-    """Follows live rows and slots by what is in them."""
+    """Follows live slots and slots by what is in them."""
 
     slot_counts = st.sampled_from([8, 2, 1, 0])
 
@@ -72,13 +72,13 @@ class HybridMachine(CachingMachine):
         written: dict[SlotId, object] = {}
         for chunk in chunks:
             owner, request = self.owner_of(chunk.request), chunk.request
-            assert self.rows[request.state_row] == content(owner, chunk.start), "states of another position"
+            assert self.rows[request.live_slot] == content(owner, chunk.start), "states of another position"
             for snapshot in request.snapshots:
                 if chunk.start < snapshot.position <= chunk.end:
                     assert not self.limits.aligned_chunks or snapshot.position == chunk.end, "only ends leave states"
                     assert snapshot.slot not in written, "two write one slot"
                     written[snapshot.slot] = content(owner, snapshot.position)
-            self.rows[request.state_row] = content(owner, chunk.end)
+            self.rows[request.live_slot] = content(owner, chunk.end)
         self.slots |= written
 
     def judge(self, plan: StepPlan) -> None:
@@ -109,9 +109,9 @@ class HybridMachine(CachingMachine):
         owner, restore = self.owner_of(chunk.request), chunk.request.restore
         if restore is not None:
             assert self.slots.get(restore.slot) == content(owner, chunk.start), "restores what is of others"
-            self.rows[chunk.request.state_row] = self.slots[restore.slot]
+            self.rows[chunk.request.live_slot] = self.slots[restore.slot]
         elif chunk.start == 0:
-            self.rows[chunk.request.state_row] = content(owner, 0)
+            self.rows[chunk.request.live_slot] = content(owner, 0)
 
     def verify_request(self, owner: Owner, request: Request) -> None:
         """No snapshot can be found that does not hold what its key says."""

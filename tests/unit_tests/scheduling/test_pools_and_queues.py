@@ -4,47 +4,47 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_ext.scheduling.live_slots import LiveSlots
 from megatron_ext.scheduling.queue import Queues, RequestQueue
-from megatron_ext.scheduling.rows import RowPool
 from tests.unit_tests.scheduling.builders import make_request
 
 
-class TestRowPool:
-    def test_the_lowest_free_row_is_handed_out(self):
-        rows = RowPool(3)
-        assert [rows.take(), rows.take(), rows.take()] == [0, 1, 2]
-        for row in (2, 0):
-            rows.give_back(row)
-        assert rows.free_count == 2
-        assert [rows.take(), rows.take()] == [0, 2]
-        rows.give_back(0)
-        rows.give_back(1)
-        assert rows.take() == 0
+class TestLiveSlots:
+    def test_the_lowest_free_slot_is_handed_out(self):
+        slots = LiveSlots(3)
+        assert [slots.take(), slots.take(), slots.take()] == [0, 1, 2]
+        for slot in (2, 0):
+            slots.give_back(slot)
+        assert slots.free_count == 2
+        assert [slots.take(), slots.take()] == [0, 2]
+        slots.give_back(0)
+        slots.give_back(1)
+        assert slots.take() == 0
 
-    def test_no_row_beyond_the_last(self):
-        rows = RowPool(1)
-        rows.take()
-        with pytest.raises(AssertionError, match="no free row"):
-            rows.take()
+    def test_no_slot_beyond_the_last(self):
+        slots = LiveSlots(1)
+        slots.take()
+        with pytest.raises(AssertionError, match="no free slot"):
+            slots.take()
 
-    def test_no_row_comes_back_twice(self):
-        rows = RowPool(2)
-        row = rows.take()
-        rows.give_back(row)
+    def test_no_slot_comes_back_twice(self):
+        slots = LiveSlots(2)
+        slot = slots.take()
+        slots.give_back(slot)
         with pytest.raises(AssertionError, match="twice"):
-            rows.give_back(row)
+            slots.give_back(slot)
 
     def test_check_accepts_the_truth(self):
-        rows = RowPool(3)
-        rows.check([rows.take(), rows.take()])
+        slots = LiveSlots(3)
+        slots.check([slots.take(), slots.take()])
 
     @pytest.mark.parametrize("owned", [[], [0], [0, 0], [0, 1, 2], [0, 3]])
-    def test_check_finds_rows_lost_doubled_and_invented(self, owned: list[int]):
-        rows = RowPool(3)
-        rows.take()
-        rows.take()
+    def test_check_finds_slots_lost_doubled_and_invented(self, owned: list[int]):
+        slots = LiveSlots(3)
+        slots.take()
+        slots.take()
         with pytest.raises(AssertionError):
-            rows.check(owned)
+            slots.check(owned)
 
 
 class TestQueues:

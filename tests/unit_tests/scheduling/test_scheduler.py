@@ -42,13 +42,13 @@ class TestLife:
     def test_blocks_and_rows_are_owned_from_admission_to_end(self):
         scheduler, (first, second) = make_scheduler(5, 4)
         step(scheduler)
-        assert (first.block_table, first.state_row) == ([0, 1], 0)
-        assert (second.block_table, second.state_row) == ([2], 1)
+        assert (first.block_table, first.live_slot) == ([0, 1], 0)
+        assert (second.block_table, second.live_slot) == ([2], 1)
         step(scheduler)
         assert second.block_table == [2, 3]  # its token 4 begins a block
         scheduler.end(first, Status.COMPLETED, finish_reason="stop")
-        assert (first.block_table, first.state_row, first.computed_end) == ([], None, 0)
-        assert (scheduler.blocks.free_count, scheduler.rows.free_count) == (6, 3)
+        assert (first.block_table, first.live_slot, first.computed_end) == ([], None, 0)
+        assert (scheduler.blocks.free_count, scheduler.live_slots.free_count) == (6, 3)
         scheduler.check()
 
     def test_a_chunked_prefill_is_admitted_once(self):
@@ -78,7 +78,7 @@ class TestLife:
         step(scheduler)
         plan = step(scheduler)
         assert plan.evictions == (second,)
-        assert (second.computed_end, second.block_table, second.state_row) == (0, [], None)
+        assert (second.computed_end, second.block_table, second.live_slot) == (0, [], None)
         assert len(second.generated_tokens) == 1
         scheduler.end(first, Status.COMPLETED)
         plan = step(scheduler)
@@ -117,7 +117,7 @@ class TestLife:
         scheduler.abandon(plan.chunks, "RuntimeError: out of memory")
         scheduler.check()
         assert scheduler.blocks.free_count == 8
-        assert scheduler.rows.free_count == 4
+        assert scheduler.live_slots.free_count == 4
         assert (running.computed_prefill_tokens, fresh.computed_prefill_tokens) == (5, 0)
         assert running.events[-1].type is EventType.ERROR_TRANSIENT
         assert running.events[-1].payload == "RuntimeError: out of memory"
@@ -152,7 +152,7 @@ class TestLife:
         scheduler.end(second, Status.ABORTED)
         scheduler.check()
         assert second.block_table == []
-        assert second.state_row is None
+        assert second.live_slot is None
         used = len(first.block_table)
         assert scheduler.blocks.free_count == 4 - used
         assert second.is_ended
@@ -201,21 +201,21 @@ def own_too_few_blocks(scheduler: Scheduler) -> None:
 
 def share_a_row(scheduler: Scheduler) -> None:
     first, second, *_ = scheduler.queues.running
-    second.state_row = first.state_row
+    second.live_slot = first.live_slot
 
 
 def lose_a_row(scheduler: Scheduler) -> None:
-    next(iter(scheduler.queues.running)).state_row = None
+    next(iter(scheduler.queues.running)).live_slot = None
 
 
 def leak_a_row(scheduler: Scheduler) -> None:
-    scheduler.rows.take()
+    scheduler.live_slots.take()
 
 
 def run_without_a_row(scheduler: Scheduler) -> None:
     request = next(iter(scheduler.queues.running))
-    scheduler.rows.give_back(request.state_row)
-    request.state_row = None
+    scheduler.live_slots.give_back(request.live_slot)
+    request.live_slot = None
 
 
 def end_without_leaving(scheduler: Scheduler) -> None:
@@ -227,7 +227,7 @@ def wait_with_blocks(scheduler: Scheduler) -> None:
 
 
 def wait_with_a_row(scheduler: Scheduler) -> None:
-    next(iter(scheduler.queues.waiting)).state_row = scheduler.rows.take()
+    next(iter(scheduler.queues.waiting)).live_slot = scheduler.live_slots.take()
 
 
 def wait_with_computed_tokens(scheduler: Scheduler) -> None:

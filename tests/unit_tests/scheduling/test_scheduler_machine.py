@@ -139,7 +139,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.run_step(lambda: False)
         assert not self.alive(), "requests never end"
         assert self.scheduler.blocks.free_count == self.limits.total_blocks
-        assert self.scheduler.rows.free_count == self.limits.max_requests
+        assert self.scheduler.live_slots.free_count == self.limits.max_requests
 
     # One step
 
@@ -292,8 +292,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert list(queues.paused) == self.placed("paused")
         tables = [block for request in self.owners for block in request.block_table]
         assert len(set(tables)) == len(tables), "a block has two owners"
-        rows = [request.state_row for request in self.owners if request.state_row is not None]
-        assert len(set(rows)) == len(rows), "a live row has two owners"
+        rows = [request.live_slot for request in self.owners if request.live_slot is not None]
+        assert len(set(rows)) == len(rows), "a live slot has two owners"
         assert self.scheduler.blocks.free_count == self.limits.total_blocks - len(tables)
         assert (self.scheduler.counters.evictions, self.scheduler.counters.pauses) == (self.evictions, self.pauses)
         for request, owner in self.owners.items():
@@ -306,7 +306,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def verify_request(request: Request, owner: Owner) -> None:
         assert request.tokens == owner.tokens
         assert len(request.block_table) == owner.blocks
-        assert (request.state_row is not None) == (owner.place in ("running", "paused"))
+        assert (request.live_slot is not None) == (owner.place in ("running", "paused"))
         assert request.is_ended == (owner.place == "ended")
         assert owner.done == list(range(request.computed_end)), "positions were left out, repeated or swapped"
         assert request.computed_prefill_tokens == owner.first_time
@@ -380,8 +380,8 @@ def gives_prefill_one_token_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
 def keeps_blocks_when_evicting(monkeypatch: pytest.MonkeyPatch) -> None:
     def requeue(self: Scheduler, request: Request, event: EventType | None = None, payload: str | None = None) -> None:
         request.block_table, request.computed_end = [], 0  # forgets to release
-        self.rows.give_back(request.state_row)
-        request.state_row = None
+        self.live_slots.give_back(request.live_slot)
+        request.live_slot = None
         self.queues.move(request, self.queues.waiting)
         if event is not None:
             request.add_event(event, payload)

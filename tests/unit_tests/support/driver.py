@@ -142,7 +142,7 @@ class Driver:
 
     def watch_scheduler(self) -> None:
         """Wrap what frees blocks and rows, and what is computed; again after the engine was reset."""
-        blocks, rows, scheduler = self.scheduler.blocks, self.scheduler.rows, self.scheduler
+        blocks, rows, scheduler = self.scheduler.blocks, self.scheduler.live_slots, self.scheduler
         release, restore, give_back, advance = blocks.release, blocks.restore, rows.give_back, scheduler._advance
 
         def release_poisoned(released: Sequence[int]) -> None:
@@ -174,7 +174,7 @@ class Driver:
         seen, pool = self.seen[chunk.request.request_id], self.context.live_states
         seen.chunks.append((chunk.start, chunk.end))
         if pool is not None:
-            row = chunk.request.state_row
+            row = chunk.request.live_slot
             seen.states[chunk.end].append((pool.conv[:, row].clone(), pool.ssm[:, row].clone()))
 
     def _watch_forward(self) -> None:
@@ -184,8 +184,8 @@ class Driver:
         def forward_watched(inputs: dict) -> Tensor:
             logits = self._run_forward(forward, inputs)
             step = self.context.step
-            for row, chunk in enumerate(step.sampling_chunks):
-                self.seen[chunk.request.request_id].logits[chunk.end].append(logits[0, row].clone())
+            for row, chunk in enumerate(one for one in step.chunks if one.sampling is not None):
+                self.seen[chunk.request_id].logits[chunk.end].append(logits[0, row].clone())
             return logits
 
         wrapper.run_one_forward_step = forward_watched
@@ -221,7 +221,7 @@ class Driver:
         else:
             raise AssertionError(f"not done after {MAX_STEPS} steps")
         assert self.free_blocks == self.scheduler.blocks.total
-        assert self.scheduler.rows.free_count == self.scheduler.rows.total
+        assert self.scheduler.live_slots.free_count == self.scheduler.live_slots.total
         computed = sum(r.computed_prefill_token_count + r.recomputed_token_count for r in self.records.values())
         assert self.engine.lifetime_prefill_token_count == computed
         return self.records

@@ -70,7 +70,9 @@ class KvWrites:
 
     def _check(self, places: np.ndarray, protected: set[int]) -> None:
         size, dummy = self._context.block_size_tokens, self._context.geometry.blocks
-        tokens = [(chunk.request, p) for chunk in self._context.step.chunks for p in range(chunk.start, chunk.end)]
+        requests = {request.request_id: request for request in self._context.scheduler.queues.running}
+        chunks = self._context.step.chunks
+        tokens = [(requests[chunk.request_id], p) for chunk in chunks for p in range(chunk.start, chunk.end)]
         for place, (request, position) in zip(places.tolist(), tokens, strict=True):
             block, offset = divmod(place, size)
             own = request.block_table[position // size]

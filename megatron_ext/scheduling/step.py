@@ -1,0 +1,157 @@
+"""One step as a message: everything that executing it needs, in plain values.
+
+The scheduler writes it, staging reads it and nothing else. It can be pickled, and two schedulers that were given the
+same commands write equal ones, so that ranks can act on their own copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from megatron_ext.prefix_cache.block_pool import BlockId
+from megatron_ext.prefix_cache.matching import Restore
+from megatron_ext.scheduling.live_slots import LiveSlot
+from megatron_ext.scheduling.request import Chunk, Request
+from megatron_ext.scheduling.snapshots import Snapshot
+
+LAST_SAMPLED: Final = -1
+"""In place of a token id: the one that the step before sampled for this request, wherever it is by now."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the token behind a chunk is chosen, and what is told about it.
+
+    Attributes:
+        temperature: Not needed if greedy, as the next three.
+        top_k: 0 is off.
+        top_p: 0 is off.
+        uniform: In [0, 1), from the request's own generator; None is greedy.
+        forbidden: A token that must not come yet; None if all may.
+        top_n: List so many of the best tokens with their log-probs; None asks for no log-prob at all.
+    """
+
+    temperature: float
+    top_k: int
+    top_p: float
+    uniform: float | None
+    forbidden: int | None
+    top_n: int | None
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """Prompt tokens whose log-probs are asked for: the logits at positions [start, end) are to score `targets`."""
+
+    start: int
+    end: int
+    targets: tuple[int, ...]
+    top_n: int
+
+
+@dataclass(frozen=True)
+class ScheduledChunk:
+    """What one request computes in a step.
+
+    Attributes:
+        request_id: Whose it is.
+        token_ids: Those at positions [start, end); `LAST_SAMPLED` for one that the host does not know yet.
+        start: First position; tokens before it are computed or skipped.
+        end: Behind the last one.
+        is_decode: One generated token on top of live states.
+        block_ids: Of positions [0, end), in order.
+        shared_end: KV below this position lies in blocks that others use, and is not written.
+        live_slot: Of its recurrent states.
+        restore: The snapshot to copy there first; None if there is none to copy.
+        snapshots: States that the chunk passes, and where to keep them.
+        sampling: How its next token is chosen; None if the chunk yields none.
+        scoring: None if no prompt token of the chunk is scored.
+    """
+
+    request_id: int
+    token_ids: tuple[int, ...]
+    start: int
+    end: int
+    is_decode: bool
+    block_ids: tuple[BlockId, ...]
+    shared_end: int
+    live_slot: LiveSlot
+    restore: Restore | None = None
+    snapshots: tuple[Snapshot, ...] = ()
+    sampling: Sampling | None = None
+    scoring: Scoring | None = None
+
+    @property
+    def length(self) -> int:
+        """Tokens."""
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class ScheduledStep:
+    """A step: the decodes, then the prefills.
+
+    Attributes:
+        chunks: At most one of each request.
+        num_decode: The first so many of them decode.
+    """
+
+    chunks: tuple[ScheduledChunk, ...]
+    num_decode: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that it computes."""
+        return sum(chunk.length for chunk in self.chunks)
+
+
+def describe_step(chunks: Iterable[Chunk], block_size: int) -> ScheduledStep:
+    """The message of a step whose blocks and slots have been given out; decodes come first."""
+    described = tuple(_describe(chunk, block_size) for chunk in chunks)
+    num_decode = sum(chunk.is_decode for chunk in described)
+    assert all(chunk.is_decode for chunk in described[:num_decode]), "decodes come first"
+    return ScheduledStep(described, num_decode)
+
+
+def _describe(chunk: Chunk, block_size: int) -> ScheduledChunk:
+    request = chunk.request
+    return ScheduledChunk(
+        request_id=request.request_id,
+        token_ids=tuple(request.tokens[chunk.start : chunk.end]),
+        start=chunk.start,
+        end=chunk.end,
+        is_decode=chunk.is_decode,
+        block_ids=tuple(request.block_table[: -(-chunk.end // block_size)]),
+        shared_end=request.shared_end,
+        live_slot=request.live_slot,
+        restore=request.restore,
+        snapshots=tuple(one for one in request.snapshots if chunk.start < one.position <= chunk.end),
+        sampling=_sampling(request) if chunk.yields_token else None,
+        scoring=_scoring(chunk),
+    )
+
+
+def _sampling(request: Request) -> Sampling:
+    params = request.params
+    return Sampling(
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        uniform=None if params.is_greedy else request.draw(),
+        forbidden=None if request.may_stop else request.termination_id,
+        top_n=params.top_n_logprobs if params.return_log_probs else None,
+    )
+
+
+def _scoring(chunk: Chunk) -> Scoring | None:
+    """Those of the chunk's prompt tokens that have no log-prob yet."""
+    request = chunk.request
+    if not request.params.wants_prompt_log_probs:
+        return None
+    start = max(chunk.start, len(request.prompt_log_probs))
+    end = min(chunk.end, request.prompt_length - 1)
+    if start >= end:
+        return None
+    return Scoring(start, end, request.prompt_tokens[start + 1 : end + 1], request.params.top_n_logprobs)

@@ -1,0 +1,144 @@
+"""Executing needs the message of a step and nothing else: no request, no scheduler, no second copy of a fact."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+
+import pytest
+import torch
+
+from megatron_ext.mcore.staging import SampledTokens, StagingRules, stage_step
+from megatron_ext.scheduling.snapshots import Snapshot
+from megatron_ext.scheduling.step import LAST_SAMPLED, Sampling, ScheduledChunk, ScheduledStep, Scoring
+from tests.unit_tests.support.driver import Driver, assert_equals_oracle, make_prompt
+
+RULES = StagingRules(
+    block_size=4,
+    dummy_block=99,
+    kernel_chunk=2,
+    is_hybrid=True,
+    token_rounder=8,
+    snapshots_in_prefill=True,
+    device=torch.device("cpu"),
+)
+GREEDY = Sampling(temperature=0.0, top_k=0, top_p=0.0, uniform=None, forbidden=None, top_n=None)
+STEP = ScheduledStep(
+    chunks=(
+        ScheduledChunk(7, (50,), 9, 10, True, (3, 4, 5), 4, 2, sampling=GREEDY),
+        ScheduledChunk(8, (60,), 4, 5, True, (6, 7), 0, 1, sampling=GREEDY),
+        ScheduledChunk(
+            9,
+            (70, 71, 72, 73, 74),
+            3,
+            8,
+            False,
+            (8, 9),
+            4,
+            0,
+            snapshots=(Snapshot(4, b"digest", 5), Snapshot(8, b"other", 6)),
+            scoring=Scoring(4, 6, (72, 73), 1),
+        ),
+    ),
+    num_decode=2,
+)
+
+
+def test_tensors_of_a_message_alone():
+    """Every tensor of a step of two decodes and a prefill that continues, written out."""
+    staged = stage_step(STEP, RULES)
+    assert [chunk.request_id for chunk in staged.chunks] == [8, 7, 9]  # decodes in the order of their slots
+    assert staged.input_ids.tolist() == [60, 50, 70, 71, 72, 73, 74, 0]
+    assert staged.position_ids.tolist() == [4, 9, 3, 4, 5, 6, 7, 0]
+    # block * 4 + offset; position 3 of request 9 lies in a block that others use
+    assert staged.slot_mapping.tolist() == [7 * 4, 5 * 4 + 1, 99 * 4 + 3, 36, 37, 38, 39]
+    batch = staged.paged_batch
+    assert batch.block_table.tolist() == [[6, 7, 0], [3, 4, 5], [8, 9, 0]]
+    assert (batch.kv_lengths, batch.cu_seqlens_q.tolist()) == ((5, 10, 8), [0, 1, 2, 7])
+    step = staged.recurrent
+    assert step.decode_slots == slice(1, 3)
+    assert step.prefill_slots.live.tolist() == [0]
+    assert step.prefill_slots.has_initial_state.tolist() == [True]
+    assert step.chunks.chunk_lengths == (1, 2, 2)
+    places = step.prefill_slots.snapshots
+    assert (places.slots.tolist(), places.chunks.tolist(), places.tokens.tolist()) == ([5, 6], [0, 2], [1, 5])
+    assert staged.sample_tokens.tolist() == [0, 1]
+    assert [row.request_id for row in staged.sampling] == [8, 7]
+    assert staged.score_tokens.tolist() == [3, 4]
+    (score,) = staged.prompt_scores
+    assert (score.request_id, score.rows, score.targets) == (9, slice(0, 2), (72, 73))
+
+
+def test_a_token_that_the_host_does_not_know_yet():
+    """It goes from the step before to its place without a read-back."""
+    unknown = dataclasses.replace(STEP.chunks[0], token_ids=(LAST_SAMPLED,))
+    step = dataclasses.replace(STEP, chunks=(unknown, *STEP.chunks[1:]))
+    sampled = SampledTokens(torch.tensor([11, 50, 13]), {8: 0, 7: 1, 9: 2})
+    assert stage_step(step, RULES, sampled).input_ids.equal(stage_step(STEP, RULES).input_ids)
+    other = dataclasses.replace(sampled, tokens=torch.tensor([50, 11, 13]))
+    assert not stage_step(step, RULES, other).input_ids.equal(stage_step(STEP, RULES).input_ids)
+
+
+def test_filling_in_reads_nothing_back():
+    """Tensors without data: an operator that asked one for a value would fail."""
+    unknown = dataclasses.replace(STEP.chunks[0], token_ids=(LAST_SAMPLED,))
+    step = dataclasses.replace(STEP, chunks=(unknown, *STEP.chunks[1:]))
+    rules = dataclasses.replace(RULES, device=torch.device("meta"))
+    sampled = SampledTokens(torch.empty(3, dtype=torch.int64, device="meta"), {8: 0, 7: 1, 9: 2})
+    assert stage_step(step, rules, sampled).input_ids.is_meta
+
+
+def through_a_wire(driver: Driver) -> list[ScheduledStep]:
+    """Let the driver's context see copies of messages only; those that it saw."""
+    stage, seen = driver.context.stage, []
+
+    def stage_copy(message: ScheduledStep) -> None:
+        seen.append(pickle.loads(pickle.dumps(message)))
+        stage(seen[-1])
+
+    driver.context.stage = stage_copy
+    return seen
+
+
+@pytest.mark.parametrize("kind", ["hybrid", "attention_only"])
+def test_a_run_on_pickled_messages_equals_the_oracle(get_driver, get_oracle, kind):
+    driver = get_driver(kind, max_tokens=40)
+    seen = through_a_wire(driver)
+    for request_id, length in enumerate((3, 70, 17)):
+        driver.add(request_id, make_prompt(length))
+    driver.run()
+    assert len(seen) > 8
+    for request_id in range(3):
+        assert_equals_oracle(driver, request_id, get_oracle(kind))
+
+
+def test_decoding_with_tokens_that_only_the_device_knows(get_driver, get_oracle):
+    """Each decode is told "the token that the last step sampled"; nothing of the outcome changes."""
+    driver = get_driver(max_tokens=40)
+    stage, results, used = driver.context.stage, [], []
+    controller = driver.engine.controller
+    compute = controller.async_generate_output_tokens_dynamic_batch
+
+    async def keep(*args: object) -> object:
+        results.append(await compute(*args))
+        return results[-1]
+
+    def stage_unknown(message: ScheduledStep) -> None:
+        last = results[-1].sampled if results else SampledTokens(torch.empty(0, dtype=torch.int64), {})
+        chunks = tuple(
+            dataclasses.replace(chunk, token_ids=(LAST_SAMPLED,))
+            if chunk.is_decode and chunk.request_id in last.rows
+            else chunk
+            for chunk in message.chunks
+        )
+        used.extend(chunk.request_id for chunk in chunks if chunk.token_ids == (LAST_SAMPLED,))
+        stage(dataclasses.replace(message, chunks=chunks), last)
+
+    driver.context.stage = stage_unknown
+    controller.async_generate_output_tokens_dynamic_batch = keep
+    for request_id, length in enumerate((3, 70, 17)):
+        driver.add(request_id, make_prompt(length))
+    driver.run()
+    assert len(used) >= 3 * 6
+    for request_id in range(3):
+        assert_equals_oracle(driver, request_id, get_oracle("hybrid"))

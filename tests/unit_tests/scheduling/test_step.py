@@ -1,0 +1,145 @@
+"""The message of a step: plain, frozen, equal for schedulers that were given the same commands."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from megatron_ext.config import EvictionPolicyName, RequestParams
+from megatron_ext.scheduling.record import Status
+from megatron_ext.scheduling.scheduler import Scheduler
+from megatron_ext.scheduling.step import Sampling, ScheduledChunk, ScheduledStep, Scoring, describe_step
+from tests.unit_tests.scheduling.builders import make_limits, request_of
+from tests.unit_tests.support.source import ROOT
+
+
+def hybrid_scheduler(**limits: object) -> Scheduler:
+    return Scheduler(make_limits(**limits), EvictionPolicyName.LRU, b"model", slots=3)
+
+
+def schedule(scheduler: Scheduler) -> ScheduledStep:
+    plan = scheduler.schedule()
+    message = describe_step(plan.chunks, scheduler.limits.block_size)
+    scheduler.commit(plan.chunks, {one.request_id: 7 for one in message.chunks if one.sampling is not None})
+    scheduler.check()
+    return message
+
+
+def test_literal_messages_of_a_prompt_and_its_first_decode():
+    """Blocks of 4 tokens; the states after 8 of the prompt's 10 tokens are kept."""
+    scheduler = hybrid_scheduler()
+    scheduler.add(request_of(0, range(10), num_tokens_to_generate=3, return_log_probs=True, top_n_logprobs=2))
+    (chunk,) = schedule(scheduler).chunks
+    (snapshot,) = chunk.snapshots
+    assert (snapshot.position, snapshot.slot) == (8, 0)
+    greedy = Sampling(temperature=0.0, top_k=0, top_p=0.0, uniform=None, forbidden=None, top_n=2)
+    assert chunk == ScheduledChunk(
+        request_id=0,
+        token_ids=tuple(range(10)),
+        start=0,
+        end=10,
+        is_decode=False,
+        block_ids=(0, 1, 2),
+        shared_end=0,
+        live_slot=0,
+        snapshots=(snapshot,),
+        sampling=greedy,
+        scoring=Scoring(0, 9, tuple(range(1, 10)), 2),
+    )
+    second = schedule(scheduler)
+    assert second.num_decode == 1
+    assert second.chunks[0] == ScheduledChunk(0, (7,), 10, 11, True, (0, 1, 2), 0, 0, sampling=greedy)
+
+
+def test_a_resumed_request_carries_its_restore():
+    scheduler = hybrid_scheduler()
+    for arrival in (0, 1):
+        scheduler.add(request_of(arrival, range(10), num_tokens_to_generate=1))
+        message = schedule(scheduler)
+    (chunk,) = message.chunks
+    assert (chunk.start, chunk.shared_end, chunk.token_ids) == (8, 8, (8, 9))
+    assert chunk.restore is not None
+    assert chunk.restore.slot == 0
+
+
+def test_what_must_not_come_yet_is_forbidden_until_it_may():
+    scheduler = hybrid_scheduler()
+    request = request_of(0, range(5), num_tokens_to_generate=4, min_tokens=2)
+    request.termination_id = 3
+    scheduler.add(request)
+    assert [schedule(scheduler).chunks[0].sampling.forbidden for _ in range(3)] == [3, 3, None]
+
+
+def test_a_repeated_step_draws_the_same_number():
+    """A forward that failed and is tried again."""
+    scheduler = hybrid_scheduler()
+    scheduler.add(request_of(0, range(5), temperature=1.0, num_tokens_to_generate=2))
+    numbers = []
+    for _ in range(2):
+        plan = scheduler.schedule()
+        numbers.append(describe_step(plan.chunks, 4).chunks[0].sampling.uniform)
+        scheduler.abandon(plan.chunks, "the device is gone")
+    assert numbers[0] == numbers[1]
+
+
+def play(seed: int) -> Iterator[ScheduledStep]:
+    """Random commands: requests that share prefixes, aborts, resets; the same for the same seed."""
+    source = random.Random(seed)
+    scheduler = hybrid_scheduler(total_blocks=20, max_tokens=9)
+    requests = []
+    for arrival in range(12):
+        tokens = [*range(source.choice([0, 4, 8, 13])), *(100 + source.randrange(3) for _ in range(6))]
+        params = RequestParams(
+            num_tokens_to_generate=source.randrange(1, 5), temperature=source.choice([0.0, 1.0]), top_k=5
+        )
+        requests.append(dataclasses.replace(request_of(arrival, tokens), params=params, seed=arrival))
+        scheduler.add(requests[-1])
+        for _ in range(source.randrange(3)):
+            yield schedule(scheduler)
+        if source.random() < 0.3 and not requests[-1].is_ended:
+            scheduler.end(requests[-1], Status.ABORTED)
+        if source.random() < 0.1:
+            scheduler.reset_prefix_cache()
+    while len(scheduler.queues):
+        yield schedule(scheduler)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_message_survives_pickling(seed):
+    messages = list(play(seed))
+    assert any(chunk.snapshots for one in messages for chunk in one.chunks)
+    assert any(chunk.restore for one in messages for chunk in one.chunks)
+    assert pickle.loads(pickle.dumps(messages)) == messages
+
+
+def test_two_schedulers_given_the_same_commands_write_equal_messages():
+    """In processes that hash differently (KV-7: ranks rely on it)."""
+    code = "from tests.unit_tests.scheduling.test_step import play; print(repr([list(play(s)) for s in range(5)]))"
+    outputs = []
+    for seed in ("1", "2"):
+        environment = {"PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+        )
+        outputs.append(done.stdout)
+    assert outputs[0] == outputs[1]
+    assert len(outputs[0]) > 1000
+
+
+def test_another_command_gives_another_message():
+    """Negative control."""
+    assert list(play(0)) != list(play(1))
+
+
+def test_nobody_can_change_a_message():
+    message = next(play(0))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        message.num_decode = 3
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        message.chunks[0].start = 3
