@@ -66,7 +66,7 @@ def test_a_prefill_beside_a_decode():
     step(scheduler)
     add(scheduler, prefilling)
     ends = []
-    while prefilling.computed_end < 200:
+    for _ in range(7):
         chunks = {chunk.request: chunk for chunk in step(scheduler).chunks}
         assert chunks[decoding].is_decode
         ends.append(chunks[prefilling].end)
@@ -85,8 +85,9 @@ def test_what_a_busy_prefill_left_is_skipped():
             step(scheduler)
         first = request_of(0, prompt(0, 300))
         add(scheduler, first)
-        while first.computed_end < 300:
+        for _ in range(10):
             step(scheduler)
+        assert first.computed_end >= 300
         for number, common in enumerate((70, 128, 200, 299), start=1):
             later = request_of(number, [*first.tokens[:common], *prompt(number, 50)])
             add(scheduler, later)
@@ -107,7 +108,7 @@ def test_followers_of_a_leader_inside_a_block():
     assert leader.computed_end == 63
     add(scheduler, follower)
     ends = []
-    while follower.computed_end == 0:
+    for _ in range(5):
         step(scheduler)
         ends.append(leader.computed_end)
     assert ends[:3] == [64, 127, 128]

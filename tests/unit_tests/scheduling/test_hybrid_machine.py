@@ -86,6 +86,7 @@ class HybridMachine(CachingMachine):
         super().judge(plan)
         if not self.limits.aligned_chunks:
             return
+        assert all(one.available == 0 for one in plan.refusals if one.resource == "tokens"), "a token helps nobody"
         chunks = {chunk.request: chunk for chunk in plan.chunks}
         spare = self.limits.max_tokens - sum(chunk.length for chunk in plan.chunks)
         size = self.limits.block_size
