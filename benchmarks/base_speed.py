@@ -17,7 +17,7 @@ from benchmarks.measuring import header, matmul_rate, seconds, synchronize
 from benchmarks.nemotron_shaped import VOCABULARY, Pair, build_pair, forward_flops
 from megatron_ext.config import RequestParams
 from megatron_ext.mcore import platform
-from megatron_ext.mcore.engine import InferenceEngine
+from megatron_ext.mcore.adapter import InferenceEngine
 
 DECODE_REQUESTS, DECODE_PROMPT, DECODE_TOKENS = 8, 128, 64
 MIXED_PROMPT, MIXED_CHUNK = 1000, 128

@@ -9,8 +9,8 @@ import torch
 from transformers import NemotronHConfig, NemotronHForCausalLM, PreTrainedModel
 
 from megatron_ext.config import BatchingConfig, CacheConfig, SourceConfig
+from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.mcore.assemble import build_engine
-from megatron_ext.mcore.engine import InferenceEngine
 from megatron_ext.models.load import LoadedModel, load_model
 
 PATTERN = "M-M*M-M*"

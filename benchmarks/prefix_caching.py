@@ -22,7 +22,7 @@ from benchmarks.measuring import header, matmul_rate, synchronize
 from benchmarks.nemotron_shaped import VOCABULARY, Pair, build_pair, forward_flops
 from megatron_ext.config import CacheConfig, RequestParams
 from megatron_ext.mcore import platform
-from megatron_ext.mcore.engine import InferenceEngine
+from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.scheduling.record import RequestRecord
 
 BLOCK, SLOTS = 64, 64

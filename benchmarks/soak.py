@@ -29,8 +29,8 @@ from megatron_ext.config import (
     SnapshotMode,
 )
 from megatron_ext.mcore import platform
+from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.mcore.assemble import build_engine
-from megatron_ext.mcore.engine import InferenceEngine
 from megatron_ext.models.build import build_model
 from megatron_ext.models.tokenizer import NullTokenizer
 from megatron_ext.scheduling.record import RequestRecord, Status

@@ -8,9 +8,11 @@ from megatron.core.inference.model_inference_wrappers.inference_wrapper_config i
 from megatron.core.models.mamba import MambaModel
 
 from megatron_ext.config import BatchingConfig, CacheConfig, ModelConfig
+from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.mcore.context import InferenceContext
 from megatron_ext.mcore.controller import InferenceController
-from megatron_ext.mcore.engine import InferenceEngine
+from megatron_ext.mcore.layer_map import layer_places, model_shape
+from megatron_ext.memory.plan import plan_engine
 
 
 def build_engine(
@@ -37,9 +39,9 @@ def build_engine(
         ConfigError: The budget or the block size does not fit the model.
     """
     device = next(model.parameters()).device
-    context = InferenceContext(
-        model, config, batching, cache or CacheConfig(), params_dtype=dtype, device=device, token_rounder=token_rounder
-    )
+    shape = model_shape(model, batching, dtype)
+    plan = plan_engine(shape, config, batching, cache or CacheConfig(), device.type)
+    context = InferenceContext(plan, layer_places(model), device, token_rounder)
     wrapper_config = InferenceWrapperConfig(
         hidden_size=config.hidden_size,
         params_dtype=dtype,

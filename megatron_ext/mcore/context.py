@@ -2,216 +2,129 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from megatron.core.inference.contexts.base_context import BaseInferenceContext
 from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
-from megatron.core.models.mamba import MambaModel
-from megatron.core.ssm.mamba_hybrid_layer_allocation import Symbols, get_layer_maps_from_layer_type_list
 from torch import Tensor
 
-from megatron_ext.config import BatchingConfig, CacheConfig, ModelConfig
-from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.block_allocator import PoolBlockAllocator
 from megatron_ext.mcore.staging import ModelInput, SampledTokens, StagingRules, stage_step
-from megatron_ext.memory.budget import (
-    DEFAULT_MAX_TOKENS,
-    Geometry,
-    ModelMemory,
-    check_fits,
-    plan_memory,
-    request_state_bytes,
-)
-from megatron_ext.memory.state_pool import SnapshotPool, StatePool, StateShape, copy_states
+from megatron_ext.memory.budget import check_fits
+from megatron_ext.memory.plan import EnginePlan
+from megatron_ext.memory.pools import Pools, allocate_pools
+from megatron_ext.memory.state_pool import SnapshotPool, StatePool, copy_states
 from megatron_ext.mixers.recurrent import RecurrentStep
 from megatron_ext.ops.paged_attention import PagedBatch
 from megatron_ext.ops.rotary import Rotation, rotation_at
-from megatron_ext.scheduling.aligned import check_aligned, describe_tight_budget
-from megatron_ext.scheduling.planner import Limits
 from megatron_ext.scheduling.scheduler import Scheduler
-from megatron_ext.scheduling.snapshots import most_snapshots
 from megatron_ext.scheduling.step import ScheduledChunk, ScheduledStep
-
-logger = logging.getLogger(__name__)
-
-STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class InferenceContext(DynamicInferenceContext):
-    """`DynamicInferenceContext` whose bookkeeping lives on the host, in a `Scheduler`.
+    """`DynamicInferenceContext` that holds the pools and the step at hand, and decides nothing.
 
-    It owns the KV cache [2, layers, blocks + 1, B, KV heads, D] (the last block is the dummy), the live states, their
-    snapshots, and the tensors of the step at hand. The base's initializer and its device-side request tables are not
-    used: they are what the scheduler replaces, and they refuse models without attention.
+    The base's initializer and its device-side request tables are not used: they are what our scheduler replaces, and
+    they refuse models without attention. What upstream asks a context about requests is answered from the scheduler
+    that was attached.
 
     Args:
-        model: Unwrapped model whose layers will use this context.
-        config: Its architecture.
-        batching: Limits and budget.
-        cache: Whether prefixes are cached, what is evicted first, and how many snapshots there is room for.
-        params_dtype: Type of the KV cache, and of convolution states unless `batching` says otherwise.
+        plan: Sizes of everything.
+        layer_places: Local layer -> the how-manieth of its kind it is.
         device: Where the pools live.
         token_rounder: The packed token count is padded to a multiple of this.
 
     Raises:
-        ConfigError: The budget is too small, or the block size does not fit the model.
+        ConfigError: The pools do not fit the memory there is.
     """
 
+    # What upstream's engine, controller and layers ask a dynamic context; features that are not used here.
+    cache_mla_latent = False
+    unified_memory_level = 0
+    persist_cuda_graphs = False
+    metrics_writer = None
+    use_flashinfer_fused_rope = False
+    cuda_graph_batch_dimensions_list: Sequence[object] = ()
+    request_metadata_types: Sequence[object] = ()
+
     def __init__(
-        self,
-        model: MambaModel,
-        config: ModelConfig,
-        batching: BatchingConfig,
-        cache: CacheConfig,
-        *,
-        params_dtype: torch.dtype,
-        device: torch.device,
-        token_rounder: int = 1,
+        self, plan: EnginePlan, layer_places: Mapping[int, int], device: torch.device, token_rounder: int = 1
     ) -> None:
         BaseInferenceContext.__init__(self, materialize_only_last_token_logits=True)
+        check_fits(plan.geometry, platform.available_memory(device))
+        self.plan = plan
+        self.max_requests, self.max_tokens = plan.limits.max_requests, plan.limits.max_tokens
+        self.max_sequence_length = plan.limits.max_sequence_length
+        self.block_size_tokens = plan.geometry.block_size_tokens
+        self.pools: Pools | None = None
+        self.step: ModelInput | None = None
+        self.scored_states: Tensor | None = None  # hidden states of the step's scored tokens, [k, h]
+        self.block_allocator: PoolBlockAllocator | None = None
+        self._scheduler: Scheduler | None = None
+        self._rotation: Rotation | None = None
+        self._layer_places = layer_places
         self._device = device
-        self.params_dtype = params_dtype
-        self._map_layers(model, batching)
-        self.max_sequence_length = _max_sequence_length(batching, config)
-        self.geometry: Geometry = plan_memory(self._model_memory(config), batching, cache, device.type)
-        check_fits(self.geometry, platform.available_memory(device))
-        self.block_size_tokens = self.geometry.block_size_tokens
-        self._keeps_states_at_chunk_ends = cache.is_aligned and self.geometry.snapshot_slots > 0
-        self.limits = self._build_limits(batching)
-        if self._keeps_states_at_chunk_ends:
-            check_aligned(self.limits)
-        self.max_requests, self.max_tokens = self.limits.max_requests, self.limits.max_tokens
-        self._policy = cache.policy
-        self._fingerprint = repr((config.to_dict(), params_dtype, self._state_shape)).encode()
-        self._say_what_is_off(cache)
-        self._set_upstream_switches()
         self._staging_rules = StagingRules(
-            block_size=self.block_size_tokens,
-            dummy_block=self.geometry.blocks,
-            kernel_chunk=self.geometry.kernel_chunk,
-            is_hybrid=self.is_hybrid_model,
+            block_size=plan.geometry.block_size_tokens,
+            dummy_block=plan.geometry.blocks,
+            kernel_chunk=plan.geometry.kernel_chunk,
+            is_hybrid=plan.is_hybrid,
             token_rounder=token_rounder,
-            snapshots_in_prefill=not self._keeps_states_at_chunk_ends,
+            snapshots_in_prefill=not plan.limits.aligned_chunks,
             device=device,
         )
-        self.is_tensor_state_allocated = False
-        self.reset()
-        self.allocate_all_tensors(is_init=True)
 
-    def _say_what_is_off(self, cache: CacheConfig) -> None:
-        """What was asked for, and cannot be, costs more than it must or has no effect, is said once."""
-        if self._policy is None:
-            return
-        tight = describe_tight_budget(self.limits) if self._keeps_states_at_chunk_ends else None
-        if tight is not None:
-            logger.warning(tight)
-        asked = cache.snapshot_buffer_gb is not None or cache.snapshot_slots is not None or cache.is_aligned
-        if self.is_hybrid_model and self.geometry.snapshot_slots == 0:
-            logger.warning(
-                "there is no slot for snapshots of recurrent states: KV blocks are shared, and no prompt token is "
-                "skipped; give --inference-dynamic-batching-prefix-caching-mamba-gb or -mamba-slots more than 0"
-            )
-        elif asked and not self.is_hybrid_model:
-            logger.warning("this model has no recurrent layers: settings for snapshots of their states have no effect")
-
-    def _map_layers(self, model: MambaModel, batching: BatchingConfig) -> None:
-        """Which local layer is the how-manieth of its kind; shapes of the KV cache and the live states."""
-        layer_types = model.decoder.layer_type_list
-        attention_map, mamba_map, _, _ = get_layer_maps_from_layer_type_list(layer_types)
-        self.layer_map = attention_map | mamba_map
-        self.num_attention_layers, self.num_mamba_layers = len(attention_map), len(mamba_map)
-        self.is_hybrid_model = Symbols.MAMBA in layer_types
-        self.num_attention_heads_per_partition = model.config.num_query_groups
-        self.hidden_size_per_attention_head = model.config.kv_channels
-        self._state_shape: StateShape | None = None
-        if self.is_hybrid_model:
-            conv, ssm = model.decoder.mamba_state_shapes_per_request()
-            conv_dtype = batching.conv_states_dtype
-            self._state_shape = StateShape(
-                layers=self.num_mamba_layers,
-                conv=conv,
-                ssm=ssm,
-                conv_dtype=STATE_DTYPES[conv_dtype] if conv_dtype else self.params_dtype,
-                ssm_dtype=STATE_DTYPES[batching.ssm_states_dtype],
-            )
-
-    def _model_memory(self, config: ModelConfig) -> ModelMemory:
-        per_token = 2 * self.num_attention_layers * self.num_attention_heads_per_partition
-        return ModelMemory(
-            kv_bytes_per_token=per_token * self.hidden_size_per_attention_head * self.params_dtype.itemsize,
-            state_bytes=self._state_shape.bytes if self._state_shape else 0,
-            chunk_size=config.scan_chunk_size,
-            max_sequence_length=self.max_sequence_length,
-            scans_blocks=config.recurrent.scans_blocks,
-        )
-
-    def _build_limits(self, batching: BatchingConfig) -> Limits:
-        block_bytes = self.geometry.block_bytes
-        paused_gb = batching.paused_buffer_size_gb
-        has_paused_limit = paused_gb is not None and block_bytes > 0
-        return Limits(
-            block_size=self.geometry.block_size_tokens,
-            total_blocks=self.geometry.blocks,
-            paused_blocks=int(paused_gb * 1024**3) // block_bytes if has_paused_limit else None,
-            max_requests=batching.max_requests,
-            max_tokens=batching.max_tokens or max(DEFAULT_MAX_TOKENS[self._device.type], batching.max_requests),
-            max_sequence_length=self.max_sequence_length,
-            chunked_prefill=batching.enable_chunked_prefill,
-            aligned_chunks=self._keeps_states_at_chunk_ends,
-        )
-
-    def request_state_bytes(self, length: int) -> int:
-        """Bytes of recurrent states that a prompt of `length` tokens takes at most, its snapshots included."""
-        if self.geometry.snapshot_slots == 0:
-            return self.geometry.live_states and self.geometry.state_bytes
-        snapshots = most_snapshots(length, self.limits.block_size, is_aligned=self.limits.aligned_chunks)
-        return request_state_bytes(self.geometry.state_bytes, min(snapshots, self.geometry.snapshot_slots))
-
-    def _set_upstream_switches(self) -> None:
-        """What upstream's engine, controller and layers ask a dynamic context; features that are not used here."""
-        self.cache_mla_latent = False
-        self.unified_memory_level = 0
-        self.persist_cuda_graphs = False
-        self.metrics_writer = None
-        self.use_flashinfer_fused_rope = False
-        self.cuda_graph_batch_dimensions_list: list = []
-        self.request_metadata_types: list = []
+    def attach(self, scheduler: Scheduler) -> None:
+        """Answer upstream's questions about requests from this scheduler."""
+        self._scheduler = scheduler
+        self.block_allocator = PoolBlockAllocator(scheduler)
 
     # Pools
 
     def allocate_all_tensors(self, *, is_init: bool) -> None:
         """Allocate the pools, uninitialised; nothing happens if they are there."""
-        if self.is_tensor_state_allocated:
-            return
-        blocks = self.geometry.blocks + 1 if self.num_attention_layers else 0
-        heads, channels = self.num_attention_heads_per_partition, self.hidden_size_per_attention_head
-        self.memory_buffer = torch.empty(
-            (2, self.num_attention_layers, blocks, self.block_size_tokens, heads, channels),
-            dtype=self.params_dtype,
-            device=self._device,
-        )
-        self.live_states = self.snapshots = None
-        if self._state_shape is not None:
-            self.live_states = StatePool(self._state_shape, self.max_requests, self._device)
-            self.snapshots = SnapshotPool(self._state_shape, self.geometry.snapshot_slots, self._device)
-        self.is_tensor_state_allocated = True
+        if self.pools is None:
+            self.pools = allocate_pools(self.plan, self._device)
 
     def deallocate_all_tensors(self) -> None:
         """Free the pools' memory. Their contents are lost: the scheduler must have been suspended."""
-        self.memory_buffer = None
-        self.live_states = self.snapshots = None
-        self.step: ModelInput | None = None
-        self.is_tensor_state_allocated = False
+        self.pools = self.step = None
+
+    @property
+    def is_tensor_state_allocated(self) -> bool:
+        """Whether the pools are there."""
+        return self.pools is not None
+
+    @property
+    def memory_buffer(self) -> Tensor:
+        """The KV cache; see `Pools`."""
+        return self.pools.kv
+
+    @property
+    def live_states(self) -> StatePool | None:
+        """See `Pools`."""
+        return self.pools.live_states
+
+    @property
+    def snapshots(self) -> SnapshotPool | None:
+        """See `Pools`."""
+        return self.pools.snapshots
+
+    @property
+    def is_hybrid_model(self) -> bool:
+        """Whether there are recurrent layers."""
+        return self.plan.is_hybrid
+
+    @property
+    def params_dtype(self) -> torch.dtype:
+        """Of keys and values."""
+        return self.plan.shape.dtype
 
     def reset(self) -> None:
-        """Forget every request."""
-        slots = self.geometry.snapshot_slots if self.is_hybrid_model else None
-        self.scheduler = Scheduler(self.limits, self._policy, self._fingerprint, slots)
-        self.block_allocator = PoolBlockAllocator(self.scheduler)
-        self.step = None
+        """Forget the step at hand."""
+        self.clear_step()
 
     # The step at hand
 
@@ -221,7 +134,7 @@ class InferenceContext(DynamicInferenceContext):
         Raises:
             RestoreError: A snapshot is not the one that its request was to resume from.
         """
-        self._rotation: Rotation | None = None
+        self._rotation = None
         self._restore_states(step.chunks)
         self.step = stage_step(step, self._staging_rules, last_sampled)
 
@@ -244,7 +157,7 @@ class InferenceContext(DynamicInferenceContext):
             return
         taken = [(chunk, one) for chunk in self.step.chunks for one in chunk.snapshots]
         live = [
-            (chunk.live_slot, one.slot) for chunk, one in taken if chunk.is_decode or self._keeps_states_at_chunk_ends
+            (chunk.live_slot, one.slot) for chunk, one in taken if chunk.is_decode or self.plan.limits.aligned_chunks
         ]
         if live:
             live_slots, slots = zip(*live, strict=True)
@@ -301,15 +214,15 @@ class InferenceContext(DynamicInferenceContext):
         return key_cache, value_cache, None
 
     def _caches(self, layer_number: int) -> Tensor:
-        return self.memory_buffer[:, self.layer_map[layer_number - 1]]
+        return self.memory_buffer[:, self._layer_places[layer_number - 1]]
 
     def mamba_states_cache(self, layer_number: int) -> tuple[Tensor, Tensor]:
         """Live convolution and SSM states of a layer; written in place."""
-        return self.live_states.layer(self.layer_map[layer_number - 1])
+        return self.live_states.layer(self._layer_places[layer_number - 1])
 
     def mamba_snapshots(self, layer_number: int) -> tuple[Tensor, Tensor]:
         """Convolution and SSM snapshots of a layer; written in place."""
-        return self.snapshots.layer(self.layer_map[layer_number - 1])
+        return self.snapshots.layer(self._layer_places[layer_number - 1])
 
     # Upstream's questions, answered from the host
 
@@ -328,12 +241,12 @@ class InferenceContext(DynamicInferenceContext):
     @property
     def total_request_count(self) -> int:
         """Requests in the batch, paused ones included."""
-        return len(self.scheduler.queues.running) + len(self.scheduler.queues.paused)
+        return len(self._scheduler.queues.running) + len(self._scheduler.queues.paused)
 
     @property
     def paused_request_count(self) -> int:
         """Paused requests."""
-        return len(self.scheduler.queues.paused)
+        return len(self._scheduler.queues.paused)
 
     @property
     def active_token_count(self) -> int:
@@ -361,14 +274,3 @@ class InferenceContext(DynamicInferenceContext):
     def update_requests(self, *_: object, **__: object) -> None:
         """Not here: `Scheduler.commit` and `Scheduler.end` do the bookkeeping, on the host."""
         raise NotImplementedError("the engine's scheduler updates requests")
-
-
-def _max_sequence_length(batching: BatchingConfig, config: ModelConfig) -> int:
-    longest = config.max_position_embeddings
-    asked = batching.max_sequence_length or longest
-    if asked > longest:
-        raise ConfigError(
-            f"--inference-max-seq-length {asked} is more than the model's {longest}; give at most that, or another "
-            "--max-position-embeddings"
-        )
-    return asked

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from megatron.core.inference.model_inference_wrappers.abstract_model_inference_wrapper import (
@@ -14,31 +13,14 @@ from megatron.core.inference.text_generation_controllers.text_generation_control
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
+from megatron_ext.engine.faults import describe
+from megatron_ext.engine.result import Score, StepResult
 from megatron_ext.errors import ConfigError
-from megatron_ext.mcore.faults import describe, is_out_of_memory
-from megatron_ext.mcore.scoring import Score, score_rows
+from megatron_ext.mcore.out_of_memory import is_out_of_memory
+from megatron_ext.mcore.scoring import score_rows
 from megatron_ext.mcore.staging import ModelInput, PromptScore, SampledTokens, SamplingRow
 from megatron_ext.ops.sampling import sample_tokens
 from megatron_ext.scheduling.vocabulary import Vocabulary
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What a step's computation gave, by request id.
-
-    Args:
-        tokens: The token that each chunk yielded, if it did.
-        generated: Scores of these tokens, where asked for.
-        prompt: Scores of prompt tokens, where asked for and computed in this step.
-        failures: Requests whose scores found no memory, and the error's words.
-        sampled: The tokens on the device, for a next step that is staged before they are known on the host.
-    """
-
-    tokens: dict[int, int]
-    generated: dict[int, Score]
-    prompt: dict[int, tuple[Score, ...]]
-    failures: dict[int, str]
-    sampled: SampledTokens
 
 
 class InferenceController(TextGenerationController):
@@ -85,10 +67,12 @@ class InferenceController(TextGenerationController):
         self.inference_wrapped_model.dummy_forward()
 
     async def async_generate_output_tokens_dynamic_batch(self, skip_bookkeeping: bool = False) -> StepResult | None:
-        """Compute the context's staged step; None if nothing is staged. Never gives way to other tasks within it."""
+        """Upstream's name of `compute_step`; None if nothing is staged."""
+        return None if self.inference_wrapped_model.inference_context.step is None else self.compute_step()
+
+    def compute_step(self) -> StepResult:
+        """Compute the context's staged step, sample and score."""
         context = self.inference_wrapped_model.inference_context
-        if context.step is None:
-            return None
         with torch.inference_mode():
             input_ids, position_ids = context.current_input_and_position_ids()
             logits = self.inference_wrapped_model.run_one_forward_step(

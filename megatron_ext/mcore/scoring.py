@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from megatron_ext.engine.result import Score
 from megatron_ext.memory.budget import SCORING_BYTES
-
-TopN = dict[int, float]
 
 # Of one row, at most: the output layer's logits, their copy in fp32, and its log-softmax.
 _BYTES_PER_LOGIT = 12
-
-
-@dataclass(frozen=True)
-class Score:
-    """The log-prob of a token, and the best alternatives (empty if nobody asked)."""
-
-    log_prob: float
-    top_n: TopN
 
 
 def rows_at_once(vocabulary: int) -> int:

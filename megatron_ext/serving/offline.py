@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from megatron_ext.config import CacheConfig, InferenceSettings
 from megatron_ext.mcore import platform
+from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.mcore.assemble import build_engine
-from megatron_ext.mcore.engine import InferenceEngine
 from megatron_ext.models.load import LoadedModel, load_model, save_model
 from megatron_ext.scheduling.record import Status
 from megatron_ext.serving.comparison import comparable, compare, print_comparison, problems

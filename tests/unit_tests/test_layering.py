@@ -11,21 +11,34 @@ import pytest
 from tests.unit_tests.support.source import ROOT, imported_modules, parse, python_files
 
 # What each part may import of our own; itself, always.
-EVERYTHING = {"config", "errors", "prefix_cache", "scheduling", "memory", "ops", "mixers", "mcore", "models", "serving"}
+EVERYTHING = {
+    "config",
+    "errors",
+    "prefix_cache",
+    "scheduling",
+    "memory",
+    "ops",
+    "mixers",
+    "engine",
+    "mcore",
+    "models",
+    "serving",
+}
 MAY_IMPORT = {
     "errors": set(),
     "config": {"errors"},
     "prefix_cache": {"config", "errors"},
     "scheduling": {"config", "errors", "prefix_cache"},
-    "memory": {"config", "errors"},
+    "memory": {"config", "errors", "scheduling"},
+    "engine": {"config", "errors", "prefix_cache", "scheduling"},
     "ops": set(),
     "mixers": {"config", "errors", "memory", "ops"},
-    "mcore": {"config", "errors", "memory", "ops", "mixers", "scheduling", "prefix_cache"},
+    "mcore": {"config", "errors", "memory", "ops", "mixers", "engine", "scheduling", "prefix_cache"},
     "models": {"config", "errors", "memory", "ops", "mixers", "mcore"},
     "serving": EVERYTHING,
     "__init__": set(),
 }
-STANDARD_LIBRARY_ONLY = ("errors", "config", "prefix_cache", "scheduling")
+STANDARD_LIBRARY_ONLY = ("errors", "config", "prefix_cache", "scheduling", "engine")
 WITHOUT_MEGATRON = (*STANDARD_LIBRARY_ONLY, "memory", "ops")
 
 
@@ -65,7 +78,9 @@ def test_the_command_line_needs_only_the_settings(path):
     assert our_parts(list(imported_modules(parse(path)))) <= {"config", "errors"}
 
 
-@pytest.mark.parametrize("packages", ["megatron_ext.prefix_cache", "megatron_ext.scheduling", "megatron_ext.config"])
+@pytest.mark.parametrize(
+    "packages", ["megatron_ext.prefix_cache", "megatron_ext.scheduling", "megatron_ext.config", "megatron_ext.engine"]
+)
 def test_what_decides_runs_without_torch(packages):
     """In a process of its own: importing every module of the package loads neither torch nor megatron nor numpy."""
     code = f"""

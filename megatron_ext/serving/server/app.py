@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 import megatron_ext
 from megatron_ext.config import ServerConfig
-from megatron_ext.mcore.engine import InferenceEngine
+from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.models.tokenizer import Tokenizer
 from megatron_ext.serving.server.answers import ChatReply, CompletionReply, Reply, finished, whole
 from megatron_ext.serving.server.chat import ChatFormat

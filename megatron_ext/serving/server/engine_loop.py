@@ -18,12 +18,12 @@ from typing import TypeVar
 
 import torch
 
-from megatron_ext.mcore.engine import InferenceEngine
-from megatron_ext.mcore.faults import Faults
+from megatron_ext.engine.faults import Faults
+from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.scheduling.record import RequestRecord, Status
 from megatron_ext.scheduling.request import Request
 from megatron_ext.serving.server.errors import ApiError, engine_fault, overloaded, shutting_down
-from megatron_ext.serving.server.metrics import EngineState, Metrics
+from megatron_ext.serving.server.metrics import Metrics
 from megatron_ext.serving.server.progress import Progress, Ticket, TokenClock
 from megatron_ext.serving.server.sampling import Job
 
@@ -115,7 +115,7 @@ class EngineLoop:
 
     def start(self) -> None:
         """Begin to step."""
-        self._metrics.state = EngineState.of(self._engine)
+        self._metrics.state = self._engine.statistics()
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def stop(self) -> None:
@@ -274,7 +274,7 @@ class EngineLoop:
             return function(*arguments)
         finally:
             with self._engine.faults.absorbed("the metrics of the engine"):
-                self._metrics.state = EngineState.of(self._engine)
+                self._metrics.state = self._engine.statistics()
 
     def _add(self, exchange: Exchange) -> None:
         ids = []

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, Info, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 import megatron_ext
-from megatron_ext.mcore.engine import InferenceEngine
-from megatron_ext.prefix_cache.cache import CacheUse
+from megatron_ext.engine.statistics import EngineStatistics
 from megatron_ext.scheduling.accounting import Reason
 from megatron_ext.scheduling.record import RequestRecord, Status
-from megatron_ext.scheduling.scheduler import Counters
 
 PREFIX = "megatron_ext"
 OUTCOMES = ("stop", "length", "failed", "aborted")
@@ -48,37 +44,6 @@ _COUNTERS = (
 )
 
 
-@dataclass(frozen=True)
-class EngineState:
-    """Numbers of the engine between two steps."""
-
-    running: int
-    waiting: int
-    paused: int
-    use: CacheUse
-    counters: Counters  # a copy
-
-    @classmethod
-    def of(cls, engine: InferenceEngine) -> EngineState:
-        """Read them; with the engine's thread."""
-        scheduler = engine.context.scheduler
-        queues = scheduler.queues
-        return cls(
-            len(queues.running),
-            len(queues.waiting),
-            len(queues.paused),
-            scheduler.cache.use(),
-            dataclasses.replace(scheduler.counters),
-        )
-
-    def value(self, path: str) -> int:
-        """A number by its dotted name."""
-        found: object = self
-        for name in path.split("."):
-            found = getattr(found, name)
-        return found
-
-
 class Metrics(Collector):
     """All metrics of one server.
 
@@ -89,7 +54,7 @@ class Metrics(Collector):
     """
 
     def __init__(self, model: str) -> None:
-        self.state: EngineState | None = None
+        self.state: EngineStatistics | None = None
         self._registry = registry = CollectorRegistry()
         self._requests = Counter(
             f"{PREFIX}_requests", "Requests that have ended, by outcome", ["outcome"], registry=registry

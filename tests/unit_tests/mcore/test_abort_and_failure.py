@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from megatron_ext.mcore.engine import InferenceEngine
+from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.ops.ssd import SSD
 from megatron_ext.scheduling.record import Status
 from tests.priority import TestPriority

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from megatron_ext.mcore import output
-from megatron_ext.mcore.output import OutputProcessor
+from megatron_ext.engine import output
+from megatron_ext.engine.output import OutputProcessor
 from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
@@ -75,18 +75,18 @@ def is_victims(processor: OutputProcessor, request: Request, *_: object) -> bool
 
 
 def inject_detokenize_while_matching(driver, patch, error) -> None:
-    matcher = driver.engine._output._outputs[VICTIM].stop_words
+    matcher = driver.engine.engine.output._outputs[VICTIM].stop_words
     patch.setattr(matcher, "_detokenize", at_call(matcher._detokenize, 3, error))
 
 
 def inject_matcher(driver, patch, error) -> None:
-    matcher = driver.engine._output._outputs[VICTIM].stop_words
+    matcher = driver.engine.engine.output._outputs[VICTIM].stop_words
     patch.setattr(StopWordMatcher, "find", at_call(StopWordMatcher.find, 2, error, of=lambda one, *_: one is matcher))
 
 
 def inject_matcher_at_the_last_token(driver, patch, error) -> None:
     """The commit has ended the request already."""
-    matcher = driver.engine._output._outputs[VICTIM].stop_words
+    matcher = driver.engine.engine.output._outputs[VICTIM].stop_words
     patch.setattr(StopWordMatcher, "find", at_call(StopWordMatcher.find, 8, error, of=lambda one, *_: one is matcher))
 
 
@@ -128,8 +128,8 @@ def assert_nothing_is_left(driver: Driver) -> None:
     engine, scheduler = driver.engine, driver.scheduler
     engine.check()
     assert not engine.has_unfinished_requests()
-    assert not engine._output._outputs
-    assert not engine._output.ended
+    assert not engine.engine.output._outputs
+    assert not engine.engine.output.ended
     assert driver.free_blocks == scheduler.blocks.total
     assert scheduler.live_slots.free_count == scheduler.live_slots.total
     if scheduler.cache.states is not None:
@@ -266,7 +266,7 @@ class TestWhatEndsNobody:
             def set_result(self, _: object) -> None:
                 raise Planted("the loop is closed")
 
-        for opened in driver.engine._output._outputs.values():
+        for opened in driver.engine.engine.output._outputs.values():
             opened.future = Closed(loop=driver.engine._loop)
         self.check(driver, expected())
         assert driver.engine.faults.count == 4
@@ -283,7 +283,7 @@ class TestWhatEndsNobody:
             raise Planted("no statistics")
 
         if part == "log_step":
-            monkeypatch.setattr("megatron_ext.mcore.engine.log_step", fail)
+            monkeypatch.setattr("megatron_ext.engine.engine.log_step", fail)
         else:
             monkeypatch.setattr(driver.scheduler.cache, "use", fail)
         self.check(driver, expected())

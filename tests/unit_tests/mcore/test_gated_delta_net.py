@@ -158,8 +158,7 @@ def test_both_modes_keep_equal_states_and_serve_each_other(get_oracle, oracle):
         assert_states_close(kernel, align, "snapshots after 64 and 80 tokens")
     for mode, driver in drivers.items():
         is_aligned = mode == "kernel"  # what the other mode left
-        driver.context._keeps_states_at_chunk_ends = driver.model._is_aligned = is_aligned
-        driver.scheduler.limits = dataclasses.replace(driver.scheduler.limits, aligned_chunks=is_aligned)
+        driver.keep_snapshots(at_chunk_ends=is_aligned)
         assert driver.sight(1, [*prompt, *make_prompt(30, seed=1)]) == 80
         assert_equals_oracle(driver, 1, oracle)
 

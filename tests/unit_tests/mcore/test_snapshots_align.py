@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
 from megatron_ext.config import CacheConfig
@@ -183,9 +181,7 @@ class TestBothModes:
         prompt = make_prompt(5 * BLOCK + 3)
         driver.sight(0, prompt)
         is_aligned = first == "kernel"
-        driver.context._keeps_states_at_chunk_ends = is_aligned
-        driver.scheduler.limits = dataclasses.replace(driver.scheduler.limits, aligned_chunks=is_aligned)
-        driver.model._is_aligned = is_aligned
+        driver.keep_snapshots(at_chunk_ends=is_aligned)
         longer = [*prompt, *make_prompt(50, seed=1)]
         assert driver.sight(1, longer) == 80
         assert driver.sight(2, longer) == 128

@@ -13,8 +13,8 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron_ext.config import BatchingConfig, RequestParams
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import context
+from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.mcore.assemble import build_engine
-from megatron_ext.mcore.engine import InferenceEngine
 from megatron_ext.scheduling.record import Status
 from tests.unit_tests.models import llama_oracle
 from tests.unit_tests.models import nemotron_h_oracle as oracle

@@ -34,7 +34,7 @@ class CachingDriver(Driver):
     def watch_scheduler(self) -> None:
         super().watch_scheduler()
         self.model = CacheModel(self.scheduler, self.policy)
-        self.writes = KvWrites(self.context, self.model.shared_blocks)
+        self.writes = KvWrites(self.context, self.engine.scheduler, self.model.shared_blocks)
 
     def _run_forward(self, forward, inputs):
         return self.writes.watch(forward, inputs)

@@ -13,8 +13,8 @@ from megatron.core.models.mamba import MambaModel
 from torch import Tensor
 
 from megatron_ext.config import BatchingConfig, CacheConfig, ModelConfig, RequestParams
+from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.mcore.assemble import build_engine
-from megatron_ext.mcore.engine import InferenceEngine
 from megatron_ext.scheduling.events import EventType
 from megatron_ext.scheduling.record import RequestRecord, Status
 from megatron_ext.scheduling.request import Chunk
@@ -81,7 +81,7 @@ class Driver:
 
     @property
     def scheduler(self):
-        return self.context.scheduler
+        return self.engine.scheduler
 
     @property
     def free_blocks(self) -> int:
@@ -131,7 +131,7 @@ class Driver:
         pool.ssm[:, lost] = torch.nan
 
     def _poison_block(self, block: int) -> None:
-        is_there = self.context.is_tensor_state_allocated and self.context.num_attention_layers
+        is_there = self.context.is_tensor_state_allocated and self.context.plan.shape.attention_layers
         if is_there and self.scheduler.blocks.references(block) == 0:
             self.context.memory_buffer[:, :, block].fill_(torch.nan)
 

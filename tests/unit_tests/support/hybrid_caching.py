@@ -7,6 +7,7 @@ after their last token.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
 
@@ -219,12 +220,20 @@ class HybridDriver(CachingDriver):
     def watch_scheduler(self) -> None:
         Driver.watch_scheduler(self)
         self.model = HybridModel(self, is_exact=self._is_exact)
-        self.writes = KvWrites(self.context, self.model.shared_blocks)
+        self.writes = KvWrites(self.context, self.engine.scheduler, self.model.shared_blocks)
 
     def _run_forward(self, forward, inputs):
         """Writes of decode are watched in the tests of models without recurrent layers."""
-        is_watched = self.context.num_attention_layers and not self.context.is_decode_only()
+        is_watched = self.context.plan.shape.attention_layers and not self.context.is_decode_only()
         return super()._run_forward(forward, inputs) if is_watched else forward(inputs)
+
+    def keep_snapshots(self, *, at_chunk_ends: bool) -> None:
+        """Go over to the other mode, with what is cached."""
+        limits = dataclasses.replace(self.scheduler.limits, aligned_chunks=at_chunk_ends)
+        self.scheduler.limits, self.model._is_aligned = limits, at_chunk_ends
+        self.context.plan = dataclasses.replace(self.context.plan, limits=limits)
+        rules = self.context._staging_rules
+        self.context._staging_rules = dataclasses.replace(rules, snapshots_in_prefill=not at_chunk_ends)
 
     @property
     def states(self):

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_ext.mcore.context import InferenceContext
 from megatron_ext.scheduling.request import Request
+from megatron_ext.scheduling.scheduler import Scheduler
 
 
 class _Catch(TorchDispatchMode):
@@ -38,11 +39,15 @@ class KvWrites:
 
     Args:
         context: Of the engine.
+        scheduler: Of the engine.
         shared_blocks: Of a request, the blocks that it found in the cache.
     """
 
-    def __init__(self, context: InferenceContext, shared_blocks: Callable[[Request], set[int]]) -> None:
+    def __init__(
+        self, context: InferenceContext, scheduler: Scheduler, shared_blocks: Callable[[Request], set[int]]
+    ) -> None:
         self._context = context
+        self._scheduler = scheduler
         self._shared_blocks = shared_blocks
         self.count = 0  # tokens written to blocks
         self.dropped = 0  # tokens whose KV is in a shared block already
@@ -52,7 +57,7 @@ class KvWrites:
         catch = _Catch(self._context.memory_buffer)
         with catch:
             result = forward(inputs)
-        assert len(catch.places) == 2 * self._context.num_attention_layers
+        assert len(catch.places) == 2 * self._context.plan.shape.attention_layers
         protected = self._protected()
         for places in catch.places:
             self._check(places, protected)
@@ -60,7 +65,7 @@ class KvWrites:
 
     def _protected(self) -> set[int]:
         """Blocks with contents that somebody else could read, now or later, or that are complete."""
-        pool, queues = self._context.scheduler.blocks, self._context.scheduler.queues
+        pool, queues = self._scheduler.blocks, self._scheduler.queues
         protected = set(pool.withheld)
         for request in [*queues.running, *queues.paused]:
             protected |= set(request.block_table[: request.computed_end // self._context.block_size_tokens])
@@ -69,8 +74,8 @@ class KvWrites:
         return protected
 
     def _check(self, places: np.ndarray, protected: set[int]) -> None:
-        size, dummy = self._context.block_size_tokens, self._context.geometry.blocks
-        requests = {request.request_id: request for request in self._context.scheduler.queues.running}
+        size, dummy = self._context.block_size_tokens, self._context.plan.geometry.blocks
+        requests = {request.request_id: request for request in self._scheduler.queues.running}
         chunks = self._context.step.chunks
         tokens = [(requests[chunk.request_id], p) for chunk in chunks for p in range(chunk.start, chunk.end)]
         for place, (request, position) in zip(places.tolist(), tokens, strict=True):

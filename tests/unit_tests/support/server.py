@@ -15,8 +15,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from megatron_ext.config import BatchingConfig, CacheConfig, SourceConfig
 from megatron_ext.mcore import platform
+from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.mcore.assemble import build_engine
-from megatron_ext.mcore.engine import InferenceEngine
 from megatron_ext.models.load import load_model
 from megatron_ext.serving.server.app import Serving
 from megatron_ext.serving.server.run import bind, build_server
@@ -79,7 +79,7 @@ class LiveServer:
         self.in_engine_thread(self._check_idle)
 
     def _check_idle(self) -> None:
-        engine, scheduler = self.engine, self.engine.context.scheduler
+        engine, scheduler = self.engine, self.engine.scheduler
         engine.check()
         assert not engine.has_unfinished_requests()
         assert scheduler.cache.use().blocks_in_use == 0

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from megatron_ext.config import ServerConfig
-from megatron_ext.mcore.engine import InferenceEngine
+from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.serving.server.app import Serving
 from tests.unit_tests.support.server import LiveServer, embedded_engine, tiny_engine
 

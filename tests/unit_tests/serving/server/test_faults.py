@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterator
 import httpx
 import pytest
 
+from megatron_ext.engine.statistics import EngineStatistics
 from megatron_ext.scheduling.stopping import StopWordMatcher
 from megatron_ext.scheduling.text_stream import TextStream
 from megatron_ext.serving.server.engine_loop import EngineLoop
-from megatron_ext.serving.server.metrics import EngineState, Metrics
+from megatron_ext.serving.server.metrics import Metrics
 from megatron_ext.serving.server.progress import Progress, Ticket, TokenClock
 from tests.priority import TestPriority
 from tests.unit_tests.support.server import LiveServer, tiny_engine
@@ -141,7 +142,7 @@ class TestOneRequest:
 
 PARTS = {
     "metrics of a request": (Metrics, "observe"),
-    "state of the engine": (EngineState, "of"),
+    "state of the engine": (EngineStatistics, "of"),
     "token clock": (TokenClock, "gaps"),
 }
 

@@ -165,7 +165,7 @@ def test_while_a_step_takes_long_the_server_answers(serve):
     async def slow(*arguments):
         begun.set()
         assert go_on.wait(PATIENCE)
-        steps.append(len(server.engine.context.scheduler.queues))
+        steps.append(len(server.engine.scheduler.queues))
         return await generate(*arguments)
 
     server.engine.controller.async_generate_output_tokens_dynamic_batch = slow

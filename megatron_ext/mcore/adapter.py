@@ -1,9 +1,8 @@
-"""The engine: requests in, one step at a time, records out."""
+"""The engine as Megatron sees it: `DynamicInferenceEngine`'s constructor, loop names and coroutines over ours."""
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -14,32 +13,29 @@ from megatron.core.utils import get_asyncio_loop
 from torch import nn
 
 from megatron_ext.config import RequestParams
-from megatron_ext.errors import ConfigError, RestoreError
+from megatron_ext.engine.engine import NO_STEP, Engine, Step
+from megatron_ext.engine.faults import Faults
+from megatron_ext.engine.intake import Door
+from megatron_ext.engine.result import StepResult
+from megatron_ext.engine.statistics import EngineStatistics
+from megatron_ext.errors import ConfigError
 from megatron_ext.mcore.context import InferenceContext
-from megatron_ext.mcore.controller import InferenceController, StepResult
-from megatron_ext.mcore.faults import Faults, describe
-from megatron_ext.mcore.intake import Intake
-from megatron_ext.mcore.output import OutputProcessor
-from megatron_ext.mcore.statistics import log_step, prefix_cache_statistics
+from megatron_ext.mcore.controller import InferenceController
+from megatron_ext.mcore.executor import StepExecutor
+from megatron_ext.mcore.params import to_request_params
 from megatron_ext.mcore.weights import WeightsWatch, mark_weights_changed
 from megatron_ext.memory.budget import Geometry
 from megatron_ext.prefix_cache.block_index import CachedPrefix
-from megatron_ext.scheduling.planner import StepPlan, check_admissible
-from megatron_ext.scheduling.record import RequestRecord, Status
+from megatron_ext.scheduling.record import RequestRecord
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
-from megatron_ext.scheduling.step import describe_step
-
-NOTHING = StepPlan(evictions=(), pauses=(), resumes=(), failures=(), admissions=(), chunks=(), refusals=())
 
 
 class InferenceEngine(DynamicInferenceEngine):
-    """`DynamicInferenceEngine` over a scheduler on the host.
+    """`DynamicInferenceEngine` around our `Engine`, which does the work.
 
-    A step is schedule -> stage -> forward and sample -> commit -> output, and gives way to other tasks of the event
-    loop only before it begins: whatever calls `add_request`, `abort_request` or `suspend` meets a consistent state.
-    What raises before the commit sends the step's requests back to wait; the commit cannot fail; what raises after it
-    ends at most the request that it was for (see `OutputProcessor`).
+    A step gives way to other tasks of the event loop only before it begins: whatever calls `add_request`,
+    `abort_request` or `suspend` meets a consistent state.
 
     Args:
         controller: Ours.
@@ -63,7 +59,7 @@ class InferenceEngine(DynamicInferenceEngine):
             controller,
             context,
             random_seed=random_seed,
-            enable_chunked_prefill=context.limits.chunked_prefill,
+            enable_chunked_prefill=context.plan.limits.chunked_prefill,
             inference_logging_step_interval=inference_logging_step_interval,
         )
 
@@ -78,18 +74,22 @@ class InferenceEngine(DynamicInferenceEngine):
 
     def reset(self) -> None:
         """Forget all requests (their futures are cancelled) and counters; a suspended engine gets its pools back."""
-        if hasattr(self, "_output"):
-            self._output.cancel()
+        if hasattr(self, "engine"):
+            self.engine.output.cancel()
+        plan = self.context.plan
+        scheduler = Scheduler(plan.limits, plan.policy, plan.fingerprint, plan.snapshot_slots)
+        self.context.attach(scheduler)
         self.context.reset()
         self.context.allocate_all_tensors(is_init=False)
         self.request_counter = Counter()
         self.rank = torch.distributed.get_rank()
-        self.step_count = 0
-        self.faults = Faults("the engine")
-        self._weights = WeightsWatch(self._model)
-        self._output = OutputProcessor(self.scheduler, self.controller.vocabulary, self.faults)
-        self._intake = Intake(self.controller, self.context.max_sequence_length, self.random_seed)
+        self.weights = WeightsWatch(self._model)
+        self.engine = Engine(scheduler, StepExecutor(self.context, self.controller).execute, self._door())
         self._reset_loop_state()
+
+    def _door(self) -> Door:
+        controller = self.controller
+        return Door(controller.tokenize_prompt, controller.vocabulary, controller.tokenizer.eod, self.random_seed)
 
     def _reset_loop_state(self) -> None:
         """Names that upstream's run loops and coordinator code use."""
@@ -106,28 +106,67 @@ class InferenceEngine(DynamicInferenceEngine):
 
     def use_loop(self, loop: asyncio.AbstractEventLoop) -> None:
         """Step on this event loop from now on, for an engine in a thread of its own; without living requests only."""
-        assert not self._output, "requests are alive, and their futures belong to another loop"
+        assert not self.has_unfinished_requests(), "requests are alive, and their futures belong to another loop"
         self._loop = get_asyncio_loop(loop)
+
+    # What there is
 
     @property
     def geometry(self) -> Geometry:
         """Effective sizes of the pools."""
-        return self.context.geometry
+        return self.context.plan.geometry
 
     @property
     def longest_request_state_bytes(self) -> int:
         """Bytes of recurrent states that a request of the longest possible prompt takes at most."""
-        return self.context.request_state_bytes(self.context.max_sequence_length)
+        return self.context.plan.request_state_bytes(self.context.max_sequence_length)
 
     @property
     def scheduler(self) -> Scheduler:
-        """The context's scheduler: queues, blocks, live slots."""
-        return self.context.scheduler
+        """Queues, blocks, live slots."""
+        return self.engine.scheduler
+
+    @property
+    def faults(self) -> Faults:
+        """What went wrong beside the steps themselves."""
+        return self.engine.faults
+
+    @property
+    def step_count(self) -> int:
+        """Steps that have been computed."""
+        return self.engine.step_count
 
     @property
     def waiting_request_ids(self) -> list[int]:
         """Ids of the requests that wait for admission, and of ended ones still to be reported by a step."""
-        return [request.request_id for request in [*self.scheduler.queues.waiting, *self._output.ended]]
+        return [request.request_id for request in self.engine.waiting()]
+
+    @property
+    def finished_request_count(self) -> int:
+        """Requests that have been reported as ended."""
+        return self.engine.output.reported_count
+
+    @property
+    def lifetime_prefill_token_count(self) -> int:
+        """Prefill tokens computed, for the first time or again, all requests."""
+        return self.scheduler.counters.prefill_tokens
+
+    @property
+    def lifetime_skipped_token_count(self) -> int:
+        """Prompt tokens that no layer computed, all requests."""
+        return self.scheduler.counters.skipped_tokens
+
+    def statistics(self) -> EngineStatistics:
+        """Everything that is counted, at once."""
+        return self.engine.statistics()
+
+    def prefix_cache_statistics(self) -> dict[str, int] | None:
+        """The `prefix_cache` object of the JSON output; None if nothing is cached."""
+        return self.statistics().prefix_cache()
+
+    def hottest_prefixes(self, count: int) -> list[CachedPrefix]:
+        """The cached prefixes that most requests resumed from, the hottest first."""
+        return self.scheduler.cache.hottest(count)
 
     # Requests come and go
 
@@ -150,17 +189,12 @@ class InferenceEngine(DynamicInferenceEngine):
         Raises:
             ConfigError: The prompt or the parameters make no sense, whatever the engine's limits.
         """
-        if request_id in self._output:
-            raise ConfigError(f"request id {request_id} is in use; choose another")
-        request = self._intake.make(request_id, prompt, sampling_params)
-        error = check_admissible(request, self.context.limits)
-        if error is None:
-            self.scheduler.add(request)
-        else:
-            request.end(Status.FAILED, error=f"this prompt cannot be served: {error}")
-            self._output.ended.append(request)
+        self.engine.check_free(request_id)
+        ids = prompt.tolist() if isinstance(prompt, torch.Tensor) else prompt
+        tokens = self.engine.intake.tokenize(ids, getattr(sampling_params, "add_BOS", False))
+        params = to_request_params(sampling_params, len(tokens), self.context.max_sequence_length)
         future = self._loop.create_future()
-        self._output.open(request, future)
+        self.engine.add(request_id, tokens, params, future, text=prompt if isinstance(prompt, str) else None)
         self._wake_up()
         return future
 
@@ -170,10 +204,7 @@ class InferenceEngine(DynamicInferenceEngine):
         Raises:
             KeyError: No living request has this id.
         """
-        request = self._output.get(request_id)
-        if not request.is_ended:
-            self.scheduler.end(request, Status.ABORTED)
-            self._output.ended.append(request)
+        if self.engine.abort(request_id):
             self._wake_up()
 
     def fail_request(self, request_id: int, error: Exception) -> None:
@@ -182,21 +213,16 @@ class InferenceEngine(DynamicInferenceEngine):
         Raises:
             KeyError: No living request has this id.
         """
-        self._output.fail(self._output.get(request_id), error)
+        self.engine.fail(request_id, error)
         self._wake_up()
-
-    @property
-    def finished_request_count(self) -> int:
-        """Requests that have been reported as ended."""
-        return self._output.reported_count
 
     def has_unfinished_requests(self) -> bool:
         """Whether a step would do or report anything."""
-        return bool(self._output)
+        return bool(self.engine.output)
 
     def get_request(self, request_id: int) -> Request:
         """A living request."""
-        return self._output.get(request_id)
+        return self.engine.output.get(request_id)
 
     def _wake_up(self) -> None:
         """Let upstream's run loop, if it waits, look again."""
@@ -204,14 +230,11 @@ class InferenceEngine(DynamicInferenceEngine):
 
     # Steps
 
-    async def async_forward(self) -> tuple[StepResult | None, StepPlan, float, int]:
-        """Schedule, compute, sample and commit one step.
-
-        If staging, forward or sampling raises, the step's requests go back to wait (their pools may hold anything) and
-        the error is passed on; a later step computes them again.
+    async def async_forward(self) -> tuple[StepResult | None, Step, float, int]:
+        """Schedule, compute, sample and commit one step; see `Engine.compute`.
 
         Returns:
-            Result (None if nothing was to be computed), plan, seconds, step count: arguments of `async_bookkeep`.
+            Result (None if nothing was to be computed), step, seconds, step count: arguments of `async_bookkeep`.
 
         Raises:
             EngineSuspendedError: The engine is suspended.
@@ -219,76 +242,14 @@ class InferenceEngine(DynamicInferenceEngine):
         if self.is_suspended:
             raise EngineSuspendedError("the engine is suspended; call resume() before a step")
         await asyncio.sleep(0)
-        if (
-            self.is_suspended
-        ):  # by another task, just now; upstream's run loop waits for the resume before it steps again
-            return None, NOTHING, 0.0, self.step_count
+        if self.is_suspended:  # by another task, just now; upstream's run loop waits for the resume
+            return None, NO_STEP, 0.0, self.step_count
         self._notice_new_weights()
-        started = time.perf_counter()
-        plan = self.scheduler.schedule()
-        self._output.ended += [request for request, _ in plan.failures]
-        if not plan.chunks:
-            assert len(self.scheduler.queues) == 0, "requests are alive, but none can run"
-            return None, plan, 0.0, self.step_count
-        result = await self._compute(plan)
-        self._output.ended += self.scheduler.commit(plan.chunks, result.tokens)
-        self.step_count += 1
-        return result, plan, time.perf_counter() - started, self.step_count
-
-    async def _compute(self, plan: StepPlan) -> StepResult:
-        """Everything of a step that can fail: then nothing of it counts."""
-        try:
-            self.context.stage(describe_step(plan.chunks, self.context.block_size_tokens))
-            result = await self.controller.async_generate_output_tokens_dynamic_batch()
-            self.context.finish_snapshots()
-        except BaseException as error:
-            self.scheduler.abandon(plan.chunks, describe(error))
-            if isinstance(error, RestoreError):  # the next step computes what this snapshot was to save
-                self.scheduler.cache.states.drop(error.digest)
-            raise
-        finally:
-            self.context.clear_step()
-        return result
-
-    # The prefix cache
-
-    @property
-    def lifetime_prefill_token_count(self) -> int:
-        """Prefill tokens computed, for the first time or again, all requests."""
-        return self.scheduler.counters.prefill_tokens
-
-    @property
-    def lifetime_skipped_token_count(self) -> int:
-        """Prompt tokens that no layer computed, all requests."""
-        return self.scheduler.counters.skipped_tokens
-
-    def reset_prefix_cache(self) -> None:
-        """Empty the cache: nothing cached before is matched after, and requests in flight publish nothing."""
-        self.scheduler.reset_prefix_cache()
-
-    def weights_changed(self) -> None:
-        """Say that the model's weights have been written in place (an RL refit); loaders of ours do it themselves."""
-        mark_weights_changed(self._model)
-        self._notice_new_weights()
-
-    def prefix_cache_statistics(self) -> dict[str, int] | None:
-        """The `prefix_cache` object of the JSON output; None if nothing is cached."""
-        return prefix_cache_statistics(self.scheduler)
-
-    def hottest_prefixes(self, count: int) -> list[CachedPrefix]:
-        """The cached prefixes that most requests resumed from, the hottest first."""
-        return self.scheduler.cache.hottest(count)
-
-    @property
-    def _model(self) -> nn.Module:
-        return self.controller.inference_wrapped_model.model
-
-    def _notice_new_weights(self) -> None:
-        if self.scheduler.cache.is_enabled and self._weights.has_changed():
-            self.scheduler.weights_changed()
+        step = self.engine.compute()
+        return step.result, step, step.seconds, self.step_count
 
     async def async_bookkeep(
-        self, step_result: StepResult | None, context_state: StepPlan, step_time: float, step_count: int
+        self, step_result: StepResult | None, context_state: Step, step_time: float, step_count: int
     ) -> dict:
         """Turn the step's tokens into output, and report who has ended. Nothing in here stops the engine.
 
@@ -296,23 +257,14 @@ class InferenceEngine(DynamicInferenceEngine):
             active_request_ids: requests that computed something and go on; finished_request_records: everything that
             ended since the last step; step_time in seconds; cuda_graph_request_count: None.
         """
-        if step_result is not None:
-            self._output.take([chunk.request for chunk in context_state.chunks], step_result)
-        records = self._output.report()
-        with self.faults.absorbed("the log line of a step"):
-            self._log_step(context_state, step_time)
+        records = self.engine.report(context_state, self.inference_logging_step_interval)
+        chunks = context_state.plan.chunks
         return {
-            "active_request_ids": [c.request.request_id for c in context_state.chunks if not c.request.is_ended],
+            "active_request_ids": [c.request.request_id for c in chunks if not c.request.is_ended],
             "finished_request_records": records,
             "step_time": step_time,
             "cuda_graph_request_count": None,
         }
-
-    def _log_step(self, plan: StepPlan, step_time: float) -> None:
-        interval = self.inference_logging_step_interval
-        if interval and plan.chunks and self.step_count % interval == 0:
-            ended = self._output.reported_count
-            log_step(self.scheduler, plan, step_count=self.step_count, step_time=step_time, ended=ended)
 
     def generate(
         self, prompts: Iterable[str | Sequence[int]], sampling_params: RequestParams | SamplingParams | None = None
@@ -341,6 +293,25 @@ class InferenceEngine(DynamicInferenceEngine):
                 records[record.request_id] = record
         return [records[request_id] for request_id in ids]
 
+    # The prefix cache
+
+    def reset_prefix_cache(self) -> None:
+        """Empty the cache: nothing cached before is matched after, and requests in flight publish nothing."""
+        self.scheduler.reset_prefix_cache()
+
+    def weights_changed(self) -> None:
+        """Say that the model's weights have been written in place (an RL refit); loaders of ours do it themselves."""
+        mark_weights_changed(self._model)
+        self._notice_new_weights()
+
+    def _notice_new_weights(self) -> None:
+        if self.scheduler.cache.is_enabled and self.weights.has_changed():
+            self.scheduler.weights_changed()
+
+    @property
+    def _model(self) -> nn.Module:
+        return self.controller.inference_wrapped_model.model
+
     # The pools come and go
 
     def suspend(self) -> None:
@@ -361,6 +332,4 @@ class InferenceEngine(DynamicInferenceEngine):
 
     def check(self) -> None:
         """Assert every invariant of requests and pools."""
-        self.scheduler.check()
-        known = {id(request) for request in self._output.requests()}
-        assert {id(request) for request in [*self.scheduler.queues, *self._output.ended]} == known, "lost requests"
+        self.engine.check()

@@ -10,8 +10,8 @@ import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from megatron_ext.mcore.controller import StepResult
-from megatron_ext.mcore.faults import Faults, describe
+from megatron_ext.engine.faults import Faults, describe
+from megatron_ext.engine.result import StepResult
 from megatron_ext.scheduling.record import RequestRecord, Status
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler

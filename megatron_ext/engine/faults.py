@@ -8,12 +8,8 @@ import sys
 import traceback
 from collections.abc import Iterator
 
-import torch
-
 logger = logging.getLogger(__name__)
 
-# What torch's CPU allocator says, in a plain RuntimeError.
-_CPU_ALLOCATOR = ("can't allocate memory", "not enough memory")
 _MOST_CHARACTERS = 500
 
 
@@ -25,13 +21,6 @@ def describe(error: BaseException) -> str:
         words = ""
     name = type(error).__name__
     return f"{name}: {words[:_MOST_CHARACTERS]}" if words else name
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed: on the host, in torch's CPU allocator, or on the device."""
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and any(words in describe(error) for words in _CPU_ALLOCATOR)
 
 
 class Faults:

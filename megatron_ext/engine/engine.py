@@ -1,0 +1,189 @@
+"""The engine's own part of a step: schedule, execute, commit, output."""
+
+from __future__ import annotations
+
+import time
+from asyncio import Future
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from megatron_ext.config import RequestParams
+from megatron_ext.engine.faults import Faults, describe
+from megatron_ext.engine.intake import Door, Intake
+from megatron_ext.engine.output import OutputProcessor
+from megatron_ext.engine.result import StepResult
+from megatron_ext.engine.statistics import EngineStatistics, log_step
+from megatron_ext.errors import ConfigError, RestoreError
+from megatron_ext.scheduling.planner import StepPlan, check_admissible
+from megatron_ext.scheduling.record import RequestRecord, Status
+from megatron_ext.scheduling.request import Request
+from megatron_ext.scheduling.scheduler import Scheduler
+from megatron_ext.scheduling.step import ScheduledStep, describe_step
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step that has been planned, and computed unless there was nothing to compute.
+
+    Attributes:
+        plan: What it does.
+        result: None if nothing was computed.
+        seconds: That it took.
+    """
+
+    plan: StepPlan
+    result: StepResult | None
+    seconds: float
+
+
+_NOTHING = StepPlan(evictions=(), pauses=(), resumes=(), failures=(), admissions=(), chunks=(), refusals=())
+NO_STEP = Step(_NOTHING, None, 0.0)
+
+
+class Engine:
+    """Takes requests in, computes them step by step, hands records out.
+
+    A step is `compute`, then `report`. What raises while a step is executed sends its requests back to wait; the commit
+    cannot fail; what raises after it ends at most the request that it was for (see `OutputProcessor`).
+
+    Args:
+        scheduler: Without requests.
+        execute: Computes the message of a step, snapshots included; it reads nothing else.
+        door: What requests are made with.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        execute: Callable[[ScheduledStep], StepResult],
+        door: Door,
+    ) -> None:
+        self.scheduler = scheduler
+        self.faults = Faults("the engine")
+        self.intake = Intake(door)
+        self.output = OutputProcessor(scheduler, door.vocabulary, self.faults)
+        self.step_count = 0
+        self._execute = execute
+
+    # Requests come and go
+
+    def add(
+        self,
+        request_id: int,
+        tokens: tuple[int, ...],
+        params: RequestParams,
+        future: Future[RequestRecord],
+        *,
+        text: str | None = None,
+    ) -> None:
+        """Queue a request. What can never be served ends at once, as FAILED; the others go on.
+
+        Args:
+            request_id: Not in use by a living request.
+            tokens: Of its prompt; see `Intake.tokenize`.
+            params: How it is sampled, and what it asks for.
+            future: Of its record.
+            text: Of the prompt, if it was one.
+
+        Raises:
+            ConfigError: The id is in use.
+        """
+        self.check_free(request_id)
+        request = self.intake.make(request_id, tokens, params, text)
+        error = check_admissible(request, self.scheduler.limits)
+        if error is None:
+            self.scheduler.add(request)
+        else:
+            request.end(Status.FAILED, error=f"this prompt cannot be served: {error}")
+            self.output.ended.append(request)
+        self.output.open(request, future)
+
+    def check_free(self, request_id: int) -> None:
+        """See that no living request has this id.
+
+        Raises:
+            ConfigError: One has.
+        """
+        if request_id in self.output:
+            raise ConfigError(f"request id {request_id} is in use; choose another")
+
+    def abort(self, request_id: int) -> bool:
+        """End a request now; its blocks and its live slot are free at once (EX-8). Others do not notice.
+
+        Returns:
+            Whether it was alive; it may have ended, and be still to be reported.
+
+        Raises:
+            KeyError: Nobody has this id.
+        """
+        request = self.output.get(request_id)
+        if request.is_ended:
+            return False
+        self.scheduler.end(request, Status.ABORTED)
+        self.output.ended.append(request)
+        return True
+
+    def fail(self, request_id: int, error: Exception) -> None:
+        """End a request as FAILED, because what only it needed has raised. Others do not notice.
+
+        Raises:
+            KeyError: Nobody has this id.
+        """
+        self.output.fail(self.output.get(request_id), error)
+
+    def waiting(self) -> Sequence[Request]:
+        """Those that wait for admission, and ended ones still to be reported by a step."""
+        return [*self.scheduler.queues.waiting, *self.output.ended]
+
+    # Steps
+
+    def compute(self) -> Step:
+        """Plan, execute and commit one step.
+
+        If executing raises, the step's requests go back to wait (their pools may hold anything) and the error is passed
+        on; a later step computes them again.
+        """
+        started = time.perf_counter()
+        plan = self.scheduler.schedule()
+        self.output.ended += [request for request, _ in plan.failures]
+        if not plan.chunks:
+            assert len(self.scheduler.queues) == 0, "requests are alive, but none can run"
+            return Step(plan, None, 0.0)
+        try:
+            result = self._execute(describe_step(plan.chunks, self.scheduler.limits.block_size))
+        except BaseException as error:
+            self.scheduler.abandon(plan.chunks, describe(error))
+            if isinstance(error, RestoreError):  # the next step computes what this snapshot was to save
+                self.scheduler.cache.states.drop(error.digest)
+            raise
+        self.output.ended += self.scheduler.commit(plan.chunks, result.tokens)
+        self.step_count += 1
+        return Step(plan, result, time.perf_counter() - started)
+
+    def report(self, step: Step, logging_interval: int = 0) -> list[RequestRecord]:
+        """Turn a step's tokens into output; nothing in here raises.
+
+        Args:
+            step: That has been computed.
+            logging_interval: Log a line every so many steps; 0 is never.
+
+        Returns:
+            Records of all that have ended since the last report.
+        """
+        if step.result is not None:
+            self.output.take([chunk.request for chunk in step.plan.chunks], step.result)
+        records = self.output.report()
+        if logging_interval and step.plan.chunks and self.step_count % logging_interval == 0:
+            with self.faults.absorbed("the log line of a step"):
+                log_step(self.statistics(), step.plan, step.seconds)
+        return records
+
+    def statistics(self) -> EngineStatistics:
+        """What there is, and what has happened."""
+        return EngineStatistics.of(self.scheduler, ended=self.output.reported_count, steps=self.step_count)
+
+    def check(self) -> None:
+        """Assert every invariant of requests and pools."""
+        self.scheduler.check()
+        known = {id(request) for request in self.output.requests()}
+        assert {id(request) for request in [*self.scheduler.queues, *self.output.ended]} == known, "lost requests"

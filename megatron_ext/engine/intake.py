@@ -1,0 +1,63 @@
+"""From what a caller hands in to a request: everything about it that can be refused at the door."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from megatron_ext.config import RequestParams
+from megatron_ext.errors import ConfigError
+from megatron_ext.scheduling.request import Request
+from megatron_ext.scheduling.vocabulary import Vocabulary
+
+
+@dataclass(frozen=True)
+class Door:
+    """What requests are made with.
+
+    Attributes:
+        tokenize: Text, and whether to begin with the token that begins a document, to ids.
+        vocabulary: Says which ids can be served.
+        eod: The token that ends a document, unless a request names another one; None if there is none.
+        seed: Requests without a seed of their own get one derived from it and their id.
+    """
+
+    tokenize: Callable[[str, bool], Sequence[int]]
+    vocabulary: Vocabulary
+    eod: int | None
+    seed: int
+
+
+class Intake:
+    """Makes requests, and counts them."""
+
+    def __init__(self, door: Door) -> None:
+        self._door = door
+        self._next_arrival = 0
+
+    def tokenize(self, prompt: str | Sequence[int], add_bos: bool = False) -> tuple[int, ...]:
+        """Token ids of a prompt.
+
+        Raises:
+            ConfigError: It is empty, or has an id that is no token.
+        """
+        tokens = tuple(map(int, self._door.tokenize(prompt, add_bos) if isinstance(prompt, str) else prompt))
+        if not tokens:
+            raise ConfigError("the prompt is empty; it needs at least one token")
+        self._door.vocabulary.check_prompt(tokens)
+        return tokens
+
+    def make(self, request_id: int, tokens: tuple[int, ...], params: RequestParams, text: str | None) -> Request:
+        """A request of token ids, and the text that they were if it is known."""
+        termination = self._door.eod if params.termination_id is None else params.termination_id
+        request = Request(
+            request_id=request_id,
+            prompt_tokens=tokens,
+            params=params,
+            arrival=self._next_arrival,
+            seed=params.seed if params.seed is not None else f"{self._door.seed}/{request_id}",
+            termination_id=None if params.ignore_eos else termination,
+            prompt_text=text,
+        )
+        self._next_arrival += 1
+        return request

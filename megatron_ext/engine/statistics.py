@@ -1,0 +1,109 @@
+"""What there is and what has happened in an engine: read once, for the JSON output, metrics, status page and log."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from dataclasses import dataclass
+
+from megatron_ext.prefix_cache.cache import CacheUse
+from megatron_ext.scheduling.planner import StepPlan
+from megatron_ext.scheduling.scheduler import Counters, Scheduler
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class EngineStatistics:
+    """Numbers of an engine between two steps.
+
+    Attributes:
+        running: Requests in the batch.
+        waiting: Requests that wait for admission.
+        paused: Requests without a block for their next token.
+        ended: Requests that have been reported as ended.
+        steps: Computed since the engine started.
+        is_caching: Whether anything is cached.
+        use: Of blocks and snapshot slots.
+        counters: What has happened; a copy.
+    """
+
+    running: int
+    waiting: int
+    paused: int
+    ended: int
+    steps: int
+    is_caching: bool
+    use: CacheUse
+    counters: Counters
+
+    @classmethod
+    def of(cls, scheduler: Scheduler, *, ended: int, steps: int) -> EngineStatistics:
+        """Read them, with the thread that steps."""
+        queues = scheduler.queues
+        return cls(
+            running=len(queues.running),
+            waiting=len(queues.waiting),
+            paused=len(queues.paused),
+            ended=ended,
+            steps=steps,
+            is_caching=scheduler.cache.is_enabled,
+            use=scheduler.cache.use(),
+            counters=dataclasses.replace(scheduler.counters),
+        )
+
+    def prefix_cache(self) -> dict[str, int] | None:
+        """The `prefix_cache` object of the JSON output; None if nothing is cached."""
+        if not self.is_caching:
+            return None
+        use, counters = self.use, self.counters
+        return {
+            "blocks_total": use.blocks_total,
+            "blocks_cached": use.blocks_cached,
+            "blocks_evictable": use.blocks_evictable,
+            "blocks_in_use": use.blocks_in_use,
+            "slots_total": use.slots_total,
+            "slots_used": use.slots_used,
+            "hits": counters.hits,
+            "blocks_evicted": use.blocks_evicted,
+            "slots_evicted": use.slots_evicted,
+            "snapshots_taken": use.snapshots_taken,
+            "snapshots_skipped": use.snapshots_skipped,
+            "snapshots_replaced": use.snapshots_replaced,
+            "coordination_waits": counters.coordination_waits,
+        }
+
+    def value(self, path: str) -> int:
+        """A number by its dotted name."""
+        found: object = self
+        for name in path.split("."):
+            found = getattr(found, name)
+        return found
+
+
+def log_step(statistics: EngineStatistics, plan: StepPlan, seconds: float) -> None:
+    """One line about a step that took so long, and what there is after it."""
+    use, counters = statistics.use, statistics.counters
+    computed, skipped = counters.prefill_tokens, counters.skipped_tokens
+    logger.info(
+        "step %d: %.3f s, %d decode + %d prefill tokens | requests: %d running, %d paused, %d waiting, %d ended | "
+        "KV blocks: %d of %d in use, %d cached, %d evictable | state slots: %d of %d used | "
+        "prefill tokens: %d computed, %d skipped (%.1f%%)",
+        statistics.steps,
+        seconds,
+        sum(chunk.is_decode for chunk in plan.chunks),
+        sum(chunk.length for chunk in plan.chunks if not chunk.is_decode),
+        statistics.running,
+        statistics.paused,
+        statistics.waiting,
+        statistics.ended,
+        use.blocks_in_use,
+        use.blocks_total,
+        use.blocks_cached,
+        use.blocks_evictable,
+        use.slots_used,
+        use.slots_total,
+        computed,
+        skipped,
+        100 * skipped / max(1, computed + skipped),
+    )

@@ -1,0 +1,35 @@
+"""A step's message computed: staged, forward, sampled, its snapshots kept."""
+
+from __future__ import annotations
+
+from megatron_ext.engine.result import StepResult
+from megatron_ext.mcore.context import InferenceContext
+from megatron_ext.mcore.controller import InferenceController
+from megatron_ext.scheduling.step import ScheduledStep
+
+
+class StepExecutor:
+    """Computes steps, one at a time, from their messages alone.
+
+    Args:
+        context: Pools and the staged step.
+        controller: Around the model.
+    """
+
+    def __init__(self, context: InferenceContext, controller: InferenceController) -> None:
+        self._context = context
+        self._controller = controller
+
+    def execute(self, step: ScheduledStep) -> StepResult:
+        """Compute a step. If anything raises, nothing of it counts, and the pools may hold anything for its requests.
+
+        Raises:
+            RestoreError: A snapshot is not the one that its request was to resume from.
+        """
+        try:
+            self._context.stage(step)
+            result = self._controller.compute_step()
+            self._context.finish_snapshots()
+        finally:
+            self._context.clear_step()
+        return result

@@ -1,0 +1,17 @@
+"""Which errors are a failed allocation."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_ext.engine.faults import describe
+
+# What torch's CPU allocator says, in a plain RuntimeError.
+_CPU_ALLOCATOR = ("can't allocate memory", "not enough memory")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed: on the host, in torch's CPU allocator, or on the device."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(words in describe(error) for words in _CPU_ALLOCATOR)

@@ -1,0 +1,154 @@
+"""What an engine has room for: from a model's shape and the settings to geometry and limits."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from megatron_ext.config import BatchingConfig, CacheConfig, EvictionPolicyName, ModelConfig
+from megatron_ext.errors import ConfigError
+from megatron_ext.memory.budget import DEFAULT_MAX_TOKENS, Geometry, ModelMemory, plan_memory, request_state_bytes
+from megatron_ext.memory.state_pool import StateShape
+from megatron_ext.scheduling.aligned import check_aligned, describe_tight_budget
+from megatron_ext.scheduling.plan import Limits
+from megatron_ext.scheduling.snapshots import most_snapshots
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What pools need to know of a model, on this rank.
+
+    Attributes:
+        attention_layers: Layers with a KV cache.
+        kv_heads: Key/value heads of each.
+        head_channels: Channels of a head.
+        dtype: Of keys and values.
+        states: Of one sequence in all recurrent layers; None if there are none.
+    """
+
+    attention_layers: int
+    kv_heads: int
+    head_channels: int
+    dtype: torch.dtype
+    states: StateShape | None
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of one token's keys and values in all layers."""
+        return 2 * self.attention_layers * self.kv_heads * self.head_channels * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class EnginePlan:
+    """Everything about an engine's pools that is decided before any of them is allocated.
+
+    Attributes:
+        shape: Of the model.
+        geometry: Effective sizes.
+        limits: What the scheduler may do.
+        policy: What happens to cached blocks that nobody uses; None caches nothing.
+        fingerprint: Whatever KV and states of equal tokens depend on, beside the weights' version.
+    """
+
+    shape: ModelShape
+    geometry: Geometry
+    limits: Limits
+    policy: EvictionPolicyName | None
+    fingerprint: bytes
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether there are recurrent layers."""
+        return self.shape.states is not None
+
+    @property
+    def snapshot_slots(self) -> int | None:
+        """Of which there may be none; None for a model without recurrent layers."""
+        return self.geometry.snapshot_slots if self.is_hybrid else None
+
+    def request_state_bytes(self, length: int) -> int:
+        """Bytes of recurrent states that a prompt of `length` tokens takes at most, its snapshots included."""
+        geometry = self.geometry
+        if geometry.snapshot_slots == 0:
+            return geometry.live_states and geometry.state_bytes
+        snapshots = most_snapshots(length, self.limits.block_size, is_aligned=self.limits.aligned_chunks)
+        return request_state_bytes(geometry.state_bytes, min(snapshots, geometry.snapshot_slots))
+
+
+def plan_engine(
+    shape: ModelShape, config: ModelConfig, batching: BatchingConfig, cache: CacheConfig, device_type: str
+) -> EnginePlan:
+    """Decide everything; what was asked for and has no effect is said once.
+
+    Args:
+        shape: Of the model.
+        config: Its architecture.
+        batching: Limits and budget.
+        cache: Whether prefixes are cached, what is evicted first, and how many snapshots there is room for.
+        device_type: "cpu" or "cuda", for the defaults.
+
+    Raises:
+        ConfigError: The budget is too small, or settings do not fit the model or each other.
+    """
+    longest = _max_sequence_length(batching, config)
+    memory = ModelMemory(
+        kv_bytes_per_token=shape.kv_bytes_per_token,
+        state_bytes=shape.states.bytes if shape.states else 0,
+        chunk_size=config.scan_chunk_size,
+        max_sequence_length=longest,
+        scans_blocks=config.recurrent.scans_blocks,
+    )
+    geometry = plan_memory(memory, batching, cache, device_type)
+    limits = _limits(geometry, batching, longest, device_type, aligned=cache.is_aligned and geometry.snapshot_slots > 0)
+    if limits.aligned_chunks:
+        check_aligned(limits)
+    fingerprint = repr((config.to_dict(), shape.dtype, shape.states)).encode()
+    plan = EnginePlan(shape, geometry, limits, cache.policy, fingerprint)
+    if cache.policy is not None:
+        _say_what_is_off(plan, cache)
+    return plan
+
+
+def _max_sequence_length(batching: BatchingConfig, config: ModelConfig) -> int:
+    longest = config.max_position_embeddings
+    asked = batching.max_sequence_length or longest
+    if asked > longest:
+        raise ConfigError(
+            f"--inference-max-seq-length {asked} is more than the model's {longest}; give at most that, or another "
+            "--max-position-embeddings"
+        )
+    return asked
+
+
+def _limits(geometry: Geometry, batching: BatchingConfig, longest: int, device_type: str, *, aligned: bool) -> Limits:
+    block_bytes, paused_gb = geometry.block_bytes, batching.paused_buffer_size_gb
+    has_paused_limit = paused_gb is not None and block_bytes > 0
+    return Limits(
+        block_size=geometry.block_size_tokens,
+        total_blocks=geometry.blocks,
+        paused_blocks=int(paused_gb * 1024**3) // block_bytes if has_paused_limit else None,
+        max_requests=batching.max_requests,
+        max_tokens=batching.max_tokens or max(DEFAULT_MAX_TOKENS[device_type], batching.max_requests),
+        max_sequence_length=longest,
+        chunked_prefill=batching.enable_chunked_prefill,
+        aligned_chunks=aligned,
+    )
+
+
+def _say_what_is_off(plan: EnginePlan, cache: CacheConfig) -> None:
+    """What was asked for, and cannot be, costs more than it must or has no effect."""
+    tight = describe_tight_budget(plan.limits) if plan.limits.aligned_chunks else None
+    if tight is not None:
+        logger.warning(tight)
+    asked = cache.snapshot_buffer_gb is not None or cache.snapshot_slots is not None or cache.is_aligned
+    if plan.is_hybrid and plan.geometry.snapshot_slots == 0:
+        logger.warning(
+            "there is no slot for snapshots of recurrent states: KV blocks are shared, and no prompt token is "
+            "skipped; give --inference-dynamic-batching-prefix-caching-mamba-gb or -mamba-slots more than 0"
+        )
+    elif asked and not plan.is_hybrid:
+        logger.warning("this model has no recurrent layers: settings for snapshots of their states have no effect")

@@ -1,0 +1,38 @@
+"""The pools on the device: KV blocks, live states, snapshots."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_ext.memory.plan import EnginePlan
+from megatron_ext.memory.state_pool import SnapshotPool, StatePool
+
+
+@dataclass(frozen=True)
+class Pools:
+    """Everything that requests keep on the device.
+
+    Attributes:
+        kv: [2, layers, blocks + 1, B, KV heads, D]; the last block is the dummy.
+        live_states: A slot for each running request; None without recurrent layers.
+        snapshots: None without recurrent layers.
+    """
+
+    kv: Tensor
+    live_states: StatePool | None
+    snapshots: SnapshotPool | None
+
+
+def allocate_pools(plan: EnginePlan, device: torch.device) -> Pools:
+    """Allocate the pools, uninitialised."""
+    shape, geometry = plan.shape, plan.geometry
+    blocks = geometry.blocks + 1 if shape.attention_layers else 0
+    size = (2, shape.attention_layers, blocks, geometry.block_size_tokens, shape.kv_heads, shape.head_channels)
+    kv = torch.empty(size, dtype=shape.dtype, device=device)
+    if shape.states is None:
+        return Pools(kv, None, None)
+    live = StatePool(shape.states, plan.limits.max_requests, device)
+    return Pools(kv, live, SnapshotPool(shape.states, geometry.snapshot_slots, device))
