@@ -76,8 +76,9 @@ class HashChain:
             tokens: Of the whole sequence.
             most: Hash no more than so many of them now, but for a block at least; None hashes all.
         """
-        known, unseen = len(self._digests) * self._block_size, self.unhashed(len(tokens))
-        if unseen:
+        known = len(self._digests) * self._block_size
+        if len(tokens) - known >= self._block_size:
+            unseen = self.unhashed(len(tokens))
             parent = self._digests[-1] if self._digests else self.root
             count = unseen if most is None else min(unseen, max(most, self._block_size))
             # no copy of a whole prompt
