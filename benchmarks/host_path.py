@@ -1,4 +1,4 @@
-"""What caching costs on the host: hash, match, admit, release; beside plain hashlib over the same bytes.
+"""What caching costs on the host: hash, match, admit, release; beside plain hashlib over the same bytes. And planning.
 
 Run: `python -m benchmarks.host_path`. No model, no torch: the scheduler alone. Compare figures of one run only.
 """
@@ -6,11 +6,13 @@ Run: `python -m benchmarks.host_path`. No model, no torch: the scheduler alone. 
 from __future__ import annotations
 
 import argparse
+import enum
 import random
 import statistics
 import time
 from array import array
 from collections.abc import Callable
+from dataclasses import dataclass
 from hashlib import blake2b
 
 from rich.console import Console
@@ -25,6 +27,9 @@ from megatron_ext.scheduling.scheduler import Scheduler
 
 LENGTHS = (2_048, 32_768, 131_072)
 BLOCK_SIZES = (16, 256)
+QUEUES = ((2_000, 5_000), (32_000, 1_000))  # tokens of a prompt, prompts that wait
+FEW = 10  # as many wait where planning is as cheap as it can be
+DECODING = 4  # requests that run beside those that wait
 
 
 def main() -> None:
@@ -35,6 +40,7 @@ def main() -> None:
     console = Console(highlight=False)
     console.print(cost_table(repeats))
     console.print(pool_table(repeats))
+    console.print(waiting_table())
 
 
 def cost_table(repeats: int) -> Table:
@@ -59,6 +65,107 @@ def pool_table(repeats: int) -> Table:
         cached = median(lambda blocks=blocks: cached_seconds(32_768, 256, blocks), repeats)
         table.add_row(f"{blocks:,}", f"{cold * 1e3:.2f}", f"{cached * 1e3:.2f}")
     return table
+
+
+def waiting_table() -> Table:
+    """Planning of a step while many wait, beside planning while few do."""
+    title = f"`schedule` while requests of blocks of 16 wait; x {FEW}: beside {FEW} that wait"
+    columns = ("who waits", "tokens", "waiting", "a step, us", f"x {FEW}", "worst, us", "first step, ms", "arrival, us")
+    table = Table(*columns, title=title)
+    for length, many in QUEUES:
+        for kind in Waiting:
+            few, cost = (waiting_cost(kind, length, count) for count in (FEW, many))
+            for count, one in ((FEW, few), (many, cost)):
+                table.add_row(
+                    kind.value,
+                    f"{length:,}",
+                    f"{count:,}",
+                    f"{one.step * 1e6:.0f}",
+                    f"{one.step / few.step:.2f}",
+                    f"{one.worst * 1e6:.0f}",
+                    f"{one.first * 1e3:.2f}",
+                    f"{one.arrival * 1e6:.0f}",
+                )
+    return table
+
+
+class Waiting(enum.Enum):
+    """Why requests wait."""
+
+    UNRELATED = "unrelated, no blocks"
+    FULL = "unrelated, batch full"
+    FOLLOWERS = "followers of one leader"
+    FOLLOWERS_FULL = "followers, batch full"
+
+
+@dataclass(frozen=True)
+class PlanningCost:
+    """Seconds.
+
+    Args:
+        step: Median of `schedule` from the second step on.
+        worst: The longest of these.
+        first: The first step after all have come.
+        arrival: A request's, on average.
+    """
+
+    step: float
+    worst: float
+    first: float
+    arrival: float
+
+
+def waiting_cost(kind: Waiting, length: int, count: int, steps: int = 60) -> PlanningCost:
+    """Let `count` requests of `length` tokens wait beside some that decode, and plan."""
+    scheduler = waiting_scheduler(kind, length)
+    for arrival in range(DECODING):
+        scheduler.add(make_request(arrival, 16))
+    run_step(scheduler)
+    follows = kind in (Waiting.FOLLOWERS, Waiting.FOLLOWERS_FULL)
+    requests = [waiting_request(DECODING + i, length, follows) for i in range(count + follows)]
+    start = time.perf_counter()
+    for request in requests:
+        scheduler.add(request)
+    arrival = (time.perf_counter() - start) / len(requests)
+    first, *seconds = [run_step(scheduler) for _ in range(steps)]
+    if len(scheduler.queues.waiting) != count or len(scheduler.queues.running) != DECODING + follows:
+        raise RuntimeError("the requests did not wait as they should")
+    return PlanningCost(statistics.median(seconds), max(seconds), first, arrival)
+
+
+def run_step(scheduler: Scheduler) -> float:
+    """A step; seconds that its planning took."""
+    start = time.perf_counter()
+    plan = scheduler.schedule()
+    seconds = time.perf_counter() - start
+    scheduler.commit(plan.chunks)
+    for chunk in plan.chunks:
+        if chunk.yields_token:
+            chunk.request.append(0)
+    return seconds
+
+
+def waiting_scheduler(kind: Waiting, length: int) -> Scheduler:
+    """A leader gets a block a step; what else waits gets nothing."""
+    rows = {Waiting.FULL: DECODING, Waiting.FOLLOWERS_FULL: DECODING + 1}.get(kind, DECODING + 4)
+    blocks = DECODING * 8 + (0 if kind is Waiting.UNRELATED else 2 * length // 16)
+    limits = Limits(
+        block_size=16,
+        total_blocks=max(blocks, length // 16 + 1),
+        paused_blocks=None,
+        max_requests=rows,
+        max_tokens=DECODING + 16,
+        max_sequence_length=length + 16,
+        chunked_prefill=True,
+    )
+    return Scheduler(limits, EvictionPolicyName.LRU, b"benchmark")
+
+
+def waiting_request(arrival: int, length: int, follows: bool) -> Request:
+    """A prompt of its own, or one that all have but for the last block."""
+    own = length if not follows else 16
+    tokens = [*range(length - own), *range(1_000_000 + arrival, 1_000_000 + arrival + own)]
+    return Request(arrival, tuple(tokens), RequestParams(num_tokens_to_generate=1_000), arrival=arrival, seed=0)
 
 
 def median(measure: Callable[[], float], repeats: int) -> float:

@@ -67,23 +67,25 @@ class HashChain:
     def __len__(self) -> int:
         return len(self._digests)
 
-    def extend(self, tokens: Sequence[int], most: int | None = None) -> Sequence[Digest]:
+    def extend(self, tokens: Sequence[int]) -> Sequence[Digest]:
         """Digests of the complete blocks of `tokens`, which begin with everything seen before.
 
         Only the blocks that were not complete before are hashed.
-
-        Args:
-            tokens: Of the whole sequence.
-            most: Hash no more than so many of them now, but for a block at least; None hashes all.
         """
-        known, unseen = len(self._digests) * self._block_size, self.unhashed(len(tokens))
-        if unseen:
-            parent = self._digests[-1] if self._digests else self.root
-            count = unseen if most is None else min(unseen, max(most, self._block_size))
-            # no copy of a whole prompt
-            part = tokens if known == 0 and count == unseen else tokens[known : known + count]
-            self._digests += block_digests(parent, part, self._block_size)
+        known = len(self._digests) * self._block_size
+        if len(tokens) - known >= self._block_size:
+            self._hash(tokens[known:] if known else tokens)  # no copy of a whole prompt
         return self._digests
+
+    def extend_by(self, tokens: Sequence[int], most: int) -> None:
+        """The same for at most so many tokens more, but for a block at least."""
+        known = len(self._digests) * self._block_size
+        count = min(self.unhashed(len(tokens)), max(most, self._block_size))
+        self._hash(tokens[known : known + count])
+
+    def _hash(self, unseen: Sequence[int]) -> None:
+        parent = self._digests[-1] if self._digests else self.root
+        self._digests += block_digests(parent, unseen, self._block_size)
 
     def unhashed(self, length: int) -> int:
         """Tokens in the complete blocks of a sequence of `length` that have not been hashed yet."""

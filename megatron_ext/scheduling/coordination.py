@@ -9,6 +9,7 @@ from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.hash_chain import Digest
 from megatron_ext.prefix_cache.matching import last_boundary, resume_point
 from megatron_ext.scheduling.plan import Admission, Limits, Refusal, Room, Wish
+from megatron_ext.scheduling.queue import Queues
 from megatron_ext.scheduling.request import Chunk, Request
 from megatron_ext.scheduling.snapshots import common_blocks
 
@@ -97,9 +98,8 @@ class Leaders:
 
     @staticmethod
     def _has_next_block_of(request: Request, leader: Request) -> bool:
-        following = leader.published_blocks
-        digests = request.digests
-        return following < len(digests) and digests[following] == leader.digests[following]
+        following = slice(leader.published_blocks, leader.published_blocks + 1)
+        return len(leader.digests[following]) == 1 and request.digests[following] == leader.digests[following]
 
 
 def follow(
@@ -161,3 +161,19 @@ def is_lasting(
         and cache.states.is_reserved(digest)
         and (is_computed or any(one.digest == digest for one in leader.snapshots))
     )
+
+
+def check_sleepers(queues: Queues, block_size: int, cache: PrefixCache, in_flight: BlocksInFlight) -> None:
+    """Assert that everybody who sleeps waits for something that is about to be there."""
+    queues.waiting.check()
+    running = {request.request_id: request for request in queues.running}
+    for request, hope in queues.waiting.sleepers():
+        name, leader = f"sleeping {request.request_id}", running.get(hope.leader)
+        assert leader is not None, f"{name} waits for a request that does not run"
+        assert leader.cache_epoch == cache.epoch, f"{name} waits for what will not be published"
+        assert leader.computed_end < hope.blocks * block_size, f"{name} waits for what is there"
+        assert request.digests[hope.blocks - 1] == hope.digest, f"{name} waits for what it cannot use"
+        if cache.states is None:
+            assert in_flight.computes(hope.leader, hope.digest), f"{name} waits for what nobody computes"
+        else:
+            assert cache.states.is_reserved(hope.digest), f"{name} waits for states that nobody takes"

@@ -129,7 +129,7 @@ class Request:
     def hash_ahead(self, most: int) -> None:
         """Make the digests of the next complete blocks: of at most so many tokens, but of a block at least."""
         if self.chain is not None:
-            self.chain.extend(self.tokens, most)
+            self.chain.extend_by(self.tokens, most)
 
     @property
     def is_decoding(self) -> bool:

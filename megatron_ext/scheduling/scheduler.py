@@ -13,7 +13,7 @@ from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.hash_chain import Digest, HashChain, root_digest
 from megatron_ext.scheduling.accounting import Reason
 from megatron_ext.scheduling.ahead import AheadHashing
-from megatron_ext.scheduling.coordination import BlocksInFlight, is_lasting
+from megatron_ext.scheduling.coordination import BlocksInFlight, check_sleepers, is_lasting
 from megatron_ext.scheduling.events import EventType
 from megatron_ext.scheduling.live_slots import LiveSlots
 from megatron_ext.scheduling.planner import Admission, Limits, Refusal, StepPlan, plan_step
@@ -338,7 +338,7 @@ class Scheduler:
         for block in range(self.cache.pool.total):
             assert self.cache.pool.references(block) == held[block], f"block {block}: references and tables disagree"
         self._check_reservations()
-        self._check_sleepers()
+        check_sleepers(self.queues, self.limits.block_size, self.cache, self.in_flight)
         self.live_slots.check([request.live_slot for request in self.queues if request.live_slot is not None])
         for queue in (self.queues.waiting, self.queues.running, self.queues.paused):
             arrivals = [request.arrival for request in queue]
@@ -362,20 +362,6 @@ class Scheduler:
         fewest = self.limits.blocks_for(computed if request.is_decoding else known)
         most = self.limits.blocks_for(known)
         assert fewest <= len(request.block_table) <= most, f"{name} owns {len(request.block_table)} blocks"
-
-    def _check_sleepers(self) -> None:
-        self.queues.waiting.check()
-        running = {request.request_id: request for request in self.queues.running}
-        for request, hope in self.queues.waiting.sleepers():
-            name, leader = f"sleeping {request.request_id}", running.get(hope.leader)
-            assert leader is not None, f"{name} waits for a request that does not run"
-            assert leader.cache_epoch == self.cache.epoch, f"{name} waits for what will not be published"
-            assert leader.computed_end < hope.blocks * self.limits.block_size, f"{name} waits for what is there"
-            assert request.digests[hope.blocks - 1] == hope.digest, f"{name} waits for what it cannot use"
-            if self.cache.states is None:
-                assert self.in_flight.computes(hope.leader, hope.digest), f"{name} waits for what nobody computes"
-            else:
-                assert self.cache.states.is_reserved(hope.digest), f"{name} waits for states that nobody takes"
 
     def _check_reservations(self) -> None:
         snapshots = [(request, one) for request in self.queues for one in request.snapshots]

@@ -131,3 +131,15 @@ def test_a_chain_hashes_each_block_once(monkeypatch):
         chain.extend(list(range(before)))
         chain.extend(list(range(after)))
     assert sum(hashed) == len(chain)
+
+
+@pytest.mark.parametrize("slice_tokens", [1, 3, 4, 7, 8, 100])
+def test_a_chain_that_grows_by_slices_is_the_same(slice_tokens):
+    """KV-1: blocks are whole, and a slice is one of them at least."""
+    chain, left = HashChain(ROOT, BLOCK), []
+    while chain.unhashed(len(TOKENS)):
+        left.append(chain.unhashed(len(TOKENS)))
+        chain.extend_by(TOKENS, slice_tokens)
+    assert left[0] == len(TOKENS) // BLOCK * BLOCK
+    assert all(0 < before - after <= max(slice_tokens, BLOCK) for before, after in pairwise(left))
+    assert chain.extend(TOKENS) == digests()

@@ -39,6 +39,7 @@ class Owner:
     reasons: Counter[str] = field(default_factory=Counter)
     first_match: int | None = None
     has_waited: bool = False
+    claim: int = 0  # blocks from its start that are kept for it as long as all of them are cached
 
     @property
     def reads(self) -> bool:
@@ -118,9 +119,25 @@ class World:
 
     def _evict(self) -> None:
         leaves = [key for key in self.left_at if not self._has_child(key)]
+        assert leaves, "a block is taken that is not there"
         oldest = min(leaves, key=lambda key: (self.left_at[key], -len(key[1])))
         del self.left_at[oldest], self.cached[oldest]
         self.evicted += 1
+        self.drop_unclaimed()
+
+    def drop_unclaimed(self) -> None:
+        """KV-4: under ref_zero a block that nobody uses stays for those who waited for it, or not at all."""
+        if self.policy is EvictionPolicyName.LRU:
+            return
+        claims = [owner.key(owner.claim - 1, self.size) for owner in self.owners if owner.claim]
+        kept = {
+            (salt, tokens[:end])
+            for salt, tokens in claims
+            if (salt, tokens) in self.cached
+            for end in range(len(tokens) + 1)
+        }
+        for key in self.left_at.keys() - kept:
+            del self.left_at[key], self.cached[key]
 
     def _has_child(self, key: Key) -> bool:
         return any(other[0] == key[0] and other[1][: -self.size] == key[1] for other in self.cached)
@@ -143,10 +160,8 @@ class World:
         held, owner.table, owner.computed, owner.published = set(owner.table), [], 0, 0
         self._clock += 1
         for key in [key for key, block in self.cached.items() if block in held - self.in_use()]:
-            if self.policy is EvictionPolicyName.LRU:
-                self.left_at[key] = self._clock
-            else:
-                del self.cached[key]
+            self.left_at[key] = self._clock
+        self.drop_unclaimed()
 
     def reset(self) -> None:
         """Nothing is cached, and nothing begun before will be."""

@@ -20,6 +20,7 @@ from megatron_ext.scheduling.planner import Limits, StepPlan, check_admissible
 from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.request import Chunk, Request
 from megatron_ext.scheduling.scheduler import Scheduler
+from tests.unit_tests.scheduling.brute_force import assert_same_plan, plan_by_looking_at_all
 from tests.unit_tests.scheduling.builders import frozen
 from tests.unit_tests.scheduling.cache_model import Memory, Owner, World
 
@@ -122,6 +123,7 @@ class CachingMachine(RuleBasedStateMachine):
         self.write(plan.chunks)
         self.memory.spoil({block for chunk in plan.chunks for block in self.written_blocks(chunk)})
         self.scheduler.abandon(plan.chunks, "RuntimeError: planted")
+        self.note_claims()
         for chunk in plan.chunks:
             self.send_back(self.owner_of(chunk.request))
         self.verify()
@@ -137,6 +139,7 @@ class CachingMachine(RuleBasedStateMachine):
     @rule()
     def suspend(self) -> None:
         self.scheduler.suspend()
+        self.note_claims()
         for place in ("running", "paused"):
             for owner in self.placed(place):
                 self.send_back(owner)
@@ -154,6 +157,7 @@ class CachingMachine(RuleBasedStateMachine):
             self.key_weights |= dict.fromkeys(self.placed("waiting"), self.weights)
         else:
             self.scheduler.reset_prefix_cache()
+        self.note_claims()
         self.world.reset()
         self.verify()
 
@@ -215,8 +219,16 @@ class CachingMachine(RuleBasedStateMachine):
 
     def end(self, owner: Owner, status: Status) -> None:
         self.scheduler.end(self.requests[owner], status)
+        self.note_claims()
         self.world.release(owner)
         owner.place = "ended"
+
+    def note_claims(self) -> None:
+        """What followers wait for, or have waited for, is kept for them; how long they wait is the plan's affair."""
+        hopes = self.scheduler.queues.waiting._hopes
+        for owner, request in self.requests.items():
+            owner.claim = hopes[request].blocks if request in hopes else 0
+        self.world.drop_unclaimed()
 
     def send_back(self, owner: Owner) -> None:
         self.world.release(owner)
@@ -232,9 +244,11 @@ class CachingMachine(RuleBasedStateMachine):
         foreseen = planner.plan_step(scheduler.queues, self.limits, scheduler.cache, scheduler.in_flight)
         assert self.snapshot() == before, "planning changed something"
         expected = self.expect_admissions(foreseen)
+        sleepers = {request for request, _ in scheduler.queues.waiting.sleepers()}
+        assert_same_plan(foreseen, plan_by_looking_at_all(scheduler), sleepers)
         plan = self.scheduler.schedule()
         assert described(plan) == described(foreseen), "the plan that was applied is another one"
-        self.apply(plan, expected)
+        self.apply(plan, expected, {request.request_id for request in sleepers})
         return plan
 
     def snapshot(self) -> tuple:
@@ -260,7 +274,8 @@ class CachingMachine(RuleBasedStateMachine):
                 continue
             matched = world.match(owner) if owner.reads else []
             keys = owner.keys(size)
-            if owner.reads and len(matched) < len(keys) and computing.get(keys[len(matched)]):
+            may_wait = len(matched) >= self.scheduler.queues.waiting.promised_blocks(self.requests[owner])
+            if owner.reads and may_wait and len(matched) < len(keys) and computing.get(keys[len(matched)]):
                 outcomes[owner.name] = ("follow", *computing[keys[len(matched)]])
                 continue
             length = len(owner.tokens)
@@ -294,9 +309,9 @@ class CachingMachine(RuleBasedStateMachine):
         paused = {self.requests[owner] for owner in self.placed("paused")} | set(plan.pauses)
         return bool(paused - set(plan.resumes) - set(plan.evictions) - {request for request, _ in plan.failures})
 
-    def apply(self, plan: StepPlan, expected: dict[int, tuple]) -> None:
-        """The model follows the plan, and objects."""
-        actual: dict[int, tuple] = {}
+    def apply(self, plan: StepPlan, expected: dict[int, tuple], sleepers: set[int]) -> None:
+        """The model follows the plan, and objects. Those who sleep must be those who follow."""
+        actual = {name: outcome for name, outcome in expected.items() if name in sleepers and outcome[0] == "follow"}
         for admission in plan.admissions:
             chunk = admission.chunk
             name = admission.request.request_id
@@ -326,6 +341,7 @@ class CachingMachine(RuleBasedStateMachine):
             owner = self.owner_of(refusal.request)
             self.waits += refusal.wait_for is not None and not owner.has_waited
             owner.has_waited |= refusal.wait_for is not None
+        self.note_claims()
         self.judge(plan)
 
     def apply_moves(self, plan: StepPlan) -> None:

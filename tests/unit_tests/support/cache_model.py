@@ -78,7 +78,7 @@ class CacheModel:
     Args:
         scheduler: Its `schedule`, `reset_prefix_cache` and the part of `commit` that publishes are wrapped.
         policy: With "lru", matches are exact until something has been evicted, and bounded from then on; with
-            "ref_zero" they are always exact.
+            "ref_zero" also as to what is kept for those who waited for it.
     """
 
     def __init__(self, scheduler: Scheduler, policy: EvictionPolicyName) -> None:
@@ -87,6 +87,8 @@ class CacheModel:
         self.block_size = scheduler.limits.block_size
         self.books: dict[int, Book] = {}
         self._ever: set[Contents] = set()
+        self._kept: set[Contents] = set()
+        self._promised: dict[int, int] = {}  # blocks that were published for who waited for them
         self._stale: set[int] = set()  # requests that run since before the last reset, and publish nothing
         self._schedule, self._advance = scheduler.schedule, scheduler._advance
         self._reset = scheduler.reset_prefix_cache
@@ -131,13 +133,24 @@ class CacheModel:
         """Fewest and most blocks that may match."""
         fewest, most = leading(wanted, in_use), leading(wanted, self._ever)
         if self.policy is EvictionPolicyName.REF_ZERO:
-            return fewest, fewest
+            most = leading(wanted, in_use | self._kept)
         return (fewest if has_evicted else most), most
+
+    def _kept_for_followers(self) -> set[Contents]:
+        """What requests that still wait have waited for; under "ref_zero" nothing else outlives its last user."""
+        waiting, size = self.scheduler.queues.waiting, self.block_size
+        return {
+            contents
+            for request in waiting
+            for contents in self.contents(request, waiting.promised_blocks(request) * size)
+        }
 
     # What the scheduler does
 
     def schedule(self) -> StepPlan:
-        in_use, leaders = self._in_use(), self._being_computed()
+        in_use, leaders, self._kept = self._in_use(), self._being_computed(), self._kept_for_followers()
+        waiting = self.scheduler.queues.waiting
+        self._promised = {request.request_id: waiting.promised_blocks(request) for request in waiting}
         has_evicted = self.scheduler.cache.use().blocks_evicted > 0
         plan = self._schedule()
         for admission in plan.admissions:
@@ -161,7 +174,9 @@ class CacheModel:
         start = min(matched * self.block_size, len(request.tokens) - 1)
         assert admission.chunk.start == start, f"request {request.request_id} skipped {admission.chunk.start}"
         following = self._wanted(request)[matched : matched + 1]
-        assert not any(leaders.get(contents) for contents in following), "admitted though another computes this block"
+        if matched >= self._promised.get(request.request_id, 0):  # who lost its blocks does not wait again
+            computed_by = [leaders.get(contents) for contents in following]
+            assert not any(computed_by), "admitted though another computes this block"
         self._stale.discard(request.request_id)
         if request.params.enable_prefix_caching:
             self._note_leader(leaders, request, matched * self.block_size)

@@ -1,0 +1,89 @@
+"""The planner that looks at every waiting request in every step, and what it must have in common with ours."""
+
+from __future__ import annotations
+
+import dataclasses
+from unittest import mock
+
+from megatron_ext.prefix_cache.cache import PrefixCache
+from megatron_ext.prefix_cache.hash_chain import Digest
+from megatron_ext.scheduling import planner
+from megatron_ext.scheduling.coordination import BlocksInFlight, Leaders
+from megatron_ext.scheduling.plan import Limits, Refusal, Room, StepPlan
+from megatron_ext.scheduling.queue import Queues
+from megatron_ext.scheduling.request import Request
+from megatron_ext.scheduling.scheduler import Scheduler
+
+
+def look_at_all(
+    queues: Queues, limits: Limits, room: Room, cache: PrefixCache, in_flight: BlocksInFlight
+) -> planner._Entry:
+    """`_plan_admissions`, one request after the other, asleep or not."""
+    entry = planner._Entry([], [], [])
+    leaders = Leaders(queues.running, in_flight)
+    wished: set[Digest] = set()
+    for request in queues.waiting:
+        error = planner._check_fits_pool(request, limits)
+        if error is not None:
+            entry.failed.append((request, error))
+            continue
+        reads = planner.reads_cache(request)
+        matched = match_one_by_one(request, cache) if reads else []
+        is_let_down = len(matched) < queues.waiting.promised_blocks(request)
+        leader = leaders.of(request, len(matched)) if reads and not is_let_down else None
+        following = (
+            None if leader is None else planner.follow(request, len(matched), leader, limits, room, cache, wished)
+        )
+        if following is not None:
+            entry.refusals.append(following)
+            if following.wish is not None and following.wish.digest not in wished:
+                wished.add(following.wish.digest)
+                room = dataclasses.replace(room, slots=room.slots - 1)
+            continue
+        pinned = {block for block in matched if cache.is_retired(block) or block in room.released} | room.pinned
+        decision, room = planner.plan_admission(request, matched, limits, room, cache)
+        if isinstance(decision, Refusal):
+            entry.refusals.append(decision)
+            break
+        assert room.pinned == pinned, "other blocks are pinned than those that nobody uses"
+        entry.admissions.append(decision)
+        leaders.add(decision)
+    return entry
+
+
+def match_one_by_one(request: Request, cache: PrefixCache) -> list[int]:
+    """Blocks up to the first that is not cached."""
+    blocks = []
+    for digest in request.digests:
+        block = cache._index.find(digest)
+        if block is None:
+            break
+        blocks.append(block)
+    return blocks
+
+
+def plan_by_looking_at_all(scheduler: Scheduler) -> StepPlan:
+    """What the next step would be."""
+    with mock.patch.object(planner, "_plan_admissions", look_at_all):
+        return planner.plan_step(scheduler.queues, scheduler.limits, scheduler.cache, scheduler.in_flight)
+
+
+def assert_same_plan(plan: StepPlan, brute: StepPlan, sleepers: set[Request]) -> None:
+    """Nobody who sleeps would have done anything but follow, and all others do the same."""
+    for name in ("evictions", "pauses", "resumes", "admissions", "chunks", "refusal"):
+        assert getattr(plan, name) == getattr(brute, name), f"other {name}"
+    assert [request for request, _ in plan.failures] == [request for request, _ in brute.failures]
+    assert wishes(plan) == wishes(brute), "other states are wished for"
+    looked_at, following = followers(plan), followers(brute)
+    assert looked_at.keys() <= following.keys(), "somebody follows who should not"
+    assert following.keys() - looked_at.keys() <= sleepers, "somebody who is awake was passed over"
+    assert all(following[request] == leader for request, leader in looked_at.items()), "another leader"
+
+
+def followers(plan: StepPlan) -> dict[Request, int]:
+    return {one.request: one.wait_for for one in plan.refusals if one.wait_for is not None}
+
+
+def wishes(plan: StepPlan) -> set[tuple[int, int, Digest]]:
+    wanted = [one.wish for one in plan.refusals if one.wish is not None]
+    return {(wish.leader.request_id, wish.position, wish.digest) for wish in wanted}

@@ -1,0 +1,220 @@
+"""The line of those who wait: who is looked at, who sleeps, what is hashed when; blocks of 4 tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from megatron_ext.config import EvictionPolicyName
+from megatron_ext.prefix_cache.cache import PrefixCache
+from megatron_ext.scheduling import ahead, planner
+from megatron_ext.scheduling.record import Status
+from megatron_ext.scheduling.scheduler import Scheduler
+from megatron_ext.scheduling.waiting import WaitingQueue
+from tests.unit_tests.scheduling.builders import add, admitted, asleep, make_limits, make_request, request_of, step
+
+LRU = EvictionPolicyName.LRU
+SHARED = [*range(24)]
+
+
+def make_scheduler(**limits: object) -> Scheduler:
+    return Scheduler(make_limits(**{"total_blocks": 40, "max_tokens": 8} | limits), LRU)
+
+
+def led(count: int, **limits: object) -> Scheduler:
+    """So many followers of one leader of 25 tokens, 8 a step."""
+    scheduler = make_scheduler(**limits)
+    add(scheduler, *(request_of(arrival, [*SHARED, 100 + arrival]) for arrival in range(count + 1)))
+    return scheduler
+
+
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Ids of the waiting requests that are matched, as it happens; the list fills while the scheduler works."""
+    seen = []
+    may_follow = planner.may_follow
+    monkeypatch.setattr(
+        planner, "may_follow", lambda request, *args: (seen.append(request.request_id), may_follow(request, *args))[1]
+    )
+    return seen
+
+
+class TestWhoIsLookedAt:
+    """A step's planning does not grow with those who cannot be admitted anyway."""
+
+    def test_followers_once_and_when_what_they_wait_for_is_there(self, monkeypatch):
+        """KV-6: not in the steps between, and then only as far as there is room."""
+        seen = looks(monkeypatch)
+        scheduler = led(200, max_requests=3)
+        step(scheduler)
+        assert sorted(set(seen)) == list(range(201))
+        assert len(asleep(scheduler)) == 200
+        seen.clear()
+        step(scheduler)
+        assert seen == []
+        step(scheduler)  # the last of what they share
+        assert (seen, asleep(scheduler)) == ([], {})
+        step(scheduler)
+        assert seen == [1, 2, 3]  # the third finds no row
+
+    def test_with_a_full_batch_the_first_of_the_line_only(self, monkeypatch):
+        """KV-6: the others are behind it, whatever they are."""
+        scheduler = make_scheduler(max_requests=1, max_tokens=64)
+        add(scheduler, *(request_of(arrival, range(100 * arrival, 100 * arrival + 9)) for arrival in range(50)))
+        step(scheduler)
+        seen = looks(monkeypatch)
+        step(scheduler)
+        assert seen == [1]
+
+    def test_a_long_cached_prompt_that_must_wait_costs_a_few_look_ups(self):
+        """KV-2: not one for each of its blocks."""
+        scheduler = Scheduler(
+            make_limits(total_blocks=600, max_tokens=2048, max_sequence_length=4096, max_requests=1), LRU
+        )
+        first = request_of(0, range(2000))
+        add(scheduler, first)
+        step(scheduler)
+        scheduler.end(first, Status.COMPLETED)
+        add(scheduler, request_of(1, [7]), request_of(2, range(2000)))
+        step(scheduler)
+        index = scheduler.cache._index
+        entries = index._entries = CountingDict(index._entries)
+        assert scheduler.schedule().refusal.request.request_id == 2
+        assert 0 < entries.count < 40  # of 500 blocks
+
+    def test_a_sleeper_that_is_aborted_is_forgotten(self):
+        """EX-8."""
+        scheduler = led(3)
+        step(scheduler)
+        victim = next(request for request in scheduler.queues.waiting if request.request_id == 2)
+        scheduler.end(victim, Status.ABORTED)
+        scheduler.check()
+        assert asleep(scheduler) == {1: 0, 3: 0}
+        assert [request.request_id for request in scheduler.queues.waiting] == [1, 3]
+
+    def test_an_older_request_comes_first_among_the_woken(self):
+        """KV-6: the line is in order of arrival however it was filled."""
+        scheduler = led(3, max_requests=8)
+        step(scheduler)
+        add(scheduler, request_of(-1, [*SHARED, 99]))  # as one that was evicted
+        step(scheduler)
+        step(scheduler)
+        assert [one for one, *_ in admitted(step(scheduler))][:2] == [-1, 1]
+
+
+class CountingDict(dict):
+    """How often something was looked up."""
+
+    count = 0
+
+    def __contains__(self, key: object) -> bool:
+        self.count += 1
+        return super().__contains__(key)
+
+    def __getitem__(self, key: object) -> object:
+        self.count += 1
+        return super().__getitem__(key)
+
+
+class TestHashing:
+    """KV-1: on arrival and in slices, so that no step hashes every newcomer."""
+
+    @pytest.fixture(autouse=True)
+    def small_slices(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(ahead, "HASH_SLICE", 8)
+        monkeypatch.setattr(planner, "HASH_SLICE", 8)
+
+    def test_a_prompt_of_a_slice_is_hashed_on_arrival(self):
+        scheduler = make_scheduler()
+        request = make_request(0, 11)
+        add(scheduler, request)
+        assert request.unhashed_tokens == 0
+        assert len(request.chain) == 2
+
+    def test_the_rest_in_slices_in_order_of_arrival(self):
+        """And the first in the line at once, who needs it."""
+        scheduler = make_scheduler(max_requests=1, max_tokens=64)
+        requests = [make_request(arrival, 24) for arrival in range(4)]
+        add(scheduler, *requests)
+        left = [[request.unhashed_tokens for request in requests[1:]]]
+        for _ in range(4):
+            step(scheduler)
+            left.append([request.unhashed_tokens for request in requests[1:]])
+        assert left == [[16, 16, 16], [8, 16, 16], [0, 8, 16], [0, 0, 16], [0, 0, 8]]
+
+    def test_the_look_ends_where_a_slice_does(self):
+        """Order stays; whoever is not hashed has its turn in a later step."""
+        scheduler = make_scheduler(max_tokens=64, max_sequence_length=64)
+        add(scheduler, *(make_request(arrival, 16) for arrival in range(4)))
+        assert [one for one, *_ in admitted(step(scheduler))] == [100]
+        assert [one for one, *_ in admitted(step(scheduler))] == [101, 102]  # one of them hashed meanwhile
+        assert [one for one, *_ in admitted(step(scheduler))] == [103]
+
+    def test_new_weights_are_hashed_in_slices_too(self):
+        """EX-4: every key is another one then."""
+        scheduler = make_scheduler(max_requests=1, max_tokens=64)
+        requests = [make_request(arrival, 8) for arrival in range(5)]
+        add(scheduler, *requests)
+        step(scheduler)
+        scheduler.weights_changed()
+        assert [request.unhashed_tokens for request in requests[1:]] == [8, 8, 8, 8]
+        step(scheduler)
+        assert sum(request.unhashed_tokens for request in requests[1:]) in (16, 24)
+
+    def test_nothing_is_kept_of_who_has_left(self):
+        scheduler = make_scheduler(max_requests=1)
+        requests = [make_request(arrival, 40) for arrival in range(6)]
+        add(scheduler, *requests)
+        for request in requests:
+            scheduler.end(request, Status.ABORTED)
+        scheduler.schedule()
+        assert not scheduler._hashing._unfinished
+
+    def test_who_stays_away_from_the_cache_is_not_hashed(self):
+        """KV-9."""
+        scheduler = make_scheduler()
+        request = request_of(0, range(40), enable_prefix_caching=False)
+        add(scheduler, request)
+        step(scheduler)
+        assert request.unhashed_tokens == 0
+        assert request.chain is None
+
+
+def lose_a_sleeper(queue: WaitingQueue) -> None:
+    queue._sleepers.clear()
+
+
+def sleep_and_wake(queue: WaitingQueue) -> None:
+    queue._awake.append(next(queue.sleepers())[0])
+
+
+def miss_somebody(queue: WaitingQueue) -> None:
+    queue._awake.clear()
+
+
+def mix_the_line(queue: WaitingQueue) -> None:
+    queue._awake.reverse()
+
+
+def keep_for_nobody(queue: WaitingQueue) -> None:
+    queue._keeper.want(b"nobody's")
+
+
+def follow_another(queue: WaitingQueue) -> None:
+    queue._followers[77] = queue._followers.pop(1)
+
+
+@pytest.mark.parametrize(
+    "damage", [lose_a_sleeper, sleep_and_wake, miss_somebody, mix_the_line, keep_for_nobody, follow_another]
+)
+def test_check_finds(damage: Callable[[WaitingQueue], None]):
+    """Negative controls of the queue's own check."""
+    queue = WaitingQueue(PrefixCache(4, LRU))
+    requests = [make_request(arrival, 8) for arrival in range(4)]
+    for request in requests:
+        queue.add(request)
+    queue.sleep(requests[3], 1, b"digest", 2)
+    queue.check()
+    damage(queue)
+    with pytest.raises(AssertionError):
+        queue.check()

@@ -1,0 +1,165 @@
+"""KV-6: random lives of many waiting requests, planned as if everybody were looked at in every step."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from megatron_ext.config import EvictionPolicyName, RequestParams
+from megatron_ext.prefix_cache.block_index import BlockIndex
+from megatron_ext.scheduling.planner import Limits, check_admissible
+from megatron_ext.scheduling.record import Status
+from megatron_ext.scheduling.request import Request
+from megatron_ext.scheduling.scheduler import Scheduler
+from megatron_ext.scheduling.waiting import Line, WaitingQueue
+from tests.priority import TestPriority
+from tests.unit_tests.scheduling.brute_force import assert_same_plan, plan_by_looking_at_all
+
+pytestmark = pytest.mark.priority(TestPriority.HIGH)
+
+LIVES = 40  # seeds of each kind
+STEPS = 60
+MOST_ALIVE = 30
+
+
+class Life:
+    """One scheduler with random limits, and whatever happens to it."""
+
+    def __init__(self, seed: int, has_states: bool) -> None:
+        self.random = random.Random(seed)
+        draw = self.random.choice
+        rows = draw([2, 4, 12])
+        self.block_size = draw([1, 2, 3])
+        limits = Limits(
+            block_size=self.block_size,
+            total_blocks=draw([15, 30, 60, 120]),
+            paused_blocks=draw([None, 0, 3]),
+            max_requests=rows,
+            max_tokens=max(rows, self.block_size) + draw([1, 2, 4, 12, 40]),
+            max_sequence_length=60,
+            chunked_prefill=(chunked := draw([True, True, True, False])),
+            aligned_chunks=has_states and chunked and draw([True, False]),
+        )
+        slots = draw([0, 1, 2, 4, 12]) if has_states else None
+        self.scheduler = Scheduler(limits, draw(list(EvictionPolicyName)), b"model", slots)
+        self.arrivals = self.slept = 0
+
+    def arrive(self) -> None:
+        source = self.random
+        length = source.choice([9, 25, 40, 50, 6 * self.block_size, 12 * self.block_size])
+        family = 2 * (self.arrivals // 20)  # nothing of which is cached when the first of them comes
+        tokens = [family + int(source.random() < 0.03) for _ in range(length)]  # long equal beginnings
+        params = RequestParams(
+            num_tokens_to_generate=source.choice([1, 1, 2, 6]),
+            cache_salt=source.choice([None] * 6 + ["x"]),
+            enable_prefix_caching=source.random() > 0.05,
+            return_log_probs=source.random() < 0.1,
+        )
+        request = Request(self.arrivals, tuple(tokens), params, arrival=self.arrivals, seed=0)
+        if check_admissible(request, self.scheduler.limits) is None:
+            self.arrivals += 1
+            self.scheduler.add(request)
+
+    def disturb(self) -> None:
+        """Abort, suspend, reset, new weights; the last three rarely."""
+        scheduler, source = self.scheduler, self.random
+        living = list(scheduler.queues)
+        if living and source.random() < 0.15:
+            scheduler.end(source.choice(living), Status.ABORTED)
+        if source.random() < 0.04:
+            source.choice([scheduler.suspend, scheduler.reset_prefix_cache, scheduler.weights_changed])()
+        scheduler.check()
+
+    def step(self) -> None:
+        scheduler = self.scheduler
+        sleepers = {request for request, _ in scheduler.queues.waiting.sleepers()}
+        self.slept += len(sleepers)
+        brute = plan_by_looking_at_all(scheduler)
+        plan = scheduler.schedule()
+        assert_same_plan(plan, brute, sleepers)
+        scheduler.check()
+        assert plan.chunks or not len(scheduler.queues), "requests are alive, but none can run"
+        if self.random.random() < 0.05:
+            scheduler.abandon(plan.chunks, "planted")
+            scheduler.check()
+            return
+        scheduler.commit(plan.chunks)
+        for chunk in plan.chunks:
+            request = chunk.request
+            if chunk.yields_token:
+                request.append(int(self.random.random() < 0.12))
+                if request.generated_count == request.params.num_tokens_to_generate:
+                    scheduler.end(request, Status.COMPLETED)
+        scheduler.check()
+
+    def run(self) -> None:
+        for _ in range(STEPS):
+            for _ in range(self.random.choice([0] * 9 + [1, 10])):
+                if len(self.scheduler.queues) < MOST_ALIVE:
+                    self.arrive()
+            self.disturb()
+            self.step()
+        for _ in range(40 * STEPS):
+            if not len(self.scheduler.queues):
+                break
+            self.step()
+        assert not len(self.scheduler.queues), "requests never end"
+        assert not self.scheduler.cache.wanted(), "blocks are kept for nobody"
+
+
+def run_lives(has_states: bool) -> int:
+    """How often somebody was asleep in a step."""
+    slept = 0
+    for seed in range(LIVES):
+        life = Life(seed, has_states)
+        life.run()
+        slept += life.slept
+    return slept
+
+
+@pytest.mark.parametrize("has_states", [False, True])
+def test_plans_are_those_of_looking_at_everybody(has_states):
+    """KV-6, KV-13: and somebody sleeps in most steps, or this would show nothing."""
+    assert run_lives(has_states) > 8 * LIVES
+
+
+# Negative controls
+
+
+def sleeps_through_a_publication(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WaitingQueue, "published", lambda self, digest: None)
+
+
+def sleeps_on_when_its_leader_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WaitingQueue, "forsaken", lambda self, leader: None)
+
+
+def sleeps_through_a_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WaitingQueue, "forget", lambda self: None)
+
+
+def is_not_disturbed_by_new_leaders(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Line, "join", lambda self, requests, behind: None)
+
+
+def matches_a_block_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = BlockIndex.longest_run
+    monkeypatch.setattr(BlockIndex, "longest_run", lambda self, digests: run(self, digests[: max(1, len(digests) - 1)]))
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        sleeps_through_a_publication,
+        sleeps_on_when_its_leader_has_gone,
+        sleeps_through_a_reset,
+        is_not_disturbed_by_new_leaders,
+        matches_a_block_less,
+    ],
+)
+def test_a_planted_mistake_is_found(plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch):
+    plant(monkeypatch)
+    with pytest.raises((AssertionError, KeyError)):
+        run_lives(has_states=plant is not sleeps_on_when_its_leader_has_gone)  # which takes its states along
