@@ -23,7 +23,8 @@ from torch import Tensor
 from megatron_ext import __version__
 from megatron_ext.config import ModelConfig
 from megatron_ext.errors import CheckpointError, ConfigError
-from megatron_ext.mcore.checkpoint_files import COMMON_FILE, METADATA_FILE
+from megatron_ext.mcore.checkpoint_files import COMMON_FILE
+from megatron_ext.mcore.checkpoint_metadata import METADATA_FILE
 from megatron_ext.models.config_fields import checked_fields
 from megatron_ext.models.tokenizer import TOKENIZER_FILES, TextTokenizer, copy_tokenizer_files
 from megatron_ext.models.weight_files import WEIGHTS_FILE, read_json
