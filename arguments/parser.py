@@ -13,7 +13,6 @@ from megatron_ext.config import (
     BatchingConfig,
     CacheConfig,
     InferenceSettings,
-    ModelConfig,
     ParallelConfig,
     RequestParams,
     RunConfig,
@@ -21,6 +20,7 @@ from megatron_ext.config import (
     ServerSettings,
     SourceConfig,
 )
+from megatron_ext.config.embedded import check_flags
 from megatron_ext.errors import ConfigError
 
 
@@ -124,7 +124,7 @@ def _values(parser: argparse.ArgumentParser, argv: Sequence[str] | None, groups:
 def _check_model(settings: InferenceSettings | ServerSettings) -> None:
     """See what is wrong with a model of flags before anything is loaded."""
     if settings.source.load is None and settings.source.load_hf is None:
-        ModelConfig(**settings.model_overrides)
+        check_flags(settings.model_overrides)
 
 
 def known_flags(groups: Sequence[FlagGroup] = GROUPS) -> dict[str, tuple[FlagGroup, Flag]]:
