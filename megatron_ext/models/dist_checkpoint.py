@@ -11,6 +11,7 @@ state of the optimizer, random generators, and Transformer Engine's `_extra_stat
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,6 +26,7 @@ from torch.distributed.checkpoint import CheckpointException
 
 from megatron_ext.config import ModelConfig
 from megatron_ext.errors import CheckpointError, ConfigError
+from megatron_ext.files import read_text
 from megatron_ext.mcore.checkpoint_files import (
     BACKEND,
     COMMON_FILE,
@@ -54,6 +56,7 @@ from megatron_ext.models.weight_files import (
 )
 
 LATEST_FILE = "latest_checkpointed_iteration.txt"
+_LONGEST_TRACKER = 100  # bytes
 _REASON_LENGTH = 200  # characters of somebody else's message
 
 
@@ -67,11 +70,11 @@ def resolve_iteration(directory: Path) -> Path:
         return directory
     iterations = sorted(path.name for path in directory.glob("iter_*") if path.is_dir())
     tracker = directory / LATEST_FILE
-    if not tracker.is_file():
+    if not os.path.lexists(tracker):
         if iterations:
             raise CheckpointError(f"{directory} has no {LATEST_FILE}; give an iteration, as in {iterations[-1]}")
         return directory
-    latest = tracker.read_text(encoding="utf-8", errors="replace").strip()
+    latest = read_text(tracker, _LONGEST_TRACKER, CheckpointError).strip()
     name = f"iter_{int(latest):07d}" if latest.isdecimal() else latest
     if latest != "release" and not latest.isdecimal():
         raise CheckpointError(f"{tracker} says {latest[:40]!r}, which is no iteration")
@@ -151,18 +154,19 @@ def load_dist_checkpoint(
     return model, config
 
 
-def read_dist_config(directory: Path, vocab_size: int | None = None) -> ModelConfig:
+def read_dist_config(directory: Path, vocab_size: int | None = None, *, spec_is_given: bool = False) -> ModelConfig:
     """The configuration of a checkpoint: our `config.json`, or Megatron-LM's arguments.
 
     Args:
         directory: The one with megatron's files.
         vocab_size: Of a vocabulary that Megatron-LM padded, the ids to keep; None keeps the padding.
+        spec_is_given: See `read_header`.
 
     Raises:
         CheckpointError: There is none, or it is not supported; the message names the field or the argument.
     """
     if has_header(directory):
-        return read_header(directory).model
+        return read_header(directory, spec_is_given=spec_is_given).model
     args = _arguments(directory, read_common(directory))
     in_gpt = is_gpt(_read_stored(directory).tensors)
     return config_from_args(args, str(directory / COMMON_FILE), is_gpt=in_gpt, vocab_size=vocab_size)

@@ -160,9 +160,9 @@ def _saved_config(source: SourceConfig, directory: Path, overrides: dict[str, An
     if source.load_hf:
         saved = read_hf_config(directory)
     elif is_dist_checkpoint(directory):
-        saved = read_dist_config(directory, overrides.get("vocab_size"))
+        saved = read_dist_config(directory, overrides.get("vocab_size"), spec_is_given="spec" in overrides)
     else:
-        saved = read_header(directory).model
+        saved = read_header(directory, spec_is_given="spec" in overrides).model
     if source.load is None and source.load_hf is None:
         return with_harmless(saved, overrides)
     config = with_overrides(saved, overrides)
