@@ -187,7 +187,7 @@ def read_common(directory: Path) -> dict[str, Any]:
         CheckpointError: No such file, damaged, or with classes that have no place in it.
     """
     path = directory / COMMON_FILE
-    if not path.exists():
+    if not os.path.lexists(path):
         raise CheckpointError(f"{directory} has no {COMMON_FILE}")
     content = read_bytes(path, _LONGEST_COMMON_FILE, CheckpointError)
     try:

@@ -8,6 +8,7 @@ left beside them stays unread. So do objects such as `_extra_state`: that they a
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,7 +100,7 @@ def read_metadata(directory: Path) -> StoredState:
         CheckpointError: It is not there, no regular file, damaged, or says what torch and megatron-core do not write.
     """
     path = directory / METADATA_FILE
-    if not path.exists():
+    if not os.path.lexists(path):
         raise CheckpointError(f"{directory} has no {METADATA_FILE}")
     content = read_bytes(path, _LONGEST_FILE, CheckpointError)
     try:
