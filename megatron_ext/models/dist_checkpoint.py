@@ -89,7 +89,7 @@ def is_dist_checkpoint(directory: Path) -> bool:
     Raises:
         CheckpointError: It has those of another of Megatron-LM's formats.
     """
-    if (directory / BACKEND_FILE).is_file():
+    if os.path.lexists(directory / BACKEND_FILE):
         return True
     others = {"torch": any(directory.glob("mp_rank_*")), "torch_dcp": (directory / METADATA_FILE).is_file()}
     for name, found in others.items():
