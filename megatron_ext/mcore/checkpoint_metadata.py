@@ -142,13 +142,12 @@ def _places(stored: Any) -> _Places:
             {"relative_path", "offset", "length"},
             ("transform_descriptors",),
         )
-        _require(not place.get("transform_descriptors"), f"{_shown(key)} is compressed or otherwise transformed")
+        if place.get("transform_descriptors"):
+            raise PlainPickleError(f"{_shown(key)} is compressed or otherwise transformed")
         file = place["relative_path"]
-        _require(
-            type(file) is str and file.isprintable() and file == Path(file).name and file not in ("", ".."),
-            f"{_shown(key)} is in {_shown(file)}, which is no file name",
-        )
-        start, length = (_size(place[name], f"the {name} of {_shown(key)}") for name in ("offset", "length"))
+        if not _is_file_name(file):
+            raise PlainPickleError(f"{_shown(key)} is in {_shown(file)}, which is no file name")
+        start, length = _size(place["offset"], "the offset", key), _size(place["length"], "the length", key)
         places[key, None if offset is None else _shape(offset, key)] = (file, start, length)
     return places
 
@@ -167,8 +166,8 @@ def _part(key: str, shape: tuple[int, ...], chunk: Any, places: _Places) -> Part
     inside = len(offsets) == len(sizes) == len(shape) and all(
         offset + size <= whole for offset, size, whole in zip(offsets, sizes, shape, strict=True)
     )
-    _require(inside, f"a part of {_shown(key)} is outside of it")
-    _require((key, offsets) in places, f"a part of {_shown(key)} is nowhere")
+    if not inside or (key, offsets) not in places:
+        raise PlainPickleError(f"a part of {_shown(key)} is {'nowhere' if inside else 'outside of it'}")
     return Part(offsets, sizes, *places[key, offsets])
 
 
@@ -184,17 +183,22 @@ def _dtype(properties: Any, key: str) -> torch.dtype:
     return _TYPES[dtype.name]
 
 
-def _fields(made: Any, name: str, needed: Iterable[str], more: Iterable[str] = ()) -> dict[str, Any]:
+def _fields(made: Any, name: str, needed: set[str], more: Iterable[str] = ()) -> dict[str, Any]:
     """The attributes of one object, which are those that are needed, perhaps with more."""
-    _require(_is_made(made, name) and made.args == (), f"it has something else in the place of {name}")
+    if not _is_made(made, name) or made.args != ():
+        raise PlainPickleError(f"it has something else in the place of {name}")
     state = made.state
-    needed, known = set(needed), {*needed, *more}
-    _require(type(state) is dict and needed <= state.keys() <= known, f"{name} has other attributes than expected")
+    if type(state) is not dict or not needed <= state.keys() <= needed.union(more):
+        raise PlainPickleError(f"{name} has other attributes than expected")
     return state
 
 
 def _is_made(value: Any, name: str) -> bool:
     return type(value) is Made and value.name == name
+
+
+def _is_file_name(name: Any) -> bool:
+    return type(name) is str and name.isprintable() and "/" not in name and name not in ("", ".", "..")
 
 
 def _is_text(args: tuple, text: str) -> bool:
@@ -204,15 +208,18 @@ def _is_text(args: tuple, text: str) -> bool:
 def _shape(size: Any, key: str) -> tuple[int, ...]:
     """A `torch.Size`."""
     held = _is_made(size, "torch.Size") and size.state is None and len(size.args) == 1 and size.args[0]
-    _require(type(held) is tuple and len(held) <= _MOST_DIMENSIONS, f"{_shown(key)} has no shape")
+    if type(held) is not tuple or len(held) > _MOST_DIMENSIONS:
+        raise PlainPickleError(f"{_shown(key)} has no shape")
     for length in held:
-        _size(length, f"the shape of {_shown(key)}")
-    _require(math.prod(held) <= _LARGEST, f"{_shown(key)} is of shape {held}, which no memory holds")
+        _size(length, "the shape", key)
+    if math.prod(held) > _LARGEST:
+        raise PlainPickleError(f"{_shown(key)} is of shape {held}, which no memory holds")
     return held
 
 
-def _size(value: Any, what: str) -> int:
-    _require(type(value) is int and 0 <= value <= _LARGEST, f"{what} is {_shown(value)}, which is no size")
+def _size(value: Any, what: str, key: str) -> int:
+    if type(value) is not int or not 0 <= value <= _LARGEST:
+        raise PlainPickleError(f"{what} of {_shown(key)} is {_shown(value)}, which is no size")
     return value
 
 

@@ -117,8 +117,10 @@ class _Machine:
         self.at = end
         return self.data[start:end]
 
-    def number(self, form: str) -> int:
-        return struct.unpack(form, self.take(struct.calcsize(form)))[0]
+    def number(self, form: struct.Struct) -> int:
+        value = form.unpack_from(self.data, self.at)[0]
+        self.at += form.size
+        return value
 
     def pop(self) -> Any:
         """The top of the stack, which must be above the last mark."""
@@ -176,13 +178,14 @@ class _Machine:
 
 Step = Callable[[_Machine], None]
 _STOP = ord(".")
+_BYTE, _SHORT, _INT, _UINT, _LONG, _DOUBLE = map(struct.Struct, ("<B", "<H", "<i", "<I", "<Q", ">d"))
 
 
 def _constant(value: Any) -> Step:
     return lambda m: m.stack.append(value)
 
 
-def _number(form: str) -> Step:
+def _number(form: struct.Struct) -> Step:
     return lambda m: m.stack.append(m.number(form))
 
 
@@ -190,11 +193,11 @@ def _empty(kind: type) -> Step:
     return lambda m: m.stack.append(kind())
 
 
-def _text(length: str) -> Step:
+def _text(length: struct.Struct) -> Step:
     return lambda m: m.stack.append(m.take(m.number(length)).decode("utf-8", "surrogatepass"))
 
 
-def _bytes(length: str) -> Step:
+def _bytes(length: struct.Struct) -> Step:
     return lambda m: m.stack.append(m.take(m.number(length)))
 
 
@@ -206,7 +209,7 @@ def _tuple_of(count: int) -> Step:
     return step
 
 
-def _put(index: str | None) -> Step:
+def _put(index: struct.Struct | None) -> Step:
     """Put the top of the stack by, under a number that follows or the next one."""
 
     def step(m: _Machine) -> None:
@@ -215,12 +218,12 @@ def _put(index: str | None) -> Step:
     return step
 
 
-def _get(index: str) -> Step:
+def _get(index: struct.Struct) -> Step:
     return lambda m: m.stack.append(m.memo[m.number(index)])
 
 
 def _integer(m: _Machine) -> None:
-    count = m.number("<B")
+    count = m.number(_BYTE)
     if count > _WHOLE_NUMBER_BYTES:
         raise PlainPickleError(f"it has a whole number of {count} bytes, {m.place}")
     m.stack.append(int.from_bytes(m.take(count), "little", signed=True))
@@ -270,17 +273,17 @@ _KNOWN: dict[bytes, Step] = {
     b"N": _constant(None),
     b"\x88": _constant(True),
     b"\x89": _constant(False),
-    b"K": _number("<B"),
-    b"M": _number("<H"),
-    b"J": _number("<i"),
+    b"K": _number(_BYTE),
+    b"M": _number(_SHORT),
+    b"J": _number(_INT),
     b"\x8a": _integer,
-    b"G": _number(">d"),
-    b"X": _text("<I"),
-    b"\x8c": _text("<B"),
-    b"\x8d": _text("<Q"),
-    b"B": _bytes("<I"),
-    b"C": _bytes("<B"),
-    b"\x8e": _bytes("<Q"),
+    b"G": _number(_DOUBLE),
+    b"X": _text(_UINT),
+    b"\x8c": _text(_BYTE),
+    b"\x8d": _text(_LONG),
+    b"B": _bytes(_UINT),
+    b"C": _bytes(_BYTE),
+    b"\x8e": _bytes(_LONG),
     b")": _constant(()),
     b"\x85": _tuple_of(1),
     b"\x86": _tuple_of(2),
@@ -292,11 +295,11 @@ _KNOWN: dict[bytes, Step] = {
     b"}": _empty(dict),
     b"s": _set_item,
     b"u": lambda m: m.set_items(m.pop_to_mark()),
-    b"q": _put("<B"),
-    b"r": _put("<I"),
+    b"q": _put(_BYTE),
+    b"r": _put(_UINT),
     b"\x94": _put(None),
-    b"h": _get("<B"),
-    b"j": _get("<I"),
+    b"h": _get(_BYTE),
+    b"j": _get(_UINT),
     b"c": _global,
     b"\x93": _stack_global,
     b"R": _Machine.make,
