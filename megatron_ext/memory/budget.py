@@ -158,8 +158,13 @@ def request_state_bytes(state_bytes: int, snapshots: int, speculative_tokens: in
     return (restored + running + snapshots) * state_bytes
 
 
-def check_fits(geometry: Geometry, available_bytes: int) -> None:
+def check_fits(geometry: Geometry, available_bytes: int, advice: str) -> None:
     """See that the pools fit the memory there is, before they are allocated.
+
+    Args:
+        geometry: The pools.
+        available_bytes: What is free, limits of control groups and `ulimit` included.
+        advice: What would do.
 
     Raises:
         ConfigError: They do not.
@@ -167,9 +172,7 @@ def check_fits(geometry: Geometry, available_bytes: int) -> None:
     if geometry.pool_bytes > available_bytes:
         raise ConfigError(
             f"KV blocks, live states and snapshots need {_gigabytes(geometry.pool_bytes)} GB, and "
-            f"{available_bytes / GIB:.1f} GB of memory are free; give a smaller "
-            "--inference-dynamic-batching-buffer-size-gb, -block-count, "
-            "-prefix-caching-mamba-gb or -prefix-caching-mamba-slots"
+            f"{available_bytes / GIB:.2f} GB of memory are free for this process; {advice}"
         )
 
 
