@@ -73,7 +73,7 @@ def plan_memory(model: ModelMemory, batching: BatchingConfig, cache: CacheConfig
     block_bytes = block_size * model.kv_bytes_per_token
     per_token = model.kv_bytes_per_token
     blocks = _block_count(model, batching, block_bytes, device_type)
-    if blocks > MOST_UNITS:
+    if block_bytes == 0 and blocks > MOST_UNITS:  # otherwise the device's memory is the limit
         raise ConfigError(
             f"{blocks} blocks are too many to keep account of; --inference-dynamic-batching-block-count {MOST_UNITS} "
             "would do, or larger blocks"
