@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from megatron.core.inference.contexts.base_context import BaseInferenceContext
@@ -19,12 +20,13 @@ from megatron_ext.mcore.block_allocator import PoolBlockAllocator
 from megatron_ext.mcore.staging import StagedStep, snapshots_within, stage_step
 from megatron_ext.memory.budget import (
     DEFAULT_MAX_TOKENS,
+    GIB,
     Geometry,
     ModelMemory,
-    check_fits,
-    plan_memory,
     request_state_bytes,
 )
+from megatron_ext.memory.fitting import largest_allocation, plan_within, what_fits
+from megatron_ext.memory.limits import allocating
 from megatron_ext.memory.state_pool import SnapshotPool, StatePool, StateShape, copy_states
 from megatron_ext.mixers.recurrent import RecurrentStep
 from megatron_ext.ops.paged_attention import PagedLayout
@@ -76,8 +78,9 @@ class InferenceContext(DynamicInferenceContext):
         self.params_dtype = params_dtype
         self._map_layers(model, batching)
         self.max_sequence_length = _max_sequence_length(batching, config)
-        self.geometry: Geometry = plan_memory(self._model_memory(config), batching, cache, device.type)
-        check_fits(self.geometry, platform.available_memory(device))
+        settings = (self._model_memory(config), batching, cache, device.type)
+        self.geometry: Geometry = plan_within(*settings, platform.available_memory(device))
+        self._what_fits = partial(what_fits, *settings)
         self.block_size_tokens = self.geometry.block_size_tokens
         self._keeps_states_at_chunk_ends = cache.is_aligned and self.geometry.snapshot_slots > 0
         self.limits = self._build_limits(batching)
@@ -172,9 +175,26 @@ class InferenceContext(DynamicInferenceContext):
     # Pools
 
     def allocate_all_tensors(self, *, is_init: bool) -> None:
-        """Allocate the pools, uninitialised; nothing happens if they are there."""
+        """Allocate the pools, uninitialised; nothing happens if they are there.
+
+        Raises:
+            ConfigError: There is less memory than seemed to be free; nothing of them is kept then.
+        """
         if self.is_tensor_state_allocated:
             return
+        count = self.geometry.pool_bytes
+        try:
+            with allocating(
+                f"KV blocks, live states and snapshots of {count / GIB:.2f} GB",
+                lambda: self._what_fits(largest_allocation(self._device, count)),
+            ):
+                self._allocate_pools()
+        except ConfigError:
+            self.deallocate_all_tensors()
+            raise
+        self.is_tensor_state_allocated = True
+
+    def _allocate_pools(self) -> None:
         blocks = self.geometry.blocks + 1 if self.num_attention_layers else 0
         heads, channels = self.num_attention_heads_per_partition, self.hidden_size_per_attention_head
         self.memory_buffer = torch.empty(
@@ -186,7 +206,6 @@ class InferenceContext(DynamicInferenceContext):
         if self._state_shape is not None:
             self.live_states = StatePool(self._state_shape, self.max_requests, self._device)
             self.snapshots = SnapshotPool(self._state_shape, self.geometry.snapshot_slots, self._device)
-        self.is_tensor_state_allocated = True
 
     def deallocate_all_tensors(self) -> None:
         """Free the pools' memory. Their contents are lost: the scheduler must have been suspended."""

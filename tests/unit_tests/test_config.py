@@ -99,6 +99,8 @@ REFUSED = [
     (ParallelConfig, {"pipeline_model_parallel_size": 2}, ["--pipeline-model-parallel-size 2"]),
     (ParallelConfig, {"expert_model_parallel_size": 0}, ["--expert-model-parallel-size 0"]),
     (BatchingConfig, {"block_size": 0}, ["block size 0", "positive"]),
+    (BatchingConfig, {"block_count": 10**12}, ["block count 1000000000000 is too large", "at most 16777216"]),
+    (CacheConfig, {"snapshot_slots": 10**12}, ["-mamba-slots 1000000000000 is too many", "at most 16777216"]),
     (BatchingConfig, {"max_requests": -1}, ["max requests -1", "positive"]),
     (BatchingConfig, {"max_tokens": 0}, ["max tokens 0", "positive"]),
     (BatchingConfig, {"block_count": 0}, ["block count 0", "positive"]),
