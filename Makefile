@@ -1,4 +1,4 @@
-# `make demo` and `make test` need Python >= 3.10 and make; each sets up .venv by itself.
+# `make demo` and `make test` need Python 3.10 to 3.13 on Linux, and make; each sets up .venv by itself.
 PYTHON ?= python3
 WORKERS ?= logical
 GPU_WORKERS ?= 2
@@ -7,19 +7,28 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup demo test test-gpu bench lint golden
+.PHONY: help setup demo test test-gpu bench lint golden check-pins lock
 .DEFAULT_GOAL := help
 
 help: ## Show this list.
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## Create .venv with everything that the other targets need.
 
-$(STAMP): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=python3.11")'
+# LOCKED=1 takes nothing but wheels whose hashes are in lock.txt, torch excepted: an index may serve another build of it.
+# What builds this package itself is setuptools from there too.
+$(STAMP): pyproject.toml constraints.txt $(if $(LOCKED),lock.txt)
+	@$(PYTHON) tools/check_python.py $(if $(ANY_PLATFORM),--any-platform)
 	$(PYTHON) -m venv $(VENV)
+ifdef LOCKED
+	$(BIN)/python -m pip install --require-hashes --no-deps --only-binary=:all: -r lock.txt
+	$(BIN)/python -m pip install -c constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install --no-deps --no-build-isolation -e .
+	$(BIN)/python -m pip check
+else
 	$(BIN)/python -m pip install -c constraints.txt torch==2.13.0
 	$(BIN)/python -m pip install -c constraints.txt -e '.[dev,server]'
+endif
 	@touch $@
 
 demo: $(STAMP) ## Run the embedded model on the shipped prompts and print a table.
@@ -44,3 +53,9 @@ lint: $(STAMP) ## Check style and formatting.
 
 golden: $(STAMP) ## Write the golden values of the functional tests anew; review the diff.
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.functional_tests.regenerate $(ARGS)
+
+check-pins: $(STAMP) ## Resolve the pinned versions of each supported Python, without installing them.
+	$(BIN)/python -m tools.pins check $(ARGS)
+
+lock: $(STAMP) ## Write lock.txt, the hashes of the pinned wheels, anew; review the diff.
+	$(BIN)/python -m tools.pins lock

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from arguments import parse_arguments
 from megatron_ext.errors import ConfigError
+from megatron_ext.memory.limits import check_address_space
 
 DONE, REQUEST_FAILED, BAD_USAGE = 0, 1, 2
 
@@ -25,6 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.getLogger("megatron_ext").setLevel(logging.INFO)
     try:
         settings = parse_arguments(argv, prog="run_inference.py")
+        check_address_space()
         # Imported here so that --help and a wrong flag are answered at once: torch takes seconds.
         from megatron_ext.serving.offline import run_offline
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from arguments import parse_server_arguments
 from megatron_ext.errors import ConfigError
+from megatron_ext.memory.limits import check_address_space
 
 STOPPED, BAD_USAGE = 0, 2
 PACKAGES = ("fastapi", "prometheus_client", "uvicorn")
@@ -28,6 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         settings = parse_server_arguments(argv, prog="run_server.py")
         _check_packages()
+        check_address_space()
         # Imported here so that --help and a wrong flag are answered at once: torch takes seconds.
         from megatron_ext.serving.server.run import run_server
 

@@ -15,7 +15,7 @@ from megatron_ext.config.batching import (
 from megatron_ext.config.layers.moe import ROUTER_SCORE_FUNCTIONS
 from megatron_ext.config.layers.positions import POSITION_EMBEDDINGS
 from megatron_ext.config.layers.stack import NORMALIZATIONS
-from megatron_ext.config.model import LAYER_SYMBOLS, RECURRENT_LAYERS, ModelConfig
+from megatron_ext.config.model import LARGEST_SIZE, LAYER_SYMBOLS, MOST_LAYERS, RECURRENT_LAYERS, ModelConfig
 from megatron_ext.config.recurrent import RECURRENT_KINDS, RecurrentFields
 from megatron_ext.config.request import (
     RequestParams,
@@ -31,7 +31,9 @@ from megatron_ext.config.run import (
 
 __all__ = [
     "DTYPES",
+    "LARGEST_SIZE",
     "LAYER_SYMBOLS",
+    "MOST_LAYERS",
     "NORMALIZATIONS",
     "POSITION_EMBEDDINGS",
     "RECURRENT_KINDS",

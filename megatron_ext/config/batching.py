@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from megatron_ext.config.checks import require
 
 DTYPES = ("fp32", "bf16", "fp16")
+MOST_UNITS = 2**24  # blocks, requests, tokens or slots: each costs the host some bytes, whatever it costs the device
 
 
 class EvictionPolicyName(str, enum.Enum):
@@ -44,6 +45,8 @@ class BatchingConfig:
         for name in ("block_size", "max_requests", "max_tokens", "max_sequence_length", "block_count"):
             value = getattr(self, name)
             require(value is None or value > 0, f"{name.replace('_', ' ')} {value} must be positive")
+            most = f"{name.replace('_', ' ')} {value} is too large; at most {MOST_UNITS} would do"
+            require(value is None or value <= MOST_UNITS, most)
         for name in ("buffer_size_gb", "paused_buffer_size_gb"):
             value = getattr(self, name)
             valid = value is None or (math.isfinite(value) and value >= 0)
@@ -79,6 +82,9 @@ class CacheConfig:
         valid_budget = budget is None or (math.isfinite(budget) and budget >= 0)
         require(valid_budget, f"{flag}-gb {budget} must be zero (no snapshots) or more")
         require(slots is None or slots >= 0, f"{flag}-slots {slots} must be zero (no snapshots) or more")
+        require(
+            slots is None or slots <= MOST_UNITS, f"{flag}-slots {slots} is too many; at most {MOST_UNITS} would do"
+        )
         require(
             budget is None or slots is None,
             f"{flag}-gb {budget} and {flag}-slots {slots} contradict each other; give one of them",

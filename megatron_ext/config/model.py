@@ -16,6 +16,10 @@ from megatron_ext.config.recurrent.mamba1 import check_inner_norm
 
 LAYER_SYMBOLS = {"M": "recurrent", "*": "attention", "-": "MLP", "E": "MoE"}
 RECURRENT_LAYERS = tuple(RECURRENT_KINDS)
+# What no model comes near to. Who writes more makes a mistake, or wants it to be computed with (SE-1).
+MOST_LAYERS = 4096
+LARGEST_SIZE = 2**24  # of every dimension and count
+_LARGEST = {"rotary_base": 2**53, "mamba_conv_kernel": 1024, "linear_conv_kernel_dim": 1024}  # where it is another
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,7 @@ class ModelConfig(PositionFields, MoeFields, RecurrentFields):
     def _check_pattern(self) -> None:
         pattern = self.hybrid_override_pattern
         require(len(pattern) > 0, "the hybrid pattern is empty; give at least one layer, as in 'M-*-'")
+        require(len(pattern) <= MOST_LAYERS, f"{len(pattern)} layers are too many; a model may have {MOST_LAYERS}")
         unknown = sorted(set(pattern) - set(LAYER_SYMBOLS))
         known = ", ".join(f"{symbol} ({name})" for symbol, name in LAYER_SYMBOLS.items())
         require(
@@ -63,8 +68,11 @@ class ModelConfig(PositionFields, MoeFields, RecurrentFields):
 
     def _check_sizes(self) -> None:
         for name, value in self.to_dict().items():
-            is_size = isinstance(value, int) and not isinstance(value, bool)
-            require(not is_size or value > 0, f"{flag_of(name)} {value} must be positive")
+            if not isinstance(value, int) or isinstance(value, bool):
+                continue
+            largest = _LARGEST.get(name, LARGEST_SIZE)
+            require(value <= largest, f"{flag_of(name)} {_digits(value)} is too large; at most {largest} would do")
+            require(value > 0, f"{flag_of(name)} {_digits(value)} must be positive")
 
     @property
     def recurrent(self) -> RecurrentKind:
@@ -94,3 +102,7 @@ class ModelConfig(PositionFields, MoeFields, RecurrentFields):
     def to_dict(self) -> dict:
         """A plain dictionary, as saved with a checkpoint."""
         return dataclasses.asdict(self)
+
+
+def _digits(value: int) -> str:
+    return str(value) if abs(value) < 10**18 else "of more than 18 digits"

@@ -8,6 +8,7 @@ from megatron.core.inference.model_inference_wrappers.inference_wrapper_config i
 from megatron.core.models.mamba import MambaModel
 
 from megatron_ext.config import BatchingConfig, CacheConfig, ModelConfig
+from megatron_ext.mcore import platform
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.mcore.context import InferenceContext
 from megatron_ext.mcore.controller import InferenceController
@@ -40,7 +41,10 @@ def build_engine(
     """
     device = next(model.parameters()).device
     shape = model_shape(model, batching, dtype)
-    plan = plan_engine(shape, config, batching, cache or CacheConfig(), device.type)
+    available = platform.available_memory(device)
+    plan = plan_engine(
+        shape, config, batching, cache or CacheConfig(), device_type=device.type, available_bytes=available
+    )
     context = InferenceContext(plan, layer_places(model), device, token_rounder)
     wrapper_config = InferenceWrapperConfig(
         hidden_size=config.hidden_size,

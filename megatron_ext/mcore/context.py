@@ -9,10 +9,8 @@ from megatron.core.inference.contexts.base_context import BaseInferenceContext
 from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
 from torch import Tensor
 
-from megatron_ext.mcore import platform
 from megatron_ext.mcore.block_allocator import PoolBlockAllocator
 from megatron_ext.mcore.staging import ModelInput, SampledTokens, StagingRules, stage_step
-from megatron_ext.memory.budget import check_fits
 from megatron_ext.memory.plan import EnginePlan
 from megatron_ext.memory.pools import Pools, allocate_pools
 from megatron_ext.memory.state_pool import SnapshotPool, StatePool, copy_states
@@ -35,9 +33,6 @@ class InferenceContext(DynamicInferenceContext):
         layer_places: Local layer -> the how-manieth of its kind it is.
         device: Where the pools live.
         token_rounder: The packed token count is padded to a multiple of this.
-
-    Raises:
-        ConfigError: The pools do not fit the memory there is.
     """
 
     # What upstream's engine, controller and layers ask a dynamic context; features that are not used here.
@@ -53,7 +48,6 @@ class InferenceContext(DynamicInferenceContext):
         self, plan: EnginePlan, layer_places: Mapping[int, int], device: torch.device, token_rounder: int = 1
     ) -> None:
         BaseInferenceContext.__init__(self, materialize_only_last_token_logits=True)
-        check_fits(plan.geometry, platform.available_memory(device))
         self.plan = plan
         self.max_requests, self.max_tokens = plan.limits.max_requests, plan.limits.max_tokens
         self.max_sequence_length = plan.limits.max_sequence_length
@@ -84,7 +78,11 @@ class InferenceContext(DynamicInferenceContext):
     # Pools
 
     def allocate_all_tensors(self, *, is_init: bool) -> None:
-        """Allocate the pools, uninitialised; nothing happens if they are there."""
+        """Allocate the pools, uninitialised; nothing happens if they are there.
+
+        Raises:
+            ConfigError: There is less memory than seemed to be free; nothing of them is kept then.
+        """
         if self.pools is None:
             self.pools = allocate_pools(self.plan, self._device)
 

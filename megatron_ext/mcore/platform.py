@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import time
 
-import psutil
 import torch
+
+from megatron_ext.memory.limits import allocating, available_bytes, enough_for_the_embedded_model
 
 
 class _HostTimer:
@@ -46,10 +47,10 @@ def device() -> torch.device:
 
 
 def available_memory(on: torch.device) -> int:
-    """Bytes that could still be allocated on a device."""
+    """Bytes that this process could still allocate on a device; on the host by the narrowest of its limits."""
     if on.type == "cuda":
         return torch.cuda.mem_get_info(on)[0]
-    return psutil.virtual_memory().available
+    return available_bytes()
 
 
 def install_cpu_stand_ins() -> None:
@@ -80,6 +81,9 @@ def initialize(
 
     Args:
         backend: "nccl" or "gloo"; default by device.
+
+    Raises:
+        ConfigError: There is no memory for its threads.
     """
     from megatron.core import parallel_state, tensor_parallel
 
@@ -91,7 +95,8 @@ def initialize(
             torch.distributed.init_process_group(backend)
         else:
             store = torch.distributed.HashStore()
-            torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
+            with allocating("the threads of torch.distributed", enough_for_the_embedded_model):
+                torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size,

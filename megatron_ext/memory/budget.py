@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from megatron_ext.config import BatchingConfig, CacheConfig
+from megatron_ext.config.batching import MOST_UNITS
 from megatron_ext.errors import ConfigError
 
 GIB = 1024**3
@@ -61,8 +62,8 @@ def plan_memory(model: ModelMemory, batching: BatchingConfig, cache: CacheConfig
         device_type: "cpu" or "cuda", for the defaults.
 
     Raises:
-        ConfigError: The buffer cannot hold one block and the live states, the budget for snapshots cannot hold one, or
-            the block size does not suit recurrent layers.
+        ConfigError: The buffer cannot hold one block and the live states, or holds more blocks than the host can keep
+            account of; the budget for snapshots cannot hold one, or the block size does not suit recurrent layers.
     """
     block_size = batching.block_size
     if model.state_bytes and block_size % HYBRID_BLOCK_MULTIPLE:
@@ -74,6 +75,11 @@ def plan_memory(model: ModelMemory, batching: BatchingConfig, cache: CacheConfig
     block_bytes = block_size * model.kv_bytes_per_token
     per_token = model.kv_bytes_per_token
     blocks = _block_count(model, batching, block_bytes, device_type)
+    if block_bytes == 0 and blocks > MOST_UNITS:  # otherwise the device's memory is the limit
+        raise ConfigError(
+            f"{blocks} blocks are too many to keep account of; --inference-dynamic-batching-block-count {MOST_UNITS} "
+            "would do, or larger blocks"
+        )
     slots = _slot_count(model, batching, cache, (blocks + 1) * block_bytes, device_type)
     return Geometry(
         block_size_tokens=block_size,
@@ -160,8 +166,13 @@ def request_state_bytes(state_bytes: int, snapshots: int, speculative_tokens: in
     return (restored + running + snapshots) * state_bytes
 
 
-def check_fits(geometry: Geometry, available_bytes: int) -> None:
+def check_fits(geometry: Geometry, available_bytes: int, advice: str) -> None:
     """See that the pools fit the memory there is, before they are allocated.
+
+    Args:
+        geometry: The pools.
+        available_bytes: What is free, limits of control groups and `ulimit` included.
+        advice: What would do.
 
     Raises:
         ConfigError: They do not.
@@ -169,9 +180,7 @@ def check_fits(geometry: Geometry, available_bytes: int) -> None:
     if geometry.pool_bytes > available_bytes:
         raise ConfigError(
             f"KV blocks, live states and snapshots need {_gigabytes(geometry.pool_bytes)} GB, and "
-            f"{available_bytes / GIB:.1f} GB of memory are free; give a smaller "
-            "--inference-dynamic-batching-buffer-size-gb, -block-count, "
-            "-prefix-caching-mamba-gb or -prefix-caching-mamba-slots"
+            f"{available_bytes / GIB:.2f} GB of memory are free for this process; {advice}"
         )
 
 

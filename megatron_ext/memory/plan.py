@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
 from megatron_ext.config import BatchingConfig, CacheConfig, EvictionPolicyName, ModelConfig
 from megatron_ext.errors import ConfigError
-from megatron_ext.memory.budget import DEFAULT_MAX_TOKENS, Geometry, ModelMemory, plan_memory, request_state_bytes
+from megatron_ext.memory.budget import DEFAULT_MAX_TOKENS, Geometry, ModelMemory, request_state_bytes
+from megatron_ext.memory.fitting import plan_within, what_fits
 from megatron_ext.memory.state_pool import StateShape
 from megatron_ext.scheduling.aligned import check_aligned, describe_tight_budget
 from megatron_ext.scheduling.plan import Limits
@@ -52,6 +55,7 @@ class EnginePlan:
         limits: What the scheduler may do.
         policy: What happens to cached blocks that nobody uses; None caches nothing.
         fingerprint: Whatever KV and states of equal tokens depend on, beside the weights' version.
+        advice: Bytes that can be had -> settings that would fit them.
     """
 
     shape: ModelShape
@@ -59,6 +63,7 @@ class EnginePlan:
     limits: Limits
     policy: EvictionPolicyName | None
     fingerprint: bytes
+    advice: Callable[[int], str] = field(compare=False, repr=False)
 
     @property
     def is_hybrid(self) -> bool:
@@ -80,7 +85,13 @@ class EnginePlan:
 
 
 def plan_engine(
-    shape: ModelShape, config: ModelConfig, batching: BatchingConfig, cache: CacheConfig, device_type: str
+    shape: ModelShape,
+    config: ModelConfig,
+    batching: BatchingConfig,
+    cache: CacheConfig,
+    *,
+    device_type: str,
+    available_bytes: int,
 ) -> EnginePlan:
     """Decide everything; what was asked for and has no effect is said once.
 
@@ -90,9 +101,10 @@ def plan_engine(
         batching: Limits and budget.
         cache: Whether prefixes are cached, what is evicted first, and how many snapshots there is room for.
         device_type: "cpu" or "cuda", for the defaults.
+        available_bytes: Of memory for the pools.
 
     Raises:
-        ConfigError: The budget is too small, or settings do not fit the model or each other.
+        ConfigError: The budget is too small or more than there is, or settings do not fit the model or each other.
     """
     longest = _max_sequence_length(batching, config)
     memory = ModelMemory(
@@ -102,12 +114,13 @@ def plan_engine(
         max_sequence_length=longest,
         scans_blocks=config.recurrent.scans_blocks,
     )
-    geometry = plan_memory(memory, batching, cache, device_type)
+    geometry = plan_within(memory, batching, cache, device_type, available_bytes)
     limits = _limits(geometry, batching, longest, device_type, aligned=cache.is_aligned and geometry.snapshot_slots > 0)
     if limits.aligned_chunks:
         check_aligned(limits)
     fingerprint = repr((config.to_dict(), shape.dtype, shape.states)).encode()
-    plan = EnginePlan(shape, geometry, limits, cache.policy, fingerprint)
+    advice = partial(what_fits, memory, batching, cache, device_type)
+    plan = EnginePlan(shape, geometry, limits, cache.policy, fingerprint, advice)
     if cache.policy is not None:
         _say_what_is_off(plan, cache)
     return plan

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_ext.memory.budget import GIB
+from megatron_ext.memory.fitting import largest_allocation
+from megatron_ext.memory.limits import allocating
 from megatron_ext.memory.plan import EnginePlan
 from megatron_ext.memory.state_pool import SnapshotPool, StatePool
 
@@ -27,7 +30,18 @@ class Pools:
 
 
 def allocate_pools(plan: EnginePlan, device: torch.device) -> Pools:
-    """Allocate the pools, uninitialised."""
+    """Allocate the pools, uninitialised.
+
+    Raises:
+        ConfigError: There is less memory than seemed to be free; the error says what would fit.
+    """
+    count = plan.geometry.pool_bytes
+    what = f"KV blocks, live states and snapshots of {count / GIB:.2f} GB"
+    with allocating(what, lambda: plan.advice(largest_allocation(device, count))):
+        return _allocate(plan, device)
+
+
+def _allocate(plan: EnginePlan, device: torch.device) -> Pools:
     shape, geometry = plan.shape, plan.geometry
     blocks = geometry.blocks + 1 if shape.attention_layers else 0
     size = (2, shape.attention_layers, blocks, geometry.block_size_tokens, shape.kv_heads, shape.head_channels)

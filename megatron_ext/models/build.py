@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+from contextlib import AbstractContextManager
 
 import torch
 import torch.nn.functional as F
@@ -11,14 +12,14 @@ import torch.nn.functional as F
 from megatron_ext.config import RECURRENT_KINDS, ModelConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import platform  # first: it puts the CPU stand-ins in place
-from megatron_ext.models.size import check_model_fits
+from megatron_ext.memory.limits import allocating
+from megatron_ext.models.size import check_model_fits, described
+from megatron_ext.models.stack_specs import OWN_SPECS, is_own_spec
 
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding  # isort: skip
 from megatron.core.models.mamba import MambaModel  # isort: skip
 from megatron.core.transformer import TransformerConfig  # isort: skip
 from megatron.core.transformer.spec_utils import ModuleSpec  # isort: skip
-
-OWN_SPECS = "megatron_ext.mcore.layer_specs"
 
 
 def build_model(
@@ -46,6 +47,19 @@ def build_model(
     for place in {torch.device("cpu"), torch.device(device)}:  # weights are made on the host, then moved
         check_model_fits(config, dtype, platform.available_memory(place))
     platform.initialize()
+    with _parameters_allocated(config, dtype):
+        return _built(config, spec, dtype, seed, perform_initialization).to(device).eval()
+
+
+def _parameters_allocated(config: ModelConfig, dtype: torch.dtype) -> AbstractContextManager[None]:
+    half = "--bf16 needs half of it" if dtype.itemsize > 2 else "take a smaller model"
+    return allocating(f"its parameters: {described(config, dtype)}", lambda: half)
+
+
+def _built(
+    config: ModelConfig, spec: ModuleSpec, dtype: torch.dtype, seed: int, perform_initialization: bool
+) -> MambaModel:
+    """The model on the host."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = MambaModel(
@@ -68,7 +82,7 @@ def build_model(
             rope_scaling_factor=config.rope_scaling_factor,
             use_cpu_initialization=True,
         )
-    return model.to(device).eval()
+    return model
 
 
 def transformer_config(
@@ -153,7 +167,7 @@ def resolve_spec(config: ModelConfig) -> ModuleSpec:
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"--spec {module_name} {name} cannot be found: {error}") from error
     owner = next((kind.name for kind in RECURRENT_KINDS.values() if kind.stack_spec == name), None)
-    if module_name != OWN_SPECS or owner is None:
+    if owner is None or not is_own_spec((module_name, name)):
         return spec
     if owner != config.recurrent_layer:
         raise ConfigError(

@@ -11,13 +11,13 @@ GIB = 1024**3
 
 
 def matrix_parameter_count(config: ModelConfig) -> int:
-    """Parameters in the matrices of the package's own layers: all but norms, biases and convolutions, which are small.
+    """Parameters in the matrices and convolutions of the package's own layers: all but norms and biases.
 
     Args:
         config: With a vocabulary size.
     """
     layers = {
-        "M": config.recurrent.matrix_parameter_count(config),
+        "M": config.recurrent.parameter_count(config),
         "*": _attention(config),
         "-": _mlp(config, config.hidden_size, config.ffn_size),
         "E": _experts(config) if config.is_moe else 0,
@@ -56,12 +56,20 @@ def check_model_fits(config: ModelConfig, dtype: torch.dtype, available_bytes: i
     """
     needed = matrix_parameter_count(config) * dtype.itemsize
     if needed > available_bytes:
-        raise ConfigError(
-            f"a model of hidden size {config.hidden_size}, {config.layer_count} layers and {config.vocab_size} "
-            f"vocabulary entries needs {needed / GIB:.1f} GB for its parameters in {_name(dtype)}, and "
-            f"{available_bytes / GIB:.1f} GB of memory are free; give a smaller --hidden-size, fewer layers or a "
-            "smaller --vocab-size"
-        )
+        halved = dtype.itemsize > 2 and needed * 2 / dtype.itemsize <= available_bytes
+        smaller = "a smaller --hidden-size, fewer layers or a smaller --vocab-size"
+        advice = "--bf16 would do" if halved else f"{needed / GIB:.2f} GB free would do, or {smaller}"
+        free = f"{available_bytes / GIB:.2f} GB of memory are free for this process"
+        raise ConfigError(f"{described(config, dtype)}, and {free}; {advice}")
+
+
+def described(config: ModelConfig, dtype: torch.dtype) -> str:
+    """A model by what makes it large, and the memory that its parameters need."""
+    needed = matrix_parameter_count(config) * dtype.itemsize
+    return (
+        f"a model of hidden size {config.hidden_size}, {config.layer_count} layers and {config.vocab_size} "
+        f"vocabulary entries needs {needed / GIB:.2f} GB for its parameters in {_name(dtype)}"
+    )
 
 
 def _name(dtype: torch.dtype) -> str:

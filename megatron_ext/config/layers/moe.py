@@ -9,6 +9,7 @@ from megatron_ext.config.checks import require
 from megatron_ext.config.layers.mlp import MlpFields
 
 ROUTER_SCORE_FUNCTIONS = ("softmax", "sigmoid")
+MOST_EXPERTS = 2**18  # of all layers together; no model comes near to it
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,11 @@ def check_moe(config: MoeFields, pattern: str) -> None:
         )
         return
     require(experts is not None, f"pattern {pattern!r} has MoE layers (E), which need --num-experts")
+    layers, most = pattern.count("E"), MOST_EXPERTS // pattern.count("E")
+    require(
+        experts <= most,
+        f"--num-experts {experts} in each of {layers} layers are too many; at most {most} would do",
+    )
     require(
         chosen <= experts,
         f"--moe-router-topk {chosen} experts of --num-experts {experts} cannot be chosen; give at most {experts}",

@@ -33,11 +33,12 @@ def _check(config: GatedDeltaNetFields) -> None:
     require(window >= 2, f"--linear-conv-kernel-dim {window} must be at least 2")
 
 
-def _matrix_parameter_count(config: GatedDeltaNetFields) -> int:
-    """in_proj to query, key, value, gate, beta and alpha; out_proj."""
+def _parameter_count(config: GatedDeltaNetFields) -> int:
+    """in_proj to query, key, value, gate, beta and alpha; the convolution of the first three; out_proj."""
     keys = config.linear_num_key_heads * config.linear_key_head_dim
     values = config.linear_num_value_heads * config.linear_value_head_dim
-    return config.hidden_size * (2 * keys + 3 * values + 2 * config.linear_num_value_heads)
+    projected = 2 * keys + 3 * values + 2 * config.linear_num_value_heads
+    return config.hidden_size * projected + (2 * keys + values) * config.linear_conv_kernel_dim
 
 
 def _core_fields(config: GatedDeltaNetFields) -> Mapping[str, object]:
@@ -50,7 +51,7 @@ GATED_DELTA_NET = RecurrentKind(
     stack_spec="gated_delta_net_stack_spec",
     check=_check,
     chunk_size=lambda _: GATED_DELTA_CHUNK,
-    matrix_parameter_count=_matrix_parameter_count,
+    parameter_count=_parameter_count,
     mixer_params=lambda _: {},
     core_fields=_core_fields,
 )

@@ -20,7 +20,7 @@ class RecurrentKind:
         stack_spec: Name in `mcore.layer_specs` of the stack whose recurrent layers are of this kind.
         check: Raises a `ConfigError` if its fields make no sense.
         chunk_size: Tokens that its scan takes together; at inference at most that, see `memory.budget`.
-        matrix_parameter_count: Parameters in the matrices of one layer.
+        parameter_count: Parameters in the matrices and the convolution of one layer.
         mixer_params: What its mixer is told that megatron-core's configuration has no place for.
         core_fields: Its fields in megatron-core's configuration.
         scans_blocks: Whether a kernel chunk at inference is a whole block, rather than the largest divisor of it that
@@ -32,7 +32,7 @@ class RecurrentKind:
     stack_spec: str
     check: Callable[[ModelConfig], None]
     chunk_size: Callable[[ModelConfig], int]
-    matrix_parameter_count: Callable[[ModelConfig], int]
+    parameter_count: Callable[[ModelConfig], int]
     mixer_params: Callable[[ModelConfig], Mapping[str, object]]
     core_fields: Callable[[ModelConfig], Mapping[str, object]]
     scans_blocks: bool = False

@@ -45,9 +45,9 @@ def check_inner_norm(config: Mamba1Fields) -> None:
     require(math.isfinite(epsilon) and epsilon > 0, f"mamba_inner_norm_epsilon {epsilon} must be more than zero")
 
 
-def _matrix_parameter_count(config: Mamba1Fields) -> int:
-    """in_proj to x and z; x_proj to dt, B and C; dt_proj; A_log; out_proj."""
-    per_channel = 3 * config.hidden_size + 2 * config.dt_rank + 3 * config.mamba_state_dim
+def _parameter_count(config: Mamba1Fields) -> int:
+    """in_proj to x and z; the convolution of x; x_proj to dt, B and C; dt_proj; A_log; out_proj."""
+    per_channel = 3 * config.hidden_size + 2 * config.dt_rank + 3 * config.mamba_state_dim + config.mamba_conv_kernel
     return config.mamba_channels * per_channel
 
 
@@ -67,7 +67,7 @@ MAMBA1 = RecurrentKind(
     stack_spec="mamba1_stack_spec",
     check=check_window,
     chunk_size=lambda config: config.mamba_chunk_size,
-    matrix_parameter_count=_matrix_parameter_count,
+    parameter_count=_parameter_count,
     mixer_params=_mixer_params,
     core_fields=lambda config: {"mamba_state_dim": config.mamba_state_dim},
     scans_blocks=True,

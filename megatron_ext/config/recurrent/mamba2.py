@@ -34,11 +34,12 @@ def _check(config: Mamba2Fields) -> None:
     )
 
 
-def _matrix_parameter_count(config: Mamba2Fields) -> int:
-    """in_proj to z, x, B, C and dt; out_proj."""
+def _parameter_count(config: Mamba2Fields) -> int:
+    """in_proj to z, x, B, C and dt; the convolution of x, B and C; out_proj."""
     inner = config.mamba_heads * config.mamba_head_dim
     projected = 2 * inner + 2 * config.mamba_num_groups * config.mamba_state_dim + config.mamba_heads
-    return config.hidden_size * (projected + inner)
+    convolved = inner + 2 * config.mamba_num_groups * config.mamba_state_dim
+    return config.hidden_size * (projected + inner) + convolved * config.mamba_conv_kernel
 
 
 def _core_fields(config: Mamba2Fields) -> Mapping[str, object]:
@@ -56,7 +57,7 @@ MAMBA2 = RecurrentKind(
     stack_spec="hybrid_stack_spec",
     check=_check,
     chunk_size=lambda config: config.mamba_chunk_size,
-    matrix_parameter_count=_matrix_parameter_count,
+    parameter_count=_parameter_count,
     mixer_params=lambda config: {"d_conv": config.mamba_conv_kernel},
     core_fields=_core_fields,
 )

@@ -185,9 +185,16 @@ class TestBlockSize:
 def test_pools_that_do_not_fit_the_machine_are_refused_before_they_are_allocated():
     geometry = plan(HYBRID, block_count=99, max_requests=3)
     assert geometry.pool_bytes == 100 * 64 * 1024 + 3 * 100_000
-    check_fits(geometry, geometry.pool_bytes)
-    with pytest.raises(ConfigError, match="GB of memory are free"):
-        check_fits(geometry, geometry.pool_bytes - 1)
+    check_fits(geometry, geometry.pool_bytes, "5 would do")
+    with pytest.raises(ConfigError, match="GB of memory are free for this process; 5 would do"):
+        check_fits(geometry, geometry.pool_bytes - 1, "5 would do")
+
+
+def test_more_blocks_than_can_be_counted():
+    """Without attention a block costs nothing on the device, and still its place in lists."""
+    with pytest.raises(ConfigError, match=r"104857600 blocks are too many .*-block-count 16777216 would do"):
+        plan(dataclasses.replace(RECURRENT, state_bytes=1, max_sequence_length=2**24), max_requests=100, block_size=16)
+    assert plan(RECURRENT, block_count=2**24).blocks == 2**24
 
 
 class TestSnapshots:

@@ -37,6 +37,7 @@ SHAPES = {
         moe_shared_expert_gate=True,
         num_experts=4,
     ),
+    "a wide convolution": dataclasses.replace(TINY, mamba_conv_kernel=300),
     "Mamba-1": dataclasses.replace(TINY, recurrent_layer="mamba1", mamba_inner_size=72, mamba_dt_rank=5),
     "experts": dataclasses.replace(TINY, hybrid_override_pattern="ME*", moe_ffn_hidden_size=24, **SIGMOID),
     "shared experts": dataclasses.replace(
@@ -47,9 +48,9 @@ SHAPES = {
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_matrices_are_counted(shape: ModelConfig):
-    """All that is not counted are vectors, and the convolutions over a few tokens."""
+    """All that is not counted are vectors."""
     model = build_model(shape, device=torch.device("cpu"))
-    matrices = [p.numel() for name, p in model.named_parameters() if p.dim() > 1 and "conv1d" not in name]
+    matrices = [p.numel() for p in model.parameters() if p.dim() > 1]
     assert matrix_parameter_count(shape) == sum(matrices)
     assert sum(matrices) > 0.9 * sum(p.numel() for p in model.parameters())
 
@@ -65,15 +66,34 @@ def test_a_model_that_does_not_fit_is_refused_in_one_line():
         assert part in message
 
 
+def test_16_bits_are_named_where_they_would_do():
+    needed = 4 * matrix_parameter_count(TINY)
+    for available, advice in ((needed // 2, "; --bf16 would do"), (needed // 2 - 1, "fewer layers")):
+        with pytest.raises(ConfigError) as caught:
+            check_model_fits(TINY, torch.float32, available)
+        assert advice in str(caught.value)
+
+
+def test_parameters_that_cannot_be_allocated_are_one_line(monkeypatch: pytest.MonkeyPatch):
+    """SE-4: also where there seemed to be room."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 5 bytes.")
+
+    monkeypatch.setattr(build, "MambaModel", fail)
+    with pytest.raises(ConfigError, match=r"no memory for its parameters: .* in float32, .*; --bf16 needs half of it"):
+        build_model(TINY, device=torch.device("cpu"))
+
+
 def test_nothing_is_built_then(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(build, "MambaModel", None)  # would be a TypeError
-    with pytest.raises(ConfigError, match="hidden size 1000000000, 1 layers"):
-        build_model(dataclasses.replace(TINY, hybrid_override_pattern="-", hidden_size=10**9))
+    with pytest.raises(ConfigError, match="hidden size 10000000, 1 layers"):
+        build_model(dataclasses.replace(TINY, hybrid_override_pattern="-", hidden_size=10**7))
 
 
 def test_the_memory_that_is_free_decides(monkeypatch: pytest.MonkeyPatch):
     """A model that is built anywhere else is not where nothing is free."""
     build_model(TINY, device=torch.device("cpu"))
     monkeypatch.setattr(platform, "available_memory", lambda on: 0)
-    with pytest.raises(ConfigError, match=r"0\.0 GB of memory are free"):
+    with pytest.raises(ConfigError, match=r"0\.00 GB of memory are free for this process"):
         build_model(TINY, device=torch.device("cpu"))

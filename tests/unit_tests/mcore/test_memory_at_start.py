@@ -1,0 +1,70 @@
+"""SE-4: pools that do not fit the limits of the process, or turn out not to be there, are one line with a number."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_ext.config import BatchingConfig
+from megatron_ext.errors import ConfigError
+from megatron_ext.mcore import context, platform
+from megatron_ext.mcore.assemble import build_engine
+from megatron_ext.memory import limits
+from megatron_ext.memory.state_pool import StatePool
+from tests.unit_tests.support.models import HYBRID, build_slow_decay
+from tests.unit_tests.support.tokenizers import PieceTokenizer
+
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def model() -> torch.nn.Module:
+    return build_slow_decay(HYBRID)
+
+
+def build(model: torch.nn.Module, **batching: object) -> object:
+    return build_engine(model, HYBRID, PieceTokenizer(97), BatchingConfig(**batching), dtype=torch.float32)
+
+
+def number_of(message: str) -> int:
+    return int(message.partition("--inference-dynamic-batching-block-count ")[2].split()[0])
+
+
+def test_limits_of_the_process_decide(model, monkeypatch: pytest.MonkeyPatch):
+    """Memory that is free on the machine, and that `ulimit` or a control group does not leave, does not count."""
+    monkeypatch.setattr(limits, "group_rooms", lambda: [3 * MIB])
+    assert platform.available_memory(torch.device("cpu")) == 3 * MIB
+    with pytest.raises(ConfigError, match=r"0\.00 GB of memory are free for this process") as caught:
+        build(model, block_count=5000, block_size=16, max_requests=2)
+    assert "\n" not in str(caught.value)
+    fitting = number_of(str(caught.value))
+    engine = build(model, block_count=fitting, block_size=16, max_requests=2)
+    assert engine.context.geometry.blocks == fitting
+
+
+def test_an_allocation_that_fails_all_the_same(model, monkeypatch: pytest.MonkeyPatch):
+    """Nothing of the pools is kept, and the advice is by what could be allocated when it was tried."""
+    left = 3 * MIB
+
+    class Failing(StatePool):
+        def __init__(self, *_: object) -> None:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 5 bytes.")
+
+    tried = []
+    monkeypatch.setattr(context, "largest_allocation", lambda device, start: tried.append(start) or left)
+    with monkeypatch.context() as patch:
+        patch.setattr(context, "StatePool", Failing)
+        with pytest.raises(ConfigError, match="no memory for KV blocks, live states and snapshots of") as caught:
+            build(model, block_count=5000, block_size=16, max_requests=2)
+    assert "\n" not in str(caught.value)
+    geometry = build(model, block_count=number_of(str(caught.value)), block_size=16, max_requests=2).context.geometry
+    assert geometry.pool_bytes <= left < tried[0]
+
+
+def test_what_fails_for_another_reason_is_told_as_it_is(model, monkeypatch: pytest.MonkeyPatch):
+    def fail(*_: object) -> None:
+        raise RuntimeError("a mistake")
+
+    monkeypatch.setattr(context, "StatePool", fail)
+    with pytest.raises(RuntimeError, match="a mistake"):
+        build(model, block_count=5, block_size=16, max_requests=2)

@@ -1,0 +1,160 @@
+"""What a clean clone promises before anything of it has run."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from tests.unit_tests.support.source import ROOT
+from tools import pins
+from tools.check_python import platform_problem, python_problem, supported
+from tools.pins import Wheel
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
+@pytest.mark.parametrize("is_link", [True, False], ids=["link", "folder"])
+def test_git_ignores_the_virtual_environment(tmp_path, is_link):
+    """Also one that is a link to another place: `.venv/` would match folders only."""
+    shutil.copy(ROOT / ".gitignore", tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    venv = tmp_path / ".venv"
+    venv.symlink_to("elsewhere") if is_link else venv.mkdir()
+    (tmp_path / "elsewhere" / "file").touch()
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    shown = subprocess.run(
+        ["git", "status", "--porcelain"], cwd=tmp_path, check=True, capture_output=True, text=True
+    ).stdout
+    assert shown.splitlines() == ["?? .gitignore", "?? elsewhere/"]
+
+
+class TestInterpreter:
+    """Which Pythons and machines there are wheels for, known before anything is installed."""
+
+    BOUNDS = ((3, 10), (3, 14))
+    GLIBC = ("glibc", "2.28")
+
+    def test_the_bounds_are_those_of_the_project(self):
+        assert supported() == self.BOUNDS
+        assert pins.pythons() == ["3.10", "3.11", "3.12", "3.13"]
+
+    @pytest.mark.parametrize("version", [(3, 10), (3, 13)])
+    def test_supported(self, version):
+        assert python_problem("CPython", version, False, self.BOUNDS) is None
+
+    @pytest.mark.parametrize(
+        ("implementation", "version", "is_free_threaded", "expected"),
+        [
+            ("CPython", (3, 9), False, "this is CPython 3.9; megatron-core has wheels for Python 3.10 to 3.13; choose"),
+            ("CPython", (3, 14), False, "this is CPython 3.14; megatron-core has wheels for Python 3.10 to 3.13;"),
+            ("PyPy", (3, 11), False, "not CPython (PyPy 3.11)"),
+            ("CPython", (3, 13), True, "a free-threaded build (CPython 3.13)"),
+        ],
+    )
+    def test_other_interpreters(self, implementation, version, is_free_threaded, expected):
+        assert expected in python_problem(implementation, version, is_free_threaded, self.BOUNDS)
+
+    @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+    def test_supported_machines(self, machine):
+        assert platform_problem("Linux", machine, self.GLIBC) is None
+        assert platform_problem("Linux", machine, ("glibc", "2.40")) is None
+
+    @pytest.mark.parametrize(
+        ("system", "machine", "libc", "found"),
+        [
+            ("Darwin", "arm64", ("", ""), "this is Darwin on arm64; megatron-core has wheels for Linux on x86_64 or"),
+            ("Linux", "riscv64", GLIBC, "this is Linux on riscv64 with glibc 2.28;"),
+            ("Linux", "x86_64", ("", ""), "this is Linux on x86_64 with no glibc;"),
+            ("Linux", "x86_64", ("glibc", "2.9"), "with glibc 2.9; megatron-core"),
+        ],
+    )
+    def test_other_machines(self, system, machine, libc, found):
+        assert found in platform_problem(system, machine, libc)
+
+    @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+    @pytest.mark.parametrize("locked", ["", "LOCKED=1"])
+    def test_make_asks_before_it_installs(self, tmp_path, locked):
+        """In a copy whose project is for another Python: one line, and no .venv."""
+        for name in ("Makefile", "constraints.txt", "lock.txt"):
+            shutil.copy(ROOT / name, tmp_path)
+        (tmp_path / "tools").mkdir()
+        shutil.copy(ROOT / "tools/check_python.py", tmp_path / "tools")
+        project = (ROOT / "pyproject.toml").read_text("utf-8").replace('">=3.10,<3.14"', '">=3.90,<3.92"')
+        (tmp_path / "pyproject.toml").write_text(project, "utf-8")
+        command = ["make", "setup", f"PYTHON={sys.executable}", *locked.split()]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 2
+        assert done.stdout == ""
+        assert "megatron-core has wheels for Python 3.90 to 3.91; choose one" in done.stderr.splitlines()[0]
+        assert not (tmp_path / ".venv").exists()
+
+
+class TestPins:
+    """Every supported Python gets one version of everything, and CI their hashes."""
+
+    def test_each_python_has_one_version_of_each(self):
+        found = {python: pins.pins_for(python, pins.read_pins()) for python in pins.pythons()}
+        assert all("torch==2.13.0" in chosen for chosen in found.values())
+        names = {python: {one.partition("==")[0] for one in chosen} for python, chosen in found.items()}
+        assert names["3.11"] == names["3.12"] == names["3.13"] < names["3.10"]
+        assert all(re.fullmatch(r"[a-z0-9-]+==[0-9.]+", one) for chosen in found.values() for one in chosen)
+
+    def test_the_lock_is_the_pins_with_hashes(self):
+        """All but torch, whose build depends on the index; the file says so."""
+        text = pins.LOCK.read_text("utf-8")
+        assert "torch is not here" in text
+        entries = re.findall(r"^([a-z].*?)((?: \\\n    --hash=sha256:[0-9a-f]{64})+)$", text, re.MULTILINE)
+        wanted = [str(pin) for pin in pins.read_pins() if pin.name != "torch"]
+        assert [str(Requirement(pin)) for pin, _ in entries] == wanted
+        assert text.count("--hash=") == sum(hashes.count("--hash=") for _, hashes in entries) > len(wanted)
+
+    def test_ci_installs_by_hash(self):
+        assert "make test LOCKED=1" in (ROOT / ".ci/run").read_text("utf-8")
+        assert "--require-hashes --no-deps --only-binary=:all: -r lock.txt" in (ROOT / "Makefile").read_text("utf-8")
+
+    def test_two_versions_for_one_python(self):
+        markers = [Requirement(f'a==1; python_version {bound} "3.12"') for bound in ("<=", ">=")]
+        assert pins.pins_for("3.11", markers) == pins.pins_for("3.13", markers) == ["a==1"]
+        with pytest.raises(ValueError, match=r"Python 3.12: a is pinned more than once"):
+            pins.pins_for("3.12", markers)
+
+
+def wheel(version: str, *requires: str, pythons: str = "") -> Wheel:
+    return Wheel(version, tuple(Requirement(one) for one in requires), "0" * 64, SpecifierSet(pythons))
+
+
+class TestWhatFitsTogether:
+    """The check that `make check-pins` makes of what pip found, with wheels by hand."""
+
+    ROOTS = tuple(Requirement(one) for one in ("a>=1", 'b[fast]; extra == "dev"', 'gpu; extra == "cuda"'))
+    A, B, C = wheel("1.5", 'c; python_version < "3.11"'), wheel("2", 'd; extra == "fast"'), wheel("3")
+
+    def test_all_is_there(self):
+        wheels = {"a": self.A, "b": self.B, "c": self.C, "d": wheel("4")}
+        assert pins.problems("3.10", wheels, self.ROOTS) == []
+
+    @pytest.mark.parametrize(
+        ("python", "changed", "expected"),
+        [
+            ("3.10", {"c": None}, 'Python 3.10: a requires c; python_version < "3.11", which is not pinned'),
+            ("3.11", {}, "Python 3.11: c is pinned, and nothing requires it"),
+            ("3.10", {"d": None}, 'Python 3.10: b requires d; extra == "fast", which is not pinned'),
+            ("3.10", {"a": wheel("0.9", "c")}, "Python 3.10: megatron-ext requires a>=1, and a==0.9 is pinned"),
+            ("3.10", {"c": wheel("3", pythons=">=3.11")}, "Python 3.10: c==3 is for >=3.11"),
+            ("3.10", {"c": wheel("3", "triton")}, "Python 3.10: c requires triton, which is not pinned"),
+        ],
+    )
+    def test_one_thing_is_not(self, python, changed, expected):
+        wheels = {"a": self.A, "b": self.B, "c": self.C, "d": wheel("4")} | changed
+        present = {name: one for name, one in wheels.items() if one is not None}
+        assert expected in pins.problems(python, present, self.ROOTS)
+
+    def test_what_the_cuda_build_of_torch_brings_is_its_own(self):
+        torch = wheel("2.13.0", 'nvidia-nccl-cu13==2; platform_system == "Linux"', "triton==3", "sympy")
+        found = pins.problems("3.12", {"torch": torch}, [Requirement("torch")])
+        assert found == ["Python 3.12: torch requires sympy, which is not pinned"]
