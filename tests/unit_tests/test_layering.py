@@ -11,9 +11,11 @@ import pytest
 from tests.unit_tests.support.source import ROOT, imported_modules, parse, python_files
 
 # What each part may import of our own; itself, always.
-EVERYTHING = {"config", "errors", "prefix_cache", "scheduling", "memory", "ops", "mixers", "mcore", "models", "serving"}
+LEAVES = {"errors", "interruption"}
+EVERYTHING = LEAVES | {"config", "prefix_cache", "scheduling", "memory", "ops", "mixers", "mcore", "models", "serving"}
 MAY_IMPORT = {
     "errors": set(),
+    "interruption": set(),
     "config": {"errors"},
     "prefix_cache": {"config", "errors"},
     "scheduling": {"config", "errors", "prefix_cache"},
@@ -21,11 +23,11 @@ MAY_IMPORT = {
     "ops": set(),
     "mixers": {"config", "errors", "memory", "ops"},
     "mcore": {"config", "errors", "memory", "ops", "mixers", "scheduling", "prefix_cache"},
-    "models": {"config", "errors", "memory", "ops", "mixers", "mcore"},
+    "models": {*LEAVES, "config", "memory", "ops", "mixers", "mcore"},
     "serving": EVERYTHING,
     "__init__": set(),
 }
-STANDARD_LIBRARY_ONLY = ("errors", "config", "prefix_cache", "scheduling")
+STANDARD_LIBRARY_ONLY = ("errors", "interruption", "config", "prefix_cache", "scheduling")
 WITHOUT_MEGATRON = (*STANDARD_LIBRARY_ONLY, "memory", "ops")
 
 
