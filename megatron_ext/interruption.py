@@ -15,6 +15,7 @@ from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 ONE_WISH = 1.0  # seconds
+NOTHING_YET = "nothing has run"
 EXIT_CODE_BASE = 128  # a shell's exit code of a process that a signal ended is this and the signal's number
 
 
@@ -52,7 +53,7 @@ class Interruption:
         hand_on: When the block ends, raise a noted signal again for whoever had it before.
     """
 
-    def __init__(self, message: str = "nothing has run", *, hand_on: bool = False) -> None:
+    def __init__(self, message: str = NOTHING_YET, *, hand_on: bool = False) -> None:
         self.number: int | None = None  # of the first signal
         self._message = message
         self._hand_on = hand_on

@@ -3,14 +3,24 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import sys
 import warnings
 from collections.abc import Sequence
+from types import ModuleType
 
 from megatron_ext.errors import ConfigError, OutputError
-from megatron_ext.interruption import Interrupted, Interruption
+from megatron_ext.interruption import NOTHING_YET, Interrupted, Interruption
 
+HEAVY_PARTS = (
+    "numpy",
+    "torch",
+    "torch.distributed.checkpoint",
+    "transformers",
+    "megatron.core",
+    "megatron_ext.serving.offline",
+)
 PROGRAM = "run_inference.py"
 DONE, REQUEST_FAILED, BAD_USAGE = 0, 1, 2
 NOT_WRITTEN = REQUEST_FAILED
@@ -51,13 +61,24 @@ def _run(argv: Sequence[str] | None, interruption: Interruption) -> int:
         from arguments import parse_arguments
 
         settings = parse_arguments(argv, prog=PROGRAM)
-        # Imported here so that --help and a wrong flag are answered at once: torch takes seconds.
-        from megatron_ext.serving.offline import run_offline
-
+        run_offline = _import_heavy(interruption).run_offline
         return DONE if run_offline(settings, interruption) else REQUEST_FAILED
     except Exception:
         interruption.raise_swallowed()
         raise
+
+
+def _import_heavy(interruption: Interruption) -> ModuleType:
+    """Import what runs, so late that --help and a wrong flag are answered at once: torch takes seconds.
+
+    What a signal raises while an extension module is imported ends the process with a dump of its stack, so a signal
+    waits, for one part at most.
+    """
+    for name in HEAVY_PARTS:
+        interruption.hold()
+        module = importlib.import_module(name)
+    interruption.release(NOTHING_YET)
+    return module
 
 
 def _say(line: str) -> None:
