@@ -122,7 +122,7 @@ class Progress:
         prefilled = tokens.computed + tokens.recomputed - before.computed - before.recomputed
         generated = tokens.generated - before.generated
         share = tokens.skipped / max(1, tokens.skipped + tokens.computed)
-        rates = f"prefill {_rate(prefilled / seconds)}, decode {_rate(generated / seconds)}"
+        rates = f"prefill {_rate(prefilled / seconds)}, decode {_rate(generated / seconds)} tok/s"
         return f"{self.ended}/{len(self._expected)}, {rates}, {share:.0%} skipped"
 
 
@@ -141,7 +141,7 @@ def _of_record(record: RequestRecord) -> Tokens:
 
 
 def _rate(tokens: float) -> str:
-    return f"{tqdm.format_sizeof(tokens) if tokens >= 1000 else f'{tokens:.0f}'} tok/s"
+    return tqdm.format_sizeof(tokens) if tokens >= 1000 else f"{tokens:.0f}"
 
 
 class Bar:

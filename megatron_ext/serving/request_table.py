@@ -76,13 +76,13 @@ def _columns(values: Sequence[str], ended: str) -> str:
 def _left_out(records: Sequence[RequestRecord], where: str | None) -> list[str]:
     ends = Counter(record.status.name.lower() for record in records)
     counts = ", ".join(f"{count} {end}" for end, count in ends.most_common())
-    place = f"all are in {printable(where)}" if where else "--output-path FILE.json would keep them all"
-    lines = [f"{_INDENT}... {len(records)} requests are left out here ({counts}); {place}"]
+    lines = [f"{_INDENT}... {len(records)} requests are left out here ({counts})"]
     failed = [str(record.request_id) for record in records if record.status is Status.FAILED]
     if failed:
         rest = ", ..." if len(failed) > AT_EACH_END else ""
         lines.append(f"{_INDENT}... among them failed: {', '.join(failed[:AT_EACH_END])}{rest}")
-    return lines
+    place = f"all are in {printable(where)}" if where else "--output-path FILE.json would keep them all"
+    return [*lines, f"{_INDENT}... {place}"]
 
 
 def _print(console: Console, line: str, style: str) -> None:

@@ -43,11 +43,11 @@ def test_it_moves_with_tokens(clock, record):
     clock[0] = 2.0
     step(progress, r0=living(50), r1=living(0))
     assert (progress.tokens.done, progress.total, progress.ended) == (50, 220, 0)
-    assert progress.summary() == "0/2, prefill 25 tok/s, decode 0 tok/s, 0% skipped"
+    assert progress.summary() == "0/2, prefill 25, decode 0 tok/s, 0% skipped"
     clock[0] = 4.0
     step(progress, r0=living(100, generated=1), r1=living(20, skipped=80, generated=1))
     assert progress.tokens.done == 202
-    assert progress.summary() == "0/2, prefill 30 tok/s, decode 0 tok/s, 40% skipped"
+    assert progress.summary() == "0/2, prefill 30, decode 0 tok/s, 40% skipped"
     ended = record(0, computed_prefill_token_count=100, generated_tokens=(1, 2, 3, 4))
     step(progress, ended, r1=living(20, skipped=80, generated=2))
     assert (progress.tokens.done, progress.total, progress.ended) == (206, 214, 1)
@@ -61,7 +61,7 @@ def test_rates_look_at_the_last_seconds(clock):
     for second, computed in enumerate((0, 5000, 5000, 5000, 5000, 5000, 5000, 5000, 5000)):
         clock[0] = float(second)
         step(progress, r0=living(computed, generated=second))
-    assert progress.summary() == "0/1, prefill 0 tok/s, decode 1 tok/s, 0% skipped"
+    assert progress.summary() == "0/1, prefill 0, decode 1 tok/s, 0% skipped"
 
 
 def test_what_is_computed_again_is_work_but_no_progress(clock):
@@ -69,7 +69,7 @@ def test_what_is_computed_again_is_work_but_no_progress(clock):
     clock[0] = 1.0
     step(progress, r0=living(100, recomputed=1900))
     assert progress.tokens.done == 100
-    assert progress.summary().startswith("0/1, prefill 2.00k tok/s")
+    assert progress.summary().startswith("0/1, prefill 2.00k, decode 0 tok/s")
 
 
 class Screen(io.StringIO):
@@ -89,7 +89,7 @@ def test_on_a_screen_of_80_columns(monkeypatch, clock):
     (line,) = [part for part in sys.stderr.getvalue().split("\r") if " 25%" in part][-1:]
     assert len(line.strip()) <= 80
     assert "|" in line
-    assert "0/200, prefill 2.75k tok/s, decode 0 tok/s, 0% skipped" in line
+    assert "0/200, prefill 2.75k, decode 0 tok/s, 0% skipped" in line
 
 
 def test_it_is_silent_where_nobody_looks(capsys, record):
