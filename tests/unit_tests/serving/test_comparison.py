@@ -134,11 +134,11 @@ def test_the_verdict_says_what_was_compared_and_the_limit(record):
     pairs = compare([scored(record)], [scored(record, log_probs=(-0.5076, -1.001), skipped=2)])
     text = printed(pairs, BF16)
     assert "1 request compared, off and on: 2 tokens equal" in text
-    assert "differences of their log-probs in bfloat16: 95 of 100 within 7.6e-03, limit ln 1.05 = 0.049; " in text
-    assert "largest 7.6e-03, limit ln 1.2 = 0.182" in text
+    assert "log-probs in bfloat16: 95 of 100 differ by 7.6e-03 or less, limit 0.049 (ln 1.05);" in text
+    assert "the largest difference is 7.6e-03, limit 0.182 (ln 1.2)" in text
     assert text.splitlines()[-1] == "the cache changes nothing beyond that"
     text = printed(compare([scored(record)], [scored(record, log_probs=(-0.5, -1.0004), skipped=2)]))
-    assert "differences of their log-probs in float32: largest 4.0e-04, limit 0.001" in text
+    assert "log-probs in float32: the largest difference is 4.0e-04, limit 0.001" in text
 
 
 def test_a_tie_is_told(record):
