@@ -102,12 +102,9 @@ def test_only_regular_files_are_replaced(target, kind, suffix):
 
 @pytest.mark.parametrize("device", ["/dev/null", "/dev/full", "/dev/stdout"])
 def test_devices_are_never_replaced(device):
-    before = os.lstat(device)
+    """Refused at the start. (That the write refuses too is tested with what it may harm, above.)"""
     with pytest.raises(ConfigError, match=r"is a (device|symbolic link), and only a regular file is replaced"):
         check_output_path(device)
-    with pytest.raises(OutputError, match="has become a"):
-        write_results(device, {})
-    assert os.path.samestat(os.lstat(device), before)
 
 
 @pytest.mark.parametrize(
