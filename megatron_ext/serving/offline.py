@@ -6,10 +6,12 @@ noted: the requests end as aborted, and the results are written as ever. Nothing
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 from megatron_ext.config import CacheConfig, InferenceSettings
@@ -28,7 +30,9 @@ from megatron_ext.serving.prompts import Prompt, check_tokens, read_prompts
 from megatron_ext.serving.report import make_console, print_geometry, print_report
 from megatron_ext.serving.results import build_results
 from megatron_ext.serving.submission import Pass, StepReport, check_schedule, run_passes
-from megatron_ext.serving.terminal import Output
+from megatron_ext.serving.terminal import Output, printable
+
+logger = logging.getLogger(__name__)
 
 
 def run_offline(settings: InferenceSettings, interruption: Interruption | None = None) -> bool:
@@ -135,7 +139,7 @@ class _Offline:
                 self._partial.add(report["finished_request_records"])
             bar.update(engine, report)
 
-        with progress_bar(self._expected * run.inference_repeat_n, description) as bar:
+        with self._hint_of_a_crash(), progress_bar(self._expected * run.inference_repeat_n, description) as bar:
             return run_passes(
                 engine,
                 self._prompts,
@@ -143,6 +147,15 @@ class _Offline:
                 lambda report: after_step(report, bar),
                 lambda: self._interruption.is_asked,
             )
+
+    @contextmanager
+    def _hint_of_a_crash(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception:
+            if self._partial is not None:
+                logger.error("%s has the requests that had ended", printable(str(self._partial.path)))
+            raise
 
     def _remove_partial(self) -> None:
         if self._partial is not None:

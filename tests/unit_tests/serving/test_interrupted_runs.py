@@ -184,7 +184,7 @@ def test_before_the_first_request(prompt_file, tmp_path, capfd, monkeypatch, pla
     assert [path.name for path in tmp_path.iterdir()] == ["prompts.jsonl"]
 
 
-def test_a_crash_loses_what_was_in_flight_only(prompt_file, tmp_path, monkeypatch):
+def test_a_crash_loses_what_was_in_flight_only(prompt_file, tmp_path, monkeypatch, caplog):
     step_modern, count = InferenceEngine.step_modern, [0]
 
     def crash(engine):
@@ -200,6 +200,7 @@ def test_a_crash_loses_what_was_in_flight_only(prompt_file, tmp_path, monkeypatc
         with pytest.raises(RuntimeError, match="broken"):
             main(argv)
     assert not output.exists()
+    assert caplog.messages[-1] == f"{output}.partial.jsonl has the requests that had ended"
     lines = [json.loads(line) for line in Path(f"{output}.partial.jsonl").read_text().splitlines()]
     assert main(argv) == 0
     results = json.loads(output.read_text())

@@ -102,7 +102,7 @@ def test_only_regular_files_are_replaced(target, kind, suffix):
 
 @pytest.mark.parametrize("device", ["/dev/null", "/dev/full", "/dev/stdout"])
 def test_devices_are_never_replaced(device):
-    """Refused at the start. (That the write refuses too is tested with what it may harm, above.)"""
+    """Refused at the start; that the write refuses too is tested above, with what it may harm."""
     with pytest.raises(ConfigError, match=r"is a (device|symbolic link), and only a regular file is replaced"):
         check_output_path(device)
 
