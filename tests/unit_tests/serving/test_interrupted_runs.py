@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: what has been done is kept, the rest ends as aborted, and one line says so."""
+"""SE-4, Ctrl-C and SIGTERM: what has been done is kept, the rest ends as aborted, and one line says so."""
 
 from __future__ import annotations
 
