@@ -82,6 +82,11 @@ class Interruption:
         if self._hand_on and self.number is not None:
             signal.raise_signal(self.number)
 
+    def take_back(self) -> None:
+        """Watch again, after somebody may have put a handler in the place of this one (`faulthandler` does, unseen)."""
+        for number in self._before:
+            signal.signal(number, self._notice)
+
     def hold(self) -> None:
         """From now on signals are noted only.
 

@@ -19,6 +19,7 @@ HEAVY_PARTS = (
     "torch.distributed.checkpoint",
     "transformers",
     "megatron.core",
+    "megatron.core.inference.engines.dynamic_engine",
     "megatron_ext.serving.offline",
 )
 PROGRAM = "run_inference.py"
@@ -77,6 +78,7 @@ def _import_heavy(interruption: Interruption) -> ModuleType:
     for name in HEAVY_PARTS:
         interruption.hold()
         module = importlib.import_module(name)
+        interruption.take_back()  # megatron-core has a stack printed at each signal; one line says more
     interruption.release(NOTHING_YET)
     return module
 

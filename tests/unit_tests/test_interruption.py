@@ -98,6 +98,22 @@ with Interruption() as watched:
     assert (done.returncode, done.stdout, done.stderr) == (-number, "alive\n", "")
 
 
+def test_a_handler_that_somebody_else_has_put_there():
+    """In a process of its own: megatron-core has `faulthandler` print a stack, where Python does not see it."""
+    code = """
+import faulthandler, signal
+from megatron_ext.interruption import Interruption
+with Interruption() as watched:
+    watched.hold()
+    faulthandler.register(signal.SIGTERM, chain=True)
+    watched.take_back()
+    signal.raise_signal(signal.SIGTERM)
+    print(watched.number)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "15\n", "")
+
+
 def test_what_is_ignored_stays_ignored():
     """As a shell does for jobs in the background."""
     before = signal.signal(INT, signal.SIG_IGN)
