@@ -210,13 +210,15 @@ RUN = FlagGroup(
     (
         Flag("prompts", "Prompts. Without --prompts and --prompt-file: the shipped example prompts"),
         Flag("prompt_file", "Prompts as JSON, one object a line; - is standard input", metavar="FILE.jsonl"),
+        Flag("ignore_unknown_prompt_fields", "Pass over fields of a prompt line that are not known"),
+        Flag("num_tokens_from_file", "Tokens to generate: each prompt line's chatgpt_output_token_length"),
         Flag("output_path", "Where to write the results as JSON", metavar="FILE.json"),
         Flag("output_request_events", "With --output-path: the events of each request as well"),
         Flag("inference_repeat_n", "How often to run the same prompts, one time after the other"),
         Flag("drain_between_batches", "Submit a batch when all before it have finished; needs --batch-boundaries"),
         Flag("batch_boundaries", "Indices of the prompts that start a batch, from 0"),
         Flag("incoming_requests_per_step", "Prompts to submit before each engine step; default: all at once"),
-        Flag("incoming_requests_per_sec", "Prompts to submit a second; default: all at once"),
+        Flag("incoming_requests_per_sec", "Prompts to submit a second; default, and zero or less: all at once"),
         Flag("inference_logging_step_interval", "Steps between two log lines; 0 is none"),
         Flag(
             "suspend_resume_interval",

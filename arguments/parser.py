@@ -44,7 +44,8 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
         prog,
         "Run prompts through the dynamic inference engine and print a table. "
         "Without flags: the embedded model on the shipped example prompts.",
-        "Exit codes: 0 done, 1 a request failed, 2 bad usage.",
+        "Exit codes: 0 done, 1 a request failed or results could not be written, 2 bad usage, "
+        "130 ended by SIGINT, 143 by SIGTERM.",
     )
 
 

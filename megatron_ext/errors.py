@@ -51,6 +51,10 @@ class CapacityError(Exception):
         self.is_transient = is_transient
 
 
+class OutputError(Exception):
+    """Results are there and could not be written. The message is one line: where to, and why."""
+
+
 class CheckpointError(ConfigError):
     """A checkpoint that is missing a part, holds an unknown one, or has the wrong shape."""
 

@@ -3,38 +3,100 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import sys
 import warnings
 from collections.abc import Sequence
+from types import ModuleType
 
-from arguments import parse_arguments
-from megatron_ext.errors import ConfigError
+from megatron_ext.errors import ConfigError, OutputError
+from megatron_ext.interruption import NOTHING_YET, Interrupted, Interruption
 from megatron_ext.memory.limits import check_address_space
 
+HEAVY_PARTS = (
+    "numpy",
+    "torch",
+    "torch.distributed.checkpoint",
+    "transformers",
+    "megatron.core",
+    "megatron.core.inference.engines.dynamic_engine",
+    "megatron_ext.serving.offline",
+)
+PROGRAM = "run_inference.py"
 DONE, REQUEST_FAILED, BAD_USAGE = 0, 1, 2
+NOT_WRITTEN = REQUEST_FAILED
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Parse, run, and turn a user's mistake into one line on standard error.
+def main(argv: Sequence[str] | None = None, interruption: Interruption | None = None) -> int:
+    """Parse, run, and turn what a user must know into one line on standard error.
+
+    Args:
+        argv: Arguments without the program's name; None for the process's own.
+        interruption: Watched by the caller; None to watch for signals here.
 
     Returns:
-        The exit code: 0 done, 1 a request failed, 2 bad usage.
+        The exit code: 0 done, 1 a request failed or results could not be written, 2 bad usage, 130 ended by SIGINT,
+        143 by SIGTERM.
     """
+    try:
+        if interruption is not None:
+            return _run(argv, interruption)
+        with Interruption() as interruption:
+            return _run(argv, interruption)
+    except Interrupted as interrupted:
+        _say(f"{interrupted.signal_name}: {interrupted}")
+        return interrupted.exit_code
+    except ConfigError as error:
+        _say(f"error: {error}")
+        return BAD_USAGE
+    except OutputError as error:
+        _say(f"error: {error}")
+        return NOT_WRITTEN
+
+
+def _run(argv: Sequence[str] | None, interruption: Interruption) -> int:
     warnings.filterwarnings("ignore", module=r"megatron\.core")  # it warns of each optional package that is missing
     logging.basicConfig(format="%(message)s")
     logging.getLogger("megatron_ext").setLevel(logging.INFO)
     try:
-        settings = parse_arguments(argv, prog="run_inference.py")
-        check_address_space()
-        # Imported here so that --help and a wrong flag are answered at once: torch takes seconds.
-        from megatron_ext.serving.offline import run_offline
+        from arguments import parse_arguments
 
-        return DONE if run_offline(settings) else REQUEST_FAILED
-    except ConfigError as error:
-        print(f"run_inference.py: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return BAD_USAGE
+        settings = parse_arguments(argv, prog=PROGRAM)
+        check_address_space()
+        run_offline = _import_heavy(interruption).run_offline
+        return DONE if run_offline(settings, interruption) else REQUEST_FAILED
+    except Exception:
+        interruption.raise_swallowed()
+        raise
+
+
+def _import_heavy(interruption: Interruption) -> ModuleType:
+    """Import what runs, so late that --help and a wrong flag are answered at once: torch takes seconds.
+
+    What a signal raises while an extension module is imported ends the process with a dump of its stack, so a signal
+    waits, for one part at most.
+    """
+    for name in HEAVY_PARTS:
+        interruption.hold()
+        module = importlib.import_module(name)
+        interruption.take_back()  # megatron-core has a stack printed at each signal; one line says more
+    interruption.release(NOTHING_YET)
+    return module
+
+
+def _say(line: str) -> None:
+    """One line on standard error, whatever is in it; where that is gone there is nobody to tell."""
+    from megatron_ext.serving.terminal import Output, printable
+
+    stream = Output(sys.stderr)
+    stream.write(f"{PROGRAM}: {printable(line)}\n")
+    stream.flush()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with Interruption() as watched:
+        code = main(interruption=watched)
+        if watched.is_asked:
+            watched.ignore_all()  # what comes while the process ends must not change its exit code
+        sys.exit(code)

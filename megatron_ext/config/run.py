@@ -56,28 +56,27 @@ class RunConfig:
 
     prompts: tuple[str, ...] = ()
     prompt_file: str | None = None  # "-" is standard input; default: the shipped prompts
+    ignore_unknown_prompt_fields: bool = False
+    num_tokens_from_file: bool = False  # a line's chatgpt_output_token_length is what it generates
     output_path: str | None = None
     output_request_events: bool = False
     inference_repeat_n: int = 1
     drain_between_batches: bool = False
     batch_boundaries: tuple[int, ...] = ()  # indices of the prompts that start a batch
     incoming_requests_per_step: int | None = None  # default: all at once
-    incoming_requests_per_sec: float | None = None  # default: all at once
+    incoming_requests_per_sec: float | None = None  # default, zero and less: all at once
     inference_logging_step_interval: int = 0  # steps; 0 is no log
     suspend_resume_interval: int = 0  # steps; 0 is never
     prefix_cache_compare: bool = False
 
     def __post_init__(self) -> None:
         self._check_contradictions()
-        rate, per_step, interval = (
-            self.incoming_requests_per_sec,
-            self.incoming_requests_per_step,
-            self.inference_logging_step_interval,
-        )
+        rate, per_step = self.incoming_requests_per_sec, self.incoming_requests_per_step
+        interval = self.inference_logging_step_interval
         require(self.inference_repeat_n >= 1, f"--inference-repeat-n {self.inference_repeat_n} must be at least 1")
         require(per_step is None or per_step >= 1, f"--incoming-requests-per-step {per_step} must be at least 1")
-        valid_rate = rate is None or (math.isfinite(rate) and rate > 0)
-        require(valid_rate, f"--incoming-requests-per-sec {rate} must be more than zero")
+        valid_rate = rate is None or math.isfinite(rate)
+        require(valid_rate, f"--incoming-requests-per-sec {rate} must be a number; zero or less is all at once")
         require(interval >= 0, f"--inference-logging-step-interval {interval} must be zero (no log) or more")
         suspend = self.suspend_resume_interval
         require(suspend >= 0, f"--suspend-resume-interval {suspend} must be zero (never) or more")
@@ -87,7 +86,14 @@ class RunConfig:
             f"--batch-boundaries {','.join(map(str, self.batch_boundaries))} must be increasing indices, as in 0,4,8",
         )
 
+    @property
+    def arrival_rate(self) -> float | None:
+        """Prompts to submit a second; None if they do not come by the clock."""
+        rate = self.incoming_requests_per_sec
+        return rate if rate is not None and rate > 0 else None
+
     def _check_contradictions(self) -> None:
+        given = vars(self) | {"incoming_requests_per_sec": self.arrival_rate}
         alone = "contradict each other; give one of them"
         for one, other in (
             ("prompts", "prompt_file"),
@@ -95,14 +101,15 @@ class RunConfig:
             ("drain_between_batches", "incoming_requests_per_step"),
             ("drain_between_batches", "incoming_requests_per_sec"),
         ):
-            both = getattr(self, one) and getattr(self, other)
+            both = given[one] and given[other]
             require(not both, f"{flag_of(one)} and {flag_of(other)} {alone}")
         for name, needed in (
             ("drain_between_batches", "batch_boundaries"),
             ("batch_boundaries", "drain_between_batches"),
             ("output_request_events", "output_path"),
+            ("num_tokens_from_file", "prompt_file"),
         ):
-            satisfied = not getattr(self, name) or getattr(self, needed)
+            satisfied = not given[name] or given[needed]
             require(satisfied, f"{flag_of(name)} needs {flag_of(needed)}; give both or neither")
 
 

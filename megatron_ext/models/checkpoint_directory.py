@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import tempfile
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,7 @@ from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.mcore.checkpoint_files import COMMON_FILE
 from megatron_ext.mcore.checkpoint_metadata import METADATA_FILE
 from megatron_ext.models.config_fields import checked_fields
+from megatron_ext.models.scratch import require_place_for_scratch, scratch_directory
 from megatron_ext.models.stack_specs import is_megatrons_spec, is_own_spec
 from megatron_ext.models.tokenizer import TOKENIZER_FILES, TextTokenizer, copy_tokenizer_files
 from megatron_ext.models.weight_files import WEIGHTS_FILE, read_json
@@ -61,7 +62,7 @@ class CheckpointHeader:
 def new_checkpoint(
     directory: str | Path, config: ModelConfig, tokenizer_source: str | Path | None, dtype: torch.dtype
 ) -> Iterator[Path]:
-    """An empty place to write weights to; gone if the block fails.
+    """An empty place to write weights to; gone if the block fails, or if a signal ends the program meanwhile.
 
     When the block ends, configuration and tokenizer are added, and it takes the place of `directory`.
 
@@ -72,15 +73,15 @@ def new_checkpoint(
     target = Path(directory).resolve()
     header = _header(config, dtype, tokenizer_source)
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as scratch:
-            staging = Path(scratch) / "new"
+        with scratch_directory(target) as scratch:
+            staging = scratch.path / "new"
             staging.mkdir()
             yield staging
             (staging / CONFIG_FILE).write_text(json.dumps(header, indent=2) + "\n", encoding="utf-8")
             if tokenizer_source is not None:
                 copy_tokenizer_files(Path(tokenizer_source), staging)
-            _replace(target, staging, aside=Path(scratch) / "old")
+            scratch.hold_signals()
+            _replace(target, staging, aside=scratch.path / "old")
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"--save {directory} cannot be written: {error}") from error
 
@@ -161,15 +162,28 @@ def require_replaceable(directory: str | Path) -> None:
         ConfigError: Anything else.
     """
     target = Path(directory)
+    _require_writable(target)
     if not target.exists():
         return
-    if not target.is_dir():
-        raise ConfigError(f"--save {target} is a file; give a directory")
     found = {entry.name for entry in target.iterdir()}
     foreign = sorted(name for name in found - _OWN_FILES if not name.endswith(SHARD_SUFFIX))
     if foreign or (found and not has_header(target)):
         what = f"it holds {foreign[0]}" if foreign else "it is not a checkpoint of ours"
         raise ConfigError(f"--save {target} is not overwritten, {what}; give a new or empty directory")
+
+
+def _require_writable(target: Path) -> None:
+    """See that something can be written beside the target, by doing so."""
+    if target.exists() and not target.is_dir():
+        raise ConfigError(f"--save {target} is a file; give a directory")
+    if target.is_symlink() and not target.exists():
+        raise ConfigError(f"--save {target} is a link to nothing; give a directory")
+    if os.path.ismount(target):
+        raise ConfigError(f"--save {target} is where a file system is mounted; give a directory in it")
+    try:
+        require_place_for_scratch(target.resolve())
+    except OSError as error:
+        raise ConfigError(f"--save {target} cannot be written: {error}") from None
 
 
 def _header(config: ModelConfig, dtype: torch.dtype, tokenizer_source: str | Path | None) -> dict[str, Any]:

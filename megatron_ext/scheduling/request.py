@@ -147,6 +147,11 @@ class Request:
         return self.ledger.computed
 
     @property
+    def skipped_prefill_tokens(self) -> int:
+        """Prompt tokens that no layer computed."""
+        return self.ledger.skipped
+
+    @property
     def recomputed_tokens(self) -> int:
         """Tokens prefilled again after an eviction, a suspension or a failed step."""
         return self.ledger.recomputed

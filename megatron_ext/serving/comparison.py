@@ -15,9 +15,11 @@ from megatron_ext.config import RequestParams
 from megatron_ext.errors import ConfigError
 from megatron_ext.scheduling.record import RequestRecord, Status
 from megatron_ext.serving.prompts import Prompt
+from megatron_ext.serving.request_table import first_and_last
 
 FP32_TOLERANCE = 1e-3  # of a log-prob, absolute
 P95_TOLERANCE, MAX_TOLERANCE = math.log(1.05), math.log(1.2)  # in 16 bits, over all log-probs of a run
+_SHOWN = 10  # requests that differ
 TIE = 1e-4  # two best log-probs closer than this may come in either order
 
 
@@ -34,6 +36,11 @@ class Difference:
     def largest(self) -> float:
         """The largest difference of a log-prob."""
         return max(self.log_probs, default=0.0)
+
+    @property
+    def is_tie(self) -> bool:
+        """Whether the tokens go apart where two were as good; what follows is another text, and is not compared."""
+        return self.first_token is None and self.off.generated_tokens != self.on.generated_tokens
 
 
 def comparable(prompts: Sequence[Prompt]) -> list[Prompt]:
@@ -106,7 +113,7 @@ def _log_prob_problems(gaps: list[float], dtype: torch.dtype) -> Iterator[str]:
         if max(gaps, default=0.0) > FP32_TOLERANCE:
             yield f"log-probs differ by up to {max(gaps):.2e}, more than {FP32_TOLERANCE:g}"
     elif gaps:
-        p95, largest = sorted(gaps)[math.ceil(0.95 * len(gaps)) - 1], max(gaps)
+        p95, largest = _percentile_95(gaps), max(gaps)
         if p95 > P95_TOLERANCE or largest > MAX_TOLERANCE:
             yield (
                 f"log-probs differ by {p95:.3f} (95th percentile) and {largest:.3f} (largest), "
@@ -114,13 +121,58 @@ def _log_prob_problems(gaps: list[float], dtype: torch.dtype) -> Iterator[str]:
             )
 
 
-def print_comparison(differences: Sequence[Difference], found: Sequence[str], console: Console) -> None:
-    """A table of all requests, then the verdict."""
+def _percentile_95(gaps: Sequence[float]) -> float:
+    return sorted(gaps)[math.ceil(0.95 * len(gaps)) - 1]
+
+
+def verdict(differences: Sequence[Difference], dtype: torch.dtype) -> list[str]:
+    """What was compared and what the limits are, where there is no problem: lines for a person."""
+    gaps = [gap for one in differences for gap in one.log_probs]
+    name = str(dtype).removeprefix("torch.")
+    tokens = f"{_count(len(differences), 'request')} compared, off and on: {_count(len(gaps), 'token')} equal"
+    ties = sum(one.is_tie for one in differences)
+    if ties:
+        tokens += f"; {_count(ties, 'request')} went apart where two tokens are as good, and no further"
+    largest = max(gaps, default=0.0)
+    if dtype is torch.float32:
+        limits = [f"log-probs in {name}: the largest difference is {largest:.1e}, limit {FP32_TOLERANCE:g}"]
+    else:
+        p95 = _percentile_95(gaps) if gaps else 0.0
+        limits = [
+            f"log-probs in {name}: 95 of 100 differ by {p95:.1e} or less, limit {P95_TOLERANCE:.3f} (ln 1.05);",
+            f"the largest difference is {largest:.1e}, limit {MAX_TOLERANCE:.3f} (ln 1.2)",
+        ]
+    return [tokens, *limits, "the cache changes nothing beyond that"]
+
+
+def _count(count: int, what: str) -> str:
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
+
+
+def print_comparison(
+    differences: Sequence[Difference], found: Sequence[str], dtype: torch.dtype, console: Console
+) -> None:
+    """A table of the requests that differ, else of the first and last few, then the verdict.
+
+    Args:
+        differences: All requests.
+        found: What `problems` says of them.
+        dtype: Of the parameters.
+        console: Where to.
+    """
+    differing = [one for one in differences if one.first_token is not None]
+    first, _, last = (differing[:_SHOWN], (), ()) if differing else first_and_last(differences)
     table = Table("id", "prompt", "skipped", "tokens", "largest log-prob difference", title="cache off and on")
-    for one in differences:
+    for one in (*first, *last):
         tokens = "equal" if one.first_token is None else f"differ from the {one.first_token + 1}. on"
+        if one.is_tie:
+            tokens = f"equal up to a tie, {len(one.log_probs)} of them"
         skipped = str(one.on.skipped_prefill_token_count)
         table.add_row(str(one.on.request_id), str(one.on.prompt_token_count), skipped, tokens, f"{one.largest:.1e}")
     console.print(table)
-    for line in found or ["the cache changes nothing"]:
+    hidden = len(differences) - len(first) - len(last)
+    if hidden:
+        what = "the first and last are shown" if last else "of those that differ the first are shown"
+        console.print(f"{_count(hidden, 'request')} left out; {what}", markup=False, soft_wrap=True)
+    for line in found or verdict(differences, dtype):
         console.print(line, markup=False, soft_wrap=True)

@@ -1,46 +1,33 @@
-"""What a person sees of a run: a progress bar on standard error, sizes and a table on standard output."""
+"""What a person sees of a run on standard output: sizes at its start, prompts, answers and totals at its end."""
 
 from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
-from tqdm import tqdm
-from tqdm.contrib.logging import logging_redirect_tqdm
 
 from megatron_ext.memory.budget import Geometry
-from megatron_ext.scheduling.record import RequestRecord, Status
+from megatron_ext.scheduling.record import Status
+from megatron_ext.serving.request_table import print_requests
 from megatron_ext.serving.submission import Pass
+from megatron_ext.serving.terminal import Output, printable
 
-_PROMPT_CHARACTERS = 60
-_TEXT_CHARACTERS = 240
 _FILE_WIDTH = 120  # characters
 
 
-@contextmanager
-def progress_bar(total: int) -> Iterator[Callable[[int], None]]:
-    """A bar over `total` requests, only where standard error is a terminal; log lines go above it.
-
-    Yields:
-        A function that takes the number of requests that have ended so far.
-    """
-    with tqdm(total=total, unit="request", disable=None, leave=False) as bar, logging_redirect_tqdm():
-        yield lambda done: bar.update(done - bar.n)
-
-
-def make_console(quiet: bool) -> Console:
-    """A console on standard output; where that is no terminal, wide enough for the table."""
-    return Console(highlight=False, quiet=quiet, width=None if sys.stdout.isatty() else _FILE_WIDTH)
+def make_console(quiet: bool, output: Output | None = None) -> Console:
+    """A console on standard output that never raises; where that is no terminal, of a width that files have."""
+    output = output or Output(sys.stdout)
+    return Console(file=output, highlight=False, quiet=quiet, width=None if output.isatty() else _FILE_WIDTH)
 
 
 def print_geometry(geometry: Geometry, model: str, console: Console, request_state_bytes: int = 0) -> None:
     """Print what the engine has room for (EX-6), and what the states of the longest request can take (LA-4)."""
-    table = Table("engine", model, show_lines=False)
+    table = Table("engine", escape(printable(model)), show_lines=False)
     blocks, block = f"{geometry.blocks:,} blocks", f"{geometry.block_size_tokens} tokens"
     table.add_row("KV cache", f"{blocks} of {block}, {geometry.block_bytes:,} bytes each")
     if geometry.state_bytes:
@@ -55,25 +42,10 @@ def print_geometry(geometry: Geometry, model: str, console: Console, request_sta
     console.print(table)
 
 
-def print_report(passes: Sequence[Pass], console: Console) -> None:
-    """Print the table of all requests, and totals below it."""
-    table = Table(show_lines=True)
-    for heading, justify in (
-        ("id", "right"),
-        ("end of prompt", "left"),
-        ("generated", "left"),
-        ("prompt", "right"),
-        ("skipped", "right"),
-        ("new", "right"),
-        ("ttft", "right"),
-        ("total", "right"),
-        ("ended", "left"),
-    ):
-        table.add_column(heading, justify=justify, overflow="fold", no_wrap=justify == "right")
-    for one in passes:
-        for record in one.records:
-            table.add_row(*_row(record))
-    console.print(table)
+def print_report(passes: Sequence[Pass], console: Console, where: str | None = None) -> None:
+    """Print the requests, of many the first and last few, and totals of all below them; `where` all of them are."""
+    print_requests([record for one in passes for record in one.records], console, where)
+    console.print()
     for line in summary(passes):
         console.print(line, markup=False, soft_wrap=True)
 
@@ -96,28 +68,3 @@ def summary(passes: Sequence[Pass]) -> list[str]:
         f"prompt tokens: {computed} computed, {skipped} skipped ({100 * skipped / max(1, computed + skipped):.1f}%)",
         *([f"computed because: {why}"] if why else []),
     ]
-
-
-def _row(record: RequestRecord) -> tuple[str, ...]:
-    text = record.error if record.status is not Status.COMPLETED and record.error else record.generated_text
-    return (
-        str(record.request_id),
-        escape(_end(record.prompt_text or "", _PROMPT_CHARACTERS)),
-        escape(_beginning(text, _TEXT_CHARACTERS)),
-        str(record.prompt_token_count),
-        str(record.skipped_prefill_token_count),
-        str(len(record.generated_tokens)),
-        "-" if record.ttft is None else f"{1000 * record.ttft:.0f} ms",
-        f"{1000 * record.latency:.0f} ms",
-        record.finish_reason or record.status.name.lower(),
-    )
-
-
-def _beginning(text: str, count: int) -> str:
-    text = " ".join(text.split())
-    return text if len(text) <= count else text[: count - 3] + "..."
-
-
-def _end(text: str, count: int) -> str:
-    text = " ".join(text.split())
-    return text if len(text) <= count else "..." + text[3 - count :]

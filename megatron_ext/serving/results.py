@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import resource
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import megatron_ext
-from megatron_ext.errors import ConfigError
 from megatron_ext.scheduling.record import RequestRecord
 from megatron_ext.serving.submission import Pass
 
@@ -106,28 +103,6 @@ def peak_memory() -> int:
         return torch.cuda.max_memory_allocated()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
-
-
-def check_output_path(path: str) -> None:
-    """See that results can be written there, before anything runs.
-
-    Raises:
-        ConfigError: If the folder is missing or not writable, or the path is a folder.
-    """
-    target = Path(path)
-    if target.is_dir():
-        raise ConfigError(f"--output-path {path} is a folder; give a file in it, such as {target / 'results.json'}")
-    if not target.parent.is_dir():
-        raise ConfigError(f"--output-path {path}: the folder {target.parent} does not exist; create it first")
-    if not os.access(target if target.exists() else target.parent, os.W_OK):
-        raise ConfigError(f"--output-path {path} cannot be written; check its permissions")
-
-
-def write_results(path: str, results: dict[str, Any]) -> None:
-    """Write the JSON whole or not at all: a reader never sees half a file."""
-    unfinished = Path(f"{path}.part")
-    unfinished.write_text(to_json(results), encoding="utf-8")
-    unfinished.replace(path)
 
 
 def to_json(results: dict[str, Any]) -> str:

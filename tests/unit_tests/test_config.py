@@ -158,8 +158,8 @@ REFUSED = [
     (RunConfig, {"output_request_events": True}, ["--output-request-events", "--output-path"]),
     (RunConfig, {"inference_repeat_n": 0}, ["--inference-repeat-n 0", "at least 1"]),
     (RunConfig, {"incoming_requests_per_step": 0}, ["--incoming-requests-per-step 0", "at least 1"]),
-    (RunConfig, {"incoming_requests_per_sec": 0.0}, ["--incoming-requests-per-sec 0.0", "more than zero"]),
-    (RunConfig, {"incoming_requests_per_sec": NAN}, ["--incoming-requests-per-sec nan"]),
+    (RunConfig, {"num_tokens_from_file": True}, ["--num-tokens-from-file", "--prompt-file"]),
+    (RunConfig, {"incoming_requests_per_sec": NAN}, ["--incoming-requests-per-sec nan", "zero or less is all at once"]),
     (RunConfig, {"inference_logging_step_interval": -1}, ["--inference-logging-step-interval -1", "no log"]),
     (RunConfig, {"suspend_resume_interval": -1}, ["--suspend-resume-interval -1", "never"]),
     (

@@ -11,36 +11,26 @@ import pytest
 from tests.unit_tests.support.source import ROOT, imported_modules, parse, python_files
 
 # What each part may import of our own; itself, always.
-EVERYTHING = {
-    "config",
-    "errors",
-    "files",
-    "prefix_cache",
-    "scheduling",
-    "memory",
-    "ops",
-    "mixers",
-    "engine",
-    "mcore",
-    "models",
-    "serving",
-}
+LEAVES = {"errors", "files", "interruption"}
+DECIDING = {"prefix_cache", "scheduling", "engine"}
+EVERYTHING = LEAVES | DECIDING | {"config", "memory", "ops", "mixers", "mcore", "models", "serving"}
 MAY_IMPORT = {
     "errors": set(),
     "files": {"errors"},
+    "interruption": set(),
     "config": {"errors"},
     "prefix_cache": {"config", "errors"},
     "scheduling": {"config", "errors", "prefix_cache"},
-    "memory": {"config", "errors", "scheduling"},
     "engine": {"config", "errors", "prefix_cache", "scheduling"},
+    "memory": {"config", "errors", "scheduling"},
     "ops": set(),
     "mixers": {"config", "errors", "memory", "ops"},
-    "mcore": {"config", "errors", "files", "memory", "ops", "mixers", "engine", "scheduling", "prefix_cache"},
-    "models": {"config", "errors", "files", "memory", "ops", "mixers", "mcore"},
+    "mcore": {*LEAVES, *DECIDING, "config", "memory", "ops", "mixers"},
+    "models": {*LEAVES, "config", "memory", "ops", "mixers", "mcore"},
     "serving": EVERYTHING,
     "__init__": set(),
 }
-STANDARD_LIBRARY_ONLY = ("errors", "files", "config", "prefix_cache", "scheduling", "engine")
+STANDARD_LIBRARY_ONLY = (*LEAVES, *DECIDING, "config")
 WITHOUT_MEGATRON = (*STANDARD_LIBRARY_ONLY, "memory", "ops")
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from arguments import parse_arguments
+
 MOE = "--hybrid-override-pattern M*E --num-experts 4"
 
 
@@ -91,7 +93,8 @@ def test_contradictions_name_both_sides(one_line_error, argv, expected):
         ("--top_p nan", "between 0 (off) and 1"),
         ("--num-tokens-to-generate 0", "at least 1"),
         ("--inference-repeat-n 0", "--inference-repeat-n 0"),
-        ("--incoming-requests-per-sec 0", "more than zero"),
+        ("--incoming-requests-per-sec nan", "--incoming-requests-per-sec nan must be a number"),
+        ("--num-tokens-from-file", "--num-tokens-from-file needs --prompt-file"),
         ("--drain-between-batches --batch-boundaries 4,2", "4,2 must be increasing"),
         ("--drain-between-batches --batch-boundaries 1,x", "'1,x' is not a list of whole numbers"),
         ("--inference-dynamic-batching-block-size 0", "block size 0 must be positive"),
@@ -124,3 +127,14 @@ def test_what_is_like_no_flag_gets_no_suggestion(one_line_error, argv):
     message = one_line_error(argv)
     assert "did you mean" not in message
     assert len(message) < 300
+
+
+@pytest.mark.parametrize("rate", ["0", "-1", "-0.5"])
+@pytest.mark.parametrize(
+    "other", ["", "--incoming-requests-per-step 2", "--drain-between-batches --batch-boundaries 0"], ids=str
+)
+def test_no_rate_is_all_at_once(rate, other):
+    """As in Megatron; and it contradicts no other way to submit."""
+    run = parse_arguments(["--incoming-requests-per-sec", rate, *other.split()]).run
+    assert run.arrival_rate is None
+    assert run.incoming_requests_per_step == (2 if "step" in other else None)

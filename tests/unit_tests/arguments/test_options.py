@@ -43,7 +43,9 @@ OPTIONS = """
 --inference-dynamic-batching-prefix-caching-eviction-policy
 --inference-dynamic-batching-prefix-caching-mamba-gb --inference-dynamic-batching-prefix-caching-mamba-slots
 --inference-dynamic-batching-prefix-caching-mamba-mode
---prompts --prompt-file --output-path --output-request-events --no-output-request-events --inference-repeat-n
+--prompts --prompt-file
+--ignore-unknown-prompt-fields --no-ignore-unknown-prompt-fields --num-tokens-from-file --no-num-tokens-from-file
+--output-path --output-request-events --no-output-request-events --inference-repeat-n
 --drain-between-batches --no-drain-between-batches --batch-boundaries
 --incoming-requests-per-step --incoming-requests-per-sec --inference-logging-step-interval --suspend-resume-interval
 --prefix-cache-compare --no-prefix-cache-compare

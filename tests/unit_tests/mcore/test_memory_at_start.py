@@ -7,9 +7,9 @@ import torch
 
 from megatron_ext.config import BatchingConfig
 from megatron_ext.errors import ConfigError
-from megatron_ext.mcore import context, platform
+from megatron_ext.mcore import platform
 from megatron_ext.mcore.assemble import build_engine
-from megatron_ext.memory import limits
+from megatron_ext.memory import limits, pools
 from megatron_ext.memory.state_pool import StatePool
 from tests.unit_tests.support.models import HYBRID, build_slow_decay
 from tests.unit_tests.support.tokenizers import PieceTokenizer
@@ -39,7 +39,7 @@ def test_limits_of_the_process_decide(model, monkeypatch: pytest.MonkeyPatch):
     assert "\n" not in str(caught.value)
     fitting = number_of(str(caught.value))
     engine = build(model, block_count=fitting, block_size=16, max_requests=2)
-    assert engine.context.geometry.blocks == fitting
+    assert engine.geometry.blocks == fitting
 
 
 def test_an_allocation_that_fails_all_the_same(model, monkeypatch: pytest.MonkeyPatch):
@@ -51,13 +51,13 @@ def test_an_allocation_that_fails_all_the_same(model, monkeypatch: pytest.Monkey
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 5 bytes.")
 
     tried = []
-    monkeypatch.setattr(context, "largest_allocation", lambda device, start: tried.append(start) or left)
+    monkeypatch.setattr(pools, "largest_allocation", lambda device, start: tried.append(start) or left)
     with monkeypatch.context() as patch:
-        patch.setattr(context, "StatePool", Failing)
+        patch.setattr(pools, "StatePool", Failing)
         with pytest.raises(ConfigError, match="no memory for KV blocks, live states and snapshots of") as caught:
             build(model, block_count=5000, block_size=16, max_requests=2)
     assert "\n" not in str(caught.value)
-    geometry = build(model, block_count=number_of(str(caught.value)), block_size=16, max_requests=2).context.geometry
+    geometry = build(model, block_count=number_of(str(caught.value)), block_size=16, max_requests=2).geometry
     assert geometry.pool_bytes <= left < tried[0]
 
 
@@ -65,6 +65,6 @@ def test_what_fails_for_another_reason_is_told_as_it_is(model, monkeypatch: pyte
     def fail(*_: object) -> None:
         raise RuntimeError("a mistake")
 
-    monkeypatch.setattr(context, "StatePool", fail)
+    monkeypatch.setattr(pools, "StatePool", fail)
     with pytest.raises(RuntimeError, match="a mistake"):
         build(model, block_count=5, block_size=16, max_requests=2)

@@ -47,6 +47,7 @@ class FakeEngine:
     log: list[str] = field(default_factory=list)
     living: dict[int, int] = field(default_factory=dict)  # id -> steps left
     futures: dict[int, asyncio.Future] = field(default_factory=dict)
+    aborted: set[int] = field(default_factory=set)
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
 
     def add_request(self, request_id: int, prompt: str | list[int], params: RequestParams) -> asyncio.Future:
@@ -59,15 +60,29 @@ class FakeEngine:
     def has_unfinished_requests(self) -> bool:
         return bool(self.living)
 
+    def abort_request(self, request_id: int) -> None:
+        self.living[request_id]  # KeyError for one that does not live
+        self.log.append(f"abort {request_id}")
+        self.aborted.add(request_id)
+
     def step_modern(self) -> dict:
         assert self.living, "a step without requests"
         self.log.append("step")
+        records = []
         for request_id in list(self.living):
-            self.living[request_id] -= 1
-            if self.living[request_id] == 0:
-                del self.living[request_id]
-                self.futures[request_id].set_result(make_record(request_id))
-        return {}
+            if request_id in self.aborted:
+                tokens = (7, 8)[: 2 - self.living[request_id]]
+                ttft = 0.5 if tokens else None
+                changes = {"status": Status.ABORTED, "generated_tokens": tokens, "ttft": ttft, "finish_reason": None}
+                records.append(make_record(request_id, **changes))
+            else:
+                self.living[request_id] -= 1
+                if self.living[request_id]:
+                    continue
+                records.append(make_record(request_id))
+            del self.living[request_id]
+            self.futures[request_id].set_result(records[-1])
+        return {"active_request_ids": list(self.living), "finished_request_records": records}
 
     def suspend(self) -> None:
         self.log.append("suspend")

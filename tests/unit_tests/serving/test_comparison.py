@@ -105,13 +105,44 @@ def test_sampling_is_refused():
         comparable(prompts)
 
 
+def printed(pairs, dtype: torch.dtype = FP32, width: int = 120) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    print_comparison(pairs, problems(pairs, dtype), dtype, console)
+    return console.file.getvalue()
+
+
 def test_table(record):
-    pairs = compare([scored(record)] * 2, [scored(record, skipped=2), scored(record, tokens=(7, 9), skipped=1)])
-    console = Console(file=io.StringIO(), width=120)
-    print_comparison(pairs, problems(pairs, FP32), console)
-    text = console.file.getvalue()
-    rows = [line for line in text.splitlines() if "│" in line]
-    assert "equal" in rows[-2]
-    assert "differ from the 2. on" in rows[-1]
+    """Where requests differ, these are shown."""
+    text = printed(compare([scored(record)] * 2, [scored(record, skipped=2), scored(record, tokens=(7, 9), skipped=1)]))
+    (row,) = [line for line in text.splitlines() if "│" in line]
+    assert "differ from the 2. on" in row
+    assert "1 request left out; of those that differ the first are shown" in text
     assert "1 of 2 requests have different tokens" in text
     assert "the cache changes nothing" not in text
+
+
+def test_many_requests_are_not_all_shown(record):
+    pairs = compare([scored(record, request_id=i) for i in range(200)], [scored(record, skipped=2)] * 200)
+    text = printed(pairs, width=80)
+    assert len([line for line in text.splitlines() if "│" in line]) == 10
+    assert "190 requests left out; the first and last are shown" in text
+    assert all(len(line) <= 80 for line in text.splitlines()[:14])
+
+
+def test_the_verdict_says_what_was_compared_and_the_limit(record):
+    """In 16 bits there are differences, and two limits for them."""
+    pairs = compare([scored(record)], [scored(record, log_probs=(-0.5076, -1.001), skipped=2)])
+    text = printed(pairs, BF16)
+    assert "1 request compared, off and on: 2 tokens equal" in text
+    assert "log-probs in bfloat16: 95 of 100 differ by 7.6e-03 or less, limit 0.049 (ln 1.05);" in text
+    assert "the largest difference is 7.6e-03, limit 0.182 (ln 1.2)" in text
+    assert text.splitlines()[-1] == "the cache changes nothing beyond that"
+    text = printed(compare([scored(record)], [scored(record, log_probs=(-0.5, -1.0004), skipped=2)]))
+    assert "log-probs in float32: the largest difference is 4.0e-04, limit 0.001" in text
+
+
+def test_a_tie_is_told(record):
+    pairs = compare([scored(record, runner_up=0.9e-4)], [scored(record, tokens=(9, 3), skipped=2)])
+    text = printed(pairs)
+    assert "equal up to a tie, 0 of them" in text
+    assert "0 tokens equal; 1 request went apart where two tokens are as good, and no further" in text

@@ -10,15 +10,17 @@ import pytest
 from megatron_ext.config import RequestParams, RunConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.models.tokenizer import NullTokenizer
-from megatron_ext.serving.prompts import Prompt, check_tokens, example_prompts, parse_lines, read_prompts
+from megatron_ext.serving.prompts import LineRules, Prompt, check_tokens, example_prompts, parse_lines, read_prompts
 
 DEFAULTS = RequestParams(num_tokens_to_generate=7, temperature=0.5)
 
 
-def parse(*lines: str | bytes | dict) -> list[Prompt]:
+def parse(*lines: str | bytes | dict, **rules: bool) -> list[Prompt]:
     encoded = [json.dumps(line) if isinstance(line, dict) else line for line in lines]
     return parse_lines(
-        [line if isinstance(line, bytes) else line.encode() for line in encoded], "prompts.jsonl", DEFAULTS
+        [line if isinstance(line, bytes) else line.encode() for line in encoded],
+        "prompts.jsonl",
+        LineRules(DEFAULTS, **rules),
     )
 
 
@@ -53,7 +55,7 @@ def test_every_field_of_a_line():
 def test_a_line_can_ask_for_less_than_the_flags():
     """The flags' `--skip-prompt-log-probs` says nothing about a line that wants no log-probs at all."""
     defaults = RequestParams(return_log_probs=True, skip_prompt_log_probs=True)
-    (prompt,) = parse_lines([b'{"text": "a", "return_log_probs": false}'], "prompts.jsonl", defaults)
+    (prompt,) = parse_lines([b'{"text": "a", "return_log_probs": false}'], "prompts.jsonl", LineRules(defaults))
     assert not prompt.params.return_log_probs
 
 
@@ -118,6 +120,56 @@ def test_a_bad_line_is_told_with_its_number(line, reason):
     assert "\n" not in message
 
 
+def test_unknown_fields_can_be_passed_over(caplog):
+    """The error names the flag; with it, what was passed over is told once for the file."""
+    lines = ({"text": "a", "source": "x", "id": 1}, {"text": "b", "source": "y"})
+    with pytest.raises(
+        ConfigError, match=r"line 1: unknown field 'id'; .*; --ignore-unknown-prompt-fields passes over"
+    ):
+        parse(*lines)
+    prompts = parse(*lines, ignores_unknown=True)
+    assert [prompt.content for prompt in prompts] == ["a", "b"]
+    assert [prompt.params for prompt in prompts] == [DEFAULTS] * 2
+    (message,) = caplog.messages
+    assert message.endswith("are ignored, in so many lines: 'source' (2), 'id' (1)")
+    with pytest.raises(ConfigError, match="temperature"):
+        parse({"text": "a", "source": 1, "temperature": "hot"}, ignores_unknown=True)
+
+
+def test_the_flag_reaches_the_file(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"text": "a", "source": 1, "chatgpt_output_token_length": 5}\n')
+    run = RunConfig(prompt_file=str(path), ignore_unknown_prompt_fields=True, num_tokens_from_file=True)
+    (prompt,) = read_prompts(run, DEFAULTS)
+    assert prompt.params.num_tokens_to_generate == 5
+
+
+class TestMegatronsLength:
+    """`chatgpt_output_token_length`: known, and as in Megatron's scripts heeded with --num-tokens-from-file only."""
+
+    def test_without_the_flag(self):
+        (prompt,) = parse({"text": "a", "chatgpt_output_token_length": 0})
+        assert prompt.params == DEFAULTS
+
+    def test_with_the_flag(self):
+        prompts = parse({"text": "a", "chatgpt_output_token_length": 12}, length_from_file=True)
+        assert [prompt.params.num_tokens_to_generate for prompt in prompts] == [12]
+
+    @pytest.mark.parametrize(
+        ("fields", "reason"),
+        [
+            ({}, "--num-tokens-from-file needs chatgpt_output_token_length, and this line has none"),
+            ({"chatgpt_output_token_length": 0}, "chatgpt_output_token_length 0 must be at least 1"),
+            ({"chatgpt_output_token_length": "9"}, 'chatgpt_output_token_length "9" is not a whole number'),
+            ({"chatgpt_output_token_length": 9, "num_tokens_to_generate": 9}, "give one of them"),
+        ],
+        ids=str,
+    )
+    def test_what_is_wrong_with_it(self, fields, reason):
+        with pytest.raises(ConfigError, match=reason):
+            parse({"text": "a"} | fields, length_from_file=True)
+
+
 def test_a_file_without_prompts():
     with pytest.raises(ConfigError, match=r"prompts\.jsonl has no prompt"):
         parse("\n")
@@ -174,6 +226,10 @@ class TestCheckTokens:
 
     def test_ids_of_the_vocabulary(self):
         self.check((0, 99), "0 99")
+
+    def test_tokens_are_counted(self):
+        prompts = [Prompt(content, DEFAULTS, "here") for content in ((0, 99), "1 2 3")]
+        assert check_tokens(prompts, NullTokenizer(100), vocab_size=100) == [2, 3]
 
     def test_an_id_outside_the_vocabulary(self):
         with pytest.raises(

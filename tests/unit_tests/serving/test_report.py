@@ -8,7 +8,7 @@ from rich.console import Console
 
 from megatron_ext.memory.budget import Geometry
 from megatron_ext.scheduling.record import Status
-from megatron_ext.serving.report import print_geometry, print_report, progress_bar, summary
+from megatron_ext.serving.report import print_geometry, print_report, summary
 from megatron_ext.serving.submission import Pass
 
 HYBRID = Geometry(64, 131072, 292864, 143, 8048, 5, 64, 64, 65)
@@ -20,32 +20,10 @@ def printed(function, *arguments) -> str:
     return console.file.getvalue()
 
 
-def test_table_has_a_row_for_each_request(record):
-    failed = record(1, status=Status.FAILED, error="too long", finish_reason=None, ttft=None, generated_tokens=())
-    text = printed(print_report, [Pass((record(0), failed), 2.0)])
-    rows = [line for line in text.splitlines() if "│" in line]
-    assert len(rows) == 2
-    assert all(part in rows[0] for part in ("1 2 3", "7 8", "500 ms", "1000 ms", "length"))
-    assert all(part in rows[1] for part in ("too long", "failed"))
-
-
-def test_table_shows_what_was_skipped(record):
-    text = printed(print_report, [Pass((record(0, skipped_prefill_token_count=4321),), 2.0)])
-    assert "4321" in text
-
-
-def test_long_texts_are_cut_where_they_share_least(record):
-    """Prompts share their beginnings, so the end is shown; of what was generated, the beginning."""
-    long = record(prompt_text="begin" + 200 * "x" + "end", generated_text="first" + 900 * "y" + "last")
-    text = printed(print_report, [Pass((long,), 1.0)])
-    assert "end" in text
-    assert "begin" not in text
-    assert "first" in text
-    assert "last" not in text
-
-
-def test_markup_in_texts_is_text(record):
-    assert "[red]7[/red]" in printed(print_report, [Pass((record(generated_text="[red]7[/red]"),), 1.0)])
+def test_requests_then_totals(record):
+    lines = printed(print_report, [Pass((record(0),), 2.0), Pass((record(1),), 1.0)]).splitlines()
+    assert [line.split()[0] for line in lines[:7]] == ["id", "0", "<", ">", "1", "<", ">"]
+    assert lines[-3].startswith("2 requests: 4 tokens generated")
 
 
 def test_summary_counts_everything(record):
@@ -83,8 +61,6 @@ def test_geometry_without_recurrent_layers():
     assert "nothing is skipped" in text
 
 
-def test_progress_bar_is_silent_where_nobody_looks(capsys):
-    with progress_bar(4) as show:
-        show(2)
-        show(4)
-    assert capsys.readouterr().err == ""
+def test_the_name_of_a_model_is_text():
+    text = printed(print_geometry, HYBRID, "[red]a\x1b[31m/model")
+    assert r"[red]a\x1b[31m/model" in text

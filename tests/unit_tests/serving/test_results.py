@@ -8,17 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 import megatron_ext
-from megatron_ext.errors import ConfigError
 from megatron_ext.memory.budget import Geometry
 from megatron_ext.scheduling.record import Status
-from megatron_ext.serving.results import (
-    SYSTEM_KEYS,
-    build_results,
-    check_output_path,
-    request_results,
-    to_json,
-    write_results,
-)
+from megatron_ext.serving.results import SYSTEM_KEYS, build_results, request_results, to_json
 from megatron_ext.serving.submission import Pass
 
 REQUEST_KEYS = """
@@ -134,19 +126,3 @@ def test_json_reads_back_and_is_reviewable(results, record):
 
 def test_json_of_nothing():
     assert json.loads(to_json({"a": {}, "b": [], "c": [{}]})) == {"a": {}, "b": [], "c": [{}]}
-
-
-def test_results_replace_the_file_whole(tmp_path):
-    path = tmp_path / "out.json"
-    path.write_text("old")
-    write_results(str(path), {"throughput": [1.0]})
-    assert json.loads(path.read_text()) == {"throughput": [1.0]}
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def test_output_path_is_checked_before_anything_runs(tmp_path):
-    check_output_path(str(tmp_path / "out.json"))
-    with pytest.raises(ConfigError, match="is a folder; give a file in it"):
-        check_output_path(str(tmp_path))
-    with pytest.raises(ConfigError, match="does not exist; create it first"):
-        check_output_path(str(tmp_path / "missing" / "out.json"))

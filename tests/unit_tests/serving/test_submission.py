@@ -13,15 +13,31 @@ PROMPTS = [Prompt((1, 2, 3), RequestParams(), f"line {i}") for i in range(1, 5)]
 
 
 def run(engine, **settings) -> tuple[list, list[int]]:
+    """The passes, and after each step how many requests had ended."""
     seen: list[int] = []
-    return run_passes(engine, PROMPTS, RunConfig(**settings), seen.append), seen
+
+    def after_step(report: dict) -> None:
+        seen.append((seen[-1] if seen else 0) + len(report["finished_request_records"]))
+
+    return run_passes(engine, PROMPTS, RunConfig(**settings), after_step), seen
 
 
 def test_all_at_once(fake_engine):
     (one,), seen = run(fake_engine)
     assert fake_engine.log == ["add 0", "add 1", "add 2", "add 3", "step", "step"]
     assert [record.request_id for record in one.records] == [0, 1, 2, 3]
-    assert seen == [0, 4, 4]
+    assert seen == [0, 4]
+
+
+@pytest.mark.parametrize("rate", [0.0, -1.0])
+def test_a_rate_of_zero_or_less_is_all_at_once(fake_engine, rate):
+    run(fake_engine, incoming_requests_per_sec=rate)
+    assert fake_engine.log == ["add 0", "add 1", "add 2", "add 3", "step", "step"]
+
+
+def test_a_rate_of_zero_leaves_the_steps_to_decide(fake_engine):
+    run(fake_engine, incoming_requests_per_sec=-1.0, incoming_requests_per_step=2)
+    assert fake_engine.log == ["add 0", "add 1", "step", "add 2", "add 3", "step", "step"]
 
 
 def test_some_each_step(fake_engine):
@@ -56,7 +72,7 @@ def test_repeats_go_on_counting(fake_engine):
     passes, seen = run(fake_engine, inference_repeat_n=2)
     assert [[record.request_id for record in one.records] for one in passes] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert fake_engine.log.index("add 4") > max(i for i, line in enumerate(fake_engine.log[:6]) if line == "step")
-    assert seen == [0, 4, 4, 4, 8, 8]
+    assert seen == [0, 4, 4, 8]
 
 
 def test_throughput_counts_generated_tokens(fake_engine, monkeypatch):

@@ -1,0 +1,184 @@
+"""A progress bar that moves with tokens: prefilled, skipped and generated."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
+
+from megatron_ext.scheduling.record import RequestRecord
+
+_WINDOW = 5.0  # seconds that the rates look back
+_FORMAT = "{desc}{percentage:3.0f}%|{bar}| {remaining} left{postfix}"
+
+
+class LivingRequest(Protocol):
+    """What is read of a request that is alive."""
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens."""
+
+    @property
+    def prefill_token_count(self) -> int:
+        """Prefill tokens computed for it, again or not."""
+
+    @property
+    def computed_prefill_tokens(self) -> int:
+        """Prompt tokens computed for the first time."""
+
+    @property
+    def skipped_prefill_tokens(self) -> int:
+        """Prompt tokens that need not be computed."""
+
+    @property
+    def generated_count(self) -> int:
+        """Tokens generated so far."""
+
+
+class Engine(Protocol):
+    """What is asked of an engine."""
+
+    def get_request(self, request_id: int) -> LivingRequest:
+        """A living request."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """How far requests have come, in tokens."""
+
+    computed: int = 0  # of prompts, for the first time
+    recomputed: int = 0
+    skipped: int = 0
+    generated: int = 0
+
+    @property
+    def done(self) -> int:
+        """Tokens that bring requests closer to their end."""
+        return self.computed + self.skipped + self.generated
+
+    def __add__(self, other: Tokens) -> Tokens:
+        return Tokens(
+            self.computed + other.computed,
+            self.recomputed + other.recomputed,
+            self.skipped + other.skipped,
+            self.generated + other.generated,
+        )
+
+
+class Progress:
+    """Adds up what the requests of a run have done.
+
+    Args:
+        expected: Tokens of each request, by id: its prompt, and the most that it may generate.
+    """
+
+    def __init__(self, expected: Sequence[int]) -> None:
+        self._expected = expected
+        self._finished = Tokens()
+        self._living: dict[int, Tokens] = {}
+        self._seen: deque[tuple[float, Tokens]] = deque([(time.monotonic(), Tokens())])
+        self.total = sum(expected)  # shrinks when a request ends before its time
+        self.ended = 0
+
+    @property
+    def tokens(self) -> Tokens:
+        """All requests together."""
+        return sum(self._living.values(), self._finished)
+
+    def update(self, engine: Engine, step: Mapping[str, Any]) -> None:
+        """A step has been made.
+
+        Args:
+            engine: Knows the requests that are alive.
+            step: What `step_modern` returned.
+        """
+        for request_id in step["active_request_ids"]:
+            self._living[request_id] = _of_request(engine.get_request(request_id))
+        for record in step["finished_request_records"]:
+            self._living.pop(record.request_id, None)
+            done = _of_record(record)
+            self._finished += done
+            self.total += done.done - self._expected[record.request_id]
+            self.ended += 1
+        self._look_back(time.monotonic())
+
+    def _look_back(self, now: float) -> None:
+        self._seen.append((now, self.tokens))
+        while len(self._seen) > 2 and self._seen[1][0] < now - _WINDOW:
+            self._seen.popleft()
+
+    def summary(self) -> str:
+        """Ended requests, both rates over the last seconds, and the share of prompt tokens that was skipped."""
+        (then, before), (now, tokens) = self._seen[0], self._seen[-1]
+        seconds = max(now - then, 1e-9)
+        prefilled = tokens.computed + tokens.recomputed - before.computed - before.recomputed
+        generated = tokens.generated - before.generated
+        share = tokens.skipped / max(1, tokens.skipped + tokens.computed)
+        rates = f"prefill {_rate(prefilled / seconds)}, decode {_rate(generated / seconds)} tok/s"
+        return f"{self.ended}/{len(self._expected)}, {rates}, {share:.0%} skipped"
+
+
+def _of_request(request: LivingRequest) -> Tokens:
+    first = request.computed_prefill_tokens
+    return Tokens(first, request.prefill_token_count - first, request.skipped_prefill_tokens, request.generated_count)
+
+
+def _of_record(record: RequestRecord) -> Tokens:
+    return Tokens(
+        record.computed_prefill_token_count,
+        record.recomputed_token_count,
+        record.skipped_prefill_token_count,
+        len(record.generated_tokens),
+    )
+
+
+def _rate(tokens: float) -> str:
+    return tqdm.format_sizeof(tokens) if tokens >= 1000 else f"{tokens:.0f}"
+
+
+class Bar:
+    """The bar of a run on standard error; nothing where that is no terminal. Log lines go above it."""
+
+    def __init__(self, expected: Sequence[int], description: str) -> None:
+        self._progress = Progress(expected)
+        visible = sys.stderr is not None and sys.stderr.isatty()
+        self._bar = tqdm(
+            total=max(1, self._progress.total),
+            desc=description or None,
+            bar_format=_FORMAT,
+            disable=not visible,
+            leave=False,
+            dynamic_ncols=True,
+        )
+
+    def update(self, engine: Engine, step: Mapping[str, Any]) -> None:
+        """A step has been made; see `Progress.update`."""
+        if self._bar.disable:
+            return
+        self._progress.update(engine, step)
+        self._bar.total = max(1, self._progress.total)
+        self._bar.set_postfix_str(self._progress.summary(), refresh=False)
+        self._bar.update(self._progress.tokens.done - self._bar.n)
+
+    def close(self) -> None:
+        """Take the bar away."""
+        self._bar.close()
+
+
+@contextmanager
+def progress_bar(expected: Sequence[int], description: str = "") -> Iterator[Bar]:
+    """A bar over requests of so many tokens each, by id: their prompt's, and the most that they may generate."""
+    bar = Bar(expected, description)
+    try:
+        with logging_redirect_tqdm():
+            yield bar
+    finally:
+        bar.close()
