@@ -12,6 +12,7 @@ from megatron_ext.config.batching import (
     EvictionPolicyName,
     SnapshotMode,
 )
+from megatron_ext.config.limits import ServerLimits
 from megatron_ext.config.model import (
     GATED_DELTA_CHUNK,
     INNER_NORMS,
@@ -26,6 +27,7 @@ from megatron_ext.config.request import (
     RequestParams,
 )
 from megatron_ext.config.run import (
+    LOG_LEVELS,
     InferenceSettings,
     ParallelConfig,
     RunConfig,
@@ -39,6 +41,7 @@ __all__ = [
     "GATED_DELTA_CHUNK",
     "INNER_NORMS",
     "LAYER_SYMBOLS",
+    "LOG_LEVELS",
     "NORMALIZATIONS",
     "POSITION_EMBEDDINGS",
     "RECURRENT_LAYERS",
@@ -52,6 +55,7 @@ __all__ = [
     "RequestParams",
     "RunConfig",
     "ServerConfig",
+    "ServerLimits",
     "ServerSettings",
     "SnapshotMode",
     "SourceConfig",

@@ -21,20 +21,22 @@ import megatron_ext
 from megatron_ext.config import ServerConfig
 from megatron_ext.mcore.engine import InferenceEngine
 from megatron_ext.models.tokenizer import Tokenizer
+from megatron_ext.serving.server.access import AccessLog, note_answer
 from megatron_ext.serving.server.answers import ChatReply, CompletionReply, Reply, finished, whole
+from megatron_ext.serving.server.body import JsonRoute
 from megatron_ext.serving.server.chat import ChatFormat
 from megatron_ext.serving.server.engine_loop import EngineLoop
 from megatron_ext.serving.server.errors import ApiError, install_error_handlers, unknown_model
 from megatron_ext.serving.server.metrics import Metrics
 from megatron_ext.serving.server.protocol import ChatRequest, CompletionRequest, GenerationRequest, whole_characters
-from megatron_ext.serving.server.sampling import Job, Room, chat_jobs, completion_jobs
+from megatron_ext.serving.server.sampling import Job, Room, chat_jobs, check_count, completion_jobs
 from megatron_ext.serving.server.streaming import EventStream, events, unless_gone
 
 # Paths that show neither texts nor digests, for load balancers, Prometheus and people.
 OPEN_PATHS = frozenset(("/", "/health", "/metrics"))
 HOTTEST_PREFIXES = 20
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 
 
 @dataclass(eq=False)
@@ -105,6 +107,8 @@ def create_app(serving: Serving) -> FastAPI:
     install_error_handlers(app)
     if serving.settings.api_key is not None:
         app.add_middleware(KeyGate, api_key=serving.settings.api_key)
+    if serving.settings.access_log:
+        app.add_middleware(AccessLog)  # the last one added is the first to see a request
     return app
 
 
@@ -162,9 +166,10 @@ async def retrieve_model(model: str, serving: Here) -> dict[str, Any]:
 async def create_completion(body: CompletionRequest, request: Request, serving: Here) -> Response:
     """Go on with one or several prompts."""
     serving.check_model(body)
+    choices = body.n or 1
+    check_count(len(body.prompts), choices, serving.loop.capacity)
     prompts = [await serving.tokenize(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompts]
     jobs = completion_jobs(body, prompts, serving.room)
-    choices = body.n or 1
     echoes = None
     if body.echo:
         texts = [prompt if isinstance(prompt, str) else serving.tokenizer.detokenize(prompt) for prompt in body.prompts]
@@ -179,6 +184,7 @@ async def create_completion(body: CompletionRequest, request: Request, serving: 
 async def create_chat_completion(body: ChatRequest, request: Request, serving: Here) -> Response:
     """Answer in a conversation."""
     serving.check_model(body)
+    check_count(1, body.n or 1, serving.loop.capacity)
     prompt = await serving.tokenize(await asyncio.to_thread(serving.chat.render, body.messages))
     jobs = chat_jobs(body, prompt, serving.room, serving.chat)
     reply = ChatReply(serving.model, serving.tokenizer, body.n or 1, has_scores=bool(body.logprobs))
@@ -190,6 +196,7 @@ async def _answer(
 ) -> Response:
     """Run the jobs. A stream begins with the first token, so that what fails before has its status."""
     exchange = await serving.loop.submit(jobs, is_streamed=bool(body.stream))
+    note_answer(request.state, reply, exchange)
     try:
         await unless_gone(request.receive, exchange.started() if body.stream else exchange.ended())
         ended = [ticket for ticket in exchange.tickets if ticket.record or ticket.error]
