@@ -141,7 +141,7 @@ def _unauthorized(*, is_missing: bool) -> ApiError:
     return ApiError(401, message, kind="authentication_error", code="invalid_api_key", headers=headers)
 
 
-def _serving(request: Request) -> Serving:
+async def _serving(request: Request) -> Serving:  # without `async` FastAPI calls it in a thread
     return request.app.state.serving
 
 
