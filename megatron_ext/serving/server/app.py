@@ -28,9 +28,10 @@ from megatron_ext.serving.server.chat import ChatFormat
 from megatron_ext.serving.server.engine_loop import EngineLoop
 from megatron_ext.serving.server.errors import ApiError, install_error_handlers, unknown_model
 from megatron_ext.serving.server.metrics import Metrics
-from megatron_ext.serving.server.protocol import ChatRequest, CompletionRequest, GenerationRequest, whole_characters
+from megatron_ext.serving.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from megatron_ext.serving.server.sampling import Job, Room, chat_jobs, check_count, completion_jobs
 from megatron_ext.serving.server.streaming import EventStream, events, unless_gone
+from megatron_ext.serving.server.texts import TextEncoder
 
 # Paths that show neither texts nor digests, for load balancers, Prometheus and people.
 OPEN_PATHS = frozenset(("/", "/health", "/metrics"))
@@ -60,15 +61,9 @@ class Serving:
         self.tokenizer: Tokenizer = self.engine.controller.tokenizer
         self.chat = ChatFormat(self.tokenizer)
         geometry = self.engine.geometry
-        self.room = Room(self.engine.context.max_sequence_length, geometry.blocks * geometry.block_size_tokens)
-
-    async def tokenize(self, text: str) -> list[int]:
-        """Ids of a prompt; in a thread, because a long text takes its time.
-
-        Raises:
-            ConfigError: It is no text.
-        """
-        return await asyncio.to_thread(self.engine.controller.tokenize_prompt, whole_characters(text))
+        longest = self.engine.context.max_sequence_length
+        self.room = Room(longest, geometry.blocks * geometry.block_size_tokens)
+        self.texts = TextEncoder(self.tokenizer, self.engine.controller.tokenize_prompt, longest)
 
     def check_model(self, body: GenerationRequest) -> None:
         """See that the request means this model.
@@ -168,7 +163,7 @@ async def create_completion(body: CompletionRequest, request: Request, serving: 
     serving.check_model(body)
     choices = body.n or 1
     check_count(len(body.prompts), choices, serving.loop.capacity)
-    prompts = [await serving.tokenize(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompts]
+    prompts = [await serving.texts.encode(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompts]
     jobs = completion_jobs(body, prompts, serving.room)
     echoes = None
     if body.echo:
@@ -185,7 +180,7 @@ async def create_chat_completion(body: ChatRequest, request: Request, serving: H
     """Answer in a conversation."""
     serving.check_model(body)
     check_count(1, body.n or 1, serving.loop.capacity)
-    prompt = await serving.tokenize(await asyncio.to_thread(serving.chat.render, body.messages))
+    prompt = await serving.texts.encode(await asyncio.to_thread(serving.chat.render, body.messages))
     jobs = chat_jobs(body, prompt, serving.room, serving.chat)
     reply = ChatReply(serving.model, serving.tokenizer, body.n or 1, has_scores=bool(body.logprobs))
     return await _answer(request, serving, body, jobs, reply)

@@ -145,6 +145,16 @@ def context_exceeded(prompt: int, generated: int, limit: int) -> ApiError:
     )
 
 
+def text_too_long(characters: int, most: int, limit: int) -> ApiError:
+    """400: a text that no tokenizer can make short enough for the model's context."""
+    return ApiError(
+        400,
+        f"a prompt of {characters} characters; this server's longest sequence of {limit} tokens has at most {most}",
+        param="prompt",
+        code="context_length_exceeded",
+    )
+
+
 def install_error_handlers(app: FastAPI) -> None:
     """Let every exception of a route end as an error object."""
     app.add_exception_handler(ApiError, _api_error)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
+import threading
+import time
 
 import pytest
 from pydantic import ValidationError
@@ -11,8 +14,10 @@ from pydantic import ValidationError
 from megatron_ext.config import ServerLimits
 from megatron_ext.serving.server import body as bodies
 from megatron_ext.serving.server.protocol import ChatRequest, CompletionRequest
+from megatron_ext.serving.server.texts import LONG_TEXT, TextEncoder
 from tests.unit_tests.serving.server.test_errors import CHAT, COMPLETIONS, HEADERS, check_alive, check_error
 from tests.unit_tests.support.server import PATIENCE, LiveServer, tiny_engine
+from tests.unit_tests.support.tokenizers import PieceTokenizer
 
 SMALL = ServerLimits(max_body_mb=4096 / 2**20)
 GOOD = {"prompt": [1, 2], "max_tokens": 1}
@@ -109,7 +114,7 @@ def test_no_memory_is_503_for_that_request(tiny, monkeypatch, caplog, place):
     """One line of log, and the next request is served."""
     owner, name = {
         "parsing": (bodies.json, "loads"),
-        "tokenizing": (tiny.serving.engine.controller, "tokenize_prompt"),
+        "tokenizing": (tiny.serving.texts, "_tokenize"),
         "the engine's thread": (tiny.serving.engine, "add_request"),
     }[place]
 
@@ -188,12 +193,12 @@ class TestWhatIsAskedFor:
     )
     def test_more_requests_than_could_ever_be_there(self, small, monkeypatch, fields, named):
         """Known before a text becomes tokens, or anything is built for the engine."""
-        monkeypatch.setattr(small.serving, "tokenize", None)
+        monkeypatch.setattr(small.serving.texts, "encode", None)
         monkeypatch.setattr("megatron_ext.serving.server.app.completion_jobs", None)
         assert named in check_error(small.http.post(COMPLETIONS, json=fields), 400)["message"]
 
     def test_choices_of_a_chat(self, small, monkeypatch):
-        monkeypatch.setattr(small.serving, "tokenize", None)
+        monkeypatch.setattr(small.serving.texts, "encode", None)
         body = {"messages": [{"role": "user", "content": "a"}], "n": 9}
         assert "9 choices (n)" in check_error(small.http.post(CHAT, json=body), 400)["message"]
 
@@ -212,6 +217,75 @@ class TestWhatIsAskedFor:
     def test_messages(self):
         with pytest.raises(ValidationError, match="at most 10000"):
             ChatRequest.model_validate({"messages": [{"role": "user", "content": "a"}] * 10_001})
+
+
+class TestTexts:
+    def test_a_text_that_cannot_fit_does_not_become_tokens(self, embedded, monkeypatch):
+        """8 MB of text took 7 s of all threads, and 1.5 GB."""
+        longest = embedded.serving.tokenizer.longest_token * embedded.serving.room.sequence
+        with monkeypatch.context() as patch:
+            patch.setattr(embedded.serving.texts, "_tokenize", None)
+            for path, body in (
+                (COMPLETIONS, {"prompt": ["b" * (longest + 1), "a"]}),
+                (CHAT, {"messages": [{"role": "user", "content": "b" * (longest + 1)}]}),
+            ):
+                error = check_error(embedded.http.post(path, json=body), 400)
+                assert error["code"] == "context_length_exceeded"
+                assert f"has at most {longest}" in error["message"]
+        error = check_error(embedded.http.post(COMPLETIONS, json={"prompt": "b" * longest}), 400)
+        assert "tokens of prompt" in error["message"]
+        check_alive(embedded)
+
+    def test_no_text_of_the_longest_tokens_is_refused(self, embedded):
+        """As many tokens as a sequence has, each the longest there is."""
+        tokenizer, room = embedded.serving.tokenizer, embedded.serving.room
+        texts = [tokenizer.detokenize([token], skip_special_tokens=False) for token in range(tokenizer.vocab_size)]
+        assert max(map(len, texts)) <= tokenizer.longest_token
+        prompt = max(texts, key=len) * (room.sequence - 1)
+        ids = asyncio.run(TextEncoder(tokenizer, lambda text: [len(text)], room.sequence).encode(prompt))
+        assert ids == [len(prompt)]
+
+    def test_long_ones_are_done_one_at_a_time(self):
+        """Also after a client has left: what runs in a thread goes on."""
+        running, most = [], []
+
+        def tokenize(text: str) -> list[int]:
+            running.append(text)
+            most.append(len(running))
+            time.sleep(0.05)
+            running.pop()
+            return [1]
+
+        async def encode_all() -> None:
+            encoder = TextEncoder(PieceTokenizer(97), tokenize, 10**6)
+            tasks = [asyncio.ensure_future(encoder.encode("a" * (LONG_TEXT + 1))) for _ in range(4)]
+            await asyncio.sleep(0.01)
+            tasks[0].cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+        asyncio.run(encode_all())
+        assert most == [1] * 4
+
+    def test_others_go_on_while_a_text_becomes_tokens(self, embedded):
+        """Python's lock is not kept; the ids are those of the tokenizer's plain call."""
+        tokenizer = embedded.serving.tokenizer
+        text = " ".join(f"number {i} of many" for i in range(40_000))
+        inside, turns = threading.Event(), []
+
+        def other() -> None:
+            inside.wait(PATIENCE)
+            while inside.is_set():
+                turns.append(1)
+                time.sleep(0.001)
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        inside.set()
+        ids = tokenizer.tokenize(text)
+        inside.clear()
+        thread.join(PATIENCE)
+        assert len(turns) > 5
+        assert ids[:1000] == tokenizer._backend._tokenizer.encode(text[:20_000]).ids[:1000]
 
 
 def test_an_image_is_named(tiny):
