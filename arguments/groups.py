@@ -6,6 +6,7 @@ from arguments.flags import Flag, FlagGroup
 from megatron_ext.config import (
     DTYPES,
     LAYER_SYMBOLS,
+    LOG_LEVELS,
     NORMALIZATIONS,
     POSITION_EMBEDDINGS,
     RECURRENT_LAYERS,
@@ -19,6 +20,7 @@ from megatron_ext.config import (
     RequestParams,
     RunConfig,
     ServerConfig,
+    ServerLimits,
     SnapshotMode,
     SourceConfig,
 )
@@ -241,8 +243,22 @@ SERVER = FlagGroup(
             "shutdown_timeout", "Seconds that running requests have after a signal to stop, before they are cancelled"
         ),
         Flag("inference_logging_step_interval", "Steps between two log lines; 0 is none"),
+        Flag("log_level", "The least important lines that are logged", choices=LOG_LEVELS),
+        Flag("access_log", "Log a line for each request when it is over: counts and times, never texts"),
+    ),
+)
+
+LIMITS = FlagGroup(
+    "server limits",
+    ServerLimits,
+    (
+        Flag("max_body_mb", "Longest body of a request, in MB of 2**20 bytes; beyond it clients get a 413"),
+        Flag("max_connections", "Connections at once; fewer where `ulimit -n` says so"),
+        Flag("header_timeout", "Seconds that a client has for a request's headers"),
+        Flag("body_timeout", "Seconds that a client has for a request's body"),
+        Flag("idle_timeout", "Seconds that a connection may rest between requests, or its client may not read"),
     ),
 )
 
 GROUPS = (SOURCE, MODEL, PARALLEL, SAMPLING, BATCHING, CACHE, RUN)
-SERVER_GROUPS = (SOURCE, MODEL, PARALLEL, BATCHING, CACHE, SERVER)
+SERVER_GROUPS = (SOURCE, MODEL, PARALLEL, BATCHING, CACHE, SERVER, LIMITS)

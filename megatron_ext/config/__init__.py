@@ -15,12 +15,14 @@ from megatron_ext.config.batching import (
 from megatron_ext.config.layers.moe import ROUTER_SCORE_FUNCTIONS
 from megatron_ext.config.layers.positions import POSITION_EMBEDDINGS
 from megatron_ext.config.layers.stack import NORMALIZATIONS
+from megatron_ext.config.limits import ServerLimits
 from megatron_ext.config.model import LARGEST_SIZE, LAYER_SYMBOLS, MOST_LAYERS, RECURRENT_LAYERS, ModelConfig
 from megatron_ext.config.recurrent import RECURRENT_KINDS, RecurrentFields
 from megatron_ext.config.request import (
     RequestParams,
 )
 from megatron_ext.config.run import (
+    LOG_LEVELS,
     InferenceSettings,
     ParallelConfig,
     RunConfig,
@@ -33,6 +35,7 @@ __all__ = [
     "DTYPES",
     "LARGEST_SIZE",
     "LAYER_SYMBOLS",
+    "LOG_LEVELS",
     "MOST_LAYERS",
     "NORMALIZATIONS",
     "POSITION_EMBEDDINGS",
@@ -49,6 +52,7 @@ __all__ = [
     "RequestParams",
     "RunConfig",
     "ServerConfig",
+    "ServerLimits",
     "ServerSettings",
     "SnapshotMode",
     "SourceConfig",

@@ -142,6 +142,14 @@ class TextTokenizer:
         return self._backend.decode(ids, skip_special_tokens)
 
     @property
+    def longest_token(self) -> int:
+        """Characters that one token stands for at most, so that n characters are at least n / `longest_token` tokens.
+
+        Characters that the tokenizer drops, such as spaces that repeat, are not counted.
+        """
+        return self._backend.longest_token
+
+    @property
     def chat_template(self) -> str | None:
         """The Jinja template that comes with the tokenizer; None if it is none of a chat model.
 
@@ -194,10 +202,14 @@ class _FastTokenizer:
         # Saved truncation and padding belong to training batches: a prompt is neither cut nor filled up.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self.vocab_size, self.token_ids = _extent(self._tokenizer.get_vocab(with_added_tokens=True).values())
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size, self.token_ids = _extent(vocabulary.values())
+        self.longest_token = max(map(len, vocabulary), default=0)
 
     def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text).ids
+        # `encode` keeps Python's lock, so that 8 MB of text stopped all threads for 7 to 20 s.
+        (encoding,) = self._tokenizer.encode_batch_fast([text])
+        return encoding.ids
 
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
@@ -221,7 +233,9 @@ class _AutoTokenizer:
         except Exception as error:  # of files that others wrote transformers may raise anything
             reason = "it is code of its own (auto_map), which is never run" if brings_code else _first_line(error)
             raise ConfigError(f"{directory}: the tokenizer cannot be read: {reason}") from error
-        self.vocab_size, self.token_ids = _extent(self._tokenizer.get_vocab().values())
+        vocabulary = self._tokenizer.get_vocab()
+        self.vocab_size, self.token_ids = _extent(vocabulary.values())
+        self.longest_token = max(map(len, vocabulary), default=0)
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text)

@@ -85,6 +85,7 @@ def usage(records: Sequence[RequestRecord], choices: int) -> dict[str, Any]:
 class Reply(Protocol):
     """What differs between the two routes."""
 
+    id: str
     choices: int  # of each prompt
 
     def envelope(self, *, is_part: bool) -> dict[str, Any]:
@@ -108,8 +109,9 @@ def whole(reply: Reply, records: Sequence[RequestRecord]) -> dict[str, Any]:
 
 class _Envelope:
     def __init__(self, model: str, choices: int, prefix: str) -> None:
+        self.id = f"{prefix}-{uuid.uuid4().hex}"
         self.choices = choices
-        self._fields = {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+        self._fields = {"id": self.id, "created": int(time.time()), "model": model}
 
 
 class CompletionReply(_Envelope):

@@ -21,20 +21,23 @@ import megatron_ext
 from megatron_ext.config import ServerConfig
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.models.tokenizer import Tokenizer
+from megatron_ext.serving.server.access import AccessLog, note_answer
 from megatron_ext.serving.server.answers import ChatReply, CompletionReply, Reply, finished, whole
+from megatron_ext.serving.server.body import JsonRoute
 from megatron_ext.serving.server.chat import ChatFormat
 from megatron_ext.serving.server.engine_loop import EngineLoop
 from megatron_ext.serving.server.errors import ApiError, install_error_handlers, unknown_model
 from megatron_ext.serving.server.metrics import Metrics
-from megatron_ext.serving.server.protocol import ChatRequest, CompletionRequest, GenerationRequest, whole_characters
-from megatron_ext.serving.server.sampling import Job, Room, chat_jobs, completion_jobs
+from megatron_ext.serving.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from megatron_ext.serving.server.sampling import Job, Room, chat_jobs, check_count, completion_jobs
 from megatron_ext.serving.server.streaming import EventStream, events, unless_gone
+from megatron_ext.serving.server.texts import TextEncoder
 
 # Paths that show neither texts nor digests, for load balancers, Prometheus and people.
 OPEN_PATHS = frozenset(("/", "/health", "/metrics"))
 HOTTEST_PREFIXES = 20
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 
 
 @dataclass(eq=False)
@@ -59,15 +62,9 @@ class Serving:
         self.vocabulary = self.engine.controller.vocabulary
         self.chat = ChatFormat(self.tokenizer)
         geometry = self.engine.geometry
-        self.room = Room(self.engine.context.max_sequence_length, geometry.blocks * geometry.block_size_tokens)
-
-    async def tokenize(self, text: str) -> list[int]:
-        """Ids of a prompt; in a thread, because a long text takes its time.
-
-        Raises:
-            ConfigError: It is no text.
-        """
-        return await asyncio.to_thread(self.engine.controller.tokenize_prompt, whole_characters(text))
+        longest = self.engine.context.max_sequence_length
+        self.room = Room(longest, geometry.blocks * geometry.block_size_tokens)
+        self.texts = TextEncoder(self.tokenizer, self.engine.controller.tokenize_prompt, longest)
 
     def check_model(self, body: GenerationRequest) -> None:
         """See that the request means this model.
@@ -106,6 +103,8 @@ def create_app(serving: Serving) -> FastAPI:
     install_error_handlers(app)
     if serving.settings.api_key is not None:
         app.add_middleware(KeyGate, api_key=serving.settings.api_key)
+    if serving.settings.access_log:
+        app.add_middleware(AccessLog)  # the last one added is the first to see a request
     return app
 
 
@@ -138,7 +137,7 @@ def _unauthorized(*, is_missing: bool) -> ApiError:
     return ApiError(401, message, kind="authentication_error", code="invalid_api_key", headers=headers)
 
 
-def _serving(request: Request) -> Serving:
+async def _serving(request: Request) -> Serving:  # without `async` FastAPI calls it in a thread
     return request.app.state.serving
 
 
@@ -163,9 +162,10 @@ async def retrieve_model(model: str, serving: Here) -> dict[str, Any]:
 async def create_completion(body: CompletionRequest, request: Request, serving: Here) -> Response:
     """Go on with one or several prompts."""
     serving.check_model(body)
-    prompts = [await serving.tokenize(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompts]
-    jobs = completion_jobs(body, prompts, serving.room)
     choices = body.n or 1
+    check_count(len(body.prompts), choices, serving.loop.capacity)
+    prompts = [await serving.texts.encode(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompts]
+    jobs = completion_jobs(body, prompts, serving.room)
     echoes = None
     if body.echo:
         texts = [
@@ -182,7 +182,8 @@ async def create_completion(body: CompletionRequest, request: Request, serving: 
 async def create_chat_completion(body: ChatRequest, request: Request, serving: Here) -> Response:
     """Answer in a conversation."""
     serving.check_model(body)
-    prompt = await serving.tokenize(await asyncio.to_thread(serving.chat.render, body.messages))
+    check_count(1, body.n or 1, serving.loop.capacity)
+    prompt = await serving.texts.encode(await asyncio.to_thread(serving.chat.render, body.messages))
     jobs = chat_jobs(body, prompt, serving.room, serving.chat)
     reply = ChatReply(serving.model, serving.vocabulary, body.n or 1, has_scores=bool(body.logprobs))
     return await _answer(request, serving, body, jobs, reply)
@@ -193,6 +194,7 @@ async def _answer(
 ) -> Response:
     """Run the jobs. A stream begins with the first token, so that what fails before has its status."""
     exchange = await serving.loop.submit(jobs, is_streamed=bool(body.stream))
+    note_answer(request.state, reply, exchange)
     try:
         await unless_gone(request.receive, exchange.started() if body.stream else exchange.ended())
         ended = [ticket for ticket in exchange.tickets if ticket.record or ticket.error]

@@ -8,7 +8,7 @@ import pytest
 
 from arguments import build_parser, build_server_parser, parse_server_arguments
 from arguments.flags import normalize_key
-from arguments.groups import BATCHING, CACHE, GROUPS, MODEL, PARALLEL, SERVER, SOURCE
+from arguments.groups import BATCHING, CACHE, GROUPS, LIMITS, MODEL, PARALLEL, SERVER, SOURCE
 
 OPTIONS = """
 -h --help
@@ -54,12 +54,15 @@ OPTIONS = """
 # Fields that are settings of a checkpoint, of a prompt line or of the library, and have no flag.
 WITHOUT_FLAG = {
     "ModelConfig": {"mamba_conv_kernel", "mamba_chunk_size", "mamba_inner_norm", "mamba_inner_norm_epsilon"},
+    "ServerConfig": {"limits"},  # whose flags are a group of their own
     "RequestParams": {"seed", "min_tokens", "cache_salt", "enable_prefix_caching"},
 }
 
 
 SERVER_OPTIONS = """
 --host --port --api-key --served-model-name --max-waiting-requests --shutdown-timeout --inference-logging-step-interval
+--log-level --access-log --no-access-log
+--max-body-mb --max-connections --header-timeout --body-timeout --idle-timeout
 """.split()
 SHARED = (SOURCE, MODEL, PARALLEL, BATCHING, CACHE)
 
@@ -89,7 +92,7 @@ def test_options_are_frozen():
     assert options == OPTIONS
 
 
-@pytest.mark.parametrize("group", [*GROUPS, SERVER], ids=lambda group: group.config.__name__)
+@pytest.mark.parametrize("group", [*GROUPS, SERVER, LIMITS], ids=lambda group: group.config.__name__)
 def test_each_field_has_one_flag(group):
     fields = [flag.field for flag in group.flags]
     assert len(set(fields)) == len(fields)
