@@ -7,7 +7,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from arguments.flags import Flag, FlagGroup
-from arguments.groups import BATCHING, CACHE, GROUPS, MODEL, PARALLEL, RUN, SAMPLING, SERVER, SERVER_GROUPS, SOURCE
+from arguments.groups import (
+    ACCESS,
+    BATCHING,
+    CACHE,
+    GROUPS,
+    MODEL,
+    PARALLEL,
+    RUN,
+    SAMPLING,
+    SERVER,
+    SERVER_GROUPS,
+    SOURCE,
+)
 from arguments.yaml_file import read_flags
 from megatron_ext.config import (
     BatchingConfig,
@@ -91,7 +103,7 @@ def parse_server_arguments(argv: Sequence[str] | None = None, prog: str | None =
         parallel=ParallelConfig(**_fields(PARALLEL, values)),
         batching=BatchingConfig(**_fields(BATCHING, values)),
         cache=CacheConfig(**_fields(CACHE, values)),
-        server=ServerConfig(**_fields(SERVER, values)),
+        server=ServerConfig(**_fields(SERVER, values), **_fields(ACCESS, values)),
     )
     _check_model(settings)
     return settings

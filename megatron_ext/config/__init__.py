@@ -5,6 +5,7 @@ A `None` default means "decided later", and the comment says from what.
 
 from __future__ import annotations
 
+from megatron_ext.config.access import CONTROL_TOKENS, AccessConfig
 from megatron_ext.config.batching import (
     DTYPES,
     BatchingConfig,
@@ -35,6 +36,7 @@ from megatron_ext.config.run import (
 )
 
 __all__ = [
+    "CONTROL_TOKENS",
     "DTYPES",
     "GATED_DELTA_CHUNK",
     "INNER_NORMS",
@@ -43,6 +45,7 @@ __all__ = [
     "POSITION_EMBEDDINGS",
     "RECURRENT_LAYERS",
     "ROUTER_SCORE_FUNCTIONS",
+    "AccessConfig",
     "BatchingConfig",
     "CacheConfig",
     "EvictionPolicyName",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import hmac
 import json
 import time
 from collections.abc import AsyncIterator
@@ -15,23 +14,24 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 import megatron_ext
 from megatron_ext.config import ServerConfig
 from megatron_ext.mcore.engine import InferenceEngine
 from megatron_ext.models.tokenizer import Tokenizer
+from megatron_ext.prefix_cache.shown import shown
 from megatron_ext.serving.server.answers import ChatReply, CompletionReply, Reply, finished, whole
 from megatron_ext.serving.server.chat import ChatFormat
 from megatron_ext.serving.server.engine_loop import EngineLoop
-from megatron_ext.serving.server.errors import ApiError, install_error_handlers, unknown_model
+from megatron_ext.serving.server.errors import install_error_handlers, unknown_model
+from megatron_ext.serving.server.gate import CALLER, KeyGate
+from megatron_ext.serving.server.keys import Keys, load_keys
 from megatron_ext.serving.server.metrics import Metrics
+from megatron_ext.serving.server.origins import OriginGate
 from megatron_ext.serving.server.protocol import ChatRequest, CompletionRequest, GenerationRequest, whole_characters
 from megatron_ext.serving.server.sampling import Job, Room, chat_jobs, completion_jobs
 from megatron_ext.serving.server.streaming import EventStream, events, unless_gone
 
-# Paths that show neither texts nor digests, for load balancers, Prometheus and people.
-OPEN_PATHS = frozenset(("/", "/health", "/metrics"))
 HOTTEST_PREFIXES = 20
 
 router = APIRouter()
@@ -44,15 +44,18 @@ class Serving:
     Args:
         engine: Nobody else may touch it from now on, except for its tokenizer.
         model: The name it is served under.
-        settings: Limits and key.
+        settings: Limits, and who is let in.
+        keys: By default those that the settings name.
     """
 
     engine: InferenceEngine
     model: str
     settings: ServerConfig
+    keys: Keys | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
+        self.keys = self.keys or load_keys(self.settings)
         self.metrics = Metrics(self.model)
         self.loop = EngineLoop(self.engine, self.metrics, self.settings.max_waiting_requests)
         self.tokenizer: Tokenizer = self.engine.controller.tokenizer
@@ -103,38 +106,10 @@ def create_app(serving: Serving) -> FastAPI:
     app.state.serving = serving
     app.include_router(router)
     install_error_handlers(app)
-    if serving.settings.api_key is not None:
-        app.add_middleware(KeyGate, api_key=serving.settings.api_key)
+    keys = serving.keys
+    app.add_middleware(KeyGate, keys=keys, hides_counts=serving.settings.hide_cache_counts)
+    app.add_middleware(OriginGate, allowed_hosts=serving.settings.allowed_hosts, has_keys=keys.are_needed)
     return app
-
-
-class KeyGate:
-    """Lets in who has the key, before anything of the request is read.
-
-    Args:
-        app: What is behind the gate.
-        api_key: ASCII.
-    """
-
-    def __init__(self, app: ASGIApp, api_key: str) -> None:
-        self._app = app
-        self._expected = api_key.encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or answer 401."""
-        app: ASGIApp = self._app
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
-            given = dict(scope["headers"]).get(b"authorization", b"")
-            scheme, _, key = given.partition(b" ")
-            if scheme.lower() != b"bearer" or not hmac.compare_digest(key, self._expected):
-                app = _unauthorized(is_missing=not given).to_response()
-        await app(scope, receive, send)
-
-
-def _unauthorized(*, is_missing: bool) -> ApiError:
-    message = "no API key was given; send Authorization: Bearer KEY" if is_missing else "the API key is wrong"
-    headers = {"WWW-Authenticate": "Bearer"}
-    return ApiError(401, message, kind="authentication_error", code="invalid_api_key", headers=headers)
 
 
 def _serving(request: Request) -> Serving:
@@ -189,6 +164,8 @@ async def _answer(
     request: Request, serving: Serving, body: GenerationRequest, jobs: list[Job], reply: Reply
 ) -> Response:
     """Run the jobs. A stream begins with the first token, so that what fails before has its status."""
+    jobs = request.scope[CALLER].own(jobs)
+    reply.shows_cache = not serving.settings.hide_cache_counts
     exchange = await serving.loop.submit(jobs, is_streamed=bool(body.stream))
     try:
         await unless_gone(request.receive, exchange.started() if body.stream else exchange.ended())
@@ -232,7 +209,7 @@ def _describe_cache(engine: InferenceEngine) -> dict[str, Any]:
         "geometry": dataclasses.asdict(engine.geometry),
         "occupancy": engine.prefix_cache_statistics(),
         "hottest_prefixes": [
-            {"digest": prefix.digest.hex(), "tokens": prefix.blocks * block_size, "hits": prefix.hits}
+            {"digest": shown(prefix.digest), "tokens": prefix.blocks * block_size, "hits": prefix.hits}
             for prefix in engine.hottest_prefixes(HOTTEST_PREFIXES)
         ],
     }

@@ -8,7 +8,8 @@ import pytest
 
 from arguments import build_parser, build_server_parser, parse_server_arguments
 from arguments.flags import normalize_key
-from arguments.groups import BATCHING, CACHE, GROUPS, MODEL, PARALLEL, SERVER, SOURCE
+from arguments.groups import ACCESS, BATCHING, CACHE, GROUPS, MODEL, PARALLEL, SERVER, SOURCE
+from tests.unit_tests.support.source import ROOT
 
 OPTIONS = """
 -h --help
@@ -53,11 +54,14 @@ OPTIONS = """
 WITHOUT_FLAG = {
     "ModelConfig": {"mamba_conv_kernel", "mamba_chunk_size", "mamba_inner_norm", "mamba_inner_norm_epsilon"},
     "RequestParams": {"seed", "min_tokens", "cache_salt", "enable_prefix_caching"},
+    "ServerConfig": {field.name for field in dataclasses.fields(ACCESS.config)},  # inherited, and flags there
 }
 
 
 SERVER_OPTIONS = """
---host --port --api-key --served-model-name --max-waiting-requests --shutdown-timeout --inference-logging-step-interval
+--host --port --served-model-name --max-waiting-requests --shutdown-timeout --inference-logging-step-interval
+--api-key --api-key-file --admin-key-file --allowed-hosts --hide-cache-counts --no-hide-cache-counts
+--chat-control-tokens
 """.split()
 SHARED = (SOURCE, MODEL, PARALLEL, BATCHING, CACHE)
 
@@ -87,7 +91,7 @@ def test_options_are_frozen():
     assert options == OPTIONS
 
 
-@pytest.mark.parametrize("group", [*GROUPS, SERVER], ids=lambda group: group.config.__name__)
+@pytest.mark.parametrize("group", [*GROUPS, SERVER, ACCESS], ids=lambda group: group.config.__name__)
 def test_each_field_has_one_flag(group):
     fields = [flag.field for flag in group.flags]
     assert len(set(fields)) == len(fields)
@@ -103,3 +107,9 @@ def test_help_shows_the_defaults_of_the_dataclasses():
             if default is not None and default != ():
                 assert helps[flag.option].endswith(f"(default: {default})"), flag.option
     build_parser().format_help()  # a stray % in a help text raises
+
+
+@pytest.mark.parametrize("group", [SERVER, ACCESS], ids=lambda group: group.config.__name__)
+def test_each_flag_of_the_server_is_documented(group):
+    text = (ROOT / "docs" / "server.md").read_text("utf-8")
+    assert [flag.option for flag in group.flags if f"`{flag.option}`" not in text] == []
