@@ -10,7 +10,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.models.chat_template import TEMPLATE_FILE, read_chat_template, read_special_tokens, render_chat
+from megatron_ext.models.chat_template import (
+    TEMPLATE_FILE,
+    marked_special,
+    read_chat_template,
+    read_special_tokens,
+    render_chat,
+)
+from megatron_ext.models.chat_tokens import ChatTokens
 from megatron_ext.models.weight_files import read_json
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -128,6 +135,32 @@ class TextTokenizer:
         """Text of ids, without special tokens unless they are asked for."""
         return self._backend.decode(ids, skip_special_tokens)
 
+    def tokenize_chat(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, *, parse_control: bool = False
+    ) -> list[int]:
+        """Ids of a conversation, with the special tokens that the tokenizer itself adds.
+
+        Args:
+            messages: As for `apply_chat_template`.
+            add_generation_prompt: The same.
+            parse_control: Whether special tokens that contents spell are these tokens. Otherwise they are so in the
+                assistant's contents only, and text in the others'; see `chat_tokens`.
+
+        Raises:
+            ConfigError: As `apply_chat_template`; half of a character; a role that spells a special token.
+        """
+
+        def render(chat: Sequence[Mapping[str, Any]]) -> str:
+            return whole_text(self.apply_chat_template(chat, add_generation_prompt))
+
+        if parse_control:
+            return self.tokenize(render(messages))
+        return self._chat_tokens.tokenize(messages, render, self.tokenize)
+
+    @cached_property
+    def _chat_tokens(self) -> ChatTokens:
+        return ChatTokens(self._backend.raw, {*marked_special(self._directory), self.eod, self.bos})
+
     @cached_property
     def chat_template(self) -> str | None:
         """The Jinja template that comes with the tokenizer; None if it is none of a chat model.
@@ -169,6 +202,7 @@ class _FastTokenizer:
         # Saved truncation and padding belong to training batches: a prompt is neither cut nor filled up.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        self.raw = self._tokenizer
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
 
     def encode(self, text: str) -> list[int]:
@@ -194,6 +228,7 @@ class _AutoTokenizer:
             self._tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
         except (OSError, ValueError, ImportError) as error:
             raise ConfigError(f"{directory}: the tokenizer cannot be read: {_first_line(error)}") from error
+        self.raw = self._tokenizer
         self.vocab_size = 1 + max(self._tokenizer.get_vocab().values(), default=-1)
 
     def encode(self, text: str) -> list[int]:
@@ -209,6 +244,19 @@ class _AutoTokenizer:
 def has_tokenizer(directory: Path) -> bool:
     """Whether a directory holds a vocabulary that `TextTokenizer` can read."""
     return any((directory / name).is_file() for name in _VOCABULARIES)
+
+
+def whole_text(text: str) -> str:
+    """The text, if it is one.
+
+    Raises:
+        ConfigError: It has half of a surrogate pair, which JSON can say and no tokenizer can read.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ConfigError("a message has half of a surrogate pair, which is no character") from None
+    return text
 
 
 def special_ids(directory: Path, id_of: Any) -> SpecialIds:

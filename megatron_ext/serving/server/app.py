@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from importlib.resources import files
@@ -28,7 +28,13 @@ from megatron_ext.serving.server.gate import CALLER, KeyGate
 from megatron_ext.serving.server.keys import Keys, load_keys
 from megatron_ext.serving.server.metrics import Metrics
 from megatron_ext.serving.server.origins import OriginGate
-from megatron_ext.serving.server.protocol import ChatRequest, CompletionRequest, GenerationRequest, whole_characters
+from megatron_ext.serving.server.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    Message,
+    whole_characters,
+)
 from megatron_ext.serving.server.sampling import Job, Room, chat_jobs, completion_jobs
 from megatron_ext.serving.server.streaming import EventStream, events, unless_gone
 
@@ -59,7 +65,7 @@ class Serving:
         self.metrics = Metrics(self.model)
         self.loop = EngineLoop(self.engine, self.metrics, self.settings.max_waiting_requests)
         self.tokenizer: Tokenizer = self.engine.controller.tokenizer
-        self.chat = ChatFormat(self.tokenizer)
+        self.chat = ChatFormat(self.tokenizer, parse_control=self.settings.chat_control_tokens == "parse")
         geometry = self.engine.geometry
         self.room = Room(self.engine.context.max_sequence_length, geometry.blocks * geometry.block_size_tokens)
 
@@ -70,6 +76,14 @@ class Serving:
             ConfigError: It is no text.
         """
         return await asyncio.to_thread(self.engine.controller.tokenize_prompt, whole_characters(text))
+
+    async def tokenize_chat(self, messages: Sequence[Message]) -> list[int]:
+        """Ids of a conversation; in a thread as well.
+
+        Raises:
+            ConfigError: See `ChatFormat.tokenize`.
+        """
+        return self.engine.controller.begin_once(await asyncio.to_thread(self.chat.tokenize, messages))
 
     def check_model(self, body: GenerationRequest) -> None:
         """See that the request means this model.
@@ -154,7 +168,7 @@ async def create_completion(body: CompletionRequest, request: Request, serving: 
 async def create_chat_completion(body: ChatRequest, request: Request, serving: Here) -> Response:
     """Answer in a conversation."""
     serving.check_model(body)
-    prompt = await serving.tokenize(await asyncio.to_thread(serving.chat.render, body.messages))
+    prompt = await serving.tokenize_chat(body.messages)
     jobs = chat_jobs(body, prompt, serving.room, serving.chat)
     reply = ChatReply(serving.model, serving.tokenizer, body.n or 1, has_scores=bool(body.logprobs))
     return await _answer(request, serving, body, jobs, reply)

@@ -1,0 +1,160 @@
+"""Conversations as token ids: special tokens that a message spells stay text.
+
+A conversation that spells none is rendered and tokenized as ever. Otherwise it is rendered with stand-ins
+(`control_tokens`) and tokenized by a copy of the tokenizer in which special tokens have other names, which nobody can
+guess. What the rendered text spells becomes these names; the stand-ins become what they stand for, which names no token
+any more. Normalizers, the spaces that tokens swallow, and the tokens put around a text are those of the original, so
+the copy gives the ids of the original to a text without stand-ins.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from megatron_ext.errors import ConfigError
+from megatron_ext.models.control_tokens import AddedToken, ControlTokens
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+class ChatTokens:
+    """Conversations by one tokenizer.
+
+    Args:
+        tokenizer: Of `tokenizers` or of transformers, as it was read.
+        special: Which of its added tokens are special beside those that it marks itself, as texts and ids.
+    """
+
+    def __init__(self, tokenizer: Any, special: Collection[str | int | None]) -> None:
+        import tokenizers
+
+        self._is_fast = isinstance(tokenizer, tokenizers.Tokenizer)
+        if not self._is_fast and tokenizer.is_fast:
+            self._is_fast, tokenizer = True, tokenizer.backend_tokenizer
+        self._tokenizer = tokenizer
+        added = tokenizer.get_added_tokens_decoder() if self._is_fast else tokenizer.added_tokens_decoder
+        normalizer = tokenizer.normalizer if self._is_fast else None
+        tokens = [
+            AddedToken(
+                text=one.content,
+                token_id=token_id,
+                is_special=one.special or one.content in special or token_id in special,
+                is_normalized=one.normalized,
+                is_single_word=one.single_word,
+            )
+            for token_id, one in added.items()
+        ]
+        self._control = ControlTokens(tokens, None if normalizer is None else normalizer.normalize_str)
+        self._renamed: RenamedTokenizer | None = None  # made when it is needed, from what was read at the start
+
+    def tokenize(
+        self, messages: Messages, render: Callable[[Messages], str], tokenize: Callable[[str], list[int]]
+    ) -> list[int]:
+        """Ids of a conversation.
+
+        Args:
+            messages: Each with a role.
+            render: The chat template.
+            tokenize: What the tokenizer makes of a whole text.
+
+        Raises:
+            ConfigError: What `render` and `ControlTokens.protect` raise.
+        """
+        plain = render(messages)
+        protected, stand_ins = self._control.protect(messages)
+        if not stand_ins:
+            return tokenize(plain)
+        marked = render(protected)
+        count = self._control.count
+        if marked.translate(stand_ins) == plain and count(marked) == count(plain):  # nothing is spelled after all
+            return tokenize(plain)
+        return self._encode(marked, stand_ins)
+
+    def _encode(self, marked: str, stand_ins: Mapping[int, str]) -> list[int]:
+        if not self._is_fast:
+            return encode_in_python(self._tokenizer, marked, stand_ins)
+        if self._renamed is None:
+            self._renamed = RenamedTokenizer(self._tokenizer.to_str(), self._control)
+        return self._renamed.encode(marked, stand_ins)
+
+
+class RenamedTokenizer:
+    """A copy of a tokenizer whose special tokens have names that nobody can guess.
+
+    Args:
+        serialized: A `tokenizer.json`.
+        control: Its special tokens.
+
+    Raises:
+        ConfigError: A tokenizer that cannot be rebuilt with them.
+    """
+
+    def __init__(self, serialized: str, control: ControlTokens) -> None:
+        import tokenizers
+
+        nonce = secrets.token_hex(8)
+        self._control = control
+        self._names = {text: f"<|{nonce}-{token_id}|>" for text, token_id in control.special.items()}
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(renamed(serialized, self._names))
+        except Exception as error:  # `tokenizers` raises bare Exception
+            raise _cannot_be_told(str(error)) from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        for text, token_id in control.special.items():
+            if self._tokenizer.token_to_id(self._names[text]) != token_id:
+                raise _cannot_be_told(f"{text!r} has another id under another name")
+
+    def encode(self, marked: str, stand_ins: Mapping[int, str]) -> list[int]:
+        """Ids of a rendered text: what it spells is a special token, what stand-ins stand for is text."""
+        return self._tokenizer.encode(self._control.rename(marked, self._names).translate(stand_ins)).ids
+
+
+def _cannot_be_told(why: str) -> ConfigError:
+    return ConfigError(
+        f"this tokenizer cannot tell control tokens from text, so the messages must not spell any: {why}"
+    )
+
+
+def renamed(serialized: str, names: Mapping[str, str]) -> str:
+    """A `tokenizer.json` in which tokens have other names and the same ids."""
+    content = json.loads(serialized)
+    for token in content["added_tokens"]:
+        token["content"] = names.get(token["content"], token["content"])
+    model = content["model"]
+    vocabulary = model["vocab"]
+    if isinstance(vocabulary, dict):
+        model["vocab"] = {names.get(piece, piece): token_id for piece, token_id in vocabulary.items()}
+    else:  # pieces with their scores
+        model["vocab"] = [[names.get(piece, piece), score] for piece, score in vocabulary]
+    if model.get("unk_token") is not None:
+        model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
+    if "merges" in model:  # none makes a special token any more, or goes on from one
+        model["merges"] = [merge for merge in model["merges"] if not names.keys() & _pieces(merge)]
+    return json.dumps(content, ensure_ascii=False)
+
+
+def _pieces(merge: str | Sequence[str]) -> set[str]:
+    """Both parts of a merge and what it makes; older files have them in one text with a space between."""
+    left, right = merge.split(" ") if isinstance(merge, str) else merge
+    return {left, right, left + right}
+
+
+def encode_in_python(tokenizer: Any, marked: str, stand_ins: Mapping[int, str]) -> list[int]:
+    """Ids of a rendered text by a tokenizer of transformers that is written in Python.
+
+    It cuts a text at its added tokens too and tokenizes what is between them piece by piece, so this is what it does
+    itself, but for the spaces that tokens may swallow.
+    """
+    added = tokenizer.added_tokens_encoder
+    ids: list[int] = []
+    for part in tokenizer.tokens_trie.split(marked):
+        if part in added:
+            ids.append(added[part])
+        elif part:
+            pieces = tokenizer.tokenize(part.translate(stand_ins), split_special_tokens=True)
+            ids += tokenizer.convert_tokens_to_ids(pieces)
+    return tokenizer.build_inputs_with_special_tokens(ids)
