@@ -9,7 +9,6 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from importlib.resources import files
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request
@@ -25,9 +24,11 @@ from megatron_ext.serving.server.chat import ChatFormat
 from megatron_ext.serving.server.engine_loop import EngineLoop
 from megatron_ext.serving.server.errors import install_error_handlers, unknown_model
 from megatron_ext.serving.server.gate import CALLER, KeyGate
+from megatron_ext.serving.server.history import History
 from megatron_ext.serving.server.keys import Keys, load_keys
 from megatron_ext.serving.server.metrics import Metrics
 from megatron_ext.serving.server.origins import OriginGate
+from megatron_ext.serving.server.page import PAGE, PAGE_HEADERS
 from megatron_ext.serving.server.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -63,6 +64,7 @@ class Serving:
     def __post_init__(self) -> None:
         self.keys = self.keys or load_keys(self.settings)
         self.metrics = Metrics(self.model)
+        self.history = History(self.metrics)
         self.loop = EngineLoop(self.engine, self.metrics, self.settings.max_waiting_requests)
         self.tokenizer: Tokenizer = self.engine.controller.tokenizer
         self.chat = ChatFormat(self.tokenizer, parse_control=self.settings.chat_control_tokens == "parse")
@@ -94,6 +96,10 @@ class Serving:
         if body.model is not None and body.model != self.model:
             raise unknown_model(body.model, self.model)
 
+    def describe_server(self) -> dict[str, str]:
+        """What the status page writes above everything."""
+        return {"model": self.model, "version": megatron_ext.__version__}
+
     def describe(self) -> dict[str, Any]:
         """OpenAI's model object."""
         return {
@@ -111,7 +117,9 @@ def create_app(serving: Serving) -> FastAPI:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         serving.loop.start()
+        sampling = asyncio.create_task(serving.history.run())
         yield
+        sampling.cancel()
         await serving.loop.stop()
 
     app = FastAPI(
@@ -211,6 +219,12 @@ async def metrics(serving: Here) -> Response:
     return Response(serving.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
+@router.get("/metrics/history")
+async def metrics_history(serving: Here, since: float = 0.0) -> dict[str, Any]:
+    """The last ten minutes of the metrics, or what came since then, and how it is now."""
+    return serving.describe_server() | serving.history.since(since)
+
+
 @router.get("/prefix_cache")
 async def prefix_cache(serving: Here) -> dict[str, Any]:
     """What the cache holds: sizes, use, and the hottest prefixes as digests. Never text."""
@@ -237,5 +251,5 @@ async def reset_prefix_cache(serving: Here) -> dict[str, Any]:
 
 @router.get("/", response_class=HTMLResponse)
 async def status_page() -> HTMLResponse:
-    """What `/metrics` says, drawn."""
-    return HTMLResponse((files("megatron_ext.serving.server") / "status.html").read_text(encoding="utf-8"))
+    """What the history and the cache's own route say, drawn."""
+    return HTMLResponse(PAGE, headers=PAGE_HEADERS)

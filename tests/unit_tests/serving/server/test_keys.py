@@ -163,7 +163,7 @@ class TestHiddenCounts:
         usage = [part.usage for part in parts if part.usage is not None][-1]
         assert (usage.prompt_tokens, usage.prompt_tokens_details) == (40, None)
 
-    @pytest.mark.parametrize("path", ["/metrics", "/prefix_cache"])
+    @pytest.mark.parametrize("path", ["/metrics", "/metrics/history", "/prefix_cache"])
     def test_neither_do_the_counts_of_all(self, discreet, path):
         """SE-3: who can read `/metrics` after a prompt knows what it skipped."""
         assert [ask(discreet, key, "GET", path).status_code for key in (None, ALICE, ADMIN)] == [401, 403, 200]
