@@ -126,6 +126,7 @@ class TextTokenizer:
                     f"outside the tokenizer's {self.vocab_size} ids"
                 )
         self.eod, self.bos = special.eod, special.bos
+        self._special = {*marked_special(directory), self.eod, self.bos}  # texts and ids
 
     def tokenize(self, text: str) -> list[int]:
         """Ids of a text, with the special tokens that the tokenizer itself adds."""
@@ -159,7 +160,7 @@ class TextTokenizer:
 
     @cached_property
     def _chat_tokens(self) -> ChatTokens:
-        return ChatTokens(self._backend.raw, {*marked_special(self._directory), self.eod, self.bos})
+        return ChatTokens(self._backend.raw, self._special)
 
     @cached_property
     def chat_template(self) -> str | None:
