@@ -60,15 +60,6 @@ def read_special_tokens(directory: Path) -> dict[str, str]:
     return tokens
 
 
-def marked_special(directory: Path) -> set[str]:
-    """Texts of the tokens that the files beside a tokenizer mark as special, or give a role."""
-    config = directory / _TOKENIZER_CONFIG
-    added = read_json(config).get("added_tokens_decoder") if config.is_file() else None
-    entries = added.values() if isinstance(added, dict) else ()
-    marked = {entry.get("content") for entry in entries if isinstance(entry, dict) and entry.get("special") is True}
-    return {text for text in marked if isinstance(text, str)} | set(read_special_tokens(directory).values())
-
-
 def render_chat(
     template: str,
     messages: Sequence[Mapping[str, Any]],

@@ -10,14 +10,42 @@ the copy gives the ids of the original to a text without stand-ins.
 from __future__ import annotations
 
 import json
+import os
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from megatron_ext.errors import ConfigError
+from megatron_ext.models.chat_template import read_special_tokens
 from megatron_ext.models.control_tokens import AddedToken, ControlTokens
+from megatron_ext.models.weight_files import read_json
+
+TOKENIZER_CONFIG = "tokenizer_config.json"
 
 Messages = Sequence[Mapping[str, Any]]
+
+
+def marked_special(directory: Path) -> set[str]:
+    """Texts of the tokens that the files beside a tokenizer mark as special, or give a role."""
+    config = directory / TOKENIZER_CONFIG
+    added = read_json(config).get("added_tokens_decoder") if os.path.lexists(config) else None
+    entries = added.values() if isinstance(added, dict) else ()
+    marked = {entry.get("content") for entry in entries if isinstance(entry, dict) and entry.get("special") is True}
+    return {text for text in marked if isinstance(text, str)} | set(read_special_tokens(directory).values())
+
+
+def whole_text(text: str) -> str:
+    """The text, if it is one.
+
+    Raises:
+        ConfigError: It has half of a surrogate pair, which JSON can say and no tokenizer can read.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ConfigError("a message has half of a surrogate pair, which is no character") from None
+    return text
 
 
 class ChatTokens:
@@ -51,7 +79,12 @@ class ChatTokens:
         self._renamed: RenamedTokenizer | None = None  # made when it is needed, from what was read at the start
 
     def tokenize(
-        self, messages: Messages, render: Callable[[Messages], str], tokenize: Callable[[str], list[int]]
+        self,
+        messages: Messages,
+        render: Callable[[Messages], str],
+        tokenize: Callable[[str], list[int]],
+        *,
+        parse_control: bool,
     ) -> list[int]:
         """Ids of a conversation.
 
@@ -59,12 +92,13 @@ class ChatTokens:
             messages: Each with a role.
             render: The chat template.
             tokenize: What the tokenizer makes of a whole text.
+            parse_control: Whether special tokens that contents spell are these tokens, whoever says them.
 
         Raises:
-            ConfigError: What `render` and `ControlTokens.protect` raise.
+            ConfigError: Half of a character; what `render` and `ControlTokens.protect` raise.
         """
-        plain = render(messages)
-        protected, stand_ins = self._control.protect(messages)
+        plain = whole_text(render(messages))
+        protected, stand_ins = ([], {}) if parse_control else self._control.protect(messages)
         if not stand_ins:
             return tokenize(plain)
         marked = render(protected)

@@ -10,14 +10,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.models.chat_template import (
-    TEMPLATE_FILE,
-    marked_special,
-    read_chat_template,
-    read_special_tokens,
-    render_chat,
-)
-from megatron_ext.models.chat_tokens import ChatTokens
+from megatron_ext.models.chat_template import TEMPLATE_FILE, read_chat_template, read_special_tokens, render_chat
+from megatron_ext.models.chat_tokens import ChatTokens, marked_special
 from megatron_ext.models.weight_files import read_json
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -110,11 +104,14 @@ class TextTokenizer:
         ConfigError: Nothing there, or no tokenizer in it.
     """
 
+    _chat_tokens: ChatTokens | None = None  # when the first conversation comes
+
     def __init__(self, path: str | Path) -> None:
         self.path = path = Path(path)
         if not path.exists():
             raise ConfigError(f"tokenizer {path} does not exist; give a directory or a {TOKENIZER_FILE}")
         self._directory = directory = path if path.is_dir() else path.parent
+        self._marked_special = marked_special(directory)
         file = path / TOKENIZER_FILE if path.is_dir() else path
         self._backend = _FastTokenizer(file) if file.is_file() else _AutoTokenizer(path)
         self.vocab_size = self._backend.vocab_size
@@ -126,7 +123,6 @@ class TextTokenizer:
                     f"outside the tokenizer's {self.vocab_size} ids"
                 )
         self.eod, self.bos = special.eod, special.bos
-        self._special = {*marked_special(directory), self.eod, self.bos}  # texts and ids
 
     def tokenize(self, text: str) -> list[int]:
         """Ids of a text, with the special tokens that the tokenizer itself adds."""
@@ -135,32 +131,6 @@ class TextTokenizer:
     def detokenize(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         """Text of ids, without special tokens unless they are asked for."""
         return self._backend.decode(ids, skip_special_tokens)
-
-    def tokenize_chat(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, *, parse_control: bool = False
-    ) -> list[int]:
-        """Ids of a conversation, with the special tokens that the tokenizer itself adds.
-
-        Args:
-            messages: As for `apply_chat_template`.
-            add_generation_prompt: The same.
-            parse_control: Whether special tokens that contents spell are these tokens. Otherwise they are so in the
-                assistant's contents only, and text in the others'; see `chat_tokens`.
-
-        Raises:
-            ConfigError: As `apply_chat_template`; half of a character; a role that spells a special token.
-        """
-
-        def render(chat: Sequence[Mapping[str, Any]]) -> str:
-            return whole_text(self.apply_chat_template(chat, add_generation_prompt))
-
-        if parse_control:
-            return self.tokenize(render(messages))
-        return self._chat_tokens.tokenize(messages, render, self.tokenize)
-
-    @cached_property
-    def _chat_tokens(self) -> ChatTokens:
-        return ChatTokens(self._backend.raw, self._special)
 
     @cached_property
     def chat_template(self) -> str | None:
@@ -189,6 +159,29 @@ class TextTokenizer:
         special_tokens = read_special_tokens(self._directory)
         return render_chat(self.chat_template, messages, special_tokens, add_generation_prompt=add_generation_prompt)
 
+    def tokenize_chat(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, *, parse_control: bool = False
+    ) -> list[int]:
+        """Ids of a conversation, with the special tokens that the tokenizer itself adds.
+
+        Args:
+            messages: As for `apply_chat_template`.
+            add_generation_prompt: The same.
+            parse_control: Whether special tokens that contents spell are these tokens. Otherwise they are so in the
+                assistant's contents only, and text in the others'; see `chat_tokens`.
+
+        Raises:
+            ConfigError: As `apply_chat_template`; half of a character; a role that spells a special token.
+        """
+
+        def render(chat: Sequence[Mapping[str, Any]]) -> str:
+            return self.apply_chat_template(chat, add_generation_prompt)
+
+        if self._chat_tokens is None:
+            special = {*self._marked_special, self.eod, self.bos}
+            self._chat_tokens = ChatTokens(self._backend.wrapped, special)
+        return self._chat_tokens.tokenize(messages, render, self.tokenize, parse_control=parse_control)
+
 
 class _FastTokenizer:
     """`tokenizer.json` by itself."""
@@ -203,7 +196,6 @@ class _FastTokenizer:
         # Saved truncation and padding belong to training batches: a prompt is neither cut nor filled up.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self.raw = self._tokenizer
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
 
     def encode(self, text: str) -> list[int]:
@@ -214,6 +206,10 @@ class _FastTokenizer:
 
     def id_of(self, token: str) -> int | None:
         return self._tokenizer.token_to_id(token)
+
+    @property
+    def wrapped(self) -> Any:
+        return self._tokenizer
 
 
 class _AutoTokenizer:
@@ -229,7 +225,6 @@ class _AutoTokenizer:
             self._tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
         except (OSError, ValueError, ImportError) as error:
             raise ConfigError(f"{directory}: the tokenizer cannot be read: {_first_line(error)}") from error
-        self.raw = self._tokenizer
         self.vocab_size = 1 + max(self._tokenizer.get_vocab().values(), default=-1)
 
     def encode(self, text: str) -> list[int]:
@@ -241,23 +236,14 @@ class _AutoTokenizer:
     def id_of(self, token: str) -> int | None:
         return self._tokenizer.get_vocab().get(token)
 
+    @property
+    def wrapped(self) -> Any:
+        return self._tokenizer
+
 
 def has_tokenizer(directory: Path) -> bool:
     """Whether a directory holds a vocabulary that `TextTokenizer` can read."""
     return any((directory / name).is_file() for name in _VOCABULARIES)
-
-
-def whole_text(text: str) -> str:
-    """The text, if it is one.
-
-    Raises:
-        ConfigError: It has half of a surrogate pair, which JSON can say and no tokenizer can read.
-    """
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ConfigError("a message has half of a surrogate pair, which is no character") from None
-    return text
 
 
 def special_ids(directory: Path, id_of: Any) -> SpecialIds:

@@ -58,6 +58,7 @@ class Kind:
         build, self.end = KINDS[name]
         self.directory = build(folder)
         self.tokenizer = TextTokenizer(self.directory)
+        self.ids("fox")
         self.special = self.tokenizer._chat_tokens._control.special
 
     def ids(self, *contents: str, parse: bool = False, generate: bool = True) -> list[int]:
@@ -195,7 +196,9 @@ class TestUsers:
         config = tmp_path / "t" / "tokenizer_config.json"
         added = {"302": {"content": "<|start_header_id|>", "special": True}}
         config.write_text(json.dumps(json.loads(config.read_text()) | {"added_tokens_decoder": added}))
-        special = TextTokenizer(tmp_path / "t")._chat_tokens._control.special
+        tokenizer = TextTokenizer(tmp_path / "t")
+        tokenizer.tokenize_chat(QUESTION)
+        special = tokenizer._chat_tokens._control.special
         assert set(special) == {"<|begin_of_text|>", "<|eot_id|>", "<|start_header_id|>"}
 
 
