@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 STRINGS = tuple[str, ...]
 PAIR = tuple[str, str]
 INTEGERS = tuple[int, ...]
+_LONGEST_NEAR_MISS = 100  # characters; similarity costs their square
+_LONGEST_SHOWN = 200
 
 
 @dataclass(frozen=True)
@@ -96,19 +99,19 @@ class FlagGroup:
         kind = self.kind(flag)
         if kind is bool:
             if not isinstance(value, bool):
-                raise ValueError(f"{value!r} is not true or false")
+                raise ValueError(f"{shown(value)} is not true or false")
             return value
         if kind in (STRINGS, PAIR):
             if not isinstance(value, list) or (kind == PAIR and len(value) != 2):
-                raise ValueError(f"{value!r} is not a list" + (" of two" if kind == PAIR else ""))
+                raise ValueError(f"{shown(value)} is not a list" + (" of two" if kind == PAIR else ""))
             return tuple(str(item) for item in value)
         if kind == INTEGERS and isinstance(value, list):
             value = ",".join(str(item) for item in value)
         if isinstance(value, (list, dict)) or value is None:
-            raise ValueError(f"{value!r} is not one value")
+            raise ValueError(f"{shown(value)} is not one value")
         parsed = _PARSERS[kind](str(value))
         if flag.choices and parsed not in flag.choices:
-            raise ValueError(f"{parsed!r} is unknown; one of {', '.join(flag.choices)}")
+            raise ValueError(f"{shown(parsed)} is unknown; one of {', '.join(flag.choices)}")
         return parsed
 
     def _shape(self, flag: Flag) -> dict[str, Any]:
@@ -135,25 +138,48 @@ def normalize_key(name: str) -> str:
     return name.lstrip("-").replace("_", "-")
 
 
+def closest(name: str, known: Iterable[str]) -> str | None:
+    """The one of the known names that was probably meant, if any is like it.
+
+    Names that differ in dashes, underscores and case only are alike; so are one and a part of it between dashes.
+    """
+    if len(name) > _LONGEST_NEAR_MISS:
+        return None
+    key, by_key = normalize_key(name.lower()), {normalize_key(other.lower()): other for other in known}
+    parts = [other for other in by_key if f"-{key}-" in f"-{other}-"]
+    alike = sorted(parts, key=len) or difflib.get_close_matches(key, by_key, n=1)
+    return by_key[alike[0]] if alike else None
+
+
+def shorten(text: str) -> str:
+    """The text, or its beginning if it is too long to be shown in one line."""
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}... ({len(text)} characters)"
+
+
+def shown(value: object) -> str:
+    """A value that a user gave, in one line."""
+    return shorten(repr(value))
+
+
 def _parse_int(text: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise ValueError(f"{text!r} is not a whole number") from None
+        raise ValueError(f"{shown(text)} is not a whole number") from None
 
 
 def _parse_float(text: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise ValueError(f"{text!r} is not a number") from None
+        raise ValueError(f"{shown(text)} is not a number") from None
 
 
 def _parse_integers(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise ValueError(f"{text!r} is not a list of whole numbers with commas, as in 0,4,8") from None
+        raise ValueError(f"{shown(text)} is not a list of whole numbers with commas, as in 0,4,8") from None
 
 
 def _argparse_type(parse: Callable[[str], Any]) -> Callable[[str], Any]:

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from arguments.flags import Flag, FlagGroup
+from arguments.flags import Flag, FlagGroup, closest, shorten
 from arguments.groups import (
     ACCESS,
     BATCHING,
@@ -25,7 +25,6 @@ from megatron_ext.config import (
     BatchingConfig,
     CacheConfig,
     InferenceSettings,
-    ModelConfig,
     ParallelConfig,
     RequestParams,
     RunConfig,
@@ -33,12 +32,21 @@ from megatron_ext.config import (
     ServerSettings,
     SourceConfig,
 )
+from megatron_ext.config.embedded import check_flags
 from megatron_ext.errors import ConfigError
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message)
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        """As the base's, and an unknown flag is answered with the one that was probably meant."""
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            options = [option for action in self._actions for option in action.option_strings]
+            self.error(_unrecognized(unknown, options))
+        return parsed
 
 
 def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
@@ -61,6 +69,13 @@ def build_server_parser(prog: str | None = None) -> argparse.ArgumentParser:
         "SIGINT or SIGTERM: no new requests; those that run finish, a second signal does not wait for them. "
         "Exit codes: 0 stopped, 2 bad usage.",
     )
+
+
+def _unrecognized(unknown: Sequence[str], options: Sequence[str]) -> str:
+    flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]
+    meant = {flag: closest(flag, options) for flag in flags}
+    hints = ", ".join(f"{option} for {flag}" if len(flags) > 1 else option for flag, option in meant.items() if option)
+    return f"unrecognized arguments: {shorten(' '.join(unknown))}" + (f"; did you mean {hints}?" if hints else "")
 
 
 def _build(groups: Sequence[FlagGroup], prog: str | None, description: str, epilog: str) -> argparse.ArgumentParser:
@@ -121,7 +136,7 @@ def _values(parser: argparse.ArgumentParser, argv: Sequence[str] | None, groups:
 def _check_model(settings: InferenceSettings | ServerSettings) -> None:
     """See what is wrong with a model of flags before anything is loaded."""
     if settings.source.load is None and settings.source.load_hf is None:
-        ModelConfig(**settings.model_overrides)
+        check_flags(settings.model_overrides)
 
 
 def known_flags(groups: Sequence[FlagGroup] = GROUPS) -> dict[str, tuple[FlagGroup, Flag]]:

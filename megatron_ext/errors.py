@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+_LONGEST_MESSAGE = 4000  # characters
+
 
 class ConfigError(ValueError):
     """A setting that cannot work.
 
-    The message is one line: the value, the limit it breaks, and what would work.
+    The message is one line: the value, the limit it breaks, and what would work. Values come from files and requests of
+    others, so what no terminal should get is written as repr() does, and the message has an end.
     """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(_one_line(message))
+
+
+def _one_line(text: str) -> str:
+    shown = text if len(text) <= _LONGEST_MESSAGE else f"{text[:_LONGEST_MESSAGE]}... ({len(text)} characters)"
+    return shown if shown.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in shown)
 
 
 _NEEDS = {

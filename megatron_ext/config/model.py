@@ -15,6 +15,11 @@ ROUTER_SCORE_FUNCTIONS = ("softmax", "sigmoid")
 RECURRENT_LAYERS = ("mamba2", "mamba1", "gated_delta_net")
 GATED_DELTA_CHUNK = 64  # tokens; the cost of a longer one grows, that of a shorter one does not fall
 INNER_NORMS = ("none", "plain", "weighted")
+# What no model comes near to. Who writes more makes a mistake, or wants it to be computed with (SE-1).
+MOST_LAYERS = 4096
+MOST_EXPERTS = 2**18  # of all layers together
+LARGEST_SIZE = 2**24  # of every dimension and count
+_LARGEST = {"rotary_base": 2**53, "mamba_conv_kernel": 1024, "linear_conv_kernel_dim": 1024}  # where it is another
 
 
 @dataclass(frozen=True)
@@ -120,6 +125,7 @@ class ModelConfig:
     def _check_pattern(self) -> None:
         pattern = self.hybrid_override_pattern
         require(len(pattern) > 0, "the hybrid pattern is empty; give at least one layer, as in 'M-*-'")
+        require(len(pattern) <= MOST_LAYERS, f"{len(pattern)} layers are too many; a model may have {MOST_LAYERS}")
         unknown = sorted(set(pattern) - set(LAYER_SYMBOLS))
         known = ", ".join(f"{symbol} ({name})" for symbol, name in LAYER_SYMBOLS.items())
         require(
@@ -135,8 +141,11 @@ class ModelConfig:
 
     def _check_sizes(self) -> None:
         for name, value in self.to_dict().items():
-            is_size = isinstance(value, int) and not isinstance(value, bool)
-            require(not is_size or value > 0, f"{flag_of(name)} {value} must be positive")
+            if not isinstance(value, int) or isinstance(value, bool):
+                continue
+            largest = _LARGEST.get(name, LARGEST_SIZE)
+            require(value <= largest, f"{flag_of(name)} {_digits(value)} is too large; at most {largest} would do")
+            require(value > 0, f"{flag_of(name)} {_digits(value)} must be positive")
 
     def _check_rotary(self) -> None:
         factor = self.rope_scaling_factor
@@ -183,6 +192,11 @@ class ModelConfig:
             )
             return
         require(experts is not None, f"pattern {pattern!r} has MoE layers (E), which need --num-experts")
+        layers, most = pattern.count("E"), MOST_EXPERTS // pattern.count("E")
+        require(
+            experts <= most,
+            f"--num-experts {experts} in each of {layers} layers are too many; at most {most} would do",
+        )
         require(
             chosen <= experts,
             f"--moe-router-topk {chosen} experts of --num-experts {experts} cannot be chosen; give at most {experts}",
@@ -292,3 +306,7 @@ class ModelConfig:
     def to_dict(self) -> dict:
         """A plain dictionary, as saved with a checkpoint."""
         return dataclasses.asdict(self)
+
+
+def _digits(value: int) -> str:
+    return str(value) if abs(value) < 10**18 else "of more than 18 digits"

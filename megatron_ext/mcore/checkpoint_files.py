@@ -1,62 +1,68 @@
-"""The files of a distributed checkpoint: written by this process alone, and looked at before they are trusted.
+"""The files of a distributed checkpoint: written by this process alone, and read as data, whoever wrote them.
 
-Two of them are pickles. `common.pt` is read with torch's weights-only unpickler and the classes that megatron-core
-allows (`megatron.core.safe_globals`). `.metadata` is unpickled by torch without any such limit, so it is read here
-first, with the few classes that torch and megatron-core write into it; anything else is refused before torch sees it.
+megatron-core reads `.metadata`, `common.pt` and, of a checkpoint with objects, parts of `*.distcp` as pickles, which
+are programs. None of its readers is used here: the first says where which tensor is (checkpoint_metadata.py), of the
+second the plain values are taken, and the parts that hold tensors are read by torch_files.py. Objects stay unread.
 """
 
 from __future__ import annotations
 
 import contextlib
-import pickle
+import io
+import math
+import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict, StateDict
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedObject,
+    ShardedStateDict,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
 from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
-from megatron.core.safe_globals import SAFE_GLOBALS, register_safe_globals
+from megatron.core.safe_globals import SAFE_GLOBALS
+from torch import Tensor
 from torch.distributed import checkpoint
 
 from megatron_ext.errors import CheckpointError
+from megatron_ext.files import open_regular, read_bytes
+from megatron_ext.mcore.checkpoint_metadata import Part, StoredState, StoredTensor
+from megatron_ext.mcore.plain_pickle import Made, PlainPickleError
+from megatron_ext.mcore.torch_files import Archive, FileSlice, read_tensor
 
 BACKEND = "torch_dist"
 COMMON_FILE = "common.pt"
-METADATA_FILE = ".metadata"
-
-_PLAIN_CLASSES = {
-    "torch": ("Size", "device"),
-    "torch.serialization": ("_get_layout",),
-    "torch.distributed.checkpoint.metadata": (
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    ),
-    "torch.distributed.checkpoint.planner": (
-        "BytesIOWriteData",
-        "SavePlan",
-        "TensorWriteData",
-        "WriteItem",
-        "WriteItemType",
-    ),
-    "torch.distributed.checkpoint.filesystem": ("_StorageInfo", "_StoragePrefix"),
-    "megatron.core.dist_checkpointing.strategies.torch": ("MCoreMetadata", "MCoreSavePlan"),
-    "collections": ("OrderedDict",),
-    "pathlib": ("Path", "PosixPath", "PurePosixPath"),
-}
+_LONGEST_COMMON_FILE = 64 * 1024**2  # bytes; Megatron-LM's are some kilobytes
+_MOST_VALUES = 1_000_000  # of the arguments of a run
+_ARCHIVE_OVERHEAD = 64 * 1024  # bytes of a part beside its tensor's; torch's are about a thousand
+_NAMESPACES = ("argparse.Namespace", "types.SimpleNamespace")
+# What may be in common.pt; but for namespaces it stays unread.
+_COMMON = frozenset(
+    (
+        *(f"{kind.__module__}.{kind.__qualname__}" for kind in SAFE_GLOBALS),
+        *(f"pathlib.{name}" for name in ("Path", "PosixPath", "PurePosixPath")),
+        *(f"numpy.{core}.multiarray.{name}" for core in ("core", "_core") for name in ("_reconstruct", "scalar")),
+        *(f"{module}.{name}" for module in ("__builtin__", "builtins") for name in ("set", "frozenset", "complex")),
+        *(f"torch.{name}" for name in vars(torch) if isinstance(vars(torch)[name], torch.dtype) or "Storage" in name),
+        *(f"torch._utils.{name}" for name in ("_rebuild_tensor_v2", "_rebuild_parameter")),
+        "_codecs.encode",
+        "collections.OrderedDict",
+        "torch.Size",
+        "torch.device",
+        "torch.serialization._get_layout",
+    )
+)
 
 
 class InProcessSave(SaveShardedStrategy):
@@ -82,82 +88,145 @@ class InProcessSave(SaveShardedStrategy):
             )
 
 
-def read_tensors(state: ShardedStateDict, directory: Path) -> StateDict:
-    """Read what a sharded state describes, after `require_plain_metadata` and `read_common` have seen the files.
+def read_tensors(state: Mapping[str, ShardedStateDict], stored: StoredState, directory: Path) -> dict[str, Tensor]:
+    """Read what a sharded state describes.
 
     A tensor is read into the memory that its description names, in the type which that has; what is put together from
     parts is in new memory.
+
+    Args:
+        state: Name to what is asked for. Shapes must be those that are stored, or padded where that is allowed.
+        stored: What `read_metadata` said of the directory.
+        directory: Where the files are.
+
+    Raises:
+        CheckpointError: An object is asked for, or a file is missing, damaged, or none that may be read.
     """
-    with _without_deprecations():
-        return dist_checkpointing.load(state, str(directory))
+    with contextlib.ExitStack() as stack:
+        reader = _PartReader(directory, stored, stack)
+        return {name: reader.read(sharded) for name, sharded in state.items()}
+
+
+class _PartReader:
+    """The files that hold the parts of tensors; each is opened once."""
+
+    def __init__(self, directory: Path, stored: StoredState, stack: contextlib.ExitStack) -> None:
+        self._directory = directory
+        self._stored = stored
+        self._stack = stack
+        self._files: dict[str, tuple[io.BufferedReader, int]] = {}
+
+    def read(self, sharded: ShardedTensor | ShardedTensorFactory) -> Tensor:
+        if isinstance(sharded, ShardedTensor):
+            return self._tensor(sharded)
+        if isinstance(sharded, ShardedObject):
+            raise CheckpointError(f"{self._directory}: object {sharded.key} is a pickle, and pickles are not loaded")
+        return sharded.merge_fn(dict_list_map_outplace(self.read, sharded.build()))
+
+    def _tensor(self, wanted: ShardedTensor) -> Tensor:
+        assert wanted.flattened_range is None, wanted
+        stored = self._stored.tensors[wanted.key]
+        held = sum(math.prod(part.sizes) for part in stored.parts)
+        if held != math.prod(stored.shape):
+            raise CheckpointError(f"{self._directory}: the parts of {wanted.key} do not make up the whole")
+        data = wanted.data
+        if data is None:
+            data = torch.zeros(wanted.local_shape, dtype=wanted.dtype)
+        sizes = (1,) * wanted.prepend_axis_num + tuple(wanted.local_shape)
+        target = data.detach().view(sizes)
+        if wanted.allow_shape_mismatch:  # rows beyond those that are stored
+            target.zero_()
+        for part in stored.parts:
+            box = _intersection(tuple(wanted.global_offset), sizes, part)
+            if box is not None:
+                target[box[0]].copy_(self._part(wanted.key, part, stored)[box[1]])
+        return data
+
+    def _part(self, key: str, part: Part, stored: StoredTensor) -> Tensor:
+        where = f"{self._directory / part.file}: tensor {key}"
+        file, size = self._open(part.file)
+        needed = math.prod(part.sizes) * stored.dtype.itemsize
+        if part.start + part.length > size or not needed <= part.length <= needed + _ARCHIVE_OVERHEAD:
+            raise CheckpointError(
+                f"{where} cannot be read: {part.length} bytes from byte {part.start} on of a file of {size} are not "
+                f"what {needed} bytes of tensor take"
+            )
+        try:
+            return read_tensor(FileSlice(file, part.start, part.length), stored.dtype, part.sizes)
+        except PlainPickleError as error:
+            raise CheckpointError(f"{where} cannot be read: {error}") from error
+
+    def _open(self, name: str) -> tuple[io.BufferedReader, int]:
+        if name not in self._files:
+            file = self._stack.enter_context(open_regular(self._directory / name, CheckpointError))
+            self._files[name] = (file, os.fstat(file.fileno()).st_size)
+        return self._files[name]
+
+
+_Box = tuple[slice, ...]
+
+
+def _intersection(offset: tuple[int, ...], sizes: tuple[int, ...], part: Part) -> tuple[_Box, _Box] | None:
+    """What a wanted box has in common with a stored part, as a box of either; None if that is nothing."""
+    ours, theirs = [], []
+    for begin, size, stored_begin, stored_size in zip(offset, sizes, part.offsets, part.sizes, strict=True):
+        low, high = max(begin, stored_begin), min(begin + size, stored_begin + stored_size)
+        if low >= high:
+            return None
+        ours.append(slice(low - begin, high - begin))
+        theirs.append(slice(low - stored_begin, high - stored_begin))
+    return tuple(ours), tuple(theirs)
 
 
 def read_common(directory: Path) -> dict[str, Any]:
-    """What is not a tensor: arguments, iteration, the scheduler's state.
+    """What is not a tensor: arguments, iteration, the scheduler's state. Namespaces are `SimpleNamespace`s.
+
+    What is of any other class, or a tensor, is there as a `Made` that says its class and nothing else.
 
     Raises:
-        CheckpointError: No such file, damaged, or with classes that are not read.
+        CheckpointError: No such file, damaged, or with classes that have no place in it.
     """
     path = directory / COMMON_FILE
+    if not os.path.lexists(path):
+        raise CheckpointError(f"{directory} has no {COMMON_FILE}")
+    content = read_bytes(path, _LONGEST_COMMON_FILE, CheckpointError)
     try:
-        register_safe_globals()  # for good: `dist_checkpointing.load` reads the file again
-        common = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{directory} has no {COMMON_FILE}") from error
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(f"{path} is not read: {_unread_classes(path) or _first_line(error)}") from error
-    except Exception as error:  # a damaged archive may raise anything
-        raise CheckpointError(f"{path} cannot be read: {_first_line(error)}") from error
-    if not isinstance(common, dict):
-        raise CheckpointError(f"{path} holds no dictionary")
-    return common
+        common = Archive(io.BytesIO(content)).pickle(_COMMON)
+        if type(common) is not dict:
+            raise CheckpointError(f"{path} holds no dictionary")
+        count = _Count(_MOST_VALUES)
+        return {str(key): _plain(value, count, depth=8) for key, value in common.items()}
+    except PlainPickleError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
-def require_plain_metadata(directory: Path) -> None:
-    """Refuse a `.metadata` that names any class but those torch and megatron-core write.
+class _Count:
+    """How many values may still come."""
 
-    Raises:
-        CheckpointError: It names the class.
-    """
-    path = directory / METADATA_FILE
-    try:
-        with path.open("rb") as file:
-            _PlainUnpickler(file).load()
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{directory} has no {METADATA_FILE}") from error
-    except CheckpointError as error:
-        raise CheckpointError(f"{path} is not read: {error}") from error
-    except Exception as error:  # a damaged pickle may raise anything
-        raise CheckpointError(f"{path} cannot be read: {_first_line(error)}") from error
+    def __init__(self, left: int) -> None:
+        self.left = left
 
 
-class _PlainUnpickler(pickle.Unpickler):
-    """Makes objects of the allowed classes only; none of them does anything when it is made."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if is_dtype or name in _PLAIN_CLASSES.get(module, ()):
-            return super().find_class(module, name)
-        raise CheckpointError(f"it names {f'{module}.{name}'!r}, which has no place in a checkpoint")
+def _plain(value: Any, count: _Count, depth: int) -> Any:
+    """The value in new lists, dictionaries and namespaces: nothing holds itself, or one thing many times over."""
+    count.left -= 1
+    if count.left < 0 or depth == 0:
+        raise PlainPickleError(f"it has more than {_MOST_VALUES} values, or one far inside of another")
+    if type(value) in (list, tuple):
+        return type(value)(_plain(item, count, depth - 1) for item in value)
+    if type(value) is dict:
+        return {key: _plain(item, count, depth - 1) for key, item in value.items()}
+    if type(value) is Made:
+        is_namespace = value.name in _NAMESPACES and value.args == () and type(value.state) is dict
+        if is_namespace and all(type(name) is str for name in value.state):
+            return SimpleNamespace(**_plain(value.state, count, depth - 1))
+        return Made(value.name, ())
+    return value
 
 
 @contextlib.contextmanager
 def _without_deprecations() -> Iterator[None]:
-    """Upstream uses functions of torch that torch warns of; whoever loads a model can do nothing about it."""
+    """Upstream uses functions of torch that torch warns of; whoever saves a model can do nothing about it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         yield
-
-
-def _unread_classes(path: Path) -> str:
-    try:
-        unread = set(torch.serialization.get_unsafe_globals_in_checkpoint(path))
-    except Exception:  # damaged as well; the caller says so
-        return ""
-    allowed = {f"{kind.__module__}.{kind.__name__}" for kind in SAFE_GLOBALS}
-    names = ", ".join(repr(name) for name in sorted(unread - allowed))
-    return f"it names {names}, which may run code" if names else ""
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n", 1)[0][:200] or type(error).__name__

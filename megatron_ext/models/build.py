@@ -12,19 +12,12 @@ from megatron_ext.config import ModelConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import platform  # first: it puts the CPU stand-ins in place
 from megatron_ext.models.size import check_model_fits
+from megatron_ext.models.stack_specs import OWN_SPECS, STACK_SPECS, is_own_spec
 
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding  # isort: skip
 from megatron.core.models.mamba import MambaModel  # isort: skip
 from megatron.core.transformer import TransformerConfig  # isort: skip
 from megatron.core.transformer.spec_utils import ModuleSpec  # isort: skip
-
-OWN_SPECS = "megatron_ext.mcore.layer_specs"
-# Of each kind of recurrent layer.
-STACK_SPECS = {
-    "mamba2": "hybrid_stack_spec",
-    "mamba1": "mamba1_stack_spec",
-    "gated_delta_net": "gated_delta_net_stack_spec",
-}
 
 
 def build_model(
@@ -166,7 +159,7 @@ def resolve_spec(config: ModelConfig) -> ModuleSpec:
         spec = getattr(importlib.import_module(module_name), name)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"--spec {module_name} {name} cannot be found: {error}") from error
-    if module_name != OWN_SPECS or name not in STACK_SPECS.values():
+    if not is_own_spec((module_name, name)):
         return spec
     kind = next(kind for kind, owned in STACK_SPECS.items() if owned == name)
     if kind != config.recurrent_layer:

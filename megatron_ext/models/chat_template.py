@@ -5,14 +5,17 @@ Templates are other people's programs: they run in the sandbox that transformers
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_ext.errors import ConfigError
+from megatron_ext.files import read_text
 from megatron_ext.models.weight_files import read_json
 
 TEMPLATE_FILE = "chat_template.jinja"
+_LONGEST_TEMPLATE = 1024**2  # bytes
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 _SPECIAL_TOKEN_FILES = (_TOKENIZER_CONFIG, "special_tokens_map.json")
 _SPECIAL_TOKENS = tuple(f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
@@ -26,12 +29,9 @@ def read_chat_template(directory: Path) -> str | None:
         ConfigError: Something that is no template, or several without a default.
     """
     file, config = directory / TEMPLATE_FILE, directory / _TOKENIZER_CONFIG
-    if file.is_file():
-        try:
-            return file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{file} cannot be read: {error}") from error
-    template = read_json(config).get("chat_template") if config.is_file() else None
+    if os.path.lexists(file):
+        return read_text(file, _LONGEST_TEMPLATE)
+    template = read_json(config).get("chat_template") if os.path.lexists(config) else None
     if isinstance(template, list):
         template = _default_of(template, config)
     if template is not None and not isinstance(template, str):
@@ -50,7 +50,7 @@ def read_special_tokens(directory: Path) -> dict[str, str]:
     """Texts of the special tokens that templates may use, as {"bos_token": "<s>", ...}."""
     tokens: dict[str, str] = {}
     for name in _SPECIAL_TOKEN_FILES:
-        fields = read_json(directory / name) if (directory / name).is_file() else {}
+        fields = read_json(directory / name) if os.path.lexists(directory / name) else {}
         for role in _SPECIAL_TOKENS:
             token = fields.get(role)
             if isinstance(token, dict):

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import tempfile
 from collections.abc import Iterator
@@ -23,8 +24,10 @@ from torch import Tensor
 from megatron_ext import __version__
 from megatron_ext.config import ModelConfig
 from megatron_ext.errors import CheckpointError, ConfigError
-from megatron_ext.mcore.checkpoint_files import COMMON_FILE, METADATA_FILE
+from megatron_ext.mcore.checkpoint_files import COMMON_FILE
+from megatron_ext.mcore.checkpoint_metadata import METADATA_FILE
 from megatron_ext.models.config_fields import checked_fields
+from megatron_ext.models.stack_specs import is_megatrons_spec, is_own_spec
 from megatron_ext.models.tokenizer import TOKENIZER_FILES, TextTokenizer, copy_tokenizer_files
 from megatron_ext.models.weight_files import WEIGHTS_FILE, read_json
 
@@ -45,7 +48,10 @@ _ALWAYS_FP32 = ("A_log", "dt_bias", "D", "expert_bias")
 
 @dataclass(frozen=True)
 class CheckpointHeader:
-    """What `config.json` says: the architecture, and the type that the weights were saved in."""
+    """What `config.json` says: the architecture, and the type that the weights were saved in.
+
+    The architecture has no `spec`, unless it names one of ours: what a checkpoint names is never imported.
+    """
 
     model: ModelConfig
     dtype: str
@@ -91,11 +97,17 @@ def has_header(directory: str | Path) -> bool:
     return path.is_file() and read_json(path).get("format") == FORMAT
 
 
-def read_header(directory: str | Path) -> CheckpointHeader:
+def read_header(directory: str | Path, *, spec_is_given: bool = False) -> CheckpointHeader:
     """The configuration of a checkpoint, every field checked.
 
+    Args:
+        directory: Where it is.
+        spec_is_given: Whether the user names the stack of layers, so that it does not matter which one the checkpoint
+            was saved with.
+
     Raises:
-        CheckpointError: Not a checkpoint of ours, of a later version, or with fields we do not know.
+        CheckpointError: Not a checkpoint of ours, of a later version, with fields we do not know, or saved with a spec
+            that is neither ours nor Megatron's own.
     """
     path = Path(directory) / CONFIG_FILE
     raw = read_json(path)
@@ -113,7 +125,16 @@ def read_header(directory: str | Path) -> CheckpointHeader:
         raise CheckpointError(f"{path} has dtype {raw.get('dtype')!r}; one of {', '.join(TORCH_TYPES)}")
     if not isinstance(raw.get("model"), dict):
         raise CheckpointError(f"{path} has no model configuration")
-    return CheckpointHeader(model_config(raw["model"], str(path)), raw["dtype"])
+    model = model_config(raw["model"], str(path))
+    if model.spec is not None and not is_own_spec(model.spec):
+        if not (spec_is_given or is_megatrons_spec(model.spec)):
+            named = " ".join(model.spec)
+            raise CheckpointError(
+                f"{path} was saved with --spec {named}, and a checkpoint's spec is never imported; if you trust that "
+                "module, give the flag again"
+            )
+        model = dataclasses.replace(model, spec=None)
+    return CheckpointHeader(model, raw["dtype"])
 
 
 def model_config(fields: dict[str, Any], where: str) -> ModelConfig:

@@ -8,7 +8,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_ext.config import ModelConfig
+from megatron_ext.config import LARGEST_SIZE, ModelConfig
 
 _TYPES = typing.get_type_hints(ModelConfig)
 
@@ -35,7 +35,7 @@ def _converted(name: str, value: Any, where: str, error: type[ValueError]) -> An
         options = (expected,)
     if type(value) in options or (value is None and types.NoneType in options):
         return value
-    if float in options and type(value) is int:
+    if float in options and type(value) is int and abs(value) <= LARGEST_SIZE:
         return float(value)
     if isinstance(value, list | tuple) and tuple[str, str] in options and [type(part) for part in value] == [str, str]:
         return tuple(value)

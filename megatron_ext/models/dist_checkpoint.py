@@ -10,11 +10,10 @@ state of the optimizer, random generators, and Transformer Engine's `_extra_stat
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import os
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +21,20 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
-from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException
 
 from megatron_ext.config import ModelConfig
 from megatron_ext.errors import CheckpointError, ConfigError
+from megatron_ext.files import read_text
 from megatron_ext.mcore.checkpoint_files import (
     BACKEND,
     COMMON_FILE,
-    METADATA_FILE,
     InProcessSave,
     read_common,
     read_tensors,
-    require_plain_metadata,
 )
+from megatron_ext.mcore.checkpoint_metadata import METADATA_FILE, StoredState, StoredTensor, read_metadata
 from megatron_ext.mcore.weights import mark_weights_changed
 from megatron_ext.models.build import build_model
 from megatron_ext.models.checkpoint_directory import (
@@ -58,6 +56,7 @@ from megatron_ext.models.weight_files import (
 )
 
 LATEST_FILE = "latest_checkpointed_iteration.txt"
+_LONGEST_TRACKER = 100  # bytes
 _REASON_LENGTH = 200  # characters of somebody else's message
 
 
@@ -71,11 +70,11 @@ def resolve_iteration(directory: Path) -> Path:
         return directory
     iterations = sorted(path.name for path in directory.glob("iter_*") if path.is_dir())
     tracker = directory / LATEST_FILE
-    if not tracker.is_file():
+    if not os.path.lexists(tracker):
         if iterations:
             raise CheckpointError(f"{directory} has no {LATEST_FILE}; give an iteration, as in {iterations[-1]}")
         return directory
-    latest = tracker.read_text(encoding="utf-8", errors="replace").strip()
+    latest = read_text(tracker, _LONGEST_TRACKER, CheckpointError).strip()
     name = f"iter_{int(latest):07d}" if latest.isdecimal() else latest
     if latest != "release" and not latest.isdecimal():
         raise CheckpointError(f"{tracker} says {latest[:40]!r}, which is no iteration")
@@ -90,7 +89,7 @@ def is_dist_checkpoint(directory: Path) -> bool:
     Raises:
         CheckpointError: It has those of another of Megatron-LM's formats.
     """
-    if (directory / BACKEND_FILE).is_file():
+    if os.path.lexists(directory / BACKEND_FILE):
         return True
     others = {"torch": any(directory.glob("mp_rank_*")), "torch_dcp": (directory / METADATA_FILE).is_file()}
     for name, found in others.items():
@@ -155,20 +154,21 @@ def load_dist_checkpoint(
     return model, config
 
 
-def read_dist_config(directory: Path, vocab_size: int | None = None) -> ModelConfig:
+def read_dist_config(directory: Path, vocab_size: int | None = None, *, spec_is_given: bool = False) -> ModelConfig:
     """The configuration of a checkpoint: our `config.json`, or Megatron-LM's arguments.
 
     Args:
         directory: The one with megatron's files.
         vocab_size: Of a vocabulary that Megatron-LM padded, the ids to keep; None keeps the padding.
+        spec_is_given: See `read_header`.
 
     Raises:
         CheckpointError: There is none, or it is not supported; the message names the field or the argument.
     """
     if has_header(directory):
-        return read_header(directory).model
+        return read_header(directory, spec_is_given=spec_is_given).model
     args = _arguments(directory, read_common(directory))
-    in_gpt = is_gpt(_read_contents(directory).tensors)
+    in_gpt = is_gpt(_read_stored(directory).tensors)
     return config_from_args(args, str(directory / COMMON_FILE), is_gpt=in_gpt, vocab_size=vocab_size)
 
 
@@ -182,45 +182,35 @@ def load_dist_weights(model: nn.Module, directory: Path) -> None:
     Raises:
         CheckpointError: A tensor is missing, unknown, of the wrong shape or of a type that is no weight's.
     """
-    contents, common = _read_contents(directory), read_common(directory)
+    stored, common = _read_stored(directory), read_common(directory)
     state = _requested(model, common)
-    gpt_layers = model.config.num_layers // 2 if is_gpt(contents.tensors) else None
-    state = as_stored(state, contents.tensors, gpt_layers)
+    gpt_layers = model.config.num_layers // 2 if is_gpt(stored.tensors) else None
+    state = as_stored(state, stored.tensors, gpt_layers)
     wanted = [shard for sharded in state.values() for shard in shards(sharded)]
-    require_same_names(directory, contents.names, {shard.key for shard in wanted})
+    require_same_names(directory, _useful_names(stored), {shard.key for shard in wanted})
     padded = None if has_header(directory) else padded_vocabulary(_arguments(directory, common), str(directory))
     for shard in wanted:
-        _require_fit(directory, contents.tensors[shard.key], shard, padded)
-    with _named_errors(directory):
-        loaded = read_tensors(state, directory)
+        if shard.key in stored.objects:
+            raise CheckpointError(f"{directory}: tensor {shard.key} is stored as an object, which is not loaded")
+        _require_fit(directory, stored.tensors[shard.key], shard, padded)
+    loaded = read_tensors(state, stored, directory)
     with torch.no_grad():
         for name, target in model_tensors(model).items():
             target.copy_(loaded[name])
     mark_weights_changed(model)
 
 
-@dataclass(frozen=True)
-class _Contents:
-    """What is stored, by key."""
-
-    tensors: Mapping[str, ShardedTensor]  # without data
-    objects: frozenset[str]
-
-    @property
-    def names(self) -> set[str]:
-        """Everything that inference has a use for."""
-        return {key for key in {*self.tensors, *self.objects} if not is_ignored(key)}
-
-
-def _read_contents(directory: Path) -> _Contents:
+def _read_stored(directory: Path) -> StoredState:
     backend = read_json(directory / BACKEND_FILE).get("sharded_backend")
     if backend != BACKEND:
         raise CheckpointError(f"{directory / BACKEND_FILE} has backend {backend!r}; only {BACKEND!r} is supported")
-    require_plain_metadata(directory)
-    with _named_errors(directory):
-        stored = load_sharded_metadata(str(directory))
-    objects = frozenset(value.key for value in stored.values() if isinstance(value, ShardedObject))
-    return _Contents({key: value for key, value in stored.items() if isinstance(value, ShardedTensor)}, objects)
+    return read_metadata(directory)
+
+
+def _useful_names(stored: StoredState) -> set[str]:
+    """Everything that inference has a use for; of an object the name without its rank's place."""
+    keys = {*stored.tensors, *(key.split("/shard_")[0] for key in stored.objects)}
+    return {key for key in keys if not is_ignored(key)}
 
 
 def _requested(model: nn.Module, common: Mapping[str, Any]) -> dict[str, Sharded]:
@@ -241,13 +231,13 @@ def _arguments(directory: Path, common: Mapping[str, Any]) -> object:
     return common["args"]
 
 
-def _require_fit(directory: Path, stored: ShardedTensor, wanted: ShardedTensor, padded: int | None) -> None:
+def _require_fit(directory: Path, stored: StoredTensor, wanted: ShardedTensor, padded: int | None) -> None:
     """A stored tensor has the wanted shape, but for padding of the vocabulary, and is of a type of weights."""
     expected = wanted.global_shape
     if padded is not None and wanted.allow_shape_mismatch:  # rows of the vocabulary
         assert expected[0] <= padded, (expected, padded)
         expected = (padded, *expected[1:])
-    require_shape(directory, wanted.key, stored.global_shape, expected)
+    require_shape(directory, wanted.key, stored.shape, expected)
     if stored.dtype not in FLOATING_TYPES:
         kinds = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATING_TYPES)
         found = str(stored.dtype).removeprefix("torch.")
@@ -261,15 +251,6 @@ def _as_saved(name: str, sharded: Sharded | ShardedObject, dtype: torch.dtype) -
     if isinstance(sharded, ShardedTensor):
         return dataclasses.replace(sharded, data=data, dtype=data.dtype)
     return dataclasses.replace(sharded, data=data)
-
-
-@contextlib.contextmanager
-def _named_errors(directory: Path) -> Iterator[None]:
-    """Whatever megatron or torch raise over damaged files, in one line that names the directory."""
-    try:
-        yield
-    except (Exception, CheckpointException) as error:  # damaged pickles and archives raise anything
-        raise CheckpointError(f"{directory} cannot be read: {_reason(error)}") from error
 
 
 def _reason(error: BaseException) -> str:

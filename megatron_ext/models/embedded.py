@@ -6,16 +6,14 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from importlib.resources import files
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_ext.config import ModelConfig
+from megatron_ext.config.embedded import EMBEDDED_MODEL_DIR
 from megatron_ext.errors import ConfigError
-from megatron_ext.models.checkpoint import read_header
 from megatron_ext.models.corpus import held_out_documents
 from megatron_ext.models.tokenizer import Tokenizer
 
@@ -25,12 +23,7 @@ EVALUATION_BATCH = 8  # windows
 
 def embedded_model_dir() -> Path:
     """The folder with the weights, the configuration and the tokenizer; also in an installed wheel."""
-    return Path(str(files("megatron_ext.models") / "embedded_model"))
-
-
-def embedded_config() -> ModelConfig:
-    """The shipped model's architecture."""
-    return read_header(embedded_model_dir()).model
+    return EMBEDDED_MODEL_DIR
 
 
 def encode_documents(texts: Iterable[str], tokenize: Callable[[str], list[int]], end_of_document: int) -> Tensor:

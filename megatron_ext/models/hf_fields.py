@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from megatron_ext.config import LARGEST_SIZE, MOST_LAYERS
 from megatron_ext.errors import ConfigError
 
 # What the logits of no family depend on: what training and generation are told, hints to servers, names and versions.
@@ -18,6 +18,9 @@ WITHOUT_EFFECT = frozenset(
     task_specific_params _attn_implementation _attn_implementation_autoset
     """.split()
 )
+
+_FLOATS = ("Infinity", "-Infinity", "NaN")  # as transformers 5 writes them
+_LARGEST_NUMBER = 1e300
 
 
 def check_architecture(raw: dict[str, Any], architecture: str) -> None:
@@ -44,7 +47,10 @@ def with_present_names(raw: dict[str, Any], other_names: Mapping[str, str]) -> d
 def _decoded(value: Any) -> Any:
     """Infinity is {"__float__": "Infinity"} in what transformers 5 writes."""
     if isinstance(value, dict) and set(value) == {"__float__"}:
-        return float(value["__float__"])
+        name = value["__float__"]
+        if name not in _FLOATS:
+            raise ConfigError(f"config.json: __float__ {name!r} is unknown; one of {', '.join(_FLOATS)}")
+        return float(name)
     if isinstance(value, list):
         return [_decoded(item) for item in value]
     return value
@@ -82,11 +88,21 @@ def require_field(fields: dict[str, Any], name: str) -> Any:
 
 
 def size(fields: dict[str, Any], name: str) -> int:
-    """A positive integer that must be there."""
+    """A positive integer that must be there; as large as a size may be."""
     value = require_field(fields, name)
     if type(value) is not int or value <= 0:
         raise ConfigError(f"config.json: {name} = {value!r} is not supported; it must be a positive integer")
+    if value > LARGEST_SIZE:
+        raise ConfigError(f"config.json: {name} = {value!r} is too large; at most {LARGEST_SIZE} is supported")
     return value
+
+
+def layers(fields: dict[str, Any]) -> int:
+    """How many decoder layers there are."""
+    count = size(fields, "num_hidden_layers")
+    if count > MOST_LAYERS:
+        raise ConfigError(f"config.json: num_hidden_layers = {count} is too large; at most {MOST_LAYERS} is supported")
+    return count
 
 
 def size_or(fields: dict[str, Any], name: str, default: int) -> int:
@@ -112,6 +128,6 @@ def flag(fields: dict[str, Any], name: str, *, default: bool) -> bool:
 def positive_number(fields: dict[str, Any], name: str, *, default: float) -> float:
     """A number above zero, whole or not."""
     value = fields.get(name, default)
-    if type(value) not in (int, float) or not 0 < value < math.inf:
+    if type(value) not in (int, float) or not 0 < value < _LARGEST_NUMBER:
         raise ConfigError(f"config.json: {name} = {value!r} is not supported; it must be a positive number")
     return float(value)

@@ -22,6 +22,7 @@ from megatron_ext.models.hf_fields import (
     check_fixed,
     check_known,
     flag,
+    layers,
     positive_number,
     size,
     size_or,
@@ -166,7 +167,7 @@ def _pattern(fields: dict[str, Any]) -> str:
     """Two letters a layer; some files list the kinds of mixers besides."""
     has_experts = size(fields, "num_experts") > 1
     letters = []
-    for index in range(size(fields, "num_hidden_layers")):
+    for index in range(layers(fields)):
         letters.append("*" if _is_every(fields, "attn_layer", index) else "M")
         letters.append("E" if has_experts and _is_every(fields, "expert_layer", index) else "-")
     kinds = [_KINDS[letter] for letter in letters[::_LAYER_LETTERS]]

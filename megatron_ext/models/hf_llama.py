@@ -22,6 +22,7 @@ from megatron_ext.models.hf_fields import (
     check_fixed,
     check_known,
     flag,
+    layers,
     positive_number,
     size,
     size_or,
@@ -109,7 +110,7 @@ def translate(raw: dict[str, Any]) -> ModelConfig:
         check_divides(fields, "num_attention_heads", "hidden_size")
     return ModelConfig(
         **{ours: size(fields, theirs) for theirs, ours in _SIZES.items()},
-        hybrid_override_pattern=_LAYER * size(fields, "num_hidden_layers"),
+        hybrid_override_pattern=_LAYER * layers(fields),
         group_query_attention=key_value_heads != query_heads,
         num_query_groups=key_value_heads,
         kv_channels=_head_size(fields, size(fields, "hidden_size") // query_heads),

@@ -26,6 +26,7 @@ from megatron_ext.models.hf_fields import (
     check_fixed,
     check_known,
     flag,
+    layers,
     positive_number,
     size,
     size_or,
@@ -114,7 +115,7 @@ def translate_fields(raw: dict[str, Any], architecture: str, own_fields: Iterabl
     fields = _DEFAULTS | fields
     hidden, expand = size(fields, "hidden_size"), size_or(fields, "expand", _DEFAULT_EXPAND)
     return {
-        "hybrid_override_pattern": "M" * size(fields, "num_hidden_layers"),
+        "hybrid_override_pattern": "M" * layers(fields),
         "recurrent_layer": "mamba1",
         "hidden_size": hidden,
         "vocab_size": size(fields, "vocab_size"),

@@ -29,6 +29,7 @@ from megatron_ext.models.hf_fields import (
     check_fixed,
     check_known,
     flag,
+    layers,
     positive_number,
     require_field,
     size,
@@ -173,12 +174,12 @@ def translate(raw: dict[str, Any]) -> ModelConfig:
 
 def _mixers(fields: dict[str, Any]) -> list[str]:
     """M or * for each layer."""
-    count = size(fields, "num_hidden_layers")
+    count = layers(fields)
     listed = fields.get("layer_types")
     if listed is None:
         interval = size_or(fields, "full_attention_interval", _DEFAULT_ATTENTION_INTERVAL)
         return ["M" if (index + 1) % interval else "*" for index in range(count)]
-    if not isinstance(listed, list) or set(listed) - set(_LAYER_LETTERS):
+    if not isinstance(listed, list) or any(kind not in _LAYER_LETTERS for kind in map(str, listed)):
         known = ", ".join(_LAYER_LETTERS)
         raise ConfigError(f"config.json: layer_types = {listed!r} is not supported; it must be a list of {known}")
     if len(listed) != count:
@@ -188,12 +189,13 @@ def _mixers(fields: dict[str, Any]) -> list[str]:
 
 def _feed_forwards(fields: dict[str, Any]) -> list[str]:
     """E or - for each layer: experts in every `decoder_sparse_step`-th one but those listed."""
-    count, step = size(fields, "num_hidden_layers"), size_or(fields, "decoder_sparse_step", 1)
+    count, step = layers(fields), size_or(fields, "decoder_sparse_step", 1)
     dense = fields.get("mlp_only_layers") or []
     if not isinstance(dense, list) or any(type(index) is not int or not 0 <= index < count for index in dense):
         raise ConfigError(
             f"config.json: mlp_only_layers = {dense!r} is not supported; it must be a list of layers, 0 to {count - 1}"
         )
+    dense = set(dense)
     has_experts = require_field(fields, "num_experts") != 0
     return ["E" if has_experts and index not in dense and (index + 1) % step == 0 else "-" for index in range(count)]
 

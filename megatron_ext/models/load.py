@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from megatron_ext.config import ModelConfig, SourceConfig
+from megatron_ext.config.embedded import as_flag, differences, with_harmless
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import platform
 from megatron_ext.models.build import build_model
@@ -35,8 +37,8 @@ from megatron_ext.models.tokenizer import (
     has_tokenizer,
 )
 
-# Overrides that leave the embedded model what it is; any other one asks for random weights of that architecture.
-_HARMLESS = frozenset(("max_position_embeddings", "mamba_chunk_size", "spec"))
+logger = logging.getLogger(__name__)
+
 # What decides how stored weights are cut up, as `ModelConfig` resolves it. Equal shapes do not make them equal: four
 # heads of 64 and eight of 32 have the same matrices.
 _LAYOUT = {
@@ -79,7 +81,9 @@ class LoadedModel:
 def load_model(
     source: SourceConfig, overrides: Mapping[str, Any], *, device: torch.device | None = None
 ) -> LoadedModel:
-    """Load `--load` or `--load-hf`; without either the embedded model, or random weights if an architecture is given.
+    """Load `--load` or `--load-hf`; without either the embedded model, or random weights if another one is described.
+
+    Which settings describe another one is logged, since its weights are random.
 
     Args:
         source: Where from, and in which type.
@@ -141,7 +145,14 @@ def _checkpoint_directory(source: SourceConfig, overrides: dict[str, Any]) -> Pa
             problem = "is not a directory" if Path(given).exists() else "does not exist"
             raise ConfigError(f"{flag} {given} {problem}; give the directory of a checkpoint")
         return resolve_iteration(Path(given)) if flag == "--load" else Path(given)
-    return embedded_model_dir() if set(overrides) <= _HARMLESS else None
+    saved = read_header(embedded_model_dir()).model
+    others = differences(saved, overrides)
+    if not others:
+        return embedded_model_dir()
+    verb = "describes" if len(others) == 1 else "describe"
+    flags = ", ".join(as_flag(name, overrides[name], there) for name, there in others.items())
+    logger.warning("%s %s another model than the embedded one: its weights are random", flags, verb)
+    return None
 
 
 def _saved_config(source: SourceConfig, directory: Path, overrides: dict[str, Any]) -> ModelConfig:
@@ -149,9 +160,11 @@ def _saved_config(source: SourceConfig, directory: Path, overrides: dict[str, An
     if source.load_hf:
         saved = read_hf_config(directory)
     elif is_dist_checkpoint(directory):
-        saved = read_dist_config(directory, overrides.get("vocab_size"))
+        saved = read_dist_config(directory, overrides.get("vocab_size"), spec_is_given="spec" in overrides)
     else:
-        saved = read_header(directory).model
+        saved = read_header(directory, spec_is_given="spec" in overrides).model
+    if source.load is None and source.load_hf is None:
+        return with_harmless(saved, overrides)
     config = with_overrides(saved, overrides)
     for name, flag in _LAYOUT.items():
         asked, stored = getattr(config, name), getattr(saved, name)

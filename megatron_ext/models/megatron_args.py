@@ -13,9 +13,10 @@ from typing import Any
 
 from megatron.core.ssm.mamba_hybrid_layer_allocation import allocate_layers
 
-from megatron_ext.config import NORMALIZATIONS, POSITION_EMBEDDINGS, ModelConfig
+from megatron_ext.config import MOST_LAYERS, NORMALIZATIONS, POSITION_EMBEDDINGS, ModelConfig
 from megatron_ext.errors import CheckpointError
 from megatron_ext.models.checkpoint_directory import model_config
+from megatron_ext.models.stack_specs import MEGATRONS_MODULES, is_megatrons_spec
 
 _REQUIRED = ("hidden_size", "num_attention_heads", "max_position_embeddings")
 _TAKEN = (
@@ -81,7 +82,7 @@ _ALLOWED = {
     "rotary_seq_len_interpolation_factor": (1,),
     "softmax_type": ("vanilla",),
 }
-_SPEC_MODULES = ("mamba_layer_specs", "hybrid_layer_specs", "gpt_layer_specs")  # Megatron's own
+_LARGEST = 2**53  # the whole numbers that are exact as floats
 _MAMBA_NORM_EPSILON = 1e-5  # of the gated norm inside the mixer, whatever the arguments say
 
 
@@ -153,9 +154,23 @@ class _Arguments:
     def integer(self, name: str, default: int | None = None) -> int:
         """A whole number, which Megatron may keep as 500000.0; required if there is no default."""
         value = self.required(name) if default is None else self.get(name, default)
-        if type(value) not in (int, float) or value != int(value):
-            self.refuse(name, "a whole number")
+        if type(value) not in (int, float) or not abs(value) <= _LARGEST or value != int(value):
+            self.refuse(name, f"a whole number, of at most {_LARGEST}")
         return int(value)
+
+    def layers(self) -> int:
+        """`num_layers`, of which there are not more than a model may have."""
+        count = self.integer("num_layers")
+        if not 0 < count <= MOST_LAYERS:
+            self.refuse("num_layers", f"1 to {MOST_LAYERS}")
+        return count
+
+    def share(self, name: str) -> float:
+        """A number from 0 to 1; 0 if it is not given."""
+        value = self.get(name, 0.0)
+        if type(value) not in (int, float) or not 0 <= value <= 1:
+            self.refuse(name, "0 to 1")
+        return value
 
     def require_off(self, names: tuple[str, ...]) -> None:
         for name in names:
@@ -184,13 +199,14 @@ def _require_supported(known: _Arguments, is_gpt: bool) -> None:
     if is_gpt and known.get("num_experts"):
         known.refuse("num_experts", "a GPT model without experts; hybrid patterns may have E layers")
     spec = known.get("spec")
-    if spec and str(spec[0]).rsplit(".", 1)[-1] not in _SPEC_MODULES:
-        known.refuse("spec", f"Megatron's own, in {', '.join(_SPEC_MODULES)}")
+    if spec and not (_is_texts(spec) and len(spec) <= 2 and is_megatrons_spec((spec[0], spec[-1]))):
+        known.refuse("spec", f"Megatron's own, in {', '.join(MEGATRONS_MODULES)}")
 
 
 def _require_supported_experts(known: _Arguments) -> None:
     known.require_off(_MUST_BE_OFF_FOR_EXPERTS)
-    if "sinkhorn" in known.get("moe_router_load_balancing_type", ()):
+    balancing = known.get("moe_router_load_balancing_type", "none")
+    if type(balancing) not in (str, list) or "sinkhorn" in balancing:
         known.refuse("moe_router_load_balancing_type", "any but sinkhorn, which routes by itself")
 
 
@@ -200,22 +216,24 @@ def _pattern(known: _Arguments, is_gpt: bool) -> str:
         return "".join(f"{letter}-" for letter in _gpt_mixers(known))
     pattern = known.get("hybrid_override_pattern") or known.get("hybrid_layer_pattern")
     if pattern is not None:
+        if type(pattern) is not str:
+            known.refuse("hybrid_override_pattern", "a text of one letter a layer")
         pattern = pattern.replace("|", "")
         if known.get("num_layers", len(pattern)) != len(pattern):
             known.refuse("num_layers", f"{len(pattern)}, the length of its pattern {pattern!r}")
         return pattern
-    ratios = (known.get("hybrid_attention_ratio", 0.0), known.get("hybrid_mlp_ratio", 0.0))
-    return "".join(allocate_layers(known.integer("num_layers"), *ratios))
+    ratios = (known.share("hybrid_attention_ratio"), known.share("hybrid_mlp_ratio"))
+    return "".join(allocate_layers(known.layers(), *ratios))
 
 
 def _gpt_mixers(known: _Arguments) -> str:
     """M for each layer with a gated delta net, * for each with attention."""
-    count, every = known.integer("num_layers"), known.get("linear_attention_freq")
+    count, every = known.layers(), known.get("linear_attention_freq")
     if known.get("experimental_attention_variant") is None:
         return "*" * count
     if type(every) is int and every > 0:  # one attention after so many less one
         return "".join("M" if (index + 1) % every else "*" for index in range(count))
-    if not isinstance(every, list) or len(every) != count or set(every) - {0, 1}:
+    if not isinstance(every, list) or len(every) != count or any(item not in (0, 1) for item in every):
         known.refuse("linear_attention_freq", f"a number of layers, or a list of 0 and 1 for each of {count} layers")
     return "".join("*M"[is_linear] for is_linear in every)
 
@@ -227,6 +245,10 @@ def _norm_epsilon(known: _Arguments, pattern: str) -> float:
     if is_mamba and epsilon != _MAMBA_NORM_EPSILON:
         known.refuse(name, f"{_MAMBA_NORM_EPSILON} with Mamba layers, whose gated norm has it in any case")
     return epsilon
+
+
+def _is_texts(value: Any) -> bool:
+    return type(value) in (list, tuple) and all(type(item) is str for item in value)
 
 
 def _has_biases(known: _Arguments) -> bool:

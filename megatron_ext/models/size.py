@@ -11,7 +11,7 @@ GIB = 1024**3
 
 
 def matrix_parameter_count(config: ModelConfig) -> int:
-    """Parameters in the matrices of the package's own layers: all but norms, biases and convolutions, which are small.
+    """Parameters in the matrices and convolutions of the package's own layers: all but norms and biases.
 
     Args:
         config: With a vocabulary size.
@@ -35,23 +35,25 @@ def _attention(config: ModelConfig) -> int:
 
 
 def _mamba(config: ModelConfig) -> int:
-    """in_proj to z, x, B, C and dt; out_proj."""
+    """in_proj to z, x, B, C and dt; the convolution of x, B and C; out_proj."""
     inner = config.mamba_heads * config.mamba_head_dim
     projected = 2 * inner + 2 * config.mamba_num_groups * config.mamba_state_dim + config.mamba_heads
-    return config.hidden_size * (projected + inner)
+    convolved = inner + 2 * config.mamba_num_groups * config.mamba_state_dim
+    return config.hidden_size * (projected + inner) + convolved * config.mamba_conv_kernel
 
 
 def _gated_delta_net(config: ModelConfig) -> int:
-    """in_proj to query, key, value, gate, beta and alpha; out_proj."""
+    """in_proj to query, key, value, gate, beta and alpha; the convolution of the first three; out_proj."""
     keys = config.linear_num_key_heads * config.linear_key_head_dim
     values = config.linear_num_value_heads * config.linear_value_head_dim
-    return config.hidden_size * (2 * keys + 3 * values + 2 * config.linear_num_value_heads)
+    projected = 2 * keys + 3 * values + 2 * config.linear_num_value_heads
+    return config.hidden_size * projected + (2 * keys + values) * config.linear_conv_kernel_dim
 
 
 def _mamba1(config: ModelConfig) -> int:
-    """in_proj to x and z; x_proj to dt, B and C; dt_proj; A_log; out_proj."""
+    """in_proj to x and z; the convolution of x; x_proj to dt, B and C; dt_proj; A_log; out_proj."""
     inner, states, rank = config.mamba_channels, config.mamba_state_dim, config.dt_rank
-    return inner * (3 * config.hidden_size + 2 * rank + 3 * states)
+    return inner * (3 * config.hidden_size + 2 * rank + 3 * states + config.mamba_conv_kernel)
 
 
 _RECURRENT = {"mamba2": _mamba, "mamba1": _mamba1, "gated_delta_net": _gated_delta_net}

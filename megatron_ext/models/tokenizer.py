@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_ext.errors import ConfigError
+from megatron_ext.files import open_regular, read_text
 from megatron_ext.models.chat_template import TEMPLATE_FILE, read_chat_template, read_special_tokens, render_chat
 from megatron_ext.models.chat_tokens import ChatTokens, marked_special
 from megatron_ext.models.weight_files import read_json
@@ -29,11 +30,19 @@ TOKENIZER_FILES = (
 )
 # A directory with one of these has a tokenizer; the others only describe one.
 _VOCABULARIES = (TOKENIZER_FILE, "tokenizer.model", "vocab.json", "vocab.txt")
+_DECODED = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "config.json",
+    "generation_config.json",
+)
 # Read for end and beginning of a document, in this order; the last two hold ids, the others texts.
 _TEXT_SOURCES = (("tokenizer_config.json", "{}_token"), ("special_tokens_map.json", "{}_token"))
 _ID_SOURCES = (("generation_config.json", "{}_token_id"), ("config.json", "{}_token_id"))
 # A bare tokenizer.json does not say which of its special tokens ends a document: these names do, everywhere we know.
 _USUAL_ENDS = ("<|endoftext|>", "</s>", "<eos>", "<eod>")
+_LONGEST_FILE = 256 * 1024**2  # bytes; vocabularies of 250,000 entries are 35 MB
 NULL_TOKENIZER = "NullTokenizer"
 HUGGING_FACE_TOKENIZER = "HuggingFaceTokenizer"
 
@@ -113,7 +122,7 @@ class TextTokenizer:
         self._directory = directory = path if path.is_dir() else path.parent
         self._marked_special = marked_special(directory)
         file = path / TOKENIZER_FILE if path.is_dir() else path
-        self._backend = _FastTokenizer(file) if file.is_file() else _AutoTokenizer(path)
+        self._backend = _FastTokenizer(file) if os.path.lexists(file) else _AutoTokenizer(path)
         self.vocab_size = self._backend.vocab_size
         special = special_ids(directory, self._backend.id_of)
         for label, token_id in (("end", special.eod), ("beginning", special.bos)):
@@ -123,6 +132,9 @@ class TextTokenizer:
                     f"outside the tokenizer's {self.vocab_size} ids"
                 )
         self.eod, self.bos = special.eod, special.bos
+        # Read now: what is in the directory later is another tokenizer's.
+        self._special_tokens = read_special_tokens(directory)
+        self._chat_template = _chat_template_or_error(directory)
 
     def tokenize(self, text: str) -> list[int]:
         """Ids of a text, with the special tokens that the tokenizer itself adds."""
@@ -132,14 +144,16 @@ class TextTokenizer:
         """Text of ids, without special tokens unless they are asked for."""
         return self._backend.decode(ids, skip_special_tokens)
 
-    @cached_property
+    @property
     def chat_template(self) -> str | None:
         """The Jinja template that comes with the tokenizer; None if it is none of a chat model.
 
         Raises:
             ConfigError: See `read_chat_template`.
         """
-        return read_chat_template(self._directory)
+        if isinstance(self._chat_template, ConfigError):
+            raise self._chat_template
+        return self._chat_template
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
         """A conversation as a prompt.
@@ -156,8 +170,17 @@ class TextTokenizer:
         """
         if self.chat_template is None:
             raise ConfigError(f"{self._directory} has no chat template; give the prompt as text")
-        special_tokens = read_special_tokens(self._directory)
-        return render_chat(self.chat_template, messages, special_tokens, add_generation_prompt=add_generation_prompt)
+        return render_chat(
+            self.chat_template, messages, self._special_tokens, add_generation_prompt=add_generation_prompt
+        )
+
+
+def _chat_template_or_error(directory: Path) -> str | ConfigError | None:
+    """The template, or what is wrong with it: whoever needs no chats need not hear of it."""
+    try:
+        return read_chat_template(directory)
+    except ConfigError as error:
+        return error
 
     def tokenize_chat(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, *, parse_control: bool = False
@@ -189,8 +212,9 @@ class _FastTokenizer:
     def __init__(self, file: Path) -> None:
         import tokenizers
 
+        text = read_text(file, _LONGEST_FILE)
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
+            self._tokenizer = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # `tokenizers` raises bare Exception
             raise ConfigError(f"{file} is no tokenizer: {error}") from error
         # Saved truncation and padding belong to training batches: a prompt is neither cut nor filled up.
@@ -219,12 +243,14 @@ class _AutoTokenizer:
         if not has_tokenizer(directory):
             wanted = ", ".join(_VOCABULARIES)
             raise ConfigError(f"{directory} has no tokenizer: none of {wanted}")
+        brings_code = _check_files(directory)
         from transformers import AutoTokenizer
 
         try:
-            self._tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
-        except (OSError, ValueError, ImportError) as error:
-            raise ConfigError(f"{directory}: the tokenizer cannot be read: {_first_line(error)}") from error
+            self._tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        except Exception as error:  # of files that others wrote transformers may raise anything
+            reason = "it is code of its own (auto_map), which is never run" if brings_code else _first_line(error)
+            raise ConfigError(f"{directory}: the tokenizer cannot be read: {reason}") from error
         self.vocab_size = 1 + max(self._tokenizer.get_vocab().values(), default=-1)
 
     def encode(self, text: str) -> list[int]:
@@ -244,6 +270,25 @@ class _AutoTokenizer:
 def has_tokenizer(directory: Path) -> bool:
     """Whether a directory holds a vocabulary that `TextTokenizer` can read."""
     return any((directory / name).is_file() for name in _VOCABULARIES)
+
+
+def _check_files(directory: Path) -> bool:
+    """What transformers may open is regular and not too long, and what it decodes is not nested deep.
+
+    Returns:
+        Whether the tokenizer comes with code. transformers may have a class for it nevertheless.
+
+    Raises:
+        ConfigError: It names the file.
+    """
+    for entry in sorted(directory.iterdir()):
+        if not entry.is_dir():
+            with open_regular(entry) as file:
+                size = os.fstat(file.fileno()).st_size
+            if entry.name in TOKENIZER_FILES and size > _LONGEST_FILE:
+                raise ConfigError(f"{entry}: {size} bytes; a tokenizer's file may have {_LONGEST_FILE}")
+    decoded = [read_json(directory / name) for name in _DECODED if os.path.lexists(directory / name)]
+    return any(fields.get("auto_map") for fields in decoded)
 
 
 def special_ids(directory: Path, id_of: Any) -> SpecialIds:
@@ -285,7 +330,7 @@ def _named_id(directory: Path, role: str, id_of: Any) -> int | None:
 
 
 def _value(file: Path, key: str) -> Any:
-    return read_json(file).get(key) if file.is_file() else None
+    return read_json(file).get(key) if os.path.lexists(file) else None
 
 
 def copy_tokenizer_files(source: Path, target: Path) -> None:

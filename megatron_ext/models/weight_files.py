@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from megatron_ext.errors import CheckpointError
+from megatron_ext.files import open_regular, read_text
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 FLOATING_TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _NAMES_SHOWN = 4
+_LONGEST_INDEX = 64 * 1024**2  # bytes; that of 100,000 tensors is 10 MB
+_LONGEST_JSON = 16 * 1024**2  # of a configuration, or a tokenizer's
+_MOST_LEVELS = 32  # of lists and objects in one another
+_MOST_PARTS = 2**20  # of all tensors that are split
 
 
 class WeightFiles:
@@ -27,7 +34,7 @@ class WeightFiles:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._file_of = self._whole() if (directory / WEIGHTS_FILE).is_file() else self._shards()
+        self._file_of = self._whole() if os.path.lexists(directory / WEIGHTS_FILE) else self._shards()
         self._open: dict[str, safe_open] = {}
         self._part_of: dict[str, tuple[str, str, int]] = {}  # a part's name -> file, tensor and index there
 
@@ -44,7 +51,10 @@ class WeightFiles:
         """
         file = self._file_of.pop(name)
         shape = self._handle(file).get_slice(name).get_shape()
-        for index in range(shape[0] if shape else 0):
+        count = shape[0] if shape else 0
+        if len(self._part_of) + count > _MOST_PARTS:
+            raise CheckpointError(f"{self.directory}: tensor {name} of shape {shape} is not one of {count} parts")
+        for index in range(count):
             part = part_name(index)
             if part in self._file_of or part in self._part_of:
                 raise CheckpointError(f"{self.directory} has both {name} and {part}, which is a part of it")
@@ -68,23 +78,24 @@ class WeightFiles:
 
     def _shards(self) -> dict[str, str]:
         index = self.directory / INDEX_FILE
-        if not index.is_file():
+        if not os.path.lexists(index):
             raise CheckpointError(
                 f"{self.directory} has neither {WEIGHTS_FILE} nor {INDEX_FILE}; only safetensors weights are supported"
             )
-        file_of = read_json(index).get("weight_map")
+        file_of = read_json(index, _LONGEST_INDEX).get("weight_map")
         if not isinstance(file_of, dict) or not file_of:
             raise CheckpointError(f"{index} has no weight_map")
-        for shard in file_of.values():
-            if not isinstance(shard, str) or Path(shard).name != shard:
+        listed: dict[str, set[str]] = {}
+        for name, shard in file_of.items():
+            if not isinstance(shard, str) or not is_file_name(shard):
                 raise CheckpointError(
                     f"{self.directory}: {INDEX_FILE} names the shard {shard!r}, which is no file name"
                 )
-        for shard in sorted(set(file_of.values())):
-            if not (self.directory / shard).is_file():
+            listed.setdefault(shard, set()).add(name)
+        for shard, names in sorted(listed.items()):
+            if not os.path.lexists(self.directory / shard):
                 raise CheckpointError(f"{self.directory}: {INDEX_FILE} names the shard {shard}, which is missing")
-            listed = {name for name, file in file_of.items() if file == shard}
-            if listed != set(self._keys(shard)):
+            if names != set(self._keys(shard)):
                 raise CheckpointError(f"{self.directory}: {INDEX_FILE} and {shard} do not list the same tensors")
         return file_of
 
@@ -98,23 +109,56 @@ class WeightFiles:
 
 
 def _opened(path: Path) -> safe_open:
+    open_regular(path, CheckpointError).close()
     try:
         return safe_open(path, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
-def read_json(path: Path) -> dict:
-    """A JSON file that holds one object."""
+def is_file_name(name: str) -> bool:
+    """Whether a name from a file of others is that of a file beside it, and of nothing elsewhere."""
+    return name.isprintable() and name == Path(name).name and name not in ("", "..")
+
+
+def read_json(path: Path, limit: int = _LONGEST_JSON) -> dict:
+    """A JSON file that holds one object.
+
+    Args:
+        path: The file; a link is followed, and must end in a regular file.
+        limit: The most bytes that it may have.
+
+    Raises:
+        CheckpointError: It is not there, not such a file, not JSON, or too much of it.
+    """
+    if not os.path.lexists(path):
+        raise CheckpointError(f"{path.parent} has no {path.name}")
+    text = read_text(path, limit, CheckpointError)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path.parent} has no {path.name}") from error
-    except (OSError, ValueError) as error:
+        content = json.loads(text)
+    except ValueError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
+    except RecursionError as error:
+        raise CheckpointError(_too_deep(path)) from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds no JSON object")
+    _require_shallow(content, path)
     return content
+
+
+def _require_shallow(content: Any, path: Path) -> None:
+    """What is read next may call itself for each level."""
+    level = [content]
+    for _ in range(_MOST_LEVELS):
+        lists = [value for value in level if isinstance(value, list)]
+        objects = [value.values() for value in level if isinstance(value, dict)]
+        level = [inner for values in (*lists, *objects) for inner in values]
+    if level:
+        raise CheckpointError(_too_deep(path))
+
+
+def _too_deep(path: Path) -> str:
+    return f"{path} cannot be read: its lists and objects are nested more than {_MOST_LEVELS} deep"
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -51,6 +51,11 @@ REFUSED = [
     (ModelConfig, MAMBA1 | {"mamba_inner_norm_epsilon": -1.0}, ["mamba_inner_norm_epsilon -1.0", "more than zero"]),
     (ModelConfig, SIGMOID | {"moe_router_pre_softmax": True}, ["--moe-router-pre-softmax", "softmax scores"]),
     (ModelConfig, {"hybrid_override_pattern": "M-", "num_layers": 3}, ["--num-layers 3", "'M-'", "2 layers"]),
+    (ModelConfig, {"hybrid_override_pattern": "M" * 4097}, ["4097 layers are too many", "4096"]),
+    (ModelConfig, {"hidden_size": 10**9}, ["--hidden-size 1000000000 is too large", "at most 16777216"]),
+    (ModelConfig, {"max_position_embeddings": 10**18}, ["--max-position-embeddings of more than 18 digits"]),
+    (ModelConfig, DELTA | {"linear_conv_kernel_dim": 2000}, ["--linear-conv-kernel-dim 2000", "at most 1024"]),
+    (ModelConfig, MOE | {"num_experts": 2**19}, ["--num-experts 524288 in each of 1 layers", "at most 262144"]),
     (ModelConfig, {"hidden_size": 0}, ["--hidden-size 0", "positive"]),
     (ModelConfig, {"vocab_size": -5}, ["--vocab-size -5", "positive"]),
     (ModelConfig, {"hidden_size": 10, "num_attention_heads": 4}, ["10", "4 attention heads", "--kv-channels"]),
@@ -212,6 +217,8 @@ def lines_of_require(module: types.ModuleType) -> set[int]:
         (ModelConfig, {"hybrid_override_pattern": "-", "mamba_num_groups": 3}),  # no Mamba layer, no Mamba limits
         (ModelConfig, {"hybrid_override_pattern": "*-", "hidden_size": 10, "kv_channels": 8}),
         (ModelConfig, GROUPS),
+        (ModelConfig, {"hybrid_override_pattern": "-" * model.MOST_LAYERS, "vocab_size": model.LARGEST_SIZE}),
+        (ModelConfig, {"rotary_base": 2**53}),
         (SourceConfig, {}),
         (ParallelConfig, {}),
         (BatchingConfig, {}),
@@ -232,6 +239,16 @@ def test_accepted(kind: type, settings: dict):
     made = kind(**settings)
     with pytest.raises(dataclasses.FrozenInstanceError):
         setattr(made, dataclasses.fields(made)[0].name, None)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"hybrid_override_pattern": "M" * 3_000_000}, {"hidden_size": 10**5000}], ids=["layers", "digits"]
+)
+def test_absurd_sizes_are_a_short_line(settings: dict):
+    """SE-1: whatever was written is not repeated, and nothing is computed with it."""
+    with pytest.raises(ConfigError) as caught:
+        ModelConfig(**settings)
+    assert len(str(caught.value)) < 120
 
 
 class TestModelConfig:

@@ -11,21 +11,22 @@ import pytest
 from tests.unit_tests.support.source import ROOT, imported_modules, parse, python_files
 
 # What each part may import of our own; itself, always.
-EVERYTHING = {"config", "errors", "prefix_cache", "scheduling", "memory", "ops", "mixers", "mcore", "models", "serving"}
+EVERYTHING = set("config errors files prefix_cache scheduling memory ops mixers mcore models serving".split())
 MAY_IMPORT = {
     "errors": set(),
+    "files": {"errors"},
     "config": {"errors"},
     "prefix_cache": {"config", "errors"},
     "scheduling": {"config", "errors", "prefix_cache"},
     "memory": {"config", "errors"},
     "ops": set(),
     "mixers": {"config", "errors", "memory", "ops"},
-    "mcore": {"config", "errors", "memory", "ops", "mixers", "scheduling", "prefix_cache"},
-    "models": {"config", "errors", "memory", "ops", "mixers", "mcore"},
+    "mcore": {"config", "errors", "files", "memory", "ops", "mixers", "scheduling", "prefix_cache"},
+    "models": {"config", "errors", "files", "memory", "ops", "mixers", "mcore"},
     "serving": EVERYTHING,
     "__init__": set(),
 }
-STANDARD_LIBRARY_ONLY = ("errors", "config", "prefix_cache", "scheduling")
+STANDARD_LIBRARY_ONLY = ("errors", "files", "config", "prefix_cache", "scheduling")
 WITHOUT_MEGATRON = (*STANDARD_LIBRARY_ONLY, "memory", "ops")
 
 
@@ -62,7 +63,7 @@ def test_imports_point_downwards(path):
 
 @pytest.mark.parametrize("path", python_files(ROOT / "arguments"), ids=lambda path: path.name)
 def test_the_command_line_needs_only_the_settings(path):
-    assert our_parts(list(imported_modules(parse(path)))) <= {"config", "errors"}
+    assert our_parts(list(imported_modules(parse(path)))) <= {"config", "errors", "files"}
 
 
 @pytest.mark.parametrize("packages", ["megatron_ext.prefix_cache", "megatron_ext.scheduling", "megatron_ext.config"])

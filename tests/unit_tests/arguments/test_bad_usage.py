@@ -100,3 +100,27 @@ def test_contradictions_name_both_sides(one_line_error, argv, expected):
 )
 def test_bad_values(one_line_error, argv, expected):
     assert expected in one_line_error(*argv.split())
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ("--top-k 5", "unrecognized arguments: --top-k 5; did you mean --top_k?"),
+        ("--top-p=0.5", "did you mean --top_p?"),
+        ("--num_layers 3", "did you mean --num-layers?"),
+        ("--Seed 3", "did you mean --seed?"),
+        ("-seed 3", "did you mean --seed?"),
+        ("--hiden-size 8", "did you mean --hidden-size?"),
+        ("--max-requests 8", "did you mean --inference-dynamic-batching-max-requests?"),
+        ("--top-k 5 --top-p 1", "did you mean --top_k for --top-k, --top_p for --top-p?"),
+    ],
+)
+def test_a_near_miss_is_answered_with_the_flag(one_line_error, argv, expected):
+    assert one_line_error(*argv.split()).endswith(expected)
+
+
+@pytest.mark.parametrize("argv", ["--zzz", "surplus", "--" + "top-k" * 10_000])
+def test_what_is_like_no_flag_gets_no_suggestion(one_line_error, argv):
+    message = one_line_error(argv)
+    assert "did you mean" not in message
+    assert len(message) < 300

@@ -6,6 +6,7 @@ import pytest
 
 from arguments import parse_arguments
 from megatron_ext.config import BatchingConfig, ModelConfig, ParallelConfig, RequestParams, RunConfig, SourceConfig
+from megatron_ext.errors import ConfigError
 
 
 @pytest.fixture
@@ -133,3 +134,16 @@ def test_binary_yaml_file(tmp_path, one_line_error):
     path = tmp_path / "flags.yaml"
     path.write_bytes(b"\xff\xfe\x00")
     assert "not a text file" in one_line_error("--model-config", str(path))
+
+
+@pytest.mark.parametrize("flags", ["--mamba-num-heads 12", "--mamba-num-heads 12 --mamba-num-groups 2 --num-layers 8"])
+def test_flags_that_say_what_the_embedded_model_is_are_no_mistake(flags):
+    """Twelve heads do not go with the defaults of other fields, and are what the embedded model has."""
+    assert parse_arguments(flags.split()).model_overrides["mamba_num_heads"] == 12
+    with pytest.raises(ConfigError, match="12 Mamba heads cannot be shared by 8 Mamba groups"):
+        parse_arguments([*flags.split(), "--hidden-size", "384", "--mamba-num-groups", "8"])
+
+
+def test_a_limit_holds_for_the_embedded_model_too():
+    with pytest.raises(ConfigError, match="--max-position-embeddings 0 must be positive"):
+        parse_arguments(["--max-position-embeddings", "0"])

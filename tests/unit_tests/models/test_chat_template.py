@@ -96,9 +96,9 @@ def test_rendered_as_by_transformers(
 
 def test_literally(tmp_path: Path) -> None:
     """What the two kinds of turns look like, without transformers; None is as if it were not there."""
-    tokenizer = TextTokenizer(hf_tokenizers.llama_2(tmp_path / "t"))
+    hf_tokenizers.llama_2(tmp_path / "t")
     (tmp_path / "t" / "chat_template.jinja").write_text(INSTRUCTIONS)
-    text = tokenizer.apply_chat_template(CONVERSATION)
+    text = TextTokenizer(tmp_path / "t").apply_chat_template(CONVERSATION)
     assert text.split() == (
         "<s>[INST] What is the capital of France? [/INST] Paris </s> <s>[INST] And of 日本? [/INST]".split()
     )

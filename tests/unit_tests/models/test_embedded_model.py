@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from megatron_ext.config import ModelConfig, SourceConfig
+from megatron_ext.config.embedded import embedded_config
 from megatron_ext.errors import ConfigError
 from megatron_ext.models import corpus
 from megatron_ext.models.build import build_model
 from megatron_ext.models.embedded import (
     EVALUATION_LENGTH,
-    embedded_config,
     embedded_model_dir,
     encode_documents,
     held_out_tokens,

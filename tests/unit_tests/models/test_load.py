@@ -70,6 +70,58 @@ def test_harmless_settings_keep_the_embedded_weights(tiny_model: nn.Module) -> N
     assert torch.equal(logits(loaded.model), logits(tiny_model))
 
 
+EQUAL = {  # what the model of this module is, by the names of its flags
+    "hybrid_override_pattern": "M*-",
+    "num_layers": 3,
+    "hidden_size": 32,
+    "ffn_hidden_size": 128,
+    "kv_channels": 8,
+    "num_query_groups": 2,
+    "group_query_attention": True,
+    "mamba_num_heads": 8,
+    "squared_relu": False,
+    "disable_bias_linear": True,
+    "normalization": "RMSNorm",
+    "vocab_size": 50,
+    "max_position_embeddings": 32,
+}
+
+
+@pytest.mark.parametrize("overrides", [EQUAL, *({name: value} for name, value in EQUAL.items())], ids=str)
+def test_equal_values_keep_the_embedded_weights(
+    overrides: dict, tiny_model: nn.Module, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also those that are None in the configuration, and follow from others there."""
+    loaded = load_model(SourceConfig(), overrides, device=CPU)
+    assert torch.equal(logits(loaded.model), logits(tiny_model))
+    assert loaded.name == "embedded"
+    assert "random" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "flags"),
+    [
+        ({"squared_relu": True}, "--squared-relu describes"),
+        ({"disable_bias_linear": False}, "--no-disable-bias-linear describes"),
+        ({"num_query_groups": 4, "max_position_embeddings": 32}, "--num-query-groups 4 (not 2) describes"),
+        (
+            {"ffn_hidden_size": 64, "kv_channels": 16},
+            "--ffn-hidden-size 64 (not 128), --kv-channels 16 (not 8) describe",
+        ),
+        ({"hybrid_override_pattern": "-" * 100}, f"--hybrid-override-pattern {'-' * 60}... (not M*-) describes"),
+    ],
+    ids=str,
+)
+def test_other_values_are_named_and_the_weights_are_random(
+    overrides: dict, flags: str, tiny_model: nn.Module, caplog: pytest.LogCaptureFixture
+) -> None:
+    loaded = load_model(SourceConfig(), overrides | {"vocab_size": 50}, device=CPU)
+    assert not torch.allclose(logits(loaded.model), logits(tiny_model))
+    assert loaded.name.startswith("random weights")
+    (message,) = (record.getMessage() for record in caplog.records if record.name == load.logger.name)
+    assert message == f"{flags} another model than the embedded one: its weights are random"
+
+
 def test_random_weights_for_an_architecture() -> None:
     """Seeded; text goes through the embedded model's tokenizer, whose size is the vocabulary's."""
     small = {"hybrid_override_pattern": "*-", "hidden_size": 16}

@@ -1,0 +1,229 @@
+"""`.metadata` of a distributed checkpoint: which tensors there are, in which parts, and where each part is.
+
+torch writes it as a pickle of its own classes and reads it back as a program. Here it is read as data
+(plain_pickle.py), and only the fields below, of exactly these types, are made use of; whatever a planner or a trainer
+left beside them stays unread. So do objects such as `_extra_state`: that they are there is all that is known of them.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_ext.errors import CheckpointError
+from megatron_ext.files import read_bytes
+from megatron_ext.mcore import plain_pickle
+from megatron_ext.mcore.plain_pickle import Made, Named, PlainPickleError
+
+METADATA_FILE = ".metadata"
+_LONGEST_FILE = 512 * 1024**2  # bytes; 10,000 tensors in 100,000 parts are 30 MB
+_LARGEST = 2**62  # elements, or bytes
+_MOST_DIMENSIONS = 8
+_MOST_SHOWN = 100  # characters of a name
+
+_DCP = "torch.distributed.checkpoint"
+_STRATEGY = "megatron.core.dist_checkpointing.strategies.torch"
+# By the names that dtypes are pickled under.
+_TYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+_ROOTS = (f"{_DCP}.metadata.Metadata", f"{_STRATEGY}.MCoreMetadata")
+_READ = (
+    *_ROOTS,
+    *_TYPES,
+    *(
+        f"{_DCP}.metadata.{name}"
+        for name in (
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "MetadataIndex",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        )
+    ),
+    f"{_DCP}.filesystem._StorageInfo",
+    "torch.Size",
+    "torch.serialization._get_layout",
+)
+# In fields that stay unread.
+_PASSED_OVER = (
+    *(f"{_DCP}.planner.{name}" for name in ("BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem")),
+    f"{_DCP}.planner.WriteItemType",
+    f"{_DCP}.metadata.StorageMeta",
+    f"{_DCP}.filesystem._StoragePrefix",
+    f"{_STRATEGY}.MCoreSavePlan",
+    "collections.OrderedDict",
+    "torch.device",
+    *(f"pathlib.{name}" for name in ("Path", "PosixPath", "PurePosixPath")),
+)
+_ALLOWED = frozenset((*_READ, *_PASSED_OVER))
+_UNREAD_FIELDS = ("planner_data", "storage_meta", "version", "mcore_data", "all_local_plans")
+
+
+@dataclass(frozen=True)
+class Part:
+    """A box of a tensor, and the bytes of a file that hold it."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str  # a name in the checkpoint's directory
+    start: int
+    length: int
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of a checkpoint."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class StoredState:
+    """What a checkpoint holds, by key."""
+
+    tensors: Mapping[str, StoredTensor]
+    objects: frozenset[str]  # which nobody reads
+
+
+def read_metadata(directory: Path) -> StoredState:
+    """What `.metadata` says.
+
+    Raises:
+        CheckpointError: It is not there, no regular file, damaged, or says what torch and megatron-core do not write.
+    """
+    path = directory / METADATA_FILE
+    if not os.path.lexists(path):
+        raise CheckpointError(f"{directory} has no {METADATA_FILE}")
+    content = read_bytes(path, _LONGEST_FILE, CheckpointError)
+    try:
+        return _state(plain_pickle.load(content, _ALLOWED))
+    except PlainPickleError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def _state(root: Any) -> StoredState:
+    _require(type(root) is Made and root.name in _ROOTS, "it does not describe a checkpoint")
+    fields = _fields(root, root.name, {"state_dict_metadata", "storage_data"}, _UNREAD_FIELDS)
+    described, places = fields["state_dict_metadata"], _places(fields["storage_data"])
+    _require(type(described) is dict, "it has no dictionary of tensors")
+    tensors, objects = {}, set()
+    for key, value in described.items():
+        _require(type(key) is str, f"it has a key of type {type(key).__name__}")
+        if type(value) is Made and value.name == f"{_DCP}.metadata.BytesStorageMetadata":
+            objects.add(key)
+        else:
+            tensors[key] = _tensor(key, value, places)
+    return StoredState(tensors, frozenset(objects))
+
+
+_Place = tuple[str, int, int]  # file, start, length
+_Places = Mapping[tuple[str, tuple[int, ...] | None], _Place]
+
+
+def _places(stored: Any) -> _Places:
+    """Where each part is, by its tensor's key and its offsets; None for an object's."""
+    _require(type(stored) is dict, "it has no dictionary of places")
+    places = {}
+    for index, info in stored.items():
+        where = _fields(index, f"{_DCP}.metadata.MetadataIndex", {"fqn"}, ("offset", "index"))
+        key, offset = where["fqn"], where.get("offset")
+        _require(type(key) is str, "it has a place of what has no name")
+        place = _fields(
+            info,
+            f"{_DCP}.filesystem._StorageInfo",
+            {"relative_path", "offset", "length"},
+            ("transform_descriptors",),
+        )
+        _require(not place.get("transform_descriptors"), f"{_shown(key)} is compressed or otherwise transformed")
+        file = place["relative_path"]
+        _require(
+            type(file) is str and file.isprintable() and file == Path(file).name and file not in ("", ".."),
+            f"{_shown(key)} is in {_shown(file)}, which is no file name",
+        )
+        start, length = (_size(place[name], f"the {name} of {_shown(key)}") for name in ("offset", "length"))
+        places[key, None if offset is None else _shape(offset, key)] = (file, start, length)
+    return places
+
+
+def _tensor(key: str, described: Any, places: _Places) -> StoredTensor:
+    fields = _fields(described, f"{_DCP}.metadata.TensorStorageMetadata", {"properties", "size", "chunks"})
+    shape, chunks = _shape(fields["size"], key), fields["chunks"]
+    _require(type(chunks) is list, f"{_shown(key)} has no list of parts")
+    parts = tuple(_part(key, shape, chunk, places) for chunk in chunks)
+    return StoredTensor(_dtype(fields["properties"], key), shape, parts)
+
+
+def _part(key: str, shape: tuple[int, ...], chunk: Any, places: _Places) -> Part:
+    fields = _fields(chunk, f"{_DCP}.metadata.ChunkStorageMetadata", {"offsets", "sizes"})
+    offsets, sizes = (_shape(fields[name], key) for name in ("offsets", "sizes"))
+    inside = len(offsets) == len(sizes) == len(shape) and all(
+        offset + size <= whole for offset, size, whole in zip(offsets, sizes, shape, strict=True)
+    )
+    _require(inside, f"a part of {_shown(key)} is outside of it")
+    _require((key, offsets) in places, f"a part of {_shown(key)} is nowhere")
+    return Part(offsets, sizes, *places[key, offsets])
+
+
+def _dtype(properties: Any, key: str) -> torch.dtype:
+    """Of the properties only the type counts: a checkpoint's tensors are read into memory of ours."""
+    _require(_is_made(properties, f"{_DCP}.metadata.TensorProperties"), f"{_shown(key)} has no properties")
+    state = properties.state
+    _require(type(state) is tuple and len(state) == 5, f"{_shown(key)} has other properties than a tensor")
+    dtype, layout = state[:2]
+    _require(type(dtype) is Named and dtype.name in _TYPES, f"{_shown(key)} is of no type of tensors")
+    strided = _is_made(layout, "torch.serialization._get_layout") and _is_text(layout.args, "torch.strided")
+    _require(strided, f"{_shown(key)} is not stored row by row")
+    return _TYPES[dtype.name]
+
+
+def _fields(made: Any, name: str, needed: Iterable[str], more: Iterable[str] = ()) -> dict[str, Any]:
+    """The attributes of one object, which are those that are needed, perhaps with more."""
+    _require(_is_made(made, name) and made.args == (), f"it has something else in the place of {name}")
+    state = made.state
+    needed, known = set(needed), {*needed, *more}
+    _require(type(state) is dict and needed <= state.keys() <= known, f"{name} has other attributes than expected")
+    return state
+
+
+def _is_made(value: Any, name: str) -> bool:
+    return type(value) is Made and value.name == name
+
+
+def _is_text(args: tuple, text: str) -> bool:
+    return len(args) == 1 and type(args[0]) is str and args[0] == text
+
+
+def _shape(size: Any, key: str) -> tuple[int, ...]:
+    """A `torch.Size`."""
+    held = _is_made(size, "torch.Size") and size.state is None and len(size.args) == 1 and size.args[0]
+    _require(type(held) is tuple and len(held) <= _MOST_DIMENSIONS, f"{_shown(key)} has no shape")
+    for length in held:
+        _size(length, f"the shape of {_shown(key)}")
+    _require(math.prod(held) <= _LARGEST, f"{_shown(key)} is of shape {held}, which no memory holds")
+    return held
+
+
+def _size(value: Any, what: str) -> int:
+    _require(type(value) is int and 0 <= value <= _LARGEST, f"{what} is {_shown(value)}, which is no size")
+    return value
+
+
+def _shown(value: Any) -> str:
+    """What is of no plain type, and may hold itself or much else, by its type only."""
+    if type(value) not in (str, int):
+        return f"a {type(value).__name__}"
+    text = repr(value)
+    return text if len(text) <= _MOST_SHOWN else text[:_MOST_SHOWN] + "..."
+
+
+def _require(condition: bool, problem: str) -> None:
+    if not condition:
+        raise PlainPickleError(problem)

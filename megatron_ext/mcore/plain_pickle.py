@@ -1,0 +1,307 @@
+"""Pickles that somebody else wrote, read as data: nothing is imported, called or given attributes.
+
+A pickle is a program for a stack machine, and Python's own machine imports what it names and calls that. This one knows
+the instructions that pickles of protocols 2 to 5 need for plain values and for objects of classes, and makes of the
+latter `Made`: what is named, what it was called with, and the state that came with it. What those mean is for the
+reader to say, who looks for the names that he expects. Whatever else a pickle asks for is refused.
+
+Work and memory are bounded by `Limits`, and by the number of bytes: no instruction makes more than it is long.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Container
+from dataclasses import dataclass
+from typing import Any
+
+EMPTY_DICTIONARIES = ("collections.OrderedDict",)  # made without arguments, then filled like a dictionary
+STORED_APART = "stored apart"  # the name of what a pickle says is kept elsewhere: a persistent id
+_WHOLE_NUMBER_BYTES = 9  # of 64 bits, with or without a sign
+_KEY_TYPES = (str, int, bool, float, type(None))
+
+
+class PlainPickleError(ValueError):
+    """A pickle that is damaged, or asks for more than plain values."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much one pickle may ask for."""
+
+    instructions: int = 50_000_000
+    name_bytes: int = 1_000  # of a module or a class
+
+
+@dataclass(frozen=True)
+class Named:
+    """Something in a module. It is not looked up."""
+
+    name: str  # "module.name"
+
+
+class Made:
+    """What a call of something named would have given.
+
+    Args:
+        name: What is called, as "module.name".
+        args: With what.
+    """
+
+    __slots__ = ("args", "name", "state")
+
+    def __init__(self, name: str, args: tuple) -> None:
+        self.name = name
+        self.args = args
+        self.state: Any = None  # what the instance was to be given afterwards
+
+    def __repr__(self) -> str:
+        return f"<{self.name}>"
+
+
+def load(data: bytes, allowed: Container[str], *, stored_apart: bool = False, limits: Limits | None = None) -> Any:
+    """The value of a pickle: None, bool, int, float, str, bytes, tuple, list, dict, `Named` and `Made` ones.
+
+    A tuple, list, dictionary or `Made` may hold another one several times, and itself.
+
+    Args:
+        data: The whole pickle.
+        allowed: Names that it may use.
+        stored_apart: Whether it may refer to what is kept elsewhere, as torch's do to the bytes of tensors.
+        limits: How much it may ask for.
+
+    Raises:
+        PlainPickleError: It is no pickle, is cut off, names what is not allowed, or asks for anything else.
+    """
+    machine = _Machine(data, allowed, stored_apart, limits or Limits())
+    try:
+        return machine.run()
+    except (IndexError, struct.error, UnicodeDecodeError, KeyError) as error:
+        raise PlainPickleError(f"it is no whole pickle, {machine.place}") from error
+
+
+class _Machine:
+    """Where reading stands: the bytes, the stack, where marks are on it, and what was put by for later."""
+
+    def __init__(self, data: bytes, allowed: Container[str], stored_apart: bool, limits: Limits) -> None:
+        self.data = data
+        self.at = 0
+        self.stack: list[Any] = []
+        self.marks: list[int] = []
+        self.memo: dict[int, Any] = {}
+        self.allowed = allowed
+        self.stored_apart = stored_apart
+        self.limits = limits
+
+    @property
+    def place(self) -> str:
+        return f"byte {self.at} of {len(self.data)}"
+
+    def run(self) -> Any:
+        data, steps = self.data, _STEPS
+        for _ in range(self.limits.instructions):
+            code = data[self.at]
+            self.at += 1
+            if code == _STOP:
+                return self.pop()
+            step = steps[code]
+            if step is None:
+                raise PlainPickleError(f"it has instruction 0x{code:02x} at {self.place}, which is not read")
+            step(self)
+        raise PlainPickleError(f"it has more than {self.limits.instructions} instructions")
+
+    def take(self, count: int) -> bytes:
+        start, end = self.at, self.at + count
+        if end > len(self.data):
+            raise PlainPickleError(f"it is cut off, {self.place}")
+        self.at = end
+        return self.data[start:end]
+
+    def number(self, form: str) -> int:
+        return struct.unpack(form, self.take(struct.calcsize(form)))[0]
+
+    def pop(self) -> Any:
+        """The top of the stack, which must be above the last mark."""
+        if len(self.stack) <= (self.marks[-1] if self.marks else 0):
+            raise PlainPickleError(f"its stack is empty, {self.place}")
+        return self.stack.pop()
+
+    def pop_to_mark(self) -> list[Any]:
+        start = self.marks.pop()
+        items = self.stack[start:]
+        del self.stack[start:]
+        return items
+
+    def below(self, kind: type) -> Any:
+        """The top of the stack, which stays there."""
+        value = self.stack[-1]
+        if type(value) is not kind:
+            raise PlainPickleError(f"it fills a {kind.__name__} that is none, {self.place}")
+        return value
+
+    def named(self, module: str, name: str) -> Named:
+        full = f"{module}.{name}"
+        if len(full) > self.limits.name_bytes or full not in self.allowed:
+            raise PlainPickleError(f"it names {full[:200]!r}, which has no place in a checkpoint")
+        return Named(full)
+
+    def make(self) -> None:
+        args, called = self.pop(), self.pop()
+        if type(called) is not Named or type(args) is not tuple:
+            raise PlainPickleError(f"it calls what has no name, {self.place}")
+        empty = called.name in EMPTY_DICTIONARIES and not args
+        self.stack.append({} if empty else Made(called.name, args))
+
+    def build(self) -> None:
+        state = self.pop()
+        made = self.stack[-1]
+        if type(made) is not Made or made.state is not None:
+            raise PlainPickleError(f"it sets attributes of a {type(made).__name__}, {self.place}")
+        made.state = state
+
+    def set_items(self, items: list[Any]) -> None:
+        if len(items) % 2:
+            raise PlainPickleError(f"it has a key without a value, {self.place}")
+        keys = items[::2]
+        for key in keys:
+            if type(key) is not Made and type(key) not in _KEY_TYPES:  # to hash a tuple can take for ever
+                raise PlainPickleError(f"it has a key of type {type(key).__name__}, {self.place}")
+        self.below(dict).update(zip(keys, items[1::2], strict=True))
+
+    def persistent(self) -> None:
+        if not self.stored_apart:
+            raise PlainPickleError(f"it refers to what is kept elsewhere, {self.place}")
+        self.stack.append(Made(STORED_APART, (self.pop(),)))
+
+
+Step = Callable[[_Machine], None]
+_STOP = ord(".")
+
+
+def _constant(value: Any) -> Step:
+    return lambda m: m.stack.append(value)
+
+
+def _number(form: str) -> Step:
+    return lambda m: m.stack.append(m.number(form))
+
+
+def _empty(kind: type) -> Step:
+    return lambda m: m.stack.append(kind())
+
+
+def _text(length: str) -> Step:
+    return lambda m: m.stack.append(m.take(m.number(length)).decode("utf-8", "surrogatepass"))
+
+
+def _bytes(length: str) -> Step:
+    return lambda m: m.stack.append(m.take(m.number(length)))
+
+
+def _tuple_of(count: int) -> Step:
+    def step(m: _Machine) -> None:
+        items = [m.pop() for _ in range(count)]
+        m.stack.append(tuple(reversed(items)))
+
+    return step
+
+
+def _put(index: str | None) -> Step:
+    """Put the top of the stack by, under a number that follows or the next one."""
+
+    def step(m: _Machine) -> None:
+        m.memo[len(m.memo) if index is None else m.number(index)] = m.stack[-1]
+
+    return step
+
+
+def _get(index: str) -> Step:
+    return lambda m: m.stack.append(m.memo[m.number(index)])
+
+
+def _integer(m: _Machine) -> None:
+    count = m.number("<B")
+    if count > _WHOLE_NUMBER_BYTES:
+        raise PlainPickleError(f"it has a whole number of {count} bytes, {m.place}")
+    m.stack.append(int.from_bytes(m.take(count), "little", signed=True))
+
+
+def _global(m: _Machine) -> None:
+    """Two lines of text."""
+    names = []
+    for _ in range(2):
+        end = m.data.find(b"\n", m.at, m.at + m.limits.name_bytes)
+        if end < 0:
+            raise PlainPickleError(f"it names what has no end, {m.place}")
+        names.append(m.take(end - m.at).decode("utf-8"))
+        m.at += 1
+    m.stack.append(m.named(*names))
+
+
+def _stack_global(m: _Machine) -> None:
+    name, module = m.pop(), m.pop()
+    if type(name) is not str or type(module) is not str:
+        raise PlainPickleError(f"it names what is no text, {m.place}")
+    m.stack.append(m.named(module, name))
+
+
+def _append(m: _Machine) -> None:
+    item = m.pop()
+    m.below(list).append(item)
+
+
+def _appends(m: _Machine) -> None:
+    items = m.pop_to_mark()
+    m.below(list).extend(items)
+
+
+def _set_item(m: _Machine) -> None:
+    value, key = m.pop(), m.pop()
+    m.set_items([key, value])
+
+
+# By instruction, as the standard library's `pickletools` describes them.
+_KNOWN: dict[bytes, Step] = {
+    b"\x80": lambda m: m.take(1) and None,  # protocol
+    b"\x95": lambda m: m.take(8) and None,  # frame: how much could be read at once
+    b"(": lambda m: m.marks.append(len(m.stack)),
+    b"0": lambda m: m.pop() and None,
+    b"1": lambda m: m.pop_to_mark() and None,
+    b"N": _constant(None),
+    b"\x88": _constant(True),
+    b"\x89": _constant(False),
+    b"K": _number("<B"),
+    b"M": _number("<H"),
+    b"J": _number("<i"),
+    b"\x8a": _integer,
+    b"G": _number(">d"),
+    b"X": _text("<I"),
+    b"\x8c": _text("<B"),
+    b"\x8d": _text("<Q"),
+    b"B": _bytes("<I"),
+    b"C": _bytes("<B"),
+    b"\x8e": _bytes("<Q"),
+    b")": _constant(()),
+    b"\x85": _tuple_of(1),
+    b"\x86": _tuple_of(2),
+    b"\x87": _tuple_of(3),
+    b"t": lambda m: m.stack.append(tuple(m.pop_to_mark())),
+    b"]": _empty(list),
+    b"a": _append,
+    b"e": _appends,
+    b"}": _empty(dict),
+    b"s": _set_item,
+    b"u": lambda m: m.set_items(m.pop_to_mark()),
+    b"q": _put("<B"),
+    b"r": _put("<I"),
+    b"\x94": _put(None),
+    b"h": _get("<B"),
+    b"j": _get("<I"),
+    b"c": _global,
+    b"\x93": _stack_global,
+    b"R": _Machine.make,
+    b"\x81": _Machine.make,  # of a class, without its constructor: the same here
+    b"b": _Machine.build,
+    b"Q": _Machine.persistent,
+}
+_STEPS: list[Step | None] = [_KNOWN.get(bytes((code,))) for code in range(256)]

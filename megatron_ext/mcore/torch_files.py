@@ -1,0 +1,155 @@
+"""What `torch.save` wrote, read as data: a zip archive with a pickle, and the bytes of tensors beside it.
+
+`torch.load(weights_only=True)` runs none of a file's code either, but it makes whatever any package of the process has
+allowed (megatron-core allows numpy's arrays, whose states are trusted by numpy), and it unpacks what is compressed.
+Here a pickle makes plain values only, and an archive takes no more memory than it is long.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import zipfile
+from collections.abc import Container
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from megatron_ext.mcore import plain_pickle
+from megatron_ext.mcore.plain_pickle import STORED_APART, Made, Named, PlainPickleError
+
+_PICKLE = "data.pkl"
+_REBUILD = "torch._utils._rebuild_tensor_v2"
+_TYPED_STORAGES = {
+    "torch.FloatStorage": torch.float32,
+    "torch.BFloat16Storage": torch.bfloat16,
+    "torch.HalfStorage": torch.float16,
+    "torch.DoubleStorage": torch.float64,
+}
+_TENSOR = frozenset((_REBUILD, "collections.OrderedDict", *_TYPED_STORAGES))
+_CHUNK = 16 * 1024**2  # bytes that are read at a time
+_MOST_RECORDS = 100_000  # of an archive: two for each tensor, and a few more
+
+
+class FileSlice(io.RawIOBase):
+    """Some bytes of a file, as a file; nothing is copied.
+
+    Args:
+        file: Open for reading; its position is moved.
+        start: Where the slice begins.
+        length: Bytes, all of which must be in the file.
+    """
+
+    def __init__(self, file: BinaryIO, start: int, length: int) -> None:
+        super().__init__()
+        self._file = file
+        self._start = start
+        self._length = length
+        self._at = 0
+
+    def readable(self) -> bool:
+        """Yes."""
+        return True
+
+    def seekable(self) -> bool:
+        """Yes."""
+        return True
+
+    def tell(self) -> int:
+        """Where the next read begins, from the slice's beginning on."""
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Move there, and say where that is."""
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
+        self._at = max(0, base + offset)
+        return self._at
+
+    def read(self, count: int = -1) -> bytes:
+        """At most so many bytes, all that are left if the number is negative."""
+        left = max(0, self._length - self._at)
+        self._file.seek(self._start + self._at)
+        content = self._file.read(left if count is None or count < 0 else min(count, left))
+        self._at += len(content)
+        return content
+
+
+class Archive:
+    """One zip archive of torch's.
+
+    Args:
+        file: The archive and nothing else.
+
+    Raises:
+        PlainPickleError: It is none, or has records that are compressed.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        try:
+            self._zip = zipfile.ZipFile(file)
+        except Exception as error:  # of damaged archives `zipfile` raises anything
+            raise PlainPickleError(f"it is no archive of torch's: {error}") from error
+        records = self._zip.infolist()
+        if len(records) > _MOST_RECORDS or any(record.compress_type != zipfile.ZIP_STORED for record in records):
+            raise PlainPickleError("it is no archive of torch's: it has compressed or far too many records")
+        # torch puts everything into one folder, whatever its name.
+        self._records = {record.filename.partition("/")[2]: record for record in records}
+
+    def pickle(self, allowed: Container[str]) -> Any:
+        """The plain value of the pickle, tensors being `Made` ones; see `plain_pickle.load`."""
+        return plain_pickle.load(bytes(self.record(_PICKLE)), allowed, stored_apart=True)
+
+    def record(self, name: str) -> bytearray:
+        """The bytes of one record."""
+        if name not in self._records:
+            raise PlainPickleError(f"it has no {name}")
+        content = bytearray()  # grows with what is there, whatever the archive says its length is
+        try:
+            with self._zip.open(self._records[name]) as file:
+                while chunk := file.read(_CHUNK):
+                    content += chunk
+            return content
+        except Exception as error:  # as above
+            raise PlainPickleError(f"its {name} is damaged: {error}") from error
+
+
+def read_tensor(file: BinaryIO, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """The only tensor of an archive, on the host.
+
+    Raises:
+        PlainPickleError: There is another tensor, or something else, or the archive is damaged.
+    """
+    archive = Archive(file)
+    made = archive.pickle(_TENSOR)
+    if type(made) is not Made or made.name != _REBUILD or len(made.args) < 4:
+        raise PlainPickleError("it is no tensor")
+    storage, offset, size, stride = made.args[:4]
+    key, count = _storage(storage, dtype)
+    same_shape = _are_sizes(size) and size == shape
+    if not same_shape or not _are_sizes(stride) or len(stride) != len(shape) or not _are_sizes((offset,)):
+        raise PlainPickleError(f"it is no tensor of shape {shape}")
+    content = archive.record(f"data/{key}")
+    last = offset + sum((length - 1) * step for length, step in zip(shape, stride, strict=True))
+    if len(content) != count * dtype.itemsize or (math.prod(shape) and last >= count):
+        raise PlainPickleError(f"it has {len(content)} bytes for a tensor of shape {shape}")
+    if not math.prod(shape):
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(content, dtype=dtype).as_strided(shape, stride, offset)
+
+
+def _storage(stored: Any, dtype: torch.dtype) -> tuple[str, int]:
+    """The key of a tensor's bytes and how many elements they are."""
+    where = stored.args[0] if type(stored) is Made and stored.name == STORED_APART else None
+    if type(where) is not tuple or len(where) != 5 or where[0] != "storage":
+        raise PlainPickleError("it is no tensor with bytes of its own")
+    _, kind, key, _, count = where
+    if type(kind) is not Named or _TYPED_STORAGES.get(kind.name) is not dtype:
+        raise PlainPickleError(f"it is no tensor of {str(dtype).removeprefix('torch.')}")
+    if type(key) is not str or not key.isdecimal() or not _are_sizes((count,)):
+        raise PlainPickleError("its bytes are nowhere")
+    return key, count
+
+
+def _are_sizes(values: Any) -> bool:
+    return type(values) is tuple and all(type(value) is int and value >= 0 for value in values)

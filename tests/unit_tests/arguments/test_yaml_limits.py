@@ -1,0 +1,104 @@
+"""SE-1: a YAML file of flags takes work in proportion to its size, which has a limit, whatever is in it."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from arguments import parse_arguments, yaml_file
+from megatron_ext.files import read_text
+
+DOUBLINGS = "".join(f"top_k: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 64))
+FULL = yaml_file.LONGEST_FILE - 100
+
+
+@pytest.fixture
+def refusal(tmp_path, one_line_error):
+    """A function: the message for a file of that text, which is one short line."""
+
+    def refuse(text: str) -> str:
+        path = tmp_path / "flags.yaml"
+        path.write_text(text)
+        message = one_line_error("--model-config", str(path))
+        assert len(message) < 400 + len(str(path))
+        return message.replace(str(path), "FILE")
+
+    return refuse
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("stop-words: &a0 [x, x]\n" + DOUBLINGS, "FILE, line 2: top_k: a list of anything but single values"),
+        ("stop-words: &a [*a]\n", "stop-words: a list of anything but single values"),
+        ("seed: {a: {b: 1}}\n", "FILE, line 1: nested deeper than a list of values"),
+        ("stop-words: [[x]]\n", "nested deeper than a list of values"),
+        ("[" * FULL, "nested deeper than a list of values"),
+        ("- " * (FULL // 2), "nested deeper than a list of values"),
+        ("{a: " * (FULL // 4), "nested deeper than a list of values"),
+        ("prompts: [" + "a," * (FULL // 2) + "]", "more than 10000 keys and values"),
+        ("seed: " + "1" * FULL, "is longer than any number"),
+        ("seed: " + "1:" * (FULL // 2) + "1", "is longer than any number"),
+        ("seed: 2001-99-99\n", "FILE, line 1: seed: month must be in 1..12"),
+        ("seed: {}\n", "seed: a mapping is not one value"),
+        ("? {a: 1}\n: 1\n", "FILE, line 1: a key that is not the name of a flag"),
+        ("seed: !!python/object/apply:builtins.print [1]\n", "of the kind 'tag:yaml.org,2002:python/object/apply"),
+        ("prompts: [!!binary YQ==]\n", "of the kind 'tag:yaml.org,2002:binary', which no flag takes"),
+        ("k" * 1000 + ": 1\n", "is no flag that the file can hold"),
+        ("num-layers: [" + "x," * 9000 + "]", "... (45000 characters) is not one value"),
+        ("#" * 300_000, f"FILE: 300000 bytes or more; such a file may have {yaml_file.LONGEST_FILE}"),
+    ],
+    ids=lambda text: text[:30],
+)
+def test_refused_in_one_line(refusal, text, expected):
+    assert expected in refusal(text)
+
+
+def test_the_loader_stops_where_a_limit_is_passed(refusal, monkeypatch):
+    """Bounded by counts: of a file with a million openings only the first few are composed."""
+    composed = []
+    compose = yaml_file._FlagLoader.compose_node
+
+    def counting(self, parent, index):
+        composed.append(index)
+        return compose(self, parent, index)
+
+    monkeypatch.setattr(yaml_file._FlagLoader, "compose_node", counting)
+    refusal("[" * FULL)
+    assert len(composed) == 4
+    refusal("prompts: [" + "a," * (FULL // 2) + "]")
+    assert len(composed) == 4 + 10_001
+
+
+def test_an_alias_of_one_value_or_of_a_list_of_values_is_that(tmp_path):
+    path = tmp_path / "flags.yaml"
+    path.write_text("prompts: &both [one, two]\nstop-words: *both\nseed: &number 7\ntop_k: *number\n")
+    arguments = parse_arguments(["--model-config", str(path)])
+    assert arguments.sampling.stop_words == arguments.run.prompts == ("one", "two")
+    assert arguments.source.seed == arguments.sampling.top_k == 7
+
+
+def test_a_named_pipe_does_not_block(tmp_path, one_line_error):
+    path = tmp_path / "flags.yaml"
+    os.mkfifo(path)
+    assert one_line_error("--model-config", str(path)).endswith("flags.yaml: a named pipe; only a regular file is read")
+
+
+def test_a_device_is_not_read(one_line_error):
+    message = one_line_error("--model-config", "/dev/zero")
+    assert message == "--model-config /dev/zero: a device; only a regular file is read"
+
+
+def test_it_is_read_once_and_with_its_limit(tmp_path, monkeypatch):
+    calls = []
+
+    def reading(path, limit):
+        calls.append(limit)
+        return read_text(path, limit)
+
+    path = tmp_path / "flags.yaml"
+    path.write_text("seed: 3\n")
+    monkeypatch.setattr(yaml_file, "read_text", reading)
+    assert parse_arguments(["--model-config", str(path)]).source.seed == 3
+    assert calls == [yaml_file.LONGEST_FILE]
