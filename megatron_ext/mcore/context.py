@@ -211,6 +211,7 @@ class InferenceContext(DynamicInferenceContext):
             RestoreError: A snapshot is not the one that its request was to resume from.
         """
         self._rotation: Rotation | None = None
+        self.scored_states: Tensor | None = None  # [k, h], of the staged step's `score_tokens`, once it has run
         self._restore_states(chunks)
         self.step = stage_step(
             chunks,
@@ -253,18 +254,21 @@ class InferenceContext(DynamicInferenceContext):
 
     def clear_step(self) -> None:
         """The step is over."""
-        self.step = self._rotation = None
+        self.step = self._rotation = self.scored_states = None
 
     def current_input_and_position_ids(self, *, num_warmup_tokens: int | None = None) -> tuple[Tensor, Tensor]:
         """Token ids and absolute positions of the staged step, [1, T] each."""
         return self.step.input_ids[None], self.step.position_ids[None]
 
     def last_token_logits(self, logits: Tensor) -> Tensor:
-        """Select the tokens whose logits are needed: [1, T, h] -> [n, h] (see `StagedStep.logit_tokens`).
+        """Select the tokens that are sampled from: [1, T, h] -> [m, h] (see `StagedStep.sample_tokens`).
 
-        The model calls this on hidden states before its output layer, so no other logits are ever computed.
+        The model calls this on hidden states before its output layer, so the forward computes no other logits. The
+        hidden states of scored tokens are set aside.
         """
-        return logits[0, self.step.logit_tokens]
+        hidden_states = logits[0]
+        self.scored_states = hidden_states[self.step.score_tokens] if self.step.prompt_scores else None
+        return hidden_states[self.step.sample_tokens]
 
     def rotation(self, angles: Tensor) -> Rotation:
         """What the step's tokens are rotated by; the first layer that asks computes it for all of them.

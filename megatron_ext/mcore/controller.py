@@ -2,43 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from megatron.core.inference.model_inference_wrappers.abstract_model_inference_wrapper import (
+    AbstractModelInferenceWrapper,
+)
 from megatron.core.inference.text_generation_controllers.text_generation_controller import TextGenerationController
+from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from megatron_ext.errors import ConfigError
+from megatron_ext.mcore.faults import describe, is_out_of_memory
+from megatron_ext.mcore.scoring import Score, score_rows
 from megatron_ext.mcore.staging import PromptScore, StagedStep
 from megatron_ext.ops.sampling import sample_tokens
-from megatron_ext.scheduling.request import Chunk, Request
-
-TopN = dict[int, float]
-
-
-@dataclass(frozen=True)
-class ScoredToken:
-    """A token with its log-prob (None if nobody asked) and the best alternatives (empty if nobody asked)."""
-
-    token: int
-    log_prob: float | None
-    top_n: TopN
+from megatron_ext.scheduling.request import Request
+from megatron_ext.scheduling.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a forward gave: a token for each chunk that yields one, and scores of prompt tokens."""
+    """What a step's computation gave, by request id.
 
-    generated: tuple[tuple[Chunk, ScoredToken], ...]
-    prompt_scores: tuple[tuple[Request, tuple[ScoredToken, ...]], ...]
+    Args:
+        tokens: The token that each chunk yielded, if it did.
+        generated: Scores of these tokens, where asked for.
+        prompt: Scores of prompt tokens, where asked for and computed in this step.
+        failures: Requests whose scores found no memory, and the error's words.
+    """
+
+    tokens: dict[int, int]
+    generated: dict[int, Score]
+    prompt: dict[int, tuple[Score, ...]]
+    failures: dict[int, str]
 
 
 class InferenceController(TextGenerationController):
     """`TextGenerationController` that samples every request with a generator of its own.
 
     Greedy is temperature 0 or top_k 1; top_k and top_p may be combined; log-probs are those of the raw logits.
+
+    Args:
+        wrapper: Around the model.
+        tokenizer: See `megatron_ext.models.tokenizer.Tokenizer`.
+        options: Upstream's.
     """
+
+    def __init__(self, wrapper: AbstractModelInferenceWrapper, tokenizer: object, **options: object) -> None:
+        super().__init__(wrapper, tokenizer, **options)
+        self.vocabulary = Vocabulary(tokenizer, wrapper.inference_wrapper_config.padded_vocab_size)
 
     def _init_dynamic_sampling_tensors(self) -> None:
         """Nothing to prepare: sampling parameters live on the host, and no memory is pinned."""
@@ -81,37 +96,91 @@ class InferenceController(TextGenerationController):
             logits = self.inference_wrapped_model.run_one_forward_step(
                 {"tokens": input_ids, "position_ids": position_ids, "attention_mask": None}
             )
-            return choose_tokens(logits[0], context.step)
+            return choose_tokens(logits[0], context.step, self._scored_logits)
+
+    def _scored_logits(self, rows: slice) -> Tensor:
+        """Logits of some of the step's scored tokens, as the model's forward would give them: [k, h] -> [rows, V]."""
+        model = unwrap_model(self.inference_wrapped_model.model)
+        tied = model.share_embeddings_and_output_weights
+        weight = model.shared_embedding_or_output_weight() if tied else None
+        states = self.inference_wrapped_model.inference_context.scored_states[rows]
+        logits, _ = model.output_layer(states[:, None], weight=weight, runtime_gather_output=True)
+        return logits[:, 0]
 
 
-def choose_tokens(logits: Tensor, step: StagedStep) -> StepResult:
-    """Sample and score. Results reach the host in one read-back per kind, after everything is enqueued.
+def choose_tokens(logits: Tensor, step: StagedStep, scored_logits: Callable[[slice], Tensor]) -> StepResult:
+    """Sample and score. Scores that find no memory cost the request that asked for them, and no other.
 
     Args:
-        logits: [n, V], rows as in `step.logit_tokens`.
+        logits: [m, V], rows as in `step.sample_tokens`.
+        scored_logits: Rows of `step.score_tokens` -> their logits, [rows, V].
     """
     tokens = _sample(logits, step)  # [m]
-    score = _Scorer(logits)
-    sampled_requests = [chunk.request for chunk in step.sampling_chunks]
-    generated = score(list(step.sample_rows), tokens, sampled_requests)
-    prompt = [_score_prompt(score, part) for part in step.prompt_scores]
-    return StepResult(
-        generated=tuple(zip(step.sampling_chunks, generated, strict=True)),
-        prompt_scores=tuple(prompt),
-    )
+    requests = [chunk.request for chunk in step.sampling_chunks]
+    failures: dict[int, str] = {}
+    generated = _score_generated(logits, tokens, requests, failures)
+    prompt = {}
+    for part in step.prompt_scores:
+        with _out_of_memory_fails(part.chunk.request, failures):
+            prompt[part.chunk.request.request_id] = _score_prompt(scored_logits, part, logits)
+    names = [request.request_id for request in requests]
+    return StepResult(dict(zip(names, tokens.tolist(), strict=True)), generated, prompt, failures)
 
 
-def _score_prompt(score: _Scorer, part: PromptScore) -> tuple[Request, tuple[ScoredToken, ...]]:
-    rows = list(range(part.rows.start, part.rows.stop))
-    targets = torch.tensor(part.targets, device=score.device)
-    request = part.chunk.request
-    return request, tuple(score(rows, targets, [request] * len(rows)))
+def _score_prompt(scored_logits: Callable[[slice], Tensor], part: PromptScore, logits: Tensor) -> tuple[Score, ...]:
+    first, count = part.rows.start, len(part.targets)
+    targets = torch.tensor(part.targets).to(logits.device, non_blocking=True)
+    top_n = [part.chunk.request.params.top_n_logprobs] * count
+
+    def logits_of(rows: slice) -> Tensor:
+        return scored_logits(slice(first + rows.start, first + min(rows.stop, count)))
+
+    return score_rows(logits_of, logits.shape[-1], targets, top_n)
+
+
+def _score_generated(
+    logits: Tensor, tokens: Tensor, requests: Sequence[Request], failures: dict[int, str]
+) -> dict[int, Score]:
+    """Scores of sampled tokens, all at once; where that finds no memory, request by request."""
+    asked = [i for i, request in enumerate(requests) if request.params.return_log_probs]
+    if not asked:
+        return {}
+    try:
+        scores = _score_sampled(logits, tokens, requests, asked)
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+    else:
+        return {requests[i].request_id: score for i, score in zip(asked, scores, strict=True)}
+    found = {}
+    for i in asked:
+        with _out_of_memory_fails(requests[i], failures):
+            (found[requests[i].request_id],) = _score_sampled(logits, tokens, requests, [i])
+    return found
+
+
+def _score_sampled(logits: Tensor, tokens: Tensor, requests: Sequence[Request], asked: list[int]) -> tuple[Score, ...]:
+    def logits_of(rows: slice) -> Tensor:
+        return logits[asked[rows]]
+
+    top_n = [requests[i].params.top_n_logprobs for i in asked]
+    return score_rows(logits_of, logits.shape[-1], tokens[asked], top_n)
+
+
+@contextlib.contextmanager
+def _out_of_memory_fails(request: Request, failures: dict[int, str]) -> Iterator[None]:
+    """Within it a failed allocation is noted as the request's."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        failures[request.request_id] = f"no memory for its log-probs: {describe(error)}"
 
 
 def _sample(logits: Tensor, step: StagedStep) -> Tensor:
     """The next token of every sampling chunk: [m]."""
-    rows = torch.tensor(step.sample_rows, dtype=torch.int64).to(logits.device, non_blocking=True)
-    candidates = logits[rows]
+    candidates = logits.clone()  # logits are scored as they came
     _forbid_ends(candidates, [chunk.request for chunk in step.sampling_chunks])
     tokens = candidates.argmax(-1)
     drawn = [i for i, chunk in enumerate(step.sampling_chunks) if not chunk.request.params.is_greedy]
@@ -136,31 +205,3 @@ def _forbid_ends(candidates: Tensor, requests: Sequence[Request]) -> None:
     if possible:
         places = torch.tensor(possible).to(candidates.device, non_blocking=True)
         candidates[places[:, 0], places[:, 1]] = -torch.inf
-
-
-class _Scorer:
-    """Log-probs of chosen tokens and of the best ones, for the rows whose requests ask."""
-
-    def __init__(self, logits: Tensor) -> None:
-        self._logits = logits
-        self.device = logits.device
-
-    def __call__(self, rows: Sequence[int], tokens: Tensor, requests: Sequence[Request]) -> list[ScoredToken]:
-        """Rows [k] of the logits, tokens [k], the request of each row -> k scored tokens."""
-        ids = tokens.tolist()
-        asked = [i for i, request in enumerate(requests) if request.params.return_log_probs]
-        if not asked:
-            return [ScoredToken(token, None, {}) for token in ids]
-        log_probs = self._logits[[rows[i] for i in asked]].float().log_softmax(-1)
-        chosen = log_probs.gather(1, tokens[asked][:, None])[:, 0].tolist()
-        best = self._top_n(log_probs, [requests[i].params.top_n_logprobs for i in asked])
-        scored = dict(zip(asked, zip(chosen, best, strict=True), strict=True))
-        return [ScoredToken(token, *scored.get(i, (None, {}))) for i, token in enumerate(ids)]
-
-    @staticmethod
-    def _top_n(log_probs: Tensor, counts: Sequence[int]) -> list[TopN]:
-        if not any(counts):
-            return [{} for _ in counts]
-        values, ids = log_probs.topk(min(max(counts), log_probs.shape[-1]), dim=-1)
-        table = zip(ids.tolist(), values.tolist(), counts, strict=True)
-        return [dict(zip(row_ids[:n], row_values[:n], strict=True)) for row_ids, row_values, n in table]

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Iterable, Sequence
-from functools import partial
 
 import torch
 from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngine, EngineSuspendedError
@@ -18,17 +16,18 @@ from torch import nn
 from megatron_ext.config import RequestParams
 from megatron_ext.errors import ConfigError, RestoreError
 from megatron_ext.mcore.context import InferenceContext
-from megatron_ext.mcore.controller import InferenceController, ScoredToken, StepResult
-from megatron_ext.mcore.params import to_request_params
-from megatron_ext.mcore.weights import mark_weights_changed, weights_version
+from megatron_ext.mcore.controller import InferenceController, StepResult
+from megatron_ext.mcore.faults import Faults, describe
+from megatron_ext.mcore.intake import Intake
+from megatron_ext.mcore.output import OutputProcessor
+from megatron_ext.mcore.statistics import log_step, prefix_cache_statistics
+from megatron_ext.mcore.weights import WeightsWatch, mark_weights_changed
 from megatron_ext.memory.budget import Geometry
 from megatron_ext.prefix_cache.block_index import CachedPrefix
 from megatron_ext.scheduling.planner import StepPlan, check_admissible
 from megatron_ext.scheduling.record import RequestRecord, Status
 from megatron_ext.scheduling.request import Request
-from megatron_ext.scheduling.stopping import StopWordMatcher
-
-logger = logging.getLogger(__name__)
+from megatron_ext.scheduling.scheduler import Scheduler
 
 NOTHING = StepPlan(evictions=(), pauses=(), resumes=(), failures=(), admissions=(), chunks=(), refusals=())
 
@@ -36,9 +35,10 @@ NOTHING = StepPlan(evictions=(), pauses=(), resumes=(), failures=(), admissions=
 class InferenceEngine(DynamicInferenceEngine):
     """`DynamicInferenceEngine` over a scheduler on the host.
 
-    A step is schedule -> stage -> forward and sample -> commit -> bookkeeping, and gives way to other tasks of the
-    event loop only before it begins: whatever calls `add_request`, `abort_request` or `suspend` meets a consistent
-    state.
+    A step is schedule -> stage -> forward and sample -> commit -> output, and gives way to other tasks of the event
+    loop only before it begins: whatever calls `add_request`, `abort_request` or `suspend` meets a consistent state.
+    What raises before the commit sends the step's requests back to wait; the commit cannot fail; what raises after it
+    ends at most the request that it was for (see `OutputProcessor`).
 
     Args:
         controller: Ours.
@@ -77,21 +77,17 @@ class InferenceEngine(DynamicInferenceEngine):
 
     def reset(self) -> None:
         """Forget all requests (their futures are cancelled) and counters; a suspended engine gets its pools back."""
-        for future in getattr(self, "_futures", {}).values():
-            future.cancel()
+        if hasattr(self, "_output"):
+            self._output.cancel()
         self.context.reset()
         self.context.allocate_all_tensors(is_init=False)
         self.request_counter = Counter()
         self.rank = torch.distributed.get_rank()
         self.step_count = 0
-        self.lifetime_prefill_token_count = 0
-        self._seen_weights_version = weights_version(self._model)
-        self.finished_request_count = 0
-        self._requests: dict[int, Request] = {}
-        self._futures: dict[int, asyncio.Future[RequestRecord]] = {}
-        self._stop_words: dict[int, StopWordMatcher] = {}
-        self._ended: list[Request] = []  # since the last step's report
-        self._next_arrival = 0
+        self.faults = Faults("the engine")
+        self._weights = WeightsWatch(self._model)
+        self._output = OutputProcessor(self.scheduler, self.controller.vocabulary, self.faults)
+        self._intake = Intake(self.controller, self.context.max_sequence_length, self.random_seed)
         self._reset_loop_state()
 
     def _reset_loop_state(self) -> None:
@@ -109,7 +105,7 @@ class InferenceEngine(DynamicInferenceEngine):
 
     def use_loop(self, loop: asyncio.AbstractEventLoop) -> None:
         """Step on this event loop from now on, for an engine in a thread of its own; without living requests only."""
-        assert not self._requests, "requests are alive, and their futures belong to another loop"
+        assert not self._output, "requests are alive, and their futures belong to another loop"
         self._loop = get_asyncio_loop(loop)
 
     @property
@@ -123,14 +119,14 @@ class InferenceEngine(DynamicInferenceEngine):
         return self.context.request_state_bytes(self.context.max_sequence_length)
 
     @property
-    def scheduler(self) -> object:
+    def scheduler(self) -> Scheduler:
         """The context's scheduler: queues, blocks, live rows."""
         return self.context.scheduler
 
     @property
     def waiting_request_ids(self) -> list[int]:
         """Ids of the requests that wait for admission, and of ended ones still to be reported by a step."""
-        return [request.request_id for request in [*self.context.scheduler.queues.waiting, *self._ended]]
+        return [request.request_id for request in [*self.scheduler.queues.waiting, *self._output.ended]]
 
     # Requests come and go
 
@@ -153,56 +149,19 @@ class InferenceEngine(DynamicInferenceEngine):
         Raises:
             ConfigError: The prompt or the parameters make no sense, whatever the engine's limits.
         """
-        if request_id in self._requests:
+        if request_id in self._output:
             raise ConfigError(f"request id {request_id} is in use; choose another")
-        text = prompt if isinstance(prompt, str) else None
-        tokens = self._tokenize(prompt, getattr(sampling_params, "add_BOS", False))
-        params = to_request_params(sampling_params, len(tokens), self.context.max_sequence_length)
-        request = self._new_request(request_id, text, tokens, params)
+        request = self._intake.make(request_id, prompt, sampling_params)
         error = check_admissible(request, self.context.limits)
         if error is None:
-            self.context.scheduler.add(request)
+            self.scheduler.add(request)
         else:
             request.end(Status.FAILED, error=f"this prompt cannot be served: {error}")
-            self._ended.append(request)
+            self._output.ended.append(request)
+        future = self._loop.create_future()
+        self._output.open(request, future)
         self._wake_up()
-        return self._futures[request_id]
-
-    def _tokenize(self, prompt: str | Sequence[int] | torch.Tensor, add_bos: bool) -> tuple[int, ...]:
-        if isinstance(prompt, str):
-            prompt = self.controller.tokenize_prompt(prompt, add_bos)
-        tokens = tuple(int(token) for token in (prompt.tolist() if isinstance(prompt, torch.Tensor) else prompt))
-        vocabulary = self.controller.inference_wrapped_model.inference_wrapper_config.padded_vocab_size
-        if not tokens:
-            raise ConfigError("the prompt is empty; it needs at least one token")
-        if not 0 <= min(tokens) <= max(tokens) < vocabulary:
-            bad = next(token for token in tokens if not 0 <= token < vocabulary)
-            raise ConfigError(
-                f"token id {bad} is not in the vocabulary of {vocabulary}; ids go from 0 to {vocabulary - 1}"
-            )
-        return tokens
-
-    def _new_request(
-        self, request_id: int, text: str | None, tokens: tuple[int, ...], params: RequestParams
-    ) -> Request:
-        termination = self.controller.tokenizer.eod if params.termination_id is None else params.termination_id
-        request = Request(
-            request_id=request_id,
-            prompt_tokens=tokens,
-            params=params,
-            arrival=self._next_arrival,
-            seed=params.seed if params.seed is not None else f"{self.random_seed}/{request_id}",
-            termination_id=None if params.ignore_eos else termination,
-            prompt_text=text,
-        )
-        self._next_arrival += 1
-        self._requests[request_id] = request
-        self._futures[request_id] = self._loop.create_future()
-        if params.stop_words:
-            detokenize = self.controller.tokenizer.detokenize
-            with_special_tokens = partial(detokenize, skip_special_tokens=False)
-            self._stop_words[request_id] = StopWordMatcher(params.stop_words, with_special_tokens, detokenize)
-        return request
+        return future
 
     def abort_request(self, request_id: int) -> None:
         """End a living request now; its blocks and its live row are free at once (EX-8). Others do not notice.
@@ -210,19 +169,33 @@ class InferenceEngine(DynamicInferenceEngine):
         Raises:
             KeyError: No living request has this id.
         """
-        request = self._requests[request_id]
+        request = self._output.get(request_id)
         if not request.is_ended:
-            self.context.scheduler.end(request, Status.ABORTED)
-            self._ended.append(request)
+            self.scheduler.end(request, Status.ABORTED)
+            self._output.ended.append(request)
             self._wake_up()
+
+    def fail_request(self, request_id: int, error: Exception) -> None:
+        """End a living request as FAILED, because what only it needed has raised. Others do not notice.
+
+        Raises:
+            KeyError: No living request has this id.
+        """
+        self._output.fail(self._output.get(request_id), error)
+        self._wake_up()
+
+    @property
+    def finished_request_count(self) -> int:
+        """Requests that have been reported as ended."""
+        return self._output.reported_count
 
     def has_unfinished_requests(self) -> bool:
         """Whether a step would do or report anything."""
-        return bool(self._requests)
+        return bool(self._output)
 
     def get_request(self, request_id: int) -> Request:
         """A living request."""
-        return self._requests[request_id]
+        return self._output.get(request_id)
 
     def _wake_up(self) -> None:
         """Let upstream's run loop, if it waits, look again."""
@@ -231,10 +204,10 @@ class InferenceEngine(DynamicInferenceEngine):
     # Steps
 
     async def async_forward(self) -> tuple[StepResult | None, StepPlan, float, int]:
-        """Schedule, compute and sample one step.
+        """Schedule, compute, sample and commit one step.
 
-        If the forward raises, its requests go back to wait (their pools may hold anything) and the error is passed on;
-        a later step computes them again.
+        If staging, forward or sampling raises, the step's requests go back to wait (their pools may hold anything) and
+        the error is passed on; a later step computes them again.
 
         Returns:
             Result (None if nothing was to be computed), plan, seconds, step count: arguments of `async_bookkeep`.
@@ -243,51 +216,54 @@ class InferenceEngine(DynamicInferenceEngine):
             EngineSuspendedError: The engine is suspended.
         """
         if self.is_suspended:
-            raise EngineSuspendedError(self.step_count)
+            raise EngineSuspendedError("the engine is suspended; call resume() before a step")
         await asyncio.sleep(0)
         if (
             self.is_suspended
         ):  # by another task, just now; upstream's run loop waits for the resume before it steps again
             return None, NOTHING, 0.0, self.step_count
-        scheduler = self.context.scheduler
         self._notice_new_weights()
         started = time.perf_counter()
-        plan = scheduler.schedule()
-        self._ended += [request for request, _ in plan.failures]
+        plan = self.scheduler.schedule()
+        self._output.ended += [request for request, _ in plan.failures]
         if not plan.chunks:
-            assert len(scheduler.queues) == 0, "requests are alive, but none can run"
+            assert len(self.scheduler.queues) == 0, "requests are alive, but none can run"
             return None, plan, 0.0, self.step_count
-        try:
-            self.context.stage(plan.chunks)
-            result = await self.controller.async_generate_output_tokens_dynamic_batch()
-        except BaseException as error:
-            scheduler.abandon(plan.chunks, f"{type(error).__name__}: {error}")
-            if isinstance(error, RestoreError):  # the next step computes what this snapshot was to save
-                scheduler.cache.states.drop(error.digest)
-            raise
-        finally:
-            self.context.clear_step()
-        self._commit(plan)
+        result = await self._compute(plan)
+        self._output.ended += self.scheduler.commit(plan.chunks, result.tokens)
         self.step_count += 1
         return result, plan, time.perf_counter() - started, self.step_count
 
-    def _commit(self, plan: StepPlan) -> None:
-        requests = [chunk.request for chunk in plan.chunks]
-        before = sum(request.prefill_token_count for request in requests)
-        self.context.finish_snapshots(plan.chunks)
-        self.context.scheduler.commit(plan.chunks)
-        self.lifetime_prefill_token_count += sum(request.prefill_token_count for request in requests) - before
+    async def _compute(self, plan: StepPlan) -> StepResult:
+        """Everything of a step that can fail: then nothing of it counts."""
+        try:
+            self.context.stage(plan.chunks)
+            result = await self.controller.async_generate_output_tokens_dynamic_batch()
+            self.context.finish_snapshots(plan.chunks)
+        except BaseException as error:
+            self.scheduler.abandon(plan.chunks, describe(error))
+            if isinstance(error, RestoreError):  # the next step computes what this snapshot was to save
+                self.scheduler.cache.states.drop(error.digest)
+            raise
+        finally:
+            self.context.clear_step()
+        return result
 
     # The prefix cache
 
     @property
+    def lifetime_prefill_token_count(self) -> int:
+        """Prefill tokens computed, for the first time or again, all requests."""
+        return self.scheduler.counters.prefill_tokens
+
+    @property
     def lifetime_skipped_token_count(self) -> int:
         """Prompt tokens that no layer computed, all requests."""
-        return self.context.scheduler.counters.skipped_tokens
+        return self.scheduler.counters.skipped_tokens
 
     def reset_prefix_cache(self) -> None:
         """Empty the cache: nothing cached before is matched after, and requests in flight publish nothing."""
-        self.context.scheduler.reset_prefix_cache()
+        self.scheduler.reset_prefix_cache()
 
     def weights_changed(self) -> None:
         """Say that the model's weights have been written in place (an RL refit); loaders of ours do it themselves."""
@@ -296,55 +272,34 @@ class InferenceEngine(DynamicInferenceEngine):
 
     def prefix_cache_statistics(self) -> dict[str, int] | None:
         """The `prefix_cache` object of the JSON output; None if nothing is cached."""
-        scheduler = self.context.scheduler
-        if not scheduler.cache.is_enabled:
-            return None
-        use, counters = scheduler.cache.use(), scheduler.counters
-        return {
-            "blocks_total": use.blocks_total,
-            "blocks_cached": use.blocks_cached,
-            "blocks_evictable": use.blocks_evictable,
-            "blocks_in_use": use.blocks_in_use,
-            "slots_total": use.slots_total,
-            "slots_used": use.slots_used,
-            "hits": counters.hits,
-            "blocks_evicted": use.blocks_evicted,
-            "slots_evicted": use.slots_evicted,
-            "snapshots_taken": use.snapshots_taken,
-            "snapshots_skipped": use.snapshots_skipped,
-            "coordination_waits": counters.coordination_waits,
-        }
+        return prefix_cache_statistics(self.scheduler)
 
     def hottest_prefixes(self, count: int) -> list[CachedPrefix]:
         """The cached prefixes that most requests resumed from, the hottest first."""
-        return self.context.scheduler.cache.hottest(count)
+        return self.scheduler.cache.hottest(count)
 
     @property
     def _model(self) -> nn.Module:
         return self.controller.inference_wrapped_model.model
 
     def _notice_new_weights(self) -> None:
-        version = weights_version(self._model)
-        if version != self._seen_weights_version:
-            self._seen_weights_version = version
-            self.context.scheduler.weights_changed()
+        if self.scheduler.cache.is_enabled and self._weights.has_changed():
+            self.scheduler.weights_changed()
 
     async def async_bookkeep(
         self, step_result: StepResult | None, context_state: StepPlan, step_time: float, step_count: int
     ) -> dict:
-        """Hand out tokens, end requests, report.
+        """Turn the step's tokens into output, and report who has ended. Nothing in here stops the engine.
 
         Returns:
             active_request_ids: requests that computed something and go on; finished_request_records: everything that
             ended since the last step; step_time in seconds; cuda_graph_request_count: None.
         """
         if step_result is not None:
-            self._record_scores(step_result)
-            for chunk, scored in step_result.generated:
-                self._extend(chunk.request, scored)
-        records = [self._report(request) for request in self._ended]
-        self._ended = []
-        self._log_progress(context_state, step_time)
+            self._output.take([chunk.request for chunk in context_state.chunks], step_result)
+        records = self._output.report()
+        with self.faults.absorbed("the log line of a step"):
+            self._log_step(context_state, step_time)
         return {
             "active_request_ids": [c.request.request_id for c in context_state.chunks if not c.request.is_ended],
             "finished_request_records": records,
@@ -352,90 +307,33 @@ class InferenceEngine(DynamicInferenceEngine):
             "cuda_graph_request_count": None,
         }
 
-    @staticmethod
-    def _record_scores(result: StepResult) -> None:
-        """Log-probs of prompt tokens; the first generated token has none before it."""
-        for request, scores in result.prompt_scores:
-            request.prompt_log_probs += [score.log_prob for score in scores]
-            request.prompt_top_n += [score.top_n for score in scores]
-
-    def _extend(self, request: Request, scored: ScoredToken) -> None:
-        """A request got its next token; end it if that was the last."""
-        may_stop = request.may_stop
-        request.append(scored.token)
-        if scored.log_prob is not None:
-            request.generated_log_probs.append(scored.log_prob)
-            request.generated_top_n.append(scored.top_n)
-        reason = self._finish_reason(request, may_stop)
-        if reason is not None:
-            self.context.scheduler.end(request, Status.COMPLETED, finish_reason=reason)
-            self._ended.append(request)
-
-    def _finish_reason(self, request: Request, may_stop: bool) -> str | None:
-        if may_stop and request.tokens[-1] == request.termination_id:
-            return "stop"
-        matcher = self._stop_words.get(request.request_id)
-        if matcher is not None:
-            request.generated_text = matcher.find(request.generated_tokens, ignore=not may_stop)
-            if request.generated_text is not None:
-                return "stop"
-        return "length" if request.generated_count >= request.params.num_tokens_to_generate else None
-
-    def _report(self, request: Request) -> RequestRecord:
-        """Close the books on an ended request."""
-        del self._requests[request.request_id]
-        self._stop_words.pop(request.request_id, None)
-        detokenize = self.controller.tokenizer.detokenize
-        text = request.generated_text
-        if text is None:
-            tokens = request.generated_tokens
-            ends_with_termination = bool(tokens) and tokens[-1] == request.termination_id
-            text = detokenize(tokens[:-1] if ends_with_termination else tokens)
-        prompt_text = detokenize(list(request.prompt_tokens)) if request.prompt_text is None else request.prompt_text
-        record = request.to_record(text, prompt_text)
-        self.finished_request_count += 1
-        future = self._futures.pop(request.request_id)
-        if not future.done():
-            future.set_result(record)
-        return record
-
-    def _log_progress(self, plan: StepPlan, step_time: float) -> None:
+    def _log_step(self, plan: StepPlan, step_time: float) -> None:
         interval = self.inference_logging_step_interval
-        if not interval or not plan.chunks or self.step_count % interval:
-            return
-        queues, use = self.context.scheduler.queues, self.context.scheduler.cache.use()
-        computed, skipped = self.lifetime_prefill_token_count, self.lifetime_skipped_token_count
-        logger.info(
-            "step %d: %.3f s, %d decode + %d prefill tokens | requests: %d running, %d paused, %d waiting, %d ended | "
-            "KV blocks: %d of %d in use, %d cached, %d evictable | state slots: %d of %d used | "
-            "prefill tokens: %d computed, %d skipped (%.1f%%)",
-            self.step_count,
-            step_time,
-            sum(chunk.is_decode for chunk in plan.chunks),
-            sum(chunk.length for chunk in plan.chunks if not chunk.is_decode),
-            len(queues.running),
-            len(queues.paused),
-            len(queues.waiting),
-            self.finished_request_count,
-            use.blocks_in_use,
-            use.blocks_total,
-            use.blocks_cached,
-            use.blocks_evictable,
-            use.slots_used,
-            use.slots_total,
-            computed,
-            skipped,
-            100 * skipped / max(1, computed + skipped),
-        )
+        if interval and plan.chunks and self.step_count % interval == 0:
+            ended = self._output.reported_count
+            log_step(self.scheduler, plan, step_count=self.step_count, step_time=step_time, ended=ended)
 
     def generate(
         self, prompts: Iterable[str | Sequence[int]], sampling_params: RequestParams | SamplingParams | None = None
     ) -> list[RequestRecord]:
-        """Serve a list of prompts to the end; records in the same order."""
-        ids = []
-        for prompt in prompts:
-            ids.append(int(next(self.request_counter)))
-            self.add_request(ids[-1], prompt, sampling_params)
+        """Serve a list of prompts to the end; records in the same order.
+
+        Raises:
+            EngineSuspendedError: The engine is suspended. Nothing has been queued.
+            ConfigError: A prompt or the parameters make no sense. None of the prompts is served.
+        """
+        if self.is_suspended:
+            raise EngineSuspendedError("the engine is suspended; call resume() before generate()")
+        ids: list[int] = []
+        try:
+            for prompt in prompts:
+                request_id = int(next(self.request_counter))
+                self.add_request(request_id, prompt, sampling_params)
+                ids.append(request_id)
+        except Exception:
+            for request_id in ids:
+                self.abort_request(request_id)
+            raise
         records = {}
         while self.has_unfinished_requests():
             for record in self.step_modern()["finished_request_records"]:
@@ -448,7 +346,7 @@ class InferenceEngine(DynamicInferenceEngine):
         """Free the pools' memory. Living requests wait, and keep their tokens; nothing steps until `resume`."""
         if self.is_suspended:
             return
-        self.context.scheduler.suspend()
+        self.scheduler.suspend()
         self.context.deallocate_all_tensors()
         self.is_suspended = True
 
@@ -462,6 +360,6 @@ class InferenceEngine(DynamicInferenceEngine):
 
     def check(self) -> None:
         """Assert every invariant of requests and pools."""
-        self.context.scheduler.check()
-        known = {id(request) for request in self._requests.values()}
-        assert {id(request) for request in [*self.context.scheduler.queues, *self._ended]} == known, "lost requests"
+        self.scheduler.check()
+        known = {id(request) for request in self._output.requests()}
+        assert {id(request) for request in [*self.scheduler.queues, *self._output.ended]} == known, "lost requests"

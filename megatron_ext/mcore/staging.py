@@ -19,10 +19,10 @@ from megatron_ext.scheduling.snapshots import Snapshot
 
 @dataclass(frozen=True)
 class PromptScore:
-    """A span of rows of the step's logits that scores prompt tokens of one request (prompt log-probs)."""
+    """A span of the step's scored tokens that belongs to one request (prompt log-probs)."""
 
     chunk: Chunk
-    rows: slice
+    rows: slice  # of `StagedStep.score_tokens`
     targets: tuple[int, ...]  # the token that each row should predict
 
 
@@ -30,7 +30,8 @@ class PromptScore:
 class StagedStep:
     """A step's chunks, packed as [decode | prefill | padding] on the token axis.
 
-    T is the padded token count. Logits are computed for `logit_tokens` only: n rows of the packed axis.
+    T is the padded token count. The forward computes logits for `sample_tokens` only, m rows of the packed axis; those
+    of the k `score_tokens` come after it, a few at a time.
     """
 
     chunks: tuple[Chunk, ...]
@@ -41,9 +42,9 @@ class StagedStep:
     kv_places: Tensor  # [num_tokens] int64, index into the cache flattened over blocks and places
     paged_layout: PagedLayout
     recurrent: RecurrentStep | None  # None for models without recurrent layers
-    logit_tokens: Tensor  # [n] int64
-    sample_rows: tuple[int, ...]  # rows of the logits that a token is drawn from
+    sample_tokens: Tensor  # [m] int64, those that a next token is drawn behind
     sampling_chunks: tuple[Chunk, ...]  # whose token each of them is
+    score_tokens: Tensor  # [k] int64, those whose logits score the prompt token behind them
     prompt_scores: tuple[PromptScore, ...]
 
 
@@ -76,8 +77,9 @@ def stage_step(
         _kv_places(chunk, table, position, block_size, dummy_block)
         for chunk, table, position in zip(chunks, tables, positions, strict=True)
     ]
-    logit_tokens, sample_rows, scores = _choose_logits(chunks)
-    staged = _to_device([input_ids, position_ids, np.concatenate(places), np.asarray(logit_tokens)], device)
+    sample_tokens, score_tokens, scores = _choose_logits(chunks)
+    arrays = [input_ids, position_ids, np.concatenate(places), np.asarray(sample_tokens), np.asarray(score_tokens)]
+    staged = _to_device(arrays, device)
     return StagedStep(
         chunks=tuple(chunks),
         num_decode=num_decode,
@@ -91,9 +93,9 @@ def stage_step(
         recurrent=_stage_recurrent(chunks, num_decode, kernel_chunk, device, snapshots_in_prefill)
         if is_hybrid
         else None,
-        logit_tokens=staged[3],
-        sample_rows=tuple(sample_rows),
+        sample_tokens=staged[3],
         sampling_chunks=tuple(chunk for chunk in chunks if chunk.yields_token),
+        score_tokens=staged[4],
         prompt_scores=tuple(scores),
     )
 
@@ -164,22 +166,21 @@ def _stage_snapshots(
 
 
 def _choose_logits(chunks: Sequence[Chunk]) -> tuple[list[int], list[int], list[PromptScore]]:
-    """Which packed tokens need logits, which rows of those are sampled from, and which score the prompt."""
-    logit_tokens: list[int] = []
-    sample_rows: list[int] = []
+    """Which packed tokens are sampled from, which score prompt tokens, and whose."""
+    sample_tokens: list[int] = []
+    score_tokens: list[int] = []
     scores: list[PromptScore] = []
     first_token = 0
     for chunk in chunks:
         start, end = _scored_span(chunk)
         if start < end:
-            rows = slice(len(logit_tokens), len(logit_tokens) + end - start)
+            rows = slice(len(score_tokens), len(score_tokens) + end - start)
             scores.append(PromptScore(chunk, rows, chunk.request.prompt_tokens[start + 1 : end + 1]))
-            logit_tokens += range(first_token + start - chunk.start, first_token + end - chunk.start)
+            score_tokens += range(first_token + start - chunk.start, first_token + end - chunk.start)
         first_token += chunk.length
         if chunk.yields_token:
-            sample_rows.append(len(logit_tokens))
-            logit_tokens.append(first_token - 1)
-    return logit_tokens, sample_rows, scores
+            sample_tokens.append(first_token - 1)
+    return sample_tokens, score_tokens, scores
 
 
 def _scored_span(chunk: Chunk) -> tuple[int, int]:

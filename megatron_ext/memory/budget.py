@@ -14,6 +14,8 @@ DEFAULT_MAX_TOKENS = {"cpu": 2048, "cuda": 16384}
 HYBRID_BLOCK_MULTIPLE = 16
 AUTOMATIC_SNAPSHOT_SHARE = 0.25  # of the buffer, on top of it
 FEWEST_AUTOMATIC_SLOTS = 2
+# Log-probs are computed in pieces that take at most this, beside the pools: logits, a copy in fp32, its log-softmax.
+SCORING_BYTES = 256 * 1024**2
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -53,6 +53,7 @@ class Tokenizer(Protocol):
     eod: int | None  # ends a document, None if the tokenizer has no such token
     bos: int | None  # begins one
     vocab_size: int  # ids are below it
+    token_ids: range | frozenset[int]  # those that are tokens; a file may leave gaps
 
     def tokenize(self, text: str) -> list[int]:
         """Ids of a text, with the special tokens that the tokenizer itself adds."""
@@ -82,7 +83,7 @@ class NullTokenizer:
     def __init__(self, vocab_size: int) -> None:
         if vocab_size <= 0:
             raise ConfigError(f"vocabulary size {vocab_size} must be positive")
-        self.vocab_size = vocab_size
+        self.vocab_size, self.token_ids = vocab_size, range(vocab_size)
 
     def tokenize(self, text: str) -> list[int]:
         """Ids of a text such as "17 4 4".
@@ -123,7 +124,7 @@ class TextTokenizer:
         self._marked_special = marked_special(directory)
         file = path / TOKENIZER_FILE if path.is_dir() else path
         self._backend = _FastTokenizer(file) if os.path.lexists(file) else _AutoTokenizer(path)
-        self.vocab_size = self._backend.vocab_size
+        self.vocab_size, self.token_ids = self._backend.vocab_size, self._backend.token_ids
         special = special_ids(directory, self._backend.id_of)
         for label, token_id in (("end", special.eod), ("beginning", special.bos)):
             if token_id is not None and not 0 <= token_id < self.vocab_size:
@@ -220,7 +221,7 @@ class _FastTokenizer:
         # Saved truncation and padding belong to training batches: a prompt is neither cut nor filled up.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+        self.vocab_size, self.token_ids = _extent(self._tokenizer.get_vocab(with_added_tokens=True).values())
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text).ids
@@ -251,7 +252,7 @@ class _AutoTokenizer:
         except Exception as error:  # of files that others wrote transformers may raise anything
             reason = "it is code of its own (auto_map), which is never run" if brings_code else _first_line(error)
             raise ConfigError(f"{directory}: the tokenizer cannot be read: {reason}") from error
-        self.vocab_size = 1 + max(self._tokenizer.get_vocab().values(), default=-1)
+        self.vocab_size, self.token_ids = _extent(self._tokenizer.get_vocab().values())
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text)
@@ -265,6 +266,13 @@ class _AutoTokenizer:
     @property
     def wrapped(self) -> Any:
         return self._tokenizer
+
+
+def _extent(ids: Iterable[int]) -> tuple[int, range | frozenset[int]]:
+    """What all ids are below, and the ids."""
+    known = frozenset(ids)
+    size = 1 + max(known, default=-1)
+    return size, range(size) if len(known) == size else known
 
 
 def has_tokenizer(directory: Path) -> bool:

@@ -46,6 +46,7 @@ class RequestRecord:
     generated_log_probs: tuple[float, ...] | None
     prompt_top_n_log_probs: tuple[dict[int, float], ...] | None
     generated_top_n_log_probs: tuple[dict[int, float], ...] | None
+    is_fault: bool = False  # FAILED by an error of ours, not by what was asked
 
     @property
     def prompt_token_count(self) -> int:

@@ -66,6 +66,7 @@ class Request:
     status: Status | None = None  # None while it lives
     finish_reason: str | None = None
     error: str | None = None
+    is_fault: bool = False  # the error is ours
     generated_text: str | None = None  # set when a stop word cuts the text
     events: list[Event] = field(default_factory=list)
     arrival_wall_time: float = field(default_factory=time.time)
@@ -104,6 +105,18 @@ class Request:
         return self.generated_count >= self.params.min_tokens
 
     @property
+    def may_have_stopped(self) -> bool:
+        """Whether its newest token may have been the termination token, or have completed a stop word."""
+        return self.generated_count > self.params.min_tokens
+
+    @property
+    def reason_to_end(self) -> str | None:
+        """Why its newest token is its last, by id or count; None if it goes on. Stop words are matched elsewhere."""
+        if self.tokens[-1] == self.termination_id and self.may_have_stopped:
+            return "stop"
+        return "length" if self.generated_count >= self.params.num_tokens_to_generate else None
+
+    @property
     def digests(self) -> Sequence[Digest]:
         """Digests of the complete blocks of `tokens`; none for a request that stays away from the cache."""
         return () if self.chain is None else self.chain.extend(self.tokens)
@@ -133,6 +146,17 @@ class Request:
         """Prefill tokens computed for it so far, for the first time or again."""
         return self.ledger.computed + self.ledger.recomputed
 
+    @property
+    def latency(self) -> float:
+        """Seconds from submission to the end of a request that has ended."""
+        return self._end_timestamp - self.events[0].timestamp
+
+    @property
+    def ttft(self) -> float | None:
+        """Seconds from submission to the first token; None if none has come."""
+        first = next((event for event in self.events if event.type is EventType.FIRST_TOKEN), None)
+        return None if first is None else first.timestamp - self.events[0].timestamp
+
     def add_event(self, event_type: EventType, payload: str | None = None) -> None:
         """Note that something happens now."""
         self.events.append(Event.now(event_type, payload))
@@ -160,6 +184,16 @@ class Request:
     def end(self, status: Status, *, finish_reason: str | None = None, error: str | None = None) -> None:
         """Close the request's life."""
         assert self.status is None, f"request {self.request_id} ended twice"
+        self._close(status, finish_reason, error)
+
+    def revise(self, status: Status, *, finish_reason: str | None = None, error: str | None = None) -> None:
+        """Another outcome of a request that has ended: its last token completes a stop word, or its text fails."""
+        assert self.status is not None, f"request {self.request_id} is still alive"
+        if self.events[-1].type is EventType.FINISH:  # nobody has been told
+            self.events.pop()
+        self._close(status, finish_reason, error)
+
+    def _close(self, status: Status, finish_reason: str | None, error: str | None) -> None:
         self.status, self.finish_reason, self.error = status, finish_reason, error
         if status is Status.COMPLETED:
             self.add_event(EventType.FINISH)
@@ -171,9 +205,6 @@ class Request:
     def to_record(self, generated_text: str, prompt_text: str) -> RequestRecord:
         """The outcome, for the user."""
         assert self.status is not None, f"request {self.request_id} is still alive"
-        times = {event.type: event.timestamp for event in reversed(self.events)}  # the first of each type
-        added = times[EventType.ADD_ENGINE]
-        first_token = times.get(EventType.FIRST_TOKEN)
         log_probs = self.params.return_log_probs
         top_n = self.params.top_n_logprobs > 0
         prompt_log_probs = self.params.wants_prompt_log_probs
@@ -188,8 +219,8 @@ class Request:
             error=self.error,
             events=tuple(self.events),
             arrival_wall_time=self.arrival_wall_time,
-            latency=self._end_timestamp - added,
-            ttft=None if first_token is None else first_token - added,
+            latency=self.latency,
+            ttft=self.ttft,
             step_count=self.step_count,
             matched_block_count=self.ledger.matched_blocks or 0,
             skipped_prefill_token_count=self.ledger.skipped,
@@ -200,6 +231,7 @@ class Request:
             generated_log_probs=tuple(self.generated_log_probs) if log_probs else None,
             prompt_top_n_log_probs=tuple(self.prompt_top_n) if top_n and prompt_log_probs else None,
             generated_top_n_log_probs=tuple(self.generated_top_n) if top_n else None,
+            is_fault=self.is_fault,
         )
 
 

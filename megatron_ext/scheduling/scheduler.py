@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from megatron_ext.config import EvictionPolicyName
 from megatron_ext.prefix_cache.block_pool import BlockPool
@@ -20,6 +21,8 @@ from megatron_ext.scheduling.request import Chunk, Request
 from megatron_ext.scheduling.rows import RowPool
 from megatron_ext.scheduling.snapshots import Snapshot, prefill_positions
 
+NO_TOKENS: Mapping[int, int] = MappingProxyType({})
+
 
 @dataclass
 class Counters:
@@ -30,6 +33,7 @@ class Counters:
     hits: int = 0  # admissions that skipped something
     blocks_matched: int = 0
     skipped_tokens: int = 0  # prompt tokens that no layer computed
+    prefill_tokens: int = 0  # prefill tokens computed, for the first time or again
     coordination_waits: int = 0  # requests that waited for another one's prefix
 
 
@@ -192,14 +196,46 @@ class Scheduler:
             if in_decode:
                 request.decode_snapshot = digest
 
-    def commit(self, chunks: Iterable[Chunk]) -> None:
-        """The forward of `chunks` has succeeded: their tokens are computed, and complete blocks can be found."""
+    def commit(self, chunks: Iterable[Chunk], sampled: Mapping[int, int] = NO_TOKENS) -> list[Request]:
+        """The step's computation has succeeded. This is the one transition at its end, and it cannot fail.
+
+        Computed intervals and ledgers grow, complete blocks and the snapshots passed can be found, new tokens are
+        appended, and who got the last one, by its id or by count, ends. Texts come later, and undo nothing of this.
+
+        Args:
+            chunks: What was computed.
+            sampled: Request id -> new token, for chunks that yield one.
+
+        Returns:
+            Who has ended.
+        """
+        chunks = tuple(chunks)
+        self._advance(chunks)
+        return self._extend([chunk.request for chunk in chunks], sampled)
+
+    def _advance(self, chunks: Sequence[Chunk]) -> None:
+        """The tokens of `chunks` are computed, and complete blocks can be found."""
         for chunk in chunks:
             request = chunk.request
             assert chunk.start == request.computed_end, (chunk.start, request.computed_end)
+            before = request.prefill_token_count
             request.advance(chunk.end)
+            self.counters.prefill_tokens += request.prefill_token_count - before
             self._publish(request)
             self._show_snapshots(request)
+
+    def _extend(self, requests: Sequence[Request], sampled: Mapping[int, int]) -> list[Request]:
+        """Give each request its new token, when all that the step computed can be found; who ends with it."""
+        ended = []
+        for request in requests:
+            if request.request_id not in sampled:
+                continue
+            request.append(sampled[request.request_id])
+            reason = request.reason_to_end
+            if reason is not None:
+                self.end(request, Status.COMPLETED, finish_reason=reason)
+                ended.append(request)
+        return ended
 
     def _show_snapshots(self, request: Request) -> None:
         """The states at the positions that the request has now reached are in their slots: let others find them."""

@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 from megatron_ext.config import RequestParams, RunConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.models.tokenizer import Tokenizer
+from megatron_ext.scheduling.vocabulary import Vocabulary
 
 STANDARD_INPUT = "-"
 _CONTENT_FIELDS = ("text", "token_ids")
@@ -95,20 +96,18 @@ def check_tokens(prompts: Iterable[Prompt], tokenizer: Tokenizer, vocab_size: in
     """See that a model with this tokenizer and vocabulary can read every prompt, before the first one runs.
 
     Raises:
-        ConfigError: For the first prompt that has no token, or an id outside the vocabulary; names where it was read.
+        ConfigError: For the first prompt that has no token, or an id that is none; names where it was read.
     """
+    vocabulary = Vocabulary(tokenizer, vocab_size)
     for prompt in prompts:
         try:
             is_text = isinstance(prompt.content, str)
             tokens = tokenizer.tokenize(prompt.content) if is_text else prompt.content
+            vocabulary.check_prompt(tokens)
         except ConfigError as error:
             raise ConfigError(f"{prompt.source}: {error}") from None
         if not tokens:
             raise ConfigError(f"{prompt.source}: the tokenizer makes no token of {_shown(prompt.content)}")
-        if max(tokens) >= vocab_size:
-            raise ConfigError(
-                f"{prompt.source}: token id {max(tokens)} is not in the vocabulary; ids go from 0 to {vocab_size - 1}"
-            )
 
 
 def _parse_line(line: bytes, defaults: RequestParams, source: str) -> Prompt:

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from megatron_ext.models.tokenizer import Tokenizer
 from megatron_ext.scheduling.record import RequestRecord, Status
 from megatron_ext.scheduling.stopping import INCOMPLETE
-from megatron_ext.serving.server.engine_loop import Progress, Ticket
+from megatron_ext.scheduling.vocabulary import Vocabulary
 from megatron_ext.serving.server.errors import FAULT, ApiError
+from megatron_ext.serving.server.progress import Progress, Ticket
 
 LEAST_LOG_PROB = -9999.0  # JSON has no infinity
 
@@ -52,7 +52,7 @@ def finished(ticket: Ticket) -> RequestRecord:
         raise ticket.error
     record = ticket.record
     if record.status is Status.FAILED:
-        raise ApiError(400, record.error)
+        raise ApiError(500, record.error, kind=FAULT) if record.is_fault else ApiError(400, record.error)
     if record.status is Status.ABORTED:
         raise ApiError(500, "the request was aborted", kind=FAULT)
     return record
@@ -121,17 +121,17 @@ class CompletionReply(_Envelope):
 
     Args:
         model: The name it is served under.
-        tokenizer: To show single tokens.
+        vocabulary: To show single tokens.
         choices: Of each prompt.
         has_scores: Whether log-probs were asked for.
         echoes: The text of the prompt of each choice, if it comes before the answer.
     """
 
     def __init__(
-        self, model: str, tokenizer: Tokenizer, choices: int, *, has_scores: bool, echoes: Sequence[str] | None
+        self, model: str, vocabulary: Vocabulary, choices: int, *, has_scores: bool, echoes: Sequence[str] | None
     ) -> None:
         super().__init__(model, choices, "cmpl")
-        self._tokenizer = tokenizer
+        self._vocabulary = vocabulary
         self._has_scores = has_scores
         self._echoes = echoes
         self._offsets: Counter[int] = Counter()  # characters of the tokens shown so far, by choice
@@ -162,7 +162,7 @@ class CompletionReply(_Envelope):
         return prompt_scores(source) if self._has_scores else []
 
     def _log_probs(self, index: int, scores: Sequence[Scored]) -> dict[str, Any]:
-        texts = [shown(self._tokenizer, one.token) for one in scores]
+        texts = [shown(self._vocabulary, one.token) for one in scores]
         offsets = []
         for text in texts:
             offsets.append(self._offsets[index])
@@ -179,7 +179,7 @@ class CompletionReply(_Envelope):
         if one.log_prob is None:
             return None
         ranked = sorted((one.best | {one.token: one.log_prob}).items(), key=lambda item: item[1])
-        return {shown(self._tokenizer, token): finite(log_prob) for token, log_prob in ranked}
+        return {shown(self._vocabulary, token): finite(log_prob) for token, log_prob in ranked}
 
 
 class ChatReply(_Envelope):
@@ -187,14 +187,14 @@ class ChatReply(_Envelope):
 
     Args:
         model: The name it is served under.
-        tokenizer: To show single tokens.
+        vocabulary: To show single tokens.
         choices: Of the conversation.
         has_scores: Whether log-probs were asked for.
     """
 
-    def __init__(self, model: str, tokenizer: Tokenizer, choices: int, *, has_scores: bool) -> None:
+    def __init__(self, model: str, vocabulary: Vocabulary, choices: int, *, has_scores: bool) -> None:
         super().__init__(model, choices, "chatcmpl")
-        self._tokenizer = tokenizer
+        self._vocabulary = vocabulary
         self._has_scores = has_scores
 
     def envelope(self, *, is_part: bool) -> dict[str, Any]:
@@ -230,14 +230,14 @@ class ChatReply(_Envelope):
         return {"content": content, "refusal": None}
 
     def _token(self, token: int, log_prob: float) -> dict[str, Any]:
-        text = shown(self._tokenizer, token)
+        text = shown(self._vocabulary, token)
         is_whole = INCOMPLETE not in text
         return {"token": text, "logprob": finite(log_prob), "bytes": list(text.encode()) if is_whole else None}
 
 
-def shown(tokenizer: Tokenizer, token: int) -> str:
+def shown(vocabulary: Vocabulary, token: int) -> str:
     """One token by itself."""
-    return tokenizer.detokenize([token], skip_special_tokens=False)
+    return vocabulary.detokenize([token], skip_special_tokens=False)
 
 
 def finite(log_prob: float | None) -> float | None:

@@ -67,6 +67,7 @@ class Serving:
         self.history = History(self.metrics)
         self.loop = EngineLoop(self.engine, self.metrics, self.settings.max_waiting_requests)
         self.tokenizer: Tokenizer = self.engine.controller.tokenizer
+        self.vocabulary = self.engine.controller.vocabulary
         self.chat = ChatFormat(self.tokenizer, parse_control=self.settings.chat_control_tokens == "parse")
         geometry = self.engine.geometry
         self.room = Room(self.engine.context.max_sequence_length, geometry.blocks * geometry.block_size_tokens)
@@ -164,10 +165,12 @@ async def create_completion(body: CompletionRequest, request: Request, serving: 
     choices = body.n or 1
     echoes = None
     if body.echo:
-        texts = [prompt if isinstance(prompt, str) else serving.tokenizer.detokenize(prompt) for prompt in body.prompts]
+        texts = [
+            prompt if isinstance(prompt, str) else serving.vocabulary.detokenize(prompt) for prompt in body.prompts
+        ]
         echoes = [text for text in texts for _ in range(choices)]
     reply = CompletionReply(
-        serving.model, serving.tokenizer, choices, has_scores=body.logprobs is not None, echoes=echoes
+        serving.model, serving.vocabulary, choices, has_scores=body.logprobs is not None, echoes=echoes
     )
     return await _answer(request, serving, body, jobs, reply)
 
@@ -178,7 +181,7 @@ async def create_chat_completion(body: ChatRequest, request: Request, serving: H
     serving.check_model(body)
     prompt = await serving.tokenize_chat(body.messages)
     jobs = chat_jobs(body, prompt, serving.room, serving.chat)
-    reply = ChatReply(serving.model, serving.tokenizer, body.n or 1, has_scores=bool(body.logprobs))
+    reply = ChatReply(serving.model, serving.vocabulary, body.n or 1, has_scores=bool(body.logprobs))
     return await _answer(request, serving, body, jobs, reply)
 
 
@@ -198,7 +201,7 @@ async def _answer(
         raise
     if not body.stream:
         return _json(whole(reply, records))
-    source = events(exchange, reply, serving.tokenizer.detokenize, with_usage=body.includes_usage)
+    source = events(exchange, reply, serving.vocabulary.detokenize, with_usage=body.includes_usage)
     return EventStream(exchange, source)
 
 
@@ -210,7 +213,8 @@ def _json(content: Any) -> Response:
 async def health(serving: Here) -> JSONResponse:
     """200 while the engine steps without failing."""
     is_healthy = serving.loop.is_healthy
-    return JSONResponse({"status": "ok" if is_healthy else "failing"}, 200 if is_healthy else 503)
+    body = {"status": "ok" if is_healthy else "failing", "errors": serving.loop.error_count}
+    return JSONResponse(body, 200 if is_healthy else 503)
 
 
 @router.get("/metrics")

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 import math
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,57 +19,19 @@ from typing import TypeVar
 import torch
 
 from megatron_ext.mcore.engine import InferenceEngine
+from megatron_ext.mcore.faults import Faults
 from megatron_ext.scheduling.record import RequestRecord, Status
 from megatron_ext.scheduling.request import Request
 from megatron_ext.serving.server.errors import ApiError, engine_fault, overloaded, shutting_down
 from megatron_ext.serving.server.metrics import EngineState, Metrics
+from megatron_ext.serving.server.progress import Progress, Ticket, TokenClock
 from megatron_ext.serving.server.sampling import Job
-
-logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
 FAILED_STEPS = 3  # in a row: then the requests are given up
 LATENCIES = 32  # of the last requests; how long a new one will take, roughly
 LONGEST_RETRY = 60  # seconds
-
-
-@dataclass(frozen=True)
-class Progress:
-    """What a living request has so far; the names are those of `RequestRecord`."""
-
-    prompt_tokens: tuple[int, ...]
-    generated_tokens: tuple[int, ...]
-    generated_log_probs: tuple[float, ...]
-    generated_top_n_log_probs: tuple[dict[int, float], ...]
-    prompt_log_probs: tuple[float, ...]
-    prompt_top_n_log_probs: tuple[dict[int, float], ...]
-
-    @classmethod
-    def of(cls, request: Request) -> Progress:
-        """A copy, for another thread."""
-        return cls(
-            request.prompt_tokens,
-            tuple(request.generated_tokens),
-            tuple(request.generated_log_probs),
-            tuple(request.generated_top_n),
-            tuple(request.prompt_log_probs),
-            tuple(request.prompt_top_n),
-        )
-
-
-@dataclass(eq=False)
-class Ticket:
-    """A request in the engine, as the event loop sees it.
-
-    Only the latest progress is kept, so a client that reads slowly costs no memory.
-    """
-
-    request_id: int
-    job: Job
-    progress: Progress | None = None
-    record: RequestRecord | None = None  # once it has ended
-    error: ApiError | None = None  # once it was given up
 
 
 @dataclass(eq=False)
@@ -112,9 +72,17 @@ class _StepNews:
     has_computed: bool
     has_more: bool  # something is left to be done or reported
 
+    @property
+    def request_ids(self) -> list[int]:
+        """Of all requests that there is news of."""
+        return [*self.progress, *(record.request_id for record in self.records)]
+
 
 class EngineLoop:
     """Steps the engine as long as there are requests.
+
+    A step that fails is tried again. What fails beside it ends the requests that it concerns, or nobody; the loop goes
+    on, and counts it.
 
     Args:
         engine: Nobody else may touch it from now on.
@@ -137,9 +105,11 @@ class EngineLoop:
         self._latencies: deque[float] = deque(maxlen=LATENCIES)
         self._is_closed = False
         self._has_more = False  # in the engine, as of the last step
+        self._failures = 0  # steps, in a row
+        self._faults = Faults("the server")  # the event loop's own; what the engine thread meets counts with the engine
         self.is_healthy = True  # until a step fails, and again when one has computed something
         self._watched: set[int] = set()  # streamed requests; the engine thread's own
-        self._clock = _TokenClock()  # the engine thread's own
+        self._clock = TokenClock()  # the engine thread's own
 
     # Called by the event loop
 
@@ -161,6 +131,11 @@ class EngineLoop:
         self._thread.shutdown()
         self._steps.run_until_complete(_settle())
         self._steps.close()
+
+    @property
+    def error_count(self) -> int:
+        """What has gone wrong since the start: failed steps, and everything that a request or nobody paid for."""
+        return self._faults.count + self._engine.faults.count
 
     @property
     def living(self) -> int:
@@ -224,7 +199,6 @@ class EngineLoop:
         return await self.call(self._engine.prefix_cache_statistics)
 
     async def _run(self) -> None:
-        failures = 0
         while True:
             if not self._exchanges and not self._has_more:
                 self._work.clear()
@@ -232,32 +206,61 @@ class EngineLoop:
             try:
                 news = await self.call(self._step)
             except Exception as error:
-                failures += 1
-                self.is_healthy = self._has_more = False
-                self._metrics.step_failures.inc()
-                logger.exception("an engine step failed, %d in a row", failures)
-                if failures >= FAILED_STEPS:
-                    self.give_up(engine_fault(error))
-                    failures, self._has_more = 0, True  # one more step, to close the engine's books on them
+                self._note_failed_step(error)
                 continue
-            failures = 0
+            self._failures = 0
             self.is_healthy = self.is_healthy or news.has_computed
             self._has_more = news.has_more
-            self._deliver(news)
+            try:
+                self._deliver(news)
+            except Exception as error:
+                self._fail(news.request_ids, error)
+
+    def _note_failed_step(self, error: Exception) -> None:
+        """Its requests wait for the next one; after several in a row all are given up."""
+        self._failures += 1
+        self.is_healthy = self._has_more = False
+        self._faults.note(f"an engine step, {self._failures} in a row,", error)
+        with self._faults.absorbed("the count of failed steps"):
+            self._metrics.step_failures.inc()
+        if self._failures >= FAILED_STEPS:
+            self.give_up(engine_fault(error))
+            self._failures, self._has_more = 0, True  # one more step, to close the engine's books on them
 
     def _deliver(self, news: _StepNews) -> None:
         for request_id, progress in news.progress.items():
+            self._hand_over(request_id, progress)
+        for record in news.records:
+            self._hand_over(record.request_id, record)
+            with self._faults.absorbed("the metrics of a request"):
+                self._metrics.observe(record)
+                self._latencies.append(record.latency)
+
+    def _hand_over(self, request_id: int, news: Progress | RequestRecord) -> None:
+        """Let a ticket have its news; what fails here ends this request only."""
+        if request_id not in self._exchanges:
+            return
+        ticket, exchange = self._exchanges[request_id]
+        try:
+            if isinstance(news, RequestRecord):
+                ticket.record = news
+                self._forget([ticket])
+            else:
+                ticket.progress = news
+            exchange.news.set()
+        except Exception as error:
+            self._exchanges[request_id] = ticket, exchange
+            self._fail([request_id], error)
+
+    def _fail(self, request_ids: Iterable[int], error: Exception) -> None:
+        """What was to be delivered to these requests is lost: they end with the error, in the engine too."""
+        self._faults.note("a delivery", error)
+        for request_id in request_ids:
             if request_id in self._exchanges:
                 ticket, exchange = self._exchanges[request_id]
-                ticket.progress = progress
-                exchange.news.set()
-        for record in news.records:
-            self._metrics.observe(record)
-            self._latencies.append(record.latency)
-            known = self._exchanges.pop(record.request_id, None)
-            if known is not None:
-                ticket, exchange = known
-                ticket.record = record
+                self._forget([ticket])
+                ticket.error = engine_fault(error)
+                self.abort([ticket])
                 exchange.news.set()
 
     def _forget(self, tickets: Iterable[Ticket]) -> None:
@@ -270,7 +273,8 @@ class EngineLoop:
         try:
             return function(*arguments)
         finally:
-            self._metrics.state = EngineState.of(self._engine)
+            with self._engine.faults.absorbed("the metrics of the engine"):
+                self._metrics.state = EngineState.of(self._engine)
 
     def _add(self, exchange: Exchange) -> None:
         ids = []
@@ -290,46 +294,38 @@ class EngineLoop:
                 self._engine.abort_request(request_id)
             except KeyError:  # has ended in the meantime
                 continue
-            except Exception:
-                logger.exception("request %d cannot be aborted", request_id)
+            except Exception as error:
+                self._engine.faults.note(f"the end of request {request_id}", error)
 
     def _step(self) -> _StepNews:
         result = self._engine.step_modern()
         records = result["finished_request_records"]
         active = [self._engine.get_request(request_id) for request_id in result["active_request_ids"]]
+        with self._engine.faults.absorbed("the metrics of a step"):
+            self._observe_tokens(active, records)
+        progress = self._progress(active)
+        self._watched -= {record.request_id for record in records}
+        has_computed = bool(active) or any(record.status is Status.COMPLETED for record in records)
+        return _StepNews(progress, records, has_computed, self._engine.has_unfinished_requests())
+
+    def _observe_tokens(self, active: Sequence[Request], records: Sequence[RequestRecord]) -> None:
         counts = {request.request_id: request.generated_count for request in active}
         counts |= {record.request_id: len(record.generated_tokens) for record in records}
         for gap in self._clock.gaps(counts):
             self._metrics.inter_token.observe(gap)
         for record in records:
-            self._watched.discard(record.request_id)
             self._clock.forget(record.request_id)
-        progress = {r.request_id: Progress.of(r) for r in active if r.request_id in self._watched and r.generated_count}
-        has_computed = bool(active) or any(record.status is Status.COMPLETED for record in records)
-        return _StepNews(progress, records, has_computed, self._engine.has_unfinished_requests())
 
-
-class _TokenClock:
-    """When each request got its last token."""
-
-    def __init__(self) -> None:
-        self._last: dict[int, tuple[int, float]] = {}  # request id -> tokens then, and seconds
-
-    def gaps(self, counts: dict[int, int]) -> list[float]:
-        """Seconds since the token before, of each request that got one that is not its first."""
-        now = time.monotonic()
-        found = []
-        for request_id, count in counts.items():
-            before, moment = self._last.get(request_id, (0, now))
-            if count > before:
-                self._last[request_id] = count, now
-                if before:
-                    found.append(now - moment)
-        return found
-
-    def forget(self, request_id: int) -> None:
-        """The request has ended."""
-        self._last.pop(request_id, None)
+    def _progress(self, active: Sequence[Request]) -> dict[int, Progress]:
+        """Of the streamed ones; a request whose progress cannot be told fails."""
+        progress = {}
+        for request in active:
+            if request.request_id in self._watched and request.generated_count:
+                try:
+                    progress[request.request_id] = Progress.of(request)
+                except Exception as error:
+                    self._engine.fail_request(request.request_id, error)
+        return progress
 
 
 async def _settle() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any
 
@@ -12,8 +13,11 @@ from starlette.types import Receive, Scope, Send
 
 from megatron_ext.scheduling.text_stream import TextStream
 from megatron_ext.serving.server.answers import Reply, Scored, finished, generated_scores, usage
-from megatron_ext.serving.server.engine_loop import Exchange, Ticket
-from megatron_ext.serving.server.errors import ApiError, ClientGone
+from megatron_ext.serving.server.engine_loop import Exchange
+from megatron_ext.serving.server.errors import ApiError, ClientGone, engine_fault
+from megatron_ext.serving.server.progress import Ticket
+
+logger = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
 
@@ -83,6 +87,10 @@ async def events(
             await exchange.next_news()
     except ApiError as error:
         yield event(error.to_dict())
+        return
+    except Exception as error:  # of a text: it is this answer's alone
+        logger.exception("a stream failed")
+        yield event(engine_fault(error).to_dict())
         return
     if with_usage:
         records = [ticket.record for ticket in exchange.tickets]

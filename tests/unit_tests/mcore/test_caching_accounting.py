@@ -186,7 +186,7 @@ def test_the_log_line(warm, caplog):
     """FX-6: computed and skipped tokens, cached and evictable blocks."""
     warm.engine.inference_logging_step_interval = 1
     warm.add(1, PROMPT, num_tokens_to_generate=1)
-    with caplog.at_level("INFO", logger="megatron_ext.mcore.engine"):
+    with caplog.at_level("INFO", logger="megatron_ext.mcore.statistics"):
         warm.run()
     line = caplog.records[-1].getMessage()
     assert "0 decode + 7 prefill tokens" in line

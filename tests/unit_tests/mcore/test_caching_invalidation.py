@@ -109,8 +109,47 @@ class TestForgetting:
 
 
 def overwrite(model: torch.nn.Module, seed: int) -> None:
-    """New weights, in place."""
+    """New weights, in place, in a way that nothing notices."""
+    new = dict(build_slow_decay(ATTENTION_ONLY, seed=seed).named_parameters())
+    for name, parameter in model.named_parameters():
+        parameter.data.copy_(new[name].data)
+
+
+def load(model: torch.nn.Module, seed: int) -> None:
     model.load_state_dict(build_slow_decay(ATTENTION_ONLY, seed=seed).state_dict())
+
+
+def assign(model: torch.nn.Module, seed: int) -> None:
+    """By the hook alone: the new tensors' counters are where the old ones' were."""
+    new = build_slow_decay(ATTENTION_ONLY, seed=seed)
+    model.load_state_dict(new.state_dict(keep_vars=True), assign=True)
+
+
+def load_part_by_part(model: torch.nn.Module, seed: int) -> None:
+    new = build_slow_decay(ATTENTION_ONLY, seed=seed)
+    for part, new_part in zip(model.children(), new.children(), strict=True):
+        part.load_state_dict(new_part.state_dict())
+
+
+def edit(model: torch.nn.Module, seed: int) -> None:
+    new = dict(build_slow_decay(ATTENTION_ONLY, seed=seed).named_parameters())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(new[name])
+
+
+def edit_one(model: torch.nn.Module, seed: int) -> None:
+    """One number of one tensor."""
+    with torch.inference_mode():
+        next(model.parameters())[5, 7] += seed
+
+
+def replace(model: torch.nn.Module, seed: int) -> None:
+    """Other tensors in their places."""
+    new = build_slow_decay(ATTENTION_ONLY, seed=seed)
+    for module, new_module in zip(model.modules(), new.modules(), strict=True):
+        for name, parameter in new_module.named_parameters(recurse=False):
+            setattr(module, name, parameter)
 
 
 class TestNewWeights:
@@ -136,8 +175,57 @@ class TestNewWeights:
         for request_id in (1, 2):
             assert_equals_oracle(driver, request_id, new)
 
+    @pytest.mark.parametrize("write", [load, assign, load_part_by_part, edit, edit_one, replace])
+    def test_what_is_noticed_without_a_call(self, driver, write):
+        """EX-4: a request in flight goes on; the next step matches nothing old, and publishes what is new."""
+        model = driver.engine.controller.inference_wrapped_model.model
+        driver.add(0, PROMPT)
+        driver.run()
+        write(model, seed=6)
+        for request_id in (1, 2):
+            driver.add(request_id, PROMPT)
+            driver.run()
+        assert driver.skipped(1, 2) == [0, 96]
+        for request_id in (1, 2):
+            assert_equals_oracle(driver, request_id, Oracle(model))
+
+    def test_steps_alone_change_nothing(self, driver):
+        """Negative control: what the engine's own steps do to the model is not a change of weights."""
+        for request_id in range(3):
+            driver.add(request_id, PROMPT)
+            driver.run()
+        assert driver.skipped(0, 1, 2) == [0, 96, 96]
+
+    def test_parameters_of_inference_mode(self):
+        """EX-4: they have no version counter; they are served, and the hook covers them."""
+        with torch.inference_mode():
+            model = build_slow_decay(ATTENTION_ONLY)
+        driver = CachingDriver(model, ATTENTION_ONLY)
+        driver.add(0, PROMPT)
+        driver.run()
+        with torch.inference_mode():
+            load(model, seed=6)
+        driver.add(1, PROMPT)
+        driver.run()
+        assert driver.skipped(1) == [0]
+        assert_equals_oracle(driver, 1, Oracle(model))
+
+    def test_two_engines_notice_a_load_each_by_itself(self, driver):
+        """EX-4: each notices by itself, once."""
+        model = driver.engine.controller.inference_wrapped_model.model
+        drivers = (driver, CachingDriver(model, ATTENTION_ONLY))
+        for one in drivers:
+            one.add(0, PROMPT)
+            one.run()
+        load(model, seed=6)
+        for one in drivers:
+            for request_id in (1, 2):
+                one.add(request_id, PROMPT)
+                one.run()
+            assert one.skipped(1, 2) == [0, 96]
+
     def test_nobody_told_the_engine(self, driver):
-        """Negative control: without the call old KV is matched, and the comparison sees it."""
+        """Negative control, EX-4: writes through `data` without the call match old KV, and the comparison sees it."""
         model = driver.engine.controller.inference_wrapped_model.model
         driver.add(0, PROMPT)
         driver.run()

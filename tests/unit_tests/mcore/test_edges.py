@@ -147,7 +147,7 @@ class TestNonsense:
             driver.add(0, [4])
         driver.run()
         driver.records.clear()
-        driver.engine.lifetime_prefill_token_count = 0
+        driver.scheduler.counters.prefill_tokens = 0
         driver.add(0, [4])  # and now it is not
         driver.run()
 

@@ -117,7 +117,7 @@ def test_a_logged_step_says_what_happened(get_driver, caplog):
     driver = get_driver(max_tokens=40)
     driver.engine.inference_logging_step_interval = 2
     driver.add(0, make_prompt(50), num_tokens_to_generate=4)
-    with caplog.at_level("INFO", logger="megatron_ext.mcore.engine"):
+    with caplog.at_level("INFO", logger="megatron_ext.mcore.statistics"):
         driver.run()
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 2

@@ -144,3 +144,19 @@ def test_ids_as_text() -> None:
 def test_words_that_are_no_ids(word: str) -> None:
     with pytest.raises(ConfigError, match=f"'{word}' is no token id; the NullTokenizer takes ids from 0 to 19"):
         NullTokenizer(20).tokenize(f"1 {word}")
+
+
+def test_ids_that_are_tokens(tmp_path):
+    """SE-2: gaps of a file are known, and cost nothing where ids are far apart."""
+    assert NullTokenizer(7).token_ids == range(7)
+    content = {
+        "version": "1.0",
+        "added_tokens": [],
+        "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1, "c": 4_000_000_000}, "unk_token": "a"},
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer = TextTokenizer(tmp_path)
+    assert tokenizer.token_ids == {0, 1, 4_000_000_000}
+    content["model"]["vocab"] = {"a": 0, "b": 1, "c": 2}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    assert TextTokenizer(tmp_path).token_ids == range(3)

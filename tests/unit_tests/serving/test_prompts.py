@@ -176,7 +176,9 @@ class TestCheckTokens:
         self.check((0, 99), "0 99")
 
     def test_an_id_outside_the_vocabulary(self):
-        with pytest.raises(ConfigError, match=r"^line 2: token id 100 is not in the vocabulary; ids go from 0 to 99$"):
+        with pytest.raises(
+            ConfigError, match=r"^line 2: token id 100 is not in the vocabulary of 100; ids go from 0 to 99$"
+        ):
             self.check((0,), (1, 100))
 
     def test_a_text_that_is_no_list_of_ids(self):

@@ -6,7 +6,7 @@ The contents of a block are everything before its end: the salt, and all tokens 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from megatron_ext.config import EvictionPolicyName
 from megatron_ext.scheduling.planner import Admission, StepPlan
@@ -76,7 +76,7 @@ class CacheModel:
     """Watches one scheduler with caching on, and asserts that each step's plan is what token lists say.
 
     Args:
-        scheduler: Its `schedule`, `commit` and `reset_prefix_cache` are wrapped.
+        scheduler: Its `schedule`, `reset_prefix_cache` and the part of `commit` that publishes are wrapped.
         policy: With "lru", matches are exact until something has been evicted, and bounded from then on; with
             "ref_zero" they are always exact.
     """
@@ -88,9 +88,9 @@ class CacheModel:
         self.books: dict[int, Book] = {}
         self._ever: set[Contents] = set()
         self._stale: set[int] = set()  # requests that run since before the last reset, and publish nothing
-        self._schedule, self._commit = scheduler.schedule, scheduler.commit
+        self._schedule, self._advance = scheduler.schedule, scheduler._advance
         self._reset = scheduler.reset_prefix_cache
-        scheduler.schedule, scheduler.commit, scheduler.reset_prefix_cache = self.schedule, self.commit, self.reset
+        scheduler.schedule, scheduler._advance, scheduler.reset_prefix_cache = self.schedule, self.advance, self.reset
 
     # What token lists say
 
@@ -168,8 +168,8 @@ class CacheModel:
         book = self.books.setdefault(request.request_id, Book(request, self.block_size))
         book.admit(start, matched)
 
-    def commit(self, chunks: Iterable[Chunk]) -> None:
-        self._commit(chunks)
+    def advance(self, chunks: Sequence[Chunk]) -> None:
+        self._advance(chunks)
         for chunk in chunks:
             self.books[chunk.request.request_id].compute(chunk.start, chunk.end)
         batch = self._batch()

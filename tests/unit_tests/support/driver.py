@@ -141,9 +141,9 @@ class Driver:
             self.context.live_states.ssm[:, row].fill_(torch.nan)
 
     def watch_scheduler(self) -> None:
-        """Wrap what frees blocks and rows, and what commits; again after the engine was reset."""
+        """Wrap what frees blocks and rows, and what is computed; again after the engine was reset."""
         blocks, rows, scheduler = self.scheduler.blocks, self.scheduler.rows, self.scheduler
-        release, restore, give_back, commit = blocks.release, blocks.restore, rows.give_back, scheduler.commit
+        release, restore, give_back, advance = blocks.release, blocks.restore, rows.give_back, scheduler._advance
 
         def release_poisoned(released: Sequence[int]) -> None:
             release(released)
@@ -158,15 +158,15 @@ class Driver:
             give_back(row)
             self._poison_row(row)
 
-        def commit_watched(chunks: Sequence[Chunk]) -> None:
-            commit(chunks)
+        def advance_watched(chunks: Sequence[Chunk]) -> None:
+            advance(chunks)
             self.fewest_free_blocks = min(self.fewest_free_blocks, self.free_blocks)
             self.steps.append(tuple((c.request.request_id, c.start, c.end) for c in chunks))
             for chunk in chunks:
                 self._note_states(chunk)
 
         blocks.release, blocks.restore = release_poisoned, restore_poisoned
-        rows.give_back, scheduler.commit = give_back_poisoned, commit_watched
+        rows.give_back, scheduler._advance = give_back_poisoned, advance_watched
 
     # Watching
 
@@ -184,7 +184,7 @@ class Driver:
         def forward_watched(inputs: dict) -> Tensor:
             logits = self._run_forward(forward, inputs)
             step = self.context.step
-            for chunk, row in zip(step.sampling_chunks, step.sample_rows, strict=True):
+            for row, chunk in enumerate(step.sampling_chunks):
                 self.seen[chunk.request.request_id].logits[chunk.end].append(logits[0, row].clone())
             return logits
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import pytest
 
@@ -159,9 +159,9 @@ class HybridModel(CacheModel):
         book = self.books.setdefault(request.request_id, HybridBook(request, self.block_size))
         book.admit(start, matched)
 
-    def commit(self, chunks: Iterable[Chunk]) -> None:
+    def advance(self, chunks: Sequence[Chunk]) -> None:
         self._drop_unused()
-        super().commit(chunks)
+        super().advance(chunks)
         batch = self._batch()
         for chunk in chunks:
             if chunk.request in batch:

@@ -139,10 +139,10 @@ class TestEngineThatFails:
         with pytest.raises(openai.InternalServerError, match="MemoryError"):
             failing.client().completions.create(model="tiny", prompt=[5, 6, 7], stream=stream)
         failing.check_idle()
-        assert failing.http.get("/health").json() == {"status": "failing"}
+        assert failing.http.get("/health").json()["status"] == "failing"
         assert failing.metric("requests_running") == failing.metric("requests_waiting") == 0
         assert failing.http.post("/v1/completions", json={"prompt": [5]}).status_code == 200
-        assert failing.http.get("/health").json() == {"status": "ok"}
+        assert failing.http.get("/health").json()["status"] == "ok"
         failing.check_idle()
         assert failing.metric("step_failures_total") >= 3
 

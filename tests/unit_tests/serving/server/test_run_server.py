@@ -110,7 +110,7 @@ class TestProcess:
         """EX-6: sizes are printed; the exit code after a signal is 0."""
         process, url, lines = started
         assert any("64 blocks of 16 tokens" in line for line in lines)
-        assert httpx.get(f"{url}/health", timeout=PATIENCE).json() == {"status": "ok"}
+        assert httpx.get(f"{url}/health", timeout=PATIENCE).json()["status"] == "ok"
         body = {"prompt": [1, 2], "max_tokens": 400, "stream": True, "stream_options": {"include_usage": True}}
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=PATIENCE) as response:
             events = response.iter_lines()

@@ -1,0 +1,63 @@
+"""Log-probs of tokens, a few rows at a time: the logits of a long prompt are never all there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_ext.memory.budget import SCORING_BYTES
+
+TopN = dict[int, float]
+
+# Of one row, at most: the output layer's logits, their copy in fp32, and its log-softmax.
+_BYTES_PER_LOGIT = 12
+
+
+@dataclass(frozen=True)
+class Score:
+    """The log-prob of a token, and the best alternatives (empty if nobody asked)."""
+
+    log_prob: float
+    top_n: TopN
+
+
+def rows_at_once(vocabulary: int) -> int:
+    """How many rows of logits are scored together, within `SCORING_BYTES`."""
+    return max(1, SCORING_BYTES // (_BYTES_PER_LOGIT * vocabulary))
+
+
+def score_rows(
+    logits_of: Callable[[slice], Tensor], vocabulary: int, targets: Tensor, top_n: Sequence[int]
+) -> tuple[Score, ...]:
+    """Score k tokens; a row's scores depend on nothing but that row.
+
+    Results reach the host in one read-back per kind, after everything is enqueued.
+
+    Args:
+        logits_of: Rows [i, j) of k -> their logits, [j - i, V].
+        vocabulary: V.
+        targets: Token ids, [k] int64.
+        top_n: How many of the best each row is to list, k numbers.
+    """
+    most, at_once = min(max(top_n, default=0), vocabulary), rows_at_once(vocabulary)
+    chosen, values, ids = [], [], []
+    for start in range(0, len(targets), at_once):
+        rows = slice(start, start + at_once)
+        log_probs = logits_of(rows).float().log_softmax(-1)
+        chosen.append(log_probs.gather(1, targets[rows, None])[:, 0])
+        if most:
+            best = log_probs.topk(most, dim=-1)
+            values.append(best.values)
+            ids.append(best.indices)
+    listed = zip(torch.cat(ids).tolist(), torch.cat(values).tolist(), strict=True) if most else [((), ())] * len(top_n)
+    return tuple(
+        Score(log_prob, dict(zip(row_ids[:n], row_values[:n], strict=True)))
+        for log_prob, (row_ids, row_values), n in zip(_to_host(chosen), listed, top_n, strict=True)
+    )
+
+
+def _to_host(parts: Sequence[Tensor]) -> list[float]:
+    return torch.cat(list(parts)).tolist() if parts else []

@@ -1,0 +1,67 @@
+"""Which token ids are text: a model's vocabulary may be padded, and a tokenizer's ids may have gaps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_ext.errors import ConfigError
+
+
+class Vocabulary:
+    """The ids of a model that have a token in its tokenizer, which is never asked for the text of others.
+
+    In prompts such an id is refused, and where a model generates it, it reads as nothing.
+
+    Args:
+        tokenizer: Its `token_ids` are the ids that have a token, a range or a set; without this attribute those below
+            its `vocab_size` have, and without that one all of the model's.
+        model_size: Ids of the model, padding included.
+    """
+
+    def __init__(self, tokenizer: Any, model_size: int) -> None:
+        self._tokenizer = tokenizer
+        self._model_size = model_size
+        below = getattr(tokenizer, "vocab_size", None) or model_size
+        self._ids: range | frozenset[int] = getattr(tokenizer, "token_ids", range(below))
+        if isinstance(self._ids, range):
+            self._ids = range(min(len(self._ids), model_size))
+
+    def has_tokens(self, ids: Sequence[int]) -> bool:
+        """Whether every id is one of the model's, and has a token."""
+        if not ids:
+            return True
+        if isinstance(self._ids, range):
+            return min(ids) >= 0 and max(ids) < len(self._ids)
+        return max(ids) < self._model_size and self._ids.issuperset(ids)
+
+    def check_prompt(self, ids: Sequence[int]) -> None:
+        """See that a prompt of these ids can be served.
+
+        Raises:
+            ConfigError: An id is outside the model's vocabulary, or has no token in the tokenizer.
+        """
+        if self.has_tokens(ids):
+            return
+        last = self._model_size - 1
+        outside = next((token for token in ids if not 0 <= token <= last), None)
+        if outside is not None:
+            raise ConfigError(
+                f"token id {outside} is not in the vocabulary of {self._model_size}; ids go from 0 to {last}"
+            )
+        bad = next(token for token in ids if token not in self._ids)
+        raise ConfigError(
+            f"token id {bad} has no token in the tokenizer, whose last one is {max(self._ids)}; "
+            f"the model's vocabulary of {self._model_size} has padding or gaps there"
+        )
+
+    def detokenize(self, ids: Sequence[int], **options: Any) -> str:
+        """Text of the ids that have a token.
+
+        Args:
+            ids: Any.
+            options: Of the tokenizer.
+        """
+        if not self.has_tokens(ids):
+            ids = [token for token in ids if token < self._model_size and token in self._ids]
+        return self._tokenizer.detokenize(ids, **options)

@@ -1,0 +1,403 @@
+"""SE-2, EX-8: an error at any place of a step ends the request that it is for, or nobody; the others never notice."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from megatron_ext.mcore import output
+from megatron_ext.mcore.output import OutputProcessor
+from megatron_ext.scheduling.record import Status
+from megatron_ext.scheduling.request import Request
+from megatron_ext.scheduling.scheduler import Scheduler
+from megatron_ext.scheduling.stopping import StopWordMatcher
+from tests.priority import TestPriority
+from tests.unit_tests.support.driver import Driver, make_prompt
+from tests.unit_tests.support.hybrid_caching import HybridDriver, build_driver
+from tests.unit_tests.support.models import HYBRID
+from tests.unit_tests.support.tokenizers import PieceTokenizer
+
+pytestmark = pytest.mark.priority(TestPriority.CRITICAL)
+
+VICTIM = 1
+PROMPTS = {0: make_prompt(20), VICTIM: make_prompt(37), 2: make_prompt(70), 3: make_prompt(5)}
+KINDS = ("hybrid", "attention_only")
+
+
+class Planted(Exception):
+    """What is injected."""
+
+
+class Unprintable(Exception):
+    """An error that cannot say what it is."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+def submit(driver: Driver) -> dict[int, asyncio.Future]:
+    """Four requests that prefill, decode and stop by words beside each other."""
+    return {
+        name: driver.add(name, prompt, num_tokens_to_generate=9, stop_words=("no such word",))
+        for name, prompt in PROMPTS.items()
+    }
+
+
+@pytest.fixture
+def expected(get_driver) -> Callable[[str], dict[int, tuple[int, ...]]]:
+    """Tokens of a run without an error."""
+
+    def of(kind: str = "hybrid") -> dict[int, tuple[int, ...]]:
+        driver = get_driver(kind, max_tokens=60)
+        submit(driver)
+        return {name: record.generated_tokens for name, record in driver.run().items()}
+
+    return of
+
+
+def at_call(function: Callable, which: int, error: Exception, *, of: Callable[..., bool] = lambda *_: True) -> Callable:
+    """`function`, but its `which`-th call of those that `of` knows raises."""
+    calls = iter(range(1_000_000))
+
+    def call(*args: object, **kwargs: object) -> object:
+        if of(*args) and next(calls) == which:
+            raise error
+        return function(*args, **kwargs)
+
+    return call
+
+
+def is_victims(processor: OutputProcessor, request: Request, *_: object) -> bool:
+    return request.request_id == VICTIM
+
+
+def inject_detokenize_while_matching(driver, patch, error) -> None:
+    matcher = driver.engine._output._outputs[VICTIM].stop_words
+    patch.setattr(matcher, "_detokenize", at_call(matcher._detokenize, 3, error))
+
+
+def inject_matcher(driver, patch, error) -> None:
+    matcher = driver.engine._output._outputs[VICTIM].stop_words
+    patch.setattr(StopWordMatcher, "find", at_call(StopWordMatcher.find, 2, error, of=lambda one, *_: one is matcher))
+
+
+def inject_matcher_at_the_last_token(driver, patch, error) -> None:
+    """The commit has ended the request already."""
+    matcher = driver.engine._output._outputs[VICTIM].stop_words
+    patch.setattr(StopWordMatcher, "find", at_call(StopWordMatcher.find, 8, error, of=lambda one, *_: one is matcher))
+
+
+def inject_scores(driver, patch, error) -> None:
+    patch.setattr(
+        output, "_note_scores", at_call(output._note_scores, 4, error, of=lambda r, _: r.request_id == VICTIM)
+    )
+
+
+def inject_generated_text(driver, patch, error) -> None:
+    name = "_generated_text"
+    patch.setattr(OutputProcessor, name, at_call(OutputProcessor._generated_text, 0, error, of=is_victims))
+
+
+def inject_prompt_text(driver, patch, error) -> None:
+    patch.setattr(OutputProcessor, "_prompt_text", at_call(OutputProcessor._prompt_text, 0, error, of=is_victims))
+
+
+def inject_record(driver, patch, error) -> None:
+    patch.setattr(Request, "to_record", at_call(Request.to_record, 0, error, of=lambda r, *_: r.request_id == VICTIM))
+
+
+ENDS_ONE = {
+    inject.__name__.removeprefix("inject_"): inject
+    for inject in (
+        inject_detokenize_while_matching,
+        inject_matcher,
+        inject_matcher_at_the_last_token,
+        inject_scores,
+        inject_generated_text,
+        inject_prompt_text,
+        inject_record,
+    )
+}
+
+
+def assert_nothing_is_left(driver: Driver) -> None:
+    """Blocks, slots, rows, futures, matchers: nobody has any."""
+    engine, scheduler = driver.engine, driver.scheduler
+    engine.check()
+    assert not engine.has_unfinished_requests()
+    assert not engine._output._outputs
+    assert not engine._output.ended
+    assert driver.free_blocks == scheduler.blocks.total
+    assert scheduler.rows.free_count == scheduler.rows.total
+    if scheduler.cache.states is not None:
+        assert scheduler.cache.states.obtainable_count == scheduler.cache.states.total
+    assert not scheduler.in_flight.requests()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("place", ENDS_ONE)
+def test_an_error_of_one_request_ends_it_and_nothing_else(get_driver, expected, monkeypatch, place, kind):
+    """SE-2: as FAILED, with the error's words; the others' tokens are those of a run without it."""
+    tokens = expected(kind)
+    driver = get_driver(kind, max_tokens=60)
+    futures = submit(driver)
+    ENDS_ONE[place](driver, monkeypatch, Planted("the tokenizer is gone"))
+    records = driver.run()
+    victim = records.pop(VICTIM)
+    assert (victim.status, victim.error) == (Status.FAILED, "Planted: the tokenizer is gone")
+    assert victim.is_fault
+    assert victim.finish_reason is None
+    assert tokens[VICTIM][: len(victim.generated_tokens)] == victim.generated_tokens
+    assert [event.type.name for event in victim.events[-2:]] == ["ERROR_NONTRANSIENT", "FAIL"]
+    assert "FINISH" not in [event.type.name for event in victim.events]
+    assert {name: record.generated_tokens for name, record in records.items()} == {
+        name: tokens[name] for name in records
+    }
+    assert all(record.status is Status.COMPLETED for record in records.values())
+    assert futures[VICTIM].result() is victim
+    assert driver.engine.faults.count == 1
+    assert_nothing_is_left(driver)
+
+
+def test_a_tokenizer_that_knows_one_token_less(get_driver):
+    """SE-2: the real thing, at whatever place it raises first; who never generates that token is served."""
+
+    class Partial(PieceTokenizer):
+        def detokenize(self, ids, skip_special_tokens=True):
+            if 97 in ids or self.bad in ids:
+                raise KeyError(self.bad)
+            return super().detokenize(ids, skip_special_tokens)
+
+    tokenizer = Partial(HYBRID.vocab_size)
+    tokenizer.bad = 1000
+    plain = get_driver(tokenizer=tokenizer)
+    for name, prompt in PROMPTS.items():
+        plain.add(name, prompt, stop_words=("none",) if name % 2 else ())
+    before = {name: record.generated_tokens for name, record in plain.run().items()}
+    lists = {name: {*tokens, *PROMPTS[name]} for name, tokens in before.items()}
+    tokenizer.bad = next(token for token in before[VICTIM] if sum(token in one for one in lists.values()) < 4)
+    driver = get_driver(tokenizer=tokenizer)
+    for name, prompt in PROMPTS.items():
+        driver.add(name, prompt, stop_words=("none",) if name % 2 else ())
+    records = driver.run()
+    for name, record in records.items():
+        if tokenizer.bad in lists[name]:
+            assert (record.status, record.error) == (Status.FAILED, f"KeyError: {tokenizer.bad}")
+        else:
+            assert (record.status, record.generated_tokens) == (Status.COMPLETED, before[name])
+    assert_nothing_is_left(driver)
+
+
+def test_an_error_without_words(get_driver, monkeypatch):
+    """SE-2: even what cannot be put into words ends one request only."""
+    driver = get_driver()
+    submit(driver)
+    inject_matcher(driver, monkeypatch, Unprintable())
+    driver.run()
+    assert driver.records[VICTIM].error == "Unprintable"
+    assert_nothing_is_left(driver)
+
+
+def test_a_record_that_fails_again_and_again(get_driver, monkeypatch):
+    """SE-2: every record of the run, that of an aborted request and that of a refused one included."""
+    driver = get_driver(block_count=8)
+    submit(driver)
+    driver.add(7, make_prompt(1000))  # too long for the pool
+
+    def fail(*_: object) -> None:
+        raise Planted("again")
+
+    monkeypatch.setattr(Request, "to_record", fail)
+    driver.step()
+    driver.engine.abort_request(2)
+    driver.run()
+    assert {record.status for record in driver.records.values()} == {Status.FAILED}
+    assert driver.records[0].error == driver.records[2].error == "Planted: again"
+    assert "cannot be served" in driver.records[7].error
+    assert_nothing_is_left(driver)
+
+
+@pytest.fixture
+def broken_log() -> Iterator[None]:
+    """A handler that raises, whatever is logged."""
+
+    class Broken(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            raise Planted("the disk is full")
+
+    handler, log = Broken(), logging.getLogger("megatron_ext")
+    log.addHandler(handler)
+    before, log.level = log.level, logging.INFO
+    yield
+    log.removeHandler(handler)
+    log.level = before
+
+
+class TestWhatEndsNobody:
+    """SE-2: futures, statistics, log lines."""
+
+    def check(self, driver: Driver, tokens: dict[int, tuple[int, ...]]) -> None:
+        records = driver.run()
+        assert {name: record.generated_tokens for name, record in records.items()} == tokens
+        assert all(record.status is Status.COMPLETED for record in records.values())
+        assert_nothing_is_left(driver)
+
+    def test_callbacks(self, get_driver, expected, caplog):
+        """Asyncio logs what a callback raises."""
+        driver = get_driver(max_tokens=60)
+        futures = submit(driver)
+
+        def raise_planted(_: asyncio.Future) -> None:
+            raise Planted("in a callback")
+
+        futures[VICTIM].add_done_callback(raise_planted)
+        self.check(driver, expected())
+        assert sum("in a callback" in str(record.exc_info) for record in caplog.records) == 1
+        assert all(future.done() for future in futures.values())
+
+    def test_a_future_that_takes_no_result(self, get_driver, expected, caplog):
+        driver = get_driver(max_tokens=60)
+        submit(driver)
+
+        class Closed(asyncio.Future):
+            def set_result(self, _: object) -> None:
+                raise Planted("the loop is closed")
+
+        for opened in driver.engine._output._outputs.values():
+            opened.future = Closed(loop=driver.engine._loop)
+        self.check(driver, expected())
+        assert driver.engine.faults.count == 4
+        assert sum("the future of a request failed" in record.message for record in caplog.records) == 1
+
+    @pytest.mark.parametrize("part", ["log_step", "use"])
+    def test_statistics_and_log_lines(self, get_driver, expected, monkeypatch, caplog, part):
+        """Logged once, although every step meets it."""
+        driver = get_driver(max_tokens=60)
+        driver.engine.inference_logging_step_interval = 1
+        submit(driver)
+
+        def fail(*_: object, **__: object) -> None:
+            raise Planted("no statistics")
+
+        if part == "log_step":
+            monkeypatch.setattr("megatron_ext.mcore.engine.log_step", fail)
+        else:
+            monkeypatch.setattr(driver.scheduler.cache, "use", fail)
+        self.check(driver, expected())
+        assert driver.engine.faults.count == driver.engine.step_count
+        assert sum("the log line of a step failed" in record.message for record in caplog.records) == 1
+
+    def test_a_log_that_raises(self, get_driver, expected, broken_log, capsys):
+        """The error's traceback goes to standard error instead."""
+        driver = get_driver(max_tokens=60)
+        driver.engine.inference_logging_step_interval = 1
+        submit(driver)
+        self.check(driver, expected())
+        assert capsys.readouterr().err.count("Planted: the disk is full") == 1
+
+
+STEP_PARTS = {
+    "stage": "megatron_ext.mcore.context.stage_step",
+    "sampling": "megatron_ext.mcore.controller._sample",
+    "scoring": "megatron_ext.mcore.controller.score_rows",
+    "snapshots": "megatron_ext.mcore.context.InferenceContext.finish_snapshots",
+    "forward": "megatron_ext.mcore.context.InferenceContext.append_key_value_cache",
+}
+
+
+@pytest.mark.parametrize("part", STEP_PARTS)
+def test_before_the_commit_the_step_is_repeated(get_oracle, expected, monkeypatch, part):
+    """KV-5, EX-8: with snapshots on their way; nothing of the step counts, and all requests succeed later."""
+    tokens = expected()
+    driver: HybridDriver = build_driver(get_oracle, max_tokens=60)
+    submit(driver)
+    driver.step()
+    with monkeypatch.context() as patch:
+
+        def fail(*_: object, **__: object) -> None:
+            raise Planted("planted")
+
+        patch.setattr(STEP_PARTS[part], fail)
+        for _ in range(2):
+            with pytest.raises(Planted):
+                driver.step()
+            driver.engine.check()
+            assert driver.states.obtainable_count == driver.states.total
+    records = driver.run()
+    assert {name: record.generated_tokens for name, record in records.items()} == tokens
+    assert all("ERROR_TRANSIENT" in driver.events(name) for name in (0, 1))
+    assert_nothing_is_left(driver)
+
+
+def test_negative_control_a_commit_that_raises_is_seen(get_driver, monkeypatch):
+    """If the transition itself could fail, requests would be left without their tokens: the checks see it."""
+    driver = get_driver()
+    submit(driver)
+    with monkeypatch.context() as patch:
+        patch.setattr(Scheduler, "_extend", at_call(Scheduler._extend, 0, Planted()))
+        with pytest.raises(Planted):
+            driver.engine.step_modern()
+    with pytest.raises(AssertionError):
+        driver.engine.check()
+
+
+class TestStopWords:
+    """What texts say comes after the commit, and is the same as before."""
+
+    @pytest.mark.parametrize("count", [3, 4, 5])
+    def test_a_stop_word_in_the_last_token_is_the_reason(self, get_driver, count):
+        """KV-10: whether the length had ended the request already or not."""
+        plain = get_driver()
+        plain.add(0, PROMPTS[0], num_tokens_to_generate=8)
+        tokens = plain.run()[0].generated_tokens
+        assert tokens[3] not in tokens[:3]
+        driver = get_driver()
+        driver.add(0, PROMPTS[0], num_tokens_to_generate=count, stop_words=(f"<{tokens[3]}>",))
+        record = driver.run()[0]
+        assert record.generated_tokens == tokens[: min(count, 4)]
+        assert record.finish_reason == ("length" if count == 3 else "stop")
+        assert (f"<{tokens[3]}>" in record.generated_text) == (count == 3 and tokens[3] in tokens[:3])
+        assert driver.events(0).count("FINISH") == 1
+        assert_nothing_is_left(driver)
+
+    def test_the_termination_token_comes_before_a_stop_word(self, get_driver):
+        plain = get_driver()
+        plain.add(0, PROMPTS[0])
+        tokens = plain.run()[0].generated_tokens
+        driver = get_driver()
+        driver.add(0, PROMPTS[0], termination_id=tokens[2], stop_words=(f"<{tokens[2]}>",))
+        record = driver.run()[0]
+        assert (record.finish_reason, record.generated_tokens) == ("stop", tokens[:3])
+
+
+class TestSuspended:
+    """`generate` is refused before anything is queued."""
+
+    def test_in_words(self, get_driver):
+        driver = get_driver()
+        engine = driver.engine
+        engine.suspend()
+        with pytest.raises(Exception, match=r"suspended; call resume\(\) before generate") as raised:
+            engine.generate([PROMPTS[0], PROMPTS[2]])
+        assert type(raised.value).__name__ == "EngineSuspendedError"
+        assert not engine.has_unfinished_requests()
+        engine.resume()
+        assert [record.status for record in engine.generate([PROMPTS[0]])] == [Status.COMPLETED]
+        assert engine.finished_request_count == 1
+        assert_nothing_is_left(driver)
+
+    def test_a_step_says_it_too(self, get_driver):
+        engine = get_driver().engine
+        engine.suspend()
+        with pytest.raises(Exception, match=r"suspended; call resume\(\)"):
+            engine.step_modern()
+
+    def test_a_bad_prompt_leaves_the_good_ones_before_it_behind_neither(self, get_driver):
+        engine = get_driver().engine
+        with pytest.raises(ValueError, match="not in the vocabulary"):
+            engine.generate([PROMPTS[0], [5, 1000]])
+        assert len(engine.scheduler.queues) == 0
+        assert [record.prompt_tokens for record in engine.generate([PROMPTS[2]])] == [tuple(PROMPTS[2])]

@@ -1,0 +1,95 @@
+"""The transition at the end of a step: intervals, blocks, snapshots, tokens and ends, at once."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_ext.config import EvictionPolicyName
+from megatron_ext.scheduling.record import Status
+from megatron_ext.scheduling.scheduler import Scheduler
+from tests.unit_tests.scheduling.builders import add, make_limits, request_of
+
+
+def scheduler_of(*requests: object, slots: int | None = None, **limits: object) -> Scheduler:
+    scheduler = Scheduler(make_limits(**limits), EvictionPolicyName.LRU, slots=slots)
+    add(scheduler, *requests)
+    return scheduler
+
+
+def test_a_step_is_taken_in_whole():
+    """KV-5, KV-10: a request goes on, one ends by its count, one by its token, one is mid-prefill."""
+    goes_on, counted = request_of(0, range(5)), request_of(1, range(10, 13), num_tokens_to_generate=1)
+    stopped, long = request_of(2, range(20, 22)), request_of(3, range(30, 45))
+    stopped.termination_id = 99
+    scheduler = scheduler_of(goes_on, counted, stopped, long, total_blocks=20)
+    plan = scheduler.schedule()
+    ended = scheduler.commit(plan.chunks, {0: 7, 1: 8, 2: 99})
+    assert ended == [counted, stopped]
+    assert [request.finish_reason for request in (goes_on, counted, stopped)] == [None, "length", "stop"]
+    assert [request.status for request in ended] == [Status.COMPLETED] * 2
+    assert [request.block_table for request in ended] == [[], []]
+    assert (goes_on.tokens[5:], goes_on.computed_end, goes_on.is_decoding) == ([7], 5, True)
+    assert (long.computed_end, long.generated_count) == (6, 0)
+    assert scheduler.counters.prefill_tokens == 5 + 3 + 2 + 6
+    assert scheduler.cache.use().blocks_cached == 2
+    scheduler.check()
+
+
+def test_min_tokens_hold_for_the_termination_token_only():
+    """KV-10."""
+    request = request_of(0, range(3), num_tokens_to_generate=4, min_tokens=2)
+    request.termination_id = 99
+    scheduler = scheduler_of(request)
+    for expected in ([], [], [request]):
+        assert scheduler.commit(scheduler.schedule().chunks, {0: 99}) == expected
+    assert (request.finish_reason, request.generated_tokens) == ("stop", [99, 99, 99])
+
+
+def test_what_one_has_published_in_its_last_step_others_find():
+    """KV-5: everything is published before anybody ends; ends are in the order of the plan."""
+    first, second = request_of(0, range(8), num_tokens_to_generate=1), request_of(1, range(50, 58))
+    scheduler = scheduler_of(first, second, total_blocks=20)
+    assert scheduler.commit(scheduler.schedule().chunks, {0: 1, 1: 2}) == [first]
+    third = request_of(2, range(8))
+    scheduler.add(third)
+    (admission,) = scheduler.schedule().admissions
+    assert len(admission.matched) == 2
+
+
+def test_a_snapshot_and_the_last_token_in_one_step():
+    """HY-6: it is visible although its request has ended, and no slot stays reserved."""
+    request = request_of(0, range(8), num_tokens_to_generate=1)
+    scheduler = scheduler_of(request, slots=4)
+    assert scheduler.commit(scheduler.schedule().chunks, {0: 1}) == [request]
+    assert scheduler.cache.use().slots_used == 2
+    assert scheduler.cache.states.obtainable_count == 4
+    scheduler.check()
+
+
+class TestRevise:
+    """Another outcome, before anybody was told of the first."""
+
+    @staticmethod
+    def ended():
+        request = request_of(0, range(3), num_tokens_to_generate=1)
+        scheduler = scheduler_of(request)
+        scheduler.commit(scheduler.schedule().chunks, {0: 5})
+        return request
+
+    def test_another_reason(self):
+        request = self.ended()
+        request.revise(Status.COMPLETED, finish_reason="stop")
+        record = request.to_record("", "")
+        assert (record.status, record.finish_reason) == (Status.COMPLETED, "stop")
+        assert [event.type.name for event in record.events].count("FINISH") == 1
+
+    def test_a_failure(self):
+        request = self.ended()
+        request.revise(Status.FAILED, error="words")
+        record = request.to_record("", "")
+        assert (record.status, record.finish_reason, record.error) == (Status.FAILED, None, "words")
+        assert [event.type.name for event in record.events[-3:]] == ["FIRST_TOKEN", "ERROR_NONTRANSIENT", "FAIL"]
+
+    def test_of_a_living_one(self):
+        with pytest.raises(AssertionError, match="still alive"):
+            request_of(0, [1]).revise(Status.FAILED)
