@@ -7,6 +7,7 @@ from megatron_ext.config import (
     CONTROL_TOKENS,
     DTYPES,
     LAYER_SYMBOLS,
+    LOG_LEVELS,
     NORMALIZATIONS,
     POSITION_EMBEDDINGS,
     RECURRENT_LAYERS,
@@ -20,6 +21,7 @@ from megatron_ext.config import (
     RequestParams,
     RunConfig,
     ServerConfig,
+    ServerLimits,
     SnapshotMode,
     SourceConfig,
 )
@@ -248,6 +250,20 @@ SERVER = FlagGroup(
             "shutdown_timeout", "Seconds that running requests have after a signal to stop, before they are cancelled"
         ),
         Flag("inference_logging_step_interval", "Steps between two log lines; 0 is none"),
+        Flag("log_level", "The least important lines that are logged", choices=LOG_LEVELS),
+        Flag("access_log", "Log a line for each request when it is over: counts and times, never texts"),
+    ),
+)
+
+LIMITS = FlagGroup(
+    "server limits",
+    ServerLimits,
+    (
+        Flag("max_body_mb", "Longest body of a request, in MB of 2**20 bytes; beyond it clients get a 413"),
+        Flag("max_connections", "Connections at once; fewer where `ulimit -n` says so"),
+        Flag("header_timeout", "Seconds that a client has for a request's headers"),
+        Flag("body_timeout", "Seconds that a client has for a request's body"),
+        Flag("idle_timeout", "Seconds that a connection may rest between requests, or its client may not read"),
     ),
 )
 
@@ -286,4 +302,4 @@ ACCESS = FlagGroup(
 )
 
 GROUPS = (SOURCE, MODEL, PARALLEL, SAMPLING, BATCHING, CACHE, RUN)
-SERVER_GROUPS = (SOURCE, MODEL, PARALLEL, BATCHING, CACHE, SERVER, ACCESS)
+SERVER_GROUPS = (SOURCE, MODEL, PARALLEL, BATCHING, CACHE, SERVER, LIMITS, ACCESS)

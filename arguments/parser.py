@@ -12,6 +12,7 @@ from arguments.groups import (
     BATCHING,
     CACHE,
     GROUPS,
+    LIMITS,
     MODEL,
     PARALLEL,
     RUN,
@@ -29,6 +30,7 @@ from megatron_ext.config import (
     RequestParams,
     RunConfig,
     ServerConfig,
+    ServerLimits,
     ServerSettings,
     SourceConfig,
 )
@@ -118,7 +120,9 @@ def parse_server_arguments(argv: Sequence[str] | None = None, prog: str | None =
         parallel=ParallelConfig(**_fields(PARALLEL, values)),
         batching=BatchingConfig(**_fields(BATCHING, values)),
         cache=CacheConfig(**_fields(CACHE, values)),
-        server=ServerConfig(**_fields(SERVER, values), **_fields(ACCESS, values)),
+        server=ServerConfig(
+            limits=ServerLimits(**_fields(LIMITS, values)), **_fields(SERVER, values), **_fields(ACCESS, values)
+        ),
     )
     _check_model(settings)
     return settings

@@ -4,15 +4,16 @@
 from __future__ import annotations
 
 import importlib.util
-import logging
 import sys
 import warnings
 from collections.abc import Sequence
 
 from arguments import parse_server_arguments
 from megatron_ext.errors import ConfigError
+from megatron_ext.serving.server.log import printable, set_up_logging
 
 STOPPED, BAD_USAGE = 0, 2
+LONGEST_ERROR = 4000  # characters
 PACKAGES = ("fastapi", "prometheus_client", "uvicorn")
 
 
@@ -23,17 +24,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0 stopped, 2 bad usage.
     """
     warnings.filterwarnings("ignore", module=r"megatron\.core")  # it warns of each optional package that is missing
-    logging.basicConfig(format="%(message)s")
-    logging.getLogger("megatron_ext").setLevel(logging.INFO)
     try:
         settings = parse_server_arguments(argv, prog="run_server.py")
+        set_up_logging(settings.server.log_level)
         _check_packages()
         # Imported here so that --help and a wrong flag are answered at once: torch takes seconds.
         from megatron_ext.serving.server.run import run_server
 
         run_server(settings)
     except ConfigError as error:
-        print(f"run_server.py: error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"run_server.py: error: {printable(' '.join(str(error).split()), LONGEST_ERROR)}", file=sys.stderr)
         return BAD_USAGE
     return STOPPED
 

@@ -13,6 +13,7 @@ from megatron_ext.config.batching import (
     EvictionPolicyName,
     SnapshotMode,
 )
+from megatron_ext.config.limits import ServerLimits
 from megatron_ext.config.model import (
     GATED_DELTA_CHUNK,
     INNER_NORMS,
@@ -29,6 +30,7 @@ from megatron_ext.config.request import (
     RequestParams,
 )
 from megatron_ext.config.run import (
+    LOG_LEVELS,
     InferenceSettings,
     ParallelConfig,
     RunConfig,
@@ -44,6 +46,7 @@ __all__ = [
     "INNER_NORMS",
     "LARGEST_SIZE",
     "LAYER_SYMBOLS",
+    "LOG_LEVELS",
     "MOST_LAYERS",
     "NORMALIZATIONS",
     "POSITION_EMBEDDINGS",
@@ -59,6 +62,7 @@ __all__ = [
     "RequestParams",
     "RunConfig",
     "ServerConfig",
+    "ServerLimits",
     "ServerSettings",
     "SnapshotMode",
     "SourceConfig",

@@ -10,7 +10,10 @@ from typing import Any
 from megatron_ext.config.access import AccessConfig
 from megatron_ext.config.batching import BatchingConfig, CacheConfig
 from megatron_ext.config.checks import flag_of, require
+from megatron_ext.config.limits import ServerLimits
 from megatron_ext.config.request import RequestParams
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 @dataclass(frozen=True)
@@ -117,9 +120,14 @@ class ServerConfig(AccessConfig):
     max_waiting_requests: int = 256
     shutdown_timeout: float = 30.0  # seconds
     inference_logging_step_interval: int = 0  # steps; 0 is no log
+    log_level: str = "info"  # one of LOG_LEVELS
+    access_log: bool = True  # a line for each request
+    limits: ServerLimits = field(default_factory=ServerLimits)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        level, levels = self.log_level, ", ".join(LOG_LEVELS)
+        require(level in LOG_LEVELS, f"--log-level {level!r} is unknown; one of {levels}")
         require(bool(self.host), "--host is empty; 127.0.0.1 is this machine, 0.0.0.0 every network")
         require(0 <= self.port <= 65535, f"--port {self.port} must be between 0 (any free one) and 65535")
         require(self.served_model_name != "", "--served-model-name is empty; leave it out for the checkpoint's name")

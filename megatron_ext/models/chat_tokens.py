@@ -13,6 +13,8 @@ import json
 import os
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,15 +37,23 @@ def marked_special(directory: Path) -> set[str]:
     return {text for text in marked if isinstance(text, str)} | set(read_special_tokens(directory).values())
 
 
-def whole_text(text: str) -> str:
-    """The text, if it is one.
+@dataclass(frozen=True)
+class RenderedChat:
+    """A conversation, rendered.
 
-    Raises:
-        ConfigError: It has half of a surrogate pair, which JSON can say and no tokenizer can read.
+    Attributes:
+        text: As the model reads it.
+        ids: Makes token ids of it, which takes longer.
     """
+
+    text: str
+    ids: Callable[[], list[int]]
+
+
+def _whole(text: str) -> str:
     try:
         text.encode()
-    except UnicodeEncodeError:
+    except UnicodeEncodeError:  # JSON can say that, and no tokenizer can read it
         raise ConfigError("a message has half of a surrogate pair, which is no character") from None
     return text
 
@@ -78,15 +88,15 @@ class ChatTokens:
         self._control = ControlTokens(tokens, None if normalizer is None else normalizer.normalize_str)
         self._renamed: RenamedTokenizer | None = None  # made when it is needed, from what was read at the start
 
-    def tokenize(
+    def render(
         self,
         messages: Messages,
         render: Callable[[Messages], str],
         tokenize: Callable[[str], list[int]],
         *,
         parse_control: bool,
-    ) -> list[int]:
-        """Ids of a conversation.
+    ) -> RenderedChat:
+        """A conversation as a text, and how to make ids of it.
 
         Args:
             messages: Each with a role.
@@ -97,15 +107,16 @@ class ChatTokens:
         Raises:
             ConfigError: Half of a character; what `render` and `ControlTokens.protect` raise.
         """
-        plain = whole_text(render(messages))
+        plain = _whole(render(messages))
+        whole = RenderedChat(plain, partial(tokenize, plain))
         protected, stand_ins = ([], {}) if parse_control else self._control.protect(messages)
         if not stand_ins:
-            return tokenize(plain)
+            return whole
         marked = render(protected)
         count = self._control.count
         if marked.translate(stand_ins) == plain and count(marked) == count(plain):  # nothing is spelled after all
-            return tokenize(plain)
-        return self._encode(marked, stand_ins)
+            return whole
+        return RenderedChat(plain, partial(self._encode, marked, stand_ins))
 
     def _encode(self, marked: str, stand_ins: Mapping[int, str]) -> list[int]:
         if not self._is_fast:
@@ -144,7 +155,9 @@ class RenamedTokenizer:
 
     def encode(self, marked: str, stand_ins: Mapping[int, str]) -> list[int]:
         """Ids of a rendered text: what it spells is a special token, what stand-ins stand for is text."""
-        return self._tokenizer.encode(self._control.rename(marked, self._names).translate(stand_ins)).ids
+        text = self._control.rename(marked, self._names).translate(stand_ins)
+        (encoding,) = self._tokenizer.encode_batch_fast([text])  # `encode` keeps Python's lock
+        return encoding.ids
 
 
 def _cannot_be_told(why: str) -> ConfigError:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from megatron_ext.errors import ConfigError
 from megatron_ext.files import open_regular, read_text
 from megatron_ext.models.chat_template import TEMPLATE_FILE, read_chat_template, read_special_tokens, render_chat
-from megatron_ext.models.chat_tokens import ChatTokens, marked_special
+from megatron_ext.models.chat_tokens import ChatTokens, RenderedChat, marked_special
 from megatron_ext.models.weight_files import read_json
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -146,6 +146,14 @@ class TextTokenizer:
         return self._backend.decode(ids, skip_special_tokens)
 
     @property
+    def longest_token(self) -> int:
+        """Characters that one token stands for at most, so that n characters are at least n / `longest_token` tokens.
+
+        Characters that the tokenizer drops, such as spaces that repeat, are not counted.
+        """
+        return self._backend.longest_token
+
+    @property
     def chat_template(self) -> str | None:
         """The Jinja template that comes with the tokenizer; None if it is none of a chat model.
 
@@ -175,18 +183,16 @@ class TextTokenizer:
             self.chat_template, messages, self._special_tokens, add_generation_prompt=add_generation_prompt
         )
 
-
-def _chat_template_or_error(directory: Path) -> str | ConfigError | None:
-    """The template, or what is wrong with it: whoever needs no chats need not hear of it."""
-    try:
-        return read_chat_template(directory)
-    except ConfigError as error:
-        return error
-
     def tokenize_chat(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, *, parse_control: bool = False
     ) -> list[int]:
-        """Ids of a conversation, with the special tokens that the tokenizer itself adds.
+        """Ids of a conversation, with the special tokens that the tokenizer itself adds; the rest as `render_chat`."""
+        return self.render_chat(messages, add_generation_prompt, parse_control=parse_control).ids()
+
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, *, parse_control: bool = False
+    ) -> RenderedChat:
+        """A conversation as a text that knows which special tokens in it are text.
 
         Args:
             messages: As for `apply_chat_template`.
@@ -195,7 +201,7 @@ def _chat_template_or_error(directory: Path) -> str | ConfigError | None:
                 assistant's contents only, and text in the others'; see `chat_tokens`.
 
         Raises:
-            ConfigError: As `apply_chat_template`; half of a character; a role that spells a special token.
+            ConfigError: As `apply_chat_template`; a role that spells a special token.
         """
 
         def render(chat: Sequence[Mapping[str, Any]]) -> str:
@@ -204,7 +210,15 @@ def _chat_template_or_error(directory: Path) -> str | ConfigError | None:
         if self._chat_tokens is None:
             special = {*self._marked_special, self.eod, self.bos}
             self._chat_tokens = ChatTokens(self._backend.wrapped, special)
-        return self._chat_tokens.tokenize(messages, render, self.tokenize, parse_control=parse_control)
+        return self._chat_tokens.render(messages, render, self.tokenize, parse_control=parse_control)
+
+
+def _chat_template_or_error(directory: Path) -> str | ConfigError | None:
+    """The template, or what is wrong with it: whoever needs no chats need not hear of it."""
+    try:
+        return read_chat_template(directory)
+    except ConfigError as error:
+        return error
 
 
 class _FastTokenizer:
@@ -221,10 +235,14 @@ class _FastTokenizer:
         # Saved truncation and padding belong to training batches: a prompt is neither cut nor filled up.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self.vocab_size, self.token_ids = _extent(self._tokenizer.get_vocab(with_added_tokens=True).values())
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size, self.token_ids = _extent(vocabulary.values())
+        self.longest_token = max(map(len, vocabulary), default=0)
 
     def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text).ids
+        # `encode` keeps Python's lock, so that 8 MB of text stopped all threads for 7 to 20 s.
+        (encoding,) = self._tokenizer.encode_batch_fast([text])
+        return encoding.ids
 
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
@@ -252,7 +270,9 @@ class _AutoTokenizer:
         except Exception as error:  # of files that others wrote transformers may raise anything
             reason = "it is code of its own (auto_map), which is never run" if brings_code else _first_line(error)
             raise ConfigError(f"{directory}: the tokenizer cannot be read: {reason}") from error
-        self.vocab_size, self.token_ids = _extent(self._tokenizer.get_vocab().values())
+        vocabulary = self._tokenizer.get_vocab()
+        self.vocab_size, self.token_ids = _extent(vocabulary.values())
+        self.longest_token = max(map(len, vocabulary), default=0)
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text)

@@ -19,9 +19,11 @@ from megatron_ext.config import (
     RequestParams,
     RunConfig,
     ServerConfig,
+    ServerLimits,
     SourceConfig,
     batching,
     checks,
+    limits,
     model,
     request,
     run,
@@ -149,6 +151,13 @@ REFUSED = [
     (ServerConfig, {"shutdown_timeout": -1.0}, ["--shutdown-timeout -1.0"]),
     (ServerConfig, {"shutdown_timeout": INF}, ["--shutdown-timeout inf"]),
     (ServerConfig, {"inference_logging_step_interval": -1}, ["--inference-logging-step-interval -1", "no log"]),
+    (ServerConfig, {"log_level": "loud"}, ["--log-level 'loud'", "debug, info, warning, error"]),
+    (ServerLimits, {"max_body_mb": 0.0}, ["--max-body-mb 0.0", "more than zero"]),
+    (ServerLimits, {"max_body_mb": NAN}, ["--max-body-mb nan"]),
+    (ServerLimits, {"max_connections": 0}, ["--max-connections 0", "at least 1"]),
+    (ServerLimits, {"header_timeout": 0.0}, ["--header-timeout 0.0", "more than zero seconds"]),
+    (ServerLimits, {"body_timeout": INF}, ["--body-timeout inf"]),
+    (ServerLimits, {"idle_timeout": -1.0}, ["--idle-timeout -1.0"]),
     (RunConfig, {"prompts": ("a",), "prompt_file": "b"}, ["--prompts", "--prompt-file"]),
     (RunConfig, {"incoming_requests_per_step": 1, "incoming_requests_per_sec": 1.0}, ["-per-step", "-per-sec"]),
     (RunConfig, {"drain_between_batches": True}, ["--drain-between-batches", "--batch-boundaries"]),
@@ -182,7 +191,7 @@ def test_refused_in_one_line(kind: type, settings: dict, named: list[str]):
 
 def test_every_refusal_has_a_case(monkeypatch: pytest.MonkeyPatch):
     """Each `require` in the source refuses at least once above."""
-    modules = [batching, model, request, run]
+    modules = [batching, limits, model, request, run]
     calls = {(module.__file__, line) for module in modules for line in lines_of_require(module)}
     refused = set()
 

@@ -87,6 +87,7 @@ def usage(reply: Reply, records: Sequence[RequestRecord]) -> dict[str, Any]:
 class Reply(Protocol):
     """What differs between the two routes."""
 
+    id: str
     choices: int  # of each prompt
     shows_cache: bool  # whether the usage says what was cached
 
@@ -111,9 +112,10 @@ def whole(reply: Reply, records: Sequence[RequestRecord]) -> dict[str, Any]:
 
 class _Envelope:
     def __init__(self, model: str, choices: int, prefix: str) -> None:
+        self.id = f"{prefix}-{uuid.uuid4().hex}"
         self.choices = choices
         self.shows_cache = True
-        self._fields = {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+        self._fields = {"id": self.id, "created": int(time.time()), "model": model}
 
 
 class CompletionReply(_Envelope):

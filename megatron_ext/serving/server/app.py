@@ -19,7 +19,9 @@ from megatron_ext.config import ServerConfig
 from megatron_ext.mcore.engine import InferenceEngine
 from megatron_ext.models.tokenizer import Tokenizer
 from megatron_ext.prefix_cache.shown import shown
+from megatron_ext.serving.server.access import AccessLog, note_answer
 from megatron_ext.serving.server.answers import ChatReply, CompletionReply, Reply, finished, whole
+from megatron_ext.serving.server.body import JsonRoute
 from megatron_ext.serving.server.chat import ChatFormat
 from megatron_ext.serving.server.engine_loop import EngineLoop
 from megatron_ext.serving.server.errors import install_error_handlers, unknown_model
@@ -29,19 +31,14 @@ from megatron_ext.serving.server.keys import Keys, load_keys
 from megatron_ext.serving.server.metrics import Metrics
 from megatron_ext.serving.server.origins import OriginGate
 from megatron_ext.serving.server.page import PAGE, PAGE_HEADERS
-from megatron_ext.serving.server.protocol import (
-    ChatRequest,
-    CompletionRequest,
-    GenerationRequest,
-    Message,
-    whole_characters,
-)
-from megatron_ext.serving.server.sampling import Job, Room, chat_jobs, completion_jobs
+from megatron_ext.serving.server.protocol import ChatRequest, CompletionRequest, GenerationRequest, Message
+from megatron_ext.serving.server.sampling import Job, Room, chat_jobs, check_count, completion_jobs
 from megatron_ext.serving.server.streaming import EventStream, events, unless_gone
+from megatron_ext.serving.server.texts import TextEncoder
 
 HOTTEST_PREFIXES = 20
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 
 
 @dataclass(eq=False)
@@ -70,23 +67,19 @@ class Serving:
         self.vocabulary = self.engine.controller.vocabulary
         self.chat = ChatFormat(self.tokenizer, parse_control=self.settings.chat_control_tokens == "parse")
         geometry = self.engine.geometry
-        self.room = Room(self.engine.context.max_sequence_length, geometry.blocks * geometry.block_size_tokens)
-
-    async def tokenize(self, text: str) -> list[int]:
-        """Ids of a prompt; in a thread, because a long text takes its time.
-
-        Raises:
-            ConfigError: It is no text.
-        """
-        return await asyncio.to_thread(self.engine.controller.tokenize_prompt, whole_characters(text))
+        longest = self.engine.context.max_sequence_length
+        self.room = Room(longest, geometry.blocks * geometry.block_size_tokens)
+        self.texts = TextEncoder(self.tokenizer, self.engine.controller.tokenize_prompt, longest)
 
     async def tokenize_chat(self, messages: Sequence[Message]) -> list[int]:
-        """Ids of a conversation; in a thread as well.
+        """Ids of a conversation.
 
         Raises:
-            ConfigError: See `ChatFormat.tokenize`.
+            ApiError: See `TextEncoder.encode`.
+            ConfigError: See `ChatFormat.render`.
         """
-        return self.engine.controller.begin_once(await asyncio.to_thread(self.chat.tokenize, messages))
+        chat = await asyncio.to_thread(self.chat.render, messages)
+        return await self.texts.encode(chat.text, lambda _: self.engine.controller.begin_once(chat.ids()))
 
     def check_model(self, body: GenerationRequest) -> None:
         """See that the request means this model.
@@ -132,10 +125,12 @@ def create_app(serving: Serving) -> FastAPI:
     keys = serving.keys
     app.add_middleware(KeyGate, keys=keys, hides_counts=serving.settings.hide_cache_counts)
     app.add_middleware(OriginGate, allowed_hosts=serving.settings.allowed_hosts, has_keys=keys.are_needed)
+    if serving.settings.access_log:
+        app.add_middleware(AccessLog)  # the last one added is the first to see a request
     return app
 
 
-def _serving(request: Request) -> Serving:
+async def _serving(request: Request) -> Serving:  # without `async` FastAPI calls it in a thread
     return request.app.state.serving
 
 
@@ -160,9 +155,10 @@ async def retrieve_model(model: str, serving: Here) -> dict[str, Any]:
 async def create_completion(body: CompletionRequest, request: Request, serving: Here) -> Response:
     """Go on with one or several prompts."""
     serving.check_model(body)
-    prompts = [await serving.tokenize(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompts]
-    jobs = completion_jobs(body, prompts, serving.room)
     choices = body.n or 1
+    check_count(len(body.prompts), choices, serving.loop.capacity)
+    prompts = [await serving.texts.encode(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompts]
+    jobs = completion_jobs(body, prompts, serving.room)
     echoes = None
     if body.echo:
         texts = [
@@ -179,6 +175,7 @@ async def create_completion(body: CompletionRequest, request: Request, serving: 
 async def create_chat_completion(body: ChatRequest, request: Request, serving: Here) -> Response:
     """Answer in a conversation."""
     serving.check_model(body)
+    check_count(1, body.n or 1, serving.loop.capacity)
     prompt = await serving.tokenize_chat(body.messages)
     jobs = chat_jobs(body, prompt, serving.room, serving.chat)
     reply = ChatReply(serving.model, serving.vocabulary, body.n or 1, has_scores=bool(body.logprobs))
@@ -192,6 +189,7 @@ async def _answer(
     jobs = request.scope[CALLER].own(jobs)
     reply.shows_cache = not serving.settings.hide_cache_counts
     exchange = await serving.loop.submit(jobs, is_streamed=bool(body.stream))
+    note_answer(request.state, reply, exchange)
     try:
         await unless_gone(request.receive, exchange.started() if body.stream else exchange.ended())
         ended = [ticket for ticket in exchange.tickets if ticket.record or ticket.error]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from megatron_ext.errors import ConfigError
+from megatron_ext.models.chat_tokens import RenderedChat
 from megatron_ext.models.tokenizer import TextTokenizer, Tokenizer
 from megatron_ext.serving.server.protocol import Message
 
@@ -25,7 +26,7 @@ class ChatFormat:
         self._tokenizer = tokenizer
         self._parse_control = parse_control
 
-    def tokenize(self, messages: Sequence[Message]) -> list[int]:
+    def render(self, messages: Sequence[Message]) -> RenderedChat:
         """The prompt that asks for the next answer.
 
         Raises:
@@ -34,7 +35,7 @@ class ChatFormat:
         if not isinstance(self._tokenizer, TextTokenizer):
             raise ConfigError("the model's tokenizer has no chat template; use /v1/completions")
         dicts = [message.to_dict() for message in messages]
-        return self._tokenizer.tokenize_chat(dicts, parse_control=self._parse_control)
+        return self._tokenizer.render_chat(dicts, parse_control=self._parse_control)
 
     @cached_property
     def end_of_turn(self) -> int | None:

@@ -146,7 +146,7 @@ class EngineLoop:
         """Hand requests to the engine, all or none.
 
         Raises:
-            ApiError: The queue is full (429), or could never hold so many (400); the server is shutting down (503).
+            ApiError: The queue is full (429); the server is shutting down (503).
             ConfigError: A prompt or setting that makes no sense.
         """
         self._check_room(len(jobs))
@@ -167,8 +167,6 @@ class EngineLoop:
     def _check_room(self, count: int) -> None:
         if self._is_closed:
             raise shutting_down()
-        if count > self.capacity:
-            raise ApiError(400, f"{count} choices in one request; this server takes at most {self.capacity} at once")
         if self.living + count > self.capacity:
             self._metrics.rejected.inc(count)
             mean = sum(self._latencies) / len(self._latencies) if self._latencies else 1

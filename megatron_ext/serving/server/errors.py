@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from http import HTTPStatus
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -13,8 +14,12 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from megatron_ext.errors import ConfigError
+from megatron_ext.serving.server.log import printable
 
 logger = logging.getLogger(__name__)
+
+LONGEST_MESSAGE = 1000  # characters; messages quote clients
+LONGEST_NAME = 100
 
 INVALID, UNAUTHORIZED, OVERLOADED, FAULT = (
     "invalid_request_error",
@@ -48,11 +53,16 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.message = " ".join(message.split())
+        self.message = printable(" ".join(message.split()), LONGEST_MESSAGE)
         self.kind = kind
         self.param = param
         self.code = code
         self.headers = dict(headers or {})
+
+    @property
+    def reason(self) -> str:
+        """The words beside the status."""
+        return HTTPStatus(self.status).phrase
 
     def to_dict(self) -> dict[str, Any]:
         """OpenAI's error object."""
@@ -78,6 +88,17 @@ def overloaded(living: int, limit: int, retry_after: int) -> ApiError:
     )
 
 
+def too_many_requests(prompts: int, choices: int, most: int) -> ApiError:
+    """400: what one HTTP request asks for never fits."""
+    if prompts == 1:
+        what = f"{choices} choices (n) of a prompt"
+    elif choices == 1:
+        what = f"{prompts} prompts in one request"
+    else:
+        what = f"{prompts} prompts with {choices} choices (n) each, which are {prompts * choices} in all"
+    return ApiError(400, f"{what}; this server takes at most {most} at once", param="n" if prompts == 1 else "prompt")
+
+
 def shutting_down() -> ApiError:
     """503: nothing new is taken, and what takes too long is cancelled."""
     return ApiError(503, "the server is shutting down", kind=FAULT)
@@ -88,9 +109,28 @@ def engine_fault(error: BaseException) -> ApiError:
     return ApiError(500, f"the engine failed: {type(error).__name__}", kind=FAULT)
 
 
+def body_too_large(limit: int) -> ApiError:
+    """413: more than this server reads."""
+    return ApiError(413, f"the body is longer than the {limit} bytes that this server takes; see --max-body-mb")
+
+
+def request_timeout(seconds: float) -> ApiError:
+    """408: the client has begun a request and does not end it."""
+    return ApiError(408, f"the request was not complete after {seconds:g} s")
+
+
+def connections_full(most: int) -> ApiError:
+    """503: all connections are in use."""
+    message = f"all {most} connections of this server are in use; try again"
+    return ApiError(503, message, kind=OVERLOADED, headers={"Retry-After": "1"})
+
+
 def unknown_model(name: str, served: str) -> ApiError:
     """404: the client asks for a model that is not here."""
-    message = f"the model {name!r} does not exist here; this server has {served!r}"
+    if not name:
+        message = "the path ends where a model's name belongs; GET /v1/models lists this server's"
+        return ApiError(404, message, param="model", code="model_not_found")
+    message = f"the model {name[:LONGEST_NAME]!r} does not exist here; this server has {served!r}"
     return ApiError(404, message, param="model", code="model_not_found")
 
 
@@ -105,6 +145,16 @@ def context_exceeded(prompt: int, generated: int, limit: int) -> ApiError:
     )
 
 
+def text_too_long(characters: int, most: int, limit: int) -> ApiError:
+    """400: a text that no tokenizer can make short enough for the model's context."""
+    return ApiError(
+        400,
+        f"a prompt of {characters} characters; this server's longest sequence of {limit} tokens has at most {most}",
+        param="prompt",
+        code="context_length_exceeded",
+    )
+
+
 def install_error_handlers(app: FastAPI) -> None:
     """Let every exception of a route end as an error object."""
     app.add_exception_handler(ApiError, _api_error)
@@ -112,6 +162,8 @@ def install_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, _bad_fields)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(ClientGone, _nobody)
+    app.add_exception_handler(RecursionError, _too_deep)
+    app.add_exception_handler(MemoryError, _no_memory)
     app.add_exception_handler(Exception, _fault)
 
 
@@ -136,8 +188,18 @@ async def _http_error(_: Request, error: HTTPException) -> Response:
     return ApiError(error.status_code, str(error.detail), headers=error.headers).to_response()
 
 
+async def _too_deep(*_: object) -> Response:
+    return ApiError(400, "the request is nested too deeply for this server").to_response()
+
+
+async def _no_memory(request: Request, _: MemoryError) -> Response:
+    logger.error("%s %s ran out of memory", request.method, request.url.path)
+    return ApiError(503, "the server has no memory for this request; send less", kind=FAULT).to_response()
+
+
 async def _fault(request: Request, error: Exception) -> Response:
-    logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    # Starlette raises it again, and uvicorn logs the traceback.
+    logger.error("%s %s failed: %s", request.method, request.url.path, type(error).__name__)
     return ApiError(500, f"the server failed: {type(error).__name__}", kind=FAULT).to_response()
 
 
@@ -148,13 +210,13 @@ def describe(errors: Sequence[Mapping[str, Any]]) -> tuple[str, str | None]:
     """
     first = errors[0]
     place = first["loc"][1:]  # after "body"
-    if first["type"] == "json_invalid":
-        return f"the body is not JSON: {first.get('ctx', {}).get('error', first['msg'])}", None
     if not place:
         return f"the body: {_sentence(first)}", None
     if first["type"] == "extra_forbidden":
         return f"{_dotted(place)} is no field that this server knows", _dotted(place)
     field = place[0]
+    if first["type"] == "value_error":  # one of ours, which knows the place exactly
+        return f"{_dotted(place)}: {_sentence(first)}", str(field)
     of_field = [error for error in errors if error["loc"][1:2] == (field,)]
     sentences = list(dict.fromkeys(_sentence(error) for error in of_field))
     return f"{field}: {', or '.join(sentences)}", str(field)
@@ -166,4 +228,6 @@ def _sentence(error: Mapping[str, Any]) -> str:
 
 
 def _dotted(place: Sequence[Any]) -> str:
-    return ".".join(str(part) for part in place)
+    """A place as in "messages.0.content", without the types of unions that pydantic puts between."""
+    names = [str(part)[:LONGEST_NAME] for part in place]
+    return ".".join(name for name in names if name.isidentifier() or name.isdecimal()) or names[0]

@@ -1,19 +1,34 @@
 """The bodies of requests: OpenAI's fields, and those that this engine adds.
 
 Types are strict ("5" is no number) and unknown fields are refused. Fields of OpenAI's that ask for something that the
-engine does not do are taken as long as they ask for nothing, because clients send them with every request.
+engine does not do are taken as long as they ask for nothing, because clients send them with every request. Whatever a
+client can send many of is counted first: pydantic would make an error of each.
 """
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from megatron_ext.errors import ConfigError
 
 MOST_CHOICES = 128
 MOST_TOP_LOGPROBS = 20
+MOST_FIELDS = 128  # of one object
+MOST_MESSAGES = 10_000
+MOST_STOP_WORDS = 64  # each is looked for after every token, by the thread that steps the engine
+LONGEST_STOP_WORD = 1024  # characters
 
 # Values with which a field asks for nothing; None is always one.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -50,11 +65,46 @@ def whole_characters(text: str) -> str:
     return text
 
 
+def checked_prompts(value: Any) -> Any:
+    """One prompt or several, looked at as a whole: millions of token ids pass, or fail, without a step for each.
+
+    Raises:
+        ValueError: It is something else.
+    """
+    if isinstance(value, str):
+        items, kinds = value, {str}
+    elif isinstance(value, list):
+        items, kinds = value, set(map(type, value))
+    else:
+        raise ValueError("must be a string, a list of strings, a list of token ids, or a list of those")
+    if not items:
+        raise ValueError("is empty; it needs at least one token")
+    if kinds == {str}:
+        whole_characters("".join(items))
+    elif kinds == {list}:
+        kinds = set(map(type, chain.from_iterable(items))) | {int}
+    if kinds not in ({str}, {int}):
+        raise ValueError("must have strings only, or token ids (integers) only, or lists of those only")
+    return value
+
+
 Text = Annotated[str, AfterValidator(whole_characters)]
+# What the description of the routes says; the check is ours.
+Prompts = Annotated[
+    str | list[str] | list[int] | list[list[int]],
+    PlainValidator(checked_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
+]
 
 
 class _Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_few_fields(cls, value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > MOST_FIELDS:
+            raise ValueError(f"has {len(value)} fields; at most {MOST_FIELDS} are taken")
+        return value
 
 
 class StreamOptions(_Body):
@@ -106,6 +156,17 @@ class GenerationRequest(_Body):
             raise ValueError("is not supported; leave it out")
         return value
 
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _has_few_stop_words(cls, value: Any) -> Any:
+        words = value if isinstance(value, list) else [value]
+        if len(words) > MOST_STOP_WORDS:
+            raise ValueError(f"has {len(words)} words; at most {MOST_STOP_WORDS} are taken")
+        longest = max((len(word) for word in words if isinstance(word, str)), default=0)
+        if longest > LONGEST_STOP_WORD:
+            raise ValueError(f"has a word of {longest} characters; at most {LONGEST_STOP_WORD} are taken")
+        return value
+
     @model_validator(mode="after")
     def _options_need_a_stream(self) -> GenerationRequest:
         if self.stream_options is not None and not self.stream:
@@ -126,7 +187,7 @@ class GenerationRequest(_Body):
 class CompletionRequest(GenerationRequest):
     """The body of `/v1/completions`."""
 
-    prompt: Text | list[Text] | list[int] | list[list[int]]
+    prompt: Prompts
     logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
     echo: bool | None = None
     suffix: Any = None
@@ -138,13 +199,6 @@ class CompletionRequest(GenerationRequest):
         prompt = self.prompt
         if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
             return [prompt]
-        return prompt
-
-    @field_validator("prompt")
-    @classmethod
-    def _is_not_empty(cls, prompt: Any) -> Any:
-        if not prompt:
-            raise ValueError("is empty; it needs at least one token")
         return prompt
 
 
@@ -161,10 +215,19 @@ class Message(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")
 
     role: Text
-    content: Text | list[TextPart] | None = None
+    content: Text | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _is_text(cls, value: Any) -> Any:
+        parts = [part for part in value if isinstance(part, dict)] if isinstance(value, list) else []
+        other = next((part["type"] for part in parts if part.get("type", "text") != "text"), None)
+        if other is not None:
+            raise ValueError(f"has a part of type {other!r}; this server takes texts only, parts of type 'text'")
+        return value
 
     def to_dict(self) -> dict[str, Any]:
         """As chat templates take it: the content is one text."""
@@ -177,7 +240,7 @@ class Message(BaseModel):
 class ChatRequest(GenerationRequest):
     """The body of `/v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import signal
 import socket
+import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import uvicorn
@@ -19,8 +22,18 @@ from megatron_ext.models.load import load_model, save_model
 from megatron_ext.serving.machine import check_machine
 from megatron_ext.serving.report import make_console, print_geometry
 from megatron_ext.serving.server.app import Serving, create_app
+from megatron_ext.serving.server.connections import (
+    ACCEPT_BATCH,
+    LISTEN_BACKLOG,
+    Connections,
+    GuardedProtocol,
+    handle_loop_error,
+    most_connections,
+)
 from megatron_ext.serving.server.errors import shutting_down
 from megatron_ext.serving.server.keys import Keys, load_keys
+
+logger = logging.getLogger(__name__)
 
 LAST_WORDS = 5  # seconds that cancelled requests have to tell their clients
 
@@ -33,6 +46,7 @@ def run_server(settings: ServerSettings) -> None:
     """
     check_machine(settings.parallel)
     keys = load_keys(settings.server)
+    most_connections(settings.server.limits)
     with bind(settings.server.host, settings.server.port) as listener:
         platform.initialize(backend=settings.parallel.distributed_backend)
         try:
@@ -108,27 +122,53 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self._serving = serving
         self._on_ready = on_ready
+        self._cancelled = 0  # requests
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().set_exception_handler(handle_loop_error)
         await super().startup(sockets)
+        for listener in sockets:  # uvicorn's backlog is asyncio's too, which accepts so many before anything else
+            listener.listen(LISTEN_BACKLOG)
         host, port = sockets[0].getsockname()[:2]
         self._on_ready(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        loop, patience, started = self._serving.loop, self._serving.settings.shutdown_timeout, time.monotonic()
+        living, connections = loop.living, len(self.server_state.connections)
+        logger.info(
+            "shutdown begins: %d requests in flight, %d connections; %g s for them", living, connections, patience
+        )
         cancelling = asyncio.create_task(self._cancel_requests())
         await super().shutdown(sockets)
         cancelling.cancel()
+        cancelled = self._cancelled + loop.living  # a second signal does not wait for those
+        seconds = time.monotonic() - started
+        logger.info(
+            "shutdown ends: %d requests finished, %d cancelled, %.1f s", max(0, living - cancelled), cancelled, seconds
+        )
 
     async def _cancel_requests(self) -> None:
         await asyncio.sleep(self._serving.settings.shutdown_timeout)
+        self._cancelled = self._serving.loop.living
         self._serving.loop.give_up(shutting_down())
 
 
 def build_server(serving: Serving, on_ready: Callable[[str], None]) -> uvicorn.Server:
     """The server, which calls `on_ready` with its URL when it listens."""
     settings = serving.settings
+    connections = Connections(most_connections(settings.limits))
+    if connections.most < settings.limits.max_connections:
+        logger.warning(
+            "`ulimit -n` allows for %d connections, not the %d of --max-connections",
+            connections.most,
+            settings.limits.max_connections,
+        )
     config = uvicorn.Config(
         create_app(serving),
+        http=partial(GuardedProtocol, connections, settings.limits),
+        ws="none",
+        backlog=ACCEPT_BATCH,
+        timeout_keep_alive=settings.limits.idle_timeout,
         log_config=None,
         log_level="warning",
         access_log=False,

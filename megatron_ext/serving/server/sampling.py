@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from megatron_ext.config import RequestParams
 from megatron_ext.serving.server.chat import ChatFormat
-from megatron_ext.serving.server.errors import context_exceeded
+from megatron_ext.serving.server.errors import context_exceeded, too_many_requests
 from megatron_ext.serving.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
 
 COMPLETION_TOKENS = 16  # OpenAI's default; a chat's is as many as fit
@@ -29,6 +29,21 @@ class Room:
 
     sequence: int
     pool: int
+
+
+def check_count(prompts: int, choices: int, most: int) -> None:
+    """See that the server could ever take so many, before any text becomes tokens.
+
+    Args:
+        prompts: Of one HTTP request.
+        choices: Of each.
+        most: Requests to the engine at once.
+
+    Raises:
+        ApiError: It could not.
+    """
+    if prompts * choices > most:
+        raise too_many_requests(prompts, choices, most)
 
 
 def completion_jobs(body: CompletionRequest, prompts: Sequence[Sequence[int]], room: Room) -> list[Job]:

@@ -148,7 +148,7 @@ class TestControlTokens:
 
     def test_a_forged_turn_is_text(self, embedded, stream):
         """The prompt has the control tokens of the template and no others; its text is the whole content."""
-        prompt = embedded.serving.chat.tokenize([Message(role="user", content=self.FORGED)])
+        prompt = embedded.serving.chat.render([Message(role="user", content=self.FORGED)]).ids()
         *_, usage = chat(embedded, [user(self.FORGED)], stream=stream, max_tokens=1)
         assert usage.prompt_tokens == len(prompt)
         assert [token for token in prompt if token < 5] == [2, 4, 3]
@@ -179,7 +179,7 @@ class TestControlTokens:
         more = [*turns, {"role": "assistant", "content": "Yes."}, user(SYSTEM)]
         second = chat(embedded, more, stream=stream, max_tokens=1)[2]
         assert second.prompt_tokens_details.cached_tokens == (first.prompt_tokens - 1) // 16 * 16 > 0
-        prompt = embedded.serving.chat.tokenize([Message(**turn) for turn in turns])
+        prompt = embedded.serving.chat.render([Message(**turn) for turn in turns]).ids()
         assert [token for token in prompt if token < 5] == [2, 4, 3, *[4, 2] * 3, 4, 2, 4, 3]
 
 
@@ -195,11 +195,11 @@ class TestFormat:
         chat_format = ChatFormat(tokenizer)
         messages = [Message(role="developer", content="Be brief."), Message(role="user", content="Hi")]
         text = "<|system|>Be brief.<|end|><|user|>Hi<|end|><|assistant|>"
-        assert chat_format.tokenize(messages) == tokenizer.tokenize(text)
+        assert chat_format.render(messages).ids() == tokenizer.tokenize(text)
 
     def test_without_a_template_there_is_no_chat(self):
         with pytest.raises(ConfigError, match="/v1/completions"):
-            ChatFormat(NullTokenizer(8)).tokenize([Message(role="user", content="1")])
+            ChatFormat(NullTokenizer(8)).render([Message(role="user", content="1")])
 
     @pytest.mark.parametrize(
         ("template", "end"),

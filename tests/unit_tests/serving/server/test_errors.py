@@ -8,6 +8,7 @@ import pytest
 from tests.unit_tests.support.server import LiveServer, tiny_engine
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+HEADERS = {"content-type": "application/json"}
 HELLO = [{"role": "user", "content": "<1>"}]
 
 # path, body, status, what the message must name, param

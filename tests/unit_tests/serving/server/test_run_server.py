@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -107,7 +108,7 @@ def started() -> Iterator[tuple[subprocess.Popen, str, list[str]]]:
 
 class TestProcess:
     def test_ready_then_a_signal_lets_the_running_request_finish(self, started):
-        """EX-6: sizes are printed; the exit code after a signal is 0."""
+        """EX-6: sizes are printed; the exit code after a signal is 0. The log says what happened, and when."""
         process, url, lines = started
         assert any("64 blocks of 16 tokens" in line for line in lines)
         assert httpx.get(f"{url}/health", timeout=PATIENCE).json()["status"] == "ok"
@@ -120,7 +121,15 @@ class TestProcess:
         assert rest[-1] == "data: [DONE]"
         assert json.loads(rest[-2].removeprefix("data: "))["usage"]["completion_tokens"] == 400
         assert process.wait(PATIENCE) == 0
-        assert "Traceback" not in process.stderr.read()
+        log = process.stderr.read()
+        assert "Traceback" not in log
+        time = r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} INFO megatron_ext\.serving\.server\.\w+: "
+        for line in (
+            r"shutdown begins: 1 requests",
+            r"cmpl-\w+ POST .* generated=400 ",
+            r"shutdown ends: 1 requests fin",
+        ):
+            assert re.search(time + line, log, re.MULTILINE), log
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{url}/health")
 
@@ -152,6 +161,14 @@ class TestMistakes:
 
     def test_a_host_that_is_none(self, error_line):
         assert "--host not.a.host.invalid" in error_line("--host", "not.a.host.invalid")
+
+    def test_too_few_files_are_told_before_anything_is_loaded(self, error_line, monkeypatch):
+        monkeypatch.setattr("megatron_ext.serving.server.run.load_model", None)
+        monkeypatch.setattr("resource.getrlimit", lambda _: (70, 70))
+        assert "`ulimit -n` is 70" in error_line("--port", "0")
+
+    def test_a_line_with_what_a_terminal_would_obey(self, error_line):
+        assert r"\x1b[31m" in error_line("--host", "\x1b[31mhost.invalid")
 
     def test_a_package_that_is_missing(self, error_line, monkeypatch):
         monkeypatch.setattr(run_server, "PACKAGES", ("uvicorn", "no_such_package"))

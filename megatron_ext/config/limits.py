@@ -1,0 +1,35 @@
+"""What one client may take of the server."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megatron_ext.config.checks import flag_of, require
+
+MB = 2**20
+
+
+@dataclass(frozen=True)
+class ServerLimits:
+    """Bounds of a request's body and of connections. Times are in seconds."""
+
+    max_body_mb: float = 8.0  # of 2**20 bytes
+    max_connections: int = 1024
+    header_timeout: float = 10.0  # from the connection, or a request's first byte, to the end of its headers
+    body_timeout: float = 60.0  # for all of the body
+    idle_timeout: float = 75.0  # between two requests, and for a client that does not read its answer
+
+    def __post_init__(self) -> None:
+        size, connections = self.max_body_mb, self.max_connections
+        require(math.isfinite(size) and size > 0, f"--max-body-mb {size} must be more than zero")
+        require(connections >= 1, f"--max-connections {connections} must be at least 1")
+        for name in ("header_timeout", "body_timeout", "idle_timeout"):
+            seconds = getattr(self, name)
+            valid = math.isfinite(seconds) and seconds > 0
+            require(valid, f"{flag_of(name)} {seconds} must be more than zero seconds")
+
+    @property
+    def body_bytes(self) -> int:
+        """The longest body."""
+        return int(self.max_body_mb * MB)

@@ -1,0 +1,101 @@
+"""Log lines: with their time, short, and of printable characters only; what repeats itself is left out and counted."""
+
+from __future__ import annotations
+
+import logging
+import time
+import traceback
+from collections.abc import Callable
+from types import TracebackType
+
+LONGEST_MESSAGE = 2000  # characters
+LONGEST_TRACEBACK = 8000
+TRACEBACK_FRAMES = 20  # the innermost; a RecursionError has thousands
+REPEATS = 5  # lines of one place in the code ...
+WINDOW = 60.0  # ... in so many seconds
+
+# What uvicorn and asyncio log for each bad request or connection: their rate is for clients to choose.
+NOISY_LOGGERS = ("asyncio", "uvicorn.error")
+
+
+def printable(text: str, most: int) -> str:
+    """A text that a terminal shows as it is: no control characters, no turns of direction, at most `most` characters.
+
+    Args:
+        text: From anywhere.
+        most: Characters of `text` that are kept; the number of the others is told.
+    """
+    kept = text[:most]
+    if not kept.isprintable():
+        kept = "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in kept)
+    return kept if len(text) <= most else f"{kept}... ({len(text) - most} more characters)"
+
+
+class LineFormatter(logging.Formatter):
+    """A line for each record; a traceback follows in indented lines, so that no text can pretend to be a record."""
+
+    default_msec_format = "%s.%03d"
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Time, level, logger and message."""
+        message = printable(record.getMessage().rstrip("\n"), LONGEST_MESSAGE)
+        line = f"{self.formatTime(record)} {record.levelname} {record.name}: {message}"
+        return line + self.formatException(record.exc_info) if record.exc_info else line
+
+    def formatException(  # noqa: N802 - logging's name
+        self, ei: tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
+    ) -> str:
+        """The innermost frames."""
+        text = "".join(traceback.format_exception(*ei, limit=-TRACEBACK_FRAMES))
+        left_out = len(text) - LONGEST_TRACEBACK
+        lines = [f"... ({left_out} more characters)"] if left_out > 0 else []
+        lines += text[-LONGEST_TRACEBACK:].split("\n")
+        return "".join(f"\n    {printable(line, LONGEST_MESSAGE)}" for line in lines if line)
+
+
+class BoundedRate(logging.Filter):
+    """Lets the first few records of each place in the code through, and so on in each window of time.
+
+    The next one that passes says how many were left out.
+
+    Args:
+        most: Records of one place in a window.
+        seconds: Of a window.
+        clock: Seconds that never go back.
+    """
+
+    def __init__(
+        self, most: int = REPEATS, seconds: float = WINDOW, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        super().__init__()
+        self._most = most
+        self._seconds = seconds
+        self._clock = clock
+        self._windows: dict[tuple[str, int], tuple[float, int]] = {}  # place -> start of its window, records in it
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether the record passes."""
+        now, place = self._clock(), (record.pathname, record.lineno)
+        start, count = self._windows.get(place, (now, 0))
+        left_out = 0
+        if now - start >= self._seconds:
+            left_out, start, count = max(0, count - self._most), now, 0
+        self._windows[place] = start, count + 1
+        if left_out:
+            record.msg, record.args = f"{record.getMessage()} ({left_out} more like it were left out)", ()
+        return count < self._most
+
+
+def set_up_logging(level: str) -> None:
+    """Log to standard error.
+
+    Args:
+        level: The least important level of our own lines; of other packages, warnings and errors are shown.
+    """
+    handler = logging.StreamHandler()
+    handler.setFormatter(LineFormatter())
+    logging.basicConfig(handlers=[handler])
+    logging.getLogger("megatron_ext").setLevel(level.upper())
+    bounded = BoundedRate()
+    for name in NOISY_LOGGERS:
+        logging.getLogger(name).addFilter(bounded)
