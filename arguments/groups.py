@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from arguments.flags import Flag, FlagGroup
 from megatron_ext.config import (
+    CONTROL_TOKENS,
     DTYPES,
     LAYER_SYMBOLS,
     LOG_LEVELS,
@@ -11,6 +12,7 @@ from megatron_ext.config import (
     POSITION_EMBEDDINGS,
     RECURRENT_LAYERS,
     ROUTER_SCORE_FUNCTIONS,
+    AccessConfig,
     BatchingConfig,
     CacheConfig,
     EvictionPolicyName,
@@ -236,7 +238,6 @@ SERVER = FlagGroup(
     (
         Flag("host", "Address to listen on"),
         Flag("port", "Port to listen on; 0 is any free one"),
-        Flag("api_key", "What clients must send as Authorization: Bearer KEY; default: everybody is let in"),
         Flag("served_model_name", "Name of the model for clients; default: the checkpoint's", metavar="NAME"),
         Flag("max_waiting_requests", "Requests that wait beside those that run; beyond them clients get a 429"),
         Flag(
@@ -260,5 +261,39 @@ LIMITS = FlagGroup(
     ),
 )
 
+ACCESS = FlagGroup(
+    "access (see docs/server.md and SECURITY.md)",
+    AccessConfig,
+    (
+        Flag(
+            "api_key",
+            "What clients must send as Authorization: Bearer KEY; whoever sees the processes sees it here. "
+            "Default: the variable MEGATRON_EXT_API_KEY, else everybody is let in",
+        ),
+        Flag(
+            "api_key_file", "File with a key in each line; each key's clients have a cache of their own", metavar="FILE"
+        ),
+        Flag(
+            "admin_key_file",
+            "File with the only key for /prefix_cache and /reset_prefix_cache; default: a single API key opens them",
+            metavar="FILE",
+        ),
+        Flag(
+            "allowed_hosts",
+            "Names under which the server may be asked, * is any; default: the loopback names, with API keys any",
+            metavar="HOST",
+        ),
+        Flag(
+            "hide_cache_counts",
+            "Say of no prompt what was cached; counts and metrics are for the admin key",
+        ),
+        Flag(
+            "chat_control_tokens",
+            "What special tokens are that a message of the system, a user or a tool spells: text, or the tokens",
+            choices=CONTROL_TOKENS,
+        ),
+    ),
+)
+
 GROUPS = (SOURCE, MODEL, PARALLEL, SAMPLING, BATCHING, CACHE, RUN)
-SERVER_GROUPS = (SOURCE, MODEL, PARALLEL, BATCHING, CACHE, SERVER, LIMITS)
+SERVER_GROUPS = (SOURCE, MODEL, PARALLEL, BATCHING, CACHE, SERVER, LIMITS, ACCESS)

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 from arguments.flags import Flag, FlagGroup, closest, shorten
 from arguments.groups import (
+    ACCESS,
     BATCHING,
     CACHE,
     GROUPS,
@@ -120,7 +121,9 @@ def parse_server_arguments(argv: Sequence[str] | None = None, prog: str | None =
         parallel=ParallelConfig(**_fields(PARALLEL, values)),
         batching=BatchingConfig(**_fields(BATCHING, values)),
         cache=CacheConfig(**_fields(CACHE, values)),
-        server=ServerConfig(limits=ServerLimits(**_fields(LIMITS, values)), **_fields(SERVER, values)),
+        server=ServerConfig(
+            limits=ServerLimits(**_fields(LIMITS, values)), **_fields(SERVER, values), **_fields(ACCESS, values)
+        ),
     )
     _check_model(settings)
     return settings

@@ -5,6 +5,7 @@ A `None` default means "decided later", and the comment says from what.
 
 from __future__ import annotations
 
+from megatron_ext.config.access import CONTROL_TOKENS, AccessConfig
 from megatron_ext.config.batching import (
     DTYPES,
     BatchingConfig,
@@ -32,6 +33,7 @@ from megatron_ext.config.run import (
 )
 
 __all__ = [
+    "CONTROL_TOKENS",
     "DTYPES",
     "LARGEST_SIZE",
     "LAYER_SYMBOLS",
@@ -42,6 +44,7 @@ __all__ = [
     "RECURRENT_KINDS",
     "RECURRENT_LAYERS",
     "ROUTER_SCORE_FUNCTIONS",
+    "AccessConfig",
     "BatchingConfig",
     "CacheConfig",
     "EvictionPolicyName",

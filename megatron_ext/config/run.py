@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_ext.config.access import AccessConfig
 from megatron_ext.config.batching import BatchingConfig, CacheConfig
 from megatron_ext.config.checks import flag_of, require
 from megatron_ext.config.limits import ServerLimits
@@ -117,12 +118,11 @@ class RunConfig:
 
 
 @dataclass(frozen=True)
-class ServerConfig:
+class ServerConfig(AccessConfig):
     """What `tools/run_server.py` listens on, whom it lets in, and how much it takes on."""
 
     host: str = "127.0.0.1"
     port: int = 8000  # 0: any free one
-    api_key: str | None = None  # default: everybody is let in
     served_model_name: str | None = None  # default: the last part of the checkpoint's path
     max_waiting_requests: int = 256
     shutdown_timeout: float = 30.0  # seconds
@@ -132,14 +132,11 @@ class ServerConfig:
     limits: ServerLimits = field(default_factory=ServerLimits)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         level, levels = self.log_level, ", ".join(LOG_LEVELS)
         require(level in LOG_LEVELS, f"--log-level {level!r} is unknown; one of {levels}")
         require(bool(self.host), "--host is empty; 127.0.0.1 is this machine, 0.0.0.0 every network")
         require(0 <= self.port <= 65535, f"--port {self.port} must be between 0 (any free one) and 65535")
-        # Headers are bytes: what lies outside ASCII would depend on the client's encoding.
-        key = self.api_key
-        is_printable = key is None or (key.isascii() and key.isprintable() and key.strip() == key != "")
-        require(is_printable, "--api-key must be printable ASCII without spaces around it; leave it out to let all in")
         require(self.served_model_name != "", "--served-model-name is empty; leave it out for the checkpoint's name")
         waiting, timeout = self.max_waiting_requests, self.shutdown_timeout
         require(waiting >= 0, f"--max-waiting-requests {waiting} must be zero or more")

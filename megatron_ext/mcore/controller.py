@@ -55,12 +55,15 @@ class InferenceController(TextGenerationController):
         Raises:
             ConfigError: `add_BOS`, and the tokenizer has no such token.
         """
-        bos = self.tokenizer.bos
-        if add_BOS and bos is None:
+        if add_BOS and self.tokenizer.bos is None:
             raise ConfigError("add_BOS is set, but the tokenizer has no token that begins a document; leave it out")
-        tokens = list(self.tokenizer.tokenize(prompt))
+        return self.begin_once(list(self.tokenizer.tokenize(prompt)), add_bos=add_BOS)
+
+    def begin_once(self, tokens: list[int], *, add_bos: bool = False) -> list[int]:
+        """The tokens with one beginning of a document, if they have any or it is to be added."""
+        bos = self.tokenizer.bos
         spelled = next((i for i, token in enumerate(tokens) if token != bos), len(tokens))
-        return [bos] * (add_BOS or spelled > 0) + tokens[spelled:]
+        return [bos] * (add_bos or spelled > 0) + tokens[spelled:]
 
     def dummy_forward(self) -> None:
         """A forward of one token that touches no request (expert parallelism keeps idle ranks busy with it)."""

@@ -87,10 +87,8 @@ class SnapshotPool(StatePool):
         """
         for slot, digest in zip(slots, digests, strict=True):
             if self._contents[slot] != digest:
-                found = self._contents[slot]
-                raise RestoreError(
-                    f"snapshot slot {slot} was to hold the states of {digest.hex()[:16]}, and holds "
-                    f"{'unfinished ones' if found is None else found.hex()[:16]}",
-                    digest,
+                found = "unfinished ones" if self._contents[slot] is None else "those of another one"
+                raise RestoreError(  # without the digests, which say what a prompt was to who can guess it
+                    f"snapshot slot {slot} was to hold the states of one prefix, and holds {found}", digest
                 )
         copy_states(self, slots, live, rows)

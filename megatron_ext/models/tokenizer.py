@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from megatron_ext.errors import ConfigError
 from megatron_ext.files import open_regular, read_text
 from megatron_ext.models.chat_template import TEMPLATE_FILE, read_chat_template, read_special_tokens, render_chat
+from megatron_ext.models.chat_tokens import ChatTokens, RenderedChat, marked_special
 from megatron_ext.models.weight_files import read_json
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -113,11 +114,14 @@ class TextTokenizer:
         ConfigError: Nothing there, or no tokenizer in it.
     """
 
+    _chat_tokens: ChatTokens | None = None  # when the first conversation comes
+
     def __init__(self, path: str | Path) -> None:
         self.path = path = Path(path)
         if not path.exists():
             raise ConfigError(f"tokenizer {path} does not exist; give a directory or a {TOKENIZER_FILE}")
         self._directory = directory = path if path.is_dir() else path.parent
+        self._marked_special = marked_special(directory)
         file = path / TOKENIZER_FILE if path.is_dir() else path
         self._backend = _FastTokenizer(file) if os.path.lexists(file) else _AutoTokenizer(path)
         self.vocab_size, self.token_ids = self._backend.vocab_size, self._backend.token_ids
@@ -179,6 +183,35 @@ class TextTokenizer:
             self.chat_template, messages, self._special_tokens, add_generation_prompt=add_generation_prompt
         )
 
+    def tokenize_chat(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, *, parse_control: bool = False
+    ) -> list[int]:
+        """Ids of a conversation, with the special tokens that the tokenizer itself adds; the rest as `render_chat`."""
+        return self.render_chat(messages, add_generation_prompt, parse_control=parse_control).ids()
+
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, *, parse_control: bool = False
+    ) -> RenderedChat:
+        """A conversation as a text that knows which special tokens in it are text.
+
+        Args:
+            messages: As for `apply_chat_template`.
+            add_generation_prompt: The same.
+            parse_control: Whether special tokens that contents spell are these tokens. Otherwise they are so in the
+                assistant's contents only, and text in the others'; see `chat_tokens`.
+
+        Raises:
+            ConfigError: As `apply_chat_template`; a role that spells a special token.
+        """
+
+        def render(chat: Sequence[Mapping[str, Any]]) -> str:
+            return self.apply_chat_template(chat, add_generation_prompt)
+
+        if self._chat_tokens is None:
+            special = {*self._marked_special, self.eod, self.bos}
+            self._chat_tokens = ChatTokens(self._backend.wrapped, special)
+        return self._chat_tokens.render(messages, render, self.tokenize, parse_control=parse_control)
+
 
 def _chat_template_or_error(directory: Path) -> str | ConfigError | None:
     """The template, or what is wrong with it: whoever needs no chats need not hear of it."""
@@ -217,6 +250,10 @@ class _FastTokenizer:
     def id_of(self, token: str) -> int | None:
         return self._tokenizer.token_to_id(token)
 
+    @property
+    def wrapped(self) -> Any:
+        return self._tokenizer
+
 
 class _AutoTokenizer:
     """A directory of an older format."""
@@ -245,6 +282,10 @@ class _AutoTokenizer:
 
     def id_of(self, token: str) -> int | None:
         return self._tokenizer.get_vocab().get(token)
+
+    @property
+    def wrapped(self) -> Any:
+        return self._tokenizer
 
 
 def _extent(ids: Iterable[int]) -> tuple[int, range | frozenset[int]]:

@@ -16,7 +16,7 @@ from megatron_ext.serving.server.log import printable
 logger = logging.getLogger(__name__)
 
 # Asked again and again by machines: their successes are worth a line only to who looks for it.
-QUIET_PATHS = frozenset(("/", "/health", "/metrics"))
+QUIET_PATHS = frozenset(("/", "/health", "/metrics", "/metrics/history"))
 LONGEST_PATH = 200  # characters
 CLIENT_GONE = 499  # nginx's number for it
 UNKNOWN = "-"

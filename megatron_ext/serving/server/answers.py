@@ -58,28 +58,30 @@ def finished(ticket: Ticket) -> RequestRecord:
     return record
 
 
-def usage(records: Sequence[RequestRecord], choices: int) -> dict[str, Any]:
+def usage(reply: Reply, records: Sequence[RequestRecord]) -> dict[str, Any]:
     """OpenAI's usage, and why prompt tokens were computed.
 
     The choices of a prompt count its tokens once: as they were skipped and computed for the first of them.
 
     Args:
+        reply: Says how many choices a prompt has, and whether to tell what was cached.
         records: Prompt by prompt, the choices of each side by side.
-        choices: Of each prompt.
     """
-    firsts = records[::choices]
+    firsts = records[:: reply.choices]
     prompt = sum(record.prompt_token_count for record in firsts)
     generated = sum(len(record.generated_tokens) for record in records)
     reasons: Counter[str] = sum((Counter(record.prefill_reasons) for record in firsts), Counter())
-    return {
+    counts: dict[str, Any] = {
         "prompt_tokens": prompt,
         "completion_tokens": generated,
         "total_tokens": prompt + generated,
-        "prompt_tokens_details": {
+    }
+    if reply.shows_cache:
+        counts["prompt_tokens_details"] = {
             "cached_tokens": sum(record.skipped_prefill_token_count for record in firsts),
             "computed_tokens_by_reason": dict(reasons),
-        },
-    }
+        }
+    return counts
 
 
 class Reply(Protocol):
@@ -87,6 +89,7 @@ class Reply(Protocol):
 
     id: str
     choices: int  # of each prompt
+    shows_cache: bool  # whether the usage says what was cached
 
     def envelope(self, *, is_part: bool) -> dict[str, Any]:
         """The fields around the choices."""
@@ -104,13 +107,14 @@ class Reply(Protocol):
 def whole(reply: Reply, records: Sequence[RequestRecord]) -> dict[str, Any]:
     """The answer in one piece."""
     choices = [reply.choice(index, record) for index, record in enumerate(records)]
-    return reply.envelope(is_part=False) | {"choices": choices, "usage": usage(records, reply.choices)}
+    return reply.envelope(is_part=False) | {"choices": choices, "usage": usage(reply, records)}
 
 
 class _Envelope:
     def __init__(self, model: str, choices: int, prefix: str) -> None:
         self.id = f"{prefix}-{uuid.uuid4().hex}"
         self.choices = choices
+        self.shows_cache = True
         self._fields = {"id": self.id, "created": int(time.time()), "model": model}
 
 

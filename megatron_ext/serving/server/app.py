@@ -4,37 +4,38 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import hmac
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from importlib.resources import files
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 import megatron_ext
 from megatron_ext.config import ServerConfig
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.models.tokenizer import Tokenizer
+from megatron_ext.prefix_cache.shown import shown
 from megatron_ext.serving.server.access import AccessLog, note_answer
 from megatron_ext.serving.server.answers import ChatReply, CompletionReply, Reply, finished, whole
 from megatron_ext.serving.server.body import JsonRoute
 from megatron_ext.serving.server.chat import ChatFormat
 from megatron_ext.serving.server.engine_loop import EngineLoop
-from megatron_ext.serving.server.errors import ApiError, install_error_handlers, unknown_model
+from megatron_ext.serving.server.errors import install_error_handlers, unknown_model
+from megatron_ext.serving.server.gate import CALLER, KeyGate
+from megatron_ext.serving.server.history import History
+from megatron_ext.serving.server.keys import Keys, load_keys
 from megatron_ext.serving.server.metrics import Metrics
-from megatron_ext.serving.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from megatron_ext.serving.server.origins import OriginGate
+from megatron_ext.serving.server.page import PAGE, PAGE_HEADERS
+from megatron_ext.serving.server.protocol import ChatRequest, CompletionRequest, GenerationRequest, Message
 from megatron_ext.serving.server.sampling import Job, Room, chat_jobs, check_count, completion_jobs
 from megatron_ext.serving.server.streaming import EventStream, events, unless_gone
 from megatron_ext.serving.server.texts import TextEncoder
 
-# Paths that show neither texts nor digests, for load balancers, Prometheus and people.
-OPEN_PATHS = frozenset(("/", "/health", "/metrics"))
 HOTTEST_PREFIXES = 20
 
 router = APIRouter(route_class=JsonRoute)
@@ -47,24 +48,38 @@ class Serving:
     Args:
         engine: Nobody else may touch it from now on, except for its tokenizer.
         model: The name it is served under.
-        settings: Limits and key.
+        settings: Limits, and who is let in.
+        keys: By default those that the settings name.
     """
 
     engine: InferenceEngine
     model: str
     settings: ServerConfig
+    keys: Keys | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
+        self.keys = self.keys or load_keys(self.settings)
         self.metrics = Metrics(self.model)
+        self.history = History(self.metrics)
         self.loop = EngineLoop(self.engine, self.metrics, self.settings.max_waiting_requests)
         self.tokenizer: Tokenizer = self.engine.controller.tokenizer
         self.vocabulary = self.engine.controller.vocabulary
-        self.chat = ChatFormat(self.tokenizer)
+        self.chat = ChatFormat(self.tokenizer, parse_control=self.settings.chat_control_tokens == "parse")
         geometry = self.engine.geometry
         longest = self.engine.context.max_sequence_length
         self.room = Room(longest, geometry.blocks * geometry.block_size_tokens)
         self.texts = TextEncoder(self.tokenizer, self.engine.controller.tokenize_prompt, longest)
+
+    async def tokenize_chat(self, messages: Sequence[Message]) -> list[int]:
+        """Ids of a conversation.
+
+        Raises:
+            ApiError: See `TextEncoder.encode`.
+            ConfigError: See `ChatFormat.render`.
+        """
+        chat = await asyncio.to_thread(self.chat.render, messages)
+        return await self.texts.encode(chat.text, lambda _: self.engine.controller.begin_once(chat.ids()))
 
     def check_model(self, body: GenerationRequest) -> None:
         """See that the request means this model.
@@ -74,6 +89,10 @@ class Serving:
         """
         if body.model is not None and body.model != self.model:
             raise unknown_model(body.model, self.model)
+
+    def describe_server(self) -> dict[str, str]:
+        """What the status page writes above everything."""
+        return {"model": self.model, "version": megatron_ext.__version__}
 
     def describe(self) -> dict[str, Any]:
         """OpenAI's model object."""
@@ -92,7 +111,9 @@ def create_app(serving: Serving) -> FastAPI:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         serving.loop.start()
+        sampling = asyncio.create_task(serving.history.run())
         yield
+        sampling.cancel()
         await serving.loop.stop()
 
     app = FastAPI(
@@ -101,40 +122,12 @@ def create_app(serving: Serving) -> FastAPI:
     app.state.serving = serving
     app.include_router(router)
     install_error_handlers(app)
-    if serving.settings.api_key is not None:
-        app.add_middleware(KeyGate, api_key=serving.settings.api_key)
+    keys = serving.keys
+    app.add_middleware(KeyGate, keys=keys, hides_counts=serving.settings.hide_cache_counts)
+    app.add_middleware(OriginGate, allowed_hosts=serving.settings.allowed_hosts, has_keys=keys.are_needed)
     if serving.settings.access_log:
         app.add_middleware(AccessLog)  # the last one added is the first to see a request
     return app
-
-
-class KeyGate:
-    """Lets in who has the key, before anything of the request is read.
-
-    Args:
-        app: What is behind the gate.
-        api_key: ASCII.
-    """
-
-    def __init__(self, app: ASGIApp, api_key: str) -> None:
-        self._app = app
-        self._expected = api_key.encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or answer 401."""
-        app: ASGIApp = self._app
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
-            given = dict(scope["headers"]).get(b"authorization", b"")
-            scheme, _, key = given.partition(b" ")
-            if scheme.lower() != b"bearer" or not hmac.compare_digest(key, self._expected):
-                app = _unauthorized(is_missing=not given).to_response()
-        await app(scope, receive, send)
-
-
-def _unauthorized(*, is_missing: bool) -> ApiError:
-    message = "no API key was given; send Authorization: Bearer KEY" if is_missing else "the API key is wrong"
-    headers = {"WWW-Authenticate": "Bearer"}
-    return ApiError(401, message, kind="authentication_error", code="invalid_api_key", headers=headers)
 
 
 async def _serving(request: Request) -> Serving:  # without `async` FastAPI calls it in a thread
@@ -183,7 +176,7 @@ async def create_chat_completion(body: ChatRequest, request: Request, serving: H
     """Answer in a conversation."""
     serving.check_model(body)
     check_count(1, body.n or 1, serving.loop.capacity)
-    prompt = await serving.texts.encode(await asyncio.to_thread(serving.chat.render, body.messages))
+    prompt = await serving.tokenize_chat(body.messages)
     jobs = chat_jobs(body, prompt, serving.room, serving.chat)
     reply = ChatReply(serving.model, serving.vocabulary, body.n or 1, has_scores=bool(body.logprobs))
     return await _answer(request, serving, body, jobs, reply)
@@ -193,6 +186,8 @@ async def _answer(
     request: Request, serving: Serving, body: GenerationRequest, jobs: list[Job], reply: Reply
 ) -> Response:
     """Run the jobs. A stream begins with the first token, so that what fails before has its status."""
+    jobs = request.scope[CALLER].own(jobs)
+    reply.shows_cache = not serving.settings.hide_cache_counts
     exchange = await serving.loop.submit(jobs, is_streamed=bool(body.stream))
     note_answer(request.state, reply, exchange)
     try:
@@ -226,6 +221,12 @@ async def metrics(serving: Here) -> Response:
     return Response(serving.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
+@router.get("/metrics/history")
+async def metrics_history(serving: Here, since: float = 0.0) -> dict[str, Any]:
+    """The last ten minutes of the metrics, or what came since then, and how it is now."""
+    return serving.describe_server() | serving.history.since(since)
+
+
 @router.get("/prefix_cache")
 async def prefix_cache(serving: Here) -> dict[str, Any]:
     """What the cache holds: sizes, use, and the hottest prefixes as digests. Never text."""
@@ -238,7 +239,7 @@ def _describe_cache(engine: InferenceEngine) -> dict[str, Any]:
         "geometry": dataclasses.asdict(engine.geometry),
         "occupancy": engine.prefix_cache_statistics(),
         "hottest_prefixes": [
-            {"digest": prefix.digest.hex(), "tokens": prefix.blocks * block_size, "hits": prefix.hits}
+            {"digest": shown(prefix.digest), "tokens": prefix.blocks * block_size, "hits": prefix.hits}
             for prefix in engine.hottest_prefixes(HOTTEST_PREFIXES)
         ],
     }
@@ -252,5 +253,5 @@ async def reset_prefix_cache(serving: Here) -> dict[str, Any]:
 
 @router.get("/", response_class=HTMLResponse)
 async def status_page() -> HTMLResponse:
-    """What `/metrics` says, drawn."""
-    return HTMLResponse((files("megatron_ext.serving.server") / "status.html").read_text(encoding="utf-8"))
+    """What the history and the cache's own route say, drawn."""
+    return HTMLResponse(PAGE, headers=PAGE_HEADERS)

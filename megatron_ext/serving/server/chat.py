@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from megatron_ext.errors import ConfigError
+from megatron_ext.models.chat_tokens import RenderedChat
 from megatron_ext.models.tokenizer import TextTokenizer, Tokenizer
 from megatron_ext.serving.server.protocol import Message
 
@@ -18,12 +19,14 @@ class ChatFormat:
 
     Args:
         tokenizer: With a chat template or without.
+        parse_control: Whether special tokens that messages spell are these tokens, or text.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, parse_control: bool = False) -> None:
         self._tokenizer = tokenizer
+        self._parse_control = parse_control
 
-    def render(self, messages: Sequence[Message]) -> str:
+    def render(self, messages: Sequence[Message]) -> RenderedChat:
         """The prompt that asks for the next answer.
 
         Raises:
@@ -31,7 +34,8 @@ class ChatFormat:
         """
         if not isinstance(self._tokenizer, TextTokenizer):
             raise ConfigError("the model's tokenizer has no chat template; use /v1/completions")
-        return self._tokenizer.apply_chat_template([message.to_dict() for message in messages])
+        dicts = [message.to_dict() for message in messages]
+        return self._tokenizer.render_chat(dicts, parse_control=self._parse_control)
 
     @cached_property
     def end_of_turn(self) -> int | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, Info, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -14,6 +14,8 @@ from megatron_ext.scheduling.accounting import Reason
 from megatron_ext.scheduling.record import RequestRecord, Status
 
 PREFIX = "megatron_ext"
+_DRAWN_BUCKETS = f"{PREFIX}_time_to_first_token_seconds"
+_UNDRAWN = ("_created", "_sum")
 OUTCOMES = ("stop", "length", "failed", "aborted")
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -109,6 +111,25 @@ class Metrics(Collector):
         for name, text, path in _COUNTERS:
             yield CounterMetricFamily(f"{PREFIX}_{name}", text, state.value(path))
 
+    def values(self) -> dict[str, float]:
+        """The samples of `/metrics` by name, without the prefix, and labels: `requests_total{outcome="stop"}`.
+
+        Without what describes instead of counts, and without the sums and buckets that the status page does not draw.
+        """
+        return {
+            _key(sample.name, sample.labels): sample.value
+            for family in self._registry.collect()
+            if family.type != "info"
+            for sample in family.samples
+            if not sample.name.endswith(_UNDRAWN)
+            and ("le" not in sample.labels or sample.name.startswith(_DRAWN_BUCKETS))
+        }
+
     def render(self) -> bytes:
         """In Prometheus' text format."""
         return generate_latest(self._registry)
+
+
+def _key(name: str, labels: Mapping[str, str]) -> str:
+    told = ",".join(f'{label}="{value}"' for label, value in labels.items())
+    return name.removeprefix(f"{PREFIX}_") + (f"{{{told}}}" if told else "")

@@ -31,6 +31,7 @@ from megatron_ext.serving.server.connections import (
     most_connections,
 )
 from megatron_ext.serving.server.errors import shutting_down
+from megatron_ext.serving.server.keys import Keys, load_keys
 
 logger = logging.getLogger(__name__)
 
@@ -44,17 +45,22 @@ def run_server(settings: ServerSettings) -> None:
         ConfigError: For a mistake of the user's; nothing was served then.
     """
     check_machine(settings.parallel)
+    keys = load_keys(settings.server)
     most_connections(settings.server.limits)
     with bind(settings.server.host, settings.server.port) as listener:
         platform.initialize(backend=settings.parallel.distributed_backend)
         try:
-            serve(build_serving(settings), listener, announce)
+            serve(build_serving(settings, keys), listener, announce)
         finally:
             platform.shut_down()
 
 
-def build_serving(settings: ServerSettings) -> Serving:
+def build_serving(settings: ServerSettings, keys: Keys | None = None) -> Serving:
     """Load the model and build the engine around it.
+
+    Args:
+        settings: Of the whole server.
+        keys: By default those that the settings name.
 
     Raises:
         ConfigError: They cannot be had as the settings say.
@@ -73,7 +79,7 @@ def build_serving(settings: ServerSettings) -> Serving:
         logging_step_interval=settings.server.inference_logging_step_interval,
     )
     print_geometry(engine.geometry, loaded.name, make_console(quiet=False), engine.longest_request_state_bytes)
-    return Serving(engine, model_name(settings.source, settings.server, loaded.name), settings.server)
+    return Serving(engine, model_name(settings.source, settings.server, loaded.name), settings.server, keys)
 
 
 def model_name(source: SourceConfig, server: ServerConfig, loaded: str) -> str:

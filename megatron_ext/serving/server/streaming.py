@@ -94,7 +94,7 @@ async def events(
         return
     if with_usage:
         records = [ticket.record for ticket in exchange.tickets]
-        yield event(envelope | {"choices": [], "usage": usage(records, reply.choices)})
+        yield event(envelope | {"choices": [], "usage": usage(reply, records)})
     yield DONE
 
 

@@ -31,8 +31,12 @@ class TextEncoder:
         self._most = None if token is None else longest_sequence * token
         self._one_by_one = ThreadPoolExecutor(1, "long texts")
 
-    async def encode(self, text: str) -> list[int]:
+    async def encode(self, text: str, tokenize: Callable[[str], list[int]] | None = None) -> list[int]:
         """Ids of a text.
+
+        Args:
+            text: A prompt, or a rendered conversation.
+            tokenize: What makes ids of it, if it is not the tokenizer alone.
 
         Raises:
             ApiError: However it is cut into tokens, there are too many.
@@ -41,6 +45,7 @@ class TextEncoder:
         if self._most is not None and len(text) > self._most:
             raise text_too_long(len(text), self._most, self._sequence)
         whole_characters(text)
+        tokenize = tokenize or self._tokenize
         if len(text) <= LONG_TEXT:
-            return await asyncio.to_thread(self._tokenize, text)
-        return await asyncio.get_running_loop().run_in_executor(self._one_by_one, self._tokenize, text)
+            return await asyncio.to_thread(tokenize, text)
+        return await asyncio.get_running_loop().run_in_executor(self._one_by_one, tokenize, text)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 
 from arguments import build_parser, build_server_parser, parse_server_arguments
 from arguments.flags import normalize_key
-from arguments.groups import BATCHING, CACHE, GROUPS, LIMITS, MODEL, PARALLEL, SERVER, SOURCE
+from arguments.groups import ACCESS, BATCHING, CACHE, GROUPS, LIMITS, MODEL, PARALLEL, SERVER, SOURCE
+from tests.unit_tests.support.source import ROOT
 
 OPTIONS = """
 -h --help
@@ -54,15 +56,18 @@ OPTIONS = """
 # Fields that are settings of a checkpoint, of a prompt line or of the library, and have no flag.
 WITHOUT_FLAG = {
     "ModelConfig": {"mamba_conv_kernel", "mamba_chunk_size", "mamba_inner_norm", "mamba_inner_norm_epsilon"},
-    "ServerConfig": {"limits"},  # whose flags are a group of their own
     "RequestParams": {"seed", "min_tokens", "cache_salt", "enable_prefix_caching"},
+    # Flags of groups of their own: some fields are inherited, others stand in `limits`.
+    "ServerConfig": {field.name for field in dataclasses.fields(ACCESS.config)} | {"limits"},
 }
 
 
 SERVER_OPTIONS = """
---host --port --api-key --served-model-name --max-waiting-requests --shutdown-timeout --inference-logging-step-interval
+--host --port --served-model-name --max-waiting-requests --shutdown-timeout --inference-logging-step-interval
 --log-level --access-log --no-access-log
 --max-body-mb --max-connections --header-timeout --body-timeout --idle-timeout
+--api-key --api-key-file --admin-key-file --allowed-hosts --hide-cache-counts --no-hide-cache-counts
+--chat-control-tokens
 """.split()
 SHARED = (SOURCE, MODEL, PARALLEL, BATCHING, CACHE)
 
@@ -92,7 +97,7 @@ def test_options_are_frozen():
     assert options == OPTIONS
 
 
-@pytest.mark.parametrize("group", [*GROUPS, SERVER, LIMITS], ids=lambda group: group.config.__name__)
+@pytest.mark.parametrize("group", [*GROUPS, SERVER, LIMITS, ACCESS], ids=lambda group: group.config.__name__)
 def test_each_field_has_one_flag(group):
     fields = [flag.field for flag in group.flags]
     assert len(set(fields)) == len(fields)
@@ -108,3 +113,16 @@ def test_help_shows_the_defaults_of_the_dataclasses():
             if default is not None and default != ():
                 assert helps[flag.option].endswith(f"(default: {default})"), flag.option
     build_parser().format_help()  # a stray % in a help text raises
+
+
+@pytest.mark.parametrize("group", [SERVER, LIMITS, ACCESS], ids=lambda group: group.config.__name__)
+def test_each_flag_of_the_server_is_documented(group):
+    text = (ROOT / "docs" / "server.md").read_text("utf-8")
+    spelled = [{flag.option, flag.option.replace("--", "--no-", 1)} for flag in group.flags]
+    assert [names for names in spelled if not any(f"`{name}`" in text for name in names)] == []
+
+
+def test_each_flag_that_is_promised_is_there():
+    options = {option for action in build_server_parser()._actions for option in action.option_strings}
+    for document in ("SECURITY.md", "docs/server.md"):
+        assert set(re.findall(r"`(--[a-z-]+)", (ROOT / document).read_text("utf-8"))) <= options

@@ -233,7 +233,7 @@ def test_a_slot_that_holds_something_else_is_an_error(build, oracle, contents):
     notes[slot] = contents
     control._add([*PROMPT, 5])
     control._add([*OTHER, 5])
-    found = "unfinished" if contents is None else contents.hex()
+    found = "unfinished" if contents is None else "those of another"
     with pytest.raises(RestoreError, match=f"slot {slot} was to hold .* holds {found}"):
         control.driver.step()
     control.driver.engine.check()

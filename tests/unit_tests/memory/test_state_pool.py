@@ -85,7 +85,7 @@ class TestSnapshots:
         assert torch.equal(live.conv[:, [3, 1]], snapshots.conv[:, [0, 2]])
 
     @pytest.mark.parametrize(
-        ("digest", "found"), [(b"one", "holds 74776f"), (b"two", "unfinished"), (b"never", "unfinished")]
+        ("digest", "found"), [(b"one", "another"), (b"two", "unfinished"), (b"never", "unfinished")]
     )
     def test_anything_else_is_an_error_and_touches_no_row(self, digest: bytes, found: str):
         """HY-3: never a zero state, never another one."""
@@ -95,6 +95,8 @@ class TestSnapshots:
         snapshots.close([3], [b"right"])
         slot = {b"one": 1, b"two": 2, b"never": 0}[digest]
         before = live.ssm.clone()
-        with pytest.raises(RestoreError, match=found):
+        with pytest.raises(RestoreError, match=found) as caught:
             snapshots.restore([3, slot], [b"right", digest], live, [0, 1])
+        assert caught.value.digest == digest
+        assert not any(one.hex() in str(caught.value) for one in (b"one", b"two", b"never")), "SE-3: it goes into logs"
         assert torch.equal(live.ssm, before)

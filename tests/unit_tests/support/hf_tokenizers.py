@@ -102,3 +102,44 @@ def words(directory: Path, size: int) -> Path:
     tokenizer.post_processor = begin_with("<s>", 0)
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in pieces[:2]])
     return save(tokenizer, directory, bos_token="<s>", eos_token="</s>", tokenizer_class="PreTrainedTokenizerFast")
+
+
+def unigram(directory: Path) -> Path:
+    """Pieces with scores, the special ones among them with the best score; a space before the first text only."""
+    special = ["<pad>", "</s>", "<unk>"]
+    alphabet = sorted({*"▁<|>/[]", *"".join(SENTENCES).replace(" ", ""), *"psendusytmabkr"})
+    vocabulary = [(piece, 0.0) for piece in special] + [(piece, -9.0) for piece in alphabet]
+    tokenizer = Tokenizer(models.Unigram([*vocabulary, ("▁the", -5.0), ("▁is", -5.0), ("er", -6.0)], unk_id=2))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
+    return save(tokenizer, directory, eos_token="</s>", unk_token="<unk>", tokenizer_class="PreTrainedTokenizerFast")
+
+
+def word_pieces(directory: Path) -> Path:
+    """Lower case, and special tokens that are looked for in the lower-case text; one swallows the space behind it."""
+    pieces = ["[UNK]", "[SEP]", "<turn>", *(f"{mark}{one}" for mark in ("", "##") for one in _LETTERS)]
+    vocabulary = {piece: index for index, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.add_special_tokens(
+        [AddedToken("[UNK]"), AddedToken("[SEP]", rstrip=True), AddedToken("<turn>", normalized=True)]
+    )
+    return save(tokenizer, directory, eos_token="[SEP]", unk_token="[UNK]", tokenizer_class="PreTrainedTokenizerFast")
+
+
+_LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789.,?<>|/[]:"
+
+
+def in_python(directory: Path) -> Path:
+    """A tokenizer of transformers that is written in Python, from vocab.json and merges.txt."""
+    directory.mkdir(exist_ok=True)
+    pieces = ["<unk>", "<s>", "</s>", *(f"{one}{end}" for one in _LETTERS.upper() + _LETTERS for end in ("", "@@"))]
+    vocabulary = {piece: index for index, piece in enumerate(dict.fromkeys(pieces))}
+    (directory / "vocab.json").write_text(json.dumps(vocabulary))
+    (directory / "merges.txt").write_text("#version: 0.2\n")
+    config = {"tokenizer_class": "CTRLTokenizer", "unk_token": "<unk>", "eos_token": "</s>", "bos_token": "<s>"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    return directory

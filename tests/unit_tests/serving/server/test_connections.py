@@ -27,7 +27,7 @@ from tests.unit_tests.support.server import PATIENCE, LiveServer, tiny_engine
 MOST = 6
 LIMITS = ServerLimits(max_connections=MOST, header_timeout=60.0)
 QUICK = ServerLimits(header_timeout=0.4, body_timeout=0.5, idle_timeout=0.4)
-BEGUN = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\n"
+BEGUN = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
 BODY_BEGUN = BEGUN + b"Content-Type: application/json\r\nContent-Length: 30\r\n\r\n{"
 
 
@@ -150,7 +150,7 @@ class TestTimeOuts:
 
     def test_between_two_requests(self, quick):
         """A next one in time is served, and has a time of its own."""
-        request = b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"
+        request = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
         with sockets(quick, 1, request) as (client,):
             answer = client.recv(4096)
             client.sendall(request)
@@ -180,7 +180,7 @@ class TestTimeOuts:
         monkeypatch.setattr("megatron_ext.serving.server.metrics.Metrics.render", lambda _: b"x" * 50_000_000)
         with sockets(quick, 1) as (client,):
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            client.sendall(b"GET /metrics HTTP/1.1\r\nHost: a\r\n\r\n")
+            client.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
             quick.wait_until(lambda: len(quick._server.server_state.tasks) == 1)
             quick.wait_until(lambda: not quick._server.server_state.tasks and open_connections(quick) <= 1)
 

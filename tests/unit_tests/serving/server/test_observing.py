@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
+import time
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -13,6 +15,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from megatron_ext.config import CacheConfig
 from megatron_ext.scheduling.accounting import Reason
+from megatron_ext.serving.server.history import INTERVAL, KEPT, History
+from megatron_ext.serving.server.metrics import Metrics
+from megatron_ext.serving.server.page import PAGE
 from tests.unit_tests.support.driver import make_prompt
 from tests.unit_tests.support.server import LiveServer, tiny_engine
 
@@ -127,21 +132,67 @@ class TestCacheRoute:
         assert server.metric("prompt_tokens_computed_total", reason="caching_off") == 40
 
 
+class TestHistory:
+    """The page is not empty when it is opened late."""
+
+    def test_ten_minutes(self):
+        assert INTERVAL * KEPT == 600
+
+    def test_the_oldest_samples_go(self):
+        metrics = Metrics("tiny")
+        history = History(metrics, kept=3)
+        for _ in range(5):
+            metrics.rejected.inc()
+            history.sample()
+        metrics.rejected.inc(10)
+        shown = history.since(0.0)
+        assert (shown["interval"], shown["kept"], len(shown["times"])) == (INTERVAL, 3, 4)
+        assert shown["series"]["requests_rejected_total"] == [3, 4, 5, 15], "the last one is how it is now"
+        assert shown["times"] == sorted(shown["times"])
+        later = history.since(history._samples[1][0])
+        assert later["series"]["requests_rejected_total"] == [5, 15]
+
+    def test_what_was_not_there_before_has_no_value(self):
+        metrics = Metrics("tiny")
+        history = History(metrics)
+        history.sample()
+        metrics._requests.labels("new").inc()
+        assert history.since(0.0)["series"]['requests_total{outcome="new"}'] == [None, 1]
+
+    def test_the_server_takes_samples_by_itself(self, fresh):
+        """Without anybody who looks, and the values are those of `/metrics`."""
+        fresh.wait_until(lambda: len(fresh.serving.history._samples) >= 1)
+        shown = fresh.http.get("/metrics/history").json()
+        assert (shown["model"], len(shown["times"]) >= 2) == ("tiny", True)
+        for name in ("tokens_generated_total", "kv_blocks_evictable", "inter_token_seconds_count"):
+            assert shown["series"][name][-1] == fresh.metric(name)
+        assert not [name for name in shown["series"] if name.startswith(("request_seconds_bucket", "info"))]
+        assert len(fresh.http.get("/metrics/history", params={"since": shown["times"][-1]}).json()["times"]) == 1
+        assert fresh.http.get("/metrics/history", params={"since": "x"}).status_code == 400
+
+
 class _Page(HTMLParser):
-    """Texts of elements by id, and the paths drawn."""
+    """Texts and attributes of elements by id, the paths drawn, and which elements there are."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
         self.texts: dict[str, str] = {}
+        self.attributes: dict[str, dict] = {}
         self.paths: list[str] = []
+        self.drawn: dict[str, list[str]] = {}  # the paths, by the id around them
+        self.tags: set[str] = set()
         self._id = ""
         self.feed(html)
 
     def handle_starttag(self, tag: str, attributes: list) -> None:
         attributes = dict(attributes)
         self._id = attributes.get("id", self._id)
+        self.tags.add(tag)
+        if "id" in attributes:
+            self.attributes[self._id] = attributes
         if tag == "path":
             self.paths.append(attributes["d"])
+            self.drawn.setdefault(self._id, []).append(attributes["d"])
 
     def handle_data(self, data: str) -> None:
         self.texts[self._id] = self.texts.get(self._id, "") + data.strip()
@@ -151,28 +202,126 @@ def chromium() -> str | None:
     return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
+needs_chromium = pytest.mark.skipif(chromium() is None, reason="no Chromium is installed")
+
+
+def look(server: LiveServer, folder: Path, *, milliseconds: int = 9000) -> _Page:
+    """The page after some virtual time."""
+    command = [chromium(), "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+    command += [f"--user-data-dir={folder}", f"--virtual-time-budget={milliseconds}", "--dump-dom", f"{server.url}/"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    page = _Page(done.stdout)
+    assert "model" in page.texts, done.stderr
+    return page
+
+
+# What a person does: waits to be asked for the key, gives it, looks, and empties the cache.
+PERSON = """<script>
+window.confirm = () => true;
+const until = async test => { while (!test()) await new Promise(done => setTimeout(done, 50)); };
+const note = name => document.getElementById("model").setAttribute(name, at("hottest").textContent);
+(async () => {
+  await until(() => !at("key").hidden);
+  document.getElementById("state").setAttribute("asked", at("key-said").textContent);
+  document.getElementById("state").setAttribute("before", String(at("hottest").hidden && at("geometry").hidden));
+  for (const given of GIVEN) {
+    at("key-text").value = given;
+    at("key").requestSubmit();
+    await new Promise(done => setTimeout(done, 300));
+  }
+  await until(() => at("key").hidden);
+  note("shown");
+  at("hottest").querySelector("button").click();
+  await until(() => at("hottest").textContent.includes("emptied"));
+  note("emptied");
+})();
+</script>"""
+
+
 class TestPage:
     def test_it_needs_nothing_from_elsewhere(self, fresh):
         response = fresh.http.get("/")
         assert response.headers["content-type"] == "text/html; charset=utf-8"
-        assert not re.search(r"(src|href)=(?![\"']?data:)|https?://|@import", response.text)
+        assert not re.search(r"(src|href)=(?![\"']?data:)|https?://(?!www.w3.org/2000/svg)|@import", response.text)
 
-    @pytest.mark.skipif(chromium() is None, reason="no Chromium is installed")
-    def test_it_draws_what_the_metrics_say(self, fresh, tmp_path):
-        complete(fresh, max_tokens=2)
-        complete(fresh, max_tokens=2)
-        command = [chromium(), "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
-        command += [f"--user-data-dir={tmp_path}", "--virtual-time-budget=9000", "--dump-dom", f"{fresh.url}/"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-        page = _Page(done.stdout)
-        assert page.texts["model"] == "tiny", done.stderr
+    def test_nobody_puts_it_into_a_frame_or_a_script_into_it(self, fresh):
+        """SE-3: a page around it could have its visitor click on the reset button without seeing it."""
+        headers = fresh.http.get("/").headers
+        rules = dict(rule.split(" ", 1) for rule in headers["content-security-policy"].split("; "))
+        assert rules["frame-ancestors"] == rules["default-src"] == "'none'"
+        assert re.fullmatch(r"'sha256-[A-Za-z0-9+/]{43}='", rules["script-src"])
+        assert headers["x-frame-options"] == "DENY"
+        assert "innerHTML" not in fresh.http.get("/").text
+
+    @needs_chromium
+    def test_it_draws_what_the_metrics_say(self, fresh, tmp_path, monkeypatch):
+        """With ten minutes of history, which it has not seen itself."""
+        history = fresh.serving.history
+        take = history.sample
+        monkeypatch.setattr(History, "sample", lambda self: None)
+        history._samples.clear()
+        history._samples.append((time.time() - 570, dict.fromkeys(fresh.serving.metrics.values(), 0)))
+        take()
+        complete(fresh, max_tokens=6)
+        complete(fresh, max_tokens=6)
+        take()
+        page = look(fresh, tmp_path)
+        assert page.texts["model"] == "tiny"
         skipped = fresh.metric("prompt_tokens_skipped_total")
         computed = sum(fresh.metric("prompt_tokens_computed_total", reason=reason.value) for reason in Reason)
         assert page.texts["skipped-share"].startswith(f"{100 * skipped / (skipped + computed):.1f}".rstrip("0."))
         requests = sum(fresh.metric("requests_total", outcome=one) for one in ("stop", "length", "aborted", "failed"))
         assert page.texts["requests"].startswith(f"{requests:.0f}")
+        (decode,) = page.drawn["decode"]
+        heights = [float(y) for y in re.findall(r"[ML][\d.]+ ([\d.]+)", decode)]
+        assert heights[1] < heights[0] - 10, "tokens came between the last two samples; further down is less"
         assert f"of {fresh.metric('kv_blocks'):.0f}" in page.texts["kv-blocks"]
         assert f"{fresh.metric('kv_blocks_evictable'):.0f}" in page.texts["kv-blocks"]
         assert "every 2 s" in page.texts["state"]
         curves = [path for path in page.paths if path.count("L") >= 2]
-        assert len(curves) >= 3, "KV blocks in use, KV blocks cached, snapshots"
+        assert len(curves) >= 4, "decode tokens/s, KV blocks in use, KV blocks cached, snapshots"
+        starts = [float(re.match(r"M([\d.]+)", path).group(1)) for path in curves]
+        assert 60 < min(starts) < 90, "570 of 600 seconds to the left, of 52 to 480"
+
+    @needs_chromium
+    def test_geometry_hottest_prefixes_and_failures(self, fresh, tmp_path):
+        """What README promises; failures are those of the metrics."""
+        fresh.reset_cache()
+        for _ in range(3):
+            complete(fresh, max_tokens=1)
+        assert fresh.http.post("/v1/completions", json={"prompt": [1] * 40, "max_tokens": 9999}).status_code == 400
+        page = look(fresh, tmp_path, milliseconds=3000)
+        geometry = fresh.engine.geometry
+        assert f"tokens of a block{geometry.block_size_tokens}" in page.texts["geometry"]
+        assert f"can hit{geometry.shortest_prompt_that_can_hit}" in page.texts["geometry"]
+        (prefix,) = fresh.http.get("/prefix_cache").json()["hottest_prefixes"]
+        assert f"{prefix['digest'][:12]}2 × 32 tokens" in page.texts["hottest"]
+        assert "Empty the cache" in page.texts["hottest"]
+        assert "hidden" in page.attributes["key"], "there is no key to be asked for"
+        failed = fresh.metric("requests_total", outcome="failed")
+        assert f"requests failed{failed:.0f}" in page.texts["failures"]
+
+    @needs_chromium
+    def test_it_asks_for_the_key_and_empties_the_cache(self, serve, tmp_path, monkeypatch):
+        """Before the key it shows counts only; its own POST has its own origin, which is let in."""
+        person = PERSON.replace("GIVEN", json.dumps(["wrong", "the key"]))
+        monkeypatch.setattr("megatron_ext.serving.server.app.PAGE", PAGE.replace("</body>", f"{person}</body>"))
+        monkeypatch.setattr("megatron_ext.serving.server.app.PAGE_HEADERS", {})
+        server = serve(tiny_engine(), api_key="the key")
+        server.http.headers["authorization"] = "Bearer the key"
+        for _ in range(3):
+            complete(server)
+        page = look(server, tmp_path)
+        assert "needed for the geometry" in page.attributes["state"]["asked"]
+        assert page.attributes["state"]["before"] == "true"
+        assert "2 × 32 tokens" in page.attributes["model"]["shown"]
+        assert "the cache was emptied" in page.attributes["model"]["emptied"]
+        assert server.metric("kv_blocks_cached") == 0
+
+    @needs_chromium
+    def test_what_others_wrote_stays_text(self, serve, tmp_path):
+        """A name with markup is shown as it is, and none of it becomes an element."""
+        name = "<img src=x onerror=\"document.title='run'\"><script>1</script>&amp;"
+        page = look(serve(tiny_engine(), name), tmp_path, milliseconds=3000)
+        assert page.texts["model"] == name
+        assert "img" not in page.tags

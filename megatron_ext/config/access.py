@@ -1,0 +1,51 @@
+"""Who may ask a server for what."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_ext.config.checks import require
+from megatron_ext.config.hosts import ANY_HOST, parse_host
+
+CONTROL_TOKENS = ("text", "parse")
+
+
+@dataclass(frozen=True)
+class AccessConfig:
+    """Whom the server lets in, what they are shown, and what their messages can say."""
+
+    api_key: str | None = None  # default: the variable MEGATRON_EXT_API_KEY, or the file, or everybody is let in
+    api_key_file: str | None = None
+    admin_key_file: str | None = None
+    allowed_hosts: tuple[str, ...] = ()  # default: the loopback names without keys, any host with keys
+    hide_cache_counts: bool = False
+    chat_control_tokens: str = "text"  # of CONTROL_TOKENS
+
+    def __post_init__(self) -> None:
+        if self.api_key is not None:
+            problem = key_problem(self.api_key)
+            require(problem is None, f"--api-key {problem}; leave it out to let everybody in")
+        require(
+            self.api_key is None or self.api_key_file is None,
+            "--api-key and --api-key-file contradict each other; give one of them",
+        )
+        for host in self.allowed_hosts:
+            require(
+                host == ANY_HOST or parse_host(host) is not None,
+                f"--allowed-hosts {host!r} is no host; give names and addresses such as models.example, "
+                f"models.example:8443, 10.0.0.5 or [::1], or {ANY_HOST} for any",
+            )
+        require(
+            self.chat_control_tokens in CONTROL_TOKENS,
+            f"--chat-control-tokens {self.chat_control_tokens!r} must be one of {', '.join(CONTROL_TOKENS)}",
+        )
+
+
+def key_problem(key: str) -> str | None:
+    """What keeps a text from being a key, without the text itself; None if nothing does.
+
+    Headers are bytes: what lies outside ASCII would depend on the client's encoding.
+    """
+    if key.isascii() and key.isprintable() and key.strip() == key != "":
+        return None
+    return "must be printable ASCII without spaces around it"

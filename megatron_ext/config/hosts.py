@@ -1,0 +1,66 @@
+"""Hosts as the `Host` and `Origin` headers of HTTP and `--allowed-hosts` name them."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+
+ANY_HOST = "*"
+LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "[::1]")
+_LONGEST_PORT = 5  # digits
+
+
+@dataclass(frozen=True)
+class HostName:
+    """A name or an address, in one spelling, and a port; None is any port, or the usual one."""
+
+    name: str
+    port: int | None = None
+
+
+def parse_host(text: str) -> HostName | None:
+    """A host as in `localhost`, `models.example:8443`, `[::1]:8000`; None for what is no host.
+
+    Upper and lower case are the same, so are a name with the dot of the root behind it and without, and an address in
+    its long and its short form.
+    """
+    name, port = _split(text)
+    if not name or (port is not None and not _is_port(port)):
+        return None
+    if name.startswith("["):
+        name = _address(name[1:-1])
+        if name is None:
+            return None
+    elif any(character in name for character in " /\\@?#[]:,'\"") or not (name.isascii() and name.isprintable()):
+        return None
+    name = name.lower()
+    return HostName(name.removesuffix(".") or name, None if port is None else int(port))
+
+
+def _split(text: str) -> tuple[str, str | None]:
+    """Name and port; the name of an IPv6 address keeps its brackets."""
+    if text.startswith("["):
+        name, bracket, rest = text.partition("]")
+        port = rest[1:] if rest.startswith(":") else None
+        return (name + bracket, port) if bracket and (not rest or port is not None) else ("", None)
+    name, colon, port = text.partition(":")
+    return name, port if colon else None
+
+
+def _is_port(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= _LONGEST_PORT and int(text) <= 65535
+
+
+def _address(text: str) -> str | None:
+    try:
+        return str(ipaddress.IPv6Address(text))
+    except ValueError:
+        return None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address to listen on is this machine's own."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower().removesuffix(".") == "localhost"
