@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from megatron_ext.scheduling.stopping import INCOMPLETE, StopWordMatcher
+from megatron_ext.text.detokenizer import INCOMPLETE
+from megatron_ext.text.stop_words import StopWordMatcher
 from tests.unit_tests.support.tokenizers import PieceTokenizer
 
 # Tokens 0 to 255 are the bytes; these follow. Some end, begin or lie within a character.
@@ -44,7 +45,7 @@ TOKENIZER = build_tokenizer()
 PIECE_IDS = {piece: 256 + i for i, piece in enumerate(PIECES)}
 
 
-def detokenize(tokens: Sequence[int]) -> str:
+def detokenize(tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
     return TOKENIZER.decode(list(tokens), skip_special_tokens=False)
 
 
@@ -61,8 +62,8 @@ def first_stop(
 ) -> tuple[int, str] | None:
     """Feed tokens one by one: how many it took, and the text before the word."""
     matcher = StopWordMatcher(words, decode)
-    for count in range(1, len(tokens) + 1):
-        text = matcher.find(list(tokens[:count]))
+    for count, token in enumerate(tokens, start=1):
+        text = matcher.feed([token])
         if text is not None:
             return count, text
     return None
@@ -174,7 +175,7 @@ class TestOtherTokenizers:
     def test_texts_with_a_separator_between_tokens(self):
         """As NullTokenizer writes them: what a token adds depends on whether it is the first."""
 
-        def decode(tokens: Sequence[int]) -> str:
+        def decode(tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
             return " ".join(map(str, tokens))
 
         assert first_stop(["5 6"], [4, 5, 6, 7], decode) == (3, "4 ")
@@ -183,7 +184,7 @@ class TestOtherTokenizers:
         """As SentencePiece tokenizers do at the start of a text."""
         pieces = ["▁a", "▁b", "c"]
 
-        def decode(tokens: Sequence[int]) -> str:
+        def decode(tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
             return "".join(pieces[token] for token in tokens).replace("▁", " ").removeprefix(" ")
 
         assert first_stop(["bc"], [0, 1, 2], decode) == (3, "a ")
@@ -194,7 +195,7 @@ class TestOtherTokenizers:
         """Their decoder gives up a whole run of bytes while its last character is incomplete."""
         decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
 
-        def decode(tokens: Sequence[int]) -> str:
+        def decode(tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
             return decoder.decode([f"<0x{token:02X}>" if token < 256 else "piece" for token in tokens])
 
         assert decode(spell("€é")[:4]) == 4 * INCOMPLETE
@@ -213,24 +214,24 @@ class TestCost:
 
     @staticmethod
     def lengths(tokens: Sequence[int]) -> list[int]:
-        """Tokens that were decoded, by call of `find`."""
+        """Tokens that were decoded, by call of `feed`."""
         decoded = []
 
-        def counting(part: list[int]) -> str:
+        def counting(part: list[int], skip_special_tokens: bool = True) -> str:
             decoded[-1] += len(part)
             return detokenize(part)
 
         matcher = StopWordMatcher(["never found"], counting)
-        for count in range(1, len(tokens) + 1):
+        for token in tokens:
             decoded.append(0)
-            assert matcher.find(list(tokens[:count])) is None
+            assert matcher.feed([token]) is None
         return decoded
 
     def test_text(self):
-        assert max(self.lengths(spell("some text " * 40))) == 3  # the context, and the context with the new token
+        assert max(self.lengths(spell("some text " * 40))) == 6  # context, context and new token; visible and plain
 
     def test_characters_of_several_tokens(self):
-        assert max(self.lengths(spell("\U0001f600" * 100))) <= 12
+        assert max(self.lengths(spell("\U0001f600" * 100))) <= 24
 
     @pytest.mark.parametrize("junk", [b"\xff", b"\xe2\x82", b"\xf0\x9f\x98"])
     def test_bytes_that_are_no_text(self, junk: bytes):
@@ -273,14 +274,11 @@ class TestSpecialTokens:
     VISIBLE = ("<|end|>", "<|user|>", "Yes", ", it", " is", ".")
 
     def find(self, words: list[str], tokens: list[int]) -> str | None:
-        def visibly(ids: list[int]) -> str:
-            return "".join(self.VISIBLE[i] for i in ids)
+        def decode(ids: list[int], skip_special_tokens: bool = True) -> str:
+            return "".join(self.VISIBLE[i] for i in ids if i > 1 or not skip_special_tokens)
 
-        def plainly(ids: list[int]) -> str:
-            return "".join(self.VISIBLE[i] for i in ids if i > 1)
-
-        matcher = StopWordMatcher(words, visibly, plainly)
-        found = [matcher.find(tokens[:end]) for end in range(1, len(tokens) + 1)]
+        matcher = StopWordMatcher(words, decode)
+        found = [matcher.feed([token]) for token in tokens]
         assert found[:-1] == [None] * (len(tokens) - 1), "found before it was there"
         return found[-1]
 

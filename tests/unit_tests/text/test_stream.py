@@ -8,11 +8,12 @@ from hypothesis import given, settings
 
 from megatron_ext.models.embedded import embedded_model_dir
 from megatron_ext.models.tokenizer import TextTokenizer
-from megatron_ext.scheduling import text_stream
-from megatron_ext.scheduling.stopping import INCOMPLETE, StopWordMatcher
-from megatron_ext.scheduling.text_stream import TextStream
-from tests.unit_tests.scheduling.test_stopping import PIECE_IDS, TOKENIZER, spell
+from megatron_ext.text import stream as text_stream
+from megatron_ext.text.detokenizer import INCOMPLETE
+from megatron_ext.text.stop_words import StopWordMatcher
+from megatron_ext.text.stream import TextStream
 from tests.unit_tests.support.tokenizers import PieceTokenizer
+from tests.unit_tests.text.test_stop_words import PIECE_IDS, TOKENIZER, spell
 
 
 def decode(tokens: list[int], skip_special_tokens: bool = True) -> str:
@@ -21,17 +22,19 @@ def decode(tokens: list[int], skip_special_tokens: bool = True) -> str:
 
 def stream(words: list[str], tokens: list[int], detokenize=decode, skip=()) -> tuple[list[str], str]:
     """The parts that a request with these tokens would send, and the text of its record."""
-    matcher = StopWordMatcher(words, lambda ids: detokenize(ids, skip_special_tokens=False), detokenize)
+    matcher = StopWordMatcher(words, detokenize) if words else None
     parts = TextStream(words, detokenize)
-    sent = []
-    for count in range(1, len(tokens) + 1):
-        text = matcher.find(tokens[:count]) if words else None
+    sent, waiting = [], []
+    for count, token in enumerate(tokens, start=1):
+        text = matcher.feed([token]) if words else None
         if text is not None:
             return [*sent, parts.finish(text)], text
         if count == len(tokens):
             break
+        waiting.append(token)
         if count not in skip:
-            sent.append(parts.feed(tokens[:count]))
+            sent.append(parts.feed(waiting))
+            waiting = []
     text = detokenize(tokens)
     return [*sent, parts.finish(text)], text
 
@@ -80,7 +83,7 @@ def test_several_tokens_at_once():
 def test_bytes_that_are_no_text_do_not_wait_for_ever():
     tokens = [0x80] * 40 + spell("a", "b")
     fed = TextStream([], decode)
-    sent = [fed.feed(tokens[:count]) for count in range(1, len(tokens))]
+    sent = [fed.feed([token]) for token in tokens[:-1]]
     assert any(sent[:40]), "the first of them are settled"
     assert "".join(sent) + fed.finish(decode(tokens)) == decode(tokens)
 
@@ -96,8 +99,8 @@ def test_the_cost_does_not_grow_with_the_text():
 
     tokens = spell(*"abcdefgh" * 40)
     fed = TextStream(["never found"], counting)
-    for count in range(1, len(tokens)):
-        fed.feed(tokens[:count])
+    for token in tokens:
+        fed.feed([token])
     assert longest <= 4
 
 

@@ -1,0 +1,1 @@
+"""Text of requests: pieces as tokens come, stop words, streams."""

@@ -1,0 +1,74 @@
+"""Stop words, matched on text: the same words stop a request however they were cut into tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from megatron_ext.text.detokenizer import INCOMPLETE, IncrementalDetokenizer, Piece
+
+
+class StopWordMatcher:
+    """Follows a growing list of tokens and finds the first stop word in its text.
+
+    Only text that was not searched before is, and the few characters before it in which a word may begin.
+
+    Args:
+        stop_words: Non-empty strings.
+        detokenize: Token ids, and `skip_special_tokens`, to text. Words may be special tokens, or parts of them.
+    """
+
+    def __init__(self, stop_words: Sequence[str], detokenize: Callable[..., str]) -> None:
+        self._stop_words = stop_words
+        self._reach = max(len(word) for word in stop_words) - 1  # characters of a word that may be there already
+        self._text = IncrementalDetokenizer(detokenize)
+        self._plain: list[str] = []  # of the pieces that no word can begin in any more
+        self._recent: list[Piece] = []  # the others
+        self._searched = 0  # characters of the recent pieces and the tail
+
+    def feed(self, tokens: Sequence[int], *, ignore: bool = False) -> str | None:
+        """The text before the first stop word, or None if there is none yet.
+
+        Args:
+            tokens: Those that have come since the last call.
+            ignore: Pass over the stop words that are complete by now, for good.
+        """
+        for token in tokens:
+            self._recent += self._text.feed([token])
+            text = self._searchable()
+            hit = None if ignore else self._first_hit(text)
+            if hit is not None:
+                return self._text_before(hit)
+            self._searched = len(text)
+            self._forget_old()
+        return None
+
+    def _searchable(self) -> str:
+        return ("".join(piece.visible for piece in self._recent) + self._text.tail).rstrip(INCOMPLETE)
+
+    def _first_hit(self, text: str) -> int | None:
+        """Where the first word begins whose end was not searched before."""
+        starts = {word: max(0, self._searched - len(word) + 1) for word in self._stop_words}
+        return min((hit for word, start in starts.items() if (hit := text.find(word, start)) >= 0), default=None)
+
+    def _forget_old(self) -> None:
+        """Let go of the pieces that end before any place where an unfinished word can have begun."""
+        recent = sum(len(piece.visible) for piece in self._recent)
+        while self._recent and recent - len(self._recent[0].visible) >= self._reach:
+            old = self._recent.pop(0)
+            self._plain.append(old.plain)
+            self._searched -= len(old.visible)
+            recent -= len(old.visible)
+
+    def _text_before(self, end: int) -> str:
+        """The whole text up to the first `end` searchable characters, less its special tokens.
+
+        Of the piece that is cut the beginning stays, unless the piece is a special token.
+        """
+        parts, start = list(self._plain), 0
+        for piece in self._recent:
+            stop = start + len(piece.visible)
+            if stop > end:
+                return "".join([*parts, piece.visible[: end - start] if piece.plain else ""])
+            parts.append(piece.plain)
+            start = stop
+        return "".join([*parts, self._text.tail[: end - start]])

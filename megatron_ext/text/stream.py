@@ -1,0 +1,66 @@
+"""The text of a growing list of tokens, sent in parts as soon as they are certain."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from megatron_ext.text.detokenizer import IncrementalDetokenizer, Piece
+
+logger = logging.getLogger(__name__)
+
+
+class TextStream:
+    """Parts of a request's text: put together they are the text of its record, to the character.
+
+    Held back are tokens whose bytes are no whole character yet, and tokens that may turn out to be the beginning of a
+    stop word.
+
+    Args:
+        stop_words: Non-empty strings; there may be none.
+        detokenize: Token ids, and `skip_special_tokens`, to text.
+    """
+
+    def __init__(self, stop_words: Sequence[str], detokenize: Callable[..., str]) -> None:
+        self._stop_words = stop_words
+        self._text = IncrementalDetokenizer(detokenize)
+        self._held: deque[Piece] = deque()
+        self._sent: list[str] = []
+
+    def feed(self, tokens: Sequence[int]) -> str:
+        """What can be sent now. `tokens` have come since the last call, and none of them ended the request."""
+        parts = []
+        for piece in self._text.feed(tokens):
+            self._held.append(piece)
+            parts += self._release()
+        return self._send("".join(parts))
+
+    def finish(self, text: str) -> str:
+        """What is left of `text`, the text of the request's record."""
+        sent = "".join(self._sent)
+        if not text.startswith(sent):
+            logger.warning("a stream sent %r, and the request's text is %r", sent, text)
+        return self._send(text[len(sent) :])
+
+    def _release(self) -> list[str]:
+        """Let go of the pieces that end before whatever may be the beginning of a stop word."""
+        text = "".join(piece.visible for piece in self._held)
+        certain = len(text) - max((_overlap(text, word) for word in self._stop_words), default=0)
+        parts = []
+        while self._held and len(self._held[0].visible) <= certain:
+            piece = self._held.popleft()
+            certain -= len(piece.visible)
+            parts.append(piece.plain)
+        return parts
+
+    def _send(self, text: str) -> str:
+        if text:
+            self._sent.append(text)
+        return text
+
+
+def _overlap(text: str, word: str) -> int:
+    """Characters at the end of `text` with which `word` begins and goes on."""
+    longest = min(len(text), len(word) - 1)
+    return next((length for length in range(longest, 0, -1) if text.endswith(word[:length])), 0)
