@@ -39,6 +39,8 @@ from megatron_ext.errors import ConfigError
 
 
 class _Parser(argparse.ArgumentParser):
+    known: Sequence[str] = ()  # flags, as they are typed
+
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message)
 
@@ -46,8 +48,7 @@ class _Parser(argparse.ArgumentParser):
         """As the base's, and an unknown flag is answered with the one that was probably meant."""
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            options = [option for action in self._actions for option in action.option_strings]
-            self.error(_unrecognized(unknown, options))
+            self.error(_unrecognized(unknown, self.known))
         return parsed
 
 
@@ -85,6 +86,7 @@ def _build(groups: Sequence[FlagGroup], prog: str | None, description: str, epil
     parser = _Parser(prog=prog, description=description, epilog=epilog, allow_abbrev=False)
     for group in groups:
         group.add_to(parser)
+    parser.known = [word for group in groups for flag in group.flags for word in (flag.option, *flag.aliases)]
     return parser
 
 

@@ -32,8 +32,8 @@ from megatron_ext.mcore import platform
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.mcore.assemble import build_engine
 from megatron_ext.models.build import build_model
-from megatron_ext.models.tokenizer import NullTokenizer
 from megatron_ext.scheduling.record import RequestRecord, Status
+from megatron_ext.text.tokenizer import NullTokenizer
 
 SHAPE = ModelConfig(
     hybrid_override_pattern="M*-M",

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
-from megatron_ext.errors import ConfigError
+from megatron_ext.errors import CheckpointError, ConfigError
+
+_LONGEST_JSON = 16 * 1024**2  # bytes, of a configuration, or a tokenizer's
+_MOST_LEVELS = 32  # of lists and objects in one another
 
 _KINDS = {
     stat.S_IFDIR: "a directory",
@@ -67,3 +71,43 @@ def _require_regular(path: str | Path, status: os.stat_result, error: type[Confi
     if not stat.S_ISREG(status.st_mode):
         kind = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
         raise error(f"{path}: {kind}; only a regular file is read")
+
+
+def read_json(path: Path, limit: int = _LONGEST_JSON) -> dict:
+    """A JSON file that holds one object.
+
+    Args:
+        path: The file; a link is followed, and must end in a regular file.
+        limit: The most bytes that it may have.
+
+    Raises:
+        CheckpointError: It is not there, not such a file, not JSON, or too much of it.
+    """
+    if not os.path.lexists(path):
+        raise CheckpointError(f"{path.parent} has no {path.name}")
+    text = read_text(path, limit, CheckpointError)
+    try:
+        content = json.loads(text)
+    except ValueError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    except RecursionError as error:
+        raise CheckpointError(_too_deep(path)) from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds no JSON object")
+    _require_shallow(content, path)
+    return content
+
+
+def _require_shallow(content: Any, path: Path) -> None:
+    """What is read next may call itself for each level."""
+    level = [content]
+    for _ in range(_MOST_LEVELS):
+        lists = [value for value in level if isinstance(value, list)]
+        objects = [value.values() for value in level if isinstance(value, dict)]
+        level = [inner for values in (*lists, *objects) for inner in values]
+    if level:
+        raise CheckpointError(_too_deep(path))
+
+
+def _too_deep(path: Path) -> str:
+    return f"{path} cannot be read: its lists and objects are nested more than {_MOST_LEVELS} deep"

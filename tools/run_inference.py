@@ -21,7 +21,7 @@ HEAVY_PARTS = (
     "transformers",
     "megatron.core",
     "megatron.core.inference.engines.dynamic_engine",
-    "megatron_ext.serving.offline",
+    "megatron_ext.offline.run",
 )
 PROGRAM = "run_inference.py"
 DONE, REQUEST_FAILED, BAD_USAGE = 0, 1, 2
@@ -87,7 +87,7 @@ def _import_heavy(interruption: Interruption) -> ModuleType:
 
 def _say(line: str) -> None:
     """One line on standard error, whatever is in it; where that is gone there is nobody to tell."""
-    from megatron_ext.serving.terminal import Output, printable
+    from megatron_ext.console.terminal import Output, printable
 
     stream = Output(sys.stderr)
     stream.write(f"{PROGRAM}: {printable(line)}\n")

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from arguments import parse_server_arguments
 from megatron_ext.errors import ConfigError
 from megatron_ext.memory.limits import check_address_space
-from megatron_ext.serving.server.log import printable, set_up_logging
+from megatron_ext.server.log import printable, set_up_logging
 
 STOPPED, BAD_USAGE = 0, 2
 LONGEST_ERROR = 4000  # characters
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _check_packages()
         check_address_space()
         # Imported here so that --help and a wrong flag are answered at once: torch takes seconds.
-        from megatron_ext.serving.server.run import run_server
+        from megatron_ext.server.run import run_server
 
         run_server(settings)
     except ConfigError as error:

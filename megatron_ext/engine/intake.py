@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from megatron_ext.config import RequestParams
 from megatron_ext.errors import ConfigError
 from megatron_ext.scheduling.request import Request
-from megatron_ext.scheduling.vocabulary import Vocabulary
+from megatron_ext.text.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True)

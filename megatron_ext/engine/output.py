@@ -15,8 +15,8 @@ from megatron_ext.engine.result import StepResult
 from megatron_ext.scheduling.record import RequestRecord, Status
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
-from megatron_ext.scheduling.stopping import StopWordMatcher
-from megatron_ext.scheduling.vocabulary import Vocabulary
+from megatron_ext.text.stop_words import StopWordMatcher
+from megatron_ext.text.vocabulary import Vocabulary
 
 
 class ScoringError(RuntimeError):
@@ -66,14 +66,8 @@ class OutputProcessor:
     def open(self, request: Request, future: asyncio.Future[RequestRecord]) -> None:
         """A request has arrived."""
         words = request.params.stop_words
-        matcher = StopWordMatcher(words, self._visible_text, self._plain_text) if words else None
+        matcher = StopWordMatcher(words, self._vocabulary.detokenize) if words else None
         self._outputs[request.request_id] = _Output(request, future, matcher)
-
-    def _visible_text(self, tokens: list[int]) -> str:
-        return self._vocabulary.detokenize(tokens, skip_special_tokens=False)
-
-    def _plain_text(self, tokens: list[int]) -> str:
-        return self._vocabulary.detokenize(tokens)
 
     def take(self, requests: Iterable[Request], result: StepResult) -> None:
         """The requests of a step have what it computed: note scores, look for stop words."""
@@ -92,7 +86,7 @@ class OutputProcessor:
         matcher = self._outputs[request.request_id].stop_words
         if matcher is None or request.finish_reason == "stop":
             return False
-        request.generated_text = matcher.find(request.generated_tokens, ignore=not request.may_have_stopped)
+        request.generated_text = matcher.feed([request.tokens[-1]], ignore=not request.may_have_stopped)
         return request.generated_text is not None
 
     def fail(self, request: Request, error: Exception) -> None:
@@ -136,10 +130,14 @@ class OutputProcessor:
             return request.generated_text
         tokens = request.generated_tokens
         ends_with_termination = bool(tokens) and tokens[-1] == request.termination_id
-        return self._plain_text(tokens[:-1] if ends_with_termination else tokens)
+        return self._vocabulary.detokenize(tokens[:-1] if ends_with_termination else tokens)
 
     def _prompt_text(self, request: Request) -> str:
-        return self._plain_text(list(request.prompt_tokens)) if request.prompt_text is None else request.prompt_text
+        return (
+            self._vocabulary.detokenize(list(request.prompt_tokens))
+            if request.prompt_text is None
+            else request.prompt_text
+        )
 
     def cancel(self) -> None:
         """Forget all requests; their futures are cancelled."""

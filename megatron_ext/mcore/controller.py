@@ -20,7 +20,7 @@ from megatron_ext.mcore.out_of_memory import is_out_of_memory
 from megatron_ext.mcore.scoring import score_rows
 from megatron_ext.mcore.staging import ModelInput, PromptScore, SampledTokens, SamplingRow
 from megatron_ext.ops.sampling import sample_tokens
-from megatron_ext.scheduling.vocabulary import Vocabulary
+from megatron_ext.text.vocabulary import Vocabulary
 
 
 class InferenceController(TextGenerationController):
@@ -30,7 +30,7 @@ class InferenceController(TextGenerationController):
 
     Args:
         wrapper: Around the model.
-        tokenizer: See `megatron_ext.models.tokenizer.Tokenizer`.
+        tokenizer: See `megatron_ext.text.tokenizer.Tokenizer`.
         options: Upstream's.
     """
 

@@ -12,23 +12,22 @@ import torch
 from torch import nn
 
 from megatron_ext.config import ModelConfig, SourceConfig
-from megatron_ext.config.embedded import as_flag, differences, with_harmless
+from megatron_ext.config.embedded import EMBEDDED_MODEL_DIR, as_flag, differences, with_harmless
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import platform
 from megatron_ext.models.build import build_model
-from megatron_ext.models.checkpoint import load_weights
-from megatron_ext.models.checkpoint_directory import read_header, require_replaceable
 from megatron_ext.models.config_fields import checked_fields, with_overrides
-from megatron_ext.models.dist_checkpoint import (
+from megatron_ext.models.huggingface.checkpoint import load_hf_weights, read_hf_config
+from megatron_ext.models.megatron.checkpoint import (
     is_dist_checkpoint,
     load_dist_weights,
     read_dist_config,
     resolve_iteration,
     save_dist_checkpoint,
 )
-from megatron_ext.models.embedded import embedded_model_dir
-from megatron_ext.models.hf_checkpoint import load_hf_weights, read_hf_config
-from megatron_ext.models.tokenizer import (
+from megatron_ext.models.native.checkpoint import load_weights
+from megatron_ext.models.native.directory import read_header, require_replaceable
+from megatron_ext.text.tokenizer import (
     HUGGING_FACE_TOKENIZER,
     NULL_TOKENIZER,
     NullTokenizer,
@@ -145,10 +144,10 @@ def _checkpoint_directory(source: SourceConfig, overrides: dict[str, Any]) -> Pa
             problem = "is not a directory" if Path(given).exists() else "does not exist"
             raise ConfigError(f"{flag} {given} {problem}; give the directory of a checkpoint")
         return resolve_iteration(Path(given)) if flag == "--load" else Path(given)
-    saved = read_header(embedded_model_dir()).model
+    saved = read_header(EMBEDDED_MODEL_DIR).model
     others = differences(saved, overrides)
     if not others:
-        return embedded_model_dir()
+        return EMBEDDED_MODEL_DIR
     verb = "describes" if len(others) == 1 else "describe"
     flags = ", ".join(as_flag(name, overrides[name], there) for name, there in others.items())
     logger.warning("%s %s another model than the embedded one: its weights are random", flags, verb)
@@ -182,7 +181,7 @@ def _without_checkpoint(source: SourceConfig, overrides: dict[str, Any]) -> tupl
     text_tokenizer = source.tokenizer_model is not None or source.tokenizer_type == HUGGING_FACE_TOKENIZER
     if config.vocab_size is None and source.tokenizer_type != NULL_TOKENIZER:
         text_tokenizer = True
-    directory = embedded_model_dir() if text_tokenizer else None
+    directory = EMBEDDED_MODEL_DIR if text_tokenizer else None
     tokenizer = _tokenizer(source, directory, config.vocab_size)
     if config.vocab_size is None:
         config = with_overrides(config, {"vocab_size": tokenizer.vocab_size})

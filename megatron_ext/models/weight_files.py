@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from megatron_ext.errors import CheckpointError
-from megatron_ext.files import open_regular, read_text
+from megatron_ext.files import open_regular, read_json
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 FLOATING_TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _NAMES_SHOWN = 4
 _LONGEST_INDEX = 64 * 1024**2  # bytes; that of 100,000 tensors is 10 MB
-_LONGEST_JSON = 16 * 1024**2  # of a configuration, or a tokenizer's
-_MOST_LEVELS = 32  # of lists and objects in one another
 _MOST_PARTS = 2**20  # of all tensors that are split
 
 
@@ -119,46 +115,6 @@ def _opened(path: Path) -> safe_open:
 def is_file_name(name: str) -> bool:
     """Whether a name from a file of others is that of a file beside it, and of nothing elsewhere."""
     return name.isprintable() and name == Path(name).name and name not in ("", "..")
-
-
-def read_json(path: Path, limit: int = _LONGEST_JSON) -> dict:
-    """A JSON file that holds one object.
-
-    Args:
-        path: The file; a link is followed, and must end in a regular file.
-        limit: The most bytes that it may have.
-
-    Raises:
-        CheckpointError: It is not there, not such a file, not JSON, or too much of it.
-    """
-    if not os.path.lexists(path):
-        raise CheckpointError(f"{path.parent} has no {path.name}")
-    text = read_text(path, limit, CheckpointError)
-    try:
-        content = json.loads(text)
-    except ValueError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-    except RecursionError as error:
-        raise CheckpointError(_too_deep(path)) from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds no JSON object")
-    _require_shallow(content, path)
-    return content
-
-
-def _require_shallow(content: Any, path: Path) -> None:
-    """What is read next may call itself for each level."""
-    level = [content]
-    for _ in range(_MOST_LEVELS):
-        lists = [value for value in level if isinstance(value, list)]
-        objects = [value.values() for value in level if isinstance(value, dict)]
-        level = [inner for values in (*lists, *objects) for inner in values]
-    if level:
-        raise CheckpointError(_too_deep(path))
-
-
-def _too_deep(path: Path) -> str:
-    return f"{path} cannot be read: its lists and objects are nested more than {_MOST_LEVELS} deep"
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:

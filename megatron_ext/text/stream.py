@@ -40,7 +40,7 @@ class TextStream:
         """What is left of `text`, the text of the request's record."""
         sent = "".join(self._sent)
         if not text.startswith(sent):
-            logger.warning("a stream sent %r, and the request's text is %r", sent, text)
+            logger.warning("a stream sent %d characters with which the text of %d does not begin", len(sent), len(text))
         return self._send(text[len(sent) :])
 
     def _release(self) -> list[str]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from megatron_ext.serving.results import SYSTEM_KEYS
+from megatron_ext.offline.results import SYSTEM_KEYS
 
 LOG_PROB_TOLERANCE = 1e-3  # absolute, fp32
 OUTCOME = ("generated_tokens", "generated_text", "logprobs")  # metrics that the cache must not change

@@ -13,21 +13,26 @@ from tests.unit_tests.support.source import ROOT, imported_modules, parse, pytho
 # What each part may import of our own; itself, always.
 LEAVES = {"errors", "files", "interruption"}
 DECIDING = {"prefix_cache", "scheduling", "engine"}
-EVERYTHING = LEAVES | DECIDING | {"config", "memory", "ops", "mixers", "mcore", "models", "serving"}
+TOOLS = {"console", "offline", "server"}
+EVERYTHING = LEAVES | DECIDING | TOOLS | {"config", "text", "memory", "ops", "mixers", "mcore", "models"}
+BELOW_TOOLS = EVERYTHING - TOOLS
 MAY_IMPORT = {
     "errors": set(),
     "files": {"errors"},
     "interruption": set(),
     "config": {"errors"},
+    "text": {"errors", "files"},
     "prefix_cache": {"config", "errors"},
     "scheduling": {"config", "errors", "prefix_cache"},
-    "engine": {"config", "errors", "prefix_cache", "scheduling"},
+    "engine": {"config", "errors", "prefix_cache", "scheduling", "text"},
     "memory": {"config", "errors", "scheduling"},
     "ops": set(),
     "mixers": {"config", "errors", "memory", "ops"},
-    "mcore": {*LEAVES, *DECIDING, "config", "memory", "ops", "mixers"},
-    "models": {*LEAVES, "config", "memory", "ops", "mixers", "mcore"},
-    "serving": EVERYTHING,
+    "mcore": {*LEAVES, *DECIDING, "config", "text", "memory", "ops", "mixers"},
+    "models": {*LEAVES, "config", "text", "memory", "ops", "mixers", "mcore"},
+    "console": BELOW_TOOLS,
+    "offline": BELOW_TOOLS | {"console"},
+    "server": BELOW_TOOLS | {"console"},
     "__init__": set(),
 }
 STANDARD_LIBRARY_ONLY = (*LEAVES, *DECIDING, "config")

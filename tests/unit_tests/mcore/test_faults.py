@@ -13,7 +13,7 @@ from megatron_ext.engine.output import OutputProcessor
 from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
-from megatron_ext.scheduling.stopping import StopWordMatcher
+from megatron_ext.text.stop_words import StopWordMatcher
 from tests.priority import TestPriority
 from tests.unit_tests.support.driver import Driver, make_prompt
 from tests.unit_tests.support.hybrid_caching import HybridDriver, build_driver
@@ -76,18 +76,18 @@ def is_victims(processor: OutputProcessor, request: Request, *_: object) -> bool
 
 def inject_detokenize_while_matching(driver, patch, error) -> None:
     matcher = driver.engine.engine.output._outputs[VICTIM].stop_words
-    patch.setattr(matcher, "_detokenize", at_call(matcher._detokenize, 3, error))
+    patch.setattr(matcher._text, "_detokenize", at_call(matcher._text._detokenize, 3, error))
 
 
 def inject_matcher(driver, patch, error) -> None:
     matcher = driver.engine.engine.output._outputs[VICTIM].stop_words
-    patch.setattr(StopWordMatcher, "find", at_call(StopWordMatcher.find, 2, error, of=lambda one, *_: one is matcher))
+    patch.setattr(StopWordMatcher, "feed", at_call(StopWordMatcher.feed, 2, error, of=lambda one, *_: one is matcher))
 
 
 def inject_matcher_at_the_last_token(driver, patch, error) -> None:
     """The commit has ended the request already."""
     matcher = driver.engine.engine.output._outputs[VICTIM].stop_words
-    patch.setattr(StopWordMatcher, "find", at_call(StopWordMatcher.find, 8, error, of=lambda one, *_: one is matcher))
+    patch.setattr(StopWordMatcher, "feed", at_call(StopWordMatcher.feed, 8, error, of=lambda one, *_: one is matcher))
 
 
 def inject_scores(driver, patch, error) -> None:

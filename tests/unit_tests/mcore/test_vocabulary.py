@@ -8,9 +8,9 @@ import pytest
 
 from megatron_ext.config import RequestParams
 from megatron_ext.errors import ConfigError
+from megatron_ext.offline.prompts import Prompt, check_tokens
 from megatron_ext.scheduling.record import Status
-from megatron_ext.scheduling.text_stream import TextStream
-from megatron_ext.serving.prompts import Prompt, check_tokens
+from megatron_ext.text.stream import TextStream
 from tests.unit_tests.support.driver import Driver, make_prompt
 from tests.unit_tests.support.tokenizers import PieceTokenizer
 
@@ -49,7 +49,7 @@ def test_a_generated_id_without_a_token_is_empty_text(get_driver, stop_words):
     assert 0 < len(unknown) < 30
     assert record.generated_text == "".join(f"<{token}>" for token in record.generated_tokens if token < KNOWN)
     stream = TextStream(stop_words, driver.engine.controller.vocabulary.detokenize)
-    sent = [stream.feed(list(record.generated_tokens[:count])) for count in range(1, 30)]
+    sent = [stream.feed([token]) for token in record.generated_tokens[:-1]]
     assert "".join(sent) + stream.finish(record.generated_text) == record.generated_text
 
 

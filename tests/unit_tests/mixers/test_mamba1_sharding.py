@@ -18,7 +18,7 @@ from megatron_ext.mcore.layer_specs import recurrent_layer_spec
 from megatron_ext.mixers.mamba1 import Mamba1Mixer
 from megatron_ext.models.build import build_model, transformer_config
 from megatron_ext.models.load import LoadedModel, load_model, save_model
-from megatron_ext.models.tokenizer import NullTokenizer
+from megatron_ext.text.tokenizer import NullTokenizer
 from tests.priority import TestPriority
 from tests.unit_tests.support.models import MAMBA1
 from tests.unit_tests.support.tensor_parallel import as_rank

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -13,14 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron_ext.config import ModelConfig, SourceConfig
-from megatron_ext.config.embedded import embedded_config
-from megatron_ext.errors import ConfigError
-from megatron_ext.models import corpus
-from megatron_ext.models.build import build_model
-from megatron_ext.models.embedded import (
+from examples.embedded_model import corpus, train
+from examples.embedded_model.evaluation import (
     EVALUATION_LENGTH,
-    embedded_model_dir,
     encode_documents,
     held_out_tokens,
     language_model_loss,
@@ -28,8 +20,12 @@ from megatron_ext.models.embedded import (
     unigram_entropy,
     windows,
 )
+from megatron_ext.config import ModelConfig, SourceConfig
+from megatron_ext.config.embedded import EMBEDDED_MODEL_DIR, embedded_config
+from megatron_ext.errors import ConfigError
+from megatron_ext.models.build import build_model
 from megatron_ext.models.load import LoadedModel, load_model
-from megatron_ext.models.tokenizer import TextTokenizer
+from megatron_ext.text.tokenizer import TextTokenizer
 from tests.priority import TestPriority
 
 pytestmark = pytest.mark.priority(TestPriority.LOW)
@@ -64,21 +60,16 @@ def loss(shipped: LoadedModel, held_out: tuple[Tensor, Tensor]) -> float:
 
 
 @pytest.fixture(scope="module")
-def script() -> Iterator[ModuleType]:
-    """The training script as a module; `examples` is no package."""
-    name = "train_embedded_model"
-    spec = importlib.util.spec_from_file_location(name, ROOT / f"examples/{name}.py")
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[name]
+def script() -> ModuleType:
+    """The training script as a module."""
+    return train
 
 
 def test_it_is_a_small_hybrid(shipped: LoadedModel) -> None:
     parameters = sum(parameter.numel() for parameter in shipped.model.parameters())
     assert 2_000_000 <= parameters <= 4_000_000
     assert set(embedded_config().hybrid_override_pattern) == {"M", "*", "-"}
-    assert (embedded_model_dir() / "model.safetensors").stat().st_size <= 10_000_000
+    assert (EMBEDDED_MODEL_DIR / "model.safetensors").stat().st_size <= 10_000_000
 
 
 def test_it_knows_a_nat_more_than_any_unigram_model(loss: float, held_out: tuple[Tensor, Tensor]) -> None:
@@ -275,7 +266,7 @@ def test_exported_and_measured(
 ) -> None:
     """The folder is a checkpoint that loads; exporting again replaces it."""
     monkeypatch.setattr(script, "held_out_tokens", lambda _: _random_tokens(600))
-    tokenizer = script.Tokenizer.from_file(str(embedded_model_dir() / "tokenizer.json"))
+    tokenizer = script.Tokenizer.from_file(str(EMBEDDED_MODEL_DIR / "tokenizer.json"))
     tiny = replace(script.MODEL, hybrid_override_pattern="M*", hidden_size=32)
     state = script.Training(tiny, script.Recipe(), tokenizer)
     for _ in range(2):

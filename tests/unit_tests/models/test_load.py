@@ -13,10 +13,10 @@ from torch import nn
 from megatron_ext.config import ModelConfig, SourceConfig
 from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.models import load
-from megatron_ext.models.checkpoint import save_checkpoint
 from megatron_ext.models.load import load_model, save_model
-from megatron_ext.models.tokenizer import NullTokenizer, TextTokenizer
-from tests.unit_tests.models import nemotron_h_oracle as oracle
+from megatron_ext.models.native.checkpoint import save_checkpoint
+from megatron_ext.text.tokenizer import NullTokenizer, TextTokenizer
+from tests.unit_tests.models.huggingface import nemotron_h_oracle as oracle
 
 CPU = torch.device("cpu")
 TOKENS = oracle.prompt(40, seed=0, vocab_size=50)

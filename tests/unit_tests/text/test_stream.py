@@ -6,12 +6,12 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from megatron_ext.models.embedded import embedded_model_dir
-from megatron_ext.models.tokenizer import TextTokenizer
+from megatron_ext.config.embedded import EMBEDDED_MODEL_DIR
 from megatron_ext.text import stream as text_stream
 from megatron_ext.text.detokenizer import INCOMPLETE
 from megatron_ext.text.stop_words import StopWordMatcher
 from megatron_ext.text.stream import TextStream
+from megatron_ext.text.tokenizer import TextTokenizer
 from tests.unit_tests.support.tokenizers import PieceTokenizer
 from tests.unit_tests.text.test_stop_words import PIECE_IDS, TOKENIZER, spell
 
@@ -67,7 +67,7 @@ def test_a_stop_word_that_ends_where_another_begins():
 
 def test_special_tokens_are_seen_and_not_sent():
     """A stop word may be a special token; others are passed over, and the space behind them stays."""
-    tokenizer = TextTokenizer(embedded_model_dir())
+    tokenizer = TextTokenizer(EMBEDDED_MODEL_DIR)
     tokens = tokenizer.tokenize("One<|user|> two<|end|>three")
     parts, text = stream(["<|end|>"], tokens, tokenizer.detokenize)
     assert "".join(parts) == text == "One two"

@@ -1,0 +1,1 @@
+"""Scripts and lessons around the package."""

@@ -1,0 +1,1 @@
+"""How the embedded model was made: its corpus, its training, what it knows."""

@@ -1,0 +1,37 @@
+"""What an engine has room for, as a table on standard output."""
+
+from __future__ import annotations
+
+import sys
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from megatron_ext.console.terminal import Output, printable
+from megatron_ext.memory.budget import Geometry
+
+_FILE_WIDTH = 120  # characters
+
+
+def make_console(quiet: bool, output: Output | None = None) -> Console:
+    """A console on standard output that never raises; where that is no terminal, of a width that files have."""
+    output = output or Output(sys.stdout)
+    return Console(file=output, highlight=False, quiet=quiet, width=None if output.isatty() else _FILE_WIDTH)
+
+
+def print_geometry(geometry: Geometry, model: str, console: Console, request_state_bytes: int = 0) -> None:
+    """Print what the engine has room for (EX-6), and what the states of the longest request can take (LA-4)."""
+    table = Table("engine", escape(printable(model)), show_lines=False)
+    blocks, block = f"{geometry.blocks:,} blocks", f"{geometry.block_size_tokens} tokens"
+    table.add_row("KV cache", f"{blocks} of {block}, {geometry.block_bytes:,} bytes each")
+    if geometry.state_bytes:
+        cost = f", as much as the KV of {geometry.state_in_kv_tokens} tokens" if geometry.state_in_kv_tokens else ""
+        table.add_row("live states", f"{geometry.live_states:,} of {geometry.state_bytes:,} bytes each{cost}")
+        table.add_row("snapshots", f"{geometry.snapshot_slots:,} slots of the same size")
+    if request_state_bytes:
+        table.add_row("states of one request", f"at most {request_state_bytes:,} bytes, its snapshots included")
+    shortest = geometry.shortest_prompt_that_can_hit
+    hits = "nothing is skipped" if shortest is None else f"prompts of {shortest} tokens and more can hit"
+    table.add_row("prefix cache", hits)
+    console.print(table)

@@ -1,0 +1,1 @@
+"""Hugging Face checkpoints: configurations and weights of the families we know."""

@@ -1,0 +1,1 @@
+"""Distributed checkpoints of Megatron: ours, and what Megatron-LM trained."""

@@ -1,0 +1,261 @@
+"""Checkpoints in the form of megatron's `dist_checkpointing`: ours, and those that Megatron-LM trained.
+
+Ours is a directory as checkpoint_directory.py says, with megatron's files in it: `metadata.json`, `common.pt`,
+`.metadata` and `*.distcp`. Megatron-LM's is `iter_0000100/` with such files, whose common state holds the run's
+arguments, beside `latest_checkpointed_iteration.txt`. Either is read whatever the number of ranks that wrote it.
+
+Every tensor of the model must be there, in its shape, and nothing else may be, but for what stored_keys.py ignores:
+state of the optimizer, random generators, and Transformer Engine's `_extra_state`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from torch import nn
+from torch.distributed.checkpoint import CheckpointException
+
+from megatron_ext.config import ModelConfig
+from megatron_ext.errors import CheckpointError, ConfigError
+from megatron_ext.files import read_text
+from megatron_ext.mcore.checkpoint_files import (
+    BACKEND,
+    COMMON_FILE,
+    InProcessSave,
+    read_common,
+    read_tensors,
+)
+from megatron_ext.mcore.checkpoint_metadata import METADATA_FILE, StoredState, StoredTensor, read_metadata
+from megatron_ext.mcore.weights import mark_weights_changed
+from megatron_ext.models.build import build_model
+from megatron_ext.models.megatron.stored_keys import Sharded, as_stored, is_gpt, is_ignored, shards
+from megatron_ext.models.megatron.training_args import config_from_args, padded_vocabulary
+from megatron_ext.models.native.directory import (
+    BACKEND_FILE,
+    CONFIG_FILE,
+    has_header,
+    new_checkpoint,
+    read_header,
+    stored_tensor,
+)
+from megatron_ext.models.weight_files import (
+    FLOATING_TYPES,
+    model_tensors,
+    read_json,
+    require_same_names,
+    require_shape,
+)
+
+LATEST_FILE = "latest_checkpointed_iteration.txt"
+_LONGEST_TRACKER = 100  # bytes
+_REASON_LENGTH = 200  # characters of somebody else's message
+
+
+def resolve_iteration(directory: Path) -> Path:
+    """The directory that holds a checkpoint's files: this one, or the iteration that Megatron-LM finished last.
+
+    Raises:
+        CheckpointError: The latest iteration is not there, or not to be known.
+    """
+    if any((directory / name).exists() for name in (CONFIG_FILE, BACKEND_FILE, COMMON_FILE, METADATA_FILE)):
+        return directory
+    iterations = sorted(path.name for path in directory.glob("iter_*") if path.is_dir())
+    tracker = directory / LATEST_FILE
+    if not os.path.lexists(tracker):
+        if iterations:
+            raise CheckpointError(f"{directory} has no {LATEST_FILE}; give an iteration, as in {iterations[-1]}")
+        return directory
+    latest = read_text(tracker, _LONGEST_TRACKER, CheckpointError).strip()
+    name = f"iter_{int(latest):07d}" if latest.isdecimal() else latest
+    if latest != "release" and not latest.isdecimal():
+        raise CheckpointError(f"{tracker} says {latest[:40]!r}, which is no iteration")
+    if not (directory / name).is_dir():
+        raise CheckpointError(f"{tracker} says {latest}, and {directory} has no {name}")
+    return directory / name
+
+
+def is_dist_checkpoint(directory: Path) -> bool:
+    """Whether the directory has megatron's files.
+
+    Raises:
+        CheckpointError: It has those of another of Megatron-LM's formats.
+    """
+    if os.path.lexists(directory / BACKEND_FILE):
+        return True
+    others = {"torch": any(directory.glob("mp_rank_*")), "torch_dcp": (directory / METADATA_FILE).is_file()}
+    for name, found in others.items():
+        if found and not has_header(directory):
+            raise CheckpointError(
+                f"{directory} is of Megatron's format {name!r}; only {BACKEND!r} is supported, save it with "
+                f"--ckpt-format {BACKEND} or --ckpt-convert-format {BACKEND}"
+            )
+    return False
+
+
+def save_dist_checkpoint(
+    directory: str | Path,
+    model: nn.Module,
+    config: ModelConfig,
+    tokenizer_source: str | Path | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Write a checkpoint; the directory is there whole or not at all.
+
+    Args:
+        directory: Created, or replaced if it holds a checkpoint of ours and nothing else.
+        model: Built from `config`; not changed.
+        config: Saved with it.
+        tokenizer_source: A directory with tokenizer files, or a `tokenizer.json`; None saves no tokenizer.
+        dtype: Type of the stored weights; decay parameters stay in fp32.
+
+    Raises:
+        ConfigError: The directory holds something else, or cannot be written; no tokenizer in `tokenizer_source`.
+    """
+    assert torch.distributed.get_world_size() == 1, "the directory's replacement is not coordinated among ranks"
+    with new_checkpoint(directory, config, tokenizer_source, dtype) as staging:
+        state = {name: _as_saved(name, sharded, dtype) for name, sharded in model.sharded_state_dict().items()}
+        try:
+            dist_checkpointing.save(state, str(staging), InProcessSave())
+        except (CheckpointingException, CheckpointException) as error:
+            raise ConfigError(f"--save {directory} cannot be written: {_reason(error)}") from error
+
+
+def load_dist_checkpoint(
+    directory: str | Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | None = None,
+    vocab_size: int | None = None,
+) -> tuple[nn.Module, ModelConfig]:
+    """The model of a checkpoint, in eval mode, and its configuration.
+
+    Args:
+        directory: Ours, an iteration of Megatron-LM's, or the directory above, whose latest iteration is taken.
+        dtype: Of the parameters, whatever was stored.
+        device: Default: the current CUDA device, else the CPU.
+        vocab_size: See `read_dist_config`.
+
+    Raises:
+        CheckpointError: A part is missing, unknown, of the wrong shape, or not supported; the message names it.
+    """
+    found = resolve_iteration(Path(directory))
+    config = read_dist_config(found, vocab_size)
+    model = build_model(config, dtype=dtype, device=device, perform_initialization=False)
+    load_dist_weights(model, found)
+    return model, config
+
+
+def read_dist_config(directory: Path, vocab_size: int | None = None, *, spec_is_given: bool = False) -> ModelConfig:
+    """The configuration of a checkpoint: our `config.json`, or Megatron-LM's arguments.
+
+    Args:
+        directory: The one with megatron's files.
+        vocab_size: Of a vocabulary that Megatron-LM padded, the ids to keep; None keeps the padding.
+        spec_is_given: See `read_header`.
+
+    Raises:
+        CheckpointError: There is none, or it is not supported; the message names the field or the argument.
+    """
+    if has_header(directory):
+        return read_header(directory, spec_is_given=spec_is_given).model
+    args = _arguments(directory, read_common(directory))
+    in_gpt = is_gpt(_read_stored(directory).tensors)
+    return config_from_args(args, str(directory / COMMON_FILE), is_gpt=in_gpt, vocab_size=vocab_size)
+
+
+def load_dist_weights(model: nn.Module, directory: Path) -> None:
+    """Fill every parameter of a model from a checkpoint, in the types the parameters have.
+
+    Args:
+        model: Built from `read_dist_config`.
+        directory: The one with megatron's files.
+
+    Raises:
+        CheckpointError: A tensor is missing, unknown, of the wrong shape or of a type that is no weight's.
+    """
+    stored, common = _read_stored(directory), read_common(directory)
+    state = _requested(model, common)
+    gpt_layers = model.config.num_layers // 2 if is_gpt(stored.tensors) else None
+    state = as_stored(state, stored.tensors, gpt_layers)
+    wanted = [shard for sharded in state.values() for shard in shards(sharded)]
+    require_same_names(directory, _useful_names(stored), {shard.key for shard in wanted})
+    padded = None if has_header(directory) else padded_vocabulary(_arguments(directory, common), str(directory))
+    for shard in wanted:
+        if shard.key in stored.objects:
+            raise CheckpointError(f"{directory}: tensor {shard.key} is stored as an object, which is not loaded")
+        _require_fit(directory, stored.tensors[shard.key], shard, padded)
+    loaded = read_tensors(state, stored, directory)
+    with torch.no_grad():
+        for name, target in model_tensors(model).items():
+            target.copy_(loaded[name])
+    mark_weights_changed(model)
+
+
+def _read_stored(directory: Path) -> StoredState:
+    backend = read_json(directory / BACKEND_FILE).get("sharded_backend")
+    if backend != BACKEND:
+        raise CheckpointError(f"{directory / BACKEND_FILE} has backend {backend!r}; only {BACKEND!r} is supported")
+    return read_metadata(directory)
+
+
+def _useful_names(stored: StoredState) -> set[str]:
+    """Everything that inference has a use for; of an object the name without its rank's place."""
+    keys = {*stored.tensors, *(key.split("/shard_")[0] for key in stored.objects)}
+    return {key for key in keys if not is_ignored(key)}
+
+
+def _requested(model: nn.Module, common: Mapping[str, Any]) -> dict[str, Sharded]:
+    """What the model asks for, described as the checkpoint's writer described it; without `_extra_state` objects."""
+    how = common.get("content_metadata") or {}
+    described = model.sharded_state_dict(metadata={"singleton_local_shards": how.get("singleton_local_shards", False)})
+    state = {name: sharded for name, sharded in described.items() if not isinstance(sharded, ShardedObject)}
+    assert state.keys() == model_tensors(model).keys(), state.keys() ^ model_tensors(model).keys()
+    return state
+
+
+def _arguments(directory: Path, common: Mapping[str, Any]) -> object:
+    if "args" not in common:
+        raise CheckpointError(
+            f"{directory} has neither our {CONFIG_FILE} nor Megatron-LM's arguments in {COMMON_FILE}; "
+            "the model's configuration is unknown"
+        )
+    return common["args"]
+
+
+def _require_fit(directory: Path, stored: StoredTensor, wanted: ShardedTensor, padded: int | None) -> None:
+    """A stored tensor has the wanted shape, but for padding of the vocabulary, and is of a type of weights."""
+    expected = wanted.global_shape
+    if padded is not None and wanted.allow_shape_mismatch:  # rows of the vocabulary
+        assert expected[0] <= padded, (expected, padded)
+        expected = (padded, *expected[1:])
+    require_shape(directory, wanted.key, stored.shape, expected)
+    if stored.dtype not in FLOATING_TYPES:
+        kinds = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATING_TYPES)
+        found = str(stored.dtype).removeprefix("torch.")
+        raise CheckpointError(f"{directory}: tensor {wanted.key} is of type {found}; supported are {kinds}")
+
+
+def _as_saved(name: str, sharded: Sharded | ShardedObject, dtype: torch.dtype) -> Sharded | ShardedObject:
+    if isinstance(sharded, ShardedObject):
+        return sharded
+    data = stored_tensor(name, sharded.data, dtype)
+    if isinstance(sharded, ShardedTensor):
+        return dataclasses.replace(sharded, data=data, dtype=data.dtype)
+    return dataclasses.replace(sharded, data=data)
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of what went wrong, on the first rank where something did."""
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    text = str(error).strip().split("\n", 1)[0]
+    return re.sub(r"\s+", " ", text)[:_REASON_LENGTH] or type(error).__name__

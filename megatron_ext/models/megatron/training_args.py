@@ -1,0 +1,269 @@
+"""From the arguments that Megatron-LM saves with a checkpoint to our configuration.
+
+Megatron saves every argument of the run. Those that change what the model computes are taken over, or must have a
+value that we compute with; the others (training, data, logging, parallelism) are passed over. An argument that an older
+Megatron does not have yet has the value that it had before it was one: off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+from megatron.core.ssm.mamba_hybrid_layer_allocation import allocate_layers
+
+from megatron_ext.config import MOST_LAYERS, NORMALIZATIONS, POSITION_EMBEDDINGS, ModelConfig
+from megatron_ext.errors import CheckpointError
+from megatron_ext.models.native.directory import model_config
+from megatron_ext.models.stack_specs import MEGATRONS_MODULES, is_megatrons_spec
+
+_REQUIRED = ("hidden_size", "num_attention_heads", "max_position_embeddings")
+_TAKEN = (
+    "apply_layernorm_1p",
+    "attention_output_gate",
+    "kv_channels",
+    "linear_conv_kernel_dim",
+    "linear_key_head_dim",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_value_head_dim",
+    "mamba_state_dim",
+    "mamba_head_dim",
+    "mamba_num_heads",
+    "mamba_num_groups",
+    "rotary_percent",
+    "use_rope_scaling",
+    "rope_scaling_factor",
+    "squared_relu",
+    "swiglu",
+    "untie_embeddings_and_output_weights",
+)
+_TAKEN_FOR_EXPERTS = (
+    "num_experts",
+    "moe_ffn_hidden_size",
+    "moe_shared_expert_gate",
+    "moe_shared_expert_intermediate_size",
+    "moe_latent_size",
+    "moe_router_topk",
+    "moe_router_score_function",
+    "moe_router_num_groups",
+    "moe_router_group_topk",
+    "moe_router_topk_scaling_factor",
+    "moe_router_enable_expert_bias",
+)
+_MUST_BE_OFF = (
+    "activation_func_clamp_value",
+    "apply_residual_connection_post_layernorm",
+    "glu_linear_offset",
+    "heterogeneous_layers_config_encoded_json",
+    "heterogeneous_layers_config_path",
+    "layernorm_zero_centered_gamma",
+    "linear_attention_type",
+    "mrope_section",
+    "mtp_num_layers",
+    "multi_latent_attention",
+    "no_rope_freq",
+    "qk_l2_norm",
+    "quick_geglu",
+    "retro_add_retriever",
+    "rotary_interleaved",
+    "use_legacy_models",
+    "window_size",
+)
+# Megatron's hybrid models pass over the first, and its hybrid patterns say what the others say of GPT.
+_MUST_BE_OFF_IN_HYBRIDS = ("qk_layernorm", "experimental_attention_variant", "linear_attention_freq")
+_MUST_BE_OFF_FOR_EXPERTS = ("moe_apply_probs_on_input", "moe_router_pre_softmax")
+_DELTA_NET = "gated_delta_net"
+_ALLOWED = {
+    "position_embedding_type": POSITION_EMBEDDINGS,
+    "normalization": NORMALIZATIONS,
+    "rope_type": ("rope",),
+    "rotary_seq_len_interpolation_factor": (1,),
+    "softmax_type": ("vanilla",),
+}
+_LARGEST = 2**53  # the whole numbers that are exact as floats
+_MAMBA_NORM_EPSILON = 1e-5  # of the gated norm inside the mixer, whatever the arguments say
+
+
+def config_from_args(args: object, where: str, *, is_gpt: bool, vocab_size: int | None = None) -> ModelConfig:
+    """The configuration of a model that Megatron-LM trained.
+
+    Args:
+        args: The namespace that Megatron saved.
+        where: What holds it, for messages.
+        is_gpt: Whether the stored weights are a GPT model's: then each layer becomes an attention and an MLP.
+        vocab_size: Ids to keep of the padded vocabulary; None keeps the padding, as Megatron itself does.
+
+    Raises:
+        CheckpointError: It names the argument that is missing, or that has a value we do not compute with.
+    """
+    known = _Arguments(args, where)
+    _require_supported(known, is_gpt)
+    pattern = _pattern(known, is_gpt)
+    fields = {name: known.required(name) for name in _REQUIRED}
+    fields |= known.given(_TAKEN)
+    fields |= {
+        "hybrid_override_pattern": pattern,
+        "position_embedding_type": known.get("position_embedding_type", "learned_absolute"),
+        "normalization": known.get("normalization", "LayerNorm"),
+        "norm_epsilon": _norm_epsilon(known, pattern),
+        "rotary_base": known.integer("rotary_base", 10000),
+        "disable_bias_linear": not _has_biases(known),
+        "num_query_groups": known.get("num_query_groups") if known.get("group_query_attention") else None,
+        "vocab_size": _vocabulary(known, vocab_size),
+    }
+    if is_gpt:
+        fields |= known.given(("qk_layernorm",))
+        fields["recurrent_layer"] = known.get("experimental_attention_variant", ModelConfig.recurrent_layer)
+    if "-" in pattern:
+        fields["ffn_hidden_size"] = known.required("ffn_hidden_size")
+    if "E" in pattern:
+        _require_supported_experts(known)
+        fields |= known.given(_TAKEN_FOR_EXPERTS)
+    return model_config(fields, f"the arguments in {where}")
+
+
+def padded_vocabulary(args: object, where: str) -> int:
+    """Rows of the embedding as stored: the tokenizer's ids, rounded up for the ranks that trained it."""
+    return _Arguments(args, where).integer("padded_vocab_size")
+
+
+class _Arguments:
+    """What Megatron saved, by name. An argument that is None counts as not given."""
+
+    def __init__(self, args: object, where: str) -> None:
+        self.where = where
+        if isinstance(args, Mapping):
+            args = SimpleNamespace(**args)
+        if not hasattr(args, "__dict__"):
+            raise CheckpointError(f"{where} has no arguments but a {type(args).__name__}")
+        self._values = {name: value for name, value in vars(args).items() if value is not None}
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self._values.get(name, default)
+
+    def given(self, names: tuple[str, ...]) -> dict[str, Any]:
+        return {name: self._values[name] for name in names if name in self._values}
+
+    def required(self, name: str) -> Any:
+        if name not in self._values:
+            raise CheckpointError(f"{self.where} has arguments without {name}; a model cannot be built without it")
+        return self._values[name]
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        """A whole number, which Megatron may keep as 500000.0; required if there is no default."""
+        value = self.required(name) if default is None else self.get(name, default)
+        if type(value) not in (int, float) or not abs(value) <= _LARGEST or value != int(value):
+            self.refuse(name, f"a whole number, of at most {_LARGEST}")
+        return int(value)
+
+    def layers(self) -> int:
+        """`num_layers`, of which there are not more than a model may have."""
+        count = self.integer("num_layers")
+        if not 0 < count <= MOST_LAYERS:
+            self.refuse("num_layers", f"1 to {MOST_LAYERS}")
+        return count
+
+    def share(self, name: str) -> float:
+        """A number from 0 to 1; 0 if it is not given."""
+        value = self.get(name, 0.0)
+        if type(value) not in (int, float) or not 0 <= value <= 1:
+            self.refuse(name, "0 to 1")
+        return value
+
+    def require_off(self, names: tuple[str, ...]) -> None:
+        for name in names:
+            if self.get(name):
+                self.refuse(name, "off")
+
+    def refuse(self, name: str, supported: str) -> None:
+        raise CheckpointError(
+            f"{self.where} has {name} = {self.get(name)!r}, which is not supported; supported is {supported}"
+        )
+
+
+def _require_supported(known: _Arguments, is_gpt: bool) -> None:
+    known.require_off(_MUST_BE_OFF)
+    for name, allowed in _ALLOWED.items():
+        if known.get(name, allowed[0]) not in allowed:
+            known.refuse(name, " or ".join(map(str, allowed)))
+    if known.get("add_qkv_bias") and not _has_biases(known):
+        known.refuse("add_qkv_bias", "a bias in every linear layer or in none")
+    if not is_gpt:
+        known.require_off(_MUST_BE_OFF_IN_HYBRIDS)
+    elif known.get("experimental_attention_variant", _DELTA_NET) != _DELTA_NET:
+        known.refuse("experimental_attention_variant", _DELTA_NET)
+    elif known.get("experimental_attention_variant") and not known.get("swiglu"):
+        known.refuse("experimental_attention_variant", "gated_delta_net with swiglu, whose activation it shares")
+    if is_gpt and known.get("num_experts"):
+        known.refuse("num_experts", "a GPT model without experts; hybrid patterns may have E layers")
+    spec = known.get("spec")
+    if spec and not (_is_texts(spec) and len(spec) <= 2 and is_megatrons_spec((spec[0], spec[-1]))):
+        known.refuse("spec", f"Megatron's own, in {', '.join(MEGATRONS_MODULES)}")
+
+
+def _require_supported_experts(known: _Arguments) -> None:
+    known.require_off(_MUST_BE_OFF_FOR_EXPERTS)
+    balancing = known.get("moe_router_load_balancing_type", "none")
+    if type(balancing) not in (str, list) or "sinkhorn" in balancing:
+        known.refuse("moe_router_load_balancing_type", "any but sinkhorn, which routes by itself")
+
+
+def _pattern(known: _Arguments, is_gpt: bool) -> str:
+    """One letter a layer. `|` only marks where pipeline stages begin."""
+    if is_gpt:
+        return "".join(f"{letter}-" for letter in _gpt_mixers(known))
+    pattern = known.get("hybrid_override_pattern") or known.get("hybrid_layer_pattern")
+    if pattern is not None:
+        if type(pattern) is not str:
+            known.refuse("hybrid_override_pattern", "a text of one letter a layer")
+        pattern = pattern.replace("|", "")
+        if known.get("num_layers", len(pattern)) != len(pattern):
+            known.refuse("num_layers", f"{len(pattern)}, the length of its pattern {pattern!r}")
+        return pattern
+    ratios = (known.share("hybrid_attention_ratio"), known.share("hybrid_mlp_ratio"))
+    return "".join(allocate_layers(known.layers(), *ratios))
+
+
+def _gpt_mixers(known: _Arguments) -> str:
+    """M for each layer with a gated delta net, * for each with attention."""
+    count, every = known.layers(), known.get("linear_attention_freq")
+    if known.get("experimental_attention_variant") is None:
+        return "*" * count
+    if type(every) is int and every > 0:  # one attention after so many less one
+        return "".join("M" if (index + 1) % every else "*" for index in range(count))
+    if not isinstance(every, list) or len(every) != count or any(item not in (0, 1) for item in every):
+        known.refuse("linear_attention_freq", f"a number of layers, or a list of 0 and 1 for each of {count} layers")
+    return "".join("*M"[is_linear] for is_linear in every)
+
+
+def _norm_epsilon(known: _Arguments, pattern: str) -> float:
+    name = "norm_epsilon" if known.get("norm_epsilon") is not None else "layernorm_epsilon"
+    epsilon = known.get(name, _MAMBA_NORM_EPSILON)
+    is_mamba = "M" in pattern and known.get("experimental_attention_variant") is None
+    if is_mamba and epsilon != _MAMBA_NORM_EPSILON:
+        known.refuse(name, f"{_MAMBA_NORM_EPSILON} with Mamba layers, whose gated norm has it in any case")
+    return epsilon
+
+
+def _is_texts(value: Any) -> bool:
+    return type(value) in (list, tuple) and all(type(item) is str for item in value)
+
+
+def _has_biases(known: _Arguments) -> bool:
+    return known.get("add_bias_linear", not known.get("disable_bias_linear", False))
+
+
+def _vocabulary(known: _Arguments, asked: int | None) -> int:
+    """Ids of the model: all rows that are stored, or those that are asked for if the others can be padding."""
+    padded = known.integer("padded_vocab_size")
+    if asked is None:
+        return padded
+    step = known.integer("make_vocab_size_divisible_by", 128) * known.integer("tensor_model_parallel_size", 1)
+    if not padded - step < asked <= padded:
+        raise CheckpointError(
+            f"--vocab-size {asked} does not fit {known.where}, whose vocabulary of {padded} is padded to a multiple of "
+            f"{step}; give more than {padded - step} and at most {padded}"
+        )
+    return asked

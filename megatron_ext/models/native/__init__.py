@@ -1,0 +1,1 @@
+"""Our own directory: a header, safetensors, the tokenizer."""

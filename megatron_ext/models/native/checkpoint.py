@@ -1,0 +1,81 @@
+"""The simple form of our own checkpoints: all weights in one `model.safetensors`, under the model's own names.
+
+The embedded model has this form. What else is in the directory: checkpoint_directory.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from megatron_ext.config import ModelConfig
+from megatron_ext.mcore.weights import mark_weights_changed
+from megatron_ext.models.build import build_model
+from megatron_ext.models.native.directory import new_checkpoint, read_header, stored_tensor
+from megatron_ext.models.weight_files import (
+    WEIGHTS_FILE,
+    WeightFiles,
+    model_tensors,
+    require_same_names,
+    require_shape,
+)
+
+
+def save_checkpoint(
+    directory: str | Path,
+    model: nn.Module,
+    config: ModelConfig,
+    tokenizer_source: str | Path | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Write a checkpoint; the directory is there whole or not at all.
+
+    Args:
+        directory: Created, or replaced if it holds a checkpoint of ours and nothing else.
+        model: Built from `config`; not changed.
+        config: Saved with it.
+        tokenizer_source: A directory with tokenizer files, or a `tokenizer.json`; None saves no tokenizer.
+        dtype: Type of the stored weights; decay parameters stay in fp32.
+
+    Raises:
+        ConfigError: The directory holds something else, or cannot be written; no tokenizer in `tokenizer_source`.
+    """
+    with new_checkpoint(directory, config, tokenizer_source, dtype) as staging:
+        tensors = {name: stored_tensor(name, tensor, dtype) for name, tensor in model_tensors(model).items()}
+        contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        save_file(contiguous, staging / WEIGHTS_FILE, metadata={"format": "pt"})
+        (staging / WEIGHTS_FILE).chmod(0o644)  # safetensors makes it private
+
+
+def load_checkpoint(
+    directory: str | Path, *, dtype: torch.dtype = torch.float32, device: torch.device | None = None
+) -> tuple[nn.Module, ModelConfig]:
+    """The model of a checkpoint, in eval mode, and its configuration.
+
+    Raises:
+        CheckpointError: A part is missing, unknown, or of the wrong shape; the message names it.
+    """
+    config = read_header(directory).model
+    model = build_model(config, dtype=dtype, device=device, perform_initialization=False)
+    load_weights(model, directory)
+    return model, config
+
+
+def load_weights(model: nn.Module, directory: str | Path) -> None:
+    """Fill every parameter of a model from a checkpoint, in the types the parameters have.
+
+    Raises:
+        CheckpointError: A tensor is missing, unknown, or of the wrong shape; the message names it.
+    """
+    directory = Path(directory)
+    files, tensors = WeightFiles(directory), model_tensors(model)
+    require_same_names(directory, files.names, tensors)
+    with torch.no_grad():
+        for name, target in tensors.items():
+            stored = files.get(name)
+            require_shape(directory, name, stored.shape, target.shape)
+            target.copy_(stored)
+    mark_weights_changed(model)

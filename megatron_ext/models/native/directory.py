@@ -1,0 +1,216 @@
+"""What every checkpoint of ours has, whatever form its weights are in: one directory, there whole or not at all.
+
+- `config.json`: {"format": "megatron_ext", "format_version": 1, "package_version", "dtype": "bf16", "eos_token_id",
+  "bos_token_id", "model": {`ModelConfig.to_dict()`}}
+- `tokenizer.json` and its like: the tokenizer's files as they were, if there are any
+- the weights: `model.safetensors` (checkpoint.py), or megatron's distributed files (dist_checkpoint.py)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from megatron_ext import __version__
+from megatron_ext.config import ModelConfig
+from megatron_ext.errors import CheckpointError, ConfigError
+from megatron_ext.files import read_json
+from megatron_ext.mcore.checkpoint_files import COMMON_FILE
+from megatron_ext.mcore.checkpoint_metadata import METADATA_FILE
+from megatron_ext.models.config_fields import checked_fields
+from megatron_ext.models.native.scratch import require_place_for_scratch, scratch_directory
+from megatron_ext.models.stack_specs import is_megatrons_spec, is_own_spec
+from megatron_ext.models.weight_files import WEIGHTS_FILE
+from megatron_ext.text.tokenizer import TOKENIZER_FILES, TextTokenizer, copy_tokenizer_files
+
+FORMAT = "megatron_ext"
+FORMAT_VERSION = 1
+CONFIG_FILE = "config.json"
+BACKEND_FILE = "metadata.json"  # which backend wrote a distributed checkpoint; written last
+SHARD_SUFFIX = ".distcp"
+TORCH_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_OWN_FILES = frozenset((CONFIG_FILE, WEIGHTS_FILE, BACKEND_FILE, COMMON_FILE, METADATA_FILE, *TOKENIZER_FILES))
+_HEADER_FIELDS = frozenset(
+    ("format", "format_version", "package_version", "dtype", "eos_token_id", "bos_token_id", "model")
+)
+# Decays are exponentials of these: 16 bits of them would be visible after a few hundred tokens; the router's bias moves
+# by less than 16 bits can tell. They are tiny.
+_ALWAYS_FP32 = ("A_log", "dt_bias", "D", "expert_bias")
+
+
+@dataclass(frozen=True)
+class CheckpointHeader:
+    """What `config.json` says: the architecture, and the type that the weights were saved in.
+
+    The architecture has no `spec`, unless it names one of ours: what a checkpoint names is never imported.
+    """
+
+    model: ModelConfig
+    dtype: str
+
+
+@contextlib.contextmanager
+def new_checkpoint(
+    directory: str | Path, config: ModelConfig, tokenizer_source: str | Path | None, dtype: torch.dtype
+) -> Iterator[Path]:
+    """An empty place to write weights to; gone if the block fails, or if a signal ends the program meanwhile.
+
+    When the block ends, configuration and tokenizer are added, and it takes the place of `directory`.
+
+    Raises:
+        ConfigError: The directory holds something else, or cannot be written; no tokenizer in `tokenizer_source`.
+    """
+    require_replaceable(directory)
+    target = Path(directory).resolve()
+    header = _header(config, dtype, tokenizer_source)
+    try:
+        with scratch_directory(target) as scratch:
+            staging = scratch.path / "new"
+            staging.mkdir()
+            yield staging
+            (staging / CONFIG_FILE).write_text(json.dumps(header, indent=2) + "\n", encoding="utf-8")
+            if tokenizer_source is not None:
+                copy_tokenizer_files(Path(tokenizer_source), staging)
+            scratch.hold_signals()
+            _replace(target, staging, aside=scratch.path / "old")
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"--save {directory} cannot be written: {error}") from error
+
+
+def stored_tensor(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A host copy of a parameter in the type that it is stored in: `dtype`, or fp32 where 16 bits would show."""
+    kept = name.rsplit(".", 1)[-1] in _ALWAYS_FP32
+    return tensor.detach().to("cpu", torch.float32 if kept else dtype)
+
+
+def has_header(directory: str | Path) -> bool:
+    """Whether the directory is a checkpoint of ours, of whatever form."""
+    path = Path(directory) / CONFIG_FILE
+    return path.is_file() and read_json(path).get("format") == FORMAT
+
+
+def read_header(directory: str | Path, *, spec_is_given: bool = False) -> CheckpointHeader:
+    """The configuration of a checkpoint, every field checked.
+
+    Args:
+        directory: Where it is.
+        spec_is_given: Whether the user names the stack of layers, so that it does not matter which one the checkpoint
+            was saved with.
+
+    Raises:
+        CheckpointError: Not a checkpoint of ours, of a later version, with fields we do not know, or saved with a spec
+            that is neither ours nor Megatron's own.
+    """
+    path = Path(directory) / CONFIG_FILE
+    raw = read_json(path)
+    if raw.get("format") != FORMAT:
+        hint = "; it looks like a Hugging Face checkpoint, try --load-hf" if "model_type" in raw else ""
+        raise CheckpointError(f"{path} is not of format {FORMAT!r} but {raw.get('format')!r}{hint}")
+    if raw.get("format_version") != FORMAT_VERSION:
+        raise CheckpointError(
+            f"{path} is of format version {raw.get('format_version')!r}; this package reads version {FORMAT_VERSION}"
+        )
+    unknown = sorted(set(raw) - _HEADER_FIELDS)
+    if unknown:
+        raise CheckpointError(f"{path} has unknown field {', '.join(unknown)}")
+    if raw.get("dtype") not in TORCH_TYPES:
+        raise CheckpointError(f"{path} has dtype {raw.get('dtype')!r}; one of {', '.join(TORCH_TYPES)}")
+    if not isinstance(raw.get("model"), dict):
+        raise CheckpointError(f"{path} has no model configuration")
+    model = model_config(raw["model"], str(path))
+    if model.spec is not None and not is_own_spec(model.spec):
+        if not (spec_is_given or is_megatrons_spec(model.spec)):
+            named = " ".join(model.spec)
+            raise CheckpointError(
+                f"{path} was saved with --spec {named}, and a checkpoint's spec is never imported; if you trust that "
+                "module, give the flag again"
+            )
+        model = dataclasses.replace(model, spec=None)
+    return CheckpointHeader(model, raw["dtype"])
+
+
+def model_config(fields: dict[str, Any], where: str) -> ModelConfig:
+    """A configuration that a checkpoint holds.
+
+    Args:
+        fields: Of `ModelConfig`.
+        where: What holds them, for the message.
+
+    Raises:
+        CheckpointError: A field that is unknown or of the wrong type, or a value that cannot work.
+    """
+    checked = checked_fields(fields, where, CheckpointError)
+    try:
+        return ModelConfig(**checked)
+    except ConfigError as error:
+        raise CheckpointError(f"{where}: {error}") from error
+
+
+def require_replaceable(directory: str | Path) -> None:
+    """A place to save to: nothing there yet, an empty directory, or a checkpoint of ours and nothing else.
+
+    Raises:
+        ConfigError: Anything else.
+    """
+    target = Path(directory)
+    _require_writable(target)
+    if not target.exists():
+        return
+    found = {entry.name for entry in target.iterdir()}
+    foreign = sorted(name for name in found - _OWN_FILES if not name.endswith(SHARD_SUFFIX))
+    if foreign or (found and not has_header(target)):
+        what = f"it holds {foreign[0]}" if foreign else "it is not a checkpoint of ours"
+        raise ConfigError(f"--save {target} is not overwritten, {what}; give a new or empty directory")
+
+
+def _require_writable(target: Path) -> None:
+    """See that something can be written beside the target, by doing so."""
+    if target.exists() and not target.is_dir():
+        raise ConfigError(f"--save {target} is a file; give a directory")
+    if target.is_symlink() and not target.exists():
+        raise ConfigError(f"--save {target} is a link to nothing; give a directory")
+    if os.path.ismount(target):
+        raise ConfigError(f"--save {target} is where a file system is mounted; give a directory in it")
+    try:
+        require_place_for_scratch(target.resolve())
+    except OSError as error:
+        raise ConfigError(f"--save {target} cannot be written: {error}") from None
+
+
+def _header(config: ModelConfig, dtype: torch.dtype, tokenizer_source: str | Path | None) -> dict[str, Any]:
+    names = {torch_type: name for name, torch_type in TORCH_TYPES.items()}
+    if dtype not in names:
+        raise ConfigError(f"a checkpoint cannot be saved as {dtype}; one of {', '.join(TORCH_TYPES)}")
+    tokenizer = None if tokenizer_source is None else TextTokenizer(tokenizer_source)
+    return {
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        "package_version": __version__,
+        "dtype": names[dtype],
+        "eos_token_id": tokenizer.eod if tokenizer else None,
+        "bos_token_id": tokenizer.bos if tokenizer else None,
+        "model": config.to_dict(),
+    }
+
+
+def _replace(target: Path, staging: Path, aside: Path) -> None:
+    """Put `staging` in the place of `target`, which goes `aside` and comes back if that fails."""
+    if not target.exists():
+        staging.rename(target)
+        return
+    target.rename(aside)
+    try:
+        staging.rename(target)
+    except OSError:
+        aside.rename(target)
+        raise

@@ -1,0 +1,1 @@
+"""A run without a server: prompts, submission, results, what a person sees of it."""

@@ -1,0 +1,178 @@
+"""The same prompts with the cache off and on: `--prefix-cache-compare`."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from megatron_ext.config import RequestParams
+from megatron_ext.errors import ConfigError
+from megatron_ext.offline.prompts import Prompt
+from megatron_ext.offline.request_table import first_and_last
+from megatron_ext.scheduling.record import RequestRecord, Status
+
+FP32_TOLERANCE = 1e-3  # of a log-prob, absolute
+P95_TOLERANCE, MAX_TOLERANCE = math.log(1.05), math.log(1.2)  # in 16 bits, over all log-probs of a run
+_SHOWN = 10  # requests that differ
+TIE = 1e-4  # two best log-probs closer than this may come in either order
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One request, off and on."""
+
+    off: RequestRecord
+    on: RequestRecord
+    first_token: int | None  # index of the first generated token that differs for no good reason
+    log_probs: tuple[float, ...]  # absolute differences, up to the first differing token
+
+    @property
+    def largest(self) -> float:
+        """The largest difference of a log-prob."""
+        return max(self.log_probs, default=0.0)
+
+    @property
+    def is_tie(self) -> bool:
+        """Whether the tokens go apart where two were as good; what follows is another text, and is not compared."""
+        return self.first_token is None and self.off.generated_tokens != self.on.generated_tokens
+
+
+def comparable(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """The prompts, asking for what a comparison needs: log-probs of generated tokens and of the runner-up.
+
+    Raises:
+        ConfigError: A prompt is sampled: two runs of it may differ in tokens for rounding alone.
+    """
+    for prompt in prompts:
+        if not prompt.params.is_greedy:
+            raise ConfigError(
+                f"{prompt.source}: --prefix-cache-compare needs greedy requests, and this one has temperature "
+                f"{prompt.params.temperature:g}; give temperature 0 or top_k 1"
+            )
+    return [dataclasses.replace(prompt, params=_scored(prompt.params)) for prompt in prompts]
+
+
+def _scored(params: RequestParams) -> RequestParams:
+    return dataclasses.replace(
+        params, return_log_probs=True, skip_prompt_log_probs=True, top_n_logprobs=max(2, params.top_n_logprobs)
+    )
+
+
+def compare(off: Sequence[RequestRecord], on: Sequence[RequestRecord]) -> list[Difference]:
+    """Compare request by request, in order of submission."""
+    return [_compare_request(one, other) for one, other in zip(off, on, strict=True)]
+
+
+def _compare_request(off: RequestRecord, on: RequestRecord) -> Difference:
+    pairs = list(zip(off.generated_tokens, on.generated_tokens, strict=False))
+    same = next((i for i, (one, other) in enumerate(pairs) if one != other), len(pairs))
+    gaps = tuple(
+        abs(one - other)
+        for one, other in zip(off.generated_log_probs[:same], on.generated_log_probs[:same], strict=True)
+    )
+    is_equal = off.generated_tokens == on.generated_tokens and off.status is on.status
+    if is_equal or (same < len(pairs) and _is_tie(off, same, on.generated_tokens[same])):
+        return Difference(off, on, None, gaps)
+    return Difference(off, on, same, gaps)
+
+
+def _is_tie(record: RequestRecord, index: int, other: int) -> bool:
+    """Whether `other` is as good as the token that was chosen."""
+    scores = record.generated_top_n_log_probs[index]
+    return max(scores.values()) - scores.get(other, -math.inf) < TIE
+
+
+def problems(differences: Sequence[Difference], dtype: torch.dtype) -> list[str]:
+    """What makes the comparison fail, a line each; empty if the cache changed nothing and did something."""
+    return list(_problems(differences, dtype))
+
+
+def _problems(differences: Sequence[Difference], dtype: torch.dtype) -> Iterator[str]:
+    for one in differences:
+        for name, record in (("off", one.off), ("on", one.on)):
+            if record.status is not Status.COMPLETED:
+                yield f"request {record.request_id} did not complete with the cache {name}: {record.error}"
+    different = [one for one in differences if one.first_token is not None]
+    if different:
+        yield f"{len(different)} of {len(differences)} requests have different tokens"
+    yield from _log_prob_problems([gap for one in differences for gap in one.log_probs], dtype)
+    if not any(one.on.skipped_prefill_token_count for one in differences):
+        yield "the cached run skipped nothing, so the comparison shows nothing"
+
+
+def _log_prob_problems(gaps: list[float], dtype: torch.dtype) -> Iterator[str]:
+    if any(math.isnan(gap) for gap in gaps):
+        yield "log-probs are not numbers"
+    elif dtype is torch.float32:
+        if max(gaps, default=0.0) > FP32_TOLERANCE:
+            yield f"log-probs differ by up to {max(gaps):.2e}, more than {FP32_TOLERANCE:g}"
+    elif gaps:
+        p95, largest = _percentile_95(gaps), max(gaps)
+        if p95 > P95_TOLERANCE or largest > MAX_TOLERANCE:
+            yield (
+                f"log-probs differ by {p95:.3f} (95th percentile) and {largest:.3f} (largest), "
+                f"more than {P95_TOLERANCE:.3f} and {MAX_TOLERANCE:.3f}"
+            )
+
+
+def _percentile_95(gaps: Sequence[float]) -> float:
+    return sorted(gaps)[math.ceil(0.95 * len(gaps)) - 1]
+
+
+def verdict(differences: Sequence[Difference], dtype: torch.dtype) -> list[str]:
+    """What was compared and what the limits are, where there is no problem: lines for a person."""
+    gaps = [gap for one in differences for gap in one.log_probs]
+    name = str(dtype).removeprefix("torch.")
+    tokens = f"{_count(len(differences), 'request')} compared, off and on: {_count(len(gaps), 'token')} equal"
+    ties = sum(one.is_tie for one in differences)
+    if ties:
+        tokens += f"; {_count(ties, 'request')} went apart where two tokens are as good, and no further"
+    largest = max(gaps, default=0.0)
+    if dtype is torch.float32:
+        limits = [f"log-probs in {name}: the largest difference is {largest:.1e}, limit {FP32_TOLERANCE:g}"]
+    else:
+        p95 = _percentile_95(gaps) if gaps else 0.0
+        limits = [
+            f"log-probs in {name}: 95 of 100 differ by {p95:.1e} or less, limit {P95_TOLERANCE:.3f} (ln 1.05);",
+            f"the largest difference is {largest:.1e}, limit {MAX_TOLERANCE:.3f} (ln 1.2)",
+        ]
+    return [tokens, *limits, "the cache changes nothing beyond that"]
+
+
+def _count(count: int, what: str) -> str:
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
+
+
+def print_comparison(
+    differences: Sequence[Difference], found: Sequence[str], dtype: torch.dtype, console: Console
+) -> None:
+    """A table of the requests that differ, else of the first and last few, then the verdict.
+
+    Args:
+        differences: All requests.
+        found: What `problems` says of them.
+        dtype: Of the parameters.
+        console: Where to.
+    """
+    differing = [one for one in differences if one.first_token is not None]
+    first, _, last = (differing[:_SHOWN], (), ()) if differing else first_and_last(differences)
+    table = Table("id", "prompt", "skipped", "tokens", "largest log-prob difference", title="cache off and on")
+    for one in (*first, *last):
+        tokens = "equal" if one.first_token is None else f"differ from the {one.first_token + 1}. on"
+        if one.is_tie:
+            tokens = f"equal up to a tie, {len(one.log_probs)} of them"
+        skipped = str(one.on.skipped_prefill_token_count)
+        table.add_row(str(one.on.request_id), str(one.on.prompt_token_count), skipped, tokens, f"{one.largest:.1e}")
+    console.print(table)
+    hidden = len(differences) - len(first) - len(last)
+    if hidden:
+        what = "the first and last are shown" if last else "of those that differ the first are shown"
+        console.print(f"{_count(hidden, 'request')} left out; {what}", markup=False, soft_wrap=True)
+    for line in found or verdict(differences, dtype):
+        console.print(line, markup=False, soft_wrap=True)

@@ -1,0 +1,251 @@
+"""Prompts from flags, from JSON lines, and the shipped ones. Every line is checked before the first one runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import sys
+import types
+import typing
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any, BinaryIO
+
+from megatron_ext.config import RequestParams, RunConfig
+from megatron_ext.errors import ConfigError
+from megatron_ext.text.tokenizer import Tokenizer
+from megatron_ext.text.vocabulary import Vocabulary
+
+logger = logging.getLogger(__name__)
+
+STANDARD_INPUT = "-"
+_CONTENT_FIELDS = ("text", "token_ids")
+_IGNORED_SHOWN, _NAME_SHOWN = 5, 40  # fields, characters
+MEGATRONS_LENGTH = "chatgpt_output_token_length"  # in Megatron's prompt files; heeded with --num-tokens-from-file
+_KINDS: dict[Any, tuple[type | tuple[type, ...], str]] = {
+    int: (int, "a whole number"),
+    float: ((int, float), "a number"),
+    bool: (bool, "true or false"),
+    str: (str, "a text"),
+}
+
+
+@dataclass(frozen=True)
+class LineRules:
+    """How the lines of a prompt file are read.
+
+    Attributes:
+        defaults: Settings of a prompt that brings none of its own.
+        ignores_unknown: Fields that are not known are passed over; otherwise they are errors, since a mistyped
+            `cache_salt` would let tenants share.
+        length_from_file: A line's `chatgpt_output_token_length` is the number of tokens that it generates.
+    """
+
+    defaults: RequestParams
+    ignores_unknown: bool = False
+    length_from_file: bool = False
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What to submit: text or token ids, the request's own settings, and where it was read."""
+
+    content: str | tuple[int, ...]
+    params: RequestParams
+    source: str  # "prompts.jsonl, line 3"
+
+
+def read_prompts(run: RunConfig, defaults: RequestParams, stdin: BinaryIO | None = None) -> list[Prompt]:
+    """The prompts of a run: `--prompts`, else `--prompt-file`, else the shipped ones.
+
+    Args:
+        run: Says where the prompts are.
+        defaults: Settings of a prompt that brings none of its own.
+        stdin: What "-" reads; the process's standard input if None.
+
+    Raises:
+        ConfigError: If the file cannot be read or is empty, or a line is wrong; names the line.
+    """
+    if run.prompts:
+        prompts = [Prompt(text, defaults, f"--prompts, prompt {i}") for i, text in enumerate(run.prompts, start=1)]
+        for prompt in prompts:
+            if not prompt.content:
+                raise ConfigError(f"{prompt.source} is empty; give at least one character")
+            if _is_broken(prompt.content):
+                raise ConfigError(f"{prompt.source}: {_shown(prompt.content)} is not a text in UTF-8")
+        return prompts
+    if run.prompt_file is None:
+        return example_prompts(defaults)
+    rules = LineRules(defaults, run.ignore_unknown_prompt_fields, run.num_tokens_from_file)
+    if run.prompt_file == STANDARD_INPUT:
+        return parse_lines(stdin or sys.stdin.buffer, "standard input", rules)
+    try:
+        with open(run.prompt_file, "rb") as file:
+            return parse_lines(file, run.prompt_file, rules)
+    except OSError as error:
+        raise ConfigError(f"--prompt-file {run.prompt_file}: {error.strerror}") from None
+
+
+def example_prompts(defaults: RequestParams) -> list[Prompt]:
+    """The shipped prompts: one long system prompt with several questions, and conversations turn by turn."""
+    with (files("megatron_ext.offline") / "example_prompts.jsonl").open("rb") as file:
+        return parse_lines(file, "example_prompts.jsonl", LineRules(defaults))
+
+
+def parse_lines(lines: Iterable[bytes], name: str, rules: LineRules) -> list[Prompt]:
+    """Parse JSON lines; blank ones are passed over.
+
+    Raises:
+        ConfigError: If there is no prompt, or for the first bad line: `name`, its number, and what is wrong.
+    """
+    prompts: list[Prompt] = []
+    ignored: Counter[str] = Counter()
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        source = f"{name}, line {number}"
+        try:
+            prompts.append(_parse_line(line, rules, source, ignored))
+        except ValueError as error:  # ConfigError, JSONDecodeError and UnicodeDecodeError are ValueErrors
+            raise ConfigError(f"{source}: {_reason(error)}") from None
+    if not prompts:
+        raise ConfigError(f'{name} has no prompt; give one JSON object a line, such as {{"text": "Hello"}}')
+    if ignored:
+        fields = ", ".join(f"{field[:_NAME_SHOWN]!r} ({count})" for field, count in ignored.most_common(_IGNORED_SHOWN))
+        rest = ", ..." if len(ignored) > _IGNORED_SHOWN else ""
+        logger.warning("%s: fields that are not known are ignored, in so many lines: %s%s", name, fields, rest)
+    return prompts
+
+
+def check_tokens(prompts: Iterable[Prompt], tokenizer: Tokenizer, vocab_size: int) -> list[int]:
+    """See that a model with this tokenizer and vocabulary can read every prompt, before the first one runs.
+
+    Returns:
+        How many tokens each has.
+
+    Raises:
+        ConfigError: For the first prompt that has no token, or an id that is none; names where it was read.
+    """
+    vocabulary, counts = Vocabulary(tokenizer, vocab_size), []
+    for prompt in prompts:
+        try:
+            is_text = isinstance(prompt.content, str)
+            tokens = tokenizer.tokenize(prompt.content) if is_text else prompt.content
+            vocabulary.check_prompt(tokens)
+        except ConfigError as error:
+            raise ConfigError(f"{prompt.source}: {error}") from None
+        if not tokens:
+            raise ConfigError(f"{prompt.source}: the tokenizer makes no token of {_shown(prompt.content)}")
+        counts.append(len(tokens))
+    return counts
+
+
+def _parse_line(line: bytes, rules: LineRules, source: str, ignored: Counter[str]) -> Prompt:
+    fields = json.loads(line.decode("utf-8-sig"), object_pairs_hook=_unique_fields)
+    if not isinstance(fields, dict):
+        raise ConfigError('not a JSON object, such as {"text": "Hello"}')
+    hints = typing.get_type_hints(RequestParams)
+    _sort_out_unknown(fields, (*_CONTENT_FIELDS, *hints, MEGATRONS_LENGTH), rules, ignored)
+    content = _content(fields)
+    own = {name: _checked(name, value, hints[name]) for name, value in fields.items() if name in hints}
+    params = dataclasses.replace(rules.defaults, **own | _megatrons_length(fields, rules))
+    if own.get("skip_prompt_log_probs") and not params.return_log_probs:
+        raise ConfigError("skip_prompt_log_probs needs return_log_probs; set it or leave skip_prompt_log_probs out")
+    return Prompt(content, params, source)
+
+
+def _sort_out_unknown(fields: dict[str, Any], known: tuple[str, ...], rules: LineRules, ignored: Counter[str]) -> None:
+    """Count the fields that are not known, or refuse the first of them."""
+    unknown = sorted(set(fields) - set(known))
+    if unknown and not rules.ignores_unknown:
+        raise ConfigError(
+            f"unknown field {unknown[0][:_NAME_SHOWN]!r}; known are {', '.join(known)}; "
+            "--ignore-unknown-prompt-fields passes over others"
+        )
+    ignored.update(unknown)
+
+
+def _megatrons_length(fields: dict[str, Any], rules: LineRules) -> dict[str, int]:
+    """What Megatron's field says about the request: nothing without the flag, as there, but that it is a number."""
+    if MEGATRONS_LENGTH not in fields:
+        if rules.length_from_file:
+            raise ConfigError(f"--num-tokens-from-file needs {MEGATRONS_LENGTH}, and this line has none")
+        return {}
+    length = _checked(MEGATRONS_LENGTH, fields[MEGATRONS_LENGTH], int)
+    if not rules.length_from_file:
+        return {}
+    if "num_tokens_to_generate" in fields:
+        raise ConfigError(
+            f"with --num-tokens-from-file {MEGATRONS_LENGTH} says how many tokens to generate, and so does "
+            "num_tokens_to_generate; give one of them"
+        )
+    if length < 1:
+        raise ConfigError(f"{MEGATRONS_LENGTH} {length} must be at least 1")
+    return {"num_tokens_to_generate": length}
+
+
+def _content(fields: dict[str, Any]) -> str | tuple[int, ...]:
+    given = [name for name in _CONTENT_FIELDS if name in fields]
+    if len(given) != 1:
+        raise ConfigError(f"has {'both' if given else 'neither'} text {'and' if given else 'nor'} token_ids; give one")
+    value = fields[given[0]]
+    if given == ["text"]:
+        if not isinstance(value, str) or not value:
+            raise ConfigError(f"text {_shown(value)} is not a text of at least one character")
+        if _is_broken(value):
+            raise ConfigError(f"text {_shown(value)} has half of a surrogate pair, which is no character")
+        return value
+    if not isinstance(value, list) or not value or not all(_is(token, int) and token >= 0 for token in value):
+        raise ConfigError(f"token_ids {_shown(value)} is not a list of at least one whole number, zero or more")
+    return tuple(value)
+
+
+def _is_broken(text: str) -> bool:
+    """Whether it has halves of surrogate pairs: JSON can say them, and bytes of another encoding become them."""
+    return any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def _checked(name: str, value: Any, hint: Any) -> Any:
+    """`value` if it is of the field's type; lists become tuples."""
+    if isinstance(hint, types.UnionType):
+        if value is None:
+            return None
+        (hint,) = (part for part in typing.get_args(hint) if part is not types.NoneType)
+    if typing.get_origin(hint) is tuple:
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise ConfigError(f"{name} {_shown(value)} is not a list of texts")
+        return tuple(value)
+    allowed, description = _KINDS[hint]
+    if not _is(value, allowed):
+        raise ConfigError(f"{name} {_shown(value)} is not {description}")
+    return value
+
+
+def _is(value: Any, allowed: type | tuple[type, ...]) -> bool:
+    """`isinstance`, but true and false are no numbers."""
+    return isinstance(value, allowed) and (allowed is bool or not isinstance(value, bool))
+
+
+def _unique_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ConfigError(f"field {twice!r} is given twice")
+    return fields
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _reason(error: ValueError) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return f"not JSON: {error.msg} (column {error.colno})"
+    if isinstance(error, UnicodeDecodeError):
+        return "not a text in UTF-8"
+    return str(error)

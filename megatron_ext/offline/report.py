@@ -1,0 +1,40 @@
+"""What a person sees of a run on standard output at its end: prompts, answers, totals."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from megatron_ext.offline.request_table import print_requests
+from megatron_ext.offline.submission import Pass
+from megatron_ext.scheduling.record import Status
+
+
+def print_report(passes: Sequence[Pass], console: Console, where: str | None = None) -> None:
+    """Print the requests, of many the first and last few, and totals of all below them; `where` all of them are."""
+    print_requests([record for one in passes for record in one.records], console, where)
+    console.print()
+    for line in summary(passes):
+        console.print(line, markup=False, soft_wrap=True)
+
+
+def summary(passes: Sequence[Pass]) -> list[str]:
+    """Lines of totals over all requests."""
+    records = [record for one in passes for record in one.records]
+    failed = sum(record.status is not Status.COMPLETED for record in records)
+    count = f"{len(records)} request{'' if len(records) == 1 else 's'}"
+    generated = sum(len(record.generated_tokens) for record in records)
+    seconds = sum(one.seconds for one in passes)
+    rates = ", ".join(f"{one.throughput:.1f}" for one in passes)
+    computed = sum(record.computed_prefill_token_count for record in records)
+    skipped = sum(record.skipped_prefill_token_count for record in records)
+    reasons: Counter[str] = sum((Counter(record.prefill_reasons) for record in records), Counter())
+    why = ", ".join(f"{reason} {tokens}" for reason, tokens in reasons.most_common())
+    return [
+        f"{count}{f', {failed} not completed' if failed else ''}: "
+        f"{generated} tokens generated in {seconds:.1f} s ({rates} tokens/s)",
+        f"prompt tokens: {computed} computed, {skipped} skipped ({100 * skipped / max(1, computed + skipped):.1f}%)",
+        *([f"computed because: {why}"] if why else []),
+    ]

@@ -1,0 +1,89 @@
+"""Prompts and answers for a person: a line of numbers a request, its texts below it, the first and the last few."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from megatron_ext.console.terminal import beginning, end, printable, wrapped
+from megatron_ext.scheduling.record import RequestRecord, Status
+
+AT_EACH_END = 5
+_MOST = 2 * AT_EACH_END + 3  # as many are shown whole: it would not pay to leave out so few
+_TEXT_LINES = 3
+_HEADINGS = ("id", "prompt", "skipped", "new", "ttft", "total")
+_WIDTHS = (6, 8, 9, 6, 11, 11)  # columns; together with "ended" they fit 80
+_INDENT = " " * 8
+_READ_AT_MOST = 4000  # characters of a text that are looked at
+
+
+def print_requests(records: Sequence[RequestRecord], console: Console, where: str | None) -> None:
+    """Print the table.
+
+    Args:
+        records: All of them.
+        console: Of any width.
+        where: The file with all of them, if there is one.
+    """
+    first, left_out, last = first_and_last(records)
+    _print(console, _columns(_HEADINGS, "ended"), "bold")
+    for record in first:
+        _print_request(record, console)
+    if left_out:
+        for line in _left_out(left_out, where):
+            _print(console, line, "italic")
+    for record in last:
+        _print_request(record, console)
+
+
+def first_and_last(items: Sequence) -> tuple[Sequence, Sequence, Sequence]:
+    """The first few, those between, the last few; all are among the first if there are not many."""
+    if len(items) <= _MOST:
+        return items, (), ()
+    return items[:AT_EACH_END], items[AT_EACH_END:-AT_EACH_END], items[-AT_EACH_END:]
+
+
+def _print_request(record: RequestRecord, console: Console) -> None:
+    width = max(20, console.width - len(_INDENT) - 2)
+    _print(console, beginning(_columns(*_numbers(record)), console.width), "")
+    prompt = printable((record.prompt_text or "")[-_READ_AT_MOST:])
+    _print(console, f"{_INDENT}< {end(prompt, width)}", "dim")
+    failed = record.status is not Status.COMPLETED and record.error
+    text = printable((record.error if failed else record.generated_text)[:_READ_AT_MOST])
+    for index, line in enumerate(wrapped(text, width, _TEXT_LINES)):
+        mark = "  " if index else "! " if failed else "> "
+        _print(console, f"{_INDENT}{mark}{line}", "")
+
+
+def _numbers(record: RequestRecord) -> tuple[Sequence[str], str]:
+    ended = record.finish_reason or record.status.name.lower()
+    return (
+        str(record.request_id),
+        str(record.prompt_token_count),
+        str(record.skipped_prefill_token_count),
+        str(len(record.generated_tokens)),
+        "-" if record.ttft is None else f"{1000 * record.ttft:.0f} ms",
+        f"{1000 * record.latency:.0f} ms",
+    ), ended
+
+
+def _columns(values: Sequence[str], ended: str) -> str:
+    return "".join(value.rjust(width) for value, width in zip(values, _WIDTHS, strict=True)) + f"  {ended}"
+
+
+def _left_out(records: Sequence[RequestRecord], where: str | None) -> list[str]:
+    ends = Counter(record.status.name.lower() for record in records)
+    counts = ", ".join(f"{count} {end}" for end, count in ends.most_common())
+    lines = [f"{_INDENT}... {len(records)} requests are left out here ({counts})"]
+    failed = [str(record.request_id) for record in records if record.status is Status.FAILED]
+    if failed:
+        rest = ", ..." if len(failed) > AT_EACH_END else ""
+        lines.append(f"{_INDENT}... among them failed: {', '.join(failed[:AT_EACH_END])}{rest}")
+    place = f"all are in {printable(where)}" if where else "--output-path FILE.json would keep them all"
+    return [*lines, f"{_INDENT}... {place}"]
+
+
+def _print(console: Console, line: str, style: str) -> None:
+    console.print(line, style=style or None, markup=False, emoji=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,123 @@
+"""The JSON of a run. Its keys are an interface: scripts and golden values rely on them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import resource
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+import megatron_ext
+from megatron_ext.offline.submission import Pass
+from megatron_ext.scheduling.record import RequestRecord
+
+# Top-level keys that are not requests. A checker takes every other key for a request id.
+SYSTEM_KEYS = (
+    "throughput",
+    "mem-max-allocated-bytes",
+    "lifetime_prefill_token_count",
+    "lifetime_skipped_token_count",
+    "model",
+    "version",
+    "prefix_cache",
+    "geometry",
+)
+
+_UNFOLDED = 2  # levels of objects with a line for each field: the whole, and each request
+
+
+def build_results(engine: Any, passes: Sequence[Pass], *, model: str, with_events: bool) -> dict[str, Any]:
+    """Everything that `--output-path` holds.
+
+    Args:
+        engine: The engine that ran the passes.
+        passes: In order.
+        model: Name of the model.
+        with_events: Whether requests have the key `events`.
+    """
+    system = {
+        "throughput": [one.throughput for one in passes],
+        "mem-max-allocated-bytes": peak_memory(),
+        "lifetime_prefill_token_count": engine.lifetime_prefill_token_count,
+        "lifetime_skipped_token_count": engine.lifetime_skipped_token_count,
+        "model": model,
+        "version": megatron_ext.__version__,
+        "prefix_cache": engine.prefix_cache_statistics(),
+        "geometry": dataclasses.asdict(engine.geometry),
+    }
+    assert tuple(system) == SYSTEM_KEYS, "a top-level key is missing from SYSTEM_KEYS"
+    records = [record for one in passes for record in one.records]
+    return {str(record.request_id): request_results(record, with_events) for record in records} | system
+
+
+def request_results(record: RequestRecord, with_events: bool) -> dict[str, Any]:
+    """The object of one request. Log-prob keys are there if log-probs were asked for, null where not computed."""
+    entry: dict[str, Any] = {
+        "input_prompt": record.prompt_text,
+        "generated_text": record.generated_text,
+        "generated_tokens": list(record.generated_tokens),
+        "latency": record.latency,
+        "ttft": record.ttft,
+        "step_count": record.step_count,
+        "status": record.status.name,
+        "error": record.error,
+        "finish_reason": record.finish_reason,
+        "prompt_token_count": record.prompt_token_count,
+        "matched_block_count": record.matched_block_count,
+        "skipped_prefill_token_count": record.skipped_prefill_token_count,
+        "computed_prefill_token_count": record.computed_prefill_token_count,
+        "recomputed_token_count": record.recomputed_token_count,
+        "prefill_reasons": record.prefill_reasons,
+    }
+    if record.generated_log_probs is not None:
+        entry |= _log_probs(record)
+    if with_events:
+        entry["events"] = [event.to_dict() for event in record.events]
+    return entry
+
+
+def _log_probs(record: RequestRecord) -> dict[str, Any]:
+    prompt, generated = record.prompt_log_probs, record.generated_log_probs
+    return {
+        "prompt_logprobs": None if prompt is None else list(prompt),
+        "generated_logprobs": list(generated),
+        "logprobs": [*(prompt or ()), *generated],
+        "top_n_logprobs": _top_n(record.generated_top_n_log_probs),
+        "prompt_top_n_logprobs": _top_n(record.prompt_top_n_log_probs),
+    }
+
+
+def _top_n(positions: Sequence[dict[int, float]] | None) -> list[dict[str, float]] | None:
+    if positions is None:
+        return None
+    return [{str(token): log_prob for token, log_prob in position.items()} for position in positions]
+
+
+def peak_memory() -> int:
+    """Bytes: the most that tensors took on CUDA; on CPU the most that the whole process took."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def to_json(results: dict[str, Any]) -> str:
+    """JSON that a diff can review: a line for each field and for each event, a list of numbers on one line."""
+    return _to_json(results, depth=0) + "\n"
+
+
+def _to_json(value: Any, depth: int) -> str:
+    if isinstance(value, dict) and value and depth < _UNFOLDED:
+        items = [f"{json.dumps(key)}: {_to_json(item, depth + 1)}" for key, item in value.items()]
+        opening, closing = "{}"
+    elif isinstance(value, list) and value and isinstance(value[0], dict):
+        items = [json.dumps(item, ensure_ascii=False) for item in value]
+        opening, closing = "[]"
+    else:
+        return json.dumps(value, ensure_ascii=False)
+    indent = "\n" + " " * depth
+    return opening + indent + " " + f",{indent} ".join(items) + indent + closing

@@ -1,0 +1,210 @@
+"""A whole run without a server: load, submit the prompts, report. The work of `tools/run_inference.py`.
+
+A signal before the first request ends it at once. While requests run, and while their results are written, it is only
+noted: the requests end as aborted, and the results are written as ever. Nothing is printed before they are.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+from megatron_ext.config import CacheConfig, InferenceSettings
+from megatron_ext.console.geometry import make_console, print_geometry
+from megatron_ext.console.machine import check_machine
+from megatron_ext.console.terminal import Output, printable
+from megatron_ext.errors import OutputError
+from megatron_ext.interruption import Interruption
+from megatron_ext.mcore import platform
+from megatron_ext.mcore.adapter import InferenceEngine
+from megatron_ext.mcore.assemble import build_engine
+from megatron_ext.models.load import load_model, save_model
+from megatron_ext.offline.comparison import comparable, compare, print_comparison, problems
+from megatron_ext.offline.output_file import PartialResults, check_output_path, write_results
+from megatron_ext.offline.progress import Bar, progress_bar
+from megatron_ext.offline.prompts import Prompt, check_tokens, read_prompts
+from megatron_ext.offline.report import print_report
+from megatron_ext.offline.results import build_results
+from megatron_ext.offline.submission import Pass, StepReport, check_schedule, run_passes
+from megatron_ext.scheduling.record import RequestRecord, Status
+
+logger = logging.getLogger(__name__)
+
+
+def run_offline(settings: InferenceSettings, interruption: Interruption | None = None) -> bool:
+    """Check everything that can be checked, load, run, write the results, print them.
+
+    Args:
+        settings: What the command line says.
+        interruption: Where signals arrive; None if nobody watches for them.
+
+    Returns:
+        Whether every request completed; with `--prefix-cache-compare` whether the cache changes nothing.
+
+    Raises:
+        ConfigError: For a mistake of the user's; no request has run then.
+        OutputError: The requests ran, and the results could not be written, or not be printed.
+        Interrupted: A signal came; the message says what became of the requests.
+    """
+    interruption = interruption or Interruption()
+    check_machine(settings.parallel)
+    prompts = read_prompts(settings.run, settings.sampling)
+    check_schedule(settings.run, len(prompts))
+    if settings.run.output_path is not None:
+        check_output_path(settings.run.output_path)
+    platform.initialize(backend=settings.parallel.distributed_backend)
+    try:
+        offline = _Offline(settings, prompts, interruption)
+        return offline.compare() if settings.run.prefix_cache_compare else offline.run()
+    finally:
+        platform.shut_down()
+
+
+class _Offline:
+    """A loaded model and the prompts for it."""
+
+    def __init__(self, settings: InferenceSettings, prompts: Sequence[Prompt], interruption: Interruption) -> None:
+        self._settings = settings
+        self._prompts = comparable(prompts) if settings.run.prefix_cache_compare else prompts
+        self._interruption = interruption
+        self._loaded = load_model(settings.source, dict(settings.model_overrides))
+        lengths = check_tokens(self._prompts, self._loaded.tokenizer, self._loaded.config.vocab_size)
+        pairs = zip(lengths, self._prompts, strict=True)
+        self._expected = [length + prompt.params.num_tokens_to_generate for length, prompt in pairs]
+        if settings.source.save is not None:
+            save_model(settings.source.save, self._loaded)
+        self._output = Output(sys.stdout)
+        self._console = make_console(quiet=not _is_writer(), output=self._output)
+        self._partial: PartialResults | None = None
+
+    def run(self) -> bool:
+        """Run the prompts. Whether every request completed."""
+        engine = self._build_engine(self._settings.cache)
+        print_geometry(engine.geometry, self._loaded.name, self._console, engine.longest_request_state_bytes)
+        self._interruption.hold()
+        passes = self._serve(engine)
+        problem = self._write(engine, passes)
+        self._end_if_asked(passes, problem)
+        print_report(passes, self._console, self._where(problem))
+        self._end(problem)
+        return all(record.status is Status.COMPLETED for record in _records(passes))
+
+    def compare(self) -> bool:
+        """Run the prompts with the cache off, then on. Whether the cache skipped something and changed nothing."""
+        results: list[list[RequestRecord]] = []
+        for is_on in (False, True):
+            engine = self._build_engine(replace(self._settings.cache, enable_prefix_caching=is_on))
+            if not is_on:
+                self._interruption.hold()
+            passes = self._serve(engine, f"cache {'on' if is_on else 'off'} ")
+            results.append(_records(passes))
+            if self._interruption.is_asked:
+                self._end_if_asked(passes, self._write(engine, passes), "the comparison did not come to its end; ")
+            if not is_on:
+                engine.suspend()  # the pools of both runs need not fit at the same time
+        problem = self._write(engine, passes)
+        self._end_if_asked(passes, problem)
+        differences = compare(*results)
+        found = problems(differences, self._loaded.dtype)
+        print_comparison(differences, found, self._loaded.dtype, self._console)
+        self._end(problem)
+        return not found
+
+    def _build_engine(self, cache: CacheConfig) -> InferenceEngine:
+        loaded = self._loaded
+        return build_engine(
+            loaded.model,
+            loaded.config,
+            loaded.tokenizer,
+            self._settings.batching,
+            cache,
+            dtype=loaded.dtype,
+            seed=self._settings.source.seed,
+            logging_step_interval=self._settings.run.inference_logging_step_interval,
+        )
+
+    def _serve(self, engine: InferenceEngine, description: str = "") -> list[Pass]:
+        """Run the prompts, with what has ended on disk and on the screen after each step."""
+        run = self._settings.run
+        self._remove_partial()  # of the run before, whose results are not those to be written
+        if _is_writer() and run.output_path is not None:
+            self._partial = PartialResults(run.output_path, with_events=run.output_request_events)
+
+        def after_step(report: StepReport, bar: Bar) -> None:
+            if self._partial is not None:
+                self._partial.add(report["finished_request_records"])
+            bar.update(engine, report)
+
+        with self._hint_of_a_crash(), progress_bar(self._expected * run.inference_repeat_n, description) as bar:
+            return run_passes(
+                engine,
+                self._prompts,
+                run,
+                lambda report: after_step(report, bar),
+                lambda: self._interruption.is_asked,
+            )
+
+    @contextmanager
+    def _hint_of_a_crash(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception:
+            if self._partial is not None:
+                logger.error("%s has the requests that had ended", printable(str(self._partial.path)))
+            raise
+
+    def _remove_partial(self) -> None:
+        if self._partial is not None:
+            self._partial.remove()
+            self._partial = None
+
+    def _write(self, engine: InferenceEngine, passes: Sequence[Pass]) -> str | None:
+        """Write the JSON if it is asked for. Why it could not be written; None if it was."""
+        run = self._settings.run
+        if not _is_writer() or run.output_path is None:
+            return None
+        results = build_results(engine, passes, model=self._loaded.name, with_events=run.output_request_events)
+        try:
+            write_results(run.output_path, results)
+        except OutputError as error:
+            return f"{error}; {self._partial.path} has what could be written of it"
+        self._remove_partial()
+        return None
+
+    def _where(self, problem: str | None) -> str | None:
+        """The file with all results, if there is one."""
+        return None if problem else self._settings.run.output_path
+
+    def _end_if_asked(self, passes: Sequence[Pass], problem: str | None, what: str = "") -> None:
+        """End here if a signal has come; from now on one ends the program at once: nothing is lost any more.
+
+        What is in no file is printed first.
+        """
+        where = self._where(problem)
+        if self._interruption.is_asked:
+            if where is None:
+                print_report(passes, self._console)
+            counts = Counter(record.status for record in _records(passes))
+            ends = ", ".join(f"{counts[status]} {status.name.lower()}" for status in Status if counts[status])
+            place = f"all are in {where}" if where else problem or "without --output-path they are printed only"
+            self._interruption.release(f"{what}requests: {ends}; {place}")
+        self._interruption.release(f"all are in {where}" if where else "the results were being printed")
+
+    def _end(self, problem: str | None) -> None:
+        """Everything is done: say what could not be."""
+        problem = problem or self._output.failure
+        if problem is not None:
+            raise OutputError(problem)
+
+
+def _records(passes: Sequence[Pass]) -> list[RequestRecord]:
+    return [record for one in passes for record in one.records]
+
+
+def _is_writer() -> bool:
+    return os.environ.get("RANK", "0") == "0"

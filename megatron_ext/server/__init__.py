@@ -1,0 +1,1 @@
+"""OpenAI's API over an engine in a thread of its own; see docs/server.md."""

@@ -1,0 +1,119 @@
+"""A log line for each request when it is over: counts and times, never texts."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from megatron_ext.scheduling.record import Status
+from megatron_ext.server.answers import Reply
+from megatron_ext.server.engine_loop import Exchange, Ticket
+from megatron_ext.server.log import printable
+
+logger = logging.getLogger(__name__)
+
+# Asked again and again by machines: their successes are worth a line only to who looks for it.
+QUIET_PATHS = frozenset(("/", "/health", "/metrics", "/metrics/history"))
+LONGEST_PATH = 200  # characters
+CLIENT_GONE = 499  # nginx's number for it
+UNKNOWN = "-"
+_KEY = "access_log_answer"
+
+
+def note_answer(state: Any, reply: Reply, exchange: Exchange) -> None:
+    """Tell the line of this request what belongs to it.
+
+    Args:
+        state: The request's own (`Request.state`).
+        reply: With the answer's id, and choices a prompt.
+        exchange: With the tickets, prompt by prompt.
+    """
+    setattr(state, _KEY, (reply, exchange))
+
+
+class AccessLog:
+    """Logs what comes through.
+
+    Args:
+        app: What answers.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, and log it when it is over, however it ends."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        line = _Line(scope, send)
+        try:
+            await self._app(scope, receive, line.send)
+        finally:
+            line.log()
+
+
+class _Line:
+    """What is known of a request."""
+
+    def __init__(self, scope: Scope, send: Send) -> None:
+        self._scope = scope
+        self._send = send
+        self._started = time.perf_counter()
+        self._status = CLIENT_GONE
+        self._is_complete = False
+
+    async def send(self, message: Message) -> None:
+        """Look at a message of the answer, and pass it on."""
+        if message["type"] == "http.response.start":
+            self._status = message["status"]
+        else:
+            self._is_complete = not message.get("more_body", False)
+        await self._send(message)
+
+    def log(self) -> None:
+        """The request is over."""
+        status = self._status if self._is_complete else CLIENT_GONE
+        is_quiet = status == 200 and self._scope["path"] in QUIET_PATHS
+        level = logging.DEBUG if is_quiet else logging.INFO
+        if not logger.isEnabledFor(level):
+            return
+        duration = time.perf_counter() - self._started
+        request_id, tokens = _answered(self._scope.get("state", {}).get(_KEY))
+        path = printable(self._scope["path"], LONGEST_PATH)
+        logger.log(
+            level, "%s %s %s %d%s duration=%.3f", request_id, self._scope["method"], path, status, tokens, duration
+        )
+
+
+def _answered(answer: tuple[Reply, Exchange] | None) -> tuple[str, str]:
+    """The id of the answer, and its counts as text; a prompt of several choices counts once."""
+    if answer is None:
+        return UNKNOWN, ""
+    reply, exchange = answer
+    tickets, firsts = exchange.tickets, exchange.tickets[:: reply.choices]
+    skipped = _sum(one.record and one.record.skipped_prefill_token_count for one in firsts)
+    generated = _sum(_generated(one) for one in tickets)
+    times = [one.record.ttft for one in tickets if one.record is not None and one.record.ttft is not None]
+    ttft = f"{min(times):.3f}" if times else UNKNOWN
+    failures = sum(one.error is not None or _has_failed(one) for one in tickets)
+    failed = f" failed={failures}" if failures else ""
+    prompt = sum(len(one.job.tokens) for one in firsts)
+    return reply.id, f" prompt={prompt} skipped={skipped} generated={generated} ttft={ttft}{failed}"
+
+
+def _has_failed(ticket: Ticket) -> bool:
+    return ticket.record is not None and ticket.record.status is Status.FAILED
+
+
+def _generated(ticket: Ticket) -> int | None:
+    source = ticket.record or ticket.progress
+    return None if source is None else len(source.generated_tokens)
+
+
+def _sum(counts: Any) -> str:
+    counts = list(counts)
+    return UNKNOWN if None in counts else str(sum(counts))

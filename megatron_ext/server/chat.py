@@ -1,0 +1,62 @@
+"""Conversations as prompts, and where an answer ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+from megatron_ext.errors import ConfigError
+from megatron_ext.server.protocol import Message
+from megatron_ext.text.chat_tokens import RenderedChat
+from megatron_ext.text.tokenizer import TextTokenizer, Tokenizer
+
+_ANSWER = "0123456789"
+_CONVERSATION = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": _ANSWER}]
+
+
+class ChatFormat:
+    """What a tokenizer's chat template says.
+
+    Args:
+        tokenizer: With a chat template or without.
+        parse_control: Whether special tokens that messages spell are these tokens, or text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, parse_control: bool = False) -> None:
+        self._tokenizer = tokenizer
+        self._parse_control = parse_control
+
+    def render(self, messages: Sequence[Message]) -> RenderedChat:
+        """The prompt that asks for the next answer.
+
+        Raises:
+            ConfigError: No template, or messages that it refuses.
+        """
+        if not isinstance(self._tokenizer, TextTokenizer):
+            raise ConfigError("the model's tokenizer has no chat template; use /v1/completions")
+        dicts = [message.to_dict() for message in messages]
+        return self._tokenizer.render_chat(dicts, parse_control=self._parse_control)
+
+    @cached_property
+    def end_of_turn(self) -> int | None:
+        """The special token that the template puts behind an answer; None if it puts none.
+
+        Not always the tokenizer's end of a document: a model of conversations goes on to the next turn.
+        """
+        tokenizer = self._tokenizer
+        try:
+            text = tokenizer.apply_chat_template(_CONVERSATION, add_generation_prompt=False)
+        except ConfigError:  # a template of its own mind; the end of a document it is
+            return None
+        _, answer, behind = text.rpartition(_ANSWER)
+        tokens = [token for token in tokenizer.tokenize(behind) if token != tokenizer.bos] if answer else []
+        is_special = bool(tokens) and not tokenizer.detokenize(tokens[:1]) and behind.strip() != ""
+        return tokens[0] if is_special else None
+
+    @cached_property
+    def other_ends(self) -> tuple[str, ...]:
+        """What ends an answer beside `end_of_turn`, as stop words."""
+        eod = self._tokenizer.eod
+        if self.end_of_turn is None or eod is None or eod == self.end_of_turn:
+            return ()
+        return (self._tokenizer.detokenize([eod], skip_special_tokens=False),)

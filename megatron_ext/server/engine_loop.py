@@ -1,0 +1,338 @@
+"""The engine beside an event loop: one thread steps it, and everything else happens between two steps.
+
+A step blocks, so it runs in a thread. The engine is not made for two threads, so *every* call of it runs in that same
+thread, in the order of submission: an abort that arrives during a step takes effect when the step ends, before the next
+one is planned. What the event loop sees of a request are values that the engine thread made for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+
+from megatron_ext.engine.faults import Faults
+from megatron_ext.mcore.adapter import InferenceEngine
+from megatron_ext.scheduling.record import RequestRecord, Status
+from megatron_ext.scheduling.request import Request
+from megatron_ext.server.errors import ApiError, engine_fault, overloaded, shutting_down
+from megatron_ext.server.metrics import Metrics
+from megatron_ext.server.progress import Progress, Ticket, TokenClock
+from megatron_ext.server.sampling import Job
+
+Result = TypeVar("Result")
+
+FAILED_STEPS = 3  # in a row: then the requests are given up
+LATENCIES = 32  # of the last requests; how long a new one will take, roughly
+LONGEST_RETRY = 60  # seconds
+
+
+@dataclass(eq=False)
+class Exchange:
+    """The tickets of one HTTP request."""
+
+    tickets: list[Ticket]
+    is_streamed: bool
+    loop: EngineLoop
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def started(self) -> None:
+        """Wait until some ticket has progress, or has ended."""
+        while not any(ticket.progress or ticket.record or ticket.error for ticket in self.tickets):
+            await self.next_news()
+
+    async def ended(self) -> None:
+        """Wait until all tickets have ended."""
+        while not all(ticket.record or ticket.error for ticket in self.tickets):
+            await self.next_news()
+
+    async def next_news(self) -> None:
+        """Wait until something has happened to some ticket since the last call."""
+        await self.news.wait()
+        self.news.clear()
+
+    def abort(self) -> None:
+        """Free whatever the tickets that have not ended own; returns at once."""
+        self.loop.abort([ticket for ticket in self.tickets if not (ticket.record or ticket.error)])
+
+
+@dataclass(frozen=True)
+class _StepNews:
+    """What a step did to requests that the event loop knows."""
+
+    progress: dict[int, Progress]
+    records: list[RequestRecord]
+    has_computed: bool
+    has_more: bool  # something is left to be done or reported
+
+    @property
+    def request_ids(self) -> list[int]:
+        """Of all requests that there is news of."""
+        return [*self.progress, *(record.request_id for record in self.records)]
+
+
+class EngineLoop:
+    """Steps the engine as long as there are requests.
+
+    A step that fails is tried again. What fails beside it ends the requests that it concerns, or nobody; the loop goes
+    on, and counts it.
+
+    Args:
+        engine: Nobody else may touch it from now on.
+        metrics: Told what happens.
+        max_waiting: Requests that may be here beyond those that the batch has room for.
+    """
+
+    def __init__(self, engine: InferenceEngine, metrics: Metrics, max_waiting: int) -> None:
+        self._engine = engine
+        self._metrics = metrics
+        self.capacity = engine.context.max_requests + max_waiting
+        device = next(engine.controller.inference_wrapped_model.model.parameters()).device
+        self._steps = asyncio.new_event_loop()  # the engine thread's own; another engine steps on another one
+        engine.use_loop(self._steps)
+        self._thread = ThreadPoolExecutor(1, "engine", _use_device, (device,))
+        self._exchanges: dict[int, tuple[Ticket, Exchange]] = {}  # by request id
+        self._ids = itertools.count()
+        self._work = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._latencies: deque[float] = deque(maxlen=LATENCIES)
+        self._is_closed = False
+        self._has_more = False  # in the engine, as of the last step
+        self._failures = 0  # steps, in a row
+        self._faults = Faults("the server")  # the event loop's own; what the engine thread meets counts with the engine
+        self.is_healthy = True  # until a step fails, and again when one has computed something
+        self._watched: set[int] = set()  # streamed requests; the engine thread's own
+        self._clock = TokenClock()  # the engine thread's own
+
+    # Called by the event loop
+
+    def start(self) -> None:
+        """Begin to step."""
+        self._metrics.state = self._engine.statistics()
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    async def stop(self) -> None:
+        """Give up what is left, and wait for the step in flight."""
+        self.give_up(shutting_down())
+        self._is_closed = True
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        await asyncio.to_thread(self._close)
+
+    def _close(self) -> None:
+        self._thread.shutdown()
+        self._steps.run_until_complete(_settle())
+        self._steps.close()
+
+    @property
+    def error_count(self) -> int:
+        """What has gone wrong since the start: failed steps, and everything that a request or nobody paid for."""
+        return self._faults.count + self._engine.faults.count
+
+    @property
+    def living(self) -> int:
+        """Requests that have not ended."""
+        return len(self._exchanges)
+
+    async def submit(self, jobs: Sequence[Job], *, is_streamed: bool) -> Exchange:
+        """Hand requests to the engine, all or none.
+
+        Raises:
+            ApiError: The queue is full (429); the server is shutting down (503).
+            ConfigError: A prompt or setting that makes no sense.
+        """
+        self._check_room(len(jobs))
+        exchange = Exchange([Ticket(next(self._ids), job) for job in jobs], is_streamed, self)
+        for ticket in exchange.tickets:
+            self._exchanges[ticket.request_id] = ticket, exchange
+        self._work.set()
+        try:
+            await self.call(self._add, exchange)
+        except Exception:
+            self._forget(exchange.tickets)
+            raise
+        except BaseException:  # cancelled, and the engine may have taken them
+            exchange.abort()
+            raise
+        return exchange
+
+    def _check_room(self, count: int) -> None:
+        if self._is_closed:
+            raise shutting_down()
+        if self.living + count > self.capacity:
+            self._metrics.rejected.inc(count)
+            mean = sum(self._latencies) / len(self._latencies) if self._latencies else 1
+            raise overloaded(self.living, self.capacity, min(LONGEST_RETRY, max(1, math.ceil(mean))))
+
+    def abort(self, tickets: Iterable[Ticket]) -> None:
+        """Free at once, that is when the step in flight has ended, whatever these requests own."""
+        ids = [ticket.request_id for ticket in tickets]
+        if ids and not self._is_closed:
+            self._thread.submit(self._observed, self._abort, (ids,))
+
+    def give_up(self, error: ApiError) -> None:
+        """End all requests with an error."""
+        ended = list(self._exchanges.values())
+        self.abort(ticket for ticket, _ in ended)
+        self._forget(ticket for ticket, _ in ended)
+        for ticket, exchange in ended:
+            ticket.error = error
+            exchange.news.set()
+
+    async def call(self, function: Callable[..., Result], *arguments: object) -> Result:
+        """Call something with the engine's thread, between two steps."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._observed, function, arguments)
+
+    async def reset_prefix_cache(self) -> dict[str, int] | None:
+        """Empty the cache; what it holds then."""
+        await self.call(self._engine.reset_prefix_cache)
+        return await self.call(self._engine.prefix_cache_statistics)
+
+    async def _run(self) -> None:
+        while True:
+            if not self._exchanges and not self._has_more:
+                self._work.clear()
+            await self._work.wait()
+            try:
+                news = await self.call(self._step)
+            except Exception as error:
+                self._note_failed_step(error)
+                continue
+            self._failures = 0
+            self.is_healthy = self.is_healthy or news.has_computed
+            self._has_more = news.has_more
+            try:
+                self._deliver(news)
+            except Exception as error:
+                self._fail(news.request_ids, error)
+
+    def _note_failed_step(self, error: Exception) -> None:
+        """Its requests wait for the next one; after several in a row all are given up."""
+        self._failures += 1
+        self.is_healthy = self._has_more = False
+        self._faults.note(f"an engine step, {self._failures} in a row,", error)
+        with self._faults.absorbed("the count of failed steps"):
+            self._metrics.step_failures.inc()
+        if self._failures >= FAILED_STEPS:
+            self.give_up(engine_fault(error))
+            self._failures, self._has_more = 0, True  # one more step, to close the engine's books on them
+
+    def _deliver(self, news: _StepNews) -> None:
+        for request_id, progress in news.progress.items():
+            self._hand_over(request_id, progress)
+        for record in news.records:
+            self._hand_over(record.request_id, record)
+            with self._faults.absorbed("the metrics of a request"):
+                self._metrics.observe(record)
+                self._latencies.append(record.latency)
+
+    def _hand_over(self, request_id: int, news: Progress | RequestRecord) -> None:
+        """Let a ticket have its news; what fails here ends this request only."""
+        if request_id not in self._exchanges:
+            return
+        ticket, exchange = self._exchanges[request_id]
+        try:
+            if isinstance(news, RequestRecord):
+                ticket.record = news
+                self._forget([ticket])
+            else:
+                ticket.progress = news
+            exchange.news.set()
+        except Exception as error:
+            self._exchanges[request_id] = ticket, exchange
+            self._fail([request_id], error)
+
+    def _fail(self, request_ids: Iterable[int], error: Exception) -> None:
+        """What was to be delivered to these requests is lost: they end with the error, in the engine too."""
+        self._faults.note("a delivery", error)
+        for request_id in request_ids:
+            if request_id in self._exchanges:
+                ticket, exchange = self._exchanges[request_id]
+                self._forget([ticket])
+                ticket.error = engine_fault(error)
+                self.abort([ticket])
+                exchange.news.set()
+
+    def _forget(self, tickets: Iterable[Ticket]) -> None:
+        for ticket in tickets:
+            self._exchanges.pop(ticket.request_id, None)
+
+    # Called by the engine thread
+
+    def _observed(self, function: Callable[..., Result], arguments: tuple[object, ...]) -> Result:
+        try:
+            return function(*arguments)
+        finally:
+            with self._engine.faults.absorbed("the metrics of the engine"):
+                self._metrics.state = self._engine.statistics()
+
+    def _add(self, exchange: Exchange) -> None:
+        ids = []
+        try:
+            for ticket in exchange.tickets:
+                self._engine.add_request(ticket.request_id, ticket.job.tokens, ticket.job.params)
+                ids.append(ticket.request_id)
+        except Exception:
+            self._abort(ids)
+            raise
+        if exchange.is_streamed:
+            self._watched.update(ids)
+
+    def _abort(self, ids: Iterable[int]) -> None:
+        for request_id in ids:
+            try:
+                self._engine.abort_request(request_id)
+            except KeyError:  # has ended in the meantime
+                continue
+            except Exception as error:
+                self._engine.faults.note(f"the end of request {request_id}", error)
+
+    def _step(self) -> _StepNews:
+        result = self._engine.step_modern()
+        records = result["finished_request_records"]
+        active = [self._engine.get_request(request_id) for request_id in result["active_request_ids"]]
+        with self._engine.faults.absorbed("the metrics of a step"):
+            self._observe_tokens(active, records)
+        progress = self._progress(active)
+        self._watched -= {record.request_id for record in records}
+        has_computed = bool(active) or any(record.status is Status.COMPLETED for record in records)
+        return _StepNews(progress, records, has_computed, self._engine.has_unfinished_requests())
+
+    def _observe_tokens(self, active: Sequence[Request], records: Sequence[RequestRecord]) -> None:
+        counts = {request.request_id: request.generated_count for request in active}
+        counts |= {record.request_id: len(record.generated_tokens) for record in records}
+        for gap in self._clock.gaps(counts):
+            self._metrics.inter_token.observe(gap)
+        for record in records:
+            self._clock.forget(record.request_id)
+
+    def _progress(self, active: Sequence[Request]) -> dict[int, Progress]:
+        """Of the streamed ones; a request whose progress cannot be told fails."""
+        progress = {}
+        for request in active:
+            if request.request_id in self._watched and request.generated_count:
+                try:
+                    progress[request.request_id] = Progress.of(request)
+                except Exception as error:
+                    self._engine.fail_request(request.request_id, error)
+        return progress
+
+
+async def _settle() -> None:
+    """Let the engine's own notifications run out."""
+    for _ in range(2):
+        await asyncio.sleep(0)
+
+
+def _use_device(device: torch.device) -> None:
+    """The current device belongs to a thread."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)

@@ -1,0 +1,233 @@
+"""Everything that can go wrong for a client, as OpenAI's error object with the right status."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from megatron_ext.errors import ConfigError
+from megatron_ext.server.log import printable
+
+logger = logging.getLogger(__name__)
+
+LONGEST_MESSAGE = 1000  # characters; messages quote clients
+LONGEST_NAME = 100
+
+INVALID, UNAUTHORIZED, OVERLOADED, FAULT = (
+    "invalid_request_error",
+    "authentication_error",
+    "rate_limit_error",
+    "server_error",
+)
+
+
+class ApiError(Exception):
+    """An answer that is an error.
+
+    Args:
+        status: Of HTTP.
+        message: One line for the client.
+        kind: OpenAI's `type`.
+        param: The field that it is about.
+        code: For programs.
+        headers: To send with it.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = INVALID,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = printable(" ".join(message.split()), LONGEST_MESSAGE)
+        self.kind = kind
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    @property
+    def reason(self) -> str:
+        """The words beside the status."""
+        return HTTPStatus(self.status).phrase
+
+    def to_dict(self) -> dict[str, Any]:
+        """OpenAI's error object."""
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+    def to_response(self) -> Response:
+        """The whole answer. ASCII, because messages quote clients, who can say what UTF-8 cannot."""
+        return Response(json.dumps(self.to_dict()), self.status, headers=self.headers, media_type="application/json")
+
+
+class ClientGone(Exception):
+    """The client has closed its connection, so nobody reads an answer."""
+
+
+def overloaded(living: int, limit: int, retry_after: int) -> ApiError:
+    """429: the waiting queue is full."""
+    return ApiError(
+        429,
+        f"the server has {living} requests and takes no more than {limit}; try again in {retry_after} s",
+        kind=OVERLOADED,
+        code="rate_limit_exceeded",
+        headers={"Retry-After": str(retry_after)},
+    )
+
+
+def too_many_requests(prompts: int, choices: int, most: int) -> ApiError:
+    """400: what one HTTP request asks for never fits."""
+    if prompts == 1:
+        what = f"{choices} choices (n) of a prompt"
+    elif choices == 1:
+        what = f"{prompts} prompts in one request"
+    else:
+        what = f"{prompts} prompts with {choices} choices (n) each, which are {prompts * choices} in all"
+    return ApiError(400, f"{what}; this server takes at most {most} at once", param="n" if prompts == 1 else "prompt")
+
+
+def shutting_down() -> ApiError:
+    """503: nothing new is taken, and what takes too long is cancelled."""
+    return ApiError(503, "the server is shutting down", kind=FAULT)
+
+
+def engine_fault(error: BaseException) -> ApiError:
+    """500: step after step failed."""
+    return ApiError(500, f"the engine failed: {type(error).__name__}", kind=FAULT)
+
+
+def body_too_large(limit: int) -> ApiError:
+    """413: more than this server reads."""
+    return ApiError(413, f"the body is longer than the {limit} bytes that this server takes; see --max-body-mb")
+
+
+def request_timeout(seconds: float) -> ApiError:
+    """408: the client has begun a request and does not end it."""
+    return ApiError(408, f"the request was not complete after {seconds:g} s")
+
+
+def connections_full(most: int) -> ApiError:
+    """503: all connections are in use."""
+    message = f"all {most} connections of this server are in use; try again"
+    return ApiError(503, message, kind=OVERLOADED, headers={"Retry-After": "1"})
+
+
+def unknown_model(name: str, served: str) -> ApiError:
+    """404: the client asks for a model that is not here."""
+    if not name:
+        message = "the path ends where a model's name belongs; GET /v1/models lists this server's"
+        return ApiError(404, message, param="model", code="model_not_found")
+    message = f"the model {name[:LONGEST_NAME]!r} does not exist here; this server has {served!r}"
+    return ApiError(404, message, param="model", code="model_not_found")
+
+
+def context_exceeded(prompt: int, generated: int, limit: int) -> ApiError:
+    """400: prompt and answer are longer than the model's context."""
+    return ApiError(
+        400,
+        f"{prompt} tokens of prompt and {generated} to generate are {prompt + generated}; "
+        f"this server's longest sequence has {limit} tokens",
+        param="max_tokens" if prompt < limit else None,
+        code="context_length_exceeded",
+    )
+
+
+def text_too_long(characters: int, most: int, limit: int) -> ApiError:
+    """400: a text that no tokenizer can make short enough for the model's context."""
+    return ApiError(
+        400,
+        f"a prompt of {characters} characters; this server's longest sequence of {limit} tokens has at most {most}",
+        param="prompt",
+        code="context_length_exceeded",
+    )
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Let every exception of a route end as an error object."""
+    app.add_exception_handler(ApiError, _api_error)
+    app.add_exception_handler(ConfigError, _refused)
+    app.add_exception_handler(RequestValidationError, _bad_fields)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(ClientGone, _nobody)
+    app.add_exception_handler(RecursionError, _too_deep)
+    app.add_exception_handler(MemoryError, _no_memory)
+    app.add_exception_handler(Exception, _fault)
+
+
+async def _api_error(_: Request, error: ApiError) -> Response:
+    return error.to_response()
+
+
+async def _refused(_: Request, error: ConfigError) -> Response:
+    return ApiError(400, str(error)).to_response()
+
+
+async def _nobody(*_: object) -> Response:
+    return Response(status_code=499)  # nginx's number for it; it is sent nowhere
+
+
+async def _bad_fields(_: Request, error: RequestValidationError) -> Response:
+    message, param = describe(error.errors())
+    return ApiError(400, message, param=param).to_response()
+
+
+async def _http_error(_: Request, error: HTTPException) -> Response:
+    return ApiError(error.status_code, str(error.detail), headers=error.headers).to_response()
+
+
+async def _too_deep(*_: object) -> Response:
+    return ApiError(400, "the request is nested too deeply for this server").to_response()
+
+
+async def _no_memory(request: Request, _: MemoryError) -> Response:
+    logger.error("%s %s ran out of memory", request.method, request.url.path)
+    return ApiError(503, "the server has no memory for this request; send less", kind=FAULT).to_response()
+
+
+async def _fault(request: Request, error: Exception) -> Response:
+    # Starlette raises it again, and uvicorn logs the traceback.
+    logger.error("%s %s failed: %s", request.method, request.url.path, type(error).__name__)
+    return ApiError(500, f"the server failed: {type(error).__name__}", kind=FAULT).to_response()
+
+
+def describe(errors: Sequence[Mapping[str, Any]]) -> tuple[str, str | None]:
+    """What pydantic found first, in words, and the field it is about.
+
+    A field of several possible types has an error for each; these make one sentence.
+    """
+    first = errors[0]
+    place = first["loc"][1:]  # after "body"
+    if not place:
+        return f"the body: {_sentence(first)}", None
+    if first["type"] == "extra_forbidden":
+        return f"{_dotted(place)} is no field that this server knows", _dotted(place)
+    field = place[0]
+    if first["type"] == "value_error":  # one of ours, which knows the place exactly
+        return f"{_dotted(place)}: {_sentence(first)}", str(field)
+    of_field = [error for error in errors if error["loc"][1:2] == (field,)]
+    sentences = list(dict.fromkeys(_sentence(error) for error in of_field))
+    return f"{field}: {', or '.join(sentences)}", str(field)
+
+
+def _sentence(error: Mapping[str, Any]) -> str:
+    text = error["msg"].removeprefix("Value error, ")
+    return text[:1].lower() + text[1:]
+
+
+def _dotted(place: Sequence[Any]) -> str:
+    """A place as in "messages.0.content", without the types of unions that pydantic puts between."""
+    names = [str(part)[:LONGEST_NAME] for part in place]
+    return ".".join(name for name in names if name.isidentifier() or name.isdecimal()) or names[0]

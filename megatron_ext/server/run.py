@@ -1,0 +1,190 @@
+"""From a command line to a server that listens. The work of `tools/run_server.py`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import signal
+import socket
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import uvicorn
+
+from megatron_ext.config import ServerConfig, ServerSettings, SourceConfig
+from megatron_ext.console.geometry import make_console, print_geometry
+from megatron_ext.console.machine import check_machine
+from megatron_ext.errors import ConfigError
+from megatron_ext.mcore import platform
+from megatron_ext.mcore.assemble import build_engine
+from megatron_ext.models.load import load_model, save_model
+from megatron_ext.server.app import Serving, create_app
+from megatron_ext.server.connections import (
+    ACCEPT_BATCH,
+    LISTEN_BACKLOG,
+    Connections,
+    GuardedProtocol,
+    handle_loop_error,
+    most_connections,
+)
+from megatron_ext.server.errors import shutting_down
+from megatron_ext.server.keys import Keys, load_keys
+
+logger = logging.getLogger(__name__)
+
+LAST_WORDS = 5  # seconds that cancelled requests have to tell their clients
+
+
+def run_server(settings: ServerSettings) -> None:
+    """Load, listen, and serve until a signal says to stop.
+
+    Raises:
+        ConfigError: For a mistake of the user's; nothing was served then.
+    """
+    check_machine(settings.parallel)
+    keys = load_keys(settings.server)
+    most_connections(settings.server.limits)
+    with bind(settings.server.host, settings.server.port) as listener:
+        platform.initialize(backend=settings.parallel.distributed_backend)
+        try:
+            serve(build_serving(settings, keys), listener, announce)
+        finally:
+            platform.shut_down()
+
+
+def build_serving(settings: ServerSettings, keys: Keys | None = None) -> Serving:
+    """Load the model and build the engine around it.
+
+    Args:
+        settings: Of the whole server.
+        keys: By default those that the settings name.
+
+    Raises:
+        ConfigError: They cannot be had as the settings say.
+    """
+    loaded = load_model(settings.source, dict(settings.model_overrides))
+    if settings.source.save is not None:
+        save_model(settings.source.save, loaded)
+    engine = build_engine(
+        loaded.model,
+        loaded.config,
+        loaded.tokenizer,
+        settings.batching,
+        settings.cache,
+        dtype=loaded.dtype,
+        seed=settings.source.seed,
+        logging_step_interval=settings.server.inference_logging_step_interval,
+    )
+    print_geometry(engine.geometry, loaded.name, make_console(quiet=False), engine.longest_request_state_bytes)
+    return Serving(engine, model_name(settings.source, settings.server, loaded.name), settings.server, keys)
+
+
+def model_name(source: SourceConfig, server: ServerConfig, loaded: str) -> str:
+    """The name to serve a model under: as told, else the checkpoint's, without the path to it."""
+    if server.served_model_name is not None:
+        return server.served_model_name
+    directory = source.load or source.load_hf
+    return loaded if directory is None else Path(directory).resolve().name or loaded
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket of that address, so that one that is taken is known before anything is loaded; nobody listens yet.
+
+    Raises:
+        ConfigError: The address cannot be had.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+        except BaseException:
+            listener.close()
+            raise
+    except OSError as error:
+        raise ConfigError(f"--host {host} --port {port}: {error.strerror or error}; give others") from None
+    return listener
+
+
+def announce(url: str) -> None:
+    """Say that the server is ready."""
+    print(f"ready: {url}", flush=True)
+
+
+class _Server(uvicorn.Server):
+    """Says when it listens, and gives running requests their time when it is told to stop."""
+
+    def __init__(self, config: uvicorn.Config, serving: Serving, on_ready: Callable[[str], None]) -> None:
+        super().__init__(config)
+        self._serving = serving
+        self._on_ready = on_ready
+        self._cancelled = 0  # requests
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().set_exception_handler(handle_loop_error)
+        await super().startup(sockets)
+        for listener in sockets:  # uvicorn's backlog is asyncio's too, which accepts so many before anything else
+            listener.listen(LISTEN_BACKLOG)
+        host, port = sockets[0].getsockname()[:2]
+        self._on_ready(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        loop, patience, started = self._serving.loop, self._serving.settings.shutdown_timeout, time.monotonic()
+        living, connections = loop.living, len(self.server_state.connections)
+        logger.info(
+            "shutdown begins: %d requests in flight, %d connections; %g s for them", living, connections, patience
+        )
+        cancelling = asyncio.create_task(self._cancel_requests())
+        await super().shutdown(sockets)
+        cancelling.cancel()
+        cancelled = self._cancelled + loop.living  # a second signal does not wait for those
+        seconds = time.monotonic() - started
+        logger.info(
+            "shutdown ends: %d requests finished, %d cancelled, %.1f s", max(0, living - cancelled), cancelled, seconds
+        )
+
+    async def _cancel_requests(self) -> None:
+        await asyncio.sleep(self._serving.settings.shutdown_timeout)
+        self._cancelled = self._serving.loop.living
+        self._serving.loop.give_up(shutting_down())
+
+
+def build_server(serving: Serving, on_ready: Callable[[str], None]) -> uvicorn.Server:
+    """The server, which calls `on_ready` with its URL when it listens."""
+    settings = serving.settings
+    connections = Connections(most_connections(settings.limits))
+    if connections.most < settings.limits.max_connections:
+        logger.warning(
+            "`ulimit -n` allows for %d connections, not the %d of --max-connections",
+            connections.most,
+            settings.limits.max_connections,
+        )
+    config = uvicorn.Config(
+        create_app(serving),
+        http=partial(GuardedProtocol, connections, settings.limits),
+        ws="none",
+        backlog=ACCEPT_BATCH,
+        timeout_keep_alive=settings.limits.idle_timeout,
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        lifespan="on",
+        timeout_graceful_shutdown=math.ceil(settings.shutdown_timeout) + LAST_WORDS,
+    )
+    return _Server(config, serving, on_ready)
+
+
+def serve(serving: Serving, listener: socket.socket, on_ready: Callable[[str], None]) -> None:
+    """Serve until SIGINT or SIGTERM; a second one does not wait for running requests."""
+    server = build_server(serving, on_ready)
+    # uvicorn raises the signal again when it has stopped, for whoever had it before: nothing is left to be done then.
+    before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        server.run(sockets=[listener])
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,104 @@
+"""OpenAI's fields as the engine's settings of a request."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_ext.config import RequestParams
+from megatron_ext.server.chat import ChatFormat
+from megatron_ext.server.errors import context_exceeded, too_many_requests
+from megatron_ext.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
+
+COMPLETION_TOKENS = 16  # OpenAI's default; a chat's is as many as fit
+TEMPERATURE = 1.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """One request to the engine: one choice of one prompt."""
+
+    tokens: tuple[int, ...]
+    params: RequestParams
+
+
+@dataclass(frozen=True)
+class Room:
+    """Tokens that a sequence can have: the engine's limit, and what the whole KV pool holds."""
+
+    sequence: int
+    pool: int
+
+
+def check_count(prompts: int, choices: int, most: int) -> None:
+    """See that the server could ever take so many, before any text becomes tokens.
+
+    Args:
+        prompts: Of one HTTP request.
+        choices: Of each.
+        most: Requests to the engine at once.
+
+    Raises:
+        ApiError: It could not.
+    """
+    if prompts * choices > most:
+        raise too_many_requests(prompts, choices, most)
+
+
+def completion_jobs(body: CompletionRequest, prompts: Sequence[Sequence[int]], room: Room) -> list[Job]:
+    """The choices of each prompt, prompt by prompt.
+
+    Raises:
+        ApiError: Longer than the engine's sequences.
+        ConfigError: Values that cannot work together.
+    """
+    echoes_scores = bool(body.echo) and body.logprobs is not None
+    settings = _common(body) | _scores(body.logprobs, with_prompt=echoes_scores)
+    count = body.max_tokens or COMPLETION_TOKENS
+    return [job for prompt in prompts for job in _jobs(body, prompt, count, settings, room)]
+
+
+def chat_jobs(body: ChatRequest, prompt: Sequence[int], room: Room, chat: ChatFormat) -> list[Job]:
+    """The choices of a conversation.
+
+    Raises:
+        ApiError: Longer than the engine's sequences.
+        ConfigError: Values that cannot work together.
+    """
+    settings = _common(body) | _scores((body.top_logprobs or 0) if body.logprobs else None, with_prompt=False)
+    if not body.ignore_eos:
+        settings["termination_id"] = chat.end_of_turn
+        settings["stop_words"] += chat.other_ends
+    rest = max(1, min(room.sequence, room.pool) - len(prompt))
+    return _jobs(body, prompt, body.max_completion_tokens or body.max_tokens or rest, settings, room)
+
+
+def _jobs(body: GenerationRequest, prompt: Sequence[int], count: int, settings: dict, room: Room) -> list[Job]:
+    if len(prompt) + count > room.sequence:
+        raise context_exceeded(len(prompt), count, room.sequence)
+    seeds = [None if body.seed is None else body.seed + choice for choice in range(body.n or 1)]
+    tokens = tuple(prompt)
+    return [Job(tokens, RequestParams(num_tokens_to_generate=count, seed=seed, **settings)) for seed in seeds]
+
+
+def _common(body: GenerationRequest) -> dict:
+    """Fields of `RequestParams`. OpenAI's top_p 0 is greedy and 1 is off; the engine's 0 is off."""
+    top_k = max(0, body.top_k or 0)
+    return {
+        "min_tokens": body.min_tokens or 0,
+        "temperature": TEMPERATURE if body.temperature is None else body.temperature,
+        "top_k": 1 if body.top_p == 0 else min(top_k, sys.maxsize),
+        "top_p": 0.0 if body.top_p in (None, 1) else float(body.top_p),
+        "stop_words": body.stop_words,
+        "ignore_eos": bool(body.ignore_eos),
+        "cache_salt": body.cache_salt,
+        "enable_prefix_caching": body.enable_prefix_caching is not False,
+    }
+
+
+def _scores(best: int | None, *, with_prompt: bool) -> dict:
+    """Log-probs, with the `best` alternatives; None is no log-probs."""
+    if best is None:
+        return {}
+    return {"return_log_probs": True, "skip_prompt_log_probs": not with_prompt, "top_n_logprobs": best}

@@ -1,1 +1,0 @@
-"""Running prompts: reading them, submitting them to the engine, reporting what became of them."""

@@ -1,0 +1,110 @@
+"""Conversations as text, by the Jinja template that comes with a chat model's tokenizer.
+
+Templates are other people's programs: they run in the sandbox that transformers runs them in, with the same helpers.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.errors import ConfigError
+from megatron_ext.files import read_json, read_text
+
+TEMPLATE_FILE = "chat_template.jinja"
+_LONGEST_TEMPLATE = 1024**2  # bytes
+_TOKENIZER_CONFIG = "tokenizer_config.json"
+_SPECIAL_TOKEN_FILES = (_TOKENIZER_CONFIG, "special_tokens_map.json")
+_SPECIAL_TOKENS = tuple(f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+_DEFAULT_TEMPLATE = "default"  # of several
+
+
+def read_chat_template(directory: Path) -> str | None:
+    """The template in a directory: a file of its own, else the one in `tokenizer_config.json`; None without one.
+
+    Raises:
+        ConfigError: Something that is no template, or several without a default.
+    """
+    file, config = directory / TEMPLATE_FILE, directory / _TOKENIZER_CONFIG
+    if os.path.lexists(file):
+        return read_text(file, _LONGEST_TEMPLATE)
+    template = read_json(config).get("chat_template") if os.path.lexists(config) else None
+    if isinstance(template, list):
+        template = _default_of(template, config)
+    if template is not None and not isinstance(template, str):
+        raise ConfigError(f"{config}: chat_template is no text")
+    return template
+
+
+def _default_of(templates: list[Any], config: Path) -> Any:
+    named = {item["name"]: item.get("template") for item in templates if isinstance(item, dict) and "name" in item}
+    if _DEFAULT_TEMPLATE not in named:
+        raise ConfigError(f"{config}: none of the chat templates {', '.join(named)} is named {_DEFAULT_TEMPLATE!r}")
+    return named[_DEFAULT_TEMPLATE]
+
+
+def read_special_tokens(directory: Path) -> dict[str, str]:
+    """Texts of the special tokens that templates may use, as {"bos_token": "<s>", ...}."""
+    tokens: dict[str, str] = {}
+    for name in _SPECIAL_TOKEN_FILES:
+        fields = read_json(directory / name) if os.path.lexists(directory / name) else {}
+        for role in _SPECIAL_TOKENS:
+            token = fields.get(role)
+            if isinstance(token, dict):
+                token = token.get("content")
+            if isinstance(token, str):
+                tokens.setdefault(role, token)
+    return tokens
+
+
+def render_chat(
+    template: str,
+    messages: Sequence[Mapping[str, Any]],
+    special_tokens: Mapping[str, str],
+    *,
+    add_generation_prompt: bool,
+) -> str:
+    """The text of a conversation.
+
+    Args:
+        template: Jinja.
+        messages: Each with a role, and a content or tool calls; further fields are up to the template.
+        special_tokens: See `read_special_tokens`.
+        add_generation_prompt: End with what begins the model's answer.
+
+    Raises:
+        ConfigError: Messages that are none, or that the template refuses; a template that is broken.
+    """
+    import jinja2
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    chat = _checked(messages)
+    try:
+        rendered, _ = render_jinja_template(
+            [chat], chat_template=template, add_generation_prompt=add_generation_prompt, **special_tokens
+        )
+    except jinja2.TemplateSyntaxError as error:
+        raise ConfigError(f"the chat template is broken, line {error.lineno}: {error.message}") from error
+    except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ConfigError(f"the chat template refuses the messages: {' '.join(str(error).split())}") from error
+    return rendered[0]
+
+
+def _checked(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The messages without fields that are None: other programs write those for fields that are not there."""
+    if not isinstance(messages, list | tuple) or not messages:
+        raise ConfigError('messages must be a list of at least one, as in [{"role": "user", "content": "Hello"}]')
+    for index, message in enumerate(messages):
+        where = f"message {index}"
+        if not isinstance(message, Mapping):
+            raise ConfigError(f"{where} is of type {type(message).__name__}; it must have a role and a content")
+        role, content = message.get("role"), message.get("content")
+        if not isinstance(role, str) or not role:
+            raise ConfigError(f"{where} has role {role!r}; it must be a text such as 'user'")
+        if content is None and not message.get("tool_calls"):
+            raise ConfigError(f"{where} ({role}) has no content")
+        if not isinstance(content, str | list | None):
+            raise ConfigError(f"{where} ({role}) has a content of type {type(content).__name__}; it must be a text")
+    return [{name: value for name, value in message.items() if value is not None} for message in messages]

@@ -1,0 +1,207 @@
+"""Conversations as token ids: special tokens that a message spells stay text.
+
+A conversation that spells none is rendered and tokenized as ever. Otherwise it is rendered with stand-ins
+(`control_tokens`) and tokenized by a copy of the tokenizer in which special tokens have other names, which nobody can
+guess. What the rendered text spells becomes these names; the stand-ins become what they stand for, which names no token
+any more. Normalizers, the spaces that tokens swallow, and the tokens put around a text are those of the original, so
+the copy gives the ids of the original to a text without stand-ins.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.errors import ConfigError
+from megatron_ext.files import read_json
+from megatron_ext.text.chat_template import read_special_tokens
+from megatron_ext.text.control_tokens import AddedToken, ControlTokens
+
+TOKENIZER_CONFIG = "tokenizer_config.json"
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+def marked_special(directory: Path) -> set[str]:
+    """Texts of the tokens that the files beside a tokenizer mark as special, or give a role."""
+    config = directory / TOKENIZER_CONFIG
+    added = read_json(config).get("added_tokens_decoder") if os.path.lexists(config) else None
+    entries = added.values() if isinstance(added, dict) else ()
+    marked = {entry.get("content") for entry in entries if isinstance(entry, dict) and entry.get("special") is True}
+    return {text for text in marked if isinstance(text, str)} | set(read_special_tokens(directory).values())
+
+
+@dataclass(frozen=True)
+class RenderedChat:
+    """A conversation, rendered.
+
+    Attributes:
+        text: As the model reads it.
+        ids: Makes token ids of it, which takes longer.
+    """
+
+    text: str
+    ids: Callable[[], list[int]]
+
+
+def _whole(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # JSON can say that, and no tokenizer can read it
+        raise ConfigError("a message has half of a surrogate pair, which is no character") from None
+    return text
+
+
+class ChatTokens:
+    """Conversations by one tokenizer.
+
+    Args:
+        tokenizer: Of `tokenizers` or of transformers, as it was read.
+        special: Which of its added tokens are special beside those that it marks itself, as texts and ids.
+    """
+
+    def __init__(self, tokenizer: Any, special: Collection[str | int | None]) -> None:
+        import tokenizers
+
+        self._is_fast = isinstance(tokenizer, tokenizers.Tokenizer)
+        if not self._is_fast and tokenizer.is_fast:
+            self._is_fast, tokenizer = True, tokenizer.backend_tokenizer
+        self._tokenizer = tokenizer
+        added = tokenizer.get_added_tokens_decoder() if self._is_fast else tokenizer.added_tokens_decoder
+        normalizer = tokenizer.normalizer if self._is_fast else None
+        tokens = [
+            AddedToken(
+                text=one.content,
+                token_id=token_id,
+                is_special=one.special or one.content in special or token_id in special,
+                is_normalized=one.normalized,
+                is_single_word=one.single_word,
+            )
+            for token_id, one in added.items()
+        ]
+        self._control = ControlTokens(tokens, None if normalizer is None else normalizer.normalize_str)
+        self._renamed: RenamedTokenizer | None = None  # made when it is needed, from what was read at the start
+
+    def render(
+        self,
+        messages: Messages,
+        render: Callable[[Messages], str],
+        tokenize: Callable[[str], list[int]],
+        *,
+        parse_control: bool,
+    ) -> RenderedChat:
+        """A conversation as a text, and how to make ids of it.
+
+        Args:
+            messages: Each with a role.
+            render: The chat template.
+            tokenize: What the tokenizer makes of a whole text.
+            parse_control: Whether special tokens that contents spell are these tokens, whoever says them.
+
+        Raises:
+            ConfigError: Half of a character; what `render` and `ControlTokens.protect` raise.
+        """
+        plain = _whole(render(messages))
+        whole = RenderedChat(plain, partial(tokenize, plain))
+        protected, stand_ins = ([], {}) if parse_control else self._control.protect(messages)
+        if not stand_ins:
+            return whole
+        marked = render(protected)
+        count = self._control.count
+        if marked.translate(stand_ins) == plain and count(marked) == count(plain):  # nothing is spelled after all
+            return whole
+        return RenderedChat(plain, partial(self._encode, marked, stand_ins))
+
+    def _encode(self, marked: str, stand_ins: Mapping[int, str]) -> list[int]:
+        if not self._is_fast:
+            return encode_in_python(self._tokenizer, marked, stand_ins)
+        if self._renamed is None:
+            self._renamed = RenamedTokenizer(self._tokenizer.to_str(), self._control)
+        return self._renamed.encode(marked, stand_ins)
+
+
+class RenamedTokenizer:
+    """A copy of a tokenizer whose special tokens have names that nobody can guess.
+
+    Args:
+        serialized: A `tokenizer.json`.
+        control: Its special tokens.
+
+    Raises:
+        ConfigError: A tokenizer that cannot be rebuilt with them.
+    """
+
+    def __init__(self, serialized: str, control: ControlTokens) -> None:
+        import tokenizers
+
+        nonce = secrets.token_hex(8)
+        self._control = control
+        self._names = {text: f"<|{nonce}-{token_id}|>" for text, token_id in control.special.items()}
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(renamed(serialized, self._names))
+        except Exception as error:  # `tokenizers` raises bare Exception
+            raise _cannot_be_told(str(error)) from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        for text, token_id in control.special.items():
+            if self._tokenizer.token_to_id(self._names[text]) != token_id:
+                raise _cannot_be_told(f"{text!r} has another id under another name")
+
+    def encode(self, marked: str, stand_ins: Mapping[int, str]) -> list[int]:
+        """Ids of a rendered text: what it spells is a special token, what stand-ins stand for is text."""
+        text = self._control.rename(marked, self._names).translate(stand_ins)
+        (encoding,) = self._tokenizer.encode_batch_fast([text])  # `encode` keeps Python's lock
+        return encoding.ids
+
+
+def _cannot_be_told(why: str) -> ConfigError:
+    return ConfigError(
+        f"this tokenizer cannot tell control tokens from text, so the messages must not spell any: {why}"
+    )
+
+
+def renamed(serialized: str, names: Mapping[str, str]) -> str:
+    """A `tokenizer.json` in which tokens have other names and the same ids."""
+    content = json.loads(serialized)
+    for token in content["added_tokens"]:
+        token["content"] = names.get(token["content"], token["content"])
+    model = content["model"]
+    vocabulary = model["vocab"]
+    if isinstance(vocabulary, dict):
+        model["vocab"] = {names.get(piece, piece): token_id for piece, token_id in vocabulary.items()}
+    else:  # pieces with their scores
+        model["vocab"] = [[names.get(piece, piece), score] for piece, score in vocabulary]
+    if model.get("unk_token") is not None:
+        model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
+    if "merges" in model:  # none makes a special token any more, or goes on from one
+        model["merges"] = [merge for merge in model["merges"] if not names.keys() & _pieces(merge)]
+    return json.dumps(content, ensure_ascii=False)
+
+
+def _pieces(merge: str | Sequence[str]) -> set[str]:
+    """Both parts of a merge and what it makes; older files have them in one text with a space between."""
+    left, right = merge.split(" ") if isinstance(merge, str) else merge
+    return {left, right, left + right}
+
+
+def encode_in_python(tokenizer: Any, marked: str, stand_ins: Mapping[int, str]) -> list[int]:
+    """Ids of a rendered text by a tokenizer of transformers that is written in Python.
+
+    It cuts a text at its added tokens too and tokenizes what is between them piece by piece, so this is what it does
+    itself, but for the spaces that tokens may swallow.
+    """
+    added = tokenizer.added_tokens_encoder
+    ids: list[int] = []
+    for part in tokenizer.tokens_trie.split(marked):
+        if part in added:
+            ids.append(added[part])
+        elif part:
+            pieces = tokenizer.tokenize(part.translate(stand_ins), split_special_tokens=True)
+            ids += tokenizer.convert_tokens_to_ids(pieces)
+    return tokenizer.build_inputs_with_special_tokens(ids)

@@ -1,0 +1,270 @@
+"""Imported Llama checkpoints compute what transformers computes; and the comparison can fail."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from megatron_ext.config import SourceConfig
+from megatron_ext.errors import CheckpointError
+from megatron_ext.models.load import LoadedModel, load_model, save_model
+from tests.unit_tests.models.huggingface import llama_oracle
+from tests.unit_tests.models.huggingface import nemotron_h_oracle as oracle
+
+LENGTHS = (1, 3, 64, 65, 300)
+TIED = "gqa, tied"
+CPU = torch.device("cpu")
+INDEX = "model.safetensors.index.json"
+
+
+def load_hf(directory: Path, overrides: Mapping[str, object] | None = None) -> LoadedModel:
+    return load_model(SourceConfig(load_hf=str(directory)), overrides or {}, device=CPU)
+
+
+def excess(ours: nn.Module, theirs: nn.Module, length: int = 129) -> float:
+    """How far the worst logit of a prompt is outside the tolerance: at most 1 is equal."""
+    tokens = oracle.prompt(length, seed=length)
+    return oracle.largest_excess(oracle.our_logits(ours, tokens), oracle.their_logits(theirs, tokens))
+
+
+@pytest.mark.parametrize("shape", llama_oracle.SHAPES, ids=lambda shape: shape.name)
+def test_logits_and_greedy_tokens_equal(shape: llama_oracle.Shape, llamas) -> None:
+    """An oracle that we did not write: full forwards and greedy continuations, fp32."""
+    theirs, directory = llamas(shape.name)
+    ours = load_hf(directory).model
+    for length in LENGTHS:
+        reference = oracle.their_logits(theirs, oracle.prompt(length, seed=length))
+        assert reference.std() > 0.3, "flat logits would make this test blind"
+        assert excess(ours, theirs, length) <= 1, length
+    tokens = oracle.prompt(20, seed=20)
+    generated = oracle.their_greedy(theirs, tokens, 16)
+    assert len(set(generated)) > 4, "a loop would make this test blind"
+    assert oracle.greedy(lambda t: oracle.our_logits(ours, t), tokens, 16) == generated
+
+
+def test_layers_and_embeddings(llamas) -> None:
+    """Each layer is an attention and an MLP; what is tied is there once."""
+    config = load_hf(llamas(TIED)[1]).config
+    assert (config.hybrid_override_pattern, config.untie_embeddings_and_output_weights) == ("*-*-*-", False)
+    assert "lm_head.weight" not in load_file(llamas(TIED)[1] / "model.safetensors")
+    assert "output_layer.weight" in dict(load_hf(llamas("mha")[1]).model.named_parameters())
+    assert "output_layer.weight" not in dict(load_hf(llamas(TIED)[1]).model.named_parameters())
+
+
+@pytest.mark.parametrize("factor", [1, 2])
+def test_tied_embeddings_stored_twice(factor: int, llamas, tmp_path: Path) -> None:
+    """Equal ones are loaded, different ones refused."""
+    theirs, saved = llamas(TIED)
+    directory = shutil.copytree(saved, tmp_path / "hf")
+    oracle.edit_weights(directory, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] * factor}))
+    if factor == 1:
+        assert excess(load_hf(directory).model, theirs) <= 1
+    else:
+        with pytest.raises(CheckpointError, match=r"model\.embed_tokens\.weight and lm_head\.weight differ"):
+            load_hf(directory)
+
+
+def test_scaled_wavelengths_matter(llamas, tmp_path: Path) -> None:
+    """Negative control: without scaling, or with another factor, long prompts have other logits; saved, it is kept."""
+    theirs, directory = llamas("scaled wavelengths")
+    loaded = load_hf(directory)
+    save_model(str(tmp_path / "saved"), loaded)
+    again = load_model(SourceConfig(load=str(tmp_path / "saved")), {}, device=CPU)
+    assert excess(again.model, theirs, 400) <= 1
+    for override in ({"use_rope_scaling": False}, {"rope_scaling_factor": 4.0}):
+        changed = load_hf(directory, override).model
+        assert excess(changed, theirs, 400) > 10, override
+
+
+# Negative controls
+
+
+def _swap(model: nn.Module, name: str, rows: slice, other: slice) -> None:
+    weight = model.get_parameter(name)
+    both = weight[rows].clone(), weight[other].clone()
+    weight[other], weight[rows] = both
+
+
+GATE, UP = slice(40), slice(40, 80)
+QUERY, KEY, VALUE = slice(8), slice(8, 16), slice(16, 24)  # of the first head of shape "mha"
+CONTROLS = {
+    "gate and up swapped": lambda m: _swap(m, "decoder.layers.1.mlp.linear_fc1.weight", GATE, UP),
+    "query and key swapped in one head": lambda m: _swap(
+        m, "decoder.layers.2.self_attention.linear_qkv.weight", QUERY, KEY
+    ),
+    "key and value swapped in one head": lambda m: _swap(
+        m, "decoder.layers.0.self_attention.linear_qkv.weight", KEY, VALUE
+    ),
+    "halves of one query head swapped": lambda m: _swap(
+        m, "decoder.layers.0.self_attention.linear_qkv.weight", slice(4), slice(4, 8)
+    ),
+    "attention norm": lambda m: m.get_parameter("decoder.layers.2.input_layernorm.weight").fill_(1),
+    "MLP norm": lambda m: m.get_parameter("decoder.layers.1.pre_mlp_layernorm.weight").fill_(1),
+    "final norm": lambda m: m.get_parameter("decoder.final_norm.weight").fill_(1),
+    "output": lambda m: _swap(m, "output_layer.weight", slice(1), slice(1, 2)),
+}
+
+
+@pytest.mark.parametrize("control", CONTROLS)
+@torch.no_grad()
+def test_comparison_sees_one_wrong_tensor(control: str, llamas) -> None:
+    """Each error is at least a hundred times the tolerance."""
+    theirs, directory = llamas("mha")
+    ours = load_hf(directory).model
+    assert excess(ours, theirs) <= 1
+    CONTROLS[control](ours)
+    assert excess(ours, theirs) > 100
+
+
+@pytest.mark.parametrize(
+    "override",
+    [{"rotary_base": 11000}, {"rotary_percent": 0.5}, {"position_embedding_type": "none"}, {"norm_epsilon": 1e-3}],
+    ids=str,
+)
+def test_comparison_sees_one_wrong_setting(override: dict, llamas) -> None:
+    """Flags win over the checkpoint; these have no weights that could contradict them."""
+    theirs, directory = llamas("mha")
+    assert excess(load_hf(directory, override).model, theirs) > 10
+
+
+# Files
+
+
+@pytest.fixture
+def shards(llamas, tmp_path: Path) -> Path:
+    """The checkpoint "mha" as transformers cuts it up, into at least three files."""
+    llamas("mha")[0].save_pretrained(tmp_path / "shards", max_shard_size="16KB")
+    assert len(list((tmp_path / "shards").glob("model-*.safetensors"))) >= 3
+    assert (tmp_path / "shards" / INDEX).is_file()
+    return tmp_path / "shards"
+
+
+def edit_index(directory: Path, change) -> None:
+    """Rewrite the index; `change` modifies the map from tensors to shards in place."""
+    index = json.loads((directory / INDEX).read_text())
+    change(index["weight_map"])
+    (directory / INDEX).write_text(json.dumps(index))
+
+
+def test_shards_with_an_index(shards: Path, llamas) -> None:
+    assert excess(load_hf(shards).model, llamas("mha")[0]) <= 1
+
+
+def test_missing_shard_is_named(shards: Path) -> None:
+    shard = sorted(shards.glob("model-*.safetensors"))[1]
+    shard.unlink()
+    with pytest.raises(CheckpointError, match=f"{INDEX} names the shard {shard.name}, which is missing"):
+        load_hf(shards)
+
+
+def test_damaged_shard_is_named(shards: Path) -> None:
+    shard = sorted(shards.glob("model-*.safetensors"))[0]
+    shard.write_bytes(shard.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=f"{shard.name} cannot be read"):
+        load_hf(shards)
+
+
+INDEX_ERRORS = {
+    "a tensor is not listed": (lambda m: m.pop("model.norm.weight"), "do not list the same tensors"),
+    "a tensor that is nowhere": (
+        lambda m: m.update({"model.more.weight": m["model.norm.weight"]}),
+        "do not list the same tensors",
+    ),
+    "a tensor in another shard": (
+        lambda m: m.update({"model.norm.weight": m["model.embed_tokens.weight"]}),
+        "do not list the same tensors",
+    ),
+    "a shard outside the directory": (
+        lambda m: m.update({"model.norm.weight": "../elsewhere.safetensors"}),
+        "names the shard '../elsewhere.safetensors', which is no file name",
+    ),
+    "a shard that is no name": (
+        lambda m: m.update({"model.norm.weight": 3}),
+        "names the shard 3, which is no file name",
+    ),
+}
+
+
+@pytest.mark.parametrize("error", INDEX_ERRORS)
+def test_index_that_disagrees(error: str, shards: Path) -> None:
+    change, message = INDEX_ERRORS[error]
+    edit_index(shards, change)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        load_hf(shards)
+    assert "\n" not in str(caught.value)
+
+
+def test_rotary_frequencies_of_older_files(llama_copy: Path, llamas) -> None:
+    """They follow from the configuration; any other unknown tensor is refused."""
+    oracle.edit_weights(
+        llama_copy,
+        lambda t: t.update({f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(4) for i in (0, 1)}),
+    )
+    assert excess(load_hf(llama_copy).model, llamas("mha")[0]) <= 1
+    oracle.edit_weights(llama_copy, lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(32)}))
+    with pytest.raises(CheckpointError, match=r"has unexpected layers\.0\.self_attn\.q_proj\.bias"):
+        load_hf(llama_copy)
+
+
+SPOILED = {
+    r"lacks layers\.1\.mlp\.up_proj\.weight": lambda t: t.pop("model.layers.1.mlp.up_proj.weight"),
+    r"lacks lm_head\.weight": lambda t: t.pop("lm_head.weight"),
+    r"has unexpected layers\.2\.mlp\.up_proj\.weight": lambda t: t.update(
+        {"model.layers.2.mlp.up_proj.weight": torch.ones(40, 32)}
+    ),
+    r"gate_proj.weight has shape \(48, 32\), the configuration asks for \(40, 32\)": lambda t: t.update(
+        {"model.layers.0.mlp.gate_proj.weight": torch.ones(48, 32)}
+    ),
+    r"v_proj.weight has shape \(16, 32\), the configuration asks for \(32, 32\)": lambda t: t.update(
+        {"model.layers.0.self_attn.v_proj.weight": torch.ones(16, 32)}
+    ),
+    "has both model.norm.weight and norm.weight": lambda t: t.update({"norm.weight": torch.ones(32)}),
+}
+
+
+@pytest.mark.parametrize("message", SPOILED)
+def test_files_that_do_not_fit_are_refused(message: str, llama_copy: Path) -> None:
+    oracle.edit_weights(llama_copy, SPOILED[message])
+    with pytest.raises(CheckpointError, match=message):
+        load_hf(llama_copy)
+
+
+def test_sixteen_bits(llama_copy: Path, llamas) -> None:
+    """bf16 files: into fp32 parameters without further rounding, into bf16 ones with as much of it as theirs have."""
+    theirs, tokens = llamas("mha")[0], oracle.prompt(65, seed=0)
+    oracle.edit_weights(llama_copy, lambda t: t.update({name: tensor.bfloat16() for name, tensor in t.items()}))
+    stored = load_file(llama_copy / "model.safetensors")
+    wide = load_hf(llama_copy).model.get_parameter("output_layer.weight")
+    assert torch.equal(wide.bfloat16(), stored["lm_head.weight"])
+    narrow = load_model(SourceConfig(load_hf=str(llama_copy), bf16=True), {}, device=CPU)
+    their_narrow = type(theirs).from_pretrained(llama_copy, dtype=torch.bfloat16).eval()
+    assert narrow.dtype is their_narrow.dtype is torch.bfloat16
+    exact = oracle.their_logits(theirs, tokens)
+    error = (oracle.our_logits(narrow.model, tokens).float() - exact).abs().mean()
+    their_error = (oracle.their_logits(their_narrow, tokens).float() - exact).abs().mean()
+    assert error < 1.2 * their_error
+
+
+def test_imported_checkpoint_saved_and_loaded(llamas, tmp_path: Path) -> None:
+    """--load-hf, --save, --load: the same configuration and the same logits."""
+    imported = load_hf(llamas(TIED)[1])
+    save_model(tmp_path / "own", imported)
+    loaded = load_model(SourceConfig(load=str(tmp_path / "own")), {}, device=CPU)
+    assert loaded.config == imported.config
+    tokens = oracle.prompt(65, seed=0)
+    assert torch.equal(oracle.our_logits(loaded.model, tokens), oracle.our_logits(imported.model, tokens))
+
+
+def test_whole_file_beside_an_index(shards: Path, llamas) -> None:
+    """As transformers does: `model.safetensors` decides where both are."""
+    tensors = load_file(llamas("mha")[1] / "model.safetensors")
+    save_file(tensors, shards / "model.safetensors", metadata={"format": "pt"})
+    edit_index(shards, lambda m: m.clear())
+    assert excess(load_hf(shards).model, llamas("mha")[0]) <= 1

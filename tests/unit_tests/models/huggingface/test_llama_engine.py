@@ -1,0 +1,149 @@
+"""An imported Llama behind the engine: tokens and log-probs are transformers' own, whatever the chunks."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from megatron.core.inference.sampling_params import SamplingParams
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+from megatron_ext.config import BatchingConfig, RequestParams
+from megatron_ext.errors import ConfigError
+from megatron_ext.mcore import context
+from megatron_ext.mcore.adapter import InferenceEngine
+from megatron_ext.mcore.assemble import build_engine
+from megatron_ext.scheduling.record import Status
+from tests.unit_tests.models.huggingface import llama_oracle
+from tests.unit_tests.models.huggingface import nemotron_h_oracle as oracle
+from tests.unit_tests.models.huggingface.test_engine import (
+    CHUNKED,
+    GENERATED,
+    LENGTHS,
+    WHOLE,
+    import_model,
+    outside,
+    serve,
+)
+from tests.unit_tests.support import hf_tokenizers
+
+
+@pytest.mark.parametrize("batching", [CHUNKED, WHOLE], ids=["chunked", "whole"])
+@pytest.mark.parametrize("shape", llama_oracle.SHAPES, ids=lambda shape: shape.name)
+def test_mixed_batch_equals_transformers(shape: llama_oracle.Shape, batching: BatchingConfig, llamas) -> None:
+    theirs, directory = llamas(shape.name)
+    prompts = [oracle.prompt(length, seed=length) for length in LENGTHS]
+    records = serve(import_model(directory), batching, prompts)
+    for record, prompt in zip(records, prompts, strict=True):
+        assert record.status is Status.COMPLETED, record.error
+        assert len(record.generated_tokens) == GENERATED
+        assert outside(record, lambda tokens: oracle.their_logits(theirs, tokens)) == [], len(prompt)
+        assert list(record.generated_tokens) == oracle.their_greedy(theirs, prompt, GENERATED), len(prompt)
+    assert (records[2].step_count > GENERATED) is batching.enable_chunked_prefill
+
+
+SPOILED = {
+    "gate rows": lambda m: m.get_parameter("decoder.layers.1.mlp.linear_fc1.weight")[:8].zero_(),
+    "query rows": lambda m: m.get_parameter("decoder.layers.0.self_attention.linear_qkv.weight")[:8].zero_(),
+}
+
+
+@pytest.mark.parametrize("control", SPOILED)
+@torch.no_grad()
+def test_comparison_sees_one_wrong_tensor(control: str, llamas) -> None:
+    """Negative controls."""
+    theirs, directory = llamas("mha")
+    loaded = import_model(directory)
+    SPOILED[control](loaded.model)
+    for record in serve(loaded, CHUNKED, [oracle.prompt(length, seed=length) for length in (64, 129)]):
+        assert outside(record, lambda tokens: oracle.their_logits(theirs, tokens)) != []
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda positions: positions % 48,  # as if each chunk began at zero
+        lambda positions: positions.clamp(max=63),  # as if decoding did not go on counting
+        lambda positions: torch.zeros_like(positions),
+    ],
+    ids=["restarted", "stopped", "none"],
+)
+def test_comparison_sees_wrong_positions(wrong, llamas, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative controls: relative positions that are right in the first chunk only, and never."""
+    theirs, directory = llamas("mha")
+    rotation_at = context.rotation_at
+    monkeypatch.setattr(context, "rotation_at", lambda angles, at, dtype: rotation_at(angles, wrong(at), dtype))
+    for record in serve(import_model(directory), CHUNKED, [oracle.prompt(length, seed=length) for length in (65, 129)]):
+        assert outside(record, lambda tokens: oracle.their_logits(theirs, tokens)) != []
+
+
+def test_rotation_is_computed_once_a_step(llamas, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the table of all positions nor cosines are computed again by each layer."""
+    tables, rotations = [], []
+    get_emb, rotation_at = RotaryEmbedding.get_emb, context.rotation_at
+    monkeypatch.setattr(RotaryEmbedding, "get_emb", lambda *args: tables.append(1) or get_emb(*args))
+    monkeypatch.setattr(context, "rotation_at", lambda *args: rotations.append(1) or rotation_at(*args))
+    loaded = import_model(llamas("gqa, tied")[1])
+    record = serve(loaded, CHUNKED, [oracle.prompt(129, seed=1)])[0]
+    assert record.step_count >= GENERATED
+    assert (len(tables), len(rotations)) == (1, record.step_count)
+
+
+# Texts
+
+TEXT = "w17 w4 w99 w4 w30"
+IDS = [17, 4, 99, 4, 30]
+CHAT = "{{ bos_token }} {% for message in messages %}{{ message.content }} {% endfor %}"
+
+
+@pytest.fixture
+def engine(llamas, tmp_path: Path) -> InferenceEngine:
+    """A Llama with a tokenizer that puts <s> (0) before each text, and with a chat template that does so too."""
+    directory = hf_tokenizers.words(shutil.copytree(llamas("mha")[1], tmp_path / "hf"), 101)
+    (directory / "chat_template.jinja").write_text(CHAT)
+    loaded = import_model(directory)
+    return build_engine(loaded.model, loaded.config, loaded.tokenizer, CHUNKED, dtype=loaded.dtype)
+
+
+def test_text_begins_as_its_tokenizer_begins_it(engine: InferenceEngine, llamas) -> None:
+    """Transformers' pipeline from text to text: the model reads <s> first, once, and its answer depends on it."""
+    record = engine.generate([TEXT], RequestParams(num_tokens_to_generate=GENERATED, ignore_eos=True))[0]
+    expected = oracle.their_greedy(llamas("mha")[0], [0, *IDS], GENERATED)
+    assert list(record.prompt_tokens) == [0, *IDS]
+    assert list(record.generated_tokens) == expected
+    assert record.generated_text == " ".join(f"w{token}" for token in expected if token > 1)
+    assert expected != oracle.their_greedy(llamas("mha")[0], IDS, GENERATED)
+
+
+def test_one_beginning_and_no_more(engine: InferenceEngine) -> None:
+    """Where the text spells it, where the chat template does, and where the caller asks for it; ids are left alone."""
+    chat = engine.controller.tokenizer.apply_chat_template([{"role": "user", "content": TEXT}])
+    assert chat.startswith("<s>")
+    asked = SamplingParams(num_tokens_to_generate=1, temperature=0.0)
+    asked.add_attributes({"add_BOS": True})
+    for prompt in (TEXT, f"<s>{TEXT}", f"<s><s> {TEXT}", chat):
+        for params in (None, asked):
+            assert list(engine.generate([prompt], params)[0].prompt_tokens) == [0, *IDS], prompt
+    for ids in (IDS, [0, 0, *IDS]):
+        assert list(engine.generate([ids])[0].prompt_tokens) == ids
+
+
+def test_tokenizers_that_begin_nothing(engine: InferenceEngine) -> None:
+    """Nothing is put before a text unasked, and what does not exist cannot be asked for."""
+
+    class Plain:
+        bos, eod, vocab_size = 0, 1, 101
+
+        def tokenize(self, text: str) -> list[int]:
+            return list(IDS)
+
+    controller = engine.controller
+    controller.tokenizer = Plain()
+    assert controller.tokenize_prompt(TEXT) == IDS
+    assert controller.tokenize_prompt(TEXT, add_BOS=True) == [0, *IDS]
+    controller.tokenizer.bos = None
+    assert controller.tokenize_prompt(TEXT) == IDS
+    with pytest.raises(ConfigError, match="add_BOS is set, but the tokenizer has no token that begins a document"):
+        controller.tokenize_prompt(TEXT, add_BOS=True)

@@ -1,0 +1,270 @@
+"""Checkpoints that Megatron-LM trained: hybrid and GPT models, from Transformer Engine specs and local ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor, nn
+
+from megatron_ext.config import ModelConfig, SourceConfig
+from megatron_ext.errors import CheckpointError, ConfigError
+from megatron_ext.mcore.checkpoint_files import InProcessSave
+from megatron_ext.models.build import build_model
+from megatron_ext.models.load import load_model
+from megatron_ext.models.megatron.checkpoint import load_dist_checkpoint
+from megatron_ext.text.tokenizer import TextTokenizer
+from tests.priority import TestPriority
+from tests.unit_tests.models.huggingface import nemotron_h_oracle as oracle
+from tests.unit_tests.models.megatron import megatron_lm
+from tests.unit_tests.models.megatron.megatron_lm import GPT, gpt_arguments, gpt_model, perturbed
+from tests.unit_tests.models.test_load import write_tokenizer
+
+pytestmark = pytest.mark.priority(TestPriority.LOW)
+
+CPU = torch.device("cpu")
+TOKENS = oracle.prompt(40, seed=0, vocab_size=50)
+
+
+def same_parameters(one: nn.Module, other: nn.Module) -> bool:
+    first, second = dict(one.named_parameters()), dict(other.named_parameters())
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def assert_same_logits(ours: Tensor, theirs: Tensor) -> None:
+    torch.testing.assert_close(ours, theirs, atol=oracle.ATOL, rtol=oracle.RTOL)
+
+
+@pytest.fixture
+def written(tiny_model: nn.Module, tiny_config: ModelConfig, tmp_path: Path) -> Path:
+    """A hybrid of Megatron-LM's that a test may spoil."""
+    tensors = megatron_lm.stored_tensors(tiny_model, tiny_config)
+    return megatron_lm.write(tmp_path / "run", tensors, megatron_lm.arguments(tiny_config))
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["Transformer Engine", "local"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"untie_embeddings_and_output_weights": True, "swiglu": True},
+        {"normalization": "LayerNorm", "disable_bias_linear": False, "position_embedding_type": "learned_absolute"},
+        {"hybrid_override_pattern": "M-*MM*-", "position_embedding_type": "rope", "squared_relu": True},
+    ],
+    ids=str,
+)
+def test_hybrid(changes: dict, fused: bool, tiny_config: ModelConfig, tmp_path: Path) -> None:
+    """Beside the state of training, which nobody asks for."""
+    config = ModelConfig(**(tiny_config.to_dict() | changes))
+    model = perturbed(build_model(config, device=CPU, seed=3))
+    tensors = megatron_lm.stored_tensors(model, config, fused=fused)
+    args = megatron_lm.arguments(config)
+    megatron_lm.write(tmp_path, tensors, args, **megatron_lm.training_state(tensors))
+    loaded, loaded_config = load_dist_checkpoint(tmp_path, device=CPU)
+    assert same_parameters(loaded, model)
+    assert_same_logits(oracle.our_logits(loaded, TOKENS), oracle.our_logits(model, TOKENS))
+    for name in ("query_groups", "head_channels", "mamba_heads", "ffn_size", "layer_count"):
+        assert getattr(loaded_config, name) == getattr(config, name)
+
+
+def test_fused_and_local_norms_are_not_both_wanted(written: Path) -> None:
+    """A norm that is there twice is one too many, whichever is meant."""
+    iteration = written / "iter_0000100"
+    tensors = megatron_lm.read_tensors(iteration)
+    tensors["decoder.layers.1.input_layernorm.weight"] = torch.ones(32)
+    args = megatron_lm.arguments(read_config(iteration))
+    megatron_lm.write(written / "twice", tensors, args)
+    with pytest.raises(CheckpointError, match=r"has unexpected decoder\.layers\.1\.input_layernorm\.weight"):
+        load_dist_checkpoint(written / "twice", device=CPU)
+
+
+def read_config(directory: Path) -> ModelConfig:
+    return load_dist_checkpoint(directory, device=CPU)[1]
+
+
+SPOILED = {
+    "lacks decoder.layers.0.mixer.in_proj.layer_norm_weight": "decoder.layers.0.mixer.in_proj.layer_norm_weight",
+    "lacks decoder.layers.2.mlp.linear_fc2.weight": "decoder.layers.2.mlp.linear_fc2.weight",
+}
+
+
+@pytest.mark.parametrize("message", SPOILED)
+def test_missing_tensors(message: str, tiny_model: nn.Module, tiny_config: ModelConfig, tmp_path: Path) -> None:
+    tensors = megatron_lm.stored_tensors(tiny_model, tiny_config)
+    del tensors[SPOILED[message]]
+    megatron_lm.write(tmp_path, tensors, megatron_lm.arguments(tiny_config))
+    with pytest.raises(CheckpointError, match=message):
+        load_dist_checkpoint(tmp_path, device=CPU)
+
+
+@pytest.mark.parametrize("untied", [False, True])
+def test_padded_vocabulary(untied: bool, tiny_config: ModelConfig, tmp_path: Path) -> None:
+    """All rows are kept, as Megatron keeps them, unless the real size is given."""
+    config = dataclasses.replace(tiny_config, vocab_size=64, untie_embeddings_and_output_weights=untied)
+    model = build_model(config, device=CPU, seed=3)
+    megatron_lm.write(tmp_path, megatron_lm.stored_tensors(model, config), megatron_lm.arguments(config, vocab_size=50))
+    padded, _ = load_dist_checkpoint(tmp_path, device=CPU)
+    assert same_parameters(padded, model)
+    cut, cut_config = load_dist_checkpoint(tmp_path, device=CPU, vocab_size=50)
+    assert cut_config.vocab_size == 50
+    assert_same_logits(oracle.our_logits(cut, TOKENS), oracle.our_logits(model, TOKENS)[..., :50])
+    source = SourceConfig(load=str(tmp_path))
+    assert load_model(source, {"vocab_size": 50}, device=CPU).config.vocab_size == 50
+    for size in (48, 65):
+        with pytest.raises(ConfigError, match=f"--vocab-size {size} does not fit .*give more than 48 and at most 64"):
+            load_model(source, {"vocab_size": size}, device=CPU)
+
+
+def test_vocabulary_that_contradicts_the_arguments(
+    tiny_model: nn.Module, tiny_config: ModelConfig, tmp_path: Path
+) -> None:
+    tensors = megatron_lm.stored_tensors(tiny_model, tiny_config)
+    megatron_lm.write(tmp_path, tensors, megatron_lm.arguments(tiny_config, padded_vocab_size=64))
+    message = r"embedding.word_embeddings.weight has shape \(50, 32\), the configuration asks for \(64, 32\)"
+    with pytest.raises(CheckpointError, match=message):
+        load_dist_checkpoint(tmp_path, device=CPU)
+
+
+@pytest.mark.parametrize(("latest", "name"), [("100", "iter_0000100"), ("release", "release"), ("7\n", "iter_0000007")])
+def test_latest_iteration(latest: str, name: str, written: Path, tiny_model: nn.Module) -> None:
+    (written / "iter_0000100").rename(written / name)
+    (written / "latest_checkpointed_iteration.txt").write_text(latest)
+    for directory in (written, written / name):
+        assert same_parameters(load_dist_checkpoint(directory, device=CPU)[0], tiny_model)
+    loaded = load_model(SourceConfig(load=str(written)), {}, device=CPU)
+    assert same_parameters(loaded.model, tiny_model)
+    assert loaded.name == str(written)
+
+
+def set_latest(text: str) -> Callable[[Path], object]:
+    return lambda directory: (directory / "latest_checkpointed_iteration.txt").write_text(text)
+
+
+def make_legacy(directory: Path) -> None:
+    (directory / "iter_0000100" / "metadata.json").unlink()
+    (directory / "iter_0000100" / "mp_rank_00").mkdir()
+
+
+DIRECTORIES = {
+    "says 200, and .* has no iter_0000200": set_latest("200"),
+    "says 'soon', which is no iteration": set_latest("soon"),
+    "says '', which is no iteration": set_latest(""),
+    r"says '\.\./x', which is no iteration": set_latest("../x"),
+    "has no latest_checkpointed_iteration.txt; give an iteration, as in iter_0000100": lambda directory: (
+        directory / "latest_checkpointed_iteration.txt"
+    ).unlink(),
+    "is of Megatron's format 'torch'; only 'torch_dist' is supported": make_legacy,
+    "is of Megatron's format 'torch_dcp'": lambda directory: (directory / "iter_0000100" / "metadata.json").unlink(),
+}
+
+
+@pytest.mark.parametrize("message", DIRECTORIES)
+def test_directories_that_cannot_be_read(message: str, written: Path) -> None:
+    DIRECTORIES[message](written)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        load_model(SourceConfig(load=str(written)), {}, device=CPU)
+    assert "\n" not in str(caught.value)
+
+
+def test_without_arguments(tiny_model: nn.Module, tiny_config: ModelConfig, tmp_path: Path) -> None:
+    tensors = megatron_lm.stored_tensors(tiny_model, tiny_config)
+    megatron_lm.write_files(tmp_path / "bare", tensors, {"iteration": 1})
+    with pytest.raises(
+        CheckpointError, match=r"has neither our config\.json nor Megatron-LM's arguments in common\.pt"
+    ):
+        load_dist_checkpoint(tmp_path / "bare", device=CPU)
+
+
+def test_tokenizer_beside_the_weights_or_above_them(written: Path) -> None:
+    source = SourceConfig(load=str(written))
+    write_tokenizer(written, 40)
+    above = load_model(source, {}, device=CPU).tokenizer
+    write_tokenizer(written / "iter_0000100", 45)
+    beside = load_model(source, {}, device=CPU).tokenizer
+    assert isinstance(above, TextTokenizer)
+    assert (above.vocab_size, beside.vocab_size) == (40, 45)
+
+
+GPT_FAMILIES = {
+    "llama": {"swiglu": True, "untie_embeddings_and_output_weights": True},
+    "gpt2": {"normalization": "LayerNorm", "disable_bias_linear": False, "position_embedding_type": "learned_absolute"},
+    "nemotron": {"squared_relu": True, "rotary_percent": 0.5, "rotary_base": 5000},
+}
+
+
+def gpt_logits(model: GPTModel) -> Tensor:
+    length = len(TOKENS)
+    mask = torch.ones(1, 1, length, length).triu(1).bool()
+    with torch.no_grad():
+        return model(torch.tensor([TOKENS]), torch.arange(length)[None], mask)[0]
+
+
+@pytest.mark.parametrize("stacked", [True, False], ids=["one tensor of all layers", "one tensor a layer"])
+@pytest.mark.parametrize("family", GPT_FAMILIES)
+def test_gpt(family: str, stacked: bool, tmp_path: Path) -> None:
+    """Logits are upstream's: of its own GPT, saved by its own description of itself."""
+    config = dataclasses.replace(GPT, **GPT_FAMILIES[family])
+    model = gpt_model(config)
+    state = {"model": model.sharded_state_dict(metadata={"non_homogeneous_layers": not stacked})}
+    state["args"] = gpt_arguments(config)
+    dist_checkpointing.save(state, str(tmp_path), InProcessSave())
+    loaded, loaded_config = load_dist_checkpoint(tmp_path, device=CPU)
+    assert loaded_config.hybrid_override_pattern == "*-*-*-"
+    assert_same_logits(oracle.our_logits(loaded, TOKENS), gpt_logits(model))
+
+
+def test_gpt_with_norms_of_their_own_and_singleton_shards(tmp_path: Path) -> None:
+    """The newer way of Megatron: one tensor a layer, and the halves of a gated layer under keys of their own."""
+    config = dataclasses.replace(GPT, **GPT_FAMILIES["llama"])
+    model = gpt_model(config)
+    how = {"singleton_local_shards": True}
+    state = {"model": model.sharded_state_dict(metadata=dict(how)), "args": gpt_arguments(config)}
+    for name, sharded in state["model"].items():
+        sharded.key = name if "layernorm" in name else sharded.key
+    dist_checkpointing.save(state, str(tmp_path), InProcessSave(), content_metadata=how)
+    keys = dist_checkpointing.load_tensors_metadata(str(tmp_path))
+    assert {"decoder.layers.0.input_layernorm.weight", "decoder.layers.2.mlp.linear_fc1.weight_v"} <= keys.keys()
+    loaded, _ = load_dist_checkpoint(tmp_path, device=CPU)
+    assert_same_logits(oracle.our_logits(loaded, TOKENS), gpt_logits(model))
+
+
+def test_gpt_with_fewer_layers_than_its_arguments_say(tmp_path: Path) -> None:
+    state = {"model": gpt_model(GPT).sharded_state_dict(), "args": gpt_arguments(GPT, num_layers=4)}
+    dist_checkpointing.save(state, str(tmp_path), InProcessSave())
+    with pytest.raises(CheckpointError, match=r"has shape \(3, .*, the configuration asks for \(4, "):
+        load_dist_checkpoint(tmp_path, device=CPU)
+
+
+WRITER = """
+import sys
+
+if __name__ == "__main__":  # the writer starts this file once more
+    from megatron.core import dist_checkpointing
+    from tests.unit_tests.models.megatron import megatron_lm
+
+    model = megatron_lm.gpt_model(megatron_lm.GPT)
+    state = {"model": model.sharded_state_dict(), "args": megatron_lm.gpt_arguments(megatron_lm.GPT)}
+    dist_checkpointing.save(state, sys.argv[1])
+"""
+
+
+def test_what_upstreams_own_writer_leaves(tmp_path: Path) -> None:
+    """Its processes, its files, its pickles. In a process of its own, which is ended if the writer hangs."""
+    script, directory = tmp_path / "write.py", tmp_path / "run"
+    script.write_text(WRITER)
+    directory.mkdir()
+    root = Path(__file__).parents[3]
+    command = [sys.executable, "-W", "ignore", str(script), str(directory)]
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    subprocess.run(command, cwd=root, env=environment, check=True, timeout=240)
+    assert len(list(directory.glob("*.distcp"))) == 2
+    loaded, _ = load_dist_checkpoint(directory, device=CPU)
+    assert_same_logits(oracle.our_logits(loaded, TOKENS), gpt_logits(gpt_model(GPT)))

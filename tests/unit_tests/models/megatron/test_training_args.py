@@ -1,0 +1,227 @@
+"""Megatron-LM's arguments: what they become, and by which name they are refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from argparse import Namespace
+
+import pytest
+
+from megatron_ext.config import ModelConfig
+from megatron_ext.errors import CheckpointError
+from megatron_ext.models.megatron.training_args import config_from_args, padded_vocabulary
+from tests.unit_tests.models.megatron import megatron_lm
+
+HYBRID = ModelConfig(
+    hybrid_override_pattern="M-M*E",
+    hidden_size=64,
+    ffn_hidden_size=96,
+    num_attention_heads=8,
+    num_query_groups=2,
+    kv_channels=16,
+    mamba_state_dim=24,
+    mamba_head_dim=32,
+    mamba_num_heads=6,
+    mamba_num_groups=3,
+    num_experts=8,
+    moe_ffn_hidden_size=40,
+    moe_router_topk=3,
+    moe_router_score_function="sigmoid",
+    moe_router_enable_expert_bias=True,
+    moe_router_topk_scaling_factor=2.5,
+    position_embedding_type="rope",
+    rotary_base=50000,
+    rotary_percent=0.5,
+    normalization="LayerNorm",
+    squared_relu=True,
+    untie_embeddings_and_output_weights=True,
+    max_position_embeddings=512,
+    vocab_size=512,
+)
+EXPERTS = {name: value for name, value in HYBRID.to_dict().items() if name == "num_experts" or name.startswith("moe_")}
+
+
+def arguments(**changes: object) -> Namespace:
+    return megatron_lm.arguments(HYBRID, **(EXPERTS | changes))
+
+
+def converted(args: object, *, is_gpt: bool = False, vocab_size: int | None = None) -> ModelConfig:
+    return config_from_args(args, "common.pt", is_gpt=is_gpt, vocab_size=vocab_size)
+
+
+def test_every_field_of_a_hybrid() -> None:
+    assert converted(arguments()) == HYBRID
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"rotary_base": 50000.0}, {}),
+        ({"group_query_attention": False, "num_query_groups": 1}, {"num_query_groups": None}),
+        ({"hybrid_override_pattern": None, "hybrid_layer_pattern": "M-|M*|E"}, {}),
+        ({"add_bias_linear": None, "disable_bias_linear": True}, {}),
+        ({"mamba_num_heads": None}, {"mamba_num_heads": None, "mamba_num_groups": 2}),
+        ({"norm_epsilon": None, "layernorm_epsilon": 1e-5}, {}),
+        ({"moe_router_load_balancing_type": "aux_loss", "rope_type": "rope", "softmax_type": "vanilla"}, {}),
+        ({"spec": None}, {}),
+    ],
+    ids=str,
+)
+def test_other_ways_to_say_it(changes: dict, expected: dict) -> None:
+    if "mamba_num_groups" in expected:
+        changes = changes | {"mamba_num_groups": expected["mamba_num_groups"]}
+    assert converted(arguments(**changes)) == dataclasses.replace(HYBRID, **expected)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"add_bias_linear": True, "add_qkv_bias": True}, {"add_bias_linear": None}], ids=str
+)
+def test_biases(changes: dict) -> None:
+    """Of every linear layer, unless Megatron was told otherwise."""
+    config = converted(arguments(hybrid_override_pattern="M-M*-", **changes))
+    assert not config.disable_bias_linear
+    assert config.num_experts is None, "without E layers nothing of experts is taken over"
+
+
+def test_pattern_from_ratios() -> None:
+    """Ten layers, a fifth attention and three tenths MLP, where Megatron puts them; none of either is all Mamba."""
+    args = arguments(hybrid_override_pattern=None, num_layers=10, hybrid_attention_ratio=0.2, hybrid_mlp_ratio=0.3)
+    pattern = converted(args).hybrid_override_pattern
+    assert (pattern.count("M"), pattern.count("*"), pattern.count("-")) == (5, 2, 3)
+    args = arguments(hybrid_override_pattern=None, num_layers=3)
+    assert converted(args).hybrid_override_pattern == "MMM"
+
+
+def test_gpt() -> None:
+    """A layer is an attention and an MLP; epsilons are free without Mamba layers."""
+    args = megatron_lm.arguments(HYBRID, num_layers=3, hybrid_override_pattern=None, spec=None, norm_epsilon=1e-6)
+    config = converted(args, is_gpt=True)
+    assert config.hybrid_override_pattern == "*-*-*-"
+    assert config.norm_epsilon == 1e-6
+
+
+DELTA = {"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": 3, "swiglu": True}
+DELTA |= {"squared_relu": False, "num_layers": 4, "hybrid_override_pattern": None, "spec": None, "norm_epsilon": 1e-6}
+
+
+@pytest.mark.parametrize(
+    ("changes", "pattern"),
+    [
+        ({}, "M-M-*-M-"),
+        ({"linear_attention_freq": 1}, "*-*-*-*-"),
+        ({"linear_attention_freq": [0, 1, 1, 0]}, "*-M-M-*-"),
+    ],
+)
+def test_gpt_with_gated_delta_nets(changes: dict, pattern: str) -> None:
+    """LA-2: a layer is one or attention, then an MLP; what Qwen3-Next has besides is taken over."""
+    sizes = {"linear_key_head_dim": 8, "linear_value_head_dim": 12, "linear_num_key_heads": 2}
+    sizes |= {"linear_num_value_heads": 4, "linear_conv_kernel_dim": 3}
+    flags = {"qk_layernorm": True, "attention_output_gate": True, "apply_layernorm_1p": True}
+    args = megatron_lm.arguments(HYBRID, **(DELTA | sizes | flags | {"normalization": "RMSNorm"} | changes))
+    config = converted(args, is_gpt=True)
+    assert (config.hybrid_override_pattern, config.recurrent_layer) == (pattern, "gated_delta_net")
+    assert config.norm_epsilon == 1e-6, "free without Mamba layers"
+    for name, value in (sizes | flags).items():
+        assert getattr(config, name) == value
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"experimental_attention_variant": "dsa"},
+            "experimental_attention_variant = 'dsa'.* supported is gated_delta_net",
+        ),
+        ({"swiglu": False}, "experimental_attention_variant = .* with swiglu"),
+        ({"linear_attention_freq": [1, 0]}, r"linear_attention_freq = \[1, 0\].* for each of 4 layers"),
+        ({"linear_attention_freq": None}, "linear_attention_freq = None"),
+    ],
+    ids=str,
+)
+def test_gated_delta_nets_that_are_refused(changes: dict, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        converted(megatron_lm.arguments(HYBRID, **(DELTA | changes)), is_gpt=True)
+
+
+def test_older_arguments() -> None:
+    """What the first Megatron with GPT in megatron-core had no argument for is off."""
+    names = ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "max_position_embeddings")
+    values = {name: getattr(arguments(), name) for name in (*names, "kv_channels", "padded_vocab_size")}
+    config = converted(Namespace(**values), is_gpt=True)
+    assert (config.normalization, config.position_embedding_type) == ("LayerNorm", "learned_absolute")
+    assert (config.swiglu, config.disable_bias_linear, config.query_groups) == (False, False, 8)
+
+
+REFUSED = {
+    "multi_latent_attention": True,
+    "qk_layernorm": True,
+    "rotary_interleaved": True,
+    "window_size": (128, 0),
+    "mtp_num_layers": 1,
+    "quick_geglu": True,
+    "heterogeneous_layers_config_path": "layers.json",
+    "position_embedding_type": "yarn",
+    "normalization": "ScaleNorm",
+    "softmax_type": "learnable",
+    "rotary_seq_len_interpolation_factor": 4,
+    "norm_epsilon": 1e-6,
+    "rotary_base": 10000.5,
+    "spec": ["my_layers", "my_spec"],
+    "moe_router_pre_softmax": True,
+    "experimental_attention_variant": "gated_delta_net",
+    "linear_attention_freq": 4,
+    "moe_router_load_balancing_type": "sinkhorn",
+    "padded_vocab_size": "512",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_by_name(name: str) -> None:
+    message = f"^common.pt has {name} = .*, which is not supported; supported is "
+    with pytest.raises(CheckpointError, match=message) as caught:
+        converted(arguments(**{name: REFUSED[name]}))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"add_qkv_bias": True}, "add_qkv_bias = True"),
+        ({"add_bias_linear": True}, "MoE layers .* have no biases"),
+        ({"hybrid_override_pattern": "M-G*E"}, "unknown letter 'G'"),
+        ({"hybrid_override_pattern": "M-*E/M", "num_layers": None}, "unknown letter '/'"),
+        ({"num_layers": 7}, "num_layers = 7, .* supported is 5"),
+        ({"hidden_size": None}, "without hidden_size"),
+        ({"padded_vocab_size": None}, "without padded_vocab_size"),
+        ({"ffn_hidden_size": None}, "without ffn_hidden_size"),
+        ({"hidden_size": "64"}, "hidden_size = '64'; it must be of type int"),
+    ],
+    ids=str,
+)
+def test_other_refusals(changes: dict, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message) as caught:
+        converted(arguments(**changes))
+    assert "common.pt" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_gpt_with_experts() -> None:
+    with pytest.raises(CheckpointError, match="num_experts = 8, which is not supported"):
+        converted(arguments(), is_gpt=True)
+
+
+@pytest.mark.parametrize("args", [None, 3, "text"])
+def test_what_is_no_namespace(args: object) -> None:
+    with pytest.raises(CheckpointError, match=f"has no arguments but a {type(args).__name__}"):
+        converted(args)
+
+
+@pytest.mark.parametrize(("asked", "fits"), [(512, True), (497, True), (496, False), (513, False)])
+def test_padding_of_the_vocabulary(asked: int, fits: bool) -> None:
+    """To a multiple of 8 on each of 2 ranks: less than 16 rows."""
+    if fits:
+        assert converted(arguments(), vocab_size=asked).vocab_size == asked
+    else:
+        with pytest.raises(CheckpointError, match=f"--vocab-size {asked} .*; give more than 496 and at most 512"):
+            converted(arguments(), vocab_size=asked)
+    assert padded_vocabulary(arguments(), "common.pt") == 512

@@ -1,0 +1,140 @@
+"""SE-4: a signal while a checkpoint is saved leaves nothing behind, and the old checkpoint as it was."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from megatron_ext.config import ModelConfig, SourceConfig
+from megatron_ext.errors import ConfigError
+from megatron_ext.interruption import Interrupted, Interruption
+from megatron_ext.models.load import load_model
+from megatron_ext.models.megatron.checkpoint import save_dist_checkpoint
+from megatron_ext.models.native import checkpoint
+from megatron_ext.models.native import directory as checkpoint_directory
+from megatron_ext.models.native.checkpoint import save_checkpoint
+
+SAVES = {"simple": save_checkpoint, "distributed": save_dist_checkpoint}
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def signal_after(right, number: int):
+    """`right`, and then the signal comes: files have been written."""
+
+    def do_both(*args, **kwargs):
+        result = right(*args, **kwargs)
+        signal.raise_signal(number)
+        return result
+
+    return do_both
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["TERM", "INT"])
+@pytest.mark.parametrize("form", SAVES)
+def test_a_signal_while_weights_are_written(
+    form: str, number: int, tiny_model: nn.Module, tiny_config: ModelConfig, tmp_path: Path, monkeypatch
+) -> None:
+    """Into a new place and over an old checkpoint. Torch's writer makes an error of its own of what is raised in it."""
+    old, new = tmp_path / "old", tmp_path / "folders" / "that are" / "new"
+    SAVES[form](old, tiny_model, tiny_config)
+    before = contents(tmp_path)
+    monkeypatch.setattr(checkpoint, "save_file", signal_after(save_file, number))
+    if form == "distributed":
+        writer = "torch.distributed.checkpoint.filesystem._write_item"
+        monkeypatch.setattr(writer, signal_after(torch.distributed.checkpoint.filesystem._write_item, number))
+    for target in (new, old):
+        with pytest.raises(Interrupted) as caught, Interruption():
+            SAVES[form](target, tiny_model, tiny_config)
+        assert caught.value.number == number
+        assert contents(tmp_path) == before
+        assert [path.name for path in tmp_path.iterdir()] == ["old"], "neither scratch nor the new folders are left"
+
+
+def test_a_signal_while_the_old_checkpoint_is_replaced(
+    tiny_model: nn.Module, tiny_config: ModelConfig, tmp_path: Path, monkeypatch
+) -> None:
+    """What has begun then is finished: there is always one whole checkpoint. The signal takes effect after it."""
+    target = tmp_path / "checkpoint"
+    save_checkpoint(target, tiny_model, tiny_config)
+    rename, calls = Path.rename, []
+
+    def rename_and_signal(path: Path, other: Path) -> Path:
+        calls.append(path.name)
+        done = rename(path, other)
+        signal.raise_signal(signal.SIGTERM)
+        return done
+
+    monkeypatch.setattr(Path, "rename", rename_and_signal)
+    with pytest.raises(Interrupted), Interruption():
+        save_checkpoint(target, tiny_model, tiny_config, dtype=torch.bfloat16)
+    assert calls == ["checkpoint", "new"]
+    assert checkpoint_directory.read_header(target).dtype == "bf16"
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+
+
+def test_where_nobody_watches_the_program_ends(tmp_path: Path) -> None:
+    """SIGTERM's default is to kill, without a chance to clean up: so it is for a server that loads, and for scripts."""
+    code = f"""
+import signal, sys
+from pathlib import Path
+from megatron_ext.models.native.scratch import scratch_directory
+with scratch_directory(Path({str(tmp_path / "new" / "checkpoint")!r})) as scratch:
+    (scratch.path / "weights").write_text("half")
+    print(len(list(Path({str(tmp_path)!r}).rglob("weights"))), flush=True)
+    signal.raise_signal(signal.SIGTERM)
+    print("not reached")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGTERM, "1\n", "")
+    assert list(tmp_path.iterdir()) == []
+
+
+class TestTargets:
+    """What cannot be written is found before anything is loaded."""
+
+    @pytest.fixture
+    def refused(self, monkeypatch):
+        """A function: the message with which loading refuses a place to save to, before it looks at the checkpoint."""
+
+        def refuse(target: Path) -> str:
+            with pytest.raises(ConfigError) as caught:
+                load_model(SourceConfig(save=str(target), load="nowhere"), {})
+            return str(caught.value)
+
+        return refuse
+
+    def test_a_file_system_for_reading(self, refused, tmp_path, monkeypatch):
+        def read_only(*_: object, **__: object) -> str:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+        monkeypatch.setattr("tempfile.mkdtemp", read_only)
+        message = refused(tmp_path / "not" / "there")
+        assert message.startswith(f"--save {tmp_path / 'not' / 'there'} cannot be written: ")
+        assert message.endswith("Read-only file system")
+
+    def test_below_a_file(self, refused, tmp_path):
+        (tmp_path / "file").touch()
+        assert "cannot be written: " in refused(tmp_path / "file" / "checkpoint")
+
+    def test_what_cannot_be_moved(self, refused):
+        assert refused(Path("/")) == "--save / is where a file system is mounted; give a directory in it"
+
+    def test_a_link_to_nothing(self, refused, tmp_path):
+        (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+        assert "is a link to nothing; give a directory" in refused(tmp_path / "link")
+
+    def test_the_check_leaves_nothing(self, refused, tmp_path):
+        assert "--load nowhere" in refused(tmp_path / "new" / "checkpoint")
+        assert list(tmp_path.iterdir()) == []

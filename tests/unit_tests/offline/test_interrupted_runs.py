@@ -1,0 +1,240 @@
+"""SE-4, Ctrl-C and SIGTERM: what has been done is kept, the rest ends as aborted, and one line says so."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.config import RequestParams, RunConfig
+from megatron_ext.mcore.adapter import InferenceEngine
+from megatron_ext.offline import run as offline
+from megatron_ext.offline.prompts import Prompt
+from megatron_ext.offline.submission import run_passes
+from megatron_ext.scheduling.record import Status
+from tools.run_inference import main
+
+ROOT = Path(__file__).resolve().parents[3]
+TINY = """
+--hybrid-override-pattern M-*- --hidden-size 32 --num-attention-heads 2 --mamba-head-dim 16 --mamba-state-dim 16
+--mamba-num-groups 1 --tokenizer-type NullTokenizer --vocab-size 64 --inference-dynamic-batching-block-count 8
+--inference-dynamic-batching-max-requests 4
+""".split()
+PROMPTS = [Prompt((1, 2, 3), RequestParams(), f"line {i}") for i in range(1, 5)]
+DONE, ABORTED = Status.COMPLETED, Status.ABORTED
+
+
+class TestSubmission:
+    """Every request has its record, whenever the run is stopped."""
+
+    def stopped_after(self, engine, steps: int, **settings):
+        passes = run_passes(
+            engine, PROMPTS, RunConfig(**settings), lambda _: None, lambda: engine.log.count("step") >= steps
+        )
+        return [[record.status for record in one.records] for one in passes], passes
+
+    def test_those_in_flight_keep_what_they_have(self, fake_engine):
+        (statuses,), (one,) = self.stopped_after(fake_engine, 1)
+        assert statuses == [ABORTED] * 4
+        assert [record.generated_tokens for record in one.records] == [(7,)] * 4
+        assert not fake_engine.has_unfinished_requests()
+
+    def test_those_not_yet_submitted_have_records_too(self, fake_engine):
+        (statuses,), (one,) = self.stopped_after(fake_engine, 2, incoming_requests_per_step=1)
+        assert statuses == [DONE, ABORTED, ABORTED, ABORTED]
+        assert [record.ttft for record in one.records] == [0.5, 0.5, None, None]
+        assert fake_engine.log[-6:] == ["abort 1", "add 2", "abort 2", "add 3", "abort 3", "step"]
+
+    def test_before_the_first_step(self, fake_engine):
+        (statuses,), (one,) = self.stopped_after(fake_engine, 0)
+        assert statuses == [ABORTED] * 4
+        assert one.throughput == 0.0
+
+    def test_repeats_to_come_have_them_too(self, fake_engine):
+        statuses, passes = self.stopped_after(fake_engine, 3, inference_repeat_n=3)
+        assert statuses == [[DONE] * 4, [ABORTED] * 4, [ABORTED] * 4]
+        assert [record.request_id for one in passes for record in one.records] == list(range(12))
+        assert passes[1].throughput > 0
+        assert passes[2].throughput == 0.0
+
+    def test_after_the_last_request_nothing_is_aborted(self, fake_engine):
+        (statuses,), _ = self.stopped_after(fake_engine, 2)
+        assert statuses == [DONE] * 4
+        assert fake_engine.log[-1] == "step"
+
+    def test_a_long_wait_for_the_next_request_is_cut_short(self, fake_engine, monkeypatch):
+        slept = []
+        monkeypatch.setattr("time.sleep", slept.append)
+        settings = RunConfig(incoming_requests_per_sec=0.001)
+        run_passes(fake_engine, PROMPTS, settings, lambda _: None, lambda: len(slept) >= 3)
+        assert max(slept) <= 0.1
+
+
+@pytest.fixture
+def prompt_file(tmp_path) -> str:
+    """Two short requests and two long ones, of which the last waits for the second to end: three run at a time."""
+    path = tmp_path / "prompts.jsonl"
+    lengths = (2, 2, 40, 40)
+    lines = [{"token_ids": [i + 1, 2, 3], "num_tokens_to_generate": n} for i, n in enumerate(lengths)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+
+@pytest.fixture
+def interrupt(monkeypatch):
+    """A function: the engine's n-th step sends signals while it runs."""
+
+    def at(step: int, *numbers: int) -> None:
+        step_modern, count = InferenceEngine.step_modern, [0]
+
+        def step_and_signal(engine):
+            count[0] += 1
+            if count[0] == step:
+                for number in numbers:
+                    signal.raise_signal(number)
+            return step_modern(engine)
+
+        monkeypatch.setattr(InferenceEngine, "step_modern", step_and_signal)
+
+    return at
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["INT", "TERM"])
+def test_the_json_has_everything(prompt_file, tmp_path, capfd, interrupt, number, code):
+    """Several signals within a second are one. The step that runs is finished, so no token is lost."""
+    interrupt(10, number, signal.SIGTERM, signal.SIGINT)
+    output = tmp_path / "out.json"
+    argv = ["--prompt-file", prompt_file, "--output-path", str(output), "--output-request-events"]
+    assert main([*TINY, *argv, "--incoming-requests-per-step", "1", "--inference-repeat-n", "2"]) == code
+    captured = capfd.readouterr()
+    (line,) = [line for line in captured.err.splitlines() if line.startswith("run_inference.py")]
+    name = signal.Signals(number).name
+    assert line == f"run_inference.py: {name}: requests: 2 completed, 6 aborted; all are in {output}"
+    assert "tokens/s" not in captured.out, "what is in the file is not printed too"
+    results = json.loads(output.read_text())
+    requests = [results[str(i)] for i in range(8)]
+    assert [one["status"] for one in requests] == ["COMPLETED"] * 2 + ["ABORTED"] * 6
+    assert [len(one["generated_tokens"]) for one in requests] == [2, 2, 8, 7, 0, 0, 0, 0]
+    assert all(one["ttft"] is None and one["input_prompt"] and one["error"] is None for one in requests[4:])
+    assert all(0 < one["ttft"] <= one["latency"] for one in requests[:4])
+    assert results["prefix_cache"]["blocks_in_use"] == 0
+    assert len(results["throughput"]) == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.json", "prompts.jsonl"]
+
+
+def test_the_tokens_are_those_of_a_run_to_the_end(prompt_file, tmp_path, interrupt):
+    output = tmp_path / "out.json"
+    argv = [*TINY, "--prompt-file", prompt_file, "--output-path", str(output)]
+    assert main(argv) == 0
+    whole = json.loads(output.read_text())
+    interrupt(10, signal.SIGINT)
+    assert main(argv) == 130
+    part = json.loads(output.read_text())
+    for key in "0123":
+        tokens = part[key]["generated_tokens"]
+        assert tokens == whole[key]["generated_tokens"][: len(tokens)]
+    assert len(part["2"]["generated_tokens"]) == 10
+
+
+def test_without_a_file_they_are_printed(prompt_file, capfd, interrupt):
+    interrupt(3, signal.SIGINT)
+    assert main([*TINY, "--prompt-file", prompt_file]) == 130
+    captured = capfd.readouterr()
+    assert "4 requests, 2 not completed: 10 tokens generated" in captured.out
+    assert captured.err.splitlines()[-1] == (
+        "run_inference.py: SIGINT: requests: 2 completed, 2 aborted; without --output-path they are printed only"
+    )
+
+
+@pytest.mark.parametrize("step", [2, 45])
+def test_a_comparison(prompt_file, tmp_path, capfd, interrupt, step):
+    """In its first run, with the cache off, and in its second: the results are those of the run that was cut short."""
+    interrupt(step, signal.SIGINT)
+    output = tmp_path / "out.json"
+    argv = ["--prompt-file", prompt_file, "--output-path", str(output), "--prefix-cache-compare"]
+    assert main([*TINY, *argv]) == 130
+    captured = capfd.readouterr()
+    line = captured.err.splitlines()[-1]
+    assert line.startswith("run_inference.py: SIGINT: the comparison did not come to its end; requests: 2 ")
+    assert "cache changes nothing" not in captured.out
+    results = json.loads(output.read_text())
+    assert (results["prefix_cache"] is None) == (step == 2)
+    assert results["3"]["status"] == "ABORTED"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.json", "prompts.jsonl"]
+
+
+@pytest.mark.parametrize("place", ["load_model", "build_engine", "check_tokens"])
+def test_before_the_first_request(prompt_file, tmp_path, capfd, monkeypatch, place):
+    right = getattr(offline, place)
+
+    def signal_and_go_on(*args, **kwargs):
+        signal.raise_signal(signal.SIGTERM)
+        return right(*args, **kwargs)
+
+    monkeypatch.setattr(offline, place, signal_and_go_on)
+    output = tmp_path / "out.json"
+    assert main([*TINY, "--prompt-file", prompt_file, "--output-path", str(output)]) == 143
+    assert capfd.readouterr().err == "run_inference.py: SIGTERM: nothing has run\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["prompts.jsonl"]
+
+
+def test_a_crash_loses_what_was_in_flight_only(prompt_file, tmp_path, monkeypatch, caplog):
+    step_modern, count = InferenceEngine.step_modern, [0]
+
+    def crash(engine):
+        count[0] += 1
+        if count[0] == 10:
+            raise RuntimeError("broken")
+        return step_modern(engine)
+
+    output = tmp_path / "out.json"
+    argv = [*TINY, "--prompt-file", prompt_file, "--output-path", str(output)]
+    with monkeypatch.context() as patched:
+        patched.setattr(InferenceEngine, "step_modern", crash)
+        with pytest.raises(RuntimeError, match="broken"):
+            main(argv)
+    assert not output.exists()
+    assert caplog.messages[-1] == f"{output}.partial.jsonl has the requests that had ended"
+    lines = [json.loads(line) for line in Path(f"{output}.partial.jsonl").read_text().splitlines()]
+    assert main(argv) == 0
+    results = json.loads(output.read_text())
+    assert [line["request_id"] for line in lines] == [0, 1]
+    for line in lines:
+        whole = results[str(line["request_id"])]
+        assert list(line)[1:] == list(whole)
+        assert line["generated_tokens"] == whole["generated_tokens"]
+    assert not Path(f"{output}.partial.jsonl").exists()
+
+
+def test_a_process_of_its_own(tmp_path):
+    """Sent by another process while requests run; a launcher's second signal follows at once. One line, no stack."""
+    prompts, output = tmp_path / "prompts.jsonl", tmp_path / "out.json"
+    lines = [{"token_ids": [1, 2, 3], "num_tokens_to_generate": n} for n in (1, 4000, 4000)]
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    command = [sys.executable, str(ROOT / "tools" / "run_inference.py"), *TINY, "--hybrid-override-pattern", "*-"]
+    command[command.index("8")] = "200"
+    process = subprocess.Popen(
+        [*command, "--prompt-file", str(prompts), "--output-path", str(output)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    partial = Path(f"{output}.partial.jsonl")
+    while process.poll() is None and not (partial.exists() and partial.read_text()):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate()
+    assert process.returncode == 130, errors
+    weights, told = errors.decode().splitlines()
+    assert weights.endswith("its weights are random")
+    assert told == f"run_inference.py: SIGINT: requests: 1 completed, 2 aborted; all are in {output}"
+    results = json.loads(output.read_text())
+    assert [results[key]["status"] for key in "012"] == ["COMPLETED", "ABORTED", "ABORTED"]
+    assert not partial.exists()

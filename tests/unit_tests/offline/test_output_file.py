@@ -1,0 +1,200 @@
+"""SE-4: the JSON is there whole or not at all, and nothing but a regular file is ever replaced."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.errors import ConfigError, OutputError
+from megatron_ext.offline import output_file
+from megatron_ext.offline.output_file import PartialResults, check_output_path, write_results
+from megatron_ext.scheduling.record import Status
+
+
+@pytest.fixture
+def target(tmp_path) -> Path:
+    """Where to write, in a folder of its own."""
+    (tmp_path / "folder").mkdir()
+    return tmp_path / "folder" / "out.json"
+
+
+def full_device(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_results_replace_the_file_whole(target):
+    target.write_text("old")
+    write_results(str(target), {"throughput": [1.0]})
+    assert json.loads(target.read_text()) == {"throughput": [1.0]}
+    assert list(target.parent.iterdir()) == [target]
+
+
+def test_a_failed_write_leaves_the_old_file(target, monkeypatch):
+    target.write_text("old")
+    monkeypatch.setattr(os, "fsync", full_device)
+    with pytest.raises(OutputError, match=r"^--output-path .*out\.json could not be written: No space left on device$"):
+        write_results(str(target), {"throughput": [1.0]})
+    assert target.read_text() == "old"
+    assert list(target.parent.iterdir()) == [target]
+
+
+def test_the_temporary_file_is_nobody_elses(target, monkeypatch):
+    """A link at its name is not followed, a file there is not overwritten."""
+    monkeypatch.setattr("secrets.token_hex", lambda _: "known")
+    scratch, victim = target.parent / ".results-known.part", target.parent / "victim"
+    victim.write_text("mine")
+    for place in (lambda: scratch.symlink_to(victim), lambda: scratch.symlink_to("nowhere"), lambda: scratch.touch()):
+        place()
+        with pytest.raises(OutputError, match="File exists"):
+            write_results(str(target), {})
+        with pytest.raises(ConfigError, match="File exists"):
+            check_output_path(str(target))
+        assert victim.read_text() == "mine"
+        assert not (target.parent / "nowhere").exists()
+        assert scratch.is_symlink() or scratch.exists(), "what others have made is not deleted"
+        scratch.unlink()
+
+
+def test_the_old_name_of_the_temporary_file_is_of_no_interest(target):
+    """`out.json.part`, which the version before wrote through."""
+    victim = target.parent / "victim"
+    victim.write_text("mine")
+    Path(f"{target}.part").symlink_to(victim)
+    write_results(str(target), {})
+    assert victim.read_text() == "mine"
+
+
+def make_link(path: Path) -> None:
+    (path.parent / "real").write_text("mine")
+    path.symlink_to(path.parent / "real")
+
+
+KINDS = {
+    "a folder": Path.mkdir,
+    "a symbolic link": make_link,
+    "a symbolic link to nothing": lambda path: path.symlink_to(path.parent / "nowhere"),
+    "a pipe": os.mkfifo,
+}
+
+
+@pytest.mark.parametrize("suffix", ["", ".partial.jsonl"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_regular_files_are_replaced(target, kind, suffix):
+    """Neither at the name of the JSON, nor at that of the file beside it; and nothing hangs."""
+    place = Path(f"{target}{suffix}")
+    KINDS[kind](place)
+    mode = place.lstat().st_mode
+    with pytest.raises(ConfigError, match=f"{place.name} is {kind.removesuffix(' to nothing')}, and only a regular"):
+        check_output_path(str(target))
+    if suffix:
+        PartialResults(str(target), with_events=False).add([])
+    else:
+        with pytest.raises(OutputError, match="has become"):
+            write_results(str(target), {})
+    assert place.lstat().st_mode == mode
+    assert not list(target.parent.glob(".results*"))
+
+
+@pytest.mark.parametrize("device", ["/dev/null", "/dev/full", "/dev/stdout"])
+def test_devices_are_never_replaced(device):
+    """Refused at the start; that the write refuses too is tested above, with what it may harm."""
+    with pytest.raises(ConfigError, match=r"is a (device|symbolic link), and only a regular file is replaced"):
+        check_output_path(device)
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        (".", "is no name of a file; give one"),
+        ("missing/out.json", "the folder .*missing does not exist; create it first"),
+        ("file/out.json", "the folder .*file is no folder"),
+        ("n" * 250, "cannot be written: File name too long"),
+    ],
+    ids=lambda value: value[:20],
+)
+def test_what_cannot_work_is_found_before_anything_runs(tmp_path, monkeypatch, path, message):
+    (tmp_path / "file").touch()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        check_output_path(path)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_folder_that_takes_nothing_is_found_before_anything_runs(target, monkeypatch):
+    """By writing, since root may write anywhere but on a file system that is mounted for reading."""
+
+    def read_only(*_: object) -> int:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(os, "open", read_only)
+    with pytest.raises(ConfigError, match="nothing can be written beside it: Read-only file system"):
+        check_output_path(str(target))
+
+
+def test_the_check_leaves_nothing(target):
+    check_output_path(str(target))
+    assert list(target.parent.iterdir()) == []
+
+
+def test_who_may_read_the_file_stays(target):
+    target.touch(0o600)
+    target.chmod(0o600)
+    partial = PartialResults(str(target), with_events=False)
+    write_results(str(target), {})
+    assert stat.S_IMODE(target.stat().st_mode) == stat.S_IMODE(partial.path.stat().st_mode) == 0o600
+
+
+def test_text_that_is_no_utf8_is_spelled_as_json_does(target):
+    """A checkpoint's name in another encoding must not lose the results."""
+    write_results(str(target), {"model": "caf\udce9", "text": "汉\n"})
+    assert json.loads(target.read_text(encoding="utf-8")) == {"model": "caf\udce9", "text": "汉\n"}
+
+
+class TestPartial:
+    """Ended requests are on disk as they end."""
+
+    def lines(self, target: Path) -> list[dict]:
+        return [json.loads(line) for line in Path(f"{target}.partial.jsonl").read_text().splitlines()]
+
+    def test_a_line_a_request_at_once(self, target, record):
+        partial = PartialResults(str(target), with_events=True)
+        partial.add([record(3), record(1, status=Status.ABORTED, ttft=None)])
+        assert [line["request_id"] for line in self.lines(target)] == [3, 1]
+        partial.add([record(2, prompt_text="a\nb\udce9")])
+        lines = self.lines(target)
+        assert lines[2]["input_prompt"] == "a\nb\udce9"
+        assert [event["type"] for event in lines[0]["events"]] == ["ADD_ENGINE", "FINISH"]
+        assert (lines[1]["status"], lines[1]["ttft"]) == ("ABORTED", None)
+        partial.remove()
+        assert list(target.parent.iterdir()) == []
+
+    def test_an_old_one_is_overwritten_and_that_is_said_once(self, target, record, caplog):
+        Path(f"{target}.partial.jsonl").write_text("old\n" * 9)
+        PartialResults(str(target), with_events=False).add([record(0)])
+        assert [line["request_id"] for line in self.lines(target)] == [0]
+        (message,) = caplog.messages
+        assert message.endswith("out.json.partial.jsonl of an earlier run that did not end is overwritten")
+
+    def test_what_another_run_has_put_there_stays(self, target, record):
+        mine = PartialResults(str(target), with_events=False)
+        PartialResults(str(target), with_events=False).add([record(7)])
+        mine.add([record(0)])
+        mine.remove()
+        assert [line["request_id"] for line in self.lines(target)] == [7]
+
+    def test_it_ends_no_run(self, target, record, caplog, monkeypatch):
+        partial = PartialResults(str(target), with_events=False)
+        partial.add([record(0)])
+        monkeypatch.setattr(output_file, "request_results", full_device)
+        for _ in range(3):
+            partial.add([record(1)])
+        (message,) = caplog.messages
+        assert "cannot be written, so a crash would lose what has ended: No space left on device" in message
+        assert [line["request_id"] for line in self.lines(target)] == [0]
+        partial.remove()
+        assert list(target.parent.iterdir()) == []

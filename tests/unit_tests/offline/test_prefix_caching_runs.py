@@ -1,0 +1,263 @@
+"""Prefix caching as a user of `tools/run_inference.py` meets it: flags, prompt lines, JSON, log, comparison."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.prefix_cache import hash_chain
+from megatron_ext.scheduling.accounting import Reason
+from tools.run_inference import BAD_USAGE, DONE, REQUEST_FAILED, main
+
+ATTENTION_ONLY = """
+--hybrid-override-pattern *-*- --hidden-size 32 --num-attention-heads 2 --position-embedding-type rope
+--untie-embeddings-and-output-weights --tokenizer-type NullTokenizer --vocab-size 64 --num-tokens-to-generate 4
+--inference-dynamic-batching-block-count 16 --inference-dynamic-batching-block-size 4
+--inference-dynamic-batching-max-requests 4
+""".split()
+HYBRID = """
+--hybrid-override-pattern M-*- --mamba-head-dim 16 --mamba-state-dim 16 --mamba-num-groups 1
+--inference-dynamic-batching-block-size 16
+""".split()
+ON, OFF = "--inference-dynamic-batching-enable-prefix-caching", "--no-inference-dynamic-batching-enable-prefix-caching"
+POLICY = "--inference-dynamic-batching-prefix-caching-eviction-policy"
+GB, SLOTS, MODE = (f"--inference-dynamic-batching-prefix-caching-mamba-{end}" for end in ("gb", "slots", "mode"))
+PROMPT = [5, 9, 13, 2, 40, 41, 42, 7, 8, 60]  # two blocks and two tokens
+OTHER = [6, 9, 13, 2, 1, 50, 42, 7, 8, 60]
+
+
+@pytest.fixture
+def prompt_file(tmp_path):
+    def write(*lines: dict) -> str:
+        path = tmp_path / "prompts.jsonl"
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return str(path)
+
+    return write
+
+
+@pytest.fixture
+def run(prompt_file, tmp_path):
+    """A function: runs lines one after the other, and gives the JSON."""
+
+    def run_lines(*lines: dict, flags: tuple[str, ...] = ()) -> dict:
+        output = tmp_path / "out.json"
+        batches = ["--drain-between-batches", "--batch-boundaries", ",".join(str(i) for i in range(len(lines)))]
+        files = ["--prompt-file", prompt_file(*lines), "--output-path", str(output)]
+        assert main([*ATTENTION_ONLY, *flags, *files, *batches]) == DONE
+        return json.loads(output.read_text())
+
+    return run_lines
+
+
+def complete_blocks(results: dict) -> set[tuple[int, ...]]:
+    """Contents of all blocks of four that were completed, each with everything before it."""
+    found = set()
+    for entry in (entry for key, entry in results.items() if key.isdigit()):
+        computed = [*map(int, entry["input_prompt"].split()), *entry["generated_tokens"][:-1]]
+        found |= {tuple(computed[:end]) for end in range(4, len(computed) + 1, 4)}
+    return found
+
+
+def skipped(results: dict) -> list[int]:
+    return [entry["skipped_prefill_token_count"] for key, entry in results.items() if key.isdigit()]
+
+
+class TestFlags:
+    """KV-8: caching is on by default, off by either spelling, and each policy keeps what it says."""
+
+    @pytest.mark.parametrize(
+        "flags", [(), (ON,), (OFF, ON), (OFF, "--inference-dynamic-batching-prefix-caching")], ids=str
+    )
+    def test_on(self, run, flags):
+        results = run({"token_ids": PROMPT}, {"token_ids": PROMPT}, flags=flags)
+        assert skipped(results) == [0, 8]
+        assert results["lifetime_skipped_token_count"] == 8
+        assert results["lifetime_prefill_token_count"] == 12
+
+    @pytest.mark.parametrize("flags", [(OFF,), ("--no-inference-dynamic-batching-prefix-caching",), (ON, OFF)], ids=str)
+    def test_off(self, run, flags):
+        results = run({"token_ids": PROMPT}, {"token_ids": PROMPT}, flags=flags)
+        assert skipped(results) == [0, 0]
+        assert results["prefix_cache"] is None
+        assert results["geometry"]["shortest_prompt_that_can_hit"] is None
+        assert results["1"]["prefill_reasons"] == {"caching_off": 10}
+
+    def test_either_spelling_in_a_yaml_file(self, run, tmp_path):
+        yaml = tmp_path / "flags.yaml"
+        yaml.write_text("inference-dynamic-batching-prefix-caching: false\n")
+        lines = ({"token_ids": PROMPT}, {"token_ids": PROMPT})
+        assert skipped(run(*lines, flags=("--model-config", str(yaml)))) == [0, 0]
+        assert skipped(run(*lines, flags=("--model-config", str(yaml), ON))) == [0, 8]
+
+    @pytest.mark.parametrize(("policy", "expected"), [("lru", [0, 8]), ("ref_zero", [0, 0])])
+    def test_policies(self, run, policy, expected):
+        """KV-4: nobody uses the blocks any more when the second prompt comes."""
+        results = run({"token_ids": PROMPT}, {"token_ids": PROMPT}, flags=(POLICY, policy))
+        assert skipped(results) == expected
+        assert (results["prefix_cache"]["blocks_cached"] > 0) == (policy == "lru")
+
+    def test_an_unknown_policy(self, capfd):
+        assert main([*ATTENTION_ONLY, POLICY, "fifo", "--prompts", "1"]) == BAD_USAGE
+        (line,) = capfd.readouterr().err.splitlines()
+        assert "'fifo'" in line
+        assert "lru" in line
+
+
+class TestFields:
+    """KV-9, EX-3: what a prompt line can say about the cache."""
+
+    def test_opting_out_reads_and_writes_nothing(self, run):
+        out = {"token_ids": PROMPT, "enable_prefix_caching": False}
+        results = run(out, {"token_ids": PROMPT}, out, {"token_ids": PROMPT})
+        assert skipped(results) == [0, 0, 0, 8]
+        assert results["2"]["prefill_reasons"] == {"opted_out": 10}
+        assert results["2"]["matched_block_count"] == 0
+
+    def test_salts_keep_tenants_apart(self, run):
+        salts = [{"cache_salt": salt} for salt in ("a", "b", "a", "")]
+        results = run(*({"token_ids": PROMPT} | salt for salt in salts), {"token_ids": PROMPT})
+        assert skipped(results) == [0, 0, 8, 0, 0]
+
+    def test_a_null_salt_is_none(self, run):
+        assert skipped(run({"token_ids": PROMPT}, {"token_ids": PROMPT, "cache_salt": None})) == [0, 8]
+
+    def test_prompt_log_probs_are_computed(self, run):
+        """EX-5: they are there although every block is cached, and are those of a run without the cache."""
+        lines = ({"token_ids": PROMPT}, {"token_ids": PROMPT, "return_log_probs": True})
+        on, off = run(*lines), run(*lines, flags=(OFF,))
+        assert on["1"]["prefill_reasons"] == {"prompt_logprobs": 10}
+        assert on["1"]["prompt_logprobs"] == pytest.approx(off["1"]["prompt_logprobs"], abs=1e-4)
+
+
+class TestStatistics:
+    """KV-11: the `prefix_cache` object."""
+
+    KEYS = """
+    blocks_total blocks_cached blocks_evictable blocks_in_use slots_total slots_used hits blocks_evicted slots_evicted
+    snapshots_taken snapshots_skipped snapshots_replaced coordination_waits
+    """.split()
+
+    def test_keys_are_frozen(self, run):
+        """A change here breaks scripts: it belongs into CHANGELOG.md."""
+        assert list(run({"token_ids": [1]})["prefix_cache"]) == self.KEYS
+
+    def test_the_readme_has_them_all(self):
+        """And every reason of EX-2."""
+        text = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
+        for name in (*self.KEYS, *(reason.value for reason in Reason)):
+            assert f"`{name}`" in text
+
+    def test_values_are_consistent(self, run):
+        results = run({"token_ids": PROMPT}, {"token_ids": OTHER}, {"token_ids": PROMPT}, {"token_ids": PROMPT[:9]})
+        statistics = results["prefix_cache"]
+        assert statistics["blocks_total"] == results["geometry"]["blocks"] == 16
+        assert statistics["blocks_in_use"] == 0
+        assert statistics["blocks_evictable"] == statistics["blocks_cached"]
+        assert statistics["hits"] == sum(n > 0 for n in skipped(results)) == 2
+        assert statistics["blocks_cached"] == len(complete_blocks(results))
+        assert statistics["blocks_evicted"] == statistics["coordination_waits"] == 0
+
+    def test_evictions_are_counted(self, run):
+        """KV-4: 16 blocks in all, 6 new ones for each prompt of 20 tokens and its answer, of which 5 stay cached."""
+        lines = [{"token_ids": [(7 * i + 3 * j) % 64 for j in range(20)]} for i in range(5)]
+        results = run(*lines)
+        assert skipped(results) == [0] * 5
+        assert results["prefix_cache"]["blocks_evicted"] > 0
+        assert results["prefix_cache"]["blocks_cached"] <= 16
+
+
+RANDOM = "describe another model than the embedded one: its weights are random"
+
+
+class TestWarning:
+    """HY-1: what was asked for and has no effect is said, once; what works is not talked about."""
+
+    NO_SLOT = "there is no slot for snapshots of recurrent states: KV blocks are shared, and no prompt token is skipped"
+    UNUSED = "this model has no recurrent layers: settings for snapshots of their states have no effect"
+
+    def messages(self, caplog, *flags: str) -> list[str]:
+        assert main([*ATTENTION_ONLY, *flags, "--prompts", "1 2 3"]) == DONE
+        return [one for one in caplog.messages if not one.endswith(RANDOM)]
+
+    @pytest.mark.parametrize("flags", [(*HYBRID, GB, "0"), (*HYBRID, SLOTS, "0", "--inference-repeat-n", "2")], ids=str)
+    def test_no_slots(self, caplog, flags):
+        (message,) = self.messages(caplog, *flags)
+        assert message.startswith(self.NO_SLOT)
+
+    @pytest.mark.parametrize("flags", [(SLOTS, "3"), (MODE, "align")], ids=str)
+    def test_no_recurrent_layers(self, caplog, flags):
+        assert self.messages(caplog, *flags) == [self.UNUSED]
+
+    @pytest.mark.parametrize("flags", [(), (OFF,), (*HYBRID, OFF), (*HYBRID, OFF, GB, "0"), tuple(HYBRID)], ids=str)
+    def test_nothing_to_say(self, caplog, flags):
+        assert self.messages(caplog, *flags) == []
+
+
+class TestLog:
+    """FX-6: the periodic line."""
+
+    def test_computed_and_skipped_tokens_and_blocks(self, prompt_file, caplog):
+        path = prompt_file({"token_ids": PROMPT}, {"token_ids": PROMPT})
+        batches = ["--drain-between-batches", "--batch-boundaries", "0,1"]
+        assert (
+            main([*ATTENTION_ONLY, "--prompt-file", path, *batches, "--inference-logging-step-interval", "1"]) == DONE
+        )
+        lines = [one for one in caplog.messages if not one.endswith(RANDOM)]
+        assert len(lines) == 8  # 4 tokens each
+        assert re.search(r"KV blocks: 0 of 16 in use, \d+ cached, \d+ evictable", lines[-1])
+        assert lines[0].endswith("prefill tokens: 10 computed, 0 skipped (0.0%)")
+        assert lines[-1].endswith("prefill tokens: 12 computed, 8 skipped (40.0%)")
+
+
+class TestComparison:
+    """`--prefix-cache-compare`: exit codes."""
+
+    @pytest.fixture
+    def compare(self, prompt_file, tmp_path, capfd):
+        """A function: exit code and output of a comparison of two equal prompts, one after the other."""
+
+        def run_both(*flags: str, line: dict | None = None) -> tuple[int, str]:
+            path = prompt_file(*[{"token_ids": PROMPT} | (line or {}), {"token_ids": OTHER}, {"token_ids": PROMPT}])
+            batches = ["--drain-between-batches", "--batch-boundaries", "0,1,2"]
+            code = main([*ATTENTION_ONLY, "--prompt-file", path, *batches, "--prefix-cache-compare", *flags])
+            captured = capfd.readouterr()
+            return code, captured.out + captured.err
+
+        return run_both
+
+    @pytest.mark.parametrize("dtype", [(), ("--bf16",)], ids=str)
+    def test_equal(self, compare, dtype):
+        code, output = compare(*dtype)
+        assert code == DONE
+        assert "the cache changes nothing" in output
+
+    def test_results_are_those_of_the_cached_run(self, compare, tmp_path):
+        path = tmp_path / "out.json"
+        assert compare("--output-path", str(path))[0] == DONE
+        results = json.loads(path.read_text())
+        assert skipped(results) == [0, 0, 8]
+        assert results["prefix_cache"]["blocks_cached"] > 0
+
+    def test_nothing_skipped(self, compare):
+        code, output = compare(line={"cache_salt": "another"})
+        assert code == REQUEST_FAILED
+        assert "the cached run skipped nothing" in output
+
+    @pytest.mark.parametrize("dtype", [(), ("--bf16",)], ids=str)
+    def test_a_planted_difference(self, compare, monkeypatch, dtype):
+        """With keys that do not cover the tokens, the second prompt hits blocks of the first."""
+        right = hash_chain.block_digests
+        monkeypatch.setattr(hash_chain, "block_digests", lambda parent, ids, size: right(parent, [0] * len(ids), size))
+        code, output = compare(*dtype, "--hidden-size", "256")  # the smaller one hardly looks back
+        assert code == REQUEST_FAILED
+        assert "differ" in output
+        assert "the cache changes nothing" not in output
+
+    def test_sampling_is_refused(self, compare):
+        code, output = compare(line={"temperature": 0.7})
+        assert code == BAD_USAGE
+        assert "line 1: --prefix-cache-compare needs greedy requests" in output

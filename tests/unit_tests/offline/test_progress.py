@@ -1,0 +1,104 @@
+"""The progress bar moves with tokens, prefilled and generated, and says how fast they come."""
+
+from __future__ import annotations
+
+import io
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_ext.offline.progress import Progress, progress_bar
+from megatron_ext.scheduling.record import Status
+
+
+def living(computed: int, skipped: int = 0, generated: int = 0, recomputed: int = 0) -> SimpleNamespace:
+    return SimpleNamespace(
+        prompt_length=100,
+        computed_prefill_tokens=computed,
+        prefill_token_count=computed + recomputed,
+        skipped_prefill_tokens=skipped,
+        generated_count=generated,
+    )
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    return now
+
+
+def step(progress: Progress, *records, **requests: SimpleNamespace) -> None:
+    known = {int(name[1:]): request for name, request in requests.items()}
+    progress.update(
+        SimpleNamespace(get_request=known.__getitem__),
+        {"active_request_ids": list(known), "finished_request_records": list(records)},
+    )
+
+
+def test_it_moves_with_tokens(clock, record):
+    """Two requests of 100 prompt tokens that may generate 10: prefill, decode, an end before its time."""
+    progress = Progress([110, 110])
+    clock[0] = 2.0
+    step(progress, r0=living(50), r1=living(0))
+    assert (progress.tokens.done, progress.total, progress.ended) == (50, 220, 0)
+    assert progress.summary() == "0/2, prefill 25, decode 0 tok/s, 0% skipped"
+    clock[0] = 4.0
+    step(progress, r0=living(100, generated=1), r1=living(20, skipped=80, generated=1))
+    assert progress.tokens.done == 202
+    assert progress.summary() == "0/2, prefill 30, decode 0 tok/s, 40% skipped"
+    ended = record(0, computed_prefill_token_count=100, generated_tokens=(1, 2, 3, 4))
+    step(progress, ended, r1=living(20, skipped=80, generated=2))
+    assert (progress.tokens.done, progress.total, progress.ended) == (206, 214, 1)
+    failed = record(1, status=Status.FAILED, computed_prefill_token_count=20, skipped_prefill_token_count=80)
+    step(progress, failed)
+    assert progress.tokens.done == progress.total
+
+
+def test_rates_look_at_the_last_seconds(clock):
+    progress = Progress([10_000])
+    for second, computed in enumerate((0, 5000, 5000, 5000, 5000, 5000, 5000, 5000, 5000)):
+        clock[0] = float(second)
+        step(progress, r0=living(computed, generated=second))
+    assert progress.summary() == "0/1, prefill 0, decode 1 tok/s, 0% skipped"
+
+
+def test_what_is_computed_again_is_work_but_no_progress(clock):
+    progress = Progress([110])
+    clock[0] = 1.0
+    step(progress, r0=living(100, recomputed=1900))
+    assert progress.tokens.done == 100
+    assert progress.summary().startswith("0/1, prefill 2.00k, decode 0 tok/s")
+
+
+class Screen(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_on_a_screen_of_80_columns(monkeypatch, clock):
+    monkeypatch.setattr(sys, "stderr", Screen())
+    monkeypatch.setenv("COLUMNS", "80")
+    known = SimpleNamespace(get_request=lambda _: living(55))
+    with progress_bar([110] * 200) as bar:
+        bar._bar.ncols, bar._bar.dynamic_ncols = 80, None
+        clock[0] = 2.0
+        bar.update(known, {"active_request_ids": range(100), "finished_request_records": []})
+        bar._bar.refresh()
+    (line,) = [part for part in sys.stderr.getvalue().split("\r") if " 25%" in part][-1:]
+    assert len(line.strip()) <= 80
+    assert "|" in line
+    assert "0/200, prefill 2.75k, decode 0 tok/s, 0% skipped" in line
+
+
+def test_it_is_silent_where_nobody_looks(capsys, record):
+    with progress_bar([4]) as bar:
+        bar.update(None, {"active_request_ids": [], "finished_request_records": [record()]})
+    assert capsys.readouterr().err == ""
+
+
+def test_a_process_without_standard_error(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", None)
+    with progress_bar([4]) as bar:
+        bar.update(None, {"active_request_ids": [], "finished_request_records": []})

@@ -1,0 +1,246 @@
+"""Prompts from flags, files and standard input: what a line may say, and what is said about a bad one."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+
+from megatron_ext.config import RequestParams, RunConfig
+from megatron_ext.errors import ConfigError
+from megatron_ext.offline.prompts import LineRules, Prompt, check_tokens, example_prompts, parse_lines, read_prompts
+from megatron_ext.text.tokenizer import NullTokenizer
+
+DEFAULTS = RequestParams(num_tokens_to_generate=7, temperature=0.5)
+
+
+def parse(*lines: str | bytes | dict, **rules: bool) -> list[Prompt]:
+    encoded = [json.dumps(line) if isinstance(line, dict) else line for line in lines]
+    return parse_lines(
+        [line if isinstance(line, bytes) else line.encode() for line in encoded],
+        "prompts.jsonl",
+        LineRules(DEFAULTS, **rules),
+    )
+
+
+def test_a_line_decides_over_the_flags():
+    (prompt,) = parse({"text": "Hello", "num_tokens_to_generate": 3})
+    assert prompt.content == "Hello"
+    assert prompt.params == RequestParams(num_tokens_to_generate=3, temperature=0.5)
+    assert prompt.source == "prompts.jsonl, line 1"
+
+
+def test_every_field_of_a_line():
+    fields = {
+        "num_tokens_to_generate": 5,
+        "temperature": 1,
+        "top_k": 4,
+        "top_p": 0.9,
+        "seed": 11,
+        "stop_words": ["a", "b"],
+        "termination_id": 2,
+        "ignore_eos": True,
+        "return_log_probs": True,
+        "skip_prompt_log_probs": True,
+        "top_n_logprobs": 3,
+        "cache_salt": "tenant",
+        "enable_prefix_caching": False,
+    }
+    (prompt,) = parse({"token_ids": [1, 2], **fields})
+    assert prompt.content == (1, 2)
+    assert prompt.params == RequestParams(**fields | {"stop_words": ("a", "b")})
+
+
+def test_a_line_can_ask_for_less_than_the_flags():
+    """The flags' `--skip-prompt-log-probs` says nothing about a line that wants no log-probs at all."""
+    defaults = RequestParams(return_log_probs=True, skip_prompt_log_probs=True)
+    (prompt,) = parse_lines([b'{"text": "a", "return_log_probs": false}'], "prompts.jsonl", LineRules(defaults))
+    assert not prompt.params.return_log_probs
+
+
+def test_null_is_a_value_where_the_default_is_none():
+    (prompt,) = parse({"text": "x", "seed": None, "termination_id": None})
+    assert prompt.params.seed is None
+
+
+def test_a_surrogate_pair_is_a_character():
+    (prompt,) = parse(r'{"text": "\ud83d\ude00"}')
+    assert prompt.content == "\U0001f600"
+
+
+def test_blank_lines_count_but_are_no_prompts():
+    prompts = parse("\n", '{"text": "a"}\n', "  \n", '{"text": "b"}')
+    assert [prompt.source for prompt in prompts] == ["prompts.jsonl, line 2", "prompts.jsonl, line 4"]
+
+
+def test_byte_order_mark_is_passed_over():
+    (prompt,) = parse(b"\xef\xbb\xbf" + b'{"text": "a"}')
+    assert prompt.content == "a"
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ('{"text": "a"', "not JSON: Expecting ',' delimiter"),
+        ('["a"]', "not a JSON object"),
+        ('"a"', "not a JSON object"),
+        (b'{"text": "\xff"}', "not a text in UTF-8"),
+        ("{}", "has neither text nor token_ids"),
+        ('{"text": "a", "token_ids": [1]}', "has both text and token_ids"),
+        ('{"text": ""}', 'text "" is not a text of at least one character'),
+        ('{"text": 5}', "text 5 is not a text"),
+        (r'{"text": "a \ud800 b"}', "has half of a surrogate pair"),
+        ('{"token_ids": []}', "token_ids [] is not a list of at least one whole number"),
+        ('{"token_ids": [1, -2]}', "token_ids [1, -2] is not a list"),
+        ('{"token_ids": [true]}', "token_ids [true] is not a list"),
+        ('{"token_ids": [1.5]}', "token_ids [1.5] is not a list"),
+        ('{"text": "a", "max_tokens": 3}', "unknown field 'max_tokens'; known are text, token_ids, num_tokens"),
+        ('{"text": "a", "text": "b"}', "field 'text' is given twice"),
+        ('{"text": "a", "temperature": "hot"}', 'temperature "hot" is not a number'),
+        ('{"text": "a", "temperature": true}', "temperature true is not a number"),
+        ('{"text": "a", "temperature": NaN}', "temperature nan must be zero"),
+        ('{"text": "a", "top_k": 2.0}', "top_k 2.0 is not a whole number"),
+        ('{"text": "a", "ignore_eos": 1}', "ignore_eos 1 is not true or false"),
+        ('{"text": "a", "cache_salt": 1}', "cache_salt 1 is not a text"),
+        ('{"text": "a", "stop_words": "."}', 'stop_words "." is not a list of texts'),
+        ('{"text": "a", "stop_words": [1]}', "stop_words [1] is not a list of texts"),
+        ('{"text": "a", "top_k": null}', "top_k null is not a whole number"),
+        ('{"text": "a", "num_tokens_to_generate": 0}', "num_tokens_to_generate 0 must be at least 1"),
+        ('{"text": "a", "top_n_logprobs": 2}', "top_n_logprobs 2 needs return_log_probs"),
+        ('{"text": "a", "skip_prompt_log_probs": true}', "skip_prompt_log_probs needs return_log_probs"),
+    ],
+)
+def test_a_bad_line_is_told_with_its_number(line, reason):
+    with pytest.raises(ConfigError) as caught:
+        parse({"text": "fine"}, line, {"text": "fine too"})
+    message = str(caught.value)
+    assert message.startswith("prompts.jsonl, line 2: ")
+    assert reason in message
+    assert "\n" not in message
+
+
+def test_unknown_fields_can_be_passed_over(caplog):
+    """The error names the flag; with it, what was passed over is told once for the file."""
+    lines = ({"text": "a", "source": "x", "id": 1}, {"text": "b", "source": "y"})
+    with pytest.raises(
+        ConfigError, match=r"line 1: unknown field 'id'; .*; --ignore-unknown-prompt-fields passes over"
+    ):
+        parse(*lines)
+    prompts = parse(*lines, ignores_unknown=True)
+    assert [prompt.content for prompt in prompts] == ["a", "b"]
+    assert [prompt.params for prompt in prompts] == [DEFAULTS] * 2
+    (message,) = caplog.messages
+    assert message.endswith("are ignored, in so many lines: 'source' (2), 'id' (1)")
+    with pytest.raises(ConfigError, match="temperature"):
+        parse({"text": "a", "source": 1, "temperature": "hot"}, ignores_unknown=True)
+
+
+def test_the_flag_reaches_the_file(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"text": "a", "source": 1, "chatgpt_output_token_length": 5}\n')
+    run = RunConfig(prompt_file=str(path), ignore_unknown_prompt_fields=True, num_tokens_from_file=True)
+    (prompt,) = read_prompts(run, DEFAULTS)
+    assert prompt.params.num_tokens_to_generate == 5
+
+
+class TestMegatronsLength:
+    """`chatgpt_output_token_length`: known, and as in Megatron's scripts heeded with --num-tokens-from-file only."""
+
+    def test_without_the_flag(self):
+        (prompt,) = parse({"text": "a", "chatgpt_output_token_length": 0})
+        assert prompt.params == DEFAULTS
+
+    def test_with_the_flag(self):
+        prompts = parse({"text": "a", "chatgpt_output_token_length": 12}, length_from_file=True)
+        assert [prompt.params.num_tokens_to_generate for prompt in prompts] == [12]
+
+    @pytest.mark.parametrize(
+        ("fields", "reason"),
+        [
+            ({}, "--num-tokens-from-file needs chatgpt_output_token_length, and this line has none"),
+            ({"chatgpt_output_token_length": 0}, "chatgpt_output_token_length 0 must be at least 1"),
+            ({"chatgpt_output_token_length": "9"}, 'chatgpt_output_token_length "9" is not a whole number'),
+            ({"chatgpt_output_token_length": 9, "num_tokens_to_generate": 9}, "give one of them"),
+        ],
+        ids=str,
+    )
+    def test_what_is_wrong_with_it(self, fields, reason):
+        with pytest.raises(ConfigError, match=reason):
+            parse({"text": "a"} | fields, length_from_file=True)
+
+
+def test_a_file_without_prompts():
+    with pytest.raises(ConfigError, match=r"prompts\.jsonl has no prompt"):
+        parse("\n")
+
+
+def test_prompts_from_flags():
+    prompts = read_prompts(RunConfig(prompts=("a", "b")), DEFAULTS)
+    assert prompts == [Prompt("a", DEFAULTS, "--prompts, prompt 1"), Prompt("b", DEFAULTS, "--prompts, prompt 2")]
+
+
+def test_an_empty_prompt_from_a_flag():
+    """KV-12: a clear error."""
+    with pytest.raises(ConfigError, match="--prompts, prompt 2 is empty"):
+        read_prompts(RunConfig(prompts=("a", "")), DEFAULTS)
+
+
+def test_a_flag_in_another_encoding():
+    with pytest.raises(ConfigError, match=r"--prompts, prompt 1: .* is not a text in UTF-8"):
+        read_prompts(RunConfig(prompts=(b"gr\xf6sser".decode(errors="surrogateescape"),)), DEFAULTS)
+
+
+def test_prompts_from_a_file(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"text": "größer"}\n', encoding="utf-8")
+    (prompt,) = read_prompts(RunConfig(prompt_file=str(path)), DEFAULTS)
+    assert prompt == Prompt("größer", DEFAULTS, f"{path}, line 1")
+
+
+def test_prompts_from_standard_input():
+    (prompt,) = read_prompts(RunConfig(prompt_file="-"), DEFAULTS, io.BytesIO(b'{"token_ids": [5]}\n'))
+    assert prompt == Prompt((5,), DEFAULTS, "standard input, line 1")
+
+
+def test_a_missing_file():
+    with pytest.raises(ConfigError, match=r"^--prompt-file nowhere\.jsonl: No such file or directory$"):
+        read_prompts(RunConfig(prompt_file="nowhere.jsonl"), DEFAULTS)
+
+
+def test_shipped_prompts_share_prefixes():
+    """A long system prompt with several questions, and conversations whose turns repeat the previous ones."""
+    texts = [prompt.content for prompt in read_prompts(RunConfig(), DEFAULTS)]
+    assert texts == [prompt.content for prompt in example_prompts(DEFAULTS)]
+    system, _, _ = texts[0].partition("<|end|>")
+    assert len(system) > 1500
+    assert sum(text.startswith(system) for text in texts) >= 4
+    continued = [later for earlier in texts for later in texts if later != earlier and later.startswith(earlier)]
+    assert len(continued) >= 4
+
+
+class TestCheckTokens:
+    def check(self, *contents: str | tuple[int, ...]) -> None:
+        prompts = [Prompt(content, DEFAULTS, f"line {i}") for i, content in enumerate(contents, start=1)]
+        check_tokens(prompts, NullTokenizer(100), vocab_size=100)
+
+    def test_ids_of_the_vocabulary(self):
+        self.check((0, 99), "0 99")
+
+    def test_tokens_are_counted(self):
+        prompts = [Prompt(content, DEFAULTS, "here") for content in ((0, 99), "1 2 3")]
+        assert check_tokens(prompts, NullTokenizer(100), vocab_size=100) == [2, 3]
+
+    def test_an_id_outside_the_vocabulary(self):
+        with pytest.raises(
+            ConfigError, match=r"^line 2: token id 100 is not in the vocabulary of 100; ids go from 0 to 99$"
+        ):
+            self.check((0,), (1, 100))
+
+    def test_a_text_that_is_no_list_of_ids(self):
+        with pytest.raises(ConfigError, match=r"^line 1: 'Hello' is no token id"):
+            self.check("Hello")
+
+    def test_a_text_without_tokens(self):
+        with pytest.raises(ConfigError, match=r'^line 1: the tokenizer makes no token of " "$'):
+            self.check(" ")

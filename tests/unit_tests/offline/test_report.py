@@ -1,0 +1,67 @@
+"""What a person sees of a run."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+
+from megatron_ext.console.geometry import print_geometry
+from megatron_ext.memory.budget import Geometry
+from megatron_ext.offline.report import print_report, summary
+from megatron_ext.offline.submission import Pass
+from megatron_ext.scheduling.record import Status
+
+HYBRID = Geometry(64, 131072, 292864, 143, 8048, 5, 64, 64, 65)
+
+
+def printed(function, *arguments) -> str:
+    console = Console(file=io.StringIO(), width=160)
+    function(*arguments, console)
+    return console.file.getvalue()
+
+
+def test_requests_then_totals(record):
+    lines = printed(print_report, [Pass((record(0),), 2.0), Pass((record(1),), 1.0)]).splitlines()
+    assert [line.split()[0] for line in lines[:7]] == ["id", "0", "<", ">", "1", "<", ">"]
+    assert lines[-3].startswith("2 requests: 4 tokens generated")
+
+
+def test_summary_counts_everything(record):
+    """EX-2: what was skipped, and why the rest was not."""
+    warm = record(
+        1,
+        status=Status.ABORTED,
+        skipped_prefill_token_count=2,
+        computed_prefill_token_count=1,
+        prefill_reasons={"last_token": 1},
+    )
+    lines = summary([Pass((record(0),), 2.0), Pass((warm,), 1.0)])
+    assert lines[0] == "2 requests, 1 not completed: 4 tokens generated in 3.0 s (1.0, 2.0 tokens/s)"
+    assert lines[1] == "prompt tokens: 4 computed, 2 skipped (33.3%)"
+    assert lines[2] == "computed because: caching_off 3, last_token 1"
+
+
+def test_geometry():
+    """EX-6, LA-4: the effective sizes, in one table, at start-up."""
+    rows = [line for line in printed(print_geometry, HYBRID, "a model").splitlines() if "│" in line]
+    assert [" ".join(row.split()) for row in rows] == [
+        "│ KV cache │ 8,048 blocks of 64 tokens, 131,072 bytes each │",
+        "│ live states │ 64 of 292,864 bytes each, as much as the KV of 143 tokens │",
+        "│ snapshots │ 5 slots of the same size │",
+        "│ prefix cache │ prompts of 65 tokens and more can hit │",
+    ]
+    text = printed(lambda console: print_geometry(HYBRID, "a model", console, 1_234_567))
+    assert "a model" in text
+    assert "at most 1,234,567 bytes" in text
+
+
+def test_geometry_without_recurrent_layers():
+    text = printed(print_geometry, Geometry(64, 131072, 0, 0, 8048, 0, 0, 64, None), "a model")
+    assert "states" not in text
+    assert "nothing is skipped" in text
+
+
+def test_the_name_of_a_model_is_text():
+    text = printed(print_geometry, HYBRID, "[red]a\x1b[31m/model")
+    assert r"[red]a\x1b[31m/model" in text

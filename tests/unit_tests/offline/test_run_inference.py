@@ -1,0 +1,194 @@
+"""The tool from end to end on a tiny random model: exit codes, and one line for every mistake."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tools.run_inference import BAD_USAGE, DONE, REQUEST_FAILED, main
+
+ROOT = Path(__file__).resolve().parents[3]
+TINY = """
+--hybrid-override-pattern M-*- --hidden-size 32 --num-attention-heads 2 --mamba-head-dim 16 --mamba-state-dim 16
+--mamba-num-groups 1 --tokenizer-type NullTokenizer --vocab-size 64 --inference-dynamic-batching-block-count 8
+--inference-dynamic-batching-max-requests 4
+""".split()
+
+
+@pytest.fixture
+def prompt_file(tmp_path):
+    def write(*lines: str) -> str:
+        path = tmp_path / "prompts.jsonl"
+        path.write_text("".join(line + "\n" for line in lines))
+        return str(path)
+
+    return write
+
+
+@pytest.fixture
+def error_line(capfd):
+    """A function: runs the tool, which must fail with bad usage and one line on standard error."""
+
+    def fail(*argv: str) -> str:
+        assert main(argv) == BAD_USAGE
+        captured = capfd.readouterr()
+        assert captured.out == ""
+        (line,) = captured.err.splitlines()
+        assert line.startswith("run_inference.py: error: ")
+        return line
+
+    return fail
+
+
+def test_prompts_to_table_and_json(prompt_file, tmp_path, capfd):
+    path = prompt_file('{"token_ids": [1, 2, 3]}', '{"token_ids": [4], "num_tokens_to_generate": 2}')
+    output = tmp_path / "out.json"
+    argv = ["--prompt-file", path, "--num-tokens-to-generate", "5", "--output-path", str(output)]
+    assert main([*TINY, *argv, "--output-request-events", "--inference-repeat-n", "2"]) == DONE
+    assert "4 requests: 14 tokens generated" in capfd.readouterr().out
+    results = json.loads(output.read_text())
+    assert [len(results[key]["generated_tokens"]) for key in "0123"] == [5, 2, 5, 2]
+    assert results["0"]["generated_tokens"] == results["2"]["generated_tokens"]
+    assert [event["type"] for event in results["0"]["events"]] == ["ADD_ENGINE", "ADD_CONTEXT", "FIRST_TOKEN", "FINISH"]
+    assert results["lifetime_prefill_token_count"] == 2 * (3 + 1)
+    assert results["geometry"]["blocks"] == 8
+    assert len(results["throughput"]) == 2
+    assert results["model"] == "random weights, M-*-"
+
+
+def test_seed_seeds_weights_and_requests(prompt_file, tmp_path):
+    path = prompt_file('{"token_ids": [1, 2, 3], "temperature": 1.0}')
+
+    def tokens(seed: str) -> list[int]:
+        output = tmp_path / "out.json"
+        assert main([*TINY, "--prompt-file", path, "--seed", seed, "--output-path", str(output)]) == DONE
+        return json.loads(output.read_text())["0"]["generated_tokens"]
+
+    assert tokens("1") == tokens("1")
+    assert tokens("1") != tokens("2")
+
+
+def test_a_prompt_that_cannot_be_served_fails_alone(prompt_file, tmp_path, capfd):
+    """KV-12: a prompt larger than the pool; the other one runs."""
+    too_long = json.dumps({"token_ids": [1] * (9 * 64)})
+    path = prompt_file(too_long, '{"token_ids": [1, 2]}')
+    output = tmp_path / "out.json"
+    assert main([*TINY, "--prompt-file", path, "--output-path", str(output)]) == REQUEST_FAILED
+    assert "1 not completed" in capfd.readouterr().out
+    results = json.loads(output.read_text())
+    assert results["0"]["status"] == "FAILED"
+    assert results["0"]["error"]
+    assert results["0"]["ttft"] is None
+    assert results["1"]["status"] == "COMPLETED"
+
+
+def test_batches_are_drained(prompt_file, tmp_path):
+    path = prompt_file(*['{"token_ids": [1, 2]}'] * 3)
+    output = tmp_path / "out.json"
+    argv = ["--prompt-file", path, "--output-path", str(output), "--output-request-events"]
+    assert main([*TINY, *argv, "--drain-between-batches", "--batch-boundaries", "0,2"]) == DONE
+    results = json.loads(output.read_text())
+    times = [{event["type"]: event["timestamp"] for event in results[key]["events"]} for key in "012"]
+    assert times[1]["ADD_ENGINE"] < times[0]["FINISH"]
+    assert times[2]["ADD_ENGINE"] > max(times[0]["FINISH"], times[1]["FINISH"])
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ("--no-such-flag", "--no-such-flag"),
+        ("--model-config nowhere.yaml", "nowhere.yaml: No such file"),
+        ("--prompt-file nowhere.jsonl", "nowhere.jsonl: No such file"),
+        ("--load nowhere", "--load nowhere does not exist"),
+        ("--load-hf nowhere", "--load-hf nowhere does not exist"),
+        ("--hybrid-override-pattern MZ", "unknown letter 'Z'"),
+        ("--bf16 --fp16", "--bf16 and --fp16"),
+        ("--prompts 1 --output-path nowhere/out.json", "the folder nowhere does not exist"),
+        ("--prompts 1 --drain-between-batches --batch-boundaries 0,1", "there are 1 prompts"),
+        ("--prompts 1 --tokenizer-model nowhere --tokenizer-type HuggingFaceTokenizer", "nowhere does not exist"),
+        ("--prompts 1 --seed 99999999999999999999", "--seed 99999999999999999999 must be between 0"),
+        ("--prompts Hello", "--prompts, prompt 1: 'Hello' is no token id"),
+        ("--prompts 64", "--prompts, prompt 1: '64' is no token id"),
+        ("--prompts 1 --inference-dynamic-batching-block-size 20", "block size 20 is not a multiple of 16"),
+        ("--prompts 1 --hidden-size 10000000", "a model of hidden size 10000000, 4 layers and 64 vocabulary"),
+        ("--prompts 1 --vocab-size 1000000000000", "--vocab-size 1000000000000 is too large; at most"),
+        ("--prompts 1 --skip-prompt-log-probs", "give --return-log-probs too, or leave it out"),
+    ],
+)
+def test_bad_usage(error_line, argv, expected):
+    assert expected in error_line(*TINY, *argv.split())
+
+
+def test_a_bad_line_runs_nothing(error_line, prompt_file):
+    path = prompt_file('{"token_ids": [1]}', '{"token_ids": [1], "maximum": 3}')
+    assert "line 2: unknown field 'maximum'" in error_line(*TINY, "--prompt-file", path)
+
+
+def test_an_unknown_token_id_is_told_with_its_line(error_line, prompt_file):
+    path = prompt_file('{"token_ids": [1]}', '{"token_ids": [64]}')
+    assert "line 2: token id 64 is not in the vocabulary" in error_line(*TINY, "--prompt-file", path)
+
+
+def test_a_budget_too_small(error_line):
+    argv = [arg for arg in TINY if "block-count" not in arg and arg != "8"]
+    line = error_line(*argv, "--prompts", "1", "--inference-dynamic-batching-buffer-size-gb", "0")
+    assert "buffer" in line
+
+
+def test_one_rank_only(error_line, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "started on 2 ranks, and this version runs on one" in error_line(*TINY, "--prompts", "1")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says that there is no CUDA")
+def test_nccl_needs_cuda(error_line):
+    assert "nccl needs CUDA" in error_line(*TINY, "--prompts", "1", "--distributed-backend", "nccl")
+
+
+def test_flag_over_yaml_over_checkpoint_over_default(prompt_file, tmp_path):
+    """What decides the longest sequence, seen by whether a request of 60 tokens is served."""
+    path = prompt_file(json.dumps({"token_ids": [1] * 50, "num_tokens_to_generate": 10}))
+    saved, yaml = str(tmp_path / "saved"), tmp_path / "flags.yaml"
+
+    def run(*argv: str) -> int:
+        return main([*argv, "--prompt-file", path, "--tokenizer-type", "NullTokenizer"])
+
+    assert run(*TINY, "--max-position-embeddings", "40", "--save", saved) == REQUEST_FAILED
+    assert run("--load", saved) == REQUEST_FAILED  # not the default of 4096
+    yaml.write_text("max-position-embeddings: 60")
+    assert run("--load", saved, "--model-config", str(yaml)) == DONE
+    assert run("--load", saved, "--model-config", str(yaml), "--max-position-embeddings", "59") == REQUEST_FAILED
+
+
+def test_a_saved_model_is_the_same_model(prompt_file, tmp_path):
+    path = prompt_file('{"token_ids": [1, 2, 3]}')
+    saved, outputs = str(tmp_path / "saved"), [tmp_path / "one.json", tmp_path / "two.json"]
+    common = ["--prompt-file", path, "--tokenizer-type", "NullTokenizer", "--return-log-probs"]
+    assert main([*TINY, *common, "--save", saved, "--output-path", str(outputs[0])]) == DONE
+    assert main(["--load", saved, *common, "--output-path", str(outputs[1])]) == DONE
+    one, two = (json.loads(output.read_text()) for output in outputs)
+    assert one["0"]["logprobs"] == two["0"]["logprobs"]
+    assert two["model"] == saved
+
+
+def test_a_process_of_its_own_reads_standard_input():
+    """The script as a user starts it: exit code, and nothing but the one line on standard error."""
+    attention_only = ["--hybrid-override-pattern", "*-"]  # about which there is nothing to warn
+    command = [sys.executable, str(ROOT / "tools" / "run_inference.py"), *TINY, *attention_only, "--prompt-file", "-"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    good = subprocess.run(command, input=b'{"token_ids": [1]}\n', capture_output=True, env=environment, check=False)
+    assert good.returncode == DONE, good.stderr
+    assert good.stderr.endswith(b"its weights are random\n")
+    assert good.stderr.count(b"\n") == 1
+    assert b"1 request: 30 tokens generated" in good.stdout
+    bad = subprocess.run(command, input=b"{}\n", capture_output=True, env=environment, check=False)
+    assert bad.returncode == BAD_USAGE
+    assert bad.stderr == (
+        b"run_inference.py: error: standard input, line 1: has neither text nor token_ids; give one\n"
+    )

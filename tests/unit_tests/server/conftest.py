@@ -1,0 +1,36 @@
+"""Servers that live as long as a module's tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from megatron_ext.config import ServerConfig
+from megatron_ext.mcore.adapter import InferenceEngine
+from megatron_ext.server.app import Serving
+from tests.unit_tests.support.server import LiveServer, embedded_engine, tiny_engine
+
+
+@pytest.fixture(scope="module")
+def serve() -> Iterator[Callable[..., LiveServer]]:
+    """A function: starts a server, which stops with the module."""
+    servers = []
+
+    def start(engine: InferenceEngine, model: str = "tiny", **settings: object) -> LiveServer:
+        servers.append(LiveServer(Serving(engine, model, ServerConfig(**({"shutdown_timeout": 5.0} | settings)))))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.stop()
+
+
+@pytest.fixture(scope="module")
+def tiny(serve) -> LiveServer:
+    return serve(tiny_engine())
+
+
+@pytest.fixture(scope="module")
+def embedded(serve) -> LiveServer:
+    return serve(embedded_engine(), "embedded")

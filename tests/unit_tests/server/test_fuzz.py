@@ -1,0 +1,150 @@
+"""Whatever the OpenAPI description allows, and what it does not: never a 500, and the server goes on."""
+
+from __future__ import annotations
+
+import json
+
+import hypothesis.strategies as st
+import pytest
+import schemathesis
+from fastapi import FastAPI
+from hypothesis import HealthCheck, given, settings
+from schemathesis.checks import not_a_server_error
+from schemathesis.generation import GenerationMode
+
+from megatron_ext.server.app import router
+from tests.unit_tests.support.server import LiveServer, embedded_engine, tiny_engine
+
+COMMON = {
+    "deadline": None,
+    "suppress_health_check": list(HealthCheck),
+    "derandomize": True,  # a failure here must be one everywhere
+    "database": None,
+}
+HEADERS = {"content-type": "application/json"}
+
+
+@pytest.fixture(scope="module")
+def target(serve) -> LiveServer:
+    """Sequences are short, so that requests that are good by chance do not take long."""
+    return serve(tiny_engine(max_sequence_length=48))
+
+
+@pytest.fixture(scope="module")
+def talking(serve) -> LiveServer:
+    return serve(embedded_engine(), "embedded")
+
+
+def described() -> list:
+    """The operations of the description that the server gives of itself."""
+    app = FastAPI(title="megatron_ext", version="0")
+    app.include_router(router)
+    return [result.ok() for result in schemathesis.openapi.from_dict(app.openapi()).get_all_operations()]
+
+
+OPERATIONS = described()
+
+
+def test_the_description_is_the_servers(target):
+    paths = target.http.get("/openapi.json").json()["paths"]
+    assert {(method, path) for path, methods in paths.items() for method in methods} == {
+        (operation.method, operation.path) for operation in OPERATIONS
+    }
+    assert len(OPERATIONS) == 9
+
+
+@pytest.mark.parametrize(
+    ("operation", "mode"),
+    [
+        pytest.param(operation, mode, id=f"{operation.label} {mode.value}")
+        for operation in OPERATIONS
+        for mode in GenerationMode
+        if operation.body or mode is GenerationMode.POSITIVE  # without a body nothing can be wrong
+    ],
+)
+@settings(max_examples=15, **COMMON)
+@given(data=st.data())
+def test_described_requests(target, operation, mode, data):
+    """Bodies and parameters made from the description: those that it allows, and others."""
+    case = data.draw(operation.as_strategy(generation_mode=mode))
+    case.call_and_validate(base_url=target.url, checks=[not_a_server_error], timeout=30)
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.just("<1><2>"),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["role", "content", "type"]), inner),
+    max_leaves=4,
+)
+FIELDS = {
+    "n": st.integers(-1, 4),
+    "stop": st.just("<") | st.lists(st.just(">"), max_size=3),
+    "stream": st.booleans(),
+    "stream_options": st.fixed_dictionaries({"include_usage": st.booleans()}),
+    "max_tokens": st.integers(0, 60),
+    "min_tokens": st.integers(-1, 20),
+    "temperature": st.floats(0, 3) | st.just(1e-300) | st.just(1e300),
+    "top_p": st.floats(0, 1) | st.just(5e-324),
+    "top_k": st.integers(-2, 200) | st.just(10**30),
+    "seed": st.integers() | st.just(10**300),
+    "ignore_eos": st.booleans(),
+    "echo": st.booleans(),
+    "logprobs": st.integers(-1, 21) | st.booleans(),
+    "top_logprobs": st.integers(0, 20),
+    "cache_salt": st.text(max_size=5),
+}
+PROMPTS = st.lists(st.integers(0, 98), max_size=50) | st.just("<5><6>") | st.just(["<5>", "<7><8>"])
+
+
+def bodies(required: dict):
+    """Mostly sound fields, some of which are spoilt."""
+    optional = {name: values for name, values in FIELDS.items() if name not in required}
+    sound = st.fixed_dictionaries(required, optional=optional)
+    names = st.sampled_from([*required, *FIELDS, "model", "tools", "logit_bias", "what"])
+    return st.builds(lambda body, spoilt: body | spoilt, sound, st.dictionaries(names, VALUES, max_size=1))
+
+
+def post(server: LiveServer, path: str, body: dict) -> None:
+    content = json.dumps(body).encode()  # with NaN, and halves of characters
+    response = server.http.post(path, content=content, headers=HEADERS)
+    assert response.status_code < 500, response.text
+    if response.status_code >= 400:
+        assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+    elif body.get("stream"):
+        assert response.text.endswith("data: [DONE]\n\n"), response.text
+    else:
+        usage = response.json()["usage"]
+        assert isinstance(usage["prompt_tokens_details"]["cached_tokens"], int)
+
+
+@settings(max_examples=150, **COMMON)
+@given(body=bodies({"prompt": PROMPTS}))
+def test_completions(target, body):
+    post(target, "/v1/completions", body)
+
+
+MESSAGES = st.lists(
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(["system", "user", "assistant", "tool", ""]), "content": st.text(max_size=12) | VALUES}
+    ),
+    max_size=3,
+)
+
+
+@settings(max_examples=60, **COMMON)
+@given(body=bodies({"messages": MESSAGES, "max_tokens": st.integers(1, 6)}))
+def test_chat(talking, body):
+    post(talking, "/v1/chat/completions", body)
+
+
+@settings(max_examples=100, **COMMON)
+@given(content=st.binary(max_size=60) | st.text(alphabet='{}[]":,0123456789eE+-.tfn\\u', max_size=60).map(str.encode))
+def test_bytes(target, content):
+    response = target.http.post("/v1/completions", content=content, headers=HEADERS)
+    assert response.status_code == 400
+
+
+def test_afterwards_nothing_is_left(target, talking):
+    for server in (target, talking):
+        server.check_idle()
+        assert server.metric("step_failures_total") == 0
+    assert target.client().completions.create(model="tiny", prompt=[1], max_tokens=3).usage.completion_tokens == 3

@@ -1,0 +1,246 @@
+"""The server's log: a line a request, never texts; the end and its beginning; nothing that a terminal would obey."""
+
+from __future__ import annotations
+
+import io
+import logging
+import re
+import sys
+import threading
+
+import httpx
+import pytest
+
+from megatron_ext.server import access
+from megatron_ext.server.log import (
+    LONGEST_MESSAGE,
+    LONGEST_TRACEBACK,
+    BoundedRate,
+    LineFormatter,
+    printable,
+)
+from tests.unit_tests.server.test_errors import CHAT, COMPLETIONS
+from tests.unit_tests.support.driver import make_prompt
+from tests.unit_tests.support.server import PATIENCE, LiveServer, tiny_engine
+
+PROMPT = make_prompt(40, seed=3)
+SECRET = "<90>"
+LINE = re.compile(
+    r"(?P<id>\S+) (?P<method>\S+) (?P<path>.+) (?P<status>\d+)"
+    r"( prompt=(?P<prompt>\S+) skipped=(?P<skipped>\S+) generated=(?P<generated>\S+) ttft=(?P<ttft>\S+)"
+    r"( failed=(?P<failed>\d+))?)? duration=(?P<duration>\d+\.\d{3})"
+)
+
+
+@pytest.fixture(scope="module")
+def server(serve) -> LiveServer:
+    return serve(tiny_engine(block_count=8))
+
+
+@pytest.fixture
+def lines(server, caplog):
+    """A function: the next lines of requests, parsed."""
+    caplog.set_level(logging.INFO, "megatron_ext")
+
+    def read(count: int = 1) -> list[dict[str, str]]:
+        def found() -> list[logging.LogRecord]:
+            return [record for record in caplog.records if record.name == access.__name__]
+
+        server.wait_until(lambda: len(found()) >= count)
+        texts = [record.getMessage() for record in found()]
+        caplog.clear()
+        assert len(texts) == count, texts
+        return [LINE.fullmatch(text).groupdict() for text in texts]
+
+    return read
+
+
+class TestRequests:
+    def test_counts_and_times(self, server, lines):
+        """Equal to what the answer itself says."""
+        server.reset_cache()
+        body = {"prompt": PROMPT, "max_tokens": 3, "temperature": 0, "n": 2}
+        for skipped in (0, 32):
+            answer = server.http.post(COMPLETIONS, json=body).json()
+            (line,) = lines()
+            assert (line["id"], line["method"], line["path"]) == (answer["id"], "POST", COMPLETIONS)
+            counts = (line["status"], line["prompt"], line["skipped"], line["generated"], line["failed"])
+            assert counts == ("200", "40", str(skipped), "6", None)
+            assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == skipped
+            assert 0 < float(line["ttft"]) <= float(line["duration"])
+
+    def test_several_prompts_and_a_stream(self, server, lines):
+        body = {"prompt": [[1, 2, 3], [4, 5]], "max_tokens": 4, "stream": True, "ignore_eos": True}
+        text = server.http.post(COMPLETIONS, json=body).text
+        (line,) = lines()
+        assert f'"id": "{line["id"]}"' in text
+        assert (line["status"], line["prompt"], line["generated"]) == ("200", "5", "8")
+
+    def test_what_is_refused(self, server, lines):
+        server.http.post(COMPLETIONS, json={"prompt": [97]})
+        server.http.post(CHAT, json={})
+        server.http.get("/v2")
+        assert [(line["id"], line["status"], line["prompt"]) for line in lines(3)] == [
+            ("-", "400", None),
+            ("-", "400", None),
+            ("-", "404", None),
+        ]
+
+    def test_what_fails_in_a_stream_that_has_begun(self, server, lines):
+        body = {"prompt": [1] * 40, "max_tokens": 200, "stream": True, "ignore_eos": True}
+        assert "blocks needed" in server.http.post(COMPLETIONS, json=body).text
+        (line,) = lines()
+        assert (line["status"], line["prompt"], line["failed"]) == ("200", "40", "1")
+        assert int(line["generated"]) > 0
+
+    def test_a_client_that_leaves(self, server, lines):
+        body = {"prompt": [1, 2], "max_tokens": 100, "ignore_eos": True}
+        step, begun, go_on = server.engine.step_modern, threading.Event(), threading.Event()
+
+        def slow(*arguments):
+            begun.set()
+            assert go_on.wait(PATIENCE)
+            return step(*arguments)
+
+        server.engine.step_modern = slow
+        try:
+            with httpx.Client(base_url=server.url) as client, pytest.raises(httpx.ReadTimeout):
+                client.post(COMPLETIONS, json=body, timeout=0.3)
+            (line,) = lines()
+        finally:
+            go_on.set()
+            server.engine.step_modern = step
+        assert (line["status"], line["prompt"], line["generated"]) == ("499", "2", "-")
+        server.check_idle()
+
+    def test_never_texts(self, server, caplog):
+        """Nor what comes after a question mark, nor a path that is one."""
+        caplog.set_level(logging.DEBUG, "megatron_ext")
+        body = {"prompt": SECRET, "max_tokens": 2, "stop": [SECRET], "cache_salt": SECRET, "user": SECRET}
+        server.http.post(COMPLETIONS, json=body)
+        server.http.post(COMPLETIONS, json=body | {"top_p": SECRET})
+        server.http.get("/v1/models?key=" + SECRET)
+        server.wait_until(lambda: len([one for one in caplog.records if one.name == access.__name__]) == 3)
+        own = [one.getMessage() for one in caplog.records if one.name.startswith("megatron_ext")]
+        assert not any("90" in re.sub(r"cmpl-\w+|duration=\S+|ttft=\S+", "", line) for line in own)
+
+    def test_a_path_is_short_and_printable(self, server, lines):
+        server.http.get("/%1b[2J%0aforged line" + "x" * 1000)
+        (line,) = lines()
+        assert line["path"].startswith("/\\x1b[2J\\nforged line")
+        assert len(line["path"]) < 300
+
+    def test_what_machines_ask_again_and_again_is_for_debugging(self, server, caplog):
+        for level, count in ((logging.INFO, 0), (logging.DEBUG, 3)):
+            caplog.set_level(level, "megatron_ext")
+            caplog.clear()
+            for path in ("/", "/health", "/metrics"):
+                server.http.get(path)
+            server.http.get("/v1/models")
+            server.wait_until(lambda: any("/v1/models" in one.getMessage() for one in caplog.records))
+            own = [one for one in caplog.records if one.name == access.__name__]
+            assert len(own) == count + 1
+
+    def test_it_can_be_off(self, serve, caplog):
+        caplog.set_level(logging.DEBUG, "megatron_ext")
+        quiet = serve(tiny_engine(), access_log=False)
+        assert quiet.http.post(COMPLETIONS, json={"prompt": [1], "max_tokens": 1}).status_code == 200
+        assert [one for one in caplog.records if one.name == access.__name__] == []
+
+
+class TestTheEnd:
+    @pytest.mark.parametrize(
+        ("patience", "tokens", "outcome"),
+        [(PATIENCE, 100, "1 requests finished, 0 cancelled"), (0.0, 2000, "0 requests finished, 1 cancelled")],
+        ids=["finished", "cancelled"],
+    )
+    def test_what_is_in_flight(self, serve, caplog, patience, tokens, outcome):
+        caplog.set_level(logging.INFO, "megatron_ext")
+        server = serve(tiny_engine(), shutdown_timeout=patience)
+        body = {"prompt": [1], "max_tokens": tokens, "stream": True, "ignore_eos": True}
+        with server.http.stream("POST", COMPLETIONS, json=body) as answer:
+            events = answer.iter_lines()
+            next(events)
+            server._server.should_exit = True
+            list(events)
+        server.stop()
+        begins, ends = [one.getMessage() for one in caplog.records if one.getMessage().startswith("shutdown ")]
+        assert begins == f"shutdown begins: 1 requests in flight, 1 connections; {patience:g} s for them"
+        assert re.fullmatch(rf"shutdown ends: {outcome}, \d+\.\d s", ends)
+
+
+@pytest.fixture
+def log():
+    """A logger as the tool sets it up, and what it has written."""
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(LineFormatter())
+    logger = logging.Logger("some.where")
+    logger.addHandler(handler)
+    return logger, stream.getvalue
+
+
+class TestLines:
+    def test_time_level_and_place(self, log):
+        logger, written = log
+        logger.info("%d steps", 3)
+        assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} INFO some\.where: 3 steps\n", written())
+
+    def test_control_characters_never_reach_a_terminal(self, log):
+        """Nor line ends, which could forge a record, nor what turns the direction of a text."""
+        logger, written = log
+        logger.warning("%s", "a\x1b]0;title\x07\r\n2026 INFO forged\u202e\x9b31m\ud800 grüße 你好")
+        (line,) = written().splitlines()
+        assert line.endswith(r"a\x1b]0;title\x07\r\n2026 INFO forged\u202e\x9b31m\ud800 grüße 你好")
+
+    def test_a_message_has_an_end(self, log):
+        logger, written = log
+        logger.warning("%s", "a" * 1_000_000)
+        assert written().endswith(f"aaa... ({1_000_000 - LONGEST_MESSAGE} more characters)\n")
+        assert len(written()) < LONGEST_MESSAGE + 200
+
+    def test_a_traceback_has_one_too(self, log):
+        """A chat nested 900 deep logged 300 KB."""
+
+        def descend(depth: int) -> None:
+            if depth == 0:
+                raise ValueError("bottom\n2026 INFO forged\x1b[31m" + "b" * 100_000)
+            descend(depth - 1)
+
+        logger, written = log
+        try:
+            descend(min(500, sys.getrecursionlimit() // 3))
+        except ValueError:
+            logger.exception("failed")
+        first, *others = written().splitlines()
+        assert first.endswith("ERROR some.where: failed")
+        assert all(line.startswith("    ") for line in others)
+        assert "forged" not in first
+        assert len(written()) < 2 * LONGEST_TRACEBACK
+        assert "\x1b" not in written()
+
+    @pytest.mark.parametrize(
+        ("text", "shown"), [("", ""), ("abc", "abc"), ("ab\tc", "ab\\tc"), ("abcdef", "abcd... (2 more characters)")]
+    )
+    def test_printable(self, text, shown):
+        assert printable(text, 4) == shown
+
+    def test_what_repeats_itself_is_counted(self, log):
+        logger, written = log
+        now = [0.0]
+        logger.addFilter(BoundedRate(most=2, seconds=10, clock=lambda: now[0]))
+        for second in range(25):
+            now[0] = float(second)
+            logger.warning("%s fails", "this")
+            if second < 3:
+                logger.warning("another place")
+        said = [line.split(": ", 1)[1] for line in written().splitlines()]
+        assert said.count("another place") == 2
+        assert [line for line in said if "this" in line] == [
+            "this fails",
+            "this fails",
+            "this fails (8 more like it were left out)",
+            "this fails",
+            "this fails (8 more like it were left out)",
+            "this fails",
+        ]

@@ -1,0 +1,327 @@
+"""What the server shows of its cache: metrics, the cache's own route, the page."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from megatron_ext.config import CacheConfig
+from megatron_ext.scheduling.accounting import Reason
+from megatron_ext.server.history import INTERVAL, KEPT, History
+from megatron_ext.server.metrics import Metrics
+from megatron_ext.server.page import PAGE
+from tests.unit_tests.support.driver import make_prompt
+from tests.unit_tests.support.server import LiveServer, tiny_engine
+
+ROOT = Path(__file__).resolve().parents[4]
+PROMPT = make_prompt(40, seed=3)
+
+
+def complete(server: LiveServer, prompt=PROMPT, **fields) -> dict:
+    response = server.http.post("/v1/completions", json={"prompt": prompt, "temperature": 0} | fields)
+    assert response.status_code == 200, response.text
+    server.check_idle()
+    return response.json()
+
+
+@pytest.fixture(scope="module")
+def fresh(serve) -> LiveServer:
+    """A server of one test after the other, in order."""
+    return serve(tiny_engine())
+
+
+class TestMetrics:
+    def test_before_the_first_request_everything_is_there(self, fresh):
+        for name in ("requests_total", "prompt_tokens_computed_total"):
+            assert f"megatron_ext_{name}{{" in fresh.http.get("/metrics").text
+        assert fresh.metric("prompt_tokens_skipped_total") == 0
+        assert fresh.metric("kv_blocks") == 200
+        assert fresh.metric("state_slots") == 16
+        assert fresh.metric("info", model="tiny") == 1
+
+    def test_what_a_few_requests_leave(self, fresh):
+        """EX-2: skipped and computed tokens by reason, as in the requests' own usage."""
+        usages = [
+            complete(fresh, max_tokens=4)["usage"],
+            complete(fresh, max_tokens=4)["usage"],
+            complete(fresh, max_tokens=4, enable_prefix_caching=False)["usage"],
+            complete(fresh, max_tokens=4, echo=True, logprobs=0)["usage"],
+        ]
+        details = [usage["prompt_tokens_details"] for usage in usages]
+        assert fresh.metric("prompt_tokens_skipped_total") == sum(one["cached_tokens"] for one in details) == 32
+        for reason in Reason:
+            expected = sum(one["computed_tokens_by_reason"].get(reason.value, 0) for one in details)
+            assert fresh.metric("prompt_tokens_computed_total", reason=reason.value) == expected, reason
+        assert fresh.metric("prompt_tokens_computed_total", reason="opted_out") == 40
+        assert fresh.metric("tokens_generated_total") == 16
+        assert fresh.metric("requests_total", outcome="length") == 4
+        assert fresh.metric("prefix_cache_hits_total") == 1
+        assert fresh.metric("kv_blocks_cached") == fresh.metric("kv_blocks_evictable") == 2
+        assert fresh.metric("kv_blocks_in_use") == 0
+        assert fresh.metric("state_slots_used") == 1
+        assert fresh.metric("snapshots_taken_total") == 1
+
+    def test_times(self, fresh):
+        """One first token a request, and a gap before each other token."""
+        assert fresh.metric("time_to_first_token_seconds_count") == 4
+        assert fresh.metric("inter_token_seconds_count") == 12
+        assert fresh.metric("request_seconds_count") == 4
+        total, first = (fresh.metric(f"{name}_sum") for name in ("request_seconds", "time_to_first_token_seconds"))
+        assert 0 < first + fresh.metric("inter_token_seconds_sum") <= total * 1.5
+
+    def test_each_name_is_documented(self, fresh):
+        text = (ROOT / "docs" / "server.md").read_text()
+        families = list(text_string_to_metric_families(fresh.http.get("/metrics").text))
+        assert len(families) > 20
+        for family in families:
+            name = family.name + ("_total" if family.type == "counter" else "")
+            if not name.endswith("_created"):
+                assert f"`{name}`" in text, name
+
+    def test_the_type_of_the_text(self, fresh):
+        assert fresh.http.get("/metrics").headers["content-type"].startswith("text/plain; version=0.0.4")
+
+
+class TestCacheRoute:
+    def test_sizes_use_and_hottest_prefixes(self, fresh):
+        """EX-6: tokens and hits of prefixes, and no text: digests are 32 bytes of hexadecimal digits."""
+        fresh.reset_cache()
+        other = make_prompt(20, seed=9)
+        for prompt, times in ((PROMPT, 3), (other, 2)):
+            for _ in range(times):
+                complete(fresh, prompt, max_tokens=1)
+        shown = fresh.http.get("/prefix_cache").json()
+        assert shown["geometry"]["block_size_tokens"] == 16
+        assert shown["occupancy"] == fresh.engine.prefix_cache_statistics()
+        assert [(one["tokens"], one["hits"]) for one in shown["hottest_prefixes"]] == [(32, 2), (16, 1)]
+        assert all(re.fullmatch("[0-9a-f]{64}", one["digest"]) for one in shown["hottest_prefixes"])
+        assert "<" not in fresh.http.get("/prefix_cache").text
+
+    def test_equal_prompts_of_two_tenants_have_two_digests(self, fresh):
+        """EX-3."""
+        fresh.reset_cache()
+        for salt in ("a", "a", "b", "b"):
+            complete(fresh, cache_salt=salt)
+        digests = {one["digest"] for one in fresh.http.get("/prefix_cache").json()["hottest_prefixes"]}
+        assert len(digests) == 2
+
+    def test_reset_empties_the_cache(self, fresh):
+        """EX-4: nothing cached before is matched after."""
+        complete(fresh)
+        assert complete(fresh)["usage"]["prompt_tokens_details"]["cached_tokens"] == 32
+        occupancy = fresh.http.post("/reset_prefix_cache").json()["occupancy"]
+        assert (occupancy["blocks_cached"], occupancy["slots_used"]) == (0, 0)
+        assert fresh.http.get("/prefix_cache").json()["hottest_prefixes"] == []
+        assert fresh.metric("kv_blocks_cached") == 0
+        assert complete(fresh)["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+    def test_with_caching_off_there_is_nothing_to_show(self, serve):
+        server = serve(tiny_engine(cache=CacheConfig(enable_prefix_caching=False)))
+        complete(server)
+        shown = server.http.get("/prefix_cache").json()
+        assert (shown["occupancy"], shown["hottest_prefixes"]) == (None, [])
+        assert server.http.post("/reset_prefix_cache").json() == {"occupancy": None}
+        assert server.metric("prompt_tokens_computed_total", reason="caching_off") == 40
+
+
+class TestHistory:
+    """The page is not empty when it is opened late."""
+
+    def test_ten_minutes(self):
+        assert INTERVAL * KEPT == 600
+
+    def test_the_oldest_samples_go(self):
+        metrics = Metrics("tiny")
+        history = History(metrics, kept=3)
+        for _ in range(5):
+            metrics.rejected.inc()
+            history.sample()
+        metrics.rejected.inc(10)
+        shown = history.since(0.0)
+        assert (shown["interval"], shown["kept"], len(shown["times"])) == (INTERVAL, 3, 4)
+        assert shown["series"]["requests_rejected_total"] == [3, 4, 5, 15], "the last one is how it is now"
+        assert shown["times"] == sorted(shown["times"])
+        later = history.since(history._samples[1][0])
+        assert later["series"]["requests_rejected_total"] == [5, 15]
+
+    def test_what_was_not_there_before_has_no_value(self):
+        metrics = Metrics("tiny")
+        history = History(metrics)
+        history.sample()
+        metrics._requests.labels("new").inc()
+        assert history.since(0.0)["series"]['requests_total{outcome="new"}'] == [None, 1]
+
+    def test_the_server_takes_samples_by_itself(self, fresh):
+        """Without anybody who looks, and the values are those of `/metrics`."""
+        fresh.wait_until(lambda: len(fresh.serving.history._samples) >= 1)
+        shown = fresh.http.get("/metrics/history").json()
+        assert (shown["model"], len(shown["times"]) >= 2) == ("tiny", True)
+        for name in ("tokens_generated_total", "kv_blocks_evictable", "inter_token_seconds_count"):
+            assert shown["series"][name][-1] == fresh.metric(name)
+        assert not [name for name in shown["series"] if name.startswith(("request_seconds_bucket", "info"))]
+        assert len(fresh.http.get("/metrics/history", params={"since": shown["times"][-1]}).json()["times"]) == 1
+        assert fresh.http.get("/metrics/history", params={"since": "x"}).status_code == 400
+
+
+class _Page(HTMLParser):
+    """Texts and attributes of elements by id, the paths drawn, and which elements there are."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.texts: dict[str, str] = {}
+        self.attributes: dict[str, dict] = {}
+        self.paths: list[str] = []
+        self.drawn: dict[str, list[str]] = {}  # the paths, by the id around them
+        self.tags: set[str] = set()
+        self._id = ""
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attributes: list) -> None:
+        attributes = dict(attributes)
+        self._id = attributes.get("id", self._id)
+        self.tags.add(tag)
+        if "id" in attributes:
+            self.attributes[self._id] = attributes
+        if tag == "path":
+            self.paths.append(attributes["d"])
+            self.drawn.setdefault(self._id, []).append(attributes["d"])
+
+    def handle_data(self, data: str) -> None:
+        self.texts[self._id] = self.texts.get(self._id, "") + data.strip()
+
+
+def chromium() -> str | None:
+    return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+needs_chromium = pytest.mark.skipif(chromium() is None, reason="no Chromium is installed")
+
+
+def look(server: LiveServer, folder: Path, *, milliseconds: int = 9000) -> _Page:
+    """The page after some virtual time."""
+    command = [chromium(), "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+    command += [f"--user-data-dir={folder}", f"--virtual-time-budget={milliseconds}", "--dump-dom", f"{server.url}/"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    page = _Page(done.stdout)
+    assert "model" in page.texts, done.stderr
+    return page
+
+
+# What a person does: waits to be asked for the key, gives it, looks, and empties the cache.
+PERSON = """<script>
+window.confirm = () => true;
+const until = async test => { while (!test()) await new Promise(done => setTimeout(done, 50)); };
+const note = name => document.getElementById("model").setAttribute(name, at("hottest").textContent);
+(async () => {
+  await until(() => !at("key").hidden);
+  document.getElementById("state").setAttribute("asked", at("key-said").textContent);
+  document.getElementById("state").setAttribute("before", String(at("hottest").hidden && at("geometry").hidden));
+  for (const given of GIVEN) {
+    at("key-text").value = given;
+    at("key").requestSubmit();
+    await new Promise(done => setTimeout(done, 300));
+  }
+  await until(() => at("key").hidden);
+  note("shown");
+  at("hottest").querySelector("button").click();
+  await until(() => at("hottest").textContent.includes("emptied"));
+  note("emptied");
+})();
+</script>"""
+
+
+class TestPage:
+    def test_it_needs_nothing_from_elsewhere(self, fresh):
+        response = fresh.http.get("/")
+        assert response.headers["content-type"] == "text/html; charset=utf-8"
+        assert not re.search(r"(src|href)=(?![\"']?data:)|https?://(?!www.w3.org/2000/svg)|@import", response.text)
+
+    def test_nobody_puts_it_into_a_frame_or_a_script_into_it(self, fresh):
+        """SE-3: a page around it could have its visitor click on the reset button without seeing it."""
+        headers = fresh.http.get("/").headers
+        rules = dict(rule.split(" ", 1) for rule in headers["content-security-policy"].split("; "))
+        assert rules["frame-ancestors"] == rules["default-src"] == "'none'"
+        assert re.fullmatch(r"'sha256-[A-Za-z0-9+/]{43}='", rules["script-src"])
+        assert headers["x-frame-options"] == "DENY"
+        assert "innerHTML" not in fresh.http.get("/").text
+
+    @needs_chromium
+    def test_it_draws_what_the_metrics_say(self, fresh, tmp_path, monkeypatch):
+        """With ten minutes of history, which it has not seen itself."""
+        history = fresh.serving.history
+        take = history.sample
+        monkeypatch.setattr(History, "sample", lambda self: None)
+        history._samples.clear()
+        history._samples.append((time.time() - 570, dict.fromkeys(fresh.serving.metrics.values(), 0)))
+        take()
+        complete(fresh, max_tokens=6)
+        complete(fresh, max_tokens=6)
+        take()
+        page = look(fresh, tmp_path)
+        assert page.texts["model"] == "tiny"
+        skipped = fresh.metric("prompt_tokens_skipped_total")
+        computed = sum(fresh.metric("prompt_tokens_computed_total", reason=reason.value) for reason in Reason)
+        assert page.texts["skipped-share"].startswith(f"{100 * skipped / (skipped + computed):.1f}".rstrip("0."))
+        requests = sum(fresh.metric("requests_total", outcome=one) for one in ("stop", "length", "aborted", "failed"))
+        assert page.texts["requests"].startswith(f"{requests:.0f}")
+        (decode,) = page.drawn["decode"]
+        heights = [float(y) for y in re.findall(r"[ML][\d.]+ ([\d.]+)", decode)]
+        assert heights[1] < heights[0] - 10, "tokens came between the last two samples; further down is less"
+        assert f"of {fresh.metric('kv_blocks'):.0f}" in page.texts["kv-blocks"]
+        assert f"{fresh.metric('kv_blocks_evictable'):.0f}" in page.texts["kv-blocks"]
+        assert "every 2 s" in page.texts["state"]
+        curves = [path for path in page.paths if path.count("L") >= 2]
+        assert len(curves) >= 4, "decode tokens/s, KV blocks in use, KV blocks cached, snapshots"
+        starts = [float(re.match(r"M([\d.]+)", path).group(1)) for path in curves]
+        assert 60 < min(starts) < 90, "570 of 600 seconds to the left, of 52 to 480"
+
+    @needs_chromium
+    def test_geometry_hottest_prefixes_and_failures(self, fresh, tmp_path):
+        """What README promises; failures are those of the metrics."""
+        fresh.reset_cache()
+        for _ in range(3):
+            complete(fresh, max_tokens=1)
+        assert fresh.http.post("/v1/completions", json={"prompt": [1] * 40, "max_tokens": 9999}).status_code == 400
+        page = look(fresh, tmp_path, milliseconds=3000)
+        geometry = fresh.engine.geometry
+        assert f"tokens of a block{geometry.block_size_tokens}" in page.texts["geometry"]
+        assert f"can hit{geometry.shortest_prompt_that_can_hit}" in page.texts["geometry"]
+        (prefix,) = fresh.http.get("/prefix_cache").json()["hottest_prefixes"]
+        assert f"{prefix['digest'][:12]}2 × 32 tokens" in page.texts["hottest"]
+        assert "Empty the cache" in page.texts["hottest"]
+        assert "hidden" in page.attributes["key"], "there is no key to be asked for"
+        failed = fresh.metric("requests_total", outcome="failed")
+        assert f"requests failed{failed:.0f}" in page.texts["failures"]
+
+    @needs_chromium
+    def test_it_asks_for_the_key_and_empties_the_cache(self, serve, tmp_path, monkeypatch):
+        """Before the key it shows counts only; its own POST has its own origin, which is let in."""
+        person = PERSON.replace("GIVEN", json.dumps(["wrong", "the key"]))
+        monkeypatch.setattr("megatron_ext.server.app.PAGE", PAGE.replace("</body>", f"{person}</body>"))
+        monkeypatch.setattr("megatron_ext.server.app.PAGE_HEADERS", {})
+        server = serve(tiny_engine(), api_key="the key")
+        server.http.headers["authorization"] = "Bearer the key"
+        for _ in range(3):
+            complete(server)
+        page = look(server, tmp_path)
+        assert "needed for the geometry" in page.attributes["state"]["asked"]
+        assert page.attributes["state"]["before"] == "true"
+        assert "2 × 32 tokens" in page.attributes["model"]["shown"]
+        assert "the cache was emptied" in page.attributes["model"]["emptied"]
+        assert server.metric("kv_blocks_cached") == 0
+
+    @needs_chromium
+    def test_what_others_wrote_stays_text(self, serve, tmp_path):
+        """A name with markup is shown as it is, and none of it becomes an element."""
+        name = "<img src=x onerror=\"document.title='run'\"><script>1</script>&amp;"
+        page = look(serve(tiny_engine(), name), tmp_path, milliseconds=3000)
+        assert page.texts["model"] == name
+        assert "img" not in page.tags

@@ -1,0 +1,200 @@
+"""The tool from end to end: the same tokens as `run_inference.py`, the ready line, mistakes, and the way out."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from arguments import parse_server_arguments
+from megatron_ext.config import RequestParams, ServerConfig, SourceConfig
+from megatron_ext.mcore import platform
+from megatron_ext.offline.prompts import example_prompts
+from megatron_ext.server.app import Serving
+from megatron_ext.server.run import bind, build_serving, model_name
+from tests.unit_tests.support.server import PATIENCE, LiveServer
+from tools import run_inference, run_server
+
+ROOT = Path(__file__).resolve().parents[4]
+TINY = """
+--hybrid-override-pattern M-*- --hidden-size 32 --num-attention-heads 2 --mamba-head-dim 16 --mamba-state-dim 16
+--mamba-num-groups 1 --tokenizer-type NullTokenizer --vocab-size 64 --inference-dynamic-batching-block-count 64
+--inference-dynamic-batching-block-size 16 --inference-dynamic-batching-max-requests 4 --seed 7
+""".split()
+TOKENS = 12
+
+
+LINES = {
+    "tiny": [
+        {"token_ids": [5] * 40},
+        {"token_ids": [5] * 40 + [6]},
+        {"token_ids": [9, 8, 7], "temperature": 1.0, "top_k": 9, "seed": 3},
+    ],
+    "embedded": [{"text": prompt.content} for prompt in example_prompts(RequestParams())[:4]],
+}
+FLAGS = {"tiny": TINY, "embedded": ["--inference-dynamic-batching-block-count", "400"]}
+
+
+@pytest.fixture(scope="module", params=list(LINES))
+def both(request, tmp_path_factory) -> Iterator[tuple[list[dict], list[dict], LiveServer]]:
+    """Prompts, what `run_inference.py` made of them, and a server with the same flags."""
+    lines, flags = LINES[request.param], FLAGS[request.param]
+    folder = tmp_path_factory.mktemp(request.param)
+    (folder / "prompts.jsonl").write_text("\n".join(json.dumps(line) for line in lines))
+    run = ["--prompt-file", str(folder / "prompts.jsonl"), "--output-path", str(folder / "out.json")]
+    sampling = ["--return-log-probs", "--skip-prompt-log-probs", "--num-tokens-to-generate", str(TOKENS)]
+    assert run_inference.main([*flags, *run, *sampling]) == run_inference.DONE
+    results = json.loads((folder / "out.json").read_text())
+    platform.initialize()
+    served = ["--served-model-name", "both", "--shutdown-timeout", "5"]
+    server = LiveServer(build_serving(parse_server_arguments([*flags, *served])))
+    yield lines, [results[str(i)] for i in range(len(lines))], server
+    server.stop()
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_tokens_are_those_of_run_inference(both, stream):
+    """KV-8: text and log-probs of both tools are the same, with the cache cold and warm."""
+    for line, expected in zip(*both[:2], strict=True):
+        sampling = {name: line[name] for name in ("top_k", "seed") if name in line}
+        for _ in range(2):
+            answer = (
+                both[2]
+                .client()
+                .completions.create(
+                    model="both",
+                    prompt=line.get("token_ids", line.get("text")),
+                    max_tokens=TOKENS,
+                    temperature=line.get("temperature", 0),
+                    logprobs=0,
+                    stream=stream,
+                    extra_body=sampling,
+                )
+            )
+            parts = list(answer) if stream else [answer]
+            assert "".join(part.choices[0].text for part in parts) == expected["generated_text"]
+            scores = [score for part in parts for score in part.choices[0].logprobs.token_logprobs]
+            assert scores == pytest.approx(expected["generated_logprobs"], abs=1e-3)
+    assert both[2].metric("prompt_tokens_skipped_total") > 0
+
+
+@pytest.fixture(scope="module")
+def started() -> Iterator[tuple[subprocess.Popen, str, list[str]]]:
+    """The tool in a process of its own, its URL, and what it printed before that."""
+    command = [sys.executable, "tools/run_server.py", *TINY, "--port", "0", "--shutdown-timeout", "20"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    lines = []
+    for line in process.stdout:
+        lines.append(line.strip())
+        if lines[-1].startswith("ready: "):
+            break
+    assert lines[-1].startswith("ready: "), process.stderr.read()
+    yield process, lines[-1].removeprefix("ready: "), lines
+    process.kill()
+    process.communicate()
+
+
+class TestProcess:
+    def test_ready_then_a_signal_lets_the_running_request_finish(self, started):
+        """EX-6: sizes are printed; the exit code after a signal is 0. The log says what happened, and when."""
+        process, url, lines = started
+        assert any("64 blocks of 16 tokens" in line for line in lines)
+        assert httpx.get(f"{url}/health", timeout=PATIENCE).json()["status"] == "ok"
+        body = {"prompt": [1, 2], "max_tokens": 400, "stream": True, "stream_options": {"include_usage": True}}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=PATIENCE) as response:
+            events = response.iter_lines()
+            next(events)
+            process.send_signal(signal.SIGTERM)
+            rest = [line for line in events if line]
+        assert rest[-1] == "data: [DONE]"
+        assert json.loads(rest[-2].removeprefix("data: "))["usage"]["completion_tokens"] == 400
+        assert process.wait(PATIENCE) == 0
+        log = process.stderr.read()
+        assert "Traceback" not in log
+        time = r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} INFO megatron_ext\.serving\.server\.\w+: "
+        for line in (
+            r"shutdown begins: 1 requests",
+            r"cmpl-\w+ POST .* generated=400 ",
+            r"shutdown ends: 1 requests fin",
+        ):
+            assert re.search(time + line, log, re.MULTILINE), log
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{url}/health")
+
+
+class TestMistakes:
+    @pytest.fixture
+    def error_line(self, capfd):
+        def fail(*argv: str) -> str:
+            assert run_server.main(argv) == run_server.BAD_USAGE
+            captured = capfd.readouterr()
+            (line,) = captured.err.splitlines()
+            assert captured.out == ""
+            assert line.startswith("run_server.py: error: ")
+            return line
+
+        return fail
+
+    def test_flags(self, error_line):
+        assert "--port 70000" in error_line("--port", "70000")
+        assert "--prompts" in error_line("--prompts", "a")
+        assert "--load x --load-hf y" in error_line("--load", "x", "--load-hf", "y").replace(" and", "")
+        assert "9 attention heads" in error_line("--num-attention-heads", "9")
+
+    def test_a_port_that_is_taken_is_told_before_anything_is_loaded(self, error_line, monkeypatch):
+        monkeypatch.setattr("megatron_ext.server.run.load_model", None)
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            port = taken.getsockname()[1]
+            assert f"--port {port}" in error_line("--port", str(port))
+
+    def test_a_host_that_is_none(self, error_line):
+        assert "--host not.a.host.invalid" in error_line("--host", "not.a.host.invalid")
+
+    def test_too_few_files_are_told_before_anything_is_loaded(self, error_line, monkeypatch):
+        monkeypatch.setattr("megatron_ext.server.run.load_model", None)
+        monkeypatch.setattr("resource.getrlimit", lambda _: (70, 70))
+        assert "`ulimit -n` is 70" in error_line("--port", "0")
+
+    def test_a_line_with_what_a_terminal_would_obey(self, error_line):
+        assert r"\x1b[31m" in error_line("--host", "\x1b[31mhost.invalid")
+
+    def test_a_package_that_is_missing(self, error_line, monkeypatch):
+        monkeypatch.setattr(run_server, "PACKAGES", ("uvicorn", "no_such_package"))
+        assert "no_such_package cannot be imported" in error_line()
+
+
+@pytest.mark.parametrize(
+    ("source", "server", "name"),
+    [
+        (SourceConfig(), ServerConfig(), "embedded"),
+        (SourceConfig(load_hf="/models/Llama-8B/"), ServerConfig(), "Llama-8B"),
+        (SourceConfig(load="runs/three"), ServerConfig(), "three"),
+        (SourceConfig(load="runs/three"), ServerConfig(served_model_name="mine"), "mine"),
+    ],
+)
+def test_the_name_of_a_model(source, server, name):
+    assert model_name(source, server, "embedded" if source.load is None else source.load) == name
+
+
+def test_nobody_listens_until_the_model_is_there():
+    with bind("127.0.0.1", 0) as listener, pytest.raises(ConnectionRefusedError):
+        socket.create_connection(listener.getsockname(), timeout=PATIENCE)
+
+
+def test_serving_is_built_from_settings():
+    platform.initialize()
+    serving = build_serving(parse_server_arguments([*TINY, "--served-model-name", "x", "--max-waiting-requests", "3"]))
+    assert isinstance(serving, Serving)
+    assert (serving.model, serving.loop.capacity) == ("x", 7)
