@@ -101,10 +101,6 @@ def inject_generated_text(driver, patch, error) -> None:
     patch.setattr(OutputProcessor, name, at_call(OutputProcessor._generated_text, 0, error, of=is_victims))
 
 
-def inject_prompt_text(driver, patch, error) -> None:
-    patch.setattr(OutputProcessor, "_prompt_text", at_call(OutputProcessor._prompt_text, 0, error, of=is_victims))
-
-
 def inject_record(driver, patch, error) -> None:
     patch.setattr(Request, "to_record", at_call(Request.to_record, 0, error, of=lambda r, *_: r.request_id == VICTIM))
 
@@ -117,7 +113,6 @@ ENDS_ONE = {
         inject_matcher_at_the_last_token,
         inject_scores,
         inject_generated_text,
-        inject_prompt_text,
         inject_record,
     )
 }

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_ext.config import RequestParams
 from megatron_ext.errors import ConfigError
-from megatron_ext.offline.prompts import Prompt, check_tokens
+from megatron_ext.offline.prompts import Prompt, tokenize_prompts
 from megatron_ext.scheduling.record import Status
 from megatron_ext.text.stream import TextStream
 from tests.unit_tests.support.driver import Driver, make_prompt
@@ -30,7 +30,7 @@ def test_a_prompt_is_refused_at_the_door(get_driver):
     driver.engine.check()
     prompts = [Prompt((5, KNOWN, 7), RequestParams(), "line 1")]
     with pytest.raises(ConfigError) as offline:
-        check_tokens(prompts, PieceTokenizer(KNOWN), 97)
+        tokenize_prompts(prompts, PieceTokenizer(KNOWN), 97)
     assert str(offline.value) == f"line 1: {refused.value}"
     assert str(refused.value).startswith(
         f"token id {KNOWN} has no token in the tokenizer, whose last one is {KNOWN - 1}"
