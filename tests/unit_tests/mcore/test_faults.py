@@ -172,7 +172,7 @@ def test_a_tokenizer_that_knows_one_token_less(get_driver):
     for name, prompt in PROMPTS.items():
         plain.add(name, prompt, stop_words=("none",) if name % 2 else ())
     before = {name: record.generated_tokens for name, record in plain.run().items()}
-    lists = {name: {*tokens, *PROMPTS[name]} for name, tokens in before.items()}
+    lists = {name: set(tokens) for name, tokens in before.items()}  # a prompt of ids is never read
     tokenizer.bad = next(token for token in before[VICTIM] if sum(token in one for one in lists.values()) < 4)
     driver = get_driver(tokenizer=tokenizer)
     for name, prompt in PROMPTS.items():
