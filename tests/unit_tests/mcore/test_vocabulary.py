@@ -71,7 +71,6 @@ def test_a_stop_word_behind_one(get_driver):
 
 def test_a_prompt_of_ids_is_never_read(get_driver):
     """Neither for its record nor for stop words: no call of the tokenizer has a token of the prompt in it."""
-
     seen: set[int] = set()
 
     class Noting(PieceTokenizer):
