@@ -70,7 +70,7 @@ def test_a_stop_word_behind_one(get_driver):
 
 
 def test_a_prompt_of_ids_is_never_read(get_driver):
-    """Neither for its record nor for stop words: no call of the tokenizer has a token of the prompt in it."""
+    """SE-2: neither for its record nor for stop words: no call of the tokenizer has a token of the prompt in it."""
     seen: set[int] = set()
 
     class Noting(PieceTokenizer):

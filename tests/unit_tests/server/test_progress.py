@@ -157,7 +157,7 @@ def test_a_late_reader_gets_the_same():
 
 @pytest.mark.parametrize("tokens", [20, 80])
 def test_streaming_copies_a_token_a_fixed_number_of_times(tiny, monkeypatch, tokens):
-    """Once for the stream and once for the record, however many there are."""
+    """SE-2: once for the stream and once for the record, however many there are."""
     requests, make = [], Intake.make
 
     def counting(*args: object, **kwargs: object) -> Request:

@@ -107,7 +107,7 @@ def test_the_cost_does_not_grow_with_the_text():
 
 
 class TestCost:
-    """Of a token, counted as tokens that are decoded for it: the same however many came before."""
+    """SE-2: of a token, counted as tokens that are decoded for it: the same however many came before."""
 
     TOKENIZER = TextTokenizer(EMBEDDED_MODEL_DIR)
 
