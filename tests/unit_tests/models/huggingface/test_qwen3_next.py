@@ -14,8 +14,8 @@ from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.models.huggingface.checkpoint import translate
 from megatron_ext.models.load import LoadedModel, load_model, save_model
 from tests.priority import TestPriority
-from tests.unit_tests.models import qwen3_next_oracle
 from tests.unit_tests.models.huggingface import nemotron_h_oracle as oracle
+from tests.unit_tests.models.huggingface import qwen3_next_oracle
 from tests.unit_tests.models.huggingface.test_snapshots import excess as engine_excess
 from tests.unit_tests.models.huggingface.test_snapshots import play
 from tests.unit_tests.support.hybrid_caching import HybridDriver
