@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from megatron_ext.errors import ConfigError
-from megatron_ext.models.huggingface.fields import check_fixed, check_known, positive_number, with_present_names
+from megatron_ext.models.huggingface.fields import (
+    Fields,
+    check_fixed,
+    check_known,
+    positive_number,
+    with_present_names,
+)
 
 # Either object may say everything; the base may stand outside of both.
 _OBJECTS = ("rope_parameters", "rope_scaling")
 ROPE_FIELDS = frozenset(("rope_theta", *_OBJECTS))
 _NAMES = {"type": "rope_type"}
-_FIXED: dict[str, tuple[Any, ...]] = {"rope_type": ("default", "llama3")}
+_FIXED: dict[str, tuple[object, ...]] = {"rope_type": ("default", "llama3")}
 SHARE = "partial_rotary_factor"
 # Of Llama 3.1 and later; megatron-core computes with these values whatever a configuration says.
-_LLAMA_3: dict[str, tuple[Any, ...]] = {
+_LLAMA_3: dict[str, tuple[object, ...]] = {
     "low_freq_factor": (1.0,),
     "high_freq_factor": (4.0,),
     "original_max_position_embeddings": (8192,),
@@ -22,7 +26,7 @@ _LLAMA_3: dict[str, tuple[Any, ...]] = {
 _DEFAULT_BASE = 10000  # transformers' where an older file leaves it out
 
 
-def rotary_fields(fields: dict[str, Any], *, default_share: float | None = None) -> dict[str, Any]:
+def rotary_fields(fields: Fields, *, default_share: float | None = None) -> dict[str, object]:
     """The rotary fields of `ModelConfig`.
 
     Args:
@@ -35,7 +39,7 @@ def rotary_fields(fields: dict[str, Any], *, default_share: float | None = None)
     """
     bases = {"rope_theta": fields["rope_theta"]} if fields.get("rope_theta") is not None else {}
     shares = {SHARE: fields[SHARE]} if default_share is not None and fields.get(SHARE) is not None else {}
-    factors: dict[str, Any] = {}
+    factors: dict[str, object] = {}
     for name in _OBJECTS:
         parameters = _parameters(name, fields.get(name), is_whole=default_share is None)
         base, factor, share = f"{name}.rope_theta", f"{name}.factor", f"{name}.{SHARE}"
@@ -47,10 +51,10 @@ def rotary_fields(fields: dict[str, Any], *, default_share: float | None = None)
             factors[factor] = positive_number(parameters, factor, default=None)
     scaling = {"use_rope_scaling": True, "rope_scaling_factor": _agreed(factors)} if factors else {}
     share = {} if default_share is None else {"rotary_percent": _agreed(shares) if shares else default_share}
-    return {"rotary_base": _whole_number(bases)} | scaling | share
+    return {"position_embedding_type": "rope", "rotary_base": _whole_number(bases), **scaling, **share}
 
 
-def _parameters(name: str, given: object, *, is_whole: bool) -> dict[str, Any]:
+def _parameters(name: str, given: object, *, is_whole: bool) -> dict[str, object]:
     """The object called `name`, its keys with that name in front, each known and supported."""
     if given is None:
         return {}
@@ -69,7 +73,7 @@ def _parameters(name: str, given: object, *, is_whole: bool) -> dict[str, Any]:
     return parameters
 
 
-def _whole_number(bases: dict[str, Any]) -> int:
+def _whole_number(bases: dict[str, object]) -> int:
     values = {name: positive_number(bases, name, default=_DEFAULT_BASE) for name in bases}
     for name, value in values.items():
         if not value.is_integer():
@@ -77,7 +81,7 @@ def _whole_number(bases: dict[str, Any]) -> int:
     return int(_agreed(bases)) if bases else _DEFAULT_BASE
 
 
-def _agreed(given: dict[str, Any]) -> float:
+def _agreed(given: dict[str, object]) -> float:
     if len({float(value) for value in given.values()}) > 1:
         raise ConfigError("config.json: " + " contradicts ".join(f"{name} {value!r}" for name, value in given.items()))
     return float(next(iter(given.values())))
