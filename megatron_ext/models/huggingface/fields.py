@@ -132,9 +132,9 @@ def flag(fields: Fields, name: str, *, default: bool) -> bool:
     return value
 
 
-def positive_number(fields: Fields, name: str, *, default: float) -> float:
-    """A number above zero, whole or not."""
+def positive_number(fields: Fields, name: str, *, default: float | None = None) -> float:
+    """A number above zero, whole or not; without a default it must be there."""
     value = fields.get(name, default)
-    if type(value) not in (int, float) or not 0 < value < _LARGEST_NUMBER:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < _LARGEST_NUMBER:
         raise ConfigError(f"config.json: {name} = {value!r} is not supported; it must be a positive number")
     return float(value)

@@ -201,6 +201,14 @@ def test_fields_that_are_not_supported_are_refused(name: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("share", ["", "a quarter", [], {"factor": 2}, True, -1, 0, 10**400, float("nan")], ids=repr)
+def test_a_share_of_heads_that_is_none_is_one_line(share: object) -> None:
+    """SE-1: outside of the objects as well as within."""
+    for said in ({"partial_rotary_factor": share}, {"rope_parameters": {"partial_rotary_factor": share}}):
+        with pytest.raises(ConfigError, match=r"partial_rotary_factor = .* it must be a positive number"):
+            translate(FIELDS | said)
+
+
 def test_older_files_and_what_they_leave_out() -> None:
     """Published files say how often attention comes, and the share outside of any object."""
     older = {name: value for name, value in FIELDS.items() if name not in ("rope_parameters", "head_dim")}
