@@ -3,7 +3,7 @@
 - `config.json`: {"format": "megatron_ext", "format_version": 1, "package_version", "dtype": "bf16", "eos_token_id",
   "bos_token_id", "model": {`ModelConfig.to_dict()`}}
 - `tokenizer.json` and its like: the tokenizer's files as they were, if there are any
-- the weights: `model.safetensors` (checkpoint.py), or megatron's distributed files (dist_checkpoint.py)
+- the weights: `model.safetensors` (checkpoint.py), or megatron's distributed files (megatron/checkpoint.py)
 """
 
 from __future__ import annotations
