@@ -31,7 +31,8 @@ from megatron_ext.models.config_fields import checked_fields
 from megatron_ext.models.native.scratch import require_place_for_scratch, scratch_directory
 from megatron_ext.models.stack_specs import is_megatrons_spec, is_own_spec
 from megatron_ext.models.weight_files import WEIGHTS_FILE
-from megatron_ext.text.tokenizer import TOKENIZER_FILES, TextTokenizer, copy_tokenizer_files
+from megatron_ext.text.tokenizer import TextTokenizer
+from megatron_ext.text.tokenizer_files import TOKENIZER_FILES, copy_tokenizer_files
 
 FORMAT = "megatron_ext"
 FORMAT_VERSION = 1
