@@ -44,7 +44,9 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message)
 
-    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+    def parse_args(  # type: ignore[override]  # the base's is overloaded
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
         """As the base's, and an unknown flag is answered with the one that was probably meant."""
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
@@ -136,7 +138,7 @@ def _values(parser: argparse.ArgumentParser, argv: Sequence[str] | None, groups:
     given = vars(parser.parse_args(argv))
     values = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
     if "model-config" in values:
-        values = read_flags(values["model-config"], known_flags(groups)) | values
+        values = read_flags(str(values["model-config"]), known_flags(groups)) | values
     return values
 
 

@@ -85,9 +85,9 @@ class Archive:
         PlainPickleError: It is none, or has records that are compressed.
     """
 
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self, file: BinaryIO | FileSlice) -> None:
         try:
-            self._zip = zipfile.ZipFile(file)
+            self._zip = zipfile.ZipFile(file, "r")
         except Exception as error:  # of damaged archives `zipfile` raises anything
             raise PlainPickleError(f"it is no archive of torch's: {error}") from error
         records = self._zip.infolist()
@@ -114,7 +114,7 @@ class Archive:
             raise PlainPickleError(f"its {name} is damaged: {error}") from error
 
 
-def read_tensor(file: BinaryIO, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+def read_tensor(file: BinaryIO | FileSlice, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     """The only tensor of an archive, on the host.
 
     Raises:
@@ -131,9 +131,10 @@ def read_tensor(file: BinaryIO, dtype: torch.dtype, shape: tuple[int, ...]) -> T
         raise PlainPickleError(f"it is no tensor of shape {shape}")
     content = archive.record(f"data/{key}")
     last = offset + sum((length - 1) * step for length, step in zip(shape, stride, strict=True))
-    if len(content) != count * dtype.itemsize or (math.prod(shape) and last >= count):
+    wanted = math.prod(shape)
+    if len(content) != count * dtype.itemsize or (wanted and last >= count):
         raise PlainPickleError(f"it has {len(content)} bytes for a tensor of shape {shape}")
-    if not math.prod(shape):
+    if not wanted:
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(content, dtype=dtype).as_strided(shape, stride, offset)
 

@@ -218,6 +218,7 @@ def _tokenizer_directory(source: SourceConfig, directory: Path) -> Path:
 
 
 def _require_ids_fit(tokenizer: Tokenizer, config: ModelConfig, directory: Path | None) -> None:
+    assert config.vocab_size is not None, "a checkpoint says it"
     if tokenizer.vocab_size > config.vocab_size:
         where = f"the model in {directory} has" if directory else "--vocab-size is"
         raise ConfigError(

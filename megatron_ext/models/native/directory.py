@@ -123,11 +123,12 @@ def read_header(directory: str | Path, *, spec_is_given: bool = False) -> Checkp
     unknown = sorted(set(raw) - _HEADER_FIELDS)
     if unknown:
         raise CheckpointError(f"{path} has unknown field {', '.join(unknown)}")
-    if raw.get("dtype") not in TORCH_TYPES:
-        raise CheckpointError(f"{path} has dtype {raw.get('dtype')!r}; one of {', '.join(TORCH_TYPES)}")
-    if not isinstance(raw.get("model"), dict):
+    dtype, fields = raw.get("dtype"), raw.get("model")
+    if not isinstance(dtype, str) or dtype not in TORCH_TYPES:
+        raise CheckpointError(f"{path} has dtype {dtype!r}; one of {', '.join(TORCH_TYPES)}")
+    if not isinstance(fields, dict):
         raise CheckpointError(f"{path} has no model configuration")
-    model = model_config(raw["model"], str(path))
+    model = model_config(fields, str(path))
     if model.spec is not None and not is_own_spec(model.spec):
         if not (spec_is_given or is_megatrons_spec(model.spec)):
             named = " ".join(model.spec)
@@ -136,7 +137,7 @@ def read_header(directory: str | Path, *, spec_is_given: bool = False) -> Checkp
                 "module, give the flag again"
             )
         model = dataclasses.replace(model, spec=None)
-    return CheckpointHeader(model, raw["dtype"])
+    return CheckpointHeader(model, dtype)
 
 
 def model_config(fields: dict[str, Any], where: str) -> ModelConfig:
