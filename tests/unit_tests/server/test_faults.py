@@ -97,8 +97,8 @@ class TestOneRequest:
         return [ask(server, prompt)["choices"][0]["text"] for prompt in OTHERS]
 
     def test_stop_words(self, server, counted, expected, monkeypatch):
-        find = StopWordMatcher.find
-        monkeypatch.setattr(StopWordMatcher, "find", raising(find, of=lambda one, *_: one._stop_words == ("poison",)))
+        feed = StopWordMatcher.feed
+        monkeypatch.setattr(StopWordMatcher, "feed", raising(feed, of=lambda one, *_: one._stop_words == ("poison",)))
         prompts = [OTHERS[0], OTHERS[1]]
         bad = server.http.post("/v1/completions", json=body(VICTIM, stop="poison"))
         assert bad.status_code == 500
