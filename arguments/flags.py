@@ -77,10 +77,8 @@ class FlagGroup:
         group = parser.add_argument_group(self.title)
         for flag in self.flags:
             names, kind = (flag.option, *flag.aliases), self.kind(flag)
-            metavar, help_text = flag.metavar or _metavar(kind), self._help(flag)
-            add = functools.partial(
-                group.add_argument, *names, dest=flag.key, default=argparse.SUPPRESS, help=help_text
-            )
+            metavar, text = flag.metavar or _metavar(kind), self._help(flag)
+            add = functools.partial(group.add_argument, *names, dest=flag.key, default=argparse.SUPPRESS, help=text)
             if kind.item is bool:
                 add(action=argparse.BooleanOptionalAction)
             elif kind.is_tuple and kind.item is str:

@@ -67,7 +67,7 @@ class FieldType:
         """In Python's words, to follow "of type"."""
         return ("tuple" if self.is_tuple else self.item.__name__) + (" or null" if self.is_optional else "")
 
-    def convert(self, value: object) -> Any:
+    def convert(self, value: object) -> object:
         """A value of JSON as one of the field's: a list becomes a tuple, a whole number a float where that is due.
 
         True and false are no numbers, and nothing else is taken for what it is not.
@@ -93,7 +93,7 @@ class FieldType:
                 pass
         raise MismatchError(self.expected)
 
-    def parse(self, text: str) -> Any:
+    def parse(self, text: str) -> object:
         """An item as a person types it.
 
         Raises:
@@ -101,7 +101,8 @@ class FieldType:
         """
         assert self.item is not bool, "a flag of its own, without a value"
         try:
-            return self.item(text)
+            parsed: object = self.item(text)
+            return parsed
         except ValueError:
             raise MismatchError(_SINGULAR[self.item]) from None
 

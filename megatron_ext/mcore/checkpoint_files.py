@@ -178,7 +178,7 @@ def _intersection(offset: tuple[int, ...], sizes: tuple[int, ...], part: Part) -
     return tuple(ours), tuple(theirs)
 
 
-def read_common(directory: Path) -> dict[str, Any]:
+def read_common(directory: Path) -> dict[str, object]:
     """What is not a tensor: arguments, iteration, the scheduler's state. Namespaces are `SimpleNamespace`s.
 
     What is of any other class, or a tensor, is there as a `Made` that says its class and nothing else.

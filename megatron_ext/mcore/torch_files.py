@@ -11,7 +11,7 @@ import io
 import math
 import zipfile
 from collections.abc import Container
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeGuard
 
 import torch
 from torch import Tensor
@@ -96,7 +96,7 @@ class Archive:
         # torch puts everything into one folder, whatever its name.
         self._records = {record.filename.partition("/")[2]: record for record in records}
 
-    def pickle(self, allowed: Container[str]) -> Any:
+    def pickle(self, allowed: Container[str]) -> object:
         """The plain value of the pickle, tensors being `Made` ones; see `plain_pickle.load`."""
         return plain_pickle.load(bytes(self.record(_PICKLE)), allowed, stored_apart=True)
 
@@ -127,7 +127,7 @@ def read_tensor(file: BinaryIO | FileSlice, dtype: torch.dtype, shape: tuple[int
     storage, offset, size, stride = made.args[:4]
     key, count = _storage(storage, dtype)
     same_shape = _are_sizes(size) and size == shape
-    if not same_shape or not _are_sizes(stride) or len(stride) != len(shape) or not _are_sizes((offset,)):
+    if not same_shape or not _are_sizes(stride) or len(stride) != len(shape) or type(offset) is not int or offset < 0:
         raise PlainPickleError(f"it is no tensor of shape {shape}")
     content = archive.record(f"data/{key}")
     last = offset + sum((length - 1) * step for length, step in zip(shape, stride, strict=True))
@@ -152,5 +152,5 @@ def _storage(stored: Any, dtype: torch.dtype) -> tuple[str, int]:
     return key, count
 
 
-def _are_sizes(values: Any) -> bool:
+def _are_sizes(values: object) -> TypeGuard[tuple[int, ...]]:
     return type(values) is tuple and all(type(value) is int and value >= 0 for value in values)

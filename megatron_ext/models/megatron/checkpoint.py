@@ -15,7 +15,6 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
@@ -212,16 +211,17 @@ def _useful_names(stored: StoredState) -> set[str]:
     return {key for key in keys if not is_ignored(key)}
 
 
-def _requested(model: MegatronModule, common: Mapping[str, Any]) -> dict[str, Sharded]:
+def _requested(model: MegatronModule, common: Mapping[str, object]) -> dict[str, Sharded]:
     """What the model asks for, described as the checkpoint's writer described it; without `_extra_state` objects."""
-    how = common.get("content_metadata") or {}
-    described = model.sharded_state_dict(metadata={"singleton_local_shards": how.get("singleton_local_shards", False)})
+    how = common.get("content_metadata")
+    alone = how.get("singleton_local_shards", False) if isinstance(how, dict) else False
+    described = model.sharded_state_dict(metadata={"singleton_local_shards": alone})
     state = {name: sharded for name, sharded in described.items() if not isinstance(sharded, ShardedObject)}
     assert state.keys() == model_tensors(model).keys(), state.keys() ^ model_tensors(model).keys()
     return state
 
 
-def _arguments(directory: Path, common: Mapping[str, Any]) -> object:
+def _arguments(directory: Path, common: Mapping[str, object]) -> object:
     if "args" not in common:
         raise CheckpointError(
             f"{directory} has neither our {CONFIG_FILE} nor Megatron-LM's arguments in {COMMON_FILE}; "

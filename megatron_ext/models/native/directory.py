@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -140,7 +140,7 @@ def read_header(directory: str | Path, *, spec_is_given: bool = False) -> Checkp
     return CheckpointHeader(model, dtype)
 
 
-def model_config(fields: dict[str, Any], where: str) -> ModelConfig:
+def model_config(fields: Mapping[str, object], where: str) -> ModelConfig:
     """A configuration that a checkpoint holds.
 
     Args:
