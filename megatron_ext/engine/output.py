@@ -155,6 +155,7 @@ def _note_scores(request: Request, result: StepResult) -> None:
 def _bare_record(request: Request) -> RequestRecord:
     """Of a request whose record cannot be built: its tokens and its account, without texts made of them or scores."""
     ledger = request.ledger
+    assert request.status is not None, f"request {request.request_id} is still alive"
     return RequestRecord(
         request_id=request.request_id,
         status=request.status,

@@ -72,6 +72,8 @@ class InferenceEngine(DynamicInferenceEngine):
         if self.cuda_graph_impl == "local":
             raise ConfigError("cuda_graph_impl 'local' is not supported by this engine; use 'none'")
 
+    engine: Engine  # a new one after each `reset`
+
     def reset(self) -> None:
         """Forget all requests (their futures are cancelled) and counters; a suspended engine gets its pools back."""
         if hasattr(self, "engine"):
@@ -254,7 +256,7 @@ class InferenceEngine(DynamicInferenceEngine):
 
     async def async_bookkeep(
         self, step_result: StepResult | None, context_state: Step, step_time: float, step_count: int
-    ) -> dict:
+    ) -> dict[str, object]:
         """Turn the step's tokens into output, and report who has ended. Nothing in here stops the engine.
 
         Returns:

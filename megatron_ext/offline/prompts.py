@@ -6,8 +6,6 @@ import dataclasses
 import json
 import logging
 import sys
-import types
-import typing
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -15,6 +13,7 @@ from importlib.resources import files
 from typing import Any, BinaryIO
 
 from megatron_ext.config import RequestParams, RunConfig
+from megatron_ext.config.annotations import FieldType, MismatchError, field_types
 from megatron_ext.errors import ConfigError
 from megatron_ext.text.prompt_tokens import tokenize_prompt
 from megatron_ext.text.tokenizer import Tokenizer
@@ -26,12 +25,6 @@ STANDARD_INPUT = "-"
 _CONTENT_FIELDS = ("text", "token_ids")
 _IGNORED_SHOWN, _NAME_SHOWN = 5, 40  # fields, characters
 MEGATRONS_LENGTH = "chatgpt_output_token_length"  # in Megatron's prompt files; heeded with --num-tokens-from-file
-_KINDS: dict[Any, tuple[type | tuple[type, ...], str]] = {
-    int: (int, "a whole number"),
-    float: ((int, float), "a number"),
-    bool: (bool, "true or false"),
-    str: (str, "a text"),
-}
 
 
 @dataclass(frozen=True)
@@ -160,10 +153,10 @@ def _parse_line(line: bytes, rules: LineRules, source: str, ignored: Counter[str
     fields = json.loads(line.decode("utf-8-sig"), object_pairs_hook=_unique_fields)
     if not isinstance(fields, dict):
         raise ConfigError('not a JSON object, such as {"text": "Hello"}')
-    hints = typing.get_type_hints(RequestParams)
-    _sort_out_unknown(fields, (*_CONTENT_FIELDS, *hints, MEGATRONS_LENGTH), rules, ignored)
+    known = field_types(RequestParams)
+    _sort_out_unknown(fields, (*_CONTENT_FIELDS, *known, MEGATRONS_LENGTH), rules, ignored)
     content = _content(fields)
-    own = {name: _checked(name, value, hints[name]) for name, value in fields.items() if name in hints}
+    own = {name: _checked(name, value, known[name]) for name, value in fields.items() if name in known}
     params = dataclasses.replace(rules.defaults, **own | _megatrons_length(fields, rules))
     if own.get("skip_prompt_log_probs") and not params.return_log_probs:
         raise ConfigError("skip_prompt_log_probs needs return_log_probs; set it or leave skip_prompt_log_probs out")
@@ -187,7 +180,7 @@ def _megatrons_length(fields: dict[str, Any], rules: LineRules) -> dict[str, int
         if rules.length_from_file:
             raise ConfigError(f"--num-tokens-from-file needs {MEGATRONS_LENGTH}, and this line has none")
         return {}
-    length = _checked(MEGATRONS_LENGTH, fields[MEGATRONS_LENGTH], int)
+    length = _checked(MEGATRONS_LENGTH, fields[MEGATRONS_LENGTH], FieldType(int))
     if not rules.length_from_file:
         return {}
     if "num_tokens_to_generate" in fields:
@@ -211,7 +204,7 @@ def _content(fields: dict[str, Any]) -> str | tuple[int, ...]:
         if _is_broken(value):
             raise ConfigError(f"text {_shown(value)} has half of a surrogate pair, which is no character")
         return value
-    if not isinstance(value, list) or not value or not all(_is(token, int) and token >= 0 for token in value):
+    if not isinstance(value, list) or not value or not all(type(token) is int and token >= 0 for token in value):
         raise ConfigError(f"token_ids {_shown(value)} is not a list of at least one whole number, zero or more")
     return tuple(value)
 
@@ -221,25 +214,11 @@ def _is_broken(text: str) -> bool:
     return any("\ud800" <= character <= "\udfff" for character in text)
 
 
-def _checked(name: str, value: Any, hint: Any) -> Any:
-    """`value` if it is of the field's type; lists become tuples."""
-    if isinstance(hint, types.UnionType):
-        if value is None:
-            return None
-        (hint,) = (part for part in typing.get_args(hint) if part is not types.NoneType)
-    if typing.get_origin(hint) is tuple:
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise ConfigError(f"{name} {_shown(value)} is not a list of texts")
-        return tuple(value)
-    allowed, description = _KINDS[hint]
-    if not _is(value, allowed):
-        raise ConfigError(f"{name} {_shown(value)} is not {description}")
-    return value
-
-
-def _is(value: Any, allowed: type | tuple[type, ...]) -> bool:
-    """`isinstance`, but true and false are no numbers."""
-    return isinstance(value, allowed) and (allowed is bool or not isinstance(value, bool))
+def _checked(name: str, value: object, kind: FieldType) -> Any:
+    try:
+        return kind.convert(value)
+    except MismatchError as error:
+        raise ConfigError(f"{name} {_shown(value)} is not {error}") from None
 
 
 def _unique_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -251,7 +230,7 @@ def _unique_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return fields
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     text = json.dumps(value)
     return text if len(text) <= 60 else text[:57] + "..."
 

@@ -24,7 +24,10 @@ class Tokenizer(Protocol):
     eod: int | None  # ends a document, None if the tokenizer has no such token
     bos: int | None  # begins one
     vocab_size: int  # ids are below it
-    token_ids: range | frozenset[int]  # those that are tokens; a file may leave gaps
+
+    @property
+    def token_ids(self) -> range | frozenset[int]:
+        """Those that are tokens; a file may leave gaps."""
 
     def tokenize(self, text: str) -> list[int]:
         """Ids of a text, with the special tokens that the tokenizer itself adds."""

@@ -109,6 +109,7 @@ def test_byte_order_mark_is_passed_over():
         ('{"text": "a", "temperature": true}', "temperature true is not a number"),
         ('{"text": "a", "temperature": NaN}', "temperature nan must be zero"),
         ('{"text": "a", "top_k": 2.0}', "top_k 2.0 is not a whole number"),
+        ('{"text": "a", "temperature": 1' + "0" * 400 + "}", "is not a number"),
         ('{"text": "a", "ignore_eos": 1}', "ignore_eos 1 is not true or false"),
         ('{"text": "a", "cache_salt": 1}', "cache_salt 1 is not a text"),
         ('{"text": "a", "stop_words": "."}', 'stop_words "." is not a list of texts'),
