@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+import sys
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -18,6 +22,17 @@ UPSTREAM_WARNINGS = (
 
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts what runs in its background like that
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     for line in UPSTREAM_WARNINGS:
         config.addinivalue_line("filterwarnings", line)
     config.pluginmanager.register(priority, "priority")
+
+
+@pytest.fixture(autouse=True)
+def parallel_state_is_there_again() -> Iterator[None]:
+    """A run of a whole tool in this process shuts down what models of other tests were built with."""
+    yield
+    platform = sys.modules.get("megatron_ext.mcore.platform")
+    if platform is not None:
+        platform.initialize()
