@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from megatron_ext.config import ModelConfig, SourceConfig
+from megatron_ext.config import RECURRENT_KINDS, ModelConfig, SourceConfig
 from megatron_ext.config.annotations import FieldValues
 from megatron_ext.config.embedded import EMBEDDED_MODEL_DIR, as_flag, differences, with_harmless
 from megatron_ext.errors import ConfigError
@@ -47,20 +47,8 @@ _LAYOUT = {
     "query_groups": "--num-query-groups",
     "head_channels": "--kv-channels",
     "attention_output_gate": "--attention-output-gate",
-    "mamba_state_dim": "--mamba-state-dim",
-    "mamba_head_dim": "--mamba-head-dim",
-    "mamba_heads": "--mamba-num-heads",
-    "mamba_num_groups": "--mamba-num-groups",
-    "mamba_conv_kernel": "mamba_conv_kernel",  # has no flag
     "recurrent_layer": "--recurrent-layer",
-    "mamba_channels": "--mamba-inner-size",
-    "dt_rank": "--mamba-dt-rank",
-    "mamba_inner_norm": "mamba_inner_norm",  # nor has this
-    "linear_key_head_dim": "--linear-key-head-dim",
-    "linear_value_head_dim": "--linear-value-head-dim",
-    "linear_num_key_heads": "--linear-num-key-heads",
-    "linear_num_value_heads": "--linear-num-value-heads",
-    "linear_conv_kernel_dim": "--linear-conv-kernel-dim",
+    **{name: flag for kind in RECURRENT_KINDS.values() for name, flag in kind.layout.items()},
     "vocab_size": "--vocab-size",
 }
 

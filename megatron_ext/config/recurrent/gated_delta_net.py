@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatron_ext.config.checks import flag, flags_of, require
+from megatron_ext.config.checks import flag, flag_of, flags_of, require
 from megatron_ext.config.layers.stack import StackFields
 from megatron_ext.config.recurrent.kind import RecurrentKind
 
@@ -54,4 +54,5 @@ GATED_DELTA_NET = RecurrentKind(
     parameter_count=_parameter_count,
     mixer_params=lambda _: {},
     core_fields=_core_fields,
+    layout={name: flag_of(name) for name in flags_of(GatedDeltaNetFields)},
 )

@@ -17,6 +17,12 @@ class MambaFields(StackFields):
     mamba_chunk_size: int = 128
 
 
+MAMBA_LAYOUT = {
+    "mamba_state_dim": "--mamba-state-dim",
+    "mamba_conv_kernel": "mamba_conv_kernel",
+}
+
+
 def check_window(config: MambaFields) -> None:
     """See that there is a convolution."""
     require(config.mamba_conv_kernel >= 2, f"Mamba convolution window {config.mamba_conv_kernel} must be at least 2")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from megatron_ext.config.checks import flag, require
 from megatron_ext.config.recurrent.kind import RecurrentKind
-from megatron_ext.config.recurrent.mamba import MambaFields, check_window
+from megatron_ext.config.recurrent.mamba import MAMBA_LAYOUT, MambaFields, check_window
 
 INNER_NORMS = ("none", "plain", "weighted")
 
@@ -70,5 +70,11 @@ MAMBA1 = RecurrentKind(
     parameter_count=_parameter_count,
     mixer_params=_mixer_params,
     core_fields=lambda config: {"mamba_state_dim": config.mamba_state_dim},
+    layout={
+        **MAMBA_LAYOUT,
+        "mamba_channels": "--mamba-inner-size",
+        "dt_rank": "--mamba-dt-rank",
+        "mamba_inner_norm": "mamba_inner_norm",
+    },
     scans_blocks=True,
 )

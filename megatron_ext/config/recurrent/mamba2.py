@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megatron_ext.config.checks import flag, require
 from megatron_ext.config.recurrent.kind import RecurrentKind
-from megatron_ext.config.recurrent.mamba import MambaFields, check_window
+from megatron_ext.config.recurrent.mamba import MAMBA_LAYOUT, MambaFields, check_window
 
 
 @dataclass(frozen=True)
@@ -60,4 +60,10 @@ MAMBA2 = RecurrentKind(
     parameter_count=_parameter_count,
     mixer_params=lambda config: {"d_conv": config.mamba_conv_kernel},
     core_fields=_core_fields,
+    layout={
+        **MAMBA_LAYOUT,
+        "mamba_head_dim": "--mamba-head-dim",
+        "mamba_heads": "--mamba-num-heads",
+        "mamba_num_groups": "--mamba-num-groups",
+    },
 )

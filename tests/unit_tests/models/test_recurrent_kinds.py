@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from megatron_ext.config import RECURRENT_KINDS, RECURRENT_LAYERS, ModelConfig
+from megatron_ext.config.checks import flag_of, flags_of
+from megatron_ext.config.recurrent import RecurrentFields
 from megatron_ext.errors import ConfigError
 from megatron_ext.models.build import OWN_SPECS, build_model, resolve_spec
 from tests.unit_tests.models.conftest import TINY
@@ -35,6 +37,14 @@ def test_a_spec_of_the_same_kind_builds_the_same(kind: str) -> None:
 def test_two_kinds_are_refused_by_name(kind: str, other: str) -> None:
     with pytest.raises(ConfigError, match=f"is for --recurrent-layer {other}, and --recurrent-layer is {kind}; give"):
         resolve_spec(of_kind(kind, spec=(OWN_SPECS, RECURRENT_KINDS[other].stack_spec)))
+
+
+def test_a_kind_says_what_cuts_up_its_weights() -> None:
+    """Every flag of a kind may contradict stored weights; what is compared is there to be compared."""
+    for kind in RECURRENT_KINDS.values():
+        assert all(hasattr(TINY, name) for name in kind.layout)
+    called = {name for kind in RECURRENT_KINDS.values() for name in kind.layout.values()}
+    assert {flag_of(name) for name in flags_of(RecurrentFields)} <= called
 
 
 def test_unknown_specs_are_refused() -> None:

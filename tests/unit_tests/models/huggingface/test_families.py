@@ -1,0 +1,277 @@
+"""A family is a record: what holds for each of them, and one that the package has never heard of."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron_ext.config import ModelConfig, SourceConfig
+from megatron_ext.config.model import LAYER_SYMBOLS
+from megatron_ext.errors import CheckpointError, ConfigError
+from megatron_ext.models.huggingface import registry
+from megatron_ext.models.huggingface.attention import attention_heads, rotated_head_size
+from megatron_ext.models.huggingface.blocks import ATTENTION_NORM, MLP, MLP_NORM, ROUTED_EXPERT, gated_mlp, weights
+from megatron_ext.models.huggingface.checkpoint import translate
+from megatron_ext.models.huggingface.family import Family
+from megatron_ext.models.huggingface.field_table import FieldTable
+from megatron_ext.models.huggingface.fields import WITHOUT_EFFECT, Fields, layer_count, names
+from megatron_ext.models.huggingface.rotary import ROPE_FIELDS, rotary_fields
+from megatron_ext.models.huggingface.tensors import EXPERT, Conversion, Source, TensorTable
+from megatron_ext.models.load import LoadedModel, load_model
+from tests.unit_tests.models.huggingface import nemotron_h_oracle as oracle
+from tests.unit_tests.models.huggingface import qwen3_next_oracle
+from tests.unit_tests.models.huggingface.test_llama_config import LLAMA_3
+from tests.unit_tests.models.huggingface.test_mamba_config import PUBLISHED as MAMBAS
+from tests.unit_tests.models.huggingface.test_moe import PUBLISHED_MOE
+from tests.unit_tests.models.test_untrusted_files import ODD, assert_short_lines, refusal
+from tests.unit_tests.support.source import ROOT, imported_modules, parse, python_files
+
+QWEN = qwen3_next_oracle._SMALL | {"model_type": "qwen3_next", "num_experts": 4, "linear_conv_kernel_dim": 4}
+PUBLISHED = {"nemotron_h": PUBLISHED_MOE, "llama": LLAMA_3, "qwen3_next": QWEN, **MAMBAS}
+MODEL_FIELDS = {field.name for field in dataclasses.fields(ModelConfig)}
+
+
+@pytest.fixture(params=registry.FAMILIES.values(), ids=registry.FAMILIES)
+def family(request: pytest.FixtureRequest) -> Family:
+    return request.param
+
+
+def test_every_field_is_in_one_place(family: Family) -> None:
+    """Translated, fixed or without effect; what it becomes is a field of ours."""
+    table = family.fields
+    places = [table.sizes, table.numbers, table.fixed, table.read, table.without_effect | WITHOUT_EFFECT]
+    together = [name for place in places for name in place]
+    assert len(together) == len(set(together))
+    assert set(table.defaults) | set(table.other_names.values()) <= table.known
+    assert not set(table.other_names) & table.known
+    ours = {*table.sizes.values(), *(name for name, _ in table.numbers.values()), *family.constants}
+    assert ours <= MODEL_FIELDS
+
+
+def test_every_letter_has_its_tensors(family: Family) -> None:
+    pattern = translate(PUBLISHED[family.model_type]).hybrid_override_pattern
+    assert set(pattern) <= set(family.tensors.layers) <= set(LAYER_SYMBOLS)
+    needs = {source.needs for layer in family.tensors.layers.values() for source in layer.values()}
+    assert needs - {None} <= MODEL_FIELDS
+
+
+def test_whatever_a_known_field_says_there_is_a_model_or_one_line(family: Family) -> None:
+    """SE-1: also of fields that the file at hand does not have."""
+    raw = PUBLISHED[family.model_type]
+    known = family.fields.known | set(family.fields.other_names)
+    changed = (raw | {name: value} for name in known for value in ODD)
+    assert_short_lines([refusal(lambda fields=fields: translate(fields)) for fields in changed])
+
+
+def test_only_the_registry_names_families() -> None:
+    """To add one touches its file, the registry, and tests."""
+    folder = ROOT / "megatron_ext" / "models" / "huggingface"
+    naming = {
+        str(path.relative_to(folder))
+        for path in python_files(ROOT / "megatron_ext")
+        if path.parent != folder / "families"
+        and any(
+            module.startswith("megatron_ext.models.huggingface.families") for module in imported_modules(parse(path))
+        )
+    }
+    assert naming == {"registry.py"}
+
+
+def test_tensors_of_a_layer() -> None:
+    """By number of layer and of expert; what a model does not have is asked of nobody."""
+    table = TensorTable(
+        layers={
+            "*": weights({ATTENTION_NORM: "norm"}),
+            "E": {
+                **gated_mlp(ROUTED_EXPERT, f"ff.{EXPERT}"),
+                "mlp.extra": Source(("ff.extra",), needs="moe_latent_size"),
+            },
+        },
+        letters_per_layer=2,
+    )
+    config = ModelConfig(hybrid_override_pattern="*E*E", num_experts=2)
+    sources = table.sources(config)
+    experts = {name.split(".", 2)[2] for name in sources if "experts" in name}
+    assert experts == {
+        f"{layer}.mlp.experts.local_experts.{expert}.linear_{half}.weight"
+        for layer, expert, half in itertools.product((1, 3), (0, 1), ("fc1", "fc2"))
+    }
+    last = sources["decoder.layers.3.mlp.experts.local_experts.1.linear_fc1.weight"]
+    assert last.names == ("layers.1.ff.1.gate_proj.weight", "layers.1.ff.1.up_proj.weight")
+    assert "decoder.layers.3.mlp.extra" not in sources
+    with_latent = dataclasses.replace(config, moe_latent_size=8)
+    assert table.sources(with_latent)["decoder.layers.3.mlp.extra"].names == ("layers.1.ff.extra",)
+
+
+# A family of our own: Llama under other names, query, key and value in one matrix, up above gate
+
+
+def _interleaved(parts: Sequence[Tensor], config: ModelConfig) -> Tensor:
+    """All of q, of k, of v -> [q k v] of each head; one key/value head for each query head."""
+    return parts[0].unflatten(0, (3, config.num_attention_heads, -1)).transpose(0, 1).flatten(0, 2)
+
+
+def _gate_first(parts: Sequence[Tensor], _: ModelConfig) -> Tensor:
+    return torch.cat(parts[0].chunk(2)[::-1])
+
+
+ATTENTION = {
+    **weights({ATTENTION_NORM: "ln_1", "self_attention.linear_proj": "attn.out"}),
+    "self_attention.linear_qkv.weight": Source(
+        ("attn.qkv.weight",), Conversion(lambda config: [3 * config.hidden_size], _interleaved)
+    ),
+}
+FEED_FORWARD = {
+    **weights({MLP_NORM: "ln_2", f"{MLP}.linear_fc2": "ff.down"}),
+    f"{MLP}.linear_fc1.weight": Source(
+        ("ff.up_gate.weight",), Conversion(lambda config: [2 * config.ffn_size], _gate_first)
+    ),
+}
+
+
+def _derived(fields: Fields) -> Fields:
+    return {**attention_heads(fields), **rotated_head_size(fields), **rotary_fields(fields)}
+
+
+TOY = Family(
+    model_type="toy",
+    architecture="ToyForCausalLM",
+    fields=FieldTable(
+        other_names={"n_embd": "hidden_size"},
+        sizes={
+            "hidden_size": "hidden_size",
+            "ff_size": "ffn_hidden_size",
+            "n_positions": "max_position_embeddings",
+            "num_attention_heads": "num_attention_heads",
+            "vocab_size": "vocab_size",
+        },
+        numbers={"eps": ("norm_epsilon", 1e-6)},
+        fixed={"activation": ("silu",)},
+        read=names("num_key_value_heads head_dim") | ROPE_FIELDS,
+    ),
+    pattern=lambda fields: "*-" * layer_count(fields),
+    tensors=TensorTable(
+        layers={"*": ATTENTION, "-": FEED_FORWARD},
+        letters_per_layer=2,
+        embedding="wte.weight",
+        final_norm="ln_f.weight",
+        prefixes=("transformer.",),
+        ignored=r"mask",
+    ),
+    constants={"swiglu": True},
+    derived=_derived,
+)
+OTHER_FIELDS = {
+    "hidden_size": "n_embd",
+    "intermediate_size": "ff_size",
+    "max_position_embeddings": "n_positions",
+    "rms_norm_eps": "eps",
+    "hidden_act": "activation",
+}
+OTHER_TENSORS = {
+    "model.embed_tokens.": "transformer.wte.",
+    "model.norm.": "transformer.ln_f.",
+    "model.layers.": "transformer.layers.",
+    "self_attn.o_proj.": "attn.out.",
+    "input_layernorm": "ln_1",
+    "post_attention_layernorm": "ln_2",
+    "mlp.down_proj": "ff.down",
+}
+
+
+def _as_toy(tensors: dict[str, Tensor]) -> None:
+    for layer in range(2):
+        part = f"model.layers.{layer}"
+        projections = [tensors.pop(f"{part}.self_attn.{one}_proj.weight") for one in "qkv"]
+        tensors[f"{part}.attn.qkv.weight"] = torch.cat(projections)
+        tensors[f"{part}.ff.up_gate.weight"] = torch.cat(
+            [tensors.pop(f"{part}.mlp.{one}_proj.weight") for one in ("up", "gate")]
+        )
+    for name in list(tensors):
+        renamed = name
+        for theirs, toys in OTHER_TENSORS.items():
+            renamed = renamed.replace(theirs, toys)
+        tensors[renamed] = tensors.pop(name)
+    tensors["transformer.mask"] = torch.ones(4, 4)
+
+
+@pytest.fixture
+def toy(llama_copy: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A checkpoint of the toy family, which the registry has for the time of the test."""
+    monkeypatch.setitem(registry.FAMILIES, TOY.model_type, TOY)
+    raw = json.loads((llama_copy / "config.json").read_text())
+    raw = {OTHER_FIELDS.get(name, name): value for name, value in raw.items()}
+    for name in ("attention_bias", "mlp_bias", "pretraining_tp"):
+        raw.pop(name)
+    raw |= {"model_type": "toy", "architectures": ["ToyForCausalLM"]}
+    (llama_copy / "config.json").write_text(json.dumps(raw))
+    oracle.edit_weights(llama_copy, _as_toy)
+    return llama_copy
+
+
+def load_hf(directory: Path) -> LoadedModel:
+    return load_model(SourceConfig(load_hf=str(directory)), {}, device=torch.device("cpu"))
+
+
+def excess(ours: nn.Module, theirs: nn.Module) -> float:
+    tokens = oracle.prompt(65, seed=65)
+    return oracle.largest_excess(oracle.our_logits(ours, tokens), oracle.their_logits(theirs, tokens))
+
+
+def test_a_new_family_is_one_record(toy: Path, llamas) -> None:
+    """Its record and a place in the registry: fields, names and conversions are read by the shared machinery."""
+    assert excess(load_hf(toy).model, llamas("mha")[0]) <= 1
+
+
+def test_the_comparison_sees_a_missing_conversion(toy: Path, llamas, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: each tensor of the two that are converted, taken as it is."""
+    for letter, name in (("*", "self_attention.linear_qkv.weight"), ("-", "mlp.linear_fc1.weight")):
+        plain = dataclasses.replace(TOY.tensors.layers[letter][name], conversion=None)
+        layers = {**TOY.tensors.layers, letter: {**TOY.tensors.layers[letter], name: plain}}
+        spoiled = dataclasses.replace(TOY, tensors=dataclasses.replace(TOY.tensors, layers=layers))
+        monkeypatch.setitem(registry.FAMILIES, "toy", spoiled)
+        assert excess(load_hf(toy).model, llamas("mha")[0]) > 100, name
+
+
+SPOILED = {
+    r"qkv.weight has shape \(95, 32\), the configuration asks for \(96, 32\)": {
+        "transformer.layers.1.attn.qkv.weight": torch.ones(95, 32)
+    },
+    r"up_gate.weight has shape \(80, 31\), the configuration asks for \(80, 32\)": {
+        "transformer.layers.0.ff.up_gate.weight": torch.ones(80, 31)
+    },
+    "has unexpected layers.0.attn.bias": {"transformer.layers.0.attn.bias": torch.ones(32)},
+    "ln_f.weight is of type int32": {"transformer.ln_f.weight": torch.ones(32).int()},
+}
+
+
+@pytest.mark.parametrize("message", SPOILED)
+def test_tensors_of_a_new_family_are_named(message: str, toy: Path) -> None:
+    oracle.edit_weights(toy, lambda tensors: tensors.update(SPOILED[message]))
+    with pytest.raises(CheckpointError, match=message):
+        load_hf(toy)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"activation": "gelu"}, "activation = 'gelu' is not supported; supported is 'silu'"),
+        ({"hidden_size": 7}, "hidden_size 7 contradicts hidden_size 32"),
+        ({"mlp_bias": True}, "field mlp_bias = True is not supported"),
+        ({"eps": 0}, "eps = 0 is not supported"),
+        ({"ff_size": None}, "ff_size = None is not supported"),
+        ({"architectures": ["LlamaForCausalLM"]}, "supported is 'ToyForCausalLM' of model_type 'toy'"),
+    ],
+    ids=str,
+)
+def test_fields_of_a_new_family_are_named(changes: dict, message: str, toy: Path) -> None:
+    raw = json.loads((toy / "config.json").read_text())
+    with pytest.raises(ConfigError, match=message):
+        translate(raw | changes)
