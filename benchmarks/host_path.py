@@ -20,7 +20,7 @@ from rich.table import Table
 
 from megatron_ext.config import EvictionPolicyName, RequestParams
 from megatron_ext.prefix_cache.hash_chain import DIGEST_BYTES
-from megatron_ext.scheduling.planner import Limits
+from megatron_ext.scheduling.planner import SchedulerLimits
 from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
@@ -149,7 +149,7 @@ def waiting_scheduler(kind: Waiting, length: int) -> Scheduler:
     """A leader gets a block a step; what else waits gets nothing."""
     rows = {Waiting.FULL: DECODING, Waiting.FOLLOWERS_FULL: DECODING + 1}.get(kind, DECODING + 4)
     blocks = DECODING * 8 + (0 if kind is Waiting.UNRELATED else 2 * length // 16)
-    limits = Limits(
+    limits = SchedulerLimits(
         block_size=16,
         total_blocks=max(blocks, length // 16 + 1),
         paused_blocks=None,
@@ -211,7 +211,7 @@ def life_seconds(scheduler: Scheduler, request: Request) -> float:
 
 def make_scheduler(length: int, block_size: int, blocks: int | None) -> Scheduler:
     """A scheduler with room for the prompt in one step."""
-    limits = Limits(
+    limits = SchedulerLimits(
         block_size=block_size,
         total_blocks=blocks or 2 * length // block_size,
         paused_blocks=None,

@@ -36,7 +36,7 @@ class Step:
     seconds: float
 
 
-_NOTHING = StepPlan(evictions=(), pauses=(), resumes=(), failures=(), admissions=(), chunks=(), refusals=())
+_NOTHING = StepPlan(preemptions=(), pauses=(), resumes=(), failures=(), admissions=(), chunks=(), deferrals=())
 NO_STEP = Step(_NOTHING, None, 0.0)
 
 

@@ -19,7 +19,7 @@ class Reason(str, enum.Enum):
 
 
 class PrefillLedger:
-    """Counts by position, so that retried admissions, evictions and suspensions cannot count a token twice.
+    """Counts by position, so that retried admissions, preemptions and suspensions cannot count a token twice.
 
     Args:
         prompt_length: Tokens of the prompt.

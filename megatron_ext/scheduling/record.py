@@ -18,7 +18,7 @@ class Status(enum.Enum):
 
 @dataclass(frozen=True)
 class RequestRecord:
-    """The outcome of one request over its whole life, evictions included.
+    """The outcome of one request over its whole life, preemptions included.
 
     Times are in seconds. Log-probs are natural logarithms; `prompt_log_probs[i]` belongs to prompt token i + 1.
     A top-n entry maps token ids to log-probs. `generated_log_probs` has one entry per generated token.

@@ -32,7 +32,7 @@ from megatron_ext.scheduling.snapshots import Snapshot
 
 @dataclass(eq=False)
 class Request:
-    """One request from submission to its end; evictions and suspensions leave it the same object.
+    """One request from submission to its end; preemptions and suspensions leave it the same object.
 
     Args:
         arrival: Rank of submission; the lower goes first.
@@ -54,7 +54,7 @@ class Request:
     published_blocks: int = 0  # of the block table, from its start
     chain: HashChain | None = None  # None: neither reads nor writes the cache
     cache_epoch: int | None = None  # of the cache when the request was admitted
-    has_followed: bool = False  # has waited for another request's prefix
+    has_waited_for_prefix: bool = False  # has waited for another request's prefix
     block_table: list[BlockId] = field(default_factory=list)
     live_slot: LiveSlot | None = None
     restore: Restore | None = None  # to copy into the live slot before the first chunk
@@ -153,7 +153,7 @@ class Request:
 
     @property
     def recomputed_tokens(self) -> int:
-        """Tokens prefilled again after an eviction, a suspension or a failed step."""
+        """Tokens prefilled again after a preemption, a suspension or a failed step."""
         return self.ledger.recomputed
 
     @property

@@ -13,10 +13,10 @@ from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.hash_chain import Digest, HashChain, root_digest
 from megatron_ext.scheduling.accounting import Reason
 from megatron_ext.scheduling.ahead import AheadHashing
-from megatron_ext.scheduling.coordination import BlocksInFlight, check_sleepers, is_lasting
+from megatron_ext.scheduling.coordination import PendingBlocks, check_sleepers, is_lasting
 from megatron_ext.scheduling.events import EventType
 from megatron_ext.scheduling.live_slots import LiveSlots
-from megatron_ext.scheduling.planner import Admission, Limits, Refusal, StepPlan, plan_step
+from megatron_ext.scheduling.planner import Admission, Deferral, SchedulerLimits, StepPlan, plan_step
 from megatron_ext.scheduling.queue import Queues
 from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.request import Chunk, Request
@@ -29,7 +29,7 @@ NO_TOKENS: Mapping[int, int] = MappingProxyType({})
 class Counters:
     """What has happened since the engine started."""
 
-    evictions: int = 0  # of requests
+    preemptions: int = 0
     pauses: int = 0
     hits: int = 0  # admissions that skipped something
     blocks_matched: int = 0
@@ -52,7 +52,7 @@ class Scheduler:
 
     def __init__(
         self,
-        limits: Limits,
+        limits: SchedulerLimits,
         policy: EvictionPolicyName | None = None,
         fingerprint: bytes = b"",
         slots: int | None = None,
@@ -60,7 +60,7 @@ class Scheduler:
         self.limits = limits
         self.cache = PrefixCache(limits.total_blocks, policy, slots)
         self.queues = Queues(keeper=self.cache)
-        self.in_flight = BlocksInFlight()
+        self.pending_blocks = PendingBlocks()
         self.live_slots = LiveSlots(limits.max_requests)
         self.counters = Counters()
         self._hashing = AheadHashing()
@@ -96,14 +96,14 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """Plan the next step and put the plan into effect; the caller computes the plan's chunks."""
-        plan = plan_step(self.queues, self.limits, self.cache, self.in_flight)
+        plan = plan_step(self.queues, self.limits, self.cache, self.pending_blocks)
         for admission in plan.admissions:  # before anything is allocated, so that nothing matched is evicted
             self.cache.pin(admission.matched)
         for request, error in plan.failures:
             self.end(request, Status.FAILED, error=f"the KV pool is too small for this request: {error}")
-        for request in plan.evictions:
+        for request in plan.preemptions:
             self._requeue(request, EventType.EVICT)
-            self.counters.evictions += 1
+            self.counters.preemptions += 1
         for request in plan.pauses:
             self.queues.move(request, self.queues.paused)
             request.add_event(EventType.PAUSE)
@@ -114,11 +114,11 @@ class Scheduler:
             self._grow(chunk)
         for admission in plan.admissions:
             self._admit(admission)
-        for refusal in plan.refusals:
-            self._note_follower(refusal)
+        for deferral in plan.deferrals:
+            self._note_follower(deferral)
         for chunk in sorted(plan.chunks, key=lambda chunk: chunk.is_decode):  # a free slot is prefill's before decode's
             self._reserve_snapshots(chunk)
-        self._put_to_sleep(plan.refusals)
+        self._put_to_sleep(plan.deferrals)
         self._hashing.go_on()
         return plan
 
@@ -141,7 +141,7 @@ class Scheduler:
         request.cache_epoch = self.cache.epoch
         skipped_before = request.ledger.skipped
         request.ledger.admit(admission.chunk.start, len(matched), self.limits.block_size, self._general_reason(request))
-        self.in_flight.add(request.request_id, request.digests[len(matched) :])
+        self.pending_blocks.add(request.request_id, request.digests[len(matched) :])
         self.counters.skipped_tokens += request.ledger.skipped - skipped_before
         self._count_hit(admission)
         self.counters.blocks_matched += len(matched)
@@ -162,24 +162,24 @@ class Scheduler:
             return Reason.CACHING_OFF
         return Reason.PROMPT_LOGPROBS if request.params.wants_prompt_log_probs else None
 
-    def _note_follower(self, refusal: Refusal) -> None:
-        if refusal.wait_for is not None and not refusal.request.has_followed:
-            refusal.request.has_followed = True
+    def _note_follower(self, deferral: Deferral) -> None:
+        if deferral.wait_for is not None and not deferral.request.has_waited_for_prefix:
+            deferral.request.has_waited_for_prefix = True
             self.counters.coordination_waits += 1
-        if refusal.wish is not None:
-            wish = refusal.wish
-            self._reserve_snapshot(wish.leader, wish.position, wish.digest)
+        if deferral.snapshot is not None:
+            wanted = deferral.snapshot
+            self._reserve_snapshot(wanted.request, wanted.position, wanted.digest)
 
-    def _put_to_sleep(self, refusals: Iterable[Refusal]) -> None:
+    def _put_to_sleep(self, deferrals: Iterable[Deferral]) -> None:
         """Whoever follows need not be looked at again before what it waits for has changed."""
         waiting, block_size = self.queues.waiting, self.limits.block_size
         leaders = {request.request_id: request for request in self.queues.running}
-        for refusal in refusals:
-            if refusal.until is None or waiting.is_asleep(refusal.request):
+        for deferral in deferrals:
+            if deferral.until is None or waiting.is_asleep(deferral.request):
                 continue
-            if is_lasting(refusal, leaders[refusal.wait_for], block_size, self.cache, self.in_flight):
-                blocks = refusal.until // block_size
-                waiting.sleep(refusal.request, refusal.wait_for, refusal.request.digests[blocks - 1], blocks)
+            if is_lasting(deferral, leaders[deferral.wait_for], block_size, self.cache, self.pending_blocks):
+                blocks = deferral.until // block_size
+                waiting.sleep(deferral.request, deferral.wait_for, deferral.request.digests[blocks - 1], blocks)
 
     def _reserve_snapshots(self, chunk: Chunk) -> None:
         """Find slots for the states that the chunk should leave behind; what finds none is left out."""
@@ -270,7 +270,7 @@ class Scheduler:
         for i in range(request.published_blocks, complete):
             parent = digests[i - 1] if i else None
             request.block_table[i] = self.cache.publish(digests[i], request.block_table[i], parent)
-            self.in_flight.published(request.request_id, digests[i])
+            self.pending_blocks.published(request.request_id, digests[i])
             self.queues.waiting.published(digests[i])
         request.published_blocks = complete
 
@@ -298,8 +298,8 @@ class Scheduler:
         self.cache.reset()
         for request in self.queues:
             request.snapshots = []
-        for request_id in self.in_flight.requests():
-            self.in_flight.discard(request_id)
+        for request_id in self.pending_blocks.requests():
+            self.pending_blocks.discard(request_id)
         self.queues.waiting.forget()
 
     def weights_changed(self) -> None:
@@ -318,7 +318,7 @@ class Scheduler:
             request.add_event(event, payload)
 
     def _release(self, request: Request) -> None:
-        self.in_flight.discard(request.request_id)
+        self.pending_blocks.discard(request.request_id)
         self.queues.waiting.forsaken(request.request_id)
         for snapshot in request.snapshots:
             self.cache.states.cancel(snapshot.digest)
@@ -338,7 +338,7 @@ class Scheduler:
         for block in range(self.cache.pool.total):
             assert self.cache.pool.references(block) == held[block], f"block {block}: references and tables disagree"
         self._check_reservations()
-        check_sleepers(self.queues, self.limits.block_size, self.cache, self.in_flight)
+        check_sleepers(self.queues, self.limits.block_size, self.cache, self.pending_blocks)
         self.live_slots.check([request.live_slot for request in self.queues if request.live_slot is not None])
         for queue in (self.queues.waiting, self.queues.running, self.queues.paused):
             arrivals = [request.arrival for request in queue]

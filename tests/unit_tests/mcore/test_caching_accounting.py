@@ -125,7 +125,7 @@ def test_prompt_log_probs(get_caching_driver, oracle, policy):
     driver.step()
     driver.add(1, PROMPT, skip_prompt_log_probs=False, num_tokens_to_generate=30)
     driver.step()
-    assert set(driver.scheduler.in_flight.requests()) == {1}
+    assert set(driver.scheduler.pending_blocks.requests()) == {1}
     while 0 not in driver.records:
         driver.step()
     driver.add(2, PROMPT)

@@ -8,13 +8,13 @@ from collections.abc import Iterable
 
 from megatron_ext.config import RequestParams
 from megatron_ext.prefix_cache.cache import PrefixCache
-from megatron_ext.scheduling.planner import Limits, StepPlan
+from megatron_ext.scheduling.planner import SchedulerLimits, StepPlan
 from megatron_ext.scheduling.queue import Queues
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
 
 # Blocks of 4 tokens, so that sizes are easy to follow by hand.
-LIMITS = Limits(
+LIMITS = SchedulerLimits(
     block_size=4,
     total_blocks=8,
     paused_blocks=None,
@@ -25,7 +25,7 @@ LIMITS = Limits(
 )
 
 
-def make_limits(**changes: object) -> Limits:
+def make_limits(**changes: object) -> SchedulerLimits:
     """`LIMITS`, with some of them changed."""
     return dataclasses.replace(LIMITS, **changes)
 
@@ -45,13 +45,13 @@ def make_request(arrival: int, prompt: int, generated: int = 0, **params: object
 
 
 class Situation:
-    """Queues that are filled by hand; block and row numbers are handed out in order."""
+    """Queues that are filled by hand; block and slot numbers are handed out in order."""
 
     def __init__(self, **limits: object) -> None:
         self.limits = make_limits(**limits)
         self.queues = Queues()
         self.cache = PrefixCache(self.limits.total_blocks, None)
-        self._used_rows = 0
+        self._used_slots = 0
 
     @property
     def free_blocks(self) -> int:
@@ -89,8 +89,8 @@ class Situation:
     def _own(self, request: Request, computed: int, blocks: int) -> None:
         request.computed_end = computed
         request.block_table = self.cache.allocate(blocks)
-        request.live_slot = self._used_rows
-        self._used_rows += 1
+        request.live_slot = self._used_slots
+        self._used_slots += 1
 
 
 def frozen(queues: Queues) -> list[list[tuple[int, bytes, tuple]]]:
@@ -133,7 +133,7 @@ def admitted(plan: StepPlan) -> list[tuple[int, int, int]]:
 
 def followers(plan: StepPlan) -> dict[int, int]:
     """Who waits for whom."""
-    return {one.request.request_id: one.wait_for for one in plan.refusals if one.wait_for is not None}
+    return {one.request.request_id: one.wait_for for one in plan.deferrals if one.wait_for is not None}
 
 
 def asleep(scheduler: Scheduler) -> dict[int, int]:

@@ -74,7 +74,7 @@ class TestLedger:
         for position in range(10, 14):
             ledger.compute(position, position + 1)
         assert (ledger.skipped, ledger.computed, ledger.recomputed) == (0, 10, 0)
-        ledger.admit(12, 3, 4, None)  # after an eviction, what it had generated is cached too
+        ledger.admit(12, 3, 4, None)  # after a preemption, what it had generated is cached too
         ledger.compute(12, 15)
         assert (ledger.skipped, ledger.computed, ledger.recomputed) == (0, 10, 2)
 
@@ -89,7 +89,7 @@ class TestLedger:
         assert ledger.reasons == {"not_cached": 2, "partial_block": 2}
 
     def test_what_was_skipped_once_is_computed_again(self):
-        """EX-2: evicted, and what it had shared was evicted too."""
+        """EX-2: preempted, and what it had shared was evicted too."""
         ledger = PrefillLedger(10)
         ledger.admit(8, 2, 4, None)
         ledger.compute(8, 10)
@@ -192,8 +192,8 @@ class TestRequests:
     @pytest.mark.parametrize("policy", [LRU, REF_ZERO])
     @pytest.mark.parametrize("max_tokens", [4, 7, 16])
     def test_sums_are_exact_whatever_happens_in_between(self, policy, max_tokens):
-        """EX-2: failed steps, suspensions and resets in every order, evictions for want of blocks."""
-        evictions = skipped = 0
+        """EX-2: failed steps, suspensions and resets in every order, preemptions for want of blocks."""
+        preemptions = skipped = 0
         for order in itertools.product(["nothing", "fail", "suspend", "reset"], repeat=3):
             scheduler = Scheduler(make_limits(total_blocks=7, max_tokens=max_tokens), policy)
             prompts = [[*range(8), *range(50 * i, 50 * i + i)] for i in range(3)]
@@ -210,9 +210,9 @@ class TestRequests:
                 assert request.ledger.skipped + request.ledger.computed == request.prompt_length, order
                 assert request.prefill_token_count == prefilled[request.request_id], order
             assert scheduler.counters.skipped_tokens == sum(request.ledger.skipped for request in requests)
-            evictions += scheduler.counters.evictions
+            preemptions += scheduler.counters.preemptions
             skipped += scheduler.counters.skipped_tokens
-        assert evictions > 0
+        assert preemptions > 0
         assert skipped > 0
 
     @staticmethod
@@ -251,7 +251,7 @@ class TestCachingOff:
         scheduler.reset_prefix_cache()
         step(scheduler)
         assert (first.chain, second.chain, third.chain) == (None, None, None)
-        assert scheduler.in_flight.requests() == set()
+        assert scheduler.pending_blocks.requests() == set()
         use = scheduler.cache.use()
         assert (use.blocks_cached, use.blocks_evictable, use.blocks_evicted) == (0, 0, 0)
         for request in (first, second):

@@ -8,13 +8,13 @@ import pytest
 
 from megatron_ext.config import EvictionPolicyName
 from megatron_ext.scheduling.aligned import describe_tight_budget
-from megatron_ext.scheduling.plan import Limits
+from megatron_ext.scheduling.plan import SchedulerLimits
 from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.scheduler import Scheduler
 from tests.unit_tests.scheduling.builders import add, request_of, step
 
 BLOCK = 64
-ONE_BLOCK = Limits(
+ONE_BLOCK = SchedulerLimits(
     block_size=BLOCK,
     total_blocks=1000,
     paused_blocks=None,

@@ -14,8 +14,8 @@ from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.eviction import LeafFirstLru, RefZero
 from megatron_ext.scheduling import planner, scheduler
 from megatron_ext.scheduling.accounting import PrefillLedger
-from megatron_ext.scheduling.coordination import BlocksInFlight
-from megatron_ext.scheduling.planner import Admission, Refusal, StepPlan
+from megatron_ext.scheduling.coordination import PendingBlocks
+from megatron_ext.scheduling.planner import Admission, Deferral, StepPlan
 from megatron_ext.scheduling.request import Chunk, Request
 from megatron_ext.scheduling.scheduler import Scheduler
 from tests.priority import TestPriority
@@ -39,7 +39,7 @@ TestCaching = CachingMachine.TestCase
 
 
 def forgets_that_matches_are_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PrefixCache, "is_retired", lambda self, block: False)
+    monkeypatch.setattr(PrefixCache, "is_evictable", lambda self, block: False)
 
 
 def pins_after_others_have_grown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,25 +92,25 @@ def releases_parents_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def evicts_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LeafFirstLru, "evict", lambda self: self._retired.popitem(last=True)[0])
+    monkeypatch.setattr(LeafFirstLru, "evict", lambda self: self._evictable.popitem(last=True)[0])
 
 
 def evicts_by_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """A block that is used again keeps its old place in the line."""
-    retire = LeafFirstLru.retire
+    make_evictable = LeafFirstLru.make_evictable
 
-    def retire_at_old_place(self: LeafFirstLru, block: BlockId) -> bool:
+    def make_evictable_at_old_place(self: LeafFirstLru, block: BlockId) -> bool:
         places = vars(self).setdefault("places", {})
         places.setdefault(block, len(places))
-        retire(self, block)
-        self._retired = type(self._retired)(sorted(self._retired.items(), key=lambda item: places[item[0]]))
+        make_evictable(self, block)
+        self._evictable = type(self._evictable)(sorted(self._evictable.items(), key=lambda item: places[item[0]]))
         return True
 
-    monkeypatch.setattr(LeafFirstLru, "retire", retire_at_old_place)
+    monkeypatch.setattr(LeafFirstLru, "make_evictable", make_evictable_at_old_place)
 
 
 def ref_zero_keeps_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("__init__", "retire", "revive", "evict", "clear", "__len__", "__iter__", "__contains__"):
+    for name in ("__init__", "make_evictable", "reuse", "evict", "clear", "__len__", "__iter__", "__contains__"):
         monkeypatch.setattr(RefZero, name, getattr(LeafFirstLru, name))
 
 
@@ -176,15 +176,15 @@ def resumes_a_token_early(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def mourns_a_leader_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(BlocksInFlight, "discard", lambda self, request_id: None)
+    monkeypatch.setattr(PendingBlocks, "discard", lambda self, request_id: None)
 
 
 def follows_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner, "follow", lambda *args: None)
+    monkeypatch.setattr(planner, "wait_for_prefix", lambda *args: None)
 
 
 def sees_no_leader_of_the_same_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner.Leaders, "add", lambda self, admission: None)
+    monkeypatch.setattr(planner.PrefixLeaders, "add", lambda self, admission: None)
 
 
 def lets_nobody_overtake_followers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,7 +192,7 @@ def lets_nobody_overtake_followers(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def cut_off(*args: object) -> object:
         entry = plan_admissions(*args)
-        followers = [refusal.request.arrival for refusal in entry.refusals if refusal.wait_for is not None]
+        followers = [deferral.request.arrival for deferral in entry.deferrals if deferral.wait_for is not None]
         entry.admissions[:] = [a for a in entry.admissions if a.request.arrival < min(followers, default=1 << 30)]
         return entry
 
@@ -202,20 +202,20 @@ def lets_nobody_overtake_followers(monkeypatch: pytest.MonkeyPatch) -> None:
 def counts_every_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     note = Scheduler._note_follower
 
-    def note_again(self: Scheduler, refusal: Refusal) -> None:
-        refusal.request.has_followed = False
-        note(self, refusal)
+    def note_again(self: Scheduler, deferral: Deferral) -> None:
+        deferral.request.has_waited_for_prefix = False
+        note(self, deferral)
 
     monkeypatch.setattr(Scheduler, "_note_follower", note_again)
 
 
-def counts_hits_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def counts_hits_that_are_deferred(monkeypatch: pytest.MonkeyPatch) -> None:
     schedule = Scheduler.schedule
 
     def count_first(self: Scheduler) -> StepPlan:
         plan = schedule(self)
-        if plan.refusal is not None:
-            self.counters.hits += bool(self.cache.match(plan.refusal.request.digests))
+        if plan.deferral is not None:
+            self.counters.hits += bool(self.cache.match(plan.deferral.request.digests))
         return plan
 
     monkeypatch.setattr(Scheduler, "schedule", count_first)
@@ -292,7 +292,7 @@ def never_caches_generated_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
         sees_no_leader_of_the_same_step,
         lets_nobody_overtake_followers,
         counts_every_wait,
-        counts_hits_that_are_refused,
+        counts_hits_that_are_deferred,
         counts_skipped_tokens_at_each_admission,
         publishes_what_began_before_a_reset,
         keeps_old_keys_in_the_queue,

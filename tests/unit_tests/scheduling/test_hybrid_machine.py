@@ -18,7 +18,7 @@ from megatron_ext.prefix_cache.hash_chain import Digest
 from megatron_ext.prefix_cache.matching import ResumePoint
 from megatron_ext.prefix_cache.state_index import SlotId, StateIndex
 from megatron_ext.scheduling import planner
-from megatron_ext.scheduling.plan import Limits
+from megatron_ext.scheduling.plan import SchedulerLimits
 from megatron_ext.scheduling.planner import StepPlan
 from megatron_ext.scheduling.request import Chunk, Request
 from megatron_ext.scheduling.scheduler import Scheduler
@@ -36,10 +36,10 @@ class HybridMachine(CachingMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.rows: dict[int, object] = {}
+        self.live: dict[int, object] = {}
         self.slots: dict[int, object] = {}
 
-    def draw_limits(self, data: st.DataObject) -> Limits:
+    def draw_limits(self, data: st.DataObject) -> SchedulerLimits:
         """LA-1: in one life of three chunks are aligned, with a budget of a block or a few tokens more."""
         limits = super().draw_limits(data)
         if data.draw(st.sampled_from([False, False, True]), "aligned"):
@@ -59,8 +59,8 @@ class HybridMachine(CachingMachine):
             assert chunk.start <= min(matched * self.limits.block_size, len(owner.tokens) - 1)
             assert (one.restore is None) == (chunk.start == 0)
             outcomes[owner.name] = ("admit", matched, one.new_blocks, chunk.start, chunk.end)
-        for one in plan.refusals:
-            following = ("refuse", one.resource, one.needed, one.available)
+        for one in plan.deferrals:
+            following = ("defer", one.resource, one.needed, one.available)
             outcomes[one.request.request_id] = following if one.wait_for is None else ("follow", one.wait_for)
         return outcomes
 
@@ -72,13 +72,13 @@ class HybridMachine(CachingMachine):
         written: dict[SlotId, object] = {}
         for chunk in chunks:
             owner, request = self.owner_of(chunk.request), chunk.request
-            assert self.rows[request.live_slot] == content(owner, chunk.start), "states of another position"
+            assert self.live[request.live_slot] == content(owner, chunk.start), "states of another position"
             for snapshot in request.snapshots:
                 if chunk.start < snapshot.position <= chunk.end:
                     assert not self.limits.aligned_chunks or snapshot.position == chunk.end, "only ends leave states"
                     assert snapshot.slot not in written, "two write one slot"
                     written[snapshot.slot] = content(owner, snapshot.position)
-            self.rows[request.live_slot] = content(owner, chunk.end)
+            self.live[request.live_slot] = content(owner, chunk.end)
         self.slots |= written
 
     def judge(self, plan: StepPlan) -> None:
@@ -86,14 +86,14 @@ class HybridMachine(CachingMachine):
         super().judge(plan)
         if not self.limits.aligned_chunks:
             return
-        assert all(one.available == 0 for one in plan.refusals if one.resource == "tokens"), "a token helps nobody"
+        assert all(one.available == 0 for one in plan.deferrals if one.resource == "tokens"), "a token helps nobody"
         chunks = {chunk.request: chunk for chunk in plan.chunks}
         spare = self.limits.max_tokens - sum(chunk.length for chunk in plan.chunks)
         size = self.limits.block_size
         for owner in self.placed("running"):
             request = self.requests[owner]
             if request not in chunks:
-                stops = any(refusal.wish is not None for refusal in plan.refusals)
+                stops = any(deferral.snapshot is not None for deferral in plan.deferrals)
                 assert spare == 0 or stops, f"{request.request_id} gets none of {spare} tokens"
             elif request.chain is not None:
                 self.judge_end(chunks[request], size)
@@ -110,9 +110,9 @@ class HybridMachine(CachingMachine):
         owner, restore = self.owner_of(chunk.request), chunk.request.restore
         if restore is not None:
             assert self.slots.get(restore.slot) == content(owner, chunk.start), "restores what is of others"
-            self.rows[chunk.request.live_slot] = self.slots[restore.slot]
+            self.live[chunk.request.live_slot] = self.slots[restore.slot]
         elif chunk.start == 0:
-            self.rows[chunk.request.live_slot] = content(owner, 0)
+            self.live[chunk.request.live_slot] = content(owner, 0)
 
     def verify_request(self, owner: Owner, request: Request) -> None:
         """No snapshot can be found that does not hold what its key says."""

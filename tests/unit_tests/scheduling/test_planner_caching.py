@@ -23,7 +23,7 @@ def test_blocks_that_a_failing_request_releases_are_not_counted_twice(policy):
     plan = step(scheduler)
     assert [request.request_id for request, _ in plan.failures] == [0]
     assert admitted(plan) == [(1, 1, 1)]
-    assert (plan.refusal.request.request_id, plan.refusal.needed, plan.refusal.available) == (2, 2, 1)
+    assert (plan.deferral.request.request_id, plan.deferral.needed, plan.deferral.available) == (2, 2, 1)
 
 
 @pytest.mark.parametrize("policy", [LRU, REF_ZERO])

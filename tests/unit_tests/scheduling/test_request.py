@@ -21,7 +21,7 @@ from tests.unit_tests.scheduling.builders import make_request
 
 
 def lose(request: Request) -> None:
-    """What an eviction does to the counters."""
+    """What a preemption does to the counters."""
     request.computed_end = 0
 
 
@@ -58,7 +58,7 @@ class TestAdvance:
         assert counts(request) == (10, 0)
         assert request.step_count == 3
 
-    def test_evicted_in_decode(self):
+    def test_preempted_in_decode(self):
         request = make_request(0, prompt=5)
         request.advance(5)
         for end in (6, 7, 8):
@@ -70,7 +70,7 @@ class TestAdvance:
         # 8 tokens were computed before; the newest is neither prompt nor computed again.
         assert counts(request) == (5, 8)
 
-    def test_evicted_within_the_second_prefill(self):
+    def test_preempted_within_the_second_prefill(self):
         request = make_request(0, prompt=6, generated=2)
         request.advance(7)
         lose(request)
@@ -182,7 +182,7 @@ class TestEvents:
         assert record_of(request).arrival_wall_time == request.arrival_wall_time
 
     def test_first_token_is_noted_once_whatever_happens_after(self):
-        """KV-10: TTFT survives evict and resume."""
+        """KV-10: TTFT survives preemption and resume."""
         request = make_request(0, prompt=2)
         request.advance(2)
         request.append(1)

@@ -71,13 +71,13 @@ class TestLife:
         assert [chunk.request for chunk in step(scheduler).chunks] == [second]
         assert second.computed_end == 5
         assert scheduler.counters.pauses == 1
-        assert scheduler.counters.evictions == 0
+        assert scheduler.counters.preemptions == 0
 
-    def test_evict_and_admit_again(self):
+    def test_preempt_and_admit_again(self):
         scheduler, (first, second) = make_scheduler(4, 4, total_blocks=2)
         step(scheduler)
         plan = step(scheduler)
-        assert plan.evictions == (second,)
+        assert plan.preemptions == (second,)
         assert (second.computed_end, second.block_table, second.live_slot) == (0, [], None)
         assert len(second.generated_tokens) == 1
         scheduler.end(first, Status.COMPLETED)
@@ -138,7 +138,7 @@ class TestLife:
 
     @pytest.mark.parametrize("when", ["waiting", "mid-prefill", "decoding", "paused"])
     def test_abort_at_any_moment(self, when: str):
-        """EX-8: blocks and rows are free at once."""
+        """EX-8: blocks and slots are free at once."""
         scheduler, (first, second) = make_scheduler(4, 8, total_blocks=4, max_tokens=6)
         if when != "waiting":
             step(scheduler)  # 4 of the first, 2 of the second

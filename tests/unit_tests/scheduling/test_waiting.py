@@ -32,9 +32,11 @@ def led(count: int, **limits: object) -> Scheduler:
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Ids of the waiting requests that are matched, as it happens; the list fills while the scheduler works."""
     seen = []
-    may_follow = planner.may_follow
+    may_wait_for_prefix = planner.may_wait_for_prefix
     monkeypatch.setattr(
-        planner, "may_follow", lambda request, *args: (seen.append(request.request_id), may_follow(request, *args))[1]
+        planner,
+        "may_wait_for_prefix",
+        lambda request, *args: (seen.append(request.request_id), may_wait_for_prefix(request, *args))[1],
     )
     return seen
 
@@ -55,7 +57,7 @@ class TestWhoIsLookedAt:
         step(scheduler)  # the last of what they share
         assert (seen, asleep(scheduler)) == ([], {})
         step(scheduler)
-        assert seen == [1, 2, 3]  # the third finds no row
+        assert seen == [1, 2, 3]  # the third finds no slot
 
     def test_with_a_full_batch_the_first_of_the_line_only(self, monkeypatch):
         """KV-6: the others are behind it, whatever they are."""
@@ -79,7 +81,7 @@ class TestWhoIsLookedAt:
         step(scheduler)
         index = scheduler.cache._index
         entries = index._entries = CountingDict(index._entries)
-        assert scheduler.schedule().refusal.request.request_id == 2
+        assert scheduler.schedule().deferral.request.request_id == 2
         assert 0 < entries.count < 40  # of 500 blocks
 
     def test_a_sleeper_that_is_aborted_is_forgotten(self):
@@ -96,7 +98,7 @@ class TestWhoIsLookedAt:
         """KV-6: the line is in order of arrival however it was filled."""
         scheduler = led(3, max_requests=8)
         step(scheduler)
-        add(scheduler, request_of(-1, [*SHARED, 99]))  # as one that was evicted
+        add(scheduler, request_of(-1, [*SHARED, 99]))  # as one that was preempted
         step(scheduler)
         step(scheduler)
         assert [one for one, *_ in admitted(step(scheduler))][:2] == [-1, 1]

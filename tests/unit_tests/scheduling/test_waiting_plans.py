@@ -9,7 +9,7 @@ import pytest
 
 from megatron_ext.config import EvictionPolicyName, RequestParams
 from megatron_ext.prefix_cache.block_index import BlockIndex
-from megatron_ext.scheduling.planner import Limits, check_admissible
+from megatron_ext.scheduling.planner import SchedulerLimits, check_admissible
 from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
@@ -30,14 +30,14 @@ class Life:
     def __init__(self, seed: int, has_states: bool) -> None:
         self.random = random.Random(seed)
         draw = self.random.choice
-        rows = draw([2, 4, 12])
+        slots = draw([2, 4, 12])
         self.block_size = draw([1, 2, 3])
-        limits = Limits(
+        limits = SchedulerLimits(
             block_size=self.block_size,
             total_blocks=draw([15, 30, 60, 120]),
             paused_blocks=draw([None, 0, 3]),
-            max_requests=rows,
-            max_tokens=max(rows, self.block_size) + draw([1, 2, 4, 12, 40]),
+            max_requests=slots,
+            max_tokens=max(slots, self.block_size) + draw([1, 2, 4, 12, 40]),
             max_sequence_length=60,
             chunked_prefill=(chunked := draw([True, True, True, False])),
             aligned_chunks=has_states and chunked and draw([True, False]),

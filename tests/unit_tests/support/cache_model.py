@@ -156,12 +156,12 @@ class CacheModel:
         for admission in plan.admissions:
             bounds = self._bounds(self._wanted(admission.request), in_use, has_evicted)
             self._check_admission(admission, leaders, bounds)
-        for refusal in plan.refusals:
-            if refusal.wait_for is not None:
-                wanted = self._wanted(refusal.request)
+        for deferral in plan.deferrals:
+            if deferral.wait_for is not None:
+                wanted = self._wanted(deferral.request)
                 fewest, most = self._bounds(wanted, in_use, has_evicted)
                 followed = [leaders.get(contents, set()) for contents in wanted[fewest : most + 1]]
-                assert any(refusal.wait_for in ids for ids in followed), "its leader computes nothing for it"
+                assert any(deferral.wait_for in ids for ids in followed), "its leader computes nothing for it"
         return plan
 
     def _check_admission(
