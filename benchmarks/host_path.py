@@ -24,6 +24,7 @@ from megatron_ext.scheduling.planner import SchedulerLimits
 from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
+from megatron_ext.scheduling.submission import Submission
 
 LENGTHS = (2_048, 32_768, 131_072)
 BLOCK_SIZES = (16, 256)
@@ -165,7 +166,7 @@ def waiting_request(arrival: int, length: int, follows: bool) -> Request:
     """A prompt of its own, or one that all have but for the last block."""
     own = length if not follows else 16
     tokens = [*range(length - own), *range(1_000_000 + arrival, 1_000_000 + arrival + own)]
-    return Request(arrival, tuple(tokens), RequestParams(num_tokens_to_generate=1_000), arrival=arrival, seed=0)
+    return Request(Submission(arrival, tuple(tokens), RequestParams(num_tokens_to_generate=1_000), arrival, seed=0))
 
 
 def median(measure: Callable[[], float], repeats: int) -> float:
@@ -231,7 +232,7 @@ def prompt(length: int) -> tuple[int, ...]:
 
 def make_request(arrival: int, length: int) -> Request:
     """A request of `prompt(length)`."""
-    return Request(arrival, prompt(length), RequestParams(num_tokens_to_generate=1), arrival=arrival, seed=0)
+    return Request(Submission(arrival, prompt(length), RequestParams(num_tokens_to_generate=1), arrival, seed=0))
 
 
 if __name__ == "__main__":

@@ -41,6 +41,11 @@ class PrefillLedger:
         """Prompt tokens computed for the first time."""
         return self.reasons.total()
 
+    @property
+    def prefilled(self) -> int:
+        """Prefill tokens computed, for the first time or again."""
+        return self.computed + self.recomputed
+
     def admit(self, resume_position: int, matched_blocks: int, block_size: int, general_reason: Reason | None) -> None:
         """The request enters the batch.
 

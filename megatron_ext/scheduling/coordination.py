@@ -8,9 +8,10 @@ from collections.abc import Collection, Iterable
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.hash_chain import Digest
 from megatron_ext.prefix_cache.matching import last_boundary, resume_point
+from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.plan import Admission, Deferral, SchedulerLimits, SnapshotRequest, StepBudget
 from megatron_ext.scheduling.queue import Queues
-from megatron_ext.scheduling.request import Chunk, Request
+from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.snapshots import common_blocks
 
 
@@ -98,7 +99,7 @@ class PrefixLeaders:
 
     @staticmethod
     def _has_next_block_of(request: Request, leader: Request) -> bool:
-        following = slice(leader.published_blocks, leader.published_blocks + 1)
+        following = slice(leader.sequence.published_blocks, leader.sequence.published_blocks + 1)
         return len(leader.digests[following]) == 1 and request.digests[following] == leader.digests[following]
 
 
@@ -157,9 +158,9 @@ def is_lasting(
     return (
         matched < len(digests)
         and pending_blocks.leader(digests[matched]) == leader.request_id
-        and leader.published_blocks == matched
+        and leader.sequence.published_blocks == matched
         and cache.states.is_reserved(digest)
-        and (is_computed or any(one.digest == digest for one in leader.snapshots))
+        and (is_computed or any(one.digest == digest for one in leader.sequence.snapshots))
     )
 
 
@@ -170,7 +171,7 @@ def check_sleepers(queues: Queues, block_size: int, cache: PrefixCache, pending_
     for request, hope in queues.waiting.sleepers():
         name, leader = f"sleeping {request.request_id}", running.get(hope.leader)
         assert leader is not None, f"{name} waits for a request that does not run"
-        assert leader.cache_epoch == cache.epoch, f"{name} waits for what will not be published"
+        assert leader.sequence.cache_epoch == cache.epoch, f"{name} waits for what will not be published"
         assert leader.computed_end < hope.blocks * block_size, f"{name} waits for what is there"
         assert request.digests[hope.blocks - 1] == hope.digest, f"{name} waits for what it cannot use"
         if cache.states is None:

@@ -8,7 +8,8 @@ from megatron_ext.errors import CapacityError
 from megatron_ext.prefix_cache.block_pool import BlockId
 from megatron_ext.prefix_cache.hash_chain import Digest
 from megatron_ext.prefix_cache.matching import Restore
-from megatron_ext.scheduling.request import Chunk, Request
+from megatron_ext.scheduling.chunk import Chunk
+from megatron_ext.scheduling.request import Request
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,11 @@ from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.hash_chain import Digest
 from megatron_ext.prefix_cache.matching import resume_point
 from megatron_ext.scheduling.ahead import HASH_SLICE, within_slice
+from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.coordination import PendingBlocks, PrefixLeaders, wait_for_prefix
 from megatron_ext.scheduling.plan import Admission, Deferral, Failure, SchedulerLimits, StepBudget, StepPlan
 from megatron_ext.scheduling.queue import Queues
-from megatron_ext.scheduling.request import Chunk, Request
+from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.snapshots import cut_aligned, prefill_stops
 from megatron_ext.scheduling.waiting import WaitingQueue
 
@@ -139,7 +140,7 @@ def _plan_continuations(prefilling: Sequence[Request], limits: SchedulerLimits, 
     """The next chunk of every request that is mid-prefill, oldest first, as far as the tokens go."""
     chunks = []
     for request in prefilling:
-        end = _chunk_end(request, request.computed_end, request.shared_end, limits, tokens)
+        end = _chunk_end(request, request.computed_end, request.sequence.shared_end, limits, tokens)
         if end > request.computed_end:
             chunks.append(Chunk(request, request.computed_end, end))
             tokens -= chunks[-1].length
@@ -150,10 +151,12 @@ def _chunk_end(request: Request, start: int, shared_end: int, limits: SchedulerL
     """Where a prefill chunk ends that begins at `start` and may have `tokens` tokens; `start` if it gets none."""
     length = len(request.tokens)
     end = min(length, start + max(0, tokens))
-    if not limits.aligned_chunks or request.chain is None:
+    if not limits.aligned_chunks or request.sequence.chain is None:
         return end
     stops = prefill_stops(length, shared_end, limits.block_size)
-    return cut_aligned(start, end, length, [*stops, *(one.position for one in request.snapshots)], limits.block_size)
+    return cut_aligned(
+        start, end, length, [*stops, *(one.position for one in request.sequence.snapshots)], limits.block_size
+    )
 
 
 def _cut_for_followers(chunks: Iterable[Chunk], deferrals: Iterable[Deferral]) -> list[Chunk]:
@@ -221,7 +224,7 @@ def _plan_admissions(
 
 def reads_cache(request: Request) -> bool:
     """Whether cached blocks may stand in for computing: not if the prompt's own log-probs are asked for."""
-    return request.chain is not None and not request.params.wants_prompt_log_probs
+    return request.sequence.chain is not None and not request.params.wants_prompt_log_probs
 
 
 def may_wait_for_prefix(request: Request, matched: Sequence[BlockId], waiting: WaitingQueue) -> bool:

@@ -13,13 +13,14 @@ from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.hash_chain import Digest, HashChain, root_digest
 from megatron_ext.scheduling.accounting import Reason
 from megatron_ext.scheduling.ahead import AheadHashing
+from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.coordination import PendingBlocks, check_sleepers, is_lasting
 from megatron_ext.scheduling.events import EventType
 from megatron_ext.scheduling.live_slots import LiveSlots
 from megatron_ext.scheduling.planner import Admission, Deferral, SchedulerLimits, StepPlan, plan_step
 from megatron_ext.scheduling.queue import Queues
 from megatron_ext.scheduling.record import Status
-from megatron_ext.scheduling.request import Chunk, Request
+from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.snapshots import Snapshot, prefill_positions
 
 NO_TOKENS: Mapping[int, int] = MappingProxyType({})
@@ -91,8 +92,8 @@ class Scheduler:
                 *([] if salt is None else [salt.encode("utf-8", "surrogatepass")]),  # JSON has halves of characters
             ]
         )
-        if request.chain is None or request.chain.root != root:
-            request.chain = HashChain(root, self.limits.block_size)
+        if request.sequence.chain is None or request.sequence.chain.root != root:
+            request.sequence.chain = HashChain(root, self.limits.block_size)
 
     def schedule(self) -> StepPlan:
         """Plan the next step and put the plan into effect; the caller computes the plan's chunks."""
@@ -106,7 +107,7 @@ class Scheduler:
             self.counters.preemptions += 1
         for request in plan.pauses:
             self.queues.move(request, self.queues.paused)
-            request.add_event(EventType.PAUSE)
+            request.timeline.note(EventType.PAUSE)
             self.counters.pauses += 1
         for request in plan.resumes:
             self.queues.move(request, self.queues.running)
@@ -126,27 +127,29 @@ class Scheduler:
         request = chunk.request
         if request.block_table:  # admissions take theirs at once
             missing = self.limits.blocks_for(chunk.end) - len(request.block_table)
-            request.block_table += self.cache.allocate(max(0, missing))
+            request.sequence.block_table += self.cache.allocate(max(0, missing))
 
     def _admit(self, admission: Admission) -> None:
         request, matched = admission.request, admission.matched
-        request.block_table = [*matched, *self.cache.allocate(admission.new_blocks)]
-        request.live_slot = self.live_slots.take()
-        request.computed_end = admission.chunk.start
-        request.restore = admission.restore
+        request.sequence.block_table = [*matched, *self.cache.allocate(admission.new_blocks)]
+        request.sequence.live_slot = self.live_slots.take()
+        request.sequence.computed_end = admission.chunk.start
+        request.sequence.restore = admission.restore
         if admission.restore is not None:
             self.cache.states.consume(admission.restore.digest)
-        request.shared_end = len(matched) * self.limits.block_size
-        request.published_blocks = len(matched)
-        request.cache_epoch = self.cache.epoch
-        skipped_before = request.ledger.skipped
-        request.ledger.admit(admission.chunk.start, len(matched), self.limits.block_size, self._general_reason(request))
+        request.sequence.shared_end = len(matched) * self.limits.block_size
+        request.sequence.published_blocks = len(matched)
+        request.sequence.cache_epoch = self.cache.epoch
+        skipped_before = request.sequence.ledger.skipped
+        request.sequence.ledger.admit(
+            admission.chunk.start, len(matched), self.limits.block_size, self._general_reason(request)
+        )
         self.pending_blocks.add(request.request_id, request.digests[len(matched) :])
-        self.counters.skipped_tokens += request.ledger.skipped - skipped_before
+        self.counters.skipped_tokens += request.sequence.ledger.skipped - skipped_before
         self._count_hit(admission)
         self.counters.blocks_matched += len(matched)
         self.queues.move(request, self.queues.running)
-        request.add_event(EventType.ADD_CONTEXT)
+        request.timeline.note(EventType.ADD_CONTEXT)
 
     def _count_hit(self, admission: Admission) -> None:
         start = admission.chunk.start
@@ -163,8 +166,8 @@ class Scheduler:
         return Reason.PROMPT_LOGPROBS if request.params.wants_prompt_log_probs else None
 
     def _note_follower(self, deferral: Deferral) -> None:
-        if deferral.wait_for is not None and not deferral.request.has_waited_for_prefix:
-            deferral.request.has_waited_for_prefix = True
+        if deferral.wait_for is not None and not deferral.request.sequence.has_waited_for_prefix:
+            deferral.request.sequence.has_waited_for_prefix = True
             self.counters.coordination_waits += 1
         if deferral.snapshot is not None:
             wanted = deferral.snapshot
@@ -184,7 +187,11 @@ class Scheduler:
     def _reserve_snapshots(self, chunk: Chunk) -> None:
         """Find slots for the states that the chunk should leave behind; what finds none is left out."""
         request, block_size = chunk.request, self.limits.block_size
-        if self.cache.states is None or request.chain is None or request.cache_epoch != self.cache.epoch:
+        if (
+            self.cache.states is None
+            or request.sequence.chain is None
+            or request.sequence.cache_epoch != self.cache.epoch
+        ):
             return
         if chunk.is_decode:
             if chunk.end % block_size == 0:
@@ -199,18 +206,18 @@ class Scheduler:
         if self.limits.aligned_chunks:
             return [chunk.end] if chunk.end % block_size == 0 else []
         request = chunk.request
-        return prefill_positions(chunk.start, chunk.end, len(request.tokens), request.shared_end, block_size)
+        return prefill_positions(chunk.start, chunk.end, len(request.tokens), request.sequence.shared_end, block_size)
 
     def _reserve_snapshot(self, request: Request, position: int, digest: Digest, *, in_decode: bool = False) -> None:
         states = self.cache.states
         if states.find(digest) is not None or states.is_reserved(digest):
             return
-        instead_of = request.decode_snapshot if in_decode else None
+        instead_of = request.sequence.decode_snapshot if in_decode else None
         slot = states.reserve(digest, is_optional=in_decode, instead_of=instead_of)
         if slot is not None:
-            request.snapshots.append(Snapshot(position, digest, slot))
+            request.sequence.snapshots.append(Snapshot(position, digest, slot))
             if in_decode:
-                request.decode_snapshot = digest
+                request.sequence.decode_snapshot = digest
 
     def commit(self, chunks: Iterable[Chunk], sampled: Mapping[int, int] = NO_TOKENS) -> list[Request]:
         """The step's computation has succeeded. This is the one transition at its end, and it cannot fail.
@@ -255,24 +262,28 @@ class Scheduler:
 
     def _show_snapshots(self, request: Request) -> None:
         """The states at the positions that the request has now reached are in their slots: let others find them."""
-        for snapshot in request.snapshots:
+        for snapshot in request.sequence.snapshots:
             if snapshot.position <= request.computed_end:
                 self.cache.states.commit(snapshot.digest)
                 self.queues.waiting.published(snapshot.digest)
-        request.snapshots = [one for one in request.snapshots if one.position > request.computed_end]
+        request.sequence.snapshots = [one for one in request.sequence.snapshots if one.position > request.computed_end]
 
     def _publish(self, request: Request) -> None:
         """Index the blocks that the request has completed; what began in an earlier epoch is not published."""
         complete = request.computed_end // self.limits.block_size
-        if request.chain is None or complete <= request.published_blocks or request.cache_epoch != self.cache.epoch:
+        if (
+            request.sequence.chain is None
+            or complete <= request.sequence.published_blocks
+            or request.sequence.cache_epoch != self.cache.epoch
+        ):
             return
         digests = request.digests
-        for i in range(request.published_blocks, complete):
+        for i in range(request.sequence.published_blocks, complete):
             parent = digests[i - 1] if i else None
-            request.block_table[i] = self.cache.publish(digests[i], request.block_table[i], parent)
+            request.sequence.block_table[i] = self.cache.publish(digests[i], request.block_table[i], parent)
             self.pending_blocks.published(request.request_id, digests[i])
             self.queues.waiting.published(digests[i])
-        request.published_blocks = complete
+        request.sequence.published_blocks = complete
 
     def abandon(self, chunks: Iterable[Chunk], reason: str) -> None:
         """The forward of `chunks` has failed: their pools hold anything now, so the requests start again."""
@@ -280,12 +291,18 @@ class Scheduler:
             self._requeue(chunk.request, EventType.ERROR_TRANSIENT, reason)
 
     def end(
-        self, request: Request, status: Status, *, finish_reason: str | None = None, error: str | None = None
+        self,
+        request: Request,
+        status: Status,
+        *,
+        finish_reason: str | None = None,
+        error: str | None = None,
+        is_fault: bool = False,
     ) -> None:
         """A request leaves; what it owned is free at once."""
         self._release(request)
         self.queues.discard(request)
-        request.end(status, finish_reason=finish_reason, error=error)
+        request.end(status, finish_reason=finish_reason, error=error, is_fault=is_fault)
 
     def suspend(self) -> None:
         """The pools are about to lose their contents: everybody waits, and keeps its tokens."""
@@ -297,7 +314,7 @@ class Scheduler:
         """Nothing cached before is matched after, and requests in flight publish nothing (EX-4)."""
         self.cache.reset()
         for request in self.queues:
-            request.snapshots = []
+            request.sequence.snapshots = []
         for request_id in self.pending_blocks.requests():
             self.pending_blocks.discard(request_id)
         self.queues.waiting.forget()
@@ -315,21 +332,18 @@ class Scheduler:
         self._start_chain(request)
         self.queues.move(request, self.queues.waiting)
         if event is not None:
-            request.add_event(event, payload)
+            request.timeline.note(event, payload)
 
     def _release(self, request: Request) -> None:
         self.pending_blocks.discard(request.request_id)
         self.queues.waiting.forsaken(request.request_id)
-        for snapshot in request.snapshots:
+        blocks, snapshots, live_slot = request.sequence.lose_all()
+        for snapshot in snapshots:
             self.cache.states.cancel(snapshot.digest)
             self.queues.waiting.cancelled(snapshot.digest)
-        request.snapshots, request.restore = [], None
-        self.cache.release(request.block_table)
-        request.block_table = []
-        request.computed_end = request.shared_end = request.published_blocks = 0
-        if request.live_slot is not None:
-            self.live_slots.give_back(request.live_slot)
-            request.live_slot = None
+        self.cache.release(blocks)
+        if live_slot is not None:
+            self.live_slots.give_back(live_slot)
 
     def check(self) -> None:
         """Assert every invariant between requests and pools (between steps)."""
@@ -339,7 +353,9 @@ class Scheduler:
             assert self.cache.pool.references(block) == held[block], f"block {block}: references and tables disagree"
         self._check_reservations()
         check_sleepers(self.queues, self.limits.block_size, self.cache, self.pending_blocks)
-        self.live_slots.check([request.live_slot for request in self.queues if request.live_slot is not None])
+        self.live_slots.check(
+            [request.sequence.live_slot for request in self.queues if request.sequence.live_slot is not None]
+        )
         for queue in (self.queues.waiting, self.queues.running, self.queues.paused):
             arrivals = [request.arrival for request in queue]
             assert arrivals == sorted(arrivals), f"out of order: {arrivals}"
@@ -347,7 +363,7 @@ class Scheduler:
             assert not request.is_ended, f"request {request.request_id} has ended and is still queued"
         for request in self.queues.waiting:
             assert not request.block_table, f"waiting {request.request_id} owns blocks"
-            assert request.live_slot is None, f"waiting {request.request_id} owns a live slot"
+            assert request.sequence.live_slot is None, f"waiting {request.request_id} owns a live slot"
             assert request.computed_end == 0, f"waiting {request.request_id} has computed tokens"
         for request in [*self.queues.running, *self.queues.paused]:
             self._check_owner(request)
@@ -356,7 +372,7 @@ class Scheduler:
 
     def _check_owner(self, request: Request) -> None:
         name = f"request {request.request_id}"
-        assert request.live_slot is not None, f"{name} has no live slot"
+        assert request.sequence.live_slot is not None, f"{name} has no live slot"
         assert request.computed_end < len(request.tokens), f"{name} has nothing left to compute"
         computed, known = request.computed_end, len(request.tokens)
         fewest = self.limits.blocks_for(computed if request.is_decoding else known)
@@ -364,7 +380,7 @@ class Scheduler:
         assert fewest <= len(request.block_table) <= most, f"{name} owns {len(request.block_table)} blocks"
 
     def _check_reservations(self) -> None:
-        snapshots = [(request, one) for request in self.queues for one in request.snapshots]
+        snapshots = [(request, one) for request in self.queues for one in request.sequence.snapshots]
         if self.cache.states is None:
             assert not snapshots, "snapshots of a model without states"
             return

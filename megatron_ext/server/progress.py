@@ -28,10 +28,10 @@ class Progress:
         return cls(
             request.prompt_tokens,
             tuple(request.generated_tokens),
-            tuple(request.generated_log_probs),
-            tuple(request.generated_top_n),
-            tuple(request.prompt_log_probs),
-            tuple(request.prompt_top_n),
+            tuple(request.output.generated_log_probs),
+            tuple(request.output.generated_top_n),
+            tuple(request.output.prompt_log_probs),
+            tuple(request.output.prompt_top_n),
         )
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from megatron_ext.mcore.context import InferenceContext
 from megatron_ext.prefix_cache import hash_chain
-from megatron_ext.scheduling.request import Chunk
+from megatron_ext.scheduling.chunk import Chunk
 from tests.functional_tests.cases import Case, find_cases
 from tests.functional_tests.checker import OUTCOME, differences, requests
 from tests.priority import TestPriority
@@ -114,10 +114,12 @@ def test_wrong_contents_are_seen(case: Case, run_here, monkeypatch):
 
     def spoil_and_stage(context: InferenceContext, chunks: Sequence[Chunk]) -> None:
         for request in (chunk.request for chunk in chunks):
-            context.memory_buffer[:, :, request.block_table[: request.shared_end // context.block_size_tokens]] = 0
-            if request.restore is not None:
+            context.memory_buffer[
+                :, :, request.block_table[: request.sequence.shared_end // context.block_size_tokens]
+            ] = 0
+            if request.sequence.restore is not None:
                 for states in (context.snapshots.conv, context.snapshots.ssm):
-                    states[:, request.restore.slot] = 0
+                    states[:, request.sequence.restore.slot] = 0
         stage(context, chunks)
 
     monkeypatch.setattr(InferenceContext, "stage", spoil_and_stage)

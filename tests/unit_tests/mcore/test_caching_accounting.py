@@ -86,7 +86,11 @@ def test_a_retried_admission_counts_once(get_caching_driver, oracle, limits, blo
     refused = 0
     while not request.block_table:
         assert (counters.hits, counters.blocks_matched, counters.skipped_tokens) == (0, 0, 0)
-        assert (request.ledger.matched_blocks, request.ledger.skipped, request.live_slot) == (None, 0, None)
+        assert (
+            request.sequence.ledger.matched_blocks,
+            request.sequence.ledger.skipped,
+            request.sequence.live_slot,
+        ) == (None, 0, None)
         assert driver.scheduler.cache.use().blocks_evictable >= 2
         driver.step()
         refused += not request.block_table

@@ -93,7 +93,7 @@ def test_publishing_before_computing(driver, oracle, monkeypatch):
     def admit_and_publish(self: Scheduler, admission: planner.Admission) -> None:
         admit(self, admission)
         request = admission.request
-        for i in range(request.published_blocks, len(request.digests)):
+        for i in range(request.sequence.published_blocks, len(request.digests)):
             self.cache.publish(request.digests[i], request.block_table[i], request.digests[i - 1] if i else None)
 
     admit = Scheduler._admit

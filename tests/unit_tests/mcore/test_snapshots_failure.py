@@ -142,7 +142,7 @@ def test_aborts(get_oracle, oracle, stage):
     driver = in_flight(build_driver(get_oracle, max_tokens=40))
     prepare(driver)
     others = [request for request in driver.scheduler.queues if request.request_id != victim]
-    reserved = [one for request in others for one in request.snapshots]
+    reserved = [one for request in others for one in request.sequence.snapshots]
     used = driver.states.used_count
     driver.engine.abort_request(victim)
     driver.engine.check()

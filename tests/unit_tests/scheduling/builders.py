@@ -12,6 +12,7 @@ from megatron_ext.scheduling.planner import SchedulerLimits, StepPlan
 from megatron_ext.scheduling.queue import Queues
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
+from megatron_ext.scheduling.submission import Submission
 
 # Blocks of 4 tokens, so that sizes are easy to follow by hand.
 LIMITS = SchedulerLimits(
@@ -32,13 +33,8 @@ def make_limits(**changes: object) -> SchedulerLimits:
 
 def make_request(arrival: int, prompt: int, generated: int = 0, **params: object) -> Request:
     """A request with tokens 1000 * arrival + position; nothing is computed, nothing owned."""
-    request = Request(
-        request_id=100 + arrival,
-        prompt_tokens=tuple(1000 * arrival + position for position in range(prompt)),
-        params=RequestParams(**params),
-        arrival=arrival,
-        seed=arrival,
-    )
+    tokens = tuple(1000 * arrival + position for position in range(prompt))
+    request = Request(Submission(100 + arrival, tokens, RequestParams(**params), arrival=arrival, seed=arrival))
     for position in range(prompt, prompt + generated):
         request.append(1000 * arrival + position)
     return request
@@ -87,26 +83,23 @@ class Situation:
         return request
 
     def _own(self, request: Request, computed: int, blocks: int) -> None:
-        request.computed_end = computed
-        request.block_table = self.cache.allocate(blocks)
-        request.live_slot = self._used_slots
+        request.sequence.computed_end = computed
+        request.sequence.block_table = self.cache.allocate(blocks)
+        request.sequence.live_slot = self._used_slots
         self._used_slots += 1
 
 
-def frozen(queues: Queues) -> list[list[tuple[int, bytes, tuple]]]:
+def frozen(queues: Queues) -> list[list[tuple[int, bytes]]]:
     """Everything that the queues and their requests hold, deep, to be compared later."""
     return [
-        [
-            (id(request), pickle.dumps(vars(request) | {"generator": None}), request.generator.getstate())
-            for request in queue
-        ]
+        [(id(request), pickle.dumps(vars(request))) for request in queue]
         for queue in (queues.waiting, queues.running, queues.paused)
     ]
 
 
-def request_of(arrival: int, tokens: Iterable[int], **params: object) -> Request:
-    """A request of these tokens, its id its arrival."""
-    return Request(arrival, tuple(tokens), RequestParams(**params), arrival=arrival, seed=arrival)
+def request_of(arrival: int, tokens: Iterable[int], end: int | None = None, **params: object) -> Request:
+    """A request of these tokens, its id its arrival; `end` is its termination token."""
+    return Request(Submission(arrival, tuple(tokens), RequestParams(**params), arrival, arrival, end))
 
 
 def add(scheduler: Scheduler, *requests: Request) -> None:

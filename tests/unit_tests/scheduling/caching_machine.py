@@ -16,10 +16,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from megatron_ext.config import EvictionPolicyName, RequestParams
 from megatron_ext.scheduling import planner
+from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.planner import SchedulerLimits, StepPlan, check_admissible
 from megatron_ext.scheduling.record import Status
-from megatron_ext.scheduling.request import Chunk, Request
+from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
+from megatron_ext.scheduling.submission import Submission
 from tests.unit_tests.scheduling.brute_force import assert_same_plan, plan_by_looking_at_all
 from tests.unit_tests.scheduling.builders import frozen
 from tests.unit_tests.scheduling.cache_model import Memory, Owner, World
@@ -98,7 +100,7 @@ class CachingMachine(RuleBasedStateMachine):
             enable_prefix_caching=not opts_out,
             return_log_probs=wants_scores,
         )
-        request = Request(self.arrivals, tuple(tokens), params, arrival=self.arrivals, seed=0)
+        request = Request(Submission(self.arrivals, tuple(tokens), params, arrival=self.arrivals, seed=0))
         if check_admissible(request, self.limits) is not None or len(self.alive()) == MOST_ALIVE:
             return
         self.arrivals += 1
@@ -199,7 +201,7 @@ class CachingMachine(RuleBasedStateMachine):
         """KV-3: into blocks of one's own only, and never what is cached already."""
         for chunk in chunks:
             owner, size = self.owner_of(chunk.request), self.limits.block_size
-            positions = range(max(chunk.start, chunk.request.shared_end), chunk.end)
+            positions = range(max(chunk.start, chunk.request.sequence.shared_end), chunk.end)
             own = {owner.table[position // size] for position in positions}
             assert not own & set(self.world.cached.values()), "what others may find is written again"
             assert not own & self.world.in_use(without=[owner]), "what others use is written"
@@ -207,7 +209,9 @@ class CachingMachine(RuleBasedStateMachine):
 
     def written_blocks(self, chunk: Chunk) -> list[int]:
         size = self.limits.block_size
-        return chunk.request.block_table[max(chunk.start, chunk.request.shared_end) // size : -(-chunk.end // size)]
+        return chunk.request.block_table[
+            max(chunk.start, chunk.request.sequence.shared_end) // size : -(-chunk.end // size)
+        ]
 
     def generate(self, owner: Owner) -> None:
         token = next_token(owner.tokens)
@@ -395,7 +399,7 @@ class CachingMachine(RuleBasedStateMachine):
         return "not_cached" if position < owner.prompt // size * size else "partial_block"
 
     def was_matched(self, owner: Owner, block: int) -> bool:
-        return block < self.requests[owner].shared_end // self.limits.block_size
+        return block < self.requests[owner].sequence.shared_end // self.limits.block_size
 
     def judge(self, plan: StepPlan) -> None:
         """What a good plan leaves nobody to complain of."""
@@ -450,10 +454,10 @@ class CachingMachine(RuleBasedStateMachine):
     def verify_request(self, owner: Owner, request: Request) -> None:
         assert request.tokens == owner.tokens
         assert request.computed_end == owner.computed
-        assert request.ledger.skipped == owner.skipped
-        assert request.recomputed_tokens == owner.again
-        assert dict(request.ledger.reasons) == dict(owner.reasons)
-        assert request.ledger.matched_blocks == owner.first_match
+        assert request.sequence.ledger.skipped == owner.skipped
+        assert request.sequence.ledger.recomputed == owner.again
+        assert dict(request.sequence.ledger.reasons) == dict(owner.reasons)
+        assert request.sequence.ledger.matched_blocks == owner.first_match
         if self.key_weights[owner] == self.weights and not owner.opts_out:
             found = self.scheduler.cache.match(request.digests)
             assert len(found) == len(self.world.match(owner)), "another match than its tokens deserve"

@@ -130,7 +130,7 @@ def run(scheduler: Scheduler, *requests: Request, generate: int = 2) -> None:
 
 
 def accounts(request: Request) -> tuple[int, dict[str, int]]:
-    return request.ledger.skipped, dict(request.ledger.reasons)
+    return request.sequence.ledger.skipped, dict(request.sequence.ledger.reasons)
 
 
 class TestRequests:
@@ -177,7 +177,7 @@ class TestRequests:
         again = request_of(1, range(10))
         run(scheduler, again)
         assert accounts(again) == (0, {"no_snapshot": 8, "partial_block": 2})
-        assert again.ledger.matched_blocks == 2
+        assert again.sequence.ledger.matched_blocks == 2
         assert (scheduler.counters.hits, scheduler.counters.blocks_matched) == (0, 2)
 
     def test_states_that_are_found_leave_the_rest_of_the_matched_blocks_to_compute(self):
@@ -207,9 +207,11 @@ class TestRequests:
                 self.step(scheduler, known, prefilled)
             for request in requests:
                 assert request.status is Status.COMPLETED
-                assert request.ledger.skipped + request.ledger.computed == request.prompt_length, order
+                assert request.sequence.ledger.skipped + request.sequence.ledger.computed == request.prompt_length, (
+                    order
+                )
                 assert request.prefill_token_count == prefilled[request.request_id], order
-            assert scheduler.counters.skipped_tokens == sum(request.ledger.skipped for request in requests)
+            assert scheduler.counters.skipped_tokens == sum(request.sequence.ledger.skipped for request in requests)
             preemptions += scheduler.counters.preemptions
             skipped += scheduler.counters.skipped_tokens
         assert preemptions > 0
@@ -250,7 +252,7 @@ class TestCachingOff:
         scheduler.weights_changed()
         scheduler.reset_prefix_cache()
         step(scheduler)
-        assert (first.chain, second.chain, third.chain) == (None, None, None)
+        assert (first.sequence.chain, second.sequence.chain, third.sequence.chain) == (None, None, None)
         assert scheduler.pending_blocks.requests() == set()
         use = scheduler.cache.use()
         assert (use.blocks_cached, use.blocks_evictable, use.blocks_evicted) == (0, 0, 0)

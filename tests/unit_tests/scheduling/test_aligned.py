@@ -112,7 +112,7 @@ def test_followers_of_a_leader_inside_a_block():
         step(scheduler)
         ends.append(leader.computed_end)
     assert ends[:3] == [64, 127, 128]
-    assert follower.ledger.skipped == 128
+    assert follower.sequence.ledger.skipped == 128
 
 
 def test_a_budget_that_holds_a_block_beside_all_decodes():

@@ -14,9 +14,10 @@ from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.eviction import LeafFirstLru, RefZero
 from megatron_ext.scheduling import planner, scheduler
 from megatron_ext.scheduling.accounting import PrefillLedger
+from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.coordination import PendingBlocks
 from megatron_ext.scheduling.planner import Admission, Deferral, StepPlan
-from megatron_ext.scheduling.request import Chunk, Request
+from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
 from tests.priority import TestPriority
 from tests.unit_tests.scheduling.caching_machine import CachingMachine
@@ -66,9 +67,9 @@ def publishes_what_is_yet_to_be_computed(monkeypatch: pytest.MonkeyPatch) -> Non
     def schedule_and_publish(self: Scheduler) -> StepPlan:
         plan = schedule(self)
         for chunk in plan.chunks:
-            chunk.request.computed_end = chunk.end
+            chunk.request.sequence.computed_end = chunk.end
             self._publish(chunk.request)
-            chunk.request.computed_end = chunk.start
+            chunk.request.sequence.computed_end = chunk.start
         return plan
 
     monkeypatch.setattr(Scheduler, "schedule", schedule_and_publish)
@@ -79,7 +80,7 @@ def publishes_a_failed_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def publish_and_abandon(self: Scheduler, chunks: Sequence[Chunk], reason: str) -> None:
         for chunk in chunks:
-            chunk.request.computed_end = chunk.end
+            chunk.request.sequence.computed_end = chunk.end
             self._publish(chunk.request)
         abandon(self, chunks, reason)
 
@@ -153,7 +154,7 @@ def caches_for_who_opted_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def skips_tokens_whose_scores_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner, "reads_cache", lambda request: request.chain is not None)
+    monkeypatch.setattr(planner, "reads_cache", lambda request: request.sequence.chain is not None)
 
 
 def writes_shared_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +162,7 @@ def writes_shared_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def forget_what_is_shared(self: Scheduler, admission: Admission) -> None:
         admit(self, admission)
-        admission.request.shared_end = 0
+        admission.request.sequence.shared_end = 0
 
     monkeypatch.setattr(Scheduler, "_admit", forget_what_is_shared)
 
@@ -203,7 +204,7 @@ def counts_every_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     note = Scheduler._note_follower
 
     def note_again(self: Scheduler, deferral: Deferral) -> None:
-        deferral.request.has_waited_for_prefix = False
+        deferral.request.sequence.has_waited_for_prefix = False
         note(self, deferral)
 
     monkeypatch.setattr(Scheduler, "_note_follower", note_again)

@@ -19,8 +19,7 @@ def scheduler_of(*requests: object, slots: int | None = None, **limits: object) 
 def test_a_step_is_taken_in_whole():
     """KV-5, KV-10: a request goes on, one ends by its count, one by its token, one is mid-prefill."""
     goes_on, counted = request_of(0, range(5)), request_of(1, range(10, 13), num_tokens_to_generate=1)
-    stopped, long = request_of(2, range(20, 22)), request_of(3, range(30, 45))
-    stopped.termination_id = 99
+    stopped, long = request_of(2, range(20, 22), end=99), request_of(3, range(30, 45))
     scheduler = scheduler_of(goes_on, counted, stopped, long, total_blocks=20)
     plan = scheduler.schedule()
     ended = scheduler.commit(plan.chunks, {0: 7, 1: 8, 2: 99})
@@ -37,8 +36,7 @@ def test_a_step_is_taken_in_whole():
 
 def test_min_tokens_hold_for_the_termination_token_only():
     """KV-10."""
-    request = request_of(0, range(3), num_tokens_to_generate=4, min_tokens=2)
-    request.termination_id = 99
+    request = request_of(0, range(3), end=99, num_tokens_to_generate=4, min_tokens=2)
     scheduler = scheduler_of(request)
     for expected in ([], [], [request]):
         assert scheduler.commit(scheduler.schedule().chunks, {0: 99}) == expected

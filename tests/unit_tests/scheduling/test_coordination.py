@@ -152,7 +152,7 @@ class TestLeaders:
         for _ in range(3):
             plan = step(scheduler)
         assert requests[2] in scheduler.queues.running
-        assert requests[2].ledger.skipped == 8
+        assert requests[2].sequence.ledger.skipped == 8
         assert scheduler.counters.coordination_waits == 2  # nobody is counted for waiting again
 
     def test_when_its_forward_fails_it_begins_again(self):
@@ -283,13 +283,13 @@ class TestRetriedAdmission:
             assert (plan.deferral.request, plan.deferral.resource) == (request, resource)
             counters = scheduler.counters
             assert (counters.hits, counters.blocks_matched, counters.skipped_tokens) == (0, 0, 0)
-            assert (request.ledger.matched_blocks, request.ledger.skipped) == (None, 0)
+            assert (request.sequence.ledger.matched_blocks, request.sequence.ledger.skipped) == (None, 0)
             assert request.block_table == []
         scheduler.end(first, Status.COMPLETED)
         assert [one[:2] for one in admitted(step(scheduler))] == [(2, 2)]
         assert (counters.hits, counters.blocks_matched, counters.skipped_tokens) == (1, 2, 8)
-        assert (request.ledger.matched_blocks, request.ledger.skipped) == (2, 8)
-        assert [event.type.name for event in request.events].count("ADD_CONTEXT") == 1
+        assert (request.sequence.ledger.matched_blocks, request.sequence.ledger.skipped) == (2, 8)
+        assert [event.type.name for event in request.timeline.events].count("ADD_CONTEXT") == 1
 
 
 class TestBlocksInFlight:

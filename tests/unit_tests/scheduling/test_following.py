@@ -132,7 +132,7 @@ class TestBoundaryOfTheLeader:
         plan = step(scheduler)
         assert [(one.wait_for, one.snapshot.position) for one in plan.deferrals] == [(0, 8)]
         assert admitted(step(scheduler)) == [(1, 3, 0)]
-        assert follower.ledger.skipped == 8
+        assert follower.sequence.ledger.skipped == 8
 
     def test_it_does_not_wait_for_a_leader_on_the_boundary(self):
         """KV-6: equality. The states at 8 are those that the leader continues from, and nobody keeps them."""
@@ -141,7 +141,7 @@ class TestBoundaryOfTheLeader:
         assert plan.deferrals == ()
         assert admitted(plan) == [(1, 2, 1)]
         assert [(chunk.start, chunk.end) for chunk in plan.chunks] == [(8, 17), (0, 12)]
-        assert follower.ledger.skipped == 0
+        assert follower.sequence.ledger.skipped == 0
 
     def test_it_does_not_wait_for_a_leader_of_this_step_that_begins_on_the_boundary(self):
         """KV-6: the same of one that resumes there."""

@@ -18,9 +18,10 @@ from megatron_ext.prefix_cache.hash_chain import Digest
 from megatron_ext.prefix_cache.matching import ResumePoint
 from megatron_ext.prefix_cache.state_index import SlotId, StateIndex
 from megatron_ext.scheduling import planner
+from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.plan import SchedulerLimits
 from megatron_ext.scheduling.planner import StepPlan
-from megatron_ext.scheduling.request import Chunk, Request
+from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
 from tests.priority import TestPriority
 from tests.unit_tests.scheduling.cache_model import Owner, content
@@ -72,13 +73,13 @@ class HybridMachine(CachingMachine):
         written: dict[SlotId, object] = {}
         for chunk in chunks:
             owner, request = self.owner_of(chunk.request), chunk.request
-            assert self.live[request.live_slot] == content(owner, chunk.start), "states of another position"
-            for snapshot in request.snapshots:
+            assert self.live[request.sequence.live_slot] == content(owner, chunk.start), "states of another position"
+            for snapshot in request.sequence.snapshots:
                 if chunk.start < snapshot.position <= chunk.end:
                     assert not self.limits.aligned_chunks or snapshot.position == chunk.end, "only ends leave states"
                     assert snapshot.slot not in written, "two write one slot"
                     written[snapshot.slot] = content(owner, snapshot.position)
-            self.live[request.live_slot] = content(owner, chunk.end)
+            self.live[request.sequence.live_slot] = content(owner, chunk.end)
         self.slots |= written
 
     def judge(self, plan: StepPlan) -> None:
@@ -95,7 +96,7 @@ class HybridMachine(CachingMachine):
             if request not in chunks:
                 stops = any(deferral.snapshot is not None for deferral in plan.deferrals)
                 assert spare == 0 or stops, f"{request.request_id} gets none of {spare} tokens"
-            elif request.chain is not None:
+            elif request.sequence.chain is not None:
                 self.judge_end(chunks[request], size)
 
     def judge_end(self, chunk: Chunk, size: int) -> None:
@@ -107,12 +108,12 @@ class HybridMachine(CachingMachine):
             assert chunk.end % size == 0 or chunk.end // size == chunk.start // size
 
     def begin(self, chunk: Chunk) -> None:
-        owner, restore = self.owner_of(chunk.request), chunk.request.restore
+        owner, restore = self.owner_of(chunk.request), chunk.request.sequence.restore
         if restore is not None:
             assert self.slots.get(restore.slot) == content(owner, chunk.start), "restores what is of others"
-            self.live[chunk.request.live_slot] = self.slots[restore.slot]
+            self.live[chunk.request.sequence.live_slot] = self.slots[restore.slot]
         elif chunk.start == 0:
-            self.live[chunk.request.live_slot] = content(owner, 0)
+            self.live[chunk.request.sequence.live_slot] = content(owner, 0)
 
     def verify_request(self, owner: Owner, request: Request) -> None:
         """No snapshot can be found that does not hold what its key says."""
@@ -176,9 +177,9 @@ def shows_snapshots_before_they_are_taken(monkeypatch: pytest.MonkeyPatch) -> No
 
     def reserve_and_commit(self: Scheduler, request: Request, *args: object, **kwargs: object) -> None:
         reserve(self, request, *args, **kwargs)
-        for snapshot in request.snapshots:
+        for snapshot in request.sequence.snapshots:
             self.cache.states.commit(snapshot.digest)
-        request.snapshots = []
+        request.sequence.snapshots = []
 
     monkeypatch.setattr(Scheduler, "_reserve_snapshot", reserve_and_commit)
 

@@ -17,11 +17,12 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from megatron_ext.scheduling import planner, scheduler
+from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.events import EventType
 from megatron_ext.scheduling.planner import SchedulerLimits, StepPlan, check_admissible
 from megatron_ext.scheduling.queue import RequestQueue
 from megatron_ext.scheduling.record import Status
-from megatron_ext.scheduling.request import Chunk, Request
+from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
 from tests.unit_tests.scheduling.builders import frozen, make_request
 
@@ -198,7 +199,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             owner = self.owners[request]
             assert before[request] != "ended"
             assert math.ceil(len(owner.tokens) / self.limits.block_size) == error.needed > self.limits.total_blocks
-            assert str(error) in request.error
+            assert str(error) in request.outcome.error
             owner.lose_all()
             owner.place = "ended"
             owner.events += [EventType.ERROR_NONTRANSIENT, EventType.FAIL]
@@ -296,7 +297,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert list(queues.paused) == self.placed("paused")
         tables = [block for request in self.owners for block in request.block_table]
         assert len(set(tables)) == len(tables), "a block has two owners"
-        slots = [request.live_slot for request in self.owners if request.live_slot is not None]
+        slots = [request.sequence.live_slot for request in self.owners if request.sequence.live_slot is not None]
         assert len(set(slots)) == len(slots), "a live slot has two owners"
         assert self.scheduler.blocks.free_count == self.limits.total_blocks - len(tables)
         assert (self.scheduler.counters.preemptions, self.scheduler.counters.pauses) == (self.preemptions, self.pauses)
@@ -310,13 +311,13 @@ class SchedulerMachine(RuleBasedStateMachine):
     def verify_request(request: Request, owner: Owner) -> None:
         assert request.tokens == owner.tokens
         assert len(request.block_table) == owner.blocks
-        assert (request.live_slot is not None) == (owner.place in ("running", "paused"))
+        assert (request.sequence.live_slot is not None) == (owner.place in ("running", "paused"))
         assert request.is_ended == (owner.place == "ended")
         assert owner.done == list(range(request.computed_end)), "positions were left out, repeated or swapped"
         assert request.computed_prefill_tokens == owner.first_time
-        assert request.recomputed_tokens == owner.again
-        assert request.step_count == owner.steps
-        assert [event.type for event in request.events] == owner.events
+        assert request.sequence.ledger.recomputed == owner.again
+        assert request.timeline.step_count == owner.steps
+        assert [event.type for event in request.timeline.events] == owner.events
 
 
 def by_arrival(request: Request) -> int:
@@ -383,12 +384,12 @@ def gives_prefill_one_token_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def keeps_blocks_when_preempting(monkeypatch: pytest.MonkeyPatch) -> None:
     def requeue(self: Scheduler, request: Request, event: EventType | None = None, payload: str | None = None) -> None:
-        request.block_table, request.computed_end = [], 0  # forgets to release
-        self.live_slots.give_back(request.live_slot)
-        request.live_slot = None
+        request.sequence.block_table, request.sequence.computed_end = [], 0  # forgets to release
+        self.live_slots.give_back(request.sequence.live_slot)
+        request.sequence.live_slot = None
         self.queues.move(request, self.queues.waiting)
         if event is not None:
-            request.add_event(event, payload)
+            request.timeline.note(event, payload)
 
     monkeypatch.setattr(Scheduler, "_requeue", requeue)
 
@@ -397,7 +398,7 @@ def counts_what_is_computed_again_as_new(monkeypatch: pytest.MonkeyPatch) -> Non
     advance = Request.advance
 
     def forgetful(self: Request, end: int) -> None:
-        self.ledger._known_end = self.computed_end
+        self.sequence.ledger._known_end = self.computed_end
         advance(self, end)
 
     monkeypatch.setattr(Request, "advance", forgetful)

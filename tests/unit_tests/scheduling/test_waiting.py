@@ -131,7 +131,7 @@ class TestHashing:
         request = make_request(0, 11)
         add(scheduler, request)
         assert request.unhashed_tokens == 0
-        assert len(request.chain) == 2
+        assert len(request.sequence.chain) == 2
 
     def test_the_rest_in_slices_in_order_of_arrival(self):
         """And the first in the line at once, who needs it."""
@@ -179,7 +179,7 @@ class TestHashing:
         add(scheduler, request)
         step(scheduler)
         assert request.unhashed_tokens == 0
-        assert request.chain is None
+        assert request.sequence.chain is None
 
 
 def lose_a_sleeper(queue: WaitingQueue) -> None:

@@ -15,9 +15,9 @@ from torch import Tensor
 from megatron_ext.config import BatchingConfig, CacheConfig, ModelConfig, RequestParams
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.mcore.assemble import build_engine
+from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.events import EventType
 from megatron_ext.scheduling.record import RequestRecord, Status
-from megatron_ext.scheduling.request import Chunk
 from tests.unit_tests.support.oracle import Expected, Oracle
 from tests.unit_tests.support.tokenizers import PieceTokenizer
 
@@ -174,7 +174,7 @@ class Driver:
         seen, pool = self.seen[chunk.request.request_id], self.context.live_states
         seen.chunks.append((chunk.start, chunk.end))
         if pool is not None:
-            slot = chunk.request.live_slot
+            slot = chunk.request.sequence.live_slot
             seen.states[chunk.end].append((pool.conv[:, slot].clone(), pool.ssm[:, slot].clone()))
 
     def _watch_forward(self) -> None:
