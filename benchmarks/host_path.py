@@ -20,10 +20,10 @@ from rich.table import Table
 
 from megatron_ext.config import EvictionPolicyName, RequestParams
 from megatron_ext.prefix_cache.hash_chain import DIGEST_BYTES
-from megatron_ext.scheduling.planner import SchedulerLimits
-from megatron_ext.scheduling.record import Status
+from megatron_ext.scheduling.plan import SchedulerLimits, StepPlan
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
+from megatron_ext.scheduling.step import describe_step
 from megatron_ext.scheduling.submission import Submission
 
 LENGTHS = (2_048, 32_768, 131_072)
@@ -139,11 +139,14 @@ def run_step(scheduler: Scheduler) -> float:
     start = time.perf_counter()
     plan = scheduler.schedule()
     seconds = time.perf_counter() - start
-    scheduler.commit(plan.chunks)
-    for chunk in plan.chunks:
-        if chunk.yields_token:
-            chunk.request.append(0)
+    commit(scheduler, plan)
     return seconds
+
+
+def commit(scheduler: Scheduler, plan: StepPlan) -> None:
+    """As if the step had been computed; every request that is due a token gets a zero."""
+    message = describe_step(plan.chunks, scheduler.limits.block_size)
+    scheduler.commit(message, {one.request_id: 0 for one in message.chunks if one.sampling is not None})
 
 
 def waiting_scheduler(kind: Waiting, length: int) -> Scheduler:
@@ -202,8 +205,7 @@ def life_seconds(scheduler: Scheduler, request: Request) -> float:
     start = time.perf_counter()
     scheduler.add(request)
     plan = scheduler.schedule()
-    scheduler.commit(plan.chunks)
-    scheduler.end(request, Status.COMPLETED, finish_reason="length")
+    commit(scheduler, plan)
     seconds = time.perf_counter() - start
     if request.computed_end != 0 or not plan.chunks or not plan.chunks[0].yields_token:
         raise RuntimeError("the request did not live as it should")

@@ -14,7 +14,8 @@ from megatron_ext.engine.output import OutputProcessor
 from megatron_ext.engine.result import StepResult
 from megatron_ext.engine.statistics import EngineStatistics, log_step
 from megatron_ext.errors import ConfigError, RestoreError
-from megatron_ext.scheduling.planner import StepPlan, check_admissible
+from megatron_ext.scheduling.plan import StepPlan
+from megatron_ext.scheduling.planner import check_admissible
 from megatron_ext.scheduling.record import RequestRecord, Status
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
@@ -36,7 +37,9 @@ class Step:
     seconds: float
 
 
-_NOTHING = StepPlan(preemptions=(), pauses=(), resumes=(), failures=(), admissions=(), chunks=(), deferrals=())
+_NOTHING = StepPlan(
+    preemptions=(), pauses=(), resumes=(), failures=(), admissions=(), chunks=(), snapshots=(), deferrals=()
+)
 NO_STEP = Step(_NOTHING, None, 0.0)
 
 
@@ -150,13 +153,14 @@ class Engine:
             assert len(self.scheduler.queues) == 0, "requests are alive, but none can run"
             return Step(plan, None, 0.0)
         try:
-            result = self._execute(describe_step(plan.chunks, self.scheduler.limits.block_size))
+            step = describe_step(plan.chunks, self.scheduler.limits.block_size)
+            result = self._execute(step)
         except BaseException as error:
             self.scheduler.abandon(plan.chunks, describe(error))
             if isinstance(error, RestoreError):  # the next step computes what this snapshot was to save
                 self.scheduler.cache.states.drop(error.digest)
             raise
-        self.output.ended += self.scheduler.commit(plan.chunks, result.tokens)
+        self.output.ended += self.scheduler.commit(step, result.tokens)
         self.step_count += 1
         return Step(plan, result, time.perf_counter() - started)
 

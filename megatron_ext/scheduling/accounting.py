@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 from collections import Counter
 
+from megatron_ext.config import RequestParams
+
 
 class Reason(str, enum.Enum):
     """Why a prompt token was computed: the first that applies, in this order."""
@@ -16,6 +18,15 @@ class Reason(str, enum.Enum):
     NO_SNAPSHOT = "no_snapshot"  # blocks matched beyond the resume position
     PARTIAL_BLOCK = "partial_block"  # the tail that fills no block
     LAST_TOKEN = "last_token"  # computed even where its block is cached
+
+
+def general_reason(params: RequestParams, *, is_caching: bool) -> Reason | None:
+    """Why the whole prompt is computed, whatever is cached; None if that depends on the cache."""
+    if not params.enable_prefix_caching:
+        return Reason.OPTED_OUT
+    if not is_caching:
+        return Reason.CACHING_OFF
+    return Reason.PROMPT_LOGPROBS if params.wants_prompt_log_probs else None
 
 
 class PrefillLedger:

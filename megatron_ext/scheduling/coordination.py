@@ -164,6 +164,20 @@ def is_lasting(
     )
 
 
+def put_to_sleep(
+    deferrals: Iterable[Deferral], queues: Queues, block_size: int, cache: PrefixCache, pending_blocks: PendingBlocks
+) -> None:
+    """Whoever waits for another's prefix need not be looked at again before what it waits for has changed."""
+    leaders = {request.request_id: request for request in queues.running}
+    for deferral in deferrals:
+        request = deferral.request
+        if deferral.until is None or queues.waiting.is_asleep(request):
+            continue
+        if is_lasting(deferral, leaders[deferral.wait_for], block_size, cache, pending_blocks):
+            blocks = deferral.until // block_size
+            queues.waiting.sleep(request, deferral.wait_for, request.digests[blocks - 1], blocks)
+
+
 def check_sleepers(queues: Queues, block_size: int, cache: PrefixCache, pending_blocks: PendingBlocks) -> None:
     """Assert that everybody who sleeps waits for something that is about to be there."""
     queues.waiting.check()

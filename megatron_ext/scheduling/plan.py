@@ -62,17 +62,21 @@ class Admission:
 
 @dataclass(frozen=True)
 class SnapshotRequest:
-    """A snapshot that the leader of a follower must take, for the follower to resume from (KV-6).
+    """A snapshot that a step, or one that comes after it, is to take: of a prefill, of a decode, or for a follower.
 
     Args:
-        request: The leader, which will compute the states.
-        position: Tokens that both begin with; a block boundary.
+        request: Computes the states.
+        position: Tokens before them; a block boundary.
         digest: Of the block that ends there.
+        is_optional: Taken in decode; see `StateIndex`.
+        instead_of: The one that the request took in decode before.
     """
 
     request: Request
     position: int
     digest: Digest
+    is_optional: bool = False
+    instead_of: Digest | None = None
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,7 @@ class Deferral:
     needed: int
     available: int
     wait_for: int | None = None  # the request id of that leader
-    snapshot: SnapshotRequest | None = None  # what the leader is to leave for it; None without recurrent layers
+    snapshot: SnapshotRequest | None = None  # what the leader is to leave for it (KV-6); None without recurrent layers
     until: int | None = None  # tokens, a block boundary: what it waits for is there when the leader has computed them
 
 
@@ -104,6 +108,7 @@ class StepPlan:
     failures: tuple[Failure, ...]
     admissions: tuple[Admission, ...]
     chunks: tuple[Chunk, ...]
+    snapshots: tuple[SnapshotRequest, ...]  # in the order in which slots are given out; see `plan_snapshots`
     deferrals: tuple[Deferral, ...]  # awake followers of other requests, and at last whoever must wait for room
 
     @property

@@ -22,6 +22,7 @@ from megatron_ext.scheduling.coordination import PendingBlocks, PrefixLeaders, w
 from megatron_ext.scheduling.plan import Admission, Deferral, Failure, SchedulerLimits, StepBudget, StepPlan
 from megatron_ext.scheduling.queue import Queues
 from megatron_ext.scheduling.request import Request
+from megatron_ext.scheduling.snapshot_plan import plan_snapshots
 from megatron_ext.scheduling.snapshots import cut_aligned, prefill_stops
 from megatron_ext.scheduling.waiting import WaitingQueue
 
@@ -62,14 +63,16 @@ def plan_step(queues: Queues, limits: SchedulerLimits, cache: PrefixCache, pendi
     chunks = [*decodes, *continued, *(admission.chunk for admission in entry.admissions)]
     if limits.aligned_chunks:
         chunks = _cut_for_followers(chunks, entry.deferrals)
+    # Of a preempted request a single generated token may be computed again: to the layers that is a decode as well.
+    chunks.sort(key=lambda chunk: not chunk.is_decode)
     return StepPlan(
         preemptions=tuple(growth.preempted),
         pauses=tuple(request for request in growth.paused if request in queues.running),
         resumes=tuple(request for request in growth.decoding if request in queues.paused),
         failures=(*growth.failed, *entry.failed),
         admissions=tuple(entry.admissions),
-        # Of a preempted request a single generated token may be computed again: to the layers that is a decode as well.
-        chunks=tuple(sorted(chunks, key=lambda chunk: not chunk.is_decode)),
+        chunks=tuple(chunks),
+        snapshots=plan_snapshots(chunks, entry.admissions, entry.deferrals, limits, cache),
         deferrals=tuple(entry.deferrals),
     )
 

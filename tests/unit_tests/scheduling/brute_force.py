@@ -9,7 +9,7 @@ from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.hash_chain import Digest
 from megatron_ext.scheduling import planner
 from megatron_ext.scheduling.coordination import PendingBlocks, PrefixLeaders
-from megatron_ext.scheduling.plan import Deferral, SchedulerLimits, StepBudget, StepPlan
+from megatron_ext.scheduling.plan import Deferral, SchedulerLimits, SnapshotRequest, StepBudget, StepPlan
 from megatron_ext.scheduling.queue import Queues
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
@@ -75,7 +75,8 @@ def assert_same_plan(plan: StepPlan, brute: StepPlan, sleepers: set[Request]) ->
     for name in ("preemptions", "pauses", "resumes", "admissions", "chunks", "deferral"):
         assert getattr(plan, name) == getattr(brute, name), f"other {name}"
     assert [request for request, _ in plan.failures] == [request for request, _ in brute.failures]
-    assert snapshots_for_followers(plan) == snapshots_for_followers(brute), "other snapshots are asked for"
+    assert set(plan.snapshots) == set(brute.snapshots), "other snapshots are asked for"
+    assert snapshots_for_followers(plan) == snapshots_for_followers(brute), "followers ask for other snapshots"
     looked_at, following = followers(plan), followers(brute)
     assert looked_at.keys() <= following.keys(), "somebody follows who should not"
     assert following.keys() - looked_at.keys() <= sleepers, "somebody who is awake was passed over"
@@ -86,6 +87,5 @@ def followers(plan: StepPlan) -> dict[Request, int]:
     return {one.request: one.wait_for for one in plan.deferrals if one.wait_for is not None}
 
 
-def snapshots_for_followers(plan: StepPlan) -> set[tuple[int, int, Digest]]:
-    wanted = [one.snapshot for one in plan.deferrals if one.snapshot is not None]
-    return {(one.request.request_id, one.position, one.digest) for one in wanted}
+def snapshots_for_followers(plan: StepPlan) -> set[SnapshotRequest]:
+    return {one.snapshot for one in plan.deferrals if one.snapshot is not None}

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from megatron_ext.config import RequestParams
 from megatron_ext.prefix_cache.cache import PrefixCache
-from megatron_ext.scheduling.planner import SchedulerLimits, StepPlan
+from megatron_ext.scheduling.plan import SchedulerLimits, StepPlan
 from megatron_ext.scheduling.queue import Queues
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
+from megatron_ext.scheduling.step import describe_step
 from megatron_ext.scheduling.submission import Submission
 
 # Blocks of 4 tokens, so that sizes are easy to follow by hand.
@@ -109,14 +110,18 @@ def add(scheduler: Scheduler, *requests: Request) -> None:
 
 
 def step(scheduler: Scheduler) -> StepPlan:
-    """Schedule, commit, give every request that is due a token nobody else has."""
+    """Schedule and commit."""
     plan = scheduler.schedule()
-    scheduler.commit(plan.chunks)
-    for chunk in plan.chunks:
-        if chunk.yields_token:
-            chunk.request.append(1000 * (chunk.request.arrival + 1) + len(chunk.request.tokens))
+    commit(scheduler, plan)
     scheduler.check()
     return plan
+
+
+def commit(scheduler: Scheduler, plan: StepPlan, sampled: Mapping[int, int] | None = None) -> list[Request]:
+    """The step was computed. Every request that is due a token gets one that nobody else has, or that of `sampled`."""
+    due = [chunk.request for chunk in plan.chunks if chunk.yields_token]
+    tokens = {request.request_id: 1000 * (request.arrival + 1) + len(request.tokens) for request in due}
+    return scheduler.commit(describe_step(plan.chunks, scheduler.limits.block_size), tokens | dict(sampled or {}))
 
 
 def admitted(plan: StepPlan) -> list[tuple[int, int, int]]:

@@ -17,10 +17,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from megatron_ext.config import EvictionPolicyName, RequestParams
 from megatron_ext.scheduling import planner
 from megatron_ext.scheduling.chunk import Chunk
-from megatron_ext.scheduling.planner import SchedulerLimits, StepPlan, check_admissible
+from megatron_ext.scheduling.plan import SchedulerLimits, StepPlan
+from megatron_ext.scheduling.planner import check_admissible
 from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
+from megatron_ext.scheduling.step import describe_step
 from megatron_ext.scheduling.submission import Submission
 from tests.unit_tests.scheduling.brute_force import assert_same_plan, plan_by_looking_at_all
 from tests.unit_tests.scheduling.builders import frozen
@@ -185,16 +187,18 @@ class CachingMachine(RuleBasedStateMachine):
         for chunk in plan.chunks:
             found = self.memory.holds(chunk.request.block_table, self.owner_of(chunk.request), chunk.end)
             assert found, f"{chunk.request.request_id} reads what was never meant for it"
-        self.scheduler.commit(plan.chunks)
+        due = [self.owner_of(chunk.request) for chunk in plan.chunks]
+        due = [owner for chunk, owner in zip(plan.chunks, due, strict=True) if chunk.end == len(owner.tokens)]
+        tokens = {owner.name: next_token(owner.tokens) for owner in due}
+        self.shared_ends = {owner: request.sequence.shared_end for owner, request in self.requests.items()}
+        self.scheduler.commit(describe_step(plan.chunks, self.limits.block_size), tokens)
         for chunk in plan.chunks:
             owner = self.owner_of(chunk.request)
             self.count_computed(owner, range(chunk.start, chunk.end))
             owner.computed = chunk.end
             self.world.publish(owner)
-        for chunk in plan.chunks:
-            owner = self.owner_of(chunk.request)
-            if chunk.end == len(owner.tokens):
-                self.generate(owner)
+        for owner in due:
+            self.generate(owner, tokens[owner.name])
         self.verify()
 
     def write(self, chunks: tuple[Chunk, ...]) -> None:
@@ -213,16 +217,18 @@ class CachingMachine(RuleBasedStateMachine):
             max(chunk.start, chunk.request.sequence.shared_end) // size : -(-chunk.end // size)
         ]
 
-    def generate(self, owner: Owner) -> None:
-        token = next_token(owner.tokens)
+    def generate(self, owner: Owner, token: int) -> None:
         owner.tokens.append(token)
-        self.requests[owner].append(token)
         assert owner.skipped + owner.reasons.total() == owner.prompt, "a token came before all of the prompt"
         if len(owner.tokens) == owner.prompt + owner.to_generate:
-            self.end(owner, Status.COMPLETED)
+            assert self.requests[owner].status is Status.COMPLETED
+            self.note_end(owner)
 
     def end(self, owner: Owner, status: Status) -> None:
         self.scheduler.end(self.requests[owner], status)
+        self.note_end(owner)
+
+    def note_end(self, owner: Owner) -> None:
         self.note_claims()
         self.world.release(owner)
         owner.place = "ended"
@@ -399,7 +405,7 @@ class CachingMachine(RuleBasedStateMachine):
         return "not_cached" if position < owner.prompt // size * size else "partial_block"
 
     def was_matched(self, owner: Owner, block: int) -> bool:
-        return block < self.requests[owner].sequence.shared_end // self.limits.block_size
+        return block < self.shared_ends[owner] // self.limits.block_size
 
     def judge(self, plan: StepPlan) -> None:
         """What a good plan leaves nobody to complain of."""

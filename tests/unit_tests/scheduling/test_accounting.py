@@ -233,8 +233,6 @@ class TestRequests:
             request, name = chunk.request, chunk.request.request_id
             prefilled[name] += sum(i < max(request.prompt_length, known[name]) for i in range(chunk.start, chunk.end))
             known[name] = max(known[name], chunk.end)
-            if request.generated_count == request.params.num_tokens_to_generate:
-                scheduler.end(request, Status.COMPLETED)
 
 
 class TestCachingOff:

@@ -42,7 +42,7 @@ def serve(scheduler: Scheduler, prompts: list, count: int) -> int:
     steps = 0
     while any(not request.is_ended for request in requests):
         for chunk in step(scheduler).chunks:
-            if chunk.request.generated_count == count:
+            if chunk.request.generated_count == count and not chunk.request.is_ended:
                 scheduler.end(chunk.request, Status.COMPLETED)
         steps += 1
     return steps
@@ -92,7 +92,7 @@ def test_what_a_busy_prefill_left_is_skipped():
             later = request_of(number, [*first.tokens[:common], *prompt(number, 50)])
             add(scheduler, later)
             step(scheduler)
-            assert later.ledger.skipped == common // BLOCK * BLOCK
+            assert later.sequence.ledger.skipped == common // BLOCK * BLOCK
             scheduler.end(later, Status.ABORTED)
 
 

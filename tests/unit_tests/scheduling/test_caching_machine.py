@@ -12,11 +12,11 @@ from megatron_ext.prefix_cache import matching
 from megatron_ext.prefix_cache.block_pool import BlockId
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.eviction import LeafFirstLru, RefZero
-from megatron_ext.scheduling import planner, scheduler
+from megatron_ext.scheduling import keys, planner
 from megatron_ext.scheduling.accounting import PrefillLedger
 from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.coordination import PendingBlocks
-from megatron_ext.scheduling.planner import Admission, Deferral, StepPlan
+from megatron_ext.scheduling.plan import Admission, Deferral, StepPlan
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
 from tests.priority import TestPriority
@@ -137,8 +137,8 @@ def hits_one_block_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def ignores_the_salt(monkeypatch: pytest.MonkeyPatch) -> None:
-    root = scheduler.root_digest
-    monkeypatch.setattr(scheduler, "root_digest", lambda fields: root(fields[:3]))
+    root = keys.root_digest
+    monkeypatch.setattr(keys, "root_digest", lambda fields: root(fields[:3]))
 
 
 def caches_for_who_opted_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,7 +244,7 @@ def publishes_what_began_before_a_reset(monkeypatch: pytest.MonkeyPatch) -> None
 
 def keeps_old_keys_in_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     def change_weights(self: Scheduler) -> None:
-        self._weights_version += 1
+        self._keys.weights_changed()
         self.reset_prefix_cache()
 
     monkeypatch.setattr(Scheduler, "weights_changed", change_weights)

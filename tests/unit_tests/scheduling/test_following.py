@@ -30,7 +30,7 @@ def run_prefills(scheduler: Scheduler) -> int:
     steps = 0
     while len(scheduler.queues) and steps < 40:
         for chunk in step(scheduler).chunks:
-            if chunk.request.generated_count:
+            if chunk.request.generated_count and not chunk.request.is_ended:
                 scheduler.end(chunk.request, Status.COMPLETED)
         steps += 1
         scheduler.check()

@@ -19,8 +19,7 @@ from megatron_ext.prefix_cache.matching import ResumePoint
 from megatron_ext.prefix_cache.state_index import SlotId, StateIndex
 from megatron_ext.scheduling import planner
 from megatron_ext.scheduling.chunk import Chunk
-from megatron_ext.scheduling.plan import SchedulerLimits
-from megatron_ext.scheduling.planner import StepPlan
+from megatron_ext.scheduling.plan import SchedulerLimits, SnapshotRequest, StepPlan
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
 from tests.priority import TestPriority
@@ -163,25 +162,27 @@ def resumes_behind_a_snapshot_that_is_not_there(monkeypatch: pytest.MonkeyPatch)
 
 
 def names_snapshots_after_the_block_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    reserve = Scheduler._reserve_snapshot
+    reserve = Scheduler._reserve_snapshots
 
-    def misname(self: Scheduler, request: Request, position: int, digest: Digest, **kwargs: object) -> None:
-        before = request.digests[max(0, position // self.limits.block_size - 2)]
-        reserve(self, request, position, before, **kwargs)
+    def misname(self: Scheduler, wanted: Sequence[SnapshotRequest]) -> None:
+        places = [max(0, one.position // self.limits.block_size - 2) for one in wanted]
+        pairs = zip(wanted, places, strict=True)
+        reserve(self, [dataclasses.replace(one, digest=one.request.digests[place]) for one, place in pairs])
 
-    monkeypatch.setattr(Scheduler, "_reserve_snapshot", misname)
+    monkeypatch.setattr(Scheduler, "_reserve_snapshots", misname)
 
 
 def shows_snapshots_before_they_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    reserve = Scheduler._reserve_snapshot
+    reserve = Scheduler._reserve_snapshots
 
-    def reserve_and_commit(self: Scheduler, request: Request, *args: object, **kwargs: object) -> None:
-        reserve(self, request, *args, **kwargs)
-        for snapshot in request.sequence.snapshots:
-            self.cache.states.commit(snapshot.digest)
-        request.sequence.snapshots = []
+    def reserve_and_commit(self: Scheduler, wanted: Sequence[SnapshotRequest]) -> None:
+        reserve(self, wanted)
+        for request in self.queues:
+            for snapshot in request.sequence.snapshots:
+                self.cache.states.commit(snapshot.digest)
+            request.sequence.snapshots = []
 
-    monkeypatch.setattr(Scheduler, "_reserve_snapshot", reserve_and_commit)
+    monkeypatch.setattr(Scheduler, "_reserve_snapshots", reserve_and_commit)
 
 
 def keeps_snapshots_of_evicted_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

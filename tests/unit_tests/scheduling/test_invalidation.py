@@ -13,7 +13,7 @@ from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
 from tests.priority import TestPriority
-from tests.unit_tests.scheduling.builders import add, admitted, make_limits, request_of, step
+from tests.unit_tests.scheduling.builders import add, admitted, commit, make_limits, request_of, step
 
 pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
@@ -111,7 +111,7 @@ class TestInFlight:
             add(scheduler, request_of(0, PROMPT))
             plan = scheduler.schedule()
             invalidate(scheduler)
-            scheduler.commit(plan.chunks)
+            commit(scheduler, plan)
             use = scheduler.cache.use()
             assert (use.blocks_cached, use.slots_used) == (0, 0)
 

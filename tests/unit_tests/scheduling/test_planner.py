@@ -11,15 +11,8 @@ import pytest
 
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.scheduling.coordination import PendingBlocks
-from megatron_ext.scheduling.planner import (
-    Admission,
-    Deferral,
-    StepBudget,
-    StepPlan,
-    check_admissible,
-    plan_admission,
-    plan_step,
-)
+from megatron_ext.scheduling.plan import Admission, Deferral, StepBudget, StepPlan
+from megatron_ext.scheduling.planner import check_admissible, plan_admission, plan_step
 from tests.unit_tests.scheduling.builders import Situation, frozen, make_limits, make_request
 
 
@@ -56,7 +49,7 @@ class TestTokens:
 
     def test_nobody_is_there(self):
         step = plan(Situation())
-        assert step == StepPlan((), (), (), (), (), (), ())
+        assert step == StepPlan((), (), (), (), (), (), (), ())
 
     def test_decodes_come_first_then_running_prefill_then_admissions(self):
         situation = Situation(total_blocks=20)

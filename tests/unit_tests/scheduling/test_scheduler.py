@@ -7,11 +7,11 @@ from collections.abc import Callable
 import pytest
 
 from megatron_ext.scheduling.events import EventType
-from megatron_ext.scheduling.planner import StepPlan
 from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
-from tests.unit_tests.scheduling.builders import make_limits, make_request
+from megatron_ext.scheduling.step import describe_step
+from tests.unit_tests.scheduling.builders import make_limits, make_request, step
 
 
 def make_scheduler(*prompts: int, **limits: object) -> tuple[Scheduler, list[Request]]:
@@ -21,17 +21,6 @@ def make_scheduler(*prompts: int, **limits: object) -> tuple[Scheduler, list[Req
     for request in requests:
         scheduler.add(request)
     return scheduler, requests
-
-
-def step(scheduler: Scheduler) -> StepPlan:
-    """Schedule, commit, and give every request that is due a token."""
-    plan = scheduler.schedule()
-    scheduler.commit(plan.chunks)
-    for chunk in plan.chunks:
-        if chunk.yields_token:
-            chunk.request.append(7)
-    scheduler.check()
-    return plan
 
 
 def event_names(request: Request) -> list[str]:
@@ -172,9 +161,10 @@ class TestLife:
     def test_commit_refuses_a_chunk_out_of_place(self):
         scheduler, _ = make_scheduler(5)
         plan = scheduler.schedule()
-        scheduler.commit(plan.chunks)
-        with pytest.raises(AssertionError):
-            scheduler.commit(plan.chunks)
+        message = describe_step(plan.chunks, 4)
+        scheduler.commit(message, {100: 7})
+        with pytest.raises(AssertionError, match="stands elsewhere"):
+            scheduler.commit(message, {100: 7})
 
 
 def leak_a_block(scheduler: Scheduler) -> None:

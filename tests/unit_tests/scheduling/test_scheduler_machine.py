@@ -19,11 +19,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from megatron_ext.scheduling import planner, scheduler
 from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.events import EventType
-from megatron_ext.scheduling.planner import SchedulerLimits, StepPlan, check_admissible
+from megatron_ext.scheduling.plan import SchedulerLimits, StepPlan
+from megatron_ext.scheduling.planner import check_admissible
 from megatron_ext.scheduling.queue import RequestQueue
 from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
+from megatron_ext.scheduling.step import describe_step
 from tests.unit_tests.scheduling.builders import frozen, make_request
 
 MAX_LENGTH = 32
@@ -146,7 +148,10 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def run_step(self, ends_early: Callable[[], bool]) -> None:
         plan = self.schedule()
-        self.scheduler.commit(plan.chunks)
+        due = [chunk.request for chunk in plan.chunks if chunk.end == len(self.owners[chunk.request].tokens)]
+        tokens = {request.request_id: 10_000 + len(request.tokens) for request in due}
+        ended = self.scheduler.commit(describe_step(plan.chunks, self.limits.block_size), tokens)
+        assert ended == [r for r in due if self.owners[r].to_generate == r.generated_count]
         for chunk in plan.chunks:
             owner = self.owners[chunk.request]
             for position in range(chunk.start, chunk.end):
@@ -155,9 +160,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             owner.done += range(chunk.start, chunk.end)
             owner.ever.update(owner.done)
             owner.steps += 1
-        for chunk in plan.chunks:
-            if len(self.owners[chunk.request].done) == len(self.owners[chunk.request].tokens):
-                self.generate(chunk.request, ends_early)
+        for request in due:
+            assert len(self.owners[request].done) == len(self.owners[request].tokens)
+            self.generate(request, ends_early)
         self.verify()
 
     def generate(self, request: Request, ends_early: Callable[[], bool]) -> None:
@@ -166,14 +171,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         if len(owner.tokens) == owner.prompt:
             owner.events.append(EventType.FIRST_TOKEN)
         owner.tokens.append(token)
-        request.append(token)
         assert request.computed_prefill_tokens == owner.prompt, "a token came, but not all of the prompt was computed"
-        if len(owner.tokens) == owner.prompt + owner.to_generate or ends_early():
+        if len(owner.tokens) == owner.prompt + owner.to_generate:
+            self.note_end(request, Status.COMPLETED)
+        elif ends_early():
             self.end(request, Status.COMPLETED)
 
     def end(self, request: Request, status: Status) -> None:
-        owner = self.owners[request]
         self.scheduler.end(request, status)
+        self.note_end(request, status)
+
+    def note_end(self, request: Request, status: Status) -> None:
+        owner = self.owners[request]
         owner.lose_all()
         owner.place = "ended"
         owner.events += [EventType.FINISH] if status is Status.COMPLETED else []
@@ -405,7 +414,7 @@ def counts_what_is_computed_again_as_new(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def commits_a_failed_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Scheduler, "abandon", lambda self, chunks, reason: self.commit(chunks))
+    monkeypatch.setattr(Scheduler, "abandon", lambda self, chunks, reason: self._advance(chunks))
 
 
 def lets_an_outgrown_request_wait(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ def hybrid_scheduler(**limits: object) -> Scheduler:
 def schedule(scheduler: Scheduler) -> ScheduledStep:
     plan = scheduler.schedule()
     message = describe_step(plan.chunks, scheduler.limits.block_size)
-    scheduler.commit(plan.chunks, {one.request_id: 7 for one in message.chunks if one.sampling is not None})
+    scheduler.commit(message, {one.request_id: 7 for one in message.chunks if one.sampling is not None})
     scheduler.check()
     return message
 

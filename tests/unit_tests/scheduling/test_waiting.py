@@ -130,7 +130,7 @@ class TestHashing:
         scheduler = make_scheduler()
         request = make_request(0, 11)
         add(scheduler, request)
-        assert request.unhashed_tokens == 0
+        assert request.sequence.unhashed_tokens == 0
         assert len(request.sequence.chain) == 2
 
     def test_the_rest_in_slices_in_order_of_arrival(self):
@@ -138,10 +138,10 @@ class TestHashing:
         scheduler = make_scheduler(max_requests=1, max_tokens=64)
         requests = [make_request(arrival, 24) for arrival in range(4)]
         add(scheduler, *requests)
-        left = [[request.unhashed_tokens for request in requests[1:]]]
+        left = [[request.sequence.unhashed_tokens for request in requests[1:]]]
         for _ in range(4):
             step(scheduler)
-            left.append([request.unhashed_tokens for request in requests[1:]])
+            left.append([request.sequence.unhashed_tokens for request in requests[1:]])
         assert left == [[16, 16, 16], [8, 16, 16], [0, 8, 16], [0, 0, 16], [0, 0, 8]]
 
     def test_the_look_ends_where_a_slice_does(self):
@@ -159,9 +159,9 @@ class TestHashing:
         add(scheduler, *requests)
         step(scheduler)
         scheduler.weights_changed()
-        assert [request.unhashed_tokens for request in requests[1:]] == [8, 8, 8, 8]
+        assert [request.sequence.unhashed_tokens for request in requests[1:]] == [8, 8, 8, 8]
         step(scheduler)
-        assert sum(request.unhashed_tokens for request in requests[1:]) in (16, 24)
+        assert sum(request.sequence.unhashed_tokens for request in requests[1:]) in (16, 24)
 
     def test_nothing_is_kept_of_who_has_left(self):
         scheduler = make_scheduler(max_requests=1)
@@ -178,7 +178,7 @@ class TestHashing:
         request = request_of(0, range(40), enable_prefix_caching=False)
         add(scheduler, request)
         step(scheduler)
-        assert request.unhashed_tokens == 0
+        assert request.sequence.unhashed_tokens == 0
         assert request.sequence.chain is None
 
 

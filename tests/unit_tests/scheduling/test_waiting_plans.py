@@ -9,7 +9,8 @@ import pytest
 
 from megatron_ext.config import EvictionPolicyName, RequestParams
 from megatron_ext.prefix_cache.block_index import BlockIndex
-from megatron_ext.scheduling.planner import SchedulerLimits, check_admissible
+from megatron_ext.scheduling.plan import SchedulerLimits
+from megatron_ext.scheduling.planner import check_admissible
 from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
@@ -17,6 +18,7 @@ from megatron_ext.scheduling.submission import Submission
 from megatron_ext.scheduling.waiting import Line, WaitingQueue
 from tests.priority import TestPriority
 from tests.unit_tests.scheduling.brute_force import assert_same_plan, plan_by_looking_at_all
+from tests.unit_tests.scheduling.builders import commit
 
 pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
@@ -86,13 +88,8 @@ class Life:
             scheduler.abandon(plan.chunks, "planted")
             scheduler.check()
             return
-        scheduler.commit(plan.chunks)
-        for chunk in plan.chunks:
-            request = chunk.request
-            if chunk.yields_token:
-                request.append(int(self.random.random() < 0.12))
-                if request.generated_count == request.params.num_tokens_to_generate:
-                    scheduler.end(request, Status.COMPLETED)
+        due = [chunk.request.request_id for chunk in plan.chunks if chunk.yields_token]
+        commit(scheduler, plan, {request_id: int(self.random.random() < 0.12) for request_id in due})
         scheduler.check()
 
     def run(self) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from megatron_ext.config import EvictionPolicyName
 from megatron_ext.scheduling.chunk import Chunk
-from megatron_ext.scheduling.planner import Admission, StepPlan
+from megatron_ext.scheduling.plan import Admission, StepPlan
 from megatron_ext.scheduling.record import RequestRecord
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
