@@ -207,7 +207,7 @@ def life_seconds(scheduler: Scheduler, request: Request) -> float:
     plan = scheduler.schedule()
     commit(scheduler, plan)
     seconds = time.perf_counter() - start
-    if request.computed_end != 0 or not plan.chunks or not plan.chunks[0].yields_token:
+    if not request.is_ended or len(plan.chunks) != 1:
         raise RuntimeError("the request did not live as it should")
     return seconds
 

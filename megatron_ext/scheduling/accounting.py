@@ -74,16 +74,27 @@ class PrefillLedger:
         self.skipped += max(0, min(resume_position, self._prompt_length) - self._known_end)
         self._known_end = max(self._known_end, resume_position)
 
-    def compute(self, start: int, end: int) -> None:
-        """The tokens [start, end) have been computed."""
-        self.recomputed += max(0, min(end, self._known_end) - start)
+    def compute(self, start: int, end: int) -> int:
+        """The tokens [start, end) have been computed.
+
+        Returns:
+            How many of them are prefill: of the prompt, or computed before.
+        """
+        again = max(0, min(end, self._known_end) - start)
+        self.recomputed += again
         first, last = max(start, self._known_end), min(end, self._prompt_length)
+        new = max(0, last - first)
+        if new:
+            self._note_reasons(first, last)
+        self._known_end = max(self._known_end, end)
+        return again + new
+
+    def _note_reasons(self, first: int, last: int) -> None:
         for reason, reason_end in self._reasons_by_position():
             count = min(last, reason_end) - first
             if count > 0:
                 self.reasons[reason.value] += count
                 first += count
-        self._known_end = max(self._known_end, end)
 
     def _reasons_by_position(self) -> list[tuple[Reason, int]]:
         """Reasons with the position up to which each applies, ascending."""

@@ -23,9 +23,12 @@ class Chunk:
     @property
     def is_decode(self) -> bool:
         """Whether this is one generated token on top of a live state."""
-        return self.length == 1 and self.start >= self.request.prompt_length
+        return self.end - self.start == 1 and self.start >= self.request.sequence.prompt_length
 
     @property
     def yields_token(self) -> bool:
-        """Whether the step computes the request's last known token, so that the next one can be sampled."""
-        return self.end == len(self.request.tokens)
+        """Whether the step computes the request's last known token, so that the next one can be sampled.
+
+        True until that one has come; the step's message keeps it (see `ScheduledChunk.sampling`).
+        """
+        return self.end == len(self.request.sequence.tokens)

@@ -144,10 +144,10 @@ class Request:
 
     # What happens to it
 
-    def advance(self, end: int) -> None:
-        """The tokens up to `end` have been computed."""
-        self.sequence.advance(end)
+    def advance(self, end: int) -> int:
+        """The tokens up to `end` have been computed; how many of them are prefill."""
         self.timeline.step_count += 1
+        return self.sequence.advance(end)
 
     def append(self, token: int) -> None:
         """A token was generated."""

@@ -159,21 +159,18 @@ class Scheduler:
             Who has ended.
         """
         running = {request.request_id: request for request in self.queues.running}
-        chunks = [Chunk(running[one.request_id], one.start, one.end) for one in step.chunks]
-        yielding = {one.request_id for one in step.chunks if one.sampling is not None}
+        requests = [running[chunk.request_id] for chunk in step.chunks]
+        yielding = {chunk.request_id for chunk in step.chunks if chunk.sampling is not None}
         assert yielding == sampled.keys(), f"tokens of {sorted(sampled)} for chunks of {sorted(yielding)}"
-        for chunk in chunks:
-            assert chunk.start == chunk.request.computed_end, f"request {chunk.request.request_id} stands elsewhere"
-        self._advance(chunks)
-        return self._extend([chunk.request for chunk in chunks], sampled)
+        for request, chunk in zip(requests, step.chunks, strict=True):
+            assert chunk.start == request.sequence.computed_end, f"request {chunk.request_id} stands elsewhere"
+        self._advance(requests, [chunk.end for chunk in step.chunks])
+        return self._extend(requests, sampled)
 
-    def _advance(self, chunks: Sequence[Chunk]) -> None:
-        """The tokens of `chunks` are computed, and complete blocks can be found."""
-        for chunk in chunks:
-            request = chunk.request
-            before = request.prefill_token_count
-            request.advance(chunk.end)
-            self.counters.prefill_tokens += request.prefill_token_count - before
+    def _advance(self, requests: Sequence[Request], ends: Sequence[int]) -> None:
+        """The requests' tokens up to `ends` are computed, and complete blocks can be found."""
+        for request, end in zip(requests, ends, strict=True):
+            self.counters.prefill_tokens += request.advance(end)
             self._publish(request)
             self._show_snapshots(request)
 
@@ -193,6 +190,8 @@ class Scheduler:
     def _show_snapshots(self, request: Request) -> None:
         """The states at the positions that the request has now reached are in their slots: let others find them."""
         sequence = request.sequence
+        if not sequence.snapshots:
+            return
         for snapshot in sequence.snapshots:
             if snapshot.position <= sequence.computed_end:
                 self.cache.states.commit(snapshot.digest)

@@ -92,11 +92,16 @@ class Sequence:
         if self.chain is not None:
             self.chain.extend_by(self.tokens, most)
 
-    def advance(self, end: int) -> None:
-        """The tokens up to `end` have been computed."""
-        self.ledger.compute(self.computed_end, end)
+    def advance(self, end: int) -> int:
+        """The tokens up to `end` have been computed.
+
+        Returns:
+            How many of them are prefill.
+        """
+        prefilled = self.ledger.compute(self.computed_end, end)
         self.computed_end = end
         self.restore = None
+        return prefilled
 
     def append(self, token: int) -> None:
         """A token was generated."""

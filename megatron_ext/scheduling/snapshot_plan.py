@@ -32,22 +32,31 @@ def plan_snapshots(
     if cache.states is None:
         return ()
     matched = {one.request: len(one.matched) * limits.block_size for one in admissions}
-    wanted = [one.snapshot for one in deferrals if one.snapshot is not None]
-    for chunk in sorted(chunks, key=lambda chunk: chunk.is_decode):  # a free slot is prefill's before decode's
-        sequence = chunk.request.sequence
-        is_current = chunk.request in matched or sequence.cache_epoch == cache.epoch
-        if sequence.chain is not None and is_current:
-            wanted += _of_chunk(chunk, matched.get(chunk.request, sequence.shared_end), limits)
-    return tuple(wanted)
+    for_followers = [one.snapshot for one in deferrals if one.snapshot is not None]
+    of_prefills: list[SnapshotRequest] = []
+    of_decodes: list[SnapshotRequest] = []
+    for chunk in chunks:
+        sequence, is_decode = chunk.request.sequence, chunk.is_decode
+        if sequence.chain is None or (is_decode and chunk.end % limits.block_size != 0):
+            continue
+        if sequence.cache_epoch != cache.epoch and chunk.request not in matched:
+            continue
+        if is_decode:
+            of_decodes.append(_of_decode(chunk, limits.block_size))
+        else:
+            of_prefills += _of_prefill(chunk, matched.get(chunk.request, sequence.shared_end), limits)
+    return (*for_followers, *of_prefills, *of_decodes)
 
 
-def _of_chunk(chunk: Chunk, shared_end: int, limits: SchedulerLimits) -> Iterator[SnapshotRequest]:
+def _of_decode(chunk: Chunk, block_size: int) -> SnapshotRequest:
+    request = chunk.request
+    digest = request.digests[chunk.end // block_size - 1]
+    before = request.sequence.decode_snapshot
+    return SnapshotRequest(request, chunk.end, digest, is_optional=True, instead_of=before)
+
+
+def _of_prefill(chunk: Chunk, shared_end: int, limits: SchedulerLimits) -> Iterator[SnapshotRequest]:
     request, size = chunk.request, limits.block_size
-    if chunk.is_decode:
-        if chunk.end % size == 0:
-            digest, before = request.digests[chunk.end // size - 1], request.sequence.decode_snapshot
-            yield SnapshotRequest(request, chunk.end, digest, is_optional=True, instead_of=before)
-        return
     if limits.aligned_chunks:
         positions = [chunk.end] if chunk.end % size == 0 else []
     else:

@@ -117,18 +117,18 @@ def describe_step(chunks: Iterable[Chunk], block_size: int) -> ScheduledStep:
 
 
 def _describe(chunk: Chunk, block_size: int) -> ScheduledChunk:
-    request = chunk.request
+    request, sequence = chunk.request, chunk.request.sequence
     return ScheduledChunk(
         request_id=request.request_id,
-        token_ids=tuple(request.tokens[chunk.start : chunk.end]),
+        token_ids=tuple(sequence.tokens[chunk.start : chunk.end]),
         start=chunk.start,
         end=chunk.end,
         is_decode=chunk.is_decode,
-        block_ids=tuple(request.block_table[: -(-chunk.end // block_size)]),
-        shared_end=request.sequence.shared_end,
-        live_slot=request.sequence.live_slot,
-        restore=request.sequence.restore,
-        snapshots=tuple(one for one in request.sequence.snapshots if chunk.start < one.position <= chunk.end),
+        block_ids=tuple(sequence.block_table[: -(-chunk.end // block_size)]),
+        shared_end=sequence.shared_end,
+        live_slot=sequence.live_slot,
+        restore=sequence.restore,
+        snapshots=tuple([one for one in sequence.snapshots if chunk.start < one.position <= chunk.end]),
         sampling=_sampling(request) if chunk.yields_token else None,
         scoring=_scoring(chunk),
     )

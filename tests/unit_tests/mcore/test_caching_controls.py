@@ -110,7 +110,7 @@ def test_a_failed_forward_that_publishes(driver, oracle, monkeypatch):
     """As if it had succeeded; another request finds what it did not compute."""
 
     def commit_and_abandon(self: Scheduler, chunks: tuple, reason: str) -> None:
-        self._advance(chunks)
+        self._advance([chunk.request for chunk in chunks], [chunk.end for chunk in chunks])
         abandon(self, chunks, reason)
 
     abandon = Scheduler.abandon

@@ -7,7 +7,7 @@ positions have been computed. It knows none of the planner's reasons, only what 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -414,7 +414,10 @@ def counts_what_is_computed_again_as_new(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def commits_a_failed_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Scheduler, "abandon", lambda self, chunks, reason: self._advance(chunks))
+    def abandon(self: Scheduler, chunks: Sequence[Chunk], reason: str) -> None:
+        self._advance([chunk.request for chunk in chunks], [chunk.end for chunk in chunks])
+
+    monkeypatch.setattr(Scheduler, "abandon", abandon)
 
 
 def lets_an_outgrown_request_wait(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Sequence
 
 from megatron_ext.config import EvictionPolicyName
-from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.plan import Admission, StepPlan
 from megatron_ext.scheduling.record import RequestRecord
 from megatron_ext.scheduling.request import Request
@@ -184,14 +183,15 @@ class CacheModel:
         book = self.books.setdefault(request.request_id, Book(request, self.block_size))
         book.admit(start, matched)
 
-    def advance(self, chunks: Sequence[Chunk]) -> None:
-        self._advance(chunks)
-        for chunk in chunks:
-            self.books[chunk.request.request_id].compute(chunk.start, chunk.end)
+    def advance(self, requests: Sequence[Request], ends: Sequence[int]) -> None:
+        starts = [request.computed_end for request in requests]
+        self._advance(requests, ends)
+        for request, start, end in zip(requests, starts, ends, strict=True):
+            self.books[request.request_id].compute(start, end)
         batch = self._batch()
-        for chunk in chunks:
-            if chunk.request in batch:
-                self._ever |= set(self.contents(chunk.request, chunk.end))
+        for request, end in zip(requests, ends, strict=True):
+            if request in batch:
+                self._ever |= set(self.contents(request, end))
 
     def reset(self) -> None:
         self._reset()

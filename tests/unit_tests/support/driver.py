@@ -15,9 +15,9 @@ from torch import Tensor
 from megatron_ext.config import BatchingConfig, CacheConfig, ModelConfig, RequestParams
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.mcore.assemble import build_engine
-from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.events import EventType
 from megatron_ext.scheduling.record import RequestRecord, Status
+from megatron_ext.scheduling.request import Request
 from tests.unit_tests.support.oracle import Expected, Oracle
 from tests.unit_tests.support.tokenizers import PieceTokenizer
 
@@ -158,24 +158,26 @@ class Driver:
             give_back(slot)
             self._poison_live_slot(slot)
 
-        def advance_watched(chunks: Sequence[Chunk]) -> None:
-            advance(chunks)
+        def advance_watched(requests: Sequence[Request], ends: Sequence[int]) -> None:
+            starts = [request.computed_end for request in requests]
+            advance(requests, ends)
             self.fewest_free_blocks = min(self.fewest_free_blocks, self.free_blocks)
-            self.steps.append(tuple((c.request.request_id, c.start, c.end) for c in chunks))
-            for chunk in chunks:
-                self._note_states(chunk)
+            spans = list(zip(requests, starts, ends, strict=True))
+            self.steps.append(tuple((request.request_id, start, end) for request, start, end in spans))
+            for span in spans:
+                self._note_states(*span)
 
         blocks.release, blocks.free = release_poisoned, free_poisoned
         live_slots.give_back, scheduler._advance = give_back_poisoned, advance_watched
 
     # Watching
 
-    def _note_states(self, chunk: Chunk) -> None:
-        seen, pool = self.seen[chunk.request.request_id], self.context.live_states
-        seen.chunks.append((chunk.start, chunk.end))
+    def _note_states(self, request: Request, start: int, end: int) -> None:
+        seen, pool = self.seen[request.request_id], self.context.live_states
+        seen.chunks.append((start, end))
         if pool is not None:
-            slot = chunk.request.sequence.live_slot
-            seen.states[chunk.end].append((pool.conv[:, slot].clone(), pool.ssm[:, slot].clone()))
+            slot = request.sequence.live_slot
+            seen.states[end].append((pool.conv[:, slot].clone(), pool.ssm[:, slot].clone()))
 
     def _watch_forward(self) -> None:
         wrapper = self.engine.controller.inference_wrapped_model

@@ -160,9 +160,10 @@ class HybridModel(CacheModel):
         book = self.books.setdefault(request.request_id, HybridBook(request, self.block_size))
         book.admit(start, matched)
 
-    def advance(self, chunks: Sequence[Chunk]) -> None:
+    def advance(self, requests: Sequence[Request], ends: Sequence[int]) -> None:
+        chunks = [Chunk(request, request.computed_end, end) for request, end in zip(requests, ends, strict=True)]
         self._drop_unused()
-        super().advance(chunks)
+        super().advance(requests, ends)
         batch = self._batch()
         for chunk in chunks:
             if chunk.request in batch:
