@@ -33,7 +33,7 @@ def in_flight(driver: HybridDriver) -> HybridDriver:
     driver.add(3, make_prompt(30, seed=2))
     driver.step()
     assert [request.computed_end for request in driver.scheduler.queues.running] == [70, 103]
-    assert [one.position for one in driver.engine.get_request(1).snapshots] == [144]  # for the follower
+    assert [one.position for one in driver.engine.get_request(1).sequence.snapshots] == [144]  # for the follower
     return driver
 
 

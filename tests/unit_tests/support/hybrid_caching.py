@@ -18,6 +18,7 @@ from megatron_ext.ops.ssd import SSD
 from megatron_ext.prefix_cache.hash_chain import Digest
 from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.plan import Admission, Deferral, StepPlan
+from megatron_ext.scheduling.request import Request
 from tests.unit_tests.support.cache_model import Book, CacheModel, Contents
 from tests.unit_tests.support.caching import Broken, CachingDriver
 from tests.unit_tests.support.driver import Driver, assert_states_close
