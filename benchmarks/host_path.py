@@ -20,10 +20,11 @@ from rich.table import Table
 
 from megatron_ext.config import EvictionPolicyName, RequestParams
 from megatron_ext.prefix_cache.hash_chain import DIGEST_BYTES
-from megatron_ext.scheduling.planner import Limits
-from megatron_ext.scheduling.record import Status
+from megatron_ext.scheduling.plan import SchedulerLimits, StepPlan
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
+from megatron_ext.scheduling.step import describe_step
+from megatron_ext.scheduling.submission import Submission
 
 LENGTHS = (2_048, 32_768, 131_072)
 BLOCK_SIZES = (16, 256)
@@ -138,18 +139,21 @@ def run_step(scheduler: Scheduler) -> float:
     start = time.perf_counter()
     plan = scheduler.schedule()
     seconds = time.perf_counter() - start
-    scheduler.commit(plan.chunks)
-    for chunk in plan.chunks:
-        if chunk.yields_token:
-            chunk.request.append(0)
+    commit(scheduler, plan)
     return seconds
+
+
+def commit(scheduler: Scheduler, plan: StepPlan) -> None:
+    """As if the step had been computed; every request that is due a token gets a zero."""
+    message = describe_step(plan.chunks, scheduler.limits.block_size)
+    scheduler.commit(message, {one.request_id: 0 for one in message.chunks if one.sampling is not None})
 
 
 def waiting_scheduler(kind: Waiting, length: int) -> Scheduler:
     """A leader gets a block a step; what else waits gets nothing."""
     rows = {Waiting.FULL: DECODING, Waiting.FOLLOWERS_FULL: DECODING + 1}.get(kind, DECODING + 4)
     blocks = DECODING * 8 + (0 if kind is Waiting.UNRELATED else 2 * length // 16)
-    limits = Limits(
+    limits = SchedulerLimits(
         block_size=16,
         total_blocks=max(blocks, length // 16 + 1),
         paused_blocks=None,
@@ -165,7 +169,7 @@ def waiting_request(arrival: int, length: int, follows: bool) -> Request:
     """A prompt of its own, or one that all have but for the last block."""
     own = length if not follows else 16
     tokens = [*range(length - own), *range(1_000_000 + arrival, 1_000_000 + arrival + own)]
-    return Request(arrival, tuple(tokens), RequestParams(num_tokens_to_generate=1_000), arrival=arrival, seed=0)
+    return Request(Submission(arrival, tuple(tokens), RequestParams(num_tokens_to_generate=1_000), arrival, seed=0))
 
 
 def median(measure: Callable[[], float], repeats: int) -> float:
@@ -201,17 +205,16 @@ def life_seconds(scheduler: Scheduler, request: Request) -> float:
     start = time.perf_counter()
     scheduler.add(request)
     plan = scheduler.schedule()
-    scheduler.commit(plan.chunks)
-    scheduler.end(request, Status.COMPLETED, finish_reason="length")
+    commit(scheduler, plan)
     seconds = time.perf_counter() - start
-    if request.computed_end != 0 or not plan.chunks or not plan.chunks[0].yields_token:
+    if not request.is_ended or len(plan.chunks) != 1:
         raise RuntimeError("the request did not live as it should")
     return seconds
 
 
 def make_scheduler(length: int, block_size: int, blocks: int | None) -> Scheduler:
     """A scheduler with room for the prompt in one step."""
-    limits = Limits(
+    limits = SchedulerLimits(
         block_size=block_size,
         total_blocks=blocks or 2 * length // block_size,
         paused_blocks=None,
@@ -231,7 +234,7 @@ def prompt(length: int) -> tuple[int, ...]:
 
 def make_request(arrival: int, length: int) -> Request:
     """A request of `prompt(length)`."""
-    return Request(arrival, prompt(length), RequestParams(num_tokens_to_generate=1), arrival=arrival, seed=0)
+    return Request(Submission(arrival, prompt(length), RequestParams(num_tokens_to_generate=1), arrival, seed=0))
 
 
 if __name__ == "__main__":

@@ -234,7 +234,7 @@ def _table(
     counters = engine.scheduler.counters
     rows = Counter(record.status.name.lower() for record, _ in served)
     rows |= deeds
-    rows |= Counter({"steps": engine.step_count, "requests evicted": counters.evictions, "paused": counters.pauses})
+    rows |= Counter({"steps": engine.step_count, "requests evicted": counters.preemptions, "paused": counters.pauses})
     rows |= Counter({"tokens skipped": counters.skipped_tokens, "tokens computed": engine.lifetime_prefill_token_count})
     rows |= Counter(engine.prefix_cache_statistics())
     rows |= Counter({"replayed alone": replayed})

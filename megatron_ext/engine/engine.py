@@ -38,7 +38,9 @@ class Step:
     seconds: float
 
 
-_NOTHING = StepPlan(evictions=(), pauses=(), resumes=(), failures=(), admissions=(), chunks=(), refusals=())
+_NOTHING = StepPlan(
+    preemptions=(), pauses=(), resumes=(), failures=(), admissions=(), chunks=(), snapshots=(), deferrals=()
+)
 NO_STEP = Step(_NOTHING, None, 0.0)
 
 
@@ -152,7 +154,8 @@ class Engine:
             assert len(self.scheduler.queues) == 0, "requests are alive, but none can run"
             return Step(plan, None, 0.0)
         try:
-            result = self._execute(describe_step(plan.chunks, self.scheduler.limits.block_size))
+            step = describe_step(plan.chunks, self.scheduler.limits.block_size)
+            result = self._execute(step)
         except BaseException as error:
             self.scheduler.abandon(plan.chunks, describe(error))
             if isinstance(error, RestoreError):  # the next step computes what this snapshot was to save
@@ -160,7 +163,7 @@ class Engine:
                 assert states is not None, "only states are restored"
                 states.drop(Digest(error.digest))
             raise
-        self.output.ended += self.scheduler.commit(plan.chunks, result.tokens)
+        self.output.ended += self.scheduler.commit(step, result.tokens)
         self.step_count += 1
         return Step(plan, result, time.perf_counter() - started)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from megatron_ext.config import RequestParams
 from megatron_ext.errors import ConfigError
 from megatron_ext.scheduling.request import Request
+from megatron_ext.scheduling.submission import Submission
 from megatron_ext.text.vocabulary import Vocabulary
 
 
@@ -50,7 +51,7 @@ class Intake:
     def make(self, request_id: int, tokens: tuple[int, ...], params: RequestParams, text: str | None) -> Request:
         """A request of token ids, and the text that they were if it is known."""
         termination = self._door.eod if params.termination_id is None else params.termination_id
-        request = Request(
+        submission = Submission(
             request_id=request_id,
             prompt_tokens=tokens,
             params=params,
@@ -60,4 +61,4 @@ class Intake:
             prompt_text=text,
         )
         self._next_arrival += 1
-        return request
+        return Request(submission)

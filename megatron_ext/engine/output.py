@@ -86,22 +86,27 @@ class OutputProcessor:
         matcher = self._outputs[request.request_id].stop_words
         if matcher is None or request.finish_reason == "stop":
             return False
-        request.generated_text = matcher.feed([request.tokens[-1]], ignore=not request.may_have_stopped)
-        return request.generated_text is not None
+        request.output.generated_text = matcher.feed([request.tokens[-1]], ignore=not request.may_have_stopped)
+        return request.output.generated_text is not None
 
     def fail(self, request: Request, error: Exception) -> None:
         """Something that only this request needed has raised: it ends as FAILED."""
         self._faults.note(f"request {request.request_id}", error)
-        request.is_fault = True
-        self._end(request, Status.FAILED, error=describe(error))
+        self._end(request, Status.FAILED, error=describe(error), is_fault=True)
 
     def _end(
-        self, request: Request, status: Status, *, finish_reason: str | None = None, error: str | None = None
+        self,
+        request: Request,
+        status: Status,
+        *,
+        finish_reason: str | None = None,
+        error: str | None = None,
+        is_fault: bool = False,
     ) -> None:
         if request.is_ended:
-            request.revise(status, finish_reason=finish_reason, error=error)
+            request.revise(status, finish_reason=finish_reason, error=error, is_fault=is_fault)
         else:
-            self._scheduler.end(request, status, finish_reason=finish_reason, error=error)
+            self._scheduler.end(request, status, finish_reason=finish_reason, error=error, is_fault=is_fault)
             self.ended.append(request)
 
     def report(self) -> list[RequestRecord]:
@@ -113,23 +118,22 @@ class OutputProcessor:
         self.reported_count += 1
         request = output.request
         try:
-            record = request.to_record(self._generated_text(request), request.prompt_text)
+            record = request.to_record(self._generated_text(request))
         except Exception as error:
             self._faults.note(f"the record of request {request.request_id}", error)
             if request.status is not Status.FAILED:  # else it has its error
-                request.is_fault = True
-                request.revise(Status.FAILED, error=describe(error))
-            record = _bare_record(request)
+                request.revise(Status.FAILED, error=describe(error), is_fault=True)
+            record = request.bare_record()
         with self._faults.absorbed("the future of a request"):
             if not output.future.done():
                 output.future.set_result(record)
         return record
 
     def _generated_text(self, request: Request) -> str:
-        if request.generated_text is not None:
-            return request.generated_text
+        if request.output.generated_text is not None:
+            return request.output.generated_text
         tokens = request.generated_tokens
-        ends_with_termination = bool(tokens) and tokens[-1] == request.termination_id
+        ends_with_termination = bool(tokens) and tokens[-1] == request.submission.termination_id
         return self._vocabulary.detokenize(tokens[:-1] if ends_with_termination else tokens)
 
     def cancel(self) -> None:
@@ -145,39 +149,8 @@ def _note_scores(request: Request, result: StepResult) -> None:
     if name in result.failures:
         raise ScoringError(result.failures[name])
     for score in result.prompt.get(name, ()):
-        request.prompt_log_probs.append(score.log_prob)
-        request.prompt_top_n.append(score.top_n)
+        request.output.prompt_log_probs.append(score.log_prob)
+        request.output.prompt_top_n.append(score.top_n)
     if name in result.generated:
-        request.generated_log_probs.append(result.generated[name].log_prob)
-        request.generated_top_n.append(result.generated[name].top_n)
-
-
-def _bare_record(request: Request) -> RequestRecord:
-    """Of a request whose record cannot be built: its tokens and its account, without texts made of them or scores."""
-    ledger = request.ledger
-    assert request.status is not None, f"request {request.request_id} is still alive"
-    return RequestRecord(
-        request_id=request.request_id,
-        status=request.status,
-        prompt_text=request.prompt_text,
-        prompt_tokens=request.prompt_tokens,
-        generated_text="",
-        generated_tokens=tuple(request.generated_tokens),
-        finish_reason=request.finish_reason,
-        error=request.error,
-        events=tuple(request.events),
-        arrival_wall_time=request.arrival_wall_time,
-        latency=request.latency,
-        ttft=request.ttft,
-        step_count=request.step_count,
-        matched_block_count=ledger.matched_blocks or 0,
-        skipped_prefill_token_count=ledger.skipped,
-        computed_prefill_token_count=ledger.computed,
-        recomputed_token_count=ledger.recomputed,
-        prefill_reasons=dict(ledger.reasons),
-        prompt_log_probs=None,
-        generated_log_probs=None,
-        prompt_top_n_log_probs=None,
-        generated_top_n_log_probs=None,
-        is_fault=request.is_fault,
-    )
+        request.output.generated_log_probs.append(result.generated[name].log_prob)
+        request.output.generated_top_n.append(result.generated[name].top_n)

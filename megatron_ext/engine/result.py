@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-TopN = dict[int, float]
+from megatron_ext.scheduling.output import TopN
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,9 @@ import logging
 from dataclasses import dataclass
 
 from megatron_ext.prefix_cache.cache import CacheUse
+from megatron_ext.scheduling.counters import Counters
 from megatron_ext.scheduling.plan import StepPlan
-from megatron_ext.scheduling.scheduler import Counters, Scheduler
+from megatron_ext.scheduling.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 

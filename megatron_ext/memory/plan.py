@@ -15,7 +15,7 @@ from megatron_ext.memory.budget import DEFAULT_MAX_TOKENS, Geometry, ModelMemory
 from megatron_ext.memory.fitting import plan_within, what_fits
 from megatron_ext.memory.state_pool import StateShape
 from megatron_ext.scheduling.aligned import check_aligned, describe_tight_budget
-from megatron_ext.scheduling.plan import Limits
+from megatron_ext.scheduling.plan import SchedulerLimits
 from megatron_ext.scheduling.snapshots import most_snapshots
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class EnginePlan:
 
     shape: ModelShape
     geometry: Geometry
-    limits: Limits
+    limits: SchedulerLimits
     policy: EvictionPolicyName | None
     fingerprint: bytes
     advice: Callable[[int], str] = field(compare=False, repr=False)
@@ -137,10 +137,12 @@ def _max_sequence_length(batching: BatchingConfig, config: ModelConfig) -> int:
     return asked
 
 
-def _limits(geometry: Geometry, batching: BatchingConfig, longest: int, device_type: str, *, aligned: bool) -> Limits:
+def _limits(
+    geometry: Geometry, batching: BatchingConfig, longest: int, device_type: str, *, aligned: bool
+) -> SchedulerLimits:
     block_bytes, paused_gb = geometry.block_bytes, batching.paused_buffer_size_gb
     paused_blocks = None if paused_gb is None or block_bytes == 0 else int(paused_gb * 1024**3) // block_bytes
-    return Limits(
+    return SchedulerLimits(
         block_size=geometry.block_size_tokens,
         total_blocks=geometry.blocks,
         paused_blocks=paused_blocks,

@@ -1,4 +1,4 @@
-"""The pool of KV blocks: a free list, reference counts, and blocks withheld for their contents."""
+"""The pool of KV blocks: a free list, reference counts, and evictable blocks, kept for their contents."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ BlockId = NewType("BlockId", int)
 
 
 class BlockPool:
-    """Hands out blocks 0 .. total - 1; a block is free when nobody refers to it and nobody withholds it.
+    """Hands out blocks 0 .. total - 1; a block is free when nobody refers to it and it is not kept for its contents.
 
     Args:
         total: Blocks in the pool (the dummy block that padding may point to is not one of them).
@@ -20,7 +20,7 @@ class BlockPool:
         self.total = total
         self._references = [0] * total
         self._free = [BlockId(block) for block in reversed(range(total))]  # a stack: last released, first reused
-        self.withheld: set[BlockId] = set()
+        self.evictable: set[BlockId] = set()
 
     @property
     def free_count(self) -> int:
@@ -48,30 +48,30 @@ class BlockPool:
                 self._free.append(block)
 
     def retain(self, block: BlockId) -> None:
-        """Add a reference to a block that is in use or withheld."""
-        assert self._references[block] > 0 or block in self.withheld, f"block {block} is free"
-        self.withheld.discard(block)
+        """Add a reference to a block that is in use or evictable."""
+        assert self._references[block] > 0 or block in self.evictable, f"block {block} is free"
+        self.evictable.discard(block)
         self._references[block] += 1
 
-    def withhold(self, block: BlockId) -> None:
+    def make_evictable(self, block: BlockId) -> None:
         """Drop the last reference to `block` without freeing it."""
         assert self._references[block] == 1, f"block {block} has {self._references[block]} references"
         self._references[block] = 0
-        self.withheld.add(block)
+        self.evictable.add(block)
 
-    def restore(self, block: BlockId) -> None:
-        """A withheld block is free."""
-        self.withheld.remove(block)
+    def free(self, block: BlockId) -> None:
+        """An evictable block is free again."""
+        self.evictable.remove(block)
         self._free.append(block)
 
     def check(self) -> None:
-        """Assert that free, used and withheld blocks make up the pool, each exactly once."""
+        """Assert that free, used and evictable blocks make up the pool, each exactly once."""
         free = set(self._free)
         assert len(free) == len(self._free), "a block is free twice"
         used = {block for block, count in enumerate(self._references) if count > 0}
         assert not free & used, f"blocks {sorted(free & used)} are free and in use"
-        assert not self.withheld & (free | used), (
-            f"blocks {sorted(self.withheld & (free | used))} are not only withheld"
+        assert not self.evictable & (free | used), (
+            f"blocks {sorted(self.evictable & (free | used))} are evictable and something else"
         )
-        assert free | used | self.withheld == set(range(self.total)), "blocks were lost, or came from elsewhere"
+        assert free | used | self.evictable == set(range(self.total)), "blocks were lost, or came from elsewhere"
         assert min(self._references) >= 0, "a negative reference count"

@@ -33,10 +33,9 @@ class CacheUse:
 class PrefixCache:
     """Blocks with contents that can be found again.
 
-    Every block is in one of three states: free, in use (referred to by requests; indexed or not), retired (indexed, not
-    in use, evictable). Published blocks of one request are a chain in the index: `publish` swaps a block for the one
-    that holds the same contents already, so whoever uses a block uses its parents, and every retired block can be
-    evicted.
+    Every block is in one of three states: free, in use (referred to by requests; indexed or not), evictable (indexed,
+    not in use). Published blocks of one request are a chain in the index: `publish` swaps a block for the one that
+    holds the same contents already, so whoever uses a block uses its parents, and any evictable block may go.
 
     A digest can be *wanted* by waiting requests that somebody computes it for (`want`, `unwant`): then its block and
     all before it stay cached even if the policy would drop them. They can still be evicted.
@@ -64,14 +63,14 @@ class PrefixCache:
 
     @property
     def available_count(self) -> int:
-        """Blocks that `allocate` can hand out: free ones, and retired ones that it would evict."""
+        """Blocks that `allocate` can hand out: free ones, and evictable ones."""
         return self.pool.free_count + len(self._policy)
 
     def match(self, digests: Sequence[Digest]) -> Sequence[BlockId]:
         """Blocks of the longest cached run from the start. Changes nothing; pin them before anything is allocated."""
         return self._index.longest_run(digests)
 
-    def is_retired(self, block: BlockId) -> bool:
+    def is_evictable(self, block: BlockId) -> bool:
         """Whether pinning `block` would make one block less available."""
         return block in self._policy
 
@@ -80,11 +79,11 @@ class PrefixCache:
         for block in blocks:
             assert block in self._index, f"block {block} is not cached"
             if block in self._policy:
-                self._policy.revive(block)
+                self._policy.reuse(block)
             self.pool.retain(block)
 
     def allocate(self, count: int) -> list[BlockId]:
-        """Take `count` blocks of no contents, evicting as many retired ones as it takes."""
+        """Take `count` blocks of no contents, evicting as many evictable ones as it takes."""
         assert count <= self.available_count, f"{count} blocks asked, {self.available_count} available"
         while self.pool.free_count < count:
             self._evict()
@@ -122,7 +121,7 @@ class PrefixCache:
             if self._is_needed(block):
                 return
             parent = self._index.parent(block)
-            self._policy.revive(block)
+            self._policy.reuse(block)
             self._drop(block)
             block = parent
 
@@ -147,18 +146,18 @@ class PrefixCache:
         for block in reversed(table):
             if block not in self._index or self.pool.references(block) > 1:
                 self.pool.release([block])
-            elif self._policy.retire(block):
-                self.pool.withhold(block)
+            elif self._policy.make_evictable(block):
+                self.pool.make_evictable(block)
             elif self._is_needed(block):
                 self._policy.hold(block)
-                self.pool.withhold(block)
+                self.pool.make_evictable(block)
             else:
                 self._forget(block)
                 self.pool.release([block])
 
     def _drop(self, block: BlockId) -> None:
         self._forget(block)
-        self.pool.restore(block)
+        self.pool.free(block)
 
     def _forget(self, block: BlockId) -> None:
         digest = self._index.remove(block)
@@ -168,7 +167,7 @@ class PrefixCache:
     def reset(self) -> None:
         """Forget all contents: nothing cached before is matched after, and nothing begun before is published."""
         for block in self._policy:
-            self.pool.restore(block)
+            self.pool.free(block)
         self._policy.clear()
         self._index.clear()
         if self.states is not None:
@@ -203,21 +202,21 @@ class PrefixCache:
         )
 
     def check(self) -> None:
-        """Assert that free, retired and used blocks make up the pool, and that the index is a sound forest."""
+        """Assert that free, evictable and used blocks make up the pool, and that the index is a sound forest."""
         self.pool.check()
         self._index.check()
         if self.states is not None:
             self.states.check(self._index.digests())
-        retired = set(self._policy)
+        evictable = set(self._policy)
         assert all(count > 0 for count in self._wanted.values()), "wanted by nobody"
         if not self._policy.keeps_unused:
-            assert all(map(self._is_needed, retired)), "a block is kept for nobody"
-        assert retired == self.pool.withheld, "the policy and the pool disagree on retired blocks"
-        assert retired <= set(self._index), "a retired block is not indexed"
+            assert all(map(self._is_needed, evictable)), "a block is kept for nobody"
+        assert evictable == self.pool.evictable, "the policy and the pool disagree on evictable blocks"
+        assert evictable <= set(self._index), "an evictable block is not indexed"
         for block in self._index:
-            assert block in retired or self.pool.references(block) > 0, f"cached block {block} is free"
+            assert block in evictable or self.pool.references(block) > 0, f"cached block {block} is free"
             parent = self._index.parent(block)
-            assert parent is None or block in retired or parent not in retired, (
+            assert parent is None or block in evictable or parent not in evictable, (
                 f"block {block} outlives its parent's use"
             )
 

@@ -3,11 +3,12 @@
 The contract (`EvictionPolicy`), for the cache that calls it:
 
 - `keeps_unused`: whether a block that nobody uses, and nobody waits for, stays cached.
-- `retire(block)`: nobody uses the cached `block` any more. Blocks of one sequence retire from its end to its start.
+- `make_evictable(block)`: nobody uses the cached `block` any more. Blocks of one sequence become evictable
+  from its end to its start.
 - `hold(block)`: the same of a block that a waiting request is to find: it stays cached whatever the policy.
-- `revive(block)`: a retired block is in use again.
-- `evict()`: the retired block to give up now; it is no longer retired.
-- `len(policy)`: retired blocks, that is, how many times `evict` can be called.
+- `reuse(block)`: an evictable block is in use again.
+- `evict()`: the evictable block to give up now.
+- `len(policy)`: evictable blocks, that is, how many times `evict` can be called.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ class EvictionPolicy(Protocol):
     def hold(self, block: BlockId) -> None:
         """The block stays cached."""
 
-    def retire(self, block: BlockId) -> bool:
+    def make_evictable(self, block: BlockId) -> bool:
         """Whether the block stays cached; False drops it at once."""
 
-    def revive(self, block: BlockId) -> None:
-        """A retired block is in use again."""
+    def reuse(self, block: BlockId) -> None:
+        """An evictable block is in use again."""
 
     def evict(self) -> BlockId:
         """The next victim."""
 
     def clear(self) -> None:
-        """No block is retired any more."""
+        """No block is evictable any more."""
 
     def __len__(self) -> int: ...
 
@@ -51,45 +52,46 @@ class LeafFirstLru:
     """Least recently used first, and never a block before those that continue it.
 
     A plain queue does both: whoever uses a block uses everything before it in the sequence too, so a block never
-    retires later than its parent, and within one sequence the end retires first. The oldest block is therefore a leaf.
+    becomes evictable later than its parent, and within one sequence the end does so first. The oldest block is
+    therefore a leaf.
     """
 
     keeps_unused = True
 
     def __init__(self) -> None:
-        self._retired: OrderedDict[BlockId, None] = OrderedDict()
+        self._evictable: OrderedDict[BlockId, None] = OrderedDict()
 
     def hold(self, block: BlockId) -> None:
         """Keep it, as the most recently used."""
-        assert block not in self._retired, f"block {block} retired twice"
-        self._retired[block] = None
+        assert block not in self._evictable, f"block {block} made evictable twice"
+        self._evictable[block] = None
 
-    def retire(self, block: BlockId) -> bool:
+    def make_evictable(self, block: BlockId) -> bool:
         """Keep it, as the most recently used."""
         self.hold(block)
         return True
 
-    def revive(self, block: BlockId) -> None:
+    def reuse(self, block: BlockId) -> None:
         """In use again."""
-        del self._retired[block]
+        del self._evictable[block]
 
     def evict(self) -> BlockId:
-        """The one that retired first."""
-        block, _ = self._retired.popitem(last=False)
+        """The one that became evictable first."""
+        block, _ = self._evictable.popitem(last=False)
         return block
 
     def clear(self) -> None:
         """Forget all."""
-        self._retired.clear()
+        self._evictable.clear()
 
     def __len__(self) -> int:
-        return len(self._retired)
+        return len(self._evictable)
 
     def __iter__(self) -> Iterator[BlockId]:
-        return iter(self._retired)
+        return iter(self._evictable)
 
     def __contains__(self, block: BlockId) -> bool:
-        return block in self._retired
+        return block in self._evictable
 
 
 class RefZero(LeafFirstLru):
@@ -97,7 +99,7 @@ class RefZero(LeafFirstLru):
 
     keeps_unused = False
 
-    def retire(self, block: BlockId) -> bool:
+    def make_evictable(self, block: BlockId) -> bool:
         """Drop it."""
         return False
 

@@ -4,11 +4,27 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
-from typing import NewType
+from typing import NewType, Protocol
 
 from megatron_ext.prefix_cache.hash_chain import Digest
 
 SlotId = NewType("SlotId", int)
+
+
+class WantedSnapshot(Protocol):
+    """A snapshot that is to be taken; see `StateIndex.reserve`."""
+
+    @property
+    def digest(self) -> Digest:
+        """Its key."""
+
+    @property
+    def is_optional(self) -> bool:
+        """Whether it does without a slot rather than take that of one that is not."""
+
+    @property
+    def instead_of(self) -> Digest | None:
+        """An optional one that is worth less."""
 
 
 class StateIndex:
@@ -85,6 +101,19 @@ class StateIndex:
         slot = self._free.pop()
         self._reserved[digest] = (slot, is_optional)
         return slot
+
+    def reserve_all(self, wanted: Iterable[WantedSnapshot]) -> list[SlotId | None]:
+        """Slots for a step's snapshots, all in one transition (HY-5): earlier ones have the first choice.
+
+        Returns:
+            A slot for each; None for one that is there or being taken already, and for one that finds none.
+        """
+        return [
+            None
+            if one.digest in self._visible or one.digest in self._reserved
+            else self.reserve(one.digest, is_optional=one.is_optional, instead_of=one.instead_of)
+            for one in wanted
+        ]
 
     def commit(self, digest: Digest) -> None:
         """The reserved snapshot of `digest` has been written: let others find it."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 from collections import Counter
 
+from megatron_ext.config import RequestParams
+
 
 class Reason(str, enum.Enum):
     """Why a prompt token was computed: the first that applies, in this order."""
@@ -18,8 +20,17 @@ class Reason(str, enum.Enum):
     LAST_TOKEN = "last_token"  # computed even where its block is cached
 
 
+def general_reason(params: RequestParams, *, is_caching: bool) -> Reason | None:
+    """Why the whole prompt is computed, whatever is cached; None if that depends on the cache."""
+    if not params.enable_prefix_caching:
+        return Reason.OPTED_OUT
+    if not is_caching:
+        return Reason.CACHING_OFF
+    return Reason.PROMPT_LOGPROBS if params.wants_prompt_log_probs else None
+
+
 class PrefillLedger:
-    """Counts by position, so that retried admissions, evictions and suspensions cannot count a token twice.
+    """Counts by position, so that retried admissions, preemptions and suspensions cannot count a token twice.
 
     Args:
         prompt_length: Tokens of the prompt.
@@ -41,6 +52,11 @@ class PrefillLedger:
         """Prompt tokens computed for the first time."""
         return self.reasons.total()
 
+    @property
+    def prefilled(self) -> int:
+        """Prefill tokens computed, for the first time or again."""
+        return self.computed + self.recomputed
+
     def admit(self, resume_position: int, matched_blocks: int, block_size: int, general_reason: Reason | None) -> None:
         """The request enters the batch.
 
@@ -58,16 +74,27 @@ class PrefillLedger:
         self.skipped += max(0, min(resume_position, self._prompt_length) - self._known_end)
         self._known_end = max(self._known_end, resume_position)
 
-    def compute(self, start: int, end: int) -> None:
-        """The tokens [start, end) have been computed."""
-        self.recomputed += max(0, min(end, self._known_end) - start)
+    def compute(self, start: int, end: int) -> int:
+        """The tokens [start, end) have been computed.
+
+        Returns:
+            How many of them are prefill: of the prompt, or computed before.
+        """
+        again = max(0, min(end, self._known_end) - start)
+        self.recomputed += again
         first, last = max(start, self._known_end), min(end, self._prompt_length)
+        new = max(0, last - first)
+        if new:
+            self._note_reasons(first, last)
+        self._known_end = max(self._known_end, end)
+        return again + new
+
+    def _note_reasons(self, first: int, last: int) -> None:
         for reason, reason_end in self._reasons_by_position():
             count = min(last, reason_end) - first
             if count > 0:
                 self.reasons[reason.value] += count
                 first += count
-        self._known_end = max(self._known_end, end)
 
     def _reasons_by_position(self) -> list[tuple[Reason, int]]:
         """Reasons with the position up to which each applies, ascending."""

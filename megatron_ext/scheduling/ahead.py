@@ -18,12 +18,12 @@ class AheadHashing:
 
     def begin(self, request: Request) -> None:
         """A request has arrived: hash its first slice now."""
-        request.hash_ahead(HASH_SLICE)
+        request.sequence.hash_ahead(HASH_SLICE)
         self.resume(request)
 
     def resume(self, request: Request) -> None:
         """Hash what is left of it in steps to come."""
-        if request.unhashed_tokens:
+        if request.sequence.unhashed_tokens:
             self._unfinished.append(request)
 
     def go_on(self) -> None:
@@ -31,18 +31,18 @@ class AheadHashing:
         left = HASH_SLICE
         while self._unfinished and left > 0:
             request = self._unfinished[0]
-            before = request.unhashed_tokens
+            before = request.sequence.unhashed_tokens
             if before and not request.is_ended:
-                request.hash_ahead(left)
-                left -= before - request.unhashed_tokens
-            if request.is_ended or not request.unhashed_tokens:
+                request.sequence.hash_ahead(left)
+                left -= before - request.sequence.unhashed_tokens
+            if request.is_ended or not request.sequence.unhashed_tokens:
                 self._unfinished.popleft()
 
 
 def within_slice(requests: Iterable[Request], most: int) -> Iterator[Request]:
     """The requests, as far as no more than `most` tokens have to be hashed to look at them; the first in any case."""
     for i, request in enumerate(requests):
-        most -= request.unhashed_tokens
+        most -= request.sequence.unhashed_tokens
         if i > 0 and most < 0:
             return
         yield request

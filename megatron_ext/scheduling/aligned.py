@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.scheduling.plan import Limits
+from megatron_ext.scheduling.plan import SchedulerLimits
 
 _MODE = "--inference-dynamic-batching-prefix-caching-mamba-mode align"
 _MAX_TOKENS = "--inference-dynamic-batching-max-tokens"
 _MAX_REQUESTS = "--inference-dynamic-batching-max-requests"
 
 
-def check_aligned(limits: Limits) -> None:
+def check_aligned(limits: SchedulerLimits) -> None:
     """See that prefill chunks can end on the block grid (LA-3).
 
     Raises:
@@ -27,7 +27,7 @@ def check_aligned(limits: Limits) -> None:
         )
 
 
-def describe_tight_budget(limits: Limits) -> str | None:
+def describe_tight_budget(limits: SchedulerLimits) -> str | None:
     """Where a block may not fit beside decodes, what that costs and what would do (LA-1); None if it always does."""
     enough = limits.block_size + limits.max_requests
     if limits.max_tokens >= enough:

@@ -8,13 +8,14 @@ from collections.abc import Collection, Iterable
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.hash_chain import Digest
 from megatron_ext.prefix_cache.matching import last_boundary, resume_point
-from megatron_ext.scheduling.plan import Admission, Limits, Refusal, Room, Wish
+from megatron_ext.scheduling.chunk import Chunk
+from megatron_ext.scheduling.plan import Admission, Deferral, SchedulerLimits, SnapshotRequest, StepBudget
 from megatron_ext.scheduling.queue import Queues
-from megatron_ext.scheduling.request import Chunk, Request
+from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.snapshots import common_blocks
 
 
-class BlocksInFlight:
+class PendingBlocks:
     """Digests that running prefills are about to publish.
 
     A waiting request whose next block is among them follows the request that computes it: it waits, others overtake it,
@@ -61,12 +62,12 @@ class BlocksInFlight:
         return set(self._digests)
 
 
-class Leaders:
+class PrefixLeaders:
     """Who computes what: running requests, and those that this step admits."""
 
-    def __init__(self, running: Iterable[Request], in_flight: BlocksInFlight) -> None:
+    def __init__(self, running: Iterable[Request], pending_blocks: PendingBlocks) -> None:
         self.running = {request.request_id: request for request in running}
-        self._in_flight = in_flight
+        self._pending_blocks = pending_blocks
         self._planned: dict[Digest, Chunk] = {}
 
     def add(self, admission: Admission) -> None:
@@ -82,7 +83,7 @@ class Leaders:
         if following in self._planned:
             chunk = self._planned[following]
             return chunk.request, chunk.start
-        request_id = self._in_flight.leader(following)
+        request_id = self._pending_blocks.leader(following)
         if request_id is None:
             return None
         leader = self.running[request_id]
@@ -98,19 +99,19 @@ class Leaders:
 
     @staticmethod
     def _has_next_block_of(request: Request, leader: Request) -> bool:
-        following = slice(leader.published_blocks, leader.published_blocks + 1)
+        following = slice(leader.sequence.published_blocks, leader.sequence.published_blocks + 1)
         return len(leader.digests[following]) == 1 and request.digests[following] == leader.digests[following]
 
 
-def follow(
+def wait_for_prefix(
     request: Request,
     matched: int,
     leader: tuple[Request, int],
-    limits: Limits,
-    room: Room,
+    limits: SchedulerLimits,
+    budget: StepBudget,
     cache: PrefixCache,
-    wished: Collection[Digest],
-) -> Refusal | None:
+    requested: Collection[Digest],
+) -> Deferral | None:
     """Wait for the leader, if that saves anything: None if not.
 
     With recurrent layers it does if the leader has yet to pass the last boundary that both have in common, and a slot
@@ -120,26 +121,26 @@ def follow(
     block_size = limits.block_size
     digests = request.digests
     common = common_blocks(digests, leading.digests) * block_size
-    refusal = Refusal(request, "prefix", 1, 0, wait_for=leading.request_id, until=common)
+    deferral = Deferral(request, "prefix", 1, 0, wait_for=leading.request_id, until=common)
     if cache.states is None:
-        return refusal
+        return deferral
     position = min(common, last_boundary(len(request.tokens), block_size))
     resume = resume_point(len(request.tokens), digests[:matched], block_size, cache.states)
     if position <= max(computed_end, resume.position):
         return None
-    refusal = dataclasses.replace(refusal, until=position)
+    deferral = dataclasses.replace(deferral, until=position)
     digest = digests[position // block_size - 1]
     if cache.states.is_reserved(digest):
-        return refusal
-    if digest not in wished and room.slots < 1:
+        return deferral
+    if digest not in requested and budget.slots < 1:
         return None
-    return dataclasses.replace(refusal, wish=Wish(leading, position, digest))
+    return dataclasses.replace(deferral, snapshot=SnapshotRequest(leading, position, digest))
 
 
 def is_lasting(
-    refusal: Refusal, leader: Request, block_size: int, cache: PrefixCache, in_flight: BlocksInFlight
+    deferral: Deferral, leader: Request, block_size: int, cache: PrefixCache, pending_blocks: PendingBlocks
 ) -> bool:
-    """Whether `refusal` stays as it is until its leader publishes the block that ends at `until`, or leaves.
+    """Whether `deferral` stays as it is until its leader publishes the block that ends at `until`, or leaves.
 
     The leader's blocks before that are in use, so they cannot be dropped; as long as it computes the last of them, it
     computes the next one that the follower lacks.
@@ -148,32 +149,46 @@ def is_lasting(
     computes the follower's next block, if the follower has matched nothing that the leader does not hold (what is not
     held could be dropped, and then another one would lead), and if somebody is about to take the states.
     """
-    digests = refusal.request.digests
-    digest = digests[refusal.until // block_size - 1]
-    is_computed = in_flight.computes(leader.request_id, digest)
+    digests = deferral.request.digests
+    digest = digests[deferral.until // block_size - 1]
+    is_computed = pending_blocks.computes(leader.request_id, digest)
     if cache.states is None:
         return is_computed
     matched = len(cache.match(digests))
     return (
         matched < len(digests)
-        and in_flight.leader(digests[matched]) == leader.request_id
-        and leader.published_blocks == matched
+        and pending_blocks.leader(digests[matched]) == leader.request_id
+        and leader.sequence.published_blocks == matched
         and cache.states.is_reserved(digest)
-        and (is_computed or any(one.digest == digest for one in leader.snapshots))
+        and (is_computed or any(one.digest == digest for one in leader.sequence.snapshots))
     )
 
 
-def check_sleepers(queues: Queues, block_size: int, cache: PrefixCache, in_flight: BlocksInFlight) -> None:
+def put_to_sleep(
+    deferrals: Iterable[Deferral], queues: Queues, block_size: int, cache: PrefixCache, pending_blocks: PendingBlocks
+) -> None:
+    """Whoever waits for another's prefix need not be looked at again before what it waits for has changed."""
+    leaders = {request.request_id: request for request in queues.running}
+    for deferral in deferrals:
+        request = deferral.request
+        if deferral.until is None or queues.waiting.is_asleep(request):
+            continue
+        if is_lasting(deferral, leaders[deferral.wait_for], block_size, cache, pending_blocks):
+            blocks = deferral.until // block_size
+            queues.waiting.sleep(request, deferral.wait_for, request.digests[blocks - 1], blocks)
+
+
+def check_sleepers(queues: Queues, block_size: int, cache: PrefixCache, pending_blocks: PendingBlocks) -> None:
     """Assert that everybody who sleeps waits for something that is about to be there."""
     queues.waiting.check()
     running = {request.request_id: request for request in queues.running}
     for request, hope in queues.waiting.sleepers():
         name, leader = f"sleeping {request.request_id}", running.get(hope.leader)
         assert leader is not None, f"{name} waits for a request that does not run"
-        assert leader.cache_epoch == cache.epoch, f"{name} waits for what will not be published"
+        assert leader.sequence.cache_epoch == cache.epoch, f"{name} waits for what will not be published"
         assert leader.computed_end < hope.blocks * block_size, f"{name} waits for what is there"
         assert request.digests[hope.blocks - 1] == hope.digest, f"{name} waits for what it cannot use"
         if cache.states is None:
-            assert in_flight.computes(hope.leader, hope.digest), f"{name} waits for what nobody computes"
+            assert pending_blocks.computes(hope.leader, hope.digest), f"{name} waits for what nobody computes"
         else:
             assert cache.states.is_reserved(hope.digest), f"{name} waits for states that nobody takes"

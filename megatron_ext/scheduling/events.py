@@ -14,7 +14,7 @@ class EventType(enum.Enum):
     ADD_CONTEXT = enum.auto()  # each admission, not each chunk
     FIRST_TOKEN = enum.auto()
     PAUSE = enum.auto()
-    EVICT = enum.auto()
+    EVICT = enum.auto()  # preempted; the name is Megatron's
     FINISH = enum.auto()
     FAIL = enum.auto()
     ERROR_TRANSIENT = enum.auto()

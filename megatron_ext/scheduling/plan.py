@@ -1,4 +1,4 @@
-"""What a step may use and what it does, as values: limits, room, admissions, refusals, the plan."""
+"""What a step may use and what it does, as values: limits, budget, admissions, deferrals, the plan."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from megatron_ext.errors import CapacityError
 from megatron_ext.prefix_cache.block_pool import BlockId
 from megatron_ext.prefix_cache.hash_chain import Digest
 from megatron_ext.prefix_cache.matching import Restore
-from megatron_ext.scheduling.request import Chunk, Request
+from megatron_ext.scheduling.chunk import Chunk
+from megatron_ext.scheduling.request import Request
 
 
 @dataclass(frozen=True)
-class Limits:
+class SchedulerLimits:
     """What the engine was built for; constant."""
 
     block_size: int  # tokens
@@ -30,7 +31,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Room:
+class StepBudget:
     """What is left at some point of planning a step."""
 
     blocks: int  # free ones, evictable ones, and what those who leave in this step release
@@ -60,22 +61,26 @@ class Admission:
 
 
 @dataclass(frozen=True)
-class Wish:
-    """A snapshot that the leader of a follower must take, for the follower to resume from (KV-6).
+class SnapshotRequest:
+    """A snapshot that a step, or one that comes after it, is to take: of a prefill, of a decode, or for a follower.
 
     Args:
-        leader: The request that will compute the states.
-        position: Tokens that both begin with; a block boundary.
+        request: Computes the states.
+        position: Tokens before them; a block boundary.
         digest: Of the block that ends there.
+        is_optional: Taken in decode; see `StateIndex`.
+        instead_of: The one that the request took in decode before.
     """
 
-    leader: Request
+    request: Request
     position: int
     digest: Digest
+    is_optional: bool = False
+    instead_of: Digest | None = None
 
 
 @dataclass(frozen=True)
-class Refusal:
+class Deferral:
     """A waiting request does not enter the batch in this step, but can in a later one.
 
     What can never be served is turned away before it waits (see `check_admissible`) or fails (see `StepPlan.failures`).
@@ -86,7 +91,7 @@ class Refusal:
     needed: int
     available: int
     wait_for: int | None = None  # the request id of that leader
-    wish: Wish | None = None  # what the leader is to leave behind for it; None in a model without recurrent layers
+    snapshot: SnapshotRequest | None = None  # what the leader is to leave for it (KV-6); None without recurrent layers
     until: int | None = None  # tokens, a block boundary: what it waits for is there when the leader has computed them
 
 
@@ -97,15 +102,16 @@ Failure = tuple[Request, CapacityError]
 class StepPlan:
     """What a step does. Nobody is in two of the tuples of moves; chunks are decodes first, then prefills."""
 
-    evictions: tuple[Request, ...]
+    preemptions: tuple[Request, ...]
     pauses: tuple[Request, ...]
     resumes: tuple[Request, ...]
     failures: tuple[Failure, ...]
     admissions: tuple[Admission, ...]
     chunks: tuple[Chunk, ...]
-    refusals: tuple[Refusal, ...]  # awake followers of other requests, and at last whoever must wait for room
+    snapshots: tuple[SnapshotRequest, ...]  # in the order in which slots are given out; see `plan_snapshots`
+    deferrals: tuple[Deferral, ...]  # awake followers of other requests, and at last whoever must wait for room
 
     @property
-    def refusal(self) -> Refusal | None:
+    def deferral(self) -> Deferral | None:
         """Why the first request that must wait for room has to; None if nobody has to."""
-        return next((refusal for refusal in self.refusals if refusal.wait_for is None), None)
+        return next((deferral for deferral in self.deferrals if deferral.wait_for is None), None)

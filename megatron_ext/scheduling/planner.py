@@ -1,6 +1,6 @@
-"""One step, decided: who decodes, who prefills which tokens, who is admitted, paused, resumed, evicted or failed.
+"""One step, decided: who decodes, who prefills which tokens, who is admitted, paused, resumed, preempted or failed.
 
-Planning changes nothing. It reads the queues and the room there is, and returns a `StepPlan` that can be applied
+Planning changes nothing. It reads the queues and what there is, and returns a `StepPlan` that can be applied
 without failing.
 """
 
@@ -17,15 +17,17 @@ from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.hash_chain import Digest
 from megatron_ext.prefix_cache.matching import resume_point
 from megatron_ext.scheduling.ahead import HASH_SLICE, within_slice
-from megatron_ext.scheduling.coordination import BlocksInFlight, Leaders, follow
-from megatron_ext.scheduling.plan import Admission, Failure, Limits, Refusal, Room, StepPlan
+from megatron_ext.scheduling.chunk import Chunk
+from megatron_ext.scheduling.coordination import PendingBlocks, PrefixLeaders, wait_for_prefix
+from megatron_ext.scheduling.plan import Admission, Deferral, Failure, SchedulerLimits, StepBudget, StepPlan
 from megatron_ext.scheduling.queue import Queues
-from megatron_ext.scheduling.request import Chunk, Request
+from megatron_ext.scheduling.request import Request
+from megatron_ext.scheduling.snapshot_plan import plan_snapshots
 from megatron_ext.scheduling.snapshots import cut_aligned, prefill_stops
 from megatron_ext.scheduling.waiting import WaitingQueue
 
 
-def check_admissible(request: Request, limits: Limits) -> CapacityError | None:
+def check_admissible(request: Request, limits: SchedulerLimits) -> CapacityError | None:
     """What makes a new request impossible to serve, whatever else runs; None if nothing does."""
     length = request.prompt_length + request.params.num_tokens_to_generate
     if length > limits.max_sequence_length:
@@ -38,7 +40,7 @@ def check_admissible(request: Request, limits: Limits) -> CapacityError | None:
     return None
 
 
-def plan_step(queues: Queues, limits: Limits, cache: PrefixCache, in_flight: BlocksInFlight) -> StepPlan:
+def plan_step(queues: Queues, limits: SchedulerLimits, cache: PrefixCache, pending_blocks: PendingBlocks) -> StepPlan:
     """Decide one step.
 
     Older requests come first everywhere: for blocks to grow into, for prefill tokens, for admission (only followers of
@@ -49,27 +51,29 @@ def plan_step(queues: Queues, limits: Limits, cache: PrefixCache, in_flight: Blo
     decodes = [Chunk(request, request.computed_end, len(request.tokens)) for request in growth.decoding]
     continued = _plan_continuations(growth.prefilling, limits, limits.max_tokens - len(decodes))
     entry = _Entry([], [], [])
-    if not growth.paused and not growth.evicted:  # those were here first
-        room = Room(
+    if not growth.paused and not growth.preempted:  # those were here first
+        budget = StepBudget(
             blocks=growth.free_blocks,
             requests=limits.max_requests - len(growth.decoding) - len(growth.prefilling),
             tokens=limits.max_tokens - len(decodes) - sum(chunk.length for chunk in continued),
             slots=cache.states.obtainable_count if cache.states is not None else 0,
             released=growth.released,
         )
-        entry = _plan_admissions(queues, limits, room, cache, in_flight)
+        entry = _plan_admissions(queues, limits, budget, cache, pending_blocks)
     chunks = [*decodes, *continued, *(admission.chunk for admission in entry.admissions)]
     if limits.aligned_chunks:
-        chunks = _cut_for_followers(chunks, entry.refusals)
+        chunks = _cut_for_followers(chunks, entry.deferrals)
+    # Of a preempted request a single generated token may be computed again: to the layers that is a decode as well.
+    chunks.sort(key=lambda chunk: not chunk.is_decode)
     return StepPlan(
-        evictions=tuple(growth.evicted),
+        preemptions=tuple(growth.preempted),
         pauses=tuple(request for request in growth.paused if request in queues.running),
         resumes=tuple(request for request in growth.decoding if request in queues.paused),
         failures=(*growth.failed, *entry.failed),
         admissions=tuple(entry.admissions),
-        # Of an evicted request a single generated token may be computed again: to the layers that is a decode as well.
-        chunks=tuple(sorted(chunks, key=lambda chunk: not chunk.is_decode)),
-        refusals=tuple(entry.refusals),
+        chunks=tuple(chunks),
+        snapshots=plan_snapshots(chunks, entry.admissions, entry.deferrals, limits, cache),
+        deferrals=tuple(entry.deferrals),
     )
 
 
@@ -80,17 +84,17 @@ class _Growth:
     prefilling: list[Request]
     decoding: list[Request]
     paused: list[Request]
-    evicted: list[Request]
+    preempted: list[Request]
     failed: list[Failure]
     free_blocks: int
-    released: frozenset[BlockId]  # those of them that the evicted and the failed still hold
+    released: frozenset[BlockId]  # those of them that the preempted and the failed still hold
 
 
-def _plan_growth(queues: Queues, limits: Limits, cache: PrefixCache) -> _Growth:
+def _plan_growth(queues: Queues, limits: SchedulerLimits, cache: PrefixCache) -> _Growth:
     """Who gets the block that its next token needs.
 
     A request that outgrows the pool fails. One that finds no free block is paused and keeps what it has. The youngest
-    paused request is evicted while the paused ones keep more than their budget, or while nobody else could run.
+    paused request is preempted while the paused ones keep more than their budget, or while nobody else could run.
     """
     growing = sorted([*queues.paused, *(r for r in queues.running if r.is_decoding)], key=lambda r: r.arrival)
     prefilling = [request for request in queues.running if not request.is_decoding]
@@ -98,21 +102,21 @@ def _plan_growth(queues: Queues, limits: Limits, cache: PrefixCache) -> _Growth:
     leaving = [request for request, _ in failed]
     growing = [request for request in growing if request not in leaving]
 
-    evicted: list[Request] = []
+    preempted: list[Request] = []
     while True:
-        released = cache.releasable(request.block_table for request in [*leaving, *evicted])
+        released = cache.releasable(request.block_table for request in [*leaving, *preempted])
         decoding, paused, left = _share_blocks(growing, limits, cache.available_count + len(released))
         kept = len({block for request in paused for block in request.block_table})
         over_budget = limits.paused_blocks is not None and kept > limits.paused_blocks
         stuck = bool(paused) and not decoding and not prefilling
         if not over_budget and not stuck:
-            return _Growth(prefilling, decoding, paused, evicted, failed, left, frozenset(released))
+            return _Growth(prefilling, decoding, paused, preempted, failed, left, frozenset(released))
         youngest = paused[-1]
         growing.remove(youngest)
-        evicted.append(youngest)
+        preempted.append(youngest)
 
 
-def _check_fits_pool(request: Request, limits: Limits) -> CapacityError | None:
+def _check_fits_pool(request: Request, limits: SchedulerLimits) -> CapacityError | None:
     """What ends a request that was admissible: its tokens have outgrown the whole pool."""
     needed = limits.blocks_for(len(request.tokens))
     if needed > limits.total_blocks:
@@ -121,7 +125,7 @@ def _check_fits_pool(request: Request, limits: Limits) -> CapacityError | None:
 
 
 def _share_blocks(
-    growing: Iterable[Request], limits: Limits, free_blocks: int
+    growing: Iterable[Request], limits: SchedulerLimits, free_blocks: int
 ) -> tuple[list[Request], list[Request], int]:
     """Give free blocks to those who need one, in the given order: who decodes, who must pause, blocks left."""
     decoding, paused = [], []
@@ -135,33 +139,35 @@ def _share_blocks(
     return decoding, paused, free_blocks
 
 
-def _plan_continuations(prefilling: Sequence[Request], limits: Limits, tokens: int) -> list[Chunk]:
+def _plan_continuations(prefilling: Sequence[Request], limits: SchedulerLimits, tokens: int) -> list[Chunk]:
     """The next chunk of every request that is mid-prefill, oldest first, as far as the tokens go."""
     chunks = []
     for request in prefilling:
-        end = _chunk_end(request, request.computed_end, request.shared_end, limits, tokens)
+        end = _chunk_end(request, request.computed_end, request.sequence.shared_end, limits, tokens)
         if end > request.computed_end:
             chunks.append(Chunk(request, request.computed_end, end))
             tokens -= chunks[-1].length
     return chunks
 
 
-def _chunk_end(request: Request, start: int, shared_end: int, limits: Limits, tokens: int) -> int:
+def _chunk_end(request: Request, start: int, shared_end: int, limits: SchedulerLimits, tokens: int) -> int:
     """Where a prefill chunk ends that begins at `start` and may have `tokens` tokens; `start` if it gets none."""
     length = len(request.tokens)
     end = min(length, start + max(0, tokens))
-    if not limits.aligned_chunks or request.chain is None:
+    if not limits.aligned_chunks or request.sequence.chain is None:
         return end
     stops = prefill_stops(length, shared_end, limits.block_size)
-    return cut_aligned(start, end, length, [*stops, *(one.position for one in request.snapshots)], limits.block_size)
+    return cut_aligned(
+        start, end, length, [*stops, *(one.position for one in request.sequence.snapshots)], limits.block_size
+    )
 
 
-def _cut_for_followers(chunks: Iterable[Chunk], refusals: Iterable[Refusal]) -> list[Chunk]:
+def _cut_for_followers(chunks: Iterable[Chunk], deferrals: Iterable[Deferral]) -> list[Chunk]:
     """Let leaders stop where a follower wants the states: a chunk leaves them at its end only."""
     wanted: dict[int, list[int]] = {}
-    for refusal in refusals:
-        if refusal.wish is not None:
-            wanted.setdefault(refusal.wish.leader.request_id, []).append(refusal.wish.position)
+    for deferral in deferrals:
+        if deferral.snapshot is not None:
+            wanted.setdefault(deferral.snapshot.request.request_id, []).append(deferral.snapshot.position)
     cut = []
     for chunk in chunks:
         inside = [p for p in wanted.get(chunk.request.request_id, ()) if chunk.start < p < chunk.end]
@@ -174,12 +180,12 @@ class _Entry:
     """What becomes of waiting requests."""
 
     admissions: list[Admission]
-    refusals: list[Refusal]
+    deferrals: list[Deferral]
     failed: list[Failure]
 
 
 def _plan_admissions(
-    queues: Queues, limits: Limits, room: Room, cache: PrefixCache, in_flight: BlocksInFlight
+    queues: Queues, limits: SchedulerLimits, budget: StepBudget, cache: PrefixCache, pending_blocks: PendingBlocks
 ) -> _Entry:
     """Admit waiting requests in order until one has to wait for room.
 
@@ -188,8 +194,8 @@ def _plan_admissions(
     last token outgrew the pool just before a suspend sent it back to wait.
     """
     entry = _Entry([], [], [])
-    leaders = Leaders(queues.running, in_flight)
-    wished: set[Digest] = set()
+    leaders = PrefixLeaders(queues.running, pending_blocks)
+    requested: set[Digest] = set()
     line = queues.waiting.line()
     for request in within_slice(line, HASH_SLICE):
         error = _check_fits_pool(request, limits)
@@ -197,17 +203,19 @@ def _plan_admissions(
             entry.failed.append((request, error))
             continue
         matched = cache.match(request.digests) if reads_cache(request) else []
-        leader = leaders.of(request, len(matched)) if may_follow(request, matched, queues.waiting) else None
-        following = None if leader is None else follow(request, len(matched), leader, limits, room, cache, wished)
+        leader = leaders.of(request, len(matched)) if may_wait_for_prefix(request, matched, queues.waiting) else None
+        following = (
+            None if leader is None else wait_for_prefix(request, len(matched), leader, limits, budget, cache, requested)
+        )
         if following is not None:
-            entry.refusals.append(following)
-            if following.wish is not None and following.wish.digest not in wished:
-                wished.add(following.wish.digest)
-                room = dataclasses.replace(room, slots=room.slots - 1)
+            entry.deferrals.append(following)
+            if following.snapshot is not None and following.snapshot.digest not in requested:
+                requested.add(following.snapshot.digest)
+                budget = dataclasses.replace(budget, slots=budget.slots - 1)
             continue
-        decision, room = plan_admission(request, matched, limits, room, cache)
-        if isinstance(decision, Refusal):
-            entry.refusals.append(decision)
+        decision, budget = plan_admission(request, matched, limits, budget, cache)
+        if isinstance(decision, Deferral):
+            entry.deferrals.append(decision)
             break
         entry.admissions.append(decision)
         leaders.add(decision)
@@ -219,10 +227,10 @@ def _plan_admissions(
 
 def reads_cache(request: Request) -> bool:
     """Whether cached blocks may stand in for computing: not if the prompt's own log-probs are asked for."""
-    return request.chain is not None and not request.params.wants_prompt_log_probs
+    return request.sequence.chain is not None and not request.params.wants_prompt_log_probs
 
 
-def may_follow(request: Request, matched: Sequence[BlockId], waiting: WaitingQueue) -> bool:
+def may_wait_for_prefix(request: Request, matched: Sequence[BlockId], waiting: WaitingQueue) -> bool:
     """Whether to ask who computes its next block: not if what it waited for was published, and went before its turn.
 
     Where blocks go that fast it would wait for one leader after the other, as a queue of one.
@@ -231,47 +239,47 @@ def may_follow(request: Request, matched: Sequence[BlockId], waiting: WaitingQue
 
 
 def plan_admission(
-    request: Request, matched: Sequence[BlockId], limits: Limits, room: Room, cache: PrefixCache
-) -> tuple[Admission | Refusal, Room]:
-    """Whether `request` can enter the batch now, and with which first chunk; and the room that is left then.
+    request: Request, matched: Sequence[BlockId], limits: SchedulerLimits, budget: StepBudget, cache: PrefixCache
+) -> tuple[Admission | Deferral, StepBudget]:
+    """Whether `request` can enter the batch now, and with which first chunk; and the budget that is left then.
 
     It takes the blocks of all its tokens at once, so that a prefill that has begun never waits for memory. Tokens
-    before the resume position cost nothing of the step's token budget. What was generated before an eviction is
+    before the resume position cost nothing of the step's token budget. What was generated before a preemption is
     prefilled again; if that does not fit a step, it is cut even where chunked prefill is off, because the request was
     already served so far.
     """
     length = len(request.tokens)
-    if room.requests < 1:
-        return Refusal(request, "requests", 1, 0), room
+    if budget.requests < 1:
+        return Deferral(request, "requests", 1, 0), budget
     new_blocks = limits.blocks_for(length) - len(matched)
-    in_use = _blocks_in_use(matched, room, cache)
+    in_use = _blocks_in_use(matched, budget, cache)
     blocks = new_blocks + len(matched) - in_use
-    if blocks > room.blocks:
-        return Refusal(request, "blocks", blocks, room.blocks), room
+    if blocks > budget.blocks:
+        return Deferral(request, "blocks", blocks, budget.blocks), budget
     resume = resume_point(length, request.digests[: len(matched)], limits.block_size, cache.states)
     start = resume.position
     may_cut = limits.chunked_prefill or length > limits.max_tokens
-    end = _chunk_end(request, start, len(matched) * limits.block_size, limits, room.tokens)
+    end = _chunk_end(request, start, len(matched) * limits.block_size, limits, budget.tokens)
     if end == start or (end < length and not may_cut):
-        return Refusal(request, "tokens", 1 if may_cut else length - start, room.tokens), room
+        return Deferral(request, "tokens", 1 if may_cut else length - start, budget.tokens), budget
     chunk = Chunk(request, start, end)
     left = dataclasses.replace(
-        room,
-        blocks=room.blocks - blocks,
-        requests=room.requests - 1,
-        tokens=room.tokens - chunk.length,
-        pinned=room.pinned.union(matched[in_use:]),
+        budget,
+        blocks=budget.blocks - blocks,
+        requests=budget.requests - 1,
+        tokens=budget.tokens - chunk.length,
+        pinned=budget.pinned.union(matched[in_use:]),
     )
     return Admission(request, tuple(matched), new_blocks, chunk, resume.restore), left
 
 
-def _blocks_in_use(matched: Sequence[BlockId], room: Room, cache: PrefixCache) -> int:
+def _blocks_in_use(matched: Sequence[BlockId], budget: StepBudget, cache: PrefixCache) -> int:
     """How many of the matched blocks nobody has to take from what is available: those in use, or pinned by this plan.
 
     They are the first ones: whoever uses a block uses all before it.
     """
 
     def is_available(block: BlockId) -> bool:
-        return block not in room.pinned and (cache.is_retired(block) or block in room.released)
+        return block not in budget.pinned and (cache.is_evictable(block) or block in budget.released)
 
     return bisect.bisect_left(matched, True, key=is_available)

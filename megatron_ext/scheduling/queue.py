@@ -14,7 +14,7 @@ _ARRIVAL = attrgetter("arrival")
 
 
 class RequestQueue:
-    """Requests in order of arrival: an evicted request goes back to where it came from."""
+    """Requests in order of arrival: a preempted request goes back to where it came from."""
 
     def __init__(self) -> None:
         self._requests: list[Request] = []

@@ -6,6 +6,7 @@ import enum
 from dataclasses import dataclass
 
 from megatron_ext.scheduling.events import Event
+from megatron_ext.scheduling.output import TopN
 
 
 class Status(enum.Enum):
@@ -16,39 +17,69 @@ class Status(enum.Enum):
     ABORTED = enum.auto()
 
 
-@dataclass(frozen=True)
-class RequestRecord:
-    """The outcome of one request over its whole life, evictions included.
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a request ended, and why."""
 
-    Times are in seconds. Log-probs are natural logarithms; `prompt_log_probs[i]` belongs to prompt token i + 1.
-    A top-n entry maps token ids to log-probs. `generated_log_probs` has one entry per generated token.
-    """
-
-    request_id: int
     status: Status
+    finish_reason: str | None = None  # "stop", "length" or None
+    error: str | None = None
+    is_fault: bool = False  # FAILED by an error of ours, not by what was asked
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextRecord:
+    """Tokens and texts; the prompt is as it was submitted."""
+
     prompt_text: str | None
     prompt_tokens: tuple[int, ...]
     generated_text: str
     generated_tokens: tuple[int, ...]
-    finish_reason: str | None  # "stop", "length" or None
-    error: str | None
-    events: tuple[Event, ...]
-    arrival_wall_time: float  # seconds since the epoch
-    latency: float
-    ttft: float | None  # None if no token came
-    step_count: int  # engine steps that computed something for it
-    matched_block_count: int
-    skipped_prefill_token_count: int
-    computed_prefill_token_count: int
-    recomputed_token_count: int
-    prefill_reasons: dict[str, int]  # reason of EX-2 -> tokens
-    prompt_log_probs: tuple[float, ...] | None
-    generated_log_probs: tuple[float, ...] | None
-    prompt_top_n_log_probs: tuple[dict[int, float], ...] | None
-    generated_top_n_log_probs: tuple[dict[int, float], ...] | None
-    is_fault: bool = False  # FAILED by an error of ours, not by what was asked
 
     @property
     def prompt_token_count(self) -> int:
         """Tokens of the prompt as it was submitted."""
         return len(self.prompt_tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogProbsRecord:
+    """Natural logarithms; None where nobody asked.
+
+    `prompt_log_probs[i]` belongs to prompt token i + 1. `generated_log_probs` has one entry per generated token. A
+    top-n entry maps token ids to log-probs.
+    """
+
+    prompt_log_probs: tuple[float, ...] | None = None
+    generated_log_probs: tuple[float, ...] | None = None
+    prompt_top_n_log_probs: tuple[TopN, ...] | None = None
+    generated_top_n_log_probs: tuple[TopN, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimelineRecord:
+    """When; in seconds."""
+
+    events: tuple[Event, ...]
+    arrival_wall_time: float  # since the epoch
+    latency: float
+    ttft: float | None  # None if no token came
+    step_count: int  # engine steps that computed something for it
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillRecord:
+    """What became of its prompt's tokens (EX-2)."""
+
+    matched_block_count: int
+    skipped_prefill_token_count: int
+    computed_prefill_token_count: int
+    recomputed_token_count: int
+    prefill_reasons: dict[str, int]  # reason of EX-2 -> tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestRecord(TextRecord, LogProbsRecord, Outcome, TimelineRecord, PrefillRecord):
+    """The outcome of one request over its whole life, preemptions included."""
+
+    request_id: int

@@ -1,103 +1,129 @@
-"""A request and where it stands.
+"""A request from submission to its end, in parts with one writer each.
 
-Everything is counted in tokens, in half-open intervals over prompt and generation together:
-
-    0                    prompt_length            len(tokens)
-    |------ prompt ------|------ generated -------|
-    |--- computed ---|-- the step's chunk --|
-    0         computed_end == chunk.start   chunk.end
-
-Tokens below `computed_end` have their KV in the block table and their state in the live slot. A request whose chunk
-ends at `len(tokens)` gets a new token from that step. Tokens below `shared_end` lie in blocks that others may use:
-their KV is never written.
+submission   what was asked for                                      nobody: it is frozen
+sequence     tokens, intervals, blocks, live slot, snapshots         the scheduler
+timeline     events, times, steps                                    the scheduler; the end, whoever ends it
+output       text cut by a stop word, log-probs                      the output processor
+outcome      how it ended                                            whoever ends it, once; revised before the report
 """
 
 from __future__ import annotations
 
-import random
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import dataclasses
+from collections import abc
 
 from megatron_ext.config import RequestParams
 from megatron_ext.prefix_cache.block_pool import BlockId
-from megatron_ext.prefix_cache.hash_chain import Digest, HashChain
-from megatron_ext.prefix_cache.matching import Restore
-from megatron_ext.scheduling.accounting import PrefillLedger
-from megatron_ext.scheduling.events import Event, EventType
-from megatron_ext.scheduling.live_slots import LiveSlot
-from megatron_ext.scheduling.record import RequestRecord, Status
-from megatron_ext.scheduling.snapshots import Snapshot
+from megatron_ext.prefix_cache.hash_chain import Digest
+from megatron_ext.scheduling.events import EventType
+from megatron_ext.scheduling.output import Output
+from megatron_ext.scheduling.record import Outcome, RequestRecord, Status
+from megatron_ext.scheduling.sequence import Sequence
+from megatron_ext.scheduling.submission import Submission
+from megatron_ext.scheduling.timeline import Timeline
 
 
-@dataclass(eq=False)
 class Request:
-    """One request from submission to its end; evictions and suspensions leave it the same object.
+    """One request; preemptions and suspensions leave it the same object. Its properties only read its parts."""
 
-    Args:
-        arrival: Rank of submission; the lower goes first.
-        seed: Of the request's own random generator.
-        termination_id: The token that ends generation, or None.
-    """
+    def __init__(self, submission: Submission) -> None:
+        self.submission = submission
+        self.sequence = Sequence(submission.prompt_tokens, submission.seed)
+        self.timeline = Timeline()
+        self.output = Output()
+        self.outcome: Outcome | None = None  # while it lives
 
-    request_id: int
-    prompt_tokens: tuple[int, ...]
-    params: RequestParams
-    arrival: int
-    seed: int | str
-    termination_id: int | None = None
-    prompt_text: str | None = None
+    @property
+    def request_id(self) -> int:
+        """See `Submission`."""
+        return self.submission.request_id
 
-    tokens: list[int] = field(init=False)
-    computed_end: int = 0
-    shared_end: int = 0
-    published_blocks: int = 0  # of the block table, from its start
-    chain: HashChain | None = None  # None: neither reads nor writes the cache
-    cache_epoch: int | None = None  # of the cache when the request was admitted
-    has_followed: bool = False  # has waited for another request's prefix
-    block_table: list[BlockId] = field(default_factory=list)
-    live_slot: LiveSlot | None = None
-    restore: Restore | None = None  # to copy into the live slot before the first chunk
-    snapshots: list[Snapshot] = field(default_factory=list)  # slots are reserved for them; none is taken yet
-    decode_snapshot: Digest | None = None  # the last one taken while decoding
-    generator: random.Random = field(init=False)
-    _drawn: float | None = None  # the next token's number, once drawn
+    @property
+    def params(self) -> RequestParams:
+        """See `Submission`."""
+        return self.submission.params
 
-    status: Status | None = None  # None while it lives
-    finish_reason: str | None = None
-    error: str | None = None
-    is_fault: bool = False  # the error is ours
-    generated_text: str | None = None  # set when a stop word cuts the text
-    events: list[Event] = field(default_factory=list)
-    arrival_wall_time: float = field(default_factory=time.time)
-    step_count: int = 0
-    ledger: PrefillLedger = field(init=False)
-    prompt_log_probs: list[float] = field(default_factory=list)
-    generated_log_probs: list[float] = field(default_factory=list)
-    prompt_top_n: list[dict[int, float]] = field(default_factory=list)
-    generated_top_n: list[dict[int, float]] = field(default_factory=list)
-    _end_timestamp: float | None = None  # seconds, of the events' clock
+    @property
+    def arrival(self) -> int:
+        """See `Submission`."""
+        return self.submission.arrival
 
-    def __post_init__(self) -> None:
-        self.tokens = list(self.prompt_tokens)
-        self.generator = random.Random(self.seed)
-        self.ledger = PrefillLedger(self.prompt_length)
-        self.add_event(EventType.ADD_ENGINE)
+    @property
+    def prompt_tokens(self) -> tuple[int, ...]:
+        """See `Submission`."""
+        return self.submission.prompt_tokens
 
     @property
     def prompt_length(self) -> int:
-        """Tokens of the prompt as it was submitted."""
-        return len(self.prompt_tokens)
+        """See `Sequence`."""
+        return self.sequence.prompt_length
+
+    @property
+    def tokens(self) -> abc.Sequence[int]:
+        """Of prompt and generation."""
+        return self.sequence.tokens
+
+    @property
+    def computed_end(self) -> int:
+        """Tokens below it are computed or skipped."""
+        return self.sequence.computed_end
+
+    @property
+    def block_table(self) -> abc.Sequence[BlockId]:
+        """The blocks that it owns, in order."""
+        return self.sequence.block_table
+
+    @property
+    def digests(self) -> abc.Sequence[Digest]:
+        """Of the complete blocks of `tokens`."""
+        return self.sequence.digests
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether only the last token, a generated one, is left to compute."""
+        return self.sequence.is_decoding
 
     @property
     def generated_tokens(self) -> list[int]:
         """Tokens generated so far."""
-        return self.tokens[self.prompt_length :]
+        return self.sequence.tokens[self.prompt_length :]
 
     @property
     def generated_count(self) -> int:
         """Tokens generated so far."""
-        return len(self.tokens) - self.prompt_length
+        return self.sequence.generated_count
+
+    @property
+    def computed_prefill_tokens(self) -> int:
+        """Prompt tokens computed for the first time."""
+        return self.sequence.ledger.computed
+
+    @property
+    def skipped_prefill_tokens(self) -> int:
+        """Prompt tokens that no layer computed."""
+        return self.sequence.ledger.skipped
+
+    @property
+    def prefill_token_count(self) -> int:
+        """Prefill tokens computed for it so far, for the first time or again."""
+        return self.sequence.ledger.prefilled
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether it has finished, failed or been aborted."""
+        return self.outcome is not None
+
+    @property
+    def status(self) -> Status | None:
+        """How it ended; None while it lives."""
+        return None if self.outcome is None else self.outcome.status
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why it completed; None if it did not."""
+        return None if self.outcome is None else self.outcome.finish_reason
+
+    # Where it may stop
 
     @property
     def may_stop(self) -> bool:
@@ -112,163 +138,94 @@ class Request:
     @property
     def reason_to_end(self) -> str | None:
         """Why its newest token is its last, by id or count; None if it goes on. Stop words are matched elsewhere."""
-        if self.tokens[-1] == self.termination_id and self.may_have_stopped:
+        if self.tokens[-1] == self.submission.termination_id and self.may_have_stopped:
             return "stop"
         return "length" if self.generated_count >= self.params.num_tokens_to_generate else None
 
-    @property
-    def digests(self) -> Sequence[Digest]:
-        """Digests of the complete blocks of `tokens`; none for a request that stays away from the cache."""
-        return () if self.chain is None else self.chain.extend(self.tokens)
+    # What happens to it
 
-    @property
-    def unhashed_tokens(self) -> int:
-        """Tokens in complete blocks whose digests are yet to be made."""
-        return 0 if self.chain is None else self.chain.unhashed(len(self.tokens))
-
-    def hash_ahead(self, most: int) -> None:
-        """Make the digests of the next complete blocks: of at most so many tokens, but of a block at least."""
-        if self.chain is not None:
-            self.chain.extend_by(self.tokens, most)
-
-    @property
-    def is_decoding(self) -> bool:
-        """Whether only the last token, a generated one, is left to compute."""
-        return self.computed_end == len(self.tokens) - 1 and self.computed_end >= self.prompt_length
-
-    @property
-    def is_ended(self) -> bool:
-        """Whether it has finished, failed or been aborted."""
-        return self.status is not None
-
-    @property
-    def computed_prefill_tokens(self) -> int:
-        """Prompt tokens computed for the first time."""
-        return self.ledger.computed
-
-    @property
-    def skipped_prefill_tokens(self) -> int:
-        """Prompt tokens that no layer computed."""
-        return self.ledger.skipped
-
-    @property
-    def recomputed_tokens(self) -> int:
-        """Tokens prefilled again after an eviction, a suspension or a failed step."""
-        return self.ledger.recomputed
-
-    @property
-    def prefill_token_count(self) -> int:
-        """Prefill tokens computed for it so far, for the first time or again."""
-        return self.ledger.computed + self.ledger.recomputed
-
-    @property
-    def latency(self) -> float:
-        """Seconds from submission to the end of a request that has ended."""
-        return self._end_timestamp - self.events[0].timestamp
-
-    @property
-    def ttft(self) -> float | None:
-        """Seconds from submission to the first token; None if none has come."""
-        first = next((event for event in self.events if event.type is EventType.FIRST_TOKEN), None)
-        return None if first is None else first.timestamp - self.events[0].timestamp
-
-    def add_event(self, event_type: EventType, payload: str | None = None) -> None:
-        """Note that something happens now."""
-        self.events.append(Event.now(event_type, payload))
-
-    def advance(self, end: int) -> None:
-        """The tokens up to `end` have been computed."""
-        self.ledger.compute(self.computed_end, end)
-        self.computed_end = end
-        self.restore = None
-        self.step_count += 1
-
-    def draw(self) -> float:
-        """A uniform number in [0, 1) for the next token; the same again if the step that samples it is repeated."""
-        if self._drawn is None:
-            self._drawn = self.generator.random()
-        return self._drawn
+    def advance(self, end: int) -> int:
+        """The tokens up to `end` have been computed; how many of them are prefill."""
+        self.timeline.step_count += 1
+        return self.sequence.advance(end)
 
     def append(self, token: int) -> None:
         """A token was generated."""
-        self._drawn = None
-        if len(self.tokens) == self.prompt_length:
-            self.add_event(EventType.FIRST_TOKEN)
-        self.tokens.append(token)
+        if self.generated_count == 0:
+            self.timeline.note(EventType.FIRST_TOKEN)
+        self.sequence.append(token)
 
-    def end(self, status: Status, *, finish_reason: str | None = None, error: str | None = None) -> None:
-        """Close the request's life."""
-        assert self.status is None, f"request {self.request_id} ended twice"
-        self._close(status, finish_reason, error)
+    def end(
+        self,
+        status: Status,
+        *,
+        finish_reason: str | None = None,
+        error: str | None = None,
+        is_fault: bool = False,
+    ) -> None:
+        """Close the request's life; see `Outcome`."""
+        assert self.outcome is None, f"request {self.request_id} ended twice"
+        self._close(Outcome(status=status, finish_reason=finish_reason, error=error, is_fault=is_fault))
 
-    def revise(self, status: Status, *, finish_reason: str | None = None, error: str | None = None) -> None:
+    def revise(
+        self,
+        status: Status,
+        *,
+        finish_reason: str | None = None,
+        error: str | None = None,
+        is_fault: bool = False,
+    ) -> None:
         """Another outcome of a request that has ended: its last token completes a stop word, or its text fails."""
-        assert self.status is not None, f"request {self.request_id} is still alive"
-        if self.events[-1].type is EventType.FINISH:  # nobody has been told
-            self.events.pop()
-        self._close(status, finish_reason, error)
+        assert self.outcome is not None, f"request {self.request_id} is still alive"
+        self.timeline.take_back_finish()
+        self._close(Outcome(status=status, finish_reason=finish_reason, error=error, is_fault=is_fault))
 
-    def _close(self, status: Status, finish_reason: str | None, error: str | None) -> None:
-        self.status, self.finish_reason, self.error = status, finish_reason, error
-        if status is Status.COMPLETED:
-            self.add_event(EventType.FINISH)
-        elif status is Status.FAILED:
-            self.add_event(EventType.ERROR_NONTRANSIENT, error)
-            self.add_event(EventType.FAIL)
-        self._end_timestamp = time.monotonic()
+    def _close(self, outcome: Outcome) -> None:
+        self.outcome = outcome
+        if outcome.status is Status.COMPLETED:
+            self.timeline.note(EventType.FINISH)
+        elif outcome.status is Status.FAILED:
+            self.timeline.note(EventType.ERROR_NONTRANSIENT, outcome.error)
+            self.timeline.note(EventType.FAIL)
+        self.timeline.close()
 
-    def to_record(self, generated_text: str, prompt_text: str) -> RequestRecord:
-        """The outcome, for the user."""
-        assert self.status is not None, f"request {self.request_id} is still alive"
-        log_probs = self.params.return_log_probs
-        top_n = self.params.top_n_logprobs > 0
-        prompt_log_probs = self.params.wants_prompt_log_probs
+    # For the user
+
+    def bare_record(self) -> RequestRecord:
+        """The outcome with its tokens and its account, without texts made of them or log-probs."""
+        assert self.outcome is not None, f"request {self.request_id} is still alive"
+        ledger, timeline, outcome = self.sequence.ledger, self.timeline, self.outcome
         return RequestRecord(
             request_id=self.request_id,
-            status=self.status,
-            prompt_text=self.prompt_text if self.prompt_text is not None else prompt_text,
+            prompt_text=self.submission.prompt_text,
             prompt_tokens=self.prompt_tokens,
-            generated_text=generated_text,
+            status=outcome.status,
+            finish_reason=outcome.finish_reason,
+            error=outcome.error,
+            is_fault=outcome.is_fault,
+            generated_text="",
             generated_tokens=tuple(self.generated_tokens),
-            finish_reason=self.finish_reason,
-            error=self.error,
-            events=tuple(self.events),
-            arrival_wall_time=self.arrival_wall_time,
-            latency=self.latency,
-            ttft=self.ttft,
-            step_count=self.step_count,
-            matched_block_count=self.ledger.matched_blocks or 0,
-            skipped_prefill_token_count=self.ledger.skipped,
-            computed_prefill_token_count=self.ledger.computed,
-            recomputed_token_count=self.ledger.recomputed,
-            prefill_reasons=dict(self.ledger.reasons),
-            prompt_log_probs=tuple(self.prompt_log_probs) if prompt_log_probs else None,
-            generated_log_probs=tuple(self.generated_log_probs) if log_probs else None,
-            prompt_top_n_log_probs=tuple(self.prompt_top_n) if top_n and prompt_log_probs else None,
-            generated_top_n_log_probs=tuple(self.generated_top_n) if top_n else None,
-            is_fault=self.is_fault,
+            events=tuple(timeline.events),
+            arrival_wall_time=timeline.arrival_wall_time,
+            latency=timeline.latency,
+            ttft=timeline.ttft,
+            step_count=timeline.step_count,
+            matched_block_count=ledger.matched_blocks or 0,
+            skipped_prefill_token_count=ledger.skipped,
+            computed_prefill_token_count=ledger.computed,
+            recomputed_token_count=ledger.recomputed,
+            prefill_reasons=dict(ledger.reasons),
         )
 
-
-@dataclass(frozen=True)
-class Chunk:
-    """The tokens [start, end) of a request that one step computes."""
-
-    request: Request
-    start: int
-    end: int
-
-    @property
-    def length(self) -> int:
-        """Tokens."""
-        return self.end - self.start
-
-    @property
-    def is_decode(self) -> bool:
-        """Whether this is one generated token on top of a live state."""
-        return self.length == 1 and self.start >= self.request.prompt_length
-
-    @property
-    def yields_token(self) -> bool:
-        """Whether the step computes the request's last known token, so that the next one can be sampled."""
-        return self.end == len(self.request.tokens)
+    def to_record(self, generated_text: str) -> RequestRecord:
+        """The outcome, for the user."""
+        output, has_top_n = self.output, self.params.top_n_logprobs > 0
+        has_prompt, has_generated = self.params.wants_prompt_log_probs, self.params.return_log_probs
+        return dataclasses.replace(
+            self.bare_record(),
+            generated_text=generated_text,
+            prompt_log_probs=tuple(output.prompt_log_probs) if has_prompt else None,
+            generated_log_probs=tuple(output.generated_log_probs) if has_generated else None,
+            prompt_top_n_log_probs=tuple(output.prompt_top_n) if has_top_n and has_prompt else None,
+            generated_top_n_log_probs=tuple(output.generated_top_n) if has_top_n else None,
+        )

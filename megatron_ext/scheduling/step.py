@@ -12,8 +12,9 @@ from typing import Final
 
 from megatron_ext.prefix_cache.block_pool import BlockId
 from megatron_ext.prefix_cache.matching import Restore
+from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.live_slots import LiveSlot
-from megatron_ext.scheduling.request import Chunk, Request
+from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.snapshots import Snapshot
 
 LAST_SAMPLED: Final = -1
@@ -116,18 +117,18 @@ def describe_step(chunks: Iterable[Chunk], block_size: int) -> ScheduledStep:
 
 
 def _describe(chunk: Chunk, block_size: int) -> ScheduledChunk:
-    request = chunk.request
+    request, sequence = chunk.request, chunk.request.sequence
     return ScheduledChunk(
         request_id=request.request_id,
-        token_ids=tuple(request.tokens[chunk.start : chunk.end]),
+        token_ids=tuple(sequence.tokens[chunk.start : chunk.end]),
         start=chunk.start,
         end=chunk.end,
         is_decode=chunk.is_decode,
-        block_ids=tuple(request.block_table[: -(-chunk.end // block_size)]),
-        shared_end=request.shared_end,
-        live_slot=request.live_slot,
-        restore=request.restore,
-        snapshots=tuple(one for one in request.snapshots if chunk.start < one.position <= chunk.end),
+        block_ids=tuple(sequence.block_table[: -(-chunk.end // block_size)]),
+        shared_end=sequence.shared_end,
+        live_slot=sequence.live_slot,
+        restore=sequence.restore,
+        snapshots=tuple([one for one in sequence.snapshots if chunk.start < one.position <= chunk.end]),
         sampling=_sampling(request) if chunk.yields_token else None,
         scoring=_scoring(chunk),
     )
@@ -139,8 +140,8 @@ def _sampling(request: Request) -> Sampling:
         temperature=params.temperature,
         top_k=params.top_k,
         top_p=params.top_p,
-        uniform=None if params.is_greedy else request.draw(),
-        forbidden=None if request.may_stop else request.termination_id,
+        uniform=None if params.is_greedy else request.sequence.draws.current(),
+        forbidden=None if request.may_stop else request.submission.termination_id,
         top_n=params.top_n_logprobs if params.return_log_probs else None,
     )
 
@@ -150,7 +151,7 @@ def _scoring(chunk: Chunk) -> Scoring | None:
     request = chunk.request
     if not request.params.wants_prompt_log_probs:
         return None
-    start = max(chunk.start, len(request.prompt_log_probs))
+    start = max(chunk.start, len(request.output.prompt_log_probs))
     end = min(chunk.end, request.prompt_length - 1)
     if start >= end:
         return None

@@ -42,7 +42,7 @@ _COUNTERS = (
     ("snapshots_evicted", "Snapshots given up for want of a slot", "use.slots_evicted"),
     ("snapshots_replaced", "Snapshots of decode that gave way to the next one", "use.snapshots_replaced"),
     ("request_pauses", "Requests paused for want of a block", "counters.pauses"),
-    ("request_evictions", "Paused requests that gave up their blocks", "counters.evictions"),
+    ("request_evictions", "Paused requests that gave up their blocks", "counters.preemptions"),
 )
 
 

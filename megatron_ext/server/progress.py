@@ -36,10 +36,10 @@ class Update:
             request.prompt_tokens,
             start,
             request.tokens[request.prompt_length + start :],
-            request.generated_log_probs[start:],
-            request.generated_top_n[start:],
-            request.prompt_log_probs[:] if is_first else (),
-            request.prompt_top_n[:] if is_first else (),
+            request.output.generated_log_probs[start:],
+            request.output.generated_top_n[start:],
+            request.output.prompt_log_probs[:] if is_first else (),
+            request.output.prompt_top_n[:] if is_first else (),
         )
 
 

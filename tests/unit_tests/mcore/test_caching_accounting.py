@@ -86,7 +86,11 @@ def test_a_retried_admission_counts_once(get_caching_driver, oracle, limits, blo
     refused = 0
     while not request.block_table:
         assert (counters.hits, counters.blocks_matched, counters.skipped_tokens) == (0, 0, 0)
-        assert (request.ledger.matched_blocks, request.ledger.skipped, request.live_slot) == (None, 0, None)
+        assert (
+            request.sequence.ledger.matched_blocks,
+            request.sequence.ledger.skipped,
+            request.sequence.live_slot,
+        ) == (None, 0, None)
         assert driver.scheduler.cache.use().blocks_evictable >= 2
         driver.step()
         refused += not request.block_table
@@ -125,7 +129,7 @@ def test_prompt_log_probs(get_caching_driver, oracle, policy):
     driver.step()
     driver.add(1, PROMPT, skip_prompt_log_probs=False, num_tokens_to_generate=30)
     driver.step()
-    assert set(driver.scheduler.in_flight.requests()) == {1}
+    assert set(driver.scheduler.pending_blocks.requests()) == {1}
     while 0 not in driver.records:
         driver.step()
     driver.add(2, PROMPT)

@@ -13,7 +13,7 @@ from megatron_ext.config import CacheConfig
 from megatron_ext.prefix_cache import matching
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.hash_chain import HashChain, root_digest
-from megatron_ext.scheduling import planner, scheduler
+from megatron_ext.scheduling import keys, planner
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.step import ScheduledStep
 from tests.priority import TestPriority
@@ -93,7 +93,7 @@ def test_publishing_before_computing(driver, oracle, monkeypatch):
     def admit_and_publish(self: Scheduler, admission: planner.Admission) -> None:
         admit(self, admission)
         request = admission.request
-        for i in range(request.published_blocks, len(request.digests)):
+        for i in range(request.sequence.published_blocks, len(request.digests)):
             self.cache.publish(request.digests[i], request.block_table[i], request.digests[i - 1] if i else None)
 
     admit = Scheduler._admit
@@ -110,7 +110,7 @@ def test_a_failed_forward_that_publishes(driver, oracle, monkeypatch):
     """As if it had succeeded; another request finds what it did not compute."""
 
     def commit_and_abandon(self: Scheduler, chunks: tuple, reason: str) -> None:
-        self.commit(chunks)
+        self._advance([chunk.request for chunk in chunks], [chunk.end for chunk in chunks])
         abandon(self, chunks, reason)
 
     abandon = Scheduler.abandon
@@ -127,14 +127,14 @@ def test_a_failed_forward_that_publishes(driver, oracle, monkeypatch):
 
 def test_a_salt_that_is_not_in_the_key(driver, oracle, monkeypatch):
     """The KV would be right: what must not happen is the hit itself, so the account is what is compared."""
-    monkeypatch.setattr(scheduler, "root_digest", lambda fields: root_digest(fields[:3]))
+    monkeypatch.setattr(keys, "root_digest", lambda fields: root_digest(fields[:3]))
     play(driver, cache_salt="other")
     assert driver.records[SECOND].skipped_prefill_token_count == 4 * BLOCK  # 0 is right, see test_caching_tenants.py
     assert_equals_oracle(driver, SECOND, oracle)
 
 
 def test_a_salt_that_is_not_in_the_key_is_seen(get_caching_driver, monkeypatch):
-    monkeypatch.setattr(scheduler, "root_digest", lambda fields: root_digest(fields[:3]))
+    monkeypatch.setattr(keys, "root_digest", lambda fields: root_digest(fields[:3]))
     with pytest.raises(AssertionError, match="request 1 matched 4, not 0 to 0"):
         play(get_caching_driver(max_tokens=60), cache_salt="other")
 

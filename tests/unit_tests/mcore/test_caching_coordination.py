@@ -64,7 +64,7 @@ class TestLeaders:
         for request_id, prompt in enumerate(ALIKE):
             driver.add(request_id, prompt)
         plan = driver.scheduler.schedule()  # admitted, and gone before anything is computed
-        assert [refusal.wait_for for refusal in plan.refusals] == [0, 0]
+        assert [deferral.wait_for for deferral in plan.deferrals] == [0, 0]
         driver.scheduler.abandon(plan.chunks, "given up")
         driver.engine.abort_request(0)
         driver.run()
@@ -162,7 +162,7 @@ def test_a_refused_leader_is_nobodys_leader(get_caching_driver, oracle):
     driver.add(1, ALIKE[0])
     driver.add(2, ALIKE[1])
     driver.step()
-    assert driver.scheduler.in_flight.requests() == set()
+    assert driver.scheduler.pending_blocks.requests() == set()
     assert driver.scheduler.counters.coordination_waits == 0
     driver.run()
     assert driver.skipped(0, 1, 2) == [0, 0, 96]

@@ -26,8 +26,8 @@ def abort(driver: CachingDriver, request_id: int) -> None:
     driver.engine.abort_request(request_id)
     driver.engine.check()
     assert {block: pool.references(block) for block in table} == {block: n - 1 for block, n in before.items()}
-    assert (request.block_table, request.live_slot) == ([], None)
-    assert request_id not in driver.scheduler.in_flight.requests()
+    assert (request.block_table, request.sequence.live_slot) == ([], None)
+    assert request_id not in driver.scheduler.pending_blocks.requests()
     assert driver.scheduler.cache.use().blocks_cached <= cached  # nothing half-computed was published
 
 
@@ -57,7 +57,7 @@ class TestAbort:
         for request_id in range(3):
             driver.add(request_id, PROMPT)
         driver.step()
-        assert driver.engine.get_request(1).has_followed
+        assert driver.engine.get_request(1).sequence.has_waited_for_prefix
         abort(driver, 1)
         finish(driver, oracle, 1, [0, 64])
 
@@ -135,7 +135,7 @@ def test_a_forward_that_raises(get_caching_driver, oracle, policy, layer):
     driver.engine.check()
     assert driver.scheduler.cache.use().blocks_cached == (6 if policy == "lru" else 0)
     assert driver.free_blocks == driver.scheduler.blocks.total
-    assert driver.scheduler.in_flight.requests() == set()
+    assert driver.scheduler.pending_blocks.requests() == set()
     assert [request.request_id for request in driver.scheduler.queues.waiting] == [0, 1, 2, 3]
     assert driver.engine.lifetime_prefill_token_count == lifetime
     assert driver.engine.lifetime_skipped_token_count == skipped

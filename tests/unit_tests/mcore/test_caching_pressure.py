@@ -74,7 +74,11 @@ def test_a_pool_full_of_pinned_blocks(get_caching_driver, oracle, policy):
     assert driver.events(1) == ["ADD_ENGINE", "ADD_CONTEXT", "FIRST_TOKEN", "FINISH"]
     assert [request.request_id for request in driver.scheduler.queues.waiting] == [2]
     waiting = driver.engine.get_request(2)
-    assert (waiting.ledger.matched_blocks, waiting.ledger.skipped, waiting.block_table) == (None, 0, [])
+    assert (waiting.sequence.ledger.matched_blocks, waiting.sequence.ledger.skipped, waiting.block_table) == (
+        None,
+        0,
+        [],
+    )
     driver.run()
     assert driver.skipped(1, 2) == [4 * BLOCK - 1, BLOCK if policy == "lru" else 0]
     for request_id in range(3):

@@ -119,7 +119,7 @@ ENDS_ONE = {
 
 
 def assert_nothing_is_left(driver: Driver) -> None:
-    """Blocks, slots, rows, futures, matchers: nobody has any."""
+    """Blocks, slots of both kinds, futures, matchers: nobody has any."""
     engine, scheduler = driver.engine, driver.scheduler
     engine.check()
     assert not engine.has_unfinished_requests()
@@ -129,7 +129,7 @@ def assert_nothing_is_left(driver: Driver) -> None:
     assert scheduler.live_slots.free_count == scheduler.live_slots.total
     if scheduler.cache.states is not None:
         assert scheduler.cache.states.obtainable_count == scheduler.cache.states.total
-    assert not scheduler.in_flight.requests()
+    assert not scheduler.pending_blocks.requests()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -38,8 +38,8 @@ def run(driver: Driver, corrupt: Callable[[Driver], None] = lambda driver: None,
     return driver
 
 
-def row(driver: Driver, request_id: int = VICTIM) -> int:
-    return driver.engine.get_request(request_id).live_slot
+def slot(driver: Driver, request_id: int = VICTIM) -> int:
+    return driver.engine.get_request(request_id).sequence.live_slot
 
 
 LAYERS = [
@@ -86,7 +86,7 @@ def test_without_corruption_all_is_equal(get_driver, get_oracle, kind):
 @pytest.mark.parametrize("which", ["ssm", "conv"])
 def test_a_zeroed_state_is_seen(hybrid, get_oracle, which, layer, moment):
     def zero(driver: Driver) -> None:
-        getattr(driver.context.live_states, which)[layer, row(driver)] = 0.0
+        getattr(driver.context.live_states, which)[layer, slot(driver)] = 0.0
 
     run(hybrid, zero, after_tokens=moment)
     assert_is_seen(hybrid, get_oracle("hybrid"), in_states=True)
@@ -100,8 +100,8 @@ def test_a_zeroed_state_is_seen(hybrid, get_oracle, which, layer, moment):
 def test_two_swapped_rows_are_seen(hybrid, get_oracle, which, layer):
     def swap(driver: Driver) -> None:
         states = getattr(driver.context.live_states, which)[layer]
-        rows = [row(driver, VICTIM), row(driver, OTHER)]
-        states[:, rows] = states[:, rows[::-1]].clone()
+        slots = [slot(driver, VICTIM), slot(driver, OTHER)]
+        states[:, slots] = states[:, slots[::-1]].clone()
 
     run(hybrid, swap, after_tokens=130)
     assert_is_seen(hybrid, get_oracle("hybrid"), in_states=True)
@@ -113,7 +113,7 @@ def test_two_swapped_rows_are_seen(hybrid, get_oracle, which, layer):
 @pytest.mark.parametrize("which", ["ssm", "conv"])
 def test_a_state_from_one_token_earlier_is_seen(hybrid, get_oracle, which):
     def shift(driver: Driver) -> None:
-        states = getattr(driver.context.live_states, which)[:, row(driver)]
+        states = getattr(driver.context.live_states, which)[:, slot(driver)]
         before = states.clone()
         driver.step()
         states.copy_(before)

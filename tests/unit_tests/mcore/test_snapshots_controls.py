@@ -164,9 +164,11 @@ class TestRestoring:
     def test_nothing_is_restored(self, build, oracle, monkeypatch, value):
         """Computing goes on from a zero state, or from what nobody wrote."""
 
-        def forget(self: SnapshotPool, slots: Sequence[int], digests: object, live: StatePool, rows: list[int]) -> None:
-            live.conv[:, rows] = value
-            live.ssm[:, rows] = value
+        def forget(
+            self: SnapshotPool, slots: Sequence[int], digests: object, live: StatePool, owned: list[int]
+        ) -> None:
+            live.conv[:, owned] = value
+            live.ssm[:, owned] = value
 
         control = build()
         monkeypatch.setattr(SnapshotPool, "restore", forget)
@@ -176,8 +178,8 @@ class TestRestoring:
     def test_into_the_wrong_rows(self, build, oracle, monkeypatch):
         """Two requests get each other's states."""
 
-        def swap(self: SnapshotPool, slots: list[int], digests: list[bytes], live: StatePool, rows: list[int]) -> None:
-            restore(self, slots, digests, live, rows[::-1])
+        def swap(self: SnapshotPool, slots: list[int], digests: list[bytes], live: StatePool, owned: list[int]) -> None:
+            restore(self, slots, digests, live, owned[::-1])
 
         control = build()
         restore = SnapshotPool.restore
@@ -204,8 +206,8 @@ class TestRestoring:
 def test_a_snapshot_of_another_request_in_decode(get_driver, oracle, monkeypatch):
     """Two requests cross a block boundary in the same step; their snapshots get each other's states (EX-1, HY-6)."""
 
-    def swap(source: StatePool, rows: Sequence[int], target: StatePool, target_rows: Sequence[int]) -> None:
-        copy_states(source, rows, target, target_rows[::-1])
+    def swap(source: StatePool, slots: Sequence[int], target: StatePool, target_slots: Sequence[int]) -> None:
+        copy_states(source, slots, target, target_slots[::-1])
 
     copy_states = state_pool.copy_states
     monkeypatch.setattr(context_module, "copy_states", swap)

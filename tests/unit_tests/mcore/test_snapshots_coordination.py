@@ -91,7 +91,7 @@ class TestLeaders:
         driver = build_driver(get_oracle, **batching)
         add_all(driver)
         plan = driver.scheduler.schedule()
-        assert [refusal.wish.position for refusal in plan.refusals] == [COMMON, COMMON]
+        assert [deferral.snapshot.position for deferral in plan.deferrals] == [COMMON, COMMON]
         driver.scheduler.abandon(plan.chunks, "given up")
         driver.engine.check()
         assert driver.states.obtainable_count == driver.states.total

@@ -1,4 +1,4 @@
-"""KV-5, EX-8: forwards that raise, aborts at every stage, and evictions, among requests with snapshots."""
+"""KV-5, EX-8: forwards that raise, aborts at every stage, and preemptions, among requests with snapshots."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def in_flight(driver: HybridDriver) -> HybridDriver:
     driver.add(3, make_prompt(30, seed=2))
     driver.step()
     assert [request.computed_end for request in driver.scheduler.queues.running] == [70, 103]
-    assert [one.position for one in driver.engine.get_request(1).snapshots] == [144]  # for the follower
+    assert [one.position for one in driver.engine.get_request(1).sequence.snapshots] == [144]  # for the follower
     return driver
 
 
@@ -137,12 +137,12 @@ ABORTS: dict[str, tuple[Callable[[HybridDriver], None], int, list[int]]] = {
 
 @pytest.mark.parametrize("stage", ABORTS)
 def test_aborts(get_oracle, oracle, stage):
-    """EX-8: reserved slots, pins and rows are free at once; what was published stays; the others go on."""
+    """EX-8: reserved slots, pins and live slots are free at once; what was published stays; the others go on."""
     prepare, victim, skipped = ABORTS[stage]
     driver = in_flight(build_driver(get_oracle, max_tokens=40))
     prepare(driver)
     others = [request for request in driver.scheduler.queues if request.request_id != victim]
-    reserved = [one for request in others for one in request.snapshots]
+    reserved = [one for request in others for one in request.sequence.snapshots]
     used = driver.states.used_count
     driver.engine.abort_request(victim)
     driver.engine.check()
@@ -157,7 +157,7 @@ def test_aborts(get_oracle, oracle, stage):
 
 @pytest.mark.parametrize("slots", [100, 0])
 def test_an_evicted_request_resumes_from_its_snapshot(get_oracle, oracle, slots):
-    """Its blocks were retired, not lost: only what lies behind its snapshot is computed again."""
+    """Its blocks became evictable, and were not lost: only what lies behind its snapshot is computed again."""
     driver = build_driver(get_oracle, slots=slots, is_exact=False, block_count=6)
     driver.add(0, make_prompt(60), num_tokens_to_generate=18)
     driver.add(1, make_prompt(20, seed=1), num_tokens_to_generate=20)

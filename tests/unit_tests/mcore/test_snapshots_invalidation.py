@@ -73,7 +73,7 @@ def test_with_requests_at_every_stage(get_oracle, oracle, forget):
     driver.add(2, [*LONG, 5])
     driver.step()
     assert driver.engine.get_request(1).computed_end == 64 + 39
-    assert [one.position for one in driver.engine.get_request(1).snapshots] == [128]
+    assert [one.position for one in driver.engine.get_request(1).sequence.snapshots] == [128]
     forget(driver)
     assert_empty(driver)
     driver.run()

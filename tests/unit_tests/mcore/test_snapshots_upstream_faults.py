@@ -113,7 +113,7 @@ def test_an_admission_that_finds_no_room(get_oracle, oracle):
     driver.sight(0, one)
     driver.sight(1, two)
     driver.add(2, three, num_tokens_to_generate=10)
-    driver.add(3, one)  # would resume from the older snapshot, and waits for the only row
+    driver.add(3, one)  # would resume from the older snapshot, and waits for the only slot
     driver.step()
     assert driver.snapshots_of(one) == []  # so that one was given up
     assert driver.snapshots_of(two) == [16]

@@ -46,15 +46,15 @@ def test_all_prefill_of_a_step_is_one_varlen_call_per_layer(get_driver, get_orac
 
 
 def test_decode_reads_states_in_place_where_their_rows_follow_each_other(get_driver, get_oracle):
-    """A view where it can be one; a copy where somebody in between has left; the lowest row is taken again."""
+    """A view where it can be one; a copy where somebody in between has left; the lowest slot is taken again."""
     driver = get_driver()
     seen: list[list[int] | str] = []
     stage = driver.context.stage
 
     def stage_watched(chunks: object) -> None:
         stage(chunks)
-        rows = driver.context.step.recurrent.decode_slots
-        seen.append(rows.tolist() if isinstance(rows, torch.Tensor) else f"{rows.start}:{rows.stop}")
+        slots = driver.context.step.recurrent.decode_slots
+        seen.append(slots.tolist() if isinstance(slots, torch.Tensor) else f"{slots.start}:{slots.stop}")
 
     driver.context.stage = stage_watched
     for request_id, count in enumerate((9, 3, 9, 9)):

@@ -75,7 +75,7 @@ def test_a_block_in_use_is_never_evicted():
     cache = PrefixCache(3, LRU)
     cache.release(fill(cache, CHAIN))
     matched = cache.match(CHAIN[:2])
-    assert all(cache.is_retired(block) for block in matched)
+    assert all(cache.is_evictable(block) for block in matched)
     cache.pin(matched)
     assert cache.available_count == 1
     (fresh,) = cache.allocate(1)
@@ -132,14 +132,14 @@ def test_a_pool_of_pinned_blocks_has_nothing_to_give(policy):
         cache.allocate(1)
 
 
-@pytest.mark.parametrize("damage", ["retired but free", "indexed but free", "lost"])
+@pytest.mark.parametrize("damage", ["evictable but free", "indexed but free", "lost"])
 def test_check_finds(damage):
     """Negative controls of the cache's own check."""
     cache = PrefixCache(4, LRU)
     table = fill(cache, CHAIN)
-    if damage == "retired but free":
+    if damage == "evictable but free":
         cache.release(table)
-        cache.pool.restore(table[0])
+        cache.pool.free(table[0])
     elif damage == "indexed but free":
         cache.pool.release([table[2]])
     else:

@@ -58,7 +58,7 @@ class CacheMachine(RuleBasedStateMachine):
         expected = next((i for i, p in enumerate(self.prefixes(word)) if p not in self.model.cached), len(word))
         matched = self.cache.match([digest(p) for p in self.prefixes(word)])
         assert len(matched) == expected
-        newly_pinned = sum(self.cache.is_retired(block) for block in matched)
+        newly_pinned = sum(self.cache.is_evictable(block) for block in matched)
         assert newly_pinned == sum(p in self.model.left_at for p in self.prefixes(word)[:expected])
         fresh = len(word) - expected
         if fresh > self.cache.available_count - newly_pinned:

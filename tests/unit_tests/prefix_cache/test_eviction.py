@@ -12,25 +12,25 @@ from megatron_ext.prefix_cache.eviction import LeafFirstLru, RefZero, build_poli
 class TestContract:
     """What the cache relies on."""
 
-    def test_retired_blocks_are_counted_listed_and_evicted_once(self, name):
+    def test_evictable_blocks_are_counted_listed_and_evicted_once(self, name):
         policy = build_policy(name)
-        kept = [block for block in (3, 1, 2) if policy.retire(block)]
+        kept = [block for block in (3, 1, 2) if policy.make_evictable(block)]
         assert len(policy) == len(kept)
         assert set(policy) == set(kept)
         assert all(block in policy for block in kept)
         assert sorted(policy.evict() for _ in range(len(policy))) == sorted(kept)
         assert len(policy) == 0
 
-    def test_revived_blocks_are_not_evicted(self, name):
+    def test_reused_blocks_are_not_evicted(self, name):
         policy = build_policy(name)
-        kept = [block for block in (3, 1, 2) if policy.retire(block)]
+        kept = [block for block in (3, 1, 2) if policy.make_evictable(block)]
         for block in kept[:1]:
-            policy.revive(block)
+            policy.reuse(block)
         assert set(policy) == set(kept[1:])
 
     def test_clear(self, name):
         policy = build_policy(name)
-        policy.retire(1)
+        policy.make_evictable(1)
         policy.clear()
         assert len(policy) == 0
 
@@ -39,16 +39,16 @@ class TestContract:
             build_policy(name).evict()
 
 
-def test_lru_evicts_in_the_order_of_retirement():
+def test_lru_evicts_in_the_order_in_which_they_were_left():
     policy = LeafFirstLru()
     for block in (5, 2, 9):
-        assert policy.retire(block)
-    policy.revive(5)
-    assert policy.retire(5)
+        assert policy.make_evictable(block)
+    policy.reuse(5)
+    assert policy.make_evictable(5)
     assert [policy.evict() for _ in range(3)] == [2, 9, 5]
 
 
 def test_ref_zero_keeps_nothing():
     policy = RefZero()
-    assert not policy.retire(1)
+    assert not policy.make_evictable(1)
     assert 1 not in policy

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import settings
@@ -234,3 +236,29 @@ class Lives(RuleBasedStateMachine):
 
 TestLives = Lives.TestCase
 TestLives.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    digest: bytes
+    is_optional: bool = False
+    instead_of: bytes | None = None
+
+
+def test_slots_for_a_step_are_given_out_at_once_in_order():
+    """HY-5: the first have the first choice; what is there, or being taken, takes none."""
+    index = filled(4, b"ab")
+    index.reserve(b"c")
+    wanted = [Wanted(b"a"), Wanted(b"d"), Wanted(b"c"), Wanted(b"d"), Wanted(b"e"), Wanted(b"f", is_optional=True)]
+    slots = index.reserve_all(wanted)
+    assert [slot is not None for slot in slots] == [False, True, False, False, True, False]
+    assert visible(index) == {b"b"}
+    assert (index.evicted, index.skipped) == (1, 1)
+    assert index.obtainable_count == 1
+
+
+def test_an_optional_one_gives_way_to_the_next_of_its_request():
+    index = filled(2, b"xy", optional=b"xy")
+    assert index.reserve_all([Wanted(b"z", is_optional=True, instead_of=b"x")]) != [None]
+    assert visible(index) == {b"y"}
+    assert (index.replaced, index.evicted) == (1, 0)

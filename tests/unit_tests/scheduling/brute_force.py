@@ -8,20 +8,20 @@ from unittest import mock
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.hash_chain import Digest
 from megatron_ext.scheduling import planner
-from megatron_ext.scheduling.coordination import BlocksInFlight, Leaders
-from megatron_ext.scheduling.plan import Limits, Refusal, Room, StepPlan
+from megatron_ext.scheduling.coordination import PendingBlocks, PrefixLeaders
+from megatron_ext.scheduling.plan import Deferral, SchedulerLimits, SnapshotRequest, StepBudget, StepPlan
 from megatron_ext.scheduling.queue import Queues
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
 
 
 def look_at_all(
-    queues: Queues, limits: Limits, room: Room, cache: PrefixCache, in_flight: BlocksInFlight
+    queues: Queues, limits: SchedulerLimits, budget: StepBudget, cache: PrefixCache, pending_blocks: PendingBlocks
 ) -> planner._Entry:
     """`_plan_admissions`, one request after the other, asleep or not."""
     entry = planner._Entry([], [], [])
-    leaders = Leaders(queues.running, in_flight)
-    wished: set[Digest] = set()
+    leaders = PrefixLeaders(queues.running, pending_blocks)
+    requested: set[Digest] = set()
     for request in queues.waiting:
         error = planner._check_fits_pool(request, limits)
         if error is not None:
@@ -32,20 +32,22 @@ def look_at_all(
         is_let_down = len(matched) < queues.waiting.promised_blocks(request)
         leader = leaders.of(request, len(matched)) if reads and not is_let_down else None
         following = (
-            None if leader is None else planner.follow(request, len(matched), leader, limits, room, cache, wished)
+            None
+            if leader is None
+            else planner.wait_for_prefix(request, len(matched), leader, limits, budget, cache, requested)
         )
         if following is not None:
-            entry.refusals.append(following)
-            if following.wish is not None and following.wish.digest not in wished:
-                wished.add(following.wish.digest)
-                room = dataclasses.replace(room, slots=room.slots - 1)
+            entry.deferrals.append(following)
+            if following.snapshot is not None and following.snapshot.digest not in requested:
+                requested.add(following.snapshot.digest)
+                budget = dataclasses.replace(budget, slots=budget.slots - 1)
             continue
-        pinned = {block for block in matched if cache.is_retired(block) or block in room.released} | room.pinned
-        decision, room = planner.plan_admission(request, matched, limits, room, cache)
-        if isinstance(decision, Refusal):
-            entry.refusals.append(decision)
+        pinned = {block for block in matched if cache.is_evictable(block) or block in budget.released} | budget.pinned
+        decision, budget = planner.plan_admission(request, matched, limits, budget, cache)
+        if isinstance(decision, Deferral):
+            entry.deferrals.append(decision)
             break
-        assert room.pinned == pinned, "other blocks are pinned than those that nobody uses"
+        assert budget.pinned == pinned, "other blocks are pinned than those that nobody uses"
         entry.admissions.append(decision)
         leaders.add(decision)
     return entry
@@ -65,15 +67,16 @@ def match_one_by_one(request: Request, cache: PrefixCache) -> list[int]:
 def plan_by_looking_at_all(scheduler: Scheduler) -> StepPlan:
     """What the next step would be."""
     with mock.patch.object(planner, "_plan_admissions", look_at_all):
-        return planner.plan_step(scheduler.queues, scheduler.limits, scheduler.cache, scheduler.in_flight)
+        return planner.plan_step(scheduler.queues, scheduler.limits, scheduler.cache, scheduler.pending_blocks)
 
 
 def assert_same_plan(plan: StepPlan, brute: StepPlan, sleepers: set[Request]) -> None:
     """Nobody who sleeps would have done anything but follow, and all others do the same."""
-    for name in ("evictions", "pauses", "resumes", "admissions", "chunks", "refusal"):
+    for name in ("preemptions", "pauses", "resumes", "admissions", "chunks", "deferral"):
         assert getattr(plan, name) == getattr(brute, name), f"other {name}"
     assert [request for request, _ in plan.failures] == [request for request, _ in brute.failures]
-    assert wishes(plan) == wishes(brute), "other states are wished for"
+    assert set(plan.snapshots) == set(brute.snapshots), "other snapshots are asked for"
+    assert snapshots_for_followers(plan) == snapshots_for_followers(brute), "followers ask for other snapshots"
     looked_at, following = followers(plan), followers(brute)
     assert looked_at.keys() <= following.keys(), "somebody follows who should not"
     assert following.keys() - looked_at.keys() <= sleepers, "somebody who is awake was passed over"
@@ -81,9 +84,8 @@ def assert_same_plan(plan: StepPlan, brute: StepPlan, sleepers: set[Request]) ->
 
 
 def followers(plan: StepPlan) -> dict[Request, int]:
-    return {one.request: one.wait_for for one in plan.refusals if one.wait_for is not None}
+    return {one.request: one.wait_for for one in plan.deferrals if one.wait_for is not None}
 
 
-def wishes(plan: StepPlan) -> set[tuple[int, int, Digest]]:
-    wanted = [one.wish for one in plan.refusals if one.wish is not None]
-    return {(wish.leader.request_id, wish.position, wish.digest) for wish in wanted}
+def snapshots_for_followers(plan: StepPlan) -> set[SnapshotRequest]:
+    return {one.snapshot for one in plan.deferrals if one.snapshot is not None}

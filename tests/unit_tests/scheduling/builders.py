@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from megatron_ext.config import RequestParams
 from megatron_ext.prefix_cache.cache import PrefixCache
-from megatron_ext.scheduling.planner import Limits, StepPlan
+from megatron_ext.scheduling.plan import SchedulerLimits, StepPlan
 from megatron_ext.scheduling.queue import Queues
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
+from megatron_ext.scheduling.step import describe_step
+from megatron_ext.scheduling.submission import Submission
 
 # Blocks of 4 tokens, so that sizes are easy to follow by hand.
-LIMITS = Limits(
+LIMITS = SchedulerLimits(
     block_size=4,
     total_blocks=8,
     paused_blocks=None,
@@ -25,33 +27,28 @@ LIMITS = Limits(
 )
 
 
-def make_limits(**changes: object) -> Limits:
+def make_limits(**changes: object) -> SchedulerLimits:
     """`LIMITS`, with some of them changed."""
     return dataclasses.replace(LIMITS, **changes)
 
 
 def make_request(arrival: int, prompt: int, generated: int = 0, **params: object) -> Request:
     """A request with tokens 1000 * arrival + position; nothing is computed, nothing owned."""
-    request = Request(
-        request_id=100 + arrival,
-        prompt_tokens=tuple(1000 * arrival + position for position in range(prompt)),
-        params=RequestParams(**params),
-        arrival=arrival,
-        seed=arrival,
-    )
+    tokens = tuple(1000 * arrival + position for position in range(prompt))
+    request = Request(Submission(100 + arrival, tokens, RequestParams(**params), arrival=arrival, seed=arrival))
     for position in range(prompt, prompt + generated):
         request.append(1000 * arrival + position)
     return request
 
 
 class Situation:
-    """Queues that are filled by hand; block and row numbers are handed out in order."""
+    """Queues that are filled by hand; block and slot numbers are handed out in order."""
 
     def __init__(self, **limits: object) -> None:
         self.limits = make_limits(**limits)
         self.queues = Queues()
         self.cache = PrefixCache(self.limits.total_blocks, None)
-        self._used_rows = 0
+        self._used_slots = 0
 
     @property
     def free_blocks(self) -> int:
@@ -87,26 +84,23 @@ class Situation:
         return request
 
     def _own(self, request: Request, computed: int, blocks: int) -> None:
-        request.computed_end = computed
-        request.block_table = self.cache.allocate(blocks)
-        request.live_slot = self._used_rows
-        self._used_rows += 1
+        request.sequence.computed_end = computed
+        request.sequence.block_table = self.cache.allocate(blocks)
+        request.sequence.live_slot = self._used_slots
+        self._used_slots += 1
 
 
-def frozen(queues: Queues) -> list[list[tuple[int, bytes, tuple]]]:
+def frozen(queues: Queues) -> list[list[tuple[int, bytes]]]:
     """Everything that the queues and their requests hold, deep, to be compared later."""
     return [
-        [
-            (id(request), pickle.dumps(vars(request) | {"generator": None}), request.generator.getstate())
-            for request in queue
-        ]
+        [(id(request), pickle.dumps(vars(request))) for request in queue]
         for queue in (queues.waiting, queues.running, queues.paused)
     ]
 
 
-def request_of(arrival: int, tokens: Iterable[int], **params: object) -> Request:
-    """A request of these tokens, its id its arrival."""
-    return Request(arrival, tuple(tokens), RequestParams(**params), arrival=arrival, seed=arrival)
+def request_of(arrival: int, tokens: Iterable[int], end: int | None = None, **params: object) -> Request:
+    """A request of these tokens, its id its arrival; `end` is its termination token."""
+    return Request(Submission(arrival, tuple(tokens), RequestParams(**params), arrival, arrival, end))
 
 
 def add(scheduler: Scheduler, *requests: Request) -> None:
@@ -116,14 +110,18 @@ def add(scheduler: Scheduler, *requests: Request) -> None:
 
 
 def step(scheduler: Scheduler) -> StepPlan:
-    """Schedule, commit, give every request that is due a token nobody else has."""
+    """Schedule and commit."""
     plan = scheduler.schedule()
-    scheduler.commit(plan.chunks)
-    for chunk in plan.chunks:
-        if chunk.yields_token:
-            chunk.request.append(1000 * (chunk.request.arrival + 1) + len(chunk.request.tokens))
+    commit(scheduler, plan)
     scheduler.check()
     return plan
+
+
+def commit(scheduler: Scheduler, plan: StepPlan, sampled: Mapping[int, int] | None = None) -> list[Request]:
+    """The step was computed. Every request that is due a token gets one that nobody else has, or that of `sampled`."""
+    due = [chunk.request for chunk in plan.chunks if chunk.yields_token]
+    tokens = {request.request_id: 1000 * (request.arrival + 1) + len(request.tokens) for request in due}
+    return scheduler.commit(describe_step(plan.chunks, scheduler.limits.block_size), tokens | dict(sampled or {}))
 
 
 def admitted(plan: StepPlan) -> list[tuple[int, int, int]]:
@@ -133,7 +131,7 @@ def admitted(plan: StepPlan) -> list[tuple[int, int, int]]:
 
 def followers(plan: StepPlan) -> dict[int, int]:
     """Who waits for whom."""
-    return {one.request.request_id: one.wait_for for one in plan.refusals if one.wait_for is not None}
+    return {one.request.request_id: one.wait_for for one in plan.deferrals if one.wait_for is not None}
 
 
 def asleep(scheduler: Scheduler) -> dict[int, int]:

@@ -2,7 +2,7 @@
 
 Tokens come from an alphabet of two, so that prompts begin alike, and what is generated depends on the last tokens only,
 so that equal prompts go on alike. Before every step the model finds out what must be matched, who must wait for whom,
-and who is refused for want of what; in the step every position that attention would read must hold what belongs there,
+and who is deferred for want of what; in the step every position that attention would read must hold what belongs there,
 and nothing that others may read is written; afterwards the same blocks must be shared, cached and evicted.
 """
 
@@ -16,10 +16,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from megatron_ext.config import EvictionPolicyName, RequestParams
 from megatron_ext.scheduling import planner
-from megatron_ext.scheduling.planner import Limits, StepPlan, check_admissible
+from megatron_ext.scheduling.chunk import Chunk
+from megatron_ext.scheduling.plan import SchedulerLimits, StepPlan
+from megatron_ext.scheduling.planner import check_admissible
 from megatron_ext.scheduling.record import Status
-from megatron_ext.scheduling.request import Chunk, Request
+from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
+from megatron_ext.scheduling.step import describe_step
+from megatron_ext.scheduling.submission import Submission
 from tests.unit_tests.scheduling.brute_force import assert_same_plan, plan_by_looking_at_all
 from tests.unit_tests.scheduling.builders import frozen
 from tests.unit_tests.scheduling.cache_model import Memory, Owner, World
@@ -56,9 +60,9 @@ class CachingMachine(RuleBasedStateMachine):
         self.memory = Memory(self.limits.block_size)
         self.hits = self.matched = self.waits = 0
 
-    def draw_limits(self, data: st.DataObject) -> Limits:
+    def draw_limits(self, data: st.DataObject) -> SchedulerLimits:
         max_requests = data.draw(st.sampled_from([4, 3, 2, 1]), "max_requests")
-        return Limits(
+        return SchedulerLimits(
             block_size=data.draw(st.sampled_from([2, 3, 1]), "block_size"),
             total_blocks=data.draw(st.integers(1, 14), "total_blocks"),
             paused_blocks=data.draw(st.sampled_from([None, 0, 2, 4]), "paused_blocks"),
@@ -98,7 +102,7 @@ class CachingMachine(RuleBasedStateMachine):
             enable_prefix_caching=not opts_out,
             return_log_probs=wants_scores,
         )
-        request = Request(self.arrivals, tuple(tokens), params, arrival=self.arrivals, seed=0)
+        request = Request(Submission(self.arrivals, tuple(tokens), params, arrival=self.arrivals, seed=0))
         if check_admissible(request, self.limits) is not None or len(self.alive()) == MOST_ALIVE:
             return
         self.arrivals += 1
@@ -173,7 +177,7 @@ class CachingMachine(RuleBasedStateMachine):
         assert not self.alive(), "requests never end"
         assert self.scheduler.cache.available_count == self.limits.total_blocks
         assert self.scheduler.live_slots.free_count == self.limits.max_requests
-        assert not self.scheduler.in_flight.requests(), "somebody who is gone still computes"
+        assert not self.scheduler.pending_blocks.requests(), "somebody who is gone still computes"
 
     # One step
 
@@ -183,23 +187,25 @@ class CachingMachine(RuleBasedStateMachine):
         for chunk in plan.chunks:
             found = self.memory.holds(chunk.request.block_table, self.owner_of(chunk.request), chunk.end)
             assert found, f"{chunk.request.request_id} reads what was never meant for it"
-        self.scheduler.commit(plan.chunks)
+        due = [self.owner_of(chunk.request) for chunk in plan.chunks]
+        due = [owner for chunk, owner in zip(plan.chunks, due, strict=True) if chunk.end == len(owner.tokens)]
+        tokens = {owner.name: next_token(owner.tokens) for owner in due}
+        self.shared_ends = {owner: request.sequence.shared_end for owner, request in self.requests.items()}
+        self.scheduler.commit(describe_step(plan.chunks, self.limits.block_size), tokens)
         for chunk in plan.chunks:
             owner = self.owner_of(chunk.request)
             self.count_computed(owner, range(chunk.start, chunk.end))
             owner.computed = chunk.end
             self.world.publish(owner)
-        for chunk in plan.chunks:
-            owner = self.owner_of(chunk.request)
-            if chunk.end == len(owner.tokens):
-                self.generate(owner)
+        for owner in due:
+            self.generate(owner, tokens[owner.name])
         self.verify()
 
     def write(self, chunks: tuple[Chunk, ...]) -> None:
         """KV-3: into blocks of one's own only, and never what is cached already."""
         for chunk in chunks:
             owner, size = self.owner_of(chunk.request), self.limits.block_size
-            positions = range(max(chunk.start, chunk.request.shared_end), chunk.end)
+            positions = range(max(chunk.start, chunk.request.sequence.shared_end), chunk.end)
             own = {owner.table[position // size] for position in positions}
             assert not own & set(self.world.cached.values()), "what others may find is written again"
             assert not own & self.world.in_use(without=[owner]), "what others use is written"
@@ -207,18 +213,22 @@ class CachingMachine(RuleBasedStateMachine):
 
     def written_blocks(self, chunk: Chunk) -> list[int]:
         size = self.limits.block_size
-        return chunk.request.block_table[max(chunk.start, chunk.request.shared_end) // size : -(-chunk.end // size)]
+        return chunk.request.block_table[
+            max(chunk.start, chunk.request.sequence.shared_end) // size : -(-chunk.end // size)
+        ]
 
-    def generate(self, owner: Owner) -> None:
-        token = next_token(owner.tokens)
+    def generate(self, owner: Owner, token: int) -> None:
         owner.tokens.append(token)
-        self.requests[owner].append(token)
         assert owner.skipped + owner.reasons.total() == owner.prompt, "a token came before all of the prompt"
         if len(owner.tokens) == owner.prompt + owner.to_generate:
-            self.end(owner, Status.COMPLETED)
+            assert self.requests[owner].status is Status.COMPLETED
+            self.note_end(owner)
 
     def end(self, owner: Owner, status: Status) -> None:
         self.scheduler.end(self.requests[owner], status)
+        self.note_end(owner)
+
+    def note_end(self, owner: Owner) -> None:
         self.note_claims()
         self.world.release(owner)
         owner.place = "ended"
@@ -241,7 +251,7 @@ class CachingMachine(RuleBasedStateMachine):
             assert request.digests is not None  # chains are made when first asked for; let that not count as a change
         before = self.snapshot()
         scheduler = self.scheduler
-        foreseen = planner.plan_step(scheduler.queues, self.limits, scheduler.cache, scheduler.in_flight)
+        foreseen = planner.plan_step(scheduler.queues, self.limits, scheduler.cache, scheduler.pending_blocks)
         assert self.snapshot() == before, "planning changed something"
         expected = self.expect_admissions(foreseen)
         sleepers = {request for request, _ in scheduler.queues.waiting.sleepers()}
@@ -253,20 +263,22 @@ class CachingMachine(RuleBasedStateMachine):
 
     def snapshot(self) -> tuple:
         scheduler = self.scheduler
-        return frozen(scheduler.queues), pickle.dumps((vars(scheduler.cache), scheduler.in_flight, scheduler.counters))
+        return frozen(scheduler.queues), pickle.dumps(
+            (vars(scheduler.cache), scheduler.pending_blocks, scheduler.counters)
+        )
 
     def expect_admissions(self, plan: StepPlan) -> dict[int, tuple]:
         """What becomes of each waiting request that is looked at, given who leaves and who grows."""
         world, size = self.world, self.limits.block_size
-        leaving = [self.owner_of(r) for r in (*plan.evictions, *(request for request, _ in plan.failures))]
+        leaving = [self.owner_of(r) for r in (*plan.preemptions, *(request for request, _ in plan.failures))]
         staying = [o for o in [*self.placed("running"), *self.placed("paused")] if o not in leaving]
-        if plan.evictions or self.paused_after(plan):
+        if plan.preemptions or self.paused_after(plan):
             return {}
         old = [chunk for chunk in plan.chunks if self.owner_of(chunk.request).place != "waiting"]
         used = world.in_use(without=leaving)
         growth = sum(math.ceil(c.end / size) > len(self.owner_of(c.request).table) for c in old)
         tokens = self.limits.max_tokens - sum(chunk.length for chunk in old)
-        rows = self.limits.max_requests - len(staying)
+        slots = self.limits.max_requests - len(staying)
         computing = world.being_computed()
         outcomes: dict[int, tuple] = {}
         for owner in self.placed("waiting"):
@@ -287,19 +299,19 @@ class CachingMachine(RuleBasedStateMachine):
             short = [
                 (resource, needed, there)
                 for resource, needed, there in (
-                    ("requests", 1, rows),
+                    ("requests", 1, slots),
                     ("blocks", blocks, free),
                     ("tokens", 1 if may_cut else length - start, tokens),
                 )
                 if needed > there
             ]
             if short:
-                outcomes[owner.name] = ("refuse", *short[0])
+                outcomes[owner.name] = ("defer", *short[0])
                 break
             end = min(length, start + tokens)
             outcomes[owner.name] = ("admit", len(matched), new, start, end)
             used |= set(matched)
-            growth, rows, tokens = growth + new, rows - 1, tokens - (end - start)
+            growth, slots, tokens = growth + new, slots - 1, tokens - (end - start)
             if not owner.opts_out:
                 for key in keys[len(matched) :]:
                     computing.setdefault(key, set()).add(owner.name)
@@ -307,7 +319,7 @@ class CachingMachine(RuleBasedStateMachine):
 
     def paused_after(self, plan: StepPlan) -> bool:
         paused = {self.requests[owner] for owner in self.placed("paused")} | set(plan.pauses)
-        return bool(paused - set(plan.resumes) - set(plan.evictions) - {request for request, _ in plan.failures})
+        return bool(paused - set(plan.resumes) - set(plan.preemptions) - {request for request, _ in plan.failures})
 
     def apply(self, plan: StepPlan, expected: dict[int, tuple], sleepers: set[int]) -> None:
         """The model follows the plan, and objects. Those who sleep must be those who follow."""
@@ -316,14 +328,14 @@ class CachingMachine(RuleBasedStateMachine):
             chunk = admission.chunk
             name = admission.request.request_id
             actual[name] = ("admit", len(admission.matched), admission.new_blocks, chunk.start, chunk.end)
-        for refusal in plan.refusals:
-            if refusal.wait_for is None:
-                actual[refusal.request.request_id] = ("refuse", refusal.resource, refusal.needed, refusal.available)
+        for deferral in plan.deferrals:
+            if deferral.wait_for is None:
+                actual[deferral.request.request_id] = ("defer", deferral.resource, deferral.needed, deferral.available)
             else:
-                name = refusal.request.request_id
+                name = deferral.request.request_id
                 outcome, *leaders = expected.get(name, ("nothing",))
-                assert outcome == "follow", f"{name} waits for {refusal.wait_for}"
-                assert refusal.wait_for in leaders, f"{name} waits for {refusal.wait_for}, not one of {leaders}"
+                assert outcome == "follow", f"{name} waits for {deferral.wait_for}"
+                assert deferral.wait_for in leaders, f"{name} waits for {deferral.wait_for}, not one of {leaders}"
                 actual[name] = expected[name]
         assert actual == expected
         # Matches are pinned before anything is evicted.
@@ -337,10 +349,10 @@ class CachingMachine(RuleBasedStateMachine):
                 self.world.take(owner, max(0, math.ceil(chunk.end / self.limits.block_size) - len(owner.table)))
         for admission in plan.admissions:
             self.enter(self.owner_of(admission.request), expected[admission.request.request_id])
-        for refusal in plan.refusals:
-            owner = self.owner_of(refusal.request)
-            self.waits += refusal.wait_for is not None and not owner.has_waited
-            owner.has_waited |= refusal.wait_for is not None
+        for deferral in plan.deferrals:
+            owner = self.owner_of(deferral.request)
+            self.waits += deferral.wait_for is not None and not owner.has_waited
+            owner.has_waited |= deferral.wait_for is not None
         self.note_claims()
         self.judge(plan)
 
@@ -350,16 +362,16 @@ class CachingMachine(RuleBasedStateMachine):
             assert math.ceil(len(owner.tokens) / self.limits.block_size) > self.limits.total_blocks
             self.world.release(owner)
             owner.place = "ended"
-        for request in plan.evictions:
+        for request in plan.preemptions:
             owner = self.owner_of(request)
-            assert len(owner.tokens) > owner.tokens_at_admission, "evicted before it got a token: that may never end"
+            assert len(owner.tokens) > owner.tokens_at_admission, "preempted before it got a token: that may never end"
             self.send_back(owner)
         for request in plan.pauses:
             self.owner_of(request).place = "paused"
         for request in plan.resumes:
             self.owner_of(request).place = "running"
         paused = self.placed("paused")
-        assert all(request.arrival > owner.name for request in plan.evictions for owner in paused)
+        assert all(request.arrival > owner.name for request in plan.preemptions for owner in paused)
 
     def enter(self, owner: Owner, outcome: tuple) -> None:
         _, matched, new, start, _ = outcome
@@ -393,7 +405,7 @@ class CachingMachine(RuleBasedStateMachine):
         return "not_cached" if position < owner.prompt // size * size else "partial_block"
 
     def was_matched(self, owner: Owner, block: int) -> bool:
-        return block < self.requests[owner].shared_end // self.limits.block_size
+        return block < self.shared_ends[owner] // self.limits.block_size
 
     def judge(self, plan: StepPlan) -> None:
         """What a good plan leaves nobody to complain of."""
@@ -448,10 +460,10 @@ class CachingMachine(RuleBasedStateMachine):
     def verify_request(self, owner: Owner, request: Request) -> None:
         assert request.tokens == owner.tokens
         assert request.computed_end == owner.computed
-        assert request.ledger.skipped == owner.skipped
-        assert request.recomputed_tokens == owner.again
-        assert dict(request.ledger.reasons) == dict(owner.reasons)
-        assert request.ledger.matched_blocks == owner.first_match
+        assert request.sequence.ledger.skipped == owner.skipped
+        assert request.sequence.ledger.recomputed == owner.again
+        assert dict(request.sequence.ledger.reasons) == dict(owner.reasons)
+        assert request.sequence.ledger.matched_blocks == owner.first_match
         if self.key_weights[owner] == self.weights and not owner.opts_out:
             found = self.scheduler.cache.match(request.digests)
             assert len(found) == len(self.world.match(owner)), "another match than its tokens deserve"

@@ -74,7 +74,7 @@ class TestLedger:
         for position in range(10, 14):
             ledger.compute(position, position + 1)
         assert (ledger.skipped, ledger.computed, ledger.recomputed) == (0, 10, 0)
-        ledger.admit(12, 3, 4, None)  # after an eviction, what it had generated is cached too
+        ledger.admit(12, 3, 4, None)  # after a preemption, what it had generated is cached too
         ledger.compute(12, 15)
         assert (ledger.skipped, ledger.computed, ledger.recomputed) == (0, 10, 2)
 
@@ -89,7 +89,7 @@ class TestLedger:
         assert ledger.reasons == {"not_cached": 2, "partial_block": 2}
 
     def test_what_was_skipped_once_is_computed_again(self):
-        """EX-2: evicted, and what it had shared was evicted too."""
+        """EX-2: preempted, and what it had shared was evicted too."""
         ledger = PrefillLedger(10)
         ledger.admit(8, 2, 4, None)
         ledger.compute(8, 10)
@@ -130,7 +130,7 @@ def run(scheduler: Scheduler, *requests: Request, generate: int = 2) -> None:
 
 
 def accounts(request: Request) -> tuple[int, dict[str, int]]:
-    return request.ledger.skipped, dict(request.ledger.reasons)
+    return request.sequence.ledger.skipped, dict(request.sequence.ledger.reasons)
 
 
 class TestRequests:
@@ -177,7 +177,7 @@ class TestRequests:
         again = request_of(1, range(10))
         run(scheduler, again)
         assert accounts(again) == (0, {"no_snapshot": 8, "partial_block": 2})
-        assert again.ledger.matched_blocks == 2
+        assert again.sequence.ledger.matched_blocks == 2
         assert (scheduler.counters.hits, scheduler.counters.blocks_matched) == (0, 2)
 
     def test_states_that_are_found_leave_the_rest_of_the_matched_blocks_to_compute(self):
@@ -192,8 +192,8 @@ class TestRequests:
     @pytest.mark.parametrize("policy", [LRU, REF_ZERO])
     @pytest.mark.parametrize("max_tokens", [4, 7, 16])
     def test_sums_are_exact_whatever_happens_in_between(self, policy, max_tokens):
-        """EX-2: failed steps, suspensions and resets in every order, evictions for want of blocks."""
-        evictions = skipped = 0
+        """EX-2: failed steps, suspensions and resets in every order, preemptions for want of blocks."""
+        preemptions = skipped = 0
         for order in itertools.product(["nothing", "fail", "suspend", "reset"], repeat=3):
             scheduler = Scheduler(make_limits(total_blocks=7, max_tokens=max_tokens), policy)
             prompts = [[*range(8), *range(50 * i, 50 * i + i)] for i in range(3)]
@@ -207,12 +207,14 @@ class TestRequests:
                 self.step(scheduler, known, prefilled)
             for request in requests:
                 assert request.status is Status.COMPLETED
-                assert request.ledger.skipped + request.ledger.computed == request.prompt_length, order
+                assert request.sequence.ledger.skipped + request.sequence.ledger.computed == request.prompt_length, (
+                    order
+                )
                 assert request.prefill_token_count == prefilled[request.request_id], order
-            assert scheduler.counters.skipped_tokens == sum(request.ledger.skipped for request in requests)
-            evictions += scheduler.counters.evictions
+            assert scheduler.counters.skipped_tokens == sum(request.sequence.ledger.skipped for request in requests)
+            preemptions += scheduler.counters.preemptions
             skipped += scheduler.counters.skipped_tokens
-        assert evictions > 0
+        assert preemptions > 0
         assert skipped > 0
 
     @staticmethod
@@ -231,8 +233,6 @@ class TestRequests:
             request, name = chunk.request, chunk.request.request_id
             prefilled[name] += sum(i < max(request.prompt_length, known[name]) for i in range(chunk.start, chunk.end))
             known[name] = max(known[name], chunk.end)
-            if request.generated_count == request.params.num_tokens_to_generate:
-                scheduler.end(request, Status.COMPLETED)
 
 
 class TestCachingOff:
@@ -250,8 +250,8 @@ class TestCachingOff:
         scheduler.weights_changed()
         scheduler.reset_prefix_cache()
         step(scheduler)
-        assert (first.chain, second.chain, third.chain) == (None, None, None)
-        assert scheduler.in_flight.requests() == set()
+        assert (first.sequence.chain, second.sequence.chain, third.sequence.chain) == (None, None, None)
+        assert scheduler.pending_blocks.requests() == set()
         use = scheduler.cache.use()
         assert (use.blocks_cached, use.blocks_evictable, use.blocks_evicted) == (0, 0, 0)
         for request in (first, second):

@@ -12,11 +12,12 @@ from megatron_ext.prefix_cache import matching
 from megatron_ext.prefix_cache.block_pool import BlockId
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.eviction import LeafFirstLru, RefZero
-from megatron_ext.scheduling import planner, scheduler
+from megatron_ext.scheduling import keys, planner
 from megatron_ext.scheduling.accounting import PrefillLedger
-from megatron_ext.scheduling.coordination import BlocksInFlight
-from megatron_ext.scheduling.planner import Admission, Refusal, StepPlan
-from megatron_ext.scheduling.request import Chunk, Request
+from megatron_ext.scheduling.chunk import Chunk
+from megatron_ext.scheduling.coordination import PendingBlocks
+from megatron_ext.scheduling.plan import Admission, Deferral, StepPlan
+from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
 from tests.priority import TestPriority
 from tests.unit_tests.scheduling.caching_machine import CachingMachine
@@ -39,7 +40,7 @@ TestCaching = CachingMachine.TestCase
 
 
 def forgets_that_matches_are_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PrefixCache, "is_retired", lambda self, block: False)
+    monkeypatch.setattr(PrefixCache, "is_evictable", lambda self, block: False)
 
 
 def pins_after_others_have_grown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,9 +67,9 @@ def publishes_what_is_yet_to_be_computed(monkeypatch: pytest.MonkeyPatch) -> Non
     def schedule_and_publish(self: Scheduler) -> StepPlan:
         plan = schedule(self)
         for chunk in plan.chunks:
-            chunk.request.computed_end = chunk.end
+            chunk.request.sequence.computed_end = chunk.end
             self._publish(chunk.request)
-            chunk.request.computed_end = chunk.start
+            chunk.request.sequence.computed_end = chunk.start
         return plan
 
     monkeypatch.setattr(Scheduler, "schedule", schedule_and_publish)
@@ -79,7 +80,7 @@ def publishes_a_failed_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def publish_and_abandon(self: Scheduler, chunks: Sequence[Chunk], reason: str) -> None:
         for chunk in chunks:
-            chunk.request.computed_end = chunk.end
+            chunk.request.sequence.computed_end = chunk.end
             self._publish(chunk.request)
         abandon(self, chunks, reason)
 
@@ -92,25 +93,25 @@ def releases_parents_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def evicts_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LeafFirstLru, "evict", lambda self: self._retired.popitem(last=True)[0])
+    monkeypatch.setattr(LeafFirstLru, "evict", lambda self: self._evictable.popitem(last=True)[0])
 
 
 def evicts_by_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """A block that is used again keeps its old place in the line."""
-    retire = LeafFirstLru.retire
+    make_evictable = LeafFirstLru.make_evictable
 
-    def retire_at_old_place(self: LeafFirstLru, block: BlockId) -> bool:
+    def make_evictable_at_old_place(self: LeafFirstLru, block: BlockId) -> bool:
         places = vars(self).setdefault("places", {})
         places.setdefault(block, len(places))
-        retire(self, block)
-        self._retired = type(self._retired)(sorted(self._retired.items(), key=lambda item: places[item[0]]))
+        make_evictable(self, block)
+        self._evictable = type(self._evictable)(sorted(self._evictable.items(), key=lambda item: places[item[0]]))
         return True
 
-    monkeypatch.setattr(LeafFirstLru, "retire", retire_at_old_place)
+    monkeypatch.setattr(LeafFirstLru, "make_evictable", make_evictable_at_old_place)
 
 
 def ref_zero_keeps_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("__init__", "retire", "revive", "evict", "clear", "__len__", "__iter__", "__contains__"):
+    for name in ("__init__", "make_evictable", "reuse", "evict", "clear", "__len__", "__iter__", "__contains__"):
         monkeypatch.setattr(RefZero, name, getattr(LeafFirstLru, name))
 
 
@@ -136,8 +137,8 @@ def hits_one_block_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def ignores_the_salt(monkeypatch: pytest.MonkeyPatch) -> None:
-    root = scheduler.root_digest
-    monkeypatch.setattr(scheduler, "root_digest", lambda fields: root(fields[:3]))
+    root = keys.root_digest
+    monkeypatch.setattr(keys, "root_digest", lambda fields: root(fields[:3]))
 
 
 def caches_for_who_opted_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,7 +154,7 @@ def caches_for_who_opted_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def skips_tokens_whose_scores_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner, "reads_cache", lambda request: request.chain is not None)
+    monkeypatch.setattr(planner, "reads_cache", lambda request: request.sequence.chain is not None)
 
 
 def writes_shared_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +162,7 @@ def writes_shared_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def forget_what_is_shared(self: Scheduler, admission: Admission) -> None:
         admit(self, admission)
-        admission.request.shared_end = 0
+        admission.request.sequence.shared_end = 0
 
     monkeypatch.setattr(Scheduler, "_admit", forget_what_is_shared)
 
@@ -176,15 +177,15 @@ def resumes_a_token_early(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def mourns_a_leader_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(BlocksInFlight, "discard", lambda self, request_id: None)
+    monkeypatch.setattr(PendingBlocks, "discard", lambda self, request_id: None)
 
 
 def follows_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner, "follow", lambda *args: None)
+    monkeypatch.setattr(planner, "wait_for_prefix", lambda *args: None)
 
 
 def sees_no_leader_of_the_same_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner.Leaders, "add", lambda self, admission: None)
+    monkeypatch.setattr(planner.PrefixLeaders, "add", lambda self, admission: None)
 
 
 def lets_nobody_overtake_followers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,7 +193,7 @@ def lets_nobody_overtake_followers(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def cut_off(*args: object) -> object:
         entry = plan_admissions(*args)
-        followers = [refusal.request.arrival for refusal in entry.refusals if refusal.wait_for is not None]
+        followers = [deferral.request.arrival for deferral in entry.deferrals if deferral.wait_for is not None]
         entry.admissions[:] = [a for a in entry.admissions if a.request.arrival < min(followers, default=1 << 30)]
         return entry
 
@@ -202,20 +203,20 @@ def lets_nobody_overtake_followers(monkeypatch: pytest.MonkeyPatch) -> None:
 def counts_every_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     note = Scheduler._note_follower
 
-    def note_again(self: Scheduler, refusal: Refusal) -> None:
-        refusal.request.has_followed = False
-        note(self, refusal)
+    def note_again(self: Scheduler, deferral: Deferral) -> None:
+        deferral.request.sequence.has_waited_for_prefix = False
+        note(self, deferral)
 
     monkeypatch.setattr(Scheduler, "_note_follower", note_again)
 
 
-def counts_hits_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def counts_hits_that_are_deferred(monkeypatch: pytest.MonkeyPatch) -> None:
     schedule = Scheduler.schedule
 
     def count_first(self: Scheduler) -> StepPlan:
         plan = schedule(self)
-        if plan.refusal is not None:
-            self.counters.hits += bool(self.cache.match(plan.refusal.request.digests))
+        if plan.deferral is not None:
+            self.counters.hits += bool(self.cache.match(plan.deferral.request.digests))
         return plan
 
     monkeypatch.setattr(Scheduler, "schedule", count_first)
@@ -243,7 +244,7 @@ def publishes_what_began_before_a_reset(monkeypatch: pytest.MonkeyPatch) -> None
 
 def keeps_old_keys_in_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     def change_weights(self: Scheduler) -> None:
-        self._weights_version += 1
+        self._keys.weights_changed()
         self.reset_prefix_cache()
 
     monkeypatch.setattr(Scheduler, "weights_changed", change_weights)
@@ -292,7 +293,7 @@ def never_caches_generated_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
         sees_no_leader_of_the_same_step,
         lets_nobody_overtake_followers,
         counts_every_wait,
-        counts_hits_that_are_refused,
+        counts_hits_that_are_deferred,
         counts_skipped_tokens_at_each_admission,
         publishes_what_began_before_a_reset,
         keeps_old_keys_in_the_queue,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 
 from megatron_ext.config import EvictionPolicyName
 from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.scheduler import Scheduler
-from tests.unit_tests.scheduling.builders import add, make_limits, request_of
+from megatron_ext.scheduling.step import describe_step
+from tests.unit_tests.scheduling.builders import add, commit, frozen, make_limits, request_of
 
 
 def scheduler_of(*requests: object, slots: int | None = None, **limits: object) -> Scheduler:
@@ -19,11 +22,10 @@ def scheduler_of(*requests: object, slots: int | None = None, **limits: object) 
 def test_a_step_is_taken_in_whole():
     """KV-5, KV-10: a request goes on, one ends by its count, one by its token, one is mid-prefill."""
     goes_on, counted = request_of(0, range(5)), request_of(1, range(10, 13), num_tokens_to_generate=1)
-    stopped, long = request_of(2, range(20, 22)), request_of(3, range(30, 45))
-    stopped.termination_id = 99
+    stopped, long = request_of(2, range(20, 22), end=99), request_of(3, range(30, 45))
     scheduler = scheduler_of(goes_on, counted, stopped, long, total_blocks=20)
     plan = scheduler.schedule()
-    ended = scheduler.commit(plan.chunks, {0: 7, 1: 8, 2: 99})
+    ended = commit(scheduler, plan, {0: 7, 1: 8, 2: 99})
     assert ended == [counted, stopped]
     assert [request.finish_reason for request in (goes_on, counted, stopped)] == [None, "length", "stop"]
     assert [request.status for request in ended] == [Status.COMPLETED] * 2
@@ -37,11 +39,10 @@ def test_a_step_is_taken_in_whole():
 
 def test_min_tokens_hold_for_the_termination_token_only():
     """KV-10."""
-    request = request_of(0, range(3), num_tokens_to_generate=4, min_tokens=2)
-    request.termination_id = 99
+    request = request_of(0, range(3), end=99, num_tokens_to_generate=4, min_tokens=2)
     scheduler = scheduler_of(request)
     for expected in ([], [], [request]):
-        assert scheduler.commit(scheduler.schedule().chunks, {0: 99}) == expected
+        assert commit(scheduler, scheduler.schedule(), {0: 99}) == expected
     assert (request.finish_reason, request.generated_tokens) == ("stop", [99, 99, 99])
 
 
@@ -49,7 +50,7 @@ def test_what_one_has_published_in_its_last_step_others_find():
     """KV-5: everything is published before anybody ends; ends are in the order of the plan."""
     first, second = request_of(0, range(8), num_tokens_to_generate=1), request_of(1, range(50, 58))
     scheduler = scheduler_of(first, second, total_blocks=20)
-    assert scheduler.commit(scheduler.schedule().chunks, {0: 1, 1: 2}) == [first]
+    assert commit(scheduler, scheduler.schedule(), {0: 1, 1: 2}) == [first]
     third = request_of(2, range(8))
     scheduler.add(third)
     (admission,) = scheduler.schedule().admissions
@@ -60,10 +61,33 @@ def test_a_snapshot_and_the_last_token_in_one_step():
     """HY-6: it is visible although its request has ended, and no slot stays reserved."""
     request = request_of(0, range(8), num_tokens_to_generate=1)
     scheduler = scheduler_of(request, slots=4)
-    assert scheduler.commit(scheduler.schedule().chunks, {0: 1}) == [request]
+    assert commit(scheduler, scheduler.schedule(), {0: 1}) == [request]
     assert scheduler.cache.use().slots_used == 2
     assert scheduler.cache.states.obtainable_count == 4
     scheduler.check()
+
+
+@pytest.mark.parametrize("sampled", [{}, {0: 7}, {0: 7, 1: 8, 2: 9}, {0: 7, 2: 9}])
+def test_a_token_for_each_chunk_that_yields_one_and_for_no_other(sampled: dict[int, int]):
+    """And if that is not so, nothing has happened."""
+    first, second, long = request_of(0, range(5)), request_of(1, range(10, 13)), request_of(2, range(30, 45))
+    scheduler = scheduler_of(first, second, long, total_blocks=20)
+    message = describe_step(scheduler.schedule().chunks, 4)
+    before = frozen(scheduler.queues)
+    with pytest.raises(AssertionError, match="for chunks of"):
+        scheduler.commit(message, sampled)
+    assert frozen(scheduler.queues) == before
+    assert scheduler.commit(message, {0: 7, 1: 8}) == []
+    assert [request.generated_tokens for request in (first, second, long)] == [[7], [8], []]
+
+
+def test_a_message_that_was_pickled_can_be_committed():
+    """The message is all that comes back from where it was computed."""
+    request = request_of(0, range(8), num_tokens_to_generate=1)
+    scheduler = scheduler_of(request, slots=4)
+    message = describe_step(scheduler.schedule().chunks, 4)
+    assert scheduler.commit(pickle.loads(pickle.dumps(message)), {0: 1}) == [request]
+    assert scheduler.cache.use().snapshots_taken == 2
 
 
 class TestRevise:
@@ -73,7 +97,7 @@ class TestRevise:
     def ended():
         request = request_of(0, range(3), num_tokens_to_generate=1)
         scheduler = scheduler_of(request)
-        scheduler.commit(scheduler.schedule().chunks, {0: 5})
+        commit(scheduler, scheduler.schedule(), {0: 5})
         return request
 
     def test_another_reason(self):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_ext.config import EvictionPolicyName
-from megatron_ext.scheduling.coordination import BlocksInFlight
+from megatron_ext.scheduling.coordination import PendingBlocks
 from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
@@ -36,7 +36,7 @@ class TestFollowing:
         plan = step(scheduler)
         assert admitted(plan) == [(0, 0, 3)]
         assert followers(plan) == {1: 0, 2: 0}
-        assert plan.refusal is None  # nobody waits for room
+        assert plan.deferral is None  # nobody waits for room
         plan = step(scheduler)
         assert admitted(plan) == [(1, 2, 1), (2, 2, 1)]
         assert [(chunk.start, chunk.end) for chunk in plan.chunks if chunk.start == 8] == [(8, 9), (8, 9)]
@@ -51,7 +51,7 @@ class TestFollowing:
         plan = step(scheduler)
         assert admitted(plan) == [(0, 0, 3), (2, 0, 2), (4, 0, 2)]
         assert [request.request_id for request in scheduler.queues.waiting] == [1, 3]
-        assert admitted(step(scheduler)) == [(1, 2, 1)]  # one row is left
+        assert admitted(step(scheduler)) == [(1, 2, 1)]  # one slot is left
         assert [request.request_id for request in scheduler.queues.waiting] == [3]
 
     def test_whoever_lacks_room_is_not_overtaken(self):
@@ -60,13 +60,13 @@ class TestFollowing:
         add(scheduler, sharing(0), sharing(1), request_of(2, range(50, 62)), request_of(3, [70]))
         plan = step(scheduler)
         assert admitted(plan) == [(0, 0, 3)]
-        assert [(refusal.request.request_id, refusal.resource) for refusal in plan.refusals] == [
+        assert [(deferral.request.request_id, deferral.resource) for deferral in plan.deferrals] == [
             (1, "prefix"),
             (2, "blocks"),
         ]
-        assert plan.refusal.request.request_id == 2
+        assert plan.deferral.request.request_id == 2
 
-    def test_followers_of_who_was_refused_wait_for_room_like_it(self):
+    def test_followers_of_who_was_deferred_wait_for_room_like_it(self):
         """KV-6: a request that is not admitted leads nobody."""
         scheduler = make_scheduler(max_requests=1)
         add(scheduler, request_of(0, [70]), sharing(1), sharing(2))
@@ -152,7 +152,7 @@ class TestLeaders:
         for _ in range(3):
             plan = step(scheduler)
         assert requests[2] in scheduler.queues.running
-        assert requests[2].ledger.skipped == 8
+        assert requests[2].sequence.ledger.skipped == 8
         assert scheduler.counters.coordination_waits == 2  # nobody is counted for waiting again
 
     def test_when_its_forward_fails_it_begins_again(self):
@@ -169,7 +169,7 @@ class TestLeaders:
         scheduler = make_scheduler(max_tokens=4)
         add(scheduler, sharing(1))
         step(scheduler)
-        add(scheduler, sharing(0))  # as one that was evicted
+        add(scheduler, sharing(0))  # as one that was preempted
         plan = scheduler.schedule()
         assert followers(plan) == {0: 1}
         scheduler.abandon(plan.chunks, "planted")
@@ -192,7 +192,7 @@ class TestLeaders:
         add(scheduler, sharing(0), sharing(1), sharing(2))
         step(scheduler)
         scheduler.reset_prefix_cache()
-        assert scheduler.in_flight.requests() == set()
+        assert scheduler.pending_blocks.requests() == set()
         scheduler.limits = make_limits(total_blocks=20)
         plan = step(scheduler)
         assert admitted(plan) == [(1, 0, 3)]
@@ -259,11 +259,11 @@ class TestWhoStaysApart:
 
 
 class TestRetriedAdmission:
-    """KV-13: an admission that is refused changes no count, and is counted once when it succeeds."""
+    """KV-13: an admission that is deferred changes no count, and is counted once when it succeeds."""
 
     @staticmethod
-    def refused_for(resource: str) -> tuple[Scheduler, Request, Request]:
-        """A scheduler that refuses the last of the requests, and who is in its way."""
+    def deferred_for(resource: str) -> tuple[Scheduler, Request, Request]:
+        """A scheduler that defers the last of the requests, and who is in its way."""
         limits = {"blocks": {"total_blocks": 5}, "requests": {"max_requests": 1}, "tokens": {"chunked_prefill": False}}
         scheduler = make_scheduler(**limits[resource])
         first = sharing(0, own=4)
@@ -277,26 +277,26 @@ class TestRetriedAdmission:
 
     @pytest.mark.parametrize("resource", ["blocks", "requests", "tokens"])
     def test_a_hit_is_counted_when_it_is_used(self, resource):
-        scheduler, first, request = self.refused_for(resource)
+        scheduler, first, request = self.deferred_for(resource)
         for _ in range(1 if resource == "tokens" else 3):
             plan = step(scheduler)
-            assert (plan.refusal.request, plan.refusal.resource) == (request, resource)
+            assert (plan.deferral.request, plan.deferral.resource) == (request, resource)
             counters = scheduler.counters
             assert (counters.hits, counters.blocks_matched, counters.skipped_tokens) == (0, 0, 0)
-            assert (request.ledger.matched_blocks, request.ledger.skipped) == (None, 0)
+            assert (request.sequence.ledger.matched_blocks, request.sequence.ledger.skipped) == (None, 0)
             assert request.block_table == []
         scheduler.end(first, Status.COMPLETED)
         assert [one[:2] for one in admitted(step(scheduler))] == [(2, 2)]
         assert (counters.hits, counters.blocks_matched, counters.skipped_tokens) == (1, 2, 8)
-        assert (request.ledger.matched_blocks, request.ledger.skipped) == (2, 8)
-        assert [event.type.name for event in request.events].count("ADD_CONTEXT") == 1
+        assert (request.sequence.ledger.matched_blocks, request.sequence.ledger.skipped) == (2, 8)
+        assert [event.type.name for event in request.timeline.events].count("ADD_CONTEXT") == 1
 
 
 class TestBlocksInFlight:
     """KV-6: who computes what."""
 
     def test_the_first_of_several_leads_until_it_has_published_or_left(self):
-        blocks = BlocksInFlight()
+        blocks = PendingBlocks()
         for request in (7, 3, 5):
             blocks.add(request, [b"a", b"b"])
         assert blocks.leader(b"a") == 7
@@ -308,7 +308,7 @@ class TestBlocksInFlight:
         assert blocks.requests() == {5}
 
     def test_nothing_is_left_of_who_has_published_all(self):
-        blocks = BlocksInFlight()
+        blocks = PendingBlocks()
         blocks.add(1, [b"a", b"b"])
         blocks.published(1, b"a")
         blocks.published(1, b"b")
@@ -318,7 +318,7 @@ class TestBlocksInFlight:
 
     def test_strangers_and_repeats_change_nothing(self):
         """Blocks completed in decode are published too, and requests leave that never computed a block."""
-        blocks = BlocksInFlight()
+        blocks = PendingBlocks()
         blocks.add(1, [b"a", b"a"])
         blocks.add(2, [])
         blocks.published(1, b"x")

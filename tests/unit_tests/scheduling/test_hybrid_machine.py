@@ -18,9 +18,9 @@ from megatron_ext.prefix_cache.hash_chain import Digest
 from megatron_ext.prefix_cache.matching import ResumePoint
 from megatron_ext.prefix_cache.state_index import SlotId, StateIndex
 from megatron_ext.scheduling import planner
-from megatron_ext.scheduling.plan import Limits
-from megatron_ext.scheduling.planner import StepPlan
-from megatron_ext.scheduling.request import Chunk, Request
+from megatron_ext.scheduling.chunk import Chunk
+from megatron_ext.scheduling.plan import SchedulerLimits, SnapshotRequest, StepPlan
+from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
 from tests.priority import TestPriority
 from tests.unit_tests.scheduling.cache_model import Owner, content
@@ -36,10 +36,10 @@ class HybridMachine(CachingMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.rows: dict[int, object] = {}
+        self.live: dict[int, object] = {}
         self.slots: dict[int, object] = {}
 
-    def draw_limits(self, data: st.DataObject) -> Limits:
+    def draw_limits(self, data: st.DataObject) -> SchedulerLimits:
         """LA-1: in one life of three chunks are aligned, with a budget of a block or a few tokens more."""
         limits = super().draw_limits(data)
         if data.draw(st.sampled_from([False, False, True]), "aligned"):
@@ -59,8 +59,8 @@ class HybridMachine(CachingMachine):
             assert chunk.start <= min(matched * self.limits.block_size, len(owner.tokens) - 1)
             assert (one.restore is None) == (chunk.start == 0)
             outcomes[owner.name] = ("admit", matched, one.new_blocks, chunk.start, chunk.end)
-        for one in plan.refusals:
-            following = ("refuse", one.resource, one.needed, one.available)
+        for one in plan.deferrals:
+            following = ("defer", one.resource, one.needed, one.available)
             outcomes[one.request.request_id] = following if one.wait_for is None else ("follow", one.wait_for)
         return outcomes
 
@@ -72,13 +72,13 @@ class HybridMachine(CachingMachine):
         written: dict[SlotId, object] = {}
         for chunk in chunks:
             owner, request = self.owner_of(chunk.request), chunk.request
-            assert self.rows[request.live_slot] == content(owner, chunk.start), "states of another position"
-            for snapshot in request.snapshots:
+            assert self.live[request.sequence.live_slot] == content(owner, chunk.start), "states of another position"
+            for snapshot in request.sequence.snapshots:
                 if chunk.start < snapshot.position <= chunk.end:
                     assert not self.limits.aligned_chunks or snapshot.position == chunk.end, "only ends leave states"
                     assert snapshot.slot not in written, "two write one slot"
                     written[snapshot.slot] = content(owner, snapshot.position)
-            self.rows[request.live_slot] = content(owner, chunk.end)
+            self.live[request.sequence.live_slot] = content(owner, chunk.end)
         self.slots |= written
 
     def judge(self, plan: StepPlan) -> None:
@@ -86,16 +86,16 @@ class HybridMachine(CachingMachine):
         super().judge(plan)
         if not self.limits.aligned_chunks:
             return
-        assert all(one.available == 0 for one in plan.refusals if one.resource == "tokens"), "a token helps nobody"
+        assert all(one.available == 0 for one in plan.deferrals if one.resource == "tokens"), "a token helps nobody"
         chunks = {chunk.request: chunk for chunk in plan.chunks}
         spare = self.limits.max_tokens - sum(chunk.length for chunk in plan.chunks)
         size = self.limits.block_size
         for owner in self.placed("running"):
             request = self.requests[owner]
             if request not in chunks:
-                stops = any(refusal.wish is not None for refusal in plan.refusals)
+                stops = any(deferral.snapshot is not None for deferral in plan.deferrals)
                 assert spare == 0 or stops, f"{request.request_id} gets none of {spare} tokens"
-            elif request.chain is not None:
+            elif request.sequence.chain is not None:
                 self.judge_end(chunks[request], size)
 
     def judge_end(self, chunk: Chunk, size: int) -> None:
@@ -107,12 +107,12 @@ class HybridMachine(CachingMachine):
             assert chunk.end % size == 0 or chunk.end // size == chunk.start // size
 
     def begin(self, chunk: Chunk) -> None:
-        owner, restore = self.owner_of(chunk.request), chunk.request.restore
+        owner, restore = self.owner_of(chunk.request), chunk.request.sequence.restore
         if restore is not None:
             assert self.slots.get(restore.slot) == content(owner, chunk.start), "restores what is of others"
-            self.rows[chunk.request.live_slot] = self.slots[restore.slot]
+            self.live[chunk.request.sequence.live_slot] = self.slots[restore.slot]
         elif chunk.start == 0:
-            self.rows[chunk.request.live_slot] = content(owner, 0)
+            self.live[chunk.request.sequence.live_slot] = content(owner, 0)
 
     def verify_request(self, owner: Owner, request: Request) -> None:
         """No snapshot can be found that does not hold what its key says."""
@@ -162,25 +162,27 @@ def resumes_behind_a_snapshot_that_is_not_there(monkeypatch: pytest.MonkeyPatch)
 
 
 def names_snapshots_after_the_block_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    reserve = Scheduler._reserve_snapshot
+    reserve = Scheduler._reserve_snapshots
 
-    def misname(self: Scheduler, request: Request, position: int, digest: Digest, **kwargs: object) -> None:
-        before = request.digests[max(0, position // self.limits.block_size - 2)]
-        reserve(self, request, position, before, **kwargs)
+    def misname(self: Scheduler, wanted: Sequence[SnapshotRequest]) -> None:
+        places = [max(0, one.position // self.limits.block_size - 2) for one in wanted]
+        pairs = zip(wanted, places, strict=True)
+        reserve(self, [dataclasses.replace(one, digest=one.request.digests[place]) for one, place in pairs])
 
-    monkeypatch.setattr(Scheduler, "_reserve_snapshot", misname)
+    monkeypatch.setattr(Scheduler, "_reserve_snapshots", misname)
 
 
 def shows_snapshots_before_they_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    reserve = Scheduler._reserve_snapshot
+    reserve = Scheduler._reserve_snapshots
 
-    def reserve_and_commit(self: Scheduler, request: Request, *args: object, **kwargs: object) -> None:
-        reserve(self, request, *args, **kwargs)
-        for snapshot in request.snapshots:
-            self.cache.states.commit(snapshot.digest)
-        request.snapshots = []
+    def reserve_and_commit(self: Scheduler, wanted: Sequence[SnapshotRequest]) -> None:
+        reserve(self, wanted)
+        for request in self.queues:
+            for snapshot in request.sequence.snapshots:
+                self.cache.states.commit(snapshot.digest)
+            request.sequence.snapshots = []
 
-    monkeypatch.setattr(Scheduler, "_reserve_snapshot", reserve_and_commit)
+    monkeypatch.setattr(Scheduler, "_reserve_snapshots", reserve_and_commit)
 
 
 def keeps_snapshots_of_evicted_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

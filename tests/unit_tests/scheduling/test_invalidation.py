@@ -13,7 +13,7 @@ from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
 from tests.priority import TestPriority
-from tests.unit_tests.scheduling.builders import add, admitted, make_limits, request_of, step
+from tests.unit_tests.scheduling.builders import add, admitted, commit, make_limits, request_of, step
 
 pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
@@ -45,7 +45,7 @@ def test_what_was_cached_before_is_not_matched_after(invalidate: Invalidate, slo
         request = request_of(arrival, PROMPT)
         add(scheduler, request)
         assert admitted(step(scheduler)) == [(arrival, 0, 3)]
-        assert request.ledger.skipped == 0
+        assert request.sequence.ledger.skipped == 0
         scheduler.end(request, Status.COMPLETED)
         assert cached_tokens(scheduler) == 12
         invalidate(scheduler)
@@ -111,7 +111,7 @@ class TestInFlight:
             add(scheduler, request_of(0, PROMPT))
             plan = scheduler.schedule()
             invalidate(scheduler)
-            scheduler.commit(plan.chunks)
+            commit(scheduler, plan)
             use = scheduler.cache.use()
             assert (use.blocks_cached, use.slots_used) == (0, 0)
 
@@ -126,7 +126,7 @@ class TestInFlight:
         step(scheduler)
         assert request.generated_count == 1
         assert cached_tokens(scheduler) == 12
-        assert request.ledger.skipped + request.ledger.computed == 12
+        assert request.sequence.ledger.skipped + request.sequence.ledger.computed == 12
 
     def test_shares_with_others_of_its_time_until_the_last_has_left(self):
         """EX-4, KV-3: blocks in use are not touched."""
@@ -162,7 +162,7 @@ class TestKeys:
     def root(scheduler: Scheduler, **params: object) -> Digest:
         request = request_of(0, PROMPT, **params)
         scheduler.add(request)
-        return request.chain.root
+        return request.sequence.chain.root
 
     def test_each_of_model_weights_block_size_and_salt_makes_another_key(self):
         """KV-1, EX-3, EX-4."""
@@ -189,14 +189,14 @@ class TestKeys:
         scheduler = make_scheduler(max_requests=1)
         add(scheduler, running := request_of(0, PROMPT), waiting := request_of(1, PROMPT))
         step(scheduler)
-        old = running.chain.root
+        old = running.sequence.chain.root
         scheduler.reset_prefix_cache()
-        assert (running.chain.root, waiting.chain.root) == (old, old)
+        assert (running.sequence.chain.root, waiting.sequence.chain.root) == (old, old)
         scheduler.weights_changed()
-        assert running.chain.root == old  # until it begins again: its KV is of both
-        assert waiting.chain.root == self.root(scheduler) != old
+        assert running.sequence.chain.root == old  # until it begins again: its KV is of both
+        assert waiting.sequence.chain.root == self.root(scheduler) != old
         scheduler.suspend()
-        assert running.chain.root == waiting.chain.root
+        assert running.sequence.chain.root == waiting.sequence.chain.root
 
     def test_salts_share_among_themselves_only(self):
         """EX-3: of prompts that are all the same."""

@@ -10,23 +10,16 @@ import itertools
 import pytest
 
 from megatron_ext.prefix_cache.cache import PrefixCache
-from megatron_ext.scheduling.coordination import BlocksInFlight
-from megatron_ext.scheduling.planner import (
-    Admission,
-    Refusal,
-    Room,
-    StepPlan,
-    check_admissible,
-    plan_admission,
-    plan_step,
-)
+from megatron_ext.scheduling.coordination import PendingBlocks
+from megatron_ext.scheduling.plan import Admission, Deferral, StepBudget, StepPlan
+from megatron_ext.scheduling.planner import check_admissible, plan_admission, plan_step
 from tests.unit_tests.scheduling.builders import Situation, frozen, make_limits, make_request
 
 
 def plan(situation: Situation) -> StepPlan:
     """KV-13: planning changes nothing, whatever it decides."""
     before = frozen(situation.queues)
-    result = plan_step(situation.queues, situation.limits, situation.cache, BlocksInFlight())
+    result = plan_step(situation.queues, situation.limits, situation.cache, PendingBlocks())
     assert frozen(situation.queues) == before
     return result
 
@@ -42,7 +35,7 @@ def admitted(step: StepPlan) -> list[tuple[int, int]]:
 def moves(step: StepPlan) -> dict[str, list[int]]:
     """Who is moved, without the kinds of moves that nobody makes."""
     named = {
-        "evictions": step.evictions,
+        "preemptions": step.preemptions,
         "pauses": step.pauses,
         "resumes": step.resumes,
         "failures": [request for request, _ in step.failures],
@@ -56,7 +49,7 @@ class TestTokens:
 
     def test_nobody_is_there(self):
         step = plan(Situation())
-        assert step == StepPlan((), (), (), (), (), (), ())
+        assert step == StepPlan((), (), (), (), (), (), (), ())
 
     def test_decodes_come_first_then_running_prefill_then_admissions(self):
         situation = Situation(total_blocks=20)
@@ -67,7 +60,7 @@ class TestTokens:
         # 16 tokens: 1 decoded, 12 are the rest of request 100, 3 are left for 102.
         assert chunks_of(step) == [(101, 6, 7), (100, 8, 20), (102, 0, 3)]
         assert admitted(step) == [(102, 3)]
-        assert step.refusal is None
+        assert step.deferral is None
 
     def test_running_prefill_shares_tokens_oldest_first(self):
         situation = Situation(total_blocks=20, max_tokens=12)
@@ -102,7 +95,7 @@ class TestTokens:
         waiting = situation.waiting(1, prompt=16)
         step = plan(situation)
         assert chunks_of(step) == [(100, 5, 6)]
-        assert step.refusal == Refusal(waiting, "tokens", needed=16, available=15)
+        assert step.deferral == Deferral(waiting, "tokens", needed=16, available=15)
 
     def test_without_chunked_prefill_a_prompt_that_fits_is_never_cut(self):
         situation = Situation(total_blocks=20, chunked_prefill=False)
@@ -110,9 +103,9 @@ class TestTokens:
         second = situation.waiting(1, prompt=2)
         step = plan(situation)
         assert chunks_of(step) == [(100, 0, 15)]
-        assert step.refusal == Refusal(second, "tokens", needed=2, available=1)
+        assert step.deferral == Deferral(second, "tokens", needed=2, available=1)
 
-    def test_after_an_eviction_too_many_tokens_are_cut_even_without_chunked_prefill(self):
+    def test_after_a_preemption_too_many_tokens_are_cut_even_without_chunked_prefill(self):
         """It was admissible with 14 prompt tokens; turning it away now would lose what was generated."""
         situation = Situation(chunked_prefill=False, max_tokens=16)
         situation.waiting(0, prompt=14, generated=5)
@@ -130,10 +123,10 @@ class TestTokens:
         situation.waiting(4, prompt=1)
         step = plan(situation)
         assert chunks_of(step) == [(100, 2, 3), (101, 2, 3), (102, 2, 3), (103, 2, 3)]
-        assert (step.refusal.resource, step.refusal.needed, step.refusal.available) == ("requests", 1, 0)
+        assert (step.deferral.resource, step.deferral.needed, step.deferral.available) == ("requests", 1, 0)
 
     def test_one_generated_token_computed_again_counts_among_the_decodes(self):
-        """An evicted request may get one token of the budget for a generated token: a decode to the layers."""
+        """A preempted request may get one token of the budget for a generated token: a decode to the layers."""
         situation = Situation(total_blocks=20, max_tokens=8)
         situation.prefilling(0, prompt=12, computed=5)
         situation.prefilling(1, prompt=4, generated=6, computed=5)
@@ -165,34 +158,34 @@ class TestAdmission:
         assert admitted(plan(situation)) == [(100, blocks)]
 
     @pytest.mark.parametrize(
-        ("room", "refusal"),
+        ("budget", "deferral"),
         [
-            (Room(blocks=3, requests=1, tokens=1), None),
-            (Room(blocks=3, requests=0, tokens=1), ("requests", 1, 0)),
-            (Room(blocks=2, requests=1, tokens=1), ("blocks", 3, 2)),
-            (Room(blocks=3, requests=1, tokens=0), ("tokens", 1, 0)),
+            (StepBudget(blocks=3, requests=1, tokens=1), None),
+            (StepBudget(blocks=3, requests=0, tokens=1), ("requests", 1, 0)),
+            (StepBudget(blocks=2, requests=1, tokens=1), ("blocks", 3, 2)),
+            (StepBudget(blocks=3, requests=1, tokens=0), ("tokens", 1, 0)),
         ],
     )
-    def test_each_resource_refuses_by_name(self, room: Room, refusal: tuple | None):
-        """KV-13: a refusal names what is short."""
+    def test_each_resource_defers_by_name(self, budget: StepBudget, deferral: tuple | None):
+        """KV-13: a deferral names what is short."""
         request = make_request(0, prompt=9)
-        decision, _ = plan_admission(request, [], make_limits(), room, PrefixCache(8, None))
-        if refusal is None:
+        decision, _ = plan_admission(request, [], make_limits(), budget, PrefixCache(8, None))
+        if deferral is None:
             assert isinstance(decision, Admission)
             assert (decision.new_blocks, decision.chunk.start, decision.chunk.end) == (3, 0, 1)
         else:
-            assert decision == Refusal(request, *refusal)
+            assert decision == Deferral(request, *deferral)
 
-    def test_nobody_overtakes_a_refused_head(self):
+    def test_nobody_overtakes_a_deferred_head(self):
         situation = Situation(total_blocks=8)
         situation.decoding(0, prompt=19, generated=1)  # 5 blocks
         head = situation.waiting(1, prompt=13)  # wants 4 of the 3 that are free
         situation.waiting(2, prompt=1)
         step = plan(situation)
         assert admitted(step) == []
-        assert step.refusal == Refusal(head, "blocks", needed=4, available=3)
+        assert step.deferral == Deferral(head, "blocks", needed=4, available=3)
 
-    def test_an_evicted_request_comes_before_younger_ones(self):
+    def test_a_preempted_request_comes_before_younger_ones(self):
         situation = Situation(max_tokens=16)
         situation.waiting(3, prompt=4)
         situation.waiting(1, prompt=6, generated=2)
@@ -204,7 +197,7 @@ class TestAdmission:
         head = situation.waiting(1, prompt=8)
         step = plan(situation)
         assert chunks_of(step) == [(100, 4, 5)]
-        assert step.refusal == Refusal(head, "blocks", needed=2, available=1)
+        assert step.deferral == Deferral(head, "blocks", needed=2, available=1)
 
     def test_nobody_is_admitted_while_somebody_is_paused(self):
         situation = Situation(total_blocks=5)
@@ -214,21 +207,21 @@ class TestAdmission:
         situation.waiting(3, prompt=1)
         step = plan(situation)
         assert moves(step) == {}
-        assert step.refusal is None  # it was not even asked
+        assert step.deferral is None  # it was not even asked
         assert chunks_of(step) == [(100, 6, 7), (101, 1, 4)]
 
-    def test_nobody_is_admitted_in_a_step_that_evicts(self):
+    def test_nobody_is_admitted_in_a_step_that_preempts(self):
         situation = Situation(total_blocks=4, paused_blocks=0)
         situation.decoding(0, prompt=8, generated=1)  # 2 blocks, wants a third
         situation.decoding(1, prompt=8, generated=1)  # the same
         situation.waiting(2, prompt=1)  # 1 block will be free
         step = plan(situation)
-        assert moves(step) == {"evictions": [101]}
+        assert moves(step) == {"preemptions": [101]}
         assert chunks_of(step) == [(100, 8, 9)]
 
 
 class TestGrowth:
-    """Blocks for the next token: older first, then pause, then evict."""
+    """Blocks for the next token: older first, then pause, then preempt."""
 
     def test_a_token_in_a_block_with_room_needs_nothing(self):
         situation = Situation(total_blocks=2)
@@ -269,24 +262,24 @@ class TestGrowth:
         assert moves(step) == {}
         assert chunks_of(step) == [(100, 4, 5)]
 
-    def test_when_nobody_can_run_the_youngest_is_evicted(self):
+    def test_when_nobody_can_run_the_youngest_is_preempted(self):
         situation = Situation(total_blocks=6)
         for arrival in range(3):
             situation.decoding(arrival, prompt=8, generated=1)  # 2 blocks each, all want a third
         step = plan(situation)
         # Two blocks come free: both others go on.
-        assert moves(step) == {"evictions": [102]}
+        assert moves(step) == {"preemptions": [102]}
         assert chunks_of(step) == [(100, 8, 9), (101, 8, 9)]
 
-    def test_as_many_are_evicted_as_it_takes(self):
+    def test_as_many_are_preempted_as_it_takes(self):
         situation = Situation(total_blocks=3)
         for arrival in range(3):
             situation.decoding(arrival, prompt=4, generated=1)  # 1 block each, all want a second
         step = plan(situation)
-        assert moves(step) == {"pauses": [101], "evictions": [102]}
+        assert moves(step) == {"pauses": [101], "preemptions": [102]}
         assert chunks_of(step) == [(100, 4, 5)]
 
-    def test_nobody_is_evicted_while_a_prefill_can_run(self):
+    def test_nobody_is_preempted_while_a_prefill_can_run(self):
         situation = Situation(total_blocks=4)
         situation.decoding(0, prompt=8, generated=1)
         situation.prefilling(1, prompt=8, computed=4)
@@ -301,22 +294,22 @@ class TestGrowth:
         situation.decoding(2, prompt=8, generated=1)  # 2 blocks: 4 would be kept
         step = plan(situation)
         # What request 102 gives up is enough for 101 to resume.
-        assert moves(step) == {"evictions": [102], "resumes": [101]}
+        assert moves(step) == {"preemptions": [102], "resumes": [101]}
         assert chunks_of(step) == [(101, 8, 9), (100, 4, 8)]
 
-    def test_a_budget_that_is_met_exactly_evicts_nobody(self):
+    def test_a_budget_that_is_met_exactly_preempts_nobody(self):
         situation = Situation(total_blocks=6, paused_blocks=4)
         situation.prefilling(0, prompt=8, computed=4)
         situation.paused(1, prompt=8, generated=1)
         situation.decoding(2, prompt=8, generated=1)
         assert moves(plan(situation)) == {"pauses": [102]}
 
-    def test_budget_zero_evicts_instead_of_pausing(self):
+    def test_budget_zero_preempts_instead_of_pausing(self):
         situation = Situation(total_blocks=4, paused_blocks=0)
         situation.prefilling(0, prompt=8, computed=4)
         situation.decoding(1, prompt=8, generated=1)
         step = plan(situation)
-        assert moves(step) == {"evictions": [101]}
+        assert moves(step) == {"preemptions": [101]}
         assert chunks_of(step) == [(100, 4, 8)]
 
     def test_the_paused_one_goes_even_if_a_younger_one_runs(self):
@@ -325,7 +318,7 @@ class TestGrowth:
         situation.decoding(0, prompt=8, generated=1)  # wants a third block
         situation.decoding(1, prompt=2, generated=1)  # has room in its block
         step = plan(situation)
-        assert moves(step) == {"evictions": [100]}
+        assert moves(step) == {"preemptions": [100]}
         assert chunks_of(step) == [(101, 2, 3)]
 
     def test_a_request_that_outgrows_the_pool_fails_and_makes_room(self):
@@ -347,7 +340,7 @@ class TestGrowth:
         step = plan(situation)
         assert [(request, error.needed, error.available) for request, error in step.failures] == [(grown, 5, 4)]
         assert admitted(step) == [(101, 1)]
-        assert step.refusal is None
+        assert step.deferral is None
 
     def test_a_request_as_large_as_the_pool_decodes_to_its_last_token(self):
         situation = Situation(total_blocks=4)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from megatron_ext.config import EvictionPolicyName
-from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.scheduler import Scheduler
 from tests.unit_tests.scheduling.builders import add, admitted, make_limits, request_of, step
 
@@ -23,7 +22,7 @@ def test_blocks_that_a_failing_request_releases_are_not_counted_twice(policy):
     plan = step(scheduler)
     assert [request.request_id for request, _ in plan.failures] == [0]
     assert admitted(plan) == [(1, 1, 1)]
-    assert (plan.refusal.request.request_id, plan.refusal.needed, plan.refusal.available) == (2, 2, 1)
+    assert (plan.deferral.request.request_id, plan.deferral.needed, plan.deferral.available) == (2, 2, 1)
 
 
 @pytest.mark.parametrize("policy", [LRU, REF_ZERO])
@@ -43,7 +42,7 @@ def test_two_that_share_evictable_blocks_pin_them_once():
     first = request_of(0, range(8), num_tokens_to_generate=1)
     add(scheduler, first)
     step(scheduler)
-    scheduler.end(first, Status.COMPLETED)
+    assert first.is_ended
     assert scheduler.cache.use().blocks_evictable == 2
     add(scheduler, *(request_of(arrival, [*range(8), 90 + arrival]) for arrival in (1, 2)))
     assert admitted(step(scheduler)) == [(1, 2, 1), (2, 2, 1)]

@@ -1,4 +1,4 @@
-"""Live rows and queues: who misuses them hears of it."""
+"""Live slots and queues: who misuses them hears of it."""
 
 from __future__ import annotations
 

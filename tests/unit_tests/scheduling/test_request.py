@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import time
 from collections.abc import Callable
@@ -11,27 +12,29 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from megatron_ext.scheduling import events
-from megatron_ext.scheduling import request as request_module
+from megatron_ext.scheduling import events, timeline
 from megatron_ext.scheduling.accounting import Reason
+from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.events import Event, EventType
 from megatron_ext.scheduling.record import RequestRecord, Status
-from megatron_ext.scheduling.request import Chunk, Request
+from megatron_ext.scheduling.request import Request
+from megatron_ext.scheduling.snapshots import Snapshot
+from megatron_ext.scheduling.submission import Submission
 from tests.unit_tests.scheduling.builders import make_request
 
 
 def lose(request: Request) -> None:
-    """What an eviction does to the counters."""
-    request.computed_end = 0
+    """What a preemption does to the counters."""
+    request.sequence.computed_end = 0
 
 
 def counts(request: Request) -> tuple[int, int]:
-    return request.computed_prefill_tokens, request.recomputed_tokens
+    return request.computed_prefill_tokens, request.sequence.ledger.recomputed
 
 
 def set_clock(monkeypatch: pytest.MonkeyPatch, monotonic: Callable[[], float], wall_clock: Callable[[], float]) -> None:
     """For events and requests only: other threads of the test run read the clock too."""
-    for module in (events, request_module):
+    for module in (events, timeline):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=monotonic, time=wall_clock))
 
 
@@ -49,16 +52,16 @@ class TestAdvance:
         request.advance(6)
         assert counts(request) == (5, 0)
         assert request.computed_end == 6
-        assert request.step_count == 2
+        assert request.timeline.step_count == 2
 
     def test_chunked_prefill(self):
         request = make_request(0, prompt=10)
         for end in (4, 8, 10):
             request.advance(end)
         assert counts(request) == (10, 0)
-        assert request.step_count == 3
+        assert request.timeline.step_count == 3
 
-    def test_evicted_in_decode(self):
+    def test_preempted_in_decode(self):
         request = make_request(0, prompt=5)
         request.advance(5)
         for end in (6, 7, 8):
@@ -70,7 +73,7 @@ class TestAdvance:
         # 8 tokens were computed before; the newest is neither prompt nor computed again.
         assert counts(request) == (5, 8)
 
-    def test_evicted_within_the_second_prefill(self):
+    def test_preempted_within_the_second_prefill(self):
         request = make_request(0, prompt=6, generated=2)
         request.advance(7)
         lose(request)
@@ -137,7 +140,7 @@ class TestPlace:
     )
     def test_is_decoding(self, prompt: int, generated: int, computed: int, expected: bool):
         request = make_request(0, prompt, generated)
-        request.computed_end = computed
+        request.sequence.computed_end = computed
         assert request.is_decoding is expected
 
     def test_chunk(self):
@@ -153,20 +156,25 @@ class TestPlace:
 class TestGenerator:
     def test_it_depends_on_the_seed_alone(self):
         def draws(arrival: int, seed: int | str) -> list[float]:
-            request = Request(arrival, (1,), make_request(0, 1).params, arrival=arrival, seed=seed)
-            return [request.generator.random() for _ in range(5)]
+            request = Request(Submission(arrival, (1,), make_request(0, 1).params, arrival=arrival, seed=seed))
+            drawn = []
+            for token in range(5):
+                drawn.append(request.sequence.draws.current())
+                request.append(token)
+            return drawn
 
         assert draws(0, 11) == draws(1, 11)
         assert draws(0, "1234/0") == draws(3, "1234/0")
         assert draws(0, "1234/0") != draws(0, "1234/1")
+        assert len(set(draws(0, 11))) == 5
 
     def test_a_repeated_step_draws_the_same_number(self):
         request, other = make_request(0, prompt=2), make_request(0, prompt=2)
-        first = request.draw()
-        assert request.draw() == first == other.draw()
+        first = request.sequence.draws.current()
+        assert request.sequence.draws.current() == first == other.sequence.draws.current()
         request.append(1)
         other.append(1)
-        assert request.draw() == other.draw() != first
+        assert request.sequence.draws.current() == other.sequence.draws.current() != first
 
 
 class TestEvents:
@@ -177,25 +185,25 @@ class TestEvents:
         request = make_request(0, prompt=2)
         request.append(1)
         request.end(Status.COMPLETED, finish_reason="length")
-        stamps = [event.timestamp for event in request.events]
+        stamps = [event.timestamp for event in request.timeline.events]
         assert stamps == sorted(stamps)
-        assert record_of(request).arrival_wall_time == request.arrival_wall_time
+        assert record_of(request).arrival_wall_time == request.timeline.arrival_wall_time
 
     def test_first_token_is_noted_once_whatever_happens_after(self):
-        """KV-10: TTFT survives evict and resume."""
+        """KV-10: TTFT survives preemption and resume."""
         request = make_request(0, prompt=2)
         request.advance(2)
         request.append(1)
-        first = request.events[-1]
+        first = request.timeline.events[-1]
         assert first.type is EventType.FIRST_TOKEN
-        request.add_event(EventType.EVICT)
+        request.timeline.note(EventType.EVICT)
         lose(request)
         request.advance(3)
         request.append(1)
-        assert [event for event in request.events if event.type is EventType.FIRST_TOKEN] == [first]
+        assert [event for event in request.timeline.events if event.type is EventType.FIRST_TOKEN] == [first]
         request.end(Status.COMPLETED, finish_reason="length")
         record = record_of(request)
-        assert record.ttft == first.timestamp - request.events[0].timestamp
+        assert record.ttft == first.timestamp - request.timeline.events[0].timestamp
         assert 0 < record.ttft <= record.latency
 
     @pytest.mark.parametrize(
@@ -209,9 +217,9 @@ class TestEvents:
     def test_events_of_an_end(self, status: Status, expected: list[str]):
         request = make_request(0, prompt=2)
         request.end(status, error="why" if status is Status.FAILED else None)
-        assert [event.type.name for event in request.events] == ["ADD_ENGINE", *expected]
+        assert [event.type.name for event in request.timeline.events] == ["ADD_ENGINE", *expected]
         if status is Status.FAILED:
-            assert request.events[1].payload == "why"
+            assert request.timeline.events[1].payload == "why"
 
     def test_nobody_ends_twice(self):
         request = make_request(0, prompt=2)
@@ -231,9 +239,9 @@ class TestRecord:
 
     def test_a_completed_request(self):
         request = make_request(3, prompt=2, generated=2, return_log_probs=True, top_n_logprobs=1)
-        request.prompt_log_probs, request.prompt_top_n = [-1.0], [{5: -0.5}]
-        request.generated_log_probs, request.generated_top_n = [-2.0, -3.0], [{6: -0.1}, {7: -0.2}]
-        request.ledger.admit(0, 0, 4, Reason.CACHING_OFF)
+        request.output.prompt_log_probs, request.output.prompt_top_n = [-1.0], [{5: -0.5}]
+        request.output.generated_log_probs, request.output.generated_top_n = [-2.0, -3.0], [{6: -0.1}, {7: -0.2}]
+        request.sequence.ledger.admit(0, 0, 4, Reason.CACHING_OFF)
         request.advance(2)
         request.advance(3)
         request.end(Status.COMPLETED, finish_reason="length")
@@ -253,7 +261,7 @@ class TestRecord:
         assert (record.computed_prefill_token_count, record.skipped_prefill_token_count) == (2, 0)
         assert record.prefill_reasons == {"caching_off": 2}
         assert record.step_count == 2
-        assert record.events == tuple(request.events)
+        assert record.events == tuple(request.timeline.events)
 
     @pytest.mark.parametrize(
         ("params", "given"),
@@ -300,7 +308,38 @@ class TestRecord:
         assert (record.ttft, record.latency) == (1.0, 5.0)
 
     def test_the_prompt_text_is_the_submitted_one(self):
-        request = make_request(0, prompt=2)
-        request.prompt_text = ""
+        request = Request(Submission(0, (1, 2), make_request(0, 1).params, 0, 0, prompt_text=""))
         request.end(Status.ABORTED)
         assert record_of(request).prompt_text == ""
+
+
+class TestParts:
+    """Each part has one writer; the request's own names only read."""
+
+    def test_what_was_submitted_is_frozen(self):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            make_request(0, prompt=2).submission.termination_id = 5
+
+    @pytest.mark.parametrize("name", ["tokens", "computed_end", "block_table", "params", "status", "finish_reason"])
+    def test_nothing_is_written_through_the_request(self, name: str):
+        with pytest.raises(AttributeError):
+            setattr(make_request(0, prompt=2), name, None)
+
+    def test_parts_are_few_and_small(self):
+        request = make_request(0, prompt=2)
+        assert list(vars(request)) == ["submission", "sequence", "timeline", "output", "outcome"]
+        assert all(len(vars(part)) <= 15 for part in vars(request).values() if part is not None)
+
+    def test_a_record_is_made_of_records(self):
+        own = [len(base.__annotations__) for base in RequestRecord.__mro__[:-1]]
+        assert max(own) <= 5
+        assert sum(own) == len(dataclasses.fields(RequestRecord)) == 23
+
+    def test_losing_all_hands_back_what_it_owned(self):
+        request = make_request(0, prompt=6)
+        sequence = request.sequence
+        sequence.block_table, sequence.live_slot, sequence.snapshots = [3, 4], 1, [Snapshot(4, b"d", 0)]
+        sequence.computed_end = sequence.shared_end = 4
+        assert sequence.lose_all() == ([3, 4], [Snapshot(4, b"d", 0)], 1)
+        assert (request.block_table, sequence.live_slot, sequence.snapshots, sequence.shared_end) == ([], None, [], 0)
+        assert (request.computed_end, len(request.tokens)) == (0, 6)

@@ -7,11 +7,11 @@ from collections.abc import Callable
 import pytest
 
 from megatron_ext.scheduling.events import EventType
-from megatron_ext.scheduling.planner import StepPlan
 from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
-from tests.unit_tests.scheduling.builders import make_limits, make_request
+from megatron_ext.scheduling.step import describe_step
+from tests.unit_tests.scheduling.builders import make_limits, make_request, step
 
 
 def make_scheduler(*prompts: int, **limits: object) -> tuple[Scheduler, list[Request]]:
@@ -23,31 +23,20 @@ def make_scheduler(*prompts: int, **limits: object) -> tuple[Scheduler, list[Req
     return scheduler, requests
 
 
-def step(scheduler: Scheduler) -> StepPlan:
-    """Schedule, commit, and give every request that is due a token."""
-    plan = scheduler.schedule()
-    scheduler.commit(plan.chunks)
-    for chunk in plan.chunks:
-        if chunk.yields_token:
-            chunk.request.append(7)
-    scheduler.check()
-    return plan
-
-
 def event_names(request: Request) -> list[str]:
-    return [event.type.name for event in request.events]
+    return [event.type.name for event in request.timeline.events]
 
 
 class TestLife:
     def test_blocks_and_rows_are_owned_from_admission_to_end(self):
         scheduler, (first, second) = make_scheduler(5, 4)
         step(scheduler)
-        assert (first.block_table, first.live_slot) == ([0, 1], 0)
-        assert (second.block_table, second.live_slot) == ([2], 1)
+        assert (first.block_table, first.sequence.live_slot) == ([0, 1], 0)
+        assert (second.block_table, second.sequence.live_slot) == ([2], 1)
         step(scheduler)
         assert second.block_table == [2, 3]  # its token 4 begins a block
         scheduler.end(first, Status.COMPLETED, finish_reason="stop")
-        assert (first.block_table, first.live_slot, first.computed_end) == ([], None, 0)
+        assert (first.block_table, first.sequence.live_slot, first.computed_end) == ([], None, 0)
         assert (scheduler.blocks.free_count, scheduler.live_slots.free_count) == (6, 3)
         scheduler.check()
 
@@ -71,20 +60,20 @@ class TestLife:
         assert [chunk.request for chunk in step(scheduler).chunks] == [second]
         assert second.computed_end == 5
         assert scheduler.counters.pauses == 1
-        assert scheduler.counters.evictions == 0
+        assert scheduler.counters.preemptions == 0
 
-    def test_evict_and_admit_again(self):
+    def test_preempt_and_admit_again(self):
         scheduler, (first, second) = make_scheduler(4, 4, total_blocks=2)
         step(scheduler)
         plan = step(scheduler)
-        assert plan.evictions == (second,)
-        assert (second.computed_end, second.block_table, second.live_slot) == (0, [], None)
+        assert plan.preemptions == (second,)
+        assert (second.computed_end, second.block_table, second.sequence.live_slot) == (0, [], None)
         assert len(second.generated_tokens) == 1
         scheduler.end(first, Status.COMPLETED)
         plan = step(scheduler)
         assert [(chunk.start, chunk.end) for chunk in plan.chunks] == [(0, 5)]
         assert event_names(second) == ["ADD_ENGINE", "ADD_CONTEXT", "FIRST_TOKEN", "EVICT", "ADD_CONTEXT"]
-        assert (second.computed_prefill_tokens, second.recomputed_tokens) == (4, 4)
+        assert (second.computed_prefill_tokens, second.sequence.ledger.recomputed) == (4, 4)
 
     def test_outgrowing_the_pool_fails_with_numbers(self):
         """KV-12: runs until it cannot, then fails with the reason; the others never stall."""
@@ -94,7 +83,7 @@ class TestLife:
         plan = step(scheduler)  # 9 tokens want a third block of two
         assert [failed for failed, _ in plan.failures] == [request]
         assert request.status is Status.FAILED
-        assert request.error == "the KV pool is too small for this request: 3 blocks needed, 2 available at all"
+        assert request.outcome.error == "the KV pool is too small for this request: 3 blocks needed, 2 available at all"
         assert event_names(request)[-2:] == ["ERROR_NONTRANSIENT", "FAIL"]
         assert [admission.request for admission in plan.admissions] == [neighbour]
 
@@ -119,8 +108,8 @@ class TestLife:
         assert scheduler.blocks.free_count == 8
         assert scheduler.live_slots.free_count == 4
         assert (running.computed_prefill_tokens, fresh.computed_prefill_tokens) == (5, 0)
-        assert running.events[-1].type is EventType.ERROR_TRANSIENT
-        assert running.events[-1].payload == "RuntimeError: out of memory"
+        assert running.timeline.events[-1].type is EventType.ERROR_TRANSIENT
+        assert running.timeline.events[-1].payload == "RuntimeError: out of memory"
         assert list(scheduler.queues.waiting) == [running, fresh]
         plan = scheduler.schedule()
         assert [(chunk.request, chunk.start, chunk.end) for chunk in plan.chunks] == [(running, 0, 5)]
@@ -138,7 +127,7 @@ class TestLife:
 
     @pytest.mark.parametrize("when", ["waiting", "mid-prefill", "decoding", "paused"])
     def test_abort_at_any_moment(self, when: str):
-        """EX-8: blocks and rows are free at once."""
+        """EX-8: blocks and slots are free at once."""
         scheduler, (first, second) = make_scheduler(4, 8, total_blocks=4, max_tokens=6)
         if when != "waiting":
             step(scheduler)  # 4 of the first, 2 of the second
@@ -152,7 +141,7 @@ class TestLife:
         scheduler.end(second, Status.ABORTED)
         scheduler.check()
         assert second.block_table == []
-        assert second.live_slot is None
+        assert second.sequence.live_slot is None
         used = len(first.block_table)
         assert scheduler.blocks.free_count == 4 - used
         assert second.is_ended
@@ -172,9 +161,10 @@ class TestLife:
     def test_commit_refuses_a_chunk_out_of_place(self):
         scheduler, _ = make_scheduler(5)
         plan = scheduler.schedule()
-        scheduler.commit(plan.chunks)
-        with pytest.raises(AssertionError):
-            scheduler.commit(plan.chunks)
+        message = describe_step(plan.chunks, 4)
+        scheduler.commit(message, {100: 7})
+        with pytest.raises(AssertionError, match="stands elsewhere"):
+            scheduler.commit(message, {100: 7})
 
 
 def leak_a_block(scheduler: Scheduler) -> None:
@@ -191,7 +181,7 @@ def forget_a_block(scheduler: Scheduler) -> None:
 
 
 def hoard_a_block(scheduler: Scheduler) -> None:
-    next(iter(scheduler.queues.running)).block_table += scheduler.blocks.allocate(1)
+    next(iter(scheduler.queues.running)).sequence.block_table += scheduler.blocks.allocate(1)
 
 
 def own_too_few_blocks(scheduler: Scheduler) -> None:
@@ -199,23 +189,23 @@ def own_too_few_blocks(scheduler: Scheduler) -> None:
     scheduler.blocks.release([prefilling.block_table.pop()])
 
 
-def share_a_row(scheduler: Scheduler) -> None:
+def share_a_live_slot(scheduler: Scheduler) -> None:
     first, second, *_ = scheduler.queues.running
-    second.live_slot = first.live_slot
+    second.sequence.live_slot = first.sequence.live_slot
 
 
-def lose_a_row(scheduler: Scheduler) -> None:
-    next(iter(scheduler.queues.running)).live_slot = None
+def lose_a_live_slot(scheduler: Scheduler) -> None:
+    next(iter(scheduler.queues.running)).sequence.live_slot = None
 
 
-def leak_a_row(scheduler: Scheduler) -> None:
+def leak_a_live_slot(scheduler: Scheduler) -> None:
     scheduler.live_slots.take()
 
 
-def run_without_a_row(scheduler: Scheduler) -> None:
+def run_without_a_live_slot(scheduler: Scheduler) -> None:
     request = next(iter(scheduler.queues.running))
-    scheduler.live_slots.give_back(request.live_slot)
-    request.live_slot = None
+    scheduler.live_slots.give_back(request.sequence.live_slot)
+    request.sequence.live_slot = None
 
 
 def end_without_leaving(scheduler: Scheduler) -> None:
@@ -223,15 +213,15 @@ def end_without_leaving(scheduler: Scheduler) -> None:
 
 
 def wait_with_blocks(scheduler: Scheduler) -> None:
-    next(iter(scheduler.queues.waiting)).block_table = scheduler.blocks.allocate(1)
+    next(iter(scheduler.queues.waiting)).sequence.block_table = scheduler.blocks.allocate(1)
 
 
-def wait_with_a_row(scheduler: Scheduler) -> None:
-    next(iter(scheduler.queues.waiting)).live_slot = scheduler.live_slots.take()
+def wait_with_a_live_slot(scheduler: Scheduler) -> None:
+    next(iter(scheduler.queues.waiting)).sequence.live_slot = scheduler.live_slots.take()
 
 
 def wait_with_computed_tokens(scheduler: Scheduler) -> None:
-    next(iter(scheduler.queues.waiting)).computed_end = 1
+    next(iter(scheduler.queues.waiting)).sequence.computed_end = 1
 
 
 def be_in_two_queues(scheduler: Scheduler) -> None:
@@ -257,13 +247,13 @@ CORRUPTIONS = [
     forget_a_block,
     hoard_a_block,
     own_too_few_blocks,
-    share_a_row,
-    lose_a_row,
-    leak_a_row,
-    run_without_a_row,
+    share_a_live_slot,
+    lose_a_live_slot,
+    leak_a_live_slot,
+    run_without_a_live_slot,
     end_without_leaving,
     wait_with_blocks,
-    wait_with_a_row,
+    wait_with_a_live_slot,
     wait_with_computed_tokens,
     be_in_two_queues,
     get_no_token,

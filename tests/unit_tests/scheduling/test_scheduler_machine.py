@@ -1,13 +1,13 @@
 """Any life of any requests, against a model of who owns what that is written independently of the scheduler.
 
-The model follows the plan's moves and keeps, for each request, how many blocks and rows it may own and which positions
-have been computed. It knows none of the planner's reasons, only what no plan may do.
+The model follows the plan's moves and keeps, for each request, how many blocks and live slots it may own and which
+positions have been computed. It knows none of the planner's reasons, only what no plan may do.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -17,12 +17,15 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from megatron_ext.scheduling import planner, scheduler
+from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.events import EventType
-from megatron_ext.scheduling.planner import Limits, StepPlan, check_admissible
+from megatron_ext.scheduling.plan import SchedulerLimits, StepPlan
+from megatron_ext.scheduling.planner import check_admissible
 from megatron_ext.scheduling.queue import RequestQueue
 from megatron_ext.scheduling.record import Status
-from megatron_ext.scheduling.request import Chunk, Request
+from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
+from megatron_ext.scheduling.step import describe_step
 from tests.unit_tests.scheduling.builders import frozen, make_request
 
 MAX_LENGTH = 32
@@ -64,7 +67,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @initialize(data=st.data())
     def build(self, data: st.DataObject) -> None:
         max_requests = data.draw(st.sampled_from([4, 3, 2, 1]), "max_requests")
-        self.limits = Limits(
+        self.limits = SchedulerLimits(
             block_size=data.draw(st.sampled_from([2, 1, 3, 4]), "block_size"),
             total_blocks=data.draw(st.integers(1, 14), "total_blocks"),
             paused_blocks=data.draw(st.sampled_from([None, 0, 2, 4]), "paused_blocks"),
@@ -74,7 +77,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             chunked_prefill=data.draw(st.booleans(), "chunked_prefill"),
         )
         self.scheduler = Scheduler(self.limits)
-        self.evictions = self.pauses = 0
+        self.preemptions = self.pauses = 0
 
     # What may happen
 
@@ -145,7 +148,10 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def run_step(self, ends_early: Callable[[], bool]) -> None:
         plan = self.schedule()
-        self.scheduler.commit(plan.chunks)
+        due = [chunk.request for chunk in plan.chunks if chunk.end == len(self.owners[chunk.request].tokens)]
+        tokens = {request.request_id: 10_000 + len(request.tokens) for request in due}
+        ended = self.scheduler.commit(describe_step(plan.chunks, self.limits.block_size), tokens)
+        assert ended == [r for r in due if self.owners[r].to_generate == r.generated_count]
         for chunk in plan.chunks:
             owner = self.owners[chunk.request]
             for position in range(chunk.start, chunk.end):
@@ -154,9 +160,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             owner.done += range(chunk.start, chunk.end)
             owner.ever.update(owner.done)
             owner.steps += 1
-        for chunk in plan.chunks:
-            if len(self.owners[chunk.request].done) == len(self.owners[chunk.request].tokens):
-                self.generate(chunk.request, ends_early)
+        for request in due:
+            assert len(self.owners[request].done) == len(self.owners[request].tokens)
+            self.generate(request, ends_early)
         self.verify()
 
     def generate(self, request: Request, ends_early: Callable[[], bool]) -> None:
@@ -165,14 +171,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         if len(owner.tokens) == owner.prompt:
             owner.events.append(EventType.FIRST_TOKEN)
         owner.tokens.append(token)
-        request.append(token)
         assert request.computed_prefill_tokens == owner.prompt, "a token came, but not all of the prompt was computed"
-        if len(owner.tokens) == owner.prompt + owner.to_generate or ends_early():
+        if len(owner.tokens) == owner.prompt + owner.to_generate:
+            self.note_end(request, Status.COMPLETED)
+        elif ends_early():
             self.end(request, Status.COMPLETED)
 
     def end(self, request: Request, status: Status) -> None:
-        owner = self.owners[request]
         self.scheduler.end(request, status)
+        self.note_end(request, status)
+
+    def note_end(self, request: Request, status: Status) -> None:
+        owner = self.owners[request]
         owner.lose_all()
         owner.place = "ended"
         owner.events += [EventType.FINISH] if status is Status.COMPLETED else []
@@ -181,13 +191,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Plan and apply; the model follows and objects."""
         before = {request: owner.place for request, owner in self.owners.items()}
         untouched = frozen(self.scheduler.queues)
-        expected = planner.plan_step(self.scheduler.queues, self.limits, self.scheduler.cache, self.scheduler.in_flight)
+        expected = planner.plan_step(
+            self.scheduler.queues, self.limits, self.scheduler.cache, self.scheduler.pending_blocks
+        )
         assert frozen(self.scheduler.queues) == untouched, "planning changed something"
         plan = self.scheduler.schedule()
         assert without_errors(plan) == without_errors(expected), "the plan that was applied is another one"
         self.follow_moves(plan, before)
         self.follow_admissions(plan, before)
-        self.follow_chunks(plan.chunks, {admission.request for admission in plan.admissions}, plan.evictions)
+        self.follow_chunks(plan.chunks, {admission.request for admission in plan.admissions}, plan.preemptions)
         self.judge(plan)
         return plan
 
@@ -196,14 +208,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             owner = self.owners[request]
             assert before[request] != "ended"
             assert math.ceil(len(owner.tokens) / self.limits.block_size) == error.needed > self.limits.total_blocks
-            assert str(error) in request.error
+            assert str(error) in request.outcome.error
             owner.lose_all()
             owner.place = "ended"
             owner.events += [EventType.ERROR_NONTRANSIENT, EventType.FAIL]
-        for request in plan.evictions:
+        for request in plan.preemptions:
             owner = self.owners[request]
             assert before[request] in ("running", "paused")
-            assert len(owner.tokens) > owner.tokens_at_admission, "evicted before it got a token: that may never end"
+            assert len(owner.tokens) > owner.tokens_at_admission, "preempted before it got a token: that may never end"
             owner.lose_all()
             owner.events.append(EventType.EVICT)
         for request in plan.pauses:
@@ -214,11 +226,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         for request in plan.resumes:
             assert before[request] == "paused"
             self.owners[request].place = "running"
-        moved = [*plan.evictions, *plan.pauses, *plan.resumes, *(request for request, _ in plan.failures)]
+        moved = [*plan.preemptions, *plan.pauses, *plan.resumes, *(request for request, _ in plan.failures)]
         assert len(set(moved)) == len(moved), "somebody is moved twice"
         still_paused = self.placed("paused")
-        assert all(evicted.arrival > paused.arrival for evicted in plan.evictions for paused in still_paused)
-        self.evictions += len(plan.evictions)
+        assert all(one.arrival > paused.arrival for one in plan.preemptions for paused in still_paused)
+        self.preemptions += len(plan.preemptions)
         self.pauses += len(plan.pauses)
 
     def follow_admissions(self, plan: StepPlan, before: dict[Request, str]) -> None:
@@ -228,12 +240,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert admitted == line[: len(admitted)], "somebody was overtaken"
         left = line[len(admitted) :]
         paused = [request for request, owner in self.owners.items() if owner.place == "paused"]
-        if paused or plan.evictions:
+        if paused or plan.preemptions:
             assert not admitted, "admitted before those who were here first"
         elif left:
-            assert plan.refusal is not None
-            assert plan.refusal.request is left[0]
-            assert plan.refusal.needed > plan.refusal.available
+            assert plan.deferral is not None
+            assert plan.deferral.request is left[0]
+            assert plan.deferral.needed > plan.deferral.available
         for admission in plan.admissions:
             owner = self.owners[admission.request]
             owner.place = "running"
@@ -241,7 +253,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             owner.tokens_at_admission = len(owner.tokens)
             owner.events.append(EventType.ADD_CONTEXT)
 
-    def follow_chunks(self, chunks: tuple[Chunk, ...], admitted: set[Request], evictions: tuple[Request, ...]) -> None:
+    def follow_chunks(
+        self, chunks: tuple[Chunk, ...], admitted: set[Request], preemptions: tuple[Request, ...]
+    ) -> None:
         assert len({chunk.request for chunk in chunks}) == len(chunks), "two chunks for a request"
         assert sum(chunk.end - chunk.start for chunk in chunks) <= self.limits.max_tokens
         kinds = [chunk.is_decode for chunk in chunks]
@@ -257,7 +271,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             if needed > owner.blocks:
                 assert owner.only_last_is_left, "a prefill that has begun wants another block"
                 assert chunk.request not in admitted
-                assert all(evicted.arrival > chunk.request.arrival for evicted in evictions), "an older one was evicted"
+                assert all(one.arrival > chunk.request.arrival for one in preemptions), "an older one was preempted"
                 owner.blocks = needed
 
     def judge(self, plan: StepPlan) -> None:
@@ -292,10 +306,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert list(queues.paused) == self.placed("paused")
         tables = [block for request in self.owners for block in request.block_table]
         assert len(set(tables)) == len(tables), "a block has two owners"
-        rows = [request.live_slot for request in self.owners if request.live_slot is not None]
-        assert len(set(rows)) == len(rows), "a live slot has two owners"
+        slots = [request.sequence.live_slot for request in self.owners if request.sequence.live_slot is not None]
+        assert len(set(slots)) == len(slots), "a live slot has two owners"
         assert self.scheduler.blocks.free_count == self.limits.total_blocks - len(tables)
-        assert (self.scheduler.counters.evictions, self.scheduler.counters.pauses) == (self.evictions, self.pauses)
+        assert (self.scheduler.counters.preemptions, self.scheduler.counters.pauses) == (self.preemptions, self.pauses)
         for request, owner in self.owners.items():
             self.verify_request(request, owner)
 
@@ -306,13 +320,13 @@ class SchedulerMachine(RuleBasedStateMachine):
     def verify_request(request: Request, owner: Owner) -> None:
         assert request.tokens == owner.tokens
         assert len(request.block_table) == owner.blocks
-        assert (request.live_slot is not None) == (owner.place in ("running", "paused"))
+        assert (request.sequence.live_slot is not None) == (owner.place in ("running", "paused"))
         assert request.is_ended == (owner.place == "ended")
         assert owner.done == list(range(request.computed_end)), "positions were left out, repeated or swapped"
         assert request.computed_prefill_tokens == owner.first_time
-        assert request.recomputed_tokens == owner.again
-        assert request.step_count == owner.steps
-        assert [event.type for event in request.events] == owner.events
+        assert request.sequence.ledger.recomputed == owner.again
+        assert request.timeline.step_count == owner.steps
+        assert [event.type for event in request.timeline.events] == owner.events
 
 
 def by_arrival(request: Request) -> int:
@@ -346,12 +360,12 @@ class NeverSeen(list):
         return False
 
 
-def admits_in_a_step_that_evicts(monkeypatch: pytest.MonkeyPatch) -> None:
+def admits_in_a_step_that_preempts(monkeypatch: pytest.MonkeyPatch) -> None:
     plan_growth = planner._plan_growth
 
     def hide(*args: object) -> SimpleNamespace:
         growth = plan_growth(*args)
-        return SimpleNamespace(**(vars(growth) | {"evicted": NeverSeen(growth.evicted)}))
+        return SimpleNamespace(**(vars(growth) | {"preempted": NeverSeen(growth.preempted)}))
 
     monkeypatch.setattr(planner, "_plan_growth", hide)
 
@@ -360,7 +374,7 @@ def serves_the_youngest_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RequestQueue, "__iter__", lambda self: iter(tuple(reversed(self._requests))))
 
 
-def evicts_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
+def preempts_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
     share = planner._share_blocks
 
     def reversed_paused(*args: object) -> tuple:
@@ -377,14 +391,14 @@ def gives_prefill_one_token_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def keeps_blocks_when_evicting(monkeypatch: pytest.MonkeyPatch) -> None:
+def keeps_blocks_when_preempting(monkeypatch: pytest.MonkeyPatch) -> None:
     def requeue(self: Scheduler, request: Request, event: EventType | None = None, payload: str | None = None) -> None:
-        request.block_table, request.computed_end = [], 0  # forgets to release
-        self.live_slots.give_back(request.live_slot)
-        request.live_slot = None
+        request.sequence.block_table, request.sequence.computed_end = [], 0  # forgets to release
+        self.live_slots.give_back(request.sequence.live_slot)
+        request.sequence.live_slot = None
         self.queues.move(request, self.queues.waiting)
         if event is not None:
-            request.add_event(event, payload)
+            request.timeline.note(event, payload)
 
     monkeypatch.setattr(Scheduler, "_requeue", requeue)
 
@@ -393,14 +407,17 @@ def counts_what_is_computed_again_as_new(monkeypatch: pytest.MonkeyPatch) -> Non
     advance = Request.advance
 
     def forgetful(self: Request, end: int) -> None:
-        self.ledger._known_end = self.computed_end
+        self.sequence.ledger._known_end = self.computed_end
         advance(self, end)
 
     monkeypatch.setattr(Request, "advance", forgetful)
 
 
 def commits_a_failed_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Scheduler, "abandon", lambda self, chunks, reason: self.commit(chunks))
+    def abandon(self: Scheduler, chunks: Sequence[Chunk], reason: str) -> None:
+        self._advance([chunk.request for chunk in chunks], [chunk.end for chunk in chunks])
+
+    monkeypatch.setattr(Scheduler, "abandon", abandon)
 
 
 def lets_an_outgrown_request_wait(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -421,11 +438,11 @@ def puts_prefills_first(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "plant",
     [
-        admits_in_a_step_that_evicts,
+        admits_in_a_step_that_preempts,
         serves_the_youngest_first,
-        evicts_the_oldest,
+        preempts_the_oldest,
         gives_prefill_one_token_too_many,
-        keeps_blocks_when_evicting,
+        keeps_blocks_when_preempting,
         counts_what_is_computed_again_as_new,
         commits_a_failed_step,
         lets_an_outgrown_request_wait,

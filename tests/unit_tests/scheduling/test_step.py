@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from megatron_ext.config import EvictionPolicyName, RequestParams
+from megatron_ext.config import EvictionPolicyName
 from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.step import Sampling, ScheduledChunk, ScheduledStep, Scoring, describe_step
@@ -26,7 +26,7 @@ def hybrid_scheduler(**limits: object) -> Scheduler:
 def schedule(scheduler: Scheduler) -> ScheduledStep:
     plan = scheduler.schedule()
     message = describe_step(plan.chunks, scheduler.limits.block_size)
-    scheduler.commit(plan.chunks, {one.request_id: 7 for one in message.chunks if one.sampling is not None})
+    scheduler.commit(message, {one.request_id: 7 for one in message.chunks if one.sampling is not None})
     scheduler.check()
     return message
 
@@ -70,9 +70,7 @@ def test_a_resumed_request_carries_its_restore():
 
 def test_what_must_not_come_yet_is_forbidden_until_it_may():
     scheduler = hybrid_scheduler()
-    request = request_of(0, range(5), num_tokens_to_generate=4, min_tokens=2)
-    request.termination_id = 3
-    scheduler.add(request)
+    scheduler.add(request_of(0, range(5), end=3, num_tokens_to_generate=4, min_tokens=2))
     assert [schedule(scheduler).chunks[0].sampling.forbidden for _ in range(3)] == [3, 3, None]
 
 
@@ -95,10 +93,8 @@ def play(seed: int) -> Iterator[ScheduledStep]:
     requests = []
     for arrival in range(12):
         tokens = [*range(source.choice([0, 4, 8, 13])), *(100 + source.randrange(3) for _ in range(6))]
-        params = RequestParams(
-            num_tokens_to_generate=source.randrange(1, 5), temperature=source.choice([0.0, 1.0]), top_k=5
-        )
-        requests.append(dataclasses.replace(request_of(arrival, tokens), params=params, seed=arrival))
+        params = {"num_tokens_to_generate": source.randrange(1, 5), "temperature": source.choice([0.0, 1.0])}
+        requests.append(request_of(arrival, tokens, top_k=5, **params))
         scheduler.add(requests[-1])
         for _ in range(source.randrange(3)):
             yield schedule(scheduler)

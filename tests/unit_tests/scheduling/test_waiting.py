@@ -32,9 +32,11 @@ def led(count: int, **limits: object) -> Scheduler:
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Ids of the waiting requests that are matched, as it happens; the list fills while the scheduler works."""
     seen = []
-    may_follow = planner.may_follow
+    may_wait_for_prefix = planner.may_wait_for_prefix
     monkeypatch.setattr(
-        planner, "may_follow", lambda request, *args: (seen.append(request.request_id), may_follow(request, *args))[1]
+        planner,
+        "may_wait_for_prefix",
+        lambda request, *args: (seen.append(request.request_id), may_wait_for_prefix(request, *args))[1],
     )
     return seen
 
@@ -55,7 +57,7 @@ class TestWhoIsLookedAt:
         step(scheduler)  # the last of what they share
         assert (seen, asleep(scheduler)) == ([], {})
         step(scheduler)
-        assert seen == [1, 2, 3]  # the third finds no row
+        assert seen == [1, 2, 3]  # the third finds no slot
 
     def test_with_a_full_batch_the_first_of_the_line_only(self, monkeypatch):
         """KV-6: the others are behind it, whatever they are."""
@@ -79,7 +81,7 @@ class TestWhoIsLookedAt:
         step(scheduler)
         index = scheduler.cache._index
         entries = index._entries = CountingDict(index._entries)
-        assert scheduler.schedule().refusal.request.request_id == 2
+        assert scheduler.schedule().deferral.request.request_id == 2
         assert 0 < entries.count < 40  # of 500 blocks
 
     def test_a_sleeper_that_is_aborted_is_forgotten(self):
@@ -96,7 +98,7 @@ class TestWhoIsLookedAt:
         """KV-6: the line is in order of arrival however it was filled."""
         scheduler = led(3, max_requests=8)
         step(scheduler)
-        add(scheduler, request_of(-1, [*SHARED, 99]))  # as one that was evicted
+        add(scheduler, request_of(-1, [*SHARED, 99]))  # as one that was preempted
         step(scheduler)
         step(scheduler)
         assert [one for one, *_ in admitted(step(scheduler))][:2] == [-1, 1]
@@ -128,18 +130,18 @@ class TestHashing:
         scheduler = make_scheduler()
         request = make_request(0, 11)
         add(scheduler, request)
-        assert request.unhashed_tokens == 0
-        assert len(request.chain) == 2
+        assert request.sequence.unhashed_tokens == 0
+        assert len(request.sequence.chain) == 2
 
     def test_the_rest_in_slices_in_order_of_arrival(self):
         """And the first in the line at once, who needs it."""
         scheduler = make_scheduler(max_requests=1, max_tokens=64)
         requests = [make_request(arrival, 24) for arrival in range(4)]
         add(scheduler, *requests)
-        left = [[request.unhashed_tokens for request in requests[1:]]]
+        left = [[request.sequence.unhashed_tokens for request in requests[1:]]]
         for _ in range(4):
             step(scheduler)
-            left.append([request.unhashed_tokens for request in requests[1:]])
+            left.append([request.sequence.unhashed_tokens for request in requests[1:]])
         assert left == [[16, 16, 16], [8, 16, 16], [0, 8, 16], [0, 0, 16], [0, 0, 8]]
 
     def test_the_look_ends_where_a_slice_does(self):
@@ -157,9 +159,9 @@ class TestHashing:
         add(scheduler, *requests)
         step(scheduler)
         scheduler.weights_changed()
-        assert [request.unhashed_tokens for request in requests[1:]] == [8, 8, 8, 8]
+        assert [request.sequence.unhashed_tokens for request in requests[1:]] == [8, 8, 8, 8]
         step(scheduler)
-        assert sum(request.unhashed_tokens for request in requests[1:]) in (16, 24)
+        assert sum(request.sequence.unhashed_tokens for request in requests[1:]) in (16, 24)
 
     def test_nothing_is_kept_of_who_has_left(self):
         scheduler = make_scheduler(max_requests=1)
@@ -176,8 +178,8 @@ class TestHashing:
         request = request_of(0, range(40), enable_prefix_caching=False)
         add(scheduler, request)
         step(scheduler)
-        assert request.unhashed_tokens == 0
-        assert request.chain is None
+        assert request.sequence.unhashed_tokens == 0
+        assert request.sequence.chain is None
 
 
 def lose_a_sleeper(queue: WaitingQueue) -> None:

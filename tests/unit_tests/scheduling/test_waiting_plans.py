@@ -9,13 +9,16 @@ import pytest
 
 from megatron_ext.config import EvictionPolicyName, RequestParams
 from megatron_ext.prefix_cache.block_index import BlockIndex
-from megatron_ext.scheduling.planner import Limits, check_admissible
+from megatron_ext.scheduling.plan import SchedulerLimits
+from megatron_ext.scheduling.planner import check_admissible
 from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
+from megatron_ext.scheduling.submission import Submission
 from megatron_ext.scheduling.waiting import Line, WaitingQueue
 from tests.priority import TestPriority
 from tests.unit_tests.scheduling.brute_force import assert_same_plan, plan_by_looking_at_all
+from tests.unit_tests.scheduling.builders import commit
 
 pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
@@ -30,14 +33,14 @@ class Life:
     def __init__(self, seed: int, has_states: bool) -> None:
         self.random = random.Random(seed)
         draw = self.random.choice
-        rows = draw([2, 4, 12])
+        slots = draw([2, 4, 12])
         self.block_size = draw([1, 2, 3])
-        limits = Limits(
+        limits = SchedulerLimits(
             block_size=self.block_size,
             total_blocks=draw([15, 30, 60, 120]),
             paused_blocks=draw([None, 0, 3]),
-            max_requests=rows,
-            max_tokens=max(rows, self.block_size) + draw([1, 2, 4, 12, 40]),
+            max_requests=slots,
+            max_tokens=max(slots, self.block_size) + draw([1, 2, 4, 12, 40]),
             max_sequence_length=60,
             chunked_prefill=(chunked := draw([True, True, True, False])),
             aligned_chunks=has_states and chunked and draw([True, False]),
@@ -57,7 +60,7 @@ class Life:
             enable_prefix_caching=source.random() > 0.05,
             return_log_probs=source.random() < 0.1,
         )
-        request = Request(self.arrivals, tuple(tokens), params, arrival=self.arrivals, seed=0)
+        request = Request(Submission(self.arrivals, tuple(tokens), params, arrival=self.arrivals, seed=0))
         if check_admissible(request, self.scheduler.limits) is None:
             self.arrivals += 1
             self.scheduler.add(request)
@@ -85,13 +88,8 @@ class Life:
             scheduler.abandon(plan.chunks, "planted")
             scheduler.check()
             return
-        scheduler.commit(plan.chunks)
-        for chunk in plan.chunks:
-            request = chunk.request
-            if chunk.yields_token:
-                request.append(int(self.random.random() < 0.12))
-                if request.generated_count == request.params.num_tokens_to_generate:
-                    scheduler.end(request, Status.COMPLETED)
+        due = [chunk.request.request_id for chunk in plan.chunks if chunk.yields_token]
+        commit(scheduler, plan, {request_id: int(self.random.random() < 0.12) for request_id in due})
         scheduler.check()
 
     def run(self) -> None:

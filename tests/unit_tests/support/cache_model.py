@@ -9,9 +9,9 @@ from collections import Counter
 from collections.abc import Sequence
 
 from megatron_ext.config import EvictionPolicyName
-from megatron_ext.scheduling.planner import Admission, StepPlan
+from megatron_ext.scheduling.plan import Admission, StepPlan
 from megatron_ext.scheduling.record import RequestRecord
-from megatron_ext.scheduling.request import Chunk, Request
+from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
 
 Contents = tuple[str | None, tuple[int, ...]]
@@ -156,12 +156,12 @@ class CacheModel:
         for admission in plan.admissions:
             bounds = self._bounds(self._wanted(admission.request), in_use, has_evicted)
             self._check_admission(admission, leaders, bounds)
-        for refusal in plan.refusals:
-            if refusal.wait_for is not None:
-                wanted = self._wanted(refusal.request)
+        for deferral in plan.deferrals:
+            if deferral.wait_for is not None:
+                wanted = self._wanted(deferral.request)
                 fewest, most = self._bounds(wanted, in_use, has_evicted)
                 followed = [leaders.get(contents, set()) for contents in wanted[fewest : most + 1]]
-                assert any(refusal.wait_for in ids for ids in followed), "its leader computes nothing for it"
+                assert any(deferral.wait_for in ids for ids in followed), "its leader computes nothing for it"
         return plan
 
     def _check_admission(
@@ -183,14 +183,15 @@ class CacheModel:
         book = self.books.setdefault(request.request_id, Book(request, self.block_size))
         book.admit(start, matched)
 
-    def advance(self, chunks: Sequence[Chunk]) -> None:
-        self._advance(chunks)
-        for chunk in chunks:
-            self.books[chunk.request.request_id].compute(chunk.start, chunk.end)
+    def advance(self, requests: Sequence[Request], ends: Sequence[int]) -> None:
+        starts = [request.computed_end for request in requests]
+        self._advance(requests, ends)
+        for request, start, end in zip(requests, starts, ends, strict=True):
+            self.books[request.request_id].compute(start, end)
         batch = self._batch()
-        for chunk in chunks:
-            if chunk.request in batch:
-                self._ever |= set(self.contents(chunk.request, chunk.end))
+        for request, end in zip(requests, ends, strict=True):
+            if request in batch:
+                self._ever |= set(self.contents(request, end))
 
     def reset(self) -> None:
         self._reset()

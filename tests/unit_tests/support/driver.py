@@ -17,7 +17,7 @@ from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.mcore.assemble import build_engine
 from megatron_ext.scheduling.events import EventType
 from megatron_ext.scheduling.record import RequestRecord, Status
-from megatron_ext.scheduling.request import Chunk
+from megatron_ext.scheduling.request import Request
 from tests.unit_tests.support.oracle import Expected, Oracle
 from tests.unit_tests.support.tokenizers import PieceTokenizer
 
@@ -87,7 +87,7 @@ class Driver:
     def free_blocks(self) -> int:
         return self.scheduler.cache.available_count
 
-    # Poison: NaN in new pools, in freed blocks, in freed rows, in slots without a snapshot
+    # Poison: NaN in new pools, in freed blocks, in freed live slots, in slots without a snapshot
 
     def _poison_pools(self) -> None:
         allocate = self.context.allocate_all_tensors
@@ -135,47 +135,49 @@ class Driver:
         if is_there and self.scheduler.blocks.references(block) == 0:
             self.context.memory_buffer[:, :, block].fill_(torch.nan)
 
-    def _poison_row(self, row: int) -> None:
+    def _poison_live_slot(self, slot: int) -> None:
         if self.context.live_states is not None:
-            self.context.live_states.conv[:, row].fill_(torch.nan)
-            self.context.live_states.ssm[:, row].fill_(torch.nan)
+            self.context.live_states.conv[:, slot].fill_(torch.nan)
+            self.context.live_states.ssm[:, slot].fill_(torch.nan)
 
     def watch_scheduler(self) -> None:
-        """Wrap what frees blocks and rows, and what is computed; again after the engine was reset."""
-        blocks, rows, scheduler = self.scheduler.blocks, self.scheduler.live_slots, self.scheduler
-        release, restore, give_back, advance = blocks.release, blocks.restore, rows.give_back, scheduler._advance
+        """Wrap what frees blocks and live slots, and what is computed; again after the engine was reset."""
+        blocks, live_slots, scheduler = self.scheduler.blocks, self.scheduler.live_slots, self.scheduler
+        release, free, give_back, advance = blocks.release, blocks.free, live_slots.give_back, scheduler._advance
 
         def release_poisoned(released: Sequence[int]) -> None:
             release(released)
             for block in released:
                 self._poison_block(block)
 
-        def restore_poisoned(block: int) -> None:
-            restore(block)
+        def free_poisoned(block: int) -> None:
+            free(block)
             self._poison_block(block)
 
-        def give_back_poisoned(row: int) -> None:
-            give_back(row)
-            self._poison_row(row)
+        def give_back_poisoned(slot: int) -> None:
+            give_back(slot)
+            self._poison_live_slot(slot)
 
-        def advance_watched(chunks: Sequence[Chunk]) -> None:
-            advance(chunks)
+        def advance_watched(requests: Sequence[Request], ends: Sequence[int]) -> None:
+            starts = [request.computed_end for request in requests]
+            advance(requests, ends)
             self.fewest_free_blocks = min(self.fewest_free_blocks, self.free_blocks)
-            self.steps.append(tuple((c.request.request_id, c.start, c.end) for c in chunks))
-            for chunk in chunks:
-                self._note_states(chunk)
+            spans = list(zip(requests, starts, ends, strict=True))
+            self.steps.append(tuple((request.request_id, start, end) for request, start, end in spans))
+            for span in spans:
+                self._note_states(*span)
 
-        blocks.release, blocks.restore = release_poisoned, restore_poisoned
-        rows.give_back, scheduler._advance = give_back_poisoned, advance_watched
+        blocks.release, blocks.free = release_poisoned, free_poisoned
+        live_slots.give_back, scheduler._advance = give_back_poisoned, advance_watched
 
     # Watching
 
-    def _note_states(self, chunk: Chunk) -> None:
-        seen, pool = self.seen[chunk.request.request_id], self.context.live_states
-        seen.chunks.append((chunk.start, chunk.end))
+    def _note_states(self, request: Request, start: int, end: int) -> None:
+        seen, pool = self.seen[request.request_id], self.context.live_states
+        seen.chunks.append((start, end))
         if pool is not None:
-            row = chunk.request.live_slot
-            seen.states[chunk.end].append((pool.conv[:, row].clone(), pool.ssm[:, row].clone()))
+            slot = request.sequence.live_slot
+            seen.states[end].append((pool.conv[:, slot].clone(), pool.ssm[:, slot].clone()))
 
     def _watch_forward(self) -> None:
         wrapper = self.engine.controller.inference_wrapped_model

@@ -16,8 +16,9 @@ import pytest
 from megatron_ext.config import CacheConfig, EvictionPolicyName
 from megatron_ext.ops.ssd import SSD
 from megatron_ext.prefix_cache.hash_chain import Digest
-from megatron_ext.scheduling.planner import Admission, Refusal, StepPlan
-from megatron_ext.scheduling.request import Chunk
+from megatron_ext.scheduling.chunk import Chunk
+from megatron_ext.scheduling.plan import Admission, Deferral, StepPlan
+from megatron_ext.scheduling.request import Request
 from tests.unit_tests.support.cache_model import Book, CacheModel, Contents
 from tests.unit_tests.support.caching import Broken, CachingDriver
 from tests.unit_tests.support.driver import Driver, assert_states_close
@@ -60,7 +61,7 @@ class HybridModel(CacheModel):
         self.expected: set[Contents] = set()  # snapshots that were taken and should be there still
         self._optional: set[Contents] = set()  # those of decode that nobody consumed
         self._last_in_decode: dict[int, Contents] = {}
-        self._wishes: dict[int, set[int]] = {}  # leader -> positions that followers wait for
+        self._requested: dict[int, set[int]] = {}  # leader -> positions that followers wait for
         self._of_digest.clear()
 
     def visible(self) -> set[Contents]:
@@ -114,7 +115,7 @@ class HybridModel(CacheModel):
         wanted = {self.books[chunk.request.request_id].matched[-1] * size, length - length % size}
         if length % size == 0:
             wanted.add(length - size)
-        wanted |= self._wishes.get(chunk.request.request_id, set())
+        wanted |= self._requested.get(chunk.request.request_id, set())
         return (position for position in wanted if chunk.start < position <= chunk.end)
 
     # What the scheduler does
@@ -123,21 +124,21 @@ class HybridModel(CacheModel):
         self.check_snapshots()
         self._present = self.visible()
         plan = super().schedule()
-        for refusal in plan.refusals:
-            if refusal.wish is not None:
-                self._check_wish(refusal)
+        for deferral in plan.deferrals:
+            if deferral.snapshot is not None:
+                self._check_requested(deferral)
         return plan
 
-    def _check_wish(self, refusal: Refusal) -> None:
+    def _check_requested(self, deferral: Deferral) -> None:
         """KV-6: the last boundary that follower and leader have in common, and that the follower can resume from."""
-        follower, wish, size = refusal.request, refusal.wish, self.block_size
+        follower, wanted, size = deferral.request, deferral.snapshot, self.block_size
         common = 0
-        while self.contents(follower, common + size)[-1:] == self.contents(wish.leader, common + size)[-1:]:
+        while self.contents(follower, common + size)[-1:] == self.contents(wanted.request, common + size)[-1:]:
             common += size
-            if common + size > min(len(follower.tokens), len(wish.leader.tokens)):
+            if common + size > min(len(follower.tokens), len(wanted.request.tokens)):
                 break
-        assert wish.position == min(common, (len(follower.tokens) - 1) // size * size)
-        self._wishes.setdefault(wish.leader.request_id, set()).add(wish.position)
+        assert wanted.position == min(common, (len(follower.tokens) - 1) // size * size)
+        self._requested.setdefault(wanted.request.request_id, set()).add(wanted.position)
 
     def _check_admission(
         self, admission: Admission, leaders: dict[Contents, set[int]], bounds: tuple[int, int]
@@ -154,15 +155,16 @@ class HybridModel(CacheModel):
         if start:
             self._optional.discard(run[start // self.block_size - 1])
         self._stale.discard(request.request_id)
-        self._wishes.pop(request.request_id, None)
+        self._requested.pop(request.request_id, None)
         if request.params.enable_prefix_caching:
             self._note_leader(leaders, request, matched * self.block_size)
         book = self.books.setdefault(request.request_id, HybridBook(request, self.block_size))
         book.admit(start, matched)
 
-    def advance(self, chunks: Sequence[Chunk]) -> None:
+    def advance(self, requests: Sequence[Request], ends: Sequence[int]) -> None:
+        chunks = [Chunk(request, request.computed_end, end) for request, end in zip(requests, ends, strict=True)]
         self._drop_unused()
-        super().advance(chunks)
+        super().advance(requests, ends)
         batch = self._batch()
         for chunk in chunks:
             if chunk.request in batch:

@@ -66,7 +66,7 @@ class KvWrites:
     def _protected(self) -> set[int]:
         """Blocks with contents that somebody else could read, now or later, or that are complete."""
         pool, queues = self._scheduler.blocks, self._scheduler.queues
-        protected = set(pool.withheld)
+        protected = set(pool.evictable)
         for request in [*queues.running, *queues.paused]:
             protected |= set(request.block_table[: request.computed_end // self._context.block_size_tokens])
             protected |= self._shared_blocks(request)

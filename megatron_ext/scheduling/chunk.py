@@ -1,0 +1,34 @@
+"""What one step computes of one request: a scheduled chunk (kernels cut it into kernel chunks of their own)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_ext.scheduling.request import Request
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The tokens [start, end) of a request that one step computes."""
+
+    request: Request
+    start: int
+    end: int
+
+    @property
+    def length(self) -> int:
+        """Tokens."""
+        return self.end - self.start
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether this is one generated token on top of a live state."""
+        return self.end - self.start == 1 and self.start >= self.request.sequence.prompt_length
+
+    @property
+    def yields_token(self) -> bool:
+        """Whether the step computes the request's last known token, so that the next one can be sampled.
+
+        True until that one has come; the step's message keeps it (see `ScheduledChunk.sampling`).
+        """
+        return self.end == len(self.request.sequence.tokens)

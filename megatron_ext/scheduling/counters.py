@@ -1,0 +1,18 @@
+"""What has happened since the engine started."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class Counters:
+    """Written by the scheduler; read as a copy (see `EngineStatistics`)."""
+
+    preemptions: int = 0
+    pauses: int = 0
+    hits: int = 0  # admissions that skipped something
+    blocks_matched: int = 0
+    skipped_tokens: int = 0  # prompt tokens that no layer computed
+    prefill_tokens: int = 0  # prefill tokens computed, for the first time or again
+    coordination_waits: int = 0  # requests that waited for another one's prefix

@@ -1,0 +1,120 @@
+"""The tokens of a request, how far they are computed, and what they own.
+
+Everything is counted in tokens, in half-open intervals over prompt and generation together:
+
+    0                    prompt_length            len(tokens)
+    |------ prompt ------|------ generated -------|
+    |--- shared ---|                                          KV in blocks that others may use, never written
+    |------ computed ------|-- the step's chunk --|           KV in the block table, states in the live slot
+    0              shared_end
+                   computed_end == chunk.start    chunk.end
+
+A sequence whose scheduled chunk ends at `len(tokens)` gets a new token from that step. `shared_end` may lie beyond
+`computed_end`: the last token is computed even where its block is shared, and so is what lies behind the last snapshot.
+"""
+
+from __future__ import annotations
+
+from collections import abc
+
+from megatron_ext.prefix_cache.block_pool import BlockId
+from megatron_ext.prefix_cache.hash_chain import Digest, HashChain
+from megatron_ext.prefix_cache.matching import Restore
+from megatron_ext.scheduling.accounting import PrefillLedger
+from megatron_ext.scheduling.draws import Draws
+from megatron_ext.scheduling.live_slots import LiveSlot
+from megatron_ext.scheduling.snapshots import Snapshot
+
+
+class Sequence:
+    """Written by the scheduler, and by nobody else.
+
+    Args:
+        prompt_tokens: Its first tokens.
+        seed: Of the numbers that its tokens are drawn with.
+
+    Attributes:
+        prompt_length: Tokens of the prompt as it was submitted.
+        tokens: Of prompt and generation.
+        computed_end: See the module, as `shared_end`.
+        published_blocks: Of the block table, from its start.
+        chain: Of the digests of its blocks; None for one that neither reads nor writes the cache.
+        cache_epoch: Of the cache when it was admitted.
+        block_table: What it owns, in order.
+        live_slot: Where its recurrent states are; None while it waits.
+        restore: What to copy into the live slot before the first chunk.
+        snapshots: Slots are reserved for them; none is taken yet.
+        decode_snapshot: The last one that was asked for while decoding.
+        ledger: Its account of prompt tokens.
+        draws: The numbers that its tokens are drawn with.
+        has_waited_for_prefix: It has waited for another request's prefix, and was counted.
+    """
+
+    def __init__(self, prompt_tokens: abc.Sequence[int], seed: int | str) -> None:
+        self.prompt_length = len(prompt_tokens)
+        self.tokens = list(prompt_tokens)
+        self.computed_end = 0
+        self.shared_end = 0
+        self.published_blocks = 0
+        self.chain: HashChain | None = None
+        self.cache_epoch: int | None = None
+        self.block_table: list[BlockId] = []
+        self.live_slot: LiveSlot | None = None
+        self.restore: Restore | None = None
+        self.snapshots: list[Snapshot] = []
+        self.decode_snapshot: Digest | None = None
+        self.ledger = PrefillLedger(self.prompt_length)
+        self.draws = Draws(seed)
+        self.has_waited_for_prefix = False
+
+    @property
+    def generated_count(self) -> int:
+        """Tokens generated so far."""
+        return len(self.tokens) - self.prompt_length
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether only the last token, a generated one, is left to compute."""
+        return self.computed_end == len(self.tokens) - 1 and self.computed_end >= self.prompt_length
+
+    @property
+    def digests(self) -> abc.Sequence[Digest]:
+        """Digests of the complete blocks of `tokens`; none for a sequence that stays away from the cache."""
+        return () if self.chain is None else self.chain.extend(self.tokens)
+
+    @property
+    def unhashed_tokens(self) -> int:
+        """Tokens in complete blocks whose digests are yet to be made."""
+        return 0 if self.chain is None else self.chain.unhashed(len(self.tokens))
+
+    def hash_ahead(self, most: int) -> None:
+        """Make the digests of the next complete blocks: of at most so many tokens, but of a block at least."""
+        if self.chain is not None:
+            self.chain.extend_by(self.tokens, most)
+
+    def advance(self, end: int) -> int:
+        """The tokens up to `end` have been computed.
+
+        Returns:
+            How many of them are prefill.
+        """
+        prefilled = self.ledger.compute(self.computed_end, end)
+        self.computed_end = end
+        self.restore = None
+        return prefilled
+
+    def append(self, token: int) -> None:
+        """A token was generated."""
+        self.draws.advance()
+        self.tokens.append(token)
+
+    def lose_all(self) -> tuple[list[BlockId], list[Snapshot], LiveSlot | None]:
+        """Nothing of it is computed any more.
+
+        Returns:
+            What it owned, for those who have lent it: blocks, reserved snapshots, live slot.
+        """
+        owned = self.block_table, self.snapshots, self.live_slot
+        self.block_table, self.snapshots, self.live_slot, self.restore = [], [], None, None
+        self.computed_end = self.shared_end = self.published_blocks = 0
+        return owned

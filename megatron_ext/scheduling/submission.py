@@ -1,0 +1,30 @@
+"""A request as it was submitted; nothing of it ever changes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_ext.config import RequestParams
+
+
+@dataclass(frozen=True)
+class Submission:
+    """What a caller asked for.
+
+    Attributes:
+        request_id: Not in use by another living request.
+        prompt_tokens: At least one.
+        params: How it is sampled, and what it asks for.
+        arrival: Rank of submission; the lower goes first.
+        seed: Of the request's own random generator.
+        termination_id: The token that ends generation, or None.
+        prompt_text: If the prompt came as text.
+    """
+
+    request_id: int
+    prompt_tokens: tuple[int, ...]
+    params: RequestParams
+    arrival: int
+    seed: int | str
+    termination_id: int | None = None
+    prompt_text: str | None = None

@@ -1,0 +1,49 @@
+"""When what happened to a request."""
+
+from __future__ import annotations
+
+import time
+
+from megatron_ext.scheduling.events import Event, EventType
+
+
+class Timeline:
+    """From submission to the end.
+
+    Attributes:
+        events: In order; the first is the submission.
+        arrival_wall_time: Seconds since the epoch.
+        step_count: Engine steps that computed something for it.
+    """
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.arrival_wall_time = time.time()
+        self.step_count = 0
+        self._end: float | None = None  # seconds, of the events' clock
+        self.note(EventType.ADD_ENGINE)
+
+    def note(self, event_type: EventType, payload: str | None = None) -> None:
+        """Something happens now."""
+        self.events.append(Event.now(event_type, payload))
+
+    def close(self) -> None:
+        """It ends now."""
+        self._end = time.monotonic()
+
+    def take_back_finish(self) -> None:
+        """Nobody has been told that it finished, and it ends otherwise."""
+        if self.events[-1].type is EventType.FINISH:
+            self.events.pop()
+
+    @property
+    def latency(self) -> float:
+        """Seconds from submission to the end of a request that has ended."""
+        assert self._end is not None, "still alive"
+        return self._end - self.events[0].timestamp
+
+    @property
+    def ttft(self) -> float | None:
+        """Seconds from submission to the first token; None if none has come."""
+        first = next((event for event in self.events if event.type is EventType.FIRST_TOKEN), None)
+        return None if first is None else first.timestamp - self.events[0].timestamp

@@ -1,0 +1,102 @@
+"""Which states a step is to leave behind is part of its plan; blocks of 4 tokens, ids are arrivals."""
+
+from __future__ import annotations
+
+import pickle
+
+from megatron_ext.config import EvictionPolicyName
+from megatron_ext.scheduling.plan import StepPlan
+from megatron_ext.scheduling.planner import plan_step
+from megatron_ext.scheduling.request import Request
+from megatron_ext.scheduling.scheduler import Scheduler
+from megatron_ext.scheduling.step import describe_step
+from tests.unit_tests.scheduling.builders import add, commit, frozen, make_limits, request_of, step
+
+
+def make_scheduler(*requests: Request, slots: int | None = 8, **limits: object) -> Scheduler:
+    limits = {"total_blocks": 40, "max_tokens": 64} | limits
+    scheduler = Scheduler(make_limits(**limits), EvictionPolicyName.LRU, slots=slots)
+    add(scheduler, *requests)
+    return scheduler
+
+
+def planned(scheduler: Scheduler) -> StepPlan:
+    """The next step's plan; making it changes nothing."""
+
+    def everything() -> tuple:
+        return frozen(scheduler.queues), pickle.dumps((vars(scheduler.cache), scheduler.pending_blocks))
+
+    for request in scheduler.queues:
+        assert request.digests is not None  # made when first asked for
+    before = everything()
+    plan = plan_step(scheduler.queues, scheduler.limits, scheduler.cache, scheduler.pending_blocks)
+    assert everything() == before
+    return plan
+
+
+def positions(plan: StepPlan) -> list[tuple[int, int, bool]]:
+    return [(one.request.request_id, one.position, one.is_optional) for one in plan.snapshots]
+
+
+def test_what_followers_wait_for_comes_first_and_what_decodes_leave_last():
+    """HY-4, KV-6: the order in which slots are given out."""
+    decoding = request_of(0, range(100, 107))
+    scheduler = make_scheduler(decoding, max_requests=8)
+    step(scheduler)  # the next one computes its eighth token: a boundary in decode
+    leader, follower = request_of(1, range(17)), request_of(2, [*range(8), *range(50, 56)])
+    add(scheduler, leader, follower)
+    plan = planned(scheduler)
+    assert [one.request for one in plan.deferrals] == [follower]
+    assert positions(plan) == [(1, 8, False), (1, 16, False), (0, 8, True)]
+
+
+def test_a_decode_that_passes_a_boundary_says_what_it_replaces():
+    """HY-4: two boundaries in decode."""
+    request = request_of(0, range(100, 103))
+    scheduler = make_scheduler(request)
+    seen = []
+    for _ in range(8):
+        plan = planned(scheduler)
+        seen += [(one.position, one.instead_of) for one in plan.snapshots if one.is_optional]
+        step(scheduler)
+    assert seen == [(4, None), (8, request.digests[0])]
+
+
+def test_slots_are_given_out_with_the_blocks_and_before_the_message():
+    """HY-5: what the message says is what was planned, with slots."""
+    scheduler = make_scheduler(request_of(0, range(10)), request_of(1, range(20, 33)), slots=1)
+    foreseen = planned(scheduler)
+    plan = scheduler.schedule()
+    assert plan.snapshots == foreseen.snapshots
+    assert positions(plan) == [(0, 8, False), (1, 12, False)]
+    message = describe_step(plan.chunks, 4)
+    assert [[one.position for one in chunk.snapshots] for chunk in message.chunks] == [[8], []]
+    assert scheduler.cache.states.skipped == 1
+    commit(scheduler, plan)
+    scheduler.check()
+
+
+def test_what_is_known_to_be_there_takes_no_slot():
+    first, again = request_of(0, range(10), num_tokens_to_generate=1), request_of(1, range(10))
+    scheduler = make_scheduler(first)
+    step(scheduler)
+    add(scheduler, again)
+    plan = scheduler.schedule()
+    assert positions(plan) == []  # it resumes from there
+    assert again.sequence.restore is not None
+
+
+def test_nothing_is_planned_without_states_or_by_who_stays_away_from_the_cache():
+    """HY-4, KV-9."""
+    assert planned(make_scheduler(request_of(0, range(10)), slots=None)).snapshots == ()
+    assert planned(make_scheduler(request_of(0, range(10), enable_prefix_caching=False))).snapshots == ()
+
+
+def test_who_began_before_a_reset_leaves_nothing():
+    """EX-4."""
+    request = request_of(0, range(10))
+    scheduler = make_scheduler(request, max_tokens=6)
+    step(scheduler)
+    assert positions(planned(scheduler)) == [(0, 8, False)]
+    scheduler.reset_prefix_cache()
+    assert planned(scheduler).snapshots == ()
