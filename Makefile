@@ -47,9 +47,10 @@ test-gpu: $(STAMP) ## Run all tests on the CUDA device (GPU_WORKERS=1 if its mem
 bench: $(STAMP) ## Measure speed beside transformers and the matrix-product floor, and print tables.
 	$(BIN)/python -m benchmarks.base_speed $(ARGS)
 
-lint: $(STAMP) ## Check style and formatting.
+lint: $(STAMP) ## Check style, formatting and types.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
 golden: $(STAMP) ## Write the golden values of the functional tests anew; review the diff.
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.functional_tests.regenerate $(ARGS)

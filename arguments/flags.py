@@ -8,15 +8,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
-import types
+import functools
 import typing
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
-STRINGS = tuple[str, ...]
-PAIR = tuple[str, str]
-INTEGERS = tuple[int, ...]
+from megatron_ext.config.annotations import FieldType, MismatchError
+
 _LONGEST_NEAR_MISS = 100  # characters; similarity costs their square
 _LONGEST_SHOWN = 200
 
@@ -65,14 +63,11 @@ class FlagGroup:
     config: type
     flags: tuple[Flag, ...]
 
-    def kind(self, flag: Flag) -> Any:
-        """The type of the flag's field, without None."""
-        hint = typing.get_type_hints(self.config)[flag.field]
-        if isinstance(hint, types.UnionType):
-            (hint,) = (part for part in typing.get_args(hint) if part is not types.NoneType)
-        return hint
+    def kind(self, flag: Flag) -> FieldType:
+        """What the flag's field may be."""
+        return FieldType.of(typing.get_type_hints(self.config)[flag.field])
 
-    def default(self, flag: Flag) -> Any:
+    def default(self, flag: Flag) -> object:
         """The default of the flag's field."""
         (field,) = (field for field in dataclasses.fields(self.config) if field.name == flag.field)
         return field.default
@@ -81,51 +76,39 @@ class FlagGroup:
         """Add the flags to `parser`. A flag that is not given leaves no attribute in the namespace."""
         group = parser.add_argument_group(self.title)
         for flag in self.flags:
-            group.add_argument(
-                flag.option,
-                *flag.aliases,
-                dest=flag.key,
-                default=argparse.SUPPRESS,
-                help=self._help(flag),
-                **self._shape(flag),
-            )
+            names, kind = (flag.option, *flag.aliases), self.kind(flag)
+            metavar, text = flag.metavar or _metavar(kind), self._help(flag)
+            add = functools.partial(group.add_argument, *names, dest=flag.key, default=argparse.SUPPRESS, help=text)
+            if kind.item is bool:
+                add(action=argparse.BooleanOptionalAction)
+            elif kind.is_tuple and kind.item is str:
+                add(type=str, nargs=kind.length or "+", metavar=metavar)
+            elif flag.choices:
+                add(type=_argparse_type(kind), choices=flag.choices)
+            else:
+                add(type=_argparse_type(kind), metavar=metavar)
 
-    def parse_value(self, flag: Flag, value: Any) -> Any:
+    def parse_value(self, flag: Flag, value: object) -> object:
         """The value of a YAML file, read as the flag's text would be.
 
         Raises:
             ValueError: With what is wrong, fit to follow the flag's name and a colon.
         """
         kind = self.kind(flag)
-        if kind is bool:
-            if not isinstance(value, bool):
-                raise ValueError(f"{shown(value)} is not true or false")
-            return value
-        if kind in (STRINGS, PAIR):
-            if not isinstance(value, list) or (kind == PAIR and len(value) != 2):
-                raise ValueError(f"{shown(value)} is not a list" + (" of two" if kind == PAIR else ""))
-            return tuple(str(item) for item in value)
-        if kind == INTEGERS and isinstance(value, list):
+        if kind.item is bool or (kind.is_tuple and kind.item is str):
+            given = [str(item) for item in value] if isinstance(value, list) else value
+            try:
+                return kind.convert(given)
+            except MismatchError as error:
+                raise ValueError(f"{shown(value)} is not {error}") from None
+        if kind.is_tuple and isinstance(value, list):
             value = ",".join(str(item) for item in value)
         if isinstance(value, (list, dict)) or value is None:
             raise ValueError(f"{shown(value)} is not one value")
-        parsed = _PARSERS[kind](str(value))
+        parsed = _parse(kind, str(value))
         if flag.choices and parsed not in flag.choices:
             raise ValueError(f"{shown(parsed)} is unknown; one of {', '.join(flag.choices)}")
         return parsed
-
-    def _shape(self, flag: Flag) -> dict[str, Any]:
-        kind = self.kind(flag)
-        if kind is bool:
-            return {"action": argparse.BooleanOptionalAction}
-        shape: dict[str, Any] = {"metavar": flag.metavar or _METAVARS[kind], "type": _argparse_type(_PARSERS[kind])}
-        if flag.choices:
-            shape |= {"choices": flag.choices, "metavar": None}
-        if kind == STRINGS:
-            shape["nargs"] = "+"
-        if kind == PAIR:
-            shape["nargs"] = 2
-        return shape
 
     def _help(self, flag: Flag) -> str:
         default = self.default(flag)
@@ -161,43 +144,28 @@ def shown(value: object) -> str:
     return shorten(repr(value))
 
 
-def _parse_int(text: str) -> int:
+def _parse(kind: FieldType, text: str) -> object:
+    """One value, or whole numbers with commas between them.
+
+    Raises:
+        ValueError: It is neither; with the text and what it is not.
+    """
     try:
-        return int(text)
-    except ValueError:
-        raise ValueError(f"{shown(text)} is not a whole number") from None
+        return tuple(kind.parse(part) for part in text.split(",")) if kind.is_tuple else kind.parse(text)
+    except MismatchError as error:
+        expected = f"{kind.expected} with commas, as in 0,4,8" if kind.is_tuple else error
+        raise ValueError(f"{shown(text)} is not {expected}") from None
 
 
-def _parse_float(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise ValueError(f"{shown(text)} is not a number") from None
-
-
-def _parse_integers(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise ValueError(f"{shown(text)} is not a list of whole numbers with commas, as in 0,4,8") from None
-
-
-def _argparse_type(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    def parse_argument(text: str) -> Any:
+def _argparse_type(kind: FieldType) -> Callable[[str], object]:
+    def parse_argument(text: str) -> object:
         try:
-            return parse(text)
+            return _parse(kind, text)
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
 
     return parse_argument
 
 
-_PARSERS: dict[Any, Callable[[str], Any]] = {
-    int: _parse_int,
-    float: _parse_float,
-    str: str,
-    STRINGS: str,
-    PAIR: str,
-    INTEGERS: _parse_integers,
-}
-_METAVARS: dict[Any, str] = {int: "N", float: "X", str: "TEXT", STRINGS: "TEXT", PAIR: "TEXT", INTEGERS: "I,J,..."}
+def _metavar(kind: FieldType) -> str:
+    return "I,J,..." if kind.is_tuple and kind.item is int else {int: "N", float: "X"}.get(kind.item, "TEXT")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from typing import NoReturn
 
 from arguments.flags import Flag, FlagGroup, closest, shorten
 from arguments.groups import (
@@ -34,6 +34,7 @@ from megatron_ext.config import (
     ServerSettings,
     SourceConfig,
 )
+from megatron_ext.config.annotations import FieldValues
 from megatron_ext.config.embedded import check_flags
 from megatron_ext.errors import ConfigError
 
@@ -44,7 +45,9 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message)
 
-    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+    def parse_args(  # type: ignore[override]  # the base's is overloaded
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
         """As the base's, and an unknown flag is answered with the one that was probably meant."""
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
@@ -131,12 +134,12 @@ def parse_server_arguments(argv: Sequence[str] | None = None, prog: str | None =
     return settings
 
 
-def _values(parser: argparse.ArgumentParser, argv: Sequence[str] | None, groups: Sequence[FlagGroup]) -> dict[str, Any]:
+def _values(parser: argparse.ArgumentParser, argv: Sequence[str] | None, groups: Sequence[FlagGroup]) -> FieldValues:
     """The flags that are given, by key: on the command line, else in the YAML file."""
     given = vars(parser.parse_args(argv))
     values = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
     if "model-config" in values:
-        values = read_flags(values["model-config"], known_flags(groups)) | values
+        values = read_flags(str(values["model-config"]), known_flags(groups)) | values
     return values
 
 
@@ -151,5 +154,5 @@ def known_flags(groups: Sequence[FlagGroup] = GROUPS) -> dict[str, tuple[FlagGro
     return {key: (group, flag) for group in groups for flag in group.flags for key in flag.keys}
 
 
-def _fields(group: FlagGroup, values: Mapping[str, Any]) -> dict[str, Any]:
+def _fields(group: FlagGroup, values: FieldValues) -> FieldValues:
     return {flag.field: values[flag.key] for flag in group.flags if flag.key in values}

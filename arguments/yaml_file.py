@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 import yaml
 
@@ -24,7 +23,7 @@ _STRING = "tag:yaml.org,2002:str"
 _PLAIN_TAGS = {f"tag:yaml.org,2002:{kind}" for kind in "str int float bool null timestamp seq map".split()}
 
 
-def read_flags(path: str, known: Mapping[str, tuple[FlagGroup, Flag]]) -> dict[str, Any]:
+def read_flags(path: str, known: Mapping[str, tuple[FlagGroup, Flag]]) -> dict[str, object]:
     """Read the flags of a YAML file.
 
     Args:
@@ -37,7 +36,7 @@ def read_flags(path: str, known: Mapping[str, tuple[FlagGroup, Flag]]) -> dict[s
     Raises:
         ConfigError: If the file cannot be read, or a key or a value is wrong; names file, line and key.
     """
-    values: dict[str, Any] = {}
+    values: dict[str, object] = {}
     for line, name, make_value in _entries(path):
         where = f"{path}, line {line}"
         key = normalize_key(name)
@@ -66,7 +65,7 @@ class _FlagLoader(yaml.SafeLoader):
         super().__init__(text)
         self._count = self._depth = 0
 
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+    def compose_node(self, parent: yaml.Node | None, index: object) -> yaml.Node | None:
         """Compose one node; what is in it comes through here too."""
         event = self.peek_event()
         self._count += 1
@@ -79,7 +78,7 @@ class _FlagLoader(yaml.SafeLoader):
         self._depth -= 1
         return node
 
-    def value_of(self, node: yaml.Node) -> Any:
+    def value_of(self, node: yaml.Node) -> object:
         """A scalar, or a list of scalars: an alias is one more time the same object, so nothing multiplies.
 
         Raises:
@@ -98,7 +97,7 @@ class _FlagLoader(yaml.SafeLoader):
         return self.construct_object(node)
 
 
-def _entries(path: str) -> Iterator[tuple[int, str, Callable[[], Any]]]:
+def _entries(path: str) -> Iterator[tuple[int, str, Callable[[], object]]]:
     """The (line, key, function that makes the value) triples of the file's top-level mapping, in its order."""
     try:
         text = read_text(path, LONGEST_FILE)

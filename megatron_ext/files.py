@@ -6,9 +6,11 @@ import json
 import os
 import stat
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from megatron_ext.errors import CheckpointError, ConfigError
+
+JsonObject = dict[str, object]  # as it was read: what a value is must still be found out
 
 _LONGEST_JSON = 16 * 1024**2  # bytes, of a configuration, or a tokenizer's
 _MOST_LEVELS = 32  # of lists and objects in one another
@@ -73,7 +75,7 @@ def _require_regular(path: str | Path, status: os.stat_result, error: type[Confi
         raise error(f"{path}: {kind}; only a regular file is read")
 
 
-def read_json(path: Path, limit: int = _LONGEST_JSON) -> dict:
+def read_json(path: Path, limit: int = _LONGEST_JSON) -> JsonObject:
     """A JSON file that holds one object.
 
     Args:
@@ -98,9 +100,9 @@ def read_json(path: Path, limit: int = _LONGEST_JSON) -> dict:
     return content
 
 
-def _require_shallow(content: Any, path: Path) -> None:
+def _require_shallow(content: JsonObject, path: Path) -> None:
     """What is read next may call itself for each level."""
-    level = [content]
+    level: list[object] = [content]
     for _ in range(_MOST_LEVELS):
         lists = [value for value in level if isinstance(value, list)]
         objects = [value.values() for value in level if isinstance(value, dict)]

@@ -87,7 +87,8 @@ def held_out_documents(library: Path | None = None) -> list[Document]:
 
 def training_documents(library: Path | None = None) -> list[Document]:
     """The documents to train on, ordered by name, less every paragraph that the held-out ones have."""
-    root, seen = _library(library), set()
+    root = _library(library)
+    seen: set[str] = set()
     for _ in _without_repeats(_read(root, held_out=True), seen):
         pass  # only to fill `seen`
     return list(_without_repeats(_read(root, held_out=False), seen))
@@ -167,7 +168,7 @@ def _nested_entries(prefix: str, parent: ast.AST) -> Iterator[Entry]:
             yield from _nested_entries(prefix, node)
 
 
-def _parameters(node: ast.AST) -> str:
+def _parameters(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> str:
     if isinstance(node, ast.ClassDef):
         return ""
     arguments = node.args

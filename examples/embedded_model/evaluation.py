@@ -27,6 +27,7 @@ def encode_documents(texts: Iterable[str], tokenize: Callable[[str], list[int]],
 def held_out_tokens(tokenizer: Tokenizer) -> Tensor:
     """The held-out split [n] int64 (documents only, no conversations)."""
     texts = (document.text for document in held_out_documents())
+    assert tokenizer.eod is not None, "documents end with a token of their own"
     return encode_documents(texts, tokenizer.tokenize, tokenizer.eod)
 
 
@@ -88,7 +89,8 @@ def positions(tokens: Tensor) -> Tensor:
 def _recurrent_layers_cut(model: nn.Module, pieces: int) -> Iterator[None]:
     """Hand every recurrent mixer its sequence [s, b, h] as `pieces` independent ones, each from zero states."""
     handles = []
-    for layer in model.decoder.layers if pieces > 1 else ():
+    layers: Iterable[nn.Module] = model.get_submodule("decoder.layers").children() if pieces > 1 else ()
+    for layer in layers:
         if mixer := getattr(layer, "mixer", None):
             handles.append(mixer.register_forward_pre_hook(lambda _, args: (_cut(args[0], pieces), *args[1:])))
             handles.append(mixer.register_forward_hook(lambda _, __, out: (_join(out[0], pieces), *out[1:])))

@@ -88,8 +88,8 @@ class Batches:
 
     def at(self, step: int) -> tuple[Tensor, Tensor]:
         """Inputs and next tokens of a step, each [b, s]."""
-        rows = range(step * self.recipe.batch_size, (step + 1) * self.recipe.batch_size)
-        rows = torch.stack([self._window(row) for row in rows])
+        numbers = range(step * self.recipe.batch_size, (step + 1) * self.recipe.batch_size)
+        rows = torch.stack([self._window(number) for number in numbers])
         return rows[:, :-1], rows[:, 1:]
 
     def _window(self, row: int) -> Tensor:
@@ -178,12 +178,13 @@ def same_so_far(old: Recipe, new: Recipe, steps_done: int) -> bool:
     return planned == new and all(learning_rate(step, old) == learning_rate(step, new) for step in range(steps_done))
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
     """Matrices decay; norms, biases and the recurrence's own parameters do not."""
-    groups = ({"params": [], "weight_decay": weight_decay}, {"params": [], "weight_decay": 0.0})
+    decayed: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
-        groups[name.endswith(NOT_DECAYED)]["params"].append(parameter)
-    return list(groups)
+        (others if name.endswith(NOT_DECAYED) else decayed).append(parameter)
+    return [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
 
 
 def train_tokenizer(texts: list[str], vocabulary: int = VOCABULARY) -> Tokenizer:

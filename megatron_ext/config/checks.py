@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TypeVar
 
 from megatron_ext.errors import ConfigError
+
+T = TypeVar("T")
 
 
 def require(condition: bool, message: str) -> None:
@@ -19,7 +21,7 @@ def flag_of(field: str) -> str:
     return "--" + field.replace("_", "-")
 
 
-def flag(default: Any, help_text: str) -> Any:
+def flag(default: T, help_text: str) -> T:
     """A dataclass field that is a flag of its own name, told about in `--help`."""
     return dataclasses.field(default=default, metadata={"help": help_text})
 

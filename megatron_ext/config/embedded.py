@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
 
+from megatron_ext.config.annotations import FieldValues
 from megatron_ext.config.checks import flag_of
 from megatron_ext.config.model import ModelConfig
 
@@ -37,7 +36,7 @@ def embedded_config() -> ModelConfig:
     return ModelConfig(**header["model"])
 
 
-def differences(model: ModelConfig, overrides: Mapping[str, Any]) -> dict[str, Any]:
+def differences(model: ModelConfig, overrides: FieldValues) -> dict[str, object]:
     """The fields of `overrides` that describe another model than `model`, each with what it is there.
 
     A value that says what is so anyway describes no other one, whether it was given or followed from others.
@@ -49,24 +48,24 @@ def differences(model: ModelConfig, overrides: Mapping[str, Any]) -> dict[str, A
     }
 
 
-def with_harmless(model: ModelConfig, overrides: Mapping[str, Any]) -> ModelConfig:
+def with_harmless(model: ModelConfig, overrides: FieldValues) -> ModelConfig:
     """`model` with those overrides that leave its weights what they are; the others must be equal anyway."""
     return dataclasses.replace(model, **{name: value for name, value in overrides.items() if name in _HARMLESS})
 
 
-def as_flag(name: str, value: Any, there: Any) -> str:
+def as_flag(name: str, value: object, there: object) -> str:
     """A field of `differences` as a person would type it, and what the model has there."""
     if isinstance(value, bool):
         return flag_of(name) if value else flag_of(f"no_{name}")
     return f"{flag_of(name)} {_shown(value)} (not {_shown(there)})"
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     text = " ".join(value) if isinstance(value, tuple) else str(value)
     return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
 
 
-def check_flags(overrides: Mapping[str, Any]) -> None:
+def check_flags(overrides: FieldValues) -> None:
     """See what is wrong with a model of flags alone, before anything is loaded.
 
     Raises:
@@ -79,7 +78,7 @@ def check_flags(overrides: Mapping[str, Any]) -> None:
         with_harmless(embedded, overrides)
 
 
-def _resolved(model: ModelConfig, name: str) -> Any:
+def _resolved(model: ModelConfig, name: str) -> object:
     if name == "group_query_attention":
         return model.query_groups < model.num_attention_heads
     if name == "moe_router_topk_scaling_factor":

@@ -28,9 +28,10 @@ def parse_host(text: str) -> HostName | None:
     if not name or (port is not None and not _is_port(port)):
         return None
     if name.startswith("["):
-        name = _address(name[1:-1])
-        if name is None:
+        address = _address(name[1:-1])
+        if address is None:
             return None
+        name = address
     elif any(character in name for character in " /\\@?#[]:,'\"") or not (name.isascii() and name.isprintable()):
         return None
     name = name.lower()

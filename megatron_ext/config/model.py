@@ -99,7 +99,7 @@ class ModelConfig(PositionFields, MoeFields, RecurrentFields):
         """Layers, of every kind."""
         return len(self.hybrid_override_pattern)
 
-    def to_dict(self) -> dict:
+    def to_dict(self) -> dict[str, object]:
         """A plain dictionary, as saved with a checkpoint."""
         return dataclasses.asdict(self)
 

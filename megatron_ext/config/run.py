@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from megatron_ext.config.access import AccessConfig
+from megatron_ext.config.annotations import FieldValues
 from megatron_ext.config.batching import BatchingConfig, CacheConfig
 from megatron_ext.config.checks import flag_of, require
 from megatron_ext.config.limits import ServerLimits
@@ -151,7 +150,7 @@ class ServerSettings:
     """Everything that a command line says about a server. `model_overrides` as in `InferenceSettings`."""
 
     source: SourceConfig = SourceConfig()
-    model_overrides: Mapping[str, Any] = field(default_factory=dict)
+    model_overrides: FieldValues = field(default_factory=dict)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     batching: BatchingConfig = field(default_factory=BatchingConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
@@ -167,7 +166,7 @@ class InferenceSettings:
     """
 
     source: SourceConfig = SourceConfig()
-    model_overrides: Mapping[str, Any] = field(default_factory=dict)
+    model_overrides: FieldValues = field(default_factory=dict)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     sampling: RequestParams = field(default_factory=RequestParams)
     batching: BatchingConfig = field(default_factory=BatchingConfig)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import IO, cast
 
 from rich.console import Console
 from rich.markup import escape
@@ -17,7 +18,8 @@ _FILE_WIDTH = 120  # characters
 def make_console(quiet: bool, output: Output | None = None) -> Console:
     """A console on standard output that never raises; where that is no terminal, of a width that files have."""
     output = output or Output(sys.stdout)
-    return Console(file=output, highlight=False, quiet=quiet, width=None if output.isatty() else _FILE_WIDTH)
+    file = cast("IO[str]", output)  # rich writes, flushes and asks `isatty` and `encoding`
+    return Console(file=file, highlight=False, quiet=quiet, width=None if output.isatty() else _FILE_WIDTH)
 
 
 def print_geometry(geometry: Geometry, model: str, console: Console, request_state_bytes: int = 0) -> None:

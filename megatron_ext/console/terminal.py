@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import os
 import unicodedata
@@ -55,7 +56,7 @@ def _fitting(text: str, width: int) -> str:
 
 def wrapped(text: str, width: int, lines: int) -> list[str]:
     """The start of `text` on at most so many lines of so many columns; cut between words where there are any."""
-    found = []
+    found: list[str] = []
     while text and len(found) < lines - 1:
         line = _fitting(text, width)
         if len(line) < len(text) and " " in line.rstrip() and text[len(line)] != " ":
@@ -77,7 +78,7 @@ class Output(io.TextIOBase):
         self.error: OSError | None = None  # why nothing more is written
 
     @property
-    def encoding(self) -> str:
+    def encoding(self) -> str:  # type: ignore[override]  # typeshed has an attribute that can be set
         """Of the stream; rich draws in ASCII where it is not UTF-8."""
         return getattr(self._stream, "encoding", None) or "utf-8"
 
@@ -99,7 +100,7 @@ class Output(io.TextIOBase):
         """Write, or drop what cannot be written."""
         if self._stream is not None and self.error is None:
             safe = text.encode(self.encoding, "backslashreplace").decode(self.encoding)
-            self._guard(lambda: self._stream.write(safe))
+            self._guard(functools.partial(self._stream.write, safe))
         return len(text)
 
     def flush(self) -> None:
@@ -124,7 +125,7 @@ class Output(io.TextIOBase):
     def _discard_rest(self) -> None:
         """What the stream still buffers must not fail again when the process ends."""
         with contextlib.suppress(io.UnsupportedOperation):
-            number = self._stream.fileno()
+            number = self.fileno()
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, number)
             os.close(null)

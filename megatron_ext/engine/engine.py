@@ -14,7 +14,9 @@ from megatron_ext.engine.output import OutputProcessor
 from megatron_ext.engine.result import StepResult
 from megatron_ext.engine.statistics import EngineStatistics, log_step
 from megatron_ext.errors import ConfigError, RestoreError
-from megatron_ext.scheduling.planner import StepPlan, check_admissible
+from megatron_ext.prefix_cache.hash_chain import Digest
+from megatron_ext.scheduling.plan import StepPlan
+from megatron_ext.scheduling.planner import check_admissible
 from megatron_ext.scheduling.record import RequestRecord, Status
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
@@ -154,7 +156,9 @@ class Engine:
         except BaseException as error:
             self.scheduler.abandon(plan.chunks, describe(error))
             if isinstance(error, RestoreError):  # the next step computes what this snapshot was to save
-                self.scheduler.cache.states.drop(error.digest)
+                states = self.scheduler.cache.states
+                assert states is not None, "only states are restored"
+                states.drop(Digest(error.digest))
             raise
         self.output.ended += self.scheduler.commit(plan.chunks, result.tokens)
         self.step_count += 1

@@ -7,7 +7,7 @@ import logging
 from dataclasses import dataclass
 
 from megatron_ext.prefix_cache.cache import CacheUse
-from megatron_ext.scheduling.planner import StepPlan
+from megatron_ext.scheduling.plan import StepPlan
 from megatron_ext.scheduling.scheduler import Counters, Scheduler
 
 logger = logging.getLogger(__name__)
@@ -78,6 +78,7 @@ class EngineStatistics:
         found: object = self
         for name in path.split("."):
             found = getattr(found, name)
+        assert isinstance(found, int), f"{path} is no number"
         return found
 
 

@@ -72,6 +72,8 @@ class InferenceEngine(DynamicInferenceEngine):
         if self.cuda_graph_impl == "local":
             raise ConfigError("cuda_graph_impl 'local' is not supported by this engine; use 'none'")
 
+    engine: Engine  # a new one after each `reset`
+
     def reset(self) -> None:
         """Forget all requests (their futures are cancelled) and counters; a suspended engine gets its pools back."""
         if hasattr(self, "engine"):
@@ -175,6 +177,8 @@ class InferenceEngine(DynamicInferenceEngine):
         request_id: int,
         prompt: str | Sequence[int] | torch.Tensor,
         sampling_params: RequestParams | SamplingParams | None = None,
+        *,
+        prompt_text: str | None = None,
     ) -> asyncio.Future[RequestRecord]:
         """Queue a request. What can never be served ends at once, as FAILED; the others go on.
 
@@ -182,6 +186,7 @@ class InferenceEngine(DynamicInferenceEngine):
             request_id: Not in use by a living request.
             prompt: Text, or token ids.
             sampling_params: Ours or Megatron's; greedy if missing.
+            prompt_text: That the ids were made of, for the record; the engine makes none of ids.
 
         Returns:
             A future of the request's record; the step that ends the request reports it too.
@@ -190,11 +195,12 @@ class InferenceEngine(DynamicInferenceEngine):
             ConfigError: The prompt or the parameters make no sense, whatever the engine's limits.
         """
         self.engine.check_free(request_id)
+        text = prompt if isinstance(prompt, str) else prompt_text
         ids = prompt.tolist() if isinstance(prompt, torch.Tensor) else prompt
         tokens = self.engine.intake.tokenize(ids, getattr(sampling_params, "add_BOS", False))
         params = to_request_params(sampling_params, len(tokens), self.context.max_sequence_length)
         future = self._loop.create_future()
-        self.engine.add(request_id, tokens, params, future, text=prompt if isinstance(prompt, str) else None)
+        self.engine.add(request_id, tokens, params, future, text=text)
         self._wake_up()
         return future
 
@@ -250,7 +256,7 @@ class InferenceEngine(DynamicInferenceEngine):
 
     async def async_bookkeep(
         self, step_result: StepResult | None, context_state: Step, step_time: float, step_count: int
-    ) -> dict:
+    ) -> dict[str, object]:
         """Turn the step's tokens into output, and report who has ended. Nothing in here stops the engine.
 
         Returns:

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace
@@ -114,7 +114,7 @@ class _PartReader:
         self._directory = directory
         self._stored = stored
         self._stack = stack
-        self._files: dict[str, tuple[io.BufferedReader, int]] = {}
+        self._files: dict[str, tuple[BinaryIO, int]] = {}
 
     def read(self, sharded: ShardedTensor | ShardedTensorFactory) -> Tensor:
         if isinstance(sharded, ShardedTensor):
@@ -156,7 +156,7 @@ class _PartReader:
         except PlainPickleError as error:
             raise CheckpointError(f"{where} cannot be read: {error}") from error
 
-    def _open(self, name: str) -> tuple[io.BufferedReader, int]:
+    def _open(self, name: str) -> tuple[BinaryIO, int]:
         if name not in self._files:
             file = self._stack.enter_context(open_regular(self._directory / name, CheckpointError))
             self._files[name] = (file, os.fstat(file.fileno()).st_size)
@@ -178,7 +178,7 @@ def _intersection(offset: tuple[int, ...], sizes: tuple[int, ...], part: Part) -
     return tuple(ours), tuple(theirs)
 
 
-def read_common(directory: Path) -> dict[str, Any]:
+def read_common(directory: Path) -> dict[str, object]:
     """What is not a tensor: arguments, iteration, the scheduler's state. Namespaces are `SimpleNamespace`s.
 
     What is of any other class, or a tensor, is there as a `Made` that says its class and nothing else.

@@ -201,7 +201,7 @@ def _is_file_name(name: Any) -> bool:
     return type(name) is str and name.isprintable() and "/" not in name and name not in ("", ".", "..")
 
 
-def _is_text(args: tuple, text: str) -> bool:
+def _is_text(args: tuple[Any, ...], text: str) -> bool:
     return len(args) == 1 and type(args[0]) is str and args[0] == text
 
 

@@ -17,6 +17,7 @@ from megatron_ext.memory.state_pool import SnapshotPool, StatePool, copy_states
 from megatron_ext.mixers.recurrent import RecurrentStep
 from megatron_ext.ops.paged_attention import PagedBatch
 from megatron_ext.ops.rotary import Rotation, rotation_at
+from megatron_ext.scheduling.queue import Queues
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.step import ScheduledChunk, ScheduledStep
 
@@ -96,19 +97,25 @@ class InferenceContext(DynamicInferenceContext):
         return self.pools is not None
 
     @property
+    def allocated(self) -> Pools:
+        """The pools, which must be there."""
+        assert self.pools is not None, "the engine is suspended: there are no pools"
+        return self.pools
+
+    @property
     def memory_buffer(self) -> Tensor:
         """The KV cache; see `Pools`."""
-        return self.pools.kv
+        return self.allocated.kv
 
     @property
     def live_states(self) -> StatePool | None:
         """See `Pools`."""
-        return self.pools.live_states
+        return self.allocated.live_states
 
     @property
     def snapshots(self) -> SnapshotPool | None:
         """See `Pools`."""
-        return self.pools.snapshots
+        return self.allocated.snapshots
 
     @property
     def is_hybrid_model(self) -> bool:
@@ -138,37 +145,42 @@ class InferenceContext(DynamicInferenceContext):
 
     def _restore_states(self, chunks: Sequence[ScheduledChunk]) -> None:
         """Before any slot is written: one that a request resumes from may be given to another snapshot of this step."""
-        restored = [chunk for chunk in chunks if chunk.restore is not None]
+        live, snapshots = self.live_states, self.snapshots
+        if live is None or snapshots is None:
+            return
+        restored = [(chunk.restore, chunk.live_slot) for chunk in chunks if chunk.restore is not None]
         if restored:
-            self.snapshots.restore(
-                [chunk.restore.slot for chunk in restored],
-                [chunk.restore.digest for chunk in restored],
-                self.live_states,
-                [chunk.live_slot for chunk in restored],
-            )
-        if self.snapshots is not None:
-            self.snapshots.open([one.slot for chunk in chunks for one in chunk.snapshots])
+            slots, digests = [restore.slot for restore, _ in restored], [restore.digest for restore, _ in restored]
+            snapshots.restore(slots, digests, live, [slot for _, slot in restored])
+        snapshots.open([one.slot for chunk in chunks for one in chunk.snapshots])
 
     def finish_snapshots(self) -> None:
         """The forward has succeeded. States inside chunks are in their slots; those at their ends are live now."""
-        if self.snapshots is None:
+        live_states, snapshots = self.live_states, self.snapshots
+        if live_states is None or snapshots is None:
             return
-        taken = [(chunk, one) for chunk in self.step.chunks for one in chunk.snapshots]
+        taken = [(chunk, one) for chunk in self.staged.chunks for one in chunk.snapshots]
         live = [
             (chunk.live_slot, one.slot) for chunk, one in taken if chunk.is_decode or self.plan.limits.aligned_chunks
         ]
         if live:
             live_slots, slots = zip(*live, strict=True)
-            copy_states(self.live_states, live_slots, self.snapshots, slots)
-        self.snapshots.close([one.slot for _, one in taken], [one.digest for _, one in taken])
+            copy_states(live_states, live_slots, snapshots, slots)
+        snapshots.close([one.slot for _, one in taken], [one.digest for _, one in taken])
 
     def clear_step(self) -> None:
         """The step is over."""
         self.step = self._rotation = self.scored_states = None
 
+    @property
+    def staged(self) -> ModelInput:
+        """The step at hand; there is one from `stage` to `clear_step`."""
+        assert self.step is not None, "no step is staged"
+        return self.step
+
     def current_input_and_position_ids(self, *, num_warmup_tokens: int | None = None) -> tuple[Tensor, Tensor]:
         """Token ids and absolute positions of the staged step, [1, T] each."""
-        return self.step.input_ids[None], self.step.position_ids[None]
+        return self.staged.input_ids[None], self.staged.position_ids[None]
 
     def last_token_logits(self, logits: Tensor) -> Tensor:
         """Select the tokens that are sampled from: [1, T, h] -> [m, h] (see `ModelInput.sample_tokens`).
@@ -177,8 +189,8 @@ class InferenceContext(DynamicInferenceContext):
         hidden states of scored tokens are set aside.
         """
         hidden_states = logits[0]
-        self.scored_states = hidden_states[self.step.score_tokens] if self.step.prompt_scores else None
-        return hidden_states[self.step.sample_tokens]
+        self.scored_states = hidden_states[self.staged.score_tokens] if self.staged.prompt_scores else None
+        return hidden_states[self.staged.sample_tokens]
 
     def rotation(self, angles: Tensor) -> Rotation:
         """What the step's tokens are rotated by; the first layer that asks computes it for all of them.
@@ -187,24 +199,26 @@ class InferenceContext(DynamicInferenceContext):
             angles: Of all positions, [n, 1, 1, D]; the same for every layer.
         """
         if self._rotation is None:
-            self._rotation = rotation_at(angles, self.step.position_ids, self.params_dtype)
+            self._rotation = rotation_at(angles, self.staged.position_ids, self.params_dtype)
         return self._rotation
 
     @property
     def paged_batch(self) -> PagedBatch:
         """Where the keys of each request lie."""
-        return self.step.paged_batch
+        return self.staged.paged_batch
 
     @property
     def recurrent_step(self) -> RecurrentStep:
         """What recurrent layers need to know."""
-        return self.step.recurrent
+        recurrent = self.staged.recurrent
+        assert recurrent is not None, "a step of a model with recurrent layers has it"
+        return recurrent
 
     def append_key_value_cache(self, layer_number: int, key: Tensor, value: Tensor) -> None:
         """Write the step's keys and values, [T, 1, KV heads, D] each, to their places; padding is dropped."""
-        count = self.step.num_tokens
+        count = self.staged.num_tokens
         for cache, states in zip(self._caches(layer_number), (key, value), strict=True):
-            cache.flatten(0, 1).index_copy_(0, self.step.slot_mapping, states[:count, 0])
+            cache.flatten(0, 1).index_copy_(0, self.staged.slot_mapping, states[:count, 0])
 
     def key_value_cache(self, layer_number: int) -> tuple[Tensor, Tensor, None]:
         """Key and value cache of a layer, [blocks + 1, B, KV heads, D]; the block table is in `paged_batch`."""
@@ -216,10 +230,12 @@ class InferenceContext(DynamicInferenceContext):
 
     def mamba_states_cache(self, layer_number: int) -> tuple[Tensor, Tensor]:
         """Live convolution and SSM states of a layer; written in place."""
+        assert self.live_states is not None, "a recurrent layer has states"
         return self.live_states.layer(self._layer_places[layer_number - 1])
 
     def mamba_snapshots(self, layer_number: int) -> tuple[Tensor, Tensor]:
         """Convolution and SSM snapshots of a layer; written in place."""
+        assert self.snapshots is not None, "a recurrent layer has states"
         return self.snapshots.layer(self._layer_places[layer_number - 1])
 
     # Upstream's questions, answered from the host
@@ -237,14 +253,19 @@ class InferenceContext(DynamicInferenceContext):
         return self.total_request_count > 0
 
     @property
+    def _queues(self) -> Queues:
+        assert self._scheduler is not None, "no scheduler is attached"
+        return self._scheduler.queues
+
+    @property
     def total_request_count(self) -> int:
         """Requests in the batch, paused ones included."""
-        return len(self._scheduler.queues.running) + len(self._scheduler.queues.paused)
+        return len(self._queues.running) + len(self._queues.paused)
 
     @property
     def paused_request_count(self) -> int:
         """Paused requests."""
-        return len(self._scheduler.queues.paused)
+        return len(self._queues.paused)
 
     @property
     def active_token_count(self) -> int:

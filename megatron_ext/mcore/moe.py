@@ -104,7 +104,7 @@ class LatentProjection(nn.Linear):
         if config.perform_initialization:
             init_method(self.weight)
 
-    def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
+    def forward(self, hidden: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]  # as Megatron has it
         """[..., input_size] -> [..., output_size]."""
         return super().forward(hidden), None
 

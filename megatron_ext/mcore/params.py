@@ -45,7 +45,10 @@ def to_request_params(
         temperature=params.temperature,
         top_k=params.top_k,
         top_p=params.top_p,
-        stop_words=stop_words if isinstance(stop_words, str) else tuple(stop_words),  # one text is refused there
+        stop_words=(
+            # one text is refused there
+            stop_words if isinstance(stop_words, str) else tuple(stop_words)  # type: ignore[arg-type]
+        ),
         termination_id=params.termination_id,
         return_log_probs=params.return_log_probs,
         skip_prompt_log_probs=params.skip_prompt_log_probs,

@@ -50,7 +50,7 @@ class Made:
 
     __slots__ = ("args", "name", "state")
 
-    def __init__(self, name: str, args: tuple) -> None:
+    def __init__(self, name: str, args: tuple[object, ...]) -> None:
         self.name = name
         self.args = args
         self.state: Any = None  # what the instance was to be given afterwards
@@ -59,7 +59,7 @@ class Made:
         return f"<{self.name}>"
 
 
-def load(data: bytes, allowed: Container[str], *, stored_apart: bool = False, limits: Limits | None = None) -> Any:
+def load(data: bytes, allowed: Container[str], *, stored_apart: bool = False, limits: Limits | None = None) -> object:
     """The value of a pickle: None, bool, int, float, str, bytes, tuple, list, dict, `Named` and `Made` ones.
 
     A tuple, list, dictionary or `Made` may hold another one several times, and itself.
@@ -176,7 +176,7 @@ class _Machine:
         self.stack.append(Made(STORED_APART, (self.pop(),)))
 
 
-Step = Callable[[_Machine], None]
+Step = Callable[[_Machine], object]
 _STOP = ord(".")
 _BYTE, _SHORT, _INT, _UINT, _LONG, _DOUBLE = map(struct.Struct, ("<B", "<H", "<i", "<I", "<Q", ">d"))
 

@@ -60,8 +60,8 @@ def install_cpu_stand_ins() -> None:
     """
     if torch.cuda.is_available():
         return
-    torch.cuda.current_device = lambda: torch.device("cpu")
-    torch.cuda.Event = _HostTimer
+    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
+    torch.cuda.Event = _HostTimer  # type: ignore[assignment,misc]
     torch.cuda.synchronize = _do_nothing
     torch.cuda.memory_stats = lambda *_: dict(_NO_MEMORY)
     torch.cuda.nvtx.range_push = _do_nothing

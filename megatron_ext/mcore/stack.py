@@ -18,7 +18,7 @@ class LayerNormFromConfig:
     upstream's wrapper makes fp32 weights in a model of any type.
     """
 
-    def __new__(
+    def __new__(  # type: ignore[misc]  # upstream's specs want a class
         cls, config: TransformerConfig, hidden_size: int, eps: float | None = None, **_: object
     ) -> torch.nn.Module:
         """The norm itself, as upstream's wrapper class does."""
@@ -31,9 +31,11 @@ class LayerNormFromConfig:
 class HeadNormFromConfig:
     """The norm of each query or key head, or nothing, as the configuration says."""
 
-    def __new__(cls, config: TransformerConfig, **kwargs: object) -> torch.nn.Module:
+    def __new__(  # type: ignore[misc]  # as above
+        cls, config: TransformerConfig, hidden_size: int, eps: float | None = None, **_: object
+    ) -> torch.nn.Module:
         """The norm itself."""
-        return LayerNormFromConfig(config, **kwargs) if config.qk_layernorm else IdentityOp()
+        return LayerNormFromConfig(config, hidden_size, eps) if config.qk_layernorm else IdentityOp()
 
 
 class ZeroCenteredRMSNorm(torch.nn.Module):

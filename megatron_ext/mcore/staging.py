@@ -131,14 +131,18 @@ def stage_step(step: ScheduledStep, rules: StagingRules, last_sampled: SampledTo
 
 def _fill_in(input_ids: Tensor, chunks: Sequence[ScheduledChunk], last_sampled: SampledTokens | None) -> Tensor:
     """Put tokens that the host does not know into their places, from device to device."""
-    places, rows, first = [], [], 0
+    places: list[int] = []
+    names: list[int] = []  # of requests
+    first = 0
     for chunk in chunks:
         if chunk.token_ids[-1] == LAST_SAMPLED:  # nothing can follow it
             places.append(first + chunk.length - 1)
-            rows.append(last_sampled.rows[chunk.request_id])
+            names.append(chunk.request_id)
         first += chunk.length
     if not places:
         return input_ids
+    assert last_sampled is not None, "no step has sampled anything"
+    rows = [last_sampled.rows[name] for name in names]
     index, source = _to_device([np.asarray(places), np.asarray(rows)], input_ids.device)
     return input_ids.index_copy(0, index, last_sampled.tokens.index_select(0, source))
 

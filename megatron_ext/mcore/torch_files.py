@@ -11,7 +11,7 @@ import io
 import math
 import zipfile
 from collections.abc import Container
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeGuard
 
 import torch
 from torch import Tensor
@@ -85,9 +85,9 @@ class Archive:
         PlainPickleError: It is none, or has records that are compressed.
     """
 
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self, file: BinaryIO | FileSlice) -> None:
         try:
-            self._zip = zipfile.ZipFile(file)
+            self._zip = zipfile.ZipFile(file, "r")
         except Exception as error:  # of damaged archives `zipfile` raises anything
             raise PlainPickleError(f"it is no archive of torch's: {error}") from error
         records = self._zip.infolist()
@@ -96,7 +96,7 @@ class Archive:
         # torch puts everything into one folder, whatever its name.
         self._records = {record.filename.partition("/")[2]: record for record in records}
 
-    def pickle(self, allowed: Container[str]) -> Any:
+    def pickle(self, allowed: Container[str]) -> object:
         """The plain value of the pickle, tensors being `Made` ones; see `plain_pickle.load`."""
         return plain_pickle.load(bytes(self.record(_PICKLE)), allowed, stored_apart=True)
 
@@ -114,7 +114,7 @@ class Archive:
             raise PlainPickleError(f"its {name} is damaged: {error}") from error
 
 
-def read_tensor(file: BinaryIO, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+def read_tensor(file: BinaryIO | FileSlice, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     """The only tensor of an archive, on the host.
 
     Raises:
@@ -127,13 +127,14 @@ def read_tensor(file: BinaryIO, dtype: torch.dtype, shape: tuple[int, ...]) -> T
     storage, offset, size, stride = made.args[:4]
     key, count = _storage(storage, dtype)
     same_shape = _are_sizes(size) and size == shape
-    if not same_shape or not _are_sizes(stride) or len(stride) != len(shape) or not _are_sizes((offset,)):
+    if not same_shape or not _are_sizes(stride) or len(stride) != len(shape) or type(offset) is not int or offset < 0:
         raise PlainPickleError(f"it is no tensor of shape {shape}")
     content = archive.record(f"data/{key}")
     last = offset + sum((length - 1) * step for length, step in zip(shape, stride, strict=True))
-    if len(content) != count * dtype.itemsize or (math.prod(shape) and last >= count):
+    wanted = math.prod(shape)
+    if len(content) != count * dtype.itemsize or (wanted and last >= count):
         raise PlainPickleError(f"it has {len(content)} bytes for a tensor of shape {shape}")
-    if not math.prod(shape):
+    if not wanted:
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(content, dtype=dtype).as_strided(shape, stride, offset)
 
@@ -151,5 +152,5 @@ def _storage(stored: Any, dtype: torch.dtype) -> tuple[str, int]:
     return key, count
 
 
-def _are_sizes(values: Any) -> bool:
+def _are_sizes(values: object) -> TypeGuard[tuple[int, ...]]:
     return type(values) is tuple and all(type(value) is int and value >= 0 for value in values)

@@ -96,8 +96,8 @@ def _beside_the_blocks(
         return f"{one_block} {_BATCHING}-prefix-caching-mamba-slots {slots} would do"
     most = _largest(batching.max_requests, limit, lambda n: size(dataclasses.replace(least, max_requests=n), none))
     if most:
-        slots = f"{_BATCHING}-prefix-caching-mamba-slots 0"
-        return f"{one_block} {slots} with {_BATCHING}-max-requests {most} would do"
+        without = f"{_BATCHING}-prefix-caching-mamba-slots 0"
+        return f"{one_block} {without} with {_BATCHING}-max-requests {most} would do"
     return "not even one request fits: free some memory, or take a smaller model"
 
 

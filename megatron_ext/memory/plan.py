@@ -139,11 +139,11 @@ def _max_sequence_length(batching: BatchingConfig, config: ModelConfig) -> int:
 
 def _limits(geometry: Geometry, batching: BatchingConfig, longest: int, device_type: str, *, aligned: bool) -> Limits:
     block_bytes, paused_gb = geometry.block_bytes, batching.paused_buffer_size_gb
-    has_paused_limit = paused_gb is not None and block_bytes > 0
+    paused_blocks = None if paused_gb is None or block_bytes == 0 else int(paused_gb * 1024**3) // block_bytes
     return Limits(
         block_size=geometry.block_size_tokens,
         total_blocks=geometry.blocks,
-        paused_blocks=int(paused_gb * 1024**3) // block_bytes if has_paused_limit else None,
+        paused_blocks=paused_blocks,
         max_requests=batching.max_requests,
         max_tokens=batching.max_tokens or max(DEFAULT_MAX_TOKENS[device_type], batching.max_requests),
         max_sequence_length=longest,

@@ -9,17 +9,16 @@ checkpoints fit both. SiLU stands in both places whatever the MLPs use: upstream
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor, nn
 
-from megatron_ext.mixers.mixer import MixerSubmodules, Pass, Projected, RecurrentMixer
-from megatron_ext.mixers.sharding import sharded_mixer_state
+from megatron_ext.mixers.mixer import MixerSubmodules, Pass, Projected, RecurrentMixer, mark_split
+from megatron_ext.mixers.sharding import Metadata, Offsets, sharded_mixer_state
 from megatron_ext.ops.gated_delta_rule import GATED_DELTA_RULE
 
 A_INIT_RANGE = (1.0, 16.0)
@@ -74,8 +73,7 @@ class GatedDeltaNetMixer(RecurrentMixer):
         )
         self.dt_bias = nn.Parameter(torch.ones(heads, dtype=dtype))
         self.A_log = nn.Parameter(torch.empty(heads).uniform_(*A_INIT_RANGE).log().to(dtype))
-        for parameter in (self.conv1d.weight, self.dt_bias, self.A_log):
-            parameter.tensor_model_parallel = True
+        mark_split((*self.conv1d.parameters(), self.dt_bias, self.A_log))
         self.out_norm = build_module(submodules.out_norm, config=self.config, hidden_size=self.value_head_dim)
 
     def split(self, projected: Tensor) -> Projected:
@@ -112,8 +110,8 @@ class GatedDeltaNetMixer(RecurrentMixer):
         return (self.conv_dim, self.d_conv - 1), (self.value_heads_local, self.key_head_dim, self.value_head_dim)
 
     def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
-    ) -> dict[str, Any]:
+        self, prefix: str = "", sharded_offsets: Offsets = (), metadata: Metadata | None = None
+    ) -> ShardedStateDict:
         """For distributed checkpoints: keys and splits of megatron-core's `GatedDeltaNet`."""
         heads = self.value_heads_local
         qkv = {"query": self.qk_dim_local, "key": self.qk_dim_local, "value": self.v_dim_local}

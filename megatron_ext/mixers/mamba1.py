@@ -11,10 +11,10 @@ Descendants normalize dt, B and C before they are used: FalconMamba without weig
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -23,8 +23,8 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
-from megatron_ext.mixers.mixer import MixerSubmodules, Pass, Projected, RecurrentMixer
-from megatron_ext.mixers.sharding import sharded_mixer_state
+from megatron_ext.mixers.mixer import MixerSubmodules, Pass, Projected, RecurrentMixer, mark_split
+from megatron_ext.mixers.sharding import Metadata, Offsets, sharded_mixer_state
 from megatron_ext.mixers.step_size import random_step_bias
 from megatron_ext.ops.selective_scan import SELECTIVE_SCAN
 
@@ -83,8 +83,7 @@ class Mamba1Mixer(RecurrentMixer):
         self.A_log = nn.Parameter(torch.arange(1, states + 1, dtype=torch.float32).log().repeat(channels, 1))
         self.D = nn.Parameter(torch.ones(channels, dtype=torch.float32))
         split = (*self.conv1d.parameters(), *self.x_proj.parameters(), *self.dt_proj.parameters(), self.A_log, self.D)
-        for parameter in split:
-            parameter.tensor_model_parallel = True
+        mark_split(split)
         widths = {"dt_layernorm": self.dt_rank, "b_layernorm": states, "c_layernorm": states}
         for name, width in widths.items():
             setattr(self, name, _inner_norm(inner_norm, width, epsilon, dtype))
@@ -123,8 +122,8 @@ class Mamba1Mixer(RecurrentMixer):
         return (self.d_inner_local, self.d_conv - 1), (self.d_inner_local, self.d_state)
 
     def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
-    ) -> dict[str, Any]:
+        self, prefix: str = "", sharded_offsets: Offsets = (), metadata: Metadata | None = None
+    ) -> ShardedStateDict:
         """For distributed checkpoints: x and z are tensors of their own there; norms are whole on every rank."""
         split = {"in_proj.weight": {"x": self.d_inner_local, "z": self.d_inner_local}}
         norms = ("dt_layernorm.", "b_layernorm.", "c_layernorm.")
@@ -135,6 +134,8 @@ class Mamba1Mixer(RecurrentMixer):
 
 class InnerNorm(nn.Module):
     """RMS norm of dt, B or C, in fp32. `weight` is None if it has none."""
+
+    weight: nn.Parameter | None
 
     def __init__(self, width: int, epsilon: float, weight: nn.Parameter | None) -> None:
         super().__init__()

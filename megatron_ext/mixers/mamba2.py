@@ -7,16 +7,15 @@ those of megatron-core's `MambaMixer`, so checkpoints fit both.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
-from megatron_ext.mixers.mixer import MixerSubmodules, Pass, Projected, RecurrentMixer
-from megatron_ext.mixers.sharding import sharded_mixer_state
+from megatron_ext.mixers.mixer import MixerSubmodules, Pass, Projected, RecurrentMixer, mark_split
+from megatron_ext.mixers.sharding import Metadata, Offsets, sharded_mixer_state
 from megatron_ext.mixers.step_size import random_step_bias
 from megatron_ext.ops.ssd import SSD
 
@@ -77,8 +76,7 @@ class Mamba2Mixer(RecurrentMixer):
         self.norm = GatedGroupRMSNorm(
             self.d_inner_local, self.d_inner_local // self.ngroups_local, self.config.layernorm_epsilon, dtype
         )
-        for parameter in (*self.conv1d.parameters(), self.dt_bias, self.A_log, self.D, self.norm.weight):
-            parameter.tensor_model_parallel = True
+        mark_split((*self.conv1d.parameters(), self.dt_bias, self.A_log, self.D, self.norm.weight))
 
     def split(self, projected: Tensor) -> Projected:
         """[T, .] -> xBC [T, Cn], dt [T, H], z [T, d_inner]; views."""
@@ -115,8 +113,8 @@ class Mamba2Mixer(RecurrentMixer):
         return (self.conv_dim, self.d_conv - 1), (self.nheads_local, self.headdim, self.d_state)
 
     def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
-    ) -> dict[str, Any]:
+        self, prefix: str = "", sharded_offsets: Offsets = (), metadata: Metadata | None = None
+    ) -> ShardedStateDict:
         """For distributed checkpoints: keys and splits of megatron-core's `MambaMixer`."""
         group_channels = self.ngroups_local * self.d_state
         xbc = {"x": self.d_inner_local, "B": group_channels, "C": group_channels}

@@ -8,6 +8,7 @@ Letters: T tokens, Cn channels and K window of the convolution.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -15,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatron_ext.mixers.chunk_metadata import cut_chunks
@@ -61,7 +62,7 @@ class TrainingPass:
 
     def scan(self, operator: Recurrence, *inputs: Tensor, **options: object) -> Tensor:
         """See `Pass`."""
-        return operator.scan(*inputs, chunks=self.chunks, **options).y
+        return operator.scan(*inputs, chunks=self.chunks, initial_states=None, **options).y
 
 
 @dataclass(frozen=True)
@@ -129,13 +130,13 @@ class RecurrentMixer(MegatronModule):
     """See the module. A kind builds its projections and its recurrence, and defines `split`, `mix` and `gated`.
 
     Attributes:
-        layer_number: From 1, over all pipeline stages.
+        layer_number: From 1, over all pipeline stages; None for a mixer that stands alone, which no step can run.
         pp_layer_offset: Layers of earlier stages.
         chunk_size: Tokens of a scan chunk in training; at inference the context's metadata decides.
         tp_group: Ranks that share the layer; set before the projections are built.
     """
 
-    layer_number: int
+    layer_number: int | None
     pp_layer_offset: int
     chunk_size: int
     tp_group: ProcessGroup
@@ -203,6 +204,7 @@ class RecurrentMixer(MegatronModule):
 
     def _forward_step(self, projected: Tensor, context: RecurrentContext) -> Tensor:
         """[T, .] -> [T, d_inner] for tokens packed as `RecurrentStep` says; padding comes out as zeros."""
+        assert self.layer_number is not None, "a step is for a layer of a stack"
         step, whole = context.recurrent_step, self.split(projected)
         layer = self.layer_number - self.pp_layer_offset
         live = context.mamba_states_cache(layer)
@@ -218,8 +220,16 @@ class RecurrentMixer(MegatronModule):
         return F.pad(gated, (0, 0, 0, projected.shape[0] - y.shape[0]))
 
 
+def mark_split(parameters: Iterable[nn.Parameter]) -> None:
+    """Tell Megatron that each rank of the tensor-parallel group has a part of its own of these parameters."""
+    for parameter in parameters:
+        parameter.tensor_model_parallel = True  # type: ignore[attr-defined]  # Megatron's mark, unknown to torch
+
+
 def _prefill_pass(
     step: RecurrentStep, live: tuple[Tensor, Tensor], context: RecurrentContext, layer: int
 ) -> PrefillPass:
+    assert step.chunks is not None, "this step has no prefill"
+    assert step.prefill_slots is not None, "prefill has slots"
     keeps = step.prefill_slots.snapshots is not None
     return PrefillPass(step.chunks, step.prefill_slots, live, context.mamba_snapshots(layer) if keeps else (None, None))

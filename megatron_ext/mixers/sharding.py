@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, ShardedTensorFactory
@@ -19,6 +18,9 @@ from megatron.core.transformer.utils import (
     sharded_state_dict_default,
 )
 from torch import Tensor, nn
+
+Offsets = tuple[tuple[int, int, int], ...]  # axes before the tensors' own: (axis, this rank's place, how many places)
+Metadata = dict[str, object]
 
 
 def split_rows(whole: ShardedTensor, sections: Mapping[str, int]) -> ShardedTensorFactory:
@@ -31,7 +33,7 @@ def split_rows(whole: ShardedTensor, sections: Mapping[str, int]) -> ShardedTens
     template = whole.without_data()
     assert sum(sections.values()) == template.local_shape[0], (sections, template)
 
-    def build(key: str, tensor: Tensor, replica_id: Any, flattened_range: slice | None) -> list[ShardedTensor]:
+    def build(key: str, tensor: Tensor, replica_id: object, flattened_range: slice | None) -> list[ShardedTensor]:
         described = dataclasses.replace(
             template, data=tensor, dtype=tensor.dtype, replica_id=replica_id, flattened_range=flattened_range
         )
@@ -51,8 +53,8 @@ def sharded_mixer_state(
     mixer: nn.Module,
     split: Mapping[str, Mapping[str, int]],
     prefix: str = "",
-    sharded_offsets: tuple = (),
-    metadata: dict | None = None,
+    sharded_offsets: Offsets = (),
+    metadata: Metadata | None = None,
     replicated: Sequence[str] = (),
     columns: Sequence[str] = (),
 ) -> ShardedStateDict:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
 from megatron_ext.config import ModelConfig, SourceConfig
+from megatron_ext.config.annotations import FieldValues
 from megatron_ext.config.embedded import EMBEDDED_MODEL_DIR, as_flag, differences, with_harmless
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import platform
@@ -33,8 +32,8 @@ from megatron_ext.text.tokenizer import (
     NullTokenizer,
     TextTokenizer,
     Tokenizer,
-    has_tokenizer,
 )
+from megatron_ext.text.tokenizer_files import has_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -77,9 +76,7 @@ class LoadedModel:
     name: str  # the checkpoint's directory as given, "embedded", or "random weights, <pattern>"
 
 
-def load_model(
-    source: SourceConfig, overrides: Mapping[str, Any], *, device: torch.device | None = None
-) -> LoadedModel:
+def load_model(source: SourceConfig, overrides: FieldValues, *, device: torch.device | None = None) -> LoadedModel:
     """Load `--load` or `--load-hf`; without either the embedded model, or random weights if another one is described.
 
     Which settings describe another one is logged, since its weights are random.
@@ -135,7 +132,7 @@ def _dtype(source: SourceConfig, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
 
 
-def _checkpoint_directory(source: SourceConfig, overrides: dict[str, Any]) -> Path | None:
+def _checkpoint_directory(source: SourceConfig, overrides: FieldValues) -> Path | None:
     """Where the weights are; None for random ones."""
     for flag, given in (("--load", source.load), ("--load-hf", source.load_hf)):
         if given is None:
@@ -154,7 +151,7 @@ def _checkpoint_directory(source: SourceConfig, overrides: dict[str, Any]) -> Pa
     return None
 
 
-def _saved_config(source: SourceConfig, directory: Path, overrides: dict[str, Any]) -> ModelConfig:
+def _saved_config(source: SourceConfig, directory: Path, overrides: FieldValues) -> ModelConfig:
     """The checkpoint's configuration with the overrides, which may not contradict the stored weights."""
     if source.load_hf:
         saved = read_hf_config(directory)
@@ -175,7 +172,7 @@ def _saved_config(source: SourceConfig, directory: Path, overrides: dict[str, An
     return config
 
 
-def _without_checkpoint(source: SourceConfig, overrides: dict[str, Any]) -> tuple[ModelConfig, Tokenizer]:
+def _without_checkpoint(source: SourceConfig, overrides: FieldValues) -> tuple[ModelConfig, Tokenizer]:
     """Configuration and tokenizer for random weights; the tokenizer gives the vocabulary size if no flag does."""
     config = ModelConfig(**overrides)
     text_tokenizer = source.tokenizer_model is not None or source.tokenizer_type == HUGGING_FACE_TOKENIZER
@@ -218,6 +215,7 @@ def _tokenizer_directory(source: SourceConfig, directory: Path) -> Path:
 
 
 def _require_ids_fit(tokenizer: Tokenizer, config: ModelConfig, directory: Path | None) -> None:
+    assert config.vocab_size is not None, "a checkpoint says it"
     if tokenizer.vocab_size > config.vocab_size:
         where = f"the model in {directory} has" if directory else "--vocab-size is"
         raise ConfigError(

@@ -22,6 +22,7 @@ def matrix_parameter_count(config: ModelConfig) -> int:
         "-": _mlp(config, config.hidden_size, config.ffn_size),
         "E": _experts(config) if config.is_moe else 0,
     }
+    assert config.vocab_size is not None, "the tokenizer says it where the configuration does not"
     tables = 1 + config.untie_embeddings_and_output_weights
     positions = config.max_position_embeddings if config.position_embedding_type == "learned_absolute" else 0
     embeddings = (tables * config.vocab_size + positions) * config.hidden_size
@@ -40,6 +41,7 @@ def _mlp(config: ModelConfig, width: int, inner: int) -> int:
 
 def _experts(config: ModelConfig) -> int:
     """Router, routed experts, shared experts with their gate, and the projections to and from a latent width."""
+    assert config.num_experts is not None, "a pattern with E has been checked"
     width = config.moe_latent_size or config.hidden_size
     shared = config.moe_shared_expert_intermediate_size or 0
     gate = config.moe_shared_expert_gate * config.hidden_size

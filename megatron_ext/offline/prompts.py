@@ -6,8 +6,6 @@ import dataclasses
 import json
 import logging
 import sys
-import types
-import typing
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -15,7 +13,9 @@ from importlib.resources import files
 from typing import Any, BinaryIO
 
 from megatron_ext.config import RequestParams, RunConfig
+from megatron_ext.config.annotations import FieldType, MismatchError, field_types
 from megatron_ext.errors import ConfigError
+from megatron_ext.text.prompt_tokens import tokenize_prompt
 from megatron_ext.text.tokenizer import Tokenizer
 from megatron_ext.text.vocabulary import Vocabulary
 
@@ -25,12 +25,6 @@ STANDARD_INPUT = "-"
 _CONTENT_FIELDS = ("text", "token_ids")
 _IGNORED_SHOWN, _NAME_SHOWN = 5, 40  # fields, characters
 MEGATRONS_LENGTH = "chatgpt_output_token_length"  # in Megatron's prompt files; heeded with --num-tokens-from-file
-_KINDS: dict[Any, tuple[type | tuple[type, ...], str]] = {
-    int: (int, "a whole number"),
-    float: ((int, float), "a number"),
-    bool: (bool, "true or false"),
-    str: (str, "a text"),
-}
 
 
 @dataclass(frozen=True)
@@ -56,6 +50,21 @@ class Prompt:
     content: str | tuple[int, ...]
     params: RequestParams
     source: str  # "prompts.jsonl, line 3"
+
+
+@dataclass(frozen=True)
+class TokenizedPrompt:
+    """A prompt as it is submitted, however often.
+
+    Attributes:
+        tokens: What the engine would make of it.
+        text: What it was read as; None if it was read as token ids.
+        params: The request's settings.
+    """
+
+    tokens: tuple[int, ...]
+    text: str | None
+    params: RequestParams
 
 
 def read_prompts(run: RunConfig, defaults: RequestParams, stdin: BinaryIO | None = None) -> list[Prompt]:
@@ -120,37 +129,34 @@ def parse_lines(lines: Iterable[bytes], name: str, rules: LineRules) -> list[Pro
     return prompts
 
 
-def check_tokens(prompts: Iterable[Prompt], tokenizer: Tokenizer, vocab_size: int) -> list[int]:
-    """See that a model with this tokenizer and vocabulary can read every prompt, before the first one runs.
-
-    Returns:
-        How many tokens each has.
+def tokenize_prompts(prompts: Iterable[Prompt], tokenizer: Tokenizer, vocab_size: int) -> list[TokenizedPrompt]:
+    """The prompts as token ids, which a model with this tokenizer and vocabulary can read, before the first one runs.
 
     Raises:
         ConfigError: For the first prompt that has no token, or an id that is none; names where it was read.
     """
-    vocabulary, counts = Vocabulary(tokenizer, vocab_size), []
+    vocabulary, tokenized = Vocabulary(tokenizer, vocab_size), []
     for prompt in prompts:
+        text = prompt.content if isinstance(prompt.content, str) else None
         try:
-            is_text = isinstance(prompt.content, str)
-            tokens = tokenizer.tokenize(prompt.content) if is_text else prompt.content
+            tokens = prompt.content if text is None else tuple(tokenize_prompt(tokenizer, text))
             vocabulary.check_prompt(tokens)
         except ConfigError as error:
             raise ConfigError(f"{prompt.source}: {error}") from None
         if not tokens:
             raise ConfigError(f"{prompt.source}: the tokenizer makes no token of {_shown(prompt.content)}")
-        counts.append(len(tokens))
-    return counts
+        tokenized.append(TokenizedPrompt(tokens, text, prompt.params))
+    return tokenized
 
 
 def _parse_line(line: bytes, rules: LineRules, source: str, ignored: Counter[str]) -> Prompt:
     fields = json.loads(line.decode("utf-8-sig"), object_pairs_hook=_unique_fields)
     if not isinstance(fields, dict):
         raise ConfigError('not a JSON object, such as {"text": "Hello"}')
-    hints = typing.get_type_hints(RequestParams)
-    _sort_out_unknown(fields, (*_CONTENT_FIELDS, *hints, MEGATRONS_LENGTH), rules, ignored)
+    known = field_types(RequestParams)
+    _sort_out_unknown(fields, (*_CONTENT_FIELDS, *known, MEGATRONS_LENGTH), rules, ignored)
     content = _content(fields)
-    own = {name: _checked(name, value, hints[name]) for name, value in fields.items() if name in hints}
+    own = {name: _checked(name, value, known[name]) for name, value in fields.items() if name in known}
     params = dataclasses.replace(rules.defaults, **own | _megatrons_length(fields, rules))
     if own.get("skip_prompt_log_probs") and not params.return_log_probs:
         raise ConfigError("skip_prompt_log_probs needs return_log_probs; set it or leave skip_prompt_log_probs out")
@@ -174,7 +180,7 @@ def _megatrons_length(fields: dict[str, Any], rules: LineRules) -> dict[str, int
         if rules.length_from_file:
             raise ConfigError(f"--num-tokens-from-file needs {MEGATRONS_LENGTH}, and this line has none")
         return {}
-    length = _checked(MEGATRONS_LENGTH, fields[MEGATRONS_LENGTH], int)
+    length = _checked(MEGATRONS_LENGTH, fields[MEGATRONS_LENGTH], FieldType(int))
     if not rules.length_from_file:
         return {}
     if "num_tokens_to_generate" in fields:
@@ -198,7 +204,7 @@ def _content(fields: dict[str, Any]) -> str | tuple[int, ...]:
         if _is_broken(value):
             raise ConfigError(f"text {_shown(value)} has half of a surrogate pair, which is no character")
         return value
-    if not isinstance(value, list) or not value or not all(_is(token, int) and token >= 0 for token in value):
+    if not isinstance(value, list) or not value or not all(type(token) is int and token >= 0 for token in value):
         raise ConfigError(f"token_ids {_shown(value)} is not a list of at least one whole number, zero or more")
     return tuple(value)
 
@@ -208,25 +214,11 @@ def _is_broken(text: str) -> bool:
     return any("\ud800" <= character <= "\udfff" for character in text)
 
 
-def _checked(name: str, value: Any, hint: Any) -> Any:
-    """`value` if it is of the field's type; lists become tuples."""
-    if isinstance(hint, types.UnionType):
-        if value is None:
-            return None
-        (hint,) = (part for part in typing.get_args(hint) if part is not types.NoneType)
-    if typing.get_origin(hint) is tuple:
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise ConfigError(f"{name} {_shown(value)} is not a list of texts")
-        return tuple(value)
-    allowed, description = _KINDS[hint]
-    if not _is(value, allowed):
-        raise ConfigError(f"{name} {_shown(value)} is not {description}")
-    return value
-
-
-def _is(value: Any, allowed: type | tuple[type, ...]) -> bool:
-    """`isinstance`, but true and false are no numbers."""
-    return isinstance(value, allowed) and (allowed is bool or not isinstance(value, bool))
+def _checked(name: str, value: object, kind: FieldType) -> Any:
+    try:
+        return kind.convert(value)
+    except MismatchError as error:
+        raise ConfigError(f"{name} {_shown(value)} is not {error}") from None
 
 
 def _unique_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -238,7 +230,7 @@ def _unique_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return fields
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     text = json.dumps(value)
     return text if len(text) <= 60 else text[:57] + "..."
 

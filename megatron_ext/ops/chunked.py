@@ -152,6 +152,6 @@ class _DecayBetween(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
-        (decay,) = ctx.saved_tensors
+        (decay,) = ctx.saved_tensors  # type: ignore[attr-defined]  # set by torch, and not in its stubs
         grad_gap = grad * decay  # zero where the caller masked
         return (grad_gap.sum(-1) - grad_gap.sum(-2)).double(), None

@@ -96,6 +96,7 @@ class Recurrence:
         scanned = backend.scan(*inputs, chunks, initial_states=initial_states(live, slots).float(), **options)
         store(live, slots.live, scanned.final_states)
         if slots.snapshots is not None:
+            assert snapshots is not None, "somewhere to keep them"
             store(snapshots, slots.snapshots.slots, scanned.chunk_states[slots.snapshots.chunks])
         return scanned.y
 

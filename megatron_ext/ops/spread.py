@@ -146,10 +146,10 @@ def _rank_arrays(counts: np.ndarray) -> dict[str, np.ndarray]:
     return {"sequences": sequences, "chunks": np.argsort(after), "before": before, "after": after}
 
 
-def rank_sizes(counts: Sequence[int]) -> tuple[int, ...]:
+def rank_sizes(counts: Sequence[int] | np.ndarray) -> tuple[int, ...]:
     """How many sequences have a chunk of rank 0, 1, ... if sequence i has counts[i] chunks."""
-    counts = np.asarray(counts)
-    return tuple(int((counts > rank).sum()) for rank in range(int(counts.max())))
+    found = np.asarray(counts)
+    return tuple(int((found > rank).sum()) for rank in range(int(found.max())))
 
 
 def _ranks(counts: tuple[int, ...], staged: dict[str, Tensor]) -> RankOrder:

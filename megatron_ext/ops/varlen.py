@@ -97,7 +97,7 @@ def stage_arrays(arrays: dict[str, np.ndarray], device: torch.device | str | Non
     return {name: part.view(array.shape) for (name, array), part in zip(arrays.items(), parts, strict=True)}
 
 
-def starts(lengths: Sequence[int]) -> np.ndarray:
+def starts(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
     """First token of each piece, then the end of the last: [len(lengths)+1]."""
     return np.concatenate([[0], np.cumsum(lengths)])
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import nlargest
 from itertools import islice
+from typing import overload
 
 from megatron_ext.prefix_cache.block_pool import BlockId
 from megatron_ext.prefix_cache.hash_chain import Digest
@@ -32,6 +33,12 @@ class CachedRun(Sequence[BlockId]):
     def __len__(self) -> int:
         return self._length
 
+    @overload
+    def __getitem__(self, index: int) -> BlockId: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[BlockId]: ...
+
     def __getitem__(self, index: int | slice) -> BlockId | list[BlockId]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(self._length))]
@@ -43,7 +50,7 @@ class CachedRun(Sequence[BlockId]):
     def __eq__(self, other: object) -> bool:
         return list(self) == list(other) if isinstance(other, Sequence) else NotImplemented
 
-    __hash__ = None
+    __hash__ = None  # type: ignore[assignment]  # how Python says that it has none
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,7 @@ class StateIndex:
         """
         assert digest not in self._visible, "this snapshot is there already"
         assert digest not in self._reserved, "this snapshot is being taken already"
-        if instead_of in self._optional:
+        if instead_of is not None and instead_of in self._optional:
             self._give_up(instead_of)
             self.replaced += 1
         if not self._free:

@@ -51,13 +51,11 @@ class StopWordMatcher:
         return min((hit for word, start in starts.items() if (hit := text.find(word, start)) >= 0), default=None)
 
     def _forget_old(self) -> None:
-        """Let go of the pieces that end before any place where an unfinished word can have begun."""
-        recent = sum(len(piece.visible) for piece in self._recent)
-        while self._recent and recent - len(self._recent[0].visible) >= self._reach:
+        """Let go of the pieces that were searched and end before any place where an unfinished word can begin."""
+        while self._recent and self._searched - len(self._recent[0].visible) >= self._reach:
             old = self._recent.pop(0)
             self._plain.append(old.plain)
             self._searched -= len(old.visible)
-            recent -= len(old.visible)
 
     def _text_before(self, end: int) -> str:
         """The whole text up to the first `end` searchable characters, less its special tokens.

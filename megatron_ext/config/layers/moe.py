@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from megatron_ext.config.checks import require
 from megatron_ext.config.layers.mlp import MlpFields
+from megatron_ext.errors import ConfigError
 
 ROUTER_SCORE_FUNCTIONS = ("softmax", "sigmoid")
 MOST_EXPERTS = 2**18  # of all layers together; no model comes near to it
@@ -44,7 +45,8 @@ def check_moe(config: MoeFields, pattern: str) -> None:
             f"--num-experts {experts} is for MoE layers, and pattern {pattern!r} has none; put an E into it",
         )
         return
-    require(experts is not None, f"pattern {pattern!r} has MoE layers (E), which need --num-experts")
+    if experts is None:
+        raise ConfigError(f"pattern {pattern!r} has MoE layers (E), which need --num-experts")
     layers, most = pattern.count("E"), MOST_EXPERTS // pattern.count("E")
     require(
         experts <= most,
@@ -68,7 +70,7 @@ def check_moe(config: MoeFields, pattern: str) -> None:
         f"--moe-router-topk-scaling-factor {scale} must be more than zero",
     )
     _check_router_scores(config)
-    _check_router_groups(config)
+    _check_router_groups(config, experts)
 
 
 def _check_router_scores(config: MoeFields) -> None:
@@ -88,13 +90,14 @@ def _check_router_scores(config: MoeFields) -> None:
     )
 
 
-def _check_router_groups(config: MoeFields) -> None:
+def _check_router_groups(config: MoeFields, experts: int) -> None:
     groups, open_groups = config.moe_router_num_groups, config.moe_router_group_topk
     if groups is None and open_groups is None:
         return
     given = f"--moe-router-num-groups {groups} and --moe-router-group-topk {open_groups}"
-    require(groups is not None and open_groups is not None, f"{given}: give both or neither")
-    experts, chosen = config.num_experts, config.moe_router_topk
+    if groups is None or open_groups is None:
+        raise ConfigError(f"{given}: give both or neither")
+    chosen = config.moe_router_topk
     require(experts % groups == 0, f"{given}: {groups} groups cannot share {experts} experts evenly")
     require(open_groups <= groups, f"{given}: at most {groups} groups can be open")
     require(

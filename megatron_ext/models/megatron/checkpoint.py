@@ -1,6 +1,6 @@
 """Checkpoints in the form of megatron's `dist_checkpointing`: ours, and those that Megatron-LM trained.
 
-Ours is a directory as checkpoint_directory.py says, with megatron's files in it: `metadata.json`, `common.pt`,
+Ours is a directory as native/directory.py says, with megatron's files in it: `metadata.json`, `common.pt`,
 `.metadata` and `*.distcp`. Megatron-LM's is `iter_0000100/` with such files, whose common state holds the run's
 arguments, beside `latest_checkpointed_iteration.txt`. Either is read whatever the number of ranks that wrote it.
 
@@ -15,18 +15,17 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
-from torch import nn
+from megatron.core.transformer.module import MegatronModule
 from torch.distributed.checkpoint import CheckpointException
 
 from megatron_ext.config import ModelConfig
 from megatron_ext.errors import CheckpointError, ConfigError
-from megatron_ext.files import read_text
+from megatron_ext.files import read_json, read_text
 from megatron_ext.mcore.checkpoint_files import (
     BACKEND,
     COMMON_FILE,
@@ -50,7 +49,6 @@ from megatron_ext.models.native.directory import (
 from megatron_ext.models.weight_files import (
     FLOATING_TYPES,
     model_tensors,
-    read_json,
     require_same_names,
     require_shape,
 )
@@ -103,7 +101,7 @@ def is_dist_checkpoint(directory: Path) -> bool:
 
 def save_dist_checkpoint(
     directory: str | Path,
-    model: nn.Module,
+    model: MegatronModule,
     config: ModelConfig,
     tokenizer_source: str | Path | None = None,
     dtype: torch.dtype = torch.float32,
@@ -135,7 +133,7 @@ def load_dist_checkpoint(
     dtype: torch.dtype = torch.float32,
     device: torch.device | None = None,
     vocab_size: int | None = None,
-) -> tuple[nn.Module, ModelConfig]:
+) -> tuple[MegatronModule, ModelConfig]:
     """The model of a checkpoint, in eval mode, and its configuration.
 
     Args:
@@ -172,7 +170,7 @@ def read_dist_config(directory: Path, vocab_size: int | None = None, *, spec_is_
     return config_from_args(args, str(directory / COMMON_FILE), is_gpt=in_gpt, vocab_size=vocab_size)
 
 
-def load_dist_weights(model: nn.Module, directory: Path) -> None:
+def load_dist_weights(model: MegatronModule, directory: Path) -> None:
     """Fill every parameter of a model from a checkpoint, in the types the parameters have.
 
     Args:
@@ -213,16 +211,17 @@ def _useful_names(stored: StoredState) -> set[str]:
     return {key for key in keys if not is_ignored(key)}
 
 
-def _requested(model: nn.Module, common: Mapping[str, Any]) -> dict[str, Sharded]:
+def _requested(model: MegatronModule, common: Mapping[str, object]) -> dict[str, Sharded]:
     """What the model asks for, described as the checkpoint's writer described it; without `_extra_state` objects."""
-    how = common.get("content_metadata") or {}
-    described = model.sharded_state_dict(metadata={"singleton_local_shards": how.get("singleton_local_shards", False)})
+    how = common.get("content_metadata")
+    alone = how.get("singleton_local_shards", False) if isinstance(how, dict) else False
+    described = model.sharded_state_dict(metadata={"singleton_local_shards": alone})
     state = {name: sharded for name, sharded in described.items() if not isinstance(sharded, ShardedObject)}
     assert state.keys() == model_tensors(model).keys(), state.keys() ^ model_tensors(model).keys()
     return state
 
 
-def _arguments(directory: Path, common: Mapping[str, Any]) -> object:
+def _arguments(directory: Path, common: Mapping[str, object]) -> object:
     if "args" not in common:
         raise CheckpointError(
             f"{directory} has neither our {CONFIG_FILE} nor Megatron-LM's arguments in {COMMON_FILE}; "

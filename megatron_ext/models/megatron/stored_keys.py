@@ -18,12 +18,12 @@ import dataclasses
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
-Sharded = ShardedTensor | ShardedTensorFactory
+Sharded: TypeAlias = ShardedTensor | ShardedTensorFactory
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 # A norm of its own, and the same norm fused into the linear layer after it.
@@ -121,7 +121,10 @@ def _at(sharded: Sharded, place: _Place, layers: int | None) -> Sharded:
     """The same parameter, asked for at another place."""
 
     def moved(shard: ShardedTensor) -> ShardedTensor:
-        return shard if place.row is None else _row_of_stack(shard, place.row, layers)
+        if place.row is None:
+            return shard
+        assert layers is not None, "only a GPT checkpoint stacks its layers"
+        return _row_of_stack(shard, place.row, layers)
 
     if isinstance(sharded, ShardedTensor):
         return moved(dataclasses.replace(sharded, key=place.key))

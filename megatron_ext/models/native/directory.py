@@ -3,7 +3,7 @@
 - `config.json`: {"format": "megatron_ext", "format_version": 1, "package_version", "dtype": "bf16", "eos_token_id",
   "bos_token_id", "model": {`ModelConfig.to_dict()`}}
 - `tokenizer.json` and its like: the tokenizer's files as they were, if there are any
-- the weights: `model.safetensors` (checkpoint.py), or megatron's distributed files (dist_checkpoint.py)
+- the weights: `model.safetensors` (checkpoint.py), or megatron's distributed files (megatron/checkpoint.py)
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,8 @@ from megatron_ext.models.config_fields import checked_fields
 from megatron_ext.models.native.scratch import require_place_for_scratch, scratch_directory
 from megatron_ext.models.stack_specs import is_megatrons_spec, is_own_spec
 from megatron_ext.models.weight_files import WEIGHTS_FILE
-from megatron_ext.text.tokenizer import TOKENIZER_FILES, TextTokenizer, copy_tokenizer_files
+from megatron_ext.text.tokenizer import TextTokenizer
+from megatron_ext.text.tokenizer_files import TOKENIZER_FILES, copy_tokenizer_files
 
 FORMAT = "megatron_ext"
 FORMAT_VERSION = 1
@@ -123,11 +124,12 @@ def read_header(directory: str | Path, *, spec_is_given: bool = False) -> Checkp
     unknown = sorted(set(raw) - _HEADER_FIELDS)
     if unknown:
         raise CheckpointError(f"{path} has unknown field {', '.join(unknown)}")
-    if raw.get("dtype") not in TORCH_TYPES:
-        raise CheckpointError(f"{path} has dtype {raw.get('dtype')!r}; one of {', '.join(TORCH_TYPES)}")
-    if not isinstance(raw.get("model"), dict):
+    dtype, fields = raw.get("dtype"), raw.get("model")
+    if not isinstance(dtype, str) or dtype not in TORCH_TYPES:
+        raise CheckpointError(f"{path} has dtype {dtype!r}; one of {', '.join(TORCH_TYPES)}")
+    if not isinstance(fields, dict):
         raise CheckpointError(f"{path} has no model configuration")
-    model = model_config(raw["model"], str(path))
+    model = model_config(fields, str(path))
     if model.spec is not None and not is_own_spec(model.spec):
         if not (spec_is_given or is_megatrons_spec(model.spec)):
             named = " ".join(model.spec)
@@ -136,10 +138,10 @@ def read_header(directory: str | Path, *, spec_is_given: bool = False) -> Checkp
                 "module, give the flag again"
             )
         model = dataclasses.replace(model, spec=None)
-    return CheckpointHeader(model, raw["dtype"])
+    return CheckpointHeader(model, dtype)
 
 
-def model_config(fields: dict[str, Any], where: str) -> ModelConfig:
+def model_config(fields: Mapping[str, object], where: str) -> ModelConfig:
     """A configuration that a checkpoint holds.
 
     Args:

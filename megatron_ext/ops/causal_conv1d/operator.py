@@ -84,6 +84,7 @@ class CausalConv1d:
             places = slots.snapshots
             first_tokens = chunks.sequences.cu_seqlens[places.sequences]
             kept = backend.states_after(x, places.tokens, first_tokens, initial[places.sequences])
+            assert snapshots is not None, "somewhere to keep them"
             store(snapshots, places.slots, kept)
         return y
 

@@ -69,8 +69,9 @@ def gated_delta_scan(
 
     recalled = chunked_k @ chunked_k.mT * between * strength
     added, read = _solve(recalled, strength * chunked_v, strength * decay * chunked_k)
-    parts = [t.flatten(1, 2) for t in (added, read, chunked_k * to_end, decay[..., -1:, :])]
-    u, before, after = _carry(*parts, initial_states, chunks)
+    parts = (added, read, chunked_k * to_end, decay[..., -1:, :])
+    added, read, keys, last_decay = (t.flatten(1, 2) for t in parts)
+    u, before, after = _carry(added, read, keys, last_decay, initial_states, chunks)
     y = ((chunked_q @ chunked_k.mT).tril() * between).flatten(1, 2) @ u
     y = (y + (chunked_q * decay).flatten(1, 2) @ before) * scale  # [n, H, C, V]
     y = collect(y.to(v.dtype).transpose(1, 2), chunks, rows)

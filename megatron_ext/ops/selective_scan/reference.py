@@ -114,11 +114,13 @@ def _scan_pieces(delta: Tensor, stepped_u: Tensor, A: Tensor, B: Tensor, C: Tens
 
     `delta` and `stepped_u` = delta * u are [C, m, D], `B` and `C` [C, m, N].
     """
-    state, outputs = None, []
+    state: Tensor | None = None
+    outputs = []
     for step, x, b, c in zip(delta, stepped_u, B, C, strict=True):
         added = x.unsqueeze(-1) * b.unsqueeze(1)
         state = added if state is None else torch.addcmul(added, state, _decay(step, A))
         outputs.append(_weigh(state, c))
+    assert state is not None, "a piece has at least one token"
     return torch.stack(outputs), state
 
 

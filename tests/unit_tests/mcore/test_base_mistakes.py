@@ -73,7 +73,7 @@ class TestSuspend:
         driver.engine.suspend()
         driver.engine.check()
         driver.engine.suspend()  # again: nothing happens
-        assert driver.context.memory_buffer is None
+        assert driver.context.pools is None
         assert driver.free_blocks == driver.scheduler.blocks.total
         driver.add(4, make_prompt(33))  # arrives meanwhile
         driver.engine.resume()

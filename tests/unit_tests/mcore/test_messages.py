@@ -117,10 +117,10 @@ def test_decoding_with_tokens_that_only_the_device_knows(get_driver, get_oracle)
     driver = get_driver(max_tokens=40)
     stage, results, used = driver.context.stage, [], []
     controller = driver.engine.controller
-    compute = controller.async_generate_output_tokens_dynamic_batch
+    compute = controller.compute_step
 
-    async def keep(*args: object) -> object:
-        results.append(await compute(*args))
+    def keep() -> object:
+        results.append(compute())
         return results[-1]
 
     def stage_unknown(message: ScheduledStep) -> None:
@@ -135,7 +135,7 @@ def test_decoding_with_tokens_that_only_the_device_knows(get_driver, get_oracle)
         stage(dataclasses.replace(message, chunks=chunks), last)
 
     driver.context.stage = stage_unknown
-    controller.async_generate_output_tokens_dynamic_batch = keep
+    controller.compute_step = keep
     for request_id, length in enumerate((3, 70, 17)):
         driver.add(request_id, make_prompt(length))
     driver.run()

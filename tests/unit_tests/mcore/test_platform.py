@@ -97,7 +97,7 @@ def test_importing_starts_nothing_and_initialising_twice_is_fine():
         assert torch.cuda.Event.__module__ == "megatron_ext.mcore.platform"
         assert not torch.distributed.is_initialized()
 
-        from megatron_ext.mcore import engine, platform
+        from megatron_ext.mcore import adapter, platform
         from megatron.core import parallel_state
         assert not torch.distributed.is_initialized()
         assert not parallel_state.model_parallel_is_initialized()

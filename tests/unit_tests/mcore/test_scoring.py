@@ -9,6 +9,7 @@ import torch
 
 from megatron_ext.mcore import scoring
 from megatron_ext.mcore.scoring import rows_at_once, score_rows
+from megatron_ext.ops.ssd import SSD
 from megatron_ext.scheduling.record import RequestRecord, Status
 from tests.priority import TestPriority
 from tests.unit_tests.support.driver import Driver, assert_equals_oracle, make_prompt
@@ -155,7 +156,7 @@ def test_no_memory_in_the_forward_repeats_the_step(driver, get_oracle, monkeypat
         raise CPU_ALLOCATOR
 
     with monkeypatch.context() as patch:
-        patch.setattr("megatron_ext.mixers.mamba2.ssd_scan", fail)
+        patch.setattr(SSD, "prefill", fail)
         with pytest.raises(RuntimeError, match="can't allocate"):
             driver.step()
     driver.run()

@@ -9,7 +9,15 @@ import pytest
 
 from megatron_ext.config import RequestParams, RunConfig
 from megatron_ext.errors import ConfigError
-from megatron_ext.offline.prompts import LineRules, Prompt, check_tokens, example_prompts, parse_lines, read_prompts
+from megatron_ext.offline.prompts import (
+    LineRules,
+    Prompt,
+    TokenizedPrompt,
+    example_prompts,
+    parse_lines,
+    read_prompts,
+    tokenize_prompts,
+)
 from megatron_ext.text.tokenizer import NullTokenizer
 
 DEFAULTS = RequestParams(num_tokens_to_generate=7, temperature=0.5)
@@ -101,6 +109,7 @@ def test_byte_order_mark_is_passed_over():
         ('{"text": "a", "temperature": true}', "temperature true is not a number"),
         ('{"text": "a", "temperature": NaN}', "temperature nan must be zero"),
         ('{"text": "a", "top_k": 2.0}', "top_k 2.0 is not a whole number"),
+        ('{"text": "a", "temperature": 1' + "0" * 400 + "}", "is not a number"),
         ('{"text": "a", "ignore_eos": 1}', "ignore_eos 1 is not true or false"),
         ('{"text": "a", "cache_salt": 1}', "cache_salt 1 is not a text"),
         ('{"text": "a", "stop_words": "."}', 'stop_words "." is not a list of texts'),
@@ -219,17 +228,20 @@ def test_shipped_prompts_share_prefixes():
     assert len(continued) >= 4
 
 
-class TestCheckTokens:
+class TestTokenizePrompts:
     def check(self, *contents: str | tuple[int, ...]) -> None:
         prompts = [Prompt(content, DEFAULTS, f"line {i}") for i, content in enumerate(contents, start=1)]
-        check_tokens(prompts, NullTokenizer(100), vocab_size=100)
+        tokenize_prompts(prompts, NullTokenizer(100), vocab_size=100)
 
     def test_ids_of_the_vocabulary(self):
         self.check((0, 99), "0 99")
 
-    def test_tokens_are_counted(self):
-        prompts = [Prompt(content, DEFAULTS, "here") for content in ((0, 99), "1 2 3")]
-        assert check_tokens(prompts, NullTokenizer(100), vocab_size=100) == [2, 3]
+    def test_texts_and_ids(self):
+        prompts = [Prompt(content, DEFAULTS, "here") for content in ((0, 99), "1  2 3")]
+        assert tokenize_prompts(prompts, NullTokenizer(100), vocab_size=100) == [
+            TokenizedPrompt((0, 99), None, DEFAULTS),
+            TokenizedPrompt((1, 2, 3), "1  2 3", DEFAULTS),
+        ]
 
     def test_an_id_outside_the_vocabulary(self):
         with pytest.raises(

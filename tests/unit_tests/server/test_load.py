@@ -112,15 +112,15 @@ def failing(serve) -> LiveServer:
     server = serve(tiny_engine())
     server.failures = 0
     controller = server.engine.controller
-    generate = controller.async_generate_output_tokens_dynamic_batch
+    generate = controller.compute_step
 
-    async def fail_sometimes(*arguments):
+    def fail_sometimes():
         if server.failures > 0:
             server.failures -= 1
             raise MemoryError("no memory")
-        return await generate(*arguments)
+        return generate()
 
-    controller.async_generate_output_tokens_dynamic_batch = fail_sometimes
+    controller.compute_step = fail_sometimes
     return server
 
 
@@ -159,16 +159,16 @@ class TestEngineThatFails:
 def test_while_a_step_takes_long_the_server_answers(serve):
     """And a client that leaves during that step frees its request when the step ends, before the next one."""
     server = serve(tiny_engine())
-    generate = server.engine.controller.async_generate_output_tokens_dynamic_batch
+    generate = server.engine.controller.compute_step
     begun, go_on, steps = threading.Event(), threading.Event(), []
 
-    async def slow(*arguments):
+    def slow():
         begun.set()
         assert go_on.wait(PATIENCE)
         steps.append(len(server.engine.scheduler.queues))
-        return await generate(*arguments)
+        return generate()
 
-    server.engine.controller.async_generate_output_tokens_dynamic_batch = slow
+    server.engine.controller.compute_step = slow
     body = json.dumps({"prompt": [1, 2], "max_tokens": 1000})
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as leaving:

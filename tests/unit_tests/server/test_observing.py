@@ -21,7 +21,7 @@ from megatron_ext.server.page import PAGE
 from tests.unit_tests.support.driver import make_prompt
 from tests.unit_tests.support.server import LiveServer, tiny_engine
 
-ROOT = Path(__file__).resolve().parents[4]
+ROOT = Path(__file__).resolve().parents[3]
 PROMPT = make_prompt(40, seed=3)
 
 

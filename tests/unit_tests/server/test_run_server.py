@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -24,7 +25,7 @@ from megatron_ext.server.run import bind, build_serving, model_name
 from tests.unit_tests.support.server import PATIENCE, LiveServer
 from tools import run_inference, run_server
 
-ROOT = Path(__file__).resolve().parents[4]
+ROOT = Path(__file__).resolve().parents[3]
 TINY = """
 --hybrid-override-pattern M-*- --hidden-size 32 --num-attention-heads 2 --mamba-head-dim 16 --mamba-state-dim 16
 --mamba-num-groups 1 --tokenizer-type NullTokenizer --vocab-size 64 --inference-dynamic-batching-block-count 64
@@ -123,7 +124,7 @@ class TestProcess:
         assert process.wait(PATIENCE) == 0
         log = process.stderr.read()
         assert "Traceback" not in log
-        time = r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} INFO megatron_ext\.serving\.server\.\w+: "
+        time = r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} INFO megatron_ext\.server\.\w+: "
         for line in (
             r"shutdown begins: 1 requests",
             r"cmpl-\w+ POST .* generated=400 ",
@@ -164,7 +165,9 @@ class TestMistakes:
 
     def test_too_few_files_are_told_before_anything_is_loaded(self, error_line, monkeypatch):
         monkeypatch.setattr("megatron_ext.server.run.load_model", None)
-        monkeypatch.setattr("resource.getrlimit", lambda _: (70, 70))
+        limits_of = resource.getrlimit
+        few = (70, 70)
+        monkeypatch.setattr("resource.getrlimit", lambda of: few if of == resource.RLIMIT_NOFILE else limits_of(of))
         assert "`ulimit -n` is 70" in error_line("--port", "0")
 
     def test_a_line_with_what_a_terminal_would_obey(self, error_line):

@@ -294,3 +294,8 @@ class TestSpecialTokens:
     def test_a_stop_word_within_a_special_token_leaves_nothing_of_it(self):
         assert self.find(["end|>"], [2, 0]) == "Yes"
         assert self.find(["|>Yes"], [3, 1, 2]) == ", it"
+
+
+def test_bytes_that_are_no_text_are_searched_when_text_follows():
+    """They may be the beginning of a character until then, settled or not."""
+    assert first_stop([INCOMPLETE], spell(b"\xe2\x82" * 9, "D")) == (19, "")

@@ -261,7 +261,7 @@ def test_what_upstreams_own_writer_leaves(tmp_path: Path) -> None:
     script, directory = tmp_path / "write.py", tmp_path / "run"
     script.write_text(WRITER)
     directory.mkdir()
-    root = Path(__file__).parents[3]
+    root = Path(__file__).parents[4]
     command = [sys.executable, "-W", "ignore", str(script), str(directory)]
     environment = {**os.environ, "PYTHONPATH": str(root)}
     subprocess.run(command, cwd=root, env=environment, check=True, timeout=240)

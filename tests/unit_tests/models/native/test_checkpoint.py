@@ -115,6 +115,7 @@ def test_weights_that_do_not_fit(message: str, saved: Path) -> None:
         ({"format": None, "model_type": "nemotron_h"}, "Hugging Face checkpoint, try --load-hf"),
         ({"format_version": 2}, "format version 2; this package reads version 1"),
         ({"dtype": "fp8"}, "dtype 'fp8'; one of fp32, bf16, fp16"),
+        ({"dtype": ["fp32"]}, r"dtype \['fp32'\]; one of fp32, bf16, fp16"),
     ],
     ids=lambda value: str(value)[:40],
 )
