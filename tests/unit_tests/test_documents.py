@@ -1,0 +1,128 @@
+"""The documents speak of what is there: files, flags, and numbers that a run really gives."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from arguments.parser import build_parser, build_server_parser
+from megatron_ext.prefix_cache.matching import Restore, ResumePoint, resume_point
+from megatron_ext.prefix_cache.state_index import StateIndex
+from megatron_ext.scheduling.snapshots import prefill_stops
+from tests.unit_tests.support.source import PACKAGE, ROOT
+from tools.run_inference import main
+
+FILE = re.compile(r"[\w./-]*\w\.(?:py|md|txt|html|sh)\b")
+FOLDER = re.compile(r"(?<![\w/.-])(?:\w+/)+(?![\w*<])")
+FENCE = re.compile(r"^ *```.*?^ *```$", re.MULTILINE | re.DOTALL)
+WEB = re.compile(r"https?://\S+")
+BATCHING = "--inference-dynamic-batching"
+
+
+def text_of(name: str) -> str:
+    return WEB.sub("", (ROOT / name).read_text("utf-8"))
+
+
+def tree(text: str) -> Iterator[Path]:
+    """Every file and folder in design.md's tree, where its indentation puts it: two spaces a level, a folder a line.
+
+    Files in a line belong to the folder that the line begins with, or else to the one that it is indented under.
+    """
+    block = text.split("## The tree\n```\n")[1].split("```")[0]
+    folders: list[Path] = []
+    for line in block.splitlines():
+        depth = (len(line) - len(line.lstrip())) // 2
+        del folders[depth:]
+        begins_with = re.match(r" *([\w/]+/)", line)
+        above = folders[-1] if folders else ROOT
+        if begins_with:
+            folders.append(above / begins_with[1])
+        yield from (above / name for name in FOLDER.findall(line))
+        for name in FILE.findall(line):
+            below = (ROOT if "/" in name else folders[-1] if begins_with else above) / name
+            yield below if below.exists() or not begins_with else above / name
+
+
+def exists(name: str, known: set[str]) -> bool:
+    """Whether a name in running text is a file or folder: from the root, in the package, or one that the tree has."""
+    return (ROOT / name).exists() or (PACKAGE / name).exists() or name in known
+
+
+def test_the_tree_is_there():
+    places = list(tree(text_of("docs/design.md")))
+    assert len(places) > 100
+    assert [str(path.relative_to(ROOT)) for path in places if not path.exists()] == []
+
+
+@pytest.mark.parametrize("name", ["docs/design.md", "CONTRIBUTING.md", "README.md", "SECURITY.md"])
+def test_files_that_are_named_are_there(name):
+    text = text_of(name)
+    known = {path.name for path in tree(text_of("docs/design.md"))}
+    if name == "docs/design.md":
+        text = text.split("## A request's life")[1]
+    named = set(FILE.findall(FENCE.sub("", text))) | {one for one in FOLDER.findall(text) if name == "docs/design.md"}
+    assert sorted(one for one in named if not exists(one, known)) == []
+
+
+def test_the_design_is_short():
+    """It is read in one sitting; what does not fit belongs beside the code."""
+    assert len(text_of("docs/design.md").splitlines()) <= 300
+
+
+def test_each_question_is_answered_within_three_files():
+    rows = text_of("docs/design.md").split("## Ten questions")[1].split("\n## ")[0].splitlines()[3:]
+    answers = {row.split(" | ")[0]: set(FILE.findall(row)) | set(FOLDER.findall(row)) for row in rows if row}
+    assert len(answers) >= 10
+    assert {question: files for question, files in answers.items() if not 1 <= len(files) <= 3} == {}
+
+
+def test_each_flag_of_the_readme_is_there():
+    options = {
+        o for parser in (build_parser(), build_server_parser()) for a in parser._actions for o in a.option_strings
+    }
+    text = text_of("README.md")
+    named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*\w", text))
+    short = re.findall(r"`(-[a-z][\w-]*)", "".join(line for line in text.splitlines(True) if line.startswith("| `-")))
+    named |= {BATCHING + end for end in short if not end.startswith("--")}
+    assert len(short) > 5
+    assert sorted(named - options - {BATCHING, "--no"}) == []  # two beginnings of flags
+
+
+def test_the_figure_of_the_token_axis():
+    """230 tokens, blocks of 64, three of them cached, a snapshot at the end of the first."""
+    states, digests = StateIndex(2), [b"0", b"1", b"2"]
+    slot = states.reserve(digests[0])
+    states.commit(digests[0])
+    assert resume_point(230, digests, 64, states) == ResumePoint(64, Restore(digests[0], slot))
+    assert prefill_stops(230, 192, 64) == [192]
+
+
+def test_the_worked_example(tmp_path):
+    """What design.md says of a miss and a hit is what the JSON of that run says."""
+    a = list(range(1000, 1150))
+    b = [*a[:140], *range(2000, 2030)]
+    c, d = ([*a[:100], *range(first, first + 70)] for first in (3000, 4000))
+    lines = [json.dumps({"token_ids": prompt}) for prompt in (a, b, c, d)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
+    output = tmp_path / "out.json"
+    flags = "--drain-between-batches --batch-boundaries 0,1,2,3 --ignore-eos --num-tokens-to-generate 4"
+    pools = f"{BATCHING}-block-count 32 {BATCHING}-prefix-caching-mamba-slots 8 {BATCHING}-max-requests 4"
+    files = f"--prompt-file {tmp_path / 'prompts.jsonl'} --output-path {output}"
+    assert main(f"{flags} {pools} {files}".split()) == 0
+    results = json.loads(output.read_text("utf-8"))
+
+    example = text_of("docs/design.md").split("### A miss, a hit")[1].split("\n## ")[0]
+    rows = [row.split(" | ") for row in example.splitlines() if re.match(r"\| [a-d]: ", row)]
+    for entry, (_, matched, skipped, reasons, _) in zip((results[key] for key in "0123"), rows, strict=True):
+        assert entry["matched_block_count"] == int(matched)
+        assert entry["skipped_prefill_token_count"] == int(skipped)
+        assert entry["prefill_reasons"] == {name: int(count) for name, count in re.findall(r"`(\w+)` (\d+)", reasons)}
+    for name, count in re.findall(r"`(hits|blocks_cached|snapshots_taken|slots_used)` (\d+)", example):
+        assert results["prefix_cache"][name] == int(count)
+    computed, skipped = map(int, re.search(r"(\d+) tokens are\s+computed and (\d+) skipped", example).groups())
+    totals = results["lifetime_prefill_token_count"], results["lifetime_skipped_token_count"]
+    assert totals == (computed, skipped)
