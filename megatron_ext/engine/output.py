@@ -113,7 +113,7 @@ class OutputProcessor:
         self.reported_count += 1
         request = output.request
         try:
-            record = request.to_record(self._generated_text(request), self._prompt_text(request))
+            record = request.to_record(self._generated_text(request), request.prompt_text)
         except Exception as error:
             self._faults.note(f"the record of request {request.request_id}", error)
             if request.status is not Status.FAILED:  # else it has its error
@@ -131,13 +131,6 @@ class OutputProcessor:
         tokens = request.generated_tokens
         ends_with_termination = bool(tokens) and tokens[-1] == request.termination_id
         return self._vocabulary.detokenize(tokens[:-1] if ends_with_termination else tokens)
-
-    def _prompt_text(self, request: Request) -> str:
-        return (
-            self._vocabulary.detokenize(list(request.prompt_tokens))
-            if request.prompt_text is None
-            else request.prompt_text
-        )
 
     def cancel(self) -> None:
         """Forget all requests; their futures are cancelled."""

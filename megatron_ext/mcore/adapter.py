@@ -177,6 +177,8 @@ class InferenceEngine(DynamicInferenceEngine):
         request_id: int,
         prompt: str | Sequence[int] | torch.Tensor,
         sampling_params: RequestParams | SamplingParams | None = None,
+        *,
+        prompt_text: str | None = None,
     ) -> asyncio.Future[RequestRecord]:
         """Queue a request. What can never be served ends at once, as FAILED; the others go on.
 
@@ -184,6 +186,7 @@ class InferenceEngine(DynamicInferenceEngine):
             request_id: Not in use by a living request.
             prompt: Text, or token ids.
             sampling_params: Ours or Megatron's; greedy if missing.
+            prompt_text: That the ids were made of, for the record; the engine makes none of ids.
 
         Returns:
             A future of the request's record; the step that ends the request reports it too.
@@ -192,11 +195,12 @@ class InferenceEngine(DynamicInferenceEngine):
             ConfigError: The prompt or the parameters make no sense, whatever the engine's limits.
         """
         self.engine.check_free(request_id)
+        text = prompt if isinstance(prompt, str) else prompt_text
         ids = prompt.tolist() if isinstance(prompt, torch.Tensor) else prompt
         tokens = self.engine.intake.tokenize(ids, getattr(sampling_params, "add_BOS", False))
         params = to_request_params(sampling_params, len(tokens), self.context.max_sequence_length)
         future = self._loop.create_future()
-        self.engine.add(request_id, tokens, params, future, text=prompt if isinstance(prompt, str) else None)
+        self.engine.add(request_id, tokens, params, future, text=text)
         self._wake_up()
         return future
 

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from megatron_ext.engine.faults import describe
 from megatron_ext.engine.result import Score, StepResult
-from megatron_ext.errors import ConfigError
 from megatron_ext.mcore.out_of_memory import is_out_of_memory
 from megatron_ext.mcore.scoring import score_rows
 from megatron_ext.mcore.staging import ModelInput, PromptScore, SampledTokens, SamplingRow
 from megatron_ext.ops.sampling import sample_tokens
+from megatron_ext.text.prompt_tokens import begin_once, tokenize_prompt
 from megatron_ext.text.vocabulary import Vocabulary
 
 
@@ -43,27 +43,16 @@ class InferenceController(TextGenerationController):
         self._get_stop_word_finished_ids_callback = None
 
     def tokenize_prompt(self, prompt: str, add_BOS: bool = False) -> list[int]:
-        """Ids of a text as its tokenizer gives them, with at most one beginning of a document.
+        """Ids of a text; see `text.prompt_tokens.tokenize_prompt`.
 
-        Upstream takes that token away unless it is asked for, and a Llama would read what it was not trained on. A text
-        that spells it, as chat templates do, gets no second one from the tokenizer.
-
-        Args:
-            prompt: Text.
-            add_BOS: Begin with that token though the tokenizer does not.
-
-        Raises:
-            ConfigError: `add_BOS`, and the tokenizer has no such token.
+        Upstream takes the beginning of a document away unless it is asked for, and a Llama would read what it was not
+        trained on.
         """
-        if add_BOS and self.tokenizer.bos is None:
-            raise ConfigError("add_BOS is set, but the tokenizer has no token that begins a document; leave it out")
-        return self.begin_once(list(self.tokenizer.tokenize(prompt)), add_bos=add_BOS)
+        return tokenize_prompt(self.tokenizer, prompt, add_bos=add_BOS)
 
-    def begin_once(self, tokens: list[int], *, add_bos: bool = False) -> list[int]:
-        """The tokens with one beginning of a document, if they have any or it is to be added."""
-        bos = self.tokenizer.bos
-        spelled = next((i for i, token in enumerate(tokens) if token != bos), len(tokens))
-        return [bos] * (add_bos or spelled > 0) + tokens[spelled:]
+    def begin_once(self, tokens: list[int]) -> list[int]:
+        """The tokens with one beginning of a document, if they have any."""
+        return begin_once(tokens, self.tokenizer.bos)
 
     def dummy_forward(self) -> None:
         """A forward of one token that touches no request (expert parallelism keeps idle ranks busy with it)."""

@@ -32,8 +32,8 @@ from megatron_ext.text.tokenizer import (
     NullTokenizer,
     TextTokenizer,
     Tokenizer,
-    has_tokenizer,
 )
+from megatron_ext.text.tokenizer_files import has_tokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from megatron_ext.errors import ConfigError, OutputError
+from megatron_ext.offline.prompt_texts import PromptText, submitted_text
 from megatron_ext.offline.results import request_results, to_json
 from megatron_ext.scheduling.record import RequestRecord
 
@@ -112,11 +113,13 @@ class PartialResults:
     Args:
         path: Of the JSON; this file stands beside it. One that is there is overwritten.
         with_events: Whether requests have the key `events`.
+        prompt_text: What `input_prompt` says.
     """
 
-    def __init__(self, path: str, *, with_events: bool) -> None:
+    def __init__(self, path: str, *, with_events: bool, prompt_text: PromptText = submitted_text) -> None:
         self.path = partial_path(path)
         self._with_events = with_events
+        self._prompt_text = prompt_text
         self._file: BinaryIO | None = None
         self._stat: os.stat_result | None = None
         try:
@@ -140,7 +143,9 @@ class PartialResults:
             return
         try:
             for record in records:
-                entry = {"request_id": record.request_id} | request_results(record, self._with_events)
+                entry = {"request_id": record.request_id} | request_results(
+                    record, self._with_events, self._prompt_text
+                )
                 self._file.write(json.dumps(entry, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n")
             self._file.flush()
         except OSError as error:

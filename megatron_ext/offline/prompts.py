@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 from megatron_ext.config import RequestParams, RunConfig
 from megatron_ext.config.annotations import FieldType, MismatchError, field_types
 from megatron_ext.errors import ConfigError
+from megatron_ext.text.prompt_tokens import tokenize_prompt
 from megatron_ext.text.tokenizer import Tokenizer
 from megatron_ext.text.vocabulary import Vocabulary
 
@@ -49,6 +50,21 @@ class Prompt:
     content: str | tuple[int, ...]
     params: RequestParams
     source: str  # "prompts.jsonl, line 3"
+
+
+@dataclass(frozen=True)
+class TokenizedPrompt:
+    """A prompt as it is submitted, however often.
+
+    Attributes:
+        tokens: What the engine would make of it.
+        text: What it was read as; None if it was read as token ids.
+        params: The request's settings.
+    """
+
+    tokens: tuple[int, ...]
+    text: str | None
+    params: RequestParams
 
 
 def read_prompts(run: RunConfig, defaults: RequestParams, stdin: BinaryIO | None = None) -> list[Prompt]:
@@ -113,27 +129,24 @@ def parse_lines(lines: Iterable[bytes], name: str, rules: LineRules) -> list[Pro
     return prompts
 
 
-def check_tokens(prompts: Iterable[Prompt], tokenizer: Tokenizer, vocab_size: int) -> list[int]:
-    """See that a model with this tokenizer and vocabulary can read every prompt, before the first one runs.
-
-    Returns:
-        How many tokens each has.
+def tokenize_prompts(prompts: Iterable[Prompt], tokenizer: Tokenizer, vocab_size: int) -> list[TokenizedPrompt]:
+    """The prompts as token ids, which a model with this tokenizer and vocabulary can read, before the first one runs.
 
     Raises:
         ConfigError: For the first prompt that has no token, or an id that is none; names where it was read.
     """
-    vocabulary, counts = Vocabulary(tokenizer, vocab_size), []
+    vocabulary, tokenized = Vocabulary(tokenizer, vocab_size), []
     for prompt in prompts:
+        text = prompt.content if isinstance(prompt.content, str) else None
         try:
-            is_text = isinstance(prompt.content, str)
-            tokens = tokenizer.tokenize(prompt.content) if is_text else prompt.content
+            tokens = prompt.content if text is None else tuple(tokenize_prompt(tokenizer, text))
             vocabulary.check_prompt(tokens)
         except ConfigError as error:
             raise ConfigError(f"{prompt.source}: {error}") from None
         if not tokens:
             raise ConfigError(f"{prompt.source}: the tokenizer makes no token of {_shown(prompt.content)}")
-        counts.append(len(tokens))
-    return counts
+        tokenized.append(TokenizedPrompt(tokens, text, prompt.params))
+    return tokenized
 
 
 def _parse_line(line: bytes, rules: LineRules, source: str, ignored: Counter[str]) -> Prompt:

@@ -7,14 +7,17 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
+from megatron_ext.offline.prompt_texts import PromptText, submitted_text
 from megatron_ext.offline.request_table import print_requests
 from megatron_ext.offline.submission import Pass
 from megatron_ext.scheduling.record import Status
 
 
-def print_report(passes: Sequence[Pass], console: Console, where: str | None = None) -> None:
+def print_report(
+    passes: Sequence[Pass], console: Console, where: str | None = None, prompt_text: PromptText = submitted_text
+) -> None:
     """Print the requests, of many the first and last few, and totals of all below them; `where` all of them are."""
-    print_requests([record for one in passes for record in one.records], console, where)
+    print_requests([record for one in passes for record in one.records], console, where, prompt_text)
     console.print()
     for line in summary(passes):
         console.print(line, markup=False, soft_wrap=True)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from megatron_ext.console.terminal import beginning, end, printable, wrapped
+from megatron_ext.offline.prompt_texts import PromptText, submitted_text
 from megatron_ext.scheduling.record import RequestRecord, Status
 
 AT_EACH_END = 5
@@ -19,23 +20,29 @@ _INDENT = " " * 8
 _READ_AT_MOST = 4000  # characters of a text that are looked at
 
 
-def print_requests(records: Sequence[RequestRecord], console: Console, where: str | None) -> None:
+def print_requests(
+    records: Sequence[RequestRecord],
+    console: Console,
+    where: str | None,
+    prompt_text: PromptText = submitted_text,
+) -> None:
     """Print the table.
 
     Args:
         records: All of them.
         console: Of any width.
         where: The file with all of them, if there is one.
+        prompt_text: Texts of those that are shown.
     """
     first, left_out, last = first_and_last(records)
     _print(console, _columns(_HEADINGS, "ended"), "bold")
     for record in first:
-        _print_request(record, console)
+        _print_request(record, console, prompt_text)
     if left_out:
         for line in _left_out(left_out, where):
             _print(console, line, "italic")
     for record in last:
-        _print_request(record, console)
+        _print_request(record, console, prompt_text)
 
 
 def first_and_last(items: Sequence) -> tuple[Sequence, Sequence, Sequence]:
@@ -45,10 +52,10 @@ def first_and_last(items: Sequence) -> tuple[Sequence, Sequence, Sequence]:
     return items[:AT_EACH_END], items[AT_EACH_END:-AT_EACH_END], items[-AT_EACH_END:]
 
 
-def _print_request(record: RequestRecord, console: Console) -> None:
+def _print_request(record: RequestRecord, console: Console, prompt_text: PromptText) -> None:
     width = max(20, console.width - len(_INDENT) - 2)
     _print(console, beginning(_columns(*_numbers(record)), console.width), "")
-    prompt = printable((record.prompt_text or "")[-_READ_AT_MOST:])
+    prompt = printable((prompt_text(record) or "")[-_READ_AT_MOST:])
     _print(console, f"{_INDENT}< {end(prompt, width)}", "dim")
     failed = record.status is not Status.COMPLETED and record.error
     text = printable((record.error if failed else record.generated_text)[:_READ_AT_MOST])

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 import megatron_ext
+from megatron_ext.offline.prompt_texts import PromptText, submitted_text
 from megatron_ext.offline.submission import Pass
 from megatron_ext.scheduling.record import RequestRecord
 
@@ -30,7 +31,9 @@ SYSTEM_KEYS = (
 _UNFOLDED = 2  # levels of objects with a line for each field: the whole, and each request
 
 
-def build_results(engine: Any, passes: Sequence[Pass], *, model: str, with_events: bool) -> dict[str, Any]:
+def build_results(
+    engine: Any, passes: Sequence[Pass], *, model: str, with_events: bool, prompt_text: PromptText = submitted_text
+) -> dict[str, Any]:
     """Everything that `--output-path` holds.
 
     Args:
@@ -38,6 +41,7 @@ def build_results(engine: Any, passes: Sequence[Pass], *, model: str, with_event
         passes: In order.
         model: Name of the model.
         with_events: Whether requests have the key `events`.
+        prompt_text: What `input_prompt` says.
     """
     system = {
         "throughput": [one.throughput for one in passes],
@@ -51,13 +55,16 @@ def build_results(engine: Any, passes: Sequence[Pass], *, model: str, with_event
     }
     assert tuple(system) == SYSTEM_KEYS, "a top-level key is missing from SYSTEM_KEYS"
     records = [record for one in passes for record in one.records]
-    return {str(record.request_id): request_results(record, with_events) for record in records} | system
+    requests = {str(record.request_id): request_results(record, with_events, prompt_text) for record in records}
+    return requests | system
 
 
-def request_results(record: RequestRecord, with_events: bool) -> dict[str, Any]:
+def request_results(
+    record: RequestRecord, with_events: bool, prompt_text: PromptText = submitted_text
+) -> dict[str, Any]:
     """The object of one request. Log-prob keys are there if log-probs were asked for, null where not computed."""
     entry: dict[str, Any] = {
-        "input_prompt": record.prompt_text,
+        "input_prompt": prompt_text(record),
         "generated_text": record.generated_text,
         "generated_tokens": list(record.generated_tokens),
         "latency": record.latency,

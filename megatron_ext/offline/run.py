@@ -27,11 +27,13 @@ from megatron_ext.models.load import load_model, save_model
 from megatron_ext.offline.comparison import comparable, compare, print_comparison, problems
 from megatron_ext.offline.output_file import PartialResults, check_output_path, write_results
 from megatron_ext.offline.progress import Bar, progress_bar
-from megatron_ext.offline.prompts import Prompt, check_tokens, read_prompts
+from megatron_ext.offline.prompt_texts import PromptTexts
+from megatron_ext.offline.prompts import Prompt, read_prompts, tokenize_prompts
 from megatron_ext.offline.report import print_report
 from megatron_ext.offline.results import build_results
 from megatron_ext.offline.submission import Pass, StepReport, check_schedule, run_passes
 from megatron_ext.scheduling.record import RequestRecord, Status
+from megatron_ext.text.vocabulary import Vocabulary
 
 logger = logging.getLogger(__name__)
 
@@ -70,12 +72,13 @@ class _Offline:
 
     def __init__(self, settings: InferenceSettings, prompts: Sequence[Prompt], interruption: Interruption) -> None:
         self._settings = settings
-        self._prompts = comparable(prompts) if settings.run.prefix_cache_compare else prompts
+        prompts = comparable(prompts) if settings.run.prefix_cache_compare else prompts
         self._interruption = interruption
         self._loaded = load_model(settings.source, dict(settings.model_overrides))
-        lengths = check_tokens(self._prompts, self._loaded.tokenizer, self._loaded.config.vocab_size)
-        pairs = zip(lengths, self._prompts, strict=True)
-        self._expected = [length + prompt.params.num_tokens_to_generate for length, prompt in pairs]
+        tokenizer, vocab_size = self._loaded.tokenizer, self._loaded.config.vocab_size
+        self._prompts = tokenize_prompts(prompts, tokenizer, vocab_size)
+        self._expected = [len(prompt.tokens) + prompt.params.num_tokens_to_generate for prompt in self._prompts]
+        self._prompt_text = PromptTexts(Vocabulary(tokenizer, vocab_size).detokenize)
         if settings.source.save is not None:
             save_model(settings.source.save, self._loaded)
         self._output = Output(sys.stdout)
@@ -90,7 +93,7 @@ class _Offline:
         passes = self._serve(engine)
         problem = self._write(engine, passes)
         self._end_if_asked(passes, problem)
-        print_report(passes, self._console, self._where(problem))
+        print_report(passes, self._console, self._where(problem), self._prompt_text)
         self._end(problem)
         return all(record.status is Status.COMPLETED for record in _records(passes))
 
@@ -133,7 +136,9 @@ class _Offline:
         run = self._settings.run
         self._remove_partial()  # of the run before, whose results are not those to be written
         if _is_writer() and run.output_path is not None:
-            self._partial = PartialResults(run.output_path, with_events=run.output_request_events)
+            self._partial = PartialResults(
+                run.output_path, with_events=run.output_request_events, prompt_text=self._prompt_text
+            )
 
         def after_step(report: StepReport, bar: Bar) -> None:
             if self._partial is not None:
@@ -168,7 +173,13 @@ class _Offline:
         run = self._settings.run
         if not _is_writer() or run.output_path is None:
             return None
-        results = build_results(engine, passes, model=self._loaded.name, with_events=run.output_request_events)
+        results = build_results(
+            engine,
+            passes,
+            model=self._loaded.name,
+            with_events=run.output_request_events,
+            prompt_text=self._prompt_text,
+        )
         try:
             write_results(run.output_path, results)
         except OutputError as error:
@@ -188,7 +199,7 @@ class _Offline:
         where = self._where(problem)
         if self._interruption.is_asked:
             if where is None:
-                print_report(passes, self._console)
+                print_report(passes, self._console, prompt_text=self._prompt_text)
             counts = Counter(record.status for record in _records(passes))
             ends = ", ".join(f"{counts[status]} {status.name.lower()}" for status in Status if counts[status])
             place = f"all are in {where}" if where else problem or "without --output-path they are printed only"

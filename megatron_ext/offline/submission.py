@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from megatron_ext.config import RequestParams, RunConfig
 from megatron_ext.errors import ConfigError
-from megatron_ext.offline.prompts import Prompt
+from megatron_ext.offline.prompts import TokenizedPrompt
 from megatron_ext.scheduling.record import RequestRecord
 
 StepReport = Mapping[str, Any]
@@ -20,7 +20,9 @@ _LONGEST_SLEEP = 0.1  # seconds
 class Engine(Protocol):
     """What this module uses of an engine."""
 
-    def add_request(self, request_id: int, prompt: str | list[int], params: RequestParams) -> Future[RequestRecord]:
+    def add_request(
+        self, request_id: int, prompt: Sequence[int], params: RequestParams, *, prompt_text: str | None
+    ) -> Future[RequestRecord]:
         """Queue a request. A request that can never be served gets a record of status FAILED."""
 
     def has_unfinished_requests(self) -> bool:
@@ -71,7 +73,7 @@ def check_schedule(run: RunConfig, prompt_count: int) -> None:
 
 def run_passes(
     engine: Engine,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[TokenizedPrompt],
     run: RunConfig,
     on_step: Callable[[StepReport], None],
     is_stopped: Callable[[], bool] = lambda: False,
@@ -106,7 +108,7 @@ class _PassRun:
     def __init__(
         self,
         engine: Engine,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[TokenizedPrompt],
         run: RunConfig,
         first_id: int,
         on_step: Callable[[StepReport], None],
@@ -156,8 +158,7 @@ class _PassRun:
 
     def _submit(self) -> int:
         prompt, request_id = self._prompts[self._submitted], self._first_id + self._submitted
-        content = prompt.content if isinstance(prompt.content, str) else list(prompt.content)
-        self._engine.add_request(request_id, content, prompt.params)
+        self._engine.add_request(request_id, prompt.tokens, prompt.params, prompt_text=prompt.text)
         self._submitted += 1
         return request_id
 

@@ -162,7 +162,8 @@ async def create_completion(body: CompletionRequest, request: Request, serving: 
     echoes = None
     if body.echo:
         texts = [
-            prompt if isinstance(prompt, str) else serving.vocabulary.detokenize(prompt) for prompt in body.prompts
+            prompt if isinstance(prompt, str) else await asyncio.to_thread(serving.vocabulary.detokenize, prompt)
+            for prompt in body.prompts
         ]
         echoes = [text for text in texts for _ in range(choices)]
     reply = CompletionReply(

@@ -24,7 +24,7 @@ from megatron_ext.scheduling.record import RequestRecord, Status
 from megatron_ext.scheduling.request import Request
 from megatron_ext.server.errors import ApiError, engine_fault, overloaded, shutting_down
 from megatron_ext.server.metrics import Metrics
-from megatron_ext.server.progress import Progress, Ticket, TokenClock
+from megatron_ext.server.progress import Ticket, TokenClock, Update, Updates
 from megatron_ext.server.sampling import Job
 
 Result = TypeVar("Result")
@@ -67,7 +67,7 @@ class Exchange:
 class _StepNews:
     """What a step did to requests that the event loop knows."""
 
-    progress: dict[int, Progress]
+    updates: dict[int, Update]
     records: list[RequestRecord]
     has_computed: bool
     has_more: bool  # something is left to be done or reported
@@ -75,7 +75,7 @@ class _StepNews:
     @property
     def request_ids(self) -> list[int]:
         """Of all requests that there is news of."""
-        return [*self.progress, *(record.request_id for record in self.records)]
+        return [*self.updates, *(record.request_id for record in self.records)]
 
 
 class EngineLoop:
@@ -108,7 +108,7 @@ class EngineLoop:
         self._failures = 0  # steps, in a row
         self._faults = Faults("the server")  # the event loop's own; what the engine thread meets counts with the engine
         self.is_healthy = True  # until a step fails, and again when one has computed something
-        self._watched: set[int] = set()  # streamed requests; the engine thread's own
+        self._updates = Updates(engine.fail_request)  # the engine thread's own
         self._clock = TokenClock()  # the engine thread's own
 
     # Called by the event loop
@@ -226,15 +226,15 @@ class EngineLoop:
             self._failures, self._has_more = 0, True  # one more step, to close the engine's books on them
 
     def _deliver(self, news: _StepNews) -> None:
-        for request_id, progress in news.progress.items():
-            self._hand_over(request_id, progress)
+        for request_id, update in news.updates.items():
+            self._hand_over(request_id, update)
         for record in news.records:
             self._hand_over(record.request_id, record)
             with self._faults.absorbed("the metrics of a request"):
                 self._metrics.observe(record)
                 self._latencies.append(record.latency)
 
-    def _hand_over(self, request_id: int, news: Progress | RequestRecord) -> None:
+    def _hand_over(self, request_id: int, news: Update | RequestRecord) -> None:
         """Let a ticket have its news; what fails here ends this request only."""
         if request_id not in self._exchanges:
             return
@@ -244,7 +244,7 @@ class EngineLoop:
                 ticket.record = news
                 self._forget([ticket])
             else:
-                ticket.progress = news
+                ticket.take(news)
             exchange.news.set()
         except Exception as error:
             self._exchanges[request_id] = ticket, exchange
@@ -284,7 +284,7 @@ class EngineLoop:
             self._abort(ids)
             raise
         if exchange.is_streamed:
-            self._watched.update(ids)
+            self._updates.watch(ids)
 
     def _abort(self, ids: Iterable[int]) -> None:
         for request_id in ids:
@@ -301,10 +301,10 @@ class EngineLoop:
         active = [self._engine.get_request(request_id) for request_id in result["active_request_ids"]]
         with self._engine.faults.absorbed("the metrics of a step"):
             self._observe_tokens(active, records)
-        progress = self._progress(active)
-        self._watched -= {record.request_id for record in records}
+        self._updates.forget(record.request_id for record in records)
         has_computed = bool(active) or any(record.status is Status.COMPLETED for record in records)
-        return _StepNews(progress, records, has_computed, self._engine.has_unfinished_requests())
+        updates = self._updates.of(active)
+        return _StepNews(updates, records, has_computed, self._engine.has_unfinished_requests())
 
     def _observe_tokens(self, active: Sequence[Request], records: Sequence[RequestRecord]) -> None:
         counts = {request.request_id: request.generated_count for request in active}
@@ -313,17 +313,6 @@ class EngineLoop:
             self._metrics.inter_token.observe(gap)
         for record in records:
             self._clock.forget(record.request_id)
-
-    def _progress(self, active: Sequence[Request]) -> dict[int, Progress]:
-        """Of the streamed ones; a request whose progress cannot be told fails."""
-        progress = {}
-        for request in active:
-            if request.request_id in self._watched and request.generated_count:
-                try:
-                    progress[request.request_id] = Progress.of(request)
-                except Exception as error:
-                    self._engine.fail_request(request.request_id, error)
-        return progress
 
 
 async def _settle() -> None:

@@ -114,8 +114,8 @@ class StreamOptions(_Body):
     include_obfuscation: bool | None = None  # there is none
 
 
-class GenerationRequest(_Body):
-    """What both routes have in common. None is the same as leaving a field out."""
+class OpenAIFields(_Body):
+    """OpenAI's fields of both routes that this engine heeds."""
 
     model: str | None = None
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
@@ -126,35 +126,6 @@ class GenerationRequest(_Body):
     temperature: Annotated[float, Field(ge=0)] | None = None  # 0 is greedy
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: int | None = None
-
-    # Not OpenAI's
-    min_tokens: Annotated[int, Field(ge=0)] | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None  # 0 and -1 are off
-    ignore_eos: bool | None = None
-    cache_salt: str | None = None
-    enable_prefix_caching: bool | None = None
-
-    # Without effect on the answer
-    user: str | None = None
-    metadata: dict[str, Any] | None = None
-    store: bool | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-
-    # See _NEUTRAL
-    frequency_penalty: Any = None
-    presence_penalty: Any = None
-    repetition_penalty: Any = None
-    logit_bias: Any = None
-
-    @field_validator(*_NEUTRAL, check_fields=False)
-    @classmethod
-    def _asks_for_nothing(cls, value: Any, info: ValidationInfo) -> Any:
-        neutral = _NEUTRAL[info.field_name]
-        if value is not None and not any(type(value) is not bool and value == one for one in neutral):
-            raise ValueError("is not supported; leave it out")
-        return value
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -168,7 +139,7 @@ class GenerationRequest(_Body):
         return value
 
     @model_validator(mode="after")
-    def _options_need_a_stream(self) -> GenerationRequest:
+    def _options_need_a_stream(self) -> OpenAIFields:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options needs stream; set it or leave stream_options out")
         return self
@@ -182,6 +153,49 @@ class GenerationRequest(_Body):
     def includes_usage(self) -> bool:
         """Whether a stream ends with the usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+class EngineFields(_Body):
+    """What is not OpenAI's."""
+
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None  # 0 and -1 are off
+    ignore_eos: bool | None = None
+    cache_salt: str | None = None
+    enable_prefix_caching: bool | None = None
+
+
+class ClientFields(_Body):
+    """What clients say for their own books, without effect on the answer."""
+
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+
+class NeutralFields(_Body):
+    """What is taken as long as it asks for nothing; see `_NEUTRAL`, whose fields of either route are checked here."""
+
+    frequency_penalty: Any = None
+    presence_penalty: Any = None
+    repetition_penalty: Any = None
+    logit_bias: Any = None
+
+    @field_validator(*_NEUTRAL, check_fields=False)
+    @classmethod
+    def _asks_for_nothing(cls, value: Any, info: ValidationInfo) -> Any:
+        neutral = _NEUTRAL[info.field_name]
+        if value is not None and not any(type(value) is not bool and value == one for one in neutral):
+            raise ValueError("is not supported; leave it out")
+        return value
+
+
+# pydantic takes the fields of the last base first, and the first error in this order is the one that a client is told.
+class GenerationRequest(NeutralFields, ClientFields, EngineFields, OpenAIFields):
+    """What both routes have in common. None is the same as leaving a field out."""
 
 
 class CompletionRequest(GenerationRequest):

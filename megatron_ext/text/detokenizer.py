@@ -17,18 +17,17 @@ class Piece:
     Attributes:
         visible: With special tokens.
         plain: Without them; the plain pieces put together are the text that is given back.
-        end: Tokens of the generation up to here.
     """
 
     visible: str
     plain: str
-    end: int
 
 
 class IncrementalDetokenizer:
     """Decodes new tokens with the piece before them as context; a token's cost does not grow with the text.
 
-    The context is needed because some tokenizers write a space, or half a character, that depends on it.
+    The context is needed because some tokenizers write a space, or half a character, that depends on it. It ends with
+    the piece before; if that is special tokens alone, the last piece with other text stands before it.
 
     Args:
         detokenize: Token ids, and `skip_special_tokens`, to text.
@@ -37,8 +36,8 @@ class IncrementalDetokenizer:
     def __init__(self, detokenize: Callable[..., str]) -> None:
         self._detokenize = detokenize
         self._window: list[int] = []  # the context, then the tokens that no piece has yet
+        self._plain_length = 0  # of the context, up to the end of its last piece with plain text
         self._context_length = 0
-        self._end = 0  # tokens that have a piece
         self.tail = ""
 
     def feed(self, tokens: Sequence[int]) -> list[Piece]:
@@ -51,7 +50,7 @@ class IncrementalDetokenizer:
         for token in tokens:
             self._window.append(token)
             piece = self._advance()
-            if piece is not None:
+            if piece is not None and piece.visible:
                 pieces.append(piece)
         return pieces
 
@@ -76,12 +75,12 @@ class IncrementalDetokenizer:
         """The first `length` tokens of the window add `visible`, and are the next ones' context."""
         before = self._plain(self._context_length)
         plain = self._plain(length)[len(before) :]
-        self._end += length - self._context_length
-        if plain:  # special tokens alone are no context: some decoders take the first space of a text away
-            del self._window[: self._context_length]
-            length -= self._context_length
-        self._context_length = length
-        return Piece(visible, plain, self._end)
+        # Special tokens alone are no context: some decoders take the first space of a text away.
+        kept = 0 if plain else self._plain_length
+        del self._window[kept : self._context_length]
+        self._context_length = length - self._context_length + kept
+        self._plain_length = self._context_length if plain else kept
+        return Piece(visible, plain)
 
     def _settle(self, text: str) -> tuple[int, str] | None:
         """The last place in the window that no character reaches across any more, and the text up to it.

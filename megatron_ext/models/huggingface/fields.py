@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from megatron_ext.config import LARGEST_SIZE, MOST_LAYERS
 from megatron_ext.errors import ConfigError
 
+Fields = Mapping[str, object]  # of a decoded `config.json`, or `ModelConfig`
+
+
+def names(text: str) -> frozenset[str]:
+    """Names of fields, separated by white space."""
+    return frozenset(text.split())
+
+
 # What the logits of no family depend on: what training and generation are told, hints to servers, names and versions.
-WITHOUT_EFFECT = frozenset(
+WITHOUT_EFFECT = names(
     """
     initializer_range attention_dropout hidden_dropout use_cache
     bos_token_id eos_token_id pad_token_id sep_token_id cls_token_id decoder_start_token_id
     auto_map dtype torch_dtype transformers_version _name_or_path name_or_path tokenizer_class
     return_dict output_attentions output_hidden_states id2label label2id problem_type finetuning_task
     task_specific_params _attn_implementation _attn_implementation_autoset
-    """.split()
+    """
 )
 
 _FLOATS = ("Infinity", "-Infinity", "NaN")  # as transformers 5 writes them
 _LARGEST_NUMBER = 1e300
 
 
-def check_architecture(raw: dict[str, Any], architecture: str) -> None:
+def check_architecture(raw: Fields, architecture: str) -> None:
     """The class of the model is the one that generates text, or is not said."""
     architectures = raw.get("architectures")
     if architectures not in (None, [architecture]):
@@ -33,9 +40,9 @@ def check_architecture(raw: dict[str, Any], architecture: str) -> None:
         )
 
 
-def with_present_names(raw: dict[str, Any], other_names: Mapping[str, str]) -> dict[str, Any]:
+def with_present_names(raw: Fields, other_names: Mapping[str, str]) -> dict[str, object]:
     """Fields under today's names, with special floats decoded; a field given twice must say the same twice."""
-    fields: dict[str, Any] = {}
+    fields: dict[str, object] = {}
     for given_name, encoded in raw.items():
         name, value = other_names.get(given_name, given_name), _decoded(encoded)
         if name in fields and fields[name] != value:
@@ -44,7 +51,7 @@ def with_present_names(raw: dict[str, Any], other_names: Mapping[str, str]) -> d
     return fields
 
 
-def _decoded(value: Any) -> Any:
+def _decoded(value: object) -> object:
     """Infinity is {"__float__": "Infinity"} in what transformers 5 writes."""
     if isinstance(value, dict) and set(value) == {"__float__"}:
         name = value["__float__"]
@@ -56,7 +63,7 @@ def _decoded(value: Any) -> Any:
     return value
 
 
-def check_known(fields: dict[str, Any], known: Iterable[str]) -> None:
+def check_known(fields: Fields, known: Iterable[str]) -> None:
     """Nobody overlooks a field; one that says nothing may be there."""
     for name in sorted(set(fields) - set(known)):
         value = fields[name]
@@ -66,7 +73,7 @@ def check_known(fields: dict[str, Any], known: Iterable[str]) -> None:
             )
 
 
-def check_fixed(fields: dict[str, Any], fixed: Mapping[str, tuple[Any, ...]]) -> None:
+def check_fixed(fields: Fields, fixed: Mapping[str, tuple[object, ...]]) -> None:
     """Fields with few supported values have one of them; one that is absent has the first."""
     for name, supported in fixed.items():
         value = fields.get(name, supported[0])
@@ -76,18 +83,18 @@ def check_fixed(fields: dict[str, Any], fixed: Mapping[str, tuple[Any, ...]]) ->
             raise ConfigError(f"config.json: {name} = {value!r} is not supported; supported is {wanted}")
 
 
-def _is_bool(value: Any) -> bool:
+def _is_bool(value: object) -> bool:
     return isinstance(value, bool)
 
 
-def require_field(fields: dict[str, Any], name: str) -> Any:
+def require_field(fields: Fields, name: str) -> object:
     """A field that must be there."""
     if name not in fields:
         raise ConfigError(f"config.json: field {name} is missing")
     return fields[name]
 
 
-def size(fields: dict[str, Any], name: str) -> int:
+def size(fields: Fields, name: str) -> int:
     """A positive integer that must be there; as large as a size may be."""
     value = require_field(fields, name)
     if type(value) is not int or value <= 0:
@@ -97,7 +104,7 @@ def size(fields: dict[str, Any], name: str) -> int:
     return value
 
 
-def layers(fields: dict[str, Any]) -> int:
+def layer_count(fields: Fields) -> int:
     """How many decoder layers there are."""
     count = size(fields, "num_hidden_layers")
     if count > MOST_LAYERS:
@@ -105,19 +112,19 @@ def layers(fields: dict[str, Any]) -> int:
     return count
 
 
-def size_or(fields: dict[str, Any], name: str, default: int) -> int:
+def size_or(fields: Fields, name: str, default: int) -> int:
     """A positive integer; the default if it is null or not there."""
     return default if fields.get(name) is None else size(fields, name)
 
 
-def check_divides(fields: dict[str, Any], divisor: str, dividend: str) -> None:
+def check_divides(fields: Fields, divisor: str, dividend: str) -> None:
     """One size is a whole part of another."""
     small, large = size(fields, divisor), size(fields, dividend)
     if large % small:
         raise ConfigError(f"config.json: {divisor} = {small} is not supported; it must divide {dividend} = {large}")
 
 
-def flag(fields: dict[str, Any], name: str, *, default: bool) -> bool:
+def flag(fields: Fields, name: str, *, default: bool) -> bool:
     """True or false."""
     value = fields.get(name, default)
     if type(value) is not bool:
@@ -125,9 +132,9 @@ def flag(fields: dict[str, Any], name: str, *, default: bool) -> bool:
     return value
 
 
-def positive_number(fields: dict[str, Any], name: str, *, default: float) -> float:
-    """A number above zero, whole or not."""
+def positive_number(fields: Fields, name: str, *, default: float | None = None) -> float:
+    """A number above zero, whole or not; without a default it must be there."""
     value = fields.get(name, default)
-    if type(value) not in (int, float) or not 0 < value < _LARGEST_NUMBER:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < _LARGEST_NUMBER:
         raise ConfigError(f"config.json: {name} = {value!r} is not supported; it must be a positive number")
     return float(value)

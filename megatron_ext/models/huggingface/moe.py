@@ -1,38 +1,47 @@
-"""MoE layers of a Hugging Face NemotronH configuration, in megatron-core's terms.
+"""MoE layers of a decoded `config.json`, in megatron-core's terms.
 
-Both route by sigmoid scores in fp32, choose by score plus bias, and weight by the score. Where they differ:
+Routers that go by sigmoid scores in fp32, choose by score plus bias, and weight by the score: where transformers'
+NemotronH and megatron-core differ,
 
-- megatron-core divides the chosen scores by their sum when there are several, never when there is one.
-- It ranks groups of experts by their best top-k / open groups scores, transformers by their best two.
+- megatron-core divides the chosen scores by their sum when there are several, never when there is one;
+- it ranks groups of experts by their best top-k / open groups scores, transformers by their best two;
 - transformers ignores `n_shared_experts`, other readers multiply by it: only 1 means the same to all.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 from megatron_ext.errors import ConfigError
-from megatron_ext.models.huggingface.fields import check_divides, flag, positive_number, size
+from megatron_ext.models.huggingface.fields import Fields, check_divides, flag, names, positive_number, size
 
 _SCORES_PER_GROUP = 2
 
-MOE_FIELDS = frozenset(
+SIGMOID_FIELDS = names(
     """
     n_routed_experts n_shared_experts moe_intermediate_size moe_shared_expert_intermediate_size moe_latent_size
     num_experts_per_tok routed_scaling_factor n_group topk_group norm_topk_prob
-    """.split()
+    """
 )
 
 
-def translate_moe(fields: dict[str, Any]) -> dict[str, Any]:
-    """`ModelConfig` fields of a model with MoE layers.
+def routed_experts(fields: Fields, experts_name: str) -> dict[str, object]:
+    """How many experts a layer has, in the field of that name, and how many a token gets.
+
+    Raises:
+        ConfigError: More than there are.
+    """
+    experts, chosen = size(fields, experts_name), size(fields, "num_experts_per_tok")
+    if chosen > experts:
+        raise ConfigError(f"config.json: num_experts_per_tok {chosen} is more than {experts_name} {experts}")
+    return {"num_experts": experts, "moe_router_topk": chosen}
+
+
+def sigmoid_experts(fields: Fields) -> dict[str, object]:
+    """`ModelConfig` fields of a model whose routers go by sigmoid scores.
 
     Raises:
         ConfigError: A field is missing, or asks for what megatron-core's router cannot do; the message names it.
     """
-    experts, chosen = size(fields, "n_routed_experts"), size(fields, "num_experts_per_tok")
-    if chosen > experts:
-        raise ConfigError(f"config.json: num_experts_per_tok {chosen} is more than n_routed_experts {experts}")
+    told, chosen = routed_experts(fields, "n_routed_experts"), size(fields, "num_experts_per_tok")
     if fields.get("n_shared_experts", 1) != 1:
         raise ConfigError(
             f"config.json: n_shared_experts = {fields['n_shared_experts']!r} is not supported; supported is 1, "
@@ -41,11 +50,10 @@ def translate_moe(fields: dict[str, Any]) -> dict[str, Any]:
     _check_normalization(flag(fields, "norm_topk_prob", default=True), chosen)
     groups, open_groups = _groups(fields, chosen)
     return {
-        "num_experts": experts,
+        **told,
         "moe_ffn_hidden_size": size(fields, "moe_intermediate_size"),
         "moe_shared_expert_intermediate_size": size(fields, "moe_shared_expert_intermediate_size"),
         "moe_latent_size": None if fields.get("moe_latent_size") is None else size(fields, "moe_latent_size"),
-        "moe_router_topk": chosen,
         "moe_router_score_function": "sigmoid",
         "moe_router_num_groups": groups,
         "moe_router_group_topk": open_groups,
@@ -63,9 +71,9 @@ def _check_normalization(normalized: bool, chosen: int) -> None:
         )
 
 
-def _groups(fields: dict[str, Any], chosen: int) -> tuple[int | None, int | None]:
+def _groups(fields: Fields, chosen: int) -> tuple[int | None, int | None]:
     """How many groups there are and how many of them are open to a token; None if all are."""
-    fields = {"n_group": 1, "topk_group": 1} | fields
+    fields = {"n_group": 1, "topk_group": 1, **fields}
     check_divides(fields, "n_group", "n_routed_experts")
     groups, open_groups = size(fields, "n_group"), size(fields, "topk_group")
     given = f"config.json: n_group = {groups} with topk_group = {open_groups}"

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from megatron_ext.errors import ConfigError
-from megatron_ext.models.huggingface.fields import check_fixed, check_known, positive_number, with_present_names
+from megatron_ext.models.huggingface.fields import (
+    Fields,
+    check_fixed,
+    check_known,
+    positive_number,
+    with_present_names,
+)
 
 # Either object may say everything; the base may stand outside of both.
 _OBJECTS = ("rope_parameters", "rope_scaling")
 ROPE_FIELDS = frozenset(("rope_theta", *_OBJECTS))
 _NAMES = {"type": "rope_type"}
-_FIXED: dict[str, tuple[Any, ...]] = {"rope_type": ("default", "llama3")}
+_FIXED: dict[str, tuple[object, ...]] = {"rope_type": ("default", "llama3")}
 SHARE = "partial_rotary_factor"
 # Of Llama 3.1 and later; megatron-core computes with these values whatever a configuration says.
-_LLAMA_3: dict[str, tuple[Any, ...]] = {
+_LLAMA_3: dict[str, tuple[object, ...]] = {
     "low_freq_factor": (1.0,),
     "high_freq_factor": (4.0,),
     "original_max_position_embeddings": (8192,),
@@ -22,7 +26,7 @@ _LLAMA_3: dict[str, tuple[Any, ...]] = {
 _DEFAULT_BASE = 10000  # transformers' where an older file leaves it out
 
 
-def rotary_fields(fields: dict[str, Any], *, default_share: float | None = None) -> dict[str, Any]:
+def rotary_fields(fields: Fields, *, default_share: float | None = None) -> dict[str, object]:
     """The rotary fields of `ModelConfig`.
 
     Args:
@@ -33,24 +37,19 @@ def rotary_fields(fields: dict[str, Any], *, default_share: float | None = None)
         ConfigError: A way of scaling that is not supported, a base that is no whole number (megatron-core takes no
             other), or two that contradict each other.
     """
-    bases = {"rope_theta": fields["rope_theta"]} if fields.get("rope_theta") is not None else {}
-    shares = {SHARE: fields[SHARE]} if default_share is not None and fields.get(SHARE) is not None else {}
-    factors: dict[str, Any] = {}
+    said = {name: fields[name] for name in ("rope_theta", SHARE) if name in fields}
     for name in _OBJECTS:
-        parameters = _parameters(name, fields.get(name), is_whole=default_share is None)
-        base, factor, share = f"{name}.rope_theta", f"{name}.factor", f"{name}.{SHARE}"
-        if parameters.get(base) is not None:
-            bases[base] = parameters[base]
-        if default_share is not None and parameters.get(share) is not None:
-            shares[share] = positive_number(parameters, share, default=default_share)
-        if parameters.get(f"{name}.rope_type") == "llama3":
-            factors[factor] = positive_number(parameters, factor, default=None)
+        said.update(_parameters(name, fields.get(name), is_whole=default_share is None))
+    bases, factors = _numbers(said, "rope_theta"), _numbers(said, "factor")
     scaling = {"use_rope_scaling": True, "rope_scaling_factor": _agreed(factors)} if factors else {}
-    share = {} if default_share is None else {"rotary_percent": _agreed(shares) if shares else default_share}
-    return {"rotary_base": _whole_number(bases)} | scaling | share
+    share = {}
+    if default_share is not None:
+        shares = _numbers(said, SHARE)
+        share = {"rotary_percent": _agreed(shares) if shares else default_share}
+    return {"position_embedding_type": "rope", "rotary_base": _whole_number(bases), **scaling, **share}
 
 
-def _parameters(name: str, given: object, *, is_whole: bool) -> dict[str, Any]:
+def _parameters(name: str, given: object, *, is_whole: bool) -> dict[str, object]:
     """The object called `name`, its keys with that name in front, each known and supported."""
     if given is None:
         return {}
@@ -66,18 +65,30 @@ def _parameters(name: str, given: object, *, is_whole: bool) -> dict[str, Any]:
         known |= {"factor", *_LLAMA_3}
     check_fixed(parameters, {f"{name}.{key}": values for key, values in fixed.items()})
     check_known(parameters, {f"{name}.{key}" for key in known})
+    if parameters.get(f"{name}.rope_type") == "llama3":
+        positive_number(parameters, f"{name}.factor")
+    else:
+        parameters.pop(f"{name}.factor", None)  # one that says nothing
     return parameters
 
 
-def _whole_number(bases: dict[str, Any]) -> int:
-    values = {name: positive_number(bases, name, default=_DEFAULT_BASE) for name in bases}
-    for name, value in values.items():
+def _numbers(said: Fields, key: str) -> dict[str, float]:
+    """What is called `key`, wherever it stands, unless it is null."""
+    return {
+        name: positive_number(said, name)
+        for name, value in said.items()
+        if name.rsplit(".", 1)[-1] == key and value is not None
+    }
+
+
+def _whole_number(bases: dict[str, float]) -> int:
+    for name, value in bases.items():
         if not value.is_integer():
             raise ConfigError(f"config.json: {name} = {value!r} is not supported; it must be a whole number")
     return int(_agreed(bases)) if bases else _DEFAULT_BASE
 
 
-def _agreed(given: dict[str, Any]) -> float:
-    if len({float(value) for value in given.values()}) > 1:
+def _agreed(given: dict[str, float]) -> float:
+    if len(set(given.values())) > 1:
         raise ConfigError("config.json: " + " contradicts ".join(f"{name} {value!r}" for name, value in given.items()))
-    return float(next(iter(given.values())))
+    return next(iter(given.values()))

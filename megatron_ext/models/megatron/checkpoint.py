@@ -1,6 +1,6 @@
 """Checkpoints in the form of megatron's `dist_checkpointing`: ours, and those that Megatron-LM trained.
 
-Ours is a directory as checkpoint_directory.py says, with megatron's files in it: `metadata.json`, `common.pt`,
+Ours is a directory as native/directory.py says, with megatron's files in it: `metadata.json`, `common.pt`,
 `.metadata` and `*.distcp`. Megatron-LM's is `iter_0000100/` with such files, whose common state holds the run's
 arguments, beside `latest_checkpointed_iteration.txt`. Either is read whatever the number of ranks that wrote it.
 

@@ -1,6 +1,6 @@
 """The simple form of our own checkpoints: all weights in one `model.safetensors`, under the model's own names.
 
-The embedded model has this form. What else is in the directory: checkpoint_directory.py.
+The embedded model has this form. What else is in the directory: directory.py.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 - `config.json`: {"format": "megatron_ext", "format_version": 1, "package_version", "dtype": "bf16", "eos_token_id",
   "bos_token_id", "model": {`ModelConfig.to_dict()`}}
 - `tokenizer.json` and its like: the tokenizer's files as they were, if there are any
-- the weights: `model.safetensors` (checkpoint.py), or megatron's distributed files (dist_checkpoint.py)
+- the weights: `model.safetensors` (checkpoint.py), or megatron's distributed files (megatron/checkpoint.py)
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from megatron_ext.models.config_fields import checked_fields
 from megatron_ext.models.native.scratch import require_place_for_scratch, scratch_directory
 from megatron_ext.models.stack_specs import is_megatrons_spec, is_own_spec
 from megatron_ext.models.weight_files import WEIGHTS_FILE
-from megatron_ext.text.tokenizer import TOKENIZER_FILES, TextTokenizer, copy_tokenizer_files
+from megatron_ext.text.tokenizer import TextTokenizer
+from megatron_ext.text.tokenizer_files import TOKENIZER_FILES, copy_tokenizer_files
 
 FORMAT = "megatron_ext"
 FORMAT_VERSION = 1

@@ -101,10 +101,6 @@ def inject_generated_text(driver, patch, error) -> None:
     patch.setattr(OutputProcessor, name, at_call(OutputProcessor._generated_text, 0, error, of=is_victims))
 
 
-def inject_prompt_text(driver, patch, error) -> None:
-    patch.setattr(OutputProcessor, "_prompt_text", at_call(OutputProcessor._prompt_text, 0, error, of=is_victims))
-
-
 def inject_record(driver, patch, error) -> None:
     patch.setattr(Request, "to_record", at_call(Request.to_record, 0, error, of=lambda r, *_: r.request_id == VICTIM))
 
@@ -117,7 +113,6 @@ ENDS_ONE = {
         inject_matcher_at_the_last_token,
         inject_scores,
         inject_generated_text,
-        inject_prompt_text,
         inject_record,
     )
 }
@@ -177,7 +172,7 @@ def test_a_tokenizer_that_knows_one_token_less(get_driver):
     for name, prompt in PROMPTS.items():
         plain.add(name, prompt, stop_words=("none",) if name % 2 else ())
     before = {name: record.generated_tokens for name, record in plain.run().items()}
-    lists = {name: {*tokens, *PROMPTS[name]} for name, tokens in before.items()}
+    lists = {name: set(tokens) for name, tokens in before.items()}  # a prompt of ids is never read
     tokenizer.bad = next(token for token in before[VICTIM] if sum(token in one for one in lists.values()) < 4)
     driver = get_driver(tokenizer=tokenizer)
     for name, prompt in PROMPTS.items():

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_ext.config import RequestParams
 from megatron_ext.errors import ConfigError
-from megatron_ext.offline.prompts import Prompt, check_tokens
+from megatron_ext.offline.prompts import Prompt, tokenize_prompts
 from megatron_ext.scheduling.record import Status
 from megatron_ext.text.stream import TextStream
 from tests.unit_tests.support.driver import Driver, make_prompt
@@ -30,7 +30,7 @@ def test_a_prompt_is_refused_at_the_door(get_driver):
     driver.engine.check()
     prompts = [Prompt((5, KNOWN, 7), RequestParams(), "line 1")]
     with pytest.raises(ConfigError) as offline:
-        check_tokens(prompts, PieceTokenizer(KNOWN), 97)
+        tokenize_prompts(prompts, PieceTokenizer(KNOWN), 97)
     assert str(offline.value) == f"line 1: {refused.value}"
     assert str(refused.value).startswith(
         f"token id {KNOWN} has no token in the tokenizer, whose last one is {KNOWN - 1}"
@@ -67,3 +67,35 @@ def test_a_stop_word_behind_one(get_driver):
     record = driver.run()[0]
     assert (record.finish_reason, record.generated_tokens) == ("stop", tokens[: after + 1])
     assert word not in record.generated_text
+
+
+def test_a_prompt_of_ids_is_never_read(get_driver):
+    """Neither for its record nor for stop words: no call of the tokenizer has a token of the prompt in it."""
+    seen: set[int] = set()
+
+    class Noting(PieceTokenizer):
+        def detokenize(self, ids, skip_special_tokens=True):
+            seen.update(ids)
+            return super().detokenize(ids, skip_special_tokens)
+
+    driver = get_driver(tokenizer=Noting(97))
+    prompt = make_prompt(20)
+    driver.add(0, prompt, num_tokens_to_generate=8)
+    driver.add(1, prompt, num_tokens_to_generate=8, stop_words=("no such word",))
+    driver.run()
+    generated = {*driver.records[0].generated_tokens, *driver.records[1].generated_tokens}
+    assert seen == generated
+    assert set(prompt) - generated, "the prompt says nothing that the answer does not"
+    assert [driver.records[request_id].prompt_text for request_id in (0, 1)] == [None, None]
+
+
+def test_the_text_that_ids_were_made_of(get_driver):
+    """Is in the record as it was given; a text that is the prompt is so by itself."""
+    driver = get_driver()
+    driver.engine.add_request(0, make_prompt(5), RequestParams(num_tokens_to_generate=1), prompt_text="as submitted")
+    driver.engine.add_request(1, "<5><6>", RequestParams(num_tokens_to_generate=1))
+    records = {}
+    while driver.engine.has_unfinished_requests():
+        records |= {one.request_id: one for one in driver.engine.step_modern()["finished_request_records"]}
+    assert [records[request_id].prompt_text for request_id in (0, 1)] == ["as submitted", "<5><6>"]
+    assert records[0].prompt_tokens == tuple(make_prompt(5))

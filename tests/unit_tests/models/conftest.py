@@ -13,7 +13,7 @@ from torch import nn
 
 from megatron_ext.config import ModelConfig
 from megatron_ext.models.build import build_model
-from tests.unit_tests.models import llama_oracle, mamba_oracle, qwen3_next_oracle
+from tests.unit_tests.models.huggingface import llama_oracle, mamba_oracle, qwen3_next_oracle
 from tests.unit_tests.models.huggingface import nemotron_h_oracle as oracle
 
 TINY = ModelConfig(

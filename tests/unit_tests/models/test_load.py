@@ -46,7 +46,7 @@ def embedded(
     source = write_tokenizer(tmp_path_factory.mktemp("tokenizer"), 50).parent
     directory = tmp_path_factory.mktemp("embedded")
     save_checkpoint(directory, tiny_model, tiny_config, source)
-    monkeypatch.setattr(load, "embedded_model_dir", lambda: directory)
+    monkeypatch.setattr(load, "EMBEDDED_MODEL_DIR", directory)
     return directory
 
 

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -50,7 +50,9 @@ class FakeEngine:
     aborted: set[int] = field(default_factory=set)
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
 
-    def add_request(self, request_id: int, prompt: str | list[int], params: RequestParams) -> asyncio.Future:
+    def add_request(
+        self, request_id: int, prompt: Sequence[int], params: RequestParams, *, prompt_text: str | None
+    ) -> asyncio.Future:
         assert request_id not in self.futures
         self.log.append(f"add {request_id}")
         self.living[request_id] = 2

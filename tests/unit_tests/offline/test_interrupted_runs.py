@@ -15,7 +15,7 @@ import pytest
 from megatron_ext.config import RequestParams, RunConfig
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.offline import run as offline
-from megatron_ext.offline.prompts import Prompt
+from megatron_ext.offline.prompts import TokenizedPrompt
 from megatron_ext.offline.submission import run_passes
 from megatron_ext.scheduling.record import Status
 from tools.run_inference import main
@@ -26,7 +26,7 @@ TINY = """
 --mamba-num-groups 1 --tokenizer-type NullTokenizer --vocab-size 64 --inference-dynamic-batching-block-count 8
 --inference-dynamic-batching-max-requests 4
 """.split()
-PROMPTS = [Prompt((1, 2, 3), RequestParams(), f"line {i}") for i in range(1, 5)]
+PROMPTS = [TokenizedPrompt((1, 2, 3), None, RequestParams())] * 4
 DONE, ABORTED = Status.COMPLETED, Status.ABORTED
 
 
@@ -169,7 +169,7 @@ def test_a_comparison(prompt_file, tmp_path, capfd, interrupt, step):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.json", "prompts.jsonl"]
 
 
-@pytest.mark.parametrize("place", ["load_model", "build_engine", "check_tokens"])
+@pytest.mark.parametrize("place", ["load_model", "build_engine", "tokenize_prompts"])
 def test_before_the_first_request(prompt_file, tmp_path, capfd, monkeypatch, place):
     right = getattr(offline, place)
 

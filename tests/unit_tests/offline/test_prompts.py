@@ -9,7 +9,15 @@ import pytest
 
 from megatron_ext.config import RequestParams, RunConfig
 from megatron_ext.errors import ConfigError
-from megatron_ext.offline.prompts import LineRules, Prompt, check_tokens, example_prompts, parse_lines, read_prompts
+from megatron_ext.offline.prompts import (
+    LineRules,
+    Prompt,
+    TokenizedPrompt,
+    example_prompts,
+    parse_lines,
+    read_prompts,
+    tokenize_prompts,
+)
 from megatron_ext.text.tokenizer import NullTokenizer
 
 DEFAULTS = RequestParams(num_tokens_to_generate=7, temperature=0.5)
@@ -220,17 +228,20 @@ def test_shipped_prompts_share_prefixes():
     assert len(continued) >= 4
 
 
-class TestCheckTokens:
+class TestTokenizePrompts:
     def check(self, *contents: str | tuple[int, ...]) -> None:
         prompts = [Prompt(content, DEFAULTS, f"line {i}") for i, content in enumerate(contents, start=1)]
-        check_tokens(prompts, NullTokenizer(100), vocab_size=100)
+        tokenize_prompts(prompts, NullTokenizer(100), vocab_size=100)
 
     def test_ids_of_the_vocabulary(self):
         self.check((0, 99), "0 99")
 
-    def test_tokens_are_counted(self):
-        prompts = [Prompt(content, DEFAULTS, "here") for content in ((0, 99), "1 2 3")]
-        assert check_tokens(prompts, NullTokenizer(100), vocab_size=100) == [2, 3]
+    def test_texts_and_ids(self):
+        prompts = [Prompt(content, DEFAULTS, "here") for content in ((0, 99), "1  2 3")]
+        assert tokenize_prompts(prompts, NullTokenizer(100), vocab_size=100) == [
+            TokenizedPrompt((0, 99), None, DEFAULTS),
+            TokenizedPrompt((1, 2, 3), "1  2 3", DEFAULTS),
+        ]
 
     def test_an_id_outside_the_vocabulary(self):
         with pytest.raises(

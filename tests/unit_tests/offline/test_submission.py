@@ -6,10 +6,10 @@ import pytest
 
 from megatron_ext.config import RequestParams, RunConfig
 from megatron_ext.errors import ConfigError
-from megatron_ext.offline.prompts import Prompt
+from megatron_ext.offline.prompts import TokenizedPrompt
 from megatron_ext.offline.submission import check_schedule, run_passes
 
-PROMPTS = [Prompt((1, 2, 3), RequestParams(), f"line {i}") for i in range(1, 5)]
+PROMPTS = [TokenizedPrompt((1, 2, 3), None, RequestParams())] * 4
 
 
 def run(engine, **settings) -> tuple[list, list[int]]:

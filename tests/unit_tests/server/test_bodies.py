@@ -285,7 +285,7 @@ class TestTexts:
         inside.clear()
         thread.join(PATIENCE)
         assert len(turns) > 5
-        assert ids[:1000] == tokenizer._backend._tokenizer.encode(text[:20_000]).ids[:1000]
+        assert ids[:1000] == tokenizer._backend.wrapped.encode(text[:20_000]).ids[:1000]
 
 
 def test_an_image_is_named(tiny):

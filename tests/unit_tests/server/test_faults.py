@@ -12,7 +12,7 @@ import pytest
 from megatron_ext.engine.statistics import EngineStatistics
 from megatron_ext.server.engine_loop import EngineLoop
 from megatron_ext.server.metrics import Metrics
-from megatron_ext.server.progress import Progress, Ticket, TokenClock
+from megatron_ext.server.progress import Ticket, TokenClock, Update
 from megatron_ext.text.stop_words import StopWordMatcher
 from megatron_ext.text.stream import TextStream
 from tests.priority import TestPriority
@@ -63,7 +63,7 @@ def ask_all(server: LiveServer, prompts: list[list[int]], **fields: object) -> l
     return asyncio.run(run())
 
 
-def is_victims(source: object) -> bool:
+def is_victims(source: object, *_: object) -> bool:
     """Whether a request, a record or a progress is of the victim."""
     return list(getattr(source, "prompt_tokens", ())) == VICTIM
 
@@ -107,7 +107,7 @@ class TestOneRequest:
         assert counted() == 1
 
     def test_the_progress_of_a_stream(self, server, counted, expected, monkeypatch):
-        monkeypatch.setattr(Progress, "of", raising(Progress.of, of=is_victims))
+        monkeypatch.setattr(Update, "of", raising(Update.of, of=is_victims))
         victim, *others = ask_all(server, [VICTIM, *OTHERS], stream=True)
         assert "Planted: planted" in victim
         assert [streamed_text(one) for one in others] == expected

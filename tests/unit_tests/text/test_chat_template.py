@@ -11,7 +11,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.text.tokenizer import TextTokenizer, copy_tokenizer_files
+from megatron_ext.text.tokenizer import TextTokenizer
+from megatron_ext.text.tokenizer_files import copy_tokenizer_files
 from tests.unit_tests.support import hf_tokenizers
 
 KINDS = {"Llama 2": hf_tokenizers.llama_2, "Llama 3": hf_tokenizers.llama_3}

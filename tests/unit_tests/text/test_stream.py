@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
 from megatron_ext.config.embedded import EMBEDDED_MODEL_DIR
 from megatron_ext.text import stream as text_stream
-from megatron_ext.text.detokenizer import INCOMPLETE
+from megatron_ext.text.detokenizer import INCOMPLETE, IncrementalDetokenizer
 from megatron_ext.text.stop_words import StopWordMatcher
 from megatron_ext.text.stream import TextStream
 from megatron_ext.text.tokenizer import TextTokenizer
@@ -102,6 +104,52 @@ def test_the_cost_does_not_grow_with_the_text():
     for token in tokens:
         fed.feed([token])
     assert longest <= 4
+
+
+class TestCost:
+    """Of a token, counted as tokens that are decoded for it: the same however many came before."""
+
+    TOKENIZER = TextTokenizer(EMBEDDED_MODEL_DIR)
+
+    @pytest.fixture(params=["stream", "stop words"])
+    def decoded(self, request) -> Callable[[list[int]], list[int]]:
+        """A function: how many tokens were decoded for each token of a generation."""
+
+        def run(tokens: list[int]) -> list[int]:
+            counts = []
+
+            def counting(ids: list[int], skip_special_tokens: bool = True) -> str:
+                counts[-1] += len(ids)
+                return self.TOKENIZER.detokenize(ids, skip_special_tokens)
+
+            words = ["never found"]
+            feed = (TextStream if request.param == "stream" else StopWordMatcher)(words, counting).feed
+            for token in tokens:
+                counts.append(0)
+                feed([token])
+            return counts
+
+        return run
+
+    @pytest.mark.parametrize("text", [" word", "<|end|>", "<|end|> word", "é"])
+    def test_it_does_not_grow(self, decoded, text):
+        """Also when the model says nothing but special tokens, as with `ignore_eos`."""
+        tokens = self.TOKENIZER.tokenize(text * 300)
+        counts = decoded(tokens)
+        assert max(counts[len(counts) // 2 :]) == max(counts[:40])
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.sampled_from(["<|end|>", "<|user|>", " word", "é", "a", " ", "\n"]), max_size=24))
+def test_special_tokens_between_do_not_change_the_text(parts):
+    """Runs of them at the start, in the middle and at the end."""
+    tokenizer = TestCost.TOKENIZER
+    tokens = [token for part in parts for token in tokenizer.tokenize(part)]
+    sent, text = stream([], tokens, tokenizer.detokenize)
+    assert "".join(sent) == text == tokenizer.detokenize(tokens)
+    fed = IncrementalDetokenizer(tokenizer.detokenize)
+    visible = "".join(piece.visible for piece in fed.feed(tokens)) + fed.tail
+    assert visible == tokenizer.detokenize(tokens, skip_special_tokens=False)
 
 
 def test_a_text_that_is_another_one_is_noticed(caplog):

@@ -9,7 +9,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.text.tokenizer import NullTokenizer, TextTokenizer, copy_tokenizer_files, has_tokenizer
+from megatron_ext.text.tokenizer import NullTokenizer, TextTokenizer
+from megatron_ext.text.tokenizer_files import copy_tokenizer_files, has_tokenizer
 
 TEXT = "the quick brown fox, naïve as ever, jumps over the lazy dog"
 

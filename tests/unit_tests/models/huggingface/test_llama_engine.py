@@ -15,6 +15,7 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import context
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.mcore.assemble import build_engine
+from megatron_ext.offline.prompts import Prompt, tokenize_prompts
 from megatron_ext.scheduling.record import Status
 from tests.unit_tests.models.huggingface import llama_oracle
 from tests.unit_tests.models.huggingface import nemotron_h_oracle as oracle
@@ -126,6 +127,8 @@ def test_one_beginning_and_no_more(engine: InferenceEngine) -> None:
     for prompt in (TEXT, f"<s>{TEXT}", f"<s><s> {TEXT}", chat):
         for params in (None, asked):
             assert list(engine.generate([prompt], params)[0].prompt_tokens) == [0, *IDS], prompt
+        (offline,) = tokenize_prompts([Prompt(prompt, RequestParams(), "here")], engine.controller.tokenizer, 101)
+        assert list(offline.tokens) == [0, *IDS], prompt
     for ids in (IDS, [0, 0, *IDS]):
         assert list(engine.generate([ids])[0].prompt_tokens) == ids
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from megatron_ext.config import ModelConfig, SourceConfig
 from megatron_ext.errors import CheckpointError
-from megatron_ext.models.huggingface.weights import interleave_qkv
+from megatron_ext.models.huggingface.blocks import interleave_qkv
 from megatron_ext.models.load import LoadedModel, load_model
 from tests.unit_tests.models.huggingface import nemotron_h_oracle as oracle
 

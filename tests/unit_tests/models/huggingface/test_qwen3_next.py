@@ -14,8 +14,8 @@ from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.models.huggingface.checkpoint import translate
 from megatron_ext.models.load import LoadedModel, load_model, save_model
 from tests.priority import TestPriority
-from tests.unit_tests.models import qwen3_next_oracle
 from tests.unit_tests.models.huggingface import nemotron_h_oracle as oracle
+from tests.unit_tests.models.huggingface import qwen3_next_oracle
 from tests.unit_tests.models.huggingface.test_snapshots import excess as engine_excess
 from tests.unit_tests.models.huggingface.test_snapshots import play
 from tests.unit_tests.support.hybrid_caching import HybridDriver
@@ -199,6 +199,14 @@ def test_fields_that_are_not_supported_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         translate(FIELDS | {name: value})
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("share", ["", "a quarter", [], {"factor": 2}, True, -1, 0, 10**400, float("nan")], ids=repr)
+def test_a_share_of_heads_that_is_none_is_one_line(share: object) -> None:
+    """SE-1: outside of the objects as well as within."""
+    for said in ({"partial_rotary_factor": share}, {"rope_parameters": {"partial_rotary_factor": share}}):
+        with pytest.raises(ConfigError, match=r"partial_rotary_factor = .* it must be a positive number"):
+            translate(FIELDS | said)
 
 
 def test_older_files_and_what_they_leave_out() -> None:

@@ -1,0 +1,93 @@
+"""Tables of tensors of what layers are made of, for families to put together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_ext.config import ModelConfig
+from megatron_ext.models.huggingface.tensors import EXPERT, Conversion, LayerTable, Source
+
+# The norm before a layer.
+ATTENTION_NORM = "input_layernorm"
+RECURRENT_NORM = "norm"
+MLP_NORM = "pre_mlp_layernorm"
+
+# Our MLPs: alone, one of the routed experts, all shared experts together.
+MLP = "mlp"
+ROUTED_EXPERT = f"mlp.experts.local_experts.{EXPERT}"
+SHARED_EXPERTS = "mlp.shared_experts"
+
+_MAMBA1 = "in_proj.weight conv1d.weight conv1d.bias x_proj.weight dt_proj.weight dt_proj.bias A_log D out_proj.weight"
+_MAMBA2 = "in_proj.weight conv1d.weight conv1d.bias A_log D dt_bias norm.weight out_proj.weight"
+
+
+def copied(ours: str, theirs: str, names: Iterable[str]) -> LayerTable:
+    """Tensors that have the same names and shapes below a part of ours and a part of theirs."""
+    return {f"{ours}.{name}": Source((f"{theirs}.{name}",)) for name in names}
+
+
+def weights(names: Mapping[str, str]) -> LayerTable:
+    """Weights of equal shapes, by the parts that have them: ours to theirs."""
+    return {f"{ours}.weight": Source((f"{theirs}.weight",)) for ours, theirs in names.items()}
+
+
+def mamba1_mixer(theirs: str) -> LayerTable:
+    """A Mamba-1 mixer."""
+    return copied("mixer", theirs, _MAMBA1.split())
+
+
+def mamba2_mixer(theirs: str) -> LayerTable:
+    """A Mamba-2 mixer."""
+    return copied("mixer", theirs, _MAMBA2.split())
+
+
+def attention(theirs: str) -> LayerTable:
+    """Attention without biases."""
+    query_key_value = Source(tuple(f"{theirs}.{one}_proj.weight" for one in "qkv"), QUERY_KEY_VALUE)
+    return {
+        "self_attention.linear_qkv.weight": query_key_value,
+        **weights({"self_attention.linear_proj": f"{theirs}.o_proj"}),
+    }
+
+
+def query_and_key_norms(theirs: str) -> LayerTable:
+    """Norms of each head's queries and keys."""
+    return weights({f"self_attention.{one}_layernorm": f"{theirs}.{one}_norm" for one in "qk"})
+
+
+def gated_mlp(ours: str, theirs: str) -> LayerTable:
+    """An MLP of three matrices; we have gate and up projection in one."""
+    return {
+        f"{ours}.linear_fc1.weight": Source((f"{theirs}.gate_proj.weight", f"{theirs}.up_proj.weight")),
+        **weights({f"{ours}.linear_fc2": f"{theirs}.down_proj"}),
+    }
+
+
+def plain_mlp(ours: str, theirs: str) -> LayerTable:
+    """An MLP of two matrices."""
+    return weights({f"{ours}.linear_fc1": f"{theirs}.up_proj", f"{ours}.linear_fc2": f"{theirs}.down_proj"})
+
+
+def interleave_qkv(parts: Sequence[Tensor], config: ModelConfig) -> Tensor:
+    """Query [Hq*D, ...], key and value [Hkv*D, ...] -> [(Hq + 2*Hkv)*D, ...] in groups of [q ... q k v].
+
+    With an output gate each head of the query matrix is followed by that of its gate: [Hq*2*D, ...] -> groups of
+    [q ... q gate ... gate k v]. These are the layouts that megatron-core's `SelfAttention` takes apart.
+    """
+    query, key, value = parts
+    if config.attention_output_gate:
+        heads = query.unflatten(0, (config.num_attention_heads, 2, -1))  # [Hq, 2, D, ...]
+        parts = [*(heads[:, i].flatten(0, 1) for i in range(2)), key, value]
+    grouped = [matrix.unflatten(0, (config.query_groups, -1)) for matrix in parts]  # each [groups, rows, ...]
+    return torch.cat(grouped, dim=1).flatten(0, 1)
+
+
+def _qkv_rows(config: ModelConfig) -> Sequence[int]:
+    key_rows = config.query_groups * config.head_channels
+    return config.num_attention_heads * config.head_channels * (1 + config.attention_output_gate), key_rows, key_rows
+
+
+QUERY_KEY_VALUE = Conversion(_qkv_rows, interleave_qkv)

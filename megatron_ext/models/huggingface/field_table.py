@@ -1,0 +1,90 @@
+"""What a family's `config.json` may say: each of its fields in one place, and none that is in no place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from megatron_ext.models.huggingface.fields import (
+    WITHOUT_EFFECT,
+    Fields,
+    check_fixed,
+    check_known,
+    flag,
+    names,
+    positive_number,
+    size,
+    with_present_names,
+)
+
+# Sizes of decoders with attention and MLPs, under their names in `ModelConfig`.
+DECODER_SIZES: Mapping[str, str] = {
+    "hidden_size": "hidden_size",
+    "intermediate_size": "ffn_hidden_size",
+    "max_position_embeddings": "max_position_embeddings",
+    "num_attention_heads": "num_attention_heads",
+    "vocab_size": "vocab_size",
+}
+SILU = ("silu", "swish")
+
+# Of every family.
+_READ = names("architectures model_type num_hidden_layers tie_word_embeddings")
+_FIXED: Mapping[str, tuple[object, ...]] = {"quantization_config": (None,), "is_encoder_decoder": (False,)}
+
+
+@dataclass(frozen=True)
+class FieldTable:
+    """The fields of one family; those of every family are added.
+
+    Attributes:
+        sizes: Positive integers, to their names in `ModelConfig`.
+        numbers: Positive numbers, to their names in `ModelConfig` and what they are if they are absent.
+        fixed: Fields of which only these values are supported; one that is absent has the first.
+        read: Names of fields that the family's functions translate.
+        without_effect: Names of fields that no logit depends on.
+        other_names: Older or newer names to those that stand in this table.
+        defaults: transformers' values of fields that files may leave out.
+        is_tied: Whether embedding and output share a matrix in files that do not say.
+    """
+
+    sizes: Mapping[str, str]
+    numbers: Mapping[str, tuple[str, float]]
+    fixed: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
+    read: frozenset[str] = frozenset()
+    without_effect: frozenset[str] = frozenset()
+    other_names: Mapping[str, str] = field(default_factory=dict)
+    defaults: Fields = field(default_factory=dict)
+    is_tied: bool = False
+
+    @property
+    def known(self) -> frozenset[str]:
+        """Every field that a file may have."""
+        told = frozenset((*self.sizes, *self.numbers, *self.fixed, *_FIXED))
+        return told | self.read | _READ | self.without_effect | WITHOUT_EFFECT
+
+    def checked(self, raw: Fields) -> Fields:
+        """A decoded `config.json` under the names of this table, with defaults.
+
+        Raises:
+            ConfigError: A field is unknown, is given twice and differently, or has a value that is not supported.
+        """
+        fields = with_present_names(raw, self.other_names)
+        check_known(fields, self.known)
+        check_fixed(fields, {**self.fixed, **_FIXED})
+        return {**self.defaults, **fields}
+
+    def translated(self, fields: Fields) -> dict[str, object]:
+        """What sizes, numbers and tied embeddings are in `ModelConfig`.
+
+        Raises:
+            ConfigError: One is missing, or is none.
+        """
+        is_tied = flag(fields, "tie_word_embeddings", default=self.is_tied)
+        return {
+            **{ours: size(fields, theirs) for theirs, ours in self.sizes.items()},
+            **{
+                ours: positive_number(fields, theirs, default=default)
+                for theirs, (ours, default) in self.numbers.items()
+            },
+            "untie_embeddings_and_output_weights": not is_tied,
+        }

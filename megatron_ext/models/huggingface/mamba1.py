@@ -1,0 +1,12 @@
+"""Mamba-1 layers of a decoded `config.json`."""
+
+from __future__ import annotations
+
+import math
+
+from megatron_ext.models.huggingface.fields import Fields, size
+
+
+def dt_rank(fields: Fields, name: str) -> int:
+    """The rank of dt; "auto", as absent, is a sixteenth of the hidden size."""
+    return math.ceil(size(fields, "hidden_size") / 16) if fields.get(name, "auto") == "auto" else size(fields, name)

@@ -1,0 +1,38 @@
+"""The families that are supported: a file each, and a place in this list."""
+
+from __future__ import annotations
+
+from megatron_ext.errors import ConfigError
+from megatron_ext.models.huggingface.families.falcon_mamba import FALCON_MAMBA
+from megatron_ext.models.huggingface.families.jamba import JAMBA
+from megatron_ext.models.huggingface.families.llama import LLAMA
+from megatron_ext.models.huggingface.families.mamba import MAMBA
+from megatron_ext.models.huggingface.families.nemotron_h import NEMOTRON_H
+from megatron_ext.models.huggingface.families.qwen3_next import QWEN3_NEXT
+from megatron_ext.models.huggingface.family import Family
+from megatron_ext.models.huggingface.fields import Fields
+
+FAMILIES = {
+    family.model_type: family
+    for family in (
+        NEMOTRON_H,
+        LLAMA,
+        QWEN3_NEXT,
+        MAMBA,
+        FALCON_MAMBA,
+        JAMBA,
+    )
+}
+
+
+def family_of(raw: Fields) -> Family:
+    """The family of a decoded `config.json`.
+
+    Raises:
+        ConfigError: It is none of these.
+    """
+    model_type = raw.get("model_type")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        supported = ", ".join(f"{name!r} ({family.architecture})" for name, family in FAMILIES.items())
+        raise ConfigError(f"config.json: model_type {model_type!r} is not supported; supported are {supported}")
+    return FAMILIES[model_type]

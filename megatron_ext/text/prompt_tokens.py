@@ -1,0 +1,39 @@
+"""Prompts as token ids: as their tokenizer gives them, with at most one beginning of a document."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_ext.errors import ConfigError
+from megatron_ext.text.tokenizer import Tokenizer
+
+
+def tokenize_prompt(tokenizer: Tokenizer, text: str, *, add_bos: bool = False) -> list[int]:
+    """Ids of a text as its tokenizer gives them, with at most one beginning of a document.
+
+    Args:
+        tokenizer: Of the model.
+        text: A prompt.
+        add_bos: Begin with that token though the tokenizer does not.
+
+    Raises:
+        ConfigError: `add_bos`, and the tokenizer has no such token; what the tokenizer cannot read.
+    """
+    if add_bos and tokenizer.bos is None:
+        raise ConfigError("add_BOS is set, but the tokenizer has no token that begins a document; leave it out")
+    return begin_once(tokenizer.tokenize(text), tokenizer.bos, add_bos=add_bos)
+
+
+def begin_once(tokens: Sequence[int], bos: int | None, *, add_bos: bool = False) -> list[int]:
+    """The tokens with one beginning of a document, if they have any or it is to be added.
+
+    A text that spells it, as chat templates do, may get a second one from the tokenizer.
+
+    Args:
+        tokens: Of a prompt.
+        bos: The token that begins a document, None if there is none.
+        add_bos: Begin with it in any case; `bos` is not None then.
+    """
+    spelled = next((i for i, token in enumerate(tokens) if token != bos), len(tokens))
+    beginning = [] if bos is None or not (add_bos or spelled) else [bos]
+    return [*beginning, *tokens[spelled:]]

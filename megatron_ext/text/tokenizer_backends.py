@@ -1,0 +1,97 @@
+"""What does the work of `TextTokenizer`: `tokenizers` for a `tokenizer.json`, `transformers` for older formats."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.errors import ConfigError
+from megatron_ext.files import read_text
+from megatron_ext.text.tokenizer_files import LONGEST_FILE, VOCABULARIES, check_files, has_tokenizer
+
+
+class _Backend:
+    """A tokenizer that was read.
+
+    Args:
+        wrapped: The library's object.
+        vocabulary: Its tokens and their ids, added ones included.
+    """
+
+    def __init__(self, wrapped: Any, vocabulary: Mapping[str, int]) -> None:
+        self.wrapped = wrapped
+        self.vocab_size, self.token_ids = _extent(vocabulary.values())
+        self.longest_token = max(map(len, vocabulary), default=0)
+
+
+class FastBackend(_Backend):
+    """`tokenizer.json` by itself."""
+
+    def __init__(self, file: Path) -> None:
+        import tokenizers
+
+        text = read_text(file, LONGEST_FILE)
+        try:
+            tokenizer = tokenizers.Tokenizer.from_str(text)
+        except Exception as error:  # `tokenizers` raises bare Exception
+            raise ConfigError(f"{file} is no tokenizer: {error}") from error
+        # Saved truncation and padding belong to training batches: a prompt is neither cut nor filled up.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        super().__init__(tokenizer, tokenizer.get_vocab(with_added_tokens=True))
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text."""
+        # `encode` keeps Python's lock, so that 8 MB of text stopped all threads for 7 to 20 s.
+        (encoding,) = self.wrapped.encode_batch_fast([text])
+        return encoding.ids
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        """Text of ids."""
+        return self.wrapped.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def id_of(self, token: str) -> int | None:
+        """Id of a token's text."""
+        return self.wrapped.token_to_id(token)
+
+
+class AutoBackend(_Backend):
+    """A directory of an older format."""
+
+    def __init__(self, directory: Path) -> None:
+        if not has_tokenizer(directory):
+            wanted = ", ".join(VOCABULARIES)
+            raise ConfigError(f"{directory} has no tokenizer: none of {wanted}")
+        brings_code = check_files(directory)
+        from transformers import AutoTokenizer
+
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        except Exception as error:  # of files that others wrote transformers may raise anything
+            reason = "it is code of its own (auto_map), which is never run" if brings_code else _first_line(error)
+            raise ConfigError(f"{directory}: the tokenizer cannot be read: {reason}") from error
+        super().__init__(tokenizer, tokenizer.get_vocab())
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text."""
+        return self.wrapped.encode(text)
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        """Text of ids."""
+        return self.wrapped.decode(ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+
+    def id_of(self, token: str) -> int | None:
+        """Id of a token's text."""
+        return self.wrapped.get_vocab().get(token)
+
+
+def _extent(ids: Iterable[int]) -> tuple[int, range | frozenset[int]]:
+    """What all ids are below, and the ids."""
+    known = frozenset(ids)
+    size = 1 + max(known, default=-1)
+    return size, range(size) if len(known) == size else known
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n", 1)[0]

@@ -1,0 +1,69 @@
+"""The files that a tokenizer consists of: which there are, how to copy them, what of them may be opened."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from megatron_ext.errors import ConfigError
+from megatron_ext.files import open_regular, read_json
+from megatron_ext.text.chat_template import TEMPLATE_FILE
+
+TOKENIZER_FILE = "tokenizer.json"
+# What a directory may hold of a tokenizer: saved with a checkpoint, and enough to rebuild it.
+TOKENIZER_FILES = (
+    TOKENIZER_FILE,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    TEMPLATE_FILE,
+)
+# A directory with one of these has a tokenizer; the others only describe one.
+VOCABULARIES = (TOKENIZER_FILE, "tokenizer.model", "vocab.json", "vocab.txt")
+_DECODED = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "config.json",
+    "generation_config.json",
+)
+LONGEST_FILE = 256 * 1024**2  # bytes; vocabularies of 250,000 entries are 35 MB
+
+
+def has_tokenizer(directory: Path) -> bool:
+    """Whether a directory holds a vocabulary that `TextTokenizer` can read."""
+    return any((directory / name).is_file() for name in VOCABULARIES)
+
+
+def copy_tokenizer_files(source: Path, target: Path) -> None:
+    """Copy a tokenizer's files from a directory (what it has of them), or one file as `tokenizer.json`."""
+    if source.is_file():
+        shutil.copyfile(source, target / TOKENIZER_FILE)
+        return
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
+
+
+def check_files(directory: Path) -> bool:
+    """What transformers may open is regular and not too long, and what it decodes is not nested deep.
+
+    Returns:
+        Whether the tokenizer comes with code. transformers may have a class for it nevertheless.
+
+    Raises:
+        ConfigError: It names the file.
+    """
+    for entry in sorted(directory.iterdir()):
+        if not entry.is_dir():
+            with open_regular(entry) as file:
+                size = os.fstat(file.fileno()).st_size
+            if entry.name in TOKENIZER_FILES and size > LONGEST_FILE:
+                raise ConfigError(f"{entry}: {size} bytes; a tokenizer's file may have {LONGEST_FILE}")
+    decoded = [read_json(directory / name) for name in _DECODED if os.path.lexists(directory / name)]
+    return any(fields.get("auto_map") for fields in decoded)

@@ -1,0 +1,178 @@
+"""What a streamed request has so far goes to the event loop in updates, each of the size of what is new."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from megatron_ext.config import RequestParams
+from megatron_ext.engine.intake import Intake
+from megatron_ext.scheduling.request import Request
+from megatron_ext.server.answers import CompletionReply
+from megatron_ext.server.progress import Ticket, Update, Updates
+from megatron_ext.server.sampling import Job
+from megatron_ext.server.streaming import _ChoiceStream
+from megatron_ext.text.vocabulary import Vocabulary
+from tests.priority import TestPriority
+from tests.unit_tests.scheduling.builders import make_request
+from tests.unit_tests.support.tokenizers import PieceTokenizer
+
+pytestmark = pytest.mark.priority(TestPriority.HIGH)
+
+VOCABULARY = Vocabulary(PieceTokenizer(97), 97)
+STEPS = 40
+FIRST, SECOND = 100, 101  # ids that `make_request` gives
+
+
+class CountingList(list):
+    """Counts the items that are copied out of it."""
+
+    copied = 0
+
+    def __getitem__(self, index):
+        if isinstance(index, slice):
+            self.copied += len(range(*index.indices(len(self))))
+        return super().__getitem__(index)
+
+    def __iter__(self) -> Iterator:
+        self.copied += len(self)
+        return super().__iter__()
+
+
+def generate(request: Request, count: int = 1) -> None:
+    """What a step leaves with a request, so many times."""
+    for _ in range(count):
+        token = request.generated_count % 97
+        request.append(token)
+        request.generated_log_probs.append(-token / 10)
+        request.generated_top_n.append({token: -token / 10})
+
+
+def scored_request() -> Request:
+    request = make_request(0, prompt=3)
+    request.prompt_log_probs += [-0.5, -0.25]
+    request.prompt_top_n += [{1: -0.5}, {2: -0.25}]
+    return request
+
+
+def never_fails(request_id: int, error: Exception) -> None:
+    raise error
+
+
+def as_record(source: object) -> tuple:
+    names = ("prompt_tokens", "generated_tokens", "generated_log_probs", "generated_top_n_log_probs")
+    names = (*names, "prompt_log_probs", "prompt_top_n_log_probs")
+    return tuple(list(getattr(source, name)) for name in names)
+
+
+class TestUpdates:
+    def test_put_together_they_are_all_there_is(self):
+        """However many tokens come between two of them."""
+        request, updates = scored_request(), Updates(never_fails)
+        updates.watch([FIRST])
+        ticket = Ticket(FIRST, Job(request.prompt_tokens, RequestParams()))
+        assert updates.of([request]) == {}  # no token yet
+        for count in (1, 3, 1, 7):
+            generate(request, count)
+            (update,) = updates.of([request]).values()
+            assert len(update.generated_tokens) == count
+            ticket.take(update)
+            assert updates.of([request]) == {}
+        assert as_record(ticket.progress) == (
+            list(request.prompt_tokens),
+            request.generated_tokens,
+            request.generated_log_probs,
+            request.generated_top_n,
+            request.prompt_log_probs,
+            request.prompt_top_n,
+        )
+
+    def test_an_update_is_no_view_of_the_request(self):
+        """The engine's thread goes on while the event loop reads."""
+        request, updates = scored_request(), Updates(never_fails)
+        updates.watch([FIRST])
+        generate(request)
+        update = updates.of([request])[FIRST]
+        before = as_record(update)
+        generate(request, 5)
+        request.prompt_log_probs.append(0.0)
+        assert as_record(update) == before
+
+    def test_only_streamed_requests_have_any(self):
+        request, updates = scored_request(), Updates(never_fails)
+        generate(request)
+        assert updates.of([request]) == {}
+        updates.watch([FIRST])
+        updates.forget([FIRST])
+        assert updates.of([request]) == {}
+
+    def test_one_that_is_lost_is_not_passed_over(self):
+        request, updates = scored_request(), Updates(never_fails)
+        updates.watch([FIRST])
+        ticket = Ticket(FIRST, Job(request.prompt_tokens, RequestParams()))
+        generate(request)
+        updates.of([request])
+        generate(request)
+        with pytest.raises(AssertionError, match="an update is missing"):
+            ticket.take(updates.of([request])[FIRST])
+
+    def test_one_that_cannot_be_made_fails_its_request_only(self, monkeypatch):
+        bad, good, failed = make_request(0, prompt=3), make_request(1, prompt=3), []
+        of = Update.of
+        monkeypatch.setattr(Update, "of", lambda request, start: 1 / 0 if request is bad else of(request, start))
+        updates = Updates(lambda request_id, error: failed.append((request_id, type(error))))
+        updates.watch([FIRST, SECOND])
+        generate(bad)
+        generate(good)
+        assert list(updates.of([bad, good])) == [SECOND]
+        assert failed == [(FIRST, ZeroDivisionError)]
+
+
+def sent(readings: list[int]) -> tuple[str, list[float]]:
+    """Text and log-probs of a choice whose client looks after so many tokens each time."""
+    request, updates = scored_request(), Updates(never_fails)
+    updates.watch([FIRST])
+    ticket = Ticket(FIRST, Job(request.prompt_tokens, RequestParams()))
+    reply = CompletionReply("tiny", VOCABULARY, 1, has_scores=True, echoes=["<1>"])
+    stream = _ChoiceStream(0, ticket, reply, VOCABULARY.detokenize)
+    parts = []
+    for count in range(1, STEPS + 1):
+        generate(request)
+        ticket.take(updates.of([request])[FIRST])
+        if count in readings:
+            parts += stream.parts()
+    scores = [value for part in parts for value in part["logprobs"]["token_logprobs"]]
+    return "".join(part["text"] for part in parts), scores
+
+
+def test_a_late_reader_gets_the_same():
+    """After every token, now and then, and once at the end."""
+    promptly = sent(list(range(1, STEPS + 1)))
+    assert promptly[0] == "<1>" + "".join(f"<{token}>" for token in range(STEPS))
+    assert promptly[1] == [None, -0.5, -0.25, *(-token / 10 for token in range(STEPS))]
+    assert sent([3, 4, 17, STEPS]) == sent([STEPS]) == promptly
+
+
+@pytest.mark.parametrize("tokens", [20, 80])
+def test_streaming_copies_a_token_a_fixed_number_of_times(tiny, monkeypatch, tokens):
+    """Once for the stream and once for the record, however many there are."""
+    requests, make = [], Intake.make
+
+    def counting(*args: object, **kwargs: object) -> Request:
+        request = make(*args, **kwargs)
+        request.generated_log_probs = CountingList()
+        requests.append(request)
+        return request
+
+    monkeypatch.setattr(Intake, "make", counting)
+    body = {"prompt": [9, 8, 7], "temperature": 0, "max_tokens": tokens, "stream": True, "logprobs": 1}
+    answer = tiny.http.post("/v1/completions", json=body).text
+    lines = [line.removeprefix("data: ") for line in answer.splitlines() if line]
+    assert lines[-1] == "[DONE]"
+    log_probs = [one for line in lines[:-1] for one in json.loads(line)["choices"][0]["logprobs"]["token_logprobs"]]
+    (request,) = requests
+    copied = request.generated_log_probs.copied
+    assert copied <= 2 * tokens
+    assert len(log_probs) == len(request.generated_log_probs) == tokens
