@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -25,3 +27,12 @@ def pytest_configure(config: pytest.Config) -> None:
     for line in UPSTREAM_WARNINGS:
         config.addinivalue_line("filterwarnings", line)
     config.pluginmanager.register(priority, "priority")
+
+
+@pytest.fixture(autouse=True)
+def parallel_state_is_there_again() -> Iterator[None]:
+    """A run of a whole tool in this process shuts down what models of other tests were built with."""
+    yield
+    platform = sys.modules.get("megatron_ext.mcore.platform")
+    if platform is not None:
+        platform.initialize()

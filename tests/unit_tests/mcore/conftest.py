@@ -14,14 +14,6 @@ if TYPE_CHECKING:  # megatron-core is imported with the tests, when its warnings
     from tests.unit_tests.support.oracle import Oracle
 
 
-@pytest.fixture(autouse=True)
-def parallel_state() -> None:
-    """A run of the whole tool in this process may have shut down what the models of this folder were built with."""
-    from megatron_ext.mcore import platform
-
-    platform.initialize()
-
-
 @functools.cache
 def _oracle(kind: str) -> Oracle:
     from tests.unit_tests.support.models import CONFIGS, build_slow_decay
