@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from arguments.flags import Flag, FlagGroup
 from megatron_ext.config import (
     CONTROL_TOKENS,
@@ -26,9 +28,15 @@ from megatron_ext.config import (
     SnapshotMode,
     SourceConfig,
 )
+from megatron_ext.config.batching import DEFAULT_BUFFER_GB, DEFAULT_MAX_TOKENS
 from megatron_ext.config.checks import flags_of
 
 _BATCHING = "--inference-dynamic-batching"
+
+
+def _by_device(numbers: Mapping[str, float]) -> str:
+    return ", ".join(f"{number:.10g} on {device.upper()}" for device, number in numbers.items())
+
 
 SOURCE = FlagGroup(
     "weights and tokenizer",
@@ -140,7 +148,7 @@ BATCHING = FlagGroup(
     (
         Flag(
             "buffer_size_gb",
-            "GiB for KV blocks and live states; default: 1 on CPU, 40 on CUDA",
+            f"GiB for KV blocks and live states; default: {_by_device(DEFAULT_BUFFER_GB)}",
             name=f"{_BATCHING}-buffer-size-gb",
         ),
         Flag("block_count", "KV blocks, exactly, in place of a buffer size", name=f"{_BATCHING}-block-count"),
@@ -151,7 +159,11 @@ BATCHING = FlagGroup(
         ),
         Flag("block_size", "Tokens in a KV block", name=f"{_BATCHING}-block-size"),
         Flag("max_requests", "Requests that run at the same time", name=f"{_BATCHING}-max-requests"),
-        Flag("max_tokens", "Tokens in a step; default: 2048 on CPU, 16384 on CUDA", name=f"{_BATCHING}-max-tokens"),
+        Flag(
+            "max_tokens",
+            f"Tokens in a step; default: {_by_device(DEFAULT_MAX_TOKENS)}",
+            name=f"{_BATCHING}-max-tokens",
+        ),
         Flag(
             "max_sequence_length",
             "Longest sequence, prompt and generated tokens together; default: the model's",

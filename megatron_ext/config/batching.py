@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from megatron_ext.config.checks import require
 
 DTYPES = ("fp32", "bf16", "fp16")
+# Where the user gives none, by type of device.
+DEFAULT_BUFFER_GB = {"cpu": 1.0, "cuda": 40.0}  # GiB
+DEFAULT_MAX_TOKENS = {"cpu": 2048, "cuda": 16384}  # a step
 MOST_UNITS = 2**24  # blocks, requests, tokens or slots: each costs the host some bytes, whatever it costs the device
 
 
@@ -30,12 +33,12 @@ class SnapshotMode(str, enum.Enum):
 class BatchingConfig:
     """Memory and batch limits of the dynamic engine."""
 
-    buffer_size_gb: float | None = None  # default: 1 on CPU, 40 on CUDA
+    buffer_size_gb: float | None = None  # see `buffer_gb_on`
     block_count: int | None = None  # usable KV blocks exactly, in place of buffer_size_gb
     paused_buffer_size_gb: float | None = None  # KV that paused requests may keep; default: no limit
     block_size: int = 64  # tokens
     max_requests: int = 64
-    max_tokens: int | None = None  # a step; default: 2048 on CPU, 16384 on CUDA
+    max_tokens: int | None = None  # a step; see `max_tokens_on`
     max_sequence_length: int | None = None  # default: the model's
     enable_chunked_prefill: bool = True
     conv_states_dtype: str | None = None  # default: the parameters' type
@@ -64,6 +67,14 @@ class BatchingConfig:
         for name in ("conv_states_dtype", "ssm_states_dtype"):
             value = getattr(self, name)
             require(value is None or value in DTYPES, f"{name} {value!r} is unknown; one of {', '.join(DTYPES)}")
+
+    def buffer_gb_on(self, device_type: str) -> float:
+        """GiB for KV blocks and live states."""
+        return DEFAULT_BUFFER_GB[device_type] if self.buffer_size_gb is None else self.buffer_size_gb
+
+    def max_tokens_on(self, device_type: str) -> int:
+        """Tokens in a step: enough for every running request to decode."""
+        return self.max_tokens or max(DEFAULT_MAX_TOKENS[device_type], self.max_requests)
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,6 @@ from megatron_ext.config.batching import MOST_UNITS
 from megatron_ext.errors import ConfigError
 
 GIB = 1024**3
-DEFAULT_BUFFER_GB = {"cpu": 1.0, "cuda": 40.0}
-DEFAULT_MAX_TOKENS = {"cpu": 2048, "cuda": 16384}
 HYBRID_BLOCK_MULTIPLE = 16
 AUTOMATIC_SNAPSHOT_SHARE = 0.25  # of the buffer, on top of it
 FEWEST_AUTOMATIC_SLOTS = 2
@@ -120,7 +118,7 @@ def _slot_count(
     if cache.snapshot_slots is not None:
         return cache.snapshot_slots
     if cache.snapshot_buffer_gb is None:
-        buffer = int(_buffer_gb(batching, device_type) * GIB) if batching.block_count is None else kv_bytes
+        buffer = int(batching.buffer_gb_on(device_type) * GIB) if batching.block_count is None else kv_bytes
         return max(FEWEST_AUTOMATIC_SLOTS, int(buffer * AUTOMATIC_SNAPSHOT_SHARE) // model.state_bytes)
     budget = int(cache.snapshot_buffer_gb * GIB)
     if cache.snapshot_buffer_gb > 0 and budget < model.state_bytes:
@@ -132,14 +130,10 @@ def _slot_count(
     return budget // model.state_bytes
 
 
-def _buffer_gb(batching: BatchingConfig, device_type: str) -> float:
-    return DEFAULT_BUFFER_GB[device_type] if batching.buffer_size_gb is None else batching.buffer_size_gb
-
-
 def _block_count(model: ModelMemory, batching: BatchingConfig, block_bytes: int, device_type: str) -> int:
     if batching.block_count is not None:
         return batching.block_count
-    buffer_gb = _buffer_gb(batching, device_type)
+    buffer_gb = batching.buffer_gb_on(device_type)
     live_bytes = batching.max_requests * model.state_bytes
     kv_bytes = int(buffer_gb * GIB) - live_bytes
     if kv_bytes < 2 * block_bytes:  # one is the dummy that padding points to

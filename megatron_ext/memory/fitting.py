@@ -9,7 +9,7 @@ import torch
 
 from megatron_ext.config import BatchingConfig, CacheConfig
 from megatron_ext.errors import ConfigError
-from megatron_ext.memory.budget import DEFAULT_BUFFER_GB, Geometry, ModelMemory, check_fits, plan_memory
+from megatron_ext.memory.budget import Geometry, ModelMemory, check_fits, plan_memory
 
 # Of what is free. The rest is for what a step computes with, and for what allocators round up.
 SUGGESTED_SHARE = 0.8
@@ -52,7 +52,7 @@ def what_fits(
         if most:
             return f"{_BATCHING}-block-count {most} would do"
     else:
-        buffer = DEFAULT_BUFFER_GB[device_type] if batching.buffer_size_gb is None else batching.buffer_size_gb
+        buffer = batching.buffer_gb_on(device_type)
         most = _largest(
             int(buffer * _HUNDREDTHS),
             limit,

@@ -11,7 +11,7 @@ import torch
 
 from megatron_ext.config import BatchingConfig, CacheConfig, EvictionPolicyName, ModelConfig
 from megatron_ext.errors import ConfigError
-from megatron_ext.memory.budget import DEFAULT_MAX_TOKENS, Geometry, ModelMemory, request_state_bytes
+from megatron_ext.memory.budget import Geometry, ModelMemory, request_state_bytes
 from megatron_ext.memory.fitting import plan_within, what_fits
 from megatron_ext.memory.state_pool import StateShape
 from megatron_ext.scheduling.aligned import check_aligned, describe_tight_budget
@@ -147,7 +147,7 @@ def _limits(
         total_blocks=geometry.blocks,
         paused_blocks=paused_blocks,
         max_requests=batching.max_requests,
-        max_tokens=batching.max_tokens or max(DEFAULT_MAX_TOKENS[device_type], batching.max_requests),
+        max_tokens=batching.max_tokens_on(device_type),
         max_sequence_length=longest,
         chunked_prefill=batching.enable_chunked_prefill,
         aligned_chunks=aligned,

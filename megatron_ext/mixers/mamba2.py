@@ -14,6 +14,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
+from megatron_ext.config.recurrent.mamba import MambaFields
 from megatron_ext.mixers.mixer import MixerSubmodules, Pass, Projected, RecurrentMixer, mark_split
 from megatron_ext.mixers.sharding import Metadata, Offsets, sharded_mixer_state
 from megatron_ext.mixers.step_size import random_step_bias
@@ -41,8 +42,8 @@ class Mamba2Mixer(RecurrentMixer):
         layer_number: int | None = None,
         pg_collection: ProcessGroupCollection | None = None,
         pp_layer_offset: int = 0,
-        d_conv: int = 4,
-        chunk_size: int = 128,
+        d_conv: int = MambaFields.mamba_conv_kernel,
+        chunk_size: int = MambaFields.mamba_chunk_size,
     ) -> None:
         super().__init__(config)
         assert pg_collection is not None, "pg_collection must be provided for Mamba2Mixer"

@@ -72,10 +72,8 @@ def compare(off: Sequence[RequestRecord], on: Sequence[RequestRecord]) -> list[D
 def _compare_request(off: RequestRecord, on: RequestRecord) -> Difference:
     pairs = list(zip(off.generated_tokens, on.generated_tokens, strict=False))
     same = next((i for i, (one, other) in enumerate(pairs) if one != other), len(pairs))
-    gaps = tuple(
-        abs(one - other)
-        for one, other in zip(off.generated_log_probs[:same], on.generated_log_probs[:same], strict=True)
-    )
+    log_probs = [(record.generated_log_probs or ())[:same] for record in (off, on)]
+    gaps = tuple(abs(one - other) for one, other in zip(*log_probs, strict=True))
     is_equal = off.generated_tokens == on.generated_tokens and off.status is on.status
     if is_equal or (same < len(pairs) and _is_tie(off, same, on.generated_tokens[same])):
         return Difference(off, on, None, gaps)
@@ -84,6 +82,7 @@ def _compare_request(off: RequestRecord, on: RequestRecord) -> Difference:
 
 def _is_tie(record: RequestRecord, index: int, other: int) -> bool:
     """Whether `other` is as good as the token that was chosen."""
+    assert record.generated_top_n_log_probs is not None, "a comparison asks for them"
     scores = record.generated_top_n_log_probs[index]
     return max(scores.values()) - scores.get(other, -math.inf) < TIE
 

@@ -15,7 +15,7 @@ import secrets
 import stat
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from megatron_ext.errors import ConfigError, OutputError
 from megatron_ext.offline.prompt_texts import PromptText, submitted_text
@@ -79,7 +79,7 @@ def _require_folder(target: Path) -> None:
         raise ConfigError(f"--output-path {target}: the folder {target.parent} {what}")
 
 
-def write_results(path: str, results: dict[str, Any]) -> None:
+def write_results(path: str, results: dict[str, object]) -> None:
     """Write the JSON whole or not at all: a reader never sees half a file.
 
     Raises:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
+from megatron_ext.offline.submission import StepReport
 from megatron_ext.scheduling.record import RequestRecord
 
 _WINDOW = 5.0  # seconds that the rates look back
@@ -93,7 +94,7 @@ class Progress:
         """All requests together."""
         return sum(self._living.values(), self._finished)
 
-    def update(self, engine: Engine, step: Mapping[str, Any]) -> None:
+    def update(self, engine: Engine, step: StepReport) -> None:
         """A step has been made.
 
         Args:
@@ -159,7 +160,7 @@ class Bar:
             dynamic_ncols=True,
         )
 
-    def update(self, engine: Engine, step: Mapping[str, Any]) -> None:
+    def update(self, engine: Engine, step: StepReport) -> None:
         """A step has been made; see `Progress.update`."""
         if self._bar.disable:
             return

@@ -13,7 +13,7 @@ from importlib.resources import files
 from typing import Any, BinaryIO
 
 from megatron_ext.config import RequestParams, RunConfig
-from megatron_ext.config.annotations import FieldType, MismatchError, field_types
+from megatron_ext.config.annotations import FieldType, FieldValues, MismatchError, field_types
 from megatron_ext.errors import ConfigError
 from megatron_ext.text.prompt_tokens import tokenize_prompt
 from megatron_ext.text.tokenizer import Tokenizer
@@ -83,7 +83,7 @@ def read_prompts(run: RunConfig, defaults: RequestParams, stdin: BinaryIO | None
         for prompt in prompts:
             if not prompt.content:
                 raise ConfigError(f"{prompt.source} is empty; give at least one character")
-            if _is_broken(prompt.content):
+            if _is_broken(str(prompt.content)):
                 raise ConfigError(f"{prompt.source}: {_shown(prompt.content)} is not a text in UTF-8")
         return prompts
     if run.prompt_file is None:
@@ -137,9 +137,10 @@ def tokenize_prompts(prompts: Iterable[Prompt], tokenizer: Tokenizer, vocab_size
     """
     vocabulary, tokenized = Vocabulary(tokenizer, vocab_size), []
     for prompt in prompts:
-        text = prompt.content if isinstance(prompt.content, str) else None
+        content = prompt.content
+        text = content if isinstance(content, str) else None
         try:
-            tokens = prompt.content if text is None else tuple(tokenize_prompt(tokenizer, text))
+            tokens = tuple(tokenize_prompt(tokenizer, content)) if isinstance(content, str) else content
             vocabulary.check_prompt(tokens)
         except ConfigError as error:
             raise ConfigError(f"{prompt.source}: {error}") from None
@@ -156,14 +157,16 @@ def _parse_line(line: bytes, rules: LineRules, source: str, ignored: Counter[str
     known = field_types(RequestParams)
     _sort_out_unknown(fields, (*_CONTENT_FIELDS, *known, MEGATRONS_LENGTH), rules, ignored)
     content = _content(fields)
-    own = {name: _checked(name, value, known[name]) for name, value in fields.items() if name in known}
-    params = dataclasses.replace(rules.defaults, **own | _megatrons_length(fields, rules))
+    own: FieldValues = {name: _checked(name, value, known[name]) for name, value in fields.items() if name in known}
+    params = dataclasses.replace(rules.defaults, **{**own, **_megatrons_length(fields, rules)})
     if own.get("skip_prompt_log_probs") and not params.return_log_probs:
         raise ConfigError("skip_prompt_log_probs needs return_log_probs; set it or leave skip_prompt_log_probs out")
     return Prompt(content, params, source)
 
 
-def _sort_out_unknown(fields: dict[str, Any], known: tuple[str, ...], rules: LineRules, ignored: Counter[str]) -> None:
+def _sort_out_unknown(
+    fields: dict[str, object], known: tuple[str, ...], rules: LineRules, ignored: Counter[str]
+) -> None:
     """Count the fields that are not known, or refuse the first of them."""
     unknown = sorted(set(fields) - set(known))
     if unknown and not rules.ignores_unknown:
@@ -174,7 +177,7 @@ def _sort_out_unknown(fields: dict[str, Any], known: tuple[str, ...], rules: Lin
     ignored.update(unknown)
 
 
-def _megatrons_length(fields: dict[str, Any], rules: LineRules) -> dict[str, int]:
+def _megatrons_length(fields: dict[str, object], rules: LineRules) -> dict[str, int]:
     """What Megatron's field says about the request: nothing without the flag, as there, but that it is a number."""
     if MEGATRONS_LENGTH not in fields:
         if rules.length_from_file:
@@ -188,12 +191,13 @@ def _megatrons_length(fields: dict[str, Any], rules: LineRules) -> dict[str, int
             f"with --num-tokens-from-file {MEGATRONS_LENGTH} says how many tokens to generate, and so does "
             "num_tokens_to_generate; give one of them"
         )
+    assert isinstance(length, int), "checked"
     if length < 1:
         raise ConfigError(f"{MEGATRONS_LENGTH} {length} must be at least 1")
     return {"num_tokens_to_generate": length}
 
 
-def _content(fields: dict[str, Any]) -> str | tuple[int, ...]:
+def _content(fields: dict[str, object]) -> str | tuple[int, ...]:
     given = [name for name in _CONTENT_FIELDS if name in fields]
     if len(given) != 1:
         raise ConfigError(f"has {'both' if given else 'neither'} text {'and' if given else 'nor'} token_ids; give one")
@@ -214,14 +218,14 @@ def _is_broken(text: str) -> bool:
     return any("\ud800" <= character <= "\udfff" for character in text)
 
 
-def _checked(name: str, value: object, kind: FieldType) -> Any:
+def _checked(name: str, value: object, kind: FieldType) -> object:
     try:
         return kind.convert(value)
     except MismatchError as error:
         raise ConfigError(f"{name} {_shown(value)} is not {error}") from None
 
 
-def _unique_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_fields(pairs: list[tuple[str, Any]]) -> dict[str, object]:
     fields = dict(pairs)
     if len(fields) < len(pairs):
         names = [name for name, _ in pairs]

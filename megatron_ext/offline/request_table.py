@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import TypeVar
 
 from rich.console import Console
 
@@ -17,6 +18,7 @@ _TEXT_LINES = 3
 _HEADINGS = ("id", "prompt", "skipped", "new", "ttft", "total")
 _WIDTHS = (6, 8, 9, 6, 11, 11)  # columns; together with "ended" they fit 80
 _INDENT = " " * 8
+T = TypeVar("T")
 _READ_AT_MOST = 4000  # characters of a text that are looked at
 
 
@@ -45,7 +47,7 @@ def print_requests(
         _print_request(record, console, prompt_text)
 
 
-def first_and_last(items: Sequence) -> tuple[Sequence, Sequence, Sequence]:
+def first_and_last(items: Sequence[T]) -> tuple[Sequence[T], Sequence[T], Sequence[T]]:
     """The first few, those between, the last few; all are among the first if there are not many."""
     if len(items) <= _MOST:
         return items, (), ()
@@ -57,8 +59,8 @@ def _print_request(record: RequestRecord, console: Console, prompt_text: PromptT
     _print(console, beginning(_columns(*_numbers(record)), console.width), "")
     prompt = printable((prompt_text(record) or "")[-_READ_AT_MOST:])
     _print(console, f"{_INDENT}< {end(prompt, width)}", "dim")
-    failed = record.status is not Status.COMPLETED and record.error
-    text = printable((record.error if failed else record.generated_text)[:_READ_AT_MOST])
+    failed = record.error if record.status is not Status.COMPLETED else None
+    text = printable((failed or record.generated_text)[:_READ_AT_MOST])
     for index, line in enumerate(wrapped(text, width, _TEXT_LINES)):
         mark = "  " if index else "! " if failed else "> "
         _print(console, f"{_INDENT}{mark}{line}", "")

@@ -7,11 +7,11 @@ import json
 import resource
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 import megatron_ext
+from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.offline.prompt_texts import PromptText, submitted_text
 from megatron_ext.offline.submission import Pass
 from megatron_ext.scheduling.record import RequestRecord
@@ -32,8 +32,13 @@ _UNFOLDED = 2  # levels of objects with a line for each field: the whole, and ea
 
 
 def build_results(
-    engine: Any, passes: Sequence[Pass], *, model: str, with_events: bool, prompt_text: PromptText = submitted_text
-) -> dict[str, Any]:
+    engine: InferenceEngine,
+    passes: Sequence[Pass],
+    *,
+    model: str,
+    with_events: bool,
+    prompt_text: PromptText = submitted_text,
+) -> dict[str, object]:
     """Everything that `--output-path` holds.
 
     Args:
@@ -61,9 +66,9 @@ def build_results(
 
 def request_results(
     record: RequestRecord, with_events: bool, prompt_text: PromptText = submitted_text
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """The object of one request. Log-prob keys are there if log-probs were asked for, null where not computed."""
-    entry: dict[str, Any] = {
+    entry: dict[str, object] = {
         "input_prompt": prompt_text(record),
         "generated_text": record.generated_text,
         "generated_tokens": list(record.generated_tokens),
@@ -87,8 +92,8 @@ def request_results(
     return entry
 
 
-def _log_probs(record: RequestRecord) -> dict[str, Any]:
-    prompt, generated = record.prompt_log_probs, record.generated_log_probs
+def _log_probs(record: RequestRecord) -> dict[str, object]:
+    prompt, generated = record.prompt_log_probs, record.generated_log_probs or ()
     return {
         "prompt_logprobs": None if prompt is None else list(prompt),
         "generated_logprobs": list(generated),
@@ -112,12 +117,12 @@ def peak_memory() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def to_json(results: dict[str, Any]) -> str:
+def to_json(results: dict[str, object]) -> str:
     """JSON that a diff can review: a line for each field and for each event, a list of numbers on one line."""
     return _to_json(results, depth=0) + "\n"
 
 
-def _to_json(value: Any, depth: int) -> str:
+def _to_json(value: object, depth: int) -> str:
     if isinstance(value, dict) and value and depth < _UNFOLDED:
         items = [f"{json.dumps(key)}: {_to_json(item, depth + 1)}" for key, item in value.items()]
         opening, closing = "{}"

@@ -76,6 +76,7 @@ class _Offline:
         self._interruption = interruption
         self._loaded = load_model(settings.source, dict(settings.model_overrides))
         tokenizer, vocab_size = self._loaded.tokenizer, self._loaded.config.vocab_size
+        assert vocab_size is not None, "a model has been built of it"
         self._prompts = tokenize_prompts(prompts, tokenizer, vocab_size)
         self._expected = [len(prompt.tokens) + prompt.params.num_tokens_to_generate for prompt in self._prompts]
         self._prompt_text = PromptTexts(Vocabulary(tokenizer, vocab_size).detokenize)
@@ -183,6 +184,7 @@ class _Offline:
         try:
             write_results(run.output_path, results)
         except OutputError as error:
+            assert self._partial is not None, "it came before the results"
             return f"{error}; {self._partial.path} has what could be written of it"
         self._remove_partial()
         return None

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Any
+from collections.abc import Iterable
 
+from starlette.datastructures import State
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from megatron_ext.scheduling.record import Status
 from megatron_ext.server.answers import Reply
-from megatron_ext.server.engine_loop import Exchange, Ticket
+from megatron_ext.server.engine_loop import Exchange
 from megatron_ext.server.log import printable
+from megatron_ext.server.progress import Ticket
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +25,7 @@ UNKNOWN = "-"
 _KEY = "access_log_answer"
 
 
-def note_answer(state: Any, reply: Reply, exchange: Exchange) -> None:
+def note_answer(state: State, reply: Reply, exchange: Exchange) -> None:
     """Tell the line of this request what belongs to it.
 
     Args:
@@ -95,7 +97,7 @@ def _answered(answer: tuple[Reply, Exchange] | None) -> tuple[str, str]:
         return UNKNOWN, ""
     reply, exchange = answer
     tickets, firsts = exchange.tickets, exchange.tickets[:: reply.choices]
-    skipped = _sum(one.record and one.record.skipped_prefill_token_count for one in firsts)
+    skipped = _sum(None if one.record is None else one.record.skipped_prefill_token_count for one in firsts)
     generated = _sum(_generated(one) for one in tickets)
     times = [one.record.ttft for one in tickets if one.record is not None and one.record.ttft is not None]
     ttft = f"{min(times):.3f}" if times else UNKNOWN
@@ -114,6 +116,6 @@ def _generated(ticket: Ticket) -> int | None:
     return None if source is None else len(source.generated_tokens)
 
 
-def _sum(counts: Any) -> str:
-    counts = list(counts)
-    return UNKNOWN if None in counts else str(sum(counts))
+def _sum(counts: Iterable[int | None]) -> str:
+    known = list(counts)
+    return UNKNOWN if None in known else str(sum(count or 0 for count in known))

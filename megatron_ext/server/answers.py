@@ -7,7 +7,7 @@ import uuid
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from megatron_ext.scheduling.record import RequestRecord, Status
 from megatron_ext.server.errors import FAULT, ApiError
@@ -30,7 +30,7 @@ class Scored:
 def generated_scores(source: Progress | RequestRecord, start: int) -> list[Scored]:
     """Of the tokens generated from `start` on; none if nobody asked."""
     log_probs = (source.generated_log_probs or ())[start:]
-    best = (source.generated_top_n_log_probs or ())[start:] or [{}] * len(log_probs)
+    best: Sequence[dict[int, float]] = (source.generated_top_n_log_probs or ())[start:] or [{}] * len(log_probs)
     tokens = source.generated_tokens[start : start + len(log_probs)]
     return [Scored(*one) for one in zip(tokens, log_probs, best, strict=True)]
 
@@ -38,7 +38,8 @@ def generated_scores(source: Progress | RequestRecord, start: int) -> list[Score
 def prompt_scores(source: Progress | RequestRecord) -> list[Scored]:
     """Of the prompt's tokens, for which log-probs were asked."""
     tokens, log_probs = source.prompt_tokens, source.prompt_log_probs
-    best = source.prompt_top_n_log_probs or [{}] * len(log_probs)
+    assert log_probs is not None, "log-probs of the prompt were asked for"
+    best: Sequence[dict[int, float]] = source.prompt_top_n_log_probs or [{}] * len(log_probs)
     return [Scored(tokens[0], None, {}), *(Scored(*one) for one in zip(tokens[1:], log_probs, best, strict=True))]
 
 
@@ -51,14 +52,16 @@ def finished(ticket: Ticket) -> RequestRecord:
     if ticket.error is not None:
         raise ticket.error
     record = ticket.record
+    assert record is not None, "the request has not ended"
     if record.status is Status.FAILED:
-        raise ApiError(500, record.error, kind=FAULT) if record.is_fault else ApiError(400, record.error)
+        error = record.error or "the request failed"
+        raise ApiError(500, error, kind=FAULT) if record.is_fault else ApiError(400, error)
     if record.status is Status.ABORTED:
         raise ApiError(500, "the request was aborted", kind=FAULT)
     return record
 
 
-def usage(reply: Reply, records: Sequence[RequestRecord]) -> dict[str, Any]:
+def usage(reply: Reply, records: Sequence[RequestRecord]) -> dict[str, object]:
     """OpenAI's usage, and why prompt tokens were computed.
 
     The choices of a prompt count its tokens once: as they were skipped and computed for the first of them.
@@ -71,7 +74,7 @@ def usage(reply: Reply, records: Sequence[RequestRecord]) -> dict[str, Any]:
     prompt = sum(record.prompt_token_count for record in firsts)
     generated = sum(len(record.generated_tokens) for record in records)
     reasons: Counter[str] = sum((Counter(record.prefill_reasons) for record in firsts), Counter())
-    counts: dict[str, Any] = {
+    counts: dict[str, object] = {
         "prompt_tokens": prompt,
         "completion_tokens": generated,
         "total_tokens": prompt + generated,
@@ -91,20 +94,20 @@ class Reply(Protocol):
     choices: int  # of each prompt
     shows_cache: bool  # whether the usage says what was cached
 
-    def envelope(self, *, is_part: bool) -> dict[str, Any]:
+    def envelope(self, *, is_part: bool) -> dict[str, object]:
         """The fields around the choices."""
 
-    def opening(self, index: int, source: Progress | RequestRecord) -> dict[str, Any] | None:
+    def opening(self, index: int, source: Progress | RequestRecord) -> dict[str, object] | None:
         """The first part of a choice, before any text."""
 
-    def part(self, index: int, text: str, scores: Sequence[Scored], reason: str | None) -> dict[str, Any]:
+    def part(self, index: int, text: str, scores: Sequence[Scored], reason: str | None) -> dict[str, object]:
         """A part of a choice."""
 
-    def choice(self, index: int, record: RequestRecord) -> dict[str, Any]:
+    def choice(self, index: int, record: RequestRecord) -> dict[str, object]:
         """A whole choice."""
 
 
-def whole(reply: Reply, records: Sequence[RequestRecord]) -> dict[str, Any]:
+def whole(reply: Reply, records: Sequence[RequestRecord]) -> dict[str, object]:
     """The answer in one piece."""
     choices = [reply.choice(index, record) for index, record in enumerate(records)]
     return reply.envelope(is_part=False) | {"choices": choices, "usage": usage(reply, records)}
@@ -138,22 +141,22 @@ class CompletionReply(_Envelope):
         self._echoes = echoes
         self._offsets: Counter[int] = Counter()  # characters of the tokens shown so far, by choice
 
-    def envelope(self, *, is_part: bool) -> dict[str, Any]:
+    def envelope(self, *, is_part: bool) -> dict[str, object]:
         """The fields around the choices."""
         return {"object": "text_completion", **self._fields}
 
-    def opening(self, index: int, source: Progress | RequestRecord) -> dict[str, Any] | None:
+    def opening(self, index: int, source: Progress | RequestRecord) -> dict[str, object] | None:
         """The prompt, if it is echoed."""
         if self._echoes is None:
             return None
         return self.part(index, self._echoes[index], self._prompt_scores(source), None)
 
-    def part(self, index: int, text: str, scores: Sequence[Scored], reason: str | None) -> dict[str, Any]:
+    def part(self, index: int, text: str, scores: Sequence[Scored], reason: str | None) -> dict[str, object]:
         """A part of a choice, or all of it."""
         log_probs = self._log_probs(index, scores) if self._has_scores else None
         return {"index": index, "text": text, "logprobs": log_probs, "finish_reason": reason}
 
-    def choice(self, index: int, record: RequestRecord) -> dict[str, Any]:
+    def choice(self, index: int, record: RequestRecord) -> dict[str, object]:
         """A whole choice."""
         text, scores = record.generated_text, generated_scores(record, 0)
         if self._echoes is not None:
@@ -163,7 +166,7 @@ class CompletionReply(_Envelope):
     def _prompt_scores(self, source: Progress | RequestRecord) -> list[Scored]:
         return prompt_scores(source) if self._has_scores else []
 
-    def _log_probs(self, index: int, scores: Sequence[Scored]) -> dict[str, Any]:
+    def _log_probs(self, index: int, scores: Sequence[Scored]) -> dict[str, object]:
         texts = [shown(self._vocabulary, one.token) for one in scores]
         offsets = []
         for text in texts:
@@ -176,11 +179,12 @@ class CompletionReply(_Envelope):
             "text_offset": offsets,
         }
 
-    def _best(self, one: Scored) -> dict[str, float] | None:
+    def _best(self, one: Scored) -> dict[str, float | None] | None:
         """The best tokens and, always, the chosen one. Of tokens that read the same the best counts."""
         if one.log_prob is None:
             return None
-        ranked = sorted((one.best | {one.token: one.log_prob}).items(), key=lambda item: item[1])
+        log_probs: dict[int, float] = one.best | {one.token: one.log_prob}
+        ranked = sorted(log_probs.items(), key=lambda item: item[1])
         return {shown(self._vocabulary, token): finite(log_prob) for token, log_prob in ranked}
 
 
@@ -199,21 +203,21 @@ class ChatReply(_Envelope):
         self._vocabulary = vocabulary
         self._has_scores = has_scores
 
-    def envelope(self, *, is_part: bool) -> dict[str, Any]:
+    def envelope(self, *, is_part: bool) -> dict[str, object]:
         """The fields around the choices."""
         return {"object": "chat.completion.chunk" if is_part else "chat.completion", **self._fields}
 
-    def opening(self, index: int, source: Progress | RequestRecord) -> dict[str, Any] | None:
+    def opening(self, index: int, source: Progress | RequestRecord) -> dict[str, object] | None:
         """Who speaks."""
         delta = {"role": "assistant", "content": ""}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
-    def part(self, index: int, text: str, scores: Sequence[Scored], reason: str | None) -> dict[str, Any]:
+    def part(self, index: int, text: str, scores: Sequence[Scored], reason: str | None) -> dict[str, object]:
         """A part of a choice."""
         delta = {"content": text} if text else {}
         return {"index": index, "delta": delta, "logprobs": self._log_probs(scores), "finish_reason": reason}
 
-    def choice(self, index: int, record: RequestRecord) -> dict[str, Any]:
+    def choice(self, index: int, record: RequestRecord) -> dict[str, object]:
         """A whole choice."""
         return {
             "index": index,
@@ -222,7 +226,7 @@ class ChatReply(_Envelope):
             "finish_reason": record.finish_reason,
         }
 
-    def _log_probs(self, scores: Sequence[Scored]) -> dict[str, Any] | None:
+    def _log_probs(self, scores: Sequence[Scored]) -> dict[str, object] | None:
         if not self._has_scores:
             return None
         content = []
@@ -231,7 +235,7 @@ class ChatReply(_Envelope):
             content.append(self._token(one.token, one.log_prob) | {"top_logprobs": best})
         return {"content": content, "refusal": None}
 
-    def _token(self, token: int, log_prob: float) -> dict[str, Any]:
+    def _token(self, token: int, log_prob: float | None) -> dict[str, object]:
         text = shown(self._vocabulary, token)
         is_whole = INCOMPLETE not in text
         return {"token": text, "logprob": finite(log_prob), "bytes": list(text.encode()) if is_whole else None}

@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
@@ -94,7 +94,7 @@ class Serving:
         """What the status page writes above everything."""
         return {"model": self.model, "version": megatron_ext.__version__}
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, object]:
         """OpenAI's model object."""
         return {
             "id": self.model,
@@ -123,6 +123,7 @@ def create_app(serving: Serving) -> FastAPI:
     app.include_router(router)
     install_error_handlers(app)
     keys = serving.keys
+    assert keys is not None, "`__post_init__` has loaded them"
     app.add_middleware(KeyGate, keys=keys, hides_counts=serving.settings.hide_cache_counts)
     app.add_middleware(OriginGate, allowed_hosts=serving.settings.allowed_hosts, has_keys=keys.are_needed)
     if serving.settings.access_log:
@@ -138,13 +139,13 @@ Here = Annotated[Serving, Depends(_serving)]
 
 
 @router.get("/v1/models")
-async def list_models(serving: Here) -> dict[str, Any]:
+async def list_models(serving: Here) -> dict[str, object]:
     """The one model."""
     return {"object": "list", "data": [serving.describe()]}
 
 
 @router.get("/v1/models/{model:path}")
-async def retrieve_model(model: str, serving: Here) -> dict[str, Any]:
+async def retrieve_model(model: str, serving: Here) -> dict[str, object]:
     """The model by its name."""
     if model != serving.model:
         raise unknown_model(model, serving.model)
@@ -204,7 +205,7 @@ async def _answer(
     return EventStream(exchange, source)
 
 
-def _json(content: Any) -> Response:
+def _json(content: object) -> Response:
     return Response(json.dumps(content, ensure_ascii=False, allow_nan=False).encode(), media_type="application/json")
 
 
@@ -223,18 +224,18 @@ async def metrics(serving: Here) -> Response:
 
 
 @router.get("/metrics/history")
-async def metrics_history(serving: Here, since: float = 0.0) -> dict[str, Any]:
+async def metrics_history(serving: Here, since: float = 0.0) -> dict[str, object]:
     """The last ten minutes of the metrics, or what came since then, and how it is now."""
     return serving.describe_server() | serving.history.since(since)
 
 
 @router.get("/prefix_cache")
-async def prefix_cache(serving: Here) -> dict[str, Any]:
+async def prefix_cache(serving: Here) -> dict[str, object]:
     """What the cache holds: sizes, use, and the hottest prefixes as digests. Never text."""
     return await serving.loop.call(_describe_cache, serving.engine)
 
 
-def _describe_cache(engine: InferenceEngine) -> dict[str, Any]:
+def _describe_cache(engine: InferenceEngine) -> dict[str, object]:
     block_size = engine.geometry.block_size_tokens
     return {
         "geometry": dataclasses.asdict(engine.geometry),
@@ -247,7 +248,7 @@ def _describe_cache(engine: InferenceEngine) -> dict[str, Any]:
 
 
 @router.post("/reset_prefix_cache")
-async def reset_prefix_cache(serving: Here) -> dict[str, Any]:
+async def reset_prefix_cache(serving: Here) -> dict[str, object]:
     """Empty the cache; requests in flight go on, and leave nothing in it."""
     return {"occupancy": await serving.loop.reset_prefix_cache()}
 

@@ -23,7 +23,7 @@ _CONTAINERS = frozenset((list, dict))
 class JsonRoute(APIRoute):
     """A route whose body, where it has one, is JSON; it is read and parsed here, before FastAPI looks at it."""
 
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+    def get_route_handler(self) -> Callable[[Request], Coroutine[object, None, Response]]:
         """What answers a request."""
         handle = super().get_route_handler()
         if self.body_field is None:
@@ -54,7 +54,7 @@ class _Parsed(Request):
         """As it was sent."""
         return self._bytes
 
-    async def json(self) -> Any:
+    async def json(self) -> object:
         """What it says."""
         return self._content
 
@@ -98,7 +98,7 @@ async def read_body(request: Request, limit: int) -> bytes:
     return b"".join(chunks)
 
 
-def parse_json(body: bytes) -> Any:
+def parse_json(body: bytes) -> object:
     """What a body says.
 
     Raises:
@@ -129,13 +129,13 @@ def count_containers(body: bytes) -> int:
     return count
 
 
-def check_depth(content: Any) -> None:
+def check_depth(content: object) -> None:
     """See that lists and objects are nested within `MOST_LEVELS`. Only containers are looked at one by one.
 
     Raises:
         ApiError: They are not.
     """
-    level = [content] if type(content) in _CONTAINERS else []
+    level: list[Any] = [content] if type(content) in _CONTAINERS else []
     for _ in range(MOST_LEVELS):
         parts = [outer.values() if isinstance(outer, dict) else outer for outer in level]
         level = [

@@ -44,6 +44,7 @@ class ChatFormat:
         Not always the tokenizer's end of a document: a model of conversations goes on to the next turn.
         """
         tokenizer = self._tokenizer
+        assert isinstance(tokenizer, TextTokenizer), "it has rendered a prompt"
         try:
             text = tokenizer.apply_chat_template(_CONVERSATION, add_generation_prompt=False)
         except ConfigError:  # a template of its own mind; the end of a document it is

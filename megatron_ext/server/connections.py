@@ -14,7 +14,6 @@ import json
 import logging
 import os
 import resource
-from typing import Any
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -120,8 +119,8 @@ class GuardedProtocol(H11Protocol):
         keywords: uvicorn's.
     """
 
-    def __init__(self, connections: Connections, limits: ServerLimits, **keywords: Any) -> None:
-        super().__init__(**keywords)
+    def __init__(self, connections: Connections, limits: ServerLimits, **keywords: object) -> None:
+        super().__init__(**keywords)  # type: ignore[arg-type]  # uvicorn knows what it gives
         self._guard = connections
         self._phase: Phase | None = None
         self._seconds = {
@@ -200,6 +199,7 @@ class GuardedProtocol(H11Protocol):
         if self._phase is Phase.END:
             self.transport.abort()
             return
+        assert self._phase is not None, "a timer runs for a phase"
         has_begun = self._phase is Phase.BODY or bool(self.conn.trailing_data[0])
         is_unanswered = self._phase is Phase.HEAD or not self.cycle.response_started
         if has_begun and is_unanswered:
@@ -217,7 +217,7 @@ class GuardedProtocol(H11Protocol):
         self.transport.close()
 
 
-def handle_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+def handle_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
     """Of the event loop: asyncio reports each of the many connections that it cannot accept with a traceback."""
     error = context.get("exception")
     if isinstance(error, OSError) and error.errno in _OUT_OF_FILES:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from http import HTTPStatus
-from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -64,7 +63,7 @@ class ApiError(Exception):
         """The words beside the status."""
         return HTTPStatus(self.status).phrase
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """OpenAI's error object."""
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
@@ -157,14 +156,18 @@ def text_too_long(characters: int, most: int, limit: int) -> ApiError:
 
 def install_error_handlers(app: FastAPI) -> None:
     """Let every exception of a route end as an error object."""
-    app.add_exception_handler(ApiError, _api_error)
-    app.add_exception_handler(ConfigError, _refused)
-    app.add_exception_handler(RequestValidationError, _bad_fields)
-    app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(ClientGone, _nobody)
-    app.add_exception_handler(RecursionError, _too_deep)
-    app.add_exception_handler(MemoryError, _no_memory)
-    app.add_exception_handler(Exception, _fault)
+    handlers: dict[type[Exception], Callable[..., Awaitable[Response]]] = {
+        ApiError: _api_error,
+        ConfigError: _refused,
+        RequestValidationError: _bad_fields,
+        HTTPException: _http_error,
+        ClientGone: _nobody,
+        RecursionError: _too_deep,
+        MemoryError: _no_memory,
+        Exception: _fault,
+    }
+    for kind, handler in handlers.items():
+        app.add_exception_handler(kind, handler)
 
 
 async def _api_error(_: Request, error: ApiError) -> Response:
@@ -203,13 +206,13 @@ async def _fault(request: Request, error: Exception) -> Response:
     return ApiError(500, f"the server failed: {type(error).__name__}", kind=FAULT).to_response()
 
 
-def describe(errors: Sequence[Mapping[str, Any]]) -> tuple[str, str | None]:
+def describe(errors: Sequence[Mapping[str, object]]) -> tuple[str, str | None]:
     """What pydantic found first, in words, and the field it is about.
 
     A field of several possible types has an error for each; these make one sentence.
     """
     first = errors[0]
-    place = first["loc"][1:]  # after "body"
+    place = _place(first)
     if not place:
         return f"the body: {_sentence(first)}", None
     if first["type"] == "extra_forbidden":
@@ -217,17 +220,24 @@ def describe(errors: Sequence[Mapping[str, Any]]) -> tuple[str, str | None]:
     field = place[0]
     if first["type"] == "value_error":  # one of ours, which knows the place exactly
         return f"{_dotted(place)}: {_sentence(first)}", str(field)
-    of_field = [error for error in errors if error["loc"][1:2] == (field,)]
+    of_field = [error for error in errors if _place(error)[:1] == (field,)]
     sentences = list(dict.fromkeys(_sentence(error) for error in of_field))
     return f"{field}: {', or '.join(sentences)}", str(field)
 
 
-def _sentence(error: Mapping[str, Any]) -> str:
-    text = error["msg"].removeprefix("Value error, ")
+def _place(error: Mapping[str, object]) -> tuple[object, ...]:
+    """Names and indices, behind "body"."""
+    place = error["loc"]
+    assert isinstance(place, tuple), place
+    return place[1:]
+
+
+def _sentence(error: Mapping[str, object]) -> str:
+    text = str(error["msg"]).removeprefix("Value error, ")
     return text[:1].lower() + text[1:]
 
 
-def _dotted(place: Sequence[Any]) -> str:
+def _dotted(place: Sequence[object]) -> str:
     """A place as in "messages.0.content", without the types of unions that pydantic puts between."""
     names = [str(part)[:LONGEST_NAME] for part in place]
     return ".".join(name for name in names if name.isidentifier() or name.isdecimal()) or names[0]

@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Mapping
-from typing import Any
 
 from megatron_ext.server.metrics import Metrics
 
@@ -40,7 +39,7 @@ class History:
         """Take one."""
         self._samples.append((time.time(), self._metrics.values()))
 
-    def since(self, moment: float) -> dict[str, Any]:
+    def since(self, moment: float) -> dict[str, object]:
         """The samples after a moment, the oldest first, and last how it is now.
 
         Args:

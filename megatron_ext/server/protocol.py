@@ -8,7 +8,7 @@ client can send many of is counted first: pydantic would make an error of each.
 from __future__ import annotations
 
 from itertools import chain
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import (
     AfterValidator,
@@ -65,12 +65,14 @@ def whole_characters(text: str) -> str:
     return text
 
 
-def checked_prompts(value: Any) -> Any:
+def checked_prompts(value: object) -> object:
     """One prompt or several, looked at as a whole: millions of token ids pass, or fail, without a step for each.
 
     Raises:
         ValueError: It is something else.
     """
+    items: str | list[Any]
+    kinds: set[type]
     if isinstance(value, str):
         items, kinds = value, {str}
     elif isinstance(value, list):
@@ -101,7 +103,7 @@ class _Body(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _has_few_fields(cls, value: Any) -> Any:
+    def _has_few_fields(cls, value: object) -> object:
         if isinstance(value, dict) and len(value) > MOST_FIELDS:
             raise ValueError(f"has {len(value)} fields; at most {MOST_FIELDS} are taken")
         return value
@@ -129,7 +131,7 @@ class OpenAIFields(_Body):
 
     @field_validator("stop", mode="before")
     @classmethod
-    def _has_few_stop_words(cls, value: Any) -> Any:
+    def _has_few_stop_words(cls, value: object) -> object:
         words = value if isinstance(value, list) else [value]
         if len(words) > MOST_STOP_WORDS:
             raise ValueError(f"has {len(words)} words; at most {MOST_STOP_WORDS} are taken")
@@ -169,7 +171,7 @@ class ClientFields(_Body):
     """What clients say for their own books, without effect on the answer."""
 
     user: str | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: dict[str, object] | None = None
     store: bool | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
@@ -179,15 +181,15 @@ class ClientFields(_Body):
 class NeutralFields(_Body):
     """What is taken as long as it asks for nothing; see `_NEUTRAL`, whose fields of either route are checked here."""
 
-    frequency_penalty: Any = None
-    presence_penalty: Any = None
-    repetition_penalty: Any = None
-    logit_bias: Any = None
+    frequency_penalty: object = None
+    presence_penalty: object = None
+    repetition_penalty: object = None
+    logit_bias: object = None
 
     @field_validator(*_NEUTRAL, check_fields=False)
     @classmethod
-    def _asks_for_nothing(cls, value: Any, info: ValidationInfo) -> Any:
-        neutral = _NEUTRAL[info.field_name]
+    def _asks_for_nothing(cls, value: object, info: ValidationInfo) -> object:
+        neutral = _NEUTRAL[str(info.field_name)]
         if value is not None and not any(type(value) is not bool and value == one for one in neutral):
             raise ValueError("is not supported; leave it out")
         return value
@@ -204,8 +206,8 @@ class CompletionRequest(GenerationRequest):
     prompt: Prompts
     logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
     echo: bool | None = None
-    suffix: Any = None
-    best_of: Any = None
+    suffix: object = None
+    best_of: object = None
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -213,7 +215,7 @@ class CompletionRequest(GenerationRequest):
         prompt = self.prompt
         if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
             return [prompt]
-        return prompt
+        return cast("list[str | list[int]]", prompt)
 
 
 class TextPart(_Body):
@@ -231,19 +233,19 @@ class Message(BaseModel):
     role: Text
     content: Text | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: str | None = None
-    tool_calls: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
+    tool_calls: Annotated[list[dict[str, object]], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
 
     @field_validator("content", mode="before")
     @classmethod
-    def _is_text(cls, value: Any) -> Any:
+    def _is_text(cls, value: object) -> object:
         parts = [part for part in value if isinstance(part, dict)] if isinstance(value, list) else []
         other = next((part["type"] for part in parts if part.get("type", "text") != "text"), None)
         if other is not None:
             raise ValueError(f"has a part of type {other!r}; this server takes texts only, parts of type 'text'")
         return value
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """As chat templates take it: the content is one text."""
         content = self.content
         if isinstance(content, list):
@@ -259,17 +261,17 @@ class ChatRequest(GenerationRequest):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
     parallel_tool_calls: bool | None = None  # without effect
-    response_format: Any = None
-    tools: Any = None
-    tool_choice: Any = None
-    functions: Any = None
-    function_call: Any = None
-    modalities: Any = None
-    audio: Any = None
-    prediction: Any = None
-    reasoning_effort: Any = None
-    verbosity: Any = None
-    web_search_options: Any = None
+    response_format: object = None
+    tools: object = None
+    tool_choice: object = None
+    functions: object = None
+    function_call: object = None
+    modalities: object = None
+    audio: object = None
+    prediction: object = None
+    reasoning_effort: object = None
+    verbosity: object = None
+    web_search_options: object = None
 
     @model_validator(mode="after")
     def _fields_agree(self) -> ChatRequest:

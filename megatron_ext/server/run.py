@@ -127,6 +127,7 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         asyncio.get_running_loop().set_exception_handler(handle_loop_error)
         await super().startup(sockets)
+        assert sockets, "this server is given what it listens to"
         for listener in sockets:  # uvicorn's backlog is asyncio's too, which accepts so many before anything else
             listener.listen(LISTEN_BACKLOG)
         host, port = sockets[0].getsockname()[:2]
@@ -165,10 +166,10 @@ def build_server(serving: Serving, on_ready: Callable[[str], None]) -> uvicorn.S
         )
     config = uvicorn.Config(
         create_app(serving),
-        http=partial(GuardedProtocol, connections, settings.limits),
+        http=partial(GuardedProtocol, connections, settings.limits),  # type: ignore[arg-type]  # it is only called
         ws="none",
         backlog=ACCEPT_BATCH,
-        timeout_keep_alive=settings.limits.idle_timeout,
+        timeout_keep_alive=settings.limits.idle_timeout,  # type: ignore[arg-type]  # asyncio takes parts of seconds
         log_config=None,
         log_level="warning",
         access_log=False,

@@ -5,8 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_ext.config import RequestParams
+from megatron_ext.config.annotations import FieldValues
 from megatron_ext.server.chat import ChatFormat
 from megatron_ext.server.errors import context_exceeded, too_many_requests
 from megatron_ext.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
@@ -74,7 +76,7 @@ def chat_jobs(body: ChatRequest, prompt: Sequence[int], room: Room, chat: ChatFo
     return _jobs(body, prompt, body.max_completion_tokens or body.max_tokens or rest, settings, room)
 
 
-def _jobs(body: GenerationRequest, prompt: Sequence[int], count: int, settings: dict, room: Room) -> list[Job]:
+def _jobs(body: GenerationRequest, prompt: Sequence[int], count: int, settings: FieldValues, room: Room) -> list[Job]:
     if len(prompt) + count > room.sequence:
         raise context_exceeded(len(prompt), count, room.sequence)
     seeds = [None if body.seed is None else body.seed + choice for choice in range(body.n or 1)]
@@ -82,7 +84,7 @@ def _jobs(body: GenerationRequest, prompt: Sequence[int], count: int, settings: 
     return [Job(tokens, RequestParams(num_tokens_to_generate=count, seed=seed, **settings)) for seed in seeds]
 
 
-def _common(body: GenerationRequest) -> dict:
+def _common(body: GenerationRequest) -> dict[str, Any]:
     """Fields of `RequestParams`. OpenAI's top_p 0 is greedy and 1 is off; the engine's 0 is off."""
     top_k = max(0, body.top_k or 0)
     return {
@@ -97,7 +99,7 @@ def _common(body: GenerationRequest) -> dict:
     }
 
 
-def _scores(best: int | None, *, with_prompt: bool) -> dict:
+def _scores(best: int | None, *, with_prompt: bool) -> dict[str, Any]:
     """Log-probs, with the `best` alternatives; None is no log-probs."""
     if best is None:
         return {}

@@ -6,7 +6,6 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -22,7 +21,7 @@ logger = logging.getLogger(__name__)
 DONE = b"data: [DONE]\n\n"
 
 
-def event(content: dict[str, Any]) -> bytes:
+def event(content: dict[str, object]) -> bytes:
     """One server-sent event."""
     return b"data: " + json.dumps(content, ensure_ascii=False, allow_nan=False).encode() + b"\n\n"
 
@@ -40,7 +39,7 @@ class _ChoiceStream:
         self._scores: list[Scored] = []  # of tokens whose text is held back
         self.is_ended = False
 
-    def parts(self) -> Iterator[dict[str, Any]]:
+    def parts(self) -> Iterator[dict[str, object]]:
         """What has come since the last call, as OpenAI's choices.
 
         Raises:
@@ -64,7 +63,7 @@ class _ChoiceStream:
         if text:
             yield self._part(text, None)
 
-    def _part(self, text: str, reason: str | None) -> dict[str, Any]:
+    def _part(self, text: str, reason: str | None) -> dict[str, object]:
         scores, self._scores = self._scores, []
         return self._reply.part(self._index, text, scores, reason)
 
@@ -92,7 +91,7 @@ async def events(
         yield event(engine_fault(error).to_dict())
         return
     if with_usage:
-        records = [ticket.record for ticket in exchange.tickets]
+        records = [finished(ticket) for ticket in exchange.tickets]
         yield event(envelope | {"choices": [], "usage": usage(reply, records)})
     yield DONE
 
@@ -129,7 +128,7 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def unless_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+async def unless_gone(receive: Receive, work: Coroutine[object, None, None]) -> None:
     """Do `work` while the client is there.
 
     Args:

@@ -61,7 +61,7 @@ def read_special_tokens(directory: Path) -> dict[str, str]:
 
 def render_chat(
     template: str,
-    messages: Sequence[Mapping[str, Any]],
+    messages: Sequence[Mapping[str, object]],
     special_tokens: Mapping[str, str],
     *,
     add_generation_prompt: bool,
@@ -92,7 +92,7 @@ def render_chat(
     return rendered[0]
 
 
-def _checked(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _checked(messages: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
     """The messages without fields that are None: other programs write those for fields that are not there."""
     if not isinstance(messages, list | tuple) or not messages:
         raise ConfigError('messages must be a list of at least one, as in [{"role": "user", "content": "Hello"}]')

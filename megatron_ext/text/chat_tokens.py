@@ -16,16 +16,19 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.files import read_json
 from megatron_ext.text.chat_template import read_special_tokens
 from megatron_ext.text.control_tokens import AddedToken, ControlTokens
 
+if TYPE_CHECKING:  # importing it takes seconds
+    from transformers import PreTrainedTokenizerBase
+
 TOKENIZER_CONFIG = "tokenizer_config.json"
 
-Messages = Sequence[Mapping[str, Any]]
+Messages = Sequence[Mapping[str, object]]
 
 
 def marked_special(directory: Path) -> set[str]:
@@ -66,7 +69,7 @@ class ChatTokens:
         special: Which of its added tokens are special beside those that it marks itself, as texts and ids.
     """
 
-    def __init__(self, tokenizer: Any, special: Collection[str | int | None]) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, special: Collection[str | int | None]) -> None:
         import tokenizers
 
         self._is_fast = isinstance(tokenizer, tokenizers.Tokenizer)
@@ -190,7 +193,7 @@ def _pieces(merge: str | Sequence[str]) -> set[str]:
     return {left, right, left + right}
 
 
-def encode_in_python(tokenizer: Any, marked: str, stand_ins: Mapping[int, str]) -> list[int]:
+def encode_in_python(tokenizer: PreTrainedTokenizerBase, marked: str, stand_ins: Mapping[int, str]) -> list[int]:
     """Ids of a rendered text by a tokenizer of transformers that is written in Python.
 
     It cuts a text at its added tokens too and tokenizes what is between them piece by piece, so this is what it does

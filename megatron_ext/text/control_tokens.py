@@ -49,10 +49,10 @@ class ControlTokens:
         self._rests = {rest for _, rest in ends}
         self._longest = max(map(len, self.special), default=0)
         self._normalize = normalize
-        behind = [token.text for token in tokens if token.is_special and token.is_normalized and normalize]
-        self._normalized = {normalize(text).strip() for text in behind} - {""}
+        behind = [token.text for token in tokens if token.is_special and token.is_normalized]
+        self._normalized = {normalize(text).strip() for text in behind} - {""} if normalize else set()
 
-    def protect(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], dict[int, str]]:
+    def protect(self, messages: Sequence[Mapping[str, object]]) -> tuple[list[dict[str, object]], dict[int, str]]:
         """The messages with stand-ins in all texts but the assistant's, and what each stand-in stands for.
 
         Beside whole spellings these are a beginning at the end of a text and a rest at its begin, which the template's
@@ -62,7 +62,7 @@ class ControlTokens:
             ConfigError: A role that spells a special token; a conversation that has all characters for private use.
         """
         for message in messages:
-            role = message["role"]
+            role = str(message["role"])
             if not role.isidentifier() and self._finds(role):
                 raise ConfigError(f"the role {role!r} spells a special token; roles are words such as 'user'")
         stand_ins = _StandIns(messages)
@@ -82,7 +82,7 @@ class ControlTokens:
         found = sum(match.group() in self.special for match in self._pattern.finditer(text))
         if not self._normalized:
             return found
-        normalized = self._normalize(text)
+        normalized = self._normal_form(text)
         return found + sum(normalized.count(token) for token in self._normalized)
 
     def rename(self, text: str, names: Mapping[str, str]) -> str:
@@ -126,12 +126,15 @@ class ControlTokens:
         around = text[:start], text[start + len(body) :]
         return around[0] + stand_ins.of(rest) + inner + stand_ins.of(beginning) + around[1]
 
+    def _normal_form(self, text: str) -> str:
+        return text if self._normalize is None else self._normalize(text)
+
     def _lengths(self, text: str) -> range:
         return range(min(len(text), self._longest), 0, -1)
 
     def _is_spelled_differently(self, text: str) -> bool:
         """Whether normalization makes a special token of it."""
-        normalized = self._normalize(text)
+        normalized = self._normal_form(text)
         return any(token in normalized for token in self._normalized)
 
 
@@ -143,7 +146,7 @@ def _spelling(token: AddedToken) -> str:
 class _StandIns:
     """Characters that a conversation does not have."""
 
-    def __init__(self, messages: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, messages: Sequence[Mapping[str, object]]) -> None:
         self._messages = messages
         self._free: list[int] | None = None
         self._of: dict[str, str] = {}

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.files import read_json
+
+IdOf = Callable[[str], int | None]  # of a token by its text
 
 # Read for end and beginning of a document, in this order; the last two hold ids, the others texts.
 _TEXT_SOURCES = (("tokenizer_config.json", "{}_token"), ("special_tokens_map.json", "{}_token"))
@@ -25,7 +27,7 @@ class SpecialIds:
     bos: int | None = None
 
 
-def special_ids(directory: Path, id_of: Any) -> SpecialIds:
+def special_ids(directory: Path, id_of: IdOf) -> SpecialIds:
     """End and beginning of a document, from the tokenizer's files, else from the model's.
 
     Where a file lists several ends, the first one counts. Without any word on the end, a special token with a usual
@@ -44,7 +46,7 @@ def special_ids(directory: Path, id_of: Any) -> SpecialIds:
     return SpecialIds(eod, _named_id(directory, "bos", id_of))
 
 
-def _named_id(directory: Path, role: str, id_of: Any) -> int | None:
+def _named_id(directory: Path, role: str, id_of: IdOf) -> int | None:
     for file, key in _TEXT_SOURCES:
         token = _value(directory / file, key.format(role))
         if isinstance(token, dict):
@@ -63,5 +65,5 @@ def _named_id(directory: Path, role: str, id_of: Any) -> int | None:
     return None
 
 
-def _value(file: Path, key: str) -> Any:
+def _value(file: Path, key: str) -> object:
     return read_json(file).get(key) if os.path.lexists(file) else None

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.text.chat_template import read_chat_template, read_special_tokens, render_chat
-from megatron_ext.text.chat_tokens import ChatTokens, RenderedChat, marked_special
+from megatron_ext.text.chat_tokens import ChatTokens, Messages, RenderedChat, marked_special
 from megatron_ext.text.special_ids import special_ids
 from megatron_ext.text.tokenizer_backends import AutoBackend, FastBackend
 from megatron_ext.text.tokenizer_files import TOKENIZER_FILE
@@ -130,7 +129,7 @@ class TextTokenizer:
             raise self._chat_template
         return self._chat_template
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
+    def apply_chat_template(self, messages: Messages, add_generation_prompt: bool = True) -> str:
         """A conversation as a prompt.
 
         Most templates write the beginning of a document, which `tokenize` may then put before it once more. The engine
@@ -150,13 +149,21 @@ class TextTokenizer:
         )
 
     def tokenize_chat(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, *, parse_control: bool = False
+        self,
+        messages: Messages,
+        add_generation_prompt: bool = True,
+        *,
+        parse_control: bool = False,
     ) -> list[int]:
         """Ids of a conversation, with the special tokens that the tokenizer itself adds; the rest as `render_chat`."""
         return self.render_chat(messages, add_generation_prompt, parse_control=parse_control).ids()
 
     def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, *, parse_control: bool = False
+        self,
+        messages: Messages,
+        add_generation_prompt: bool = True,
+        *,
+        parse_control: bool = False,
     ) -> RenderedChat:
         """A conversation as a text that knows which special tokens in it are text.
 
@@ -170,7 +177,7 @@ class TextTokenizer:
             ConfigError: As `apply_chat_template`; a role that spells a special token.
         """
 
-        def render(chat: Sequence[Mapping[str, Any]]) -> str:
+        def render(chat: Messages) -> str:
             return self.apply_chat_template(chat, add_generation_prompt)
 
         if self._chat_tokens is None:

@@ -55,7 +55,7 @@ class Vocabulary:
             f"the model's vocabulary of {self._model_size} has padding or gaps there"
         )
 
-    def detokenize(self, ids: Sequence[int], **options: Any) -> str:
+    def detokenize(self, ids: Sequence[int], **options: object) -> str:
         """Text of the ids that have a token.
 
         Args:

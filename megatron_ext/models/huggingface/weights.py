@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -39,6 +40,10 @@ def load_weights(model: nn.Module, config: ModelConfig, directory: Path, table: 
             target.copy_(_read(files, stored, sources[name], tuple(target.shape), config))
 
 
+def _part_name(match: re.Match[str], template: str, index: int) -> str:
+    return match.expand(template.replace("{index}", str(index)))
+
+
 def _stored_names(files: WeightFiles, table: TensorTable) -> Names:
     """The tensors that are to be loaded, those cut up that the table wants cut up.
 
@@ -47,7 +52,7 @@ def _stored_names(files: WeightFiles, table: TensorTable) -> Names:
     """
     for expression, part_name in table.split.items():
         for match in filter(None, (re.fullmatch(expression, name) for name in sorted(files.names))):
-            files.split(match.string, lambda i, m=match, part=part_name: m.expand(part.replace("{index}", str(i))))
+            files.split(match.string, functools.partial(_part_name, match, part_name))
     stored: Names = {}
     for name in sorted(files.names):
         prefix = next((prefix for prefix in table.prefixes if name.startswith(prefix)), "")

@@ -112,6 +112,8 @@ def test_help_shows_the_defaults_of_the_dataclasses():
             default = group.default(flag)
             if default is not None and default != ():
                 assert helps[flag.option].endswith(f"(default: {default})"), flag.option
+    assert "default: 1 on CPU, 40 on CUDA" in helps["--inference-dynamic-batching-buffer-size-gb"]
+    assert "default: 2048 on CPU, 16384 on CUDA" in helps["--inference-dynamic-batching-max-tokens"]
     build_parser().format_help()  # a stray % in a help text raises
 
 
