@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -52,7 +51,7 @@ def _stored_names(files: WeightFiles, table: TensorTable) -> Names:
     """
     for expression, part_name in table.split.items():
         for match in filter(None, (re.fullmatch(expression, name) for name in sorted(files.names))):
-            files.split(match.string, functools.partial(_part_name, match, part_name))
+            files.split(match.string, _namer(match, part_name))
     stored: Names = {}
     for name in sorted(files.names):
         prefix = next((prefix for prefix in table.prefixes if name.startswith(prefix)), "")
@@ -62,6 +61,11 @@ def _stored_names(files: WeightFiles, table: TensorTable) -> Names:
     if table.ignored is None:
         return stored
     return {name: file_name for name, file_name in stored.items() if not re.fullmatch(table.ignored, name)}
+
+
+def _namer(match: re.Match[str], part_name: str) -> Callable[[int], str]:
+    """From a slice's number to its name."""
+    return lambda index: match.expand(part_name.replace("{index}", str(index)))
 
 
 def _require_stored(files: WeightFiles, stored: Names, sources: Mapping[str, Source], *, is_tied: bool) -> None:

@@ -103,14 +103,14 @@ class TestRevise:
     def test_another_reason(self):
         request = self.ended()
         request.revise(Status.COMPLETED, finish_reason="stop")
-        record = request.to_record("", "")
+        record = request.to_record("")
         assert (record.status, record.finish_reason) == (Status.COMPLETED, "stop")
         assert [event.type.name for event in record.events].count("FINISH") == 1
 
     def test_a_failure(self):
         request = self.ended()
         request.revise(Status.FAILED, error="words")
-        record = request.to_record("", "")
+        record = request.to_record("")
         assert (record.status, record.finish_reason, record.error) == (Status.FAILED, None, "words")
         assert [event.type.name for event in record.events[-3:]] == ["FIRST_TOKEN", "ERROR_NONTRANSIENT", "FAIL"]
 

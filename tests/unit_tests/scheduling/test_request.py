@@ -39,7 +39,7 @@ def set_clock(monkeypatch: pytest.MonkeyPatch, monotonic: Callable[[], float], w
 
 
 def record_of(request: Request) -> RequestRecord:
-    return request.to_record("text", "prompt")
+    return request.to_record("text")
 
 
 class TestAdvance:
@@ -245,14 +245,14 @@ class TestRecord:
         request.advance(2)
         request.advance(3)
         request.end(Status.COMPLETED, finish_reason="length")
-        record = request.to_record("generated", "prompt")
+        record = request.to_record("generated")
         assert (record.request_id, record.status, record.finish_reason, record.error) == (
             103,
             Status.COMPLETED,
             "length",
             None,
         )
-        assert (record.prompt_text, record.prompt_tokens, record.prompt_token_count) == ("prompt", (3000, 3001), 2)
+        assert (record.prompt_text, record.prompt_tokens, record.prompt_token_count) == (None, (3000, 3001), 2)
         assert (record.generated_text, record.generated_tokens) == ("generated", (3002, 3003))
         assert record.prompt_log_probs == (-1.0,)
         assert record.generated_log_probs == (-2.0, -3.0)
