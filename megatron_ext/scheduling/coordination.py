@@ -43,11 +43,12 @@ class PendingBlocks:
             self._forget(request_id, digest)
 
     def _forget(self, request_id: int, digest: Digest) -> None:
-        for table, key, value in ((self._leaders, digest, request_id), (self._digests, request_id, digest)):
-            members = table[key]
-            members.pop(value) if isinstance(members, dict) else members.discard(value)
-            if not members:
-                del table[key]
+        del self._leaders[digest][request_id]
+        if not self._leaders[digest]:
+            del self._leaders[digest]
+        self._digests[request_id].discard(digest)
+        if not self._digests[request_id]:
+            del self._digests[request_id]
 
     def leader(self, digest: Digest) -> int | None:
         """The request that computes `digest`, the first if there are several; None if nobody does."""
@@ -138,9 +139,9 @@ def wait_for_prefix(
 
 
 def is_lasting(
-    deferral: Deferral, leader: Request, block_size: int, cache: PrefixCache, pending_blocks: PendingBlocks
+    deferral: Deferral, leader: Request, blocks: int, cache: PrefixCache, pending_blocks: PendingBlocks
 ) -> bool:
-    """Whether `deferral` stays as it is until its leader publishes the block that ends at `until`, or leaves.
+    """Whether `deferral` stays as it is until its leader publishes its block number `blocks`, or leaves.
 
     The leader's blocks before that are in use, so they cannot be dropped; as long as it computes the last of them, it
     computes the next one that the follower lacks.
@@ -150,7 +151,7 @@ def is_lasting(
     held could be dropped, and then another one would lead), and if somebody is about to take the states.
     """
     digests = deferral.request.digests
-    digest = digests[deferral.until // block_size - 1]
+    digest = digests[blocks - 1]
     is_computed = pending_blocks.computes(leader.request_id, digest)
     if cache.states is None:
         return is_computed
@@ -171,10 +172,10 @@ def put_to_sleep(
     leaders = {request.request_id: request for request in queues.running}
     for deferral in deferrals:
         request = deferral.request
-        if deferral.until is None or queues.waiting.is_asleep(request):
+        if deferral.until is None or deferral.wait_for is None or queues.waiting.is_asleep(request):
             continue
-        if is_lasting(deferral, leaders[deferral.wait_for], block_size, cache, pending_blocks):
-            blocks = deferral.until // block_size
+        blocks = deferral.until // block_size
+        if is_lasting(deferral, leaders[deferral.wait_for], blocks, cache, pending_blocks):
             queues.waiting.sleep(request, deferral.wait_for, request.digests[blocks - 1], blocks)
 
 

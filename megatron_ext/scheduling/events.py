@@ -34,6 +34,6 @@ class Event:
         """An event that happens at this moment."""
         return cls(event_type, time.monotonic(), payload)
 
-    def to_dict(self) -> dict:
+    def to_dict(self) -> dict[str, object]:
         """As in the JSON output."""
         return {"type": self.type.name, "timestamp": self.timestamp, "payload": self.payload}

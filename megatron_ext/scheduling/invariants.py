@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from megatron_ext.prefix_cache.block_pool import BlockId
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.scheduling.live_slots import LiveSlots
 from megatron_ext.scheduling.plan import SchedulerLimits
@@ -14,7 +15,7 @@ from megatron_ext.scheduling.request import Request
 def check_ownership(queues: Queues, limits: SchedulerLimits, cache: PrefixCache, live_slots: LiveSlots) -> None:
     """Assert that every block, slot and reservation is owned as the requests say, and that queues are sound."""
     held = Counter(block for request in queues for block in request.block_table)
-    for block in range(cache.pool.total):
+    for block in map(BlockId, range(cache.pool.total)):
         assert cache.pool.references(block) == held[block], f"block {block}: references and tables disagree"
     _check_reservations(queues, cache)
     slots = [request.sequence.live_slot for request in queues]

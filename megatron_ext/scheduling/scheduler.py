@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from megatron_ext.config import EvictionPolicyName
 from megatron_ext.prefix_cache.block_pool import BlockPool
 from megatron_ext.prefix_cache.cache import PrefixCache
+from megatron_ext.prefix_cache.state_index import StateIndex
 from megatron_ext.scheduling.accounting import general_reason
 from megatron_ext.scheduling.ahead import AheadHashing
 from megatron_ext.scheduling.chunk import Chunk
@@ -57,6 +58,11 @@ class Scheduler:
     def blocks(self) -> BlockPool:
         """The pool under the cache."""
         return self.cache.pool
+
+    @property
+    def _states(self) -> StateIndex:
+        assert self.cache.states is not None, "snapshots of a model without recurrent layers"
+        return self.cache.states
 
     def add(self, request: Request) -> None:
         """Let an admissible request wait for its turn."""
@@ -109,7 +115,7 @@ class Scheduler:
         sequence.computed_end = admission.chunk.start
         sequence.restore = admission.restore
         if admission.restore is not None:
-            self.cache.states.consume(admission.restore.digest)
+            self._states.consume(admission.restore.digest)
         sequence.shared_end = len(matched) * self.limits.block_size
         sequence.published_blocks = len(matched)
         sequence.cache_epoch = self.cache.epoch
@@ -139,7 +145,7 @@ class Scheduler:
         """Slots for the states that the step's plan wants, all at once; what finds none is left out."""
         if not wanted:
             return
-        for one, slot in zip(wanted, self.cache.states.reserve_all(wanted), strict=True):
+        for one, slot in zip(wanted, self._states.reserve_all(wanted), strict=True):
             if slot is not None:
                 one.request.sequence.snapshots.append(Snapshot(one.position, one.digest, slot))
                 if one.is_optional:
@@ -194,7 +200,7 @@ class Scheduler:
             return
         for snapshot in sequence.snapshots:
             if snapshot.position <= sequence.computed_end:
-                self.cache.states.commit(snapshot.digest)
+                self._states.commit(snapshot.digest)
                 self.queues.waiting.published(snapshot.digest)
         sequence.snapshots = [one for one in sequence.snapshots if one.position > sequence.computed_end]
 
@@ -266,7 +272,7 @@ class Scheduler:
         self.queues.waiting.forsaken(request.request_id)
         blocks, snapshots, live_slot = request.sequence.lose_all()
         for snapshot in snapshots:
-            self.cache.states.cancel(snapshot.digest)
+            self._states.cancel(snapshot.digest)
             self.queues.waiting.cancelled(snapshot.digest)
         self.cache.release(blocks)
         if live_slot is not None:

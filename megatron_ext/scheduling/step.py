@@ -118,6 +118,7 @@ def describe_step(chunks: Iterable[Chunk], block_size: int) -> ScheduledStep:
 
 def _describe(chunk: Chunk, block_size: int) -> ScheduledChunk:
     request, sequence = chunk.request, chunk.request.sequence
+    assert sequence.live_slot is not None, f"request {request.request_id} runs and has no live slot"
     return ScheduledChunk(
         request_id=request.request_id,
         token_ids=tuple(sequence.tokens[chunk.start : chunk.end]),

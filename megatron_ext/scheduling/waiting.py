@@ -13,12 +13,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from megatron_ext.prefix_cache.hash_chain import Digest
 from megatron_ext.scheduling.request import Request
 
 _ARRIVAL = attrgetter("arrival")
+Key = TypeVar("Key", Digest, int)
 
 
 class Keeper(Protocol):
@@ -180,10 +181,8 @@ class WaitingQueue:
 
     def _take_out(self, request: Request) -> None:
         hope = self._hopes[request]
-        for table, key in ((self._sleepers, hope.digest), (self._followers, hope.leader)):
-            del table[key][request]
-            if not table[key]:
-                del table[key]
+        _take_from(self._sleepers, hope.digest, request)
+        _take_from(self._followers, hope.leader, request)
 
     def check(self) -> None:
         """Assert that everybody is awake or asleep, and that the indexes and the keeper know the same sleepers."""
@@ -201,6 +200,12 @@ class WaitingQueue:
         if self._keeper is not None:
             hoped = Counter(hope.digest for hope in self._hopes.values())
             assert hoped == self._keeper.wanted(), "kept for nobody, or not kept"
+
+
+def _take_from(table: dict[Key, dict[Request, None]], key: Key, request: Request) -> None:
+    del table[key][request]
+    if not table[key]:
+        del table[key]
 
 
 class Line:
