@@ -20,7 +20,7 @@ from megatron_ext.config import RequestParams
 from megatron_ext.config.embedded import EMBEDDED_MODEL_DIR
 from megatron_ext.offline.prompts import example_prompts
 from megatron_ext.scheduling.request import Request
-from megatron_ext.server.progress import Ticket, Updates
+from megatron_ext.server.progress import RequestHandle, Updates
 from megatron_ext.server.sampling import Job
 from megatron_ext.text.stop_words import StopWordMatcher
 from megatron_ext.text.stream import TextStream
@@ -106,15 +106,15 @@ def grow(request: Request, token: int, *, scores: bool) -> None:
 
 
 def handed_over(*, scores: bool) -> Step:
-    """From the engine's thread to the event loop's ticket, appending included."""
+    """From the engine's thread to the event loop's handle, appending included."""
     request, updates = make_request(), Updates(_raise)
     updates.watch([request.request_id])
-    ticket = Ticket(request.request_id, Job(request.prompt_tokens, request.params))
+    handle = RequestHandle(request.request_id, Job(request.prompt_tokens, request.params))
 
     def step(token: int) -> None:
         grow(request, token, scores=scores)
         for update in updates.of([request]).values():
-            ticket.take(update)
+            handle.take(update)
 
     return step
 

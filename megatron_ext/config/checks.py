@@ -21,9 +21,19 @@ def flag_of(field: str) -> str:
     return "--" + field.replace("_", "-")
 
 
-def flag(default: T, help_text: str) -> T:
-    """A dataclass field that is a flag of its own name, told about in `--help`."""
-    return dataclasses.field(default=default, metadata={"help": help_text})
+def flag(default: T, help_text: str, *, most: int | None = None) -> T:
+    """A dataclass field that is a flag of its own name, told about in `--help`; `most` as in `bounded`."""
+    return dataclasses.field(default=default, metadata={"help": help_text, "most": most})
+
+
+def bounded(default: T, most: int) -> T:
+    """A dataclass field whose value may be at most `most`, where that is another number than for all sizes."""
+    return dataclasses.field(default=default, metadata={"most": most})
+
+
+def bounds_of(config: type) -> dict[str, int]:
+    """Fields with a bound of their own."""
+    return {one.name: one.metadata["most"] for one in dataclasses.fields(config) if one.metadata.get("most")}
 
 
 def flags_of(config: type) -> dict[str, str]:

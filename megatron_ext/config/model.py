@@ -5,21 +5,19 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from megatron_ext.config.checks import flag_of, require
+from megatron_ext.config.checks import bounds_of, flag_of, require
 from megatron_ext.config.layers.attention import check_attention
 from megatron_ext.config.layers.mlp import check_mlp
 from megatron_ext.config.layers.moe import MoeFields, check_moe
 from megatron_ext.config.layers.positions import PositionFields, check_positions
 from megatron_ext.config.layers.stack import check_norms
 from megatron_ext.config.recurrent import RECURRENT_KINDS, RecurrentFields, RecurrentKind
-from megatron_ext.config.recurrent.mamba1 import check_inner_norm
 
 LAYER_SYMBOLS = {"M": "recurrent", "*": "attention", "-": "MLP", "E": "MoE"}
 RECURRENT_LAYERS = tuple(RECURRENT_KINDS)
 # What no model comes near to. Who writes more makes a mistake, or wants it to be computed with (SE-1).
 MOST_LAYERS = 4096
 LARGEST_SIZE = 2**24  # of every dimension and count
-_LARGEST = {"rotary_base": 2**53, "mamba_conv_kernel": 1024, "linear_conv_kernel_dim": 1024}  # where it is another
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,9 @@ class ModelConfig(PositionFields, MoeFields, RecurrentFields):
             self.recurrent.check(self)
         check_moe(self, self.hybrid_override_pattern)
         check_norms(self)
-        check_inner_norm(self)
+        for known in RECURRENT_KINDS.values():
+            if known.check_values is not None:
+                known.check_values(self)
         check_mlp(self)
 
     def _check_pattern(self) -> None:
@@ -67,10 +67,11 @@ class ModelConfig(PositionFields, MoeFields, RecurrentFields):
         )
 
     def _check_sizes(self) -> None:
+        bounds = bounds_of(type(self))
         for name, value in self.to_dict().items():
             if not isinstance(value, int) or isinstance(value, bool):
                 continue
-            largest = _LARGEST.get(name, LARGEST_SIZE)
+            largest = bounds.get(name, LARGEST_SIZE)
             require(value <= largest, f"{flag_of(name)} {_digits(value)} is too large; at most {largest} would do")
             require(value > 0, f"{flag_of(name)} {_digits(value)} must be positive")
 

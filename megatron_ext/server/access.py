@@ -11,9 +11,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from megatron_ext.scheduling.record import Status
 from megatron_ext.server.answers import Reply
-from megatron_ext.server.engine_loop import Exchange
+from megatron_ext.server.engine_loop import HttpExchange
 from megatron_ext.server.log import printable
-from megatron_ext.server.progress import Ticket
+from megatron_ext.server.progress import RequestHandle
 
 logger = logging.getLogger(__name__)
 
@@ -25,13 +25,13 @@ UNKNOWN = "-"
 _KEY = "access_log_answer"
 
 
-def note_answer(state: State, reply: Reply, exchange: Exchange) -> None:
+def note_answer(state: State, reply: Reply, exchange: HttpExchange) -> None:
     """Tell the line of this request what belongs to it.
 
     Args:
         state: The request's own (`Request.state`).
         reply: With the answer's id, and choices a prompt.
-        exchange: With the tickets, prompt by prompt.
+        exchange: With the handles, prompt by prompt.
     """
     setattr(state, _KEY, (reply, exchange))
 
@@ -91,28 +91,28 @@ class _Line:
         )
 
 
-def _answered(answer: tuple[Reply, Exchange] | None) -> tuple[str, str]:
+def _answered(answer: tuple[Reply, HttpExchange] | None) -> tuple[str, str]:
     """The id of the answer, and its counts as text; a prompt of several choices counts once."""
     if answer is None:
         return UNKNOWN, ""
     reply, exchange = answer
-    tickets, firsts = exchange.tickets, exchange.tickets[:: reply.choices]
+    handles, firsts = exchange.handles, exchange.handles[:: reply.choices]
     skipped = _sum(None if one.record is None else one.record.skipped_prefill_token_count for one in firsts)
-    generated = _sum(_generated(one) for one in tickets)
-    times = [one.record.ttft for one in tickets if one.record is not None and one.record.ttft is not None]
+    generated = _sum(_generated(one) for one in handles)
+    times = [one.record.ttft for one in handles if one.record is not None and one.record.ttft is not None]
     ttft = f"{min(times):.3f}" if times else UNKNOWN
-    failures = sum(one.error is not None or _has_failed(one) for one in tickets)
+    failures = sum(one.error is not None or _has_failed(one) for one in handles)
     failed = f" failed={failures}" if failures else ""
     prompt = sum(len(one.job.tokens) for one in firsts)
     return reply.id, f" prompt={prompt} skipped={skipped} generated={generated} ttft={ttft}{failed}"
 
 
-def _has_failed(ticket: Ticket) -> bool:
-    return ticket.record is not None and ticket.record.status is Status.FAILED
+def _has_failed(handle: RequestHandle) -> bool:
+    return handle.record is not None and handle.record.status is Status.FAILED
 
 
-def _generated(ticket: Ticket) -> int | None:
-    source = ticket.record or ticket.progress
+def _generated(handle: RequestHandle) -> int | None:
+    source = handle.record or handle.progress
     return None if source is None else len(source.generated_tokens)
 
 

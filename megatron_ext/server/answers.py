@@ -11,7 +11,7 @@ from typing import Protocol
 
 from megatron_ext.scheduling.record import RequestRecord, Status
 from megatron_ext.server.errors import FAULT, ApiError
-from megatron_ext.server.progress import Progress, Ticket
+from megatron_ext.server.progress import Progress, RequestHandle
 from megatron_ext.text.detokenizer import INCOMPLETE
 from megatron_ext.text.vocabulary import Vocabulary
 
@@ -43,15 +43,15 @@ def prompt_scores(source: Progress | RequestRecord) -> list[Scored]:
     return [Scored(tokens[0], None, {}), *(Scored(*one) for one in zip(tokens[1:], log_probs, best, strict=True))]
 
 
-def finished(ticket: Ticket) -> RequestRecord:
-    """The record of a ticket that has ended well.
+def finished(handle: RequestHandle) -> RequestRecord:
+    """The record of a handle that has ended well.
 
     Raises:
         ApiError: It has not.
     """
-    if ticket.error is not None:
-        raise ticket.error
-    record = ticket.record
+    if handle.error is not None:
+        raise handle.error
+    record = handle.record
     assert record is not None, "the request has not ended"
     if record.status is Status.FAILED:
         error = record.error or "the request failed"

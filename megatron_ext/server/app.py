@@ -31,7 +31,7 @@ from megatron_ext.server.metrics import Metrics
 from megatron_ext.server.origins import OriginGate
 from megatron_ext.server.page import PAGE, PAGE_HEADERS
 from megatron_ext.server.protocol import ChatRequest, CompletionRequest, GenerationRequest, Message
-from megatron_ext.server.sampling import Job, Room, chat_jobs, check_count, completion_jobs
+from megatron_ext.server.sampling import Job, PromptLimits, chat_jobs, check_count, completion_jobs
 from megatron_ext.server.streaming import EventStream, events, unless_gone
 from megatron_ext.server.texts import TextEncoder
 from megatron_ext.text.tokenizer import Tokenizer
@@ -68,7 +68,7 @@ class Serving:
         self.chat = ChatFormat(self.tokenizer, parse_control=self.settings.chat_control_tokens == "parse")
         geometry = self.engine.geometry
         longest = self.engine.context.max_sequence_length
-        self.room = Room(longest, geometry.blocks * geometry.block_size_tokens)
+        self.prompt_limits = PromptLimits(longest, geometry.blocks * geometry.block_size_tokens)
         self.texts = TextEncoder(self.tokenizer, self.engine.controller.tokenize_prompt, longest)
 
     async def tokenize_chat(self, messages: Sequence[Message]) -> list[int]:
@@ -101,7 +101,7 @@ class Serving:
             "object": "model",
             "created": self.created,
             "owned_by": "megatron_ext",
-            "max_model_len": self.room.sequence,
+            "max_model_len": self.prompt_limits.sequence,
         }
 
 
@@ -135,17 +135,17 @@ async def _serving(request: Request) -> Serving:  # without `async` FastAPI call
     return request.app.state.serving
 
 
-Here = Annotated[Serving, Depends(_serving)]
+ServerDependency = Annotated[Serving, Depends(_serving)]
 
 
 @router.get("/v1/models")
-async def list_models(serving: Here) -> dict[str, object]:
+async def list_models(serving: ServerDependency) -> dict[str, object]:
     """The one model."""
     return {"object": "list", "data": [serving.describe()]}
 
 
 @router.get("/v1/models/{model:path}")
-async def retrieve_model(model: str, serving: Here) -> dict[str, object]:
+async def retrieve_model(model: str, serving: ServerDependency) -> dict[str, object]:
     """The model by its name."""
     if model != serving.model:
         raise unknown_model(model, serving.model)
@@ -153,13 +153,13 @@ async def retrieve_model(model: str, serving: Here) -> dict[str, object]:
 
 
 @router.post("/v1/completions")
-async def create_completion(body: CompletionRequest, request: Request, serving: Here) -> Response:
+async def create_completion(body: CompletionRequest, request: Request, serving: ServerDependency) -> Response:
     """Go on with one or several prompts."""
     serving.check_model(body)
     choices = body.n or 1
     check_count(len(body.prompts), choices, serving.loop.capacity)
     prompts = [await serving.texts.encode(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompts]
-    jobs = completion_jobs(body, prompts, serving.room)
+    jobs = completion_jobs(body, prompts, serving.prompt_limits)
     echoes = None
     if body.echo:
         texts = [
@@ -174,12 +174,12 @@ async def create_completion(body: CompletionRequest, request: Request, serving: 
 
 
 @router.post("/v1/chat/completions")
-async def create_chat_completion(body: ChatRequest, request: Request, serving: Here) -> Response:
+async def create_chat_completion(body: ChatRequest, request: Request, serving: ServerDependency) -> Response:
     """Answer in a conversation."""
     serving.check_model(body)
     check_count(1, body.n or 1, serving.loop.capacity)
     prompt = await serving.tokenize_chat(body.messages)
-    jobs = chat_jobs(body, prompt, serving.room, serving.chat)
+    jobs = chat_jobs(body, prompt, serving.prompt_limits, serving.chat)
     reply = ChatReply(serving.model, serving.vocabulary, body.n or 1, has_scores=bool(body.logprobs))
     return await _answer(request, serving, body, jobs, reply)
 
@@ -194,8 +194,8 @@ async def _answer(
     note_answer(request.state, reply, exchange)
     try:
         await unless_gone(request.receive, exchange.started() if body.stream else exchange.ended())
-        ended = [ticket for ticket in exchange.tickets if ticket.record or ticket.error]
-        records = [finished(ticket) for ticket in ended]
+        ended = [handle for handle in exchange.handles if handle.record or handle.error]
+        records = [finished(handle) for handle in ended]
     except BaseException:
         exchange.abort()
         raise
@@ -210,7 +210,7 @@ def _json(content: object) -> Response:
 
 
 @router.get("/health")
-async def health(serving: Here) -> JSONResponse:
+async def health(serving: ServerDependency) -> JSONResponse:
     """200 while the engine steps without failing."""
     is_healthy = serving.loop.is_healthy
     body = {"status": "ok" if is_healthy else "failing", "errors": serving.loop.error_count}
@@ -218,19 +218,19 @@ async def health(serving: Here) -> JSONResponse:
 
 
 @router.get("/metrics")
-async def metrics(serving: Here) -> Response:
+async def metrics(serving: ServerDependency) -> Response:
     """For Prometheus."""
     return Response(serving.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 @router.get("/metrics/history")
-async def metrics_history(serving: Here, since: float = 0.0) -> dict[str, object]:
+async def metrics_history(serving: ServerDependency, since: float = 0.0) -> dict[str, object]:
     """The last ten minutes of the metrics, or what came since then, and how it is now."""
     return serving.describe_server() | serving.history.since(since)
 
 
 @router.get("/prefix_cache")
-async def prefix_cache(serving: Here) -> dict[str, object]:
+async def prefix_cache(serving: ServerDependency) -> dict[str, object]:
     """What the cache holds: sizes, use, and the hottest prefixes as digests. Never text."""
     return await serving.loop.call(_describe_cache, serving.engine)
 
@@ -248,7 +248,7 @@ def _describe_cache(engine: InferenceEngine) -> dict[str, object]:
 
 
 @router.post("/reset_prefix_cache")
-async def reset_prefix_cache(serving: Here) -> dict[str, object]:
+async def reset_prefix_cache(serving: ServerDependency) -> dict[str, object]:
     """Empty the cache; requests in flight go on, and leave nothing in it."""
     return {"occupancy": await serving.loop.reset_prefix_cache()}
 

@@ -24,7 +24,7 @@ from megatron_ext.scheduling.record import RequestRecord, Status
 from megatron_ext.scheduling.request import Request
 from megatron_ext.server.errors import ApiError, engine_fault, overloaded, shutting_down
 from megatron_ext.server.metrics import Metrics
-from megatron_ext.server.progress import Ticket, TokenClock, Update, Updates
+from megatron_ext.server.progress import RequestHandle, TokenClock, Update, Updates
 from megatron_ext.server.sampling import Job
 
 Result = TypeVar("Result")
@@ -35,36 +35,36 @@ LONGEST_RETRY = 60  # seconds
 
 
 @dataclass(eq=False)
-class Exchange:
-    """The tickets of one HTTP request."""
+class HttpExchange:
+    """The handles of one HTTP request."""
 
-    tickets: list[Ticket]
+    handles: list[RequestHandle]
     is_streamed: bool
     loop: EngineLoop
-    news: asyncio.Event = field(default_factory=asyncio.Event)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def started(self) -> None:
-        """Wait until some ticket has progress, or has ended."""
-        while not any(ticket.progress or ticket.record or ticket.error for ticket in self.tickets):
-            await self.next_news()
+        """Wait until some handle has progress, or has ended."""
+        while not any(handle.progress or handle.record or handle.error for handle in self.handles):
+            await self.next_update()
 
     async def ended(self) -> None:
-        """Wait until all tickets have ended."""
-        while not all(ticket.record or ticket.error for ticket in self.tickets):
-            await self.next_news()
+        """Wait until all handles have ended."""
+        while not all(handle.record or handle.error for handle in self.handles):
+            await self.next_update()
 
-    async def next_news(self) -> None:
-        """Wait until something has happened to some ticket since the last call."""
-        await self.news.wait()
-        self.news.clear()
+    async def next_update(self) -> None:
+        """Wait until something has happened to some handle since the last call."""
+        await self.changed.wait()
+        self.changed.clear()
 
     def abort(self) -> None:
-        """Free whatever the tickets that have not ended own; returns at once."""
-        self.loop.abort([ticket for ticket in self.tickets if not (ticket.record or ticket.error)])
+        """Free whatever the handles that have not ended own; returns at once."""
+        self.loop.abort([handle for handle in self.handles if not (handle.record or handle.error)])
 
 
 @dataclass(frozen=True)
-class _StepNews:
+class _StepOutcome:
     """What a step did to requests that the event loop knows."""
 
     updates: dict[int, Update]
@@ -74,7 +74,7 @@ class _StepNews:
 
     @property
     def request_ids(self) -> list[int]:
-        """Of all requests that there is news of."""
+        """Of all requests that there is something of."""
         return [*self.updates, *(record.request_id for record in self.records)]
 
 
@@ -98,7 +98,7 @@ class EngineLoop:
         self._steps = asyncio.new_event_loop()  # the engine thread's own; another engine steps on another one
         engine.use_loop(self._steps)
         self._thread = ThreadPoolExecutor(1, "engine", _use_device, (device,))
-        self._exchanges: dict[int, tuple[Ticket, Exchange]] = {}  # by request id
+        self._exchanges: dict[int, tuple[RequestHandle, HttpExchange]] = {}  # by request id
         self._ids = itertools.count()
         self._work = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -142,7 +142,7 @@ class EngineLoop:
         """Requests that have not ended."""
         return len(self._exchanges)
 
-    async def submit(self, jobs: Sequence[Job], *, is_streamed: bool) -> Exchange:
+    async def submit(self, jobs: Sequence[Job], *, is_streamed: bool) -> HttpExchange:
         """Hand requests to the engine, all or none.
 
         Raises:
@@ -150,14 +150,14 @@ class EngineLoop:
             ConfigError: A prompt or setting that makes no sense.
         """
         self._check_room(len(jobs))
-        exchange = Exchange([Ticket(next(self._ids), job) for job in jobs], is_streamed, self)
-        for ticket in exchange.tickets:
-            self._exchanges[ticket.request_id] = ticket, exchange
+        exchange = HttpExchange([RequestHandle(next(self._ids), job) for job in jobs], is_streamed, self)
+        for handle in exchange.handles:
+            self._exchanges[handle.request_id] = handle, exchange
         self._work.set()
         try:
             await self.call(self._add, exchange)
         except Exception:
-            self._forget(exchange.tickets)
+            self._forget(exchange.handles)
             raise
         except BaseException:  # cancelled, and the engine may have taken them
             exchange.abort()
@@ -172,20 +172,20 @@ class EngineLoop:
             mean = sum(self._latencies) / len(self._latencies) if self._latencies else 1
             raise overloaded(self.living, self.capacity, min(LONGEST_RETRY, max(1, math.ceil(mean))))
 
-    def abort(self, tickets: Iterable[Ticket]) -> None:
+    def abort(self, handles: Iterable[RequestHandle]) -> None:
         """Free at once, that is when the step in flight has ended, whatever these requests own."""
-        ids = [ticket.request_id for ticket in tickets]
+        ids = [handle.request_id for handle in handles]
         if ids and not self._is_closed:
             self._thread.submit(self._observed, self._abort, (ids,))
 
     def give_up(self, error: ApiError) -> None:
         """End all requests with an error."""
         ended = list(self._exchanges.values())
-        self.abort(ticket for ticket, _ in ended)
-        self._forget(ticket for ticket, _ in ended)
-        for ticket, exchange in ended:
-            ticket.error = error
-            exchange.news.set()
+        self.abort(handle for handle, _ in ended)
+        self._forget(handle for handle, _ in ended)
+        for handle, exchange in ended:
+            handle.error = error
+            exchange.changed.set()
 
     async def call(self, function: Callable[..., Result], *arguments: object) -> Result:
         """Call something with the engine's thread, between two steps."""
@@ -202,17 +202,17 @@ class EngineLoop:
                 self._work.clear()
             await self._work.wait()
             try:
-                news = await self.call(self._step)
+                outcome = await self.call(self._step)
             except Exception as error:
                 self._note_failed_step(error)
                 continue
             self._failures = 0
-            self.is_healthy = self.is_healthy or news.has_computed
-            self._has_more = news.has_more
+            self.is_healthy = self.is_healthy or outcome.has_computed
+            self._has_more = outcome.has_more
             try:
-                self._deliver(news)
+                self._deliver(outcome)
             except Exception as error:
-                self._fail(news.request_ids, error)
+                self._fail(outcome.request_ids, error)
 
     def _note_failed_step(self, error: Exception) -> None:
         """Its requests wait for the next one; after several in a row all are given up."""
@@ -225,29 +225,29 @@ class EngineLoop:
             self.give_up(engine_fault(error))
             self._failures, self._has_more = 0, True  # one more step, to close the engine's books on them
 
-    def _deliver(self, news: _StepNews) -> None:
-        for request_id, update in news.updates.items():
+    def _deliver(self, outcome: _StepOutcome) -> None:
+        for request_id, update in outcome.updates.items():
             self._hand_over(request_id, update)
-        for record in news.records:
+        for record in outcome.records:
             self._hand_over(record.request_id, record)
             with self._faults.absorbed("the metrics of a request"):
                 self._metrics.observe(record)
                 self._latencies.append(record.latency)
 
-    def _hand_over(self, request_id: int, news: Update | RequestRecord) -> None:
-        """Let a ticket have its news; what fails here ends this request only."""
+    def _hand_over(self, request_id: int, update: Update | RequestRecord) -> None:
+        """Let a handle have its update; what fails here ends this request only."""
         if request_id not in self._exchanges:
             return
-        ticket, exchange = self._exchanges[request_id]
+        handle, exchange = self._exchanges[request_id]
         try:
-            if isinstance(news, RequestRecord):
-                ticket.record = news
-                self._forget([ticket])
+            if isinstance(update, RequestRecord):
+                handle.record = update
+                self._forget([handle])
             else:
-                ticket.take(news)
-            exchange.news.set()
+                handle.take(update)
+            exchange.changed.set()
         except Exception as error:
-            self._exchanges[request_id] = ticket, exchange
+            self._exchanges[request_id] = handle, exchange
             self._fail([request_id], error)
 
     def _fail(self, request_ids: Iterable[int], error: Exception) -> None:
@@ -255,15 +255,15 @@ class EngineLoop:
         self._faults.note("a delivery", error)
         for request_id in request_ids:
             if request_id in self._exchanges:
-                ticket, exchange = self._exchanges[request_id]
-                self._forget([ticket])
-                ticket.error = engine_fault(error)
-                self.abort([ticket])
-                exchange.news.set()
+                handle, exchange = self._exchanges[request_id]
+                self._forget([handle])
+                handle.error = engine_fault(error)
+                self.abort([handle])
+                exchange.changed.set()
 
-    def _forget(self, tickets: Iterable[Ticket]) -> None:
-        for ticket in tickets:
-            self._exchanges.pop(ticket.request_id, None)
+    def _forget(self, handles: Iterable[RequestHandle]) -> None:
+        for handle in handles:
+            self._exchanges.pop(handle.request_id, None)
 
     # Called by the engine thread
 
@@ -274,12 +274,12 @@ class EngineLoop:
             with self._engine.faults.absorbed("the metrics of the engine"):
                 self._metrics.state = self._engine.statistics()
 
-    def _add(self, exchange: Exchange) -> None:
+    def _add(self, exchange: HttpExchange) -> None:
         ids = []
         try:
-            for ticket in exchange.tickets:
-                self._engine.add_request(ticket.request_id, ticket.job.tokens, ticket.job.params)
-                ids.append(ticket.request_id)
+            for handle in exchange.handles:
+                self._engine.add_request(handle.request_id, handle.job.tokens, handle.job.params)
+                ids.append(handle.request_id)
         except Exception:
             self._abort(ids)
             raise
@@ -295,7 +295,7 @@ class EngineLoop:
             except Exception as error:
                 self._engine.faults.note(f"the end of request {request_id}", error)
 
-    def _step(self) -> _StepNews:
+    def _step(self) -> _StepOutcome:
         result = self._engine.step_modern()
         records = result["finished_request_records"]
         active = [self._engine.get_request(request_id) for request_id in result["active_request_ids"]]
@@ -304,7 +304,7 @@ class EngineLoop:
         self._updates.forget(record.request_id for record in records)
         has_computed = bool(active) or any(record.status is Status.COMPLETED for record in records)
         updates = self._updates.of(active)
-        return _StepNews(updates, records, has_computed, self._engine.has_unfinished_requests())
+        return _StepOutcome(updates, records, has_computed, self._engine.has_unfinished_requests())
 
     def _observe_tokens(self, active: Sequence[Request], records: Sequence[RequestRecord]) -> None:
         counts = {request.request_id: request.generated_count for request in active}

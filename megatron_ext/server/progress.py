@@ -105,7 +105,7 @@ class Updates:
 
 
 @dataclass(eq=False)
-class Ticket:
+class RequestHandle:
     """A request in the engine, as the event loop sees it."""
 
     request_id: int

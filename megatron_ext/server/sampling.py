@@ -26,7 +26,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Room:
+class PromptLimits:
     """Tokens that a sequence can have: the engine's limit, and what the whole KV pool holds."""
 
     sequence: int
@@ -48,7 +48,7 @@ def check_count(prompts: int, choices: int, most: int) -> None:
         raise too_many_requests(prompts, choices, most)
 
 
-def completion_jobs(body: CompletionRequest, prompts: Sequence[Sequence[int]], room: Room) -> list[Job]:
+def completion_jobs(body: CompletionRequest, prompts: Sequence[Sequence[int]], limits: PromptLimits) -> list[Job]:
     """The choices of each prompt, prompt by prompt.
 
     Raises:
@@ -58,10 +58,10 @@ def completion_jobs(body: CompletionRequest, prompts: Sequence[Sequence[int]], r
     echoes_scores = bool(body.echo) and body.logprobs is not None
     settings = _common(body) | _scores(body.logprobs, with_prompt=echoes_scores)
     count = body.max_tokens or COMPLETION_TOKENS
-    return [job for prompt in prompts for job in _jobs(body, prompt, count, settings, room)]
+    return [job for prompt in prompts for job in _jobs(body, prompt, count, settings, limits)]
 
 
-def chat_jobs(body: ChatRequest, prompt: Sequence[int], room: Room, chat: ChatFormat) -> list[Job]:
+def chat_jobs(body: ChatRequest, prompt: Sequence[int], limits: PromptLimits, chat: ChatFormat) -> list[Job]:
     """The choices of a conversation.
 
     Raises:
@@ -72,13 +72,15 @@ def chat_jobs(body: ChatRequest, prompt: Sequence[int], room: Room, chat: ChatFo
     if not body.ignore_eos:
         settings["termination_id"] = chat.end_of_turn
         settings["stop_words"] += chat.other_ends
-    rest = max(1, min(room.sequence, room.pool) - len(prompt))
-    return _jobs(body, prompt, body.max_completion_tokens or body.max_tokens or rest, settings, room)
+    rest = max(1, min(limits.sequence, limits.pool) - len(prompt))
+    return _jobs(body, prompt, body.max_completion_tokens or body.max_tokens or rest, settings, limits)
 
 
-def _jobs(body: GenerationRequest, prompt: Sequence[int], count: int, settings: FieldValues, room: Room) -> list[Job]:
-    if len(prompt) + count > room.sequence:
-        raise context_exceeded(len(prompt), count, room.sequence)
+def _jobs(
+    body: GenerationRequest, prompt: Sequence[int], count: int, settings: FieldValues, limits: PromptLimits
+) -> list[Job]:
+    if len(prompt) + count > limits.sequence:
+        raise context_exceeded(len(prompt), count, limits.sequence)
     seeds = [None if body.seed is None else body.seed + choice for choice in range(body.n or 1)]
     tokens = tuple(prompt)
     return [Job(tokens, RequestParams(num_tokens_to_generate=count, seed=seed, **settings)) for seed in seeds]

@@ -11,9 +11,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from megatron_ext.server.answers import Reply, Scored, finished, generated_scores, usage
-from megatron_ext.server.engine_loop import Exchange
+from megatron_ext.server.engine_loop import HttpExchange
 from megatron_ext.server.errors import ApiError, ClientGone, engine_fault
-from megatron_ext.server.progress import Ticket
+from megatron_ext.server.progress import RequestHandle
 from megatron_ext.text.stream import TextStream
 
 logger = logging.getLogger(__name__)
@@ -29,11 +29,11 @@ def event(content: dict[str, object]) -> bytes:
 class _ChoiceStream:
     """The parts of one choice."""
 
-    def __init__(self, index: int, ticket: Ticket, reply: Reply, detokenize: Callable[..., str]) -> None:
+    def __init__(self, index: int, handle: RequestHandle, reply: Reply, detokenize: Callable[..., str]) -> None:
         self._index = index
-        self.ticket = ticket
+        self.handle = handle
         self._reply = reply
-        self._text = TextStream(ticket.job.params.stop_words, detokenize)
+        self._text = TextStream(handle.job.params.stop_words, detokenize)
         self._is_open = False
         self._seen = 0  # tokens
         self._scores: list[Scored] = []  # of tokens whose text is held back
@@ -45,7 +45,7 @@ class _ChoiceStream:
         Raises:
             ApiError: The request has failed.
         """
-        source = finished(self.ticket) if self.ticket.record or self.ticket.error else self.ticket.progress
+        source = finished(self.handle) if self.handle.record or self.handle.error else self.handle.progress
         if source is None or self.is_ended:
             return
         if not self._is_open:
@@ -55,7 +55,7 @@ class _ChoiceStream:
                 yield opening
         self._scores += generated_scores(source, self._seen)
         seen, self._seen = self._seen, len(source.generated_tokens)
-        if source is self.ticket.record:
+        if source is self.handle.record:
             self.is_ended = True
             yield self._part(self._text.finish(source.generated_text), source.finish_reason)
             return
@@ -69,12 +69,12 @@ class _ChoiceStream:
 
 
 async def events(
-    exchange: Exchange, reply: Reply, detokenize: Callable[..., str], *, with_usage: bool
+    exchange: HttpExchange, reply: Reply, detokenize: Callable[..., str], *, with_usage: bool
 ) -> AsyncIterator[bytes]:
     """The events of an answer; what goes wrong on the way is the last one."""
     usage_so_far = {"usage": None} if with_usage else {}
     envelope = reply.envelope(is_part=True)
-    streams = [_ChoiceStream(i, ticket, reply, detokenize) for i, ticket in enumerate(exchange.tickets)]
+    streams = [_ChoiceStream(i, handle, reply, detokenize) for i, handle in enumerate(exchange.handles)]
     try:
         while True:
             for stream in streams:
@@ -82,7 +82,7 @@ async def events(
                     yield event(envelope | {"choices": [part]} | usage_so_far)
             if all(stream.is_ended for stream in streams):
                 break
-            await exchange.next_news()
+            await exchange.next_update()
     except ApiError as error:
         yield event(error.to_dict())
         return
@@ -91,7 +91,7 @@ async def events(
         yield event(engine_fault(error).to_dict())
         return
     if with_usage:
-        records = [finished(ticket) for ticket in exchange.tickets]
+        records = [finished(handle) for handle in exchange.handles]
         yield event(envelope | {"choices": [], "usage": usage(reply, records)})
     yield DONE
 
@@ -106,7 +106,7 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, exchange: Exchange, source: AsyncIterator[bytes]) -> None:
+    def __init__(self, exchange: HttpExchange, source: AsyncIterator[bytes]) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._exchange = exchange

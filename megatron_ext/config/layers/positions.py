@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from megatron_ext.config.checks import require
+from megatron_ext.config.checks import bounded, require
 from megatron_ext.config.layers.attention import AttentionFields
 
 POSITION_EMBEDDINGS = ("none", "rope", "learned_absolute")
@@ -16,7 +16,7 @@ class PositionFields(AttentionFields):
     """Of position embeddings, which rotate attention heads or are added to the tokens'."""
 
     position_embedding_type: str = "none"
-    rotary_base: int = 10000
+    rotary_base: int = bounded(10000, most=2**53)
     rotary_percent: float = 1.0
     use_rope_scaling: bool = False  # of long wavelengths, as Llama 3.1 does it
     rope_scaling_factor: float = 8.0

@@ -20,7 +20,7 @@ class GatedDeltaNetFields(StackFields):
     linear_value_head_dim: int = flag(128, "Channels of a value head of a gated delta net")
     linear_num_key_heads: int = flag(16, "Key heads of a gated delta net")
     linear_num_value_heads: int = flag(32, "Value heads of a gated delta net")
-    linear_conv_kernel_dim: int = flag(4, "Convolution window of a gated delta net, in tokens")
+    linear_conv_kernel_dim: int = flag(4, "Convolution window of a gated delta net, in tokens", most=1024)
 
 
 def _check(config: GatedDeltaNetFields) -> None:

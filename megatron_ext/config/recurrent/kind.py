@@ -18,7 +18,8 @@ class RecurrentKind:
         name: Value of `--recurrent-layer`.
         mixer: Module and name of its mixer's class; imported by whoever builds layers.
         stack_spec: Name in `mcore.layer_specs` of the stack whose recurrent layers are of this kind.
-        check: Raises a `ConfigError` if its fields make no sense.
+        check: Raises a `ConfigError` if its fields make no sense for layers of this kind.
+        check_values: The same of values that make no sense for any model, looked at in every one.
         chunk_size: Tokens that its scan takes together; at inference at most that, see `memory.budget`.
         parameter_count: Parameters in the matrices and the convolution of one layer.
         mixer_params: What its mixer is told that megatron-core's configuration has no place for.
@@ -38,4 +39,5 @@ class RecurrentKind:
     mixer_params: Callable[[ModelConfig], Mapping[str, object]]
     core_fields: Callable[[ModelConfig], Mapping[str, object]]
     layout: Mapping[str, str]
+    check_values: Callable[[ModelConfig], None] | None = None
     scans_blocks: bool = False

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_ext.config.checks import flag, require
+from megatron_ext.config.checks import bounded, flag, require
 from megatron_ext.config.layers.stack import StackFields
+
+LONGEST_WINDOW = 1024  # tokens; no model comes near to it
 
 
 @dataclass(frozen=True)
@@ -13,7 +15,7 @@ class MambaFields(StackFields):
     """Of a Mamba layer of either version."""
 
     mamba_state_dim: int = flag(128, "State size of a Mamba layer")
-    mamba_conv_kernel: int = 4
+    mamba_conv_kernel: int = bounded(4, most=LONGEST_WINDOW)
     mamba_chunk_size: int = 128
 
 

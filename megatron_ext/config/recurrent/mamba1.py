@@ -38,7 +38,7 @@ class Mamba1Fields(MambaFields):
         return self.norm_epsilon if self.mamba_inner_norm_epsilon is None else self.mamba_inner_norm_epsilon
 
 
-def check_inner_norm(config: Mamba1Fields) -> None:
+def _check_inner_norm(config: Mamba1Fields) -> None:
     """See that there is such a norm."""
     norm, epsilon = config.mamba_inner_norm, config.inner_norm_epsilon
     require(norm in INNER_NORMS, f"mamba_inner_norm {norm!r} is unknown; one of {', '.join(INNER_NORMS)}")
@@ -66,6 +66,7 @@ MAMBA1 = RecurrentKind(
     mixer=("megatron_ext.mixers.mamba1", "Mamba1Mixer"),
     stack_spec="mamba1_stack_spec",
     check=check_window,
+    check_values=_check_inner_norm,
     chunk_size=lambda config: config.mamba_chunk_size,
     parameter_count=_parameter_count,
     mixer_params=_mixer_params,

@@ -12,7 +12,7 @@ import pytest
 from megatron_ext.engine.statistics import EngineStatistics
 from megatron_ext.server.engine_loop import EngineLoop
 from megatron_ext.server.metrics import Metrics
-from megatron_ext.server.progress import Ticket, TokenClock, Update
+from megatron_ext.server.progress import RequestHandle, TokenClock, Update
 from megatron_ext.text.stop_words import StopWordMatcher
 from megatron_ext.text.stream import TextStream
 from tests.priority import TestPriority
@@ -126,13 +126,13 @@ class TestOneRequest:
     def test_handing_it_its_news(self, server, counted, expected, monkeypatch, stream):
         failed: list[str] = []
 
-        def fail_once(ticket: Ticket, name: str, value: object) -> None:
+        def fail_once(handle: RequestHandle, name: str, value: object) -> None:
             if name in ("record", "progress") and is_victims(value) and not failed:
                 failed.append(name)
                 raise Planted("planted")
-            object.__setattr__(ticket, name, value)
+            object.__setattr__(handle, name, value)
 
-        monkeypatch.setattr(Ticket, "__setattr__", fail_once)
+        monkeypatch.setattr(RequestHandle, "__setattr__", fail_once)
         victim, *others = ask_all(server, [VICTIM, *OTHERS], stream=stream)
         assert failed == ["progress" if stream else "record"]
         assert "the engine failed: Planted" in victim
@@ -162,7 +162,7 @@ class TestNobody:
             assert counted() >= 3
 
     def test_a_delivery_that_fails_altogether(self, server, counted, monkeypatch):
-        """Whoever there was news of gets an error instead of silence."""
+        """Whoever there was updates of gets an error instead of silence."""
         with monkeypatch.context() as patch:
             patch.setattr(EngineLoop, "_deliver", raising(EngineLoop._deliver))
             (answer,) = ask_all(server, [VICTIM])

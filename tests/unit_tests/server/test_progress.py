@@ -11,7 +11,7 @@ from megatron_ext.config import RequestParams
 from megatron_ext.engine.intake import Intake
 from megatron_ext.scheduling.request import Request
 from megatron_ext.server.answers import CompletionReply
-from megatron_ext.server.progress import Ticket, Update, Updates
+from megatron_ext.server.progress import RequestHandle, Update, Updates
 from megatron_ext.server.sampling import Job
 from megatron_ext.server.streaming import _ChoiceStream
 from megatron_ext.text.vocabulary import Vocabulary
@@ -72,15 +72,15 @@ class TestUpdates:
         """However many tokens come between two of them."""
         request, updates = scored_request(), Updates(never_fails)
         updates.watch([FIRST])
-        ticket = Ticket(FIRST, Job(request.prompt_tokens, RequestParams()))
+        handle = RequestHandle(FIRST, Job(request.prompt_tokens, RequestParams()))
         assert updates.of([request]) == {}  # no token yet
         for count in (1, 3, 1, 7):
             generate(request, count)
             (update,) = updates.of([request]).values()
             assert len(update.generated_tokens) == count
-            ticket.take(update)
+            handle.take(update)
             assert updates.of([request]) == {}
-        assert as_record(ticket.progress) == (
+        assert as_record(handle.progress) == (
             list(request.prompt_tokens),
             request.generated_tokens,
             request.generated_log_probs,
@@ -111,12 +111,12 @@ class TestUpdates:
     def test_one_that_is_lost_is_not_passed_over(self):
         request, updates = scored_request(), Updates(never_fails)
         updates.watch([FIRST])
-        ticket = Ticket(FIRST, Job(request.prompt_tokens, RequestParams()))
+        handle = RequestHandle(FIRST, Job(request.prompt_tokens, RequestParams()))
         generate(request)
         updates.of([request])
         generate(request)
         with pytest.raises(AssertionError, match="an update is missing"):
-            ticket.take(updates.of([request])[FIRST])
+            handle.take(updates.of([request])[FIRST])
 
     def test_one_that_cannot_be_made_fails_its_request_only(self, monkeypatch):
         bad, good, failed = make_request(0, prompt=3), make_request(1, prompt=3), []
@@ -134,13 +134,13 @@ def sent(readings: list[int]) -> tuple[str, list[float]]:
     """Text and log-probs of a choice whose client looks after so many tokens each time."""
     request, updates = scored_request(), Updates(never_fails)
     updates.watch([FIRST])
-    ticket = Ticket(FIRST, Job(request.prompt_tokens, RequestParams()))
+    handle = RequestHandle(FIRST, Job(request.prompt_tokens, RequestParams()))
     reply = CompletionReply("tiny", VOCABULARY, 1, has_scores=True, echoes=["<1>"])
-    stream = _ChoiceStream(0, ticket, reply, VOCABULARY.detokenize)
+    stream = _ChoiceStream(0, handle, reply, VOCABULARY.detokenize)
     parts = []
     for count in range(1, STEPS + 1):
         generate(request)
-        ticket.take(updates.of([request])[FIRST])
+        handle.take(updates.of([request])[FIRST])
         if count in readings:
             parts += stream.parts()
     scores = [value for part in parts for value in part["logprobs"]["token_logprobs"]]
