@@ -20,6 +20,7 @@ from megatron_ext.config import RequestParams
 from megatron_ext.config.embedded import EMBEDDED_MODEL_DIR
 from megatron_ext.offline.prompts import example_prompts
 from megatron_ext.scheduling.request import Request
+from megatron_ext.scheduling.submission import Submission
 from megatron_ext.server.progress import RequestHandle, Updates
 from megatron_ext.server.sampling import Job
 from megatron_ext.text.stop_words import StopWordMatcher
@@ -94,15 +95,15 @@ def costs(step: Step, tokens: list[int]) -> list[float]:
 
 def make_request() -> Request:
     """A request of a short prompt."""
-    return Request(0, (1, 2, 3), RequestParams(), arrival=0, seed=0)
+    return Request(Submission(0, (1, 2, 3), RequestParams(), arrival=0, seed=0))
 
 
 def grow(request: Request, token: int, *, scores: bool) -> None:
     """A step's token, and what belongs to it."""
     request.append(token)
     if scores:
-        request.generated_log_probs.append(-0.5)
-        request.generated_top_n.append({token: -0.5})
+        request.output.generated_log_probs.append(-0.5)
+        request.output.generated_top_n.append({token: -0.5})
 
 
 def handed_over(*, scores: bool) -> Step:
@@ -127,8 +128,8 @@ def copied_whole(*, scores: bool) -> Step:
         grow(request, token, scores=scores)
         return (
             tuple(request.tokens[request.prompt_length :]),
-            tuple(request.generated_log_probs),
-            tuple(request.generated_top_n),
+            tuple(request.output.generated_log_probs),
+            tuple(request.output.generated_top_n),
         )
 
     return step

@@ -46,14 +46,14 @@ def generate(request: Request, count: int = 1) -> None:
     for _ in range(count):
         token = request.generated_count % 97
         request.append(token)
-        request.generated_log_probs.append(-token / 10)
-        request.generated_top_n.append({token: -token / 10})
+        request.output.generated_log_probs.append(-token / 10)
+        request.output.generated_top_n.append({token: -token / 10})
 
 
 def scored_request() -> Request:
     request = make_request(0, prompt=3)
-    request.prompt_log_probs += [-0.5, -0.25]
-    request.prompt_top_n += [{1: -0.5}, {2: -0.25}]
+    request.output.prompt_log_probs += [-0.5, -0.25]
+    request.output.prompt_top_n += [{1: -0.5}, {2: -0.25}]
     return request
 
 
@@ -83,10 +83,10 @@ class TestUpdates:
         assert as_record(handle.progress) == (
             list(request.prompt_tokens),
             request.generated_tokens,
-            request.generated_log_probs,
-            request.generated_top_n,
-            request.prompt_log_probs,
-            request.prompt_top_n,
+            request.output.generated_log_probs,
+            request.output.generated_top_n,
+            request.output.prompt_log_probs,
+            request.output.prompt_top_n,
         )
 
     def test_an_update_is_no_view_of_the_request(self):
@@ -97,7 +97,7 @@ class TestUpdates:
         update = updates.of([request])[FIRST]
         before = as_record(update)
         generate(request, 5)
-        request.prompt_log_probs.append(0.0)
+        request.output.prompt_log_probs.append(0.0)
         assert as_record(update) == before
 
     def test_only_streamed_requests_have_any(self):
@@ -162,7 +162,7 @@ def test_streaming_copies_a_token_a_fixed_number_of_times(tiny, monkeypatch, tok
 
     def counting(*args: object, **kwargs: object) -> Request:
         request = make(*args, **kwargs)
-        request.generated_log_probs = CountingList()
+        request.output.generated_log_probs = CountingList()
         requests.append(request)
         return request
 
@@ -173,6 +173,6 @@ def test_streaming_copies_a_token_a_fixed_number_of_times(tiny, monkeypatch, tok
     assert lines[-1] == "[DONE]"
     log_probs = [one for line in lines[:-1] for one in json.loads(line)["choices"][0]["logprobs"]["token_logprobs"]]
     (request,) = requests
-    copied = request.generated_log_probs.copied
+    copied = request.output.generated_log_probs.copied
     assert copied <= 2 * tokens
-    assert len(log_probs) == len(request.generated_log_probs) == tokens
+    assert len(log_probs) == len(request.output.generated_log_probs) == tokens
