@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from megatron_ext.mcore.context import InferenceContext
 from megatron_ext.prefix_cache import hash_chain
-from megatron_ext.scheduling.chunk import Chunk
+from megatron_ext.scheduling.step import ScheduledStep
 from tests.functional_tests.cases import Case, find_cases
 from tests.functional_tests.checker import OUTCOME, differences, requests
 from tests.priority import TestPriority
@@ -112,15 +112,13 @@ def test_wrong_contents_are_seen(case: Case, run_here, monkeypatch):
     """Negative control: what requests share is lost before they read it, KV of matched blocks and restored states."""
     stage = InferenceContext.stage
 
-    def spoil_and_stage(context: InferenceContext, chunks: Sequence[Chunk]) -> None:
-        for request in (chunk.request for chunk in chunks):
-            context.memory_buffer[
-                :, :, request.block_table[: request.sequence.shared_end // context.block_size_tokens]
-            ] = 0
-            if request.sequence.restore is not None:
+    def spoil_and_stage(context: InferenceContext, step: ScheduledStep) -> None:
+        for chunk in step.chunks:
+            context.memory_buffer[:, :, chunk.block_ids[: chunk.shared_end // context.block_size_tokens]] = 0
+            if chunk.restore is not None:
                 for states in (context.snapshots.conv, context.snapshots.ssm):
-                    states[:, request.sequence.restore.slot] = 0
-        stage(context, chunks)
+                    states[:, chunk.restore.slot] = 0
+        stage(context, step)
 
     monkeypatch.setattr(InferenceContext, "stage", spoil_and_stage)
     assert differences(golden_of(case.name), run_here(case), case.outcome), "it sees nothing: let it compare log-probs"
