@@ -120,7 +120,7 @@ def waiting_cost(kind: Waiting, length: int, count: int, steps: int = 60) -> Pla
     """Let `count` requests of `length` tokens wait beside some that decode, and plan."""
     scheduler = waiting_scheduler(kind, length)
     for arrival in range(DECODING):
-        scheduler.add(make_request(arrival, 16))
+        scheduler.add(make_request(arrival, 16, generate=1_000))
     run_step(scheduler)
     follows = kind in (Waiting.FOLLOWERS, Waiting.FOLLOWERS_FULL)
     requests = [waiting_request(DECODING + i, length, follows) for i in range(count + follows)]
@@ -232,9 +232,9 @@ def prompt(length: int) -> tuple[int, ...]:
     return tuple(source.randrange(130_000) for _ in range(length))
 
 
-def make_request(arrival: int, length: int) -> Request:
+def make_request(arrival: int, length: int, generate: int = 1) -> Request:
     """A request of `prompt(length)`."""
-    return Request(Submission(arrival, prompt(length), RequestParams(num_tokens_to_generate=1), arrival, seed=0))
+    return Request(Submission(arrival, prompt(length), RequestParams(num_tokens_to_generate=generate), arrival, seed=0))
 
 
 if __name__ == "__main__":
