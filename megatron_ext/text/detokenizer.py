@@ -16,27 +16,33 @@ class Piece:
 
     Attributes:
         visible: With special tokens.
-        plain: Without them; the plain pieces put together are the text that is given back.
+        plain: Without them; the plain pieces put together are the text that is given back. None if not asked for.
+        end: Tokens from the first one to the end of the piece.
     """
 
     visible: str
-    plain: str
+    plain: str | None
+    end: int
 
 
 class IncrementalDetokenizer:
     """Decodes new tokens with the piece before them as context; a token's cost does not grow with the text.
 
     The context is needed because some tokenizers write a space, or half a character, that depends on it. It ends with
-    the piece before; if that is special tokens alone, the last piece with other text stands before it.
+    the piece before; if that shows nothing, the last piece that shows something stands before it. Where plain text is
+    asked for, special tokens show nothing.
 
     Args:
         detokenize: Token ids, and `skip_special_tokens`, to text.
+        with_plain: Whether pieces have plain text; without it half as much is decoded.
     """
 
-    def __init__(self, detokenize: Callable[..., str]) -> None:
+    def __init__(self, detokenize: Callable[..., str], *, with_plain: bool = True) -> None:
         self._detokenize = detokenize
+        self._with_plain = with_plain
         self._window: list[int] = []  # the context, then the tokens that no piece has yet
-        self._plain_length = 0  # of the context, up to the end of its last piece with plain text
+        self._dropped = 0  # tokens before and within the context that the window has no more
+        self._shown_length = 0  # of the context, up to the end of its last piece that shows something
         self._context_length = 0
         self.tail = ""
 
@@ -73,14 +79,15 @@ class IncrementalDetokenizer:
 
     def _accept(self, visible: str, length: int) -> Piece:
         """The first `length` tokens of the window add `visible`, and are the next ones' context."""
-        before = self._plain(self._context_length)
-        plain = self._plain(length)[len(before) :]
-        # Special tokens alone are no context: some decoders take the first space of a text away.
-        kept = 0 if plain else self._plain_length
+        plain = self._plain(length)[len(self._plain(self._context_length)) :] if self._with_plain else None
+        # What shows nothing is no context: some decoders take the first space of a text away.
+        shown = visible if plain is None else plain
+        kept = 0 if shown else self._shown_length
         del self._window[kept : self._context_length]
+        self._dropped += self._context_length - kept
         self._context_length = length - self._context_length + kept
-        self._plain_length = self._context_length if plain else kept
-        return Piece(visible, plain)
+        self._shown_length = self._context_length if shown else kept
+        return Piece(visible, plain, self._dropped + self._context_length)
 
     def _settle(self, text: str) -> tuple[int, str] | None:
         """The last place in the window that no character reaches across any more, and the text up to it.

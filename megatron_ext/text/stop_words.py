@@ -20,8 +20,10 @@ class StopWordMatcher:
     def __init__(self, stop_words: Sequence[str], detokenize: Callable[..., str]) -> None:
         self._stop_words = stop_words
         self._reach = max(len(word) for word in stop_words) - 1  # characters of a word that may be there already
-        self._text = IncrementalDetokenizer(detokenize)
-        self._plain: list[str] = []  # of the pieces that no word can begin in any more
+        self._detokenize = detokenize
+        self._text = IncrementalDetokenizer(detokenize, with_plain=False)
+        self._tokens: list[int] = []
+        self._old_end = 0  # tokens of the pieces that no word can begin in any more
         self._recent: list[Piece] = []  # the others
         self._searched = 0  # characters of the recent pieces and the tail
 
@@ -33,6 +35,7 @@ class StopWordMatcher:
             ignore: Pass over the stop words that are complete by now, for good.
         """
         for token in tokens:
+            self._tokens.append(token)
             self._recent += self._text.feed([token])
             text = self._searchable()
             hit = None if ignore else self._first_hit(text)
@@ -54,19 +57,22 @@ class StopWordMatcher:
         """Let go of the pieces that were searched and end before any place where an unfinished word can begin."""
         while self._recent and self._searched - len(self._recent[0].visible) >= self._reach:
             old = self._recent.pop(0)
-            self._plain.append(old.plain)
+            self._old_end = old.end
             self._searched -= len(old.visible)
 
-    def _text_before(self, end: int) -> str:
-        """The whole text up to the first `end` searchable characters, less its special tokens.
+    def _text_before(self, length: int) -> str:
+        """The whole text up to the first `length` searchable characters, less its special tokens.
 
         Of the piece that is cut the beginning stays, unless the piece is a special token.
         """
-        parts, start = list(self._plain), 0
+        start, end = 0, self._old_end
         for piece in self._recent:
             stop = start + len(piece.visible)
-            if stop > end:
-                return "".join([*parts, piece.visible[: end - start] if piece.plain else ""])
-            parts.append(piece.plain)
-            start = stop
-        return "".join([*parts, self._text.tail[: end - start]])
+            if stop > length:
+                before = self._plain(end)
+                return before + (piece.visible[: length - start] if self._plain(piece.end) != before else "")
+            start, end = stop, piece.end
+        return self._plain(end) + self._text.tail[: length - start]
+
+    def _plain(self, end: int) -> str:
+        return self._detokenize(self._tokens[:end])

@@ -51,6 +51,7 @@ class TextStream:
         while self._held and len(self._held[0].visible) <= certain:
             piece = self._held.popleft()
             certain -= len(piece.visible)
+            assert piece.plain is not None
             parts.append(piece.plain)
         return parts
 
