@@ -40,9 +40,10 @@ class CachedRun(Sequence[BlockId]):
     def __getitem__(self, index: slice) -> list[BlockId]: ...
 
     def __getitem__(self, index: int | slice) -> BlockId | list[BlockId]:
+        entries, digests = self._entries, self._digests
         if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(self._length))]
-        return self._entries[self._digests[range(self._length)[index]]].block
+            return [entries[digests[i]].block for i in range(*index.indices(self._length))]
+        return entries[digests[range(self._length)[index]]].block
 
     def __iter__(self) -> Iterator[BlockId]:
         return (self._entries[digest].block for digest in islice(self._digests, self._length))

@@ -19,6 +19,7 @@ DIGEST_BYTES = 32
 _ROOT_DOMAIN = b"mext.root"
 _BLOCK_DOMAIN = b"mext.block"
 _TOKEN_TYPE = "I"  # token ids are below 2**32
+_PIECE_TOKENS = 2_048
 
 
 def root_digest(fields: Iterable[bytes]) -> Digest:
@@ -72,20 +73,23 @@ class HashChain:
 
         Only the blocks that were not complete before are hashed.
         """
-        known = len(self._digests) * self._block_size
-        if len(tokens) - known >= self._block_size:
-            self._hash(tokens[known:] if known else tokens)  # no copy of a whole prompt
+        unhashed = self.unhashed(len(tokens))
+        if unhashed:
+            self._hash(tokens, unhashed)
         return self._digests
 
     def extend_by(self, tokens: Sequence[int], most: int) -> None:
         """The same for at most so many tokens more, but for a block at least."""
-        known = len(self._digests) * self._block_size
-        count = min(self.unhashed(len(tokens)), max(most, self._block_size))
-        self._hash(tokens[known : known + count])
+        self._hash(tokens, min(self.unhashed(len(tokens)), max(most, self._block_size)))
 
-    def _hash(self, unseen: Sequence[int]) -> None:
-        parent = self._digests[-1] if self._digests else self.root
-        self._digests += block_digests(parent, unseen, self._block_size)
+    def _hash(self, tokens: Sequence[int], count: int) -> None:
+        """The complete blocks among the next `count` tokens, a piece at a time: a copy that stays in the cache."""
+        known = len(self._digests) * self._block_size
+        piece = -(-_PIECE_TOKENS // self._block_size) * self._block_size
+        for start in range(known, known + count, piece):
+            parent = self._digests[-1] if self._digests else self.root
+            unseen = tokens[start : min(start + piece, known + count)]
+            self._digests += block_digests(parent, unseen, self._block_size)
 
     def unhashed(self, length: int) -> int:
         """Tokens in the complete blocks of a sequence of `length` that have not been hashed yet."""

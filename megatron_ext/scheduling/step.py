@@ -121,7 +121,7 @@ def _describe(chunk: Chunk, block_size: int) -> ScheduledChunk:
     assert sequence.live_slot is not None, f"request {request.request_id} runs and has no live slot"
     return ScheduledChunk(
         request_id=request.request_id,
-        token_ids=tuple(sequence.tokens[chunk.start : chunk.end]),
+        token_ids=_token_ids(chunk),
         start=chunk.start,
         end=chunk.end,
         is_decode=chunk.is_decode,
@@ -133,6 +133,13 @@ def _describe(chunk: Chunk, block_size: int) -> ScheduledChunk:
         sampling=_sampling(request) if chunk.yields_token else None,
         scoring=_scoring(chunk),
     )
+
+
+def _token_ids(chunk: Chunk) -> tuple[int, ...]:
+    request = chunk.request
+    if chunk.end <= request.prompt_length:
+        return request.prompt_tokens[chunk.start : chunk.end]  # of a whole prompt, no copy
+    return tuple(request.sequence.tokens[chunk.start : chunk.end])
 
 
 def _sampling(request: Request) -> Sampling:

@@ -140,7 +140,10 @@ class WaitingQueue:
 
     def published(self, digest: Digest) -> None:
         """Somebody has computed this block: whoever waits for it is to find it."""
-        woken = tuple(self._sleepers.get(digest, ()))
+        sleepers = self._sleepers.get(digest)
+        if not sleepers:
+            return
+        woken = tuple(sleepers)
         self._wake(woken)
         for request in woken:
             hope = self._hopes[request]
