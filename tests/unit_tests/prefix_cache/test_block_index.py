@@ -27,6 +27,16 @@ def test_longest_run_stops_at_the_first_miss(chain):
     assert chain.longest_run([]) == []
 
 
+def test_parts_of_a_run_are_those_of_a_list(chain):
+    """Of a run that ends before the digests do."""
+    run, blocks = chain.longest_run([A, B, X]), [0, 1]
+    parts = [slice(None), slice(1, None), slice(2, None), slice(-1, None), slice(0, 9), slice(None, None, -1)]
+    assert [run[part] for part in parts] == [blocks[part] for part in parts]
+    assert (run[1], run[-2]) == (1, 0)
+    with pytest.raises(IndexError):
+        run[2]
+
+
 def test_parents_and_children(chain):
     assert [chain.children(block) for block in (0, 1, 2)] == [1, 1, 0]
     assert [chain.parent(block) for block in (0, 1, 2)] == [None, 0, 1]

@@ -133,6 +133,17 @@ def test_a_chain_hashes_each_block_once(monkeypatch):
     assert sum(hashed) == len(chain)
 
 
+@pytest.mark.parametrize("block_size", [3, 16, 300, 2_048, 3_000])
+@pytest.mark.parametrize("length", [2_047, 2_048, 2_049, 7_001])
+def test_a_long_prompt_is_hashed_in_pieces_that_do_not_show(length, block_size):
+    """KV-1: also where no piece is a multiple of the block, and after a slice that was hashed ahead."""
+    tokens = random.Random(length).choices(range(100_000), k=length)
+    whole = digests(tokens, block_size=block_size)
+    at_once, ahead = HashChain(ROOT, block_size), HashChain(ROOT, block_size)
+    ahead.extend_by(tokens, 5_000)
+    assert at_once.extend(tokens) == ahead.extend(tokens) == whole
+
+
 @pytest.mark.parametrize("slice_tokens", [1, 3, 4, 7, 8, 100])
 def test_a_chain_that_grows_by_slices_is_the_same(slice_tokens):
     """KV-1: blocks are whole, and a slice is one of them at least."""

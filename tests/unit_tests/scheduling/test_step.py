@@ -57,6 +57,18 @@ def test_literal_messages_of_a_prompt_and_its_first_decode():
     assert second.chunks[0] == ScheduledChunk(0, (7,), 10, 11, True, (0, 1, 2), 0, 0, sampling=greedy)
 
 
+def test_a_prompt_in_chunks_and_again_with_what_was_generated():
+    """The cut of a chunk lies in the prompt, at its end, or behind it when a lost request is computed anew."""
+    scheduler = hybrid_scheduler(max_tokens=4, chunked_prefill=True)
+    request = request_of(0, range(20, 30), num_tokens_to_generate=4, enable_prefix_caching=False)
+    scheduler.add(request)
+    steps = [schedule(scheduler).chunks[0].token_ids for _ in range(4)]
+    assert steps == [(20, 21, 22, 23), (24, 25, 26, 27), (28, 29), (7,)]
+    scheduler.suspend()
+    steps = [schedule(scheduler).chunks[0].token_ids for _ in range(3)]
+    assert steps == [(20, 21, 22, 23), (24, 25, 26, 27), (28, 29, 7, 7)]
+
+
 def test_a_resumed_request_carries_its_restore():
     scheduler = hybrid_scheduler()
     for arrival in (0, 1):
