@@ -10,6 +10,7 @@ from datetime import timedelta
 import torch
 
 from megatron_ext.config import ParallelConfig
+from megatron_ext.memory.heap import give_back_freed_memory, keep_freed_memory
 from megatron_ext.memory.limits import allocating, available_bytes, enough_for_the_embedded_model
 from megatron_ext.ranks.world import is_first_rank
 
@@ -56,6 +57,7 @@ def available_memory(on: torch.device) -> int:
     """Bytes that this process could still allocate on a device; on the host by the narrowest of its limits."""
     if on.type == "cuda":
         return torch.cuda.mem_get_info(on)[0]
+    give_back_freed_memory()
     return available_bytes()
 
 
@@ -77,7 +79,8 @@ def install_cpu_stand_ins() -> None:
 def initialize(parallel: ParallelConfig | None = None) -> None:
     """Start torch.distributed and Megatron's model-parallel groups, once; later calls do nothing.
 
-    Under torchrun the environment says who we are; otherwise this is a world of one, without any port.
+    Without CUDA memory that one step frees is kept for the next, see `memory/heap.py`. Under torchrun the environment
+    says who we are; otherwise this is a world of one, without any port.
 
     Args:
         parallel: Sizes of the groups, which must divide the world, and how ranks talk to each other; None for the
@@ -90,6 +93,8 @@ def initialize(parallel: ParallelConfig | None = None) -> None:
 
     given = parallel or ParallelConfig()
     backend, timeout = _backend(given.distributed_backend), timedelta(minutes=given.distributed_timeout_minutes)
+    if not torch.cuda.is_available():
+        keep_freed_memory()
     if not torch.distributed.is_initialized():
         _start_distributed(backend, timeout)
     if not parallel_state.model_parallel_is_initialized():
