@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron_ext.mcore.block_allocator import PoolBlockAllocator
 from megatron_ext.mcore.staging import ModelInput, SampledTokens, StagingRules, stage_step
+from megatron_ext.memory.heap import give_back_freed_memory
 from megatron_ext.memory.plan import EnginePlan
 from megatron_ext.memory.pools import Pools, allocate_pools
 from megatron_ext.memory.state_pool import SnapshotPool, StatePool, copy_states
@@ -90,6 +91,7 @@ class InferenceContext(DynamicInferenceContext):
     def deallocate_all_tensors(self) -> None:
         """Free the pools' memory. Their contents are lost: the scheduler must have been suspended."""
         self.pools = self.step = None
+        give_back_freed_memory()
 
     @property
     def is_tensor_state_allocated(self) -> bool:

@@ -7,6 +7,7 @@ import time
 
 import torch
 
+from megatron_ext.memory.heap import give_back_freed_memory, keep_freed_memory
 from megatron_ext.memory.limits import allocating, available_bytes, enough_for_the_embedded_model
 
 
@@ -50,6 +51,7 @@ def available_memory(on: torch.device) -> int:
     """Bytes that this process could still allocate on a device; on the host by the narrowest of its limits."""
     if on.type == "cuda":
         return torch.cuda.mem_get_info(on)[0]
+    give_back_freed_memory()
     return available_bytes()
 
 
@@ -77,7 +79,8 @@ def initialize(
 ) -> None:
     """Start torch.distributed and Megatron's model-parallel groups, once; later calls do nothing.
 
-    Under torchrun the environment says who we are; otherwise this is a world of one, without any port.
+    Without CUDA memory that one step frees is kept for the next, see `memory/heap.py`. Under torchrun the environment
+    says who we are; otherwise this is a world of one, without any port.
 
     Args:
         backend: "nccl" or "gloo"; default by device.
@@ -87,6 +90,8 @@ def initialize(
     """
     from megatron.core import parallel_state, tensor_parallel
 
+    if not torch.cuda.is_available():
+        keep_freed_memory()
     if not torch.distributed.is_initialized():
         backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
         if torch.cuda.is_available():

@@ -1,0 +1,82 @@
+"""Freed memory is kept for the next step, in any thread, and given back where it is measured or where pools go."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from megatron_ext.memory import heap
+
+# Steps of two tensors of 40 MiB, which glibc would always map by themselves: the page faults of the last of them, and
+# what the process then gives back.
+STEPS = """
+import logging, resource, sys, threading
+import torch
+from megatron_ext.memory import heap
+logging.basicConfig(level=logging.DEBUG, format="%(message)s")
+torch.set_num_threads(1)
+if "keep" in sys.argv:
+    print("kept", heap.keep_freed_memory())
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize() >> 20
+def step():
+    tensors = [torch.ones(10 << 20) for _ in range(2)]
+    del tensors
+def steps():
+    for _ in range(16):  # the heap finds its shape
+        step()
+    before = faults()
+    step()
+    print("faults", faults() - before)
+if "thread" in sys.argv:
+    thread = threading.Thread(target=steps)
+    thread.start()
+    thread.join()
+else:
+    steps()
+held = resident()
+heap.give_back_freed_memory()
+print("given", held - resident())
+"""
+
+
+def run(*arguments: str, **environment: str) -> tuple[dict[str, str], str]:
+    inherited = {name: value for name, value in os.environ.items() if name not in heap._CHOSEN}
+    command = [sys.executable, "-c", STEPS, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=inherited | environment, timeout=120)
+    return dict(line.split() for line in done.stdout.splitlines()), done.stderr
+
+
+pytestmark = pytest.mark.skipif(heap._glibc() is None, reason="this C library has no such options")
+PAGES = 80 << 20 >> 12
+
+
+@pytest.mark.parametrize("where", [(), ("thread",)], ids=["first thread", "another thread"])
+def test_a_step_takes_the_pages_of_the_step_before(where):
+    """SC-1: without it, and that is the control, every page of a step is faulted in again."""
+    kept, _ = run("keep", *where)
+    assert kept["kept"] == "True"
+    assert int(kept["faults"]) < PAGES // 50
+    assert int(kept["given"]) > 48, "what is kept goes back when asked for"
+    plain, _ = run(*where)
+    assert int(plain["faults"]) > PAGES // 2
+
+
+def test_an_environment_that_says_otherwise_is_heeded():
+    said, errors = run("keep", MALLOC_TRIM_THRESHOLD_="4096")
+    assert said["kept"] == "False"
+    assert "the environment has MALLOC_TRIM_THRESHOLD_" in errors
+
+
+def test_another_c_library_is_left_alone(monkeypatch, caplog):
+    caplog.set_level("DEBUG", logger=heap.__name__)
+    monkeypatch.setattr(heap.platform, "libc_ver", lambda: ("", ""))
+    monkeypatch.setattr(heap, "_glibc", heap._glibc.__wrapped__)
+    assert not heap.keep_freed_memory()
+    assert "not glibc" in caplog.text
+    heap.give_back_freed_memory()
