@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests import priority
+from tests import priority, worlds
 
 # Libraries that are not installed, arguments that megatron-core passes to itself: nothing that we could do differently.
 UPSTREAM_WARNINGS = (
@@ -27,6 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
     for line in UPSTREAM_WARNINGS:
         config.addinivalue_line("filterwarnings", line)
     config.pluginmanager.register(priority, "priority")
+    config.pluginmanager.register(worlds, "worlds")
 
 
 @pytest.fixture(autouse=True)

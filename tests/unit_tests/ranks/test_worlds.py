@@ -1,0 +1,218 @@
+"""The worlds that tests of several ranks are run in: what a rank returns, and how each way of failing is told."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import worlds
+from tests.priority import TestPriority
+from tests.unit_tests.support import ranks
+from tests.unit_tests.support.ranks import RanksFailed, run_ranks, run_world
+
+pytestmark = [pytest.mark.worlds, pytest.mark.priority(TestPriority.HIGH)]
+
+
+def gather(base: int) -> tuple[int, list[int], int]:
+    """Own rank, what all ranks say, threads."""
+    world = torch.distributed
+    said = [torch.zeros(1, dtype=torch.int64) for _ in range(world.get_world_size())]
+    world.all_gather(said, torch.tensor([base + world.get_rank()]))
+    return world.get_rank(), [int(one) for one in said], torch.get_num_threads()
+
+
+def state_of_server() -> tuple[int, set[str]]:
+    """Threads of who forked us, and what we have imported."""
+    threads = len(list(Path(f"/proc/{os.getppid()}/task").iterdir()))
+    return threads, set(sys.modules)
+
+
+def raise_on(rank: int) -> None:
+    if torch.distributed.get_rank() == rank:
+        raise LookupError("no such expert")
+    torch.distributed.barrier()
+
+
+def hang_on(rank: int) -> None:
+    while torch.distributed.get_rank() == rank:
+        time.sleep(0.01)
+    torch.distributed.barrier()
+
+
+def kill_on(rank: int) -> None:
+    if torch.distributed.get_rank() == rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    torch.distributed.barrier()
+
+
+def leave_with(code: object) -> None:
+    if torch.distributed.get_rank() == 1:
+        print("on the way out")
+        sys.exit(code)
+
+
+def large_result() -> torch.Tensor:
+    return torch.full((300, 1000), float(torch.distributed.get_rank()))
+
+
+def hash_and_pid() -> tuple[int, bool]:
+    return hash("what a set is ordered by"), "torch" in sys.modules and torch.distributed.is_initialized()
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def pids(path: Path) -> list[int]:
+    """Of the ranks that have come so far."""
+    return [int(text) for text in (file.read_text() for file in path.iterdir()) if text]
+
+
+def report_pid(path: Path) -> None:
+    (path / str(torch.distributed.get_rank())).write_text(str(os.getpid()))
+    hang_on(0)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_every_rank_returns_what_it_computed(size):
+    everything = [10 + rank for rank in range(size)]
+    assert run_ranks(gather, size, 10) == [(rank, everything, 1) for rank in range(size)]
+
+
+def test_the_server_has_imported_everything_and_computed_nothing():
+    """A process with threads must not fork: those that OpenMP started would be missing in the child."""
+    ((threads, modules),) = run_ranks(state_of_server, 1)
+    assert threads == 1
+    assert {"megatron_ext.mcore.adapter", "megatron.core.dist_checkpointing", "megatron_ext.offline.run"} <= modules
+    assert "tests.unit_tests.support.rank_imports" in modules
+
+
+def test_results_of_any_size_come_back():
+    """They are files: no pipe that fills up, no shared memory that goes with its process."""
+    results = run_ranks(large_result, 2)
+    assert [float(one.mean()) for one in results] == [0, 1]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_message_begins_with_the_rank_that_raised(rank):
+    """Not with those that say "connection reset" because it is gone."""
+    with pytest.raises(RanksFailed, match=rf"\Arank {rank}: LookupError: no such expert") as caught:
+        run_ranks(raise_on, 2, rank)
+    assert caught.value.root.rank == rank
+    assert "in raise_on" in str(caught.value)
+
+
+def test_a_rank_that_hangs_is_killed_and_says_where_it_was(tmp_path):
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(report_pid, 2, tmp_path, deadline=4.0)
+    assert "in hang_on" in caught.value.outcomes[0].stacks
+    assert caught.value.root.was_killed
+    assert "did not end, and was killed" in str(caught.value).splitlines()[0]
+    assert not any(is_alive(pid) for pid in pids(tmp_path))
+
+
+def test_a_signal_is_a_failure():
+    with pytest.raises(RanksFailed, match=r"\Arank 1: ended by signal 9"):
+        run_ranks(kill_on, 2, 1)
+
+
+@pytest.mark.parametrize(("code", "expected"), [(3, 3), ("bad usage", 1), (None, 0)])
+def test_exit_codes_are_told(code, expected):
+    outcomes = run_world(leave_with, 2, code)
+    assert [one.exit_code for one in outcomes] == [0, expected]
+    assert outcomes[1].stdout == "on the way out\n"
+    assert ("bad usage" in outcomes[1].stderr) == (code == "bad usage")
+
+
+def test_hash_seeds_are_those_of_the_ranks():
+    """These ranks are started by exec, for a fork inherits the seed."""
+    same, _ = run_ranks(hash_and_pid, 2)
+    assert same == run_ranks(hash_and_pid, 1)[0]
+    first, second = run_ranks(hash_and_pid, 2, hash_seeds=(1, 2), meet=False)
+    assert first[0] != second[0]
+    assert not first[1]
+
+
+def test_a_world_that_fails_in_the_middle_of_a_start_leaves_nothing(monkeypatch, tmp_path):
+    def interrupted(*_: object) -> None:
+        deadline = time.monotonic() + 30
+        while len(pids(tmp_path)) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ranks, "_wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_ranks(report_pid, 2, tmp_path)
+    assert len(pids(tmp_path)) == 2
+    assert not any(is_alive(pid) for pid in pids(tmp_path))
+
+
+def test_what_a_lost_connection_says_is_known():
+    """Torch's words for it may change; then the root of a failure would be told second."""
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(raise_on, 2, 1)
+    other = caught.value.outcomes[0]
+    assert other.report is not None
+    assert re.search(ranks.LOST_PEER, other.report.summary), other.report.summary
+
+
+TWO_AT_A_TIME = """
+import json, os, time
+from pathlib import Path
+import pytest
+
+@pytest.mark.parametrize("number", range(4))
+def test_other(number):
+    pass
+
+@pytest.mark.worlds
+@pytest.mark.parametrize("number", range(6))
+def test_world(number):
+    began = time.monotonic()
+    time.sleep(0.05)
+    Path(f"{number}.json").write_text(json.dumps([began, time.monotonic(), os.getpid()]))
+"""
+
+
+def test_worlds_come_first_and_one_at_a_time(tmp_path):
+    """However pytest-xdist deals the tests out; here it is made to give each worker some."""
+    (tmp_path / "test_them.py").write_text(TWO_AT_A_TIME)
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    shutil.copy(worlds.__file__, tmp_path / "a_copy.py")  # with a lock of its own: we hold that of the original
+    listed = run_pytest(tmp_path, "-n 0 --collect-only -q")
+    names = [line.split("::")[1].split("[")[0] for line in listed.splitlines() if "::" in line]
+    assert names == ["test_world"] * 6 + ["test_other"] * 4
+    run_pytest(tmp_path, "-n 2 --dist load")
+    spans = sorted(json.loads(file.read_text()) for file in tmp_path.glob("*.json"))
+    assert len({pid for *_, pid in spans}) == 2
+    assert all(before[1] <= after[0] for before, after in itertools.pairwise(spans))
+
+
+def run_pytest(folder: Path, options: str) -> str:
+    """In a process of its own, with the plugin: what it prints."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *"-p a_copy -p xdist -p no:cacheprovider".split(), *options.split()],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(folder), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout

@@ -1,0 +1,24 @@
+"""What the fork server of `ranks.py` imports before it forks a rank, so that ranks start in no time.
+
+Nothing here computes: a process that has run a parallel region of OpenMP, or started any other thread, must not fork.
+Where ranks are started by exec instead, this is not imported.
+"""
+
+import importlib
+
+from megatron_ext.mcore import platform
+
+platform.install_cpu_stand_ins()  # before anything imports megatron-core's engines
+for name in (
+    "hypothesis",
+    "pytest",
+    "torch.distributed",
+    "megatron.core.dist_checkpointing",
+    "megatron.core.inference.engines.dynamic_engine",
+    "megatron_ext.mcore.assemble",
+    "megatron_ext.models.load",
+    "megatron_ext.offline.run",
+    "tests.unit_tests.support.driver",
+    "tests.unit_tests.support.hybrid_caching",
+):
+    importlib.import_module(name)

@@ -1,0 +1,226 @@
+"""Worlds of several ranks for tests: processes that run one function, each with its own view of the world.
+
+    def both(count):  # of a module, so that ranks can import it
+        platform.initialize(tensor_model_parallel_size=2)
+        ...
+        return tokens
+
+    pytestmark = pytest.mark.worlds
+    first, second = run_ranks(both, 2, 5)
+
+Ranks are forked from a server process that has imported everything (`rank_imports.py`) and computed nothing, since
+forking after OpenMP has run is unsafe; they meet over a file, not a port, and have one thread each. Every world has a
+deadline, and ends before `run_ranks` returns. Tests that start one have the mark `worlds` (see `tests/worlds.py`).
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing import connection, context, forkserver, get_context
+from pathlib import Path
+
+from tests.unit_tests.support.rank_process import RankTask, Report, run_rank
+
+ROOT = Path(__file__).parents[3]
+DEADLINE = 60.0  # seconds, for a loaded machine
+GRACE = 10.0  # seconds that the other ranks have when one has failed
+ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+NO_NETWORK = {"GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}
+# What a rank says when another one is gone.
+LOST_PEER = re.compile(
+    r"Connection (reset|closed|refused)|closed by peer|Broken pipe|Timed out|timed out", re.IGNORECASE
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one rank ended.
+
+    Attributes:
+        exit_code: Of the process; negative for a signal.
+        was_killed: By the deadline, or because another rank had failed long ago.
+        ended_at: By the clock that all processes of the machine share.
+        report: None if the process ended without one.
+        stdout, stderr: All that it wrote.
+        stacks: Where its threads were shortly before the deadline; empty if it was done by then.
+    """
+
+    rank: int
+    exit_code: int
+    was_killed: bool
+    ended_at: float
+    report: Report | None
+    stdout: str
+    stderr: str
+    stacks: str
+
+    @property
+    def is_ok(self) -> bool:
+        return self.exit_code == 0 and self.report is not None
+
+    @property
+    def value(self) -> object:
+        assert self.report is not None, self.describe()
+        return self.report.value
+
+    @property
+    def cause(self) -> str:
+        """In one line."""
+        if self.report is not None and self.report.error:
+            return self.report.summary
+        if self.was_killed:
+            return "did not end, and was killed"
+        if self.exit_code < 0:
+            return f"ended by signal {-self.exit_code}"
+        return f"exit code {self.exit_code}"
+
+    @property
+    def order(self) -> tuple[bool, bool, float]:
+        """The smallest is the root of what went wrong: lost connections and kills come of other ranks' failures."""
+        lost_peer = self.report is not None and LOST_PEER.search(self.report.summary) is not None
+        at = self.report.at if self.report is not None and self.report.error else self.ended_at
+        return lost_peer, self.was_killed, at
+
+    def describe(self) -> str:
+        traceback = self.report.error if self.report is not None else ""
+        parts = [f"rank {self.rank}: {self.cause}", traceback, self.stacks if self.was_killed else "", self.stderr]
+        return "\n".join(part.rstrip() for part in parts if part)
+
+
+class RanksFailed(AssertionError):
+    """At least one rank failed. The message begins with the root of it.
+
+    Attributes:
+        outcomes: Of all ranks, in order.
+        root: The one that failed first.
+    """
+
+    def __init__(self, outcomes: Sequence[Outcome]) -> None:
+        self.outcomes = outcomes
+        failed = sorted((one for one in outcomes if not one.is_ok), key=lambda one: one.order)
+        self.root = failed[0]
+        super().__init__("\n\n".join(one.describe() for one in failed))
+
+
+def run_ranks(function: Callable[..., object], size: int, *arguments: object, **options: object) -> list[object]:
+    """Call a function of a module on every rank of a world; what each returned. For `options` see `run_world`.
+
+    torch.distributed is initialized when it is called, `platform.initialize` is the function's own affair.
+
+    Raises:
+        RanksFailed: A rank raised, ended by a signal, hung or left with an exit code.
+    """
+    outcomes = run_world(function, size, *arguments, **options)
+    if not all(one.is_ok for one in outcomes):
+        raise RanksFailed(outcomes)
+    return [one.value for one in outcomes]
+
+
+def run_world(
+    function: Callable[..., object],
+    size: int,
+    *arguments: object,
+    deadline: float = DEADLINE,
+    grace: float = GRACE,
+    meet: bool = True,
+    hash_seeds: Sequence[int] | None = None,
+) -> list[Outcome]:
+    """The same, for tests of failures: how each rank ended.
+
+    Args:
+        function: Can be pickled, as its arguments and what it returns.
+        size: Ranks.
+        arguments: The same for all.
+        deadline: Seconds until ranks that have not ended are killed.
+        grace: Seconds that ranks have left when one has failed.
+        meet: Whether torch.distributed is initialized.
+        hash_seeds: PYTHONHASHSEED of each rank. Takes ranks by exec, which import everything themselves.
+    """
+    call = pickle.dumps((function, arguments))
+    with tempfile.TemporaryDirectory(prefix="world.") as folder:
+        tasks = [RankTask(rank, size, Path(folder), deadline, call, meet) for rank in range(size)]
+        processes = _start(tasks, hash_seeds)
+        try:
+            killed, ended_at = _wait(processes, time.monotonic() + deadline, grace)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+        return [_outcome(*one) for one in zip(tasks, processes, killed, ended_at, strict=True)]
+
+
+def _start(tasks: Sequence[RankTask], hash_seeds: Sequence[int] | None) -> list[context.Process]:
+    if hash_seeds is None:
+        server = get_context("forkserver")
+        with _environment({}):
+            server.set_forkserver_preload(["tests.unit_tests.support.rank_imports"])
+            forkserver.ensure_running()
+        processes = [server.Process(target=run_rank, args=(task,), daemon=True) for task in tasks]
+        for process in processes:
+            process.start()
+        return processes
+    processes = [get_context("spawn").Process(target=run_rank, args=(task,), daemon=True) for task in tasks]
+    for process, seed in zip(processes, hash_seeds, strict=True):
+        with _environment({"PYTHONHASHSEED": str(seed)}):
+            process.start()
+    return processes
+
+
+@contextmanager
+def _environment(more: Mapping[str, str]):
+    """What processes that are started within see: one thread, our own interface, modules of this tree."""
+    changed = {**ONE_THREAD, **NO_NETWORK, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]), **more}
+    before = {name: os.environ.get(name) for name in changed}
+    os.environ.update(changed)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _wait(processes: Sequence[context.Process], deadline: float, grace: float) -> tuple[list[bool], list[float]]:
+    """Wait for all, and kill those that are late: which were killed, and when each ended."""
+    killed, ended_at = [False] * len(processes), [0.0] * len(processes)
+    running = dict(enumerate(processes))
+    while running:
+        connection.wait([one.sentinel for one in running.values()], max(0.0, deadline - time.monotonic()))
+        for rank, process in list(running.items()):
+            if process.exitcode is not None:
+                ended_at[rank] = time.monotonic()
+                del running[rank]
+                if process.exitcode != 0:
+                    deadline = min(deadline, ended_at[rank] + grace)
+        if time.monotonic() >= deadline:
+            for rank, process in running.items():
+                killed[rank] = True
+                process.kill()
+                process.join()
+    return killed, ended_at
+
+
+def _outcome(task: RankTask, process: context.Process, was_killed: bool, ended_at: float) -> Outcome:
+    report = task.path("report")
+    return Outcome(
+        rank=task.rank,
+        exit_code=process.exitcode,
+        was_killed=was_killed,
+        ended_at=ended_at,
+        report=pickle.loads(report.read_bytes()) if report.exists() else None,
+        **{kind: _text(task.path(kind)) for kind in ("stdout", "stderr", "stacks")},
+    )
+
+
+def _text(path: Path) -> str:
+    return path.read_text("utf-8", errors="replace") if path.exists() else ""

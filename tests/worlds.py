@@ -1,0 +1,35 @@
+"""Tests that start several ranks: first, beside one another, and one at a time. A pytest plugin.
+
+A test, a class or a module with the mark `worlds` starts processes that each take a core. Such tests come before all
+others, so that pytest-xdist hands them to one worker in one piece (`--dist worksteal` gives each worker a run of
+neighbours and knows no groups); and each holds a lock on this file while it runs, so that two workers, or two runs in
+one working tree, never have two worlds at a time.
+"""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+
+MARK = "worlds"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", f"{MARK}: starts several ranks; these tests run one at a time")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.get_closest_marker(MARK) is None)  # stable: otherwise as they were
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    if item.get_closest_marker(MARK) is None:
+        return (yield)
+    with Path(__file__).open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # the end of the process lets go of it, however it ends
+        return (yield)
