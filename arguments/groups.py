@@ -117,11 +117,18 @@ PARALLEL = FlagGroup(
         Flag("tensor_model_parallel_size", "Ranks that share each layer"),
         Flag("pipeline_model_parallel_size", "Ranks that share the stack of layers"),
         Flag("expert_model_parallel_size", "Ranks that share the experts"),
+        Flag("expert_tensor_parallel_size", "Ranks that share each expert; default: --tensor-model-parallel-size"),
+        Flag(
+            "num_layers_in_first_pipeline_stage",
+            "Layers of the first stage; default: as many as the others, the first stages one more if they must",
+        ),
+        Flag("num_layers_in_last_pipeline_stage", "Layers of the last stage; default: as above"),
         Flag(
             "distributed_backend",
             "How ranks talk to each other; default: nccl on CUDA, gloo elsewhere",
             choices=("nccl", "gloo"),
         ),
+        Flag("distributed_timeout_minutes", "How long a rank waits for another before all end"),
     ),
 )
 

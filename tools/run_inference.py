@@ -13,6 +13,7 @@ from types import ModuleType
 from megatron_ext.errors import ConfigError, OutputError
 from megatron_ext.interruption import NOTHING_YET, Interrupted, Interruption
 from megatron_ext.memory.limits import check_address_space
+from megatron_ext.ranks.world import is_first_rank
 
 HEAVY_PARTS = (
     "numpy",
@@ -48,7 +49,8 @@ def main(argv: Sequence[str] | None = None, interruption: Interruption | None = 
         _say(f"{interrupted.signal_name}: {interrupted}")
         return interrupted.exit_code
     except ConfigError as error:
-        _say(f"error: {error}")
+        if is_first_rank():  # the others see the same mistake
+            _say(f"error: {error}")
         return BAD_USAGE
     except OutputError as error:
         _say(f"error: {error}")

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from arguments import parse_server_arguments
 from megatron_ext.errors import ConfigError
 from megatron_ext.memory.limits import check_address_space
+from megatron_ext.ranks.world import is_first_rank
 from megatron_ext.server.log import printable, set_up_logging
 
 STOPPED, BAD_USAGE = 0, 2
@@ -35,7 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         run_server(settings)
     except ConfigError as error:
-        print(f"run_server.py: error: {printable(' '.join(str(error).split()), LONGEST_ERROR)}", file=sys.stderr)
+        if is_first_rank():  # the others see the same mistake
+            print(f"run_server.py: error: {printable(' '.join(str(error).split()), LONGEST_ERROR)}", file=sys.stderr)
         return BAD_USAGE
     return STOPPED
 

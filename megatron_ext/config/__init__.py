@@ -18,6 +18,7 @@ from megatron_ext.config.layers.positions import POSITION_EMBEDDINGS
 from megatron_ext.config.layers.stack import NORMALIZATIONS
 from megatron_ext.config.limits import ServerLimits
 from megatron_ext.config.model import LARGEST_SIZE, LAYER_SYMBOLS, MOST_LAYERS, RECURRENT_LAYERS, ModelConfig
+from megatron_ext.config.parallel import ParallelConfig
 from megatron_ext.config.recurrent import RECURRENT_KINDS, RecurrentFields
 from megatron_ext.config.request import (
     RequestParams,
@@ -25,7 +26,6 @@ from megatron_ext.config.request import (
 from megatron_ext.config.run import (
     LOG_LEVELS,
     InferenceSettings,
-    ParallelConfig,
     RunConfig,
     ServerConfig,
     ServerSettings,

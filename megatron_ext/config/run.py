@@ -10,6 +10,7 @@ from megatron_ext.config.annotations import FieldValues
 from megatron_ext.config.batching import BatchingConfig, CacheConfig
 from megatron_ext.config.checks import flag_of, require
 from megatron_ext.config.limits import ServerLimits
+from megatron_ext.config.parallel import ParallelConfig
 from megatron_ext.config.request import RequestParams
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -36,21 +37,6 @@ class SourceConfig:
         )
         require(not (self.bf16 and self.fp16), "--bf16 and --fp16 contradict each other; give one of them")
         require(0 <= self.seed < 2**63, f"--seed {self.seed} must be between 0 and {2**63 - 1}")
-
-
-@dataclass(frozen=True)
-class ParallelConfig:
-    """How the model is spread over ranks."""
-
-    tensor_model_parallel_size: int = 1
-    pipeline_model_parallel_size: int = 1
-    expert_model_parallel_size: int = 1
-    distributed_backend: str | None = None  # default: nccl on CUDA, gloo elsewhere
-
-    def __post_init__(self) -> None:
-        for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"):
-            size = getattr(self, name)
-            require(size == 1, f"{flag_of(name)} {size}: this version runs on one rank; leave it out or give 1")
 
 
 @dataclass(frozen=True)

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import os
-
-import torch
+import sys
 
 from megatron_ext.config import ParallelConfig
-from megatron_ext.errors import ConfigError
+from megatron_ext.ranks.layout import Layout, plan_layout
+from megatron_ext.ranks.world import world_of_environment
 
 
-def check_machine(parallel: ParallelConfig) -> None:
-    """See that the processes and the device are there that the settings speak of.
+def check_machine(parallel: ParallelConfig) -> Layout:
+    """See that the processes are there that the settings speak of.
+
+    Returns:
+        How they share the model.
 
     Raises:
         ConfigError: They are not.
     """
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    if ranks > 1:
-        raise ConfigError(f"started on {ranks} ranks, and this version runs on one; give torchrun --nproc-per-node 1")
-    if parallel.distributed_backend == "nccl" and not torch.cuda.is_available():
-        raise ConfigError("--distributed-backend nccl needs CUDA, which this machine does not have; gloo would do")
+    world = world_of_environment()
+    return plan_layout(parallel, world.size, is_launched=world.is_launched, program=sys.argv[0])

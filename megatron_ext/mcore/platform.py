@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
+from datetime import timedelta
 
 import torch
 
+from megatron_ext.config import ParallelConfig
 from megatron_ext.memory.limits import allocating, available_bytes, enough_for_the_embedded_model
+from megatron_ext.ranks.world import is_first_rank
+
+logger = logging.getLogger(__name__)
 
 
 class _HostTimer:
@@ -68,43 +74,55 @@ def install_cpu_stand_ins() -> None:
     torch.cuda.nvtx.range_pop = _do_nothing
 
 
-def initialize(
-    *,
-    backend: str | None = None,
-    tensor_model_parallel_size: int = 1,
-    pipeline_model_parallel_size: int = 1,
-    expert_model_parallel_size: int = 1,
-) -> None:
+def initialize(parallel: ParallelConfig | None = None) -> None:
     """Start torch.distributed and Megatron's model-parallel groups, once; later calls do nothing.
 
     Under torchrun the environment says who we are; otherwise this is a world of one, without any port.
 
     Args:
-        backend: "nccl" or "gloo"; default by device.
+        parallel: Sizes of the groups, which must divide the world, and how ranks talk to each other; None for the
+            groups that there are, or for a world of one.
 
     Raises:
         ConfigError: There is no memory for its threads.
     """
     from megatron.core import parallel_state, tensor_parallel
 
+    given = parallel or ParallelConfig()
+    backend, timeout = _backend(given.distributed_backend), timedelta(minutes=given.distributed_timeout_minutes)
     if not torch.distributed.is_initialized():
-        backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
-        if torch.cuda.is_available():
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        if "RANK" in os.environ:
-            torch.distributed.init_process_group(backend)
-        else:
-            store = torch.distributed.HashStore()
-            with allocating("the threads of torch.distributed", enough_for_the_embedded_model):
-                torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
+        _start_distributed(backend, timeout)
     if not parallel_state.model_parallel_is_initialized():
+        # Upstream's own argument for the timeout is in minutes, too, and may be a fraction.
         parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size,
-            pipeline_model_parallel_size,
-            expert_model_parallel_size=expert_model_parallel_size,
+            given.tensor_model_parallel_size,
+            given.pipeline_model_parallel_size,
+            expert_model_parallel_size=given.expert_model_parallel_size,
+            expert_tensor_parallel_size=given.expert_tensor_size,
+            distributed_timeout_minutes=given.distributed_timeout_minutes,
         )
     # The tracker for inference hands out no-op forks: without it any layer that would draw random numbers refuses.
     tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True)
+
+
+def _start_distributed(backend: str, timeout: timedelta) -> None:
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    with allocating("the threads of torch.distributed", enough_for_the_embedded_model):
+        if "RANK" in os.environ:
+            torch.distributed.init_process_group(backend, timeout=timeout)
+        else:
+            store = torch.distributed.HashStore()
+            torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+
+
+def _backend(asked: str | None) -> str:
+    """What is asked for, as far as this machine has it, else what suits the device."""
+    if asked == "nccl" and not torch.cuda.is_available():
+        if is_first_rank():
+            logger.warning("--distributed-backend nccl needs CUDA, which this machine does not have; gloo it is")
+        return "gloo"
+    return asked or ("nccl" if torch.cuda.is_available() else "gloo")
 
 
 def shut_down() -> None:

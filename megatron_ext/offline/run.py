@@ -59,7 +59,7 @@ def run_offline(settings: InferenceSettings, interruption: Interruption | None =
     check_schedule(settings.run, len(prompts))
     if settings.run.output_path is not None:
         check_output_path(settings.run.output_path)
-    platform.initialize(backend=settings.parallel.distributed_backend)
+    platform.initialize(settings.parallel)
     try:
         offline = _Offline(settings, prompts, interruption)
         return offline.compare() if settings.run.prefix_cache_compare else offline.run()

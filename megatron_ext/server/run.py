@@ -48,7 +48,7 @@ def run_server(settings: ServerSettings) -> None:
     keys = load_keys(settings.server)
     most_connections(settings.server.limits)
     with bind(settings.server.host, settings.server.port) as listener:
-        platform.initialize(backend=settings.parallel.distributed_backend)
+        platform.initialize(settings.parallel)
         try:
             serve(build_serving(settings, keys), listener, announce)
         finally:

@@ -54,5 +54,9 @@ GATED_DELTA_NET = RecurrentKind(
     parameter_count=_parameter_count,
     mixer_params=lambda _: {},
     core_fields=_core_fields,
+    shared=lambda config: {
+        "key heads of a gated delta net": config.linear_num_key_heads,
+        "value heads of a gated delta net": config.linear_num_value_heads,
+    },
     layout={name: flag_of(name) for name in flags_of(GatedDeltaNetFields)},
 )

@@ -24,6 +24,7 @@ class RecurrentKind:
         parameter_count: Parameters in the matrices and the convolution of one layer.
         mixer_params: What its mixer is told that megatron-core's configuration has no place for.
         core_fields: Its fields in megatron-core's configuration.
+        shared: What tensor-parallel ranks share evenly, how an error calls it to how many there are.
         layout: Fields and properties of `ModelConfig` that decide how its stored weights are cut up, beside
             those of every model, to how an error calls them: a flag, or the name of a field without one.
         scans_blocks: Whether a kernel chunk at inference is a whole block, rather than the largest divisor of it that
@@ -38,6 +39,7 @@ class RecurrentKind:
     parameter_count: Callable[[ModelConfig], int]
     mixer_params: Callable[[ModelConfig], Mapping[str, object]]
     core_fields: Callable[[ModelConfig], Mapping[str, object]]
+    shared: Callable[[ModelConfig], dict[str, int]]
     layout: Mapping[str, str]
     check_values: Callable[[ModelConfig], None] | None = None
     scans_blocks: bool = False

@@ -71,6 +71,7 @@ MAMBA1 = RecurrentKind(
     parameter_count=_parameter_count,
     mixer_params=_mixer_params,
     core_fields=lambda config: {"mamba_state_dim": config.mamba_state_dim},
+    shared=lambda config: {"channels of a Mamba-1 layer": config.mamba_channels},
     layout={
         **MAMBA_LAYOUT,
         "mamba_channels": "--mamba-inner-size",

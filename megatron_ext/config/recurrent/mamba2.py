@@ -60,6 +60,7 @@ MAMBA2 = RecurrentKind(
     parameter_count=_parameter_count,
     mixer_params=lambda config: {"d_conv": config.mamba_conv_kernel},
     core_fields=_core_fields,
+    shared=lambda config: {"Mamba groups": config.mamba_num_groups, "Mamba heads": config.mamba_heads},
     layout={
         **MAMBA_LAYOUT,
         "mamba_head_dim": "--mamba-head-dim",

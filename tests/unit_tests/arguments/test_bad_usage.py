@@ -98,7 +98,7 @@ def test_contradictions_name_both_sides(one_line_error, argv, expected):
         ("--drain-between-batches --batch-boundaries 4,2", "4,2 must be increasing"),
         ("--drain-between-batches --batch-boundaries 1,x", "'1,x' is not a list of whole numbers"),
         ("--inference-dynamic-batching-block-size 0", "block size 0 must be positive"),
-        ("--tensor-model-parallel-size 2", "--tensor-model-parallel-size 2: this version runs on one rank"),
+        ("--tensor-model-parallel-size 0", "--tensor-model-parallel-size 0 must be at least 1"),
     ],
 )
 def test_bad_values(one_line_error, argv, expected):

@@ -31,7 +31,9 @@ OPTIONS = """
 --disable-bias-linear --no-disable-bias-linear
 --untie-embeddings-and-output-weights --no-untie-embeddings-and-output-weights
 --max-position-embeddings --vocab-size
---tensor-model-parallel-size --pipeline-model-parallel-size --expert-model-parallel-size --distributed-backend
+--tensor-model-parallel-size --pipeline-model-parallel-size --expert-model-parallel-size
+--expert-tensor-parallel-size --num-layers-in-first-pipeline-stage --num-layers-in-last-pipeline-stage
+--distributed-backend --distributed-timeout-minutes
 --num-tokens-to-generate --temperature --top_k --top_p --return-log-probs --no-return-log-probs
 --skip-prompt-log-probs --no-skip-prompt-log-probs --top-n-logprobs --stop-words --termination-id
 --ignore-eos --no-ignore-eos

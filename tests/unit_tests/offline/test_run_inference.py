@@ -141,14 +141,30 @@ def test_a_budget_too_small(error_line):
     assert "buffer" in line
 
 
-def test_one_rank_only(error_line, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "started on 2 ranks, and this version runs on one" in error_line(*TINY, "--prompts", "1")
+class TestRanks:
+    """MR-1: sizes that do not fit are one line, from the first rank, before anything starts."""
+
+    def test_alone(self, error_line):
+        line = error_line(*TINY, "--prompts", "1", "--tensor-model-parallel-size", "2")
+        assert "--tensor-model-parallel-size 2 needs 2 ranks, and this process is alone" in line
+        assert "torchrun --nproc-per-node 2 " in line
+
+    @pytest.mark.parametrize("rank", ["0", "1", "2"])
+    def test_a_world_that_does_not_divide(self, rank, monkeypatch, capfd):
+        monkeypatch.setenv("WORLD_SIZE", "3")
+        monkeypatch.setenv("RANK", rank)
+        assert main([*TINY, "--prompts", "1", "--pipeline-model-parallel-size", "2"]) == BAD_USAGE
+        captured = capfd.readouterr()
+        said = "run_inference.py: error: started on 3 ranks, and --pipeline-model-parallel-size 2 needs 2 or a multiple"
+        assert captured.out == ""
+        assert captured.err.startswith(said) if rank == "0" else captured.err == ""
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says that there is no CUDA")
-def test_nccl_needs_cuda(error_line):
-    assert "nccl needs CUDA" in error_line(*TINY, "--prompts", "1", "--distributed-backend", "nccl")
+def test_nccl_without_cuda_is_gloo(caplog):
+    """MR-1: it is said, once, and the run goes on."""
+    assert main([*TINY, "--prompts", "1", "--distributed-backend", "nccl"]) == DONE
+    assert caplog.text.count("nccl needs CUDA") == 1
 
 
 def test_flag_over_yaml_over_checkpoint_over_default(prompt_file, tmp_path):

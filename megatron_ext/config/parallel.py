@@ -1,0 +1,74 @@
+"""How a model is spread over ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+from megatron_ext.config.checks import flag_of, require
+
+LARGEST_WORLD = 2**20  # ranks; who writes more makes a mistake
+LONGEST_TIMEOUT = 60 * 24 * 365  # minutes
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """Sizes of the groups of ranks, under Megatron's names, and how ranks talk to each other.
+
+    Whether they fit a model and the number of ranks there are is for `ranks.layout` to say.
+    """
+
+    tensor_model_parallel_size: int = 1
+    pipeline_model_parallel_size: int = 1
+    expert_model_parallel_size: int = 1
+    expert_tensor_parallel_size: int | None = None  # default: tensor_model_parallel_size
+    num_layers_in_first_pipeline_stage: int | None = None  # default: an equal share, see `ranks.stages`
+    num_layers_in_last_pipeline_stage: int | None = None  # default: an equal share
+    distributed_backend: str | None = None  # default: nccl on CUDA, gloo elsewhere
+    distributed_timeout_minutes: float = 10.0  # Megatron-LM's default
+
+    def __post_init__(self) -> None:
+        for name in _SIZES:
+            size = getattr(self, name)
+            require(size is None or size >= 1, f"{flag_of(name)} {size} must be at least 1")
+            require(size is None or size <= LARGEST_WORLD, f"{flag_of(name)} {size} is too large; at most 1048576")
+        for name in _UNEVEN:
+            given = getattr(self, name)
+            require(
+                given is None or self.pipeline_model_parallel_size > 1,
+                f"{flag_of(name)} {given} is for several stages; give --pipeline-model-parallel-size 2 or more, or "
+                "leave it out",
+            )
+        minutes = self.distributed_timeout_minutes
+        require(
+            math.isfinite(minutes) and 0 < minutes <= LONGEST_TIMEOUT,
+            f"--distributed-timeout-minutes {minutes} must be more than zero and at most {LONGEST_TIMEOUT}",
+        )
+
+    @property
+    def expert_tensor_size(self) -> int:
+        """Ranks that share each expert."""
+        return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
+
+    @property
+    def smallest_world(self) -> int:
+        """The number of ranks that every world of these sizes is a multiple of."""
+        stage = math.lcm(self.tensor_model_parallel_size, self.expert_tensor_size * self.expert_model_parallel_size)
+        return stage * self.pipeline_model_parallel_size
+
+    def described(self) -> str:
+        """The sizes that are not their defaults, as flags; empty if none is."""
+        plain = ParallelConfig()
+        given = {one.name: getattr(self, one.name) for one in dataclasses.fields(self) if one.name in _SIZES}
+        return " ".join(f"{flag_of(name)} {size}" for name, size in given.items() if size != getattr(plain, name))
+
+
+_UNEVEN = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+_SIZES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    *_UNEVEN,
+)

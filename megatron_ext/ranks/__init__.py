@@ -1,0 +1,1 @@
+"""Several ranks: who is who, and what they tell each other."""

@@ -1,0 +1,131 @@
+"""Whether sizes fit the ranks there are, and the model: known before anything is allocated.
+
+A world of W ranks is T * P * R: T that share each layer, P stages, R replicas. Experts are spread over ranks of all
+replicas: of the W / P ranks of a stage E * X share them, E groups of X that share each expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from megatron_ext.config import ModelConfig, ParallelConfig
+from megatron_ext.config.checks import require
+from megatron_ext.errors import ConfigError
+from megatron_ext.ranks.stages import split_layers
+
+_MOST_TRIED = 1024  # ranks, of which those that would do are said
+_MOST_SHOWN = 6
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a world is divided.
+
+    Attributes:
+        world: Ranks.
+        tensor: Ranks that share each layer.
+        pipeline: Stages.
+        replicas: Copies of the model, each with requests of its own.
+        expert: Ranks that have different experts.
+        expert_tensor: Ranks that share each expert.
+    """
+
+    world: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    replicas: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
+
+
+def plan_layout(parallel: ParallelConfig, world: int, *, is_launched: bool = True, program: str = "") -> Layout:
+    """The layout of a world.
+
+    Args:
+        parallel: The sizes.
+        world: Ranks there are.
+        is_launched: Whether something started them together, see `World`.
+        program: What to start, for the message.
+
+    Raises:
+        ConfigError: The sizes do not divide the world; the message says both, and how to start one that they divide.
+    """
+    needed = parallel.smallest_world
+    if world % needed:
+        flags = parallel.described()
+        if not is_launched:
+            launch = f"torchrun --nproc-per-node {needed} {program or 'PROGRAM'} {flags}"
+            raise ConfigError(f"{flags} needs {needed} ranks, and this process is alone; start it with {launch}")
+        larger = f"{needed}, {2 * needed} or another multiple of {needed}"
+        raise ConfigError(f"started on {world} ranks, and {flags} needs {needed} or a multiple; start {larger}")
+    tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    return Layout(
+        world=world,
+        tensor=tensor,
+        pipeline=pipeline,
+        replicas=world // (tensor * pipeline),
+        expert=parallel.expert_model_parallel_size,
+        expert_tensor=parallel.expert_tensor_size,
+    )
+
+
+def check_model(parallel: ParallelConfig, config: ModelConfig) -> None:
+    """See that a model can be spread like that.
+
+    Raises:
+        ConfigError: It cannot; the message says the two numbers that do not fit, and the sizes that would.
+    """
+    split_layers(config.layer_count, parallel)
+    tensor, expert = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
+    _check("--tensor-model-parallel-size", tensor, lambda size: _tensor_misfits(config, size))
+    if not config.is_moe:
+        require(
+            expert == 1 and parallel.expert_tensor_parallel_size in (None, 1, tensor),
+            f"{parallel.described()} spreads experts, and pattern {config.hybrid_override_pattern!r} has no layer of "
+            "them; leave --expert-model-parallel-size and --expert-tensor-parallel-size out",
+        )
+        return
+    experts = config.num_experts or 0
+    _check("--expert-model-parallel-size", expert, lambda size: _unshared({"experts": experts}, size))
+    widths = {"channels inside an expert (--moe-ffn-hidden-size)": config.expert_ffn_size}
+    _check("--expert-tensor-parallel-size", parallel.expert_tensor_size, lambda size: _unshared(widths, size))
+
+
+def _check(flag: str, size: int, misfits: Callable[[int], Iterator[str]]) -> None:
+    """See that nothing is in the way of a size."""
+    problem = next(misfits(size), None)
+    if problem is None:
+        return
+    fitting = [str(other) for other in range(1, _MOST_TRIED) if next(misfits(other), None) is None]
+    shown = ", ".join(fitting[:_MOST_SHOWN]) + (", ..." if len(fitting) > _MOST_SHOWN else "")
+    raise ConfigError(f"{problem} cannot be shared by {flag} {size} ranks; for this model {shown} would do")
+
+
+def _tensor_misfits(config: ModelConfig, size: int) -> Iterator[str]:
+    """What of a model so many ranks cannot share."""
+    pattern = config.hybrid_override_pattern
+    if "M" in pattern:
+        yield from _unshared(config.recurrent.shared(config), size)
+    if "*" in pattern:
+        yield from _attention_misfits(config, size)
+    if "-" in pattern:
+        yield from _unshared({"channels inside an MLP (--ffn-hidden-size)": config.ffn_size}, size)
+    if config.is_moe and config.moe_shared_expert_intermediate_size:
+        yield from _unshared({"channels inside the shared experts": config.moe_shared_expert_intermediate_size}, size)
+    if config.vocab_size is not None:
+        yield from _unshared({"vocabulary entries": config.vocab_size}, size)
+
+
+def _attention_misfits(config: ModelConfig, size: int) -> Iterator[str]:
+    """Heads are shared evenly; fewer query groups than ranks are held by several ranks each."""
+    heads, groups = config.num_attention_heads, config.query_groups
+    yield from _unshared({"attention heads": heads}, size)
+    if groups % size and size % groups:
+        yield f"{groups} query groups"
+    rows = (heads * (1 + config.attention_output_gate) + 2 * groups) * config.head_channels
+    yield from _unshared({"rows of the query, key and value projection": rows}, size)
+
+
+def _unshared(numbers: dict[str, int], size: int) -> Iterator[str]:
+    yield from (f"{number} {what}" for what, number in numbers.items() if number % size)

@@ -1,0 +1,89 @@
+"""Which layers each pipeline stage holds: all of them, each on one stage, in order.
+
+megatron-core divides the number of layers by the number of stages and drops what remains; here the first stages hold
+one more each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_ext.config.checks import require
+from megatron_ext.config.parallel import ParallelConfig
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A run of layers.
+
+    Attributes:
+        first: Number of its first layer, from 0, in the whole model.
+        count: How many layers it holds; never zero.
+    """
+
+    first: int
+    count: int
+
+    @property
+    def layers(self) -> range:
+        """The numbers of its layers."""
+        return range(self.first, self.first + self.count)
+
+
+def split_layers(layers: int, parallel: ParallelConfig) -> tuple[Stage, ...]:
+    """The stages of a model of so many layers.
+
+    Args:
+        layers: Of every kind.
+        parallel: How many stages, and how many layers the first and the last hold if that is said. What is left is
+            shared by the others, those in front holding one more where it cannot be shared evenly.
+
+    Raises:
+        ConfigError: A stage would be left without a layer, or a layer without a stage.
+    """
+    size = parallel.pipeline_model_parallel_size
+    require(
+        layers >= size,
+        f"{layers} layers cannot be shared by --pipeline-model-parallel-size {size} stages; at most {layers} would do",
+    )
+    first, last = parallel.num_layers_in_first_pipeline_stage, parallel.num_layers_in_last_pipeline_stage
+    given = (first or 0) + (last or 0)
+    others = size - (first is not None) - (last is not None)
+    _check_given(layers, parallel, others, given)
+    counts = _evenly(layers - given, others)
+    if first is not None:
+        counts = [first, *counts]
+    if last is not None:
+        counts = [*counts, last]
+    starts = [sum(counts[:index]) for index in range(size)]
+    return tuple(Stage(start, count) for start, count in zip(starts, counts, strict=True))
+
+
+def describe_stages(pattern: str, stages: tuple[Stage, ...]) -> str:
+    """What each stage holds, in a line: `2 pipeline stages: 3 layers (M-*), 2 layers (M-)`."""
+    parts = (f"{stage.count} layers ({pattern[stage.first : stage.first + stage.count]})" for stage in stages)
+    return f"{len(stages)} pipeline stages: {', '.join(parts)}"
+
+
+def _check_given(layers: int, parallel: ParallelConfig, others: int, given: int) -> None:
+    """See that what the first and the last stage leave is enough for the others, and nothing if there are none."""
+    first, last = parallel.num_layers_in_first_pipeline_stage, parallel.num_layers_in_last_pipeline_stage
+    flags = [
+        f"--num-layers-in-{name}-pipeline-stage {count}"
+        for name, count in (("first", first), ("last", last))
+        if count is not None
+    ]
+    left = layers - given
+    if others == 0:
+        require(left == 0, f"{' and '.join(flags)} are {given} of {layers} layers; together they must be {layers}")
+        return
+    require(
+        left >= others,
+        f"{' and '.join(flags)} of {layers} layers leave {max(0, left)} for {others} other stages, which need one "
+        f"each; at most {layers - others} in all would do",
+    )
+
+
+def _evenly(layers: int, stages: int) -> list[int]:
+    """So many layers on each stage, one more on the first ones."""
+    return [layers // stages + (index < layers % stages) for index in range(stages)] if stages else []

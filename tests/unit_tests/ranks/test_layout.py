@@ -1,0 +1,158 @@
+"""MR-1: sizes against the world and the model, each mistake in one line with both numbers and what would work."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from megatron_ext.config import ModelConfig, ParallelConfig
+from megatron_ext.errors import ConfigError
+from megatron_ext.ranks.layout import Layout, check_model, plan_layout
+from megatron_ext.ranks.world import World, is_first_rank, world_of_environment
+
+
+def sizes(tp: int = 1, pp: int = 1, ep: int = 1, etp: int | None = None) -> ParallelConfig:
+    return ParallelConfig(
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=etp,
+    )
+
+
+HYBRID = ModelConfig(
+    hybrid_override_pattern="M-*-",
+    hidden_size=96,
+    ffn_hidden_size=144,
+    num_attention_heads=12,
+    num_query_groups=6,
+    mamba_head_dim=8,
+    mamba_num_heads=24,
+    mamba_num_groups=12,
+    vocab_size=48,
+)
+EXPERTS = dataclasses.replace(
+    HYBRID,
+    hybrid_override_pattern="M*E",
+    num_experts=6,
+    moe_ffn_hidden_size=40,
+    moe_shared_expert_intermediate_size=36,
+)
+
+
+class TestWorlds:
+    @pytest.mark.parametrize(
+        ("parallel", "world", "layout"),
+        [
+            (sizes(), 1, Layout()),
+            (sizes(), 8, Layout(world=8, replicas=8)),
+            (sizes(tp=2), 2, Layout(world=2, tensor=2, expert_tensor=2)),
+            (sizes(tp=2, pp=2), 8, Layout(world=8, tensor=2, pipeline=2, replicas=2, expert_tensor=2)),
+            (sizes(tp=2, ep=2), 4, Layout(world=4, tensor=2, replicas=2, expert=2, expert_tensor=2)),
+            (sizes(tp=2, ep=2, etp=1), 2, Layout(world=2, tensor=2, expert=2)),
+            (sizes(ep=2), 2, Layout(world=2, replicas=2, expert=2)),
+            (sizes(pp=2, ep=2), 4, Layout(world=4, pipeline=2, replicas=2, expert=2)),
+        ],
+    )
+    def test_layouts(self, parallel, world, layout):
+        assert plan_layout(parallel, world) == layout
+
+    @pytest.mark.parametrize(
+        ("parallel", "world", "words"),
+        [
+            (sizes(tp=2), 3, ["started on 3 ranks", "--tensor-model-parallel-size 2", "2, 4 or another multiple of 2"]),
+            (sizes(tp=2, pp=3), 8, ["started on 8", "--pipeline-model-parallel-size 3", "needs 6"]),
+            (sizes(tp=2, ep=2), 2, ["started on 2 ranks", "--expert-model-parallel-size 2", "needs 4"]),
+            (sizes(tp=4, ep=3, etp=2), 12 + 4, ["started on 16", "needs 12"]),
+        ],
+    )
+    def test_sizes_that_do_not_divide_the_world(self, parallel, world, words):
+        with pytest.raises(ConfigError) as error:
+            plan_layout(parallel, world)
+        assert all(word in str(error.value) for word in words), error.value
+
+    def test_alone_is_told_how_to_start(self):
+        with pytest.raises(ConfigError) as error:
+            plan_layout(sizes(tp=2, pp=2), 1, is_launched=False, program="tools/run_inference.py")
+        line = (
+            "torchrun --nproc-per-node 4 tools/run_inference.py --tensor-model-parallel-size 2 "
+            "--pipeline-model-parallel-size 2"
+        )
+        assert str(error.value).endswith(line)
+
+
+class TestEnvironment:
+    def test_nothing_said(self):
+        assert world_of_environment({}) == World(0, 1, is_launched=False)
+        assert is_first_rank({})
+
+    def test_torchrun(self):
+        variables = {"RANK": "3", "WORLD_SIZE": "4"}
+        assert world_of_environment(variables) == World(3, 4, is_launched=True)
+        assert not is_first_rank(variables)
+        assert not world_of_environment(variables).is_first
+
+    @pytest.mark.parametrize("variables", [{"RANK": "4", "WORLD_SIZE": "4"}, {"RANK": "x"}, {"WORLD_SIZE": "-1"}])
+    def test_nonsense(self, variables):
+        with pytest.raises(ConfigError, match="the environment says RANK="):
+            world_of_environment(variables)
+
+
+class TestModels:
+    @pytest.mark.parametrize(
+        ("parallel", "config"),
+        [
+            (sizes(tp=1, pp=4), HYBRID),
+            (sizes(tp=6), HYBRID),
+            (sizes(tp=12), HYBRID),  # two ranks a query group
+            (sizes(tp=4), dataclasses.replace(HYBRID, num_query_groups=2)),  # as above
+            (sizes(tp=2, ep=6, etp=4), EXPERTS),
+            (sizes(tp=16), ModelConfig(hybrid_override_pattern="MM", num_attention_heads=1, mamba_num_groups=16,
+                                       mamba_num_heads=16, vocab_size=16)),  # heads of no layer
+        ],
+    )  # fmt: skip
+    def test_what_fits(self, parallel, config):
+        check_model(parallel, config)
+
+    @pytest.mark.parametrize(
+        ("parallel", "changes", "words"),
+        [
+            (sizes(tp=5), {}, ["12 Mamba groups", "--tensor-model-parallel-size 5", "1, 2, 3, 6, 12 would do"]),
+            (sizes(tp=8), {"mamba_num_groups": 24}, ["12 attention heads", "-parallel-size 8", "would do"]),
+            (sizes(tp=4), {"num_query_groups": 6}, ["6 query groups", "-parallel-size 4", "1, 2, 3, 6, 12"]),
+            (sizes(tp=2), {"mamba_num_groups": 1}, ["1 Mamba groups", "-parallel-size 2", "for this model 1 would do"]),
+            (sizes(tp=2), {"ffn_hidden_size": 145}, ["145 channels inside an MLP (--ffn-hidden-size)"]),
+            (sizes(tp=2), {"vocab_size": 97}, ["97 vocabulary entries", "for this model 1 would do"]),
+            (sizes(tp=2), {"recurrent_layer": "mamba1", "mamba_inner_size": 5}, ["5 channels of a Mamba-1 layer"]),
+            (
+                sizes(tp=2),
+                {"recurrent_layer": "gated_delta_net", "linear_num_key_heads": 3, "linear_num_value_heads": 6},
+                ["3 key heads of a gated delta net"],
+            ),
+            (sizes(pp=5), {}, ["4 layers", "--pipeline-model-parallel-size 5", "at most 4"]),
+            (sizes(ep=2), {}, ["--expert-model-parallel-size 2", "'M-*-' has no layer"]),
+        ],
+    )  # fmt: skip
+    def test_what_does_not(self, parallel, changes, words):
+        with pytest.raises(ConfigError) as error:
+            check_model(parallel, dataclasses.replace(HYBRID, **changes))
+        assert all(word in str(error.value) for word in words), error.value
+
+    @pytest.mark.parametrize(
+        ("parallel", "words"),
+        [
+            (sizes(ep=4), ["6 experts", "--expert-model-parallel-size 4", "1, 2, 3, 6 would do"]),
+            (sizes(tp=6), ["40 channels inside an expert", "--expert-tensor-parallel-size 6"]),
+            (sizes(tp=1, etp=3), ["40 channels", "--expert-tensor-parallel-size 3", "1, 2, 4, 5, 8, 10, ... would do"]),
+        ],
+    )
+    def test_experts(self, parallel, words):
+        with pytest.raises(ConfigError) as error:
+            check_model(parallel, EXPERTS)
+        assert all(word in str(error.value) for word in words), error.value
+
+    def test_shared_experts(self):
+        odd = dataclasses.replace(EXPERTS, moe_shared_expert_intermediate_size=35)
+        with pytest.raises(ConfigError, match="35 channels inside the shared experts"):
+            check_model(sizes(tp=2), odd)
