@@ -21,8 +21,9 @@ from megatron_ext.config.embedded import EMBEDDED_MODEL_DIR
 from megatron_ext.offline.prompts import example_prompts
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.submission import Submission
-from megatron_ext.server.progress import RequestHandle, Updates
+from megatron_ext.server.progress import RequestHandle
 from megatron_ext.server.sampling import Job
+from megatron_ext.stepping.progress import Updates
 from megatron_ext.text.stop_words import StopWordMatcher
 from megatron_ext.text.stream import TextStream
 from megatron_ext.text.tokenizer import TextTokenizer

@@ -11,7 +11,8 @@ from typing import Protocol
 
 from megatron_ext.scheduling.record import RequestRecord, Status
 from megatron_ext.server.errors import FAULT, ApiError
-from megatron_ext.server.progress import Progress, RequestHandle
+from megatron_ext.server.progress import RequestHandle
+from megatron_ext.stepping.progress import Progress
 from megatron_ext.text.detokenizer import INCOMPLETE
 from megatron_ext.text.vocabulary import Vocabulary
 

@@ -12,11 +12,8 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TypeVar
-
-import torch
 
 from megatron_ext.engine.faults import Faults
 from megatron_ext.mcore.adapter import InferenceEngine
@@ -24,12 +21,13 @@ from megatron_ext.scheduling.record import RequestRecord, Status
 from megatron_ext.scheduling.request import Request
 from megatron_ext.server.errors import ApiError, engine_fault, overloaded, shutting_down
 from megatron_ext.server.metrics import Metrics
-from megatron_ext.server.progress import RequestHandle, TokenClock, Update, Updates
+from megatron_ext.server.progress import RequestHandle, TokenClock
 from megatron_ext.server.sampling import Job
+from megatron_ext.stepping.progress import Update, Updates
+from megatron_ext.stepping.thread import FAILED_STEPS, EngineThread
 
 Result = TypeVar("Result")
 
-FAILED_STEPS = 3  # in a row: then the requests are given up
 LATENCIES = 32  # of the last requests; how long a new one will take, roughly
 LONGEST_RETRY = 60  # seconds
 
@@ -94,10 +92,7 @@ class EngineLoop:
         self._engine = engine
         self._metrics = metrics
         self.capacity = engine.context.max_requests + max_waiting
-        device = next(engine.controller.inference_wrapped_model.model.parameters()).device
-        self._steps = asyncio.new_event_loop()  # the engine thread's own; another engine steps on another one
-        engine.use_loop(self._steps)
-        self._thread = ThreadPoolExecutor(1, "engine", _use_device, (device,))
+        self._thread = EngineThread(engine)
         self._exchanges: dict[int, tuple[RequestHandle, HttpExchange]] = {}  # by request id
         self._ids = itertools.count()
         self._work = asyncio.Event()
@@ -125,12 +120,7 @@ class EngineLoop:
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
-        await asyncio.to_thread(self._close)
-
-    def _close(self) -> None:
-        self._thread.shutdown()
-        self._steps.run_until_complete(_settle())
-        self._steps.close()
+        await asyncio.to_thread(self._thread.close)
 
     @property
     def error_count(self) -> int:
@@ -189,7 +179,7 @@ class EngineLoop:
 
     async def call(self, function: Callable[..., Result], *arguments: object) -> Result:
         """Call something with the engine's thread, between two steps."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._observed, function, arguments)
+        return await asyncio.wrap_future(self._thread.submit(self._observed, function, arguments))
 
     async def reset_prefix_cache(self) -> dict[str, int] | None:
         """Empty the cache; what it holds then."""
@@ -313,15 +303,3 @@ class EngineLoop:
             self._metrics.inter_token.observe(gap)
         for record in records:
             self._clock.forget(record.request_id)
-
-
-async def _settle() -> None:
-    """Let the engine's own notifications run out."""
-    for _ in range(2):
-        await asyncio.sleep(0)
-
-
-def _use_device(device: torch.device) -> None:
-    """The current device belongs to a thread."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)

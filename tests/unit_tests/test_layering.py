@@ -13,8 +13,9 @@ from tests.unit_tests.support.source import ROOT, imported_modules, parse, pytho
 # What each part may import of our own; itself, always.
 LEAVES = {"errors", "files", "interruption"}
 DECIDING = {"prefix_cache", "scheduling", "engine"}
-TOOLS = {"console", "offline", "server"}
-EVERYTHING = LEAVES | DECIDING | TOOLS | {"config", "ranks", "text", "memory", "ops", "mixers", "mcore", "models"}
+TOOLS = {"console", "offline", "server", "api"}
+ROOMS = {"config", "ranks", "text", "memory", "ops", "mixers", "mcore", "stepping", "models"}
+EVERYTHING = LEAVES | DECIDING | TOOLS | ROOMS
 BELOW_TOOLS = EVERYTHING - TOOLS
 MAY_IMPORT = {
     "errors": set(),
@@ -30,6 +31,7 @@ MAY_IMPORT = {
     "ops": set(),
     "mixers": {"config", "errors", "memory", "ops"},
     "mcore": {*LEAVES, *DECIDING, "config", "ranks", "text", "memory", "ops", "mixers"},
+    "stepping": {"engine", "mcore", "scheduling"},
     "models": {*LEAVES, "config", "ranks", "text", "memory", "ops", "mixers", "mcore"},
     "console": BELOW_TOOLS,
     "offline": BELOW_TOOLS | {"console"},

@@ -12,7 +12,8 @@ import pytest
 from megatron_ext.engine.statistics import EngineStatistics
 from megatron_ext.server.engine_loop import EngineLoop
 from megatron_ext.server.metrics import Metrics
-from megatron_ext.server.progress import RequestHandle, TokenClock, Update
+from megatron_ext.server.progress import RequestHandle, TokenClock
+from megatron_ext.stepping.progress import Update
 from megatron_ext.text.stop_words import StopWordMatcher
 from megatron_ext.text.stream import TextStream
 from tests.priority import TestPriority

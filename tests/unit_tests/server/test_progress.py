@@ -11,9 +11,10 @@ from megatron_ext.config import RequestParams
 from megatron_ext.engine.intake import Intake
 from megatron_ext.scheduling.request import Request
 from megatron_ext.server.answers import CompletionReply
-from megatron_ext.server.progress import RequestHandle, Update, Updates
+from megatron_ext.server.progress import RequestHandle
 from megatron_ext.server.sampling import Job
 from megatron_ext.server.streaming import _ChoiceStream
+from megatron_ext.stepping.progress import Update, Updates
 from megatron_ext.text.vocabulary import Vocabulary
 from tests.priority import TestPriority
 from tests.unit_tests.scheduling.builders import make_request
