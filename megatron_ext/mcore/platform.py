@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import dataclasses
 import os
 import time
 from datetime import timedelta
@@ -12,9 +12,6 @@ import torch
 from megatron_ext.config import ParallelConfig
 from megatron_ext.memory.heap import give_back_freed_memory, keep_freed_memory
 from megatron_ext.memory.limits import allocating, available_bytes, enough_for_the_embedded_model
-from megatron_ext.ranks.world import is_first_rank
-
-logger = logging.getLogger(__name__)
 
 
 class _HostTimer:
@@ -110,6 +107,34 @@ def initialize(parallel: ParallelConfig | None = None) -> None:
     tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True)
 
 
+def group_sizes(parallel: ParallelConfig | None = None) -> ParallelConfig:
+    """The sizes of Megatron's groups, which are there.
+
+    Args:
+        parallel: What they were made from, which also says what no group does; None if that is not known.
+    """
+    from megatron.core import parallel_state
+
+    sizes = {
+        "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
+        "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
+        "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
+        "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
+    }
+    if parallel is None:
+        return ParallelConfig(**sizes)
+    asked = dataclasses.replace(parallel, expert_tensor_parallel_size=parallel.expert_tensor_size)
+    assert dataclasses.replace(asked, **sizes) == asked, (asked, sizes)
+    return asked
+
+
+def pipeline_stage() -> int:
+    """Which stage this rank is of, from 0."""
+    from megatron.core import parallel_state
+
+    return parallel_state.get_pipeline_model_parallel_rank()
+
+
 def _start_distributed(backend: str, timeout: timedelta) -> None:
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -122,12 +147,10 @@ def _start_distributed(backend: str, timeout: timedelta) -> None:
 
 
 def _backend(asked: str | None) -> str:
-    """What is asked for, as far as this machine has it, else what suits the device."""
-    if asked == "nccl" and not torch.cuda.is_available():
-        if is_first_rank():
-            logger.warning("--distributed-backend nccl needs CUDA, which this machine does not have; gloo it is")
+    """What is asked for; without CUDA there is one, and `console.machine` says so."""
+    if not torch.cuda.is_available():
         return "gloo"
-    return asked or ("nccl" if torch.cuda.is_available() else "gloo")
+    return asked or "nccl"
 
 
 def shut_down() -> None:

@@ -56,7 +56,10 @@ class ZeroCenteredRMSNorm(torch.nn.Module):
 
 
 class HybridStack(MambaStack):
-    """`MambaStack` whose final norm is torch's; upstream hard-codes Transformer Engine's."""
+    """`MambaStack` whose final norm is torch's, and whose stages may hold any number of layers each.
+
+    Upstream hard-codes Transformer Engine's norm, and knows of no layout of stages.
+    """
 
     def __init__(
         self, config: TransformerConfig, *args: object, post_layer_norm: bool = True, **kwargs: object
@@ -65,3 +68,11 @@ class HybridStack(MambaStack):
         self.post_layer_norm = post_layer_norm
         if self.post_process and post_layer_norm:
             self.final_norm = LayerNormFromConfig(config, config.hidden_size)
+
+    def _select_layers_for_pipeline_parallel(self, layer_type_list: list[str]) -> tuple[int, list[str]]:
+        """How many layers come before this stage, and the letters of its own."""
+        layout = self.config.pipeline_model_parallel_layout
+        if layout is None:
+            return super()._select_layers_for_pipeline_parallel(layer_type_list)
+        own = layout.get_layer_id_list(pp_rank=self.pp_group.rank())
+        return own[0], [layer_type_list[number] for number in own]

@@ -9,15 +9,19 @@ from contextlib import AbstractContextManager
 import torch
 import torch.nn.functional as F
 
-from megatron_ext.config import RECURRENT_KINDS, ModelConfig
+from megatron_ext.config import RECURRENT_KINDS, ModelConfig, ParallelConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import platform  # first: it puts the CPU stand-ins in place
+from megatron_ext.mcore.model import HybridModel
+from megatron_ext.mcore.stack import HybridStack
 from megatron_ext.memory.limits import allocating
 from megatron_ext.models.size import check_model_fits, described
 from megatron_ext.models.stack_specs import OWN_SPECS, is_own_spec
+from megatron_ext.ranks.layout import check_model
+from megatron_ext.ranks.share import Share, share_of
+from megatron_ext.ranks.world import ranks_on_this_machine
 
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding  # isort: skip
-from megatron.core.models.mamba import MambaModel  # isort: skip
 from megatron.core.transformer import TransformerConfig  # isort: skip
 from megatron.core.transformer.spec_utils import ModuleSpec  # isort: skip
 
@@ -29,42 +33,74 @@ def build_model(
     device: torch.device | None = None,
     seed: int = 1234,
     perform_initialization: bool = True,
-) -> MambaModel:
-    """Build the model in eval mode, with random weights from `seed` (the same on every device).
+    parallel: ParallelConfig | None = None,
+) -> HybridModel:
+    """Build this rank's part of the model in eval mode, with random weights from `seed` (the same on every device).
 
-    Starts torch.distributed as a world of one if nobody did.
+    Starts torch.distributed as a world of one if nobody did. Random weights are others with other sizes of groups.
 
     Args:
         perform_initialization: False leaves the large matrices as allocated, for a loader that fills them all.
+        parallel: How the model is spread; None for what Megatron's groups say.
 
     Raises:
-        ConfigError: No vocabulary size, a spec that cannot be found, or parameters that do not fit the memory there is.
+        ConfigError: No vocabulary size, a spec that cannot be found, parameters that do not fit the memory there is,
+            or a model that cannot be spread like that.
     """
     if config.vocab_size is None:
         raise ConfigError("the vocabulary size is unknown; give --vocab-size or a tokenizer")
     spec = resolve_spec(config)
+    if parallel is not None:
+        check_model(parallel, config)
+    platform.initialize(parallel)
+    share = share_of(platform.group_sizes(parallel), config, platform.pipeline_stage())
+    _check_stages(share, spec)
     device = device or platform.device()
-    for place in {torch.device("cpu"), torch.device(device)}:  # weights are made on the host, then moved
-        check_model_fits(config, dtype, platform.available_memory(place))
-    platform.initialize()
-    with _parameters_allocated(config, dtype):
-        return _built(config, spec, dtype, seed, perform_initialization).to(device).eval()
+    _check_memory(config, dtype, share, torch.device(device))
+    with _parameters_allocated(config, dtype, share):
+        model = _built(config, spec, dtype, seed, perform_initialization, share).to(device).eval()
+    numbers = [layer.layer_number - 1 for layer in model.decoder.layers]
+    assert numbers == list(share.stage.layers), (numbers, share.stage)
+    if perform_initialization:
+        model.copy_embeddings()
+    return model
 
 
-def _parameters_allocated(config: ModelConfig, dtype: torch.dtype) -> AbstractContextManager[None]:
+def _check_stages(share: Share, spec: ModuleSpec) -> None:
+    """A stack of somebody else's splits layers as megatron-core does, which cannot do all that ours can."""
+    is_ours = isinstance(spec.module, type) and issubclass(spec.module, HybridStack)
+    if share.needs_layer_layout and not is_ours:
+        counts = ", ".join(str(stage.count) for stage in share.stages)
+        raise ConfigError(
+            f"--spec cannot be given with pipeline stages of {counts} layers; with "
+            "--num-layers-in-first-pipeline-stage and -last- such that the others are equal it could"
+        )
+
+
+def _check_memory(config: ModelConfig, dtype: torch.dtype, share: Share, device: torch.device) -> None:
+    """Weights are made on the host, which all ranks of a machine share, then moved."""
+    host = torch.device("cpu")
+    check_model_fits(config, dtype, platform.available_memory(host) // ranks_on_this_machine(), share)
+    if device != host:
+        check_model_fits(config, dtype, platform.available_memory(device), share)
+
+
+def _parameters_allocated(config: ModelConfig, dtype: torch.dtype, share: Share) -> AbstractContextManager[None]:
     half = "--bf16 needs half of it" if dtype.itemsize > 2 else "take a smaller model"
-    return allocating(f"its parameters: {described(config, dtype)}", lambda: half)
+    return allocating(f"its parameters: {described(config, dtype, share)}", lambda: half)
 
 
 def _built(
-    config: ModelConfig, spec: ModuleSpec, dtype: torch.dtype, seed: int, perform_initialization: bool
-) -> MambaModel:
-    """The model on the host."""
+    config: ModelConfig, spec: ModuleSpec, dtype: torch.dtype, seed: int, perform_initialization: bool, share: Share
+) -> HybridModel:
+    """This rank's part of the model, on the host; layers of another stage have other random weights."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = MambaModel(
-            transformer_config(config, dtype, perform_initialization),
+        torch.manual_seed(seed + share.stage.first)
+        model = HybridModel(
+            transformer_config(config, dtype, perform_initialization, share),
             spec,
+            pre_process=share.is_first,
+            post_process=share.is_last,
             vocab_size=config.vocab_size,
             max_sequence_length=config.max_position_embeddings,
             hybrid_override_pattern=config.hybrid_override_pattern,
@@ -86,15 +122,22 @@ def _built(
 
 
 def transformer_config(
-    config: ModelConfig, dtype: torch.dtype, perform_initialization: bool = True
+    config: ModelConfig, dtype: torch.dtype, perform_initialization: bool = True, share: Share | None = None
 ) -> TransformerConfig:
-    """megatron-core's configuration: fused CUDA kernels off, weights initialised on the host."""
+    """megatron-core's configuration: fused CUDA kernels off, weights initialised on the host.
+
+    Args:
+        config: The whole model's.
+        dtype: Of the parameters.
+        perform_initialization: See `build_model`.
+        share: How the model is spread; None for one rank.
+    """
+    sizes = {} if share is None else share.core_fields
     return TransformerConfig(
         num_layers=config.layer_count,
         hidden_size=config.hidden_size,
         ffn_hidden_size=config.ffn_size,
-        num_attention_heads=config.num_attention_heads,
-        num_query_groups=config.query_groups,
+        **_heads(config, share),
         kv_channels=config.head_channels,
         qk_layernorm=config.qk_layernorm,
         attention_output_gate=config.attention_output_gate,
@@ -119,9 +162,18 @@ def transformer_config(
         apply_rope_fusion=False,
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
+        **sizes,
         **(config.recurrent.core_fields(config) if config.is_hybrid else {}),
         **(_moe_fields(config) if config.is_moe else {}),
     )
+
+
+def _heads(config: ModelConfig, share: Share | None) -> dict[str, int]:
+    """Upstream insists on heads that ranks can share even where no layer has any."""
+    if share is not None and "*" not in config.hybrid_override_pattern:
+        ranks = share.parallel.tensor_model_parallel_size
+        return {"num_attention_heads": ranks, "num_query_groups": ranks} if ranks > 1 else _heads(config, None)
+    return {"num_attention_heads": config.num_attention_heads, "num_query_groups": config.query_groups}
 
 
 def _moe_fields(config: ModelConfig) -> dict[str, object]:

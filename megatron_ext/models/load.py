@@ -5,15 +5,17 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
-from megatron_ext.config import RECURRENT_KINDS, ModelConfig, SourceConfig
+from megatron_ext.config import RECURRENT_KINDS, ModelConfig, ParallelConfig, SourceConfig
 from megatron_ext.config.annotations import FieldValues
 from megatron_ext.config.embedded import EMBEDDED_MODEL_DIR, as_flag, differences, with_harmless
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import platform
+from megatron_ext.mcore.model import HybridModel
 from megatron_ext.models.build import build_model
 from megatron_ext.models.config_fields import checked_fields, with_overrides
 from megatron_ext.models.huggingface.checkpoint import load_hf_weights, read_hf_config
@@ -26,6 +28,8 @@ from megatron_ext.models.megatron.checkpoint import (
 )
 from megatron_ext.models.native.checkpoint import load_weights
 from megatron_ext.models.native.directory import read_header, require_replaceable
+from megatron_ext.ranks.stages import describe_stages, split_layers
+from megatron_ext.ranks.world import is_first_rank
 from megatron_ext.text.tokenizer import (
     HUGGING_FACE_TOKENIZER,
     NULL_TOKENIZER,
@@ -64,7 +68,13 @@ class LoadedModel:
     name: str  # the checkpoint's directory as given, "embedded", or "random weights, <pattern>"
 
 
-def load_model(source: SourceConfig, overrides: FieldValues, *, device: torch.device | None = None) -> LoadedModel:
+def load_model(
+    source: SourceConfig,
+    overrides: FieldValues,
+    *,
+    parallel: ParallelConfig | None = None,
+    device: torch.device | None = None,
+) -> LoadedModel:
     """Load `--load` or `--load-hf`; without either the embedded model, or random weights if another one is described.
 
     Which settings describe another one is logged, since its weights are random.
@@ -72,11 +82,13 @@ def load_model(source: SourceConfig, overrides: FieldValues, *, device: torch.de
     Args:
         source: Where from, and in which type.
         overrides: `ModelConfig` fields that flags or a YAML file give; they win over the checkpoint's configuration.
+        parallel: How the model is spread over ranks, each of which calls this; None for what Megatron's groups say.
         device: Default: the current CUDA device, else the CPU.
 
     Raises:
-        ConfigError: A directory or tokenizer that is not there, an override that contradicts the stored weights, a
-            checkpoint that does not fit (`CheckpointError`), a `--save` that `save_model` would refuse.
+        ConfigError: A model that cannot be spread like that, a directory or tokenizer that is not there, an override
+            that contradicts the stored weights, a checkpoint that does not fit (`CheckpointError`), a `--save` that
+            `save_model` would refuse.
     """
     overrides = checked_fields(overrides, "the model's settings", ConfigError)
     if source.save is not None:
@@ -86,12 +98,12 @@ def load_model(source: SourceConfig, overrides: FieldValues, *, device: torch.de
     directory = _checkpoint_directory(source, overrides)
     if directory is None:
         config, tokenizer = _without_checkpoint(source, overrides)
-        model = build_model(config, dtype=dtype, device=device, seed=source.seed)
+        model = _build(config, parallel, dtype=dtype, device=device, seed=source.seed)
         return LoadedModel(model, config, tokenizer, dtype, f"random weights, {config.hybrid_override_pattern}")
     config = _saved_config(source, directory, overrides)
     tokenizer = _tokenizer(source, _tokenizer_directory(source, directory), config.vocab_size)
     _require_ids_fit(tokenizer, config, directory)
-    model = build_model(config, dtype=dtype, device=device, seed=source.seed, perform_initialization=False)
+    model = _build(config, parallel, dtype=dtype, device=device, seed=source.seed, perform_initialization=False)
     if source.load_hf:
         load_hf_weights(model, config, directory)
     elif is_dist_checkpoint(directory):
@@ -110,6 +122,15 @@ def save_model(directory: str | Path, loaded: LoadedModel) -> None:
     tokenizer = loaded.tokenizer
     tokenizer_source = tokenizer.path if isinstance(tokenizer, TextTokenizer) else None
     save_dist_checkpoint(directory, loaded.model, loaded.config, tokenizer_source, loaded.dtype)
+
+
+def _build(config: ModelConfig, parallel: ParallelConfig | None, **options: Any) -> HybridModel:
+    """This rank's part; where there are stages, what each holds is said once."""
+    model = build_model(config, parallel=parallel, **options)
+    stages = split_layers(config.layer_count, platform.group_sizes(parallel))
+    if len(stages) > 1 and is_first_rank():
+        logger.info("%s", describe_stages(config.hybrid_override_pattern, stages))
+    return model
 
 
 def _dtype(source: SourceConfig, device: torch.device) -> torch.dtype:

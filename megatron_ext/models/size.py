@@ -4,29 +4,41 @@ from __future__ import annotations
 
 import torch
 
-from megatron_ext.config import ModelConfig
+from megatron_ext.config import ModelConfig, ParallelConfig
 from megatron_ext.errors import ConfigError
+from megatron_ext.ranks.share import Share
+from megatron_ext.ranks.stages import Stage
 
 GIB = 1024**3
 
 
-def matrix_parameter_count(config: ModelConfig) -> int:
+def matrix_parameter_count(config: ModelConfig, share: Share | None = None) -> int:
     """Parameters in the matrices and convolutions of the package's own layers: all but norms and biases.
 
     Args:
         config: With a vocabulary size.
+        share: Of one rank; None for the whole model.
     """
+    if share is None:
+        share = Share(ParallelConfig(), (Stage(0, config.layer_count),), 0)
+    tensor = share.parallel.tensor_model_parallel_size
     layers = {
-        "M": config.recurrent.parameter_count(config),
-        "*": _attention(config),
-        "-": _mlp(config, config.hidden_size, config.ffn_size),
-        "E": _experts(config) if config.is_moe else 0,
+        "M": config.recurrent.parameter_count(config) // tensor,
+        "*": _attention(config) // tensor,
+        "-": _mlp(config, config.hidden_size, config.ffn_size) // tensor,
+        "E": _experts(config, share.parallel) if config.is_moe else 0,
     }
+    return _embeddings(config, share) + sum(layers[symbol] for symbol in share.pattern(config))
+
+
+def _embeddings(config: ModelConfig, share: Share) -> int:
+    """Tables of the vocabulary on the first stage and on the last one, unless that is the same; whole positions."""
     assert config.vocab_size is not None, "the tokenizer says it where the configuration does not"
-    tables = 1 + config.untie_embeddings_and_output_weights
+    has_own_output = share.is_last and (config.untie_embeddings_and_output_weights or not share.is_first)
+    tables = share.is_first + has_own_output
     positions = config.max_position_embeddings if config.position_embedding_type == "learned_absolute" else 0
-    embeddings = (tables * config.vocab_size + positions) * config.hidden_size
-    return embeddings + sum(layers[symbol] for symbol in config.hybrid_override_pattern)
+    rows = tables * config.vocab_size // share.parallel.tensor_model_parallel_size + share.is_first * positions
+    return rows * config.hidden_size
 
 
 def _attention(config: ModelConfig) -> int:
@@ -39,38 +51,51 @@ def _mlp(config: ModelConfig, width: int, inner: int) -> int:
     return (3 if config.swiglu else 2) * width * inner
 
 
-def _experts(config: ModelConfig) -> int:
-    """Router, routed experts, shared experts with their gate, and the projections to and from a latent width."""
+def _experts(config: ModelConfig, parallel: ParallelConfig) -> int:
+    """Router, routed experts, shared experts with their gate, and the projections to and from a latent width.
+
+    Experts are spread, and each is shared; router, gate and projections are whole on every rank.
+    """
     assert config.num_experts is not None, "a pattern with E has been checked"
     width = config.moe_latent_size or config.hidden_size
     shared = config.moe_shared_expert_intermediate_size or 0
     gate = config.moe_shared_expert_gate * config.hidden_size
     latent = 2 * config.hidden_size * width if config.moe_latent_size else 0
-    routed = config.num_experts * (config.hidden_size + _mlp(config, width, config.expert_ffn_size))
-    return routed + _mlp(config, config.hidden_size, shared) + gate + latent
+    router = config.num_experts * config.hidden_size
+    held = config.num_experts // parallel.expert_model_parallel_size
+    routed = held * _mlp(config, width, config.expert_ffn_size) // parallel.expert_tensor_size
+    shared_experts = _mlp(config, config.hidden_size, shared) // parallel.tensor_model_parallel_size
+    return router + routed + shared_experts + gate + latent
 
 
-def check_model_fits(config: ModelConfig, dtype: torch.dtype, available_bytes: int) -> None:
+def check_model_fits(config: ModelConfig, dtype: torch.dtype, available_bytes: int, share: Share | None = None) -> None:
     """See that the parameters fit the memory there is, before they are allocated.
+
+    Args:
+        config: Of the whole model.
+        dtype: Of the parameters.
+        available_bytes: For this rank.
+        share: See `matrix_parameter_count`.
 
     Raises:
         ConfigError: They do not.
     """
-    needed = matrix_parameter_count(config) * dtype.itemsize
+    needed = matrix_parameter_count(config, share) * dtype.itemsize
     if needed > available_bytes:
         halved = dtype.itemsize > 2 and needed * 2 / dtype.itemsize <= available_bytes
         smaller = "a smaller --hidden-size, fewer layers or a smaller --vocab-size"
         advice = "--bf16 would do" if halved else f"{needed / GIB:.2f} GB free would do, or {smaller}"
         free = f"{available_bytes / GIB:.2f} GB of memory are free for this process"
-        raise ConfigError(f"{described(config, dtype)}, and {free}; {advice}")
+        raise ConfigError(f"{described(config, dtype, share)}, and {free}; {advice}")
 
 
-def described(config: ModelConfig, dtype: torch.dtype) -> str:
-    """A model by what makes it large, and the memory that its parameters need."""
-    needed = matrix_parameter_count(config) * dtype.itemsize
+def described(config: ModelConfig, dtype: torch.dtype, share: Share | None = None) -> str:
+    """A model by what makes it large, and the memory that its parameters need, on this rank if there are several."""
+    needed = matrix_parameter_count(config, share) * dtype.itemsize
+    where = " on this rank" if share is not None and share.parallel.smallest_world > 1 else ""
     return (
         f"a model of hidden size {config.hidden_size}, {config.layer_count} layers and {config.vocab_size} "
-        f"vocabulary entries needs {needed / GIB:.2f} GB for its parameters in {_name(dtype)}"
+        f"vocabulary entries needs {needed / GIB:.2f} GB for its parameters in {_name(dtype)}{where}"
     )
 
 

@@ -74,7 +74,7 @@ class _Offline:
         self._settings = settings
         prompts = comparable(prompts) if settings.run.prefix_cache_compare else prompts
         self._interruption = interruption
-        self._loaded = load_model(settings.source, dict(settings.model_overrides))
+        self._loaded = load_model(settings.source, dict(settings.model_overrides), parallel=settings.parallel)
         tokenizer, vocab_size = self._loaded.tokenizer, self._loaded.config.vocab_size
         assert vocab_size is not None, "a model has been built of it"
         self._prompts = tokenize_prompts(prompts, tokenizer, vocab_size)

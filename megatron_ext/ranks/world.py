@@ -49,6 +49,13 @@ def world_of_environment(environment: Mapping[str, str] | None = None) -> World:
     return World(int(rank), int(size), is_launched="RANK" in variables)
 
 
+def ranks_on_this_machine(environment: Mapping[str, str] | None = None) -> int:
+    """How many ranks share this machine's memory, as far as the environment says; 1 if it says nothing."""
+    variables = os.environ if environment is None else environment
+    said = variables.get("LOCAL_WORLD_SIZE", "1")
+    return int(said) if said.isdecimal() and int(said) > 0 else 1
+
+
 def is_first_rank(environment: Mapping[str, str] | None = None) -> bool:
     """Whether what every rank has to say alike is for this one to say: yes unless the environment says otherwise."""
     variables = os.environ if environment is None else environment

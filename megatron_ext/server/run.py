@@ -65,7 +65,7 @@ def build_serving(settings: ServerSettings, keys: Keys | None = None) -> Serving
     Raises:
         ConfigError: They cannot be had as the settings say.
     """
-    loaded = load_model(settings.source, dict(settings.model_overrides))
+    loaded = load_model(settings.source, dict(settings.model_overrides), parallel=settings.parallel)
     if settings.source.save is not None:
         save_model(settings.source.save, loaded)
     engine = build_engine(

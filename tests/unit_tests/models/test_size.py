@@ -80,13 +80,13 @@ def test_parameters_that_cannot_be_allocated_are_one_line(monkeypatch: pytest.Mo
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 5 bytes.")
 
-    monkeypatch.setattr(build, "MambaModel", fail)
+    monkeypatch.setattr(build, "HybridModel", fail)
     with pytest.raises(ConfigError, match=r"no memory for its parameters: .* in float32, .*; --bf16 needs half of it"):
         build_model(TINY, device=torch.device("cpu"))
 
 
 def test_nothing_is_built_then(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(build, "MambaModel", None)  # would be a TypeError
+    monkeypatch.setattr(build, "HybridModel", None)  # would be a TypeError
     with pytest.raises(ConfigError, match="hidden size 10000000, 1 layers"):
         build_model(dataclasses.replace(TINY, hybrid_override_pattern="-", hidden_size=10**7))
 
