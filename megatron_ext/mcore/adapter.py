@@ -13,7 +13,7 @@ from megatron.core.utils import get_asyncio_loop
 from torch import nn
 
 from megatron_ext.config import RequestParams
-from megatron_ext.engine.engine import NO_STEP, Engine, Step
+from megatron_ext.engine.engine import Engine, Step
 from megatron_ext.engine.faults import Faults
 from megatron_ext.engine.intake import Door
 from megatron_ext.engine.result import StepResult
@@ -77,7 +77,7 @@ class InferenceEngine(DynamicInferenceEngine):
     def reset(self) -> None:
         """Forget all requests (their futures are cancelled) and counters; a suspended engine gets its pools back."""
         if hasattr(self, "engine"):
-            self.engine.output.cancel()
+            self.engine.cancel()
         plan = self.context.plan
         scheduler = Scheduler(plan.limits, plan.policy, plan.fingerprint, plan.snapshot_slots)
         self.context.attach(scheduler)
@@ -86,7 +86,7 @@ class InferenceEngine(DynamicInferenceEngine):
         self.request_counter = Counter()
         self.rank = torch.distributed.get_rank()
         self.weights = WeightsWatch(self._model)
-        self.engine = Engine(scheduler, StepExecutor(self.context, self.controller).execute, self._door())
+        self.engine = Engine(scheduler, StepExecutor(self.context, self.controller), self._door())
         self._reset_loop_state()
 
     def _door(self) -> Door:
@@ -146,17 +146,17 @@ class InferenceEngine(DynamicInferenceEngine):
     @property
     def finished_request_count(self) -> int:
         """Requests that have been reported as ended."""
-        return self.engine.output.reported_count
+        return self.statistics().ended
 
     @property
     def lifetime_prefill_token_count(self) -> int:
         """Prefill tokens computed, for the first time or again, all requests."""
-        return self.scheduler.counters.prefill_tokens
+        return self.statistics().counters.prefill_tokens
 
     @property
     def lifetime_skipped_token_count(self) -> int:
         """Prompt tokens that no layer computed, all requests."""
-        return self.scheduler.counters.skipped_tokens
+        return self.statistics().counters.skipped_tokens
 
     def statistics(self) -> EngineStatistics:
         """Everything that is counted, at once."""
@@ -168,7 +168,7 @@ class InferenceEngine(DynamicInferenceEngine):
 
     def hottest_prefixes(self, count: int) -> list[CachedPrefix]:
         """The cached prefixes that most requests resumed from, the hottest first."""
-        return self.scheduler.cache.hottest(count)
+        return self.engine.hottest(count)
 
     # Requests come and go
 
@@ -197,7 +197,7 @@ class InferenceEngine(DynamicInferenceEngine):
         self.engine.check_free(request_id)
         text = prompt if isinstance(prompt, str) else prompt_text
         ids = prompt.tolist() if isinstance(prompt, torch.Tensor) else prompt
-        tokens = self.engine.intake.tokenize(ids, getattr(sampling_params, "add_BOS", False))
+        tokens = self.engine.tokenize(ids, getattr(sampling_params, "add_BOS", False))
         params = to_request_params(sampling_params, len(tokens), self.context.max_sequence_length)
         future = self._loop.create_future()
         self.engine.add(request_id, tokens, params, future, text=text)
@@ -224,11 +224,11 @@ class InferenceEngine(DynamicInferenceEngine):
 
     def has_unfinished_requests(self) -> bool:
         """Whether a step would do or report anything."""
-        return bool(self.engine.output)
+        return self.engine.is_busy
 
     def get_request(self, request_id: int) -> Request:
         """A living request."""
-        return self.engine.output.get(request_id)
+        return self.engine.get(request_id)
 
     def _wake_up(self) -> None:
         """Let upstream's run loop, if it waits, look again."""
@@ -249,7 +249,7 @@ class InferenceEngine(DynamicInferenceEngine):
             raise EngineSuspendedError("the engine is suspended; call resume() before a step")
         await asyncio.sleep(0)
         if self.is_suspended:  # by another task, just now; upstream's run loop waits for the resume
-            return None, NO_STEP, 0.0, self.step_count
+            return None, self.engine.no_step, 0.0, self.step_count
         self._notice_new_weights()
         step = self.engine.compute()
         return step.result, step, step.seconds, self.step_count
@@ -264,7 +264,7 @@ class InferenceEngine(DynamicInferenceEngine):
             ended since the last step; step_time in seconds; cuda_graph_request_count: None.
         """
         records = self.engine.report(context_state, self.inference_logging_step_interval)
-        chunks = context_state.plan.chunks
+        chunks = context_state.chunks
         return {
             "active_request_ids": [c.request.request_id for c in chunks if not c.request.is_ended],
             "finished_request_records": records,
@@ -303,7 +303,7 @@ class InferenceEngine(DynamicInferenceEngine):
 
     def reset_prefix_cache(self) -> None:
         """Empty the cache: nothing cached before is matched after, and requests in flight publish nothing."""
-        self.scheduler.reset_prefix_cache()
+        self.engine.reset_prefix_cache()
 
     def weights_changed(self) -> None:
         """Say that the model's weights have been written in place (an RL refit); loaders of ours do it themselves."""
@@ -311,8 +311,8 @@ class InferenceEngine(DynamicInferenceEngine):
         self._notice_new_weights()
 
     def _notice_new_weights(self) -> None:
-        if self.scheduler.cache.is_enabled and self.weights.has_changed():
-            self.scheduler.weights_changed()
+        if self.engine.is_caching and self.weights.has_changed():
+            self.engine.weights_changed()
 
     @property
     def _model(self) -> nn.Module:
@@ -324,7 +324,7 @@ class InferenceEngine(DynamicInferenceEngine):
         """Free the pools' memory. Living requests wait, and keep their tokens; nothing steps until `resume`."""
         if self.is_suspended:
             return
-        self.scheduler.suspend()
+        self.engine.suspend()
         self.context.deallocate_all_tensors()
         self.is_suspended = True
 
@@ -334,6 +334,7 @@ class InferenceEngine(DynamicInferenceEngine):
             return
         self.context.allocate_all_tensors(is_init=False)
         self.is_suspended = False
+        self.engine.resume()
         self._wake_up()
 
     def check(self) -> None:

@@ -33,3 +33,6 @@ class StepExecutor:
         finally:
             self._context.clear_step()
         return result
+
+    def idle(self) -> None:
+        """Nothing: nobody waits for this model alone."""

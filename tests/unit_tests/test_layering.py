@@ -14,7 +14,7 @@ from tests.unit_tests.support.source import ROOT, imported_modules, parse, pytho
 LEAVES = {"errors", "files", "interruption"}
 DECIDING = {"prefix_cache", "scheduling", "engine"}
 TOOLS = {"console", "offline", "server"}
-EVERYTHING = LEAVES | DECIDING | TOOLS | {"config", "ranks", "text", "memory", "ops", "mixers", "mcore", "models"}
+EVERYTHING = LEAVES | DECIDING | TOOLS | {"config", "text", "memory", "ops", "mixers", "ranks", "mcore", "models"}
 BELOW_TOOLS = EVERYTHING - TOOLS
 MAY_IMPORT = {
     "errors": set(),
@@ -22,22 +22,22 @@ MAY_IMPORT = {
     "interruption": set(),
     "config": {"errors"},
     "text": {"errors", "files"},
-    "ranks": {"config", "errors"},
     "prefix_cache": {"config", "errors"},
     "scheduling": {"config", "errors", "prefix_cache"},
     "engine": {"config", "errors", "prefix_cache", "scheduling", "text"},
     "memory": {"config", "errors", "scheduling"},
     "ops": set(),
     "mixers": {"config", "errors", "memory", "ops"},
-    "mcore": {*LEAVES, *DECIDING, "config", "ranks", "text", "memory", "ops", "mixers"},
-    "models": {*LEAVES, "config", "ranks", "text", "memory", "ops", "mixers", "mcore"},
+    "ranks": {"config", "errors", *DECIDING},
+    "mcore": {*LEAVES, *DECIDING, "config", "text", "memory", "ops", "mixers", "ranks"},
+    "models": {*LEAVES, "config", "text", "memory", "ops", "mixers", "ranks", "mcore"},
     "console": BELOW_TOOLS,
     "offline": BELOW_TOOLS | {"console"},
     "server": BELOW_TOOLS | {"console"},
     "__init__": set(),
 }
 STANDARD_LIBRARY_ONLY = (*LEAVES, *DECIDING, "config")
-WITHOUT_MEGATRON = (*STANDARD_LIBRARY_ONLY, "memory", "ops")
+WITHOUT_MEGATRON = (*STANDARD_LIBRARY_ONLY, "memory", "ops", "ranks")
 
 
 def part_of(path: Path) -> str:
