@@ -18,6 +18,7 @@ from megatron_ext.errors import ConfigError, RestoreError
 from megatron_ext.prefix_cache.block_index import CachedPrefix
 from megatron_ext.prefix_cache.hash_chain import Digest
 from megatron_ext.scheduling.chunk import Chunk
+from megatron_ext.scheduling.counters import Counters
 from megatron_ext.scheduling.plan import StepPlan
 from megatron_ext.scheduling.planner import check_admissible
 from megatron_ext.scheduling.record import RequestRecord, Status
@@ -252,9 +253,19 @@ class Engine:
         """Whether anything is cached."""
         return self.scheduler.cache.is_enabled
 
+    @property
+    def counters(self) -> Counters:
+        """What has happened."""
+        return self.scheduler.counters
+
+    @property
+    def ended_count(self) -> int:
+        """Requests that have been reported as ended."""
+        return self.output.reported_count
+
     def statistics(self) -> EngineStatistics:
         """What there is, and what has happened."""
-        return EngineStatistics.of(self.scheduler, ended=self.output.reported_count, steps=self.step_count)
+        return EngineStatistics.of(self.scheduler, ended=self.ended_count, steps=self.step_count)
 
     def check(self) -> None:
         """Assert every invariant of requests and pools."""

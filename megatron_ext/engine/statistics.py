@@ -64,8 +64,8 @@ class EngineStatistics:
             ended=sum(part.ended for part in parts),
             steps=steps,
             is_caching=parts[0].is_caching,
-            use=CacheUse(**_sums([part.use for part in parts])),
-            counters=Counters(**_sums([part.counters for part in parts])),
+            use=CacheUse.total([part.use for part in parts]),
+            counters=Counters.total(part.counters for part in parts),
         )
 
     def prefix_cache(self) -> dict[str, int] | None:
@@ -96,10 +96,6 @@ class EngineStatistics:
             found = getattr(found, name)
         assert isinstance(found, int), f"{path} is no number"
         return found
-
-
-def _sums(parts: Sequence[CacheUse] | Sequence[Counters]) -> dict[str, int]:
-    return {field.name: sum(getattr(part, field.name) for part in parts) for field in dataclasses.fields(parts[0])}
 
 
 def log_step(statistics: EngineStatistics, chunks: Sequence[Chunk], seconds: float) -> None:

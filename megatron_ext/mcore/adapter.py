@@ -15,17 +15,18 @@ from torch import nn
 from megatron_ext.config import RequestParams
 from megatron_ext.engine.engine import Engine, Step
 from megatron_ext.engine.faults import Faults
-from megatron_ext.engine.intake import Door
 from megatron_ext.engine.result import StepResult
 from megatron_ext.engine.statistics import EngineStatistics
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore.context import InferenceContext
 from megatron_ext.mcore.controller import InferenceController
-from megatron_ext.mcore.executor import StepExecutor
+from megatron_ext.mcore.leading import make_engine
 from megatron_ext.mcore.params import to_request_params
 from megatron_ext.mcore.weights import WeightsWatch, mark_weights_changed
 from megatron_ext.memory.budget import Geometry
 from megatron_ext.prefix_cache.block_index import CachedPrefix
+from megatron_ext.ranks.fleet import Fleet, FleetStep
+from megatron_ext.ranks.team import Team
 from megatron_ext.scheduling.record import RequestRecord
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
@@ -42,6 +43,7 @@ class InferenceEngine(DynamicInferenceEngine):
         context: Ours.
         random_seed: Requests without a seed of their own get one derived from it and their id.
         inference_logging_step_interval: Log a line every so many steps; 0 is never.
+        team: All ranks, of which this is the first; None for a world of one.
     """
 
     context: InferenceContext
@@ -54,7 +56,9 @@ class InferenceEngine(DynamicInferenceEngine):
         random_seed: int = 1234,
         *,
         inference_logging_step_interval: int = 0,
+        team: Team | None = None,
     ) -> None:
+        self._team = team
         super().__init__(
             controller,
             context,
@@ -72,26 +76,20 @@ class InferenceEngine(DynamicInferenceEngine):
         if self.cuda_graph_impl == "local":
             raise ConfigError("cuda_graph_impl 'local' is not supported by this engine; use 'none'")
 
-    engine: Engine  # a new one after each `reset`
+    engine: Engine | Fleet  # a new one after each `reset`
 
     def reset(self) -> None:
         """Forget all requests (their futures are cancelled) and counters; a suspended engine gets its pools back."""
         if hasattr(self, "engine"):
             self.engine.cancel()
-        plan = self.context.plan
-        scheduler = Scheduler(plan.limits, plan.policy, plan.fingerprint, plan.snapshot_slots)
-        self.context.attach(scheduler)
+        self.engine = make_engine(self._team, self.context, self.controller, self.random_seed)
+        self.context.attach(self.engine.scheduler)
         self.context.reset()
         self.context.allocate_all_tensors(is_init=False)
         self.request_counter = Counter()
         self.rank = torch.distributed.get_rank()
         self.weights = WeightsWatch(self._model)
-        self.engine = Engine(scheduler, StepExecutor(self.context, self.controller), self._door())
         self._reset_loop_state()
-
-    def _door(self) -> Door:
-        controller = self.controller
-        return Door(controller.tokenize_prompt, controller.vocabulary, controller.tokenizer.eod, self.random_seed)
 
     def _reset_loop_state(self) -> None:
         """Names that upstream's run loops and coordinator code use."""
@@ -146,17 +144,17 @@ class InferenceEngine(DynamicInferenceEngine):
     @property
     def finished_request_count(self) -> int:
         """Requests that have been reported as ended."""
-        return self.statistics().ended
+        return self.engine.ended_count
 
     @property
     def lifetime_prefill_token_count(self) -> int:
         """Prefill tokens computed, for the first time or again, all requests."""
-        return self.statistics().counters.prefill_tokens
+        return self.engine.counters.prefill_tokens
 
     @property
     def lifetime_skipped_token_count(self) -> int:
         """Prompt tokens that no layer computed, all requests."""
-        return self.statistics().counters.skipped_tokens
+        return self.engine.counters.skipped_tokens
 
     def statistics(self) -> EngineStatistics:
         """Everything that is counted, at once."""
@@ -179,6 +177,7 @@ class InferenceEngine(DynamicInferenceEngine):
         sampling_params: RequestParams | SamplingParams | None = None,
         *,
         prompt_text: str | None = None,
+        turn: int | None = None,
     ) -> asyncio.Future[RequestRecord]:
         """Queue a request. What can never be served ends at once, as FAILED; the others go on.
 
@@ -187,6 +186,7 @@ class InferenceEngine(DynamicInferenceEngine):
             prompt: Text, or token ids.
             sampling_params: Ours or Megatron's; greedy if missing.
             prompt_text: That the ids were made of, for the record; the engine makes none of ids.
+            turn: Of R replicas the one with this number, modulo R, serves it; by default they take turns.
 
         Returns:
             A future of the request's record; the step that ends the request reports it too.
@@ -200,7 +200,7 @@ class InferenceEngine(DynamicInferenceEngine):
         tokens = self.engine.tokenize(ids, getattr(sampling_params, "add_BOS", False))
         params = to_request_params(sampling_params, len(tokens), self.context.max_sequence_length)
         future = self._loop.create_future()
-        self.engine.add(request_id, tokens, params, future, text=text)
+        self.engine.add(request_id, tokens, params, future, text=text, turn=turn)
         self._wake_up()
         return future
 
@@ -236,7 +236,7 @@ class InferenceEngine(DynamicInferenceEngine):
 
     # Steps
 
-    async def async_forward(self) -> tuple[StepResult | None, Step, float, int]:
+    async def async_forward(self) -> tuple[StepResult | None, Step | FleetStep, float, int]:
         """Schedule, compute, sample and commit one step; see `Engine.compute`.
 
         Returns:
@@ -255,7 +255,7 @@ class InferenceEngine(DynamicInferenceEngine):
         return step.result, step, step.seconds, self.step_count
 
     async def async_bookkeep(
-        self, step_result: StepResult | None, context_state: Step, step_time: float, step_count: int
+        self, step_result: StepResult | None, context_state: Step | FleetStep, step_time: float, step_count: int
     ) -> dict[str, object]:
         """Turn the step's tokens into output, and report who has ended. Nothing in here stops the engine.
 
@@ -263,10 +263,10 @@ class InferenceEngine(DynamicInferenceEngine):
             active_request_ids: requests that computed something and go on; finished_request_records: everything that
             ended since the last step; step_time in seconds; cuda_graph_request_count: None.
         """
-        records = self.engine.report(context_state, self.inference_logging_step_interval)
-        chunks = context_state.chunks
+        interval = self.inference_logging_step_interval
+        records = self.engine.report(context_state, interval)  # type: ignore[arg-type]  # a step of its own
         return {
-            "active_request_ids": [c.request.request_id for c in chunks if not c.request.is_ended],
+            "active_request_ids": [c.request.request_id for c in context_state.chunks if not c.request.is_ended],
             "finished_request_records": records,
             "step_time": step_time,
             "cuda_graph_request_count": None,
@@ -298,6 +298,14 @@ class InferenceEngine(DynamicInferenceEngine):
             for record in self.step_modern()["finished_request_records"]:
                 records[record.request_id] = record
         return [records[request_id] for request_id in ids]
+
+    def idle(self) -> None:
+        """There is nothing to do for now: other ranks, if there are any, hear that this one lives."""
+        self.engine.idle()
+
+    def close(self) -> None:
+        """No step will follow: other ranks, if there are any, stop."""
+        self.engine.close()
 
     # The prefix cache
 

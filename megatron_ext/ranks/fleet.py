@@ -20,6 +20,7 @@ from megatron_ext.prefix_cache.block_index import CachedPrefix
 from megatron_ext.ranks.commands import Action, Batch, Resume, StartAnew
 from megatron_ext.ranks.journal import JournalledScheduler
 from megatron_ext.scheduling.chunk import Chunk
+from megatron_ext.scheduling.counters import Counters
 from megatron_ext.scheduling.record import RequestRecord
 from megatron_ext.scheduling.request import Request
 
@@ -246,6 +247,16 @@ class Fleet:
     def is_caching(self) -> bool:
         """Whether anything is cached."""
         return self.engines[0].is_caching
+
+    @property
+    def counters(self) -> Counters:
+        """Of all replicas together."""
+        return Counters.total(engine.counters for engine in self.engines)
+
+    @property
+    def ended_count(self) -> int:
+        """See `Engine.ended_count`."""
+        return sum(engine.ended_count for engine in self.engines)
 
     def statistics(self) -> EngineStatistics:
         """Of all replicas together."""
