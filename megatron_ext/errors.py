@@ -74,3 +74,7 @@ class RestoreError(RuntimeError):
 
 class EngineSuspended(RuntimeError):
     """A step was asked of an engine that is suspended."""
+
+
+class RankError(RuntimeError):
+    """The ranks cannot go on together: one of them has failed, is gone or does not answer. Nothing is tried again."""

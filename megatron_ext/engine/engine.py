@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import time
 from asyncio import Future
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_ext.config import RequestParams
+from megatron_ext.engine.executor import Executor
 from megatron_ext.engine.faults import Faults, describe
 from megatron_ext.engine.intake import Door, Intake
 from megatron_ext.engine.output import OutputProcessor
 from megatron_ext.engine.result import StepResult
 from megatron_ext.engine.statistics import EngineStatistics, log_step
 from megatron_ext.errors import ConfigError, RestoreError
+from megatron_ext.prefix_cache.block_index import CachedPrefix
 from megatron_ext.prefix_cache.hash_chain import Digest
+from megatron_ext.scheduling.chunk import Chunk
+from megatron_ext.scheduling.counters import Counters
 from megatron_ext.scheduling.plan import StepPlan
 from megatron_ext.scheduling.planner import check_admissible
 from megatron_ext.scheduling.record import RequestRecord, Status
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
-from megatron_ext.scheduling.step import ScheduledStep, describe_step
+from megatron_ext.scheduling.step import describe_step
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,11 @@ class Step:
     result: StepResult | None
     seconds: float
 
+    @property
+    def chunks(self) -> Sequence[Chunk]:
+        """What it computed."""
+        return self.plan.chunks
+
 
 _NOTHING = StepPlan(
     preemptions=(), pauses=(), resumes=(), failures=(), admissions=(), chunks=(), snapshots=(), deferrals=()
@@ -52,24 +61,24 @@ class Engine:
 
     Args:
         scheduler: Without requests.
-        execute: Computes the message of a step, snapshots included; it reads nothing else.
+        executor: Computes steps.
         door: What requests are made with.
+        faults: Told what goes wrong beside steps; by default the engine's own.
     """
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        execute: Callable[[ScheduledStep], StepResult],
-        door: Door,
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, executor: Executor, door: Door, faults: Faults | None = None) -> None:
         self.scheduler = scheduler
-        self.faults = Faults("the engine")
+        self.faults = faults or Faults("the engine")
         self.intake = Intake(door)
         self.output = OutputProcessor(scheduler, door.vocabulary, self.faults)
         self.step_count = 0
-        self._execute = execute
+        self._executor = executor
 
     # Requests come and go
+
+    def tokenize(self, prompt: str | Sequence[int], add_bos: bool = False) -> tuple[int, ...]:
+        """See `Intake.tokenize`."""
+        return self.intake.tokenize(prompt, add_bos)
 
     def add(
         self,
@@ -79,6 +88,7 @@ class Engine:
         future: Future[RequestRecord],
         *,
         text: str | None = None,
+        turn: int | None = None,
     ) -> None:
         """Queue a request. What can never be served ends at once, as FAILED; the others go on.
 
@@ -88,6 +98,7 @@ class Engine:
             params: How it is sampled, and what it asks for.
             future: Of its record.
             text: Of the prompt, if it was one.
+            turn: For engines of several replicas, see `Fleet`; here all are served by the same one.
 
         Raises:
             ConfigError: The id is in use.
@@ -135,11 +146,33 @@ class Engine:
         """
         self.output.fail(self.output.get(request_id), error)
 
+    def get(self, request_id: int) -> Request:
+        """A living request, or one that has ended and is still to be reported.
+
+        Raises:
+            KeyError: Nobody has this id.
+        """
+        return self.output.get(request_id)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a step would do or report anything."""
+        return bool(self.output)
+
+    def cancel(self) -> None:
+        """Forget all requests; their futures are cancelled, and the engine is not used any more."""
+        self.output.cancel()
+
     def waiting(self) -> Sequence[Request]:
         """Those that wait for admission, and ended ones still to be reported by a step."""
         return [*self.scheduler.queues.waiting, *self.output.ended]
 
     # Steps
+
+    @property
+    def no_step(self) -> Step:
+        """In which nothing was planned."""
+        return NO_STEP
 
     def compute(self) -> Step:
         """Plan, execute and commit one step.
@@ -152,10 +185,11 @@ class Engine:
         self.output.ended += [request for request, _ in plan.failures]
         if not plan.chunks:
             assert len(self.scheduler.queues) == 0, "requests are alive, but none can run"
+            self._executor.idle()
             return Step(plan, None, 0.0)
         try:
             step = describe_step(plan.chunks, self.scheduler.limits.block_size)
-            result = self._execute(step)
+            result = self._executor.execute(step)
         except BaseException as error:
             self.scheduler.abandon(plan.chunks, describe(error))
             if isinstance(error, RestoreError):  # the next step computes what this snapshot was to save
@@ -182,12 +216,56 @@ class Engine:
         records = self.output.report()
         if logging_interval and step.plan.chunks and self.step_count % logging_interval == 0:
             with self.faults.absorbed("the log line of a step"):
-                log_step(self.statistics(), step.plan, step.seconds)
+                log_step(self.statistics(), step.chunks, step.seconds)
         return records
+
+    def idle(self) -> None:
+        """Nothing is to be done for now; other ranks, if there are any, are told so."""
+
+    def close(self) -> None:
+        """No step will follow; other ranks, if there are any, are told so."""
+
+    # The cache and the pools
+
+    def reset_prefix_cache(self) -> None:
+        """Nothing cached before is matched after."""
+        self.scheduler.reset_prefix_cache()
+
+    def weights_changed(self) -> None:
+        """The same, and keys made from now on are of other weights."""
+        self.scheduler.weights_changed()
+
+    def suspend(self) -> None:
+        """The pools are about to be freed: everybody waits."""
+        self.scheduler.suspend()
+
+    def resume(self) -> None:
+        """The pools are back; who waits is admitted by the next step."""
+
+    def hottest(self, count: int) -> list[CachedPrefix]:
+        """The cached prefixes that most requests resumed from, the hottest first."""
+        return self.scheduler.cache.hottest(count)
+
+    # What there is
+
+    @property
+    def is_caching(self) -> bool:
+        """Whether anything is cached."""
+        return self.scheduler.cache.is_enabled
+
+    @property
+    def counters(self) -> Counters:
+        """What has happened."""
+        return self.scheduler.counters
+
+    @property
+    def ended_count(self) -> int:
+        """Requests that have been reported as ended."""
+        return self.output.reported_count
 
     def statistics(self) -> EngineStatistics:
         """What there is, and what has happened."""
-        return EngineStatistics.of(self.scheduler, ended=self.output.reported_count, steps=self.step_count)
+        return EngineStatistics.of(self.scheduler, ended=self.ended_count, steps=self.step_count)
 
     def check(self) -> None:
         """Assert every invariant of requests and pools."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_ext.prefix_cache.cache import CacheUse
+from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.counters import Counters
-from megatron_ext.scheduling.plan import StepPlan
 from megatron_ext.scheduling.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -53,6 +54,20 @@ class EngineStatistics:
             counters=dataclasses.replace(scheduler.counters),
         )
 
+    @classmethod
+    def total(cls, parts: Sequence[EngineStatistics], *, steps: int) -> EngineStatistics:
+        """Of several engines that step together."""
+        return cls(
+            running=sum(part.running for part in parts),
+            waiting=sum(part.waiting for part in parts),
+            paused=sum(part.paused for part in parts),
+            ended=sum(part.ended for part in parts),
+            steps=steps,
+            is_caching=parts[0].is_caching,
+            use=CacheUse.total([part.use for part in parts]),
+            counters=Counters.total(part.counters for part in parts),
+        )
+
     def prefix_cache(self) -> dict[str, int] | None:
         """The `prefix_cache` object of the JSON output; None if nothing is cached."""
         if not self.is_caching:
@@ -83,8 +98,8 @@ class EngineStatistics:
         return found
 
 
-def log_step(statistics: EngineStatistics, plan: StepPlan, seconds: float) -> None:
-    """One line about a step that took so long, and what there is after it."""
+def log_step(statistics: EngineStatistics, chunks: Sequence[Chunk], seconds: float) -> None:
+    """One line about a step of these chunks that took so long, and what there is after it."""
     use, counters = statistics.use, statistics.counters
     computed, skipped = counters.prefill_tokens, counters.skipped_tokens
     logger.info(
@@ -93,8 +108,8 @@ def log_step(statistics: EngineStatistics, plan: StepPlan, seconds: float) -> No
         "prefill tokens: %d computed, %d skipped (%.1f%%)",
         statistics.steps,
         seconds,
-        sum(chunk.is_decode for chunk in plan.chunks),
-        sum(chunk.length for chunk in plan.chunks if not chunk.is_decode),
+        sum(chunk.is_decode for chunk in chunks),
+        sum(chunk.length for chunk in chunks if not chunk.is_decode),
         statistics.running,
         statistics.paused,
         statistics.waiting,

@@ -13,19 +13,20 @@ from megatron.core.utils import get_asyncio_loop
 from torch import nn
 
 from megatron_ext.config import RequestParams
-from megatron_ext.engine.engine import NO_STEP, Engine, Step
+from megatron_ext.engine.engine import Engine, Step
 from megatron_ext.engine.faults import Faults
-from megatron_ext.engine.intake import Door
 from megatron_ext.engine.result import StepResult
 from megatron_ext.engine.statistics import EngineStatistics
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore.context import InferenceContext
 from megatron_ext.mcore.controller import InferenceController
-from megatron_ext.mcore.executor import StepExecutor
+from megatron_ext.mcore.leading import make_engine
 from megatron_ext.mcore.params import to_request_params
 from megatron_ext.mcore.weights import WeightsWatch, mark_weights_changed
 from megatron_ext.memory.budget import Geometry
 from megatron_ext.prefix_cache.block_index import CachedPrefix
+from megatron_ext.ranks.fleet import Fleet, FleetStep
+from megatron_ext.ranks.team import Team
 from megatron_ext.scheduling.record import RequestRecord
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
@@ -42,6 +43,7 @@ class InferenceEngine(DynamicInferenceEngine):
         context: Ours.
         random_seed: Requests without a seed of their own get one derived from it and their id.
         inference_logging_step_interval: Log a line every so many steps; 0 is never.
+        team: All ranks, of which this is the first; None for a world of one.
     """
 
     context: InferenceContext
@@ -54,7 +56,9 @@ class InferenceEngine(DynamicInferenceEngine):
         random_seed: int = 1234,
         *,
         inference_logging_step_interval: int = 0,
+        team: Team | None = None,
     ) -> None:
+        self._team = team
         super().__init__(
             controller,
             context,
@@ -72,26 +76,20 @@ class InferenceEngine(DynamicInferenceEngine):
         if self.cuda_graph_impl == "local":
             raise ConfigError("cuda_graph_impl 'local' is not supported by this engine; use 'none'")
 
-    engine: Engine  # a new one after each `reset`
+    engine: Engine | Fleet  # a new one after each `reset`
 
     def reset(self) -> None:
         """Forget all requests (their futures are cancelled) and counters; a suspended engine gets its pools back."""
         if hasattr(self, "engine"):
-            self.engine.output.cancel()
-        plan = self.context.plan
-        scheduler = Scheduler(plan.limits, plan.policy, plan.fingerprint, plan.snapshot_slots)
-        self.context.attach(scheduler)
+            self.engine.cancel()
+        self.engine = make_engine(self._team, self.context, self.controller, self.random_seed)
+        self.context.attach(self.engine.scheduler)
         self.context.reset()
         self.context.allocate_all_tensors(is_init=False)
         self.request_counter = Counter()
         self.rank = torch.distributed.get_rank()
         self.weights = WeightsWatch(self._model)
-        self.engine = Engine(scheduler, StepExecutor(self.context, self.controller).execute, self._door())
         self._reset_loop_state()
-
-    def _door(self) -> Door:
-        controller = self.controller
-        return Door(controller.tokenize_prompt, controller.vocabulary, controller.tokenizer.eod, self.random_seed)
 
     def _reset_loop_state(self) -> None:
         """Names that upstream's run loops and coordinator code use."""
@@ -146,17 +144,17 @@ class InferenceEngine(DynamicInferenceEngine):
     @property
     def finished_request_count(self) -> int:
         """Requests that have been reported as ended."""
-        return self.engine.output.reported_count
+        return self.engine.ended_count
 
     @property
     def lifetime_prefill_token_count(self) -> int:
         """Prefill tokens computed, for the first time or again, all requests."""
-        return self.scheduler.counters.prefill_tokens
+        return self.engine.counters.prefill_tokens
 
     @property
     def lifetime_skipped_token_count(self) -> int:
         """Prompt tokens that no layer computed, all requests."""
-        return self.scheduler.counters.skipped_tokens
+        return self.engine.counters.skipped_tokens
 
     def statistics(self) -> EngineStatistics:
         """Everything that is counted, at once."""
@@ -168,7 +166,7 @@ class InferenceEngine(DynamicInferenceEngine):
 
     def hottest_prefixes(self, count: int) -> list[CachedPrefix]:
         """The cached prefixes that most requests resumed from, the hottest first."""
-        return self.scheduler.cache.hottest(count)
+        return self.engine.hottest(count)
 
     # Requests come and go
 
@@ -179,6 +177,7 @@ class InferenceEngine(DynamicInferenceEngine):
         sampling_params: RequestParams | SamplingParams | None = None,
         *,
         prompt_text: str | None = None,
+        turn: int | None = None,
     ) -> asyncio.Future[RequestRecord]:
         """Queue a request. What can never be served ends at once, as FAILED; the others go on.
 
@@ -187,6 +186,7 @@ class InferenceEngine(DynamicInferenceEngine):
             prompt: Text, or token ids.
             sampling_params: Ours or Megatron's; greedy if missing.
             prompt_text: That the ids were made of, for the record; the engine makes none of ids.
+            turn: Of R replicas the one with this number, modulo R, serves it; by default they take turns.
 
         Returns:
             A future of the request's record; the step that ends the request reports it too.
@@ -197,10 +197,10 @@ class InferenceEngine(DynamicInferenceEngine):
         self.engine.check_free(request_id)
         text = prompt if isinstance(prompt, str) else prompt_text
         ids = prompt.tolist() if isinstance(prompt, torch.Tensor) else prompt
-        tokens = self.engine.intake.tokenize(ids, getattr(sampling_params, "add_BOS", False))
+        tokens = self.engine.tokenize(ids, getattr(sampling_params, "add_BOS", False))
         params = to_request_params(sampling_params, len(tokens), self.context.max_sequence_length)
         future = self._loop.create_future()
-        self.engine.add(request_id, tokens, params, future, text=text)
+        self.engine.add(request_id, tokens, params, future, text=text, turn=turn)
         self._wake_up()
         return future
 
@@ -224,11 +224,11 @@ class InferenceEngine(DynamicInferenceEngine):
 
     def has_unfinished_requests(self) -> bool:
         """Whether a step would do or report anything."""
-        return bool(self.engine.output)
+        return self.engine.is_busy
 
     def get_request(self, request_id: int) -> Request:
         """A living request."""
-        return self.engine.output.get(request_id)
+        return self.engine.get(request_id)
 
     def _wake_up(self) -> None:
         """Let upstream's run loop, if it waits, look again."""
@@ -236,7 +236,7 @@ class InferenceEngine(DynamicInferenceEngine):
 
     # Steps
 
-    async def async_forward(self) -> tuple[StepResult | None, Step, float, int]:
+    async def async_forward(self) -> tuple[StepResult | None, Step | FleetStep, float, int]:
         """Schedule, compute, sample and commit one step; see `Engine.compute`.
 
         Returns:
@@ -249,13 +249,13 @@ class InferenceEngine(DynamicInferenceEngine):
             raise EngineSuspendedError("the engine is suspended; call resume() before a step")
         await asyncio.sleep(0)
         if self.is_suspended:  # by another task, just now; upstream's run loop waits for the resume
-            return None, NO_STEP, 0.0, self.step_count
+            return None, self.engine.no_step, 0.0, self.step_count
         self._notice_new_weights()
         step = self.engine.compute()
         return step.result, step, step.seconds, self.step_count
 
     async def async_bookkeep(
-        self, step_result: StepResult | None, context_state: Step, step_time: float, step_count: int
+        self, step_result: StepResult | None, context_state: Step | FleetStep, step_time: float, step_count: int
     ) -> dict[str, object]:
         """Turn the step's tokens into output, and report who has ended. Nothing in here stops the engine.
 
@@ -263,10 +263,10 @@ class InferenceEngine(DynamicInferenceEngine):
             active_request_ids: requests that computed something and go on; finished_request_records: everything that
             ended since the last step; step_time in seconds; cuda_graph_request_count: None.
         """
-        records = self.engine.report(context_state, self.inference_logging_step_interval)
-        chunks = context_state.plan.chunks
+        interval = self.inference_logging_step_interval
+        records = self.engine.report(context_state, interval)  # type: ignore[arg-type]  # a step of its own
         return {
-            "active_request_ids": [c.request.request_id for c in chunks if not c.request.is_ended],
+            "active_request_ids": [c.request.request_id for c in context_state.chunks if not c.request.is_ended],
             "finished_request_records": records,
             "step_time": step_time,
             "cuda_graph_request_count": None,
@@ -299,11 +299,19 @@ class InferenceEngine(DynamicInferenceEngine):
                 records[record.request_id] = record
         return [records[request_id] for request_id in ids]
 
+    def idle(self) -> None:
+        """There is nothing to do for now: other ranks, if there are any, hear that this one lives."""
+        self.engine.idle()
+
+    def close(self) -> None:
+        """No step will follow: other ranks, if there are any, stop."""
+        self.engine.close()
+
     # The prefix cache
 
     def reset_prefix_cache(self) -> None:
         """Empty the cache: nothing cached before is matched after, and requests in flight publish nothing."""
-        self.scheduler.reset_prefix_cache()
+        self.engine.reset_prefix_cache()
 
     def weights_changed(self) -> None:
         """Say that the model's weights have been written in place (an RL refit); loaders of ours do it themselves."""
@@ -311,8 +319,8 @@ class InferenceEngine(DynamicInferenceEngine):
         self._notice_new_weights()
 
     def _notice_new_weights(self) -> None:
-        if self.scheduler.cache.is_enabled and self.weights.has_changed():
-            self.scheduler.weights_changed()
+        if self.engine.is_caching and self.weights.has_changed():
+            self.engine.weights_changed()
 
     @property
     def _model(self) -> nn.Module:
@@ -324,7 +332,7 @@ class InferenceEngine(DynamicInferenceEngine):
         """Free the pools' memory. Living requests wait, and keep their tokens; nothing steps until `resume`."""
         if self.is_suspended:
             return
-        self.scheduler.suspend()
+        self.engine.suspend()
         self.context.deallocate_all_tensors()
         self.is_suspended = True
 
@@ -334,6 +342,7 @@ class InferenceEngine(DynamicInferenceEngine):
             return
         self.context.allocate_all_tensors(is_init=False)
         self.is_suspended = False
+        self.engine.resume()
         self._wake_up()
 
     def check(self) -> None:

@@ -13,7 +13,11 @@ from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.mcore.context import InferenceContext
 from megatron_ext.mcore.controller import InferenceController
 from megatron_ext.mcore.layer_map import layer_places, model_shape
+from megatron_ext.mcore.leading import make_follower
+from megatron_ext.memory.agreement import alone
 from megatron_ext.memory.plan import plan_engine
+from megatron_ext.ranks.follower import Follower
+from megatron_ext.ranks.team import Team
 
 
 def build_engine(
@@ -27,23 +31,65 @@ def build_engine(
     seed: int = 1234,
     token_rounder: int = 1,
     logging_step_interval: int = 0,
+    team: Team | None = None,
 ) -> InferenceEngine:
     """Build the engine; the pools are allocated on the model's device.
+
+    With several ranks this is for rank 0, and all others call `build_follower` with the same settings.
 
     Args:
         cache: Prefix caching; its defaults if missing.
         tokenizer: Needs tokenize, detokenize, eod and bos.
         dtype: Type of the parameters, and of the KV cache.
         token_rounder: See `InferenceContext`.
+        team: All ranks; None for a world of one.
 
     Raises:
         ConfigError: The budget or the block size does not fit the model.
     """
+    controller = _build_controller(model, config, tokenizer, batching, cache, dtype, token_rounder, team)
+    context = controller.inference_wrapped_model.inference_context
+    return InferenceEngine(
+        controller, context, random_seed=seed, inference_logging_step_interval=logging_step_interval, team=team
+    )
+
+
+def build_follower(
+    model: MambaModel,
+    config: ModelConfig,
+    tokenizer: object,
+    batching: BatchingConfig,
+    cache: CacheConfig | None = None,
+    *,
+    dtype: torch.dtype,
+    token_rounder: int = 1,
+    team: Team,
+) -> Follower:
+    """What a rank other than 0 has in place of an engine; see `build_engine`."""
+    controller = _build_controller(model, config, tokenizer, batching, cache, dtype, token_rounder, team)
+    return make_follower(team, controller.inference_wrapped_model.inference_context, controller)
+
+
+def _build_controller(
+    model: MambaModel,
+    config: ModelConfig,
+    tokenizer: object,
+    batching: BatchingConfig,
+    cache: CacheConfig | None,
+    dtype: torch.dtype,
+    token_rounder: int,
+    team: Team | None,
+) -> InferenceController:
     device = next(model.parameters()).device
-    shape = model_shape(model, batching, dtype)
-    available = platform.available_memory(device)
     plan = plan_engine(
-        shape, config, batching, cache or CacheConfig(), device_type=device.type, available_bytes=available
+        model_shape(model, batching, dtype),
+        config,
+        batching,
+        cache or CacheConfig(),
+        device_type=device.type,
+        available_bytes=platform.available_memory(device),
+        rank=0 if team is None else team.here.rank,
+        gather=alone if team is None else team.ask_all,
     )
     context = InferenceContext(plan, layer_places(model), device, token_rounder)
     wrapper_config = InferenceWrapperConfig(
@@ -55,5 +101,4 @@ def build_engine(
         inference_max_seq_length=context.max_sequence_length,
     )
     wrapper = GPTInferenceWrapper(model.eval(), wrapper_config, context)
-    controller = InferenceController(wrapper, tokenizer)
-    return InferenceEngine(controller, context, random_seed=seed, inference_logging_step_interval=logging_step_interval)
+    return InferenceController(wrapper, tokenizer)

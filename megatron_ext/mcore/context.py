@@ -66,7 +66,7 @@ class InferenceContext(DynamicInferenceContext):
             block_size=plan.geometry.block_size_tokens,
             dummy_block=plan.geometry.blocks,
             kernel_chunk=plan.geometry.kernel_chunk,
-            is_hybrid=plan.is_hybrid,
+            has_states=plan.shape.states is not None,
             token_rounder=token_rounder,
             snapshots_in_prefill=not plan.limits.aligned_chunks,
             device=device,
@@ -121,7 +121,7 @@ class InferenceContext(DynamicInferenceContext):
 
     @property
     def is_hybrid_model(self) -> bool:
-        """Whether there are recurrent layers."""
+        """Whether there are recurrent layers, here or on another stage."""
         return self.plan.is_hybrid
 
     @property

@@ -62,15 +62,21 @@ class InferenceController(TextGenerationController):
         """Upstream's name of `compute_step`; None if nothing is staged."""
         return None if self.inference_wrapped_model.inference_context.step is None else self.compute_step()
 
-    def compute_step(self) -> StepResult:
-        """Compute the context's staged step, sample and score."""
+    def compute_step(self) -> StepResult | None:
+        """Compute the context's staged step, sample and score; None on stages before the last one.
+
+        Parts of a layer on several ranks give the same logits on each of them, and score together.
+        """
         context = self.inference_wrapped_model.inference_context
         with torch.inference_mode():
             input_ids, position_ids = context.current_input_and_position_ids()
             logits = self.inference_wrapped_model.run_one_forward_step(
                 {"tokens": input_ids, "position_ids": position_ids, "attention_mask": None}
             )
-            return choose_tokens(logits[0], context.step, self._scored_logits)
+            if logits is None:
+                return None
+            is_alone = self.inference_wrapped_model.tp_size == 1
+            return choose_tokens(logits[0], context.step, self._scored_logits, is_alone=is_alone)
 
     def _scored_logits(self, rows: slice) -> Tensor:
         """Logits of some of the step's scored tokens, as the model's forward would give them: [k, h] -> [rows, V]."""
@@ -82,20 +88,24 @@ class InferenceController(TextGenerationController):
         return logits[:, 0]
 
 
-def choose_tokens(logits: Tensor, step: ModelInput, scored_logits: Callable[[slice], Tensor]) -> StepResult:
+def choose_tokens(
+    logits: Tensor, step: ModelInput, scored_logits: Callable[[slice], Tensor], *, is_alone: bool = True
+) -> StepResult:
     """Sample and score. Scores that find no memory cost the request that asked for them, and no other.
 
     Args:
         logits: [m, V], rows as in `step.sample_tokens`.
         step: What was computed.
         scored_logits: Rows of `step.score_tokens` -> their logits, [rows, V].
+        is_alone: Whether no other rank takes part in scoring. One that does would wait for what this one has given up,
+            so without memory the step fails then.
     """
     tokens = _sample(logits, step.sampling)  # [m]
     failures: dict[int, str] = {}
     generated = _score_generated(logits, tokens, step.sampling, failures)
     prompt = {}
     for part in step.prompt_scores:
-        with _out_of_memory_fails(part.request_id, failures):
+        with _out_of_memory_fails(part.request_id, failures) if is_alone else contextlib.nullcontext():
             prompt[part.request_id] = _score_prompt(scored_logits, part, logits)
     names = [row.request_id for row in step.sampling]
     sampled = SampledTokens(tokens, {name: row for row, name in enumerate(names)})

@@ -21,7 +21,16 @@ class StepExecutor:
         self._controller = controller
 
     def execute(self, step: ScheduledStep) -> StepResult:
+        """`compute` with the whole model on this rank."""
+        result = self.compute(step)
+        assert result is not None, "the last stage is here"
+        return result
+
+    def compute(self, step: ScheduledStep) -> StepResult | None:
         """Compute a step. If anything raises, nothing of it counts, and the pools may hold anything for its requests.
+
+        Returns:
+            None on stages before the last one.
 
         Raises:
             RestoreError: A snapshot is not the one that its request was to resume from.
@@ -33,3 +42,6 @@ class StepExecutor:
         finally:
             self._context.clear_step()
         return result
+
+    def idle(self) -> None:
+        """Nothing: nobody waits for this model alone."""

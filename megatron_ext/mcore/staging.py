@@ -25,7 +25,7 @@ class StagingRules:
         block_size: Tokens.
         dummy_block: Where K/V goes that is not to be written.
         kernel_chunk: Tokens of a kernel chunk at most; a divisor of the block.
-        is_hybrid: Whether there are recurrent layers.
+        has_states: Whether there are recurrent layers on this rank.
         token_rounder: The packed token count is padded to a multiple of this.
         snapshots_in_prefill: Whether mixers keep states inside a prefill; otherwise the caller copies live ones.
         device: Where the tensors go.
@@ -34,7 +34,7 @@ class StagingRules:
     block_size: int
     dummy_block: int
     kernel_chunk: int
-    is_hybrid: bool
+    has_states: bool
     token_rounder: int
     snapshots_in_prefill: bool
     device: torch.device
@@ -121,7 +121,7 @@ def stage_step(step: ScheduledStep, rules: StagingRules, last_sampled: SampledTo
             rules.block_size,
             rules.device,
         ),
-        recurrent=_stage_recurrent(chunks, step.num_decode, rules) if rules.is_hybrid else None,
+        recurrent=_stage_recurrent(chunks, step.num_decode, rules) if rules.has_states else None,
         sample_tokens=staged[3],
         sampling=tuple(SamplingRow(one.request_id, one.sampling) for one in chunks if one.sampling is not None),
         score_tokens=staged[4],

@@ -11,6 +11,7 @@ import torch
 
 from megatron_ext.config import BatchingConfig, CacheConfig, EvictionPolicyName, ModelConfig
 from megatron_ext.errors import ConfigError
+from megatron_ext.memory.agreement import Gather, Room, agree, alone
 from megatron_ext.memory.budget import Geometry, ModelMemory, request_state_bytes
 from megatron_ext.memory.fitting import plan_within, what_fits
 from megatron_ext.memory.state_pool import StateShape
@@ -50,25 +51,24 @@ class EnginePlan:
     """Everything about an engine's pools that is decided before any of them is allocated.
 
     Attributes:
-        shape: Of the model.
-        geometry: Effective sizes.
-        limits: What the scheduler may do.
+        shape: Of the model, on this rank.
+        geometry: Effective sizes, on this rank.
+        rank_geometries: The same on all ranks, in order.
+        limits: What the scheduler may do; as the next three, the same on all ranks.
         policy: What happens to cached blocks that nobody uses; None caches nothing.
+        is_hybrid: Whether the model has recurrent layers, here or on another rank.
         fingerprint: Whatever KV and states of equal tokens depend on, beside the weights' version.
         advice: Bytes that can be had -> settings that would fit them.
     """
 
     shape: ModelShape
     geometry: Geometry
+    rank_geometries: tuple[Geometry, ...]
     limits: SchedulerLimits
     policy: EvictionPolicyName | None
+    is_hybrid: bool
     fingerprint: bytes
     advice: Callable[[int], str] = field(compare=False, repr=False)
-
-    @property
-    def is_hybrid(self) -> bool:
-        """Whether there are recurrent layers."""
-        return self.shape.states is not None
 
     @property
     def snapshot_slots(self) -> int | None:
@@ -92,16 +92,20 @@ def plan_engine(
     *,
     device_type: str,
     available_bytes: int,
+    rank: int = 0,
+    gather: Gather = alone,
 ) -> EnginePlan:
     """Decide everything; what was asked for and has no effect is said once.
 
     Args:
-        shape: Of the model.
+        shape: Of the model, on this rank.
         config: Its architecture.
         batching: Limits and budget.
         cache: Whether prefixes are cached, what is evicted first, and how many snapshots there is room for.
         device_type: "cpu" or "cuda", for the defaults.
         available_bytes: Of memory for the pools.
+        rank: Of those that are asked.
+        gather: Asks all ranks what they have room for.
 
     Raises:
         ConfigError: The budget is too small or more than there is, or settings do not fit the model or each other.
@@ -114,16 +118,34 @@ def plan_engine(
         max_sequence_length=longest,
         scans_blocks=config.recurrent.scans_blocks,
     )
-    geometry = plan_within(memory, batching, cache, device_type, available_bytes)
-    limits = _limits(geometry, batching, longest, device_type, aligned=cache.is_aligned and geometry.snapshot_slots > 0)
+    rooms = gather(lambda: _room(plan_within(memory, batching, cache, device_type, available_bytes), batching))
+    agreed = agree(rooms, slots_within_blocks=cache.snapshot_slots is None)
+    limits = _limits(agreed[rank], batching, cache, longest, device_type)
     if limits.aligned_chunks:
         check_aligned(limits)
-    fingerprint = repr((config.to_dict(), shape.dtype, shape.states)).encode()
-    advice = partial(what_fits, memory, batching, cache, device_type)
-    plan = EnginePlan(shape, geometry, limits, cache.policy, fingerprint, advice)
-    if cache.policy is not None:
+    plan = EnginePlan(
+        shape=shape,
+        geometry=agreed[rank].geometry,
+        rank_geometries=tuple(room.geometry for room in agreed),
+        limits=limits,
+        policy=cache.policy,
+        is_hybrid=config.is_hybrid,
+        fingerprint=_fingerprint(config, shape.dtype, batching),
+        advice=partial(what_fits, memory, batching, cache, device_type),
+    )
+    if cache.policy is not None and rank == 0:
         _say_what_is_off(plan, cache)
     return plan
+
+
+def _fingerprint(config: ModelConfig, dtype: torch.dtype, batching: BatchingConfig) -> bytes:
+    """The same on every rank, whatever part of the model it holds."""
+    return repr((config.to_dict(), dtype, batching.conv_states_dtype, batching.ssm_states_dtype)).encode()
+
+
+def _room(geometry: Geometry, batching: BatchingConfig) -> Room:
+    block_bytes, paused_gb = geometry.block_bytes, batching.paused_buffer_size_gb
+    return Room(geometry, None if paused_gb is None or block_bytes == 0 else int(paused_gb * 1024**3) // block_bytes)
 
 
 def _max_sequence_length(batching: BatchingConfig, config: ModelConfig) -> int:
@@ -138,19 +160,18 @@ def _max_sequence_length(batching: BatchingConfig, config: ModelConfig) -> int:
 
 
 def _limits(
-    geometry: Geometry, batching: BatchingConfig, longest: int, device_type: str, *, aligned: bool
+    room: Room, batching: BatchingConfig, cache: CacheConfig, longest: int, device_type: str
 ) -> SchedulerLimits:
-    block_bytes, paused_gb = geometry.block_bytes, batching.paused_buffer_size_gb
-    paused_blocks = None if paused_gb is None or block_bytes == 0 else int(paused_gb * 1024**3) // block_bytes
+    geometry = room.geometry
     return SchedulerLimits(
         block_size=geometry.block_size_tokens,
         total_blocks=geometry.blocks,
-        paused_blocks=paused_blocks,
+        paused_blocks=room.paused_blocks,
         max_requests=batching.max_requests,
         max_tokens=batching.max_tokens_on(device_type),
         max_sequence_length=longest,
         chunked_prefill=batching.enable_chunked_prefill,
-        aligned_chunks=aligned,
+        aligned_chunks=cache.is_aligned and geometry.snapshot_slots > 0,
     )
 
 

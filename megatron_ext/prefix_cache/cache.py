@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -28,6 +29,12 @@ class CacheUse:
     snapshots_taken: int
     snapshots_skipped: int  # for want of a slot
     snapshots_replaced: int  # in decode, by the next one of the same request
+
+    @classmethod
+    def total(cls, parts: Sequence[CacheUse]) -> CacheUse:
+        """Of several caches."""
+        names = [field.name for field in dataclasses.fields(cls)]
+        return cls(**{name: sum(getattr(part, name) for part in parts) for name in names})
 
 
 class PrefixCache:

@@ -38,7 +38,7 @@ class PrefillLedger:
 
     def __init__(self, prompt_length: int) -> None:
         self._prompt_length = prompt_length
-        self._known_end = 0  # tokens below it have been skipped or computed before
+        self.known_end = 0  # tokens below it have been skipped or computed before
         self._matched_end = 0
         self._block_size = 1
         self._general_reason: Reason | None = None
@@ -71,8 +71,8 @@ class PrefillLedger:
         self._block_size = block_size
         self._matched_end = matched_blocks * block_size
         self._general_reason = general_reason
-        self.skipped += max(0, min(resume_position, self._prompt_length) - self._known_end)
-        self._known_end = max(self._known_end, resume_position)
+        self.skipped += max(0, min(resume_position, self._prompt_length) - self.known_end)
+        self.known_end = max(self.known_end, resume_position)
 
     def compute(self, start: int, end: int) -> int:
         """The tokens [start, end) have been computed.
@@ -80,13 +80,13 @@ class PrefillLedger:
         Returns:
             How many of them are prefill: of the prompt, or computed before.
         """
-        again = max(0, min(end, self._known_end) - start)
+        again = max(0, min(end, self.known_end) - start)
         self.recomputed += again
-        first, last = max(start, self._known_end), min(end, self._prompt_length)
+        first, last = max(start, self.known_end), min(end, self._prompt_length)
         new = max(0, last - first)
         if new:
             self._note_reasons(first, last)
-        self._known_end = max(self._known_end, end)
+        self.known_end = max(self.known_end, end)
         return again + new
 
     def _note_reasons(self, first: int, last: int) -> None:

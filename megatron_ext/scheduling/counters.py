@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -16,3 +18,12 @@ class Counters:
     skipped_tokens: int = 0  # prompt tokens that no layer computed
     prefill_tokens: int = 0  # prefill tokens computed, for the first time or again
     coordination_waits: int = 0  # requests that waited for another one's prefix
+
+    @classmethod
+    def total(cls, parts: Iterable[Counters]) -> Counters:
+        """Of several schedulers."""
+        whole = cls()
+        for part in parts:
+            for field in dataclasses.fields(cls):
+                setattr(whole, field.name, getattr(whole, field.name) + getattr(part, field.name))
+        return whole

@@ -81,7 +81,7 @@ class Scheduler:
         for admission in plan.admissions:  # before anything is allocated, so that nothing matched is evicted
             self.cache.pin(admission.matched)
         for request, error in plan.failures:
-            self.end(request, Status.FAILED, error=f"the KV pool is too small for this request: {error}")
+            self._end(request, Status.FAILED, error=f"the KV pool is too small for this request: {error}")
         for request in plan.preemptions:
             self._requeue(request, EventType.EVICT)
             self.counters.preemptions += 1
@@ -189,7 +189,7 @@ class Scheduler:
             request.append(sampled[request.request_id])
             reason = request.reason_to_end
             if reason is not None:
-                self.end(request, Status.COMPLETED, finish_reason=reason)
+                self._end(request, Status.COMPLETED, finish_reason=reason)
                 ended.append(request)
         return ended
 
@@ -232,7 +232,18 @@ class Scheduler:
         error: str | None = None,
         is_fault: bool = False,
     ) -> None:
-        """A request leaves; what it owned is free at once."""
+        """Somebody else than a step says that a request leaves; what it owned is free at once."""
+        self._end(request, status, finish_reason=finish_reason, error=error, is_fault=is_fault)
+
+    def _end(
+        self,
+        request: Request,
+        status: Status,
+        *,
+        finish_reason: str | None = None,
+        error: str | None = None,
+        is_fault: bool = False,
+    ) -> None:
         self._release(request)
         self.queues.discard(request)
         request.end(status, finish_reason=finish_reason, error=error, is_fault=is_fault)
@@ -241,10 +252,13 @@ class Scheduler:
         """The pools are about to lose their contents: everybody waits, and keeps its tokens."""
         for request in [*self.queues.running, *self.queues.paused]:
             self._requeue(request)
-        self.reset_prefix_cache()
+        self._reset_cache()
 
     def reset_prefix_cache(self) -> None:
         """Nothing cached before is matched after, and requests in flight publish nothing (EX-4)."""
+        self._reset_cache()
+
+    def _reset_cache(self) -> None:
         self.cache.reset()
         for request in self.queues:
             request.sequence.snapshots = []
@@ -255,7 +269,7 @@ class Scheduler:
     def weights_changed(self) -> None:
         """The same for good reason: keys made from now on are of other weights."""
         self._keys.weights_changed()
-        self.reset_prefix_cache()
+        self._reset_cache()
         for request in self.queues.waiting:
             self._start_chain(request)
             self._hashing.resume(request)

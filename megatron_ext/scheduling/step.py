@@ -155,11 +155,15 @@ def _sampling(request: Request) -> Sampling:
 
 
 def _scoring(chunk: Chunk) -> Scoring | None:
-    """Those of the chunk's prompt tokens that have no log-prob yet."""
+    """Those of the chunk's prompt tokens that have no log-prob yet.
+
+    Who asks for them skips none, so they are those that are computed for the first time. This is known to every
+    scheduler that has the same history; the log-probs themselves are not.
+    """
     request = chunk.request
     if not request.params.wants_prompt_log_probs:
         return None
-    start = max(chunk.start, len(request.output.prompt_log_probs))
+    start = max(chunk.start, request.sequence.ledger.known_end)
     end = min(chunk.end, request.prompt_length - 1)
     if start >= end:
         return None

@@ -23,7 +23,6 @@ MAY_IMPORT = {
     "interruption": set(),
     "config": {"errors"},
     "text": {"errors", "files"},
-    "ranks": {"config", "errors"},
     "prefix_cache": {"config", "errors"},
     "scheduling": {"config", "errors", "prefix_cache"},
     "engine": {"config", "errors", "prefix_cache", "scheduling", "text"},
@@ -39,7 +38,7 @@ MAY_IMPORT = {
     "__init__": set(),
 }
 STANDARD_LIBRARY_ONLY = (*LEAVES, *DECIDING, "config")
-WITHOUT_MEGATRON = (*STANDARD_LIBRARY_ONLY, "memory", "ops")
+WITHOUT_MEGATRON = (*STANDARD_LIBRARY_ONLY, "memory", "ops", "ranks")
 
 
 def part_of(path: Path) -> str:

@@ -226,7 +226,7 @@ def counts_skipped_tokens_at_each_admission(monkeypatch: pytest.MonkeyPatch) -> 
     admit = PrefillLedger.admit
 
     def admit_afresh(self: PrefillLedger, *args: object) -> None:
-        self._known_end = 0
+        self.known_end = 0
         admit(self, *args)
 
     monkeypatch.setattr(PrefillLedger, "admit", admit_afresh)

@@ -407,7 +407,7 @@ def counts_what_is_computed_again_as_new(monkeypatch: pytest.MonkeyPatch) -> Non
     advance = Request.advance
 
     def forgetful(self: Request, end: int) -> None:
-        self.sequence.ledger._known_end = self.computed_end
+        self.sequence.ledger.known_end = self.computed_end
         advance(self, end)
 
     monkeypatch.setattr(Request, "advance", forgetful)

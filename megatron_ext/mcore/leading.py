@@ -1,0 +1,65 @@
+"""Schedulers, executors and engines of this rank, put together: rank 0's, and those that follow it."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from megatron_ext.engine.engine import Engine
+from megatron_ext.engine.executor import Executor
+from megatron_ext.engine.faults import Faults
+from megatron_ext.engine.intake import Door
+from megatron_ext.mcore.context import InferenceContext
+from megatron_ext.mcore.controller import InferenceController
+from megatron_ext.mcore.executor import StepExecutor
+from megatron_ext.memory.plan import EnginePlan
+from megatron_ext.ranks.executors import MirrorExecutor, SharedExecutor
+from megatron_ext.ranks.fleet import Fleet
+from megatron_ext.ranks.follower import Follower
+from megatron_ext.ranks.journal import JournalledScheduler
+from megatron_ext.ranks.team import Team
+from megatron_ext.scheduling.scheduler import Scheduler
+
+
+def make_scheduler(plan: EnginePlan) -> Scheduler:
+    """A scheduler without requests, the same on every rank."""
+    return Scheduler(plan.limits, plan.policy, plan.fingerprint, plan.snapshot_slots)
+
+
+def make_engine(
+    team: Team | None, context: InferenceContext, controller: InferenceController, seed: int
+) -> Engine | Fleet:
+    """The engine of a world of one, or those of rank 0; see `Door` for the seed."""
+    door = Door(controller.tokenize_prompt, controller.vocabulary, controller.tokenizer.eod, seed)
+    if team is None:
+        return Engine(make_scheduler(context.plan), StepExecutor(context, controller), door)
+    plan, faults = context.plan, Faults("the engine")
+    engines, schedulers = [], []
+    for replica in range(team.replicas):
+        scheduler = JournalledScheduler(plan.limits, plan.policy, plan.fingerprint, plan.snapshot_slots)
+        results = team.results(replica)
+        executor: Executor = MirrorExecutor(results)
+        if replica == team.here.replica:
+            executor = SharedExecutor(StepExecutor(context, controller), results)
+        schedulers.append(scheduler)
+        engines.append(Engine(scheduler, executor, door, faults))
+    return Fleet(engines, schedulers, team.link.send, team.heartbeat)
+
+
+def make_follower(team: Team, context: InferenceContext, controller: InferenceController) -> Follower:
+    """What takes part in the steps of its replica as rank 0 says."""
+    replica = team.here.replica
+    executor = SharedExecutor(StepExecutor(context, controller), team.results(replica))
+    return Follower(replica, partial(make_scheduler, context.plan), executor, _PoolsOf(context))
+
+
+class _PoolsOf:
+    """A context's pools, as a follower is told to have them."""
+
+    def __init__(self, context: InferenceContext) -> None:
+        self._context = context
+
+    def allocate(self) -> None:
+        self._context.allocate_all_tensors(is_init=False)
+
+    def free(self) -> None:
+        self._context.deallocate_all_tensors()

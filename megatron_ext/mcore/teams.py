@@ -1,0 +1,28 @@
+"""A team of ranks, as Megatron's parallel state numbers them."""
+
+from __future__ import annotations
+
+import torch
+from megatron.core import parallel_state
+
+from megatron_ext.ranks.team import Place, Team
+
+
+def form_team(minutes: float) -> Team | None:
+    """All ranks together, after `platform.initialize`; None for a world of one, which needs nobody.
+
+    Args:
+        minutes: That a rank waits for another one.
+    """
+    if torch.distributed.get_world_size() == 1:
+        return None
+    tensor = parallel_state.get_tensor_model_parallel_rank()
+    is_last = parallel_state.is_pipeline_last_stage()
+    here = Place(
+        rank=torch.distributed.get_rank(),
+        tensor=tensor,
+        pipeline=parallel_state.get_pipeline_model_parallel_rank(),
+        replica=parallel_state.get_data_parallel_rank(),
+        samples=is_last and tensor == 0,
+    )
+    return Team(here, minutes)

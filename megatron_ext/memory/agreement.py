@@ -1,0 +1,65 @@
+"""One number of blocks and slots for all ranks, out of what each of them has room for.
+
+Ranks hold different layers of one model, and every request has its blocks and slots on all of them under the same
+numbers. So there are as many as the rank with the least room has; a rank without attention layers has nothing to say
+about blocks, one without recurrent layers nothing about slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from megatron_ext.memory.budget import Geometry
+
+
+@dataclass(frozen=True)
+class Room:
+    """What one rank has room for.
+
+    Attributes:
+        geometry: Its pools.
+        paused_blocks: That paused requests may keep; None is no limit.
+    """
+
+    geometry: Geometry
+    paused_blocks: int | None
+
+
+Gather = Callable[[Callable[[], Room]], Sequence[Room]]
+"""Asks every rank, in order. What is a mistake on one of them is one on all: `ConfigError`."""
+
+
+def alone(room: Callable[[], Room]) -> Sequence[Room]:
+    """For a world of one."""
+    return [room()]
+
+
+def agree(rooms: Sequence[Room], *, slots_within_blocks: bool) -> list[Room]:
+    """What each rank makes of what all have room for.
+
+    Args:
+        rooms: Of every rank.
+        slots_within_blocks: More snapshot slots than blocks would be of no use.
+    """
+    geometries = [room.geometry for room in rooms]
+    blocks = min(one.blocks for one in _those_with(geometries, lambda one: one.block_bytes))
+    with_states = _those_with(geometries, lambda one: one.state_bytes)
+    slots = min(one.snapshot_slots for one in with_states)
+    hits = [one.shortest_prompt_that_can_hit for one in with_states]
+    paused = [room.paused_blocks for room in rooms if room.paused_blocks is not None]
+    agreed = [
+        replace(
+            one,
+            blocks=blocks,
+            snapshot_slots=min(slots, blocks) if slots_within_blocks else slots,
+            shortest_prompt_that_can_hit=None if None in hits else hits[0],
+        )
+        for one in geometries
+    ]
+    return [Room(one, min(paused, default=None)) for one in agreed]
+
+
+def _those_with(geometries: Sequence[Geometry], resource: Callable[[Geometry], int]) -> Sequence[Geometry]:
+    """The ranks that have a resource; all of them if none has, since then they say the same."""
+    return [one for one in geometries if resource(one)] or geometries

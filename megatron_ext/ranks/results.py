@@ -1,0 +1,74 @@
+"""What a replica's last stage has sampled, for all ranks of the replica, and what it has scored, for rank 0."""
+
+from __future__ import annotations
+
+import pickle
+
+import torch
+from torch.distributed import ProcessGroup, broadcast, recv, send
+
+from megatron_ext.engine.result import Score, StepResult
+from megatron_ext.scheduling.step import ScheduledStep
+
+_LEADER = 0
+Scores = tuple[dict[int, Score], dict[int, tuple[Score, ...]], dict[int, str]]
+
+
+class Results:
+    """Results of one replica's steps. Everybody knows from the message what is to come, so nothing else is said of it.
+
+    m tokens are 8 m bytes; scores are pickled, and only there where somebody asked for them.
+
+    Args:
+        group: The replica's ranks, and rank 0.
+        rank: This one.
+        source: The rank that samples.
+    """
+
+    def __init__(self, group: ProcessGroup, rank: int, source: int) -> None:
+        self._group = group
+        self._rank = rank
+        self._source = source
+
+    def share(self, step: ScheduledStep, result: StepResult | None) -> StepResult:
+        """The result of a step, everywhere; scores at the source and on rank 0 only.
+
+        Args:
+            step: What was computed.
+            result: What the source has; the others' own is not asked for.
+        """
+        names = [chunk.request_id for chunk in step.chunks if chunk.sampling is not None]
+        is_source = self._rank == self._source
+        if is_source:
+            assert result is not None, "this rank samples"
+        given = result if is_source and result is not None else StepResult({}, {}, {}, {})
+        if self._group.size() == 1:
+            return given
+        tokens = given.tokens
+        if names:
+            row = torch.tensor([tokens[name] for name in names] if is_source else [0] * len(names))
+            broadcast(row, self._source, group=self._group)
+            tokens = dict(zip(names, row.tolist(), strict=True))
+        scores: Scores = given.generated, given.prompt, given.failures
+        if self._source != _LEADER and _wants_scores(step):
+            scores = self._hand_over(scores)
+        return StepResult(tokens, *scores)
+
+    def _hand_over(self, scores: Scores) -> Scores:
+        """From the source to rank 0: 8 bytes that say how many follow, then those."""
+        if self._rank == self._source:
+            body = pickle.dumps(scores, pickle.HIGHEST_PROTOCOL)
+            send(torch.tensor([len(body)]), _LEADER, group=self._group)
+            send(torch.frombuffer(bytearray(body), dtype=torch.uint8), _LEADER, group=self._group)
+        elif self._rank == _LEADER:
+            length = torch.empty(1, dtype=torch.int64)
+            recv(length, self._source, group=self._group)
+            received = torch.empty(int(length), dtype=torch.uint8)
+            recv(received, self._source, group=self._group)
+            scores = pickle.loads(received.numpy().tobytes())
+        return scores
+
+
+def _wants_scores(step: ScheduledStep) -> bool:
+    asked = (one.sampling is not None and one.sampling.top_n is not None for one in step.chunks)
+    return any(asked) or any(one.scoring is not None for one in step.chunks)

@@ -1,0 +1,110 @@
+"""MR-2: ranks with different layers and different memory agree on blocks and slots, and say so before they allocate."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from megatron_ext.config import BatchingConfig, CacheConfig, ModelConfig
+from megatron_ext.memory.agreement import Room, agree
+from megatron_ext.memory.budget import GIB, Geometry
+from megatron_ext.memory.plan import EnginePlan, ModelShape, plan_engine
+from megatron_ext.memory.state_pool import StateShape
+
+CONFIG = ModelConfig(
+    hybrid_override_pattern="M*-M*-", hidden_size=64, num_attention_heads=4, mamba_num_heads=8, vocab_size=64
+)
+STATES = StateShape(2, (8, 3), (8, 4, 4), torch.float32, torch.float32)
+BOTH = ModelShape(2, 4, 16, torch.float32, STATES)
+ATTENTION = dataclasses.replace(BOTH, states=None)
+RECURRENT = dataclasses.replace(BOTH, attention_layers=0)
+NEITHER = dataclasses.replace(RECURRENT, states=None)
+
+
+def plan_all(
+    shapes: list[ModelShape], batching: BatchingConfig, cache: CacheConfig | None = None, free: int = GIB
+) -> list[EnginePlan]:
+    """What each of some ranks decides when it has heard what the others have room for."""
+    rooms: list[Room] = []
+
+    def plan(rank: int, gather) -> EnginePlan:
+        return plan_engine(
+            shapes[rank],
+            CONFIG,
+            batching,
+            cache or CacheConfig(),
+            device_type="cpu",
+            available_bytes=free,
+            rank=rank,
+            gather=gather,
+        )
+
+    class HeardError(Exception):
+        pass
+
+    def listen(room) -> None:
+        rooms.append(room())
+        raise HeardError
+
+    for rank in range(len(shapes)):
+        with pytest.raises(HeardError):
+            plan(rank, listen)
+    return [plan(rank, lambda _: rooms) for rank in range(len(shapes))]
+
+
+@pytest.mark.parametrize("shapes", [[BOTH, ATTENTION], [ATTENTION, RECURRENT], [RECURRENT, NEITHER, BOTH]])
+@pytest.mark.parametrize(
+    "budget", [{"buffer_size_gb": 0.01}, {"block_count": 20}, {"buffer_size_gb": 0.01, "paused_buffer_size_gb": 0.002}]
+)
+def test_every_rank_decides_the_same(shapes, budget):
+    plans = plan_all(shapes, BatchingConfig(max_requests=4, **budget))
+    first = plans[0]
+    for other in plans[1:]:
+        assert other.limits == first.limits
+        assert other.fingerprint == first.fingerprint
+        assert other.snapshot_slots == first.snapshot_slots
+        assert other.is_hybrid
+        assert other.rank_geometries == first.rank_geometries
+        assert other.geometry.shortest_prompt_that_can_hit == first.geometry.shortest_prompt_that_can_hit == 65
+    for plan, geometry in zip(plans, first.rank_geometries, strict=True):
+        assert plan.geometry == geometry
+        assert (geometry.block_bytes > 0) == (plan.shape.attention_layers > 0)
+        assert (geometry.state_bytes > 0) == (plan.shape.states is not None)
+
+
+def test_a_stage_without_a_resource_has_no_say():
+    """Seen before: 0 slots of a stage without recurrent layers were the minimum."""
+    batching = BatchingConfig(max_requests=4, buffer_size_gb=0.01)
+    (alone,) = plan_all([ATTENTION], batching)
+    (states,) = plan_all([RECURRENT], batching)
+    both = plan_all([ATTENTION, RECURRENT], batching)
+    assert both[0].limits.total_blocks == alone.limits.total_blocks
+    assert both[0].snapshot_slots == min(states.geometry.snapshot_slots, alone.limits.total_blocks) > 0
+
+
+def test_the_least_room_counts():
+    batching = BatchingConfig(max_requests=4, buffer_size_gb=0.01)
+    larger = dataclasses.replace(BOTH, attention_layers=4)
+    blocks = [plan_all([shape], batching)[0].limits.total_blocks for shape in (BOTH, larger)]
+    assert blocks[0] > blocks[1]
+    assert [plan.limits.total_blocks for plan in plan_all([BOTH, larger], batching)] == [blocks[1]] * 2
+
+
+def test_exact_numbers_are_kept():
+    plans = plan_all([BOTH, NEITHER], BatchingConfig(block_count=3), CacheConfig(snapshot_slots=5))
+    assert [(one.limits.total_blocks, one.snapshot_slots) for one in plans] == [(3, 5)] * 2
+
+
+def test_no_slot_anywhere_is_no_hit_anywhere():
+    geometry = Geometry(64, 0, 0, None, 9, 0, 0, 64, 64)
+    with_states = dataclasses.replace(geometry, state_bytes=8, shortest_prompt_that_can_hit=None)
+    agreed = agree([Room(geometry, None), Room(with_states, 3)], slots_within_blocks=True)
+    assert [one.geometry.shortest_prompt_that_can_hit for one in agreed] == [None, None]
+    assert [one.paused_blocks for one in agreed] == [3, 3]
+
+
+def test_align_is_for_all_or_none():
+    plans = plan_all([ATTENTION, BOTH], BatchingConfig(block_count=9), CacheConfig(snapshot_mode="align"))
+    assert all(plan.limits.aligned_chunks for plan in plans)

@@ -1,0 +1,145 @@
+"""A world of ranks in one process: a fleet, followers, and what travels between them, pickled.
+
+The "model" is a function of the tokens, so that equal prompts go on alike. Only rank 0 sees more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from collections.abc import Callable
+
+from megatron_ext.config import EvictionPolicyName
+from megatron_ext.engine.engine import Engine
+from megatron_ext.engine.intake import Door
+from megatron_ext.engine.result import Score, StepResult
+from megatron_ext.ranks.commands import Batch
+from megatron_ext.ranks.fleet import Fleet
+from megatron_ext.ranks.follower import Follower
+from megatron_ext.ranks.journal import JournalledScheduler
+from megatron_ext.scheduling.plan import SchedulerLimits
+from megatron_ext.scheduling.scheduler import Scheduler
+from megatron_ext.scheduling.step import ScheduledStep
+from megatron_ext.text.vocabulary import Vocabulary
+
+TOKENS = 3  # of the vocabulary; the last one ends a sequence
+EOD = TOKENS - 1
+
+
+class Letters:
+    """A tokenizer of one letter a token; a text with "cab" in it cannot be made."""
+
+    vocab_size = TOKENS
+
+    def detokenize(self, ids: list[int], **_: object) -> str:
+        text = "".join("abc"[token] for token in ids)
+        if "cab" in text:
+            raise ValueError("this text cannot be made")
+        return text
+
+
+class Model:
+    """Writes down each message, and answers with tokens and scores."""
+
+    def __init__(self) -> None:
+        self.steps: list[ScheduledStep | None] = []
+
+    def execute(self, step: ScheduledStep) -> StepResult:
+        self.steps.append(pickle.loads(pickle.dumps(step)))
+        due = [chunk for chunk in step.chunks if chunk.sampling is not None]
+        tokens = {chunk.request_id: (sum(chunk.token_ids) + chunk.end // 3) % TOKENS for chunk in due}
+        generated = {chunk.request_id: Score(-1.0, {}) for chunk in due if chunk.sampling.top_n is not None}
+        scored = [chunk for chunk in step.chunks if chunk.scoring is not None]
+        prompt = {one.request_id: tuple(Score(-2.0, {}) for _ in one.scoring.targets) for one in scored}
+        return StepResult(tokens, generated, prompt, {})
+
+    def idle(self) -> None:
+        self.steps.append(None)
+
+
+class Listener:
+    """A follower's executor: it writes down its own message, and of the result gets the tokens."""
+
+    def __init__(self, model: Model) -> None:
+        self.steps: list[ScheduledStep | None] = []
+        self._model = model  # of its replica, one step ahead
+
+    def execute(self, step: ScheduledStep) -> StepResult:
+        self.steps.append(step)
+        assert self._model.steps[len(self.steps) - 1] == step, "another message than rank 0's"
+        tokens = self._tokens(step)
+        return StepResult(tokens, {}, {}, {})
+
+    def _tokens(self, step: ScheduledStep) -> dict[int, int]:
+        return Model().execute(step).tokens
+
+    def idle(self) -> None:
+        self.steps.append(None)
+        assert self._model.steps[len(self.steps) - 1] is None, "rank 0 has something to compute"
+
+
+class Pools:
+    """Whether a follower's pools are there."""
+
+    is_there = False
+
+    def allocate(self) -> None:
+        self.is_there = True
+
+    def free(self) -> None:
+        self.is_there = False
+
+
+class World:
+    """A fleet of `replicas` engines, and two followers for each."""
+
+    def __init__(self, limits: SchedulerLimits, policy: EvictionPolicyName, slots: int | None, replicas: int) -> None:
+        self.make: Callable[[type], Scheduler] = lambda kind: kind(limits, policy, b"model", slots)
+        self.loop = asyncio.new_event_loop()
+        self.sent: list[bytes] = []
+        self.start(replicas)
+        self.pools = [Pools() for _ in range(2 * replicas)]
+        self.followers = [
+            Follower(i // 2, lambda: self.make(Scheduler), Listener(self.models[i // 2]), pools)
+            for i, pools in enumerate(self.pools)
+        ]
+
+    def start(self, replicas: int) -> None:
+        """A fleet, or one in place of another."""
+        vocabulary = Vocabulary(Letters(), TOKENS)
+        door = Door(lambda text, _: ["abc".index(letter) for letter in text], vocabulary, EOD, seed=1)
+        self.models = [Model() for _ in range(replicas)]
+        schedulers = [self.make(JournalledScheduler) for _ in self.models]
+        engines = [Engine(*pair, door) for pair in zip(schedulers, self.models, strict=True)]
+        self.fleet = Fleet(engines, schedulers, self.send, heartbeat=1e9)
+
+    def start_anew(self) -> None:
+        """As `InferenceEngine.reset` does."""
+        replicas = len(self.models)
+        self.fleet.cancel()
+        self.start(replicas)
+        for i, follower in enumerate(self.followers):
+            follower._executor = Listener(self.models[i // 2])
+
+    def send(self, batch: Batch) -> None:
+        self.sent.append(pickle.dumps(batch))
+
+    def step(self) -> list:
+        """One step of everybody: rank 0 first, the others from what has been sent."""
+        step = self.fleet.compute()
+        records = self.fleet.report(step)
+        self.deliver()
+        self.fleet.check()
+        for follower in self.followers:
+            follower.scheduler.check()
+        return records
+
+    def deliver(self) -> None:
+        """Let the followers have what was sent."""
+        batches, self.sent = self.sent, []
+        for follower in self.followers:
+            queue = [pickle.loads(batch) for batch in batches]
+            for batch in queue:
+                follower.obey(batch.of(follower.replica))
+                if batch.action is batch.action.STEP:
+                    follower.step()

@@ -1,0 +1,290 @@
+"""MR-2: any life of any requests; who is given rank 0's commands and the sampled tokens writes the same messages."""
+
+from __future__ import annotations
+
+import pickle
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+
+from megatron_ext.config import EvictionPolicyName, RequestParams
+from megatron_ext.errors import RankError
+from megatron_ext.ranks import follower, journal
+from megatron_ext.ranks.commands import Action, End, Resume, StartAnew, Suspend
+from megatron_ext.scheduling.plan import SchedulerLimits
+from megatron_ext.scheduling.record import Status
+from tests.priority import TestPriority
+from tests.unit_tests.ranks.led_world import EOD, World
+
+pytestmark = pytest.mark.priority(TestPriority.CRITICAL)
+
+PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=14)
+PARAMS = st.builds(
+    RequestParams,
+    num_tokens_to_generate=st.integers(1, 10),
+    temperature=st.sampled_from([0.0, 1.0]),
+    stop_words=st.sampled_from([(), ("ab",), ("aa", "bc"), ("ca",)]),
+    ignore_eos=st.booleans(),
+    return_log_probs=st.booleans(),
+    skip_prompt_log_probs=st.just(False),
+    cache_salt=st.sampled_from([None, None, "x"]),
+    enable_prefix_caching=st.sampled_from([True, True, True, False]),
+)
+
+
+class LedMachine(RuleBasedStateMachine):
+    """Rank 0 does anything; the followers must do the same, block for block and slot for slot."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names = 0
+        self.prompts: list[list[int]] = []
+
+    @initialize(data=st.data())
+    def build(self, data: st.DataObject) -> None:
+        max_requests = data.draw(st.sampled_from([4, 2, 1]), "max_requests")
+        limits = SchedulerLimits(
+            block_size=data.draw(st.sampled_from([2, 4]), "block_size"),
+            total_blocks=data.draw(st.integers(2, 16), "total_blocks"),
+            paused_blocks=data.draw(st.sampled_from([None, 0, 3]), "paused_blocks"),
+            max_requests=max_requests,
+            max_tokens=max_requests + data.draw(st.integers(0, 8), "spare tokens"),
+            max_sequence_length=40,
+            chunked_prefill=data.draw(st.booleans(), "chunked_prefill"),
+        )
+        policy = data.draw(st.sampled_from(EvictionPolicyName), "policy")
+        slots = data.draw(st.sampled_from([None, 0, 1, 4]), "slots")
+        self.world = World(limits, policy, slots, replicas=data.draw(st.sampled_from([1, 2]), "replicas"))
+
+    @property
+    def fleet(self):
+        return self.world.fleet
+
+    def living(self) -> list[int]:
+        return [request.request_id for engine in self.fleet.engines for request in engine.output.requests()]
+
+    @rule(prompts=st.lists(PROMPTS, min_size=1, max_size=4), params=PARAMS)
+    def arrive(self, prompts: list[list[int]], params: RequestParams) -> None:
+        self.submit(prompts, params)
+
+    def submit(self, prompts: list[list[int]], params: RequestParams) -> None:
+        self.prompts += prompts
+        for tokens in prompts:
+            future = self.world.loop.create_future()
+            self.fleet.add(self.names, tuple(tokens), params, future, text="a prompt")
+            self.names += 1
+
+    @precondition(lambda self: self.prompts)
+    @rule(data=st.data(), more=st.lists(st.integers(0, 1), max_size=4))
+    def again(self, data: st.DataObject, more: list[int]) -> None:
+        earlier = data.draw(st.sampled_from(self.prompts), "earlier")
+        self.submit([earlier + more] * 2, RequestParams(num_tokens_to_generate=3))
+        self.steps_of(3)
+
+    @rule(count=st.integers(1, 6))
+    def steps(self, count: int) -> None:
+        self.steps_of(count)
+
+    def steps_of(self, count: int) -> None:
+        for _ in range(count):
+            self.world.step()
+
+    @precondition(lambda self: self.living())
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        self.fleet.abort(data.draw(st.sampled_from(self.living()), "aborted"))
+
+    @precondition(lambda self: self.living())
+    @rule(data=st.data())
+    def fail(self, data: st.DataObject) -> None:
+        self.fleet.fail(data.draw(st.sampled_from(self.living()), "failed"), ValueError("planted"))
+
+    @rule(weights=st.booleans())
+    def reset(self, weights: bool) -> None:
+        (self.fleet.weights_changed if weights else self.fleet.reset_prefix_cache)()
+
+    @rule()
+    def suspend_and_resume(self) -> None:
+        self.fleet.suspend()
+        self.fleet.resume()
+
+    @precondition(lambda self: self.names > 12)
+    @rule()
+    def start_anew(self) -> None:
+        self.world.start_anew()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "world"):
+            return
+        for _ in range(2000):
+            if not self.fleet.is_busy:
+                break
+            self.world.step()
+        assert not self.fleet.is_busy, "requests never end"
+        self.world.step()
+        for one in self.world.followers:
+            assert not one._requests, "a follower keeps who has ended"
+            assert len(one.scheduler.queues) == 0
+            counters = self.fleet.engines[one.replica].scheduler.counters
+            assert one.scheduler.counters == counters
+        self.world.loop.close()
+
+
+QUICK = settings(
+    max_examples=60,
+    stateful_step_count=15,
+    deadline=None,
+    phases=[Phase.generate, Phase.shrink],
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+    database=None,
+    print_blob=True,
+)
+LedMachine.TestCase.settings = QUICK
+TestLed = LedMachine.TestCase
+
+# Negative controls: something that does not cross, and the machine must object.
+
+
+def _forgets_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal.JournalledScheduler, "end", journal.Scheduler.end)
+
+
+def _forgets_resets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal.JournalledScheduler, "reset_prefix_cache", journal.Scheduler.reset_prefix_cache)
+
+
+def _forgets_suspends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal.JournalledScheduler, "suspend", journal.Scheduler.suspend)
+
+
+def _forgets_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal.JournalledScheduler, "weights_changed", journal.Scheduler.weights_changed)
+
+
+def _adds_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    obey = follower.Follower.obey
+    monkeypatch.setattr(follower.Follower, "obey", lambda self, commands: obey(self, reversed(commands)))
+
+
+@pytest.mark.parametrize(
+    "mistake", [_forgets_ends, _forgets_resets, _forgets_suspends, _forgets_weights, _adds_in_another_order]
+)
+def test_the_machine_finds(mistake, monkeypatch: pytest.MonkeyPatch):
+    mistake(monkeypatch)
+    quick = settings(QUICK, max_examples=300, phases=[Phase.generate], derandomize=True)
+    with pytest.raises((AssertionError, KeyError)):
+        run_state_machine_as_test(LedMachine, settings=quick)
+
+
+LIMITS = SchedulerLimits(2, 16, None, 4, 8, 40, chunked_prefill=True)
+
+
+@pytest.fixture
+def world() -> World:
+    return World(LIMITS, EvictionPolicyName.LRU, None, replicas=2)
+
+
+def add(world: World, name: int, prompt: list[int], **options: object) -> None:
+    params = RequestParams(num_tokens_to_generate=4, **options.pop("params", {}))
+    world.fleet.add(name, tuple(prompt), params, world.loop.create_future(), **options)
+
+
+class TestFleet:
+    def test_replicas_take_turns(self, world: World):
+        """Request i of those that come goes to replica i mod R; a caller's number goes before."""
+        for name in range(3):
+            add(world, name, [0, 1, name])
+        add(world, 3, [0], turn=4)
+        names = [[request.request_id for request in engine.output.requests()] for engine in world.fleet.engines]
+        assert names == [[0, 2, 3], [1]]
+
+    def test_a_step_without_news_has_no_commands(self, world: World):
+        add(world, 0, [0, 1, 0], params={"ignore_eos": True})
+        world.step()
+        world.fleet.compute()
+        (batch,) = [pickle.loads(one) for one in world.sent]
+        assert (batch.action, batch.commands) == (Action.STEP, ())
+
+    def test_a_prompt_text_stays_here(self, world: World):
+        world.step()
+        add(world, 0, [0, 1, 0], text="aba")
+        (command,) = world.fleet.engines[0].scheduler.take_journal()
+        assert command.submission.prompt_text is None
+        assert command.submission.prompt_tokens == (0, 1, 0)
+
+    def test_stop_words_end_followers_requests_with_the_next_batch(self, world: World):
+        world.step()
+        add(world, 0, [0], params={"stop_words": ("a", "b", "c"), "ignore_eos": True})
+        world.fleet.report(world.fleet.compute())
+        assert world.fleet.engines[0].scheduler.take_journal() == [End(0, Status.COMPLETED)]
+
+    def test_what_is_told_in_which_order(self, world: World):
+        world.step()
+        world.fleet.suspend()
+        world.fleet.resume()
+        assert world.fleet.engines[1].scheduler.take_journal() == [Suspend(), Resume()]
+
+    def test_counts_are_summed(self, world: World):
+        for name in range(4):
+            add(world, name, [0, 1, 0, 1, 1])
+        while world.fleet.is_busy:
+            world.step()
+        parts = [engine.statistics() for engine in world.fleet.engines]
+        whole = world.fleet.statistics()
+        assert whole.ended == 4
+        assert whole.counters.prefill_tokens == sum(part.counters.prefill_tokens for part in parts) > 0
+        assert whole.use.blocks_total == 2 * LIMITS.total_blocks
+        assert whole.steps == max(part.steps for part in parts)
+
+    def test_nothing_is_tried_again(self, world: World, monkeypatch: pytest.MonkeyPatch):
+        """MR-6: a step that fails anywhere was the last one."""
+        add(world, 0, [0])
+
+        def fail(step: object) -> None:
+            raise ZeroDivisionError("planted")
+
+        monkeypatch.setattr(world.models[0], "execute", fail)
+        with pytest.raises(RankError, match="ZeroDivisionError: planted"):
+            world.fleet.compute()
+        monkeypatch.undo()
+        sent = len(world.sent)
+        with pytest.raises(RankError, match="stopped stepping"):
+            world.fleet.compute()
+        world.fleet.close()
+        assert len(world.sent) == sent
+
+    def test_heartbeats_come_when_nothing_else_does(self, world: World):
+        world.fleet.idle()
+        assert world.sent == []
+        world.fleet._heartbeat = 0.0
+        world.fleet.idle()
+        assert pickle.loads(world.sent[0]).action is Action.IDLE
+
+    def test_close_stops_once(self, world: World):
+        world.fleet.close()
+        world.fleet.close()
+        batches = [pickle.loads(one) for one in world.sent]
+        assert [batch.action for batch in batches] == [Action.STOP]
+        assert batches[0].of(0) == [StartAnew()]
+        one = world.followers[0]
+        one.follow(iter(batches).__next__)  # ends
+
+    def test_pools_follow(self, world: World):
+        world.step()
+        assert all(pools.is_there for pools in world.pools)
+        world.fleet.suspend()
+        world.fleet._tell(Action.IDLE)
+        world.deliver()
+        assert not any(pools.is_there for pools in world.pools)
+        world.fleet.resume()
+        world.step()
+        assert all(pools.is_there for pools in world.pools)
+
+    def test_an_unknown_request(self, world: World):
+        with pytest.raises(KeyError):
+            world.fleet.abort(5)
+
+    def test_the_end_token_is_known(self):
+        assert EOD == 2
