@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from megatron.core.inference.contexts import BaseInferenceContext
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.utils import get_pg_rank
 from torch import Tensor
 
 from megatron_ext.ops.paged_attention import paged_attention
@@ -63,7 +64,14 @@ class PagedSelfAttention(SelfAttention):
         return self.linear_proj(self._apply_output_gate(output, *gate) if is_gated else output)
 
     def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
-        """Outputs [s, b, heads * D] times the sigmoid of [s, b, heads, D]; upstream's is under `torch.compile`."""
+        """Outputs [s, b, heads * D] times the sigmoid of [s, b, heads, D]; upstream's is under `torch.compile`.
+
+        Where several ranks share a key/value head, upstream's gate is of the query heads of all of them.
+        """
+        heads = x.shape[-1] // gate.shape[-1]
+        if gate.shape[2] > heads:
+            first = get_pg_rank(self.pg_collection.tp) * heads % gate.shape[2]
+            gate = gate[:, :, first : first + heads]
         return (x * gate.reshape(x.shape).float().sigmoid()).to(x.dtype)
 
 

@@ -19,6 +19,11 @@ def layer_places(model: MambaModel) -> dict[int, int]:
     return attention | recurrent
 
 
+def kv_heads_of_rank(groups: int, ranks: int) -> int:
+    """Key/value heads that each of some tensor-parallel ranks holds: its part, or one that others hold, too."""
+    return max(1, groups // ranks)
+
+
 def model_shape(model: MambaModel, batching: BatchingConfig, dtype: torch.dtype) -> ModelShape:
     """What the pools need to know of an unwrapped model.
 
@@ -42,7 +47,7 @@ def model_shape(model: MambaModel, batching: BatchingConfig, dtype: torch.dtype)
         )
     return ModelShape(
         attention_layers=len(attention),
-        kv_heads=model.config.num_query_groups,
+        kv_heads=kv_heads_of_rank(model.config.num_query_groups, model.decoder.tp_group.size()),
         head_channels=model.config.kv_channels,
         dtype=dtype,
         states=states,

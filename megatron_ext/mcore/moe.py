@@ -7,8 +7,9 @@ The parameters and their names are upstream's:
     shared_experts.linear_fc1.weight, .linear_fc2.weight
     fc1_latent_proj.weight [latent, h], fc2_latent_proj.weight [h, latent]
 
-Tokens reach their experts through upstream's "allgather" dispatcher, the one that needs no CUDA streams. A token's
-result depends on no other token: nothing is dropped, and no expert has a capacity.
+A rank alone hands tokens to its experts through upstream's "allgather" dispatcher, which gathers nothing then; several
+ranks send them to each other, see `dispatch.py`. A token's result depends on no other token: nothing is dropped, and no
+expert has a capacity.
 """
 
 from __future__ import annotations
@@ -24,10 +25,13 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor, nn
+
+from megatron_ext.mcore.dispatch import SharedTokensDispatcher, is_alone
 
 _ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
@@ -126,6 +130,11 @@ class LocalMoELayer(MoELayer):
             pg_collection=pg_collection,
         )
         self.config = config
+        groups = pg_collection or get_default_pg_collection()
+        if not is_alone(groups):
+            self.token_dispatcher = SharedTokensDispatcher(
+                self.num_local_experts, self.local_expert_indices, _with_latent_size(config, None), groups
+            )
         if latent_size is not None:
             hidden = config.hidden_size
             self.fc1_latent_proj = LatentProjection(hidden, latent_size, config, config.init_method)

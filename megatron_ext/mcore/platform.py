@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import time
@@ -36,6 +37,21 @@ class _HostTimer:
         return (end._recorded_at - self._recorded_at) * 1e3
 
 
+class _HostStream:
+    """`torch.cuda.Stream` for a device that has no queue: there is one, and it has done everything."""
+
+    def wait_stream(self, stream: object) -> None:
+        return
+
+    def record_event(self) -> _HostTimer:
+        event = _HostTimer()
+        event.record()
+        return event
+
+
+_HOST_STREAM = _HostStream()
+
+
 def _do_nothing(*_: object, **__: object) -> None:
     return
 
@@ -67,6 +83,9 @@ def install_cpu_stand_ins() -> None:
         return
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
     torch.cuda.Event = _HostTimer  # type: ignore[assignment,misc]
+    torch.cuda.Stream = lambda *_, **__: _HOST_STREAM  # type: ignore[assignment,misc]
+    torch.cuda.current_stream = lambda *_: _HOST_STREAM  # type: ignore[assignment,return-value]
+    torch.cuda.stream = lambda _: contextlib.nullcontext()  # type: ignore[assignment,misc]
     torch.cuda.synchronize = _do_nothing
     torch.cuda.memory_stats = lambda *_: dict(_NO_MEMORY)
     torch.cuda.nvtx.range_push = _do_nothing

@@ -23,6 +23,7 @@ UPSTREAM_NAMES = {
         "_get_pp_layer_offset_for_inference",
     ),
     "megatron.core.ssm.mamba_block.MambaStack": ("_select_layers_for_pipeline_parallel",),
+    "megatron.core.transformer.moe.token_dispatcher.MoEAlltoAllTokenDispatcher": ("_maybe_dtoh_and_synchronize",),
     "megatron.core.transformer.moe.router.TopKRouter": ("_apply_expert_bias",),
     "megatron.core.dist_checkpointing.strategies.torch": ("_replace_state_dict_keys_with_sharded_keys",),
 }

@@ -14,6 +14,9 @@ from megatron_ext.mcore import platform
 REPLACED = (
     (torch.cuda, "current_device"),
     (torch.cuda, "Event"),
+    (torch.cuda, "Stream"),
+    (torch.cuda, "current_stream"),
+    (torch.cuda, "stream"),
     (torch.cuda, "synchronize"),
     (torch.cuda, "memory_stats"),
     (torch.cuda.nvtx, "range_push"),
@@ -63,6 +66,13 @@ class TestStandIns:
         end.synchronize()
         assert end.query()
         assert start.elapsed_time(end) == 500.0
+
+    def test_there_is_one_stream_and_it_is_done(self):
+        stream = torch.cuda.Stream(priority=1)
+        assert torch.cuda.current_stream() == stream
+        with torch.cuda.stream(stream):
+            stream.wait_stream(torch.cuda.current_stream())
+        assert stream.record_event().query()
 
     def test_the_rest_does_nothing(self):
         torch.cuda.synchronize()
