@@ -29,6 +29,7 @@ MAY_IMPORT = {
     "memory": {"config", "errors", "scheduling"},
     "ops": set(),
     "mixers": {"config", "errors", "memory", "ops"},
+    "ranks": {"config", "errors", *DECIDING},
     "mcore": {*LEAVES, *DECIDING, "config", "ranks", "text", "memory", "ops", "mixers"},
     "stepping": {"engine", "mcore", "scheduling"},
     "models": {*LEAVES, "config", "ranks", "text", "memory", "ops", "mixers", "mcore"},
