@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from megatron_ext.ops import cpp
 from tests import priority
 
 # Libraries that are not installed, arguments that megatron-core passes to itself: nothing that we could do differently.
@@ -27,6 +28,11 @@ def pytest_configure(config: pytest.Config) -> None:
     for line in UPSTREAM_WARNINGS:
         config.addinivalue_line("filterwarnings", line)
     config.pluginmanager.register(priority, "priority")
+
+
+def pytest_sessionstart() -> None:
+    """Compile the C++ operators, where that was not done, before a test waits for them or reads what is said then."""
+    cpp.are_used()
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_ext.ops.backends import anywhere
+from megatron_ext.ops.backends import anything
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class SamplingBackend:
     """One way to draw tokens; `sample` has the signature of `sample_tokens`."""
 
     name: str
-    runs_on: Callable[[torch.device], bool]
+    takes: Callable[[Tensor], bool]
     sample: Callable[..., Tensor]
 
 
@@ -53,4 +53,4 @@ def sample_tokens(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Ten
     return tokens.gather(1, choice.minimum(last)).squeeze(1)
 
 
-BACKEND = SamplingBackend("reference", anywhere, sample_tokens)
+BACKEND = SamplingBackend("reference", anything, sample_tokens)
