@@ -14,6 +14,7 @@ from megatron_ext.mcore.context import InferenceContext
 from megatron_ext.mcore.controller import InferenceController
 from megatron_ext.mcore.layer_map import layer_places, model_shape
 from megatron_ext.memory.plan import plan_engine
+from megatron_ext.ops import cpp
 
 
 def build_engine(
@@ -40,6 +41,8 @@ def build_engine(
         ConfigError: The budget or the block size does not fit the model.
     """
     device = next(model.parameters()).device
+    if device.type == "cpu":
+        cpp.are_used()  # compiled now where that was never done, and not while the first request waits
     shape = model_shape(model, batching, dtype)
     available = platform.available_memory(device)
     plan = plan_engine(

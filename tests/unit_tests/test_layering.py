@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "scheduling": {"config", "errors", "prefix_cache"},
     "engine": {"config", "errors", "prefix_cache", "scheduling", "text"},
     "memory": {"config", "errors", "scheduling"},
-    "ops": set(),
+    "ops": {"errors"},
     "mixers": {"config", "errors", "memory", "ops"},
     "mcore": {*LEAVES, *DECIDING, "config", "ranks", "text", "memory", "ops", "mixers"},
     "stepping": {"engine", "mcore", "scheduling"},

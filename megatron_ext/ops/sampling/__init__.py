@@ -29,7 +29,7 @@ def sample_tokens(logits: Tensor, batch: SamplingBatch) -> Tensor:
     Returns:
         Ids [R] int64.
     """
-    return SAMPLING.choose(logits.device).sample(logits, batch)
+    return SAMPLING.choose(logits).sample(logits, batch)
 
 
 __all__ = ["SAMPLING", "SamplingBatch", "sample_tokens", "sampling_batch"]

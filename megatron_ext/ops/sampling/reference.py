@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_ext.ops.backends import anywhere
+from megatron_ext.ops.backends import anything
 from megatron_ext.ops.sampling.batch import SamplingBatch
 from megatron_ext.ops.sampling.cuts import best_tokens, drop_beyond_nucleus, kept_of_ordered
 from megatron_ext.ops.sampling.number_line import draw, draw_picked, scores
@@ -23,7 +23,7 @@ class SamplingBackend:
     """One way to draw tokens; `sample` has the signature of `sample_tokens`."""
 
     name: str
-    runs_on: Callable[[torch.device], bool]
+    takes: Callable[[Tensor], bool]
     sample: Callable[..., Tensor]
 
 
@@ -74,4 +74,4 @@ def _draw_best(logits: Tensor, most: int, temperature: Tensor, top_k: Tensor, to
     return draw_picked(ids, weights * kept, uniform)
 
 
-BACKEND = SamplingBackend("reference", anywhere, sample_tokens)
+BACKEND = SamplingBackend("reference", anything, sample_tokens)
