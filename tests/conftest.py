@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from megatron_ext.ops import cpp
 from tests import priority, worlds
 
 # Libraries that are not installed, arguments that megatron-core passes to itself: nothing that we could do differently.
@@ -28,6 +29,11 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("filterwarnings", line)
     config.pluginmanager.register(priority, "priority")
     config.pluginmanager.register(worlds, "worlds")
+
+
+def pytest_sessionstart() -> None:
+    """Compile the C++ operators, where that was not done, before a test waits for them or reads what is said then."""
+    cpp.are_used()
 
 
 @pytest.fixture(autouse=True)

@@ -16,6 +16,7 @@ from megatron_ext.mcore.layer_map import layer_places, model_shape
 from megatron_ext.mcore.leading import make_follower
 from megatron_ext.memory.agreement import alone
 from megatron_ext.memory.plan import plan_engine
+from megatron_ext.ops import cpp
 from megatron_ext.ranks.follower import Follower
 from megatron_ext.ranks.team import Team
 
@@ -81,6 +82,8 @@ def _build_controller(
     team: Team | None,
 ) -> InferenceController:
     device = next(model.parameters()).device
+    if device.type == "cpu":
+        cpp.are_used()  # compiled now where that was never done, and not while the first request waits
     plan = plan_engine(
         model_shape(model, batching, dtype),
         config,

@@ -18,7 +18,8 @@ from megatron_ext.engine.result import Score, StepResult
 from megatron_ext.mcore.out_of_memory import is_out_of_memory
 from megatron_ext.mcore.scoring import score_rows
 from megatron_ext.mcore.staging import ModelInput, PromptScore, SampledTokens, SamplingRow
-from megatron_ext.ops.sampling import sample_tokens
+from megatron_ext.ops.sampling import sample_tokens, sampling_batch
+from megatron_ext.scheduling.step import Sampling
 from megatron_ext.text.prompt_tokens import begin_once, tokenize_prompt
 from megatron_ext.text.vocabulary import Vocabulary
 
@@ -163,28 +164,44 @@ def _out_of_memory_fails(request_id: int, failures: dict[int, str]) -> Iterator[
 
 
 def _sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """The next token of every sampling row: [m]."""
-    candidates = logits.clone()  # logits are scored as they came
-    _forbid(candidates, [row.sampling.forbidden for row in rows])
-    tokens = candidates.argmax(-1)
-    drawn = [i for i, row in enumerate(rows) if row.sampling.uniform is not None]
-    if not drawn:
-        return tokens
-    wishes = [rows[i].sampling for i in drawn]
-    index = torch.tensor(drawn).to(logits.device, non_blocking=True)
-    columns = (
+    """The next token of every sampling row: [m]. The logits are as before when it returns."""
+    drawn = [row.sampling for row in rows if row.sampling.uniform is not None]
+    with _forbidden(logits, [row.sampling.forbidden for row in rows]):
+        if not drawn:
+            return _best(logits)
+        if len(drawn) == len(rows):
+            return _draw(logits, drawn)
+        index = torch.tensor([i for i, row in enumerate(rows) if row.sampling.uniform is not None])
+        index = index.to(logits.device, non_blocking=True)
+        return _best(logits).index_copy(0, index, _draw(logits.index_select(0, index), drawn))
+
+
+def _best(logits: Tensor) -> Tensor:
+    """The first of the greatest logits of each row; `argmax` says the same in several times the time on a CPU."""
+    return logits.max(-1).indices
+
+
+def _draw(logits: Tensor, wishes: Sequence[Sampling]) -> Tensor:
+    batch = sampling_batch(
         [one.temperature for one in wishes],
         [one.top_k for one in wishes],
         [one.top_p for one in wishes],
-        [one.uniform for one in wishes],
+        [one.uniform for one in wishes if one.uniform is not None],
     )
-    temperature, top_k, top_p, uniform = torch.tensor(columns, dtype=torch.float64).to(logits.device)
-    return tokens.index_copy(0, index, sample_tokens(candidates[index], temperature, top_k.long(), top_p, uniform))
+    return sample_tokens(logits, batch)
 
 
-def _forbid(candidates: Tensor, tokens: Sequence[int | None]) -> None:
-    """Rule a token out for rows that must not have it yet: [m, V], in place."""
-    possible = [(i, token) for i, token in enumerate(tokens) if token is not None and 0 <= token < candidates.shape[1]]
-    if possible:
-        places = torch.tensor(possible).to(candidates.device, non_blocking=True)
-        candidates[places[:, 0], places[:, 1]] = -torch.inf
+@contextlib.contextmanager
+def _forbidden(logits: Tensor, tokens: Sequence[int | None]) -> Iterator[None]:
+    """Rule a token out, within it, for rows that must not have it yet: [m, V]. Logits are scored as they came."""
+    possible = [(i, token) for i, token in enumerate(tokens) if token is not None and 0 <= token < logits.shape[1]]
+    if not possible:
+        yield
+        return
+    places = tuple(torch.tensor(possible).to(logits.device, non_blocking=True).unbind(1))
+    before = logits[places]
+    logits[places] = -torch.inf
+    try:
+        yield
+    finally:
+        logits[places] = before

@@ -1,8 +1,7 @@
-"""Which implementation of an operator runs: by device, by what can be imported, or as a test says.
+"""Which implementation of an operator runs: by what it is given, by what this machine has, or as a test says.
 
 An operator's package lists its backends, the preferred one first. The last one is the reference: plain torch, any
-device, the truth for the others. A backend whose libraries are missing is not in
-the list: its package does not add it.
+device, the truth for the others. A backend whose libraries are missing takes nothing.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Generic, Protocol, TypeVar
 
-import torch
+from torch import Tensor
 
 
 class Backend(Protocol):
@@ -22,11 +21,11 @@ class Backend(Protocol):
         """Unique among the operator's."""
 
     @property
-    def runs_on(self) -> Callable[[torch.device], bool]:
-        """Whether it can compute there."""
+    def takes(self) -> Callable[[Tensor], bool]:
+        """Whether it computes for a main input like this one: its device, its type, whether gradients are wanted."""
 
 
-def anywhere(_: torch.device) -> bool:
+def anything(_: Tensor) -> bool:
     """For backends of plain torch."""
     return True
 
@@ -39,7 +38,7 @@ class Backends(Generic[B]):
 
     Args:
         operator: Its name, for errors.
-        backends: The preferred one first; the last one runs anywhere.
+        backends: The preferred one first; the last one takes anything.
     """
 
     def __init__(self, operator: str, *backends: B) -> None:
@@ -53,11 +52,11 @@ class Backends(Generic[B]):
         """All there are here, the preferred one first."""
         return tuple(self._backends)
 
-    def choose(self, device: torch.device) -> B:
-        """The one that computes on `device`: the forced one, or the first that can."""
+    def choose(self, x: Tensor) -> B:
+        """The one that computes for the main input `x`: the forced one, or the first that takes it."""
         if self._forced is not None:
             return self._forced
-        return next(backend for backend in self._backends.values() if backend.runs_on(device))
+        return next(backend for backend in self._backends.values() if backend.takes(x))
 
     @contextmanager
     def forced(self, name: str) -> Iterator[None]:

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from megatron_ext.ops.backends import Backends
@@ -40,7 +39,7 @@ class RecurrenceBackend:
 
     Attributes:
         name: Unique among the operator's backends.
-        runs_on: Whether it can compute on a device.
+        takes: Whether it computes for a main input like that.
         scan: (*inputs, chunks, initial_states=[S, ...] or None, **options) -> ScanOutput.
         step: (*inputs, states [R, ...], **options) -> y and the new states; the given ones are not modified.
         prefill: As `Recurrence.prefill`, for kernels that read and write slots; None goes by `scan`.
@@ -48,7 +47,7 @@ class RecurrenceBackend:
     """
 
     name: str
-    runs_on: Callable[[torch.device], bool]
+    takes: Callable[[Tensor], bool]
     scan: Callable[..., ScanOutput]
     step: Callable[..., tuple[Tensor, Tensor]]
     prefill: Callable[..., Tensor] | None = None
@@ -65,7 +64,7 @@ class Recurrence:
         self, *inputs: Tensor, chunks: PackedChunks, initial_states: Tensor | None = None, **options: object
     ) -> ScanOutput:
         """Run over packed sequences from `initial_states` [S, ...], zeros if None. Differentiable."""
-        backend = self.backends.choose(inputs[0].device)
+        backend = self.backends.choose(inputs[0])
         return backend.scan(*inputs, chunks, initial_states=initial_states, **options)
 
     def prefill(
@@ -90,7 +89,7 @@ class Recurrence:
         Returns:
             y [T, ...].
         """
-        backend = self.backends.choose(inputs[0].device)
+        backend = self.backends.choose(inputs[0])
         if backend.prefill is not None:
             return backend.prefill(*inputs, chunks=chunks, slots=slots, live=live, snapshots=snapshots, **options)
         scanned = backend.scan(*inputs, chunks, initial_states=initial_states(live, slots).float(), **options)
@@ -109,7 +108,7 @@ class Recurrence:
             live: [slots, ...], written in place.
             options: The operator's.
         """
-        backend = self.backends.choose(inputs[0].device)
+        backend = self.backends.choose(inputs[0])
         if backend.decode is not None:
             return backend.decode(*inputs, slots=slots, live=live, **options)
         y, states = backend.step(*inputs, live[slots].float(), **options)

@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "scheduling": {"config", "errors", "prefix_cache"},
     "engine": {"config", "errors", "prefix_cache", "scheduling", "text"},
     "memory": {"config", "errors", "scheduling"},
-    "ops": set(),
+    "ops": {"errors"},
     "mixers": {"config", "errors", "memory", "ops"},
     "ranks": {"config", "errors", *DECIDING},
     "mcore": {*LEAVES, *DECIDING, "config", "ranks", "text", "memory", "ops", "mixers"},

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from megatron_ext.ops.causal_conv1d import reference
+from megatron_ext.ops.causal_conv1d import cpp, reference
 from megatron_ext.ops.causal_conv1d.operator import CausalConv1d
 
-CAUSAL_CONV1D = CausalConv1d(reference.BACKEND)
+CAUSAL_CONV1D = CausalConv1d(cpp.BACKEND, reference.BACKEND)
 
 __all__ = ["CAUSAL_CONV1D"]

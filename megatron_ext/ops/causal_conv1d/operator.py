@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from megatron_ext.ops.backends import Backends
@@ -22,7 +21,7 @@ class ConvolutionBackend:
 
     Attributes:
         name: Unique among the operator's backends.
-        runs_on: Whether it can compute on a device.
+        takes: Whether it computes for a main input like that.
         convolve: Over packed sequences.
         step: Over one token of each request.
         states_after: The states of sequences after some of their tokens.
@@ -31,7 +30,7 @@ class ConvolutionBackend:
     """
 
     name: str
-    runs_on: Callable[[torch.device], bool]
+    takes: Callable[[Tensor], bool]
     convolve: Callable[..., tuple[Tensor, Tensor]]
     step: Callable[..., tuple[Tensor, Tensor]]
     states_after: Callable[..., Tensor]
@@ -47,7 +46,7 @@ class CausalConv1d:
 
     def scan(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, chunks: PackedChunks) -> Tensor:
         """Convolve packed sequences that begin with zeros: [T, Cn]. Differentiable."""
-        return self.backends.choose(x.device).convolve(x, weight, bias, chunks.sequences)[0]
+        return self.backends.choose(x).convolve(x, weight, bias, chunks.sequences)[0]
 
     def prefill(
         self,
@@ -74,7 +73,7 @@ class CausalConv1d:
         Returns:
             y [T, Cn].
         """
-        backend = self.backends.choose(x.device)
+        backend = self.backends.choose(x)
         if backend.prefill is not None:
             return backend.prefill(x, weight, bias, chunks=chunks, slots=slots, live=live, snapshots=snapshots)
         initial = initial_states(live, slots).to(x.dtype)
@@ -90,7 +89,7 @@ class CausalConv1d:
 
     def decode(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, slots: Tensor | slice, live: Tensor) -> Tensor:
         """Convolve one token of each of R requests: [R, Cn]; `live` [slots, Cn, K-1] is written in place."""
-        backend = self.backends.choose(x.device)
+        backend = self.backends.choose(x)
         if backend.decode is not None:
             return backend.decode(x, weight, bias, slots=slots, live=live)
         y, states = backend.step(x, weight, bias, live[slots].to(x.dtype))

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_ext.ops.backends import anywhere
+from megatron_ext.ops.backends import anything
 from megatron_ext.ops.causal_conv1d.operator import ConvolutionBackend
 from megatron_ext.ops.varlen import PackedSequences
 
@@ -122,4 +122,4 @@ def _final_states(extended: Tensor, sequences: PackedSequences, window: int) -> 
     return states.transpose(1, 2).contiguous()
 
 
-BACKEND = ConvolutionBackend("reference", anywhere, causal_conv1d, causal_conv1d_step, conv_states_after)
+BACKEND = ConvolutionBackend("reference", anything, causal_conv1d, causal_conv1d_step, conv_states_after)

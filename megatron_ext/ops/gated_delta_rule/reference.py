@@ -21,7 +21,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_ext.ops.backends import anywhere
+from megatron_ext.ops.backends import anything
 from megatron_ext.ops.chunked import collect, decay_between, in_token_order, pass_states, spread, spread_steps
 from megatron_ext.ops.recurrence import RecurrenceBackend, ScanOutput
 from megatron_ext.ops.varlen import PackedChunks
@@ -153,4 +153,4 @@ def _carry(
     return in_token_order(written, chunks), before, after
 
 
-BACKEND = RecurrenceBackend("reference", anywhere, gated_delta_scan, gated_delta_step)
+BACKEND = RecurrenceBackend("reference", anything, gated_delta_scan, gated_delta_step)

@@ -25,7 +25,7 @@ def paged_attention(q: Tensor, key_cache: Tensor, value_cache: Tensor, batch: Pa
     Returns:
         [T, Hq, D], zero behind the batch's sequences.
     """
-    return PAGED_ATTENTION.choose(q.device).attend(q, key_cache, value_cache, batch, scale=scale)
+    return PAGED_ATTENTION.choose(q).attend(q, key_cache, value_cache, batch, scale=scale)
 
 
 __all__ = ["PAGED_ATTENTION", "PagedBatch", "build_paged_batch", "paged_attention"]

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_ext.ops.backends import anywhere
+from megatron_ext.ops.backends import anything
 from megatron_ext.ops.paged_attention.batch import PagedBatch
 
 
@@ -24,7 +24,7 @@ class AttentionBackend:
     """One way to attend; `attend` has the signature of `paged_attention`."""
 
     name: str
-    runs_on: Callable[[torch.device], bool]
+    takes: Callable[[Tensor], bool]
     attend: Callable[..., Tensor]
 
 
@@ -146,4 +146,4 @@ def _prefill(q: Tensor, keys: Tensor, values: Tensor, plan: PrefillPlan, scale: 
     return out.permute(2, 0, 1, 3).reshape(q.shape)
 
 
-BACKEND = AttentionBackend("reference", anywhere, paged_attention)
+BACKEND = AttentionBackend("reference", anything, paged_attention)

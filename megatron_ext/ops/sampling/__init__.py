@@ -6,13 +6,30 @@ from torch import Tensor
 
 from megatron_ext.ops.backends import Backends
 from megatron_ext.ops.sampling import reference
+from megatron_ext.ops.sampling.batch import SamplingBatch, sampling_batch
 
 SAMPLING = Backends("sampling", reference.BACKEND)
 
 
-def sample_tokens(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
-    """Draw a token for each row of logits [R, V]: ids [R] int64; see the reference for the other arguments."""
-    return SAMPLING.choose(logits.device).sample(logits, temperature, top_k, top_p, uniform)
+def sample_tokens(logits: Tensor, batch: SamplingBatch) -> Tensor:
+    """Draw a token for each row by inverting its distribution function.
+
+    Kept are the `top_k` best tokens, and of them the fewest best ones whose renormalised mass reaches `top_p`: those
+    before which less than `top_p` lies. Of equal logits the one with the smaller id is better. The kept tokens stand on
+    a line in order of their ids, each as long as its mass; the token at `uniform` times the line's length is drawn.
+
+    A row's token depends on nothing but that row, so a request is sampled alike alone and in any batch. Backends draw
+    the same token unless `uniform` lies within 1e-5 of a border between two tokens, or `top_p` within 1e-5 of one at
+    which it would keep a token more or less.
+
+    Args:
+        logits: [R, V] of any type; -inf never comes.
+        batch: What each row asks for.
+
+    Returns:
+        Ids [R] int64.
+    """
+    return SAMPLING.choose(logits).sample(logits, batch)
 
 
-__all__ = ["SAMPLING", "sample_tokens"]
+__all__ = ["SAMPLING", "SamplingBatch", "sample_tokens", "sampling_batch"]

@@ -1,14 +1,21 @@
-"""Sampling in plain torch, on any device; all rows at once."""
+"""Sampling in plain torch, on any device; rows that ask for the same kind of cut are drawn together."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_ext.ops.backends import anywhere
+from megatron_ext.ops.backends import anything
+from megatron_ext.ops.sampling.batch import SamplingBatch
+from megatron_ext.ops.sampling.cuts import best_tokens, drop_beyond_nucleus, kept_of_ordered
+from megatron_ext.ops.sampling.number_line import draw, draw_picked, scores
+
+# Logits that are drawn from in one go on a CPU: what several passes over them find in its cache.
+CACHED_LOGITS = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -16,41 +23,55 @@ class SamplingBackend:
     """One way to draw tokens; `sample` has the signature of `sample_tokens`."""
 
     name: str
-    runs_on: Callable[[torch.device], bool]
+    takes: Callable[[Tensor], bool]
     sample: Callable[..., Tensor]
 
 
-def sample_tokens(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
-    """Draw a token for each row by inverting its distribution function at `uniform`.
-
-    Tokens are ordered by probability; the `top_k` best stay, then the fewest whose renormalised mass reaches `top_p`.
-    A row's token depends on nothing but that row, so a request is sampled alike alone and in any batch.
-
-    Args:
-        logits: [R, V].
-        temperature: [R], positive.
-        top_k: [R] int64, 0 is off.
-        top_p: [R], 0 is off.
-        uniform: [R] float64 in [0, 1), one draw of each request's own generator.
-
-    Returns:
-        Token ids [R] int64.
-    """
-    vocabulary = logits.shape[-1]
-    ordered, tokens = logits.float().sort(dim=-1, descending=True, stable=True)
-    # The best logit becomes 0 before the division, so that no temperature overflows; nor may it round to 0 or infinity.
-    limits = torch.finfo(torch.float32)
-    divisor = temperature.double().clamp(limits.tiny, limits.max).float()
-    mass = ((ordered - ordered[:, :1]) / divisor[:, None]).softmax(-1).double()
-    rank = torch.arange(vocabulary, device=logits.device)
-    mass = mass * (rank < top_k.where(top_k > 0, vocabulary)[:, None])
-    mass = mass / mass.sum(-1, keepdim=True)
-    mass_before = mass.cumsum(-1) - mass
-    mass = mass * (mass_before < top_p.double().where(top_p > 0, 2.0)[:, None])
-    reached = mass.cumsum(-1)
-    choice = torch.searchsorted(reached, uniform[:, None] * reached[:, -1:], right=True)
-    last = (mass > 0).sum(-1, keepdim=True) - 1  # a draw next to 1 must not leave the kept tokens
-    return tokens.gather(1, choice.minimum(last)).squeeze(1)
+def sample_tokens(logits: Tensor, batch: SamplingBatch) -> Tensor:
+    """See the operator."""
+    tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    columns = torch.from_numpy(np.stack([batch.temperature, batch.top_k, batch.top_p, batch.uniform])).to(logits.device)
+    for rows, draw_rows in _parts(batch, logits):
+        place = _as_slice(rows) or torch.from_numpy(rows).to(logits.device)
+        tokens[place] = draw_rows(logits[place], int(batch.top_k[rows].max()), *columns[:, place])
+    return tokens.clamp_(max=logits.shape[1] - 1)  # rows of NaN may point behind it
 
 
-BACKEND = SamplingBackend("reference", anywhere, sample_tokens)
+def _parts(batch: SamplingBatch, logits: Tensor) -> Iterator[tuple[np.ndarray, Callable[..., Tensor]]]:
+    """Rows that are drawn alike, as many as pass together, and how."""
+    is_best = (batch.top_k > 0) & (batch.top_k < logits.shape[1])
+    is_nucleus = ~is_best & (batch.top_p > 0) & (batch.top_p < 1)  # 1 keeps every token that can come
+    together = max(1, CACHED_LOGITS // logits.shape[1]) if logits.device.type == "cpu" else len(logits)
+    for chosen, draw_rows in ((is_best, _draw_best), (is_nucleus, _draw_nucleus), (~(is_best | is_nucleus), _draw_any)):
+        rows = np.flatnonzero(chosen)
+        for first in range(0, len(rows), together):
+            yield rows[first : first + together], draw_rows
+
+
+def _as_slice(rows: np.ndarray) -> slice | None:
+    """Ascending rows without a gap as a slice."""
+    return slice(int(rows[0]), int(rows[-1]) + 1) if rows[-1] - rows[0] == len(rows) - 1 else None
+
+
+def _draw_any(logits: Tensor, _: int, temperature: Tensor, __: Tensor, ___: Tensor, uniform: Tensor) -> Tensor:
+    return draw(scores(logits, temperature).softmax(-1), uniform)
+
+
+def _draw_nucleus(logits: Tensor, _: int, temperature: Tensor, __: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
+    values = scores(logits, temperature)
+    weights = values.softmax(-1)
+    drop_beyond_nucleus(weights, values, logits, top_p)
+    return draw(weights, uniform)
+
+
+def _draw_best(logits: Tensor, most: int, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
+    """`top_k` best tokens of each row, at most `most`, and of them what top_p keeps."""
+    ids = best_tokens(logits, most)
+    values = logits.gather(1, ids).double()
+    weights = ((values - values[:, :1]) / temperature[:, None]).exp()
+    weights = weights * (torch.arange(most, device=logits.device) < top_k[:, None])
+    kept = kept_of_ordered(weights, top_p.where(top_p > 0, 2.0))
+    return draw_picked(ids, weights * kept, uniform)
+
+
+BACKEND = SamplingBackend("reference", anything, sample_tokens)

@@ -21,7 +21,7 @@ import math
 import torch
 from torch import Tensor
 
-from megatron_ext.ops.backends import anywhere
+from megatron_ext.ops.backends import anything
 from megatron_ext.ops.chunked import carry_states, collect, spread, spread_steps
 from megatron_ext.ops.recurrence import RecurrenceBackend, ScanOutput
 from megatron_ext.ops.spread import cut_into_pieces
@@ -134,4 +134,4 @@ def _weigh(states: Tensor, C: Tensor) -> Tensor:
     return torch.bmm(C.unsqueeze(1), states.transpose(1, 2)).squeeze(1)
 
 
-BACKEND = RecurrenceBackend("reference", anywhere, selective_scan, selective_scan_step)
+BACKEND = RecurrenceBackend("reference", anything, selective_scan, selective_scan_step)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_ext.ops.backends import anywhere
+from megatron_ext.ops.backends import anything
 from megatron_ext.ops.chunked import carry_states, collect, decay_between, spread, spread_steps
 from megatron_ext.ops.recurrence import RecurrenceBackend, ScanOutput
 from megatron_ext.ops.varlen import PackedChunks
@@ -128,4 +128,4 @@ def _read(before: Tensor, C: Tensor) -> Tensor:
     return read.unflatten(-1, (-1, head_dim)).transpose(1, 2)
 
 
-BACKEND = RecurrenceBackend("reference", anywhere, ssd_scan, ssd_step)
+BACKEND = RecurrenceBackend("reference", anything, ssd_scan, ssd_step)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 
 from megatron_ext.config import RequestParams
@@ -91,7 +93,7 @@ def test_a_termination_token_that_is_none_is_never_met(generate, free, end):
 
 
 def test_negative_control(generate, free, monkeypatch):
-    monkeypatch.setattr(controller, "_forbid", lambda *_: None)
+    monkeypatch.setattr(controller, "_forbidden", lambda *_: contextlib.nullcontext())
     record = generate(num_tokens_to_generate=20, termination_id=free[3], min_tokens=20)
     assert free[3] in record.generated_tokens[:20]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ext.ops.sampling import SAMPLING, sample_tokens
+from megatron_ext.ops.sampling import SAMPLING, SamplingBatch, sample_tokens, sampling_batch
 
 NEXT_TO_ONE = math.nextafter(1.0, 0.0)
 GRID = 20_000
@@ -25,13 +25,8 @@ def backend(request: pytest.FixtureRequest) -> Iterator[None]:
 def sample(logits: Tensor, uniform: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 0.0) -> Tensor:
     """One set of parameters for all rows."""
     rows = logits.shape[0]
-    return sample_tokens(
-        logits,
-        torch.full((rows,), temperature, dtype=torch.float64),
-        torch.full((rows,), top_k, dtype=torch.int64),
-        torch.full((rows,), top_p, dtype=torch.float64),
-        uniform.double(),
-    )
+    batch = sampling_batch([temperature] * rows, [top_k] * rows, [top_p] * rows, uniform.tolist())
+    return sample_tokens(logits, batch)
 
 
 def frequencies(logits: Tensor, **parameters: float) -> Tensor:
@@ -160,15 +155,11 @@ class TestExtremes:
 
     @pytest.mark.parametrize("parameters", [{}, {"top_k": 3}, {"top_p": 0.7}, {"top_k": 4, "top_p": 0.7}])
     def test_both_ends_of_the_uniform(self, parameters: dict):
-        """0 is the best token; next to 1 is the last of those that are kept, and never beyond."""
-        kept = int((expected(LOGITS, **parameters) > 0).sum())
-        order = LOGITS.argsort(descending=True)
+        """0 is the kept token with the smallest id; next to 1 is the last of those that are kept, and never beyond."""
+        kept = (expected(LOGITS, **parameters) > 0).nonzero()[:, 0]
         uniform = torch.tensor([0.0, NEXT_TO_ONE, 1.0], dtype=torch.float64)  # 1 itself only by rounding
-        assert sample(LOGITS.expand(3, -1), uniform, **parameters).tolist() == [
-            order[0],
-            order[kept - 1],
-            order[kept - 1],
-        ]
+        got = sample(LOGITS.expand(3, -1), uniform, **parameters)
+        assert got.tolist() == [kept[0], kept[-1], kept[-1]]
 
     def test_next_to_one_in_a_large_vocabulary(self):
         logits = torch.randn(8, 50_000, generator=torch.Generator().manual_seed(1))
@@ -185,45 +176,202 @@ class TestExtremes:
         assert sample(torch.zeros(1, 1), torch.tensor([0.5]), top_k=5, top_p=0.5).tolist() == [0]
 
 
+class TestTies:
+    """Of equal logits the one with the smaller id is better, and zero has one sign."""
+
+    @pytest.mark.parametrize("vocabulary", [7, 50, 300])
+    def test_top_k_keeps_the_smaller_ids(self, vocabulary: int):
+        """Two greater ones far behind, and equal ones everywhere else."""
+        logits = torch.zeros(vocabulary)
+        logits[1::2] = -0.0
+        logits[[vocabulary - 1, vocabulary - 3]] = 2.0
+        possible = (frequencies(logits, top_k=5) > 0).nonzero()[:, 0]
+        assert possible.tolist() == [0, 1, 2, vocabulary - 3, vocabulary - 1]
+
+    def test_top_k_over_many_blocks_of_equal_best_ones(self):
+        """16-bit logits have many equal ones; their blocks tie as well."""
+        logits = torch.randn(20_000, generator=torch.Generator().manual_seed(4)).mul(2).round().bfloat16()
+        best = logits.float().sort(descending=True, stable=True).indices[:300]
+        uniform = (torch.arange(600) + 0.5).double() / 600
+        got = sample(logits.expand(600, -1), uniform, top_k=300, temperature=1e6)
+        assert got.unique().tolist() == best.sort().values.tolist()
+
+    @pytest.mark.parametrize(("top_p", "kept"), [(0.5, 250), (0.997, 499), (1e-3, 1)])
+    def test_top_p_keeps_the_smaller_ids(self, top_p: float, kept: int):
+        got = frequencies(torch.full((500,), 3.0), top_p=top_p)
+        assert (got > 0).nonzero()[:, 0].tolist() == list(range(kept))
+
+
+class Oracle:
+    """The definition in fp64, for one row: borders on the number line, and how near a cut is to another one."""
+
+    def __init__(self, logits: Tensor, temperature: float, top_k: int, top_p: float) -> None:
+        values = logits.double()
+        weights = ((values - values.max()) / temperature).exp()
+        order = values.sort(descending=True, stable=True).indices[: top_k or None]
+        mass = weights[order] / weights[order].sum()
+        before = mass.cumsum(0) - mass
+        kept = order[before < top_p] if 0 < top_p < 1 else order
+        self.margin = float((before - top_p).abs().min())  # of top_p to a cut that keeps another number
+        line = torch.zeros_like(values)
+        line[kept] = weights[kept] / weights[kept].sum()
+        self.ends = line.cumsum(0)
+
+    def allows(self, token: int, uniform: float) -> bool:
+        """Whether this token may be drawn: at its place, give or take 1e-5."""
+        begin = float(self.ends[token - 1]) if token else 0.0
+        return begin - NEAR <= uniform <= float(self.ends[token]) + NEAR
+
+
+NEAR = 1e-5
+KINDS = [{}, {"top_k": 50}, {"top_p": 0.9}, {"top_k": 50, "top_p": 0.9}, {"top_k": 3000, "top_p": 0.97}, {"top_p": 0.2}]
+SHAPES = {
+    "as a model's": lambda noise: noise * 2,
+    "nearly flat": lambda noise: noise * 0.05,
+    "peaked": lambda noise: noise * 8,
+    "one of ten ways, and a long tail": lambda noise: noise * 0.3 + 9 * (torch.arange(noise.shape[-1]) < 10),
+    "bf16": lambda noise: (noise * 2).bfloat16(),
+}
+
+
+class TestAgainstTheDefinition:
+    """The same token for the same number on every backend, unless it lies within 1e-5 of a border."""
+
+    @pytest.mark.parametrize("shape", SHAPES)
+    @pytest.mark.parametrize("parameters", KINDS, ids=str)
+    @pytest.mark.parametrize("vocabulary", [131, 4096, 131_072])
+    def test_every_draw_is_at_its_place(self, vocabulary: int, parameters: dict, shape: str):
+        generator = torch.Generator().manual_seed(vocabulary)
+        rows = 512 if vocabulary < 10_000 else 24
+        logits = SHAPES[shape](torch.randn(vocabulary, generator=generator))
+        uniform = torch.rand(rows, generator=generator, dtype=torch.float64)
+        parameters = {"temperature": 0.7, **parameters}
+        oracle = Oracle(logits, **{"top_k": 0, "top_p": 0.0, **parameters})
+        assert parameters.get("top_p") is None or oracle.margin > 1e-7, "a cut that no precision decides"
+        got = sample(logits.expand(rows, -1), uniform, **parameters)
+        wrong = [(t, u) for t, u in zip(got.tolist(), uniform.tolist(), strict=True) if not oracle.allows(t, u)]
+        assert not wrong
+
+    @pytest.mark.parametrize("parameters", KINDS, ids=str)
+    def test_the_kept_set_is_the_definitions(self, parameters: dict):
+        """Heated a hundred times, every kept token of a small vocabulary is met by a fine grid."""
+        logits = torch.randn(800, generator=torch.Generator().manual_seed(6)) * 100
+        oracle = Oracle(logits, 100.0, **{"top_k": 0, "top_p": 0.0, **parameters})
+        lengths = oracle.ends.diff(prepend=torch.zeros(1))
+        assert oracle.margin > 1e-6 or not parameters.get("top_p")
+        assert_same_distribution(frequencies(logits, temperature=100.0, **parameters), lengths)
+
+    def test_small_masses_add_up(self):
+        """131,072 equal words: a sum of fp32 numbers one after the other would be off by far more than 1e-5."""
+        logits = torch.zeros(131_072)
+        uniform = torch.linspace(0.001, 0.999, 50, dtype=torch.float64)
+        places = (uniform * 131_072).tolist()
+        for parameters, share in (({}, 1.0), ({"top_p": 0.75}, 0.75)):
+            got = sample(logits.expand(50, -1), uniform, **parameters).tolist()
+            assert all(abs(token - place * share) <= 1.5 for token, place in zip(got, places, strict=True))
+
+    def test_the_oracle_can_refuse(self):
+        """Negative control: other parameters, or the neighbour of each token, are seen."""
+        logits = torch.randn(4096, generator=torch.Generator().manual_seed(7)) * 2
+        uniform = torch.rand(200, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
+        oracle = Oracle(logits, 1.0, 0, 0.9)
+        for wrong in ({"temperature": 1.01, "top_p": 0.9}, {"top_p": 0.899}, {}, {"top_k": 900, "top_p": 0.9}):
+            got = sample(logits.expand(200, -1), uniform, **wrong).tolist()
+            assert not all(map(oracle.allows, got, uniform.tolist())), wrong
+        got = (sample(logits.expand(200, -1), uniform, top_p=0.9) + 1).tolist()
+        assert sum(map(oracle.allows, got, uniform.tolist())) < 20  # those that happen to lie at a border
+
+
+def rows_of(batch: SamplingBatch, rows: Tensor | slice) -> SamplingBatch:
+    columns = (batch.temperature, batch.top_k, batch.top_p, batch.uniform)
+    return sampling_batch(*(torch.from_numpy(column)[rows].tolist() for column in columns))
+
+
 class TestRows:
     """A row's token depends on that row alone."""
 
     @staticmethod
-    def batch(rows: int, vocabulary: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def batch(rows: int, vocabulary: int) -> tuple[Tensor, SamplingBatch]:
+        """Rows that ask for nothing, top_k, top_p and both, in no order."""
         generator = torch.Generator().manual_seed(2)
-        return (
-            torch.randn(rows, vocabulary, generator=generator) * 3,
-            torch.rand(rows, generator=generator, dtype=torch.float64) * 2 + 0.1,
-            torch.randint(0, 20, (rows,), generator=generator),
-            (torch.rand(rows, generator=generator, dtype=torch.float64) - 0.3).clamp(min=0),
-            torch.rand(rows, generator=generator, dtype=torch.float64),
+        top_k = torch.randint(1, vocabulary + 2, (rows,), generator=generator)
+        top_k *= torch.rand(rows, generator=generator) < 0.5
+        return torch.randn(rows, vocabulary, generator=generator) * 3, sampling_batch(
+            (torch.rand(rows, generator=generator, dtype=torch.float64) * 2 + 0.1).tolist(),
+            top_k.tolist(),
+            (torch.rand(rows, generator=generator, dtype=torch.float64) * 1.6 - 0.6).clamp(min=0).tolist(),
+            torch.rand(rows, generator=generator, dtype=torch.float64).tolist(),
         )
 
-    @pytest.mark.parametrize("vocabulary", [3, 100, 4097])
+    @pytest.mark.parametrize("vocabulary", [3, 100, 4097, 70_001])
     def test_alone_and_in_any_batch(self, vocabulary: int):
-        columns = self.batch(37, vocabulary)
-        together = sample_tokens(*columns)
-        alone = torch.cat([sample_tokens(*(column[row : row + 1] for column in columns)) for row in range(37)])
-        assert torch.equal(together, alone)
-        shuffled = torch.randperm(37, generator=torch.Generator().manual_seed(3))
-        assert torch.equal(sample_tokens(*(column[shuffled] for column in columns)), together[shuffled])
-        assert torch.equal(sample_tokens(*(column[5:14] for column in columns)), together[5:14])
+        logits, batch = self.batch(37, vocabulary)
+        together = sample_tokens(logits, batch)
+        alone = [sample_tokens(logits[row : row + 1], rows_of(batch, slice(row, row + 1))) for row in range(37)]
+        assert torch.equal(together, torch.cat(alone))
+        for rows in (torch.randperm(37, generator=torch.Generator().manual_seed(3)), slice(5, 14)):
+            assert torch.equal(sample_tokens(logits[rows], rows_of(batch, rows)), together[rows])
+
+    @pytest.mark.parametrize("threads", [1, 2, 3])
+    def test_whatever_the_threads(self, threads: int):
+        logits, batch = self.batch(37, 4097)
+        together, before = sample_tokens(logits, batch), torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            assert torch.equal(sample_tokens(logits, batch), together)
+        finally:
+            torch.set_num_threads(before)
+
+    def test_a_row_that_is_not_a_number_does_not_touch_the_others(self):
+        """And its own token is an id, whatever is asked for."""
+        logits, batch = self.batch(37, 4097)
+        wanted = sample_tokens(logits, batch)
+        broken = logits.clone()
+        broken[::5], broken[1::10], broken[2::10, 7] = math.nan, -math.inf, math.inf
+        got = sample_tokens(broken, batch)
+        whole = broken.isfinite().all(-1)
+        assert torch.equal(got[whole], wanted[whole])
+        assert 0 <= int(got.min()) <= int(got.max()) < 4097
+
+    def test_rows_may_lie_apart_in_memory(self):
+        logits, batch = self.batch(9, 300)
+        wide = torch.full((9, 333), math.nan)
+        wide[:, 5:305] = logits
+        assert torch.equal(sample_tokens(wide[:, 5:305], batch), sample_tokens(logits, batch))
 
     def test_each_row_has_parameters_of_its_own(self):
         logits = LOGITS.expand(4, -1)
-        uniform = torch.full((4,), 0.95, dtype=torch.float64)
-        tokens = sample_tokens(
-            logits,
-            torch.tensor([1.0, 1e-6, 1.0, 1.0], dtype=torch.float64),
-            torch.tensor([0, 0, 2, 0]),
-            torch.tensor([0.0, 0.0, 0.0, 0.1], dtype=torch.float64),
-            uniform,
-        )
-        order = LOGITS.argsort(descending=True).tolist()
-        assert tokens.tolist() == [order[4], order[0], order[1], order[0]]
+        batch = sampling_batch([1.0, 1e-6, 1.0, 1.0], [0, 0, 2, 0], [0.0, 0.0, 0.0, 0.1], [0.99] * 4)
+        assert sample_tokens(logits, batch).tolist() == [6, 2, 6, 2]
+
+    def test_no_rows(self):
+        assert sample_tokens(torch.zeros(0, 5), sampling_batch([], [], [], [])).shape == (0,)
 
     def test_logits_are_left_as_they_were(self):
-        columns = self.batch(5, 50)
-        before = [column.clone() for column in columns]
-        sample_tokens(*columns)
-        assert all(torch.equal(a, b) for a, b in zip(columns, before, strict=True))
+        logits, batch = self.batch(15, 50)
+        before = logits.clone()
+        sample_tokens(logits, batch)
+        assert torch.equal(logits, before)
+
+
+def test_nothing_sorts_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is asked for, no more than a small part of a row is put in order."""
+    longest = 0
+
+    def watch(name: str) -> None:
+        plain = getattr(Tensor, name)
+
+        def call(self: Tensor, *args: object, **kwargs: object) -> object:
+            nonlocal longest
+            longest = max(longest, self.numel() // rows)
+            return plain(self, *args, **kwargs)
+
+        monkeypatch.setattr(Tensor, name, call)
+
+    rows = 16
+    for name in ("sort", "argsort", "topk"):
+        watch(name)
+    logits = torch.randn(rows, 65_536, generator=torch.Generator().manual_seed(9)) * 2
+    for parameters in KINDS[:4]:
+        sample(logits, torch.full((rows,), 0.5), **parameters)
+    assert longest < 65_536 / 8

@@ -23,6 +23,7 @@ from megatron_ext.ops.recurrence import Recurrence
 from megatron_ext.ops.selective_scan import SELECTIVE_SCAN
 from megatron_ext.ops.ssd import SSD
 from megatron_ext.ops.state_slots import SnapshotPlaces, StateSlots
+from tests.unit_tests.ops.backends import usable
 from tests.unit_tests.ops.conftest import moved
 from tests.unit_tests.ops.oracles import (
     assert_close,
@@ -96,7 +97,7 @@ OPERATORS = {
     "selective_scan": SELECTIVE_SCAN,
     "gated_delta_rule": GATED_DELTA_RULE,
 }
-BACKENDS = [(name, backend) for name, operator in OPERATORS.items() for backend in operator.backends.names]
+BACKENDS = [(name, backend) for name, operator in OPERATORS.items() for backend in usable(operator.backends)]
 
 
 class Pools:

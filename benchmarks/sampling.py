@@ -1,0 +1,89 @@
+"""Drawing 64 tokens beside one softmax over the same logits, in one run that takes turns.
+
+Run: `python -m benchmarks.sampling` (`--threads 2`). Every backend there is; a goal is at most so many softmaxes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from benchmarks.measuring import header
+from megatron_ext.ops.sampling import SAMPLING, sample_tokens, sampling_batch
+
+ROWS = 64
+VOCABULARIES = (4_096, 32_000, 131_072)
+LOGITS = {"like a model's": 2.0, "nearly flat": 0.3, "peaked": 6.0}  # their standard deviation
+WISHES: dict[str, dict[str, float]] = {
+    "neither": {},
+    "top_k 50": {"top_k": 50},
+    "top_p 0.9": {"top_p": 0.9},
+    "top_k 50 and top_p 0.9": {"top_k": 50, "top_p": 0.9},
+}
+GOALS = {"neither": 2.0, "top_p 0.9": 8.0}
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--threads", type=int, default=2)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    table = Table("words", "logits", "softmax, ms", "asked for", "backend", "ms", "softmaxes", "goal")
+    for vocabulary in VOCABULARIES:
+        for shape, deviation in LOGITS.items():
+            logits = torch.randn(ROWS, vocabulary, generator=torch.Generator().manual_seed(1)) * deviation
+            add_rows(table, shape, logits, options.repeats)
+    print(header(torch.device("cpu"), torch.float32))
+    Console(width=120).print(table)
+
+
+@torch.inference_mode()
+def add_rows(table: Table, shape: str, logits: Tensor, repeats: int) -> None:
+    """One row of the table for each wish and backend."""
+    work: dict[tuple[str, str], Callable[[], Tensor]] = {("softmax", ""): lambda: logits.softmax(-1)}
+    for wish, parameters in WISHES.items():
+        for backend in SAMPLING.names:
+            work[wish, backend] = draws(logits, backend, **parameters)
+    times = fastest(work, repeats)
+    softmax = times.pop(("softmax", ""))
+    for (wish, backend), duration in times.items():
+        ratio = duration / softmax
+        goal = f"{'met' if ratio <= GOALS[wish] else 'missed'} ({GOALS[wish]:g})" if wish in GOALS else ""
+        named = (f"{logits.shape[1]:,}", shape, f"{1e3 * softmax:.2f}", wish, backend)
+        table.add_row(*named, f"{1e3 * duration:.2f}", f"{ratio:.1f}", goal)
+    table.add_section()
+
+
+def draws(logits: Tensor, backend: str, top_k: float = 0, top_p: float = 0.0) -> Callable[[], Tensor]:
+    """A call that draws a token of each row."""
+    uniform = torch.rand(ROWS, generator=torch.Generator().manual_seed(2), dtype=torch.float64).tolist()
+    batch = sampling_batch([0.8] * ROWS, [int(top_k)] * ROWS, [top_p] * ROWS, uniform)
+
+    def call() -> Tensor:
+        with SAMPLING.forced(backend):
+            return sample_tokens(logits, batch)
+
+    return call
+
+
+def fastest(work: dict[tuple[str, str], Callable[[], Tensor]], repeats: int) -> dict[tuple[str, str], float]:
+    """Seconds of the fastest call of each, taking turns."""
+    times = dict.fromkeys(work, float("inf"))
+    for _ in range(repeats + 1):
+        for name, call in work.items():
+            start = time.perf_counter()
+            call()
+            times[name] = min(times[name], time.perf_counter() - start)
+    return times
+
+
+if __name__ == "__main__":
+    main()

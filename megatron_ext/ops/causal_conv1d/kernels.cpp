@@ -1,0 +1,165 @@
+// Depthwise causal convolution with SiLU over packed sequences and over one token of each request; see reference.py.
+// T tokens, Cn channels, K window, S sequences, R requests, n snapshots.
+
+#include <ATen/ops/empty.h>
+
+#include "tensors.h"
+#include "threads.h"
+#include "vectors.h"
+
+namespace megatron_ext {
+namespace {
+
+constexpr int64_t PIECE = 32;  // tokens that a thread takes at once
+
+struct Convolution {
+  int64_t channels, window;
+  at::Tensor held_weight, held_bias;  // weight [K, Cn]
+  const float* weight;
+  const float* bias;  // null: none
+
+  Convolution(const at::Tensor& w, const std::optional<at::Tensor>& b)
+      : channels(w.size(0)), window(w.size(1)), held_weight(dense(w.t())), weight(floats(held_weight)), bias(nullptr) {
+    if (b) {
+      held_bias = dense(*b);
+      bias = floats(held_bias);
+    }
+  }
+
+  // One token; taps[k] are the channels of the input that weight[k] is for.
+  void token(const float* const* taps, float* y) const {
+    for (int64_t c = 0; c < channels; c += W) {
+      const int64_t count = lanes(c, channels);
+      Vec sum = bias ? load(bias + c, count) : Vec(0.0f);
+      for (int64_t k = 0; k < window; ++k)
+        sum = at::vec::fmadd(load(weight + k * channels + c, count), load(taps[k] + c, count), sum);
+      store(y + c, silu(sum), count);
+    }
+  }
+};
+
+// A prefill's inputs, with each sequence's K-1 earlier ones.
+struct Inputs {
+  const float* x;  // [T, Cn], rows `stride` apart
+  int64_t stride, channels, kept;
+  const int64_t* starts;        // [S+1]
+  std::vector<float> earlier;   // [S, K-1, Cn]
+
+  // Input `t` of the packed axis, of a sequence; those before its first token are the earlier ones.
+  const float* row(int64_t sequence, int64_t t) const {
+    const int64_t before = t - starts[sequence];
+    return before >= 0 ? x + t * stride : earlier.data() + ((sequence + 1) * kept + before) * channels;
+  }
+
+  // The state after the inputs before `t`: [Cn, K-1], to a slot.
+  void keep(int64_t sequence, int64_t t, const Pool& pool, int64_t slot) const {
+    std::vector<float> state(channels * kept);
+    for (int64_t k = 0; k < kept; ++k) {
+      const float* from = row(sequence, t - kept + k);
+      for (int64_t c = 0; c < channels; ++c) state[c * kept + k] = from[c];
+    }
+    pool.store(slot, 0, state.data(), channels * kept);
+  }
+
+  // All states that sequences begin with; before any is written.
+  void read_initial(const Pool& live, const int64_t* slots, const bool* has_initial, int64_t sequences) {
+    earlier.assign(sequences * kept * channels, 0.0f);
+    for_each(sequences, [&](int64_t s) {
+      if (!has_initial[s]) return;
+      std::vector<float> state(channels * kept);
+      live.load(slots[s], 0, state.data(), channels * kept);
+      float* to = earlier.data() + s * kept * channels;
+      for (int64_t k = 0; k < kept; ++k)
+        for (int64_t c = 0; c < channels; ++c) to[k * channels + c] = state[c * kept + k];
+    });
+  }
+};
+
+struct Piece {
+  int64_t sequence, begin, end;
+};
+
+std::vector<Piece> cut(const int64_t* starts, int64_t sequences) {
+  std::vector<Piece> pieces;
+  for (int64_t s = 0; s < sequences; ++s)
+    for (int64_t t = starts[s]; t < starts[s + 1]; t += PIECE)
+      pieces.push_back({s, t, std::min(t + PIECE, starts[s + 1])});
+  return pieces;
+}
+
+at::Tensor prefill(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+                   const at::Tensor& starts, const at::Tensor& slots, const at::Tensor& has_initial, at::Tensor live,
+                   const std::optional<at::Tensor>& kept_slots, const std::optional<at::Tensor>& kept_sequences,
+                   const std::optional<at::Tensor>& kept_tokens, std::optional<at::Tensor> snapshots) {
+  const Convolution convolution(weight, bias);
+  const at::Tensor wide = rows(x);
+  const int64_t sequences = starts.size(0) - 1;
+  Inputs inputs{floats(wide), wide.stride(0), convolution.channels, convolution.window - 1, integers(starts), {}};
+  const Pool states(live);
+  inputs.read_initial(states, integers(slots), has_initial.const_data_ptr<bool>(), sequences);
+  at::Tensor y = at::empty(x.sizes(), wide.options());
+  float* out = y.mutable_data_ptr<float>();
+  const int64_t channels = convolution.channels;
+  const std::vector<Piece> pieces = cut(inputs.starts, sequences);
+  for_each(pieces.size(), [&](int64_t i) {
+    std::vector<const float*> taps(convolution.window);
+    for (int64_t t = pieces[i].begin; t < pieces[i].end; ++t) {
+      for (int64_t k = 0; k <= inputs.kept; ++k) taps[k] = inputs.row(pieces[i].sequence, t - inputs.kept + k);
+      convolution.token(taps.data(), out + t * channels);
+    }
+  });
+  std::fill(out + inputs.starts[sequences] * channels, out + x.size(0) * channels, 0.0f);
+  for (int64_t s = 0; s < sequences; ++s) inputs.keep(s, inputs.starts[s + 1], states, integers(slots)[s]);
+  if (kept_slots) {
+    const Pool kept(*snapshots);
+    for (int64_t i = 0; i < kept_slots->size(0); ++i)
+      inputs.keep(integers(*kept_sequences)[i], integers(*kept_tokens)[i], kept, integers(*kept_slots)[i]);
+  }
+  return y.to(x.scalar_type());
+}
+
+at::Tensor decode(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+                  const std::optional<at::Tensor>& slots, int64_t first_slot, at::Tensor live) {
+  const Convolution convolution(weight, bias);
+  const at::Tensor wide = rows(x);
+  const int64_t channels = convolution.channels, kept = convolution.window - 1, requests = x.size(0);
+  const Pool states(live);
+  const Slots where(slots, first_slot);
+  at::Tensor y = at::empty(x.sizes(), wide.options());
+  float* out = y.mutable_data_ptr<float>();
+  const float* in = floats(wide);
+  for_ranges(requests, 1 + 16384 / (channels + 1), [&](int64_t begin, int64_t end) {
+    std::vector<float> state(channels * kept), columns(channels * kept);
+    std::vector<const float*> taps(kept + 1);
+    for (int64_t r = begin; r < end; ++r) {
+      const float* newest = in + r * wide.stride(0);
+      states.load(where[r], 0, state.data(), channels * kept);
+      for (int64_t k = 0; k < kept; ++k)
+        for (int64_t c = 0; c < channels; ++c) columns[k * channels + c] = state[c * kept + k];
+      for (int64_t k = 0; k < kept; ++k) taps[k] = columns.data() + k * channels;
+      taps[kept] = newest;
+      convolution.token(taps.data(), out + r * channels);
+      for (int64_t k = 0; k < kept; ++k)
+        for (int64_t c = 0; c < channels; ++c) state[c * kept + k] = taps[k + 1][c];
+      states.store(where[r], 0, state.data(), channels * kept);
+    }
+  });
+  return y.to(x.scalar_type());
+}
+
+}  // namespace
+}  // namespace megatron_ext
+
+TORCH_LIBRARY_FRAGMENT(megatron_ext_cpu, library) {
+  library.def(
+      "conv_prefill(Tensor x, Tensor weight, Tensor? bias, Tensor starts, Tensor slots, Tensor has_initial, "
+      "Tensor(a!) live, Tensor? kept_slots, Tensor? kept_sequences, Tensor? kept_tokens, Tensor(b!)? snapshots) "
+      "-> Tensor");
+  library.def(
+      "conv_decode(Tensor x, Tensor weight, Tensor? bias, Tensor? slots, int first_slot, Tensor(a!) live) -> Tensor");
+}
+
+TORCH_LIBRARY_IMPL(megatron_ext_cpu, CPU, library) {
+  library.impl("conv_prefill", &megatron_ext::prefill);
+  library.impl("conv_decode", &megatron_ext::decode);
+}

@@ -1,0 +1,48 @@
+// What this library was compiled for, and the threads that it works with.
+
+#include <string>
+
+#include "tensors.h"
+#include "threads.h"
+#include "vectors.h"
+
+namespace megatron_ext {
+namespace {
+
+#define TEXT_OF(name) #name
+#define TEXT(name) TEXT_OF(name)
+
+// The capability of CPUs as torch calls it, and the floats of a vector.
+std::string vectors() {
+  return std::string(TEXT(CPU_CAPABILITY)) + " " + std::to_string(W);
+}
+
+// Threads that a parallel region of this library has: torch's, unless it found another OpenMP.
+int64_t threads() {
+  std::atomic<int64_t> count{0};
+  at::parallel_for(0, 1024, 1, [&](int64_t, int64_t) { ++count; });
+  return count;
+}
+
+at::Tensor exp_of(const at::Tensor& x) {
+  at::Tensor y = dense(x).clone();
+  float* value = y.mutable_data_ptr<float>();
+  for (int64_t i = 0; i < y.numel(); i += W) {
+    const int64_t count = lanes(i, y.numel());
+    store(value + i, exp(load(value + i, count)), count);
+  }
+  return y;
+}
+
+}  // namespace
+}  // namespace megatron_ext
+
+TORCH_LIBRARY_FRAGMENT(megatron_ext_cpu, library) {
+  library.def("vectors() -> str", &megatron_ext::vectors);
+  library.def("threads() -> int", &megatron_ext::threads);
+  library.def("exp(Tensor x) -> Tensor");
+}
+
+TORCH_LIBRARY_IMPL(megatron_ext_cpu, CPU, library) {
+  library.impl("exp", &megatron_ext::exp_of);
+}

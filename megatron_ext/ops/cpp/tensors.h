@@ -1,0 +1,106 @@
+// How kernels see tensors: inputs as rows of fp32, pools of states in their own type.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+#include <torch/library.h>
+
+#include <cstdint>
+
+namespace megatron_ext {
+
+// In fp32, the last dimension dense; the very tensor where it is that already.
+inline at::Tensor rows(const at::Tensor& t) {
+  at::Tensor wide = t.to(at::kFloat);
+  return wide.dim() == 0 || wide.stride(-1) == 1 || wide.size(-1) == 1 ? wide : wide.contiguous();
+}
+
+// In fp32 and dense.
+inline at::Tensor dense(const at::Tensor& t) {
+  return t.to(at::kFloat).contiguous();
+}
+
+inline const float* floats(const at::Tensor& t) {
+  return t.const_data_ptr<float>();
+}
+
+inline const int64_t* integers(const at::Tensor& t) {
+  TORCH_CHECK(t.is_contiguous(), "indices are dense");
+  return t.const_data_ptr<int64_t>();
+}
+
+// A pool [slots, ...] in its own type. A slot's states lie densely; slots may lie apart.
+class Pool {
+ public:
+  explicit Pool(const at::Tensor& pool)
+      : data_(static_cast<char*>(pool.data_ptr())),
+        type_(pool.scalar_type()),
+        slot_stride_(pool.stride(0)),
+        slots_(pool.size(0)) {
+    TORCH_CHECK(pool.size(0) == 0 || pool[0].is_contiguous(), "a slot's states lie densely");
+    TORCH_CHECK(type_ == at::kFloat || type_ == at::kBFloat16 || type_ == at::kHalf, "states of fp32 or 16 bits");
+  }
+
+  // `count` states of a slot from `offset` on.
+  void load(int64_t slot, int64_t offset, float* to, int64_t count) const {
+    const int64_t first = place(slot) + offset;
+    if (type_ == at::kFloat) return read<float>(first, to, count);
+    return type_ == at::kBFloat16 ? read<c10::BFloat16>(first, to, count) : read<c10::Half>(first, to, count);
+  }
+
+  void store(int64_t slot, int64_t offset, const float* from, int64_t count) const {
+    const int64_t first = place(slot) + offset;
+    if (type_ == at::kFloat) return write<float>(first, from, count);
+    return type_ == at::kBFloat16 ? write<c10::BFloat16>(first, from, count) : write<c10::Half>(first, from, count);
+  }
+
+  bool is_float() const {
+    return type_ == at::kFloat;
+  }
+
+  // A slot's states themselves, where they are fp32.
+  float* states(int64_t slot) const {
+    return reinterpret_cast<float*>(data_) + place(slot);
+  }
+
+ private:
+  int64_t place(int64_t slot) const {
+    TORCH_CHECK_INDEX(slot >= 0 && slot < slots_, "slot ", slot, " of ", slots_);
+    return slot * slot_stride_;
+  }
+
+  template <typename T>
+  void read(int64_t first, float* to, int64_t count) const {
+    const T* from = reinterpret_cast<const T*>(data_) + first;
+    for (int64_t i = 0; i < count; ++i) to[i] = static_cast<float>(from[i]);
+  }
+
+  template <typename T>
+  void write(int64_t first, const float* from, int64_t count) const {
+    T* to = reinterpret_cast<T*>(data_) + first;
+    for (int64_t i = 0; i < count; ++i) to[i] = static_cast<T>(from[i]);
+  }
+
+  char* data_;
+  at::ScalarType type_;
+  int64_t slot_stride_;
+  int64_t slots_;
+};
+
+// The live slots of R decoding requests: listed, or one behind the other from `first` on.
+class Slots {
+ public:
+  Slots(const std::optional<at::Tensor>& listed, int64_t first)
+      : listed_(listed ? integers(*listed) : nullptr), first_(first) {}
+
+  int64_t operator[](int64_t request) const {
+    return listed_ ? listed_[request] : first_ + request;
+  }
+
+ private:
+  const int64_t* listed_;
+  int64_t first_;
+};
+
+}  // namespace megatron_ext

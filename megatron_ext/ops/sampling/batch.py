@@ -1,0 +1,45 @@
+"""How each row of a step's logits is to be drawn: known on the host, the same for every backend.
+
+R rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_ext.ops.facts import Facts
+
+
+@dataclass(frozen=True)
+class SamplingBatch(Facts):
+    """What R rows ask for, on the host, so that no backend reads anything back to see what it has to do.
+
+    Attributes:
+        temperature: [R] float64, positive.
+        top_k: [R] int64, 0 is off.
+        top_p: [R] float64 in [0, 1], 0 is off; 1 is, too, since it keeps every token that can come.
+        uniform: [R] float64 in [0, 1], one draw of each request's own generator.
+    """
+
+    temperature: np.ndarray
+    top_k: np.ndarray
+    top_p: np.ndarray
+    uniform: np.ndarray
+
+    def __post_init__(self) -> None:
+        assert bool((self.temperature > 0).all()), "a row with temperature 0 is greedy, and not drawn"
+
+
+def sampling_batch(
+    temperature: Sequence[float], top_k: Sequence[int], top_p: Sequence[float], uniform: Sequence[float]
+) -> SamplingBatch:
+    """One entry for each row; see `SamplingBatch`."""
+    return SamplingBatch(
+        np.asarray(temperature, dtype=np.float64),
+        np.asarray(top_k, dtype=np.int64),
+        np.asarray(top_p, dtype=np.float64),
+        np.asarray(uniform, dtype=np.float64),
+    )

@@ -1,0 +1,102 @@
+"""Which tokens top_k and top_p keep, found without ordering the vocabulary.
+
+Better tokens have a greater logit; of equal logits the one with the smaller id is better. Letters: r rows, V words, n
+blocks, k tokens that a row keeps at most.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_ext.ops.sampling.number_line import owner
+
+# Scores are counted in classes of 1/32; what is further than 32 below the best falls into the last one.
+CLASSES = 1024
+CLASSES_PER_SCORE = 32
+
+# A mass of 1 as an integer: sums of integers are exact, in any order, on any device, beside any other rows.
+_MASS = 2.0**45
+
+_ID_BITS = 32
+
+
+def best_tokens(logits: Tensor, k: int) -> Tensor:
+    """Ids of the k best tokens of each row, best first: [r, V] -> [r, k].
+
+    They all lie in the k blocks whose best tokens are best: the tokens of any other block are worse than each of those
+    k best ones.
+    """
+    rows, vocabulary = logits.shape
+    size = 2 ** max(4, round(math.log2(vocabulary / k) / 2))
+    count = -(-vocabulary // size)
+    values = logits.float()
+    if k >= count:
+        return _best(values, torch.arange(vocabulary, device=logits.device), k)
+    blocks = F.pad(values, (0, count * size - vocabulary), value=-math.inf).view(rows, count, size)
+    chosen = _best(blocks.amax(-1), torch.arange(count, device=logits.device), k)  # [r, k]
+    candidates = blocks.gather(1, chosen[:, :, None].expand(-1, -1, size)).flatten(1)  # [r, k * size]
+    ids = (chosen[:, :, None] * size + torch.arange(size, device=logits.device)).flatten(1)
+    return _best(candidates, ids, k)
+
+
+def _best(values: Tensor, ids: Tensor, k: int) -> Tensor:
+    """Ids of the k best of some tokens, best first. Value and id are one number, so that there are no ties."""
+    last = (1 << _ID_BITS) - 1
+    keys = ((ordered_bits(values).long() << _ID_BITS) + (last - ids)).topk(k, dim=-1).values
+    return last - (keys & last)
+
+
+def ordered_bits(values: Tensor) -> Tensor:
+    """Integers (int32) in the same order as fp32 values; equal ones for equal values, so for both zeros."""
+    bits = (values + 0.0).view(torch.int32)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+def kept_of_ordered(weights: Tensor, top_p: Tensor) -> Tensor:
+    """Which of tokens in falling order top_p keeps, as [r, k] bool: those before which its share is not reached.
+
+    Args:
+        weights: [r, k] fp64.
+        top_p: [r] fp64.
+    """
+    reached = weights.cumsum(-1)
+    return reached - weights < top_p[:, None] * reached[:, -1:]
+
+
+def drop_beyond_nucleus(weights: Tensor, scores: Tensor, logits: Tensor, top_p: Tensor) -> None:
+    """Set the weights of all tokens that top_p does not keep to zero.
+
+    Masses of classes of tokens say in which class the share is reached. Better classes stay, worse ones go, and only
+    the tokens of that one are ordered.
+
+    Args:
+        weights: [r, V] fp32; modified.
+        scores: [r, V] fp32, of which the weights are the exponentials up to a factor.
+        logits: [r, V] fp32, which order tokens of one class.
+        top_p: [r] fp64 between 0 and 1.
+    """
+    classes, masses = _classes(scores), (weights * _MASS).to(torch.int64)
+    reached = masses.new_zeros(len(weights), CLASSES).scatter_add_(1, classes, masses).cumsum(-1).double()  # exact
+    goal = top_p[:, None] * reached[:, -1:]
+    border = owner(reached, goal)  # [r, 1]
+    before = reached.gather(1, (border - 1).clamp_(min=0)).masked_fill_(border == 0, 0.0)
+    rows, tokens = (classes == border).nonzero(as_tuple=True)
+    order = ((rows << _ID_BITS) - ordered_bits(logits[rows, tokens].float())).argsort(
+        stable=True
+    )  # by row, best first, by id
+    rows, tokens = rows[order], tokens[order]
+    own = masses[rows, tokens]
+    better = own.cumsum(0) - own  # of the rows before, too
+    first = torch.searchsorted(rows, torch.arange(len(weights), device=rows.device))
+    dropped = (better - better[first][rows]) + before[rows, 0] >= goal[rows, 0]
+    weights.masked_fill_(classes > border, 0.0)
+    weights[rows[dropped], tokens[dropped]] = 0.0
+
+
+def _classes(scores: Tensor) -> Tensor:
+    """The class of each score, 0 the best: [r, V] int64. A row of NaN must not leave the range, hence `fmin`."""
+    return scores.mul(-CLASSES_PER_SCORE).fmin(scores.new_tensor(CLASSES - 1.0)).to(torch.int64)
