@@ -10,19 +10,20 @@ import importlib
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.ssm.mamba_block import MambaStackSubmodules
-from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
-from megatron.core.ssm.mlp_layer import MLPLayer
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.ssm.mamba_layer import MambaLayerSubmodules
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
 from megatron_ext.config import RECURRENT_KINDS
 from megatron_ext.config.recurrent import RecurrentKind
 from megatron_ext.mcore.attention import PagedSelfAttention
+from megatron_ext.mcore.layers import AttentionLayer, FeedForwardLayer, RecurrentLayer
+from megatron_ext.mcore.linear import ColumnLinear, RowLinear
+from megatron_ext.mcore.mlp import PlainMLP
 from megatron_ext.mcore.moe import LocalMoELayer
 from megatron_ext.mcore.stack import HeadNormFromConfig, HybridStack, LayerNormFromConfig
 from megatron_ext.mixers.mixer import MixerSubmodules
@@ -31,9 +32,9 @@ from megatron_ext.mixers.mixer import MixerSubmodules
 def recurrent_layer_spec(kind: RecurrentKind) -> ModuleSpec:
     """A norm and the kind's mixer, with their residual."""
     module, name = kind.mixer
-    submodules = MixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear, out_norm=LayerNormFromConfig)
+    submodules = MixerSubmodules(in_proj=ColumnLinear, out_proj=RowLinear, out_norm=LayerNormFromConfig)
     return ModuleSpec(
-        module=MambaLayer,
+        module=RecurrentLayer,
         submodules=MambaLayerSubmodules(
             norm=LayerNormFromConfig,
             mixer=ModuleSpec(module=getattr(importlib.import_module(module), name), submodules=submodules),
@@ -44,16 +45,16 @@ def recurrent_layer_spec(kind: RecurrentKind) -> ModuleSpec:
 
 
 attention_layer_spec = ModuleSpec(
-    module=TransformerLayer,
+    module=AttentionLayer,
     submodules=TransformerLayerSubmodules(
         input_layernorm=LayerNormFromConfig,
         self_attention=ModuleSpec(
             module=PagedSelfAttention,
             params={"attn_mask_type": AttnMaskType.causal},
             submodules=SelfAttentionSubmodules(
-                linear_qkv=ColumnParallelLinear,
+                linear_qkv=ColumnLinear,
                 core_attention=DotProductAttention,
-                linear_proj=RowParallelLinear,
+                linear_proj=RowLinear,
                 q_layernorm=HeadNormFromConfig,
                 k_layernorm=HeadNormFromConfig,
             ),
@@ -64,12 +65,10 @@ attention_layer_spec = ModuleSpec(
 )
 
 mlp_layer_spec = ModuleSpec(
-    module=MLPLayer,
+    module=FeedForwardLayer,
     submodules=TransformerLayerSubmodules(
         pre_mlp_layernorm=LayerNormFromConfig,
-        mlp=ModuleSpec(
-            module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-        ),
+        mlp=ModuleSpec(module=PlainMLP, submodules=MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear)),
         mlp_bda=get_bias_dropout_add,
         sharded_state_dict_keys_map={"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"},
     ),
@@ -77,7 +76,7 @@ mlp_layer_spec = ModuleSpec(
 
 # A class in place of a spec: upstream takes classes that it does not know as they are, and warns of specs of such.
 moe_layer_spec = ModuleSpec(
-    module=MLPLayer,
+    module=FeedForwardLayer,
     submodules=TransformerLayerSubmodules(
         pre_mlp_layernorm=LayerNormFromConfig, mlp=LocalMoELayer, mlp_bda=get_bias_dropout_add
     ),

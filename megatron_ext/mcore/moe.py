@@ -20,7 +20,6 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
@@ -32,6 +31,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor, nn
 
 from megatron_ext.mcore.dispatch import SharedTokensDispatcher, is_alone
+from megatron_ext.mcore.linear import ColumnLinear, RowLinear
 
 _ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
@@ -142,7 +142,7 @@ class LocalMoELayer(MoELayer):
 
 
 def _submodules(latent_size: int | None) -> MoESubmodules:
-    mlp = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    mlp = MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear)
     return MoESubmodules(
         experts=ModuleSpec(module=LocalExperts, submodules=mlp, params={"latent_size": latent_size}),
         shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=mlp),

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from megatron.core.inference.contexts import BaseInferenceContext
 from megatron.core.ssm.mamba_block import MambaStack
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.utils import WrappedTensor
 from torch import Tensor
+
+from megatron_ext.mcore.layers import is_plain_inference
 
 
 class LayerNormFromConfig:
@@ -24,6 +28,8 @@ class LayerNormFromConfig:
         """The norm itself, as upstream's wrapper class does."""
         if config.layernorm_zero_centered_gamma:
             return ZeroCenteredRMSNorm(hidden_size, config.layernorm_epsilon, config.params_dtype)
+        if config.normalization == "RMSNorm":
+            return PlainRMSNorm(hidden_size, eps=config.layernorm_epsilon, dtype=config.params_dtype)
         norm = WrappedTorchNorm(config, hidden_size, eps=config.layernorm_epsilon)
         return norm.to(config.params_dtype)
 
@@ -36,6 +42,24 @@ class HeadNormFromConfig:
     ) -> torch.nn.Module:
         """The norm itself."""
         return LayerNormFromConfig(config, hidden_size, eps) if config.qk_layernorm else IdentityOp()
+
+
+class PlainRMSNorm(torch.nn.RMSNorm):
+    """`torch.nn.RMSNorm`; at inference in two passes over memory in place of five, where torch has no kernel for it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., channels] -> the same."""
+        if torch.is_inference_mode_enabled() and x.dtype is torch.float32 and x.device.type == "cpu":
+            return rms_norm(x, self.weight, self.eps)
+        return super().forward(x)
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float | None) -> Tensor:
+    """RMSNorm over the last axis, by its length: |x|^2 / channels is the mean square. In x's type, which is fp32."""
+    eps = torch.finfo(x.dtype).eps if eps is None else eps
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    normed = x * length.square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
+    return normed if weight is None else normed.mul_(weight)
 
 
 class ZeroCenteredRMSNorm(torch.nn.Module):
@@ -76,3 +100,26 @@ class HybridStack(MambaStack):
             return super()._select_layers_for_pipeline_parallel(layer_type_list)
         own = layout.get_layer_id_list(pp_rank=self.pp_group.rank())
         return own[0], [layer_type_list[number] for number in own]
+
+    def forward(
+        self,
+        hidden_states: Tensor | WrappedTensor,
+        attention_mask: Tensor | None = None,
+        inference_context: BaseInferenceContext | None = None,
+        rotary_pos_emb: Tensor | None = None,
+        **options: object,
+    ) -> Tensor:
+        """[s, b, h] -> the same, layer after layer; upstream's forward where more than that is wanted."""
+        if not is_plain_inference(self) or (inference_context is not None and inference_context.is_static_batching()):
+            return super().forward(hidden_states, attention_mask, inference_context, rotary_pos_emb, **options)
+        if not self.pre_process:
+            hidden_states = self.input_tensor
+        elif isinstance(hidden_states, WrappedTensor):
+            hidden_states = hidden_states.unwrap()
+        for layer in self.layers:
+            hidden_states = layer(
+                hidden_states, attention_mask, inference_context=inference_context, rotary_pos_emb=rotary_pos_emb
+            )
+            if isinstance(hidden_states, tuple):
+                hidden_states = hidden_states[0]
+        return self.final_norm(hidden_states) if self.post_process and self.post_layer_norm else hidden_states

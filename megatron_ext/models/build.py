@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from megatron_ext.config import RECURRENT_KINDS, ModelConfig, ParallelConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import platform  # first: it puts the CPU stand-ins in place
+from megatron_ext.mcore.mlp import squared_relu
 from megatron_ext.mcore.model import HybridModel
 from megatron_ext.mcore.stack import HybridStack
 from megatron_ext.memory.limits import allocating
@@ -200,11 +201,6 @@ def _activation(config: ModelConfig) -> object:
     if config.swiglu:
         return F.silu
     return squared_relu if config.squared_relu else F.gelu
-
-
-def squared_relu(x: torch.Tensor) -> torch.Tensor:
-    """relu(x)^2; upstream's is under `torch.compile`, which costs seconds for every new shape and needs a compiler."""
-    return F.relu(x).square()
 
 
 def resolve_spec(config: ModelConfig) -> ModuleSpec:

@@ -1,0 +1,57 @@
+"""Megatron's parallel linear layers, whose inference is the product and the collectives that it needs.
+
+Upstream's forward goes through autograd functions, group look-ups and region mappings, whatever is wanted of it: as
+much time as the product itself where few tokens decode. Parameters, names, checkpoints and training are upstream's.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_tensor_model_parallel_region,
+    scatter_to_tensor_model_parallel_region,
+)
+from torch import Tensor
+
+
+class ColumnLinear(ColumnParallelLinear):
+    """`ColumnParallelLinear`: each rank has some of the outputs."""
+
+    def forward(
+        self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """[..., inputs] -> [..., outputs of this rank, or of all where they are gathered], and the bias if it is left.
+
+        Args:
+            input_: The same on every rank.
+            weight: In place of its own.
+            runtime_gather_output: In place of what it was built with.
+        """
+        weight = self.weight if weight is None else weight
+        if weight is None or not torch.is_inference_mode_enabled() or self.sequence_parallel:
+            return super().forward(input_, weight, runtime_gather_output)
+        output = F.linear(input_, weight, None if self.skip_bias_add else self.bias)
+        is_gathered = self.gather_output if runtime_gather_output is None else runtime_gather_output
+        if is_gathered and self.tp_group.size() > 1:
+            output = gather_from_tensor_model_parallel_region(output, group=self.tp_group)
+        return output, self.bias if self.skip_bias_add else None
+
+
+class RowLinear(RowParallelLinear):
+    """`RowParallelLinear`: each rank has some of the inputs, and their products are summed."""
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        """[..., inputs of this rank, or of all] -> [..., outputs], and the bias if it is left."""
+        if not torch.is_inference_mode_enabled() or self.sequence_parallel:
+            return super().forward(input_)
+        is_parallel = self.tp_group.size() > 1
+        if is_parallel and not self.input_is_parallel:
+            input_ = scatter_to_tensor_model_parallel_region(input_, group=self.tp_group)
+        output = F.linear(input_, self.weight)
+        if is_parallel and not self.explicit_expert_comm:  # else the dispatcher of tokens sums
+            torch.distributed.all_reduce(output, group=self.tp_group)
+        if self.skip_bias_add:
+            return output, self.bias
+        return output if self.bias is None else output.add_(self.bias), None

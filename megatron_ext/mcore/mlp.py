@@ -1,0 +1,51 @@
+"""The MLP of a layer; at inference its activation is computed where the product has left its result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.mlp import MLP
+from torch import Tensor
+
+
+def squared_relu(x: Tensor) -> Tensor:
+    """relu(x)^2; upstream's is under `torch.compile`, which costs seconds for every new shape and needs a compiler."""
+    return F.relu(x).square()
+
+
+# What these compute, in place.
+_IN_PLACE: dict[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]] = {
+    squared_relu: lambda x: x.relu_().square_(),
+    F.silu: lambda x: F.silu(x, inplace=True),
+}
+
+
+class PlainMLP(MLP):
+    """Upstream's MLP, with a way of its own at inference. Parameters, names and training are upstream's."""
+
+    def forward(
+        self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **options: object
+    ) -> tuple[Tensor, Tensor | None]:
+        """[s, b, h] -> [s, b, h] and a bias, as upstream."""
+        if not torch.is_inference_mode_enabled() or per_token_scale is not None or not self._is_plain():
+            return super().forward(hidden_states, per_token_scale, **options)
+        inner, bias = self.linear_fc1(hidden_states)
+        if bias is not None:
+            inner.add_(bias)
+        return self.linear_fc2(self._activate(inner))
+
+    def _is_plain(self) -> bool:
+        config = self.config
+        is_clamped = config.activation_func_clamp_value is not None or config.glu_linear_offset != 0.0
+        return not (config.use_te_activation_func or config.bias_activation_fusion or is_clamped)
+
+    def _activate(self, inner: Tensor) -> Tensor:
+        """What stands in `inner` [s, b, f] is lost; with a gated unit it is [s, b, 2 * f], the gates first."""
+        function = self.config.activation_func
+        activate = _IN_PLACE.get(function, function)
+        if not self.config.gated_linear_unit:
+            return activate(inner)
+        gate, up = inner.chunk(2, dim=-1)
+        return function(gate).mul_(up)
