@@ -49,7 +49,7 @@ def make_follower(team: Team, context: InferenceContext, controller: InferenceCo
     """What takes part in the steps of its replica as rank 0 says."""
     replica = team.here.replica
     executor = SharedExecutor(StepExecutor(context, controller), team.results(replica))
-    return Follower(replica, partial(make_scheduler, context.plan), executor, _PoolsOf(context))
+    return Follower(replica, team.link.receive, partial(make_scheduler, context.plan), executor, _PoolsOf(context))
 
 
 class _PoolsOf:

@@ -40,26 +40,33 @@ class Follower:
 
     Args:
         replica: Whose commands are meant for this rank.
+        receive: Waits for rank 0's next batch.
         make_scheduler: Without requests; equal to rank 0's.
         executor: Computes steps.
         memory: Comes and goes as rank 0 says.
     """
 
     def __init__(
-        self, replica: int, make_scheduler: Callable[[], Scheduler], executor: Executor, memory: Memory
+        self,
+        replica: int,
+        receive: Callable[[], Batch],
+        make_scheduler: Callable[[], Scheduler],
+        executor: Executor,
+        memory: Memory,
     ) -> None:
         self.replica = replica
+        self._receive = receive
         self.step_count = 0
         self._make_scheduler = make_scheduler
         self._executor = executor
         self._memory = memory
         self._start_anew()
 
-    def follow(self, receive: Callable[[], Batch]) -> None:
+    def follow(self) -> None:
         """Do what rank 0 says until it says stop."""
         action = Action.IDLE
         while action is not Action.STOP:
-            batch = receive()
+            batch = self._receive()
             self.obey(batch.of(self.replica))
             action = batch.action
             if action is Action.STEP:

@@ -100,7 +100,7 @@ class World:
         self.start(replicas)
         self.pools = [Pools() for _ in range(2 * replicas)]
         self.followers = [
-            Follower(i // 2, lambda: self.make(Scheduler), Listener(self.models[i // 2]), pools)
+            Follower(i // 2, self.receive, lambda: self.make(Scheduler), Listener(self.models[i // 2]), pools)
             for i, pools in enumerate(self.pools)
         ]
 
@@ -123,6 +123,9 @@ class World:
 
     def send(self, batch: Batch) -> None:
         self.sent.append(pickle.dumps(batch))
+
+    def receive(self) -> Batch:
+        return pickle.loads(self.sent.pop(0))
 
     def step(self) -> list:
         """One step of everybody: rank 0 first, the others from what has been sent."""

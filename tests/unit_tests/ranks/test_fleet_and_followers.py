@@ -268,8 +268,7 @@ class TestFleet:
         batches = [pickle.loads(one) for one in world.sent]
         assert [batch.action for batch in batches] == [Action.STOP]
         assert batches[0].of(0) == [StartAnew()]
-        one = world.followers[0]
-        one.follow(iter(batches).__next__)  # ends
+        world.followers[0].follow()  # ends
 
     def test_pools_follow(self, world: World):
         world.step()

@@ -1,0 +1,178 @@
+"""The same life of the same requests on one rank and on several: what rank 0 saw of it, and what the others did.
+
+whole = whole_parameters(build_slow_decay(CONFIG))
+alone = live(None, CONFIG, whole, SCRIPT)
+first, second = run_ranks(live, 2, ParallelConfig(tensor_model_parallel_size=2), CONFIG, whole, SCRIPT)
+assert_same(first, alone)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from megatron_ext.config import BatchingConfig, CacheConfig, ModelConfig, ParallelConfig, RequestParams
+from megatron_ext.mcore import platform
+from megatron_ext.mcore.adapter import InferenceEngine
+from megatron_ext.mcore.assemble import build_engine, build_follower
+from megatron_ext.mcore.teams import form_team
+from megatron_ext.memory.budget import Geometry
+from megatron_ext.models.build import build_model
+from megatron_ext.ranks.follower import Follower
+from megatron_ext.scheduling.counters import Counters
+from megatron_ext.scheduling.record import RequestRecord
+from tests.unit_tests.support.spread import Whole, fill
+from tests.unit_tests.support.tokenizers import PieceTokenizer
+
+CPU = torch.device("cpu")
+MOST_STEPS = 2000
+
+
+@dataclass(frozen=True)
+class Script:
+    """What is asked of an engine, in order.
+
+    Attributes:
+        actions: ("add", id, tokens, fields of `RequestParams`), ("steps", count), ("abort", id), ("reset",),
+            ("weights",), ("suspend",), ("anew",). What is left is served to the end.
+        batching: Fields of `BatchingConfig`.
+        cache: See there.
+    """
+
+    actions: Sequence[tuple]
+    batching: Mapping[str, object] = field(default_factory=dict)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+
+
+@dataclass(frozen=True)
+class Lived:
+    """What a rank has to tell.
+
+    Attributes:
+        records: By request, on rank 0.
+        statistics: The `prefix_cache` object, on rank 0.
+        counters: Of its scheduler; on rank 0 of all replicas.
+        steps: In which something was computed.
+        geometries: Of all ranks.
+    """
+
+    records: dict[int, RequestRecord]
+    statistics: dict[str, int] | None
+    counters: Counters
+    steps: int
+    geometries: tuple[Geometry, ...]
+
+
+def live(parallel: ParallelConfig | None, config: ModelConfig, whole: Whole, script: Script) -> Lived:
+    """On one rank of a world; None for `parallel` is a world of one."""
+    platform.initialize(parallel)
+    model = build_model(config, device=CPU, parallel=parallel)
+    fill(model, whole)
+    team = form_team(1.0)
+    settings = (
+        model,
+        config,
+        PieceTokenizer(config.vocab_size),
+        BatchingConfig(**({"block_size": 16, "block_count": 40, "max_requests": 4} | dict(script.batching))),
+        script.cache,
+    )
+    if team is None or team.is_leader:
+        return _lead(build_engine(*settings, dtype=torch.float32, team=team), script)
+    return _follow(build_follower(*settings, dtype=torch.float32, team=team))
+
+
+def _follow(follower: Follower) -> Lived:
+    follower.follow()
+    follower.scheduler.check()
+    geometries = follower._memory._context.plan.rank_geometries
+    return Lived({}, None, follower.scheduler.counters, follower.step_count, geometries)
+
+
+def _lead(engine: InferenceEngine, script: Script) -> Lived:
+    records: dict[int, RequestRecord] = {}
+    for name, *arguments in script.actions:
+        _act(engine, name, arguments, records)
+    for _ in range(MOST_STEPS):
+        if not engine.has_unfinished_requests():
+            break
+        _step(engine, records)
+    assert not engine.has_unfinished_requests(), "requests never end"
+    engine.close()
+    plan = engine.context.plan
+    return Lived(
+        records,
+        engine.prefix_cache_statistics(),
+        dataclasses.replace(engine.engine.counters),
+        engine.step_count,
+        plan.rank_geometries,
+    )
+
+
+def _act(engine: InferenceEngine, name: str, arguments: Sequence, records: dict[int, RequestRecord]) -> None:
+    if name == "add":
+        request_id, tokens, params = arguments
+        engine.add_request(request_id, tokens, RequestParams(**params))
+    elif name == "steps":
+        for _ in range(arguments[0]):
+            if engine.has_unfinished_requests():
+                _step(engine, records)
+    elif name == "abort":
+        if arguments[0] not in records:
+            engine.abort_request(*arguments)
+    elif name == "reset":
+        engine.reset_prefix_cache()
+    elif name == "weights":
+        engine.weights_changed()
+    elif name == "suspend":
+        engine.suspend()
+        engine.resume()
+    else:
+        assert name == "anew", name
+        engine.reset()
+
+
+def _step(engine: InferenceEngine, records: dict[int, RequestRecord]) -> None:
+    for record in engine.step_modern()["finished_request_records"]:
+        records[record.request_id] = record
+    engine.check()
+
+
+# How a record came to be, which no two runs have in common.
+TIMES = ("events", "arrival_wall_time", "latency", "ttft")
+SCORES = ("prompt_log_probs", "generated_log_probs", "prompt_top_n_log_probs", "generated_top_n_log_probs")
+
+
+def assert_same(one: Lived, other: Lived, *, atol: float = 1e-4) -> None:
+    """Equal tokens, counts, reasons and statistics; log-probs within `atol`."""
+    assert one.records.keys() == other.records.keys()
+    for name, record in one.records.items():
+        assert_same_record(record, other.records[name], atol)
+    assert one.statistics == other.statistics
+    assert one.counters == other.counters
+    assert one.steps == other.steps
+
+
+def assert_same_record(one: RequestRecord, other: RequestRecord, atol: float = 1e-4) -> None:
+    """The same of one request."""
+    left, right = dataclasses.asdict(one), dataclasses.asdict(other)
+    for name in left.keys() - set(TIMES) - set(SCORES):
+        assert left[name] == right[name], f"request {one.request_id}: {name}"
+    for name in SCORES:
+        assert_close(left[name], right[name], atol, f"request {one.request_id}: {name}")
+
+
+def assert_close(one: object, other: object, atol: float, what: str) -> None:
+    if isinstance(one, dict):
+        assert isinstance(other, dict), what
+        one, other = list(one.values()), list(other.values())  # whose tokens may swap where they are close
+    if isinstance(one, list | tuple):
+        assert len(one) == len(other), what
+        for left, right in zip(one, other, strict=True):
+            assert_close(left, right, atol, what)
+    elif one is None:
+        assert other is None, what
+    else:
+        assert abs(one - other) <= atol, f"{what}: {one}, {other}"
