@@ -10,8 +10,9 @@ import dataclasses
 import difflib
 import functools
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_ext.config.annotations import FieldType, MismatchError
 
@@ -55,6 +56,29 @@ class Flag:
         return (self.key, *(normalize_key(alias) for alias in self.aliases))
 
 
+class _WordsAction(argparse.Action):
+    """So many words, apart or in one argument with blanks between them, as Megatron's scripts quote them."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, kind: FieldType, **options: Any) -> None:
+        super().__init__(option_strings, dest, **options)
+        self._kind = kind
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        words = [word for value in values or () for word in str(value).split()]
+        if len(words) != self._kind.length:
+            raise argparse.ArgumentError(self, f"expected {self._kind.length} arguments, got {shown(' '.join(words))}")
+        try:
+            setattr(namespace, self.dest, tuple(self._kind.parse(word) for word in words))
+        except MismatchError as error:
+            raise argparse.ArgumentError(self, f"{shown(' '.join(words))} is not {error}") from None
+
+
 @dataclass(frozen=True)
 class FlagGroup:
     """The flags of one dataclass."""
@@ -65,7 +89,7 @@ class FlagGroup:
 
     def kind(self, flag: Flag) -> FieldType:
         """What the flag's field may be."""
-        return FieldType.of(typing.get_type_hints(self.config)[flag.field])
+        return FieldType.of(_hints(self.config)[flag.field])
 
     def default(self, flag: Flag) -> object:
         """The default of the flag's field."""
@@ -81,8 +105,10 @@ class FlagGroup:
             add = functools.partial(group.add_argument, *names, dest=flag.key, default=argparse.SUPPRESS, help=text)
             if kind.item is bool:
                 add(action=argparse.BooleanOptionalAction)
+            elif kind.length:
+                add(action=_WordsAction, nargs="+", metavar=metavar, kind=kind)
             elif kind.is_tuple and kind.item is str:
-                add(type=str, nargs=kind.length or "+", metavar=metavar)
+                add(type=str, nargs="+", metavar=metavar)
             elif flag.choices:
                 add(type=_argparse_type(kind), choices=flag.choices)
             else:
@@ -106,6 +132,8 @@ class FlagGroup:
         if isinstance(value, (list, dict)) or value is None:
             raise ValueError(f"{shown(value)} is not one value")
         parsed = _parse(kind, str(value))
+        if kind.length and isinstance(parsed, tuple) and len(parsed) != kind.length:
+            raise ValueError(f"{shown(value)} is not {kind.expected}")
         if flag.choices and parsed not in flag.choices:
             raise ValueError(f"{shown(parsed)} is unknown; one of {', '.join(flag.choices)}")
         return parsed
@@ -116,21 +144,34 @@ class FlagGroup:
         return text.replace("%", "%%")
 
 
+@functools.cache
+def _hints(config: type) -> Mapping[str, object]:
+    return typing.get_type_hints(config)
+
+
 def normalize_key(name: str) -> str:
     """`--top_k`, `top-k` and `top_k` are one key."""
     return name.lstrip("-").replace("_", "-")
 
 
-def closest(name: str, known: Iterable[str]) -> str | None:
+def closest(name: str, known: Iterable[str], others: Iterable[str] = ()) -> str | None:
     """The one of the known names that was probably meant, if any is like it.
 
     Names that differ in dashes, underscores and case only are alike; so are one and a part of it between dashes.
+
+    Args:
+        name: That is not known.
+        known: Those that are.
+        others: Those that are, too, and are less likely to have been meant.
     """
     if len(name) > _LONGEST_NEAR_MISS:
         return None
-    key, by_key = normalize_key(name.lower()), {normalize_key(other.lower()): other for other in known}
+    key = normalize_key(name.lower())
+    likely, less_likely = ({normalize_key(other.lower()): other for other in group} for group in (known, others))
+    by_key = less_likely | likely
     parts = [other for other in by_key if f"-{key}-" in f"-{other}-"]
-    alike = sorted(parts, key=len) or difflib.get_close_matches(key, by_key, n=1)
+    alike = sorted(parts, key=lambda other: (other not in likely, len(other)))
+    alike = alike or difflib.get_close_matches(key, by_key, n=1)
     return by_key[alike[0]] if alike else None
 
 
@@ -167,5 +208,7 @@ def _argparse_type(kind: FieldType) -> Callable[[str], object]:
     return parse_argument
 
 
-def _metavar(kind: FieldType) -> str:
+def _metavar(kind: FieldType) -> str | tuple[str, ...]:
+    if kind.length and kind.item is int:
+        return ("N",) * kind.length
     return "I,J,..." if kind.is_tuple and kind.item is int else {int: "N", float: "X"}.get(kind.item, "TEXT")

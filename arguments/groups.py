@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from arguments.flags import Flag, FlagGroup
+from arguments.source_groups import SOURCE, TOKENIZER
 from megatron_ext.config import (
     CONTROL_TOKENS,
     DTYPES,
     LAYER_SYMBOLS,
     LOG_LEVELS,
     NORMALIZATIONS,
+    OUTPUT_FORMATS,
     POSITION_EMBEDDINGS,
     RECURRENT_LAYERS,
     ROUTER_SCORE_FUNCTIONS,
@@ -26,9 +28,8 @@ from megatron_ext.config import (
     ServerConfig,
     ServerLimits,
     SnapshotMode,
-    SourceConfig,
 )
-from megatron_ext.config.batching import DEFAULT_BUFFER_GB, DEFAULT_MAX_TOKENS
+from megatron_ext.config.batching import DEFAULT_BUFFER_GB, DEFAULT_MAX_REQUESTS, DEFAULT_MAX_TOKENS
 from megatron_ext.config.checks import flags_of
 
 _BATCHING = "--inference-dynamic-batching"
@@ -38,28 +39,6 @@ def _by_device(numbers: Mapping[str, float]) -> str:
     return ", ".join(f"{number:.10g} on {device.upper()}" for device, number in numbers.items())
 
 
-SOURCE = FlagGroup(
-    "weights and tokenizer",
-    SourceConfig,
-    (
-        Flag(
-            "load", "Checkpoint to load; default: the embedded model, or --load-hf, or the model flags", metavar="DIR"
-        ),
-        Flag("load_hf", "Hugging Face checkpoint to load: config.json and safetensors", metavar="DIR"),
-        Flag("save", "Where to save the model before it runs", metavar="DIR"),
-        Flag("model_config", "YAML file of flags; a flag on the command line decides over it", metavar="FILE.yaml"),
-        Flag(
-            "tokenizer_type",
-            "Kind of tokenizer; default: what the checkpoint has. NullTokenizer: texts are token ids with spaces",
-            choices=("HuggingFaceTokenizer", "NullTokenizer"),
-        ),
-        Flag("tokenizer_model", "Tokenizer directory or tokenizer.json; default: the checkpoint's", metavar="PATH"),
-        Flag("bf16", "Parameters in bfloat16"),
-        Flag("fp16", "Parameters in float16"),
-        Flag("seed", "Seed of random weights and of each request's random generator"),
-    ),
-)
-
 MODEL = FlagGroup(
     "model (random weights if no checkpoint is given)",
     ModelConfig,
@@ -68,6 +47,7 @@ MODEL = FlagGroup(
         Flag(
             "hybrid_override_pattern",
             "One letter a layer: " + ", ".join(f"{symbol} {name}" for symbol, name in LAYER_SYMBOLS.items()),
+            aliases=("--hybrid-layer-pattern",),
             metavar="PATTERN",
         ),
         Flag("recurrent_layer", "What an M in the pattern is", choices=RECURRENT_LAYERS),
@@ -146,6 +126,11 @@ SAMPLING = FlagGroup(
         Flag("stop_words", "Texts that end a generation; they are cut from the text"),
         Flag("termination_id", "Token that ends a generation; default: the tokenizer's end of document", metavar="ID"),
         Flag("ignore_eos", "Go on after the end-of-document token"),
+        Flag(
+            "track_generated_token_events",
+            "With --output-request-events: an event for each token",
+            name=f"{_BATCHING}-track-generated-token-events",
+        ),
     ),
 )
 
@@ -165,7 +150,11 @@ BATCHING = FlagGroup(
             name=f"{_BATCHING}-paused-buffer-size-gb",
         ),
         Flag("block_size", "Tokens in a KV block", name=f"{_BATCHING}-block-size"),
-        Flag("max_requests", "Requests that run at the same time", name=f"{_BATCHING}-max-requests"),
+        Flag(
+            "max_requests",
+            f"Requests that run at the same time; default: {DEFAULT_MAX_REQUESTS}, or the tokens of a step if fewer",
+            name=f"{_BATCHING}-max-requests",
+        ),
         Flag(
             "max_tokens",
             f"Tokens in a step; default: {_by_device(DEFAULT_MAX_TOKENS)}",
@@ -233,9 +222,16 @@ RUN = FlagGroup(
     (
         Flag("prompts", "Prompts. Without --prompts and --prompt-file: the shipped example prompts"),
         Flag("prompt_file", "Prompts as JSON, one object a line; - is standard input", metavar="FILE.jsonl"),
+        Flag("prompt_file_num_truncate", "Read so many prompts of the file; default: all"),
+        Flag("num_tokens_to_prompt", "Synthetic prompts of so many tokens at least and at most; default: 64 1024"),
+        Flag("incoming_requests_duration", "Seconds of --incoming-requests-per-sec synthetic prompts; default: 10"),
         Flag("ignore_unknown_prompt_fields", "Pass over fields of a prompt line that are not known"),
         Flag("num_tokens_from_file", "Tokens to generate: each prompt line's chatgpt_output_token_length"),
         Flag("output_path", "Where to write the results as JSON", metavar="FILE.json"),
+        Flag("output_format", "What the JSON has: everything, or Megatron's keys alone", choices=OUTPUT_FORMATS),
+        Flag("output_every_n_results", "Write every nth request, and the last one"),
+        Flag("record_throughput", "The JSON has the throughput"),
+        Flag("throughput_check_only", "The JSON has the throughput alone"),
         Flag("output_request_events", "With --output-path: the events of each request as well"),
         Flag("inference_repeat_n", "How often to run the same prompts, one time after the other"),
         Flag("drain_between_batches", "Submit a batch when all before it have finished; needs --batch-boundaries"),
@@ -314,5 +310,5 @@ ACCESS = FlagGroup(
     ),
 )
 
-GROUPS = (SOURCE, MODEL, PARALLEL, SAMPLING, BATCHING, CACHE, RUN)
-SERVER_GROUPS = (SOURCE, MODEL, PARALLEL, BATCHING, CACHE, SERVER, LIMITS, ACCESS)
+GROUPS = (SOURCE, TOKENIZER, MODEL, PARALLEL, SAMPLING, BATCHING, CACHE, RUN)
+SERVER_GROUPS = (SOURCE, TOKENIZER, MODEL, PARALLEL, BATCHING, CACHE, SERVER, LIMITS, ACCESS)

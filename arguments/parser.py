@@ -6,7 +6,8 @@ import argparse
 from collections.abc import Sequence
 from typing import NoReturn
 
-from arguments.flags import Flag, FlagGroup, closest, shorten
+from arguments.flags import Flag, FlagGroup, closest, normalize_key, shorten
+from arguments.given import Given
 from arguments.groups import (
     ACCESS,
     BATCHING,
@@ -20,7 +21,14 @@ from arguments.groups import (
     SERVER,
     SERVER_GROUPS,
     SOURCE,
+    TOKENIZER,
 )
+from arguments.idle import note_idle
+from arguments.megatron import options
+from arguments.megatron.layers import describe_layers
+from arguments.megatron.record import MegatronGroup
+from arguments.megatron.synonyms import SYNONYMS, translate
+from arguments.megatron.table import SERVER_TABLE, TABLE, WithoutEffect, family_of, records
 from arguments.yaml_file import read_flags
 from megatron_ext.config import (
     BatchingConfig,
@@ -33,6 +41,7 @@ from megatron_ext.config import (
     ServerLimits,
     ServerSettings,
     SourceConfig,
+    StartNotes,
 )
 from megatron_ext.config.annotations import FieldValues
 from megatron_ext.config.embedded import check_flags
@@ -41,6 +50,7 @@ from megatron_ext.errors import ConfigError
 
 class _Parser(argparse.ArgumentParser):
     known: Sequence[str] = ()  # flags, as they are typed
+    known_without_effect: Sequence[str] = ()  # the same of Megatron's
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message)
@@ -51,14 +61,15 @@ class _Parser(argparse.ArgumentParser):
         """As the base's, and an unknown flag is answered with the one that was probably meant."""
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            self.error(_unrecognized(unknown, self.known))
+            self.error(_unrecognized(unknown, self.known, self.known_without_effect))
         return parsed
 
 
-def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
+def build_parser(prog: str | None = None) -> _Parser:
     """The parser of `run_inference.py`. It raises `ConfigError` where argparse would print its usage and exit."""
     return _build(
         GROUPS,
+        TABLE,
         prog,
         "Run prompts through the dynamic inference engine and print a table. "
         "Without flags: the embedded model on the shipped example prompts.",
@@ -67,10 +78,11 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
     )
 
 
-def build_server_parser(prog: str | None = None) -> argparse.ArgumentParser:
+def build_server_parser(prog: str | None = None) -> _Parser:
     """The parser of `run_server.py`, with errors as in `build_parser`."""
     return _build(
         SERVER_GROUPS,
+        SERVER_TABLE,
         prog,
         "Serve a model over HTTP as OpenAI's API does. Without flags: the embedded model on the loopback address.",
         "SIGINT or SIGTERM: no new requests; those that run finish, a second signal does not wait for them. "
@@ -78,18 +90,25 @@ def build_server_parser(prog: str | None = None) -> argparse.ArgumentParser:
     )
 
 
-def _unrecognized(unknown: Sequence[str], options: Sequence[str]) -> str:
+def _unrecognized(unknown: Sequence[str], options: Sequence[str], others: Sequence[str]) -> str:
     flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]
-    meant = {flag: closest(flag, options) for flag in flags}
+    for flag in flags:
+        family = family_of(flag)
+        if family is not None:
+            family.check([], flag)
+    meant = {flag: closest(flag, options, others) for flag in flags}
     hints = ", ".join(f"{option} for {flag}" if len(flags) > 1 else option for flag, option in meant.items() if option)
     return f"unrecognized arguments: {shorten(' '.join(unknown))}" + (f"; did you mean {hints}?" if hints else "")
 
 
-def _build(groups: Sequence[FlagGroup], prog: str | None, description: str, epilog: str) -> argparse.ArgumentParser:
+def _build(
+    groups: Sequence[FlagGroup], table: Sequence[MegatronGroup], prog: str | None, description: str, epilog: str
+) -> _Parser:
     parser = _Parser(prog=prog, description=description, epilog=epilog, allow_abbrev=False)
-    for group in groups:
+    for group in (*groups, SYNONYMS):
         group.add_to(parser)
-    parser.known = [word for group in groups for flag in group.flags for word in (flag.option, *flag.aliases)]
+    parser.known = [word for one in (*groups, SYNONYMS) for flag in one.flags for word in (flag.option, *flag.aliases)]
+    parser.known_without_effect = options.add_to(parser, table)
     return parser
 
 
@@ -103,15 +122,17 @@ def parse_arguments(argv: Sequence[str] | None = None, prog: str | None = None) 
     Raises:
         ConfigError: For anything that can be known to be wrong before a file other than the YAML one is opened.
     """
-    values = _values(build_parser(prog), argv, GROUPS)
+    given = _given(build_parser(prog), argv, GROUPS, TABLE)
+    values = given.values
     settings = InferenceSettings(
-        source=SourceConfig(**_fields(SOURCE, values)),
+        source=SourceConfig(**_fields(SOURCE, values), **_fields(TOKENIZER, values)),
         model_overrides=_fields(MODEL, values),
         parallel=ParallelConfig(**_fields(PARALLEL, values)),
         sampling=RequestParams(**_fields(SAMPLING, values)),
         batching=BatchingConfig(**_fields(BATCHING, values)),
         cache=CacheConfig(**_fields(CACHE, values)),
         run=RunConfig(**_fields(RUN, values)),
+        start=_start(given),
     )
     _check_model(settings)
     return settings
@@ -119,9 +140,10 @@ def parse_arguments(argv: Sequence[str] | None = None, prog: str | None = None) 
 
 def parse_server_arguments(argv: Sequence[str] | None = None, prog: str | None = None) -> ServerSettings:
     """Parse an argument list of `run_server.py`; the rest as in `parse_arguments`."""
-    values = _values(build_server_parser(prog), argv, SERVER_GROUPS)
+    given = _given(build_server_parser(prog), argv, SERVER_GROUPS, SERVER_TABLE)
+    values = given.values
     settings = ServerSettings(
-        source=SourceConfig(**_fields(SOURCE, values)),
+        source=SourceConfig(**_fields(SOURCE, values), **_fields(TOKENIZER, values)),
         model_overrides=_fields(MODEL, values),
         parallel=ParallelConfig(**_fields(PARALLEL, values)),
         batching=BatchingConfig(**_fields(BATCHING, values)),
@@ -129,18 +151,39 @@ def parse_server_arguments(argv: Sequence[str] | None = None, prog: str | None =
         server=ServerConfig(
             limits=ServerLimits(**_fields(LIMITS, values)), **_fields(SERVER, values), **_fields(ACCESS, values)
         ),
+        start=_start(given),
     )
     _check_model(settings)
     return settings
 
 
-def _values(parser: argparse.ArgumentParser, argv: Sequence[str] | None, groups: Sequence[FlagGroup]) -> FieldValues:
-    """The flags that are given, by key: on the command line, else in the YAML file."""
-    given = vars(parser.parse_args(argv))
-    values = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
-    if "model-config" in values:
-        values = read_flags(str(values["model-config"]), known_flags(groups)) | values
-    return values
+def _given(
+    parser: argparse.ArgumentParser,
+    argv: Sequence[str] | None,
+    groups: Sequence[FlagGroup],
+    table: Sequence[MegatronGroup],
+) -> Given:
+    """The flags that are given: on the command line, else in the YAML file."""
+
+    def parse(words: Sequence[str] | None) -> Given:
+        values = vars(parser.parse_args(words))
+        without_effect = values.pop(options.DEST, None) or WithoutEffect()
+        return Given(
+            {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}, without_effect
+        )
+
+    given = translate(parse(argv))
+    if "model-config" in given.values:
+        megatrons = {normalize_key(flag.name): flag for flag in records(table) if not flag.is_family}
+        path = str(given.values["model-config"])
+        given = given.over(translate(read_flags(path, known_flags((*groups, SYNONYMS)), megatrons, parse)))
+    describe_layers(given)
+    note_idle(given)
+    return given
+
+
+def _start(given: Given) -> StartNotes:
+    return StartNotes(given.without_effect.lines(), tuple(given.environment.items()))
 
 
 def _check_model(settings: InferenceSettings | ServerSettings) -> None:

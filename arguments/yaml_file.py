@@ -1,57 +1,88 @@
-"""A YAML file of flags: `--model-config`.
+"""A YAML file of flags: `--model-config`, a mapping of flags to values or one of Megatron-LM's.
 
 Whoever wrote it, reading it takes work in proportion to its size, which is bounded (SE-1).
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 
 import yaml
 
 from arguments.flags import Flag, FlagGroup, closest, normalize_key, shorten, shown
+from arguments.given import Given
+from arguments.megatron import yaml_form
+from arguments.megatron.options import take
+from arguments.megatron.record import MegatronFlag
+from arguments.megatron.table import family_of
 from megatron_ext.errors import ConfigError
 from megatron_ext.files import read_text
 
 LONGEST_FILE = 256 * 1024  # bytes
 _OWN_KEY = "model-config"
-_MOST_LEVELS = 3  # the mapping, a list, its items
+_MOST_LEVELS = 3  # the mapping, a list, its items; one more under a key of Megatron's form
+_VALUE_LEVEL = 2
 _MOST_NODES = 10_000
 _LONGEST_NUMBER = 64  # characters; a date is one of the kinds too
 _STRING = "tag:yaml.org,2002:str"
 _PLAIN_TAGS = {f"tag:yaml.org,2002:{kind}" for kind in "str int float bool null timestamp seq map".split()}
 
 
-def read_flags(path: str, known: Mapping[str, tuple[FlagGroup, Flag]]) -> dict[str, object]:
+def read_flags(
+    path: str,
+    known: Mapping[str, tuple[FlagGroup, Flag]],
+    megatrons: Mapping[str, MegatronFlag],
+    parse: yaml_form.Parse,
+) -> Given:
     """Read the flags of a YAML file.
 
     Args:
-        path: The file: one mapping from flag names, with dashes or underscores, to values.
+        path: The file: one mapping from flag names, with dashes or underscores, to values; or as `yaml_form` says.
         known: The flags there are, by key.
-
-    Returns:
-        Values by key.
+        megatrons: Those of Megatron's that set nothing, by key.
+        parse: Of an argument list.
 
     Raises:
         ConfigError: If the file cannot be read, or a key or a value is wrong; names file, line and key.
     """
-    values: dict[str, object] = {}
-    for line, name, make_value in _entries(path):
-        where = f"{path}, line {line}"
+    loader, pairs = _top_level(path)
+    if yaml_form.is_megatrons(pairs):
+        return yaml_form.read(path, pairs, parse)
+    given = Given()
+    for node, value in pairs:
+        where, name = f"{path}, line {node.start_mark.line + 1}", node.value
         key = normalize_key(name)
-        if key not in known or key == _OWN_KEY:
-            suggestion = closest(key, (other for other in known if other != _OWN_KEY))
-            hint = f"; did you mean {suggestion!r}?" if suggestion else ""
-            raise ConfigError(f"{where}: {shown(name)} is no flag that the file can hold{hint}")
-        group, flag = known[key]
-        if flag.key in values:
-            raise ConfigError(f"{where}: {name!r} is given twice")
         try:
-            values[flag.key] = group.parse_value(flag, make_value())
+            if key in megatrons:
+                take(megatrons[key], loader.value_of(value), given.without_effect)
+                continue
+            group, flag = _flag_of(key, known, megatrons)
+            if flag.key in given.values:
+                raise ConfigError(f"{name!r} is given twice")
+            given.values[flag.key] = group.parse_value(flag, loader.value_of(value))
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from None
         except ValueError as error:
             raise ConfigError(f"{where}: {name}: {error}") from None
-    return values
+    return given
+
+
+def _flag_of(
+    key: str, known: Mapping[str, tuple[FlagGroup, Flag]], megatrons: Mapping[str, MegatronFlag]
+) -> tuple[FlagGroup, Flag]:
+    """The flag of a key.
+
+    Raises:
+        ConfigError: There is none, or the file cannot hold it.
+    """
+    if key in known and key != _OWN_KEY:
+        return known[key]
+    family = family_of(f"--{key}")
+    if family is not None:
+        family.check([], f"--{key}")
+    meant = closest(key, (other for other in known if other != _OWN_KEY), megatrons)
+    hint = f"; did you mean {meant!r}?" if meant else ""
+    raise ConfigError(f"{shown(key)} is no flag that the file can hold{hint}")
 
 
 class _Unfit(yaml.MarkedYAMLError):
@@ -64,13 +95,16 @@ class _FlagLoader(yaml.SafeLoader):
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self._count = self._depth = 0
+        self._is_deeper = False  # what is composed stands under a key of Megatron's form
 
     def compose_node(self, parent: yaml.Node | None, index: object) -> yaml.Node | None:
         """Compose one node; what is in it comes through here too."""
         event = self.peek_event()
         self._count += 1
         self._depth += 1
-        if self._depth > _MOST_LEVELS:
+        if self._depth == _VALUE_LEVEL:
+            self._is_deeper = isinstance(index, yaml.ScalarNode) and index.value in yaml_form.TOP_LEVEL
+        if self._depth > _MOST_LEVELS + self._is_deeper:
             raise _Unfit(problem="nested deeper than a list of values", problem_mark=event.start_mark)
         if self._count > _MOST_NODES:
             raise _Unfit(problem=f"more than {_MOST_NODES} keys and values", problem_mark=event.start_mark)
@@ -97,8 +131,8 @@ class _FlagLoader(yaml.SafeLoader):
         return self.construct_object(node)
 
 
-def _entries(path: str) -> Iterator[tuple[int, str, Callable[[], object]]]:
-    """The (line, key, function that makes the value) triples of the file's top-level mapping, in its order."""
+def _top_level(path: str) -> tuple[_FlagLoader, yaml_form.Pairs]:
+    """The file's top-level mapping, in its order, and what makes values of its nodes."""
     try:
         text = read_text(path, LONGEST_FILE)
     except ConfigError as error:
@@ -114,8 +148,8 @@ def _entries(path: str) -> Iterator[tuple[int, str, Callable[[], object]]]:
         raise ConfigError(f"{path}: not YAML: {shorten(' '.join(str(error).split()))}") from None
     if root is not None and not isinstance(root, yaml.MappingNode):
         raise ConfigError(f"{path}: not a mapping of flags to values, as in 'hidden-size: 256'")
-    for key, value in root.value if root is not None else ():
-        line = key.start_mark.line + 1
+    pairs = root.value if root is not None else []
+    for key, _ in pairs:
         if not isinstance(key, yaml.ScalarNode):
-            raise ConfigError(f"{path}, line {line}: a key that is not the name of a flag")
-        yield line, key.value, functools.partial(loader.value_of, value)
+            raise ConfigError(f"{path}, line {key.start_mark.line + 1}: a key that is not the name of a flag")
+    return loader, pairs

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -65,6 +66,7 @@ def _run(argv: Sequence[str] | None, interruption: Interruption) -> int:
         from arguments import parse_arguments
 
         settings = parse_arguments(argv, prog=PROGRAM)
+        os.environ.update(settings.start.environment)
         check_address_space()
         run_offline = _import_heavy(interruption).run_offline
         return DONE if run_offline(settings, interruption) else REQUEST_FAILED

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -30,6 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings = parse_server_arguments(argv, prog="run_server.py")
         set_up_logging(settings.server.log_level)
         _check_packages()
+        os.environ.update(settings.start.environment)
         check_address_space()
         # Imported here so that --help and a wrong flag are answered at once: torch takes seconds.
         from megatron_ext.server.run import run_server

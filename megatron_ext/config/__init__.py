@@ -25,12 +25,15 @@ from megatron_ext.config.request import (
 )
 from megatron_ext.config.run import (
     LOG_LEVELS,
+    OUTPUT_FORMATS,
     InferenceSettings,
     RunConfig,
     ServerConfig,
     ServerSettings,
-    SourceConfig,
+    StartNotes,
 )
+from megatron_ext.config.source import SourceConfig
+from megatron_ext.config.tokenizer import TokenizerConfig
 
 __all__ = [
     "CONTROL_TOKENS",
@@ -40,6 +43,7 @@ __all__ = [
     "LOG_LEVELS",
     "MOST_LAYERS",
     "NORMALIZATIONS",
+    "OUTPUT_FORMATS",
     "POSITION_EMBEDDINGS",
     "RECURRENT_KINDS",
     "RECURRENT_LAYERS",
@@ -59,4 +63,6 @@ __all__ = [
     "ServerSettings",
     "SnapshotMode",
     "SourceConfig",
+    "StartNotes",
+    "TokenizerConfig",
 ]

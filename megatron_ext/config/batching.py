@@ -12,6 +12,7 @@ DTYPES = ("fp32", "bf16", "fp16")
 # Where the user gives none, by type of device.
 DEFAULT_BUFFER_GB = {"cpu": 1.0, "cuda": 40.0}  # GiB
 DEFAULT_MAX_TOKENS = {"cpu": 2048, "cuda": 16384}  # a step
+DEFAULT_MAX_REQUESTS = 64  # or as many as a step's tokens, where fewer are asked for
 MOST_UNITS = 2**24  # blocks, requests, tokens or slots: each costs the host some bytes, whatever it costs the device
 
 
@@ -37,7 +38,7 @@ class BatchingConfig:
     block_count: int | None = None  # usable KV blocks exactly, in place of buffer_size_gb
     paused_buffer_size_gb: float | None = None  # KV that paused requests may keep; default: no limit
     block_size: int = 64  # tokens
-    max_requests: int = 64
+    max_requests: int | None = None  # see `most_requests`
     max_tokens: int | None = None  # a step; see `max_tokens_on`
     max_sequence_length: int | None = None  # default: the model's
     enable_chunked_prefill: bool = True
@@ -60,13 +61,20 @@ class BatchingConfig:
             f"--inference-dynamic-batching-block-count {self.block_count} contradict each other; give one of them",
         )
         require(
-            self.max_tokens is None or self.max_tokens >= self.max_requests,
+            self.max_tokens is None or self.max_tokens >= self.most_requests,
             f"--inference-dynamic-batching-max-tokens {self.max_tokens} must be at least "
-            f"--inference-dynamic-batching-max-requests {self.max_requests}, so that every running request can decode",
+            f"--inference-dynamic-batching-max-requests {self.most_requests}, so that every running request can decode",
         )
         for name in ("conv_states_dtype", "ssm_states_dtype"):
             value = getattr(self, name)
             require(value is None or value in DTYPES, f"{name} {value!r} is unknown; one of {', '.join(DTYPES)}")
+
+    @property
+    def most_requests(self) -> int:
+        """Requests that run at the same time: unless it is said, not more than a step has tokens."""
+        if self.max_requests is not None:
+            return self.max_requests
+        return min(DEFAULT_MAX_REQUESTS, self.max_tokens or DEFAULT_MAX_REQUESTS)
 
     def buffer_gb_on(self, device_type: str) -> float:
         """GiB for KV blocks and live states."""
@@ -74,7 +82,7 @@ class BatchingConfig:
 
     def max_tokens_on(self, device_type: str) -> int:
         """Tokens in a step: enough for every running request to decode."""
-        return self.max_tokens or max(DEFAULT_MAX_TOKENS[device_type], self.max_requests)
+        return self.max_tokens or max(DEFAULT_MAX_TOKENS[device_type], self.most_requests)
 
 
 @dataclass(frozen=True)

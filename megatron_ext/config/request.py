@@ -26,6 +26,7 @@ class RequestParams:
     top_n_logprobs: int = 0
     cache_salt: str | None = None
     enable_prefix_caching: bool = True
+    track_generated_token_events: bool = False  # an event for each token, beside that for the first
 
     def __post_init__(self) -> None:
         count, n = self.num_tokens_to_generate, self.top_n_logprobs

@@ -12,31 +12,14 @@ from megatron_ext.config.checks import flag_of, require
 from megatron_ext.config.limits import ServerLimits
 from megatron_ext.config.parallel import ParallelConfig
 from megatron_ext.config.request import RequestParams
+from megatron_ext.config.source import SourceConfig
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
-
-
-@dataclass(frozen=True)
-class SourceConfig:
-    """Where the weights and the tokenizer come from, and in which type they live."""
-
-    load: str | None = None
-    load_hf: str | None = None
-    save: str | None = None
-    model_config: str | None = None  # a YAML file of flags
-    tokenizer_type: str | None = None  # "NullTokenizer" or "HuggingFaceTokenizer"; default: what the checkpoint has
-    tokenizer_model: str | None = None  # a directory or tokenizer.json
-    bf16: bool = False
-    fp16: bool = False
-    seed: int = 1234
-
-    def __post_init__(self) -> None:
-        require(
-            not (self.load and self.load_hf),
-            f"--load {self.load} and --load-hf {self.load_hf} contradict each other; give one of them",
-        )
-        require(not (self.bf16 and self.fp16), "--bf16 and --fp16 contradict each other; give one of them")
-        require(0 <= self.seed < 2**63, f"--seed {self.seed} must be between 0 and {2**63 - 1}")
+OUTPUT_FORMATS = ("full", "megatron")
+# Where synthetic prompts are asked for, and one of both is not said; the numbers are Megatron's.
+DEFAULT_PROMPT_TOKENS = (64, 1024)
+DEFAULT_REQUESTS_DURATION = 10.0  # seconds
+MOST_SYNTHETIC_PROMPTS = 2**20
 
 
 @dataclass(frozen=True)
@@ -45,10 +28,17 @@ class RunConfig:
 
     prompts: tuple[str, ...] = ()
     prompt_file: str | None = None  # "-" is standard input; default: the shipped prompts
+    prompt_file_num_truncate: int | None = None  # prompts of the file that are read; default: all
+    num_tokens_to_prompt: tuple[int, int] | None = None  # fewest and most tokens of a synthetic prompt
+    incoming_requests_duration: float | None = None  # seconds for which synthetic prompts come
     ignore_unknown_prompt_fields: bool = False
     num_tokens_from_file: bool = False  # a line's chatgpt_output_token_length is what it generates
     output_path: str | None = None
+    output_format: str = OUTPUT_FORMATS[0]
+    output_every_n_results: int = 1  # every nth request, and the last one
     output_request_events: bool = False
+    record_throughput: bool = True
+    throughput_check_only: bool = False  # the JSON has nothing else
     inference_repeat_n: int = 1
     drain_between_batches: bool = False
     batch_boundaries: tuple[int, ...] = ()  # indices of the prompts that start a batch
@@ -64,6 +54,12 @@ class RunConfig:
         interval = self.inference_logging_step_interval
         require(self.inference_repeat_n >= 1, f"--inference-repeat-n {self.inference_repeat_n} must be at least 1")
         require(per_step is None or per_step >= 1, f"--incoming-requests-per-step {per_step} must be at least 1")
+        every, first = self.output_every_n_results, self.prompt_file_num_truncate
+        require(every >= 1, f"--output-every-n-results {every} must be at least 1")
+        require(first is None or first >= 1, f"--prompt-file-num-truncate {first} must be at least 1")
+        formats = ", ".join(OUTPUT_FORMATS)
+        require(self.output_format in OUTPUT_FORMATS, f"--output-format {self.output_format!r}: one of {formats}")
+        self._check_synthetic()
         valid_rate = rate is None or math.isfinite(rate)
         require(valid_rate, f"--incoming-requests-per-sec {rate} must be a number; zero or less is all at once")
         require(interval >= 0, f"--inference-logging-step-interval {interval} must be zero (no log) or more")
@@ -76,22 +72,45 @@ class RunConfig:
         )
 
     @property
+    def is_synthetic(self) -> bool:
+        """Whether the prompts are made up: they are asked for, and no others are given."""
+        asked = self.num_tokens_to_prompt is not None or self.incoming_requests_duration is not None
+        return asked and not self.prompts and self.prompt_file is None
+
+    @property
+    def synthetic_count(self) -> int:
+        """Synthetic prompts: as many as come in their time."""
+        duration = self.incoming_requests_duration
+        return int((self.arrival_rate or 0) * (DEFAULT_REQUESTS_DURATION if duration is None else duration))
+
+    def _check_synthetic(self) -> None:
+        fewest, most = self.num_tokens_to_prompt or DEFAULT_PROMPT_TOKENS
+        require(
+            1 <= fewest <= most,
+            f"--num-tokens-to-prompt {fewest} {most} must be the fewest and the most tokens, 1 or more",
+        )
+        duration = self.incoming_requests_duration
+        valid = duration is None or (math.isfinite(duration) and duration > 0)
+        require(valid, f"--incoming-requests-duration {duration} must be more than zero seconds")
+        if not self.is_synthetic:
+            return
+        count = self.synthetic_count
+        require(
+            1 <= count <= MOST_SYNTHETIC_PROMPTS,
+            f"--incoming-requests-per-sec {self.incoming_requests_per_sec} and the duration make {count} synthetic "
+            f"prompts; give a rate that makes 1 to {MOST_SYNTHETIC_PROMPTS}",
+        )
+
+    @property
     def arrival_rate(self) -> float | None:
         """Prompts to submit a second; None if they do not come by the clock."""
         rate = self.incoming_requests_per_sec
         return rate if rate is not None and rate > 0 else None
 
     def _check_contradictions(self) -> None:
-        given = vars(self) | {"incoming_requests_per_sec": self.arrival_rate}
-        alone = "contradict each other; give one of them"
-        for one, other in (
-            ("prompts", "prompt_file"),
-            ("incoming_requests_per_step", "incoming_requests_per_sec"),
-            ("drain_between_batches", "incoming_requests_per_step"),
-            ("drain_between_batches", "incoming_requests_per_sec"),
-        ):
-            both = given[one] and given[other]
-            require(not both, f"{flag_of(one)} and {flag_of(other)} {alone}")
+        given = vars(self)
+        both = self.prompts and self.prompt_file
+        require(not both, "--prompts and --prompt-file contradict each other; give one of them")
         for name, needed in (
             ("drain_between_batches", "batch_boundaries"),
             ("batch_boundaries", "drain_between_batches"),
@@ -132,15 +151,29 @@ class ServerConfig(AccessConfig):
 
 
 @dataclass(frozen=True)
+class StartNotes:
+    """What a command line says beside settings.
+
+    Attributes:
+        lines: To be said at the start: what was accepted and has no effect.
+        environment: Variables to be set for this process before anything heavy is imported.
+    """
+
+    lines: tuple[str, ...] = ()
+    environment: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
 class ServerSettings:
     """Everything that a command line says about a server. `model_overrides` as in `InferenceSettings`."""
 
-    source: SourceConfig = SourceConfig()
+    source: SourceConfig = field(default_factory=SourceConfig)
     model_overrides: FieldValues = field(default_factory=dict)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     batching: BatchingConfig = field(default_factory=BatchingConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
+    start: StartNotes = field(default_factory=StartNotes)
 
 
 @dataclass(frozen=True)
@@ -151,22 +184,18 @@ class InferenceSettings:
     others, the dataclass's defaults what is left.
     """
 
-    source: SourceConfig = SourceConfig()
+    source: SourceConfig = field(default_factory=SourceConfig)
     model_overrides: FieldValues = field(default_factory=dict)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     sampling: RequestParams = field(default_factory=RequestParams)
     batching: BatchingConfig = field(default_factory=BatchingConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     run: RunConfig = field(default_factory=RunConfig)
+    start: StartNotes = field(default_factory=StartNotes)
 
     def __post_init__(self) -> None:
         require(
             self.cache.enable_prefix_caching or not self.run.prefix_cache_compare,
             "--no-inference-dynamic-batching-enable-prefix-caching and --prefix-cache-compare contradict each other; "
             "give one of them",
-        )
-        require(
-            self.sampling.return_log_probs or not self.sampling.skip_prompt_log_probs,
-            "--skip-prompt-log-probs says which log-probs to leave out, and none are asked for; give "
-            "--return-log-probs too, or leave it out",
         )

@@ -86,7 +86,7 @@ def plan_memory(model: ModelMemory, batching: BatchingConfig, cache: CacheConfig
         state_in_kv_tokens=math.ceil(model.state_bytes / per_token) if per_token else None,
         blocks=blocks,
         snapshot_slots=slots if cache.snapshot_slots is not None else min(slots, blocks),
-        live_states=batching.max_requests if model.state_bytes else 0,
+        live_states=batching.most_requests if model.state_bytes else 0,
         kernel_chunk=_kernel_chunk(model, cache, block_size),
         shortest_prompt_that_can_hit=_shortest_hit(model, cache, block_size, slots),
     )
@@ -134,17 +134,17 @@ def _block_count(model: ModelMemory, batching: BatchingConfig, block_bytes: int,
     if batching.block_count is not None:
         return batching.block_count
     buffer_gb = batching.buffer_gb_on(device_type)
-    live_bytes = batching.max_requests * model.state_bytes
+    live_bytes = batching.most_requests * model.state_bytes
     kv_bytes = int(buffer_gb * GIB) - live_bytes
     if kv_bytes < 2 * block_bytes:  # one is the dummy that padding points to
         hint = ", or fewer --inference-dynamic-batching-max-requests" if live_bytes else ""
         raise ConfigError(
-            f"a buffer of {buffer_gb:g} GB is too small for {live_bytes} bytes of live states ({batching.max_requests} "
-            f"requests) and {2 * block_bytes} bytes of KV (one block and the dummy block); "
+            f"a buffer of {buffer_gb:g} GB is too small for {live_bytes} bytes of live states "
+            f"({batching.most_requests} requests) and {2 * block_bytes} bytes of KV (one block and the dummy block); "
             f"{_gigabytes(live_bytes + 2 * block_bytes)} GB would do{hint}"
         )
     if block_bytes == 0:  # no attention: blocks are bookkeeping only, so there are enough
-        return batching.max_requests * math.ceil(model.max_sequence_length / batching.block_size)
+        return batching.most_requests * math.ceil(model.max_sequence_length / batching.block_size)
     return kv_bytes // block_bytes - 1
 
 

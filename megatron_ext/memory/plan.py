@@ -10,6 +10,7 @@ from functools import partial
 import torch
 
 from megatron_ext.config import BatchingConfig, CacheConfig, EvictionPolicyName, ModelConfig
+from megatron_ext.config.layers.positions import LEARNED_POSITIONS
 from megatron_ext.errors import ConfigError
 from megatron_ext.memory.agreement import Gather, Room, agree, alone
 from megatron_ext.memory.budget import Geometry, ModelMemory, request_state_bytes
@@ -151,10 +152,10 @@ def _room(geometry: Geometry, batching: BatchingConfig) -> Room:
 def _max_sequence_length(batching: BatchingConfig, config: ModelConfig) -> int:
     longest = config.max_position_embeddings
     asked = batching.max_sequence_length or longest
-    if asked > longest:
+    if asked > longest and config.position_embedding_type == LEARNED_POSITIONS:
         raise ConfigError(
-            f"--inference-max-seq-length {asked} is more than the model's {longest}; give at most that, or another "
-            "--max-position-embeddings"
+            f"--inference-max-seq-length {asked} is more than the {longest} positions that the model has learned; give "
+            "at most that"
         )
     return asked
 
@@ -167,7 +168,7 @@ def _limits(
         block_size=geometry.block_size_tokens,
         total_blocks=geometry.blocks,
         paused_blocks=room.paused_blocks,
-        max_requests=batching.max_requests,
+        max_requests=batching.most_requests,
         max_tokens=batching.max_tokens_on(device_type),
         max_sequence_length=longest,
         chunked_prefill=batching.enable_chunked_prefill,

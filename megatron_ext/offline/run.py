@@ -17,6 +17,7 @@ from dataclasses import replace
 from megatron_ext.config import CacheConfig, InferenceSettings
 from megatron_ext.console.geometry import make_console, print_geometry
 from megatron_ext.console.machine import check_machine
+from megatron_ext.console.start import say_start
 from megatron_ext.console.terminal import Output, printable
 from megatron_ext.errors import OutputError
 from megatron_ext.interruption import Interruption
@@ -54,6 +55,7 @@ def run_offline(settings: InferenceSettings, interruption: Interruption | None =
         Interrupted: A signal came; the message says what became of the requests.
     """
     interruption = interruption or Interruption()
+    say_start(settings.start)
     check_machine(settings.parallel)
     prompts = read_prompts(settings.run, settings.sampling)
     check_schedule(settings.run, len(prompts))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import time
 from dataclasses import dataclass
+from typing import TypeAlias
 
 
 class EventType(enum.Enum):
@@ -13,6 +14,7 @@ class EventType(enum.Enum):
     ADD_ENGINE = enum.auto()
     ADD_CONTEXT = enum.auto()  # each admission, not each chunk
     FIRST_TOKEN = enum.auto()
+    GENERATED_TOKEN = enum.auto()  # each one, if they are to be tracked; the payload is its id
     PAUSE = enum.auto()
     EVICT = enum.auto()  # preempted; the name is Megatron's
     FINISH = enum.auto()
@@ -21,16 +23,19 @@ class EventType(enum.Enum):
     ERROR_NONTRANSIENT = enum.auto()
 
 
+Payload: TypeAlias = str | dict[str, int] | None
+
+
 @dataclass(frozen=True)
 class Event:
     """One event. `timestamp` is in seconds of a clock that never goes back (not wall-clock time)."""
 
     type: EventType
     timestamp: float
-    payload: str | None = None
+    payload: Payload = None
 
     @classmethod
-    def now(cls, event_type: EventType, payload: str | None = None) -> Event:
+    def now(cls, event_type: EventType, payload: Payload = None) -> Event:
         """An event that happens at this moment."""
         return cls(event_type, time.monotonic(), payload)
 

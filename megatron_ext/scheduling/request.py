@@ -153,6 +153,8 @@ class Request:
         """A token was generated."""
         if self.generated_count == 0:
             self.timeline.note(EventType.FIRST_TOKEN)
+        if self.params.track_generated_token_events:
+            self.timeline.note(EventType.GENERATED_TOKEN, {"token_id": token})
         self.sequence.append(token)
 
     def end(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from megatron_ext.scheduling.events import Event, EventType
+from megatron_ext.scheduling.events import Event, EventType, Payload
 
 
 class Timeline:
@@ -23,7 +23,7 @@ class Timeline:
         self._end: float | None = None  # seconds, of the events' clock
         self.note(EventType.ADD_ENGINE)
 
-    def note(self, event_type: EventType, payload: str | None = None) -> None:
+    def note(self, event_type: EventType, payload: Payload = None) -> None:
         """Something happens now."""
         self.events.append(Event.now(event_type, payload))
 

@@ -17,6 +17,7 @@ import uvicorn
 from megatron_ext.config import ServerConfig, ServerSettings, SourceConfig
 from megatron_ext.console.geometry import make_console, print_geometry
 from megatron_ext.console.machine import check_machine
+from megatron_ext.console.start import say_start
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.assemble import build_engine
@@ -44,6 +45,7 @@ def run_server(settings: ServerSettings) -> None:
     Raises:
         ConfigError: For a mistake of the user's; nothing was served then.
     """
+    say_start(settings.start)
     check_machine(settings.parallel)
     keys = load_keys(settings.server)
     most_connections(settings.server.limits)
@@ -111,8 +113,8 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def announce(url: str) -> None:
-    """Say that the server is ready."""
-    print(f"ready: {url}", flush=True)
+    """Say that the server is ready: in words of ours, and in those that Megatron's scripts wait for."""
+    print(f"Running on {url}\nready: {url}", flush=True)
 
 
 class _Server(uvicorn.Server):

@@ -27,6 +27,8 @@ from megatron_ext.config import (
     model,
     request,
     run,
+    source,
+    tokenizer,
 )
 from megatron_ext.errors import CapacityError, CheckpointError, ConfigError
 
@@ -97,6 +99,17 @@ REFUSED = [
     (SourceConfig, {"seed": 2**63}, [f"--seed {2**63}", f"{2**63 - 1}"]),
     (SourceConfig, {"load": "a", "load_hf": "b"}, ["--load a", "--load-hf b"]),
     (SourceConfig, {"bf16": True, "fp16": True}, ["--bf16", "--fp16"]),
+    (SourceConfig, {"use_checkpoint_args": True}, ["--use-checkpoint-args", "--load or --load-hf"]),
+    (SourceConfig, {"model_provider": "bert"}, ["--model-provider 'bert'", "gpt, hybrid, mamba"]),
+    (SourceConfig, {"padded_vocab_size": 0}, ["--padded-vocab-size 0", "positive"]),
+    (SourceConfig, {"tokenizer_type": "BertWordPieceCase"}, ["BertWordPieceCase is unknown", "TikTokenizer"]),
+    (SourceConfig, {"tiktoken_pattern": "v3"}, ["--tiktoken-pattern 'v3'", "v1, v2"]),
+    (SourceConfig, {"tiktoken_num_special_tokens": 0}, ["--tiktoken-num-special-tokens 0", "positive"]),
+    (
+        SourceConfig,
+        {"tokenizer_type": "TikTokenizer", "vocab_file": "v.json"},
+        ["--vocab-file v.json", "GPT2BPETokenizer", "it is TikTokenizer"],
+    ),
     (ParallelConfig, {"tensor_model_parallel_size": 0}, ["--tensor-model-parallel-size 0", "at least 1"]),
     (ParallelConfig, {"pipeline_model_parallel_size": -1}, ["--pipeline-model-parallel-size -1"]),
     (ParallelConfig, {"expert_model_parallel_size": 0}, ["--expert-model-parallel-size 0"]),
@@ -130,11 +143,6 @@ REFUSED = [
         {"cache": CacheConfig(enable_prefix_caching=False), "run": RunConfig(prefix_cache_compare=True)},
         ["--no-inference-dynamic-batching-enable-prefix-caching", "--prefix-cache-compare"],
     ),
-    (
-        InferenceSettings,
-        {"sampling": RequestParams(skip_prompt_log_probs=True)},
-        ["--skip-prompt-log-probs", "--return-log-probs"],
-    ),
     (RequestParams, {"num_tokens_to_generate": 0}, ["num_tokens_to_generate 0", "at least 1"]),
     (RequestParams, {"min_tokens": -1}, ["min_tokens -1", "between 0"]),
     (RequestParams, {"min_tokens": 5, "num_tokens_to_generate": 4}, ["min_tokens 5", "which is 4"]),
@@ -167,7 +175,12 @@ REFUSED = [
     (ServerLimits, {"body_timeout": INF}, ["--body-timeout inf"]),
     (ServerLimits, {"idle_timeout": -1.0}, ["--idle-timeout -1.0"]),
     (RunConfig, {"prompts": ("a",), "prompt_file": "b"}, ["--prompts", "--prompt-file"]),
-    (RunConfig, {"incoming_requests_per_step": 1, "incoming_requests_per_sec": 1.0}, ["-per-step", "-per-sec"]),
+    (RunConfig, {"output_every_n_results": 0}, ["--output-every-n-results 0", "at least 1"]),
+    (RunConfig, {"output_format": "yaml"}, ["--output-format 'yaml'", "full, megatron"]),
+    (RunConfig, {"prompt_file_num_truncate": 0}, ["--prompt-file-num-truncate 0", "at least 1"]),
+    (RunConfig, {"num_tokens_to_prompt": (9, 8)}, ["--num-tokens-to-prompt 9 8", "fewest and the most"]),
+    (RunConfig, {"incoming_requests_duration": 0.0}, ["--incoming-requests-duration 0.0", "more than zero"]),
+    (RunConfig, {"num_tokens_to_prompt": (1, 2)}, ["--incoming-requests-per-sec None", "0 synthetic prompts"]),
     (RunConfig, {"drain_between_batches": True}, ["--drain-between-batches", "--batch-boundaries"]),
     (RunConfig, {"batch_boundaries": (0, 2)}, ["--batch-boundaries", "--drain-between-batches"]),
     (RunConfig, {"output_request_events": True}, ["--output-request-events", "--output-path"]),
@@ -199,7 +212,7 @@ def test_refused_in_one_line(kind: type, settings: dict, named: list[str]):
 
 def test_every_refusal_has_a_case(monkeypatch: pytest.MonkeyPatch):
     """Each `require` in the source refuses at least once above."""
-    modules = [batching, limits, model, request, run]
+    modules = [batching, limits, model, request, run, source, tokenizer]
     calls = {(module.__file__, line) for module in modules for line in lines_of_require(module)}
     refused = set()
 
@@ -247,9 +260,13 @@ def lines_of_require(module: types.ModuleType) -> set[int]:
         (RequestParams, {"top_p": 1.0, "top_k": 3, "temperature": 2.0}),
         (RunConfig, {}),
         (RunConfig, {"batch_boundaries": (0, 4), "drain_between_batches": True}),
+        (RunConfig, {"incoming_requests_per_step": 1, "incoming_requests_per_sec": 1.0}),  # steps decide
+        (RunConfig, {"prompts": ("a",), "num_tokens_to_prompt": (1, 2)}),  # prompts decide
         (InferenceSettings, {}),
         (InferenceSettings, {"sampling": RequestParams(return_log_probs=True, skip_prompt_log_probs=True)}),
+        (InferenceSettings, {"sampling": RequestParams(skip_prompt_log_probs=True)}),
         (InferenceSettings, {"run": RunConfig(prefix_cache_compare=True)}),
+        (BatchingConfig, {"max_tokens": 32}),
     ],
     ids=str,
 )

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from megatron_ext.config.checks import bounded, require
 from megatron_ext.config.layers.attention import AttentionFields
 
-POSITION_EMBEDDINGS = ("none", "rope", "learned_absolute")
+LEARNED_POSITIONS = "learned_absolute"
+POSITION_EMBEDDINGS = ("none", "rope", LEARNED_POSITIONS)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ MOE = "--hybrid-override-pattern M*E --num-experts 4"
         ("--load a --load-hf b", ("--load ", "--load-hf ")),
         ("--bf16 --fp16", ("--bf16", "--fp16")),
         ("--swiglu --squared-relu", ("--swiglu", "--squared-relu")),
-        ("--num-layers 3 --hybrid-override-pattern M-", ("--num-layers 3", "--hybrid-override-pattern 'M-'")),
         ("--prompts a --prompt-file b", ("--prompts", "--prompt-file")),
         (
             "--inference-dynamic-batching-buffer-size-gb 1 --inference-dynamic-batching-block-count 9",
@@ -25,19 +24,10 @@ MOE = "--hybrid-override-pattern M*E --num-experts 4"
             "--inference-dynamic-batching-max-tokens 8 --inference-dynamic-batching-max-requests 9",
             ("--inference-dynamic-batching-max-tokens 8", "--inference-dynamic-batching-max-requests 9"),
         ),
-        (
-            "--incoming-requests-per-step 1 --incoming-requests-per-sec 1",
-            ("--incoming-requests-per-step", "--incoming-requests-per-sec"),
-        ),
-        (
-            "--drain-between-batches --batch-boundaries 0 --incoming-requests-per-step 1",
-            ("--drain-between-batches", "--incoming-requests-per-step"),
-        ),
         ("--drain-between-batches", ("--drain-between-batches", "--batch-boundaries")),
         ("--batch-boundaries 0,2", ("--drain-between-batches", "--batch-boundaries")),
         ("--output-request-events", ("--output-request-events", "--output-path")),
         ("--top-n-logprobs 3", ("top_n_logprobs 3", "return_log_probs")),
-        ("--skip-prompt-log-probs", ("--skip-prompt-log-probs", "--return-log-probs")),
         (
             "--prefix-cache-compare --no-inference-dynamic-batching-enable-prefix-caching",
             ("--prefix-cache-compare", "--no-inference-dynamic-batching-enable-prefix-caching"),

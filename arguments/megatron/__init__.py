@@ -1,0 +1,1 @@
+"""Megatron-LM's launch scripts: flags that have no field of ours, and YAML files of its functional tests."""

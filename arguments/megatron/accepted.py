@@ -1,0 +1,127 @@
+"""Flags of Megatron-LM that are accepted, and have no effect here: each group says why."""
+
+from __future__ import annotations
+
+from arguments.megatron.record import Effect, MegatronFlag, MegatronGroup, group
+
+BATCHING = "--inference-dynamic-batching"
+
+_EAGER = "changes speed alone, and every step is eager here"
+_WEIGHTS = "every tensor that inference needs is read, and must be there"
+_ONE_ENGINE = "one engine serves everything, without a coordinator"
+
+TRAINING = group(
+    "training",
+    Effect.ACCEPTED,
+    "says how a model is trained, or its data is read",
+    bare="--no-create-attention-mask-in-dataloader --log-num-zeros-in-grad",
+    one="--micro-batch-size --seq-length --init-method-std --attention-dropout --hidden-dropout --num-workers "
+    "--moe-aux-loss-coeff --moe-z-loss-coeff --make-vocab-size-divisible-by",
+)
+LOGGING = group(
+    "logging",
+    Effect.ACCEPTED,
+    "says what a training run writes about itself",
+    bare="--log-memory-to-tensorboard --log-timers-to-tensorboard --log-validation-ppl-to-tensorboard --verbose",
+    one="--log-interval --timing-log-level",
+)
+CHECKPOINTS = group(
+    "checkpoints",
+    Effect.ACCEPTED,
+    _WEIGHTS,
+    bare="--auto-detect-ckpt-format --inference-ckpt-non-strict --no-load-optim --exit-on-missing-checkpoint "
+    "--ckpt-fully-parallel-save --ckpt-fully-parallel-load --ckpt-assume-constant-structure",
+    one="--dist-ckpt-strictness --save-interval",
+)
+IMPLEMENTATION = group(
+    "which kernels compute",
+    Effect.ACCEPTED,
+    "chooses among ways to compute the same; the fastest that is there is taken",
+    bare="--use-mcore-models --deterministic-mode --use-flash-attn --use-flashinfer-fused-rope --no-rope-fusion "
+    "--no-masked-softmax-fusion --no-persist-layer-norm --te-rng-tracker --inference-rng-tracker "
+    "--inference-fuse-tp-communication --moe-grouped-gemm --moe-shared-expert-overlap",
+    one=f"--attention-backend --transformer-impl --moe-token-dispatcher-type --inference-moe-token-dispatcher-type "
+    f"--inference-grouped-gemm-backend {BATCHING}-sampling-backend",
+)
+ANYWAY = group(
+    "so anyway",
+    Effect.ACCEPTED,
+    "is so anyway: batching is dynamic, the pattern says what the model is, positions are told as the model says",
+    bare=f"{BATCHING} --is-hybrid-model --no-position-embedding",
+)
+GRAPHS = group(
+    "CUDA graphs",
+    Effect.ACCEPTED,
+    _EAGER,
+    bare="--enable-cuda-graph --decode-only-cuda-graphs --inference-cuda-graph-all-prefills "
+    "--moe-pad-experts-for-cuda-graph-inference --no-rl-persist-cuda-graphs",
+    one=f"--cuda-graph-impl --inference-cuda-graph-scope {BATCHING}-num-cuda-graphs {BATCHING}-cuda-graph-max-tokens",
+    many="--cuda-graph-scope",
+)
+SCHEDULING = group(
+    "scheduling",
+    Effect.ACCEPTED,
+    "has no counterpart: a step is planned after the one before, and the pools hold what they hold",
+    bare=f"--async-mode --inference-use-synchronous-zmq-collectives {BATCHING}-track-paused-request-events",
+    one=f"{BATCHING}-async-sched-mode {BATCHING}-mamba-memory-ratio --max-tokens-to-oom --inference-max-requests "
+    "--rl-kv-cache-management-mode --suspend-timeout --exit-duration-in-mins",
+)
+COORDINATOR = group(
+    "coordinator and replicas",
+    Effect.ACCEPTED,
+    _ONE_ENGINE,
+    bare="--use-coordinator",
+    one=f"--inference-coordinator-port --coordinator-host --coordinator-port --frontend-replicas "
+    f"{BATCHING}-prefix-caching-coordinator-policy {BATCHING}-prefix-caching-routing-alpha",
+)
+SPECULATION = group(
+    "multi-token prediction",
+    Effect.ACCEPTED,
+    "the weights of multi-token prediction are left unread: there is no speculative decoding",
+    bare="--mtp-use-repeated-layer",
+    one="--mtp-num-layers",
+)
+MEMORY = MegatronGroup(
+    "memory",
+    Effect.ACCEPTED,
+    (
+        MegatronFlag(
+            "--sequence-parallel", Effect.ACCEPTED, "saves memory alone: activations are not split along tokens", 0
+        ),
+        MegatronFlag(
+            f"{BATCHING}-unified-memory-level",
+            Effect.ACCEPTED,
+            "pools are in the device's own memory",
+            warned=(("1", "there is no unified memory here, so the buffer has to fit the device"),),
+        ),
+    ),
+)
+_SINKHORN = "sinkhorn routes by itself, and no router here does so; others only balance experts in training"
+ROUTER = MegatronGroup(
+    "router",
+    Effect.ACCEPTED,
+    (
+        MegatronFlag("--moe-router-dtype", Effect.ACCEPTED, "the router computes in fp32 anyway"),
+        MegatronFlag(
+            "--moe-router-load-balancing-type",
+            Effect.ACCEPTED,
+            "balances experts in training",
+            None,
+            refused=(("sinkhorn", _SINKHORN),),
+        ),
+    ),
+)
+
+ACCEPTED = (
+    ANYWAY,
+    IMPLEMENTATION,
+    GRAPHS,
+    MEMORY,
+    SCHEDULING,
+    COORDINATOR,
+    ROUTER,
+    SPECULATION,
+    CHECKPOINTS,
+    TRAINING,
+    LOGGING,
+)

@@ -1,0 +1,85 @@
+"""Which layers a model has, as Megatron-LM's flags say it: a pattern, a count of GPT's layers, or shares of kinds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from arguments.given import Given
+from megatron_ext.config.layers.pattern import GPT, gpt_pattern, is_gpt_pattern, read_pattern
+from megatron_ext.errors import ConfigError
+
+_PATTERN, _COUNT, _PROVIDER = "hybrid-override-pattern", "num-layers", "model-provider"
+_RATIOS = ("hybrid-attention-ratio", "hybrid-mlp-ratio")
+
+
+def describe_layers(given: Given) -> None:
+    """Make a pattern of what is given, in place: all of it, from the command line and the file.
+
+    A pattern decides over a count and over shares of kinds, as it does in Megatron. How many layers the model of a
+    checkpoint has is for whoever reads it to compare.
+
+    Raises:
+        ConfigError: It makes no pattern.
+    """
+    values: dict[str, Any] = given.values
+    ratios = [values.pop(name, 0.0) for name in _RATIOS]
+    if _PATTERN in values:
+        pattern, recurrent_layer = read_pattern(values[_PATTERN])
+        values[_PATTERN] = pattern
+        if recurrent_layer is not None:
+            _set_recurrent_layer(values, recurrent_layer)
+        if values.get(_COUNT, len(pattern)) != len(pattern):
+            given.without_effect.note(f"--{_COUNT}")
+            del values[_COUNT]
+        for name, ratio in zip(_RATIOS, ratios, strict=True):
+            if ratio:
+                given.without_effect.note(f"--{name}")
+    elif any(ratios):
+        values[_PATTERN] = _allocated(values.get(_COUNT), *ratios)
+    if values.get(_PROVIDER) == GPT:
+        _describe_gpt(values)
+
+
+def _set_recurrent_layer(values: dict[str, Any], kind: str) -> None:
+    if values.setdefault("recurrent-layer", kind) != kind:
+        raise ConfigError(
+            f"--recurrent-layer {values['recurrent-layer']} contradicts the pattern, whose G are of the kind {kind}; "
+            "leave it out"
+        )
+
+
+def _describe_gpt(values: dict[str, Any]) -> None:
+    if "num-experts" in values:
+        raise ConfigError(
+            f"--num-experts {values['num-experts']} with --model-provider {GPT} is refused: GPT models with experts "
+            "are not built here; hybrid patterns may have E layers"
+        )
+    if _PATTERN in values:
+        if not is_gpt_pattern(values[_PATTERN]):
+            raise ConfigError(
+                f"--model-provider {GPT} and --{_PATTERN} {values[_PATTERN]!r} contradict each other: a GPT's layers "
+                "are an attention and an MLP each; give --model-provider hybrid"
+            )
+    elif not {"load", "load-hf"} & values.keys():
+        if _COUNT not in values:
+            raise ConfigError(f"--model-provider {GPT} needs --{_COUNT}, or a checkpoint (--load, --load-hf)")
+        values[_PATTERN] = gpt_pattern(values.pop(_COUNT))
+
+
+def _allocated(count: int | None, attention: float, mlp: float) -> str:
+    if count is None:
+        raise ConfigError(f"--{_RATIOS[0]} {attention} and --{_RATIOS[1]} {mlp} are shares of --{_COUNT}; give it too")
+    if min(attention, mlp) < 0 or not attention + mlp <= 1:
+        raise ConfigError(f"--{_RATIOS[0]} {attention} and --{_RATIOS[1]} {mlp} must be shares, of 1 together at most")
+    # Imported where it is needed: it brings torch along, which takes seconds.
+    from megatron.core.ssm.mamba_hybrid_layer_allocation import allocate_layers
+
+    return "".join(allocate_layers(_checked_count(count), attention, mlp))
+
+
+def _checked_count(count: int) -> int:
+    from megatron_ext.config import MOST_LAYERS
+
+    if not 0 < count <= MOST_LAYERS:
+        raise ConfigError(f"--{_COUNT} {count} must be between 1 and {MOST_LAYERS}")
+    return count

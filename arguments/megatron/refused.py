@@ -1,0 +1,49 @@
+"""Flags of Megatron-LM that are refused: what they ask for changes results, and is missing here."""
+
+from __future__ import annotations
+
+from arguments.megatron.accepted import BATCHING
+from arguments.megatron.record import Effect, group
+
+_MAX_REQUESTS = f"{BATCHING}-max-requests"
+
+ATTENTION = group(
+    "attention and activations",
+    Effect.REFUSED,
+    "it asks for another attention or activation than the one that is computed here",
+    bare="--quick-geglu --no-yarn-*",
+    one="--window-* --activation-func-clamp-value --rotary-scaling-factor --yarn-* --mscale*",
+)
+QUANTIZED = group(
+    "8-bit parameters",
+    Effect.REFUSED,
+    "nothing is quantized here; leave it out, and parameters are in 16 or 32 bits",
+    bare="--fp8-param-gather --first-last-layers-bf16",
+    one="--fp8-format --fp8-recipe",
+)
+ROUTING = group(
+    "routing replay",
+    Effect.REFUSED,
+    "which experts a token was routed to is not recorded",
+    bare="--moe-enable-routing-replay",
+)
+SERVING = group(
+    "several engines behind one address",
+    Effect.REFUSED,
+    "one engine serves everything: there is no router, and prefill and decode are not apart",
+    one="--inference-shards --disagg-role --disagg-kv-transport-backend --frontend --coordinator-schedule-output-path",
+)
+PARSERS = group(
+    "parsers of answers",
+    Effect.REFUSED,
+    "answers are not parsed for reasoning or calls of tools; leave it out, and the text is whole",
+    many="--parsers",
+)
+OLD = group(
+    "gone from Megatron",
+    Effect.REFUSED,
+    f"it is gone from Megatron too; {_MAX_REQUESTS} says how many requests run at the same time",
+    one=f"{_MAX_REQUESTS}-override {BATCHING}-buffer-guaranteed-fraction {BATCHING}-buffer-overflow-factor",
+)
+
+REFUSED = (ATTENTION, QUANTIZED, ROUTING, SERVING, PARSERS, OLD)

@@ -1,0 +1,70 @@
+"""Flags of Megatron-LM that say what flags of ours say, in other words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from arguments.flags import Flag, FlagGroup
+from arguments.given import Given
+from megatron_ext.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Synonyms:
+    """What they may be given."""
+
+    pretrained_checkpoint: str | None = None
+    disable_chunked_prefill: bool = False
+    use_rotary_position_embeddings: bool = False
+    hybrid_attention_ratio: float = 0.0
+    hybrid_mlp_ratio: float = 0.0
+
+
+SYNONYMS = FlagGroup(
+    "Megatron's, in place of others",
+    Synonyms,
+    (
+        Flag("pretrained_checkpoint", "Checkpoint to load if --load is not given", metavar="DIR"),
+        Flag("disable_chunked_prefill", "--no-enable-chunked-prefill"),
+        Flag("use_rotary_position_embeddings", "--position-embedding-type rope"),
+        Flag("hybrid_attention_ratio", "Share of attention layers, evenly among --num-layers, in place of a pattern"),
+        Flag("hybrid_mlp_ratio", "Share of MLP layers, likewise"),
+    ),
+)
+# What ours say of the same: (key, value) behind each flag that is given as true.
+_MEANINGS: Mapping[str, tuple[str, Any]] = {
+    "disable-chunked-prefill": ("enable-chunked-prefill", False),
+    "use-rotary-position-embeddings": ("position-embedding-type", "rope"),
+}
+# Megatron's own stacks of hybrid models, in whose place ours stand.
+_STACKS = {("mamba_layer_specs", "mamba_stack_spec"), ("hybrid_layer_specs", "hybrid_stack_spec")}
+
+
+def translate(given: Given) -> Given:
+    """The same with flags of ours, from one source: a command line or a file.
+
+    Raises:
+        ConfigError: Two flags contradict each other.
+    """
+    values = dict(given.values)
+    for key, (ours, value) in _MEANINGS.items():
+        if values.pop(key, False):
+            if values.get(ours, value) != value:
+                raise ConfigError(f"--{key} and --{ours} contradict each other; give one of them")
+            values[ours] = value
+    if "pretrained-checkpoint" in values:
+        pretrained = values.pop("pretrained-checkpoint")
+        if values.setdefault("load", pretrained) is not pretrained:
+            given.without_effect.note("--pretrained-checkpoint")
+    if _is_megatrons_stack(values.get("spec")):
+        del values["spec"]
+    return Given(values, given.without_effect, given.environment)
+
+
+def _is_megatrons_stack(spec: object) -> bool:
+    if not isinstance(spec, tuple):
+        return False
+    module, name = spec
+    return module.startswith("megatron.") and (module.rpartition(".")[2], name) in _STACKS

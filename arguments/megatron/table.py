@@ -1,0 +1,75 @@
+"""All of Megatron-LM's flags that set no field of ours, and what becomes of those that are given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from arguments.flags import Flag, FlagGroup
+from arguments.groups import SAMPLING
+from arguments.megatron.accepted import ACCEPTED
+from arguments.megatron.record import Effect, MegatronFlag, MegatronGroup
+from arguments.megatron.refused import REFUSED
+from arguments.megatron.restricted import RESTRICTED
+
+
+def _of_requests(group: FlagGroup) -> MegatronGroup:
+    """What the command line of a run says of all requests, and each request says for itself where there is a server."""
+
+    def record(flag: Flag, name: str) -> MegatronFlag:
+        kind = group.kind(flag)
+        count = 0 if kind.item is bool else None if kind.is_tuple else 1
+        return MegatronFlag(name, Effect.ACCEPTED, "each request says that for itself", count)
+
+    names = [(flag, name) for flag in group.flags for name in (flag.option, *flag.aliases)]
+    negated = [(flag, name.replace("--", "--no-", 1)) for flag, name in names if group.kind(flag).item is bool]
+    return MegatronGroup("requests", Effect.ACCEPTED, tuple(record(*one) for one in (*names, *negated)))
+
+
+TABLE = (*ACCEPTED, *RESTRICTED, *REFUSED)
+SERVER_TABLE = (*TABLE, _of_requests(SAMPLING))
+
+
+def records(groups: Sequence[MegatronGroup] = TABLE) -> Iterator[MegatronFlag]:
+    """Every record, in order."""
+    return (flag for one in groups for flag in one.flags)
+
+
+def family_of(option: str) -> MegatronFlag | None:
+    """What is said of every flag that begins as this one does, if anything."""
+    return next((flag for flag in records() if flag.is_family and flag.covers(option)), None)
+
+
+@dataclass
+class WithoutEffect:
+    """What was accepted and has no effect, as it is collected.
+
+    Attributes:
+        options: The flags, in the order in which they were given, each once.
+        warnings: Lines about some of their values.
+    """
+
+    options: dict[str, None] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+
+    def add(self, flag: MegatronFlag, words: Sequence[str]) -> None:
+        """A flag is given.
+
+        Raises:
+            ConfigError: It is refused, or its values are.
+        """
+        flag.check(words)
+        self.note(flag.name)
+        warning = flag.warning(words)
+        if warning is not None and warning not in self.warnings:
+            self.warnings.append(warning)
+
+    def note(self, option: str) -> None:
+        """A flag, or something else that was given, has no effect."""
+        self.options[option] = None
+
+    def lines(self) -> tuple[str, ...]:
+        """What is to be said at the start: one line for all, and those about values."""
+        if not self.options:
+            return tuple(self.warnings)
+        return (f"accepted, and without effect here: {', '.join(self.options)}", *self.warnings)

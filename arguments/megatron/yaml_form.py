@@ -1,0 +1,158 @@
+"""A YAML file as Megatron-LM's functional tests have them: flags under `MODEL_ARGS`, and what surrounds the run.
+
+Each flag is parsed as the command line would be that Megatron's shell script makes of it, so that nothing is said
+twice. Scripts in the file are refused, since a file runs no code (SE-1).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import yaml
+
+from arguments.flags import closest, shown
+from arguments.given import Given
+from arguments.megatron.words import arguments_of, as_xargs, with_variables
+from megatron_ext.errors import ConfigError
+
+Parse = Callable[[Sequence[str]], Given]
+Pairs = Sequence[tuple[yaml.Node, yaml.Node]]
+
+FLAGS, VARIABLES, MODE = "MODEL_ARGS", "ENV_VARS", "MODE"
+_PASSED_OVER = ("TEST_TYPE", "METRICS", "LAUNCHER")
+_REFUSED = {
+    "MODEL_ARGS_2": "the flags of a second run, and there is one; put what it changes into MODEL_ARGS",
+    "BEFORE_SCRIPT": "a shell script, and a file runs no code; run it before, and leave the key out",
+    "AFTER_SCRIPT": "a shell script, and a file runs no code; run it afterwards, and leave the key out",
+}
+TOP_LEVEL = (FLAGS, VARIABLES, MODE, *_PASSED_OVER, *_REFUSED)
+_OURS = "inference"
+# Variables that libraries read when they start, and that neither name a file nor a module to load.
+EXPORTED = frozenset(
+    "CUBLAS_WORKSPACE_CONFIG CUDA_DEVICE_MAX_CONNECTIONS NCCL_ALGO NCCL_DEBUG NCCL_PROTO NCCL_NVLS_ENABLE "
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO NVTE_BWD_LAYERNORM_SM_MARGIN NVTE_FLASH_ATTN NVTE_FUSED_ATTN "
+    "NVTE_FWD_LAYERNORM_SM_MARGIN NVTE_UNFUSED_ATTN OMP_NUM_THREADS PYTORCH_CUDA_ALLOC_CONF "
+    "TORCH_NCCL_AVOID_RECORD_STREAMS".split()
+)
+_NEVER = ("--help", "-h", "--model-config")
+_NULL, _BOOL = (f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool"))
+
+
+def is_megatrons(pairs: Pairs) -> bool:
+    """Whether a file's top-level mapping is of Megatron's form."""
+    return any(key.value in TOP_LEVEL for key, _ in pairs)
+
+
+def read(path: str, pairs: Pairs, parse: Parse) -> Given:
+    """What the file gives.
+
+    Args:
+        path: Of the file, for messages.
+        pairs: Its top-level mapping.
+        parse: Of an argument list.
+
+    Raises:
+        ConfigError: A key or a value that is wrong, or that cannot be; names file and line.
+    """
+    given = Given()
+    for key, value in pairs:
+        where, name = f"{path}, line {key.start_mark.line + 1}", str(key.value)
+        if name in _REFUSED:
+            _require(_is_empty(value), f"{where}: {name} is refused: {_REFUSED[name]}")
+        elif name == MODE:
+            _require(value.value == _OURS, f"{where}: {name} {shown(value.value)} is refused: only {_OURS!r} runs here")
+        elif name == FLAGS:
+            for entry in _mapping(where, name, value):
+                given = _flag(path, entry, parse).over(given)
+        elif name == VARIABLES:
+            for entry in _mapping(where, name, value):
+                _variable(path, entry, given)
+        elif name not in _PASSED_OVER:
+            meant = closest(name, TOP_LEVEL)
+            hint = f"; did you mean {meant!r}?" if meant else f"; flags stand under {FLAGS}"
+            raise ConfigError(f"{where}: {shown(name)} is no part of a file with {FLAGS}{hint}")
+    return given
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A key of a mapping, and its value."""
+
+    where: str  # the line, for messages
+    name: str
+    value: yaml.Node
+
+
+def _mapping(where: str, name: str, node: yaml.Node) -> Iterator[_Entry]:
+    if _is_empty(node):
+        return
+    _require(isinstance(node, yaml.MappingNode), f"{where}: {name} is no mapping of names to values")
+    file = where.rpartition(", line ")[0]
+    for key, value in node.value:
+        line = f"{file}, line {key.start_mark.line + 1}"
+        _require(isinstance(key, yaml.ScalarNode), f"{line}: a key that is no name")
+        yield _Entry(line, key.value, value)
+
+
+def _flag(path: str, entry: _Entry, parse: Parse) -> Given:
+    name, where = entry.name, entry.where
+    _require(name.startswith("--") and name not in _NEVER, f"{where}: {shown(name)} is no flag that the file can hold")
+    try:
+        words = _words(entry.value)
+        if words is None:
+            return Given()
+        return parse([name, *words] if len(words) != 1 else [f"{name}={words[0]}"])
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    except ValueError as error:
+        raise ConfigError(f"{where}: {name}: {error}") from None
+
+
+def _words(node: yaml.Node) -> list[str] | None:
+    """The arguments behind a flag; none for a flag alone, None for a flag that is dropped.
+
+    Raises:
+        ValueError: A value that is none, or a variable that is not set.
+    """
+    if isinstance(node, yaml.SequenceNode):
+        if not all(isinstance(item, yaml.ScalarNode) for item in node.value):
+            raise ValueError("a list of anything but single values")
+        return [word for item in node.value for word in as_xargs(_text(item)).split()]
+    if not isinstance(node, yaml.ScalarNode):
+        raise ValueError("a mapping is not one value")
+    if _is_empty(node):
+        return None
+    arguments = arguments_of(_text(node))
+    if node.tag == _BOOL and arguments == ["false"]:
+        raise ValueError("false is no value of a flag; leave the key out")
+    if arguments == ["true"]:
+        return []
+    return None if arguments == [""] else arguments
+
+
+def _text(node: yaml.ScalarNode) -> str:
+    text = node.value.lower() if node.tag == _BOOL and node.value.lower() in ("true", "false") else node.value
+    return with_variables(text, os.environ)
+
+
+def _variable(path: str, entry: _Entry, given: Given) -> None:
+    if not isinstance(entry.value, yaml.ScalarNode):
+        raise ConfigError(f"{entry.where}: {entry.name} is no single value")
+    if entry.name not in EXPORTED:
+        given.without_effect.note(f"{entry.name} (export it yourself)")
+        return
+    try:
+        given.environment[entry.name] = with_variables(entry.value.value, os.environ)
+    except ValueError as error:
+        raise ConfigError(f"{entry.where}: {entry.name}: {error}") from None
+
+
+def _is_empty(node: yaml.Node) -> bool:
+    return node.tag == _NULL or node.value == ""
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConfigError(message)

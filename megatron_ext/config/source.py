@@ -1,0 +1,45 @@
+"""Where a model comes from: weights, tokenizer, and what of it flags decide."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_ext.config.checks import require
+from megatron_ext.config.layers.pattern import MODEL_PROVIDERS
+from megatron_ext.config.tokenizer import TokenizerConfig
+
+
+@dataclass(frozen=True)
+class SourceConfig(TokenizerConfig):
+    """Where the weights and the tokenizer come from, and in which type they live."""
+
+    load: str | None = None
+    load_hf: str | None = None
+    save: str | None = None
+    model_config: str | None = None  # a YAML file of flags
+    use_checkpoint_args: bool = False  # the checkpoint decides over flags of the model
+    model_provider: str | None = None  # of MODEL_PROVIDERS; default: whatever the checkpoint has
+    padded_vocab_size: int | None = None  # rows of the embedding; default: the checkpoint's, else the vocabulary's
+    bf16: bool = False
+    fp16: bool = False
+    seed: int = 1234
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            not (self.load and self.load_hf),
+            f"--load {self.load} and --load-hf {self.load_hf} contradict each other; give one of them",
+        )
+        require(not (self.bf16 and self.fp16), "--bf16 and --fp16 contradict each other; give one of them")
+        require(0 <= self.seed < 2**63, f"--seed {self.seed} must be between 0 and {2**63 - 1}")
+        require(
+            bool(self.load or self.load_hf) or not self.use_checkpoint_args,
+            "--use-checkpoint-args needs a checkpoint; give --load or --load-hf",
+        )
+        known = ", ".join(MODEL_PROVIDERS)
+        require(
+            self.model_provider in (None, *MODEL_PROVIDERS),
+            f"--model-provider {self.model_provider!r} is unknown; one of {known}",
+        )
+        rows = self.padded_vocab_size
+        require(rows is None or rows > 0, f"--padded-vocab-size {rows} must be positive")

@@ -1,0 +1,139 @@
+"""MF-1: flags of Megatron's that say in other words what ours say, and flags that have no effect beside others."""
+
+from __future__ import annotations
+
+import pytest
+from megatron.core.ssm.mamba_hybrid_layer_allocation import allocate_layers
+
+from arguments import parse_arguments
+from megatron_ext.errors import ConfigError
+
+GPT = "--model-provider gpt"
+
+
+def parse(argv: str):
+    return parse_arguments(argv.split())
+
+
+@pytest.mark.parametrize(
+    ("argv", "field", "expected"),
+    [
+        ("--disable-chunked-prefill", "batching.enable_chunked_prefill", False),
+        ("--enable-chunked-prefill", "batching.enable_chunked_prefill", True),
+        ("--use-rotary-position-embeddings", "model_overrides", {"position_embedding_type": "rope"}),
+        (
+            "--use-rotary-position-embeddings --position-embedding-type rope",
+            "model_overrides",
+            {"position_embedding_type": "rope"},
+        ),
+        ("--pretrained-checkpoint a", "source.load", "a"),
+        ("--pretrained-checkpoint a --load b", "source.load", "b"),
+        ("--spec megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec", "model_overrides", {}),
+        ("--spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec", "model_overrides", {}),
+        ("--spec my.specs my_stack", "model_overrides", {"spec": ("my.specs", "my_stack")}),
+        ("--hybrid-layer-pattern M-*-", "model_overrides", {"hybrid_override_pattern": "M-*-"}),
+        ("--hybrid-layer-pattern M-|*-/M*/M*", "model_overrides", {"hybrid_override_pattern": "M-*-"}),
+        ("--hybrid-override-pattern M-|*-", "model_overrides", {"hybrid_override_pattern": "M-*-"}),
+        (
+            "--hybrid-layer-pattern G-G-*-",
+            "model_overrides",
+            {"hybrid_override_pattern": "M-M-*-", "recurrent_layer": "gated_delta_net"},
+        ),
+        (f"{GPT} --num-layers 2", "model_overrides", {"hybrid_override_pattern": "*-*-"}),
+        (f"{GPT} --num-layers 2 --load x", "model_overrides", {"num_layers": 2}),
+        ("--model-provider hybrid --hybrid-layer-pattern M-", "source.model_provider", "hybrid"),
+        ("--inference-dynamic-batching-max-tokens 32", "batching.most_requests", 32),
+        ("--inference-dynamic-batching-max-tokens 320", "batching.most_requests", 64),
+        ("--num-tokens-to-prompt 64 128 --incoming-requests-per-sec 2", "run.num_tokens_to_prompt", (64, 128)),
+    ],
+)
+def test_understood(argv, field, expected):
+    value = parse(argv)
+    for name in field.split("."):
+        value = getattr(value, name)
+    assert value == expected
+
+
+def test_a_spec_in_quotes_is_two_words():
+    quoted = parse_arguments(["--spec", "my.specs my_stack"])
+    assert quoted.model_overrides == {"spec": ("my.specs", "my_stack")}
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ("--spec a", "argument --spec: expected 2 arguments, got 'a'"),
+        ("--spec a b c", "expected 2 arguments, got 'a b c'"),
+        ("--num-tokens-to-prompt 1 x", "argument --num-tokens-to-prompt: '1 x' is not a whole number"),
+        (
+            "--disable-chunked-prefill --enable-chunked-prefill",
+            "--disable-chunked-prefill and --enable-chunked-prefill",
+        ),
+        ("--use-rotary-position-embeddings --position-embedding-type none", "--position-embedding-type contradict"),
+        (
+            "--hybrid-layer-pattern MD",
+            "pattern 'MD' has a layer 'D', sparse attention over latents, which is not",
+        ),
+        ("--hybrid-layer-pattern M+", "pattern 'M+' has a layer '+', multi-latent attention, which is not there"),
+        ("--hybrid-layer-pattern MG", "pattern 'MG' has M and G; all recurrent layers of a model are of one kind"),
+        ("--hybrid-layer-pattern G- --recurrent-layer mamba1", "--recurrent-layer mamba1 contradicts the pattern"),
+        (GPT, "--model-provider gpt needs --num-layers, or a checkpoint"),
+        (f"{GPT} --num-layers 2 --num-experts 4", "--num-experts 4 with --model-provider gpt is refused: GPT models"),
+        (f"{GPT} --hybrid-layer-pattern M*", "--model-provider gpt and --hybrid-override-pattern 'M*' contradict"),
+        ("--hybrid-mlp-ratio 0.5", "are shares of --num-layers; give it too"),
+        ("--num-layers 4 --hybrid-mlp-ratio 0.5 --hybrid-attention-ratio 0.6", "must be shares, of 1 together at most"),
+        ("--num-layers 4 --hybrid-mlp-ratio -0.5", "must be shares"),
+        ("--num-layers 4 --hybrid-mlp-ratio nan", "must be shares"),
+        ("--num-layers 400000 --hybrid-mlp-ratio 0.5", "--num-layers 400000 must be between 1 and 4096"),
+        ("--num-layers 24", "--num-layers 24 contradicts --hybrid-override-pattern"),
+        ("--model-provider bert", "invalid choice: 'bert'"),
+        ("--position-embedding-type yarn", "invalid choice: 'yarn'"),
+        ("--use-checkpoint-args", "--use-checkpoint-args needs a checkpoint; give --load or --load-hf"),
+    ],
+)
+def test_refused(argv, expected):
+    with pytest.raises(ConfigError) as caught:
+        parse(argv)
+    assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize(("count", "attention", "mlp"), [(56, 0.08, 0.5), (8, 0.25, 0.0), (10, 0.0, 0.5)])
+def test_shares_of_layers_are_allocated_as_upstream_does(count, attention, mlp):
+    argv = f"--num-layers {count} --hybrid-attention-ratio {attention} --hybrid-mlp-ratio {mlp} --load x"
+    expected = "".join(allocate_layers(count, attention, mlp))
+    assert parse(argv).model_overrides == {"hybrid_override_pattern": expected, "num_layers": count}
+
+
+@pytest.mark.parametrize(
+    ("argv", "idle"),
+    [
+        ("--skip-prompt-log-probs", "--skip-prompt-log-probs"),
+        ("--skip-prompt-log-probs --return-log-probs", ""),
+        ("--num-layers 3 --hybrid-layer-pattern M-", "--num-layers"),
+        ("--num-layers 2 --hybrid-layer-pattern M-", ""),
+        ("--num-layers 2 --hybrid-layer-pattern M- --hybrid-mlp-ratio 0.5", "--hybrid-mlp-ratio"),
+        ("--incoming-requests-per-step 32 --incoming-requests-per-sec 5", "--incoming-requests-per-sec"),
+        ("--incoming-requests-per-step 32 --incoming-requests-per-sec -1", ""),
+        (
+            "--drain-between-batches --batch-boundaries 0 --incoming-requests-per-step 3 --incoming-requests-per-sec 5",
+            "--incoming-requests-per-step, --incoming-requests-per-sec",
+        ),
+        ("--incoming-requests-per-step 2 --incoming-requests-per-sec 5 --num-tokens-to-prompt 1 2", ""),
+        ("--prompts a --num-tokens-to-prompt 1 2", "--num-tokens-to-prompt"),
+        ("--prompt-file-num-truncate 3", "--prompt-file-num-truncate"),
+        ("--throughput-check-only", "--throughput-check-only"),
+        ("--load a --pretrained-checkpoint b", "--pretrained-checkpoint"),
+    ],
+)
+def test_what_has_no_effect_beside_others_is_said(argv, idle):
+    lines = parse(argv).start.lines
+    assert lines == ((f"accepted, and without effect here: {idle}",) if idle else ())
+
+
+def test_steps_decide_over_seconds_and_batches_over_both(tmp_path):
+    """Whatever source they come from; the command line over the file."""
+    path = tmp_path / "flags.yaml"
+    path.write_text("disable-chunked-prefill: true\nincoming-requests-per-sec: 5\npretrained-checkpoint: a\n")
+    settings = parse_arguments(["--model-config", str(path), "--enable-chunked-prefill", "--load", "b"])
+    assert settings.batching.enable_chunked_prefill
+    assert settings.source.load == "b"

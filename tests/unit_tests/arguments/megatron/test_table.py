@@ -1,0 +1,189 @@
+"""MF-1: each flag of the table does in the parser, in both tools and in a YAML file, what its record says."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from arguments import build_parser, build_server_parser, parse_arguments, parse_server_arguments
+from arguments.megatron.record import Effect
+from arguments.megatron.table import SERVER_TABLE, TABLE, family_of, records
+from megatron_ext.errors import ConfigError
+
+BATCHING = "--inference-dynamic-batching"
+PARSERS = {"run": (parse_arguments, TABLE), "server": (parse_server_arguments, SERVER_TABLE)}
+CASES = [
+    pytest.param(parse, flag, id=f"{tool} {flag.name}")
+    for tool, (parse, table) in PARSERS.items()
+    for flag in records(table)
+]
+
+# What the specification lists, spelled out once more, so that a flag which is lost is missed.
+BARE = """
+--exit-on-missing-checkpoint --use-flashinfer-fused-rope --use-flash-attn --no-rope-fusion --no-masked-softmax-fusion
+--no-persist-layer-norm --is-hybrid-model --no-position-embedding --inference-dynamic-batching --enable-cuda-graph
+--decode-only-cuda-graphs --inference-fuse-tp-communication --moe-grouped-gemm
+--inference-use-synchronous-zmq-collectives --moe-pad-experts-for-cuda-graph-inference --moe-shared-expert-overlap
+--mtp-use-repeated-layer --use-coordinator --no-rl-persist-cuda-graphs --async-mode --verbose
+...track-paused-request-events
+--sequence-parallel --auto-detect-ckpt-format --inference-ckpt-non-strict --use-mcore-models --no-load-optim
+--log-num-zeros-in-grad --log-memory-to-tensorboard --log-timers-to-tensorboard --log-validation-ppl-to-tensorboard
+--deterministic-mode --ckpt-fully-parallel-save --ckpt-fully-parallel-load --ckpt-assume-constant-structure
+--no-create-attention-mask-in-dataloader --te-rng-tracker --inference-rng-tracker --inference-cuda-graph-all-prefills
+""".replace("...", BATCHING + "-").split()
+ONE = """
+--exit-duration-in-mins --make-vocab-size-divisible-by ...cuda-graph-max-tokens ...sampling-backend ...async-sched-mode
+...mamba-memory-ratio --inference-moe-token-dispatcher-type --inference-grouped-gemm-backend
+--inference-coordinator-port --moe-aux-loss-coeff --moe-z-loss-coeff --suspend-timeout
+--rl-kv-cache-management-mode --coordinator-host
+--coordinator-port --frontend-replicas --inference-max-requests --moe-router-dtype ...unified-memory-level
+...prefix-caching-coordinator-policy ...prefix-caching-routing-alpha --cuda-graph-impl --inference-cuda-graph-scope
+...num-cuda-graphs --mtp-num-layers --micro-batch-size --attention-backend --dist-ckpt-strictness --max-tokens-to-oom
+--timing-log-level --log-interval --transformer-impl --seq-length --init-method-std --attention-dropout --hidden-dropout
+--num-workers --save-interval --moe-token-dispatcher-type
+""".replace("...", BATCHING + "-").split()
+MANY = "--cuda-graph-scope --moe-router-load-balancing-type".split()
+ONLY = {
+    f"{BATCHING}-logprobs-mode": "raw_logprobs",
+    "--softmax-type": "vanilla",
+    "--glu-linear-offset": "0",
+    "--num-speculative-tokens": "0",
+    "--context-parallel-size": "1",
+    "--ckpt-format": "torch_dist",
+}
+REFUSED = """
+--activation-func-clamp-value --rotary-scaling-factor --quick-geglu --fp8-format --fp8-recipe --fp8-param-gather
+--first-last-layers-bf16 --moe-enable-routing-replay --parsers --inference-shards --disagg-role
+--disagg-kv-transport-backend --frontend --coordinator-schedule-output-path ...max-requests-override
+...buffer-guaranteed-fraction ...buffer-overflow-factor
+""".replace("...", BATCHING + "-").split()
+FAMILIES = ("--window-*", "--yarn-*", "--no-yarn-*", "--mscale*")
+
+
+def values_of(flag) -> list[str]:
+    """What may be given to a flag."""
+    return {0: [], 1: ["7"], None: ["7", "8"]}[flag.count] if not flag.allowed else [flag.allowed[0]]
+
+
+def test_the_table_has_what_was_promised():
+    by_name = {flag.name: flag for flag in records()}
+    assert len(by_name) == len(list(records())), "a flag stands there twice"
+    accepted = {name: flag for name, flag in by_name.items() if flag.effect is Effect.ACCEPTED}
+    assert set(accepted) == {*BARE, *ONE, *MANY}
+    assert {name for name, flag in accepted.items() if flag.count == 0} == set(BARE)
+    assert {name for name, flag in accepted.items() if flag.count is None} == set(MANY)
+    assert {n: f.allowed for n, f in by_name.items() if f.effect is Effect.RESTRICTED} == {
+        name: (value,) for name, value in ONLY.items()
+    }
+    assert {name for name, flag in by_name.items() if flag.effect is Effect.REFUSED} == {*REFUSED, *FAMILIES}
+
+
+def test_each_record_says_why():
+    for flag in records(SERVER_TABLE):
+        assert re.fullmatch(r"--[a-z][a-z0-9_-]*\*?", flag.name), flag.name
+        assert flag.why, flag.name
+        assert bool(flag.allowed) == (flag.effect is Effect.RESTRICTED), flag.name
+        assert not flag.is_family or flag.effect is Effect.REFUSED, flag.name
+
+
+@pytest.mark.parametrize(("parse", "flag"), CASES)
+def test_on_the_command_line(parse, flag):
+    name = flag.name.replace("*", "any")
+    if flag.effect is Effect.REFUSED:
+        with pytest.raises(ConfigError, match=re.escape(flag.why)) as caught:
+            parse([name, *values_of(flag)])
+        assert str(caught.value).startswith(name)
+        return
+    settings = parse([name, *values_of(flag)])
+    assert settings.start.lines[0] == f"accepted, and without effect here: {name}"
+    assert dataclass_fields(settings) == dataclass_fields(parse([]))
+
+
+def dataclass_fields(settings) -> dict:
+    return {name: value for name, value in vars(settings).items() if name != "start"}
+
+
+@pytest.mark.parametrize(("parse", "flag"), CASES)
+def test_in_a_yaml_file(parse, flag, tmp_path):
+    """Ours, and Megatron's."""
+    name, values = flag.name.replace("*", "any"), values_of(flag)
+    value = "true" if not values else values[0] if flag.count == 1 else f"[{' '.join(values)}]"
+    for text in (f"{name.lstrip('-')}: {value}\n", f"MODEL_ARGS:\n  {name}: {value}\n"):
+        path = tmp_path / "flags.yaml"
+        path.write_text(text)
+        if flag.effect is Effect.REFUSED:
+            with pytest.raises(ConfigError, match=re.escape(flag.why)) as caught:
+                parse(["--model-config", str(path)])
+            assert str(caught.value).startswith(f"{path}, line {text.count(chr(10))}: {name}")
+        else:
+            settings = parse(["--model-config", str(path)])
+            assert settings.start.lines[0] == f"accepted, and without effect here: {name}"
+
+
+@pytest.mark.parametrize("flag", [one for one in records() if one.allowed], ids=lambda one: one.name)
+def test_other_values_are_refused(flag):
+    with pytest.raises(ConfigError, match=f"{flag.name} 17 is refused: .*; {flag.allowed[0]} would do"):
+        parse_arguments([flag.name, "17"])
+
+
+@pytest.mark.parametrize("spelled", ["0", "0.0", "-0"])
+def test_numbers_are_equal_however_they_are_written(spelled):
+    assert parse_arguments(["--glu-linear-offset", spelled]).start.lines
+
+
+@pytest.mark.parametrize(
+    ("option", "beginning"),
+    [("--window-size", "--window-*"), ("--yarn-beta-fast", "--yarn-*"), ("--mscale-all-dim", "--mscale*")],
+)
+def test_families(option, beginning):
+    assert family_of(option).name == beginning
+    with pytest.raises(ConfigError, match=f"{option} is refused: it asks for another attention"):
+        parse_arguments([f"{option}=4"])
+
+
+def test_sinkhorn_is_refused_and_others_are_not():
+    assert parse_arguments("--moe-router-load-balancing-type aux_loss seq_aux_loss".split()).start.lines
+    with pytest.raises(ConfigError, match="-type aux_loss sinkhorn is refused: sinkhorn routes by itself"):
+        parse_arguments("--moe-router-load-balancing-type aux_loss sinkhorn".split())
+
+
+def test_unified_memory_warns():
+    _, warning = parse_arguments([f"{BATCHING}-unified-memory-level", "1"]).start.lines
+    assert warning == (
+        f"{BATCHING}-unified-memory-level 1: there is no unified memory here, so the buffer has to fit the device"
+    )
+    assert len(parse_arguments([f"{BATCHING}-unified-memory-level", "0"]).start.lines) == 1
+
+
+def test_one_line_lists_all_in_order_and_each_once():
+    argv = "--verbose --seed 1 --async-mode --verbose --skip-prompt-log-probs".split()
+    assert parse_arguments(argv).start.lines == (
+        "accepted, and without effect here: --verbose, --async-mode, --skip-prompt-log-probs",
+    )
+    assert parse_arguments(["--seed", "1"]).start.lines == ()
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("--ckpt-fromat", "--ckpt-format"),
+        ("--use-flash_attn", "--use-flash-attn"),
+        ("--max-requests", f"{BATCHING}-max-requests"),  # rather than --inference-max-requests, which has no effect
+        ("--inference-max-request", "--inference-max-requests"),
+    ],
+)
+def test_the_nearest_name_may_be_megatrons(typed, meant):
+    with pytest.raises(ConfigError, match=f"unrecognized arguments: {typed} 1; did you mean {meant}\\?$"):
+        parse_arguments([typed, "1"])
+
+
+@pytest.mark.parametrize(("build", "table"), [(build_parser, TABLE), (build_server_parser, SERVER_TABLE)])
+def test_the_help_shows_them_in_groups(build, table):
+    text = build().format_help()
+    plain = " ".join(text.split())
+    for group in table:
+        assert f": {group.title}:" in text
+        for flag in group.flags:
+            assert flag.is_family or f"  {flag.name}" in text
+        assert group.common_reason is None or group.common_reason in plain.replace("- ", "-")
