@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from arguments.flags import Flag, FlagGroup, closest, shorten
@@ -103,7 +103,15 @@ def parse_arguments(argv: Sequence[str] | None = None, prog: str | None = None) 
     Raises:
         ConfigError: For anything that can be known to be wrong before a file other than the YAML one is opened.
     """
-    values = _values(build_parser(prog), argv, GROUPS)
+    return settings_of(_values(build_parser(prog), argv, GROUPS))
+
+
+def settings_of(values: FieldValues) -> InferenceSettings:
+    """The settings of a run whose flags have these values, by key.
+
+    Raises:
+        ConfigError: As `parse_arguments`.
+    """
     settings = InferenceSettings(
         source=SourceConfig(**_fields(SOURCE, values)),
         model_overrides=_fields(MODEL, values),
@@ -138,9 +146,14 @@ def _values(parser: argparse.ArgumentParser, argv: Sequence[str] | None, groups:
     """The flags that are given, by key: on the command line, else in the YAML file."""
     given = vars(parser.parse_args(argv))
     values = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
-    if "model-config" in values:
-        values = read_flags(str(values["model-config"]), known_flags(groups)) | values
-    return values
+    return with_file(values, groups)
+
+
+def with_file(values: Mapping[str, object], groups: Sequence[FlagGroup]) -> dict[str, object]:
+    """The same values, over those of the YAML file that they name, if they name one."""
+    if "model-config" not in values:
+        return dict(values)
+    return read_flags(str(values["model-config"]), known_flags(groups)) | dict(values)
 
 
 def _check_model(settings: InferenceSettings | ServerSettings) -> None:
