@@ -122,7 +122,19 @@ def parse_arguments(argv: Sequence[str] | None = None, prog: str | None = None) 
     Raises:
         ConfigError: For anything that can be known to be wrong before a file other than the YAML one is opened.
     """
-    given = _given(build_parser(prog), argv, GROUPS, TABLE)
+    return _settings(_given(build_parser(prog), argv, GROUPS, TABLE))
+
+
+def settings_of(values: FieldValues) -> InferenceSettings:
+    """The settings of a run whose flags have these values, by key; over those of the YAML file that they may name.
+
+    Raises:
+        ConfigError: As `parse_arguments`.
+    """
+    return _settings(_completed(Given(dict(values)), build_parser(), GROUPS, TABLE))
+
+
+def _settings(given: Given) -> InferenceSettings:
     values = given.values
     settings = InferenceSettings(
         source=SourceConfig(**_fields(SOURCE, values), **_fields(TOKENIZER, values)),
@@ -158,25 +170,31 @@ def parse_server_arguments(argv: Sequence[str] | None = None, prog: str | None =
 
 
 def _given(
-    parser: argparse.ArgumentParser,
+    parser: _Parser,
     argv: Sequence[str] | None,
     groups: Sequence[FlagGroup],
     table: Sequence[MegatronGroup],
 ) -> Given:
     """The flags that are given: on the command line, else in the YAML file."""
+    return _completed(_parse(parser, argv), parser, groups, table)
 
-    def parse(words: Sequence[str] | None) -> Given:
-        values = vars(parser.parse_args(words))
-        without_effect = values.pop(options.DEST, None) or WithoutEffect()
-        return Given(
-            {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}, without_effect
-        )
 
-    given = translate(parse(argv))
+def _parse(parser: _Parser, words: Sequence[str] | None) -> Given:
+    values = vars(parser.parse_args(words))
+    without_effect = values.pop(options.DEST, None) or WithoutEffect()
+    return Given(
+        {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}, without_effect
+    )
+
+
+def _completed(given: Given, parser: _Parser, groups: Sequence[FlagGroup], table: Sequence[MegatronGroup]) -> Given:
+    """The same in flags of ours, over those of the YAML file that it may name."""
+    given = translate(given)
     if "model-config" in given.values:
         megatrons = {normalize_key(flag.name): flag for flag in records(table) if not flag.is_family}
         path = str(given.values["model-config"])
-        given = given.over(translate(read_flags(path, known_flags((*groups, SYNONYMS)), megatrons, parse)))
+        known = known_flags((*groups, SYNONYMS))
+        given = given.over(translate(read_flags(path, known, megatrons, lambda words: _parse(parser, words))))
     describe_layers(given)
     note_idle(given)
     return given

@@ -1,3 +1,61 @@
-"""megatron_ext: prefix caching for hybrid Transformer-Mamba models on megatron-core's dynamic engine."""
+"""megatron_ext: prefix caching for hybrid Transformer-Mamba models on megatron-core's dynamic engine.
+
+    from megatron_ext import RequestParams, load_engine
+
+    with load_engine() as engine:
+        for record in engine.generate(["The import statement", "A list is"], RequestParams(num_tokens_to_generate=20)):
+            print(record.generated_text)
+
+docs/python.md says more. Names are looked up when they are used: `import megatron_ext` itself imports nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron_ext.api.engine import LoadedEngine as LoadedEngine
+    from megatron_ext.api.loading import load_engine as load_engine
+    from megatron_ext.api.stream import RequestStream as RequestStream
+    from megatron_ext.api.stream import StreamPart as StreamPart
+    from megatron_ext.config import RequestParams as RequestParams
+    from megatron_ext.engine.statistics import EngineStatistics as EngineStatistics
+    from megatron_ext.errors import CheckpointError as CheckpointError
+    from megatron_ext.errors import ConfigError as ConfigError
+    from megatron_ext.errors import EngineClosed as EngineClosed
+    from megatron_ext.errors import EngineSuspended as EngineSuspended
+    from megatron_ext.errors import RequestFailed as RequestFailed
+    from megatron_ext.scheduling.record import RequestRecord as RequestRecord
+    from megatron_ext.scheduling.record import Status as Status
 
 __version__ = "0.1.0"
+
+_HOMES = {
+    "CheckpointError": "errors",
+    "ConfigError": "errors",
+    "EngineClosed": "errors",
+    "EngineStatistics": "engine.statistics",
+    "EngineSuspended": "errors",
+    "LoadedEngine": "api.engine",
+    "RequestFailed": "errors",
+    "RequestParams": "config",
+    "RequestRecord": "scheduling.record",
+    "RequestStream": "api.stream",
+    "Status": "scheduling.record",
+    "StreamPart": "api.stream",
+    "load_engine": "api.loading",
+}
+__all__ = ["__version__", *_HOMES]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

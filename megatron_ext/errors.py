@@ -78,3 +78,11 @@ class EngineSuspended(RuntimeError):
 
 class RankError(RuntimeError):
     """The ranks cannot go on together: one of them has failed, is gone or does not answer. Nothing is tried again."""
+
+
+class EngineClosed(RuntimeError):
+    """A closed engine was asked for something, or it was closed before a request had ended."""
+
+
+class RequestFailed(RuntimeError):
+    """A request that is streamed ended without being completed; what it got before stands. The message says why."""

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_ext.errors import ConfigError
+
 # Values on their way into a dataclass's constructor: checked here, when the program runs, so that no type checker can
 # know what each one is.
 FieldValues = Mapping[str, Any]
@@ -105,6 +107,23 @@ class FieldType:
             return parsed
         except ValueError:
             raise MismatchError(_SINGULAR[self.item]) from None
+
+
+def require_types(instance: object) -> None:
+    """See that the fields of a frozen dataclass have the types that their annotations say; a list becomes a tuple.
+
+    Raises:
+        ConfigError: Names the first field that has not.
+    """
+    config: type = type(instance)
+    for name, kind in field_types(config).items():
+        value = getattr(instance, name)
+        try:
+            converted = kind.convert(value)
+        except MismatchError as error:
+            raise ConfigError(f"{name} {value!r} is not {error}") from None
+        if converted is not value:
+            object.__setattr__(instance, name, converted)
 
 
 @functools.cache

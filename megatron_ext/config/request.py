@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from megatron_ext.config.annotations import require_types
 from megatron_ext.config.checks import require
 
 
@@ -29,6 +30,9 @@ class RequestParams:
     track_generated_token_events: bool = False  # an event for each token, beside that for the first
 
     def __post_init__(self) -> None:
+        is_text = isinstance(self.stop_words, str)
+        require(not is_text, f"stop_words {self.stop_words!r} is one text; give a list of them")
+        require_types(self)
         count, n = self.num_tokens_to_generate, self.top_n_logprobs
         require(count >= 1, f"num_tokens_to_generate {count} must be at least 1")
         fewest = self.min_tokens
@@ -45,8 +49,6 @@ class RequestParams:
             n == 0 or self.return_log_probs,
             f"top_n_logprobs {n} needs return_log_probs; set it or leave top_n_logprobs out",
         )
-        is_text = isinstance(self.stop_words, str)
-        require(not is_text, f"stop_words {self.stop_words!r} is one text; give a list of them")
         require(all(self.stop_words), "a stop word is empty; leave it out")
 
     @property

@@ -42,7 +42,11 @@ class EngineThread:
 
     def close(self) -> None:
         """Wait for the calls that have been submitted; the thread ends."""
+        self._calls.submit(self._close_loop)
         self._calls.shutdown()
+
+    def _close_loop(self) -> None:
+        """In the thread, since its caller may run a loop of its own."""
         self._loop.run_until_complete(_settle())
         self._loop.close()
 

@@ -1,0 +1,1 @@
+"""The package as a library: what `import megatron_ext` offers."""

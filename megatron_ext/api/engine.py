@@ -1,0 +1,178 @@
+"""An engine that has been loaded, as a program uses it: from any thread, and in any event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from types import TracebackType
+
+from megatron_ext.api.prompts import ParamsForAll, Prompt, PromptReader, Prompts, ReadPrompt
+from megatron_ext.api.stream import RequestStream
+from megatron_ext.config import ModelConfig, RequestParams
+from megatron_ext.engine.statistics import EngineStatistics
+from megatron_ext.mcore.adapter import InferenceEngine
+from megatron_ext.memory.budget import Geometry
+from megatron_ext.models.load import LoadedModel
+from megatron_ext.scheduling.record import RequestRecord
+from megatron_ext.stepping.stepper import PendingRequest, Stepper
+from megatron_ext.text.tokenizer import Tokenizer
+
+
+class LoadedEngine:
+    """What `load_engine` returns: a model with an engine around it, which steps in a thread of its own.
+
+    Every method may be called from any thread. `generate_async` and `stream` may run in any event loops, many at once.
+    The others wait for the step in flight, so in an event loop they hold it up for as long.
+
+    Args:
+        engine: Around the model; nobody else may call it from now on.
+        loaded: The model.
+        defaults: What a request asks for that brings no `RequestParams`.
+        on_close: Called once, when everything is over.
+    """
+
+    def __init__(
+        self, engine: InferenceEngine, loaded: LoadedModel, defaults: RequestParams, on_close: Callable[[], None]
+    ) -> None:
+        assert loaded.config.vocab_size is not None, "a model has been built of it"
+        self._engine = engine
+        self._loaded = loaded
+        self._reader = PromptReader(loaded.tokenizer, loaded.config.vocab_size, defaults)
+        self._stepper = Stepper(engine)
+        self._on_close = on_close
+
+    # Requests
+
+    def generate(self, prompts: Prompts, params: ParamsForAll = None) -> list[RequestRecord]:
+        """Serve prompts to the end.
+
+        >>> records = engine.generate(["The import statement", "A list is"], RequestParams(num_tokens_to_generate=8))
+        >>> [len(record.generated_tokens) for record in records]
+        [8, 8]
+        >>> (record,) = engine.generate("The import statement", RequestParams(num_tokens_to_generate=8))
+        >>> record.generated_text == records[0].generated_text
+        True
+
+        Args:
+            prompts: A text, or token ids (a list, a tensor or an array of whole numbers), or several of those, mixed as
+                you like.
+            params: For all of them, or one for each; None: what the engine was loaded with.
+
+        Returns:
+            A record for each prompt, in their order. One that can never be served, such as one that is longer than the
+            model, is `FAILED` and says why in `error`; the others do not notice.
+
+        Raises:
+            ConfigError: A prompt or its parameters make no sense. None of the prompts is served.
+            EngineSuspended: The engine is suspended. None of the prompts is served.
+            EngineClosed: The engine is closed, or was closed meanwhile.
+        """
+        requests = [_pending(*one) for one in self._reader.read_all(prompts, params)]
+        submitted = self._stepper.submit(requests)
+        try:
+            submitted.result()
+            return [request.record.result() for request in requests]
+        except BaseException:  # Ctrl-C, too
+            self._stepper.abort(requests)
+            raise
+
+    async def generate_async(self, prompt: Prompt, params: RequestParams | None = None) -> RequestRecord:
+        """Serve one prompt to the end; when the task is cancelled the request is aborted.
+
+        >>> async def both():
+        ...     return await asyncio.gather(engine.generate_async("A list is"), engine.generate_async([5, 6, 7]))
+        >>> [record.status.name for record in asyncio.run(both())]
+        ['COMPLETED', 'COMPLETED']
+
+        Args and errors are those of `generate`, for one prompt.
+        """
+        request = await asyncio.to_thread(self._one, prompt, params)
+        try:
+            await asyncio.wrap_future(self._stepper.submit([request]))
+            return await asyncio.wrap_future(request.record)
+        except BaseException:
+            self._stepper.abort([request])
+            raise
+
+    def stream(self, prompt: Prompt, params: RequestParams | None = None) -> RequestStream:
+        """Serve one prompt part by part; when the loop is left or its task is cancelled the request is aborted.
+
+        >>> async def show():
+        ...     async for part in engine.stream("A list is", RequestParams(num_tokens_to_generate=8)):
+        ...         print(part.text, end="")
+        >>> asyncio.run(show())  # doctest: +ELLIPSIS
+        ...
+
+        Returns:
+            The parts; see `StreamPart`. The request begins with the first one. The errors are those of `generate`, and
+            `RequestFailed` where its record would say so.
+        """
+        return RequestStream(lambda: self._one(prompt, params), self._stepper, self._reader.vocabulary.detokenize)
+
+    def _one(self, prompt: Prompt, params: RequestParams | None) -> PendingRequest:
+        return _pending(*self._reader.read_one(prompt, params))
+
+    # What there is
+
+    def statistics(self) -> EngineStatistics:
+        """What is in use and what has happened; `statistics().prefix_cache()` is that of the cache."""
+        return self._stepper.call(self._engine.statistics)
+
+    @property
+    def geometry(self) -> Geometry:
+        """How many blocks and snapshots there are, and what one takes."""
+        return self._engine.geometry
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's; that of a chat model has `apply_chat_template` and `tokenize_chat`."""
+        return self._loaded.tokenizer
+
+    @property
+    def model_config(self) -> ModelConfig:
+        """The model's architecture."""
+        return self._loaded.config
+
+    @property
+    def model_name(self) -> str:
+        """The checkpoint's directory as given, "embedded", or "random weights, <pattern>"."""
+        return self._loaded.name
+
+    # The cache, the weights, the memory
+
+    def reset_prefix_cache(self) -> None:
+        """Empty the cache: nothing cached before is matched after."""
+        self._stepper.call(self._engine.reset_prefix_cache)
+
+    def weights_changed(self) -> None:
+        """Say that the model's weights have been written in place by somebody else: the cache is emptied."""
+        self._stepper.call(self._engine.weights_changed)
+
+    def suspend(self) -> None:
+        """Give the pools' memory back. Requests in flight wait and keep their tokens; new ones are refused."""
+        self._stepper.call(self._engine.suspend)
+
+    def resume(self) -> None:
+        """Allocate the pools again; requests in flight compute what they had computed, and go on."""
+        self._stepper.call(self._engine.resume)
+
+    # The end
+
+    def close(self) -> None:
+        """End what is in flight with `EngineClosed`, and give everything back. Further calls of it do nothing."""
+        if self._stepper.close():
+            self._engine.suspend()
+            self._on_close()
+
+    def __enter__(self) -> LoadedEngine:
+        """The engine itself, which is closed when the block ends."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _pending(prompt: ReadPrompt, params: RequestParams) -> PendingRequest:
+    return PendingRequest(prompt.tokens, params, prompt.text)

@@ -1,0 +1,163 @@
+"""What a caller hands over as prompts, as token ids: checked whole before any of it is submitted."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, SupportsIndex, TypeAlias, TypeGuard
+
+from megatron_ext.config import RequestParams
+from megatron_ext.errors import ConfigError
+from megatron_ext.text.prompt_tokens import tokenize_prompt
+from megatron_ext.text.tokenizer import Tokenizer
+from megatron_ext.text.vocabulary import Vocabulary
+
+_LONGEST_SHOWN = 60  # characters
+
+
+class TokenArray(Protocol):
+    """Token ids as an array: a tensor of torch, an array of numpy."""
+
+    def tolist(self) -> object:
+        """As Python's numbers, in lists."""
+
+
+Prompt: TypeAlias = str | Sequence[SupportsIndex] | TokenArray  # a text, or token ids
+Prompts: TypeAlias = Prompt | Iterable[Prompt]  # one, or several
+ParamsForAll: TypeAlias = RequestParams | Sequence[RequestParams] | None  # for all, or one for each; None: the engine's
+
+
+@dataclass(frozen=True)
+class ReadPrompt:
+    """A prompt as it is submitted: token ids, and the text that they were, if they were one."""
+
+    tokens: tuple[int, ...]
+    text: str | None
+
+
+class PromptReader:
+    """Reads prompts for one model; safe in several threads.
+
+    Args:
+        tokenizer: Of the model.
+        vocab_size: Ids of the model.
+        defaults: What a request asks for that brings nothing of its own.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, defaults: RequestParams) -> None:
+        self.vocabulary = Vocabulary(tokenizer, vocab_size)
+        self._tokenizer = tokenizer
+        self._defaults = defaults
+
+    def read_all(self, prompts: Prompts, params: ParamsForAll) -> list[tuple[ReadPrompt, RequestParams]]:
+        """One prompt or several, each with what it asks for.
+
+        Raises:
+            ConfigError: Names the prompt, and says what is wrong with it.
+        """
+        several = _listed(prompts)
+        return list(zip(self._read_each(several), self._params_of_each(params, len(several)), strict=True))
+
+    def read_one(self, prompt: Prompt, params: RequestParams | None) -> tuple[ReadPrompt, RequestParams]:
+        """One prompt.
+
+        Raises:
+            ConfigError: It is none, or several.
+        """
+        several = _listed(prompt)
+        if len(several) != 1 or (several[0] is not prompt and not _is_array(prompt)):
+            raise ConfigError(f"{_shown(prompt)} is not one prompt; give a text or token ids, several to generate()")
+        return self._read(several[0], "the prompt"), self._checked(params)
+
+    def _read_each(self, prompts: Sequence[object]) -> list[ReadPrompt]:
+        return [self._read(prompt, f"prompt {index}") for index, prompt in enumerate(prompts)]
+
+    def _read(self, prompt: object, where: str) -> ReadPrompt:
+        text = prompt if isinstance(prompt, str) else None
+        try:
+            tokens = self._tokens(prompt) if text is None else self._tokenized(text)
+            self.vocabulary.check_prompt(tokens)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from None
+        return ReadPrompt(tokens, text)
+
+    def _tokenized(self, text: str) -> tuple[int, ...]:
+        if not text:
+            raise ConfigError("it is empty; give at least one character")
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            raise ConfigError(f"{_shown(text)} has half of a surrogate pair, which is no character")
+        tokens = tuple(tokenize_prompt(self._tokenizer, text))
+        if not tokens:
+            raise ConfigError(f"the tokenizer makes no token of {_shown(text)}; give at least one")
+        return tokens
+
+    def _tokens(self, prompt: object) -> tuple[int, ...]:
+        ids = prompt.tolist() if _is_array(prompt) else prompt
+        if not isinstance(ids, Sequence) or isinstance(ids, bytes | bytearray):
+            raise ConfigError(f"{_with_type(prompt)}; give a text or a list of token ids")
+        if not ids:
+            raise ConfigError("it has no token; give at least one")
+        wrong = next((one for one in ids if not _is_number(one)), None)
+        if wrong is not None:
+            raise ConfigError(f"{_shown(wrong)} is no token id; they are whole numbers")
+        return tuple(map(operator.index, ids))
+
+    def _params_of_each(self, params: ParamsForAll, count: int) -> list[RequestParams]:
+        if params is None or isinstance(params, RequestParams):
+            return [self._checked(params)] * count
+        if not isinstance(params, Sequence) or isinstance(params, str):
+            return [self._checked(params)]  # refuses it
+        if len(params) != count:
+            raise ConfigError(f"{len(params)} RequestParams for {count} prompts; give one for all, or one for each")
+        return [self._checked(one) for one in params]
+
+    def _checked(self, params: object) -> RequestParams:
+        if params is None:
+            return self._defaults
+        if not isinstance(params, RequestParams):
+            raise ConfigError(
+                f"{_with_type(params)}; give RequestParams(...), as in RequestParams(num_tokens_to_generate=30)"
+            )
+        return params
+
+
+def _listed(prompts: object) -> list[object]:
+    """Several prompts; a text is one, and so are numbers in a row.
+
+    Raises:
+        ConfigError: Neither.
+    """
+    if isinstance(prompts, str):
+        return [prompts]
+    items = prompts.tolist() if _is_array(prompts) else prompts
+    if isinstance(items, bytes | bytearray | dict) or not isinstance(items, Iterable):
+        raise ConfigError(f"{_with_type(prompts)}; give a text, a list of token ids, or a list of those")
+    several = list(items)
+    if several and all(map(_is_number, several)):
+        return [prompts if isinstance(prompts, Sequence) else several]
+    number = next((index for index, one in enumerate(several) if _is_number(one)), None)
+    if number is not None:
+        raise ConfigError(
+            f"prompt {number} is the number {several[number]} among prompts; give token ids as a list, as in "
+            f"[{several[number]}]"
+        )
+    return several
+
+
+def _is_array(value: object) -> TypeGuard[TokenArray]:
+    return callable(getattr(value, "tolist", None))
+
+
+def _is_number(value: object) -> bool:
+    """Whether it is a whole number: of Python, numpy or torch, and neither true nor false."""
+    return hasattr(value, "__index__") and not isinstance(value, bool) and getattr(value, "ndim", 0) == 0
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[: _LONGEST_SHOWN - 3]}..."
+
+
+def _with_type(value: object) -> str:
+    return f"{_shown(value)} is of type {type(value).__name__}"

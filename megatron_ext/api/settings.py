@@ -1,0 +1,92 @@
+"""Keyword arguments as settings: the command line's flags by their names, or by those of the fields that they set."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+from arguments.flags import Flag, FlagGroup, closest, shown
+from arguments.groups import GROUPS
+from arguments.megatron.synonyms import SYNONYMS
+from arguments.parser import settings_of
+from megatron_ext.config import InferenceSettings, RunConfig
+from megatron_ext.config.annotations import MismatchError
+from megatron_ext.errors import ConfigError
+
+Setting: TypeAlias = str | int | float | bool | os.PathLike[str] | Sequence[str] | None
+
+_LOG_INTERVAL = "inference_logging_step_interval"  # what the engine does of what a run is told
+
+
+def known_names() -> dict[str, tuple[FlagGroup, Flag]]:
+    """Every name that a setting may have: `--inference-max-seq-length` is `inference_max_seq_length`.
+
+    The field that a flag sets is a name, too, where no flag is called so: `max_sequence_length`.
+    """
+    flags = [(group, flag) for group in (*GROUPS, SYNONYMS) for flag in group.flags]
+    names = {key.replace("-", "_"): (group, flag) for group, flag in flags for key in flag.keys}
+    for group, flag in flags:
+        names.setdefault(flag.field, (group, flag))
+    return names
+
+
+def is_of_the_engine(group: FlagGroup, flag: Flag) -> bool:
+    """Whether a flag is for the engine; the others say what the tool does with prompts and results."""
+    return group.config is not RunConfig or flag.field == _LOG_INTERVAL
+
+
+def read_settings(given: Mapping[str, Setting]) -> InferenceSettings:
+    """The settings that keyword arguments make up, over those of a file that `model_config` names.
+
+    Raises:
+        ConfigError: An unknown name, a value of another type, or what the command line would refuse.
+    """
+    known = known_names()
+    values: dict[str, object] = {}
+    for name, value in given.items():
+        group, flag = _found(name, known)
+        if flag.key in values:
+            raise ConfigError(f"{name} {shown(value)} is given twice, as {flag.field} too; give one of them")
+        values[flag.key] = _checked(name, value, group, flag)
+    settings = settings_of({key: value for key, value in values.items() if value is not None})
+    _refuse_what_a_run_does(settings.run)
+    return settings
+
+
+def _found(name: str, known: Mapping[str, tuple[FlagGroup, Flag]]) -> tuple[FlagGroup, Flag]:
+    if name not in known:
+        mine = [other for other, pair in known.items() if is_of_the_engine(*pair)]
+        meant = closest(name, mine)
+        hint = f"did you mean {meant}?" if meant else "the names are those of tools/run_inference.py --help"
+        raise ConfigError(f"{name} is no setting of an engine; {hint}")
+    group, flag = known[name]
+    if not is_of_the_engine(group, flag):
+        raise ConfigError(f"{name} {_NOT_HERE}")
+    return group, flag
+
+
+_NOT_HERE = (
+    "says what tools/run_inference.py does with prompts and results; leave it out, and give prompts to generate()"
+)
+
+
+def _checked(name: str, value: Setting, group: FlagGroup, flag: Flag) -> object:
+    """The value as the flag's field has it; None where nothing is said."""
+    kind = group.kind(flag)
+    if isinstance(value, os.PathLike) and kind.item is str:
+        value = os.fspath(value)
+    try:
+        converted = kind.convert(value)
+    except MismatchError as error:
+        raise ConfigError(f"{name} {shown(value)} is not {error}") from None
+    if flag.choices and converted is not None and converted not in flag.choices:
+        raise ConfigError(f"{name} {shown(value)} is unknown; one of {', '.join(flag.choices)}")
+    return converted
+
+
+def _refuse_what_a_run_does(run: RunConfig) -> None:
+    """What a file of flags says beside the engine."""
+    others = [name for name, value in vars(run).items() if name != _LOG_INTERVAL and value != getattr(RunConfig, name)]
+    if others:
+        raise ConfigError(f"{others[0]} in the file that model_config names {_NOT_HERE}")

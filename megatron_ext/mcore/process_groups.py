@@ -1,0 +1,81 @@
+"""torch.distributed and Megatron's groups for engines in a program: used if they are there, else begun and ended."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+from megatron.core import parallel_state
+
+from megatron_ext.config import ParallelConfig
+from megatron_ext.errors import ConfigError
+from megatron_ext.mcore import platform
+
+
+class ProcessGroups:
+    """What the engines of one process share. What was there before the first of them is left alone."""
+
+    def __init__(self) -> None:
+        self._changing = threading.Lock()
+        self._engines = 0
+        self._owns_distributed = False
+        self._owns_groups = False
+
+    def enter(self, parallel: ParallelConfig) -> None:
+        """An engine needs them: begin what is not there.
+
+        Raises:
+            ConfigError: What is there is not what the settings say.
+        """
+        with self._changing:
+            has_distributed = torch.distributed.is_initialized()
+            has_groups = parallel_state.model_parallel_is_initialized()
+            if has_distributed:
+                _check_distributed(parallel)
+            if has_groups:
+                _check_sizes(parallel)
+            platform.initialize(parallel)
+            self._owns_distributed |= not has_distributed
+            self._owns_groups |= not has_groups
+            self._engines += 1
+
+    def leave(self) -> None:
+        """An engine is closed: after the last one, end what the first one began."""
+        with self._changing:
+            self._engines -= 1
+            if self._engines:
+                return
+            if self._owns_groups and parallel_state.model_parallel_is_initialized():
+                parallel_state.destroy_model_parallel()
+            if self._owns_distributed and torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()
+            self._owns_distributed = self._owns_groups = False
+
+
+PROCESS_GROUPS = ProcessGroups()
+
+
+def _check_distributed(parallel: ParallelConfig) -> None:
+    there, asked = torch.distributed.get_backend(), parallel.distributed_backend
+    if asked is not None and asked not in there and (asked != "nccl" or torch.cuda.is_available()):
+        raise ConfigError(
+            f"distributed_backend {asked} contradicts torch.distributed, which has begun with {there}; leave it out"
+        )
+    ranks = torch.distributed.get_world_size()
+    if ranks > 1:
+        raise ConfigError(
+            f"torch.distributed has begun with {ranks} ranks, and load_engine runs on one in this version; load the "
+            "engine in a process of its own"
+        )
+
+
+def _check_sizes(parallel: ParallelConfig) -> None:
+    there = platform.group_sizes()
+    for name in (
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "expert_model_parallel_size",
+    ):
+        asked, size = getattr(parallel, name), getattr(there, name)
+        if asked != size:
+            raise ConfigError(f"{name} {asked} contradicts Megatron's groups, which are of size {size}; give {size}")

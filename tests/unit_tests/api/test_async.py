@@ -1,0 +1,309 @@
+"""PY-4: requests in event loops: any running one, many at once; PY-5: who stops waiting frees everything at once."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from megatron_ext import (
+    ConfigError,
+    EngineClosed,
+    EngineSuspended,
+    RequestFailed,
+    RequestParams,
+    StreamPart,
+    load_engine,
+)
+from tests.unit_tests.api.conftest import SMALL
+
+GREEDY = RequestParams(num_tokens_to_generate=12)
+LONG = RequestParams(num_tokens_to_generate=900, ignore_eos=True)
+PROMPTS = ["The import statement", "A list is", [5, 6, 7, 8], "What does a generator do?"]
+
+
+@pytest.fixture
+def expected(engine):
+    return engine.generate(PROMPTS, GREEDY)
+
+
+async def parts_of(engine, prompt, params=GREEDY) -> list[StreamPart]:
+    return [part async for part in engine.stream(prompt, params)]
+
+
+def put_together(parts: list[StreamPart]) -> tuple[str, tuple[int, ...], str | None]:
+    assert all(part.finish_reason is None for part in parts[:-1])
+    assert all(part.tokens for part in parts[:-1])
+    text = "".join(part.text for part in parts)
+    return text, tuple(token for part in parts for token in part.tokens), parts[-1].finish_reason
+
+
+def outcome(record) -> tuple[str, tuple[int, ...], str | None]:
+    return record.generated_text, record.generated_tokens, record.finish_reason
+
+
+def owns_nothing(engine) -> bool:
+    statistics = engine.statistics()
+    return (statistics.running, statistics.waiting, statistics.use.blocks_in_use) == (0, 0, 0)
+
+
+class TestEqualToGenerate:
+    """The same tokens and texts as from `generate`."""
+
+    async def test_one_record(self, engine, expected):
+        assert outcome(await engine.generate_async(PROMPTS[0], GREEDY)) == outcome(expected[0])
+
+    async def test_many_at_once(self, engine, expected):
+        """PY-4: sixteen at once, by both ways, mixed."""
+        records = asyncio.gather(*(engine.generate_async(prompt, GREEDY) for prompt in PROMPTS * 2))
+        streams = asyncio.gather(*(parts_of(engine, prompt) for prompt in PROMPTS * 2))
+        assert [outcome(one) for one in await records] == [outcome(one) for one in expected] * 2
+        assert [put_together(one) for one in await streams] == [outcome(one) for one in expected] * 2
+
+    def test_in_one_loop_after_another(self, engine, expected):
+        """PY-4: no future of an engine belongs to a loop that has ended."""
+        for _ in range(3):
+            assert outcome(asyncio.run(engine.generate_async(PROMPTS[1], GREEDY))) == outcome(expected[1])
+            assert put_together(asyncio.run(parts_of(engine, PROMPTS[1]))) == outcome(expected[1])
+
+    def test_in_several_loops_at_once(self, engine, expected):
+        """PY-4: loops in threads of their own, beside a thread without a loop."""
+
+        async def both(prompt):
+            return await asyncio.gather(engine.generate_async(prompt, GREEDY), parts_of(engine, prompt))
+
+        with ThreadPoolExecutor(9) as threads:
+            plain = threads.submit(engine.generate, PROMPTS, GREEDY)
+            found = list(threads.map(lambda i: asyncio.run(both(PROMPTS[i % 4])), range(8)))
+        for index, (record, parts) in enumerate(found):
+            assert outcome(record) == put_together(parts) == outcome(expected[index % 4])
+        assert [outcome(one) for one in plain.result()] == [outcome(one) for one in expected]
+
+    async def test_the_plain_call_inside_a_loop(self, engine, expected):
+        """PY-4: it holds up the loop, and nothing else."""
+        waiting = asyncio.create_task(engine.generate_async(PROMPTS[1], GREEDY))
+        await asyncio.sleep(0)
+        assert [outcome(one) for one in engine.generate(PROMPTS, GREEDY)] == [outcome(one) for one in expected]
+        assert outcome(await waiting) == outcome(expected[1])
+
+
+class TestParts:
+    """What a part is."""
+
+    async def test_a_part_comes_before_the_end(self, engine):
+        stream = engine.stream(PROMPTS[0], LONG)
+        first = await anext(stream)
+        assert (len(first.tokens) >= 1, first.finish_reason, stream.record) == (True, None, None)
+        assert engine.statistics().running == 1
+        await stream.aclose()
+
+    async def test_the_record_comes_with_the_end(self, engine, expected):
+        stream = engine.stream(PROMPTS[0], GREEDY)
+        parts = [part async for part in stream]
+        assert outcome(stream.record) == outcome(expected[0]) == put_together(parts)
+        with pytest.raises(StopAsyncIteration):
+            await anext(stream)
+
+    async def test_stop_words_are_held_back(self, engine, expected):
+        """PY-4: no part has a piece of a stop word; the tokens go to the one that completes it."""
+        text = expected[0].generated_text
+        word = text[3:9]
+        params = RequestParams(num_tokens_to_generate=12, stop_words=(word,))
+        (record,) = engine.generate(PROMPTS[0], params)
+        parts = await parts_of(engine, PROMPTS[0], params)
+        assert put_together(parts) == outcome(record) == (text[: text.index(word)], record.generated_tokens, "stop")
+        seen = ""
+        for part in parts:
+            seen += part.text
+            assert text[: text.index(word)].startswith(seen)
+
+    async def test_a_slow_reader_misses_nothing(self, engine, expected):
+        stream = engine.stream(PROMPTS[0], GREEDY)
+        parts = [await anext(stream)]
+        await asyncio.to_thread(engine.generate, PROMPTS[1], GREEDY)
+        parts += [part async for part in stream]
+        assert put_together(parts) == outcome(expected[0])
+
+
+class TestLeaving:
+    """PY-5: whoever leaves frees all at once: what is asked next already finds nothing in use."""
+
+    async def test_leaving_the_loop(self, engine):
+        async for part in engine.stream(PROMPTS[0], LONG):
+            assert part.tokens
+            break
+        assert owns_nothing(engine)
+
+    async def test_an_error_in_the_loop(self, engine):
+        async def fail():
+            async for _ in engine.stream(PROMPTS[0], LONG):
+                raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            await fail()
+        gc.collect()  # the error's traceback held the stream
+        assert owns_nothing(engine)
+
+    async def test_closing(self, engine):
+        stream = engine.stream(PROMPTS[0], LONG)
+        await anext(stream)
+        assert not owns_nothing(engine)  # the control
+        await stream.aclose()
+        assert owns_nothing(engine)
+        with pytest.raises(StopAsyncIteration):
+            await anext(stream)
+
+    @pytest.mark.parametrize("way", ["generate_async", "stream"])
+    async def test_cancelling_the_task(self, engine, way):
+        begun = asyncio.Event()
+
+        async def work():
+            if way == "stream":
+                async for _ in engine.stream(PROMPTS[0], LONG):
+                    begun.set()
+            else:
+                begun.set()
+                await engine.generate_async(PROMPTS[0], LONG)
+
+        task = asyncio.create_task(work())
+        await begun.wait()
+        while owns_nothing(engine):
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert owns_nothing(engine)
+
+    @pytest.mark.parametrize("turns", range(6))
+    async def test_cancelling_at_any_moment(self, engine, turns):
+        """Also between the call and the engine's first look at it."""
+        tasks = [
+            asyncio.create_task(engine.generate_async(PROMPTS[0], LONG)),
+            asyncio.create_task(parts_of(engine, PROMPTS[1], LONG)),
+        ]
+        for _ in range(turns):
+            await asyncio.sleep(0.001 * turns)
+        for task in tasks:
+            task.cancel()
+        ends = await asyncio.gather(*tasks, return_exceptions=True)
+        assert {type(end) for end in ends} == {asyncio.CancelledError}
+        assert owns_nothing(engine)
+
+    def test_a_loop_that_ends(self, engine):
+        """`asyncio.run` cancels what is left."""
+
+        async def forget():
+            task = asyncio.create_task(engine.generate_async(PROMPTS[0], LONG))
+            async for _ in engine.stream(PROMPTS[1], LONG):
+                break
+            return task
+
+        asyncio.run(forget())
+        assert owns_nothing(engine)
+
+    def test_a_loop_that_is_closed_under_it(self, engine):
+        """Nobody can be told any more: the request ends, the engine goes on."""
+        loop = asyncio.new_event_loop()
+        stream = engine.stream(PROMPTS[0], LONG)
+        loop.run_until_complete(anext(stream))
+        loop.close()
+        while not owns_nothing(engine):
+            pass
+        assert engine.generate(PROMPTS[1], GREEDY)[0].error is None
+
+    async def test_a_stream_that_never_began(self, engine):
+        before = engine.statistics()
+        engine.stream(PROMPTS[0], LONG)
+        assert engine.statistics() == before
+
+    async def test_the_others_do_not_notice(self, engine, expected):
+        async def leave():
+            async for _ in engine.stream(PROMPTS[0], LONG):
+                return
+
+        records, *_ = await asyncio.gather(
+            asyncio.gather(*(engine.generate_async(prompt, GREEDY) for prompt in PROMPTS)), *(leave() for _ in range(8))
+        )
+        assert [outcome(one) for one in records] == [outcome(one) for one in expected]
+        assert owns_nothing(engine)
+
+
+class TestErrors:
+    """They come to whoever waits."""
+
+    async def test_mistakes(self, engine):
+        for coroutine in (engine.generate_async(""), parts_of(engine, "")):
+            with pytest.raises(ConfigError, match=r"^the prompt: it is empty"):
+                await coroutine
+        with pytest.raises(ConfigError, match="is not one prompt"):
+            await engine.generate_async(["a", "b"])
+
+    async def test_what_cannot_be_served(self, engine):
+        """PY-4: a stream has no record to look into, so it raises."""
+        prompt = [5] * engine.model_config.max_position_embeddings
+        assert "cannot be served" in (await engine.generate_async(prompt)).error
+        stream = engine.stream(prompt)
+        with pytest.raises(RequestFailed, match="cannot be served"):
+            await anext(stream)
+        assert "cannot be served" in stream.record.error
+
+    async def test_suspended(self, engine):
+        engine.suspend()
+        for coroutine in (engine.generate_async("a"), parts_of(engine, "a")):
+            with pytest.raises(EngineSuspended):
+                await coroutine
+
+    async def test_closed(self):
+        with load_engine(**SMALL) as engine:
+            stream = engine.stream(PROMPTS[0], LONG)
+            await anext(stream)
+            waiting = asyncio.create_task(engine.generate_async(PROMPTS[0], LONG))
+            while engine.statistics().running < 2:
+                await asyncio.sleep(0)
+            engine.close()
+            for coroutine in (waiting, _rest(stream)):
+                with pytest.raises(EngineClosed, match=r"^the engine was closed before this request had ended"):
+                    await coroutine
+            for coroutine in (engine.generate_async("a"), parts_of(engine, "a")):
+                with pytest.raises(EngineClosed, match=r"^the engine is closed"):
+                    await coroutine
+
+
+async def _rest(stream) -> list[StreamPart]:
+    return [part async for part in stream]
+
+
+class TestFailingSteps:
+    """PY-5: a step that fails is tried again; when several fail in a row nobody waits for ever."""
+
+    def broken(self, engine, monkeypatch, times: int) -> threading.Event:
+        step, left = engine._engine.step_modern, iter(range(times))
+
+        def fail():
+            if next(left, None) is not None:
+                raise RuntimeError("the device is on fire")
+            return step()
+
+        monkeypatch.setattr(engine._engine, "step_modern", fail)
+
+    def test_tried_again(self, engine, expected, monkeypatch):
+        self.broken(engine, monkeypatch, 2)
+        assert [outcome(one) for one in engine.generate(PROMPTS, GREEDY)] == [outcome(one) for one in expected]
+
+    def test_given_up(self, engine, expected, monkeypatch):
+        self.broken(engine, monkeypatch, 3)
+        records = engine.generate(PROMPTS, GREEDY)
+        assert {record.error for record in records} == {"RuntimeError: the device is on fire"}
+        assert [outcome(one) for one in engine.generate(PROMPTS, GREEDY)] == [outcome(one) for one in expected]
+
+    async def test_for_ever(self, engine, expected, monkeypatch):
+        with monkeypatch.context() as patch:
+            self.broken(engine, patch, 10**9)
+            with pytest.raises(RuntimeError, match="the device is on fire"):
+                engine.generate(PROMPTS, GREEDY)
+            with pytest.raises(RuntimeError, match="the device is on fire"):
+                await parts_of(engine, PROMPTS[0])
+        assert [outcome(one) for one in engine.generate(PROMPTS, GREEDY)] == [outcome(one) for one in expected]

@@ -1,0 +1,199 @@
+"""PY-3: prompts in, records out, in order; and what becomes of an engine around that."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from megatron_ext import (
+    ConfigError,
+    EngineClosed,
+    EngineSuspended,
+    RequestParams,
+    Status,
+    load_engine,
+)
+from megatron_ext.config import SourceConfig
+from megatron_ext.mcore.assemble import build_engine
+from megatron_ext.models.load import load_model
+from tests.unit_tests.api.conftest import SMALL
+
+SHARED = "The import statement finds a module, loads it and binds its name in the local namespace. "
+PROMPTS = [SHARED + "When it fails", "A list is", [5, 6, 7, 8], SHARED + "Packages are"]
+GREEDY = RequestParams(num_tokens_to_generate=12)
+SAMPLED = RequestParams(num_tokens_to_generate=12, temperature=1.0, seed=3)
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[tuple[int, ...]]:
+    """The tokens of an engine without any of what is tested here."""
+    loaded = load_model(SourceConfig(), {})
+    from megatron_ext.config import BatchingConfig, CacheConfig
+
+    batching = BatchingConfig(block_size=16, block_count=200, max_requests=16)
+    bare = build_engine(
+        loaded.model, loaded.config, loaded.tokenizer, batching, CacheConfig(snapshot_slots=32), dtype=loaded.dtype
+    )
+    return [record.generated_tokens for record in bare.generate(PROMPTS, GREEDY)]
+
+
+def test_records_in_order(engine, expected):
+    """PY-3: a list of prompts, each as itself, and the record says what it was."""
+    records = engine.generate(PROMPTS, GREEDY)
+    assert [record.generated_tokens for record in records] == expected
+    assert [record.prompt_text for record in records] == [PROMPTS[0], PROMPTS[1], None, PROMPTS[3]]
+    assert {record.status for record in records} == {Status.COMPLETED}
+    assert records[3].skipped_prefill_token_count > 0  # behind the first prompt's beginning
+
+
+def test_one_prompt_is_a_list_of_one(engine, expected):
+    """PY-3: a lone text is one prompt, not its characters; numbers in a row are one, too."""
+    for prompt, tokens in zip(PROMPTS, expected, strict=True):
+        (record,) = engine.generate(prompt, GREEDY)
+        assert record.generated_tokens == tokens
+    assert engine.generate([]) == []
+
+
+def test_what_was_loaded_is_the_default(engine):
+    (record,) = engine.generate("A list is")
+    assert len(record.generated_tokens) == SMALL["num_tokens_to_generate"]
+
+
+def test_parameters_for_each(engine, expected):
+    alone = engine.generate(PROMPTS[1], SAMPLED)[0].generated_tokens
+    greedy, sampled = engine.generate([PROMPTS[1]] * 2, [GREEDY, SAMPLED])
+    assert greedy.generated_tokens == expected[1]
+    assert sampled.generated_tokens == alone != expected[1]
+
+
+def test_all_or_none(engine):
+    """PY-3: one wrong prompt, and none is served."""
+    before = engine.statistics()
+    with pytest.raises(ConfigError, match=r"^prompt 1: it is empty"):
+        engine.generate(["A list is", ""])
+    assert engine.statistics() == before
+
+
+def test_what_can_never_be_served_fails_alone(engine):
+    """PY-3: as on the command line, with its reason."""
+    longest = engine.model_config.max_position_embeddings
+    good, bad = engine.generate(["A list is", [5] * longest], GREEDY)
+    assert (good.status, bad.status) == (Status.COMPLETED, Status.FAILED)
+    assert "cannot be served" in bad.error
+
+
+def test_from_many_threads(engine, expected):
+    """PY-4: every method may be called from any thread."""
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(lambda i: engine.generate(PROMPTS[i % 4], GREEDY)[0].generated_tokens, range(16)))
+    assert found == expected * 4
+
+
+def test_an_interrupted_call_aborts(engine, monkeypatch):
+    """PY-5: Ctrl-C in `generate` leaves nothing behind."""
+    requests = []
+
+    class Interrupted:
+        def result(self):
+            raise KeyboardInterrupt
+
+    def submit(pending):
+        requests.extend(pending)
+        original(pending).result()
+        return Interrupted()
+
+    original = engine._stepper.submit
+    monkeypatch.setattr(engine._stepper, "submit", submit)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(PROMPTS, RequestParams(num_tokens_to_generate=500, ignore_eos=True))
+    statistics = engine.statistics()
+    assert (statistics.running, statistics.waiting, statistics.use.blocks_in_use) == (0, 0, 0)
+    assert [request.record.result(10).status for request in requests] == [Status.ABORTED] * 4
+
+
+class TestCache:
+    """The cache is the engine's: kept between calls, emptied when it is told to."""
+
+    def skipped(self, engine) -> int:
+        return engine.generate(PROMPTS[0], GREEDY)[0].skipped_prefill_token_count
+
+    def test_reset(self, engine):
+        assert [self.skipped(engine) > 0 for _ in range(2)] == [False, True]
+        engine.reset_prefix_cache()
+        assert self.skipped(engine) == 0
+
+    def test_weights_changed(self, engine):
+        """PY-6: what was written around torch's counters is told."""
+        assert [self.skipped(engine) > 0 for _ in range(2)] == [False, True]
+        engine.weights_changed()
+        assert self.skipped(engine) == 0
+
+    def test_statistics(self, engine):
+        before = engine.statistics()
+        engine.generate(PROMPTS, GREEDY)
+        after = engine.statistics()
+        assert after.ended - before.ended == 4
+        assert after.prefix_cache()["blocks_total"] == 200 == engine.geometry.blocks
+
+
+class TestSuspended:
+    """The pools come and go."""
+
+    def test_nothing_begins(self, engine, expected):
+        engine.suspend()
+        with pytest.raises(EngineSuspended, match=r"^the engine is suspended; call resume\(\) before anything is gen"):
+            engine.generate(PROMPTS, GREEDY)
+        engine.resume()
+        assert [record.generated_tokens for record in engine.generate(PROMPTS, GREEDY)] == expected
+
+    def test_what_runs_goes_on(self, engine, load):
+        """PY-5: requests in flight wait for the resume, and give the same tokens."""
+        long = RequestParams(num_tokens_to_generate=300, ignore_eos=True)
+        expected = engine.generate(PROMPTS, long)
+        other = load()
+        with ThreadPoolExecutor(1) as threads:
+            waiting = threads.submit(other.generate, PROMPTS, long)
+            while not other.statistics().running:
+                pass
+            other.suspend()
+            assert not waiting.done()
+            other.resume()
+            found = waiting.result()
+        assert [one.generated_tokens for one in found] == [one.generated_tokens for one in expected]
+        assert sum(one.recomputed_token_count for one in found) > 0
+
+
+class TestClosed:
+    """PY-5: the end of an engine."""
+
+    def test_everything_ends(self):
+        with load_engine(**SMALL) as engine:
+            with ThreadPoolExecutor(1) as threads:
+                waiting = threads.submit(
+                    engine.generate, PROMPTS, RequestParams(num_tokens_to_generate=900, ignore_eos=True)
+                )
+                while not engine.statistics().running:
+                    pass
+                engine.close()
+                with pytest.raises(EngineClosed, match=r"^the engine was closed before this request had ended"):
+                    waiting.result(10)
+            engine.close()  # once more does nothing
+            assert not [one for one in threading.enumerate() if one.name.startswith("engine") and one in _of(engine)]
+            for call in (engine.statistics, engine.suspend, lambda: engine.generate("A list is")):
+                with pytest.raises(EngineClosed, match=r"^the engine is closed; load another one"):
+                    call()
+
+    def test_the_pools_are_given_back(self, load):
+        engine = load()
+        blocks = weakref.ref(engine._engine.context.allocated.kv)
+        engine.close()
+        gc.collect()
+        assert blocks() is None
+
+
+def _of(engine) -> set[threading.Thread]:
+    return engine._stepper._thread._calls._threads

@@ -1,0 +1,146 @@
+"""PY-3: what counts as a prompt, and as several."""
+
+from __future__ import annotations
+
+import array
+
+import numpy
+import pytest
+import torch
+
+from megatron_ext import ConfigError, RequestParams
+from megatron_ext.api.prompts import PromptReader
+from megatron_ext.text.tokenizer import NullTokenizer
+
+DEFAULTS = RequestParams(num_tokens_to_generate=3)
+READER = PromptReader(NullTokenizer(100), 100, DEFAULTS)
+GREEDY, SAMPLED = RequestParams(), RequestParams(temperature=1.0)
+
+
+def tokens(prompts) -> list[tuple[int, ...]]:
+    return [prompt.tokens for prompt, _ in READER.read_all(prompts, None)]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "expected"),
+    [
+        ("7 8", [(7, 8)]),
+        (["7 8"], [(7, 8)]),
+        (["7 8", "9"], [(7, 8), (9,)]),
+        ([7, 8], [(7, 8)]),
+        ((7, 8), [(7, 8)]),
+        ([[7, 8]], [(7, 8)]),
+        ([[7, 8], [9]], [(7, 8), (9,)]),
+        (["7 8", [9], (1, 2)], [(7, 8), (9,), (1, 2)]),
+        ([], []),
+        ((), []),
+        ((one for one in ["7 8", [9]]), [(7, 8), (9,)]),
+        (range(3), [(0, 1, 2)]),
+        (torch.tensor([7, 8]), [(7, 8)]),
+        (torch.tensor([[7, 8], [9, 1]]), [(7, 8), (9, 1)]),
+        (numpy.array([7, 8]), [(7, 8)]),
+        ([numpy.int64(7), 8], [(7, 8)]),
+        ([torch.tensor(7), torch.tensor(8)], [(7, 8)]),
+        ([torch.tensor([7, 8]), "9"], [(7, 8), (9,)]),
+        (array.array("i", [7, 8]), [(7, 8)]),
+    ],
+    ids=repr,
+)
+def test_one_or_several(prompts, expected):
+    """PY-3: a lone text is one prompt, and so are whole numbers in a row."""
+    assert tokens(prompts) == expected
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ("", "prompt 0: it is empty; give at least one character"),
+        (["a", ""], "prompt 0: 'a' is no token id"),
+        (["1", ""], "prompt 1: it is empty"),
+        ([[1], []], "prompt 1: it has no token; give at least one"),
+        (["1", 2], "prompt 1 is the number 2 among prompts; give token ids as a list, as in [2]"),
+        ([1, "2"], "prompt 0 is the number 1 among prompts"),
+        (5, "5 is of type int; give a text, a list of token ids, or a list of those"),
+        (None, "None is of type NoneType; give a text"),
+        (b"text", "b'text' is of type bytes"),
+        ({"text": "1"}, "{'text': '1'} is of type dict; give a text"),
+        ([b"text"], "prompt 0: b'text' is of type bytes; give a text or a list of token ids"),
+        ([{"text": "1"}], "prompt 0: {'text': '1'} is of type dict"),
+        ([None], "prompt 0: None is of type NoneType"),
+        ([True, False], "prompt 0: True is of type bool"),
+        ([[1, 2.5]], "prompt 0: 2.5 is no token id; they are whole numbers"),
+        (torch.tensor([0.5]), "prompt 0: 0.5 is of type float"),
+        ([[1, True]], "prompt 0: True is no token id"),
+        ([[[1, 2]]], "prompt 0: [1, 2] is no token id"),
+        ([[100]], "prompt 0: token id 100 is not in the vocabulary of 100; ids go from 0 to 99"),
+        ([[-1]], "prompt 0: token id -1 is not in the vocabulary"),
+        ("\ud800", "prompt 0: '\\ud800' has half of a surrogate pair, which is no character"),
+    ],
+)
+def test_refused(prompts, message):
+    """PY-3: in one line with the prompt's place, what it is, and what would do."""
+    with pytest.raises(ConfigError) as caught:
+        READER.read_all(prompts, None)
+    assert str(caught.value).startswith(message)
+
+
+class TestParams:
+    """Parameters are for all prompts or one for each."""
+
+    def read(self, prompts, params) -> list[RequestParams]:
+        return [one for _, one in READER.read_all(prompts, params)]
+
+    def test_for_all_or_for_each(self):
+        assert self.read(["1", "2"], None) == [DEFAULTS, DEFAULTS]
+        assert self.read(["1", "2"], SAMPLED) == [SAMPLED, SAMPLED]
+        assert self.read(["1", "2"], [GREEDY, SAMPLED]) == [GREEDY, SAMPLED]
+        assert self.read([], []) == []
+
+    @pytest.mark.parametrize(
+        ("params", "message"),
+        [
+            ([GREEDY], "1 RequestParams for 2 prompts; give one for all, or one for each"),
+            ({"temperature": 1}, "{'temperature': 1} is of type dict; give RequestParams(...), as in RequestParams("),
+            ([GREEDY, 5], "5 is of type int; give RequestParams(...)"),
+            ("greedy", "'greedy' is of type str; give RequestParams(...)"),
+        ],
+    )
+    def test_refused(self, params, message):
+        with pytest.raises(ConfigError) as caught:
+            self.read(["1", "2"], params)
+        assert str(caught.value).startswith(message)
+
+    @pytest.mark.parametrize(
+        ("fields", "message"),
+        [
+            ({"temperature": "hot"}, "temperature 'hot' is not a number"),
+            ({"num_tokens_to_generate": 2.5}, "num_tokens_to_generate 2.5 is not a whole number"),
+            ({"ignore_eos": 1}, "ignore_eos 1 is not true or false"),
+            ({"stop_words": ["a", 3]}, "stop_words ['a', 3] is not a list of texts"),
+            ({"stop_words": "abc"}, "stop_words 'abc' is one text; give a list of them"),
+            ({"seed": "x"}, "seed 'x' is not a whole number"),
+        ],
+    )
+    def test_types_are_checked(self, fields, message):
+        """PY-3: a value of another type is refused where it is given, not in the middle of a step."""
+        with pytest.raises(ConfigError) as caught:
+            RequestParams(**fields)
+        assert str(caught.value) == message
+
+    def test_values_are_as_they_are_used(self):
+        params = RequestParams(stop_words=["a"], temperature=1)
+        assert (params.stop_words, type(params.temperature)) == (("a",), float)
+
+
+class TestOne:
+    """`generate_async` and `stream` take one."""
+
+    @pytest.mark.parametrize("prompt", ["7 8", [7, 8], (7, 8), torch.tensor([7, 8]), numpy.array([7, 8]), range(7, 9)])
+    def test_taken(self, prompt):
+        read, params = READER.read_one(prompt, None)
+        assert (read.tokens, params) == ((7, 8), DEFAULTS)
+
+    @pytest.mark.parametrize("prompt", [["7 8"], [[7], [8]], [], ["1", "2"]])
+    def test_several_are_refused(self, prompt):
+        with pytest.raises(ConfigError, match="is not one prompt; give a text or token ids, several to generate"):
+            READER.read_one(prompt, None)
