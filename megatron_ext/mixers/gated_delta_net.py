@@ -21,6 +21,7 @@ from megatron_ext.config.recurrent.gated_delta_net import GATED_DELTA_CHUNK
 from megatron_ext.mixers.mixer import MixerSubmodules, Pass, Projected, RecurrentMixer, mark_split
 from megatron_ext.mixers.sharding import Metadata, Offsets, sharded_mixer_state
 from megatron_ext.ops.gated_delta_rule import GATED_DELTA_RULE
+from megatron_ext.ops.gated_norm import silu_gate
 
 A_INIT_RANGE = (1.0, 16.0)
 
@@ -91,9 +92,8 @@ class GatedDeltaNetMixer(RecurrentMixer):
 
     def gated(self, y: Tensor, gate: Tensor) -> Tensor:
         """The norm of each head, times SiLU of its gate."""
-        heads = (self.value_heads_local, self.value_head_dim)
-        normed = self.out_norm(y.unflatten(-1, heads)) * F.silu(gate.float().unflatten(-1, heads))
-        return normed.flatten(-2).to(gate.dtype)
+        normed = self.out_norm(y.unflatten(-1, (self.value_heads_local, self.value_head_dim)))
+        return silu_gate(normed.flatten(-2), gate)
 
     def _split_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[T, Cn] -> q and k [T, G, K], v [T, H, V]; views."""

@@ -27,6 +27,7 @@ from megatron_ext.config.recurrent.mamba import MambaFields
 from megatron_ext.mixers.mixer import MixerSubmodules, Pass, Projected, RecurrentMixer, mark_split
 from megatron_ext.mixers.sharding import Metadata, Offsets, sharded_mixer_state
 from megatron_ext.mixers.step_size import random_step_bias
+from megatron_ext.ops.gated_norm import silu_gate
 from megatron_ext.ops.selective_scan import SELECTIVE_SCAN
 
 
@@ -102,7 +103,7 @@ class Mamba1Mixer(RecurrentMixer):
 
     def gated(self, y: Tensor, gate: Tensor) -> Tensor:
         """Y * SiLU(z), in z's type."""
-        return (y.float() * F.silu(gate.float())).to(gate.dtype)
+        return silu_gate(y, gate)
 
     def _selected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """What the recurrence is told, from x [T, D]: step sizes [T, D] fp32, B [T, N] and C [T, N]."""

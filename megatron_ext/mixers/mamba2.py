@@ -18,6 +18,7 @@ from megatron_ext.config.recurrent.mamba import MambaFields
 from megatron_ext.mixers.mixer import MixerSubmodules, Pass, Projected, RecurrentMixer, mark_split
 from megatron_ext.mixers.sharding import Metadata, Offsets, sharded_mixer_state
 from megatron_ext.mixers.step_size import random_step_bias
+from megatron_ext.ops.gated_norm import gated_norm
 from megatron_ext.ops.ssd import SSD
 
 A_INIT_RANGE = (1.0, 16.0)
@@ -138,6 +139,4 @@ class GatedGroupRMSNorm(nn.Module):
 
     def forward(self, y: Tensor, z: Tensor) -> Tensor:
         """y, z [T, channels] -> [T, channels] in z's type."""
-        gated = y.float() * F.silu(z.float())
-        normed = F.rms_norm(gated.unflatten(-1, (-1, self.group_size)), (self.group_size,), eps=self.eps)
-        return (normed.flatten(-2) * self.weight.float()).to(z.dtype)
+        return gated_norm(y, z, self.weight, group_size=self.group_size, eps=self.eps)

@@ -7,7 +7,7 @@ from torch import Tensor
 from megatron_ext.ops import cpp
 from megatron_ext.ops.causal_conv1d import reference
 from megatron_ext.ops.causal_conv1d.operator import ConvolutionBackend
-from megatron_ext.ops.cpp.slots import place_of
+from megatron_ext.ops.cpp.slots import decode_places, prefill_places
 from megatron_ext.ops.state_slots import StateSlots
 from megatron_ext.ops.varlen import PackedChunks
 
@@ -23,17 +23,12 @@ def prefill(
     snapshots: Tensor | None,
 ) -> Tensor:
     """As `CausalConv1d.prefill`."""
-    kept = slots.snapshots
-    places = (None, None, None) if kept is None else (kept.slots, kept.sequences, kept.tokens)
-    starts = chunks.sequences.cu_seqlens
-    return cpp.kernels().conv_prefill(
-        x, weight, bias, starts, slots.live, slots.has_initial_state, live, *places, snapshots
-    )
+    return cpp.kernels().conv_prefill(x, weight, bias, *prefill_places(chunks, slots, live, snapshots))
 
 
 def decode(x: Tensor, weight: Tensor, bias: Tensor | None, *, slots: Tensor | slice, live: Tensor) -> Tensor:
     """As `CausalConv1d.decode`."""
-    return cpp.kernels().conv_decode(x, weight, bias, *place_of(slots), live)
+    return cpp.kernels().conv_decode(x, weight, bias, *decode_places(slots), live)
 
 
 BACKEND = ConvolutionBackend(

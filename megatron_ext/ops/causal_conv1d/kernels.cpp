@@ -3,12 +3,10 @@
 
 #include <ATen/ops/empty.h>
 
-#include "tensors.h"
-#include "threads.h"
+#include "prefill.h"
 #include "vectors.h"
 
-namespace megatron_ext {
-namespace {
+namespace megatron_ext::causal_conv1d {
 
 constexpr int64_t PIECE = 32;  // tokens that a thread takes at once
 
@@ -20,10 +18,10 @@ struct Convolution {
 
   Convolution(const at::Tensor& w, const std::optional<at::Tensor>& b)
       : channels(w.size(0)), window(w.size(1)), held_weight(dense(w.t())), weight(floats(held_weight)), bias(nullptr) {
-    if (b) {
-      held_bias = dense(*b);
-      bias = floats(held_bias);
-    }
+    if (!b) return;
+    held_bias = dense(*b);
+    TORCH_CHECK(held_bias.dim() == 1 && held_bias.size(0) == channels, "bias is [Cn]");
+    bias = floats(held_bias);
   }
 
   // One token; taps[k] are the channels of the input that weight[k] is for.
@@ -40,38 +38,37 @@ struct Convolution {
 
 // A prefill's inputs, with each sequence's K-1 earlier ones.
 struct Inputs {
+  const Prefill& prefill;
   const float* x;  // [T, Cn], rows `stride` apart
   int64_t stride, channels, kept;
-  const int64_t* starts;        // [S+1]
-  std::vector<float> earlier;   // [S, K-1, Cn]
+  std::vector<float> earlier;  // [S, K-1, Cn]
 
-  // Input `t` of the packed axis, of a sequence; those before its first token are the earlier ones.
-  const float* row(int64_t sequence, int64_t t) const {
-    const int64_t before = t - starts[sequence];
-    return before >= 0 ? x + t * stride : earlier.data() + ((sequence + 1) * kept + before) * channels;
-  }
-
-  // The state after the inputs before `t`: [Cn, K-1], to a slot.
-  void keep(int64_t sequence, int64_t t, const Pool& pool, int64_t slot) const {
-    std::vector<float> state(channels * kept);
-    for (int64_t k = 0; k < kept; ++k) {
-      const float* from = row(sequence, t - kept + k);
-      for (int64_t c = 0; c < channels; ++c) state[c * kept + k] = from[c];
-    }
-    pool.store(slot, 0, state.data(), channels * kept);
-  }
-
-  // All states that sequences begin with; before any is written.
-  void read_initial(const Pool& live, const int64_t* slots, const bool* has_initial, int64_t sequences) {
-    earlier.assign(sequences * kept * channels, 0.0f);
-    for_each(sequences, [&](int64_t s) {
-      if (!has_initial[s]) return;
+  Inputs(const Prefill& all, const at::Tensor& wide, int64_t kept_)
+      : prefill(all), x(floats(wide)), stride(wide.stride(0)), channels(wide.size(1)), kept(kept_),
+        earlier(all.sequences() * kept * channels) {
+    for_each(all.sequences(), [&](int64_t s) {
       std::vector<float> state(channels * kept);
-      live.load(slots[s], 0, state.data(), channels * kept);
+      all.load(s, 0, state.data(), channels * kept);
       float* to = earlier.data() + s * kept * channels;
       for (int64_t k = 0; k < kept; ++k)
         for (int64_t c = 0; c < channels; ++c) to[k * channels + c] = state[c * kept + k];
     });
+  }
+
+  // Input `t` of the packed axis, of a sequence; those before its first token are the earlier ones.
+  const float* row(int64_t sequence, int64_t t) const {
+    const int64_t before = t - prefill.begin(sequence);
+    return before >= 0 ? x + t * stride : earlier.data() + ((sequence + 1) * kept + before) * channels;
+  }
+
+  // The state after the inputs before a token: [Cn, K-1], to a slot.
+  void keep(int64_t sequence, const Stop& stop) const {
+    std::vector<float> state(channels * kept);
+    for (int64_t k = 0; k < kept; ++k) {
+      const float* from = row(sequence, stop.token - kept + k);
+      for (int64_t c = 0; c < channels; ++c) state[c * kept + k] = from[c];
+    }
+    prefill.store(stop, 0, state.data(), channels * kept);
   }
 };
 
@@ -79,28 +76,27 @@ struct Piece {
   int64_t sequence, begin, end;
 };
 
-std::vector<Piece> cut(const int64_t* starts, int64_t sequences) {
+std::vector<Piece> cut(const Prefill& prefill) {
   std::vector<Piece> pieces;
-  for (int64_t s = 0; s < sequences; ++s)
-    for (int64_t t = starts[s]; t < starts[s + 1]; t += PIECE)
-      pieces.push_back({s, t, std::min(t + PIECE, starts[s + 1])});
+  for (int64_t s = 0; s < prefill.sequences(); ++s)
+    for (int64_t t = prefill.begin(s); t < prefill.end(s); t += PIECE)
+      pieces.push_back({s, t, std::min(t + PIECE, prefill.end(s))});
   return pieces;
 }
 
 at::Tensor prefill(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
                    const at::Tensor& starts, const at::Tensor& slots, const at::Tensor& has_initial, at::Tensor live,
                    const std::optional<at::Tensor>& kept_slots, const std::optional<at::Tensor>& kept_sequences,
-                   const std::optional<at::Tensor>& kept_tokens, std::optional<at::Tensor> snapshots) {
+                   const std::optional<at::Tensor>& kept_tokens, const std::optional<at::Tensor>& snapshots) {
   const Convolution convolution(weight, bias);
+  const Prefill sequences(starts, slots, has_initial, live, kept_slots, kept_sequences, kept_tokens, snapshots);
   const at::Tensor wide = rows(x);
-  const int64_t sequences = starts.size(0) - 1;
-  Inputs inputs{floats(wide), wide.stride(0), convolution.channels, convolution.window - 1, integers(starts), {}};
-  const Pool states(live);
-  inputs.read_initial(states, integers(slots), has_initial.const_data_ptr<bool>(), sequences);
+  TORCH_CHECK(x.dim() == 2 && x.size(1) == convolution.channels, "x is [T, Cn]");
+  const Inputs inputs(sequences, wide, convolution.window - 1);
   at::Tensor y = at::empty(x.sizes(), wide.options());
   float* out = y.mutable_data_ptr<float>();
   const int64_t channels = convolution.channels;
-  const std::vector<Piece> pieces = cut(inputs.starts, sequences);
+  const std::vector<Piece> pieces = cut(sequences);
   for_each(pieces.size(), [&](int64_t i) {
     std::vector<const float*> taps(convolution.window);
     for (int64_t t = pieces[i].begin; t < pieces[i].end; ++t) {
@@ -108,13 +104,10 @@ at::Tensor prefill(const at::Tensor& x, const at::Tensor& weight, const std::opt
       convolution.token(taps.data(), out + t * channels);
     }
   });
-  std::fill(out + inputs.starts[sequences] * channels, out + x.size(0) * channels, 0.0f);
-  for (int64_t s = 0; s < sequences; ++s) inputs.keep(s, inputs.starts[s + 1], states, integers(slots)[s]);
-  if (kept_slots) {
-    const Pool kept(*snapshots);
-    for (int64_t i = 0; i < kept_slots->size(0); ++i)
-      inputs.keep(integers(*kept_sequences)[i], integers(*kept_tokens)[i], kept, integers(*kept_slots)[i]);
-  }
+  std::fill(out + sequences.tokens() * channels, out + y.numel(), 0.0f);
+  for_each(sequences.sequences(), [&](int64_t s) {
+    sequences.walk(s, sequences.tokens(), [](int64_t, int64_t) {}, [&](const Stop& stop) { inputs.keep(s, stop); });
+  });
   return y.to(x.scalar_type());
 }
 
@@ -122,6 +115,7 @@ at::Tensor decode(const at::Tensor& x, const at::Tensor& weight, const std::opti
                   const std::optional<at::Tensor>& slots, int64_t first_slot, at::Tensor live) {
   const Convolution convolution(weight, bias);
   const at::Tensor wide = rows(x);
+  TORCH_CHECK(x.dim() == 2 && x.size(1) == convolution.channels, "x is [T, Cn]");
   const int64_t channels = convolution.channels, kept = convolution.window - 1, requests = x.size(0);
   const Pool states(live);
   const Slots where(slots, first_slot);
@@ -147,8 +141,7 @@ at::Tensor decode(const at::Tensor& x, const at::Tensor& weight, const std::opti
   return y.to(x.scalar_type());
 }
 
-}  // namespace
-}  // namespace megatron_ext
+}  // namespace megatron_ext::causal_conv1d
 
 TORCH_LIBRARY_FRAGMENT(megatron_ext_cpu, library) {
   library.def(
@@ -160,6 +153,6 @@ TORCH_LIBRARY_FRAGMENT(megatron_ext_cpu, library) {
 }
 
 TORCH_LIBRARY_IMPL(megatron_ext_cpu, CPU, library) {
-  library.impl("conv_prefill", &megatron_ext::prefill);
-  library.impl("conv_decode", &megatron_ext::decode);
+  library.impl("conv_prefill", &megatron_ext::causal_conv1d::prefill);
+  library.impl("conv_decode", &megatron_ext::causal_conv1d::decode);
 }

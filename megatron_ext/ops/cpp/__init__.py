@@ -1,8 +1,8 @@
 """Operators in C++ for CPUs: compiled once on the machine that runs them, loaded once a process, asked for by name.
 
-Each operator has its source in its own folder (`ops/<operator>/kernels.cpp`); what they share are the headers here. A
-source registers its functions as `torch.ops.megatron_ext_cpu.<name>`. What reads or writes what, and how many threads
-there are, is torch's business as everywhere else; no result depends on the number of threads.
+Each operator has its source in its own folder (`ops/<operator>/kernels.cpp`); what they share are the headers here. All
+are compiled as one: a source has a namespace of its own. It registers functions as `torch.ops.megatron_ext_cpu.<name>`.
+How many threads there are is torch's business as everywhere else; no result depends on it.
 """
 
 from __future__ import annotations

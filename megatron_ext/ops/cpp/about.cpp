@@ -6,8 +6,7 @@
 #include "threads.h"
 #include "vectors.h"
 
-namespace megatron_ext {
-namespace {
+namespace megatron_ext::about {
 
 #define TEXT_OF(name) #name
 #define TEXT(name) TEXT_OF(name)
@@ -34,15 +33,14 @@ at::Tensor exp_of(const at::Tensor& x) {
   return y;
 }
 
-}  // namespace
-}  // namespace megatron_ext
+}  // namespace megatron_ext::about
 
 TORCH_LIBRARY_FRAGMENT(megatron_ext_cpu, library) {
-  library.def("vectors() -> str", &megatron_ext::vectors);
-  library.def("threads() -> int", &megatron_ext::threads);
+  library.def("vectors() -> str", &megatron_ext::about::vectors);
+  library.def("threads() -> int", &megatron_ext::about::threads);
   library.def("exp(Tensor x) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(megatron_ext_cpu, CPU, library) {
-  library.impl("exp", &megatron_ext::exp_of);
+  library.impl("exp", &megatron_ext::about::exp_of);
 }

@@ -33,8 +33,7 @@ _VECTOR_FLAGS = {
     "AVX512": "-mavx512f -mavx512dq -mavx512vl -mavx512bw -mavx2 -mfma -mf16c -DCPU_CAPABILITY_AVX512",
     "AVX2": "-mavx2 -mfma -mf16c -DCPU_CAPABILITY_AVX2",
 }
-# The link names no OpenMP: torch has loaded one for the whole process, and a second one would count threads for itself.
-_FLAGS = "-std=c++20 -O3 -fPIC -shared -fopenmp -fno-math-errno -fno-trapping-math -ffp-contract=off -DNDEBUG"
+_FLAGS = "-std=c++20 -O3 -fPIC -fopenmp -fno-math-errno -fno-trapping-math -ffp-contract=off -DNDEBUG"
 
 
 class BuildError(Exception):
@@ -120,7 +119,7 @@ def _flags() -> list[str]:
 def build_key(tools: Toolchain) -> str:
     """Of everything that a build is made of: sources, torch, compiler, flags, machine."""
     digest = hashlib.sha256()
-    for path in [*sources(), *sorted((OPS / "cpp").glob("*.h"))]:
+    for path in [*sources(), *sorted(OPS.glob("*/*.h"))]:
         content = path.read_bytes()
         digest.update(f"{path.relative_to(OPS)} {len(content)}\n".encode() + content)
     about = (torch.__version__, torch.version.git_version, platform.machine(), tools.version, *tools.command)
@@ -168,9 +167,9 @@ def _build(tools: Toolchain, place: Path, say: Callable[[str], None]) -> None:
         shutil.rmtree(left, ignore_errors=True)
     work = Path(tempfile.mkdtemp(prefix=f"{place.name}.building-", dir=place.parent))
     try:
-        began, files = time.monotonic(), sources()
-        say(f"compiling the operators for this CPU, once ({len(files)} files)")
-        compile_library(tools.command, files, work, _NAME, _linked())
+        began = time.monotonic()
+        say("compiling the operators for this CPU, once; half a minute or so")
+        compile_library(tools.command, sources(), work, _NAME, _linked())
         _remove_oldest(place.parent)
         work.rename(place)
         log.unlink(missing_ok=True)

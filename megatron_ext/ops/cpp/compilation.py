@@ -1,4 +1,4 @@
-"""Running the compiler: one process a source, as many at once as this process may use CPUs."""
+"""Running the compiler: all sources in one go, since what they include takes most of the time."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-_LONGEST_RUN = 600.0  # seconds of one source, on a machine that is busy with other things
+_LONGEST_RUN = 900.0  # seconds, on a machine that is busy with other things
 
 
 class CompileError(Exception):
-    """A source does not compile.
+    """The compiler or the linker fails.
 
     Attributes:
         output: The command, and what it wrote.
@@ -31,7 +31,7 @@ def compile_library(
 
     Args:
         command: The compiler with its flags.
-        sources: C++ files; those of one name have different folders.
+        sources: C++ files that can be parts of one, each with a namespace of its own.
         folder: Empty.
         name: Of the library.
         linked: What the linker is told.
@@ -39,63 +39,43 @@ def compile_library(
     Raises:
         CompileError: It fails, or takes too long.
     """
-    objects = [folder / f"{path.parent.name}-{path.stem}.o" for path in sources]
-    waiting = [[*command, "-c", str(path), "-o", str(made)] for path, made in zip(sources, objects, strict=True)]
-    _run_all(waiting, folder)
+    source, made = folder / "all.cpp", folder / "all.o"
+    source.write_text("".join(f'#include "{path}"\n' for path in sources), "utf-8")
+    _run([*command, "-c", str(source), "-o", str(made)], folder)
+    # No OpenMP is linked: torch has loaded one for the whole process, and a second one would count threads for itself.
     plain = [flag for flag in command if flag != "-fopenmp"]
-    _run_all([[*plain, *map(str, objects), "-o", str(folder / name), *linked]], folder)
-    for made in objects:
-        made.unlink()
+    _run([*plain, "-shared", str(made), "-o", str(folder / name), *linked], folder)
+    source.unlink()
+    made.unlink()
 
 
-def _run_all(commands: Sequence[Sequence[str]], folder: Path) -> None:
-    """Run the commands, a few at once; none is left behind if one fails or this process is interrupted."""
-    running: list[subprocess.Popen[str]] = []
+def _run(command: Sequence[str], folder: Path) -> None:
+    """Run a command; neither it nor what it started is left behind if this process is interrupted."""
     try:
-        for command in commands:
-            if len(running) >= len(os.sched_getaffinity(0)):
-                _finish(running[0])
-                running.pop(0)
-            running.append(_start(command, folder))
-        for process in running:
-            _finish(process)
-    finally:
-        for process in running:
-            _end(process)
+        process = _start(command, folder)
+    except OSError as error:
+        raise CompileError(f"{shlex.join(command)}\n{error}\n") from None
+    with process:
+        try:
+            output, _ = process.communicate(timeout=_LONGEST_RUN)
+        except subprocess.TimeoutExpired:
+            raise CompileError(f"{shlex.join(command)}\nstill running after {_LONGEST_RUN:.0f} s\n") from None
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    if process.returncode != 0:
+        raise CompileError(f"{shlex.join(command)}\nexit code {process.returncode}\n{output}")
 
 
 def _start(command: Sequence[str], folder: Path) -> subprocess.Popen[str]:
-    environment = os.environ | {"LC_ALL": "C"}
-    try:
-        return subprocess.Popen(
-            command,
-            cwd=folder,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=True,  # a group of its own: compilers start others
-        )
-    except OSError as error:
-        raise CompileError(f"{shlex.join(command)}\n{error}\n") from None
-
-
-def _finish(process: subprocess.Popen[str]) -> None:
-    assert isinstance(process.args, list), "started with a list"
-    shown = shlex.join(process.args)
-    try:
-        output, _ = process.communicate(timeout=_LONGEST_RUN)
-    except subprocess.TimeoutExpired:
-        raise CompileError(f"{shown}\nstill running after {_LONGEST_RUN:.0f} s\n") from None
-    if process.returncode != 0:
-        raise CompileError(f"{shown}\nexit code {process.returncode}\n{output}")
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    assert process.stdout is not None, "a pipe"
-    process.stdout.close()
+    return subprocess.Popen(
+        command,
+        cwd=folder,
+        env=os.environ | {"LC_ALL": "C"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,  # a group of its own: compilers start others
+    )

@@ -4,8 +4,21 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from megatron_ext.ops.state_slots import StateSlots
+from megatron_ext.ops.varlen import PackedChunks
 
-def place_of(slots: Tensor | slice) -> tuple[Tensor | None, int]:
+PrefillPlaces = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
+
+def prefill_places(chunks: PackedChunks, slots: StateSlots, live: Tensor, snapshots: Tensor | None) -> PrefillPlaces:
+    """What `Prefill` in `prefill.h` is made of: where sequences begin, where states lie, which are to be kept."""
+    starts, kept = chunks.sequences.cu_seqlens, slots.snapshots
+    if kept is None:
+        return starts, slots.live, slots.has_initial_state, live, None, None, None, None
+    return starts, slots.live, slots.has_initial_state, live, kept.slots, kept.sequences, kept.tokens, snapshots
+
+
+def decode_places(slots: Tensor | slice) -> tuple[Tensor | None, int]:
     """The slots [R] and 0, or None and the first one where they follow each other."""
     if isinstance(slots, slice):
         assert slots.step in (None, 1), "one behind the other"

@@ -55,13 +55,16 @@ class Pool {
     return type_ == at::kBFloat16 ? write<c10::BFloat16>(first, from, count) : write<c10::Half>(first, from, count);
   }
 
-  bool is_float() const {
-    return type_ == at::kFloat;
+  // States of a slot to be changed: themselves where they are fp32, otherwise read into `copy`.
+  float* in_place(int64_t slot, int64_t offset, float* copy, int64_t count) const {
+    if (type_ == at::kFloat) return reinterpret_cast<float*>(data_) + place(slot) + offset;
+    load(slot, offset, copy, count);
+    return copy;
   }
 
-  // A slot's states themselves, where they are fp32.
-  float* states(int64_t slot) const {
-    return reinterpret_cast<float*>(data_) + place(slot);
+  // What `in_place` gave, changed.
+  void put_back(int64_t slot, int64_t offset, const float* states, int64_t count) const {
+    if (type_ != at::kFloat) store(slot, offset, states, count);
   }
 
  private:

@@ -2,6 +2,7 @@
 // W: floats of a vector. Rows may have any number of floats: tails are read and written by count.
 #pragma once
 
+#include <ATen/cpu/vec/functional.h>
 #include <ATen/cpu/vec/vec.h>
 
 #include <cstdint>
@@ -39,19 +40,11 @@ inline void store(float* to, Vec v, int64_t count) {
 }
 
 inline float sum(Vec v) {
-  alignas(64) float lane[W];
-  v.store(lane);
-  for (int64_t width = W / 2; width > 0; width /= 2)
-    for (int64_t i = 0; i < width; ++i) lane[i] += lane[i + width];
-  return lane[0];
+  return at::vec::vec_reduce_all<float>([](Vec a, Vec b) { return a + b; }, v);
 }
 
 inline float largest(Vec v) {
-  alignas(64) float lane[W];
-  v.store(lane);
-  for (int64_t width = W / 2; width > 0; width /= 2)
-    for (int64_t i = 0; i < width; ++i) lane[i] = lane[i] < lane[i + width] ? lane[i + width] : lane[i];
-  return lane[0];
+  return at::vec::vec_reduce_all<float>([](Vec a, Vec b) { return at::vec::maximum(a, b); }, v);
 }
 
 // e**x, wrong by less than 2e-7 of itself; 1 for 0. Below -87 it is e**-87, above 88 it is e**88: no denormal numbers

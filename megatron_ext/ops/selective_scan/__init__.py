@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from megatron_ext.ops.recurrence import Recurrence
-from megatron_ext.ops.selective_scan import reference
+from megatron_ext.ops.selective_scan import cpp, reference
 
-SELECTIVE_SCAN = Recurrence("selective_scan", reference.BACKEND)
+SELECTIVE_SCAN = Recurrence("selective_scan", cpp.BACKEND, reference.BACKEND)
 
 __all__ = ["SELECTIVE_SCAN"]

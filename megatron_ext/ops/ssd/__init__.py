@@ -1,10 +1,10 @@
-"""State-space duality (Mamba-2): the chunked scan for prefill and training, and the one-token step for decode."""
+"""State-space duality (Mamba-2): the scan for prefill and training, and the one-token step for decode."""
 
 from __future__ import annotations
 
 from megatron_ext.ops.recurrence import Recurrence
-from megatron_ext.ops.ssd import reference
+from megatron_ext.ops.ssd import cpp, reference
 
-SSD = Recurrence("ssd", reference.BACKEND)
+SSD = Recurrence("ssd", cpp.BACKEND, reference.BACKEND)
 
 __all__ = ["SSD"]

@@ -1,0 +1,102 @@
+// What prefills of recurrences have in common: whose states are read from where, and where they are to be kept.
+#pragma once
+
+#include <algorithm>
+#include <numeric>
+#include <vector>
+
+#include "tensors.h"
+#include "threads.h"
+
+namespace megatron_ext {
+
+// Where a sequence's state is wanted: after the packed tokens before `token`, in a slot of the live pool or of snapshots.
+struct Stop {
+  int64_t token, slot;
+  bool is_snapshot;
+};
+
+// The S sequences of a prefill. What is done for one of them reads no state of another.
+class Prefill {
+ public:
+  Prefill(const at::Tensor& starts, const at::Tensor& slots, const at::Tensor& has_initial, const at::Tensor& live,
+          const std::optional<at::Tensor>& kept_slots, const std::optional<at::Tensor>& kept_sequences,
+          const std::optional<at::Tensor>& kept_tokens, const std::optional<at::Tensor>& snapshots)
+      : starts_(integers(starts)),
+        slots_(integers(slots)),
+        has_initial_(has_initial.const_data_ptr<bool>()),
+        live_(live),
+        snapshots_(kept_slots ? *snapshots : live),
+        stops_(starts.size(0) - 1) {
+    TORCH_CHECK(slots.size(0) == sequences() && has_initial.size(0) == sequences(), "a slot for each sequence");
+    const int64_t kept = kept_slots ? kept_slots->size(0) : 0;
+    for (int64_t i = 0; i < kept; ++i)
+      stops_[integers(*kept_sequences)[i]].push_back({integers(*kept_tokens)[i], integers(*kept_slots)[i], true});
+    for (int64_t s = 0; s < sequences(); ++s) {
+      stops_[s].push_back({end(s), slots_[s], false});
+      std::stable_sort(stops_[s].begin(), stops_[s].end(), [](auto& a, auto& b) { return a.token < b.token; });
+    }
+  }
+
+  int64_t sequences() const {
+    return static_cast<int64_t>(stops_.size());
+  }
+
+  int64_t begin(int64_t sequence) const {
+    return starts_[sequence];
+  }
+
+  int64_t end(int64_t sequence) const {
+    return starts_[sequence + 1];
+  }
+
+  // Of all sequences.
+  int64_t tokens() const {
+    return starts_[sequences()];
+  }
+
+  // Sequences in the order in which to begin with them: the longest first.
+  std::vector<int64_t> by_length() const {
+    std::vector<int64_t> order(sequences());
+    std::iota(order.begin(), order.end(), 0);
+    std::stable_sort(order.begin(), order.end(),
+                     [&](int64_t a, int64_t b) { return end(a) - begin(a) > end(b) - begin(b); });
+    return order;
+  }
+
+  // `count` states that a sequence begins with, from `offset` of its slot on: zeros if it has none.
+  void load(int64_t sequence, int64_t offset, float* to, int64_t count) const {
+    if (has_initial_[sequence]) return live_.load(slots_[sequence], offset, to, count);
+    std::fill(to, to + count, 0.0f);
+  }
+
+  void store(const Stop& stop, int64_t offset, const float* from, int64_t count) const {
+    (stop.is_snapshot ? snapshots_ : live_).store(stop.slot, offset, from, count);
+  }
+
+  // Walk over a sequence: advance(begin, end) for pieces of up to `most` tokens, keep(stop) wherever its state is wanted.
+  template <typename Advance, typename Keep>
+  void walk(int64_t sequence, int64_t most, const Advance& advance, const Keep& keep) const {
+    int64_t token = begin(sequence);
+    for (const Stop& stop : stops_[sequence]) {
+      for (; token < stop.token; token = std::min(token + most, stop.token))
+        advance(token, std::min(token + most, stop.token));
+      keep(stop);
+    }
+  }
+
+ private:
+  const int64_t* starts_;
+  const int64_t* slots_;
+  const bool* has_initial_;
+  Pool live_, snapshots_;
+  std::vector<std::vector<Stop>> stops_;
+};
+
+// How many of `count` heads or blocks a piece of work takes, so that each thread has a few of `sequences` * count.
+inline int64_t heads_at_once(int64_t sequences, int64_t count) {
+  const int64_t pieces = 4 * at::get_num_threads();
+  return std::clamp<int64_t>(sequences * count / pieces, 1, count);
+}
+
+}  // namespace megatron_ext

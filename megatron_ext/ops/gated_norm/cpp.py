@@ -1,0 +1,21 @@
+"""Gates and the gated norm in C++, for CPUs, in one pass each. `kernels.cpp` beside this file computes."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from megatron_ext.ops import cpp
+from megatron_ext.ops.gated_norm.reference import GateBackend
+
+
+def gated_norm(y: Tensor, gate: Tensor, weight: Tensor, *, group_size: int, eps: float) -> Tensor:
+    """See the package."""
+    return cpp.kernels().gated_norm(y, gate, weight, group_size, eps)
+
+
+def silu_gate(y: Tensor, gate: Tensor) -> Tensor:
+    """See the package."""
+    return cpp.kernels().silu_gate(y, gate)
+
+
+BACKEND = GateBackend(cpp.NAME, cpp.takes, gated_norm, silu_gate)

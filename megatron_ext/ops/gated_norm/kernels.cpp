@@ -1,0 +1,81 @@
+// y * SiLU(gate), alone or with an RMS norm over groups of channels behind it; see reference.py.
+// T tokens, Cn channels.
+
+#include <ATen/ops/empty.h>
+
+#include <cmath>
+
+#include "tensors.h"
+#include "threads.h"
+#include "vectors.h"
+
+namespace megatron_ext::gates {
+
+constexpr int64_t GRAIN = 8192;  // elements that are worth a thread
+
+// A row of y * SiLU(gate).
+Vec gated(const float* y, const float* gate, int64_t count) {
+  return load(y, count) * silu(load(gate, count));
+}
+
+void norm_group(const float* y, const float* gate, const float* weight, float* out, int64_t size, float eps) {
+  Vec squares(0.0f);
+  for (int64_t c = 0; c < size; c += W) {
+    const Vec value = gated(y + c, gate + c, lanes(c, size));
+    squares = at::vec::fmadd(value, value, squares);
+    store(out + c, value, lanes(c, size));
+  }
+  const Vec scale(1.0f / std::sqrt(sum(squares) / static_cast<float>(size) + eps));
+  for (int64_t c = 0; c < size; c += W) {
+    const int64_t count = lanes(c, size);
+    store(out + c, load(out + c, count) * scale * load(weight + c, count), count);
+  }
+}
+
+at::Tensor gated_norm(const at::Tensor& y, const at::Tensor& gate, const at::Tensor& weight, int64_t group_size,
+                      double eps) {
+  const at::Tensor wide_y = rows(y), wide_gate = rows(gate), wide_weight = dense(weight);
+  TORCH_CHECK(y.dim() == 2 && gate.sizes() == y.sizes(), "y and gate are [T, Cn]");
+  const int64_t channels = y.size(1);
+  TORCH_CHECK(wide_weight.numel() == channels && channels % group_size == 0, "weight is [Cn], groups are whole");
+  at::Tensor out = at::empty(y.sizes(), wide_y.options());
+  float* to = out.mutable_data_ptr<float>();
+  for_ranges(y.size(0), 1 + GRAIN / (channels + 1), [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t)
+      for (int64_t c = 0; c < channels; c += group_size)
+        norm_group(floats(wide_y) + t * wide_y.stride(0) + c, floats(wide_gate) + t * wide_gate.stride(0) + c,
+                   floats(wide_weight) + c, to + t * channels + c, group_size, static_cast<float>(eps));
+  });
+  return out.to(gate.scalar_type());
+}
+
+at::Tensor silu_gate(const at::Tensor& y, const at::Tensor& gate) {
+  const at::Tensor wide_y = rows(y), wide_gate = rows(gate);
+  TORCH_CHECK(y.dim() == 2 && gate.sizes() == y.sizes(), "y and gate are [T, Cn]");
+  const int64_t channels = y.size(1);
+  at::Tensor out = at::empty(y.sizes(), wide_y.options());
+  float* to = out.mutable_data_ptr<float>();
+  for_ranges(y.size(0), 1 + GRAIN / (channels + 1), [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t) {
+      const float* from = floats(wide_y) + t * wide_y.stride(0);
+      const float* z = floats(wide_gate) + t * wide_gate.stride(0);
+      for (int64_t c = 0; c < channels; c += W) {
+        const int64_t count = lanes(c, channels);
+        store(to + t * channels + c, gated(from + c, z + c, count), count);
+      }
+    }
+  });
+  return out.to(gate.scalar_type());
+}
+
+}  // namespace megatron_ext::gates
+
+TORCH_LIBRARY_FRAGMENT(megatron_ext_cpu, library) {
+  library.def("gated_norm(Tensor y, Tensor gate, Tensor weight, int group_size, float eps) -> Tensor");
+  library.def("silu_gate(Tensor y, Tensor gate) -> Tensor");
+}
+
+TORCH_LIBRARY_IMPL(megatron_ext_cpu, CPU, library) {
+  library.impl("gated_norm", &megatron_ext::gates::gated_norm);
+  library.impl("silu_gate", &megatron_ext::gates::silu_gate);
+}

@@ -1,0 +1,156 @@
+// Mamba-1's recurrence over packed sequences and over one token of each request; see reference.py.
+// T tokens, D channels, N states of a channel, S sequences, R requests.
+//
+// In prefill lanes are channels, one vector of them at a time; in decode they are the states of one channel. Token by
+// token, so that no result depends on where a sequence is cut.
+
+#include <ATen/ops/empty.h>
+
+#include "prefill.h"
+#include "vectors.h"
+
+namespace megatron_ext::selective_scan {
+
+constexpr int64_t PIECE = 64;  // tokens
+
+struct Inputs {
+  at::Tensor u, delta, A, B, C, D;  // in fp32, only their last dimension dense
+  int64_t channels, size;
+
+  Inputs(const at::Tensor& u_, const at::Tensor& delta_, const at::Tensor& A_, const at::Tensor& B_,
+         const at::Tensor& C_, const std::optional<at::Tensor>& D_)
+      : u(rows(u_)), delta(rows(delta_)), A(dense(A_)), B(rows(B_)), C(rows(C_)),
+        channels(u_.size(1)), size(B_.size(1)) {
+    TORCH_CHECK(u.dim() == 2 && delta.sizes() == u.sizes(), "u and delta are [T, D]");
+    TORCH_CHECK(A.dim() == 2 && A.size(0) == channels && A.size(1) == size, "A is [D, N]");
+    TORCH_CHECK(B.dim() == 2 && B.size(0) == u.size(0) && C.sizes() == B.sizes(), "B and C are [T, N]");
+    if (!D_) return;
+    D = dense(*D_);
+    TORCH_CHECK(D.dim() == 1 && D.size(0) == channels, "D is [D]");
+  }
+
+  const float* row(const at::Tensor& t, int64_t token) const {
+    return floats(t) + token * t.stride(0);
+  }
+};
+
+// One vector of channels, from `first` on, over a sequence. States and A are [N, W] here.
+struct Block {
+  const Inputs& in;
+  int64_t first, count;
+  std::vector<float> state, rate;
+
+  Block(const Inputs& inputs, int64_t channel)
+      : in(inputs), first(channel), count(lanes(channel, inputs.channels)), state(in.size * W), rate(in.size * W) {
+    for (int64_t lane = 0; lane < count; ++lane)
+      for (int64_t n = 0; n < in.size; ++n) rate[n * W + lane] = floats(in.A)[(first + lane) * in.size + n];
+  }
+
+  void load_state(const Prefill& prefill, int64_t sequence) {
+    std::vector<float> slot(count * in.size);
+    prefill.load(sequence, first * in.size, slot.data(), count * in.size);
+    for (int64_t lane = 0; lane < count; ++lane)
+      for (int64_t n = 0; n < in.size; ++n) state[n * W + lane] = slot[lane * in.size + n];
+  }
+
+  void keep(const Prefill& prefill, const Stop& stop) const {
+    std::vector<float> slot(count * in.size);
+    for (int64_t lane = 0; lane < count; ++lane)
+      for (int64_t n = 0; n < in.size; ++n) slot[lane * in.size + n] = state[n * W + lane];
+    prefill.store(stop, first * in.size, slot.data(), count * in.size);
+  }
+
+  void pass(int64_t begin, int64_t end, float* y) {
+    const Vec direct = in.D.defined() ? load(floats(in.D) + first, count) : Vec(0.0f);
+    for (int64_t t = begin; t < end; ++t) {
+      const Vec delta = load(in.row(in.delta, t) + first, count), u = load(in.row(in.u, t) + first, count);
+      const Vec stepped = delta * u;
+      const float *b = in.row(in.B, t), *c = in.row(in.C, t);
+      Vec out = u * direct;
+      for (int64_t n = 0; n < in.size; ++n) {
+        const Vec decay = exp(delta * Vec::loadu(rate.data() + n * W));
+        const Vec h = at::vec::fmadd(Vec(b[n]), stepped, Vec::loadu(state.data() + n * W) * decay);
+        h.store(state.data() + n * W);
+        out = at::vec::fmadd(Vec(c[n]), h, out);
+      }
+      store(y + t * in.channels + first, out, count);
+    }
+  }
+};
+
+at::Tensor prefill(const at::Tensor& u, const at::Tensor& delta, const at::Tensor& A, const at::Tensor& B,
+                   const at::Tensor& C, const std::optional<at::Tensor>& D, const at::Tensor& starts,
+                   const at::Tensor& slots, const at::Tensor& has_initial, at::Tensor live,
+                   const std::optional<at::Tensor>& kept_slots, const std::optional<at::Tensor>& kept_sequences,
+                   const std::optional<at::Tensor>& kept_tokens, const std::optional<at::Tensor>& snapshots) {
+  const Inputs in(u, delta, A, B, C, D);
+  const Prefill sequences(starts, slots, has_initial, live, kept_slots, kept_sequences, kept_tokens, snapshots);
+  at::Tensor y = at::empty(u.sizes(), in.u.options());
+  float* out = y.mutable_data_ptr<float>();
+  const std::vector<int64_t> order = sequences.by_length();
+  const int64_t blocks = (in.channels + W - 1) / W;
+  for_each(sequences.sequences() * blocks, [&](int64_t i) {
+    const int64_t sequence = order[i / blocks];
+    Block block(in, i % blocks * W);
+    block.load_state(sequences, sequence);
+    sequences.walk(
+        sequence, PIECE, [&](int64_t begin, int64_t end) { block.pass(begin, end, out); },
+        [&](const Stop& stop) { block.keep(sequences, stop); });
+  });
+  std::fill(out + sequences.tokens() * in.channels, out + y.numel(), 0.0f);
+  return y.to(u.scalar_type());
+}
+
+// One channel's states [N], in place; returns what they give.
+float step(float* state, const float* rate, const float* b, const float* c, int64_t size, float delta, float stepped) {
+  Vec given(0.0f);
+  for (int64_t n = 0; n < size; n += W) {
+    const int64_t count = lanes(n, size);
+    const Vec decay = exp(Vec(delta) * load(rate + n, count));
+    const Vec h = at::vec::fmadd(load(b + n, count), Vec(stepped), load(state + n, count) * decay);
+    store(state + n, h, count);
+    given = at::vec::fmadd(load(c + n, count), h, given);
+  }
+  return sum(given);
+}
+
+at::Tensor decode(const at::Tensor& u, const at::Tensor& delta, const at::Tensor& A, const at::Tensor& B,
+                  const at::Tensor& C, const std::optional<at::Tensor>& D, const std::optional<at::Tensor>& slots,
+                  int64_t first_slot, at::Tensor live) {
+  const Inputs in(u, delta, A, B, C, D);
+  const Pool pool(live);
+  const Slots where(slots, first_slot);
+  at::Tensor y = at::empty(u.sizes(), in.u.options());
+  float* out = y.mutable_data_ptr<float>();
+  const int64_t all = in.channels;
+  for_ranges(u.size(0) * all, 1 + 8192 / (in.size + 1), [&](int64_t begin, int64_t end) {
+    std::vector<float> copy(in.size);
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t request = i / all, channel = i % all, slot = where[request], place = channel * in.size;
+      const float value = in.row(in.u, request)[channel], delta_of = in.row(in.delta, request)[channel];
+      float* state = pool.in_place(slot, place, copy.data(), in.size);
+      out[i] = (in.D.defined() ? floats(in.D)[channel] * value : 0.0f) +
+               step(state, floats(in.A) + place, in.row(in.B, request), in.row(in.C, request), in.size, delta_of,
+                    delta_of * value);
+      pool.put_back(slot, place, state, in.size);
+    }
+  });
+  return y.to(u.scalar_type());
+}
+
+}  // namespace megatron_ext::selective_scan
+
+TORCH_LIBRARY_FRAGMENT(megatron_ext_cpu, library) {
+  library.def(
+      "selective_prefill(Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor starts, Tensor slots, "
+      "Tensor has_initial, Tensor(a!) live, Tensor? kept_slots, Tensor? kept_sequences, Tensor? kept_tokens, "
+      "Tensor(b!)? snapshots) -> Tensor");
+  library.def(
+      "selective_decode(Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? slots, "
+      "int first_slot, Tensor(a!) live) -> Tensor");
+}
+
+TORCH_LIBRARY_IMPL(megatron_ext_cpu, CPU, library) {
+  library.impl("selective_prefill", &megatron_ext::selective_scan::prefill);
+  library.impl("selective_decode", &megatron_ext::selective_scan::decode);
+}

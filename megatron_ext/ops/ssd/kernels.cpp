@@ -1,0 +1,256 @@
+// Mamba-2's recurrence over packed sequences and over one token of each request; see reference.py.
+// T tokens, H heads, G groups, J = H / G heads of a group, P head dimension, N state size, S sequences, R requests.
+//
+// Token by token: what a chunk's matrix products cost beside one addition more for each state, the scores and decays
+// between its tokens eat up. So no result depends on where a sequence is cut into steps, chunks or pieces. Lanes are
+// channels of P; a block of a few states stays in registers while a piece of the sequence passes.
+
+#include <ATen/ops/empty.h>
+
+#include "prefill.h"
+#include "vectors.h"
+
+namespace megatron_ext::ssd {
+
+constexpr int64_t PIECE = 32;  // tokens
+#if defined(CPU_CAPABILITY_AVX512)
+constexpr int STATES = 8;  // in registers at once, of V vectors each
+#else
+constexpr int STATES = 4;
+#endif
+
+struct Inputs {
+  at::Tensor x, dt, A, B, C, D;  // in fp32, only their last dimension dense
+  int64_t heads, width, groups, size;
+
+  Inputs(const at::Tensor& x_, const at::Tensor& dt_, const at::Tensor& A_, const at::Tensor& B_, const at::Tensor& C_,
+         const std::optional<at::Tensor>& D_)
+      : x(rows(x_)), dt(rows(dt_)), A(dense(A_)), B(rows(B_)), C(rows(C_)),
+        heads(x.size(1)), width(x.size(2)), groups(B.size(1)), size(B.size(2)) {
+    TORCH_CHECK(x.dim() == 3 && dt.dim() == 2 && dt.size(0) == x.size(0) && dt.size(1) == heads, "dt is [T, H]");
+    TORCH_CHECK(B.dim() == 3 && B.size(0) == x.size(0) && C.sizes() == B.sizes(), "B and C are [T, G, N]");
+    TORCH_CHECK(heads % groups == 0 && A.dim() == 1 && A.size(0) == heads, "A is [H]; heads share groups evenly");
+    if (!D_) return;
+    D = dense(*D_);
+    TORCH_CHECK(D.dim() == 1 && D.size(0) == heads, "D is [H]");
+  }
+
+  const float* x_of(int64_t token, int64_t head) const {
+    return floats(x) + token * x.stride(0) + head * x.stride(1);
+  }
+
+  float step(int64_t token, int64_t head) const {
+    return floats(dt)[token * dt.stride(0) + head];
+  }
+
+  float direct(int64_t head) const {
+    return D.defined() ? floats(D)[head] : 0.0f;
+  }
+
+  const float* row(const at::Tensor& t, int64_t token, int64_t group) const {
+    return floats(t) + token * t.stride(0) + group * t.stride(1);
+  }
+};
+
+// Some tokens of one group of heads: B and C, one behind the other.
+struct Piece {
+  int64_t count;
+  std::vector<float> B, C;      // [PIECE, N]
+  std::vector<float> decay;     // [padded PIECE], of one head
+  std::vector<float> stepped;   // [PIECE, V * W] of one head: x * dt
+  std::vector<float> y;         // [PIECE, V * W] of one head
+
+  Piece(int64_t size, int64_t lanes)
+      : B(PIECE * size), C(PIECE * size), decay(padded(PIECE)), stepped(PIECE * lanes), y(PIECE * lanes) {}
+
+  void take(const Inputs& in, int64_t begin, int64_t end, int64_t group) {
+    count = end - begin;
+    for (int64_t t = 0; t < count; ++t) {
+      std::copy_n(in.row(in.B, begin + t, group), in.size, B.data() + t * in.size);
+      std::copy_n(in.row(in.C, begin + t, group), in.size, C.data() + t * in.size);
+    }
+  }
+};
+
+// NB states of V vectors each, from `first` of N on, over the tokens of a piece: adds what they give to y.
+template <int NB, int V>
+void advance(const Piece& piece, int64_t size, int64_t first, float* state, float* y) {
+  Vec h[NB][V];
+  for (int i = 0; i < NB; ++i)
+    for (int v = 0; v < V; ++v) h[i][v] = Vec::loadu(state + (i * V + v) * W);
+  for (int64_t t = 0; t < piece.count; ++t) {
+    const float* b = piece.B.data() + t * size + first;
+    const float* c = piece.C.data() + t * size + first;
+    const Vec decay(piece.decay[t]);
+    Vec x[V], out[V];
+    for (int v = 0; v < V; ++v) {
+      x[v] = Vec::loadu(piece.stepped.data() + (t * V + v) * W);
+      out[v] = Vec::loadu(y + (t * V + v) * W);
+    }
+    for (int i = 0; i < NB; ++i)
+      for (int v = 0; v < V; ++v) {
+        h[i][v] = at::vec::fmadd(Vec(b[i]), x[v], h[i][v] * decay);
+        out[v] = at::vec::fmadd(Vec(c[i]), h[i][v], out[v]);
+      }
+    for (int v = 0; v < V; ++v) out[v].store(y + (t * V + v) * W);
+  }
+  for (int i = 0; i < NB; ++i)
+    for (int v = 0; v < V; ++v) h[i][v].store(state + (i * V + v) * W);
+}
+
+// V * W channels of one head, from `channel` on; its state is [N, V * W], zero in lanes behind P.
+template <int V>
+struct Block {
+  static constexpr int64_t LANES = V * W;
+  const Inputs& in;
+  int64_t head, channel;
+
+  int64_t channels() const {
+    return std::min(LANES, in.width - channel);
+  }
+
+  int64_t place(int64_t lane) const {
+    return (head * in.width + channel + lane) * in.size;
+  }
+
+  void load(const Prefill& prefill, int64_t sequence, float* state) const {
+    std::vector<float> row(in.size);
+    std::fill_n(state, in.size * LANES, 0.0f);
+    for (int64_t lane = 0; lane < channels(); ++lane) {
+      prefill.load(sequence, place(lane), row.data(), in.size);
+      for (int64_t n = 0; n < in.size; ++n) state[n * LANES + lane] = row[n];
+    }
+  }
+
+  void keep(const Prefill& prefill, const Stop& stop, const float* state) const {
+    std::vector<float> row(in.size);
+    for (int64_t lane = 0; lane < channels(); ++lane) {
+      for (int64_t n = 0; n < in.size; ++n) row[n] = state[n * LANES + lane];
+      prefill.store(stop, place(lane), row.data(), in.size);
+    }
+  }
+
+  // The tokens of a piece, the first of which is `begin`.
+  void pass(Piece& piece, int64_t begin, float* state, float* y) const {
+    const Vec direct(in.direct(head)), rate(floats(in.A)[head]);
+    for (int64_t t = 0; t < piece.count; ++t) {
+      const float* x = in.x_of(begin + t, head) + channel;
+      piece.decay[t] = in.step(begin + t, head);
+      for (int v = 0; v < V; ++v) {
+        const Vec taken = megatron_ext::load(x + v * W, std::max<int64_t>(channels() - v * W, 0));
+        (taken * Vec(piece.decay[t])).store(piece.stepped.data() + (t * V + v) * W);
+        (taken * direct).store(piece.y.data() + (t * V + v) * W);
+      }
+    }
+    for (int64_t t = 0; t < piece.count; t += W)
+      exp(Vec::loadu(piece.decay.data() + t) * rate).store(piece.decay.data() + t);
+    int64_t n = 0;
+    for (; n + STATES <= in.size; n += STATES)
+      advance<STATES, V>(piece, in.size, n, state + n * LANES, piece.y.data());
+    for (; n < in.size; ++n) advance<1, V>(piece, in.size, n, state + n * LANES, piece.y.data());
+    for (int64_t t = 0; t < piece.count; ++t)
+      std::copy_n(piece.y.data() + t * LANES, channels(), y + ((begin + t) * in.heads + head) * in.width + channel);
+  }
+};
+
+// Heads [first, last) of one group, over a sequence.
+template <int V>
+void scan(const Inputs& in, const Prefill& prefill, int64_t sequence, int64_t first, int64_t last, float* y) {
+  constexpr int64_t LANES = Block<V>::LANES;
+  const int64_t group = first / (in.heads / in.groups);
+  std::vector<Block<V>> blocks;
+  for (int64_t head = first; head < last; ++head)
+    for (int64_t channel = 0; channel < in.width; channel += LANES) blocks.push_back({in, head, channel});
+  const int64_t floats_each = in.size * LANES;
+  float* states = scratch<0>(blocks.size() * floats_each);
+  for (size_t i = 0; i < blocks.size(); ++i) blocks[i].load(prefill, sequence, states + i * floats_each);
+  Piece piece(in.size, LANES);
+  prefill.walk(
+      sequence, PIECE,
+      [&](int64_t begin, int64_t end) {
+        piece.take(in, begin, end, group);
+        for (size_t i = 0; i < blocks.size(); ++i) blocks[i].pass(piece, begin, states + i * floats_each, y);
+      },
+      [&](const Stop& stop) {
+        for (size_t i = 0; i < blocks.size(); ++i) blocks[i].keep(prefill, stop, states + i * floats_each);
+      });
+}
+
+at::Tensor prefill(const at::Tensor& x, const at::Tensor& dt, const at::Tensor& A, const at::Tensor& B,
+                   const at::Tensor& C, const std::optional<at::Tensor>& D, const at::Tensor& starts,
+                   const at::Tensor& slots, const at::Tensor& has_initial, at::Tensor live,
+                   const std::optional<at::Tensor>& kept_slots, const std::optional<at::Tensor>& kept_sequences,
+                   const std::optional<at::Tensor>& kept_tokens, const std::optional<at::Tensor>& snapshots) {
+  const Inputs in(x, dt, A, B, C, D);
+  const Prefill sequences(starts, slots, has_initial, live, kept_slots, kept_sequences, kept_tokens, snapshots);
+  at::Tensor y = at::empty(x.sizes(), in.x.options());
+  float* out = y.mutable_data_ptr<float>();
+  const int64_t of_group = in.heads / in.groups, at_once = heads_at_once(sequences.sequences() * in.groups, of_group);
+  const int64_t parts = (of_group + at_once - 1) / at_once, units = in.groups * parts;
+  const std::vector<int64_t> order = sequences.by_length();
+  for_each(sequences.sequences() * units, [&](int64_t i) {
+    const int64_t group = i % units / parts, first = group * of_group + i % parts * at_once;
+    const int64_t last = std::min(first + at_once, (group + 1) * of_group);
+    if (in.width > W) return scan<2>(in, sequences, order[i / units], first, last, out);
+    scan<1>(in, sequences, order[i / units], first, last, out);
+  });
+  std::fill(out + sequences.tokens() * in.heads * in.width, out + y.numel(), 0.0f);
+  return y.to(x.scalar_type());
+}
+
+// One channel's states [N], in place; returns what they give.
+float step(float* state, const float* b, const float* c, int64_t size, Vec decay, Vec stepped) {
+  Vec given(0.0f);
+  for (int64_t n = 0; n < size; n += W) {
+    const int64_t count = lanes(n, size);
+    const Vec h = at::vec::fmadd(load(b + n, count), stepped, load(state + n, count) * decay);
+    store(state + n, h, count);
+    given = at::vec::fmadd(load(c + n, count), h, given);
+  }
+  return sum(given);
+}
+
+at::Tensor decode(const at::Tensor& x, const at::Tensor& dt, const at::Tensor& A, const at::Tensor& B,
+                  const at::Tensor& C, const std::optional<at::Tensor>& D, const std::optional<at::Tensor>& slots,
+                  int64_t first_slot, at::Tensor live) {
+  const Inputs in(x, dt, A, B, C, D);
+  const Pool pool(live);
+  const Slots where(slots, first_slot);
+  at::Tensor y = at::empty(x.sizes(), in.x.options());
+  float* out = y.mutable_data_ptr<float>();
+  const int64_t of_head = in.width * in.size;
+  for_ranges(x.size(0) * in.heads, 1 + 8192 / (of_head + 1), [&](int64_t begin, int64_t end) {
+    std::vector<float> copy(of_head);
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t request = i / in.heads, head = i % in.heads, slot = where[request];
+      const float dt_of = in.step(request, head);
+      float* state = pool.in_place(slot, head * of_head, copy.data(), of_head);
+      const float* from = in.x_of(request, head);
+      const int64_t group = head / (in.heads / in.groups);
+      const float *b = in.row(in.B, request, group), *c = in.row(in.C, request, group);
+      const Vec decay = exp(Vec(dt_of * floats(in.A)[head]));
+      for (int64_t p = 0; p < in.width; ++p)
+        out[i * in.width + p] =
+            in.direct(head) * from[p] + step(state + p * in.size, b, c, in.size, decay, Vec(from[p] * dt_of));
+      pool.put_back(slot, head * of_head, state, of_head);
+    }
+  });
+  return y.to(x.scalar_type());
+}
+
+}  // namespace megatron_ext::ssd
+
+TORCH_LIBRARY_FRAGMENT(megatron_ext_cpu, library) {
+  library.def(
+      "ssd_prefill(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor starts, Tensor slots, "
+      "Tensor has_initial, Tensor(a!) live, Tensor? kept_slots, Tensor? kept_sequences, Tensor? kept_tokens, "
+      "Tensor(b!)? snapshots) -> Tensor");
+  library.def(
+      "ssd_decode(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? slots, int first_slot, "
+      "Tensor(a!) live) -> Tensor");
+}
+
+TORCH_LIBRARY_IMPL(megatron_ext_cpu, CPU, library) {
+  library.impl("ssd_prefill", &megatron_ext::ssd::prefill);
+  library.impl("ssd_decode", &megatron_ext::ssd::decode);
+}
