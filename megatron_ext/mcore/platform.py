@@ -38,7 +38,19 @@ class _HostTimer:
 
 
 class _HostStream:
-    """`torch.cuda.Stream` for a device that has no queue: there is one, and it has done everything."""
+    """`torch.cuda.Stream` for a device that has no queue: there is one, and it has done everything.
+
+    A class in the place of a class: other packages annotate with it when they are imported.
+    """
+
+    def __init__(self, *_: object, **__: object) -> None:
+        return
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _HostStream)
+
+    def __hash__(self) -> int:
+        return hash(_HostStream)
 
     def wait_stream(self, stream: object) -> None:
         return
@@ -83,7 +95,7 @@ def install_cpu_stand_ins() -> None:
         return
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
     torch.cuda.Event = _HostTimer  # type: ignore[assignment,misc]
-    torch.cuda.Stream = lambda *_, **__: _HOST_STREAM  # type: ignore[assignment,misc]
+    torch.cuda.Stream = _HostStream  # type: ignore[assignment,misc]
     torch.cuda.current_stream = lambda *_: _HOST_STREAM  # type: ignore[assignment,return-value]
     torch.cuda.stream = lambda _: contextlib.nullcontext()  # type: ignore[assignment,misc]
     torch.cuda.synchronize = _do_nothing

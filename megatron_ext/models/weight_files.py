@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_ext.errors import CheckpointError
 from megatron_ext.files import open_regular, read_json
@@ -56,13 +56,26 @@ class WeightFiles:
                 raise CheckpointError(f"{self.directory} has both {name} and {part}, which is a part of it")
             self._part_of[part] = (file, name, index)
 
-    def get(self, name: str) -> Tensor:
-        """One tensor, of the type it is stored in; only floating point types are weights."""
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of one tensor, which is not read."""
+        file, whole, index = self._part_of.get(name) or (self._file_of[name], name, None)
+        shape = self._handle(file).get_slice(whole).get_shape()
+        return tuple(shape if index is None else shape[1:])
+
+    def get(self, name: str, box: tuple[slice, ...] | None = None) -> Tensor:
+        """One tensor, of the type it is stored in; only floating point types are weights.
+
+        Args:
+            name: The tensor's.
+            box: The part of it that is read; None for all.
+        """
         if name in self._part_of:
             file, whole, index = self._part_of[name]
-            tensor = self._handle(file).get_slice(whole)[index]
-        else:
+            tensor = self._handle(file).get_slice(whole)[(index, *(box or ()))]
+        elif box is None or _covers(box, self.shape(name)):
             tensor = self._handle(self._file_of[name]).get_tensor(name)
+        else:
+            tensor = self._handle(self._file_of[name]).get_slice(name)[box]
         if tensor.dtype not in FLOATING_TYPES:
             supported = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATING_TYPES)
             found = str(tensor.dtype).removeprefix("torch.")
@@ -104,6 +117,10 @@ class WeightFiles:
         return self._open[file]
 
 
+def _covers(box: tuple[slice, ...], shape: tuple[int, ...]) -> bool:
+    return len(box) == len(shape) and all(one == slice(0, size) for one, size in zip(box, shape, strict=True))
+
+
 def _opened(path: Path) -> safe_open:
     open_regular(path, CheckpointError).close()
     try:
@@ -115,15 +132,6 @@ def _opened(path: Path) -> safe_open:
 def is_file_name(name: str) -> bool:
     """Whether a name from a file of others is that of a file beside it, and of nothing elsewhere."""
     return name.isprintable() and name == Path(name).name and name not in ("", "..")
-
-
-def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """What a checkpoint holds of a model, by name: parameters (shared ones once), and buffers that are state.
-
-    They can be written under `torch.no_grad`.
-    """
-    saved = model.state_dict(keep_vars=True).keys()
-    return dict(model.named_parameters()) | {name: buffer for name, buffer in model.named_buffers() if name in saved}
 
 
 def require_same_names(directory: Path, stored: Iterable[str], expected: Iterable[str]) -> None:

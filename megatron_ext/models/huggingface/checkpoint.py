@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from torch import nn
-
 from megatron_ext.config import ModelConfig
 from megatron_ext.files import read_json
+from megatron_ext.mcore.model import HybridModel
 from megatron_ext.mcore.weights import mark_weights_changed
 from megatron_ext.models.huggingface.fields import Fields
 from megatron_ext.models.huggingface.registry import family_of
@@ -35,7 +34,7 @@ def translate(raw: Fields) -> ModelConfig:
     return family_of(raw).translate(raw)
 
 
-def load_hf_weights(model: nn.Module, config: ModelConfig, directory: Path) -> None:
+def load_hf_weights(model: HybridModel, config: ModelConfig, directory: Path) -> None:
     """Fill every tensor of `model`, built from `config`, in the types the parameters have.
 
     Raises:

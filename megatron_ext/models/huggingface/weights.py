@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_ext.config import ModelConfig
 from megatron_ext.errors import CheckpointError
+from megatron_ext.mcore.cuts import Box, Cut, gathered_names, model_cuts, model_tensors
+from megatron_ext.mcore.model import HybridModel
 from megatron_ext.models.huggingface.tensors import EMBEDDING, LM_HEAD, Source, TensorTable
-from megatron_ext.models.weight_files import WeightFiles, model_tensors, require_same_names, require_shape
+from megatron_ext.models.weight_files import WeightFiles, require_same_names, require_shape
+
+_ROWS_AT_A_TIME = 4096
 
 Names = dict[str, str]  # without prefix, to those that are stored
 
 
-def load_weights(model: nn.Module, config: ModelConfig, directory: Path, table: TensorTable) -> None:
-    """Fill every tensor of `model`, built from `config`, in the types the parameters have.
+def load_weights(model: HybridModel, config: ModelConfig, directory: Path, table: TensorTable) -> None:
+    """Fill every tensor of this rank's `model`, built from `config`, in the types the parameters have.
+
+    Every rank calls this. It reads its part of each tensor only, but for those that are put together from theirs in
+    another way than one below the other: of these it has a whole one at a time.
 
     Args:
         model: Its tensors are written.
@@ -30,13 +37,13 @@ def load_weights(model: nn.Module, config: ModelConfig, directory: Path, table: 
         CheckpointError: A tensor is missing, is not known, or has another shape; the message names it. Tied embeddings
             that are stored twice and differ.
     """
-    files, tensors, sources = WeightFiles(directory), model_tensors(model), table.sources(config)
+    files, cuts, sources = WeightFiles(directory), model_cuts(model), table.sources(config)
     stored = _stored_names(files, table)
-    require_same_names(directory, sources, tensors)
+    require_same_names(directory, sources, gathered_names(cut.name for cut in cuts.values()))
     _require_stored(files, stored, sources, is_tied=not config.untie_embeddings_and_output_weights)
     with torch.no_grad():
-        for name, target in tensors.items():
-            target.copy_(_read(files, stored, sources[name], tuple(target.shape), config))
+        for name, target in model_tensors(model).items():
+            _fill(target, cuts[name], files, stored, sources[cuts[name].name], config)
 
 
 def _part_name(match: re.Match[str], template: str, index: int) -> str:
@@ -79,21 +86,50 @@ def _require_stored(files: WeightFiles, stored: Names, sources: Mapping[str, Sou
 
 def _require_tied(files: WeightFiles, stored: Names, embedding: str) -> None:
     names = [stored[name] for name in (embedding, LM_HEAD) if name in stored]
-    if len(names) == 2 and not torch.equal(*map(files.get, names)):
+    if len(names) == 2 and not _equal(files, *names):
         raise CheckpointError(
             f"{files.directory}: tie_word_embeddings is true, but {names[0]} and {names[1]} differ; "
             "set tie_word_embeddings to false to keep both"
         )
 
 
-def _read(files: WeightFiles, stored: Names, source: Source, shape: tuple[int, ...], config: ModelConfig) -> Tensor:
-    """The tensor of ours that has `shape`, in the type that it is stored in."""
-    parts = [files.get(stored[name]) for name in source.names]
-    for name, part, expected in zip(source.names, parts, _shapes(source, shape, config), strict=True):
-        require_shape(files.directory, stored[name], part.shape, expected)
+def _equal(files: WeightFiles, one: str, other: str) -> bool:
+    """Whether two tensors are equal; some rows of each are read at a time."""
+    shape = files.shape(one)
+    if shape != files.shape(other):
+        return False
+    rows = [(slice(row, row + _ROWS_AT_A_TIME),) for row in range(0, shape[0], _ROWS_AT_A_TIME)] if shape else [()]
+    return all(torch.equal(files.get(one, box), files.get(other, box)) for box in rows)
+
+
+def _fill(target: Tensor, cut: Cut, files: WeightFiles, stored: Names, source: Source, config: ModelConfig) -> None:
+    """Write this rank's part of a tensor of ours."""
+    shapes = _shapes(source, cut.shape, config)
+    for name, expected in zip(source.names, shapes, strict=True):
+        require_shape(files.directory, stored[name], files.shape(stored[name]), expected)
     if source.conversion is not None:
-        return source.conversion.convert(parts, config)
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+        parts = [files.get(stored[name]) for name in source.names]
+        target.copy_(cut.take(source.conversion.convert(parts, config)))
+        return
+    for piece in cut.pieces:
+        for name, theirs, ours in _boxes(source.names, shapes, piece.whole, piece.local):
+            target[ours].copy_(files.get(stored[name], theirs))
+
+
+def _boxes(
+    names: Sequence[str], shapes: Sequence[tuple[int, ...]], whole: Box, local: Box
+) -> Iterator[tuple[str, Box, Box]]:
+    """A box of the tensor that theirs make up, one below the other, as boxes of theirs, each with its place in ours."""
+    if not whole:  # a tensor without dimensions is nobody's part
+        yield names[0], whole, local
+        return
+    first = 0
+    for name, shape in zip(names, shapes, strict=True):
+        low, high = max(whole[0].start, first), min(whole[0].stop, first + shape[0])
+        if low < high:
+            shift = local[0].start - whole[0].start
+            yield name, (slice(low - first, high - first), *whole[1:]), (slice(low + shift, high + shift), *local[1:])
+        first += shape[0]
 
 
 def _shapes(source: Source, shape: tuple[int, ...], config: ModelConfig) -> Sequence[tuple[int, ...]]:

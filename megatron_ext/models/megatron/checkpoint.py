@@ -34,6 +34,7 @@ from megatron_ext.mcore.checkpoint_files import (
     read_tensors,
 )
 from megatron_ext.mcore.checkpoint_metadata import METADATA_FILE, StoredState, StoredTensor, read_metadata
+from megatron_ext.mcore.cuts import gathered_names, model_tensors, requested_state
 from megatron_ext.mcore.weights import mark_weights_changed
 from megatron_ext.models.build import build_model
 from megatron_ext.models.megatron.stored_keys import Sharded, as_stored, is_gpt, is_ignored, shards
@@ -48,7 +49,6 @@ from megatron_ext.models.native.directory import (
 )
 from megatron_ext.models.weight_files import (
     FLOATING_TYPES,
-    model_tensors,
     require_same_names,
     require_shape,
 )
@@ -171,7 +171,9 @@ def read_dist_config(directory: Path, vocab_size: int | None = None, *, spec_is_
 
 
 def load_dist_weights(model: MegatronModule, directory: Path) -> None:
-    """Fill every parameter of a model from a checkpoint, in the types the parameters have.
+    """Fill every parameter of this rank's model from a checkpoint, in the types the parameters have.
+
+    Every rank calls this, and reads those parts of a tensor that it needs, one at a time, as they were stored.
 
     Args:
         model: Built from `read_dist_config`.
@@ -185,7 +187,7 @@ def load_dist_weights(model: MegatronModule, directory: Path) -> None:
     gpt_layers = model.config.num_layers // 2 if is_gpt(stored.tensors) else None
     state = as_stored(state, stored.tensors, gpt_layers)
     wanted = [shard for sharded in state.values() for shard in shards(sharded)]
-    require_same_names(directory, _useful_names(stored), {shard.key for shard in wanted})
+    require_same_names(directory, _useful_names(stored), gathered_names(shard.key for shard in wanted))
     padded = None if has_header(directory) else padded_vocabulary(_arguments(directory, common), str(directory))
     for shard in wanted:
         if shard.key in stored.objects:
@@ -215,8 +217,7 @@ def _requested(model: MegatronModule, common: Mapping[str, object]) -> dict[str,
     """What the model asks for, described as the checkpoint's writer described it; without `_extra_state` objects."""
     how = common.get("content_metadata")
     alone = how.get("singleton_local_shards", False) if isinstance(how, dict) else False
-    described = model.sharded_state_dict(metadata={"singleton_local_shards": alone})
-    state = {name: sharded for name, sharded in described.items() if not isinstance(sharded, ShardedObject)}
+    state = requested_state(model, singleton_local_shards=alone)
     assert state.keys() == model_tensors(model).keys(), state.keys() ^ model_tensors(model).keys()
     return state
 

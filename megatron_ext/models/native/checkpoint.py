@@ -12,16 +12,12 @@ from safetensors.torch import save_file
 from torch import nn
 
 from megatron_ext.config import ModelConfig
+from megatron_ext.mcore.cuts import gathered_names, model_cuts, model_tensors
+from megatron_ext.mcore.model import HybridModel
 from megatron_ext.mcore.weights import mark_weights_changed
 from megatron_ext.models.build import build_model
 from megatron_ext.models.native.directory import new_checkpoint, read_header, stored_tensor
-from megatron_ext.models.weight_files import (
-    WEIGHTS_FILE,
-    WeightFiles,
-    model_tensors,
-    require_same_names,
-    require_shape,
-)
+from megatron_ext.models.weight_files import WEIGHTS_FILE, WeightFiles, require_same_names, require_shape
 
 
 def save_checkpoint(
@@ -52,7 +48,7 @@ def save_checkpoint(
 
 def load_checkpoint(
     directory: str | Path, *, dtype: torch.dtype = torch.float32, device: torch.device | None = None
-) -> tuple[nn.Module, ModelConfig]:
+) -> tuple[HybridModel, ModelConfig]:
     """The model of a checkpoint, in eval mode, and its configuration.
 
     Raises:
@@ -64,18 +60,21 @@ def load_checkpoint(
     return model, config
 
 
-def load_weights(model: nn.Module, directory: str | Path) -> None:
-    """Fill every parameter of a model from a checkpoint, in the types the parameters have.
+def load_weights(model: HybridModel, directory: str | Path) -> None:
+    """Fill every parameter of this rank's model from a checkpoint, in the types the parameters have.
+
+    Every rank calls this, and reads its part of each tensor only.
 
     Raises:
         CheckpointError: A tensor is missing, unknown, or of the wrong shape; the message names it.
     """
     directory = Path(directory)
-    files, tensors = WeightFiles(directory), model_tensors(model)
-    require_same_names(directory, files.names, tensors)
+    files, cuts = WeightFiles(directory), model_cuts(model)
+    require_same_names(directory, files.names, gathered_names(cut.name for cut in cuts.values()))
     with torch.no_grad():
-        for name, target in tensors.items():
-            stored = files.get(name)
-            require_shape(directory, name, stored.shape, target.shape)
-            target.copy_(stored)
+        for name, target in model_tensors(model).items():
+            cut = cuts[name]
+            require_shape(directory, cut.name, files.shape(cut.name), cut.shape)
+            for piece in cut.pieces:
+                target[piece.local].copy_(files.get(cut.name, piece.whole))
     mark_weights_changed(model)

@@ -74,6 +74,10 @@ class TestStandIns:
             stream.wait_stream(torch.cuda.current_stream())
         assert stream.record_event().query()
 
+    def test_a_stream_is_a_class(self):
+        """Other packages (transformers) say `torch.cuda.Stream | None` where they are imported."""
+        assert torch.cuda.Stream | None
+
     def test_the_rest_does_nothing(self):
         torch.cuda.synchronize()
         torch.cuda.nvtx.range_push("name")

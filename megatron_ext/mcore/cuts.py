@@ -1,0 +1,177 @@
+"""Which part of which whole tensor each tensor of a rank is.
+
+megatron-core's description for distributed checkpoints says where a rank's tensor lies in the whole; it is read here
+for files that hold whole tensors, under the names that they have in the model of one rank. There
+
+    decoder.layers.{n}.                  n counts the layers of all stages
+    ...experts.local_experts.{n}.        n counts the experts of all ranks
+    embedding.word_embeddings.weight     is also what the last stage calls output_layer.weight, if it is tied
+
+Some tensors hold several parts one below the other, each of which is split over the ranks by itself: a gated MLP's
+gate and up projection, the rows of z, x, B, C and dt of a Mamba-2 input projection. Of these a rank has several pieces.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.experts import SequentialMLP
+from torch import Tensor, nn
+
+from megatron_ext.mcore.model import HybridModel
+
+EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+_LAYER = re.compile(r"(?<=^decoder\.layers\.)\d+(?=\.)")
+_EXPERT = re.compile(r"(?<=\.local_experts\.)\d+(?=\.)")
+
+Box = tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of the whole tensor, and the same box of this rank's."""
+
+    whole: Box
+    local: Box
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What a tensor of this rank is of a whole one.
+
+    Attributes:
+        name: The whole tensor's, in the model of one rank.
+        shape: The whole tensor's.
+        pieces: In the order of the rank's rows, none of which is missing.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this rank has all of it."""
+        return len(self.pieces) == 1 and all(
+            (box.start, box.stop) == (0, size) for box, size in zip(self.pieces[0].whole, self.shape, strict=True)
+        )
+
+    def take(self, whole: Tensor) -> Tensor:
+        """This rank's tensor; a view where it is one piece."""
+        parts = [whole[piece.whole] for piece in self.pieces]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def model_cuts(model: HybridModel) -> dict[str, Cut]:
+    """The cut of every tensor of a checkpoint that this rank has, by the name that it has here."""
+    if not is_spread(model.config):
+        return {name: whole_cut(name, tensor.shape) for name, tensor in model_tensors(model).items()}
+    described = requested_state(model)
+    numbers = [layer.layer_number - 1 for layer in model.decoder.layers]
+    experts = _first_expert(model)
+    return {name: _cut(_whole_name(name, model, numbers, experts), one) for name, one in described.items()}
+
+
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """What a checkpoint holds of a model, by name: parameters (shared ones once), and buffers that are state.
+
+    They can be written under `torch.no_grad`.
+    """
+    saved = model.state_dict(keep_vars=True).keys()
+    return dict(model.named_parameters()) | {name: buffer for name, buffer in model.named_buffers() if name in saved}
+
+
+def is_spread(config: TransformerConfig) -> bool:
+    """Whether one rank has less than the whole model."""
+    sizes = (
+        config.tensor_model_parallel_size,
+        config.pipeline_model_parallel_size,
+        config.expert_model_parallel_size,
+        config.expert_tensor_parallel_size,
+    )
+    return max(sizes) > 1
+
+
+def whole_cut(name: str, shape: Iterable[int]) -> Cut:
+    """All of a tensor."""
+    box = tuple(slice(0, size) for size in shape)
+    return Cut(name, tuple(shape), (Piece(box, box),))
+
+
+def requested_state(
+    model: MegatronModule, *, singleton_local_shards: bool = False
+) -> dict[str, ShardedTensor | ShardedTensorFactory]:
+    """What the model asks of a distributed checkpoint, by the names that tensors have here; without objects."""
+    described = model.sharded_state_dict(metadata={"singleton_local_shards": singleton_local_shards})
+    return {name: one for name, one in described.items() if not isinstance(one, ShardedObject)}
+
+
+def gathered_names(names: Iterable[str]) -> set[str]:
+    """The names of all ranks; each of them calls this."""
+    own = sorted(set(names))
+    size = torch.distributed.get_world_size()
+    if size == 1:
+        return set(own)
+    found: list[list[str] | None] = [None] * size
+    torch.distributed.all_gather_object(found, own)
+    return {name for one in found if one is not None for name in one}
+
+
+def _cut(name: str, described: ShardedTensor | ShardedTensorFactory) -> Cut:
+    parts = [described] if isinstance(described, ShardedTensor) else list(nested_values({"": described.build()}))
+    rows: dict[str, int] = {}  # of each global tensor: those of one key are places in the same one
+    for part in parts:
+        rows.setdefault(part.key, part.global_shape[part.prepend_axis_num] if part.local_shape else 1)
+    first = dict(zip(rows, _starts(rows.values()), strict=True))
+    pieces, local_row = [], 0
+    for part in parts:
+        offset, local = part.global_offset[part.prepend_axis_num :], tuple(part.local_shape)
+        whole = [slice(start, start + size) for start, size in zip(offset, local, strict=True)]
+        here = [slice(0, size) for size in local]
+        if local:
+            whole[0] = slice(first[part.key] + offset[0], first[part.key] + offset[0] + local[0])
+            here[0] = slice(local_row, local_row + local[0])
+            local_row += local[0]
+        piece = Piece(tuple(whole), tuple(here))
+        if local and pieces and pieces[-1].whole[0].stop == piece.whole[0].start:
+            above = pieces.pop()
+            piece = Piece(_joined(above.whole, piece.whole), _joined(above.local, piece.local))
+        pieces.append(piece)
+    rest = tuple(parts[0].global_shape[parts[0].prepend_axis_num :])
+    return Cut(name, (sum(rows.values()), *rest[1:]) if rest else (), tuple(pieces))
+
+
+def _joined(above: Box, below: Box) -> Box:
+    """Two boxes, one below the other, as one."""
+    assert above[1:] == below[1:], (above, below)
+    return (slice(above[0].start, below[0].stop), *above[1:])
+
+
+def _starts(sizes: Iterable[int]) -> list[int]:
+    starts, total = [], 0
+    for size in sizes:
+        starts.append(total)
+        total += size
+    return starts
+
+
+def _whole_name(name: str, model: HybridModel, numbers: list[int], first_expert: int) -> str:
+    if name == OUTPUT and model.share_embeddings_and_output_weights:
+        return EMBEDDING
+    name = _LAYER.sub(lambda match: str(numbers[int(match[0])]), name)
+    return _EXPERT.sub(lambda match: str(first_expert + int(match[0])), name)
+
+
+def _first_expert(model: HybridModel) -> int:
+    """The number of this rank's first expert, the same in all layers."""
+    for module in model.modules():
+        if isinstance(module, SequentialMLP):
+            return module.ep_group.rank() * module.num_local_experts
+    return 0
