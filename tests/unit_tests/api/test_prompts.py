@@ -44,7 +44,7 @@ def tokens(prompts) -> list[tuple[int, ...]]:
         ([torch.tensor([7, 8]), "9"], [(7, 8), (9,)]),
         (array.array("i", [7, 8]), [(7, 8)]),
     ],
-    ids=repr,
+    ids=lambda value: repr(value).split(" at 0x")[0],
 )
 def test_one_or_several(prompts, expected):
     """PY-3: a lone text is one prompt, and so are whole numbers in a row."""
