@@ -51,13 +51,6 @@ MODELS = {
     **CONFIGS,
     "two ranks have the same keys": dataclasses.replace(CONFIGS["hybrid"], num_query_groups=1),
     "and gates of their own": GATED,
-    "experts": dataclasses.replace(
-        CONFIGS["hybrid"],
-        hybrid_override_pattern="M*EE",
-        num_experts=4,
-        moe_ffn_hidden_size=32,
-        moe_shared_expert_intermediate_size=24,
-    ),
 }
 MODELS = {name: with_vocabulary(config) for name, config in MODELS.items()}
 
