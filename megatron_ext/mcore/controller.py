@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_ext.engine.faults import describe
 from megatron_ext.engine.result import Score, StepResult
+from megatron_ext.mcore.idle import compute_idle_token
 from megatron_ext.mcore.out_of_memory import is_out_of_memory
 from megatron_ext.mcore.scoring import score_rows
 from megatron_ext.mcore.staging import ModelInput, PromptScore, SampledTokens, SamplingRow
@@ -56,8 +57,8 @@ class InferenceController(TextGenerationController):
         return begin_once(tokens, self.tokenizer.bos)
 
     def dummy_forward(self) -> None:
-        """A forward of one token that touches no request (expert parallelism keeps idle ranks busy with it)."""
-        self.inference_wrapped_model.dummy_forward()
+        """Upstream's name of `compute_idle_token`: a step of a rank that has no requests of its own."""
+        compute_idle_token(unwrap_model(self.inference_wrapped_model.model))
 
     async def async_generate_output_tokens_dynamic_batch(self, skip_bookkeeping: bool = False) -> StepResult | None:
         """Upstream's name of `compute_step`; None if nothing is staged."""

@@ -9,6 +9,7 @@ import time
 import pytest
 from megatron.core.inference.engines.dynamic_engine import EngineSuspendedError
 from megatron.core.inference.sampling_params import SamplingParams
+from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from megatron_ext.config import BatchingConfig, RequestParams
 from megatron_ext.errors import ConfigError
@@ -18,7 +19,8 @@ from megatron_ext.scheduling.events import EventType
 from megatron_ext.scheduling.record import Status
 from tests.priority import TestPriority
 from tests.unit_tests.support.driver import Driver, assert_equals_oracle, make_prompt
-from tests.unit_tests.support.models import ATTENTION_ONLY, HYBRID
+from tests.unit_tests.support.models import ATTENTION_ONLY, EXPERTS, HYBRID
+from tests.unit_tests.support.oracle import Oracle
 from tests.unit_tests.support.tokenizers import PieceTokenizer
 
 pytestmark = pytest.mark.priority(TestPriority.HIGH)
@@ -463,10 +465,14 @@ def nucleus(logits, *, temperature: float, top_k: int, top_p: float) -> set[int]
 class TestDummyForward:
     """The base's dummy step (expert parallelism) resets the context if there is a list of CUDA graphs."""
 
+    @pytest.fixture
+    def experts(self, get_oracle) -> Oracle:
+        """Of what the step goes through; other layers it passes over."""
+        return get_oracle("experts")
+
     @pytest.mark.parametrize("graphs", [[], [object()]], ids=["no_graphs", "graphs"])
-    @pytest.mark.parametrize("kind", KINDS)
-    def test_requests_in_flight_do_not_notice(self, get_driver, get_oracle, kind, graphs):
-        driver = get_driver(kind, max_tokens=40, max_requests=3)
+    def test_requests_in_flight_do_not_notice(self, experts, graphs):
+        driver = Driver(experts.model, EXPERTS, max_tokens=40, max_requests=3)
         driver.context.cuda_graph_batch_dimensions_list = graphs
         for request_id, length in enumerate((5, 129, 64, 3)):  # decodes, mid-prefill, waits, waits
             driver.add(request_id, make_prompt(length))
@@ -481,10 +487,10 @@ class TestDummyForward:
         assert before[3] == 0
         driver.run()
         for request_id in range(4):
-            assert_equals_oracle(driver, request_id, get_oracle(kind))
+            assert_equals_oracle(driver, request_id, experts)
 
-    def test_an_idle_engine_keeps_its_counters(self, get_driver):
-        driver = get_driver()
+    def test_an_idle_engine_keeps_its_counters(self, experts):
+        driver = Driver(experts.model, EXPERTS)
         driver.context.cuda_graph_batch_dimensions_list = [object()]
         driver.add(0, make_prompt(5))
         driver.run()
@@ -493,6 +499,19 @@ class TestDummyForward:
         driver.engine.controller.dummy_forward()
         assert (driver.engine.lifetime_prefill_token_count, driver.engine.step_count) == (count, steps)
         assert driver.scheduler is scheduler
+
+    def test_every_moe_layer_computes_one_token(self, experts):
+        """Others wait for each of them; and for no other layer."""
+        driver, tokens = Driver(experts.model, EXPERTS), []
+        hooks = [
+            layer.register_forward_pre_hook(lambda layer, inputs: tokens.append((layer.layer_number, *inputs[0].shape)))
+            for layer in experts.model.modules()
+            if isinstance(layer, MoELayer)
+        ]
+        driver.engine.controller.dummy_forward()
+        for hook in hooks:
+            hook.remove()
+        assert tokens == [(2, 1, 1, EXPERTS.hidden_size), (4, 1, 1, EXPERTS.hidden_size)]
 
 
 def test_megatrons_own_sampling_params_are_understood(get_driver, get_oracle):

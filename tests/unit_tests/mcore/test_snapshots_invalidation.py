@@ -146,8 +146,8 @@ class TestIdleDummyStep:
     """FX-1: the branch that resets the context in the base is forced."""
 
     @pytest.mark.parametrize("policy", POLICIES)
-    def test_between_requests_and_among_them(self, get_oracle, oracle, policy):
-        driver = build_driver(get_oracle, policy=policy, max_tokens=40)
+    def test_between_requests_and_among_them(self, get_oracle, policy):
+        driver, oracle = build_driver(get_oracle, "experts", policy=policy, max_tokens=40), get_oracle("experts")
         driver.context.cuda_graph_batch_dimensions_list = [object()]
 
         def idle() -> None:

@@ -60,6 +60,13 @@ MAMBA1 = dataclasses.replace(
     mamba_inner_norm="weighted",
 )
 MAMBA1_ONLY = dataclasses.replace(MAMBA1, hybrid_override_pattern="MM", mamba_inner_norm="none")
+EXPERTS = dataclasses.replace(
+    HYBRID,
+    hybrid_override_pattern="ME*E",
+    num_experts=4,
+    moe_ffn_hidden_size=32,
+    moe_shared_expert_intermediate_size=24,
+)
 CONFIGS = {
     "hybrid": HYBRID,
     "attention_only": ATTENTION_ONLY,
@@ -67,6 +74,7 @@ CONFIGS = {
     "gated_delta_net": GATED_DELTA_NET,
     "mamba1": MAMBA1,
     "mamba1_only": MAMBA1_ONLY,
+    "experts": EXPERTS,
 }
 
 
