@@ -112,7 +112,6 @@ def plan_engine(
         state_bytes=shape.states.bytes if shape.states else 0,
         chunk_size=config.scan_chunk_size,
         max_sequence_length=longest,
-        scans_blocks=config.recurrent.scans_blocks,
     )
     geometry = plan_within(memory, batching, cache, device_type, available_bytes)
     limits = _limits(geometry, batching, longest, device_type, aligned=cache.is_aligned and geometry.snapshot_slots > 0)

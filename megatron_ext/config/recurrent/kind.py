@@ -26,8 +26,6 @@ class RecurrentKind:
         core_fields: Its fields in megatron-core's configuration.
         layout: Fields and properties of `ModelConfig` that decide how its stored weights are cut up, beside
             those of every model, to how an error calls them: a flag, or the name of a field without one.
-        scans_blocks: Whether a kernel chunk at inference is a whole block, rather than the largest divisor of it that
-            is at most `chunk_size` (M1-2).
     """
 
     name: str
@@ -40,4 +38,3 @@ class RecurrentKind:
     core_fields: Callable[[ModelConfig], Mapping[str, object]]
     layout: Mapping[str, str]
     check_values: Callable[[ModelConfig], None] | None = None
-    scans_blocks: bool = False
