@@ -40,6 +40,12 @@ class ParallelConfig:
                 f"{flag_of(name)} {given} is for several stages; give --pipeline-model-parallel-size 2 or more, or "
                 "leave it out",
             )
+        tensor, expert_tensor = self.tensor_model_parallel_size, self.expert_tensor_size
+        require(
+            tensor % expert_tensor == 0,
+            f"--expert-tensor-parallel-size {expert_tensor} must divide --tensor-model-parallel-size {tensor}: ranks "
+            "that share an expert share the layers, too",
+        )
         minutes = self.distributed_timeout_minutes
         require(
             math.isfinite(minutes) and 0 < minutes <= LONGEST_TIMEOUT,

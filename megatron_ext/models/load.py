@@ -15,6 +15,7 @@ from megatron_ext.config.annotations import FieldValues
 from megatron_ext.config.embedded import EMBEDDED_MODEL_DIR, as_flag, differences, with_harmless
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import platform
+from megatron_ext.mcore.agreement import decided_by_first
 from megatron_ext.mcore.model import HybridModel
 from megatron_ext.models.build import build_model
 from megatron_ext.models.config_fields import checked_fields, with_overrides
@@ -92,7 +93,8 @@ def load_model(
     """
     overrides = checked_fields(overrides, "the model's settings", ConfigError)
     if source.save is not None:
-        require_replaceable(source.save)  # before anything large is read
+        directory_to_save = source.save
+        decided_by_first(lambda: require_replaceable(directory_to_save))  # before anything large is read
     device = device or platform.device()
     dtype = _dtype(source, device)
     directory = _checkpoint_directory(source, overrides)
@@ -115,6 +117,8 @@ def load_model(
 
 def save_model(directory: str | Path, loaded: LoadedModel) -> None:
     """Save as `--save` does: a distributed checkpoint with weights in the type they have, configuration, tokenizer.
+
+    Every rank calls this, see `save_dist_checkpoint`.
 
     Raises:
         ConfigError: The directory holds something that is not a checkpoint of ours, or cannot be written.

@@ -114,6 +114,11 @@ REFUSED = [
     (ParallelConfig, {"pipeline_model_parallel_size": -1}, ["--pipeline-model-parallel-size -1"]),
     (ParallelConfig, {"expert_model_parallel_size": 0}, ["--expert-model-parallel-size 0"]),
     (ParallelConfig, {"expert_tensor_parallel_size": 0}, ["--expert-tensor-parallel-size 0"]),
+    (
+        ParallelConfig,
+        {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 4},
+        ["--expert-tensor-parallel-size 4 must divide --tensor-model-parallel-size 2"],
+    ),
     (ParallelConfig, {"tensor_model_parallel_size": 10**9}, ["--tensor-model-parallel-size 1000000000", "1048576"]),
     (ParallelConfig, {"num_layers_in_first_pipeline_stage": 2}, ["first-pipeline-stage 2", "-parallel-size 2 or more"]),
     (ParallelConfig, {"num_layers_in_last_pipeline_stage": 2}, ["last-pipeline-stage 2", "leave it out"]),

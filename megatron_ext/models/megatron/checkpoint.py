@@ -10,6 +10,7 @@ state of the optimizer, random generators, and Transformer Engine's `_extra_stat
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import re
@@ -26,6 +27,7 @@ from torch.distributed.checkpoint import CheckpointException
 from megatron_ext.config import ModelConfig
 from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.files import read_json, read_text
+from megatron_ext.mcore.agreement import decided_by_first, done_by_all
 from megatron_ext.mcore.checkpoint_files import (
     BACKEND,
     COMMON_FILE,
@@ -108,23 +110,40 @@ def save_dist_checkpoint(
 ) -> None:
     """Write a checkpoint; the directory is there whole or not at all.
 
+    Every rank calls this and writes its part beside the directory; when all have done so, the first rank puts the
+    parts in its place.
+
     Args:
-        directory: Created, or replaced if it holds a checkpoint of ours and nothing else.
-        model: Built from `config`; not changed.
+        directory: Created, or replaced if it holds a checkpoint of ours and nothing else. All ranks share it.
+        model: This rank's part of what `config` says; not changed.
         config: Saved with it.
         tokenizer_source: A directory with tokenizer files, or a `tokenizer.json`; None saves no tokenizer.
         dtype: Type of the stored weights; decay parameters stay in fp32.
 
     Raises:
         ConfigError: The directory holds something else, or cannot be written; no tokenizer in `tokenizer_source`.
+            On every rank, whichever it happened to.
     """
-    assert torch.distributed.get_world_size() == 1, "the directory's replacement is not coordinated among ranks"
-    with new_checkpoint(directory, config, tokenizer_source, dtype) as staging:
-        state = {name: _as_saved(name, sharded, dtype) for name, sharded in model.sharded_state_dict().items()}
-        try:
-            dist_checkpointing.save(state, str(staging), InProcessSave())
-        except (CheckpointingException, CheckpointException) as error:
-            raise ConfigError(f"--save {directory} cannot be written: {_reason(error)}") from error
+    with contextlib.ExitStack() as stack:  # what the first rank enters is left, undone, if anything fails
+        new = new_checkpoint(directory, config, tokenizer_source, dtype)
+        staging = decided_by_first(lambda: stack.enter_context(new))
+        done_by_all(lambda: _require_seen(staging, directory))  # whoever writes waits for all others
+        done_by_all(lambda: _write_part(directory, staging, model, dtype))
+        decided_by_first(stack.close)
+
+
+def _require_seen(staging: Path, directory: str | Path) -> None:
+    if not staging.is_dir():
+        rank = torch.distributed.get_rank()
+        raise ConfigError(f"--save {directory} is not seen by rank {rank}; give a directory that all ranks share")
+
+
+def _write_part(directory: str | Path, staging: Path, model: MegatronModule, dtype: torch.dtype) -> None:
+    state = {name: _as_saved(name, sharded, dtype) for name, sharded in model.sharded_state_dict().items()}
+    try:
+        dist_checkpointing.save(state, str(staging), InProcessSave())
+    except (CheckpointingException, CheckpointException) as error:
+        raise ConfigError(f"--save {directory} cannot be written: {_reason(error)}") from error
 
 
 def load_dist_checkpoint(

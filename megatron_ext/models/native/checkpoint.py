@@ -9,10 +9,9 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from torch import nn
 
 from megatron_ext.config import ModelConfig
-from megatron_ext.mcore.cuts import gathered_names, model_cuts, model_tensors
+from megatron_ext.mcore.cuts import gathered_names, is_spread, model_cuts, model_tensors
 from megatron_ext.mcore.model import HybridModel
 from megatron_ext.mcore.weights import mark_weights_changed
 from megatron_ext.models.build import build_model
@@ -22,7 +21,7 @@ from megatron_ext.models.weight_files import WEIGHTS_FILE, WeightFiles, require_
 
 def save_checkpoint(
     directory: str | Path,
-    model: nn.Module,
+    model: HybridModel,
     config: ModelConfig,
     tokenizer_source: str | Path | None = None,
     dtype: torch.dtype = torch.float32,
@@ -39,6 +38,7 @@ def save_checkpoint(
     Raises:
         ConfigError: The directory holds something else, or cannot be written; no tokenizer in `tokenizer_source`.
     """
+    assert not is_spread(model.config), "this form holds whole tensors; save a distributed checkpoint"
     with new_checkpoint(directory, config, tokenizer_source, dtype) as staging:
         tensors = {name: stored_tensor(name, tensor, dtype) for name, tensor in model_tensors(model).items()}
         contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}

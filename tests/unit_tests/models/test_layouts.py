@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from megatron_ext.config import ParallelConfig
 from megatron_ext.models.megatron.checkpoint import save_dist_checkpoint
 from megatron_ext.models.native.checkpoint import save_checkpoint
-from tests.unit_tests.support.layouts import CONFIGS, held, load, logits, perturbed_model, places, sizes
+from tests.unit_tests.support.layouts import (
+    CONFIGS,
+    Part,
+    assert_parts_of,
+    held,
+    load,
+    logits,
+    part_of,
+    perturbed_model,
+    sizes,
+)
 from tests.unit_tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.worlds
@@ -28,7 +36,6 @@ LAYOUTS = [
     (sizes(pp=4), ("mamba2",)),  # stages of two, one, one and one layers
     (sizes(tp=2, pp=2), ("mamba2", "latent_experts")),
     (sizes(ep=2), ("experts", "latent_experts")),
-    (sizes(ep=2, etp=2), ("experts",)),
     (sizes(tp=2, ep=2), ("latent_experts",)),
     (sizes(tp=2, ep=2, etp=1), ("latent_experts",)),
 ]
@@ -49,32 +56,9 @@ def stored(tmp_path_factory: pytest.TempPathFactory):
     return get
 
 
-@dataclass(frozen=True)
-class Part:
-    """What a rank has of a model, where that lies in the whole, and what it computes; None but for the last stage."""
-
-    tensors: dict[str, Tensor]
-    where: dict[str, tuple[str, tuple[tuple[slice, slice], ...]]]
-    logits: Tensor | None
-
-
 def load_and_compute(directories: Sequence[Path], parallel: ParallelConfig) -> list[Part]:
     models = [load(directory, parallel) for directory in directories]
-    return [Part(held(model), places(model), logits(model, TOKENS)) for model in models]
-
-
-def assert_parts_of(whole: dict[str, Tensor], parts: Sequence[Part]) -> None:
-    """Bitwise, and every number of the whole is on some rank."""
-    missing = {name: torch.ones(tensor.shape, dtype=torch.bool) for name, tensor in whole.items()}
-    for part in parts:
-        assert part.tensors.keys() == part.where.keys()
-        for name, (whole_name, boxes) in part.where.items():
-            own = part.tensors[name]
-            for box, local in boxes:
-                assert torch.equal(whole[whole_name][box], own[local]), (name, box)
-                missing[whole_name][box] = False
-            assert sum(own[local].numel() for _, local in boxes) == own.numel()
-    assert not any(mask.any() for mask in missing.values()), [name for name, mask in missing.items() if mask.any()]
+    return [part_of(model, TOKENS) for model in models]
 
 
 @pytest.mark.parametrize(("parallel", "kinds"), LAYOUTS, ids=lambda value: getattr(value, "described", lambda: "")())

@@ -107,7 +107,7 @@ class TestModels:
             (sizes(tp=6), HYBRID),
             (sizes(tp=12), HYBRID),  # two ranks a query group
             (sizes(tp=4), dataclasses.replace(HYBRID, num_query_groups=2)),  # as above
-            (sizes(tp=2, ep=6, etp=4), EXPERTS),
+            (sizes(tp=6, ep=6, etp=2), EXPERTS),
             (sizes(tp=16), ModelConfig(hybrid_override_pattern="MM", num_attention_heads=1, mamba_num_groups=16,
                                        mamba_num_heads=16, vocab_size=16)),  # heads of no layer
         ],
@@ -144,7 +144,10 @@ class TestModels:
         [
             (sizes(ep=4), ["6 experts", "--expert-model-parallel-size 4", "1, 2, 3, 6 would do"]),
             (sizes(tp=6), ["40 channels inside an expert", "--expert-tensor-parallel-size 6"]),
-            (sizes(tp=1, etp=3), ["40 channels", "--expert-tensor-parallel-size 3", "1, 2, 4, 5, 8, 10, ... would do"]),
+            (
+                sizes(tp=12, etp=3),
+                ["40 channels", "--expert-tensor-parallel-size 3", "1, 2, 4, 5, 8, 10, ... would do"],
+            ),
         ],
     )
     def test_experts(self, parallel, words):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -86,6 +88,15 @@ def perturbed_model(config: ModelConfig, seed: int = 3) -> HybridModel:
     return model
 
 
+@dataclass(frozen=True)
+class Part:
+    """What a rank has of a model, where that lies in the whole, and what it computes; None but for the last stage."""
+
+    tensors: dict[str, Tensor]
+    where: dict[str, tuple[str, tuple[tuple[slice, slice], ...]]]
+    logits: Tensor | None
+
+
 def load(directory: Path, parallel: ParallelConfig, *, is_hf: bool = False) -> HybridModel:
     """This rank's part of a stored model."""
     platform.initialize(parallel)
@@ -126,3 +137,22 @@ def logits(model: HybridModel, tokens: list[int]) -> Tensor | None:
     parts = [torch.empty_like(output) for _ in range(model.tp_group.size())]
     torch.distributed.all_gather(parts, output.contiguous(), group=model.tp_group)
     return torch.cat(parts, dim=-1)[0]
+
+
+def part_of(model: HybridModel, tokens: list[int] | None = None) -> Part:
+    """What this rank has; with tokens, what it computes, too."""
+    return Part(held(model), places(model), None if tokens is None else logits(model, tokens))
+
+
+def assert_parts_of(whole: dict[str, Tensor], parts: Sequence[Part]) -> None:
+    """Bitwise, and every number of the whole is on some rank."""
+    missing = {name: torch.ones(tensor.shape, dtype=torch.bool) for name, tensor in whole.items()}
+    for part in parts:
+        assert part.tensors.keys() == part.where.keys()
+        for name, (whole_name, boxes) in part.where.items():
+            own = part.tensors[name]
+            for box, local in boxes:
+                assert torch.equal(whole[whole_name][box], own[local]), (name, box)
+                missing[whole_name][box] = False
+            assert sum(own[local].numel() for _, local in boxes) == own.numel()
+    assert not any(mask.any() for mask in missing.values()), [name for name, mask in missing.items() if mask.any()]

@@ -1,0 +1,61 @@
+"""What all ranks must see alike although one of them finds it out. Each rank calls these, in the same order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from megatron_ext.errors import ConfigError
+
+T = TypeVar("T")
+
+
+def decided_by_first(decide: Callable[[], T]) -> T:
+    """What the first rank's call returns; the others' is not made.
+
+    Args:
+        decide: Returns something that can be pickled.
+
+    Raises:
+        ConfigError: The first rank's call raised it; it is raised on every rank.
+    """
+    if _world_size() == 1:
+        return decide()
+    answer: list[T | ConfigError | None] = [None]
+    if torch.distributed.get_rank() == 0:
+        try:
+            answer[0] = decide()
+        except ConfigError as error:
+            answer[0] = error
+    torch.distributed.broadcast_object_list(answer, src=0)
+    if isinstance(answer[0], ConfigError):
+        raise answer[0]
+    return answer[0]  # type: ignore[return-value]  # None is what was decided, then
+
+
+def done_by_all(work: Callable[[], None]) -> None:
+    """Do each rank's part.
+
+    Args:
+        work: Where ranks wait for each other in it, all of them must fail if one does.
+
+    Raises:
+        ConfigError: A rank's part raised it; that of the first such rank is raised on every rank.
+    """
+    own: ConfigError | None = None
+    try:
+        work()
+    except ConfigError as error:
+        own = error
+    errors = [own] * _world_size()
+    if len(errors) > 1:
+        torch.distributed.all_gather_object(errors, own)
+    failed = next((error for error in errors if error is not None), None)
+    if failed is not None:
+        raise failed
+
+
+def _world_size() -> int:
+    return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
