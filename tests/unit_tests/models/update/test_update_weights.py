@@ -12,25 +12,30 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from megatron_ext.config import ModelConfig, SourceConfig
+from megatron_ext.config import SourceConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore.cuts import model_tensors
 from megatron_ext.models.build import build_model
+from megatron_ext.models.huggingface.tensors import EMBEDDING
 from megatron_ext.models.load import LoadedModel, load_model, save_model
 from megatron_ext.models.native.checkpoint import save_checkpoint
 from megatron_ext.models.update.naming import MegatronNames, OwnNames, naming_of
 from megatron_ext.models.update.weights import update_weights, weight_shapes
 from megatron_ext.models.weight_files import WEIGHTS_FILE
+from megatron_ext.text.tokenizer import NullTokenizer
+from tests.unit_tests.models.huggingface import llama_oracle, mamba_oracle, nemotron_h_oracle, qwen3_next_oracle
 from tests.unit_tests.models.megatron import megatron_lm
 from tests.unit_tests.models.megatron.megatron_lm import GPT, gpt_arguments, gpt_model, perturbed
 
 CPU = torch.device("cpu")
 NULL = {"tokenizer_type": "NullTokenizer"}
 # Every kind of layer and of conversion that there is.
-LLAMAS = ("llamas", "gqa"), ("llamas", "tied")
-NEMOTRONS = ("oracles", "mha"), ("oracles", "experts")
-QWENS = ("qwens", "experts"), ("qwens", "dense")
-MAMBAS = ("mambas", "mamba"), ("mambas", "jamba")
+FAMILIES = {
+    "llamas": (llama_oracle, ("mha", "gqa, tied")),
+    "oracles": (nemotron_h_oracle, ("mha", "MoE, latent, one expert a token")),
+    "qwens": (qwen3_next_oracle, ("experts", "dense")),
+    "mambas": (mamba_oracle, ("mamba, tied", "jamba, experts")),
+}
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
@@ -65,13 +70,10 @@ def hf_tensors(directory: Path) -> dict[str, Tensor]:
     return {name: one for file in sorted(directory.glob("*.safetensors")) for name, one in load_file(file).items()}
 
 
-@pytest.fixture(params=[*LLAMAS, *NEMOTRONS, *QWENS, *MAMBAS], ids=lambda pair: " ".join(pair))
+@pytest.fixture(params=[(one, name) for one, (_, names) in FAMILIES.items() for name in names], ids=" ".join)
 def hugging_face(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Path]:
     """A checkpoint that transformers wrote, and one of the same model with other weights."""
-    fixture, start = request.param
-    shapes = {"llamas": "llama", "oracles": "nemotron_h", "qwens": "qwen3_next", "mambas": "mamba"}
-    module = __import__(f"tests.unit_tests.models.huggingface.{shapes[fixture]}_oracle", fromlist=["SHAPES"])
-    name = next(shape.name for shape in module.SHAPES if start in shape.name.lower())
+    fixture, name = request.param
     old = request.getfixturevalue(fixture)(name)[1]
     new = shutil.copytree(old, tmp_path / "new", ignore=shutil.ignore_patterns("*.safetensors*"))
     save_file(changed(hf_tensors(old)), new / WEIGHTS_FILE, metadata={"format": "pt"})
@@ -133,7 +135,10 @@ class TestOwn:
         assert_equal(updated(source, new.named_parameters()), tensors_of(new))
 
     def test_the_embedded_model_and_random_ones(self):
-        for source, overrides in ((SourceConfig(), {}), (SourceConfig(**NULL), {"hidden_size": 128, "vocab_size": 64})):
+        for source, overrides in (
+            (SourceConfig(), {}),
+            (SourceConfig(**NULL), {"mamba_num_groups": 2, "vocab_size": 64}),
+        ):
             loaded = load_model(source, overrides, device=CPU)
             new = changed(tensors_of(loaded.model))
             update_weights(loaded.model, naming_of(source, loaded.config), new)
@@ -154,7 +159,7 @@ class TestMegatron:
 
     def test_our_own_distributed_checkpoint(self, tiny_model, tiny_config, tmp_path):
         """PY-6: norms of their own, as ours have them, or fused into the layer after them."""
-        save_model(tmp_path, LoadedModel(tiny_model, tiny_config, _ids(tiny_config), torch.float32, "test"))
+        save_model(tmp_path, LoadedModel(tiny_model, tiny_config, NullTokenizer(50), torch.float32, "test"))
         source = SourceConfig(load=str(tmp_path), **NULL)
         new = build_model(tiny_config, device=CPU, seed=8)
         fused = {megatron_lm._fused_key(name, tiny_config): one for name, one in tensors_of(new).items()}
@@ -194,22 +199,12 @@ class TestMegatron:
         naming = MegatronNames(in_gpt=False, vocabulary=(64, 50))
         new = changed(tensors_of(model))
         padded = dict(new)
-        padded["embedding.word_embeddings.weight"] = torch.cat(
-            [new["embedding.word_embeddings.weight"], torch.ones(14, 32)]
-        )
+        padded[EMBEDDING] = torch.cat([new["embedding.word_embeddings.weight"], torch.ones(14, 32)])
         update_weights(model, naming, padded)
         assert_equal(tensors_of(model), new)
-        padded["embedding.word_embeddings.weight"] = torch.ones(63, 32)
-        with pytest.raises(
-            ConfigError, match=r"^embedding.word_embeddings.weight has shape \(63, 32\); the model's has"
-        ):
+        padded[EMBEDDING] = torch.ones(63, 32)
+        with pytest.raises(ConfigError, match=r"embeddings.weight has shape \(63, 32\); the model's has"):
             update_weights(model, naming, padded)
-
-
-def _ids(config: ModelConfig):
-    from megatron_ext.text.tokenizer import NullTokenizer
-
-    return NullTokenizer(config.vocab_size)
 
 
 class TestRefused:
@@ -224,32 +219,32 @@ class TestRefused:
         (lambda new: [*new.items(), *new.items()], "tensor embedding.word_embeddings.weight is given twice"),
         (
             lambda new: new | {"decoder.layers.0.norm.wieght": new[TestRefused.NORM]},
-            "did you mean decoder.layers.0.norm",
+            "did you mean decoder.layer",
         ),
         (
             lambda new: new | {"zzzz": new[TestRefused.NORM]},
-            "the model has no tensor zzzz; they begin as decoder.final",
+            "the model has no tensor zzzz; they begin as decoder",
         ),
         (
             lambda new: _without(new, TestRefused.NORM),
-            "decoder.layers.0.norm.weight of the model are not given; give all",
+            "layers.0.norm.weight of the model are not given; give all",
         ),
         (lambda new: new | {TestRefused.NORM: torch.ones(31)}, "weight has shape (31,); the model's has (32,)"),
         (lambda new: new | {TestRefused.NORM: torch.ones(1, 32)}, "weight has shape (1, 32); the model's has (32,)"),
         (
             lambda new: new | {TestRefused.NORM: torch.ones(32).int()},
-            "weight is of type int32; one of float32, bfloat16",
+            "weight is of type int32; one of float32",
         ),
         (lambda new: new | {TestRefused.NORM: [1.0] * 32}, "weight is of type list; give a tensor"),
         (lambda new: new | {TestRefused.NORM: None}, "weight is of type NoneType; give a tensor"),
         (
             lambda new: new | {TestRefused.NORM: torch.ones(32, device="meta")},
-            "is on the meta device and has no values",
+            "is on the meta device and has no",
         ),
         (lambda new: new | {TestRefused.NORM: torch.ones(32).to_sparse()}, "weight is sparse_coo; give a dense tensor"),
         (
             lambda new: new | {TestRefused.NORM: _Spread(torch.ones(32))},
-            "weight is spread over ranks; give decoder.layer",
+            "weight is spread over ranks; give decoder",
         ),
     )
 
@@ -278,19 +273,12 @@ class TestRefused:
         given = {
             name: one for name, one in changed(hf_tensors(directory)).items() if "q_proj" in name or "norm" in name
         }
-        with pytest.raises(
-            ConfigError, match=r"^layers.0.self_attn.q_proj.weight is one tensor with layers.0.self_attn.k"
-        ):
+        with pytest.raises(ConfigError, match=r"^layers.0.self_attn.q_proj.weight is one tensor with layers.0.self"):
             update_weights(loaded.model, naming, given, partial=True)
         assert_equal(tensors_of(loaded.model), before)
 
     def test_a_tied_output_that_differs(self, llamas):
-        name = next(
-            s.name
-            for s in __import__("tests.unit_tests.models.huggingface.llama_oracle", fromlist=["SHAPES"]).SHAPES
-            if "tied" in s.name
-        )
-        directory = llamas(name)[1]
+        directory = llamas("gqa, tied")[1]
         source = SourceConfig(load_hf=str(directory), **NULL)
         loaded = load_model(source, {}, device=CPU)
         new = hf_tensors(directory)
@@ -307,7 +295,7 @@ class TestRefused:
         loaded = load_model(source, {}, device=CPU)
         before, naming = tensors_of(loaded.model), naming_of(source, loaded.config)
 
-        def fail(*_: object) -> None:
+        def fail(*_: object, **__: object) -> None:
             raise torch.cuda.OutOfMemoryError("no memory")
 
         monkeypatch.setattr("megatron_ext.models.update.naming.torch.cat", fail)
