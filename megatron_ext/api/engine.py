@@ -13,6 +13,9 @@ from megatron_ext.engine.statistics import EngineStatistics
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.memory.budget import Geometry
 from megatron_ext.models.load import LoadedModel
+from megatron_ext.models.update.given import NamedTensors
+from megatron_ext.models.update.naming import Naming
+from megatron_ext.models.update.weights import update_weights, weight_shapes
 from megatron_ext.scheduling.record import RequestRecord
 from megatron_ext.stepping.stepper import PendingRequest, Stepper
 from megatron_ext.text.tokenizer import Tokenizer
@@ -27,16 +30,23 @@ class LoadedEngine:
     Args:
         engine: Around the model; nobody else may call it from now on.
         loaded: The model.
+        naming: What the format that it was loaded from calls its tensors.
         defaults: What a request asks for that brings no `RequestParams`.
         on_close: Called once, when everything is over.
     """
 
     def __init__(
-        self, engine: InferenceEngine, loaded: LoadedModel, defaults: RequestParams, on_close: Callable[[], None]
+        self,
+        engine: InferenceEngine,
+        loaded: LoadedModel,
+        naming: Naming,
+        defaults: RequestParams,
+        on_close: Callable[[], None],
     ) -> None:
         assert loaded.config.vocab_size is not None, "a model has been built of it"
         self._engine = engine
         self._loaded = loaded
+        self._naming = naming
         self._reader = PromptReader(loaded.tokenizer, loaded.config.vocab_size, defaults)
         self._stepper = Stepper(engine)
         self._on_close = on_close
@@ -143,6 +153,42 @@ class LoadedEngine:
     def reset_prefix_cache(self) -> None:
         """Empty the cache: nothing cached before is matched after."""
         self._stepper.call(self._engine.reset_prefix_cache)
+
+    def update_weights(self, named_tensors: NamedTensors, *, partial: bool = False) -> None:
+        """Write new weights in place, all or nothing, between two steps; the cache is emptied.
+
+        The names are those of the format that the model was loaded from: of a Hugging Face checkpoint, of the
+        parameters of Megatron's model, or our own; `weight_shapes` lists them. Values are rounded to the types that the
+        parameters have, and may be on any device.
+
+        >>> new = {name: torch.zeros(shape) for name, shape in engine.weight_shapes().items()}
+        >>> with load_engine(buffer_size_gb=0.1) as other:
+        ...     other.update_weights(new)
+        ...     (record,) = other.generate("A list is", RequestParams(num_tokens_to_generate=3, ignore_eos=True))
+        >>> record.generated_tokens
+        (0, 0, 0)
+
+        Requests in flight go on with the new weights, on what was computed with the old ones; nothing of theirs is
+        cached. Whatever has to be converted or moved is made ready first, in as much memory again: give large models in
+        buckets, with `partial`.
+
+        Args:
+            named_tensors: A dict, or pairs of name and tensor, such as `model.named_parameters()`.
+            partial: Tensors may be missing, and stay as they are.
+
+        Raises:
+            ConfigError: A name that is not known or missing, another shape or type, with the tensor's name. Nothing has
+                been written.
+        """
+        self._stepper.call(self._update_weights, named_tensors, partial)
+
+    def _update_weights(self, named_tensors: NamedTensors, partial: bool) -> None:
+        update_weights(self._loaded.model, self._naming, named_tensors, partial=partial)
+        self._engine.weights_changed()
+
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor that `update_weights` takes, by name, with its shape."""
+        return weight_shapes(self._loaded.model, self._naming)
 
     def weights_changed(self) -> None:
         """Say that the model's weights have been written in place by somebody else: the cache is emptied."""

@@ -46,6 +46,7 @@ def _load(settings: InferenceSettings) -> LoadedEngine:
     from megatron_ext.mcore.assemble import build_engine
     from megatron_ext.mcore.process_groups import PROCESS_GROUPS
     from megatron_ext.models.load import load_model, save_model
+    from megatron_ext.models.update.naming import naming_of
 
     _require_one_rank(check_machine(settings.parallel))
     PROCESS_GROUPS.enter(settings.parallel)
@@ -63,7 +64,8 @@ def _load(settings: InferenceSettings) -> LoadedEngine:
             seed=settings.source.seed,
             logging_step_interval=settings.run.inference_logging_step_interval,
         )
-        return LoadedEngine(engine, loaded, settings.sampling, PROCESS_GROUPS.leave)
+        naming = naming_of(settings.source, loaded.config)
+        return LoadedEngine(engine, loaded, naming, settings.sampling, PROCESS_GROUPS.leave)
     except BaseException:
         PROCESS_GROUPS.leave()
         raise

@@ -104,7 +104,7 @@ def _equal(files: WeightFiles, one: str, other: str) -> bool:
 
 def _fill(target: Tensor, cut: Cut, files: WeightFiles, stored: Names, source: Source, config: ModelConfig) -> None:
     """Write this rank's part of a tensor of ours."""
-    shapes = _shapes(source, cut.shape, config)
+    shapes = part_shapes(source, cut.shape, config)
     for name, expected in zip(source.names, shapes, strict=True):
         require_shape(files.directory, stored[name], files.shape(stored[name]), expected)
     if source.conversion is not None:
@@ -132,7 +132,7 @@ def _boxes(
         first += shape[0]
 
 
-def _shapes(source: Source, shape: tuple[int, ...], config: ModelConfig) -> Sequence[tuple[int, ...]]:
+def part_shapes(source: Source, shape: tuple[int, ...], config: ModelConfig) -> Sequence[tuple[int, ...]]:
     """Shapes of theirs that make up one of `shape`, which may have no dimension."""
     if source.conversion is None and len(source.names) == 1:
         return [shape]

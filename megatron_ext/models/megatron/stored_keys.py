@@ -72,7 +72,7 @@ def shards(sharded: Sharded) -> list[ShardedTensor]:
 
 
 @dataclass(frozen=True)
-class _Place:
+class Place:
     """A key, and the row of a stack of layers, if the key is a stack's."""
 
     key: str
@@ -80,15 +80,21 @@ class _Place:
 
 
 def _as_stored(sharded: Sharded, stored: Container[str], gpt_layers: int | None) -> Sharded:
-    options = [_at(sharded, place, gpt_layers) for place in _places(sharded.key, gpt_layers is not None)]
+    options = [_at(sharded, place, gpt_layers) for place in places(sharded.key, gpt_layers is not None)]
     found = (option for option in options if all(shard.key in stored for shard in shards(option)))
     return next(found, options[0])
 
 
-def _places(key: str, in_gpt: bool) -> Iterator[_Place]:
+def places(key: str, in_gpt: bool) -> Iterator[Place]:
+    """Where a parameter of ours may be, the likeliest place first.
+
+    Args:
+        key: What a model of ours calls it.
+        in_gpt: Whether it is looked for in a GPT model.
+    """
     for name in (key, _other_norm(key)):
         if name is not None:
-            yield from _gpt_places(name) if in_gpt else (_Place(name),)
+            yield from _gpt_places(name) if in_gpt else (Place(name),)
 
 
 def _other_norm(key: str) -> str | None:
@@ -104,20 +110,20 @@ def _other_norm(key: str) -> str | None:
     return None
 
 
-def _gpt_places(key: str) -> Iterator[_Place]:
+def _gpt_places(key: str) -> Iterator[Place]:
     layer = _LAYER.fullmatch(key)
     if layer is None:
-        yield _Place(key.replace(_HYBRID_FINAL_NORM, _GPT_FINAL_NORM))
+        yield Place(key.replace(_HYBRID_FINAL_NORM, _GPT_FINAL_NORM))
         return
     number, rest = int(layer[1]) // 2, layer[2]
     for ours, theirs in _GPT_NAMES:
         if rest.startswith(ours):
             rest = theirs + rest.removeprefix(ours)
-    yield _Place(f"decoder.layers.{number}.{rest}")
-    yield _Place(f"decoder.layers.{rest}", row=number)
+    yield Place(f"decoder.layers.{number}.{rest}")
+    yield Place(f"decoder.layers.{rest}", row=number)
 
 
-def _at(sharded: Sharded, place: _Place, layers: int | None) -> Sharded:
+def _at(sharded: Sharded, place: Place, layers: int | None) -> Sharded:
     """The same parameter, asked for at another place."""
 
     def moved(shard: ShardedTensor) -> ShardedTensor:

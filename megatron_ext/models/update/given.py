@@ -1,0 +1,62 @@
+"""Tensors by name as a caller hands them over, checked one by one before anything is done with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from megatron_ext.errors import ConfigError
+from megatron_ext.models.weight_files import FLOATING_TYPES
+
+NamedTensors: TypeAlias = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
+
+
+def read_named_tensors(given: NamedTensors) -> dict[str, object]:
+    """What was given, by name; the tensors themselves are not looked at.
+
+    Raises:
+        ConfigError: Neither a mapping nor pairs, a name twice, or nothing at all.
+    """
+    named: dict[str, object] = {}
+    for pair in given.items() if isinstance(given, Mapping) else _pairs(given):
+        name, tensor = pair
+        if not isinstance(name, str):
+            raise ConfigError(f"the name {name!r} is of type {type(name).__name__}; names of tensors are texts")
+        if name in named:
+            raise ConfigError(f"tensor {name} is given twice")
+        named[name] = tensor
+    if not named:
+        raise ConfigError("no tensor is given; give all of the model's, or some with partial=True")
+    return named
+
+
+def _pairs(given: object) -> Iterable[tuple[object, object]]:
+    if not isinstance(given, Iterable):
+        raise ConfigError(f"named tensors are of type {type(given).__name__}; give a dict, or pairs of name and tensor")
+    for pair in given:
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            raise ConfigError(f"{type(pair).__name__} is no pair of name and tensor; give those, or a dict")
+        yield pair
+
+
+def require_weight(name: str, tensor: object) -> Tensor:
+    """A dense tensor of floating point numbers that are there, without its history.
+
+    Raises:
+        ConfigError: Anything else.
+    """
+    if not isinstance(tensor, Tensor):
+        raise ConfigError(f"{name} is of type {type(tensor).__name__}; give a tensor")
+    if callable(getattr(tensor, "full_tensor", None)):
+        raise ConfigError(f"{name} is spread over ranks; give {name}.full_tensor()")
+    if tensor.is_meta:
+        raise ConfigError(f"{name} is on the meta device and has no values; give one that has")
+    if tensor.layout is not torch.strided:
+        raise ConfigError(f"{name} is {str(tensor.layout).removeprefix('torch.')}; give a dense tensor")
+    if tensor.dtype not in FLOATING_TYPES:
+        kinds = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATING_TYPES)
+        raise ConfigError(f"{name} is of type {str(tensor.dtype).removeprefix('torch.')}; one of {kinds} would do")
+    return tensor.detach()

@@ -1,0 +1,187 @@
+"""What each format calls the tensors that make up one of the model's."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from megatron_ext.config import ModelConfig, SourceConfig
+from megatron_ext.errors import ConfigError
+from megatron_ext.files import read_json
+from megatron_ext.mcore.checkpoint_metadata import read_metadata
+from megatron_ext.models.huggingface.checkpoint import CONFIG_FILE
+from megatron_ext.models.huggingface.registry import family_of
+from megatron_ext.models.huggingface.tensors import EMBEDDING, LM_HEAD, OUTPUT, TensorTable
+from megatron_ext.models.huggingface.weights import part_shapes
+from megatron_ext.models.megatron.checkpoint import is_dist_checkpoint, resolve_iteration
+from megatron_ext.models.megatron.stored_keys import is_gpt, is_ignored, places
+from megatron_ext.models.update.given import require_weight
+
+Shape: TypeAlias = tuple[int, ...]
+Shapes: TypeAlias = Mapping[str, Shape]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What makes up one tensor of the model.
+
+    Attributes:
+        parts: Theirs by name, in order, each with its shape.
+        make: From those to ours, on the device that they are on.
+    """
+
+    parts: Shapes
+    make: Callable[[Sequence[Tensor]], Tensor]
+
+
+class Naming(Protocol):
+    """A format's names."""
+
+    def sorted_out(self, given: Mapping[str, object]) -> dict[str, Tensor]:
+        """What is to be written, under the names that `recipes` has.
+
+        Raises:
+            ConfigError: Something that is no weight, or contradicts the model.
+        """
+
+    def recipes(self, shapes: Shapes, given: Container[str]) -> dict[str, Recipe]:
+        """What each of the model's tensors is made of.
+
+        Args:
+            shapes: Of the model's tensors, by name.
+            given: Where a tensor has several names: which are used.
+        """
+
+
+def naming_of(source: SourceConfig, config: ModelConfig) -> Naming:
+    """The names of the format that a model was loaded from; our own where it was loaded from nowhere."""
+    if source.load_hf is not None:
+        raw = read_json(Path(source.load_hf) / CONFIG_FILE)
+        return HuggingFaceNames(family_of(raw).tensors, config)
+    if source.load is not None:
+        directory = resolve_iteration(Path(source.load))
+        if is_dist_checkpoint(directory):
+            return MegatronNames.of_checkpoint(directory, config)
+    return OwnNames()
+
+
+class OwnNames:
+    """The model's own names, as `model.safetensors` of a checkpoint of ours has them."""
+
+    def sorted_out(self, given: Mapping[str, object]) -> dict[str, Tensor]:
+        """See `Naming`."""
+        return {name: require_weight(name, tensor) for name, tensor in given.items()}
+
+    def recipes(self, shapes: Shapes, given: Container[str]) -> dict[str, Recipe]:
+        """See `Naming`."""
+        return {name: Recipe({name: shape}, _only) for name, shape in shapes.items()}
+
+
+class HuggingFaceNames:
+    """Those of a family's checkpoints, with the prefix that they have or without.
+
+    Args:
+        table: The family's.
+        config: Of the model.
+    """
+
+    def __init__(self, table: TensorTable, config: ModelConfig) -> None:
+        self._table = table
+        self._config = config
+
+    def sorted_out(self, given: Mapping[str, object]) -> dict[str, Tensor]:
+        """See `Naming`; without the prefix, each expert by itself, without a tied output."""
+        tensors: dict[str, Tensor] = {}
+        for name, tensor in given.items():
+            prefix = next((prefix for prefix in self._table.prefixes if name.startswith(prefix)), "")
+            for part, value in self._split(name, tensor):
+                bare = part.removeprefix(prefix)
+                if self._table.ignored is not None and re.fullmatch(self._table.ignored, bare):
+                    continue
+                if bare in tensors:
+                    raise ConfigError(f"{part} is given twice, with a prefix and without; give one of them")
+                tensors[bare] = require_weight(part, value)
+        self._take_tied_output(tensors)
+        return tensors
+
+    def _split(self, name: str, tensor: object) -> list[tuple[str, object]]:
+        """A tensor of several experts as theirs."""
+        for expression, part_name in self._table.split.items():
+            match = re.fullmatch(expression, name)
+            if match is not None:
+                parts = require_weight(name, tensor)
+                if not parts.dim():
+                    raise ConfigError(f"{name} has no dimension; its first one is that of the experts")
+                return [(match.expand(part_name.replace("{index}", str(i))), part) for i, part in enumerate(parts)]
+        return [(name, tensor)]
+
+    def _take_tied_output(self, tensors: dict[str, Tensor]) -> None:
+        if self._config.untie_embeddings_and_output_weights or LM_HEAD not in tensors:
+            return
+        output, embedding = tensors.pop(LM_HEAD), tensors.get(self._table.embedding)
+        if embedding is None or output.shape != embedding.shape or not torch.equal(output, embedding.to(output.device)):
+            raise ConfigError(
+                f"{LM_HEAD} is tied to {self._table.embedding} in this model; give that alone, or the same as both"
+            )
+
+    def recipes(self, shapes: Shapes, given: Container[str]) -> dict[str, Recipe]:
+        """See `Naming`."""
+        found = {}
+        for name, source in self._table.sources(self._config).items():
+            parts = dict(zip(source.names, part_shapes(source, shapes[name], self._config), strict=True))
+            found[name] = Recipe(parts, self._converted(source.conversion.convert) if source.conversion else _joined)
+        return found
+
+    def _converted(self, convert: Callable[[Sequence[Tensor], ModelConfig], Tensor]) -> Callable[..., Tensor]:
+        return lambda parts: convert(parts, self._config)
+
+
+class MegatronNames:
+    """Those of the parameters of Megatron-LM's own model: hybrid or GPT, with norms of their own or fused.
+
+    Args:
+        in_gpt: Whether it is a GPT model, whose layers are two of ours each.
+        vocabulary: Rows of its embedding, padding included, and those that the model keeps.
+    """
+
+    def __init__(self, in_gpt: bool, vocabulary: tuple[int, int]) -> None:
+        self._in_gpt = in_gpt
+        self._padded, self._kept = vocabulary
+
+    @classmethod
+    def of_checkpoint(cls, directory: Path, config: ModelConfig) -> MegatronNames:
+        """Those of the model that was saved there."""
+        stored = read_metadata(directory).tensors
+        assert config.vocab_size is not None, "a model has been built of it"
+        return cls(is_gpt(stored), (stored[EMBEDDING].shape[0], config.vocab_size))
+
+    def sorted_out(self, given: Mapping[str, object]) -> dict[str, Tensor]:
+        """See `Naming`; without what inference has no use for, and without the vocabulary's padding."""
+        tensors = {name: require_weight(name, value) for name, value in given.items() if not is_ignored(name)}
+        for name in (EMBEDDING, OUTPUT):
+            if name in tensors and tensors[name].dim() and len(tensors[name]) == self._padded:
+                tensors[name] = tensors[name][: self._kept]
+        return tensors
+
+    def recipes(self, shapes: Shapes, given: Container[str]) -> dict[str, Recipe]:
+        """See `Naming`."""
+        return {name: self._recipe(name, shape, given) for name, shape in shapes.items()}
+
+    def _recipe(self, name: str, shape: Shape, given: Container[str]) -> Recipe:
+        names = [place.key for place in places(name, self._in_gpt) if place.row is None]
+        found = next((one for one in names if one in given), names[0])
+        return Recipe({found: shape}, _only)
+
+
+def _only(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0]
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))

@@ -1,0 +1,86 @@
+"""Writes new weights into a model, in place: nothing is written before everything has been checked and made ready."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from megatron_ext.errors import ConfigError
+from megatron_ext.mcore.cuts import model_tensors
+from megatron_ext.models.update.given import NamedTensors, read_named_tensors
+from megatron_ext.models.update.naming import Naming, Recipe, Shape
+
+_NAMES_SHOWN = 4
+
+
+def weight_shapes(model: nn.Module, naming: Naming) -> dict[str, Shape]:
+    """The tensors that `update_weights` takes, by name, with their shapes."""
+    recipes = naming.recipes({name: tuple(one.shape) for name, one in model_tensors(model).items()}, ())
+    return {name: shape for recipe in recipes.values() for name, shape in recipe.parts.items()}
+
+
+def update_weights(model: nn.Module, naming: Naming, given: NamedTensors, *, partial: bool = False) -> None:
+    """Write weights into a model, in the types that its parameters have.
+
+    What has to be converted or moved is made ready first, which takes memory: up to that of the tensors given. The
+    copies into the model cannot fail then.
+
+    Args:
+        model: Its tensors are written.
+        naming: Of the format that it was loaded from.
+        given: By name.
+        partial: Tensors may be missing; those that make up one tensor of the model come together.
+
+    Raises:
+        ConfigError: A name that is not known or missing, another shape or type. Nothing has been written.
+    """
+    targets = model_tensors(model)
+    with torch.no_grad():
+        tensors = naming.sorted_out(read_named_tensors(given))
+        recipes = naming.recipes({name: tuple(target.shape) for name, target in targets.items()}, tensors)
+        _require_names(recipes, tensors, partial=partial)
+        chosen = {name: recipe for name, recipe in recipes.items() if not recipe.parts.keys().isdisjoint(tensors)}
+        _require_shapes(chosen, tensors)
+        ready = [(targets[name], _made(recipe, tensors, targets[name])) for name, recipe in chosen.items()]
+        for target, tensor in ready:
+            target.copy_(tensor)
+
+
+def _made(recipe: Recipe, tensors: Mapping[str, Tensor], target: Tensor) -> Tensor:
+    parts = [tensors[name].to(target.device) for name in recipe.parts]
+    made = recipe.make(parts).to(target.dtype)
+    assert made.shape == target.shape, (made.shape, target.shape)
+    return made
+
+
+def _require_names(recipes: Mapping[str, Recipe], tensors: Mapping[str, Tensor], *, partial: bool) -> None:
+    known = {name for recipe in recipes.values() for name in recipe.parts}
+    unknown = sorted(tensors.keys() - known)
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], known, n=1)
+        hint = f"; did you mean {near[0]}?" if near else f"; they begin as {min(known)} does"
+        raise ConfigError(f"the model has no tensor {_shown(unknown)}{hint}")
+    if not partial:
+        missing = sorted(known - tensors.keys())
+        if missing:
+            raise ConfigError(f"{_shown(missing)} of the model are not given; give all, or partial=True to keep them")
+    for recipe in recipes.values():
+        missing = [name for name in recipe.parts if name not in tensors]
+        if 0 < len(missing) < len(recipe.parts):
+            (there, *_) = (name for name in recipe.parts if name in tensors)
+            raise ConfigError(f"{there} is one tensor with {_shown(missing)} in the model; give them together")
+
+
+def _require_shapes(recipes: Mapping[str, Recipe], tensors: Mapping[str, Tensor]) -> None:
+    for recipe in recipes.values():
+        for name, shape in recipe.parts.items():
+            if tuple(tensors[name].shape) != shape:
+                raise ConfigError(f"{name} has shape {tuple(tensors[name].shape)}; the model's has {shape}")
+
+
+def _shown(names: list[str]) -> str:
+    shown = ", ".join(names[:_NAMES_SHOWN])
+    return shown if len(names) <= _NAMES_SHOWN else f"{shown} and {len(names) - _NAMES_SHOWN} more"

@@ -1,0 +1,119 @@
+"""PY-6: new weights in an engine that runs: what it gives then is what an engine gives that was loaded with them."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron_ext import ConfigError, EngineClosed, LoadedEngine, RequestParams
+from megatron_ext.config.embedded import EMBEDDED_MODEL_DIR
+from megatron_ext.models.native.directory import CONFIG_FILE
+from megatron_ext.models.weight_files import WEIGHTS_FILE
+
+SHARED = "The import statement finds a module, loads it and binds its name in the local namespace. "
+PROMPTS = [SHARED + end for end in ("When it fails", "Packages are", "When it fails")]
+PARAMS = RequestParams(num_tokens_to_generate=10, return_log_probs=True, skip_prompt_log_probs=True)
+LONG = RequestParams(num_tokens_to_generate=600, ignore_eos=True)
+
+
+def outcomes(engine: LoadedEngine) -> list[tuple]:
+    return [(one.generated_tokens, one.generated_log_probs) for one in engine.generate(PROMPTS, PARAMS)]
+
+
+@pytest.fixture(scope="module")
+def new() -> dict[str, torch.Tensor]:
+    """The embedded model's weights, each a little different."""
+    generator = torch.Generator().manual_seed(1)
+    weights = load_file(EMBEDDED_MODEL_DIR / WEIGHTS_FILE)
+    return {
+        name: one.float() * (1 + 0.1 * torch.randn(one.shape, generator=generator)) for name, one in weights.items()
+    }
+
+
+@pytest.fixture
+def fresh(new, load, tmp_path) -> LoadedEngine:
+    """An engine that was loaded with the new weights."""
+    for file in EMBEDDED_MODEL_DIR.iterdir():
+        if file.name not in (WEIGHTS_FILE, "README.md") and not file.name.startswith("__"):
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    assert (tmp_path / CONFIG_FILE).exists()
+    save_file(new, tmp_path / WEIGHTS_FILE)
+    return load(load=tmp_path)
+
+
+def test_equal_to_a_fresh_engine(new, fresh, load):
+    """PY-6: tokens and log-probs are those of the new weights, to the bit; those of the old ones are others."""
+    engine = load()
+    old = outcomes(engine)
+    engine.update_weights(new)
+    assert outcomes(engine) == outcomes(fresh) != old
+
+
+def test_the_cache_is_emptied(new, load):
+    """PY-6: nothing that was computed with the old weights is found."""
+    engine = load()
+    engine.generate(PROMPTS, PARAMS)
+    assert engine.generate(PROMPTS[0], PARAMS)[0].skipped_prefill_token_count > 0
+    engine.update_weights(new)
+    assert engine.statistics().use.blocks_cached == 0
+    assert [one.skipped_prefill_token_count > 0 for one in engine.generate([PROMPTS[0]] * 3, PARAMS)] == [
+        False,
+        True,
+        True,
+    ]
+
+
+def test_refused_whole(new, load):
+    """PY-6: the engine goes on with the old weights, and with what it had cached."""
+    engine = load()
+    old = outcomes(engine)
+    with pytest.raises(ConfigError, match=r"^decoder.final_norm.weight has shape \(3,\); the model's has \(192,\)"):
+        engine.update_weights(new | {"decoder.final_norm.weight": torch.ones(3)})
+    assert engine.generate(PROMPTS[0], PARAMS)[0].skipped_prefill_token_count > 0
+    engine.reset_prefix_cache()
+    assert outcomes(engine) == old
+
+
+def test_while_requests_run(new, fresh, load):
+    """PY-6: they go on, nothing of theirs is found later, and nobody else notices."""
+    engine = load()
+    with ThreadPoolExecutor(1) as threads:
+        running = threads.submit(engine.generate, PROMPTS, LONG)
+        while not engine.statistics().running:
+            pass
+        engine.update_weights(new)
+        assert not running.done()
+        found = outcomes(engine)
+        assert [len(record.generated_tokens) for record in running.result()] == [600] * 3
+    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in outcomes(fresh)]
+    assert outcomes(engine) == outcomes(fresh)
+
+
+def test_while_it_is_suspended(new, fresh, load):
+    """PY-6: as a trainer does who needs the memory in between."""
+    engine = load()
+    engine.generate(PROMPTS, PARAMS)
+    engine.suspend()
+    engine.update_weights(new.items())
+    engine.resume()
+    assert outcomes(engine) == outcomes(fresh)
+
+
+def test_in_buckets(new, fresh, load):
+    """PY-6: a part of the tensors at a time."""
+    engine = load()
+    names = list(new)
+    for first in range(0, len(names), 10):
+        engine.update_weights({name: new[name] for name in names[first : first + 10]}, partial=True)
+    assert outcomes(engine) == outcomes(fresh)
+
+
+def test_the_names(new, load):
+    engine = load()
+    assert engine.weight_shapes() == {name: tuple(one.shape) for name, one in new.items()}
+    engine.close()
+    with pytest.raises(EngineClosed):
+        engine.update_weights(new)
