@@ -77,7 +77,16 @@ class EngineSuspended(RuntimeError):
 
 
 class RankError(RuntimeError):
-    """The ranks cannot go on together: one of them has failed, is gone or does not answer. Nothing is tried again."""
+    """The ranks cannot go on together: one of them has failed, is gone or does not answer. Nothing is tried again.
+
+    Args:
+        message: For people; empty where another rank says what has happened.
+        exit_code: Of this process.
+    """
+
+    def __init__(self, message: str, exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 class EngineClosed(RuntimeError):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from collections.abc import Collection
 from types import FrameType
 from typing import Any
 
@@ -51,9 +52,10 @@ class Interruption:
     Args:
         message: What a signal that comes first means for the work: the message of `Interrupted`.
         hand_on: When the block ends, raise a noted signal again for whoever had it before.
+        ignored: Signals that mean nothing here, as SIGINT of a terminal to a process that ends when another one does.
     """
 
-    def __init__(self, message: str = NOTHING_YET, *, hand_on: bool = False) -> None:
+    def __init__(self, message: str = NOTHING_YET, *, hand_on: bool = False, ignored: Collection[int] = ()) -> None:
         self.number: int | None = None  # of the first signal
         self._message = message
         self._hand_on = hand_on
@@ -61,6 +63,7 @@ class Interruption:
         self._has_raised = False
         self._since = 0.0
         self._before: dict[int, Any] = {}
+        self._ignored = ignored
 
     @property
     def is_asked(self) -> bool:
@@ -71,13 +74,16 @@ class Interruption:
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
                 if signal.getsignal(number) not in (signal.SIG_IGN, None):
-                    self._before[number] = signal.signal(number, self._notice)
+                    self._before[number] = signal.signal(number, self._handler(number))
         return self
+
+    def _handler(self, number: int) -> Any:
+        return signal.SIG_IGN if number in self._ignored else self._notice
 
     def __exit__(self, *_: object) -> None:
         self._is_held = True  # what comes while the handlers change is handed on, or too late to change anything
         for number, handler in self._before.items():
-            if signal.getsignal(number) == self._notice:
+            if signal.getsignal(number) == self._handler(number):
                 signal.signal(number, handler)
         if self._hand_on and self.number is not None:
             signal.raise_signal(self.number)
@@ -85,7 +91,7 @@ class Interruption:
     def take_back(self) -> None:
         """Watch again, after somebody may have put a handler in the place of this one (`faulthandler` does, unseen)."""
         for number in self._before:
-            signal.signal(number, self._notice)
+            signal.signal(number, self._handler(number))
 
     def hold(self) -> None:
         """From now on signals are noted only.

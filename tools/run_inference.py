@@ -6,12 +6,13 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Sequence
 from types import ModuleType
 
-from megatron_ext.errors import ConfigError, OutputError
+from megatron_ext.errors import ConfigError, OutputError, RankError
 from megatron_ext.interruption import NOTHING_YET, Interrupted, Interruption
 from megatron_ext.memory.limits import check_address_space
 from megatron_ext.ranks.world import is_first_rank
@@ -39,15 +40,16 @@ def main(argv: Sequence[str] | None = None, interruption: Interruption | None = 
 
     Returns:
         The exit code: 0 done, 1 a request failed or results could not be written, 2 bad usage, 130 ended by SIGINT,
-        143 by SIGTERM.
+        143 by SIGTERM. Of several ranks all have the one of the rank that ended first.
     """
     try:
         if interruption is not None:
             return _run(argv, interruption)
-        with Interruption() as interruption:
+        with watch_signals() as interruption:
             return _run(argv, interruption)
     except Interrupted as interrupted:
-        _say(f"{interrupted.signal_name}: {interrupted}")
+        if is_first_rank():
+            _say(f"{interrupted.signal_name}: {interrupted}")
         return interrupted.exit_code
     except ConfigError as error:
         if is_first_rank():  # the others see the same mistake
@@ -56,12 +58,25 @@ def main(argv: Sequence[str] | None = None, interruption: Interruption | None = 
     except OutputError as error:
         _say(f"error: {error}")
         return NOT_WRITTEN
+    except RankError as error:
+        if str(error):  # else another rank says it
+            _say(f"error: {error}")
+        return error.exit_code
+
+
+def watch_signals() -> Interruption:
+    """Of several ranks the first one ends in order, and the others with it: a terminal's SIGINT is not for them."""
+    return Interruption(ignored=() if is_first_rank() else (signal.SIGINT,))
 
 
 def _run(argv: Sequence[str] | None, interruption: Interruption) -> int:
     warnings.filterwarnings("ignore", module=r"megatron\.core")  # it warns of each optional package that is missing
     logging.basicConfig(format="%(message)s")
-    logging.getLogger("megatron_ext").setLevel(logging.INFO)
+    if is_first_rank():
+        logging.getLogger("megatron_ext").setLevel(logging.INFO)
+    else:  # the first one says what all have to say
+        warnings.simplefilter("ignore")
+        logging.disable()
     try:
         from arguments import parse_arguments
 
@@ -99,7 +114,7 @@ def _say(line: str) -> None:
 
 
 if __name__ == "__main__":
-    with Interruption() as watched:
+    with watch_signals() as watched:
         code = main(interruption=watched)
         if watched.is_asked:
             watched.ignore_all()  # what comes while the process ends must not change its exit code

@@ -7,14 +7,13 @@ noted: the requests end as aborted, and the results are written as ever. Nothing
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from megatron_ext.config import CacheConfig, InferenceSettings
+from megatron_ext.config import CacheConfig, InferenceSettings, RequestParams, RunConfig
 from megatron_ext.console.geometry import make_console, print_geometry
 from megatron_ext.console.machine import check_machine
 from megatron_ext.console.start import say_start
@@ -24,8 +23,10 @@ from megatron_ext.interruption import Interruption
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.mcore.assemble import build_engine
+from megatron_ext.mcore.teams import form_team
 from megatron_ext.models.load import load_model, save_model
 from megatron_ext.offline.comparison import comparable, compare, print_comparison, problems
+from megatron_ext.offline.following import follow
 from megatron_ext.offline.output_file import PartialResults, check_output_path, write_results
 from megatron_ext.offline.progress import Bar, progress_bar
 from megatron_ext.offline.prompt_texts import PromptTexts
@@ -33,6 +34,8 @@ from megatron_ext.offline.prompts import Prompt, read_prompts, tokenize_prompts
 from megatron_ext.offline.report import print_report
 from megatron_ext.offline.results import build_results
 from megatron_ext.offline.submission import Pass, StepReport, check_schedule, run_passes
+from megatron_ext.ranks.failure import ending_together
+from megatron_ext.ranks.team import Team
 from megatron_ext.scheduling.record import RequestRecord, Status
 from megatron_ext.text.vocabulary import Vocabulary
 
@@ -57,23 +60,35 @@ def run_offline(settings: InferenceSettings, interruption: Interruption | None =
     interruption = interruption or Interruption()
     say_start(settings.start)
     check_machine(settings.parallel)
-    prompts = read_prompts(settings.run, settings.sampling)
-    check_schedule(settings.run, len(prompts))
-    if settings.run.output_path is not None:
-        check_output_path(settings.run.output_path)
     platform.initialize(settings.parallel)
+    minutes = settings.parallel.distributed_timeout_minutes
     try:
-        offline = _Offline(settings, prompts, interruption)
-        return offline.compare() if settings.run.prefix_cache_compare else offline.run()
+        with ending_together(minutes):
+            team = form_team(minutes)
+            if team is not None and not team.is_leader:
+                return follow(settings, team, interruption)
+            offline = _Offline(settings, _read_prompts(settings.run, settings.sampling), interruption, team)
+            return offline.compare() if settings.run.prefix_cache_compare else offline.run()
     finally:
         platform.shut_down()
+
+
+def _read_prompts(run: RunConfig, sampling: RequestParams) -> Sequence[Prompt]:
+    prompts = read_prompts(run, sampling)
+    check_schedule(run, len(prompts))
+    if run.output_path is not None:
+        check_output_path(run.output_path)
+    return prompts
 
 
 class _Offline:
     """A loaded model and the prompts for it."""
 
-    def __init__(self, settings: InferenceSettings, prompts: Sequence[Prompt], interruption: Interruption) -> None:
+    def __init__(
+        self, settings: InferenceSettings, prompts: Sequence[Prompt], interruption: Interruption, team: Team | None
+    ) -> None:
         self._settings = settings
+        self._team = team
         prompts = comparable(prompts) if settings.run.prefix_cache_compare else prompts
         self._interruption = interruption
         self._loaded = load_model(settings.source, dict(settings.model_overrides), parallel=settings.parallel)
@@ -85,7 +100,7 @@ class _Offline:
         if settings.source.save is not None:
             save_model(settings.source.save, self._loaded)
         self._output = Output(sys.stdout)
-        self._console = make_console(quiet=not _is_writer(), output=self._output)
+        self._console = make_console(quiet=False, output=self._output)
         self._partial: PartialResults | None = None
 
     def run(self) -> bool:
@@ -94,6 +109,7 @@ class _Offline:
         print_geometry(engine.geometry, self._loaded.name, self._console, engine.longest_request_state_bytes)
         self._interruption.hold()
         passes = self._serve(engine)
+        engine.close()
         problem = self._write(engine, passes)
         self._end_if_asked(passes, problem)
         print_report(passes, self._console, self._where(problem), self._prompt_text)
@@ -108,6 +124,7 @@ class _Offline:
             if not is_on:
                 self._interruption.hold()
             passes = self._serve(engine, f"cache {'on' if is_on else 'off'} ")
+            engine.close()
             results.append(_records(passes))
             if self._interruption.is_asked:
                 self._end_if_asked(passes, self._write(engine, passes), "the comparison did not come to its end; ")
@@ -132,13 +149,14 @@ class _Offline:
             dtype=loaded.dtype,
             seed=self._settings.source.seed,
             logging_step_interval=self._settings.run.inference_logging_step_interval,
+            team=self._team,
         )
 
     def _serve(self, engine: InferenceEngine, description: str = "") -> list[Pass]:
         """Run the prompts, with what has ended on disk and on the screen after each step."""
         run = self._settings.run
         self._remove_partial()  # of the run before, whose results are not those to be written
-        if _is_writer() and run.output_path is not None:
+        if run.output_path is not None:
             self._partial = PartialResults(
                 run.output_path, with_events=run.output_request_events, prompt_text=self._prompt_text
             )
@@ -174,7 +192,7 @@ class _Offline:
     def _write(self, engine: InferenceEngine, passes: Sequence[Pass]) -> str | None:
         """Write the JSON if it is asked for. Why it could not be written; None if it was."""
         run = self._settings.run
-        if not _is_writer() or run.output_path is None:
+        if run.output_path is None:
             return None
         results = build_results(
             engine,
@@ -219,7 +237,3 @@ class _Offline:
 
 def _records(passes: Sequence[Pass]) -> list[RequestRecord]:
     return [record for one in passes for record in one.records]
-
-
-def _is_writer() -> bool:
-    return os.environ.get("RANK", "0") == "0"

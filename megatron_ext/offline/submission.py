@@ -21,9 +21,12 @@ class Engine(Protocol):
     """What this module uses of an engine."""
 
     def add_request(
-        self, request_id: int, prompt: Sequence[int], params: RequestParams, *, prompt_text: str | None
+        self, request_id: int, prompt: Sequence[int], params: RequestParams, *, prompt_text: str | None, turn: int
     ) -> Future[RequestRecord]:
-        """Queue a request. A request that can never be served gets a record of status FAILED."""
+        """Queue a request. A request that can never be served gets a record of status FAILED.
+
+        Requests of the same turn are served by the same replica, where there are several.
+        """
 
     def has_unfinished_requests(self) -> bool:
         """Whether a step would do or report anything."""
@@ -37,6 +40,9 @@ class Engine(Protocol):
 
     def abort_request(self, request_id: int) -> None:
         """End a living request, or one that has ended and is still to be reported; the next step reports it."""
+
+    def idle(self) -> None:
+        """There is nothing to do for now."""
 
     def suspend(self) -> None:
         """Free the pools; living requests keep their tokens and wait."""
@@ -139,6 +145,7 @@ class _PassRun:
             elif self._submitted == len(self._prompts):
                 return
             elif self._run.arrival_rate:
+                self._engine.idle()
                 self._sleep(self._submitted / self._run.arrival_rate - elapsed)
             rounds += 1
 
@@ -157,8 +164,9 @@ class _PassRun:
         return tuple(self._records[self._first_id + index] for index in range(len(self._prompts)))
 
     def _submit(self) -> int:
-        prompt, request_id = self._prompts[self._submitted], self._first_id + self._submitted
-        self._engine.add_request(request_id, prompt.tokens, prompt.params, prompt_text=prompt.text)
+        turn = self._submitted  # of each pass anew, so that a prompt meets its own prefix again
+        prompt, request_id = self._prompts[turn], self._first_id + turn
+        self._engine.add_request(request_id, prompt.tokens, prompt.params, prompt_text=prompt.text, turn=turn)
         self._submitted += 1
         return request_id
 

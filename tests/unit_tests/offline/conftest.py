@@ -51,7 +51,7 @@ class FakeEngine:
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
 
     def add_request(
-        self, request_id: int, prompt: Sequence[int], params: RequestParams, *, prompt_text: str | None
+        self, request_id: int, prompt: Sequence[int], params: RequestParams, *, prompt_text: str | None, turn: int
     ) -> asyncio.Future:
         assert request_id not in self.futures
         self.log.append(f"add {request_id}")
@@ -61,6 +61,9 @@ class FakeEngine:
 
     def has_unfinished_requests(self) -> bool:
         return bool(self.living)
+
+    def idle(self) -> None:
+        assert not self.living, "there is something to do"
 
     def abort_request(self, request_id: int) -> None:
         self.living[request_id]  # KeyError for one that does not live

@@ -1,0 +1,175 @@
+"""The end of a world: one rank has failed, and each of the others must end, too, without a word beside that rank's.
+
+Whoever fails says so in the store of torch.distributed, which outlives connections, before it ends; the first one to do
+so speaks for all. The others notice lost connections, look there, and end in silence. Where nobody has said anything,
+those who are left sign, and the first of them says who has not.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megatron_ext.engine.faults import describe
+from megatron_ext.errors import ConfigError, OutputError, RankError
+from megatron_ext.interruption import Interrupted
+
+FAILED, BAD_USAGE = 1, 2  # exit codes
+PATIENCE = 3.0  # seconds that somebody else has to say what has happened
+_LOOK_AGAIN = 0.05  # seconds
+_LOST_PEER = re.compile(
+    r"gloo.transport|NCCL|Connection (reset|closed|refused)|closed by peer|Broken pipe|[Tt]imed out"
+)
+
+
+@dataclass(frozen=True)
+class LastWords:
+    """What one rank says for all."""
+
+    rank: int
+    exit_code: int
+    message: str
+
+
+class Board:
+    """Where ranks leave word for each other.
+
+    Args:
+        store: Of all ranks.
+        rank: This one.
+        size: Of the world.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
+        self.rank = rank
+        self._store = dist.PrefixStore("megatron_ext", store)
+        self._size = size
+        self._store.set(f"process/{rank}", json.dumps([socket.gethostname(), os.getpid()]))
+
+    def claim(self, words: LastWords) -> LastWords:
+        """Speak for all, unless somebody does already: the words that count."""
+        mine = json.dumps(asdict(words))
+        return LastWords(**json.loads(self._store.compare_set("last words", "", mine)))
+
+    def claimed(self) -> LastWords | None:
+        """What has been said."""
+        if not self._store.check(["last words"]):
+            return None
+        return LastWords(**json.loads(self._store.get("last words")))
+
+    def sign(self) -> None:
+        """This rank is alive, and has lost another one."""
+        self._store.set(f"alive/{self.rank}", "")
+
+    def unsigned(self) -> list[int]:
+        """Those who have not signed; if some of them are known to have ended, those only."""
+        ranks = [rank for rank in range(self._size) if not self._store.check([f"alive/{rank}"])]
+        return [rank for rank in ranks if self._has_ended(rank)] or ranks
+
+    def _has_ended(self, rank: int) -> bool:
+        """Whether a process of this machine is gone; of others this is not known."""
+        if not self._store.check([f"process/{rank}"]):
+            return False
+        host, pid = json.loads(self._store.get(f"process/{rank}"))
+        if host != socket.gethostname():
+            return False
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+        except OSError:
+            return True
+
+
+@contextmanager
+def ending_together(minutes: float) -> Iterator[None]:
+    """Whatever raises within it on one rank ends all of them; nothing changes in a world of one.
+
+    Args:
+        minutes: That a rank waits for another one.
+
+    Raises:
+        RankError: What is left to be said on this rank, if anything, and its exit code.
+        Interrupted: On rank 0, which was asked to end, and is the first to.
+        OutputError: As it comes.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        yield
+        return
+    board = Board(_store(), dist.get_rank(), dist.get_world_size())
+    try:
+        yield
+    except OutputError:  # all is done, and rank 0 has it
+        raise
+    except Interrupted as interrupted:
+        words = LastWords(board.rank, interrupted.exit_code, str(interrupted))
+        if board.rank != 0 or board.claim(words) != words:
+            raise RankError("", exit_code=interrupted.exit_code) from None
+        raise
+    except Exception as error:
+        words = _last_words(board, error, minutes)
+        is_mine = words.rank == board.rank
+        raise RankError(words.message if is_mine else "", exit_code=words.exit_code) from error
+
+
+def _store() -> dist.Store:
+    return dist.distributed_c10d._get_default_store()
+
+
+def _last_words(board: Board, error: Exception, minutes: float) -> LastWords:
+    """What is said of the end, by this rank or by another one."""
+    root = _root(error)
+    if is_lost_peer(root):
+        return _after_others(board, root, minutes)
+    if isinstance(root, ConfigError):
+        # Most mistakes are seen alike by all ranks, and the first one says them.
+        words = _wait_for(board.claimed, PATIENCE) if board.rank else None
+        message = str(root) if board.rank == 0 else f"rank {board.rank}: {root}"
+        return words or board.claim(LastWords(board.rank, BAD_USAGE, message))
+    message = str(root) if isinstance(root, RankError) else f"rank {board.rank}: {describe(root)}"
+    return board.claim(LastWords(board.rank, FAILED, message))
+
+
+def _after_others(board: Board, error: BaseException, minutes: float) -> LastWords:
+    """Another rank has gone first: its words, or what can be said without."""
+    board.sign()
+    words = _wait_for(board.claimed, PATIENCE)
+    if words is not None:
+        return words
+    ranks = board.unsigned()
+    who = f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}" if ranks else "a rank"
+    if "imed out" in str(error):
+        message = f"{who} did not answer within {minutes:g} minutes (--distributed-timeout-minutes)"
+    else:
+        message = f"{who} ended without a word"
+    return board.claim(LastWords(board.rank, FAILED, message))
+
+
+def _wait_for(look: Callable[[], LastWords | None], seconds: float) -> LastWords | None:
+    deadline = time.monotonic() + seconds
+    found = look()
+    while found is None and time.monotonic() < deadline:
+        time.sleep(_LOOK_AGAIN)
+        found = look()
+    return found
+
+
+def _root(error: BaseException) -> BaseException:
+    """What an error was raised for."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether an error says no more than that another rank is gone or silent."""
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and _LOST_PEER.search(str(error)) is not None
+    )
