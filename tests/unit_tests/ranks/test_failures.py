@@ -1,0 +1,176 @@
+"""MR-6: a rank that raises, hangs or is killed ends all of them, with its error as the one line that is said."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.priority import TestPriority
+from tests.unit_tests.support.ranks import Outcome, run_world
+
+pytestmark = [pytest.mark.worlds, pytest.mark.priority(TestPriority.HIGH)]
+
+PROMPTS = ["--prompts", *(f"number {i}" for i in range(4)), "--num-tokens-to-generate", "30"]
+ENGINE = ["--inference-dynamic-batching-block-count", "64", "--distributed-timeout-minutes", "0.05"]
+
+
+def run_tool(arguments: Sequence[str], rank: int, kind: str, step: int = 3) -> None:
+    """`tools/run_inference.py` as torchrun starts it; something happens on one rank in one step."""
+    import torch
+
+    own = torch.distributed.get_rank()
+    os.environ |= {"RANK": str(own), "WORLD_SIZE": str(torch.distributed.get_world_size())}
+    if own == rank:
+        HAPPENINGS[kind](step)
+    from tools.run_inference import main
+
+    sys.exit(main([*PROMPTS, *ENGINE, *arguments]))
+
+
+def before_step(step: int, happening) -> None:
+    from megatron_ext.mcore.executor import StepExecutor
+
+    compute, steps = StepExecutor.compute, []
+
+    def compute_watched(self, message):
+        steps.append(message)
+        if len(steps) == step:
+            happening()
+        return compute(self, message)
+
+    StepExecutor.compute = compute_watched
+
+
+def fail() -> None:
+    raise ZeroDivisionError("planted\nin two lines")
+
+
+def hang() -> None:
+    while True:
+        time.sleep(0.1)
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def refuse_to_load(_: int) -> None:
+    from megatron_ext.errors import ConfigError
+    from megatron_ext.offline import following
+
+    def load(*_: object, **__: object) -> None:
+        raise ConfigError("this disk has no such directory")
+
+    following.load_model = load
+
+
+HAPPENINGS = {
+    "nothing": lambda _: None,
+    "fail": lambda step: before_step(step, fail),
+    "hang": lambda step: before_step(step, hang),
+    "kill": lambda step: before_step(step, kill),
+    "SIGINT": lambda step: before_step(step, interrupt),
+    "no directory": refuse_to_load,
+}
+
+
+def said(outcomes: Sequence[Outcome]) -> list[str]:
+    """What all ranks say together."""
+    return [line for one in outcomes for line in one.stderr.splitlines() if line.startswith("run_inference.py:")]
+
+
+def exit_codes(outcomes: Sequence[Outcome]) -> list[int]:
+    return [one.exit_code for one in outcomes]
+
+
+@pytest.mark.parametrize(("size", "rank"), [(2, 1), (2, 0), (3, 2)])
+def test_a_rank_that_raises(size, rank):
+    outcomes = run_world(run_tool, size, [], rank, "fail")
+    assert exit_codes(outcomes) == [1] * size, [one.describe() for one in outcomes]
+    assert said(outcomes) == [f"run_inference.py: error: rank {rank}: ZeroDivisionError: planted in two lines"]
+    assert not any(one.was_killed for one in outcomes)
+
+
+def test_a_rank_that_hangs():
+    outcomes = run_world(run_tool, 3, [], 1, "hang", grace=1.0)
+    assert [one.exit_code for one in outcomes if one.rank != 1] == [1, 1], [one.describe() for one in outcomes]
+    assert outcomes[1].was_killed
+    words = "rank 1 did not answer within 0.05 minutes (--distributed-timeout-minutes)"
+    assert said(outcomes) == [f"run_inference.py: error: {words}"]
+
+
+def test_a_rank_that_is_killed():
+    outcomes = run_world(run_tool, 3, [], 1, "kill")
+    assert exit_codes(outcomes) == [1, -signal.SIGKILL, 1]
+    assert said(outcomes) == ["run_inference.py: error: rank 1 ended without a word"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--load", "/no/such/directory"], "--load /no/such/directory does not exist"),  # all see it
+        (["--prompt-file", "/no/such/file"], "--prompts and --prompt-file contradict"),  # before there are groups
+        (["--batch-boundaries", "9", "--drain-between-batches"], "--batch-boundaries 9"),  # rank 0 sees it
+    ],
+)
+def test_a_mistake_is_said_once(arguments, words):
+    outcomes = run_world(run_tool, 2, arguments, 0, "nothing")
+    assert exit_codes(outcomes) == [2, 2], [one.describe() for one in outcomes]
+    (line,) = said(outcomes)
+    assert line.startswith(f"run_inference.py: error: {words}")
+    assert line in outcomes[0].stderr
+
+
+def test_a_mistake_that_one_rank_sees():
+    outcomes = run_world(run_tool, 2, [], 1, "no directory")
+    assert exit_codes(outcomes) == [2, 2], [one.describe() for one in outcomes]
+    assert said(outcomes) == ["run_inference.py: error: rank 1: this disk has no such directory"]
+
+
+def test_a_terminals_signal_is_rank_zeros_affair(tmp_path: Path):
+    """Others ignore it; rank 0 ends requests and writes what they have, and the others follow."""
+    path = tmp_path / "out.json"
+    outcomes = run_world(run_tool, 2, ["--output-path", str(path)], 1, "SIGINT")
+    assert exit_codes(outcomes) == [0, 0], [one.describe() for one in outcomes]
+    outcomes = run_world(run_tool, 2, ["--output-path", str(path)], 0, "SIGINT")
+    assert exit_codes(outcomes) == [130, 0], [one.describe() for one in outcomes]
+    (line,) = said(outcomes)
+    assert line.startswith("run_inference.py: SIGINT: requests: 4 aborted")
+    written = json.loads(path.read_text())
+    assert [written[str(i)]["status"] for i in range(4)] == ["ABORTED"] * 4
+    assert all(written[str(i)]["generated_tokens"] for i in range(4))
+
+
+def test_nothing_is_left_half_written(tmp_path: Path):
+    outcomes = run_world(run_tool, 2, ["--output-path", str(tmp_path / "out.json")], 1, "fail", 20)
+    assert exit_codes(outcomes) == [1, 1]
+    assert not (tmp_path / "out.json").exists()
+    for left in tmp_path.iterdir():  # whole lines of requests that had ended
+        assert all(json.loads(line) for line in left.read_text().splitlines())
+
+
+def test_the_board_names_who_has_not_signed():
+    import torch.distributed as dist
+
+    from megatron_ext.ranks.failure import Board, LastWords
+
+    store = dist.HashStore()
+    boards = [Board(store, rank, 3) for rank in range(3)]
+    boards[0].sign()
+    boards[2].sign()
+    assert boards[2].unsigned() == [1]
+    assert boards[1].claimed() is None
+    first, second = LastWords(1, 1, "one"), LastWords(2, 1, "two")
+    assert [boards[1].claim(first), boards[2].claim(second)] == [first, first]
+    assert boards[0].claimed() == first
