@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_ext.mixers.chunk_metadata import cut_chunks
+from megatron_ext.mixers.chunk_metadata import cut_prefill
 from megatron_ext.mixers.recurrent import RecurrentStep
 from megatron_ext.ops.paged_attention import PagedBatch, build_paged_batch
 from megatron_ext.ops.state_slots import SnapshotPlaces, StateSlots
@@ -24,7 +24,7 @@ class StagingRules:
     Attributes:
         block_size: Tokens.
         dummy_block: Where K/V goes that is not to be written.
-        kernel_chunk: Tokens of a kernel chunk at most; a divisor of the block.
+        kernel_chunk: Tokens of a kernel chunk at most.
         has_states: Whether there are recurrent layers on this rank.
         token_rounder: The packed token count is padded to a multiple of this.
         snapshots_in_prefill: Whether mixers keep states inside a prefill; otherwise the caller copies live ones.
@@ -162,7 +162,9 @@ def _stage_recurrent(chunks: Sequence[ScheduledChunk], num_decode: int, rules: S
     decode_slots = _as_slice(slots[:num_decode]) or staged_slots[:num_decode]
     if not prefill:
         return RecurrentStep(num_decode, decode_slots, None, None)
-    packed = cut_chunks([c.start for c in prefill], [c.length for c in prefill], rules.kernel_chunk, rules.device)
+    stops = [sorted({one.position for one in c.snapshots}) if rules.snapshots_in_prefill else [] for c in prefill]
+    starts, lengths = [c.start for c in prefill], [c.length for c in prefill]
+    packed = cut_prefill(starts, lengths, rules.kernel_chunk, stops, rules.device)
     snapshots = _stage_snapshots(prefill, packed, rules) if rules.snapshots_in_prefill else None
     prefill_slots = StateSlots(staged_slots[num_decode:], staged_has_state[num_decode:].bool(), snapshots)
     return RecurrentStep(num_decode, decode_slots, packed, prefill_slots)
@@ -178,21 +180,21 @@ def _as_slice(slots: np.ndarray) -> slice | None:
 def _stage_snapshots(
     prefill: Sequence[ScheduledChunk], packed: PackedChunks, rules: StagingRules
 ) -> SnapshotPlaces | None:
-    """Where in the packed prefill the wanted states arise: block boundaries are ends of kernel chunks (HY-9)."""
-    slots, sequences, chunks, tokens = [], [], [], []
-    first_chunk = first_token = 0
+    """Where in the packed prefill the wanted states arise: each is the end of a kernel chunk (HY-9)."""
+    slots, sequences, tokens = [], [], []
+    first_token = 0
     for i, chunk in enumerate(prefill):
         for snapshot in chunk.snapshots:
             slots.append(snapshot.slot)
             sequences.append(i)
-            grid = snapshot.position // rules.kernel_chunk - chunk.start // rules.kernel_chunk
-            chunks.append(first_chunk + grid - 1)
             tokens.append(first_token + snapshot.position - chunk.start)
-        first_chunk += packed.chunk_counts[i]
         first_token += chunk.length
     if not slots:
         return None
-    return SnapshotPlaces(*_to_device([np.asarray(part) for part in (slots, sequences, chunks, tokens)], rules.device))
+    chunks = np.searchsorted(np.cumsum(packed.chunk_lengths), tokens)
+    return SnapshotPlaces(
+        *_to_device([np.asarray(slots), np.asarray(sequences), chunks, np.asarray(tokens)], rules.device)
+    )
 
 
 def _choose_logits(chunks: Sequence[ScheduledChunk]) -> tuple[list[int], list[int], list[PromptScore]]:

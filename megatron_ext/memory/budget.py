@@ -13,6 +13,7 @@ GIB = 1024**3
 HYBRID_BLOCK_MULTIPLE = 16
 AUTOMATIC_SNAPSHOT_SHARE = 0.25  # of the buffer, on top of it
 FEWEST_AUTOMATIC_SLOTS = 2
+FASTEST_CHUNK = {"cpu": 64}  # tokens; by type of device, where it is less than what models are trained with
 # Log-probs are computed in pieces that take at most this, beside the pools: logits, a copy in fp32, its log-softmax.
 SCORING_BYTES = 256 * 1024**2
 
@@ -25,7 +26,6 @@ class ModelMemory:
     state_bytes: int  # all recurrent layers, one sequence
     chunk_size: int  # the model's scan chunk, tokens
     max_sequence_length: int
-    scans_blocks: bool = False  # with prefix caching the kernel chunk is the block (Mamba-1)
 
 
 @dataclass(frozen=True)
@@ -87,19 +87,17 @@ def plan_memory(model: ModelMemory, batching: BatchingConfig, cache: CacheConfig
         blocks=blocks,
         snapshot_slots=slots if cache.snapshot_slots is not None else min(slots, blocks),
         live_states=batching.most_requests if model.state_bytes else 0,
-        kernel_chunk=_kernel_chunk(model, cache, block_size),
+        kernel_chunk=_kernel_chunk(model, device_type),
         shortest_prompt_that_can_hit=_shortest_hit(model, cache, block_size, slots),
     )
 
 
-def _kernel_chunk(model: ModelMemory, cache: CacheConfig, block_size: int) -> int:
-    """Tokens that a recurrent layer takes together; every block boundary is an end of such a chunk.
+def _kernel_chunk(model: ModelMemory, device_type: str) -> int:
+    """The most tokens that a recurrent layer takes together: the model's chunk, or less where that is faster (HY-12).
 
-    Mamba-1 takes a block, and without prefix caching what it takes anyway (M1-2, M1-4).
+    Blocks do not matter: a chunk ends at a block boundary where a state is wanted there, and only then.
     """
-    if not model.scans_blocks:
-        return largest_divisor(block_size, model.chunk_size)
-    return model.chunk_size if cache.policy is None else block_size
+    return min(model.chunk_size, FASTEST_CHUNK.get(device_type, model.chunk_size))
 
 
 def _shortest_hit(model: ModelMemory, cache: CacheConfig, block_size: int, slots: int) -> int | None:
@@ -181,8 +179,3 @@ def check_fits(geometry: Geometry, available_bytes: int, advice: str) -> None:
 def _gigabytes(count: int) -> str:
     """`count` bytes in GB, rounded up, so that the number is enough when it is given back."""
     return f"{math.ceil(count / GIB * 1e6) / 1e6:.6f}".rstrip("0").rstrip(".")
-
-
-def largest_divisor(number: int, limit: int) -> int:
-    """The largest divisor of `number` that is at most `limit` (HY-12)."""
-    return next(divisor for divisor in range(min(number, limit), 0, -1) if number % divisor == 0)

@@ -117,7 +117,6 @@ def plan_engine(
         state_bytes=shape.states.bytes if shape.states else 0,
         chunk_size=config.scan_chunk_size,
         max_sequence_length=longest,
-        scans_blocks=config.recurrent.scans_blocks,
     )
     rooms = gather(lambda: _room(plan_within(memory, batching, cache, device_type, available_bytes), batching))
     agreed = agree(rooms, slots_within_blocks=cache.snapshot_slots is None)

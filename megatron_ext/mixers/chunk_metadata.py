@@ -1,4 +1,4 @@
-"""Where prefill is cut into kernel chunks: on the grid of absolute positions, for every recurrent mixer."""
+"""Where sequences are cut into kernel chunks, in training and in the prefill of a step, for every recurrent mixer."""
 
 from __future__ import annotations
 
@@ -36,14 +36,61 @@ def cut_chunks(
 ) -> PackedChunks:
     """Cut packed sequences into chunks of at most chunk_size tokens that end on the grid of absolute positions.
 
-    So every position that is a multiple of chunk_size is the end of a chunk wherever prefill was cut before, and the
-    state there is one of the per-chunk states.
+    As training does, where sequences begin at 0.
 
     Args:
         starts: Absolute position of the first token of each sequence in this step.
         lengths: Tokens of each sequence in this step, each at least 1.
-        chunk_size: Grid width in tokens: the kernel chunk (Mamba-2), or the block (Mamba-1).
+        chunk_size: Grid width in tokens.
         device: Where the index tensors go.
     """
     cuts = [cut_lengths(start, length, chunk_size) for start, length in zip(starts, lengths, strict=True)]
+    return pack_chunks(cuts, device)
+
+
+def cut_between(start: int, length: int, chunk_size: int, stops: Sequence[int]) -> list[int]:
+    """Cut the tokens [start, start + length) of one sequence at `stops`, and evenly between them.
+
+    Args:
+        start: Absolute position of the first token, that is, tokens of the sequence done before.
+        length: Tokens to cut, at least 1.
+        chunk_size: The most tokens of a piece, at least 1.
+        stops: Ascending positions in (start, start + length] whose states are wanted.
+
+    Returns:
+        The lengths of the pieces, as few as possible; those between two stops differ by one token at most.
+
+        >>> cut_between(1866, 1100, 2048, [2048])
+        [182, 918]
+        >>> cut_between(0, 150, 64, [])
+        [50, 50, 50]
+    """
+    pieces = []
+    for end in dict.fromkeys([*stops, start + length]):
+        count = -(-(end - start) // chunk_size)
+        least, longer = divmod(end - start, count)
+        pieces += [least + 1] * longer + [least] * (count - longer)
+        start = end
+    return pieces
+
+
+def cut_prefill(
+    starts: Sequence[int],
+    lengths: Sequence[int],
+    chunk_size: int,
+    stops: Sequence[Sequence[int]],
+    device: torch.device | str | None,
+) -> PackedChunks:
+    """Cut the prefill of a step: a chunk ends where a state is wanted, and otherwise where the work is shared evenly.
+
+    Results do not depend on where chunks end, so that nothing else asks for an end (HY-9).
+
+    Args:
+        starts: As for `cut_chunks`, as `lengths` and `device`.
+        lengths: See there.
+        chunk_size: The most tokens of a chunk.
+        stops: Positions of each sequence whose states are wanted; see `cut_between`.
+        device: See there.
+    """
+    cuts = [cut_between(*one, chunk_size, wanted) for *one, wanted in zip(starts, lengths, stops, strict=True)]
     return pack_chunks(cuts, device)

@@ -27,8 +27,6 @@ class RecurrentKind:
         shared: What tensor-parallel ranks share evenly, how an error calls it to how many there are.
         layout: Fields and properties of `ModelConfig` that decide how its stored weights are cut up, beside
             those of every model, to how an error calls them: a flag, or the name of a field without one.
-        scans_blocks: Whether a kernel chunk at inference is a whole block, rather than the largest divisor of it that
-            is at most `chunk_size` (M1-2).
     """
 
     name: str
@@ -42,4 +40,3 @@ class RecurrentKind:
     shared: Callable[[ModelConfig], dict[str, int]]
     layout: Mapping[str, str]
     check_values: Callable[[ModelConfig], None] | None = None
-    scans_blocks: bool = False

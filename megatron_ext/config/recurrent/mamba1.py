@@ -78,5 +78,4 @@ MAMBA1 = RecurrentKind(
         "dt_rank": "--mamba-dt-rank",
         "mamba_inner_norm": "mamba_inner_norm",
     },
-    scans_blocks=True,
 )

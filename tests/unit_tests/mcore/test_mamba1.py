@@ -62,7 +62,7 @@ def play_off(get_driver: Callable[..., Driver], kind: str) -> Driver:
 def test_batches_equal_a_full_recompute(get_played, get_oracle, kind):
     """M1-1: prefill in chunks, decode, several requests at once, without the cache; logits and states."""
     driver = get_played(kind)
-    assert driver.engine.geometry.kernel_chunk == 32, "M1-4: the model's own chunk"
+    assert driver.engine.geometry.kernel_chunk == 32, "the model's own chunk"
     for request_id in range(7):
         assert_equals_oracle(driver, request_id, get_oracle(kind))
 
@@ -73,7 +73,7 @@ def test_batches_equal_a_full_recompute(get_played, get_oracle, kind):
 def test_cache_on_equals_cache_off(get_oracle, get_played, kind, mode, batching):
     """M1-1, M1-3, HY-3, HY-4, HY-7, LA-1, LA-2: tokens, logits, states, snapshots, skipped tokens."""
     driver = play(build_driver(get_oracle, kind, mode=mode, max_requests=8, **batching))
-    assert driver.engine.geometry.kernel_chunk == BLOCK, "M1-2: the block"
+    assert driver.engine.geometry.kernel_chunk == 32, "M1-4: the same as without"
     leaves_more = mode == "align" and batching["max_tokens"] < 2 * BLOCK  # a snapshot at every boundary, as chunks end
     assert driver.skipped(*range(7)) == [0, 64, 32 if leaves_more else 0, 0, 64, 32, 80]
     for request_id in range(7):

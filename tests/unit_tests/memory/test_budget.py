@@ -16,7 +16,6 @@ from megatron_ext.memory.budget import (
     Geometry,
     ModelMemory,
     check_fits,
-    largest_divisor,
     plan_memory,
     request_state_bytes,
 )
@@ -52,12 +51,6 @@ class TestByHand:
             kernel_chunk=64,
             shortest_prompt_that_can_hit=None,
         )
-
-    def test_the_kernel_chunk_of_mamba1(self):
-        """M1-2, M1-4: the block if prefixes are cached, else what it is without any blocks."""
-        mamba1 = dataclasses.replace(HYBRID, scans_blocks=True)
-        assert [plan(m, cache=CacheConfig(), block_size=2048).kernel_chunk for m in (mamba1, HYBRID)] == [2048, 128]
-        assert [plan(m, block_size=48).kernel_chunk for m in (mamba1, HYBRID)] == [128, 48]
 
     def test_attention_only(self):
         geometry = plan(ATTENTION)
@@ -166,20 +159,17 @@ class TestBlockSize:
     def test_attention_takes_any(self):
         assert plan(ATTENTION, block_size=50).block_size_tokens == 50
 
+    @pytest.mark.parametrize("is_caching", [False, True])
+    @pytest.mark.parametrize("block_size", [16, 48, 64, 256])
     @pytest.mark.parametrize(
-        ("block_size", "chunk", "kernel_chunk"),
-        [(64, 128, 64), (128, 128, 128), (256, 128, 128), (48, 32, 24), (80, 64, 40), (2048, 256, 256), (112, 100, 56)],
+        ("device", "chunk", "kernel_chunk"), [("cpu", 128, 64), ("cpu", 32, 32), ("cuda", 128, 128)]
     )
-    def test_kernel_chunk(self, block_size: int, chunk: int, kernel_chunk: int):
-        """HY-12: the largest divisor of the block that is at most the model's chunk."""
+    def test_kernel_chunk(self, block_size: int, device: str, chunk: int, kernel_chunk: int, is_caching: bool):
+        """HY-12, M1-4: the model's chunk, or less where that is faster; blocks and caching do not matter."""
         model = dataclasses.replace(HYBRID, chunk_size=chunk)
-        assert plan(model, block_size=block_size).kernel_chunk == kernel_chunk
-
-    def test_largest_divisor_by_trying_all(self):
-        for number in range(1, 80):
-            for limit in range(1, 100):
-                divisors = [d for d in range(1, number + 1) if number % d == 0 and d <= limit]
-                assert largest_divisor(number, limit) == max(divisors)
+        cache = CacheConfig(enable_prefix_caching=is_caching)
+        planned = plan(model, device, cache=cache, block_size=block_size, buffer_size_gb=1.0)
+        assert planned.kernel_chunk == kernel_chunk
 
 
 def test_pools_that_do_not_fit_the_machine_are_refused_before_they_are_allocated():

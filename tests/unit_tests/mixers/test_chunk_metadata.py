@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ext.mixers.chunk_metadata import cut_chunks, cut_lengths
+from megatron_ext.mixers.chunk_metadata import cut_between, cut_chunks, cut_lengths, cut_prefill
 
 
 def test_example_of_a_continuation() -> None:
-    """M1-2: block 2048, 1866 tokens done, 1100 more: 182 complete the block, 918 follow."""
-    chunks = cut_chunks([1866], [1100], 2048, "cpu")
+    """M1-2: 1866 tokens done, 1100 more, a state wanted at 2048: 182 up to there, 918 follow."""
+    chunks = cut_prefill([1866], [1100], 2048, [[2048]], "cpu")
     assert chunks.chunk_lengths == (182, 918)
     assert chunks.chunk_counts == (2,)
     assert chunks.cu_chunk_seqlens.tolist() == [0, 182, 1100]
@@ -34,13 +36,13 @@ def test_example_of_a_continuation() -> None:
     ],
 )
 def test_cut_lengths(start: int, length: int, chunk_size: int, pieces: list[int]) -> None:
-    """HY-9: the first piece completes the current chunk."""
+    """In training, and wherever a grid is wanted: the first piece completes the current chunk."""
     assert cut_lengths(start, length, chunk_size) == pieces
 
 
 @given(start=st.integers(0, 300), length=st.integers(1, 300), chunk_size=st.integers(1, 70))
 def test_every_grid_position_is_a_chunk_end(start: int, length: int, chunk_size: int) -> None:
-    """HY-9: chunk ends are exactly the multiples of the chunk size on the way, and the end of the slice."""
+    """Chunk ends are exactly the multiples of the chunk size on the way, and the end of the slice."""
     pieces = cut_lengths(start, length, chunk_size)
     ends = [start + sum(pieces[: i + 1]) for i in range(len(pieces))]
     on_grid = [position for position in range(start + 1, start + length) if position % chunk_size == 0]
@@ -49,7 +51,7 @@ def test_every_grid_position_is_a_chunk_end(start: int, length: int, chunk_size:
 
 @given(cuts=st.lists(st.integers(1, 90), min_size=1, max_size=4), chunk_size=st.integers(1, 40))
 def test_chunk_ends_do_not_depend_on_where_prefill_was_cut(cuts: list[int], chunk_size: int) -> None:
-    """HY-9, M1-3: slices of one prompt end their chunks where one pass does, and at the slices' own ends."""
+    """Slices of one prompt end their chunks where one pass does, and at the slices' own ends."""
     slice_ends = [sum(cuts[: i + 1]) for i in range(len(cuts))]
     ends = set()
     for end, length in zip(slice_ends, cuts, strict=True):
@@ -71,3 +73,45 @@ def test_several_sequences() -> None:
     assert chunks.last_chunk_indices.tolist() == [2, 5, 6]
     assert chunks.sequences.cu_seqlens.tolist() == [0, 9, 15, 16]
     assert chunks.sequences.seq_idx.tolist() == [0] * 9 + [1] * 6 + [2]
+
+
+@pytest.mark.parametrize(
+    ("start", "length", "stops", "pieces"),
+    [
+        (0, 1, [], [1]),
+        (0, 64, [], [64]),
+        (0, 65, [], [33, 32]),
+        (0, 150, [], [50, 50, 50]),
+        (0, 2176, [2176], [64] * 34),
+        (7, 130, [], [44, 43, 43]),
+        (0, 150, [64, 128], [64, 64, 22]),
+        (100, 100, [128, 200], [28, 36, 36]),
+    ],
+)
+def test_work_is_shared_evenly_between_wanted_states(start, length, stops, pieces) -> None:
+    """HY-9: with chunks of at most 64 tokens."""
+    assert cut_between(start, length, 64, stops) == pieces
+
+
+@given(data=st.data(), start=st.integers(0, 300), length=st.integers(1, 300), chunk_size=st.integers(1, 70))
+def test_wanted_states_are_ends_and_chunks_are_few(data, start: int, length: int, chunk_size: int) -> None:
+    """HY-9: no chunk is too long, every wanted position is an end, and fewer chunks would not do."""
+    stops = sorted(data.draw(st.sets(st.integers(start + 1, start + length), max_size=4)))
+    pieces = cut_between(start, length, chunk_size, stops)
+    ends = [start + sum(pieces[: i + 1]) for i in range(len(pieces))]
+    assert ends[-1] == start + length
+    assert {*stops} <= {*ends}
+    assert 1 <= min(pieces) <= max(pieces) <= chunk_size
+    borders = [start, *dict.fromkeys([*stops, start + length])]
+    for begin, end in itertools.pairwise(borders):
+        inside = [size for size, at in zip(pieces, ends, strict=True) if begin < at <= end]
+        assert len(inside) == -(-(end - begin) // chunk_size)
+        assert max(inside) - min(inside) <= 1
+
+
+def test_the_prefill_of_a_step() -> None:
+    """HY-9: every sequence by itself."""
+    chunks = cut_prefill([0, 3, 8], [9, 6, 1], 4, [[8], [], []], "cpu")
+    assert chunks.chunk_lengths == (4, 4, 1, 3, 3, 1)
+    assert chunks.chunk_counts == (3, 2, 1)
+    assert chunks.last_chunk_indices.tolist() == [2, 4, 5]
