@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "memory": {"config", "errors", "scheduling"},
     "ops": {"errors"},
     "mixers": {"config", "errors", "memory", "ops"},
-    "ranks": {"config", "errors", *DECIDING},
+    "ranks": {"config", "errors", "interruption", *DECIDING},
     "mcore": {*LEAVES, *DECIDING, "config", "ranks", "text", "memory", "ops", "mixers"},
     "stepping": {"config", "engine", "errors", "mcore", "scheduling"},
     "models": {*LEAVES, "config", "ranks", "text", "memory", "ops", "mixers", "mcore"},
