@@ -109,6 +109,7 @@ PARALLEL = FlagGroup(
             choices=("nccl", "gloo"),
         ),
         Flag("distributed_timeout_minutes", "How long a rank waits for another before all end"),
+        Flag("check_ranks", "Compare what ranks are about to compute before each step; a difference ends them"),
     ),
 )
 

@@ -71,6 +71,7 @@ def watch_signals() -> Interruption:
 
 def _run(argv: Sequence[str] | None, interruption: Interruption) -> int:
     warnings.filterwarnings("ignore", module=r"megatron\.core")  # it warns of each optional package that is missing
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")  # of what that calls
     logging.basicConfig(format="%(message)s")
     if is_first_rank():
         logging.getLogger("megatron_ext").setLevel(logging.INFO)

@@ -27,6 +27,7 @@ class ParallelConfig:
     num_layers_in_last_pipeline_stage: int | None = None  # default: an equal share
     distributed_backend: str | None = None  # default: nccl on CUDA, gloo elsewhere
     distributed_timeout_minutes: float = 10.0  # Megatron-LM's default
+    check_ranks: bool = False
 
     def __post_init__(self) -> None:
         for name in _SIZES:

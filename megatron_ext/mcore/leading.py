@@ -5,14 +5,12 @@ from __future__ import annotations
 from functools import partial
 
 from megatron_ext.engine.engine import Engine
-from megatron_ext.engine.executor import Executor
 from megatron_ext.engine.faults import Faults
 from megatron_ext.engine.intake import Door
 from megatron_ext.mcore.context import InferenceContext
 from megatron_ext.mcore.controller import InferenceController
 from megatron_ext.mcore.executor import StepExecutor
 from megatron_ext.memory.plan import EnginePlan
-from megatron_ext.ranks.executors import MirrorExecutor, SharedExecutor
 from megatron_ext.ranks.fleet import Fleet
 from megatron_ext.ranks.follower import Follower
 from megatron_ext.ranks.journal import JournalledScheduler
@@ -36,10 +34,8 @@ def make_engine(
     engines, schedulers = [], []
     for replica in range(team.replicas):
         scheduler = JournalledScheduler(plan.limits, plan.policy, plan.fingerprint, plan.snapshot_slots)
-        results = team.results(replica)
-        executor: Executor = MirrorExecutor(results)
-        if replica == team.here.replica:
-            executor = SharedExecutor(StepExecutor(context, controller), results)
+        is_own = replica == team.here.replica
+        executor = team.executor(StepExecutor(context, controller)) if is_own else team.mirror(replica)
         schedulers.append(scheduler)
         engines.append(Engine(scheduler, executor, door, faults))
     return Fleet(engines, schedulers, team.link.send, team.heartbeat)
@@ -47,9 +43,10 @@ def make_engine(
 
 def make_follower(team: Team, context: InferenceContext, controller: InferenceController) -> Follower:
     """What takes part in the steps of its replica as rank 0 says."""
-    replica = team.here.replica
-    executor = SharedExecutor(StepExecutor(context, controller), team.results(replica))
-    return Follower(replica, team.link.receive, partial(make_scheduler, context.plan), executor, _PoolsOf(context))
+    executor = team.executor(StepExecutor(context, controller))
+    return Follower(
+        team.here.replica, team.link.receive, partial(make_scheduler, context.plan), executor, _PoolsOf(context)
+    )
 
 
 class _PoolsOf:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import torch
 from megatron.core import parallel_state
 
+from megatron_ext.config import ParallelConfig
 from megatron_ext.ranks.team import Place, Team
 
 
-def form_team(minutes: float) -> Team | None:
+def form_team(parallel: ParallelConfig) -> Team | None:
     """All ranks together, after `platform.initialize`; None for a world of one, which needs nobody.
 
     Args:
-        minutes: That a rank waits for another one.
+        parallel: How ranks talk to each other.
     """
     if torch.distributed.get_world_size() == 1:
         return None
@@ -25,4 +26,4 @@ def form_team(minutes: float) -> Team | None:
         replica=parallel_state.get_data_parallel_rank(),
         samples=is_last and tensor == 0,
     )
-    return Team(here, minutes)
+    return Team(here, parallel)

@@ -61,10 +61,9 @@ def run_offline(settings: InferenceSettings, interruption: Interruption | None =
     say_start(settings.start)
     check_machine(settings.parallel)
     platform.initialize(settings.parallel)
-    minutes = settings.parallel.distributed_timeout_minutes
     try:
-        with ending_together(minutes):
-            team = form_team(minutes)
+        with ending_together(settings.parallel.distributed_timeout_minutes):
+            team = form_team(settings.parallel)
             if team is not None and not team.is_leader:
                 return follow(settings, team, interruption)
             offline = _Offline(settings, _read_prompts(settings.run, settings.sampling), interruption, team)

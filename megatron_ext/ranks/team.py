@@ -9,7 +9,11 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from megatron_ext.config import ParallelConfig
+from megatron_ext.engine.executor import Executor
 from megatron_ext.errors import ConfigError
+from megatron_ext.ranks.checking import CheckedExecutor
+from megatron_ext.ranks.executors import MirrorExecutor, Part, SharedExecutor
 from megatron_ext.ranks.link import Link
 from megatron_ext.ranks.results import Results
 
@@ -45,23 +49,23 @@ class Team:
 
     Args:
         here: This rank's place.
-        minutes: That a rank waits for another one.
+        parallel: How long a rank waits for another one, and whether they are checked.
     """
 
-    def __init__(self, here: Place, minutes: float) -> None:
+    def __init__(self, here: Place, parallel: ParallelConfig) -> None:
         self.here = here
-        self.minutes = minutes
-        timeout = timedelta(minutes=minutes)
+        self._minutes = parallel.distributed_timeout_minutes
+        self._checks = parallel.check_ranks
+        timeout = timedelta(minutes=self._minutes)
         self._everybody = dist.new_group(backend="gloo", timeout=timeout)
         self.places = tuple(self._gather(here))
         self.link = Link(self._everybody)
-        self._results: dict[int, Results] = {}  # of the replicas that concern this rank
+        self._groups: dict[int, dist.ProcessGroup] = {}  # of the replicas that concern this rank, with rank 0
         for replica in range(self.replicas):
             ranks = sorted({0, *(place.rank for place in self.places if place.replica == replica)})
             group = dist.new_group(ranks, backend="gloo", timeout=timeout)
             if here.rank in ranks:
-                (source,) = (one.rank for one in self.places if one.replica == replica and one.samples)
-                self._results[replica] = Results(group, here.rank, source)
+                self._groups[replica] = group
 
     @property
     def replicas(self) -> int:
@@ -71,16 +75,27 @@ class Team:
     @property
     def heartbeat(self) -> float:
         """Seconds of silence after which rank 0 says that it lives: well before anybody gives it up."""
-        return min(_HEARTBEAT, self.minutes * 60 / 4)
+        return min(_HEARTBEAT, self._minutes * 60 / 4)
 
     @property
     def is_leader(self) -> bool:
         """Whether this is rank 0."""
         return self.here.rank == 0
 
-    def results(self, replica: int) -> Results:
-        """Of a replica that this rank is part of; of any, on rank 0."""
-        return self._results[replica]
+    def executor(self, part: Part) -> Executor:
+        """For this rank's part of its replica."""
+        return self._checked(SharedExecutor(part, self._results(self.here.replica)), self.here.replica)
+
+    def mirror(self, replica: int) -> Executor:
+        """For rank 0, of another replica than its own."""
+        return self._checked(MirrorExecutor(self._results(replica)), replica)
+
+    def _results(self, replica: int) -> Results:
+        (source,) = (one.rank for one in self.places if one.replica == replica and one.samples)
+        return Results(self._groups[replica], self.here.rank, source)
+
+    def _checked(self, executor: Executor, replica: int) -> Executor:
+        return CheckedExecutor(executor, self._groups[replica]) if self._checks else executor
 
     def ask_all(self, question: Callable[[], T]) -> Sequence[T]:
         """What each rank answers, in order of rank.

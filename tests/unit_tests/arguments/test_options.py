@@ -38,7 +38,7 @@ OPTIONS = """
 --max-position-embeddings --vocab-size
 --tensor-model-parallel-size --pipeline-model-parallel-size --expert-model-parallel-size
 --expert-tensor-parallel-size --num-layers-in-first-pipeline-stage --num-layers-in-last-pipeline-stage
---distributed-backend --distributed-timeout-minutes
+--distributed-backend --distributed-timeout-minutes --check-ranks --no-check-ranks
 --num-tokens-to-generate --temperature --top_k --top_p --return-log-probs --no-return-log-probs
 --skip-prompt-log-probs --no-skip-prompt-log-probs --top-n-logprobs --stop-words --termination-id
 --ignore-eos --no-ignore-eos

@@ -71,7 +71,7 @@ def live(parallel: ParallelConfig | None, config: ModelConfig, whole: Whole, scr
     platform.initialize(parallel)
     model = build_model(config, device=CPU, parallel=parallel)
     fill(model, whole)
-    team = form_team(1.0)
+    team = form_team(parallel or ParallelConfig())
     settings = (
         model,
         config,
