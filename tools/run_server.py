@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import sys
 import warnings
 from collections.abc import Sequence
 
 from arguments import parse_server_arguments
-from megatron_ext.errors import ConfigError
+from megatron_ext.errors import ConfigError, RankError
 from megatron_ext.memory.limits import check_address_space
 from megatron_ext.ranks.world import is_first_rank
 from megatron_ext.server.log import printable, set_up_logging
@@ -24,12 +25,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Parse, serve until a signal, and turn a user's mistake into one line on standard error.
 
     Returns:
-        The exit code: 0 stopped, 2 bad usage.
+        The exit code: 0 stopped, 2 bad usage, 1 one of several ranks has failed.
     """
     warnings.filterwarnings("ignore", module=r"megatron\.core")  # it warns of each optional package that is missing
     try:
         settings = parse_server_arguments(argv, prog="run_server.py")
         set_up_logging(settings.server.log_level)
+        if not is_first_rank():  # the first one says what all have to say
+            warnings.simplefilter("ignore")
+            logging.disable()
         _check_packages()
         os.environ.update(settings.start.environment)
         check_address_space()
@@ -39,9 +43,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         run_server(settings)
     except ConfigError as error:
         if is_first_rank():  # the others see the same mistake
-            print(f"run_server.py: error: {printable(' '.join(str(error).split()), LONGEST_ERROR)}", file=sys.stderr)
+            _say(error)
         return BAD_USAGE
+    except RankError as error:
+        if str(error):  # else another rank says it
+            _say(error)
+        return error.exit_code
     return STOPPED
+
+
+def _say(error: Exception) -> None:
+    print(f"run_server.py: error: {printable(' '.join(str(error).split()), LONGEST_ERROR)}", file=sys.stderr)
 
 
 def _check_packages() -> None:

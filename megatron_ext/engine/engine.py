@@ -219,6 +219,9 @@ class Engine:
                 log_step(self.statistics(), step.chunks, step.seconds)
         return records
 
+    replicas = 1  # of the model; see `Fleet`
+    heartbeat = None  # seconds after which `idle` is due; nobody waits to hear of this one
+
     def idle(self) -> None:
         """Nothing is to be done for now; other ranks, if there are any, are told so."""
 

@@ -56,6 +56,11 @@ class InferenceController(TextGenerationController):
         """The tokens with one beginning of a document, if they have any."""
         return begin_once(tokens, self.tokenizer.bos)
 
+    def idle_step(self) -> None:
+        """A step of a replica without requests, where its experts serve other replicas, too."""
+        if self.inference_wrapped_model.model.config.expert_model_parallel_size > 1:
+            self.dummy_forward()
+
     def dummy_forward(self) -> None:
         """Upstream's name of `compute_idle_token`: a step of a rank that has no requests of its own."""
         compute_idle_token(unwrap_model(self.inference_wrapped_model.model))

@@ -44,4 +44,5 @@ class StepExecutor:
         return result
 
     def idle(self) -> None:
-        """Nothing: nobody waits for this model alone."""
+        """Take part in the MoE layers of ranks that have something to compute; nobody else waits for this one."""
+        self._controller.idle_step()

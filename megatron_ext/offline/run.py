@@ -24,9 +24,9 @@ from megatron_ext.mcore import platform
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.mcore.assemble import build_engine
 from megatron_ext.mcore.teams import form_team
+from megatron_ext.models.following import follow
 from megatron_ext.models.load import load_model, save_model
 from megatron_ext.offline.comparison import comparable, compare, print_comparison, problems
-from megatron_ext.offline.following import follow
 from megatron_ext.offline.output_file import PartialResults, check_output_path, write_results
 from megatron_ext.offline.progress import Bar, progress_bar
 from megatron_ext.offline.prompt_texts import PromptTexts
@@ -65,11 +65,26 @@ def run_offline(settings: InferenceSettings, interruption: Interruption | None =
         with ending_together(settings.parallel.distributed_timeout_minutes):
             team = form_team(settings.parallel)
             if team is not None and not team.is_leader:
-                return follow(settings, team, interruption)
+                _follow(settings, team, interruption)
+                return True
             offline = _Offline(settings, _read_prompts(settings.run, settings.sampling), interruption, team)
             return offline.compare() if settings.run.prefix_cache_compare else offline.run()
     finally:
         platform.shut_down()
+
+
+def _follow(settings: InferenceSettings, team: Team, interruption: Interruption) -> None:
+    """The whole run of a rank other than 0."""
+    states = (False, True) if settings.run.prefix_cache_compare else (settings.cache.enable_prefix_caching,)
+    follow(
+        settings.source,
+        settings.model_overrides,
+        settings.parallel,
+        settings.batching,
+        [replace(settings.cache, enable_prefix_caching=is_on) for is_on in states],
+        team=team,
+        on_ready=interruption.keep_quiet,
+    )
 
 
 def _read_prompts(run: RunConfig, sampling: RequestParams) -> Sequence[Prompt]:

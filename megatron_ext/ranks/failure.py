@@ -113,6 +113,9 @@ def ending_together(minutes: float) -> Iterator[None]:
         if board.rank != 0 or board.claim(words) != words:
             raise RankError("", exit_code=interrupted.exit_code) from None
         raise
+    except (KeyboardInterrupt, SystemExit):
+        board.claim(LastWords(board.rank, FAILED, ""))
+        raise
     except Exception as error:
         words = _last_words(board, error, minutes)
         is_mine = words.rank == board.rank

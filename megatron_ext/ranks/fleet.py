@@ -80,12 +80,17 @@ class Fleet:
         self.faults: Faults = self.engines[0].faults
         self.step_count = 0  # in which anything was computed
         self._send = send
-        self._heartbeat = heartbeat
+        self.heartbeat = heartbeat
         self._sent_at = time.monotonic()
         self._turns = itertools.count()
         self._is_over = False
         for scheduler in self._schedulers:
             scheduler.note(StartAnew())
+
+    @property
+    def replicas(self) -> int:
+        """Copies of the model."""
+        return len(self.engines)
 
     # Requests come and go
 
@@ -200,7 +205,7 @@ class Fleet:
 
     def idle(self) -> None:
         """Let the other ranks hear of this one if they have not for a while: they wait no longer than a timeout."""
-        if time.monotonic() - self._sent_at >= self._heartbeat:
+        if time.monotonic() - self._sent_at >= self.heartbeat:
             self._tell(Action.IDLE)
 
     def close(self) -> None:

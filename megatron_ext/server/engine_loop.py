@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from megatron_ext.engine.faults import Faults
+from megatron_ext.errors import RankError
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.scheduling.record import RequestRecord, Status
 from megatron_ext.scheduling.request import Request
@@ -91,12 +92,14 @@ class EngineLoop:
     def __init__(self, engine: InferenceEngine, metrics: Metrics, max_waiting: int) -> None:
         self._engine = engine
         self._metrics = metrics
-        self.capacity = engine.context.max_requests + max_waiting
+        self.capacity = engine.context.max_requests * engine.engine.replicas + max_waiting
         self._thread = EngineThread(engine)
         self._exchanges: dict[int, tuple[RequestHandle, HttpExchange]] = {}  # by request id
         self._ids = itertools.count()
         self._work = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._lost_ranks: RankError | None = None
+        self.on_lost_ranks: Callable[[], None] = lambda: None
         self._latencies: deque[float] = deque(maxlen=LATENCIES)
         self._is_closed = False
         self._has_more = False  # in the engine, as of the last step
@@ -111,15 +114,23 @@ class EngineLoop:
     def start(self) -> None:
         """Begin to step."""
         self._metrics.state = self._engine.statistics()
-        self._task = asyncio.get_running_loop().create_task(self._run())
+        create_task = asyncio.get_running_loop().create_task
+        self._tasks = [create_task(self._run())]
+        if self._engine.engine.heartbeat is not None:
+            self._tasks.append(create_task(self._keep_in_touch(self._engine.engine.heartbeat)))
 
     async def stop(self) -> None:
         """Give up what is left, and wait for the step in flight."""
         self.give_up(shutting_down())
         self._is_closed = True
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        try:
+            await self.call(self._engine.close)
+        except RankError as error:
+            self._note_lost_ranks(error)
         await asyncio.to_thread(self._thread.close)
 
     @property
@@ -193,6 +204,9 @@ class EngineLoop:
             await self._work.wait()
             try:
                 outcome = await self.call(self._step)
+            except RankError as error:
+                self._note_lost_ranks(error)
+                return
             except Exception as error:
                 self._note_failed_step(error)
                 continue
@@ -203,6 +217,32 @@ class EngineLoop:
                 self._deliver(outcome)
             except Exception as error:
                 self._fail(outcome.request_ids, error)
+
+    async def _keep_in_touch(self, seconds: float) -> None:
+        """Other ranks wait for this one, and give it up after a while."""
+        while self._lost_ranks is None:
+            await asyncio.sleep(seconds / 2)
+            try:
+                await self.call(self._engine.idle)
+            except RankError as error:
+                self._note_lost_ranks(error)
+
+    def _note_lost_ranks(self, error: RankError) -> None:
+        """Nothing can be computed any more: whoever waits is told, and the server ends."""
+        if self._lost_ranks is None:
+            self._lost_ranks = error
+            self.is_healthy = False
+            self.give_up(engine_fault(error))
+            self.on_lost_ranks()
+
+    def raise_lost_ranks(self) -> None:
+        """What ended the server, if it was no signal.
+
+        Raises:
+            RankError: Other ranks are lost.
+        """
+        if self._lost_ranks is not None:
+            raise self._lost_ranks
 
     def _note_failed_step(self, error: Exception) -> None:
         """Its requests wait for the next one; after several in a row all are given up."""

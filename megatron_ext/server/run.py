@@ -19,9 +19,14 @@ from megatron_ext.console.geometry import make_console, print_geometry
 from megatron_ext.console.machine import check_machine
 from megatron_ext.console.start import say_start
 from megatron_ext.errors import ConfigError
+from megatron_ext.interruption import Interruption
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.assemble import build_engine
+from megatron_ext.mcore.teams import form_team
+from megatron_ext.models.following import follow
 from megatron_ext.models.load import load_model, save_model
+from megatron_ext.ranks.failure import ending_together
+from megatron_ext.ranks.team import Team
 from megatron_ext.server.app import Serving, create_app
 from megatron_ext.server.connections import (
     ACCEPT_BATCH,
@@ -40,29 +45,55 @@ LAST_WORDS = 5  # seconds that cancelled requests have to tell their clients
 
 
 def run_server(settings: ServerSettings) -> None:
-    """Load, listen, and serve until a signal says to stop.
+    """Load, listen, and serve until a signal says to stop; of several ranks the first one listens.
 
     Raises:
         ConfigError: For a mistake of the user's; nothing was served then.
+        RankError: Of several ranks one has failed.
+        Interrupted: A signal came to another rank than the first while it loaded.
     """
     say_start(settings.start)
     check_machine(settings.parallel)
+    platform.initialize(settings.parallel)
+    try:
+        with ending_together(settings.parallel.distributed_timeout_minutes):
+            team = form_team(settings.parallel)
+            if team is None or team.is_leader:
+                _listen_and_serve(settings, team)
+            else:
+                _follow(settings, team)
+    finally:
+        platform.shut_down()
+
+
+def _listen_and_serve(settings: ServerSettings, team: Team | None) -> None:
     keys = load_keys(settings.server)
     most_connections(settings.server.limits)
     with bind(settings.server.host, settings.server.port) as listener:
-        platform.initialize(settings.parallel)
-        try:
-            serve(build_serving(settings, keys), listener, announce)
-        finally:
-            platform.shut_down()
+        serve(build_serving(settings, keys, team), listener, announce)
 
 
-def build_serving(settings: ServerSettings, keys: Keys | None = None) -> Serving:
+def _follow(settings: ServerSettings, team: Team) -> None:
+    """The whole life of a rank other than the first."""
+    with Interruption(ignored=(signal.SIGINT,)) as interruption:
+        follow(
+            settings.source,
+            settings.model_overrides,
+            settings.parallel,
+            settings.batching,
+            [settings.cache],
+            team=team,
+            on_ready=interruption.keep_quiet,
+        )
+
+
+def build_serving(settings: ServerSettings, keys: Keys | None = None, team: Team | None = None) -> Serving:
     """Load the model and build the engine around it.
 
     Args:
         settings: Of the whole server.
         keys: By default those that the settings name.
+        team: All ranks, of which this is the first; None for a world of one.
 
     Raises:
         ConfigError: They cannot be had as the settings say.
@@ -79,6 +110,7 @@ def build_serving(settings: ServerSettings, keys: Keys | None = None) -> Serving
         dtype=loaded.dtype,
         seed=settings.source.seed,
         logging_step_interval=settings.server.inference_logging_step_interval,
+        team=team,
     )
     print_geometry(engine.geometry, loaded.name, make_console(quiet=False), engine.longest_request_state_bytes)
     return Serving(engine, model_name(settings.source, settings.server, loaded.name), settings.server, keys)
@@ -135,6 +167,16 @@ class _Server(uvicorn.Server):
         host, port = sockets[0].getsockname()[:2]
         self._on_ready(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
 
+    async def main_loop(self) -> None:
+        """Until a signal comes, or other ranks are lost: then there is nothing to wait for."""
+        loop = self._serving.loop
+        loop.on_lost_ranks = self._end_soon
+        await super().main_loop()
+
+    def _end_soon(self) -> None:
+        self.should_exit = True
+        self.config.timeout_graceful_shutdown = LAST_WORDS
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         loop, patience, started = self._serving.loop, self._serving.settings.shutdown_timeout, time.monotonic()
         living, connections = loop.living, len(self.server_state.connections)
@@ -182,7 +224,11 @@ def build_server(serving: Serving, on_ready: Callable[[str], None]) -> uvicorn.S
 
 
 def serve(serving: Serving, listener: socket.socket, on_ready: Callable[[str], None]) -> None:
-    """Serve until SIGINT or SIGTERM; a second one does not wait for running requests."""
+    """Serve until SIGINT or SIGTERM; a second one does not wait for running requests.
+
+    Raises:
+        RankError: Other ranks are lost; every request has been told.
+    """
     server = build_server(serving, on_ready)
     # uvicorn raises the signal again when it has stopped, for whoever had it before: nothing is left to be done then.
     before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -191,3 +237,4 @@ def serve(serving: Serving, listener: socket.socket, on_ready: Callable[[str], N
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+    serving.loop.raise_lost_ranks()

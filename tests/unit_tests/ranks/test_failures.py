@@ -67,7 +67,7 @@ def interrupt() -> None:
 
 def refuse_to_load(_: int) -> None:
     from megatron_ext.errors import ConfigError
-    from megatron_ext.offline import following
+    from megatron_ext.models import following
 
     def load(*_: object, **__: object) -> None:
         raise ConfigError("this disk has no such directory")

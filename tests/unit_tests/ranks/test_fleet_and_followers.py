@@ -258,7 +258,7 @@ class TestFleet:
     def test_heartbeats_come_when_nothing_else_does(self, world: World):
         world.fleet.idle()
         assert world.sent == []
-        world.fleet._heartbeat = 0.0
+        world.fleet.heartbeat = 0.0
         world.fleet.idle()
         assert pickle.loads(world.sent[0]).action is Action.IDLE
 

@@ -1,0 +1,122 @@
+"""MR-1, MR-6, MR-7: of several ranks the first one serves; it outlives silence, and ends with any of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+
+import pytest
+
+from tests.priority import TestPriority
+from tests.unit_tests.ranks.test_failures import before_step, exit_codes, fail, hang
+from tests.unit_tests.support.ranks import Outcome, run_world
+
+pytestmark = [pytest.mark.worlds, pytest.mark.priority(TestPriority.HIGH)]
+
+ARGUMENTS = ["--port", "0", "--inference-dynamic-batching-block-count", "64", "--log-level", "warning"]
+
+
+def run_server(arguments: Sequence[str], client: str, kind: str) -> None:
+    """`tools/run_server.py` as torchrun starts it; on rank 0 a client comes when it listens."""
+    import torch
+
+    from megatron_ext.server import run
+    from tools.run_server import main
+
+    rank = torch.distributed.get_rank()
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(torch.distributed.get_world_size())}
+    run.announce = lambda url: threading.Thread(target=CLIENTS[client], args=(url,), daemon=True).start()
+    if rank == 1:
+        HAPPENINGS[kind]()
+    sys.exit(main([*ARGUMENTS, *arguments]))
+
+
+def ask(url: str, prompt: str, count: int = 5) -> tuple[int, str]:
+    body = {"model": "embedded", "prompt": prompt, "max_tokens": count, "temperature": 0}
+    request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode())
+    request.add_header("Content-Type", "application/json")
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return answer.status, json.loads(answer.read())["choices"][0]["text"]
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def chat(url: str) -> None:
+    """Two requests, silence for longer than a rank waits, another one."""
+    for prompt in ("The quick brown fox", "The quick brown fox"):
+        print("answer", *ask(url, prompt), flush=True)
+    time.sleep(4.5)
+    print("answer", *ask(url, "The quick brown fox"), flush=True)
+    with urllib.request.urlopen(f"{url}/metrics", timeout=30) as answer:
+        print("\n".join(line for line in answer.read().decode().splitlines() if "tokens_generated" in line), flush=True)
+    stop()
+
+
+def wait(url: str) -> None:
+    print("answer", *ask(url, "The quick brown fox", 40), flush=True)
+
+
+CLIENTS = {"chat": chat, "wait": wait, "nobody": lambda url: None}
+
+
+def die_later() -> None:
+    threading.Timer(2.0, os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+
+HAPPENINGS = {
+    "nothing": lambda: None,
+    "fail": lambda: before_step(4, fail),
+    "hang": lambda: before_step(4, hang),
+    "die": die_later,
+}
+
+
+def said(outcomes: Sequence[Outcome]) -> list[str]:
+    return [line for one in outcomes for line in one.stderr.splitlines() if line.startswith("run_server.py:")]
+
+
+@pytest.mark.parametrize("sizes", [["--tensor-model-parallel-size", "2"], []], ids=["TP 2", "2 replicas"])
+def test_it_answers_and_outlives_silence(sizes: list[str]):
+    """Three seconds is what a rank waits, and the silence is longer; a signal to rank 0 ends all."""
+    outcomes = run_world(run_server, 2, [*sizes, "--distributed-timeout-minutes", "0.05"], "chat", "nothing")
+    assert exit_codes(outcomes) == [0, 0], [one.describe() for one in outcomes]
+    answers = [line for line in outcomes[0].stdout.splitlines() if line.startswith("answer")]
+    assert len(answers) == 3
+    assert answers[0].startswith("answer 200 ")
+    assert len(set(answers)) == 1
+    assert "tokens_generated_total 15.0" in outcomes[0].stdout
+    assert outcomes[1].stdout == ""
+
+
+def test_a_rank_that_raises_ends_the_server():
+    """Whoever waits gets a 500, nothing is tried again, and the rank's own words are the last ones."""
+    outcomes = run_world(run_server, 2, ["--tensor-model-parallel-size", "2"], "wait", "fail")
+    assert exit_codes(outcomes) == [1, 1], [one.describe() for one in outcomes]
+    assert said(outcomes) == ["run_server.py: error: rank 1: ZeroDivisionError: planted in two lines"]
+
+
+def test_a_rank_that_hangs_ends_the_server():
+    limit = ["--tensor-model-parallel-size", "2", "--distributed-timeout-minutes", "0.05"]
+    outcomes = run_world(run_server, 2, limit, "wait", "hang", grace=1.0)
+    assert outcomes[0].exit_code == 1, outcomes[0].describe()
+    words = "rank 1 did not answer within 0.05 minutes (--distributed-timeout-minutes)"
+    assert said(outcomes) == [f"run_server.py: error: {words}"]
+
+
+def test_a_rank_that_dies_in_silence_ends_the_server():
+    limit = ["--distributed-timeout-minutes", "0.05"]
+    outcomes = run_world(run_server, 2, limit, "nobody", "die")
+    assert exit_codes(outcomes) == [1, -signal.SIGKILL], [one.describe() for one in outcomes]
+    assert said(outcomes) == ["run_server.py: error: rank 1 ended without a word"]
