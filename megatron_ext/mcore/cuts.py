@@ -13,6 +13,7 @@ gate and up projection, the rows of z, x, B, C and dt of a Mamba-2 input project
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -41,6 +42,16 @@ class Piece:
     whole: Box
     local: Box
 
+    def up_to(self, rows: int) -> Piece | None:
+        """The same without the whole tensor's rows from `rows` on; None if nothing remains."""
+        first, here = self.whole[0].start, self.local[0]
+        count = min(self.whole[0].stop, rows) - first
+        if count <= 0:
+            return None
+        return Piece(
+            (slice(first, first + count), *self.whole[1:]), (slice(here.start, here.start + count), *self.local[1:])
+        )
+
 
 @dataclass(frozen=True)
 class Cut:
@@ -49,7 +60,7 @@ class Cut:
     Attributes:
         name: The whole tensor's, in the model of one rank.
         shape: The whole tensor's.
-        pieces: In the order of the rank's rows, none of which is missing.
+        pieces: In the order of the rank's rows. None is missing, but for rows behind the vocabulary, which are zeros.
     """
 
     name: str
@@ -68,6 +79,11 @@ class Cut:
         parts = [whole[piece.whole] for piece in self.pieces]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
+    def up_to(self, rows: int) -> Cut:
+        """The same of a whole tensor that has no more rows than these."""
+        pieces = [piece.up_to(rows) for piece in self.pieces]
+        return Cut(self.name, (rows, *self.shape[1:]), tuple(piece for piece in pieces if piece is not None))
+
 
 def model_cuts(model: HybridModel) -> dict[str, Cut]:
     """The cut of every tensor of a checkpoint that this rank has, by the name that it has here."""
@@ -76,7 +92,8 @@ def model_cuts(model: HybridModel) -> dict[str, Cut]:
     described = requested_state(model)
     numbers = [layer.layer_number - 1 for layer in model.decoder.layers]
     experts = _first_expert(model)
-    return {name: _cut(_whole_name(name, model, numbers, experts), one) for name, one in described.items()}
+    cuts = {name: _cut(_whole_name(name, model, numbers, experts), one) for name, one in described.items()}
+    return {name: cut.up_to(model.entries) if cut.name in (EMBEDDING, OUTPUT) else cut for name, cut in cuts.items()}
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -86,6 +103,12 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """
     saved = model.state_dict(keep_vars=True).keys()
     return dict(model.named_parameters()) | {name: buffer for name, buffer in model.named_buffers() if name in saved}
+
+
+def zero_padding(target: Tensor, cut: Cut) -> None:
+    """Set this rank's rows behind the vocabulary to zero, if it has any, before the others are filled."""
+    if sum(math.prod(side.stop - side.start for side in piece.local) for piece in cut.pieces) < target.numel():
+        target.zero_()
 
 
 def is_spread(config: TransformerConfig) -> bool:

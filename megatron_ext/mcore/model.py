@@ -2,16 +2,43 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.mamba import MambaModel
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.spec_utils import ModuleSpec
+from torch import Tensor, nn
 
 
 class HybridModel(MambaModel):
-    """`MambaModel` whose tied embeddings are shared by the first and the last stage without a CUDA device.
+    """`MambaModel` of any vocabulary, whose tied embeddings the stages share without a CUDA device.
 
-    Parameters, their names and the forward are upstream's.
+    Parameters, their names and the forward are upstream's. Tensor-parallel ranks have equal parts of the vocabulary:
+    where it cannot be divided, the last of them have rows of zeros behind it, and no logits for these.
+
+    Args:
+        config: With the sizes of the groups of ranks.
+        stack_spec: Of the layers.
+        vocab_size: Entries of the vocabulary, V.
+        more: Upstream's further arguments.
+
+    Attributes:
+        entries: V; upstream's `vocab_size` counts the rows of all ranks.
     """
+
+    def __init__(self, config: TransformerConfig, stack_spec: ModuleSpec, *, vocab_size: int, **more: object) -> None:
+        ranks = config.tensor_model_parallel_size
+        super().__init__(config, stack_spec, vocab_size=math.ceil(vocab_size / ranks) * ranks, **more)
+        self.entries = vocab_size
+        if self.post_process and self.vocab_size != self.entries:
+            self.output_layer.register_forward_hook(self._drop_padding)
+
+    def _drop_padding(self, _: nn.Module, __: object, output: tuple[Tensor, object]) -> tuple[Tensor, object]:
+        """Logits of all ranks [..., rows] -> [..., V]; those of one rank's part stay as they are."""
+        logits, bias = output
+        return (logits[..., : self.entries] if logits.shape[-1] == self.vocab_size else logits), bias
 
     def setup_embeddings_and_output_layer(self) -> None:
         """Mark the embedding and the output layer for whoever trains; nothing is sent here, see `copy_embeddings`.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from megatron_ext.config import ModelConfig, ParallelConfig
@@ -37,8 +39,8 @@ def _embeddings(config: ModelConfig, share: Share) -> int:
     has_own_output = share.is_last and (config.untie_embeddings_and_output_weights or not share.is_first)
     tables = share.is_first + has_own_output
     positions = config.max_position_embeddings if config.position_embedding_type == "learned_absolute" else 0
-    rows = tables * config.vocab_size // share.parallel.tensor_model_parallel_size + share.is_first * positions
-    return rows * config.hidden_size
+    rows = math.ceil(config.vocab_size / share.parallel.tensor_model_parallel_size)  # the last ones' are padded
+    return (tables * rows + share.is_first * positions) * config.hidden_size
 
 
 def _attention(config: ModelConfig) -> int:

@@ -113,8 +113,6 @@ def _tensor_misfits(config: ModelConfig, size: int) -> Iterator[str]:
         yield from _unshared({"channels inside an MLP (--ffn-hidden-size)": config.ffn_size}, size)
     if config.is_moe and config.moe_shared_expert_intermediate_size:
         yield from _unshared({"channels inside the shared experts": config.moe_shared_expert_intermediate_size}, size)
-    if config.vocab_size is not None:
-        yield from _unshared({"vocabulary entries": config.vocab_size}, size)
 
 
 def _attention_misfits(config: ModelConfig, size: int) -> Iterator[str]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_ext.config import ModelConfig
 from megatron_ext.errors import CheckpointError
-from megatron_ext.mcore.cuts import Box, Cut, gathered_names, model_cuts, model_tensors
+from megatron_ext.mcore.cuts import Box, Cut, gathered_names, model_cuts, model_tensors, zero_padding
 from megatron_ext.mcore.model import HybridModel
 from megatron_ext.models.huggingface.tensors import EMBEDDING, LM_HEAD, Source, TensorTable
 from megatron_ext.models.weight_files import WeightFiles, require_same_names, require_shape
@@ -111,6 +111,7 @@ def _fill(target: Tensor, cut: Cut, files: WeightFiles, stored: Names, source: S
         parts = [files.get(stored[name]) for name in source.names]
         target.copy_(cut.take(source.conversion.convert(parts, config)))
         return
+    zero_padding(target, cut)
     for piece in cut.pieces:
         for name, theirs, ours in _boxes(source.names, shapes, piece.whole, piece.local):
             target[ours].copy_(files.get(stored[name], theirs))

@@ -21,7 +21,6 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
-from megatron.core.transformer.module import MegatronModule
 from torch.distributed.checkpoint import CheckpointException
 
 from megatron_ext.config import ModelConfig
@@ -37,6 +36,7 @@ from megatron_ext.mcore.checkpoint_files import (
 )
 from megatron_ext.mcore.checkpoint_metadata import METADATA_FILE, StoredState, StoredTensor, read_metadata
 from megatron_ext.mcore.cuts import gathered_names, model_tensors, requested_state
+from megatron_ext.mcore.model import HybridModel
 from megatron_ext.mcore.weights import mark_weights_changed
 from megatron_ext.models.build import build_model
 from megatron_ext.models.megatron.stored_keys import Sharded, as_stored, is_gpt, is_ignored, shards
@@ -103,7 +103,7 @@ def is_dist_checkpoint(directory: Path) -> bool:
 
 def save_dist_checkpoint(
     directory: str | Path,
-    model: MegatronModule,
+    model: HybridModel,
     config: ModelConfig,
     tokenizer_source: str | Path | None = None,
     dtype: torch.dtype = torch.float32,
@@ -138,8 +138,10 @@ def _require_seen(staging: Path, directory: str | Path) -> None:
         raise ConfigError(f"--save {directory} is not seen by rank {rank}; give a directory that all ranks share")
 
 
-def _write_part(directory: str | Path, staging: Path, model: MegatronModule, dtype: torch.dtype) -> None:
-    state = {name: _as_saved(name, sharded, dtype) for name, sharded in model.sharded_state_dict().items()}
+def _write_part(directory: str | Path, staging: Path, model: HybridModel, dtype: torch.dtype) -> None:
+    described = model.sharded_state_dict().items()
+    state = {name: _as_saved(name, one, dtype) for name, one in described if not _is_padding(one, model.entries)}
+    state = {name: _without_padding(one, model.entries) for name, one in state.items()}
     try:
         dist_checkpointing.save(state, str(staging), InProcessSave())
     except (CheckpointingException, CheckpointException) as error:
@@ -152,7 +154,7 @@ def load_dist_checkpoint(
     dtype: torch.dtype = torch.float32,
     device: torch.device | None = None,
     vocab_size: int | None = None,
-) -> tuple[MegatronModule, ModelConfig]:
+) -> tuple[HybridModel, ModelConfig]:
     """The model of a checkpoint, in eval mode, and its configuration.
 
     Args:
@@ -189,7 +191,7 @@ def read_dist_config(directory: Path, vocab_size: int | None = None, *, spec_is_
     return config_from_args(args, str(directory / COMMON_FILE), is_gpt=in_gpt, vocab_size=vocab_size)
 
 
-def load_dist_weights(model: MegatronModule, directory: Path) -> None:
+def load_dist_weights(model: HybridModel, directory: Path) -> None:
     """Fill every parameter of this rank's model from a checkpoint, in the types the parameters have.
 
     Every rank calls this, and reads those parts of a tensor that it needs, one at a time, as they were stored.
@@ -207,11 +209,12 @@ def load_dist_weights(model: MegatronModule, directory: Path) -> None:
     state = as_stored(state, stored.tensors, gpt_layers)
     wanted = [shard for sharded in state.values() for shard in shards(sharded)]
     require_same_names(directory, _useful_names(stored), gathered_names(shard.key for shard in wanted))
-    padded = None if has_header(directory) else padded_vocabulary(_arguments(directory, common), str(directory))
+    is_ours = has_header(directory)
+    rows = model.entries if is_ours else padded_vocabulary(_arguments(directory, common), str(directory))
     for shard in wanted:
         if shard.key in stored.objects:
             raise CheckpointError(f"{directory}: tensor {shard.key} is stored as an object, which is not loaded")
-        _require_fit(directory, stored.tensors[shard.key], shard, padded)
+        _require_fit(directory, stored.tensors[shard.key], shard, rows)
     loaded = read_tensors(state, stored, directory)
     with torch.no_grad():
         for name, target in model_tensors(model).items():
@@ -232,7 +235,7 @@ def _useful_names(stored: StoredState) -> set[str]:
     return {key for key in keys if not is_ignored(key)}
 
 
-def _requested(model: MegatronModule, common: Mapping[str, object]) -> dict[str, Sharded]:
+def _requested(model: HybridModel, common: Mapping[str, object]) -> dict[str, Sharded]:
     """What the model asks for, described as the checkpoint's writer described it; without `_extra_state` objects."""
     how = common.get("content_metadata")
     alone = how.get("singleton_local_shards", False) if isinstance(how, dict) else False
@@ -250,12 +253,11 @@ def _arguments(directory: Path, common: Mapping[str, object]) -> object:
     return common["args"]
 
 
-def _require_fit(directory: Path, stored: StoredTensor, wanted: ShardedTensor, padded: int | None) -> None:
-    """A stored tensor has the wanted shape, but for padding of the vocabulary, and is of a type of weights."""
+def _require_fit(directory: Path, stored: StoredTensor, wanted: ShardedTensor, rows: int) -> None:
+    """A stored tensor has the wanted shape, those of the vocabulary that many rows, and is of a type of weights."""
     expected = wanted.global_shape
-    if padded is not None and wanted.allow_shape_mismatch:  # rows of the vocabulary
-        assert expected[0] <= padded, (expected, padded)
-        expected = (padded, *expected[1:])
+    if wanted.allow_shape_mismatch:  # padded there, here, or both
+        expected = (rows, *expected[1:])
     require_shape(directory, wanted.key, stored.shape, expected)
     if stored.dtype not in FLOATING_TYPES:
         kinds = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATING_TYPES)
@@ -270,6 +272,26 @@ def _as_saved(name: str, sharded: Sharded | ShardedObject, dtype: torch.dtype) -
     if isinstance(sharded, ShardedTensor):
         return dataclasses.replace(sharded, data=data, dtype=data.dtype)
     return dataclasses.replace(sharded, data=data)
+
+
+def _is_padding(sharded: Sharded | ShardedObject, entries: int) -> bool:
+    """Whether all rows of this rank are behind the vocabulary."""
+    return isinstance(sharded, ShardedTensor) and sharded.allow_shape_mismatch and sharded.global_offset[0] >= entries
+
+
+def _without_padding(sharded: Sharded | ShardedObject, entries: int) -> Sharded | ShardedObject:
+    """A description without the rows behind the vocabulary, which other numbers of ranks do not have."""
+    if not (isinstance(sharded, ShardedTensor) and sharded.allow_shape_mismatch) or sharded.global_shape[0] <= entries:
+        return sharded
+    assert sharded.data is not None, sharded
+    data = sharded.data[: entries - sharded.global_offset[0]]
+    return dataclasses.replace(
+        sharded,
+        data=data,
+        local_shape=tuple(data.shape),
+        global_shape=(entries, *sharded.global_shape[1:]),
+        axis_fragmentations=None,  # parts of the ranks differ
+    )
 
 
 def _reason(error: BaseException) -> str:

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_ext.config import ModelConfig
-from megatron_ext.mcore.cuts import gathered_names, is_spread, model_cuts, model_tensors
+from megatron_ext.mcore.cuts import gathered_names, is_spread, model_cuts, model_tensors, zero_padding
 from megatron_ext.mcore.model import HybridModel
 from megatron_ext.mcore.weights import mark_weights_changed
 from megatron_ext.models.build import build_model
@@ -75,6 +75,7 @@ def load_weights(model: HybridModel, directory: str | Path) -> None:
         for name, target in model_tensors(model).items():
             cut = cuts[name]
             require_shape(directory, cut.name, files.shape(cut.name), cut.shape)
+            zero_padding(target, cut)
             for piece in cut.pieces:
                 target[piece.local].copy_(files.get(cut.name, piece.whole))
     mark_weights_changed(model)

@@ -28,13 +28,13 @@ pytestmark = pytest.mark.worlds
 
 TOKENS = [int(token) for token in torch.randint(96, (40,), generator=torch.Generator().manual_seed(1))]
 SAVE = {"native": save_checkpoint, "distributed": save_dist_checkpoint}
-DENSE = ("mamba2", "untied", "biases", "mamba1", "gated_delta_net")
+DENSE = ("mamba2", "odd vocabulary", "untied", "biases", "mamba1", "gated_delta_net")
 LAYOUTS = [
     (sizes(tp=2), (*DENSE, "latent_experts")),
     (sizes(pp=2), (*DENSE, "latent_experts")),
     (sizes(pp=2, first=1), ("mamba2",)),
     (sizes(pp=4), ("mamba2",)),  # stages of two, one, one and one layers
-    (sizes(tp=2, pp=2), ("mamba2", "latent_experts")),
+    (sizes(tp=2, pp=2), ("odd vocabulary", "latent_experts")),
     (sizes(ep=2), ("experts", "latent_experts")),
     (sizes(tp=2, ep=2), ("latent_experts",)),
     (sizes(tp=2, ep=2, etp=1), ("latent_experts",)),

@@ -123,7 +123,6 @@ class TestModels:
             (sizes(tp=4), {"num_query_groups": 6}, ["6 query groups", "-parallel-size 4", "1, 2, 3, 6, 12"]),
             (sizes(tp=2), {"mamba_num_groups": 1}, ["1 Mamba groups", "-parallel-size 2", "for this model 1 would do"]),
             (sizes(tp=2), {"ffn_hidden_size": 145}, ["145 channels inside an MLP (--ffn-hidden-size)"]),
-            (sizes(tp=2), {"vocab_size": 97}, ["97 vocabulary entries", "for this model 1 would do"]),
             (sizes(tp=2), {"recurrent_layer": "mamba1", "mamba_inner_size": 5}, ["5 channels of a Mamba-1 layer"]),
             (
                 sizes(tp=2),

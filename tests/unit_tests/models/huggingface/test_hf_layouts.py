@@ -1,0 +1,66 @@
+"""MR-4: Hugging Face checkpoints of every family at any layout, as a cut of what one rank reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_ext.config import ParallelConfig, SourceConfig
+from megatron_ext.mcore.model import HybridModel
+from megatron_ext.models.load import load_model
+from tests.unit_tests.models.huggingface.nemotron_h_oracle import ATOL, RTOL
+from tests.unit_tests.support.layouts import CPU, Part, assert_parts_of, held, load, logits, part_of, sizes
+from tests.unit_tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.worlds
+
+TOKENS = [int(token) for token in torch.randint(101, (40,), generator=torch.Generator().manual_seed(2))]
+# Shapes by family that ranks can share: at TP 2 those of two groups and more, at EP 2 those with experts.
+SHAPES = {
+    "TP 2": {
+        "oracles": ("mqa, other window, epsilon and chunk, no D", "attention only"),
+        "llamas": ("mha", "gqa, tied"),
+        "mambas": ("mamba, tied", "falcon", "jamba", "jamba, experts"),
+        "qwens": ("dense", "experts"),
+    },
+    "PP 2": {
+        "oracles": ("mha", "gqa, groups, wide heads, tied", "MoE"),
+        "llamas": ("gqa, tied",),
+        "mambas": ("mamba, tied", "jamba, experts"),
+        "qwens": ("experts",),
+    },
+    "EP 2": {
+        "oracles": ("MoE", "MoE, latent, one expert a token"),
+        "mambas": ("jamba, experts",),
+        "qwens": ("experts",),
+    },
+}
+LAYOUTS = {"TP 2": sizes(tp=2), "PP 2": sizes(pp=2), "EP 2": sizes(ep=2)}
+
+
+def load_all(directories: Sequence[Path], parallel: ParallelConfig) -> list[Part]:
+    return [part_of(load(directory, parallel, is_hf=True), TOKENS) for directory in directories]
+
+
+def whole_model(directory: Path) -> nn.Module:
+    model = load_model(SourceConfig(load_hf=str(directory)), {}, device=CPU).model
+    assert isinstance(model, HybridModel)
+    return model
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_families(layout, request):
+    families = {fixture: request.getfixturevalue(fixture) for fixture in SHAPES[layout]}
+    directories = [families[fixture](name)[1] for fixture, names in SHAPES[layout].items() for name in names]
+    by_rank = run_ranks(load_all, 2, directories, LAYOUTS[layout])
+    for directory, parts in zip(directories, zip(*by_rank, strict=True), strict=True):
+        model = whole_model(directory)
+        assert_parts_of(held(model), parts)
+        answers = [part.logits for part in parts if part.logits is not None]
+        assert answers
+        for answer in answers:
+            torch.testing.assert_close(answer, logits(model, TOKENS), atol=2 * ATOL, rtol=RTOL)
