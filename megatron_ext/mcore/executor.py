@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from megatron_ext.engine.result import StepResult
 from megatron_ext.mcore.context import InferenceContext
 from megatron_ext.mcore.controller import InferenceController
@@ -44,4 +46,6 @@ class StepExecutor:
         return result
 
     def idle(self) -> None:
-        """Nothing: nobody waits for this model alone."""
+        """A step without requests of this replica: others may wait for its experts. A rank alone has nothing to do."""
+        if torch.distributed.get_world_size() > 1:
+            self._controller.dummy_forward()
