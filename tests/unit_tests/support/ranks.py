@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from multiprocessing import connection, context, forkserver, get_context
 from pathlib import Path
 
+from megatron_ext.ops import cpp
 from tests.unit_tests.support.rank_process import RankTask, Report, run_rank
 
 ROOT = Path(__file__).parents[3]
@@ -144,6 +145,7 @@ def run_world(
         meet: Whether torch.distributed is initialized.
         hash_seeds: PYTHONHASHSEED of each rank. Takes ranks by exec, which import everything themselves.
     """
+    cpp.are_used()  # compiled now where that was never done, not by every rank while its deadline comes near
     call = pickle.dumps((function, arguments))
     with tempfile.TemporaryDirectory(prefix="world.") as folder:
         tasks = [RankTask(rank, size, Path(folder), deadline, call, meet) for rank in range(size)]

@@ -80,7 +80,7 @@ def live(parallel: ParallelConfig | None, config: ModelConfig, whole: Whole, scr
         script.cache,
     )
     if team is None or team.is_leader:
-        return _lead(build_engine(*settings, dtype=torch.float32, team=team), script)
+        return lead(build_engine(*settings, dtype=torch.float32, team=team), script)
     return _follow(build_follower(*settings, dtype=torch.float32, team=team))
 
 
@@ -91,7 +91,8 @@ def _follow(follower: Follower) -> Lived:
     return Lived({}, None, follower.scheduler.counters, follower.step_count, geometries)
 
 
-def _lead(engine: InferenceEngine, script: Script) -> Lived:
+def lead(engine: InferenceEngine, script: Script) -> Lived:
+    """A whole life on rank 0, or on the only rank."""
     records: dict[int, RequestRecord] = {}
     for name, *arguments in script.actions:
         _act(engine, name, arguments, records)

@@ -1,0 +1,185 @@
+"""MR-3, MR-5, KV-7: whatever several ranks share, they give what one rank gives: tokens, scores, counts, statistics.
+
+Each life (`scenario.py`) is lived by one rank and by the ranks of a layout, with the same blocks and slots, and with
+NaN in every pool. Replicas are compared with one rank that is asked for what they are asked for.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import pytest
+
+from megatron_ext.config import ModelConfig, ParallelConfig
+from tests.priority import TestPriority
+from tests.unit_tests.support.models import CONFIGS, build_slow_decay
+from tests.unit_tests.support.ranks import run_ranks
+from tests.unit_tests.support.scenario import (
+    CACHES,
+    OTHER,
+    SAMPLED,
+    SYSTEM,
+    add,
+    assert_meets_everything,
+    everything,
+    live_poisoned,
+    part_of,
+    text,
+    with_vocabulary,
+)
+from tests.unit_tests.support.spread import Whole, whole_parameters
+from tests.unit_tests.support.teams import Lived, Script, assert_same, assert_same_record
+
+pytestmark = [pytest.mark.worlds, pytest.mark.priority(TestPriority.CRITICAL)]
+
+
+def sizes(tensor: int = 1, pipeline: int = 1, expert: int = 1) -> ParallelConfig:
+    return ParallelConfig(
+        tensor_model_parallel_size=tensor, pipeline_model_parallel_size=pipeline, expert_model_parallel_size=expert
+    )
+
+
+TP_2, PP_2, EP_2 = sizes(tensor=2), sizes(pipeline=2), sizes(expert=2)
+RECURRENT = ("hybrid", "gated_delta_net", "mamba1")
+
+
+@functools.cache
+def config_of(kind: str) -> ModelConfig:
+    return with_vocabulary(CONFIGS[kind])
+
+
+@functools.cache
+def whole_of(kind: str) -> Whole:
+    return whole_parameters(build_slow_decay(config_of(kind)))
+
+
+@functools.cache
+def alone(kind: str, cache: str) -> Lived:
+    """The whole life on one rank."""
+    (lived,) = live_poisoned(None, config_of(kind), whole_of(kind), [everything(cache)])
+    assert_meets_everything(lived, config_of(kind), cache)
+    return lived
+
+
+def lives(kind: str, size: int, parallel: ParallelConfig, scripts: Sequence[Script]) -> list[list[Lived]]:
+    """On each rank."""
+    return run_ranks(live_poisoned, size, parallel, config_of(kind), whole_of(kind), scripts, deadline=240.0)
+
+
+def assert_lived_alike(kind: str, size: int, parallel: ParallelConfig, caches: Sequence[str]) -> None:
+    first, *others = lives(kind, size, parallel, [everything(cache) for cache in caches])
+    for i, cache in enumerate(caches):
+        assert_same(first[i], alone(kind, cache))
+        for other in others:
+            assert (other[i].counters, other[i].steps) == (first[i].counters, first[i].steps)
+
+
+@pytest.mark.parametrize("parallel", [TP_2, PP_2], ids=["TP 2", "PP 2"])
+@pytest.mark.parametrize("kind", RECURRENT)
+def test_recurrent_layers(kind, parallel):
+    """Each kind, the cache on in both modes and off."""
+    assert_lived_alike(kind, 2, parallel, ("kernel", "align", "off"))
+
+
+@pytest.mark.parametrize(("kind", "cache"), [("attention_only", "kernel"), ("experts", "ref_zero")])
+def test_other_layers(kind, cache):
+    assert_lived_alike(kind, 2, TP_2, (cache,))
+
+
+def test_tensor_and_pipeline_parallel():
+    """Four processes."""
+    assert_lived_alike("hybrid", 4, sizes(tensor=2, pipeline=2), ("kernel", "off"))
+
+
+# Experts of two replicas, with requests of their own
+
+SAME = Script(
+    [
+        action
+        for i, length in enumerate((60, 20, 44))
+        for action in (
+            add(2 * i, SYSTEM + text(length, i), 9),  # of the one replica
+            add(2 * i + 1, SYSTEM + text(length, i), 9),  # and of the other
+            ("steps", 4),
+        )
+    ],
+    everything("kernel").batching,
+    CACHES["kernel"],
+)
+# One long request of replica 0; replica 1 has nothing to do for most of it, twice, and still knows what it cached.
+IDLE = Script(
+    [
+        add(0, SYSTEM + text(9, 3), 60),
+        add(1, OTHER + text(30, 4), 3),
+        ("steps", 20),
+        add(2, SYSTEM + text(9, 5), 40, **SAMPLED),
+        add(3, OTHER + text(30, 4) + text(8, 6), 3, **SAMPLED),
+        ("steps", 25),
+        add(4, text(70, 7), 20),
+        add(5, OTHER + text(30, 4) + text(9, 8), 3),
+    ],
+    everything("kernel").batching,
+    CACHES["kernel"],
+)
+UNEVEN = {"same": SAME, "idle": IDLE, "uneven": everything("kernel"), "uneven, align": everything("align")}
+
+
+@functools.cache
+def replicas_alone(name: str) -> tuple[Lived, Lived]:
+    """What one rank does with the requests of each replica."""
+    parts = [part_of(UNEVEN[name], replica, 2) for replica in range(2)]
+    return tuple(live_poisoned(None, config_of("experts"), whole_of("experts"), parts))
+
+
+def assert_replicas_lived_alike(size: int, parallel: ParallelConfig, names: Sequence[str]) -> None:
+    first, *_ = lives("experts", size, parallel, [UNEVEN[name] for name in names])
+    for name, lived in zip(names, first, strict=True):
+        parts = replicas_alone(name)
+        assert lived.records.keys() == {who for part in parts for who in part.records}
+        for part in parts:
+            for who, record in part.records.items():
+                assert_same_record(lived.records[who], record)
+        assert lived.statistics == total([part.statistics for part in parts])
+
+
+def total(statistics: Sequence[dict[str, int]]) -> dict[str, int]:
+    return {name: sum(one[name] for one in statistics) for name in statistics[0]}
+
+
+def test_experts_of_two_replicas():
+    """MR-5, FX-1: the same requests on both, other ones, none: what an idle rank cached is there when it wakes."""
+    assert_replicas_lived_alike(2, EP_2, tuple(UNEVEN))
+    skipped = [replicas_alone("idle")[1].records[who].skipped_prefill_token_count for who in (1, 3, 5)]
+    assert skipped[0] == 0
+    assert min(skipped[1:]) >= 32
+
+
+@pytest.mark.parametrize(
+    "parallel", [sizes(tensor=2, expert=2), sizes(pipeline=2, expert=2)], ids=["TP 2 x EP 2", "PP 2 x EP 2"]
+)
+def test_experts_and_more(parallel):
+    """Four processes; an idle replica takes part on each of its stages."""
+    assert_replicas_lived_alike(4, parallel, ("idle", "uneven"))
+
+
+# Negative controls
+
+
+@pytest.mark.parametrize(
+    ("parallel", "damage"),
+    [(TP_2, "keys and values"), (TP_2, "snapshots"), (PP_2, "live states")],
+    ids=["TP 2, keys and values", "TP 2, snapshots", "PP 2, live states"],
+)
+def test_damage_on_one_rank_is_found(parallel, damage):
+    """Half of what one rank has, in part of its pools."""
+    kind = "hybrid"
+    ranks = run_ranks(live_poisoned, 2, parallel, config_of(kind), whole_of(kind), [everything("kernel")], damage)
+    with pytest.raises(AssertionError, match="request"):
+        assert_same(ranks[0][0], alone(kind, "kernel"))
+
+
+def test_a_cache_that_does_nothing_is_found():
+    """Counts are compared, not only tokens."""
+    with pytest.raises(AssertionError, match="request"):
+        assert_same(alone("hybrid", "off"), alone("hybrid", "kernel"))
