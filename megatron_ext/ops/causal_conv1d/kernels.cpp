@@ -89,7 +89,8 @@ at::Tensor prefill(const at::Tensor& x, const at::Tensor& weight, const std::opt
                    const std::optional<at::Tensor>& kept_slots, const std::optional<at::Tensor>& kept_sequences,
                    const std::optional<at::Tensor>& kept_tokens, const std::optional<at::Tensor>& snapshots) {
   const Convolution convolution(weight, bias);
-  const Prefill sequences(starts, slots, has_initial, live, kept_slots, kept_sequences, kept_tokens, snapshots);
+  const Prefill sequences(starts, slots, has_initial, live, kept_slots, kept_sequences, kept_tokens, snapshots,
+                          {convolution.channels, convolution.window - 1});
   const at::Tensor wide = rows(x);
   TORCH_CHECK(x.dim() == 2 && x.size(1) == convolution.channels, "x is [T, Cn]");
   const Inputs inputs(sequences, wide, convolution.window - 1);
@@ -117,7 +118,7 @@ at::Tensor decode(const at::Tensor& x, const at::Tensor& weight, const std::opti
   const at::Tensor wide = rows(x);
   TORCH_CHECK(x.dim() == 2 && x.size(1) == convolution.channels, "x is [T, Cn]");
   const int64_t channels = convolution.channels, kept = convolution.window - 1, requests = x.size(0);
-  const Pool states(live);
+  const Pool states(live, {convolution.channels, convolution.window - 1});
   const Slots where(slots, first_slot);
   at::Tensor y = at::empty(x.sizes(), wide.options());
   float* out = y.mutable_data_ptr<float>();

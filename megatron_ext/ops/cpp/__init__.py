@@ -11,6 +11,7 @@ import functools
 import os
 import sys
 import threading
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -31,7 +32,7 @@ _LOCK = threading.RLock()
 class Kernels(Protocol):
     """The functions of the library, by the names that their sources register."""
 
-    def __getattr__(self, name: str) -> torch._ops.OpOverloadPacket:
+    def __getattr__(self, name: str) -> Callable[..., Tensor]:
         """The function of this name."""
 
 

@@ -16,22 +16,22 @@ struct Stop {
   bool is_snapshot;
 };
 
-// The S sequences of a prefill. What is done for one of them reads no state of another.
+// The S sequences of a prefill, whose states have the shape `slot`. What is done for one of them reads no state of another.
 class Prefill {
  public:
   Prefill(const at::Tensor& starts, const at::Tensor& slots, const at::Tensor& has_initial, const at::Tensor& live,
           const std::optional<at::Tensor>& kept_slots, const std::optional<at::Tensor>& kept_sequences,
-          const std::optional<at::Tensor>& kept_tokens, const std::optional<at::Tensor>& snapshots)
-      : starts_(integers(starts)),
-        slots_(integers(slots)),
-        has_initial_(has_initial.const_data_ptr<bool>()),
-        live_(live),
-        snapshots_(kept_slots ? *snapshots : live),
+          const std::optional<at::Tensor>& kept_tokens, const std::optional<at::Tensor>& snapshots,
+          at::IntArrayRef slot)
+      : starts_(starts),
+        slots_(slots),
+        has_initial_(has_initial.contiguous()),
+        live_(live, slot),
+        snapshots_(kept_slots ? *snapshots : live, slot),
         stops_(starts.size(0) - 1) {
     TORCH_CHECK(slots.size(0) == sequences() && has_initial.size(0) == sequences(), "a slot for each sequence");
-    const int64_t kept = kept_slots ? kept_slots->size(0) : 0;
-    for (int64_t i = 0; i < kept; ++i)
-      stops_[integers(*kept_sequences)[i]].push_back({integers(*kept_tokens)[i], integers(*kept_slots)[i], true});
+    const Integers to(kept_slots), of(kept_sequences), after(kept_tokens);
+    for (int64_t i = 0; i < to.size(); ++i) stops_[of[i]].push_back({after[i], to[i], true});
     for (int64_t s = 0; s < sequences(); ++s) {
       stops_[s].push_back({end(s), slots_[s], false});
       std::stable_sort(stops_[s].begin(), stops_[s].end(), [](auto& a, auto& b) { return a.token < b.token; });
@@ -66,7 +66,7 @@ class Prefill {
 
   // `count` states that a sequence begins with, from `offset` of its slot on: zeros if it has none.
   void load(int64_t sequence, int64_t offset, float* to, int64_t count) const {
-    if (has_initial_[sequence]) return live_.load(slots_[sequence], offset, to, count);
+    if (has_initial_.const_data_ptr<bool>()[sequence]) return live_.load(slots_[sequence], offset, to, count);
     std::fill(to, to + count, 0.0f);
   }
 
@@ -86,9 +86,8 @@ class Prefill {
   }
 
  private:
-  const int64_t* starts_;
-  const int64_t* slots_;
-  const bool* has_initial_;
+  Integers starts_, slots_;
+  at::Tensor has_initial_;
   Pool live_, snapshots_;
   std::vector<std::vector<Stop>> stops_;
 };

@@ -25,19 +25,38 @@ inline const float* floats(const at::Tensor& t) {
   return t.const_data_ptr<float>();
 }
 
-inline const int64_t* integers(const at::Tensor& t) {
-  TORCH_CHECK(t.is_contiguous(), "indices are dense");
-  return t.const_data_ptr<int64_t>();
-}
+// int64 numbers, held as long as this.
+class Integers {
+ public:
+  Integers() = default;
+  explicit Integers(const at::Tensor& t) : held_(t.contiguous()), data_(held_.const_data_ptr<int64_t>()) {}
+  explicit Integers(const std::optional<at::Tensor>& t) {
+    if (t) *this = Integers(*t);
+  }
+
+  int64_t size() const {
+    return data_ ? held_.size(0) : 0;
+  }
+
+  int64_t operator[](int64_t i) const {
+    return data_[i];
+  }
+
+ private:
+  at::Tensor held_;
+  const int64_t* data_ = nullptr;
+};
 
 // A pool [slots, ...] in its own type. A slot's states lie densely; slots may lie apart.
 class Pool {
  public:
-  explicit Pool(const at::Tensor& pool)
+  // `slot`: the shape of one slot's states.
+  Pool(const at::Tensor& pool, at::IntArrayRef slot)
       : data_(static_cast<char*>(pool.data_ptr())),
         type_(pool.scalar_type()),
         slot_stride_(pool.stride(0)),
         slots_(pool.size(0)) {
+    TORCH_CHECK(pool.sizes().slice(1) == slot, "slots of ", slot, ", not of ", pool.sizes().slice(1));
     TORCH_CHECK(pool.size(0) == 0 || pool[0].is_contiguous(), "a slot's states lie densely");
     TORCH_CHECK(type_ == at::kFloat || type_ == at::kBFloat16 || type_ == at::kHalf, "states of fp32 or 16 bits");
   }
@@ -95,14 +114,15 @@ class Pool {
 class Slots {
  public:
   Slots(const std::optional<at::Tensor>& listed, int64_t first)
-      : listed_(listed ? integers(*listed) : nullptr), first_(first) {}
+      : is_listed_(listed.has_value()), listed_(listed), first_(first) {}
 
   int64_t operator[](int64_t request) const {
-    return listed_ ? listed_[request] : first_ + request;
+    return is_listed_ ? listed_[request] : first_ + request;
   }
 
  private:
-  const int64_t* listed_;
+  bool is_listed_;
+  Integers listed_;
   int64_t first_;
 };
 

@@ -138,7 +138,8 @@ at::Tensor prefill(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v
                    const std::optional<at::Tensor>& kept_sequences, const std::optional<at::Tensor>& kept_tokens,
                    const std::optional<at::Tensor>& snapshots) {
   const Inputs in(q, k, v, g, beta, normalize);
-  const Prefill sequences(starts, slots, has_initial, live, kept_slots, kept_sequences, kept_tokens, snapshots);
+  const Prefill sequences(starts, slots, has_initial, live, kept_slots, kept_sequences, kept_tokens, snapshots,
+                          {in.heads, in.keys, in.values});
   at::Tensor y = at::empty(v.sizes(), in.v.options());
   float* out = y.mutable_data_ptr<float>();
   const std::vector<int64_t> order = sequences.by_length();
@@ -163,7 +164,7 @@ at::Tensor decode(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                   const at::Tensor& beta, bool normalize, const std::optional<at::Tensor>& slots, int64_t first_slot,
                   at::Tensor live) {
   const Inputs in(q, k, v, g, beta, normalize);
-  const Pool pool(live);
+  const Pool pool(live, {in.heads, in.keys, in.values});
   const Slots where(slots, first_slot);
   at::Tensor y = at::empty(v.sizes(), in.v.options());
   float* out = y.mutable_data_ptr<float>();

@@ -84,7 +84,8 @@ at::Tensor prefill(const at::Tensor& u, const at::Tensor& delta, const at::Tenso
                    const std::optional<at::Tensor>& kept_slots, const std::optional<at::Tensor>& kept_sequences,
                    const std::optional<at::Tensor>& kept_tokens, const std::optional<at::Tensor>& snapshots) {
   const Inputs in(u, delta, A, B, C, D);
-  const Prefill sequences(starts, slots, has_initial, live, kept_slots, kept_sequences, kept_tokens, snapshots);
+  const Prefill sequences(starts, slots, has_initial, live, kept_slots, kept_sequences, kept_tokens, snapshots,
+                          {in.channels, in.size});
   at::Tensor y = at::empty(u.sizes(), in.u.options());
   float* out = y.mutable_data_ptr<float>();
   const std::vector<int64_t> order = sequences.by_length();
@@ -118,7 +119,7 @@ at::Tensor decode(const at::Tensor& u, const at::Tensor& delta, const at::Tensor
                   const at::Tensor& C, const std::optional<at::Tensor>& D, const std::optional<at::Tensor>& slots,
                   int64_t first_slot, at::Tensor live) {
   const Inputs in(u, delta, A, B, C, D);
-  const Pool pool(live);
+  const Pool pool(live, {in.channels, in.size});
   const Slots where(slots, first_slot);
   at::Tensor y = at::empty(u.sizes(), in.u.options());
   float* out = y.mutable_data_ptr<float>();

@@ -182,7 +182,8 @@ at::Tensor prefill(const at::Tensor& x, const at::Tensor& dt, const at::Tensor& 
                    const std::optional<at::Tensor>& kept_slots, const std::optional<at::Tensor>& kept_sequences,
                    const std::optional<at::Tensor>& kept_tokens, const std::optional<at::Tensor>& snapshots) {
   const Inputs in(x, dt, A, B, C, D);
-  const Prefill sequences(starts, slots, has_initial, live, kept_slots, kept_sequences, kept_tokens, snapshots);
+  const Prefill sequences(starts, slots, has_initial, live, kept_slots, kept_sequences, kept_tokens, snapshots,
+                          {in.heads, in.width, in.size});
   at::Tensor y = at::empty(x.sizes(), in.x.options());
   float* out = y.mutable_data_ptr<float>();
   const int64_t of_group = in.heads / in.groups, at_once = heads_at_once(sequences.sequences() * in.groups, of_group);
@@ -214,7 +215,7 @@ at::Tensor decode(const at::Tensor& x, const at::Tensor& dt, const at::Tensor& A
                   const at::Tensor& C, const std::optional<at::Tensor>& D, const std::optional<at::Tensor>& slots,
                   int64_t first_slot, at::Tensor live) {
   const Inputs in(x, dt, A, B, C, D);
-  const Pool pool(live);
+  const Pool pool(live, {in.heads, in.width, in.size});
   const Slots where(slots, first_slot);
   at::Tensor y = at::empty(x.sizes(), in.x.options());
   float* out = y.mutable_data_ptr<float>();

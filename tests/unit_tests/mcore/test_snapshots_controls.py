@@ -19,6 +19,7 @@ from megatron_ext.mcore import context as context_module
 from megatron_ext.mcore import staging
 from megatron_ext.memory import state_pool
 from megatron_ext.memory.state_pool import SnapshotPool, StatePool
+from megatron_ext.ops.ssd import SSD
 from megatron_ext.ops.state_slots import SnapshotPlaces
 from tests.priority import TestPriority
 from tests.unit_tests.support.driver import (
@@ -150,7 +151,8 @@ def test_a_snapshot_of_another_position(build, oracle, monkeypatch, chunks, toke
     def shifted(slots: Tensor, sequences: Tensor, ends: Tensor, counts: Tensor) -> SnapshotPlaces:
         return SnapshotPlaces(slots, sequences, ends - chunks, counts - tokens)
 
-    with monkeypatch.context() as patch:
+    # The reference finds states of its scan by chunks and the convolution's by tokens, so that one alone can be wrong.
+    with monkeypatch.context() as patch, SSD.backends.forced("reference"):
         patch.setattr(staging, "SnapshotPlaces", shifted)
         control = build()
     control.play_again()

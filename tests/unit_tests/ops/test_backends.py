@@ -10,6 +10,7 @@ import torch
 from megatron_ext.ops.backends import Backends, anything
 from megatron_ext.ops.causal_conv1d import CAUSAL_CONV1D
 from megatron_ext.ops.gated_delta_rule import GATED_DELTA_RULE
+from megatron_ext.ops.gated_norm import GATED_NORM
 from megatron_ext.ops.paged_attention import PAGED_ATTENTION
 from megatron_ext.ops.sampling import SAMPLING
 from megatron_ext.ops.selective_scan import SELECTIVE_SCAN
@@ -19,6 +20,7 @@ from megatron_ext.ops.varlen import pack_sequences
 OPERATORS = (
     PAGED_ATTENTION,
     SAMPLING,
+    GATED_NORM,
     CAUSAL_CONV1D.backends,
     *(one.backends for one in (SSD, SELECTIVE_SCAN, GATED_DELTA_RULE)),
 )
