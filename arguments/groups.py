@@ -29,7 +29,12 @@ from megatron_ext.config import (
     ServerLimits,
     SnapshotMode,
 )
-from megatron_ext.config.batching import DEFAULT_BUFFER_GB, DEFAULT_MAX_REQUESTS, DEFAULT_MAX_TOKENS
+from megatron_ext.config.batching import (
+    DEFAULT_BUFFER_GB,
+    DEFAULT_MAX_REQUESTS,
+    DEFAULT_MAX_TOKENS,
+    ENOUGH_PREFILL_TOKENS,
+)
 from megatron_ext.config.checks import flags_of
 
 _BATCHING = "--inference-dynamic-batching"
@@ -165,6 +170,12 @@ BATCHING = FlagGroup(
             "max_sequence_length",
             "Longest sequence, prompt and generated tokens together; default: the model's",
             name="--inference-max-seq-length",
+        ),
+        Flag(
+            "max_prefills_per_step",
+            "Prompts that prefill in one step at most, 0: no limit; default: on CPU no other one begins where a step "
+            f"has {ENOUGH_PREFILL_TOKENS['cpu']} tokens of prefill, on CUDA no limit",
+            name=f"{_BATCHING}-max-prefills-per-step",
         ),
         Flag("enable_chunked_prefill", "Prefill a prompt over several steps where it does not fit one"),
         Flag(

@@ -13,6 +13,8 @@ DTYPES = ("fp32", "bf16", "fp16")
 DEFAULT_BUFFER_GB = {"cpu": 1.0, "cuda": 40.0}  # GiB
 DEFAULT_MAX_TOKENS = {"cpu": 2048, "cuda": 16384}  # a step
 DEFAULT_MAX_REQUESTS = 64  # or as many as a step's tokens, where fewer are asked for
+# Where `max_prefills_per_step` is not given: a step with so many prefill tokens begins no other; docs/batching.md.
+ENOUGH_PREFILL_TOKENS = {"cpu": 64}
 MOST_UNITS = 2**24  # blocks, requests, tokens or slots: each costs the host some bytes, whatever it costs the device
 
 
@@ -41,6 +43,7 @@ class BatchingConfig:
     max_requests: int | None = None  # see `most_requests`
     max_tokens: int | None = None  # a step; see `max_tokens_on`
     max_sequence_length: int | None = None  # default: the model's
+    max_prefills_per_step: int | None = None  # 0: no limit; default: see `ENOUGH_PREFILL_TOKENS`
     enable_chunked_prefill: bool = True
     conv_states_dtype: str | None = None  # default: the parameters' type
     ssm_states_dtype: str = "fp32"
@@ -51,6 +54,9 @@ class BatchingConfig:
             require(value is None or value > 0, f"{name.replace('_', ' ')} {value} must be positive")
             most = f"{name.replace('_', ' ')} {value} is too large; at most {MOST_UNITS} would do"
             require(value is None or value <= MOST_UNITS, most)
+        prefills = self.max_prefills_per_step
+        flag = "--inference-dynamic-batching-max-prefills-per-step"
+        require(prefills is None or prefills >= 0, f"{flag} {prefills} must be 1 or more, or 0 for no limit")
         for name in ("buffer_size_gb", "paused_buffer_size_gb"):
             value = getattr(self, name)
             valid = value is None or (math.isfinite(value) and value >= 0)
@@ -83,6 +89,10 @@ class BatchingConfig:
     def max_tokens_on(self, device_type: str) -> int:
         """Tokens in a step: enough for every running request to decode."""
         return self.max_tokens or max(DEFAULT_MAX_TOKENS[device_type], self.most_requests)
+
+    def enough_prefill_tokens_on(self, device_type: str) -> int | None:
+        """Tokens of prefill with which a step begins no other one; None if nothing but the token budget ends it."""
+        return None if self.max_prefills_per_step is not None else ENOUGH_PREFILL_TOKENS.get(device_type)
 
 
 @dataclass(frozen=True)

@@ -172,6 +172,8 @@ def _limits(
         max_sequence_length=longest,
         chunked_prefill=batching.enable_chunked_prefill,
         aligned_chunks=cache.is_aligned and geometry.snapshot_slots > 0,
+        max_prefills=batching.max_prefills_per_step or 0,
+        enough_prefill_tokens=batching.enough_prefill_tokens_on(device_type),
     )
 
 

@@ -24,10 +24,18 @@ class SchedulerLimits:
     max_sequence_length: int
     chunked_prefill: bool
     aligned_chunks: bool = False  # snapshots are kept at ends of prefill chunks only; see `snapshots.cut_aligned`
+    max_prefills: int = 0  # requests that prefill in a step; 0 is no limit
+    enough_prefill_tokens: int | None = None  # a step with so many begins no other prefill; None: as many as fit
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that hold `tokens` tokens."""
         return -(-tokens // self.block_size)
+
+    def may_prefill(self, requests: int, tokens: int) -> bool:
+        """Whether one more may prefill in a step in which so many do, so many tokens together (SC-3)."""
+        if self.max_prefills and requests >= self.max_prefills:
+            return False
+        return self.enough_prefill_tokens is None or tokens < self.enough_prefill_tokens
 
 
 @dataclass(frozen=True)
@@ -38,6 +46,8 @@ class StepBudget:
     requests: int
     tokens: int
     slots: int = 0  # for snapshots that followers wait for
+    prefills: int = 0  # taken: requests that prefill in this step, and their tokens
+    prefill_tokens: int = 0
     released: frozenset[BlockId] = frozenset()  # the last of the blocks
     pinned: frozenset[BlockId] = frozenset()  # evictable and released blocks that the plan uses, no longer counted
 
@@ -87,7 +97,7 @@ class Deferral:
     """
 
     request: Request
-    resource: str  # "blocks", "requests", "tokens", or "prefix": another request is computing its next block
+    resource: str  # "blocks", "requests", "tokens", "prefills", or "prefix": another one is computing its next block
     needed: int
     available: int
     wait_for: int | None = None  # the request id of that leader

@@ -24,7 +24,7 @@ from megatron_ext.scheduling.queue import Queues
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.snapshot_plan import plan_snapshots
 from megatron_ext.scheduling.snapshots import cut_aligned, prefill_stops
-from megatron_ext.scheduling.waiting import WaitingQueue
+from megatron_ext.scheduling.waiting import Line, WaitingQueue
 
 
 def check_admissible(request: Request, limits: SchedulerLimits) -> CapacityError | None:
@@ -45,7 +45,8 @@ def plan_step(queues: Queues, limits: SchedulerLimits, cache: PrefixCache, pendi
 
     Older requests come first everywhere: for blocks to grow into, for prefill tokens, for admission (only followers of
     another request's prefix are overtaken). Requests that decode come before prefill in the token budget
-    (`max_tokens >= max_requests` leaves room for both).
+    (`max_tokens >= max_requests` leaves room for both). A prefill that has begun is finished before another begins, as
+    far as `SchedulerLimits.may_prefill` says how many a step has.
     """
     growth = _plan_growth(queues, limits, cache)
     decodes = [Chunk(request, request.computed_end, len(request.tokens)) for request in growth.decoding]
@@ -57,6 +58,8 @@ def plan_step(queues: Queues, limits: SchedulerLimits, cache: PrefixCache, pendi
             requests=limits.max_requests - len(growth.decoding) - len(growth.prefilling),
             tokens=limits.max_tokens - len(decodes) - sum(chunk.length for chunk in continued),
             slots=cache.states.obtainable_count if cache.states is not None else 0,
+            prefills=len(continued),
+            prefill_tokens=sum(chunk.length for chunk in continued),
             released=growth.released,
         )
         entry = _plan_admissions(queues, limits, budget, cache, pending_blocks)
@@ -140,9 +143,11 @@ def _share_blocks(
 
 
 def _plan_continuations(prefilling: Sequence[Request], limits: SchedulerLimits, tokens: int) -> list[Chunk]:
-    """The next chunk of every request that is mid-prefill, oldest first, as far as the tokens go."""
-    chunks = []
+    """The next chunk of the requests that are mid-prefill, the first that began first, as far as there is room."""
+    chunks: list[Chunk] = []
     for request in prefilling:
+        if not limits.may_prefill(len(chunks), sum(chunk.length for chunk in chunks)):
+            break
         end = _chunk_end(request, request.computed_end, request.sequence.shared_end, limits, tokens)
         if end > request.computed_end:
             chunks.append(Chunk(request, request.computed_end, end))
@@ -182,6 +187,17 @@ class _Entry:
     admissions: list[Admission]
     deferrals: list[Deferral]
     failed: list[Failure]
+    is_full: bool = False  # somebody who is not a follower has to wait, and so has whoever comes behind
+
+    def note(self, decision: Admission | Deferral) -> None:
+        """What becomes of the next one in line; nothing new behind the first who has to wait for room."""
+        if self.is_full:
+            return
+        if isinstance(decision, Admission):
+            self.admissions.append(decision)
+        else:
+            self.deferrals.append(decision)
+            self.is_full = True
 
 
 def _plan_admissions(
@@ -192,6 +208,9 @@ def _plan_admissions(
     A request whose next block another one computes waits for that, and is overtaken; so do those behind a leader
     admitted in this very step. Those that sleep are known to do so, and are not looked at. A request fails here if its
     last token outgrew the pool just before a suspend sent it back to wait.
+
+    Where the step has its prefills, those who would be next are looked at all the same, and left where they are: one of
+    them may follow a leader who has begun, and has to say so while that one can still leave states for it.
     """
     entry = _Entry([], [], [])
     leaders = PrefixLeaders(queues.running, pending_blocks)
@@ -213,16 +232,22 @@ def _plan_admissions(
                 requested.add(following.snapshot.digest)
                 budget = dataclasses.replace(budget, slots=budget.slots - 1)
             continue
+        has_room = limits.may_prefill(budget.prefills, budget.prefill_tokens)
         decision, budget = plan_admission(request, matched, limits, budget, cache)
+        entry.note(decision if has_room else Deferral(request, "prefills", 1, 0))
         if isinstance(decision, Deferral):
-            entry.deferrals.append(decision)
             break
-        entry.admissions.append(decision)
-        leaders.add(decision)
-        if cache.states is not None:
-            for disturbed in leaders.disturbed(request, queues.waiting.leaders()):
-                line.join(queues.waiting.followers_of(disturbed), behind=request)
+        if not entry.is_full:
+            leaders.add(decision)
+            if cache.states is not None:
+                _wake_disturbed(request, leaders, queues.waiting, line)
     return entry
+
+
+def _wake_disturbed(request: Request, leaders: PrefixLeaders, waiting: WaitingQueue, line: Line) -> None:
+    """Those who sleep under a leader that `request`, just admitted, changes the answer of are looked at again."""
+    for disturbed in leaders.disturbed(request, waiting.leaders()):
+        line.join(waiting.followers_of(disturbed), behind=request)
 
 
 def reads_cache(request: Request) -> bool:
@@ -268,6 +293,8 @@ def plan_admission(
         blocks=budget.blocks - blocks,
         requests=budget.requests - 1,
         tokens=budget.tokens - chunk.length,
+        prefills=budget.prefills + 1,
+        prefill_tokens=budget.prefill_tokens + chunk.length,
         pinned=budget.pinned.union(matched[in_use:]),
     )
     return Admission(request, tuple(matched), new_blocks, chunk, resume.restore), left

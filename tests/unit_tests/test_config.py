@@ -125,6 +125,7 @@ REFUSED = [
     (ParallelConfig, {"distributed_timeout_minutes": 0.0}, ["--distributed-timeout-minutes 0.0", "more than zero"]),
     (ParallelConfig, {"distributed_timeout_minutes": INF}, ["--distributed-timeout-minutes inf"]),
     (BatchingConfig, {"block_size": 0}, ["block size 0", "positive"]),
+    (BatchingConfig, {"max_prefills_per_step": -1}, ["-max-prefills-per-step -1", "0 for no limit"]),
     (BatchingConfig, {"block_count": 10**12}, ["block count 1000000000000 is too large", "at most 16777216"]),
     (CacheConfig, {"snapshot_slots": 10**12}, ["-mamba-slots 1000000000000 is too many", "at most 16777216"]),
     (BatchingConfig, {"max_requests": -1}, ["max requests -1", "positive"]),

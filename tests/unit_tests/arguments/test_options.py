@@ -46,6 +46,7 @@ OPTIONS = """
 --inference-dynamic-batching-buffer-size-gb --inference-dynamic-batching-block-count
 --inference-dynamic-batching-paused-buffer-size-gb --inference-dynamic-batching-block-size
 --inference-dynamic-batching-max-requests --inference-dynamic-batching-max-tokens --inference-max-seq-length
+--inference-dynamic-batching-max-prefills-per-step
 --enable-chunked-prefill --no-enable-chunked-prefill
 --mamba-inference-conv-states-dtype --mamba-inference-ssm-states-dtype
 --inference-dynamic-batching-enable-prefix-caching --no-inference-dynamic-batching-enable-prefix-caching

@@ -43,13 +43,17 @@ def look_at_all(
                 budget = dataclasses.replace(budget, slots=budget.slots - 1)
             continue
         pinned = {block for block in matched if cache.is_evictable(block) or block in budget.released} | budget.pinned
+        is_full = not limits.may_prefill(budget.prefills, budget.prefill_tokens)
         decision, budget = planner.plan_admission(request, matched, limits, budget, cache)
+        if is_full and not any(one.resource == "prefills" for one in entry.deferrals):
+            entry.deferrals.append(Deferral(request, "prefills", 1, 0))
         if isinstance(decision, Deferral):
-            entry.deferrals.append(decision)
+            entry.deferrals += [] if is_full else [decision]
             break
         assert budget.pinned == pinned, "other blocks are pinned than those that nobody uses"
-        entry.admissions.append(decision)
-        leaders.add(decision)
+        if not is_full:
+            entry.admissions.append(decision)
+            leaders.add(decision)
     return entry
 
 

@@ -70,6 +70,8 @@ class CachingMachine(RuleBasedStateMachine):
             max_tokens=max_requests + data.draw(st.integers(0, 8), "spare tokens"),
             max_sequence_length=MAX_LENGTH,
             chunked_prefill=data.draw(st.booleans(), "chunked_prefill"),
+            max_prefills=data.draw(st.sampled_from([0, 1, 2]), "max_prefills"),
+            enough_prefill_tokens=data.draw(st.sampled_from([None, 1, 4]), "enough_prefill_tokens"),
         )
 
     # What may happen
@@ -279,6 +281,8 @@ class CachingMachine(RuleBasedStateMachine):
         growth = sum(math.ceil(c.end / size) > len(self.owner_of(c.request).table) for c in old)
         tokens = self.limits.max_tokens - sum(chunk.length for chunk in old)
         slots = self.limits.max_requests - len(staying)
+        prefills = [chunk.length for chunk in old if not chunk.request.is_decoding]
+        is_full = False
         computing = world.being_computed()
         outcomes: dict[int, tuple] = {}
         for owner in self.placed("waiting"):
@@ -305,17 +309,30 @@ class CachingMachine(RuleBasedStateMachine):
                 )
                 if needed > there
             ]
-            if short:
-                outcomes[owner.name] = ("defer", *short[0])
-                break
             end = min(length, start + tokens)
-            outcomes[owner.name] = ("admit", len(matched), new, start, end)
+            if not is_full:
+                is_full = not self.has_room_for_prefill(prefills)
+                outcomes[owner.name] = (
+                    ("defer", "prefills", 1, 0)
+                    if is_full
+                    else ("defer", *short[0])
+                    if short
+                    else ("admit", len(matched), new, start, end)
+                )
+            if short:
+                break
             used |= set(matched)
             growth, slots, tokens = growth + new, slots - 1, tokens - (end - start)
-            if not owner.opts_out:
+            prefills.append(end - start)
+            if not owner.opts_out and not is_full:
                 for key in keys[len(matched) :]:
                     computing.setdefault(key, set()).add(owner.name)
         return outcomes
+
+    def has_room_for_prefill(self, prefills: list[int]) -> bool:
+        """SC-3: few at a time, but one always."""
+        most, enough = self.limits.max_prefills, self.limits.enough_prefill_tokens
+        return not prefills or ((most == 0 or len(prefills) < most) and (enough is None or sum(prefills) < enough))
 
     def paused_after(self, plan: StepPlan) -> bool:
         paused = {self.requests[owner] for owner in self.placed("paused")} | set(plan.pauses)
@@ -413,6 +430,9 @@ class CachingMachine(RuleBasedStateMachine):
         assert len(chunk_of) == len(plan.chunks), "two chunks for a request"
         assert chunk_of or not self.alive(), "requests are alive, and nothing is computed"
         assert sum(chunk.length for chunk in plan.chunks) <= self.limits.max_tokens
+        entered = {admission.request for admission in plan.admissions}
+        prefills = [c.length for c in plan.chunks if c.request in entered or not c.request.is_decoding]
+        assert not prefills or self.has_room_for_prefill(prefills[:-1]), "more prefills than a step has"
         for chunk in plan.chunks:
             owner = self.owner_of(chunk.request)
             assert owner.place == "running"

@@ -21,6 +21,8 @@ from megatron_ext.scheduling.request import Request
 from tests.unit_tests.support.oracle import Expected, Oracle
 from tests.unit_tests.support.tokenizers import PieceTokenizer
 
+# As many prefills in a step as fit, so that tests can say which requests meet in one.
+SETTINGS = {"block_size": 16, "block_count": 100, "max_requests": 16, "max_prefills_per_step": 0}
 MAX_STEPS = 2000  # an engine that does not come to an end is a failure, not a hang
 STATES = "states of request {} after {} tokens, layer {}, {}"
 
@@ -64,7 +66,7 @@ class Driver:
             model,
             config,
             tokenizer or PieceTokenizer(config.vocab_size),
-            BatchingConfig(**({"block_size": 16, "block_count": 100, "max_requests": 16} | batching)),
+            BatchingConfig(**(SETTINGS | batching)),
             cache or CacheConfig(enable_prefix_caching=False),
             dtype=torch.float32,
             seed=seed,

@@ -1,0 +1,178 @@
+"""SC-3: who prefills in a step. Blocks of 4 tokens, ids are arrivals; a step is written as {request: (start, end)}."""
+
+from __future__ import annotations
+
+import statistics
+
+import pytest
+
+from megatron_ext.config import EvictionPolicyName
+from megatron_ext.scheduling.plan import StepPlan
+from megatron_ext.scheduling.request import Request
+from megatron_ext.scheduling.scheduler import Scheduler
+from tests.priority import TestPriority
+from tests.unit_tests.scheduling.builders import add, followers, make_limits, request_of, step
+
+pytestmark = pytest.mark.priority(TestPriority.HIGH)
+
+ROOM = {"total_blocks": 400, "max_requests": 16, "max_tokens": 64, "max_sequence_length": 400}
+
+
+def make_scheduler(slots: int | None = None, *, caching: bool = False, **limits: object) -> Scheduler:
+    return Scheduler(make_limits(**ROOM | limits), EvictionPolicyName.LRU if caching else None, slots=slots)
+
+
+def unique(arrival: int, length: int, generate: int = 3) -> Request:
+    """A prompt with nothing in common with others."""
+    tokens = range(10_000 * (arrival + 1), 10_000 * (arrival + 1) + length)
+    return request_of(arrival, tokens, num_tokens_to_generate=generate)
+
+
+def chunks(plan: StepPlan) -> dict[int, tuple[int, int]]:
+    return {chunk.request.request_id: (chunk.start, chunk.end) for chunk in plan.chunks}
+
+
+def prefills(plan: StepPlan) -> list[int]:
+    return [chunk.request.request_id for chunk in plan.chunks if not chunk.is_decode]
+
+
+def test_one_at_a_time():
+    """Oldest first; what decodes goes on in every step."""
+    scheduler = make_scheduler(max_prefills=1)
+    add(scheduler, *(unique(arrival, 10) for arrival in range(3)))
+    plans = [step(scheduler) for _ in range(4)]
+    assert chunks(plans[0]) == {0: (0, 10)}
+    assert chunks(plans[1]) == {0: (10, 11), 1: (0, 10)}
+    assert chunks(plans[2]) == {0: (11, 12), 1: (10, 11), 2: (0, 10)}
+    assert prefills(plans[3]) == []
+    deferral = plans[0].deferral
+    assert (deferral.request.request_id, deferral.resource, deferral.needed, deferral.available) == (
+        1,
+        "prefills",
+        1,
+        0,
+    )
+
+
+def test_without_a_limit_all_at_once():
+    """The control, and what it was before."""
+    scheduler = make_scheduler()
+    add(scheduler, *(unique(arrival, 10) for arrival in range(3)))
+    assert chunks(step(scheduler)) == {0: (0, 10), 1: (0, 10), 2: (0, 10)}
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3])
+def test_no_step_has_more(limit):
+    scheduler = make_scheduler(max_prefills=limit)
+    add(scheduler, *(unique(arrival, 5 + 17 * (arrival % 4)) for arrival in range(12)))
+    counts = []
+    while len(scheduler.queues):
+        counts.append(len(prefills(step(scheduler))))
+    assert max(counts) == limit
+
+
+def test_what_has_begun_is_finished_first():
+    """A prompt of two steps and a bit: what its last piece leaves of the step's tokens is nobody else's with one."""
+    scheduler = make_scheduler(max_prefills=1)
+    add(scheduler, unique(0, 150), unique(1, 10))
+    assert [chunks(step(scheduler)) for _ in range(4)] == [
+        {0: (0, 64)},
+        {0: (64, 128)},
+        {0: (128, 150)},
+        {0: (150, 151), 1: (0, 10)},
+    ]
+
+
+def test_short_prompts_share_a_step():
+    """By default a step begins prefills until they have enough tokens together: a cold leader is not cut."""
+    scheduler = make_scheduler(enough_prefill_tokens=20)
+    add(scheduler, *(unique(arrival, length) for arrival, length in enumerate([6, 6, 6, 6, 50, 6, 6])))
+    assert [prefills(step(scheduler)) for _ in range(4)] == [[0, 1, 2, 3], [4], [5, 6], []]
+
+
+def test_a_request_that_may_not_begin_keeps_its_place():
+    """Nobody overtakes it, however short: prefills begin in order of arrival while requests keep coming."""
+    scheduler = make_scheduler(max_prefills=1)
+    add(scheduler, unique(0, 60), unique(1, 200))
+    begun, last = [], 1
+    for _ in range(40):
+        last += 1
+        add(scheduler, unique(last, 3, generate=1))
+        plan = step(scheduler)
+        begun += [admission.request.request_id for admission in plan.admissions]
+    assert begun == sorted(begun) == list(range(len(begun)))
+    assert begun[1] == 1
+    assert len(begun) > 30
+
+
+def test_nobody_starves():
+    """Each of 40 long prompts has its first token after as many steps as the work before it and its own take."""
+    scheduler = make_scheduler(max_prefills=1)
+    requests = [unique(arrival, 100, generate=2) for arrival in range(40)]
+    add(scheduler, *requests)
+    first_tokens = {}
+    for number in range(1, 200):
+        step(scheduler)
+        for request in requests:
+            if request.generated_count and request not in first_tokens:
+                first_tokens[request] = number
+    assert [first_tokens[request] for request in requests] == [2 * (place + 1) for place in range(40)]
+
+
+def test_decodes_keep_their_pace():
+    """SC-3: each request that decodes gets a token in each step, whatever prefills."""
+    scheduler = make_scheduler(max_prefills=1)
+    add(scheduler, *(unique(arrival, 8, generate=30) for arrival in range(4)))
+    for _ in range(4):
+        step(scheduler)
+    add(scheduler, *(unique(arrival, 150, generate=1) for arrival in range(4, 8)))
+    for _ in range(12):
+        before = {r: r.generated_count for r in scheduler.queues.running if r.is_decoding}
+        step(scheduler)
+        assert all(request.generated_count == count + 1 for request, count in before.items())
+        assert len(before) >= 4
+
+
+def shared(arrival: int, own: int) -> Request:
+    return request_of(arrival, [*range(40), *range(1000 * (arrival + 1), 1000 * (arrival + 1) + own)])
+
+
+@pytest.mark.parametrize("limit", [0, 1])
+def test_a_follower_behind_one_that_may_not_begin(limit):
+    """KV-6: it is looked at while its leader computes, and so the leader leaves states where the two part."""
+    scheduler = make_scheduler(slots=20, caching=True, max_prefills=limit, max_tokens=200)
+    leader, other, follower = shared(0, 30), unique(1, 50), shared(2, 9)
+    add(scheduler, leader, other, follower)
+    assert followers(step(scheduler)) == {2: 0}
+    while len(scheduler.queues):
+        step(scheduler)
+    assert [one.skipped_prefill_tokens for one in (leader, other, follower)] == [0, 0, 40]
+
+
+def simulate(limit: int, decode_ms: float = 5.0, token_ms: float = 0.2) -> tuple[list[float], float]:
+    """Eight requests that have 128 tokens of their own each, at once, as in the issue's table.
+
+    Returns:
+        Each one's time to its first token if a step costs so much and so much more for each token of prefill, and the
+        time until all have ended.
+    """
+    scheduler = make_scheduler(max_prefills=limit, max_tokens=2048)
+    requests = [unique(arrival, 128, generate=32) for arrival in range(8)]
+    add(scheduler, *requests)
+    now, first = 0.0, {}
+    while len(scheduler.queues):
+        plan = step(scheduler)
+        now += decode_ms + token_ms * sum(chunk.length for chunk in plan.chunks if not chunk.is_decode)
+        for request in requests:
+            if request.generated_count and request not in first:
+                first[request] = now
+    return [first[request] for request in requests], now
+
+
+def test_times_to_first_tokens_fall():
+    """SC-3: counted in a model of costs: the mean falls by a third and more, all tokens take a fifth more at most."""
+    (few, few_end), (all_at_once, end) = simulate(1), simulate(0)
+    assert statistics.mean(few) < 0.7 * statistics.mean(all_at_once)
+    assert few[0] < 0.2 * all_at_once[0]
+    assert few_end < 1.2 * end
+    assert sum(one < other for one, other in zip(few, all_at_once, strict=True)) >= 5
