@@ -25,6 +25,7 @@ from megatron_ext.config.request import (
 )
 from megatron_ext.config.run import (
     LOG_LEVELS,
+    MEGATRON_FORMAT,
     OUTPUT_FORMATS,
     InferenceSettings,
     RunConfig,
@@ -41,6 +42,7 @@ __all__ = [
     "LARGEST_SIZE",
     "LAYER_SYMBOLS",
     "LOG_LEVELS",
+    "MEGATRON_FORMAT",
     "MOST_LAYERS",
     "NORMALIZATIONS",
     "OUTPUT_FORMATS",

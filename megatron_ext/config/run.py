@@ -15,7 +15,8 @@ from megatron_ext.config.request import RequestParams
 from megatron_ext.config.source import SourceConfig
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
-OUTPUT_FORMATS = ("full", "megatron")
+MEGATRON_FORMAT = "megatron"
+OUTPUT_FORMATS = ("full", MEGATRON_FORMAT)
 # Where synthetic prompts are asked for, and one of both is not said; the numbers are Megatron's.
 DEFAULT_PROMPT_TOKENS = (64, 1024)
 DEFAULT_REQUESTS_DURATION = 10.0  # seconds

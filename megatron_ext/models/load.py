@@ -13,6 +13,7 @@ from torch import nn
 from megatron_ext.config import RECURRENT_KINDS, ModelConfig, ParallelConfig, SourceConfig
 from megatron_ext.config.annotations import FieldValues
 from megatron_ext.config.embedded import EMBEDDED_MODEL_DIR, as_flag, differences, with_harmless
+from megatron_ext.config.tokenizer import HUGGING_FACE_TOKENIZER, NULL_TOKENIZER
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.agreement import decided_by_first
@@ -26,18 +27,16 @@ from megatron_ext.models.megatron.checkpoint import (
     read_dist_config,
     resolve_iteration,
     save_dist_checkpoint,
+    training_facts_of,
 )
+from megatron_ext.models.megatron.facts import TrainingFacts
 from megatron_ext.models.native.checkpoint import load_weights
 from megatron_ext.models.native.directory import read_header, require_replaceable
+from megatron_ext.models.overrides import fitting_overrides
+from megatron_ext.models.tokenizers import Ids, choose_tokenizer
 from megatron_ext.ranks.stages import describe_stages, split_layers
 from megatron_ext.ranks.world import is_first_rank
-from megatron_ext.text.tokenizer import (
-    HUGGING_FACE_TOKENIZER,
-    NULL_TOKENIZER,
-    NullTokenizer,
-    TextTokenizer,
-    Tokenizer,
-)
+from megatron_ext.text.tokenizer import TextTokenizer, Tokenizer
 from megatron_ext.text.tokenizer_files import has_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -102,8 +101,10 @@ def load_model(
         config, tokenizer = _without_checkpoint(source, overrides)
         model = _build(config, parallel, dtype=dtype, device=device, seed=source.seed)
         return LoadedModel(model, config, tokenizer, dtype, f"random weights, {config.hybrid_override_pattern}")
-    config = _saved_config(source, directory, overrides)
-    tokenizer = _tokenizer(source, _tokenizer_directory(source, directory), config.vocab_size)
+    trained = training_facts_of(directory) if source.load else None
+    config = _saved_config(source, directory, overrides, trained)
+    ids = Ids(overrides.get("vocab_size"), config.vocab_size)
+    tokenizer = choose_tokenizer(source, _tokenizer_directory(source, directory), ids, trained)
     _require_ids_fit(tokenizer, config, directory)
     model = _build(config, parallel, dtype=dtype, device=device, seed=source.seed, perform_initialization=False)
     if source.load_hf:
@@ -155,6 +156,8 @@ def _checkpoint_directory(source: SourceConfig, overrides: FieldValues) -> Path 
             raise ConfigError(f"{flag} {given} {problem}; give the directory of a checkpoint")
         return resolve_iteration(Path(given)) if flag == "--load" else Path(given)
     saved = read_header(EMBEDDED_MODEL_DIR).model
+    if source.padded_vocab_size is not None:
+        overrides = overrides | {"vocab_size": source.padded_vocab_size}
     others = differences(saved, overrides)
     if not others:
         return EMBEDDED_MODEL_DIR
@@ -164,7 +167,9 @@ def _checkpoint_directory(source: SourceConfig, overrides: FieldValues) -> Path 
     return None
 
 
-def _saved_config(source: SourceConfig, directory: Path, overrides: FieldValues) -> ModelConfig:
+def _saved_config(
+    source: SourceConfig, directory: Path, overrides: FieldValues, trained: TrainingFacts | None
+) -> ModelConfig:
     """The checkpoint's configuration with the overrides, which may not contradict the stored weights."""
     if source.load_hf:
         saved = read_hf_config(directory)
@@ -174,7 +179,7 @@ def _saved_config(source: SourceConfig, directory: Path, overrides: FieldValues)
         saved = read_header(directory, spec_is_given="spec" in overrides).model
     if source.load is None and source.load_hf is None:
         return with_harmless(saved, overrides)
-    config = with_overrides(saved, overrides)
+    config = with_overrides(saved, fitting_overrides(source, saved, overrides, directory, trained))
     for name, flag in _LAYOUT.items():
         asked, stored = getattr(config, name), getattr(saved, name)
         if asked != stored:
@@ -188,38 +193,15 @@ def _saved_config(source: SourceConfig, directory: Path, overrides: FieldValues)
 def _without_checkpoint(source: SourceConfig, overrides: FieldValues) -> tuple[ModelConfig, Tokenizer]:
     """Configuration and tokenizer for random weights; the tokenizer gives the vocabulary size if no flag does."""
     config = ModelConfig(**overrides)
-    text_tokenizer = source.tokenizer_model is not None or source.tokenizer_type == HUGGING_FACE_TOKENIZER
-    if config.vocab_size is None and source.tokenizer_type != NULL_TOKENIZER:
-        text_tokenizer = True
-    directory = EMBEDDED_MODEL_DIR if text_tokenizer else None
-    tokenizer = _tokenizer(source, directory, config.vocab_size)
-    if config.vocab_size is None:
-        config = with_overrides(config, {"vocab_size": tokenizer.vocab_size})
+    asked, rows = config.vocab_size, source.padded_vocab_size
+    if asked is not None and rows is not None and asked > rows:
+        raise ConfigError(f"--vocab-size {asked} is more than --padded-vocab-size {rows}; give at most that")
+    is_text = source.tokenizer_model is not None or source.tokenizer_type == HUGGING_FACE_TOKENIZER
+    is_text = is_text or (asked is None and rows is None and source.tokenizer_type != NULL_TOKENIZER)
+    tokenizer = choose_tokenizer(source, EMBEDDED_MODEL_DIR if is_text else None, Ids(asked, rows))
+    config = with_overrides(config, {"vocab_size": rows or asked or tokenizer.vocab_size})
     _require_ids_fit(tokenizer, config, None)
     return config, tokenizer
-
-
-def _tokenizer(source: SourceConfig, directory: Path | None, vocab_size: int | None) -> Tokenizer:
-    """The tokenizer asked for, else the one in `directory`, else ids as text."""
-    kind = source.tokenizer_type
-    if kind not in (None, NULL_TOKENIZER, HUGGING_FACE_TOKENIZER):
-        raise ConfigError(f"--tokenizer-type {kind} is unknown; one of {NULL_TOKENIZER}, {HUGGING_FACE_TOKENIZER}")
-    if kind == NULL_TOKENIZER and source.tokenizer_model is not None:
-        raise ConfigError(
-            f"--tokenizer-type {kind} contradicts --tokenizer-model {source.tokenizer_model}; give one of them"
-        )
-    if kind != NULL_TOKENIZER:
-        if source.tokenizer_model is not None:
-            return TextTokenizer(source.tokenizer_model)
-        if directory is not None and has_tokenizer(directory):
-            return TextTokenizer(directory)
-    if kind == HUGGING_FACE_TOKENIZER:
-        raise ConfigError(
-            f"--tokenizer-type {kind} needs tokenizer files, {directory} has none; give --tokenizer-model"
-        )
-    if vocab_size is None:
-        raise ConfigError(f"--tokenizer-type {NULL_TOKENIZER} needs --vocab-size")
-    return NullTokenizer(vocab_size)
 
 
 def _tokenizer_directory(source: SourceConfig, directory: Path) -> Path:

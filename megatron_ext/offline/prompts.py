@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 from megatron_ext.config import RequestParams, RunConfig
 from megatron_ext.config.annotations import FieldType, FieldValues, MismatchError, field_types
 from megatron_ext.errors import ConfigError
+from megatron_ext.offline.synthetic import RandomTokens, described, synthetic_contents
 from megatron_ext.text.prompt_tokens import tokenize_prompt
 from megatron_ext.text.tokenizer import Tokenizer
 from megatron_ext.text.vocabulary import Vocabulary
@@ -36,18 +37,20 @@ class LineRules:
         ignores_unknown: Fields that are not known are passed over; otherwise they are errors, since a mistyped
             `cache_salt` would let tenants share.
         length_from_file: A line's `chatgpt_output_token_length` is the number of tokens that it generates.
+        most: Prompts to read, from the first on; None for all.
     """
 
     defaults: RequestParams
     ignores_unknown: bool = False
     length_from_file: bool = False
+    most: int | None = None
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """What to submit: text or token ids, the request's own settings, and where it was read."""
+    """What to submit: text, token ids or as many random ones, the request's own settings, and where it was read."""
 
-    content: str | tuple[int, ...]
+    content: str | tuple[int, ...] | RandomTokens
     params: RequestParams
     source: str  # "prompts.jsonl, line 3"
 
@@ -67,13 +70,16 @@ class TokenizedPrompt:
     params: RequestParams
 
 
-def read_prompts(run: RunConfig, defaults: RequestParams, stdin: BinaryIO | None = None) -> list[Prompt]:
-    """The prompts of a run: `--prompts`, else `--prompt-file`, else the shipped ones.
+def read_prompts(
+    run: RunConfig, defaults: RequestParams, stdin: BinaryIO | None = None, *, seed: int = 0
+) -> list[Prompt]:
+    """The prompts of a run: `--prompts`, else `--prompt-file`, else synthetic ones if asked for, or the shipped.
 
     Args:
         run: Says where the prompts are.
         defaults: Settings of a prompt that brings none of its own.
         stdin: What "-" reads; the process's standard input if None.
+        seed: Of synthetic prompts.
 
     Raises:
         ConfigError: If the file cannot be read or is empty, or a line is wrong; names the line.
@@ -86,9 +92,15 @@ def read_prompts(run: RunConfig, defaults: RequestParams, stdin: BinaryIO | None
             if _is_broken(str(prompt.content)):
                 raise ConfigError(f"{prompt.source}: {_shown(prompt.content)} is not a text in UTF-8")
         return prompts
+    if run.is_synthetic:
+        logger.info("%s", described(run, defaults))
+        contents = synthetic_contents(run, seed)
+        return [Prompt(content, defaults, f"synthetic prompt {i}") for i, content in enumerate(contents, start=1)]
     if run.prompt_file is None:
         return example_prompts(defaults)
-    rules = LineRules(defaults, run.ignore_unknown_prompt_fields, run.num_tokens_from_file)
+    rules = LineRules(
+        defaults, run.ignore_unknown_prompt_fields, run.num_tokens_from_file, run.prompt_file_num_truncate
+    )
     if run.prompt_file == STANDARD_INPUT:
         return parse_lines(stdin or sys.stdin.buffer, "standard input", rules)
     try:
@@ -113,6 +125,8 @@ def parse_lines(lines: Iterable[bytes], name: str, rules: LineRules) -> list[Pro
     prompts: list[Prompt] = []
     ignored: Counter[str] = Counter()
     for number, line in enumerate(lines, start=1):
+        if len(prompts) == rules.most:
+            break
         if not line.strip():
             continue
         source = f"{name}, line {number}"
@@ -140,7 +154,7 @@ def tokenize_prompts(prompts: Iterable[Prompt], tokenizer: Tokenizer, vocab_size
         content = prompt.content
         text = content if isinstance(content, str) else None
         try:
-            tokens = tuple(tokenize_prompt(tokenizer, content)) if isinstance(content, str) else content
+            tokens = _tokens(content, tokenizer, vocabulary)
             vocabulary.check_prompt(tokens)
         except ConfigError as error:
             raise ConfigError(f"{prompt.source}: {error}") from None
@@ -148,6 +162,14 @@ def tokenize_prompts(prompts: Iterable[Prompt], tokenizer: Tokenizer, vocab_size
             raise ConfigError(f"{prompt.source}: the tokenizer makes no token of {_shown(prompt.content)}")
         tokenized.append(TokenizedPrompt(tokens, text, prompt.params))
     return tokenized
+
+
+def _tokens(
+    content: str | tuple[int, ...] | RandomTokens, tokenizer: Tokenizer, vocabulary: Vocabulary
+) -> tuple[int, ...]:
+    if isinstance(content, str):
+        return tuple(tokenize_prompt(tokenizer, content))
+    return content.draw(vocabulary.ids) if isinstance(content, RandomTokens) else content
 
 
 def _parse_line(line: bytes, rules: LineRules, source: str, ignored: Counter[str]) -> Prompt:

@@ -13,6 +13,7 @@ import torch
 import megatron_ext
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.offline.prompt_texts import PromptText, submitted_text
+from megatron_ext.offline.selection import written
 from megatron_ext.offline.submission import Pass
 from megatron_ext.scheduling.record import RequestRecord
 
@@ -38,6 +39,7 @@ def build_results(
     model: str,
     with_events: bool,
     prompt_text: PromptText = submitted_text,
+    every: int = 1,
 ) -> dict[str, object]:
     """Everything that `--output-path` holds.
 
@@ -47,6 +49,7 @@ def build_results(
         model: Name of the model.
         with_events: Whether requests have the key `events`.
         prompt_text: What `input_prompt` says.
+        every: See `written`.
     """
     system = {
         "throughput": [one.throughput for one in passes],
@@ -59,7 +62,7 @@ def build_results(
         "geometry": dataclasses.asdict(engine.geometry),
     }
     assert tuple(system) == SYSTEM_KEYS, "a top-level key is missing from SYSTEM_KEYS"
-    records = [record for one in passes for record in one.records]
+    records = [record for one in passes for _, record in written(one, every)]
     requests = {str(record.request_id): request_results(record, with_events, prompt_text) for record in records}
     return requests | system
 

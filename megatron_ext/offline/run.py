@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from megatron_ext.config import CacheConfig, InferenceSettings, RequestParams, RunConfig
+from megatron_ext.config import MEGATRON_FORMAT, CacheConfig, InferenceSettings
 from megatron_ext.console.geometry import make_console, print_geometry
 from megatron_ext.console.machine import check_machine
 from megatron_ext.console.start import say_start
@@ -27,12 +27,14 @@ from megatron_ext.mcore.teams import form_team
 from megatron_ext.models.following import follow
 from megatron_ext.models.load import load_model, save_model
 from megatron_ext.offline.comparison import comparable, compare, print_comparison, problems
+from megatron_ext.offline.megatron_results import build_megatron_results
 from megatron_ext.offline.output_file import PartialResults, check_output_path, write_results
 from megatron_ext.offline.progress import Bar, progress_bar
 from megatron_ext.offline.prompt_texts import PromptTexts
 from megatron_ext.offline.prompts import Prompt, read_prompts, tokenize_prompts
 from megatron_ext.offline.report import print_report
 from megatron_ext.offline.results import build_results
+from megatron_ext.offline.selection import selected
 from megatron_ext.offline.submission import Pass, StepReport, check_schedule, run_passes
 from megatron_ext.ranks.failure import ending_together
 from megatron_ext.ranks.team import Team
@@ -67,7 +69,7 @@ def run_offline(settings: InferenceSettings, interruption: Interruption | None =
             if team is not None and not team.is_leader:
                 _follow(settings, team, interruption)
                 return True
-            offline = _Offline(settings, _read_prompts(settings.run, settings.sampling), interruption, team)
+            offline = _Offline(settings, _read_prompts(settings), interruption, team)
             return offline.compare() if settings.run.prefix_cache_compare else offline.run()
     finally:
         platform.shut_down()
@@ -87,8 +89,9 @@ def _follow(settings: InferenceSettings, team: Team, interruption: Interruption)
     )
 
 
-def _read_prompts(run: RunConfig, sampling: RequestParams) -> Sequence[Prompt]:
-    prompts = read_prompts(run, sampling)
+def _read_prompts(settings: InferenceSettings) -> Sequence[Prompt]:
+    run = settings.run
+    prompts = read_prompts(run, settings.sampling, seed=settings.source.seed)
     check_schedule(run, len(prompts))
     if run.output_path is not None:
         check_output_path(run.output_path)
@@ -110,7 +113,8 @@ class _Offline:
         assert vocab_size is not None, "a model has been built of it"
         self._prompts = tokenize_prompts(prompts, tokenizer, vocab_size)
         self._expected = [len(prompt.tokens) + prompt.params.num_tokens_to_generate for prompt in self._prompts]
-        self._prompt_text = PromptTexts(Vocabulary(tokenizer, vocab_size).detokenize)
+        self._vocabulary = Vocabulary(tokenizer, vocab_size)
+        self._prompt_text = PromptTexts(self._vocabulary.detokenize)
         if settings.source.save is not None:
             save_model(settings.source.save, self._loaded)
         self._output = Output(sys.stdout)
@@ -208,20 +212,34 @@ class _Offline:
         run = self._settings.run
         if run.output_path is None:
             return None
-        results = build_results(
-            engine,
-            passes,
-            model=self._loaded.name,
-            with_events=run.output_request_events,
-            prompt_text=self._prompt_text,
-        )
         try:
-            write_results(run.output_path, results)
+            write_results(run.output_path, selected(self._results(engine, passes), run))
         except OutputError as error:
             assert self._partial is not None, "it came before the results"
             return f"{error}; {self._partial.path} has what could be written of it"
         self._remove_partial()
         return None
+
+    def _results(self, engine: InferenceEngine, passes: Sequence[Pass]) -> dict[str, object]:
+        """In the form that is asked for."""
+        run = self._settings.run
+        with_events, every = run.output_request_events, run.output_every_n_results
+        if run.output_format == MEGATRON_FORMAT:
+            return build_megatron_results(
+                passes,
+                with_events=with_events,
+                prompt_text=self._prompt_text,
+                token_text=lambda token: self._vocabulary.detokenize([token], skip_special_tokens=False),
+                every=every,
+            )
+        return build_results(
+            engine,
+            passes,
+            model=self._loaded.name,
+            with_events=with_events,
+            prompt_text=self._prompt_text,
+            every=every,
+        )
 
     def _where(self, problem: str | None) -> str | None:
         """The file with all results, if there is one."""

@@ -53,10 +53,11 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class Pass:
-    """The prompts, once: their records in order of submission, and the seconds it took."""
+    """The prompts, once: their records in order of submission, the seconds and the engine's steps it took."""
 
     records: tuple[RequestRecord, ...]
     seconds: float
+    steps: int = 0
 
     @property
     def throughput(self) -> float:
@@ -104,12 +105,16 @@ def run_passes(
             seconds = time.monotonic() - start
         if is_stopped():
             one.abort()
-        passes.append(Pass(one.records(), seconds))
+        passes.append(Pass(one.records(), seconds, one.steps))
     return passes
 
 
 class _PassRun:
-    """One pass: submits in order, steps, and keeps the records of what has ended."""
+    """One pass: submits in order, steps, and keeps the records of what has ended.
+
+    Attributes:
+        steps: So far.
+    """
 
     def __init__(
         self,
@@ -125,12 +130,13 @@ class _PassRun:
         self._first_id = first_id
         self._on_step = on_step
         self._submitted = 0
+        self.steps = 0
         self._records: dict[int, RequestRecord] = {}
 
     def run(self, is_stopped: Callable[[], bool]) -> None:
         """Submit and step until every request has ended, or until it is stopped."""
         start = time.monotonic()
-        rounds = steps = 0
+        rounds = 0
         while not is_stopped():
             elapsed, busy = time.monotonic() - start, self._engine.has_unfinished_requests()
             due = _due(self._run, len(self._prompts), self._submitted, rounds=rounds, seconds=elapsed, busy=busy)
@@ -138,8 +144,7 @@ class _PassRun:
                 self._submit()
             if self._engine.has_unfinished_requests():
                 self._step()
-                steps += 1
-                if self._run.suspend_resume_interval and steps % self._run.suspend_resume_interval == 0:
+                if self._run.suspend_resume_interval and self.steps % self._run.suspend_resume_interval == 0:
                     self._engine.suspend()
                     self._engine.resume()
             elif self._submitted == len(self._prompts):
@@ -172,6 +177,7 @@ class _PassRun:
 
     def _step(self) -> None:
         report = self._engine.step_modern()
+        self.steps += 1
         self._records |= {record.request_id: record for record in report["finished_request_records"]}
         self._on_step(report)
 

@@ -13,9 +13,6 @@ from megatron_ext.text.special_ids import special_ids
 from megatron_ext.text.tokenizer_backends import AutoBackend, FastBackend
 from megatron_ext.text.tokenizer_files import TOKENIZER_FILE
 
-NULL_TOKENIZER = "NullTokenizer"
-HUGGING_FACE_TOKENIZER = "HuggingFaceTokenizer"
-
 
 class Tokenizer(Protocol):
     """What engine, controller and tools use; megatron-core's names."""

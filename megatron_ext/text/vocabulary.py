@@ -27,6 +27,13 @@ class Vocabulary:
         if isinstance(self._ids, range):
             self._ids = range(min(len(self._ids), model_size))
 
+    @property
+    def ids(self) -> Sequence[int]:
+        """Those that have a token, in order."""
+        if isinstance(self._ids, range):
+            return self._ids
+        return sorted(token for token in self._ids if token < self._model_size)
+
     def has_tokens(self, ids: Sequence[int]) -> bool:
         """Whether every id is one of the model's, and has a token."""
         if not ids:

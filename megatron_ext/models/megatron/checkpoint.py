@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import os
 import re
 from collections.abc import Mapping
@@ -39,7 +40,8 @@ from megatron_ext.mcore.cuts import gathered_names, model_tensors, requested_sta
 from megatron_ext.mcore.model import HybridModel
 from megatron_ext.mcore.weights import mark_weights_changed
 from megatron_ext.models.build import build_model
-from megatron_ext.models.megatron.stored_keys import Sharded, as_stored, is_gpt, is_ignored, shards
+from megatron_ext.models.megatron.facts import TrainingFacts, training_facts
+from megatron_ext.models.megatron.stored_keys import Sharded, as_stored, is_gpt, is_ignored, is_prediction, shards
 from megatron_ext.models.megatron.training_args import config_from_args, padded_vocabulary
 from megatron_ext.models.native.directory import (
     BACKEND_FILE,
@@ -54,6 +56,9 @@ from megatron_ext.models.weight_files import (
     require_same_names,
     require_shape,
 )
+from megatron_ext.ranks.world import is_first_rank
+
+logger = logging.getLogger(__name__)
 
 LATEST_FILE = "latest_checkpointed_iteration.txt"
 _LONGEST_TRACKER = 100  # bytes
@@ -191,6 +196,15 @@ def read_dist_config(directory: Path, vocab_size: int | None = None, *, spec_is_
     return config_from_args(args, str(directory / COMMON_FILE), is_gpt=in_gpt, vocab_size=vocab_size)
 
 
+def training_facts_of(directory: Path) -> TrainingFacts | None:
+    """What a checkpoint of Megatron-LM says beside the model's configuration; None for ours."""
+    if has_header(directory) or not is_dist_checkpoint(directory):
+        return None
+    args = _arguments(directory, read_common(directory))
+    rows = padded_vocabulary(args, str(directory))
+    return training_facts(args, is_gpt=is_gpt(_read_stored(directory).tensors), vocabulary_rows=rows)
+
+
 def load_dist_weights(model: HybridModel, directory: Path) -> None:
     """Fill every parameter of this rank's model from a checkpoint, in the types the parameters have.
 
@@ -204,6 +218,10 @@ def load_dist_weights(model: HybridModel, directory: Path) -> None:
         CheckpointError: A tensor is missing, unknown, of the wrong shape or of a type that is no weight's.
     """
     stored, common = _read_stored(directory), read_common(directory)
+    if any(map(is_prediction, stored.tensors)) and is_first_rank():
+        logger.warning(
+            "%s: layers of multi-token prediction are left unread; there is no speculative decoding", directory
+        )
     state = _requested(model, common)
     gpt_layers = model.config.num_layers // 2 if is_gpt(stored.tensors) else None
     state = as_stored(state, stored.tensors, gpt_layers)

@@ -38,6 +38,7 @@ _HYBRID_FINAL_NORM, _GPT_FINAL_NORM = "decoder.final_norm.", "decoder.final_laye
 # What training leaves beside the model: the optimizer's tensors, and objects whose names these are.
 _OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
 _TRAINING_OBJECTS = frozenset(("rng_state", "rerun_state_machine_state"))
+_PREDICTION = "mtp."  # layers of multi-token prediction, behind the model's
 _EXTRA_STATE = "_extra_state"  # Transformer Engine's scales of 8-bit training
 
 
@@ -47,9 +48,16 @@ def is_gpt(stored: Iterable[str]) -> bool:
 
 
 def is_ignored(key: str) -> bool:
-    """Whether inference has no use for a stored tensor or object: state of the optimizer, random generators, scales."""
+    """Whether inference has no use for a stored tensor or object: of training, scales, drafts."""
     name = key.split("/shard_")[0]
+    if is_prediction(name):
+        return True
     return bool(_OPTIMIZER.match(name)) or name in _TRAINING_OBJECTS or name.rsplit(".", 1)[-1] == _EXTRA_STATE
+
+
+def is_prediction(key: str) -> bool:
+    """Whether it belongs to multi-token prediction, which drafts tokens for speculative decoding."""
+    return key.startswith(_PREDICTION)
 
 
 def as_stored(state: Mapping[str, Sharded], stored: Container[str], gpt_layers: int | None) -> dict[str, Sharded]:

@@ -14,7 +14,8 @@ from typing import Any
 from megatron.core.ssm.mamba_hybrid_layer_allocation import allocate_layers
 
 from megatron_ext.config import MOST_LAYERS, NORMALIZATIONS, POSITION_EMBEDDINGS, ModelConfig
-from megatron_ext.errors import CheckpointError
+from megatron_ext.config.layers.pattern import read_pattern
+from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.models.native.directory import model_config
 from megatron_ext.models.stack_specs import MEGATRONS_MODULES, is_megatrons_spec
 
@@ -61,7 +62,6 @@ _MUST_BE_OFF = (
     "layernorm_zero_centered_gamma",
     "linear_attention_type",
     "mrope_section",
-    "mtp_num_layers",
     "multi_latent_attention",
     "no_rope_freq",
     "qk_l2_norm",
@@ -100,7 +100,7 @@ def config_from_args(args: object, where: str, *, is_gpt: bool, vocab_size: int 
     """
     known = _Arguments(args, where)
     _require_supported(known, is_gpt)
-    pattern = _pattern(known, is_gpt)
+    pattern, recurrent_layer = _pattern(known, is_gpt)
     fields = {name: known.required(name) for name in _REQUIRED}
     fields |= known.given(_TAKEN)
     fields |= {
@@ -113,6 +113,8 @@ def config_from_args(args: object, where: str, *, is_gpt: bool, vocab_size: int 
         "num_query_groups": known.get("num_query_groups") if known.get("group_query_attention") else None,
         "vocab_size": _vocabulary(known, vocab_size),
     }
+    if recurrent_layer is not None:
+        fields["recurrent_layer"] = recurrent_layer
     if is_gpt:
         fields |= known.given(("qk_layernorm",))
         fields["recurrent_layer"] = known.get("experimental_attention_variant", ModelConfig.recurrent_layer)
@@ -210,20 +212,23 @@ def _require_supported_experts(known: _Arguments) -> None:
         known.refuse("moe_router_load_balancing_type", "any but sinkhorn, which routes by itself")
 
 
-def _pattern(known: _Arguments, is_gpt: bool) -> str:
-    """One letter a layer. `|` only marks where pipeline stages begin."""
+def _pattern(known: _Arguments, is_gpt: bool) -> tuple[str, str | None]:
+    """One letter a layer, and the kind of recurrent ones if the pattern says it."""
     if is_gpt:
-        return "".join(f"{letter}-" for letter in _gpt_mixers(known))
+        return "".join(f"{letter}-" for letter in _gpt_mixers(known)), None
     pattern = known.get("hybrid_override_pattern") or known.get("hybrid_layer_pattern")
     if pattern is not None:
         if type(pattern) is not str:
             known.refuse("hybrid_override_pattern", "a text of one letter a layer")
-        pattern = pattern.replace("|", "")
+        try:
+            pattern, recurrent_layer = read_pattern(pattern)
+        except ConfigError as error:
+            raise CheckpointError(f"{known.where}: {error}") from None
         if known.get("num_layers", len(pattern)) != len(pattern):
             known.refuse("num_layers", f"{len(pattern)}, the length of its pattern {pattern!r}")
-        return pattern
+        return pattern, recurrent_layer
     ratios = (known.share("hybrid_attention_ratio"), known.share("hybrid_mlp_ratio"))
-    return "".join(allocate_layers(known.layers(), *ratios))
+    return "".join(allocate_layers(known.layers(), *ratios)), None
 
 
 def _gpt_mixers(known: _Arguments) -> str:

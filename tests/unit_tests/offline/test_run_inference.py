@@ -118,7 +118,6 @@ def test_batches_are_drained(prompt_file, tmp_path):
         ("--prompts 1 --inference-dynamic-batching-block-size 20", "block size 20 is not a multiple of 16"),
         ("--prompts 1 --hidden-size 10000000", "a model of hidden size 10000000, 4 layers and 64 vocabulary"),
         ("--prompts 1 --vocab-size 1000000000000", "--vocab-size 1000000000000 is too large; at most"),
-        ("--prompts 1 --skip-prompt-log-probs", "give --return-log-probs too, or leave it out"),
     ],
 )
 def test_bad_usage(error_line, argv, expected):

@@ -64,6 +64,8 @@ def test_every_field_of_a_hybrid() -> None:
         ({"norm_epsilon": None, "layernorm_epsilon": 1e-5}, {}),
         ({"moe_router_load_balancing_type": "aux_loss", "rope_type": "rope", "softmax_type": "vanilla"}, {}),
         ({"spec": None}, {}),
+        ({"mtp_num_layers": 1}, {}),
+        ({"hybrid_override_pattern": None, "hybrid_layer_pattern": "M-|M*|E/*E", "mtp_num_layers": 1}, {}),
     ],
     ids=str,
 )
@@ -157,7 +159,6 @@ REFUSED = {
     "qk_layernorm": True,
     "rotary_interleaved": True,
     "window_size": (128, 0),
-    "mtp_num_layers": 1,
     "quick_geglu": True,
     "heterogeneous_layers_config_path": "layers.json",
     "position_embedding_type": "yarn",
@@ -188,8 +189,11 @@ def test_refused_by_name(name: str) -> None:
     [
         ({"add_qkv_bias": True}, "add_qkv_bias = True"),
         ({"add_bias_linear": True}, "MoE layers .* have no biases"),
-        ({"hybrid_override_pattern": "M-G*E"}, "unknown letter 'G'"),
-        ({"hybrid_override_pattern": "M-*E/M", "num_layers": None}, "unknown letter '/'"),
+        (
+            {"hybrid_override_pattern": "M-G*E"},
+            "'M-G\\*E' has M and G; all recurrent layers of a model are of one kind",
+        ),
+        ({"hybrid_override_pattern": "M-D*E"}, "'M-D\\*E' has a layer 'D', sparse attention over latents"),
         ({"num_layers": 7}, "num_layers = 7, .* supported is 5"),
         ({"hidden_size": None}, "without hidden_size"),
         ({"padded_vocab_size": None}, "without padded_vocab_size"),

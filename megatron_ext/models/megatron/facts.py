@@ -1,0 +1,57 @@
+"""What a checkpoint of Megatron-LM says beside the model's configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_ext.config.tokenizer import TOKENIZER_TYPES
+
+
+@dataclass(frozen=True)
+class TrainingFacts:
+    """Of a model that Megatron-LM trained.
+
+    Attributes:
+        is_gpt: Whether the stored weights are a GPT's: each layer an attention and an MLP.
+        vocabulary_rows: Rows of the embedding, padding included.
+        tokenizer_type: As the run was told; None if it was told none that is known here.
+        tokenizer_model: Of the run, wherever it was.
+        vocab_file: Likewise.
+        merge_file: Likewise.
+        tiktoken_pattern: Likewise.
+        tiktoken_num_special_tokens: Likewise.
+    """
+
+    is_gpt: bool
+    vocabulary_rows: int
+    tokenizer_type: str | None = None
+    tokenizer_model: Path | None = None
+    vocab_file: Path | None = None
+    merge_file: Path | None = None
+    tiktoken_pattern: str | None = None
+    tiktoken_num_special_tokens: int | None = None
+
+
+def training_facts(args: object, *, is_gpt: bool, vocabulary_rows: int) -> TrainingFacts:
+    """Take what is of use from the arguments that a checkpoint holds; what is not of the right type is not."""
+
+    def text(name: str) -> str | None:
+        value = getattr(args, name, None)
+        return value if isinstance(value, str) and value and "\0" not in value else None
+
+    def path(name: str) -> Path | None:
+        value = text(name)
+        return None if value is None else Path(value)
+
+    kind, specials = text("tokenizer_type"), getattr(args, "tiktoken_num_special_tokens", None)
+    return TrainingFacts(
+        is_gpt,
+        vocabulary_rows,
+        tokenizer_type=kind if kind in TOKENIZER_TYPES else None,
+        tokenizer_model=path("tokenizer_model"),
+        vocab_file=path("vocab_file"),
+        merge_file=path("merge_file"),
+        tiktoken_pattern=text("tiktoken_pattern"),
+        tiktoken_num_special_tokens=specials if type(specials) is int else None,
+    )

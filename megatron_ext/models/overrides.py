@@ -1,0 +1,92 @@
+"""What flags say of a model that a checkpoint describes, too: which of them decides, and what contradicts."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from megatron_ext.config import ModelConfig, SourceConfig
+from megatron_ext.config.annotations import FieldValues
+from megatron_ext.config.embedded import as_flag, differences
+from megatron_ext.config.layers.pattern import GPT, gpt_layers, is_gpt_pattern
+from megatron_ext.errors import ConfigError
+from megatron_ext.models.megatron.facts import TrainingFacts
+from megatron_ext.ranks.world import is_first_rank
+
+logger = logging.getLogger(__name__)
+
+_COUNT, _POSITIONS = "num_layers", "max_position_embeddings"
+_OURS = ("spec", "vocab_size")  # what Megatron's checkpoint arguments do not say of flags
+
+
+def fitting_overrides(
+    source: SourceConfig, saved: ModelConfig, overrides: FieldValues, directory: Path, trained: TrainingFacts | None
+) -> FieldValues:
+    """The overrides that are to change a checkpoint's configuration; what has none to change is checked alone.
+
+    With `--use-checkpoint-args` those that differ are dropped, and said.
+
+    Args:
+        source: What is asked for beside fields of the model.
+        saved: The checkpoint's configuration.
+        overrides: Fields that flags give.
+        directory: The checkpoint's, for messages.
+        trained: What a checkpoint of Megatron-LM says.
+
+    Raises:
+        ConfigError: A number of layers, a kind of model or rows of the embedding that are not the checkpoint's.
+    """
+    _check_provider(source, saved, directory, trained)
+    _check_rows(source, saved, directory, trained)
+    wanted = {name: value for name, value in overrides.items() if name != _COUNT}
+    others = _count_that_differs(saved, overrides)
+    if not source.use_checkpoint_args:
+        if others:
+            raise ConfigError(
+                f"--num-layers {overrides[_COUNT]} contradicts {directory}, which has {_counts(saved)}; leave it "
+                "out or load another checkpoint"
+            )
+        return wanted
+    others |= differences(saved, {name: value for name, value in wanted.items() if name not in _OURS})
+    if wanted.get(_POSITIONS, saved.max_position_embeddings) != saved.max_position_embeddings:
+        others[_POSITIONS] = saved.max_position_embeddings
+    if others and is_first_rank():
+        flags = ", ".join(as_flag(name, overrides[name], there) for name, there in others.items())
+        logger.warning("--use-checkpoint-args: %s decides over %s", directory, flags)
+    return {name: value for name, value in wanted.items() if name not in others}
+
+
+def _count_that_differs(saved: ModelConfig, overrides: FieldValues) -> dict[str, object]:
+    """The number of layers, if it is not the checkpoint's, however they are counted."""
+    pattern = saved.hybrid_override_pattern
+    if overrides.get(_COUNT) in (None, len(pattern), gpt_layers(pattern)):
+        return {}
+    return {_COUNT: gpt_layers(pattern) or len(pattern)}
+
+
+def _counts(saved: ModelConfig) -> str:
+    pattern = saved.hybrid_override_pattern
+    pairs = gpt_layers(pattern)
+    return f"{len(pattern)} layers" + (f", or {pairs} of an attention and an MLP each" if pairs else "")
+
+
+def _check_provider(source: SourceConfig, saved: ModelConfig, directory: Path, trained: TrainingFacts | None) -> None:
+    asked = source.model_provider
+    if asked == GPT and not is_gpt_pattern(saved.hybrid_override_pattern):
+        raise ConfigError(
+            f"--model-provider {asked} contradicts {directory}, whose layers are {saved.hybrid_override_pattern}; give "
+            "hybrid, or leave it out"
+        )
+    if asked not in (None, GPT) and trained is not None and trained.is_gpt:
+        raise ConfigError(
+            f"--model-provider {asked} contradicts {directory}, which is a GPT's; give {GPT}, or leave it out"
+        )
+
+
+def _check_rows(source: SourceConfig, saved: ModelConfig, directory: Path, trained: TrainingFacts | None) -> None:
+    rows = trained.vocabulary_rows if trained is not None else saved.vocab_size
+    if source.padded_vocab_size not in (None, rows):
+        raise ConfigError(
+            f"--padded-vocab-size {source.padded_vocab_size} contradicts {directory}, whose embedding has {rows} rows; "
+            "leave it out or load another checkpoint"
+        )

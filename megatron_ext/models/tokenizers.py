@@ -1,0 +1,189 @@
+"""Which tokenizer a model has: the one that is asked for, the one beside it, or the one that it was trained with."""
+
+from __future__ import annotations
+
+import logging
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_ext.config import SourceConfig
+from megatron_ext.config.tokenizer import (
+    GPT2_TOKENIZER,
+    HUGGING_FACE_TOKENIZER,
+    NULL_TOKENIZER,
+    SENTENCEPIECE_TOKENIZERS,
+    TIKTOKEN_TOKENIZER,
+)
+from megatron_ext.errors import ConfigError
+from megatron_ext.models.megatron.facts import TrainingFacts
+from megatron_ext.text.library_tokenizers import (
+    DEFAULT_PATTERN,
+    DEFAULT_SPECIAL_TOKENS,
+    TIKTOKEN_IDS,
+    Gpt2Tokenizer,
+    SentencePieceTokenizer,
+    TikTokenizer,
+)
+from megatron_ext.text.tokenizer import NullTokenizer, TextTokenizer, Tokenizer
+from megatron_ext.text.tokenizer_files import TOKENIZER_FILES, has_tokenizer
+
+logger = logging.getLogger(__name__)
+
+# Of files that only their kind tells apart from a tokenizer.json.
+_FILE_KINDS = (TIKTOKEN_TOKENIZER, *SENTENCEPIECE_TOKENIZERS)
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+@dataclass(frozen=True)
+class Ids:
+    """How many there are.
+
+    Attributes:
+        asked: By `--vocab-size`.
+        model: Of the model; None as long as the tokenizer is to say it.
+    """
+
+    asked: int | None
+    model: int | None
+
+
+def choose_tokenizer(
+    source: SourceConfig, directory: Path | None, ids: Ids, trained: TrainingFacts | None = None
+) -> Tokenizer:
+    """The tokenizer of a model.
+
+    Args:
+        source: What is asked for.
+        directory: The model's, with a tokenizer in it or without.
+        ids: How many there are.
+        trained: What a checkpoint of Megatron-LM says.
+
+    Raises:
+        ConfigError: It cannot be had, or what is asked for contradicts itself.
+    """
+    kind = source.tokenizer_type
+    if kind == NULL_TOKENIZER:
+        _require_nothing_else(source)
+        return _null(ids)
+    if kind is None:
+        kind = _kind_of_file(source, trained)
+    if kind in (None, HUGGING_FACE_TOKENIZER):
+        chosen = _hugging_face(source, directory)
+        if chosen is not None:
+            return chosen
+        if kind is not None:
+            raise ConfigError(
+                f"--tokenizer-type {kind} needs tokenizer files, {directory} has none; give --tokenizer-model"
+            )
+        return _as_trained(source, ids, trained) or _null(ids)
+    assert kind is not None
+    return _of_kind(kind, source, ids, trained)
+
+
+def _require_nothing_else(source: SourceConfig) -> None:
+    if source.tokenizer_model is not None:
+        raise ConfigError(
+            f"--tokenizer-type {NULL_TOKENIZER} contradicts --tokenizer-model {source.tokenizer_model}; "
+            "give one of them"
+        )
+
+
+def _null(ids: Ids) -> Tokenizer:
+    size = ids.asked or ids.model
+    if size is None:
+        raise ConfigError(f"--tokenizer-type {NULL_TOKENIZER} needs --vocab-size")
+    return NullTokenizer(size)
+
+
+def _kind_of_file(source: SourceConfig, trained: TrainingFacts | None) -> str | None:
+    """The kind that is meant where none is said: by flags of one kind, or as the model was trained."""
+    if source.vocab_file or source.merge_file:
+        return GPT2_TOKENIZER
+    if source.tokenizer_model is None or not Path(source.tokenizer_model).is_file():
+        return None
+    kind = trained.tokenizer_type if trained else None
+    return kind if kind in _FILE_KINDS else None
+
+
+def _hugging_face(source: SourceConfig, directory: Path | None) -> Tokenizer | None:
+    if source.tokenizer_model is not None:
+        return TextTokenizer(_local(source.tokenizer_model))
+    return TextTokenizer(directory) if directory is not None and has_tokenizer(directory) else None
+
+
+def _as_trained(source: SourceConfig, ids: Ids, trained: TrainingFacts | None) -> Tokenizer | None:
+    """The tokenizer that the checkpoint's arguments name, if it is on this machine."""
+    if trained is None or not source.use_tokenizer_model_from_checkpoint_args:
+        return None
+    kind, files = trained.tokenizer_type, [trained.tokenizer_model, trained.vocab_file, trained.merge_file]
+    named = [file for file in files if file is not None]
+    if kind is None or kind == NULL_TOKENIZER or not named:
+        return None
+    where = ", ".join(map(str, named))
+    if not all(file.exists() for file in named):
+        logger.warning(
+            "the checkpoint was trained with the %s %s, which is not here: texts are token ids; give --tokenizer-model",
+            kind,
+            where,
+        )
+        return None
+    logger.info("tokenizer of the checkpoint's arguments: %s %s", kind, where)
+    if kind == HUGGING_FACE_TOKENIZER:
+        assert trained.tokenizer_model is not None
+        return TextTokenizer(trained.tokenizer_model)
+    return _of_kind(kind, source, ids, trained)
+
+
+def _of_kind(kind: str, source: SourceConfig, ids: Ids, trained: TrainingFacts | None) -> Tokenizer:
+    """A tokenizer of one of Megatron's own kinds; what flags do not say the checkpoint's arguments may."""
+    if not (trained and trained.tokenizer_type == kind and source.use_tokenizer_model_from_checkpoint_args):
+        trained = None
+    if kind == GPT2_TOKENIZER:
+        return Gpt2Tokenizer(*_gpt2_files(source, trained))
+    model = Path(source.tokenizer_model) if source.tokenizer_model else trained and trained.tokenizer_model
+    if model is None:
+        raise ConfigError(f"--tokenizer-type {kind} needs --tokenizer-model FILE")
+    if not model.exists():
+        raise ConfigError(f"tokenizer {model} does not exist; give a file of a {kind}")
+    if kind != TIKTOKEN_TOKENIZER:
+        return SentencePieceTokenizer(model)
+    return TikTokenizer(
+        model,
+        source.tiktoken_pattern or (trained and trained.tiktoken_pattern) or DEFAULT_PATTERN,
+        source.tiktoken_num_special_tokens
+        or (trained and trained.tiktoken_num_special_tokens)
+        or DEFAULT_SPECIAL_TOKENS,
+        ids.asked or TIKTOKEN_IDS,
+    )
+
+
+def _gpt2_files(source: SourceConfig, trained: TrainingFacts | None) -> tuple[Path, Path]:
+    vocab = source.vocab_file or (trained and trained.vocab_file)
+    merges = source.merge_file or (trained and trained.merge_file)
+    if vocab is None or merges is None:
+        raise ConfigError(f"--tokenizer-type {GPT2_TOKENIZER} needs --vocab-file and --merge-file; give both")
+    for file in (Path(vocab), Path(merges)):
+        if not file.exists():
+            raise ConfigError(f"tokenizer {file} does not exist; give --vocab-file and --merge-file")
+    return Path(vocab), Path(merges)
+
+
+def _local(name: str) -> Path:
+    """A tokenizer's path; what is none and looks like a name on the Hugging Face hub is fetched, unless it is cached.
+
+    Raises:
+        ConfigError: It cannot be had.
+    """
+    path = Path(name)
+    if path.exists() or not _HUB_NAME.fullmatch(name):
+        return path
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(TOKENIZER_FILES)))
+    except (OSError, ValueError) as error:  # the hub's own errors are of these kinds
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError(
+            f"tokenizer {name} does not exist here, and cannot be had from the Hugging Face hub: {reason}"
+        ) from error

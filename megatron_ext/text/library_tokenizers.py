@@ -1,0 +1,197 @@
+"""Tokenizers of Megatron-LM that are not Hugging Face's, through megatron-core's classes and their libraries.
+
+`TikTokenizer` needs the package tiktoken, the SentencePiece kinds need sentencepiece; the package's extra `tokenizers`
+brings both. GPT-2's byte pairs are read by `tokenizers`: megatron-core's class for them asks the network.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_ext.errors import ConfigError
+from megatron_ext.files import open_regular, read_text
+from megatron_ext.text.tokenizer_files import LONGEST_FILE
+
+DEFAULT_PATTERN, DEFAULT_SPECIAL_TOKENS = "v2", 1000
+TIKTOKEN_IDS = 2**17  # that a TikTokenizer has unless it is told otherwise, its special ones included
+_END_OF_TEXT = "<|endoftext|>"  # of GPT-2
+_BYTES = 256  # the first tokens of a TikTokenizer's file
+
+
+class TikTokenizer:
+    """Byte pairs cut by a pattern, behind so many special tokens; `</s>`, token 2, ends a document.
+
+    A text that spells a special token means it, as in Megatron.
+
+    Args:
+        path: A list in JSON of objects with `rank`, `token_bytes` in base64, and `token_str`.
+        pattern: How a text is cut before pairs are merged, `v1` or `v2`.
+        special_tokens: Ids before those of the file.
+        vocab_size: Most ids; of a longer file the rest is cut off.
+
+    Raises:
+        ConfigError: The package is missing, or the file is none.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        pattern: str = DEFAULT_PATTERN,
+        special_tokens: int = DEFAULT_SPECIAL_TOKENS,
+        vocab_size: int = TIKTOKEN_IDS,
+    ) -> None:
+        _require_package("tiktoken", "TikTokenizer")
+        size = min(vocab_size, special_tokens + _entries(path))
+        if size <= special_tokens + _BYTES - 1:
+            raise ConfigError(
+                f"{path}: {special_tokens} special tokens leave {max(0, size - special_tokens)} of {size} ids to the "
+                f"file, and its first {_BYTES} are the bytes; give fewer --tiktoken-num-special-tokens or a larger "
+                "--vocab-size"
+            )
+        from megatron.core.tokenizers.text.libraries import TikTokenTokenizer
+
+        try:
+            self._wrapped = TikTokenTokenizer(
+                str(path), num_special_tokens=special_tokens, pattern=pattern, vocab_size=size
+            )
+        except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:  # it asserts what it reads
+            raise ConfigError(f"{path} is no vocabulary of a TikTokenizer: {_reason(error)}") from error
+        self._special = special_tokens
+        self.vocab_size, self.token_ids = size, range(size)
+        self.eod: int | None = self._wrapped.eos_id
+        self.bos: int | None = self._wrapped.bos_id
+
+    def tokenize(self, text: str) -> list[int]:
+        """Ids of a text, without a beginning of a document."""
+        return list(self._wrapped.text_to_ids(text))
+
+    def detokenize(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        """Text of ids. Bytes that are no character together become U+FFFD."""
+        shown = [token for token in ids if token >= self._special] if skip_special_tokens else ids
+        text: str = self._wrapped.tokenizer.decode(shown)
+        return text
+
+
+class SentencePieceTokenizer:
+    """A SentencePiece model, as Llama 2 has; it puts no beginning of a document before a text, as in Megatron.
+
+    Args:
+        path: The model.
+
+    Raises:
+        ConfigError: The package is missing, or the file is none.
+    """
+
+    def __init__(self, path: Path) -> None:
+        _require_package("sentencepiece", "SentencePieceTokenizer and Llama2Tokenizer")
+        _require_file(path)
+        from megatron.core.tokenizers.text.libraries import SentencePieceTokenizer as Wrapped
+
+        try:
+            self._wrapped = Wrapped(str(path))
+        except (OSError, RuntimeError, ValueError) as error:
+            raise ConfigError(f"{path} is no SentencePiece model: {_reason(error)}") from error
+        pieces = self._wrapped.tokenizer
+        self.vocab_size = pieces.get_piece_size()
+        self.token_ids = range(self.vocab_size)
+        self._control = {token: pieces.id_to_piece(token) for token in self.token_ids if pieces.is_control(token)}
+        self.eod: int | None = _token_or_none(pieces.eos_id())
+        self.bos: int | None = _token_or_none(pieces.bos_id())
+
+    def tokenize(self, text: str) -> list[int]:
+        """Ids of a text, without a beginning of a document."""
+        return list(self._wrapped.text_to_ids(text))
+
+    def detokenize(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        """Text of ids; control tokens as they are spelled, if they are asked for."""
+        if skip_special_tokens:
+            return str(self._wrapped.ids_to_text(list(ids)))
+        parts: list[str] = []
+        start = 0
+        for index, token in enumerate([*ids, None]):
+            if token is None or token in self._control:
+                parts.append(str(self._wrapped.ids_to_text(list(ids[start:index]))) if index > start else "")
+                parts.append(self._control[token] if token is not None else "")
+                start = index + 1
+        return "".join(parts)
+
+
+class Gpt2Tokenizer:
+    """GPT-2's byte pairs; `<|endoftext|>` ends a document.
+
+    Args:
+        vocab_file: `vocab.json`.
+        merge_file: `merges.txt`.
+
+    Raises:
+        ConfigError: Files that are none.
+    """
+
+    bos: int | None = None
+
+    def __init__(self, vocab_file: Path, merge_file: Path) -> None:
+        import tokenizers
+
+        for file in (vocab_file, merge_file):
+            _require_file(file)
+        try:
+            model = tokenizers.models.BPE.from_file(str(vocab_file), str(merge_file))
+        except Exception as error:  # `tokenizers` raises bare Exception
+            raise ConfigError(f"{vocab_file} and {merge_file} are no byte pairs: {_reason(error)}") from error
+        self._wrapped = tokenizers.Tokenizer(model)
+        self._wrapped.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        self._wrapped.decoder = tokenizers.decoders.ByteLevel()
+        self.eod: int | None = self._wrapped.token_to_id(_END_OF_TEXT)
+        if self.eod is not None:
+            self._wrapped.add_special_tokens([_END_OF_TEXT])
+        ids = frozenset(self._wrapped.get_vocab().values())
+        self.vocab_size = 1 + max(ids, default=-1)
+        self.token_ids: range | frozenset[int] = range(len(ids)) if len(ids) == self.vocab_size else ids
+
+    def tokenize(self, text: str) -> list[int]:
+        """Ids of a text."""
+        (encoding,) = self._wrapped.encode_batch_fast([text])  # `encode` keeps Python's lock
+        return list(encoding.ids)
+
+    def detokenize(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        """Text of ids."""
+        return str(self._wrapped.decode(ids, skip_special_tokens=skip_special_tokens))
+
+
+def _require_package(name: str, kind: str) -> None:
+    if importlib.util.find_spec(name) is None:
+        raise ConfigError(f"{kind} needs the package {name}, which is not there; install the extra [tokenizers]")
+
+
+def _require_file(path: Path) -> None:
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+    if size > LONGEST_FILE:
+        raise ConfigError(f"{path}: {size} bytes; a tokenizer's file may have {LONGEST_FILE}")
+
+
+def _entries(path: Path) -> int:
+    """Tokens in a TikTokenizer's file."""
+    if path.suffix != ".json":
+        raise ConfigError(f"{path} is no vocabulary of a TikTokenizer; Megatron reads those that end with .json")
+    try:
+        listed: object = json.loads(read_text(path, LONGEST_FILE))
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{path} is no vocabulary of a TikTokenizer: not JSON: {_reason(error)}") from error
+    if not isinstance(listed, Sequence) or isinstance(listed, str):
+        raise ConfigError(f"{path} is no vocabulary of a TikTokenizer: not a list of tokens")
+    return len(listed)
+
+
+def _token_or_none(token: int) -> int | None:
+    return token if token >= 0 else None
+
+
+def _reason(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__
