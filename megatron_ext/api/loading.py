@@ -43,11 +43,13 @@ def load_engine(**settings: Setting) -> LoadedEngine:
 def _load(settings: InferenceSettings) -> LoadedEngine:
     from megatron_ext.api.engine import LoadedEngine
     from megatron_ext.console.machine import check_machine
+    from megatron_ext.console.start import say_start
     from megatron_ext.mcore.assemble import build_engine
     from megatron_ext.mcore.process_groups import PROCESS_GROUPS
     from megatron_ext.models.load import load_model, save_model
     from megatron_ext.models.update.naming import naming_of
 
+    say_start(settings.start)
     _require_one_rank(check_machine(settings.parallel))
     PROCESS_GROUPS.enter(settings.parallel)
     try:

@@ -90,4 +90,16 @@ def _qkv_rows(config: ModelConfig) -> Sequence[int]:
     return config.num_attention_heads * config.head_channels * (1 + config.attention_output_gate), key_rows, key_rows
 
 
-QUERY_KEY_VALUE = Conversion(_qkv_rows, interleave_qkv)
+def separate_qkv(ours: Tensor, config: ModelConfig) -> Sequence[Tensor]:
+    """[(Hq + 2*Hkv)*D, ...] in groups as `interleave_qkv` makes them -> query, key and value."""
+    size = config.head_channels
+    queries = config.num_attention_heads // config.query_groups * size
+    groups = ours.unflatten(0, (config.query_groups, -1))  # [groups, rows, ...]
+    gates = [queries] if config.attention_output_gate else []
+    query, *gate, key, value = (part.flatten(0, 1) for part in groups.split([queries, *gates, size, size], dim=1))
+    if gate:
+        query = torch.stack([part.unflatten(0, (-1, size)) for part in (query, *gate)], dim=1).flatten(0, 2)
+    return query, key, value
+
+
+QUERY_KEY_VALUE = Conversion(_qkv_rows, interleave_qkv, separate_qkv)

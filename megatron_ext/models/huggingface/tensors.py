@@ -29,10 +29,12 @@ class Conversion:
     Attributes:
         rows: Rows of each of theirs; their further dimensions are those of ours.
         convert: Theirs, in the order of the table, to ours; any floating point type.
+        revert: Ours to theirs, in the same order; None: there is no way back, and no export.
     """
 
     rows: Callable[[ModelConfig], Sequence[int]]
     convert: Callable[[Sequence[Tensor], ModelConfig], Tensor]
+    revert: Callable[[Tensor, ModelConfig], Sequence[Tensor]] | None = None
 
 
 @dataclass(frozen=True)

@@ -154,6 +154,16 @@ def _input_projection(parts: Sequence[Tensor], config: ModelConfig) -> Tensor:
     return torch.cat([section.flatten(0, 1) for section in sections])
 
 
+def _separate_input(ours: Tensor, config: ModelConfig) -> Sequence[Tensor]:
+    """All of q, of k, of v, of z, beta, alpha -> rows [q k v z] of each key head in turn, and [beta alpha] of each."""
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    values = config.linear_num_value_heads * config.linear_value_head_dim
+    heads = config.linear_num_value_heads
+    parts = ours.split([keys, keys, values, values, heads, heads])
+    by_head = [part.unflatten(0, (config.linear_num_key_heads, -1)) for part in parts]  # [key heads, rows, h]
+    return torch.cat(by_head[:4], dim=1).flatten(0, 1), torch.cat(by_head[4:], dim=1).flatten(0, 1)
+
+
 def _input_rows(config: ModelConfig) -> Sequence[int]:
     keys = config.linear_num_key_heads * config.linear_key_head_dim
     values = config.linear_num_value_heads * config.linear_value_head_dim
@@ -161,12 +171,17 @@ def _input_rows(config: ModelConfig) -> Sequence[int]:
 
 
 _INPUT_PROJECTION = Source(
-    ("linear_attn.in_proj_qkvz.weight", "linear_attn.in_proj_ba.weight"), Conversion(_input_rows, _input_projection)
+    ("linear_attn.in_proj_qkvz.weight", "linear_attn.in_proj_ba.weight"),
+    Conversion(_input_rows, _input_projection, _separate_input),
 )
 # Theirs multiplies by the weight, ours by one more.
 _OUT_NORM = Source(
     ("linear_attn.norm.weight",),
-    Conversion(lambda config: [config.linear_value_head_dim], lambda parts, _: parts[0].float() - 1.0),
+    Conversion(
+        lambda config: [config.linear_value_head_dim],
+        lambda parts, _: parts[0].float() - 1.0,
+        lambda ours, _: [ours.float() + 1.0],
+    ),
 )
 
 _MIXER_NORM, _FEED_FORWARD_NORM = "input_layernorm", "post_attention_layernorm"

@@ -1,0 +1,141 @@
+"""A model back into a Hugging Face checkpoint, after the example of one of the same architecture.
+
+A `ModelConfig` does not say all that a family's `config.json` does, so that one is taken from the example: its names,
+with prefix and experts together or apart, and the types of its tensors, too.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+from collections.abc import Mapping
+from itertools import count, takewhile
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from megatron_ext.config import ModelConfig
+from megatron_ext.errors import CheckpointError, ConfigError
+from megatron_ext.files import read_json
+from megatron_ext.mcore.cuts import model_tensors
+from megatron_ext.models.huggingface.checkpoint import CONFIG_FILE
+from megatron_ext.models.huggingface.registry import family_of
+from megatron_ext.models.huggingface.tensors import LM_HEAD, Source, TensorTable
+from megatron_ext.models.native.scratch import scratch_directory
+from megatron_ext.models.weight_files import WEIGHTS_FILE, WeightFiles
+from megatron_ext.text.tokenizer_files import copy_tokenizer_files
+
+logger = logging.getLogger(__name__)
+
+_GENERATION_CONFIG = "generation_config.json"
+
+
+def export_hf_checkpoint(directory: str | Path, model: nn.Module, config: ModelConfig, like: str | Path) -> None:
+    """Write a checkpoint that transformers reads; the directory is there whole or not at all.
+
+    Args:
+        directory: Created, or filled if it is empty.
+        model: Whole, built from `config`; not changed.
+        config: Must be what `like` says.
+        like: A checkpoint of the same architecture.
+
+    Raises:
+        ConfigError: The directory holds something, or cannot be written; `like` is of another architecture.
+    """
+    target, example = Path(directory).resolve(), Path(like)
+    raw = read_json(example / CONFIG_FILE)
+    family = family_of(raw)
+    _require_same(config, family.translate(raw), example)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(f"{directory} is not overwritten; give a new or empty directory")
+    files = WeightFiles(example)
+    try:
+        with scratch_directory(target) as scratch, torch.no_grad():
+            staging = scratch.path / "new"
+            staging.mkdir()
+            tensors = _named_like(files, hf_tensors(model, config, family.tensors), family.tensors)
+            save_file(tensors, staging / WEIGHTS_FILE, metadata={"format": "pt"})
+            (staging / WEIGHTS_FILE).chmod(0o644)  # safetensors makes it private
+            for name in (CONFIG_FILE, _GENERATION_CONFIG):
+                if (example / name).is_file():
+                    shutil.copyfile(example / name, staging / name)
+            copy_tokenizer_files(example, staging)
+            scratch.hold_signals()
+            staging.rename(target)  # over an empty directory, too
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{directory} cannot be written: {error}") from error
+
+
+def hf_tensors(model: nn.Module, config: ModelConfig, table: TensorTable) -> dict[str, Tensor]:
+    """A family's tensors, without prefix, each expert by itself.
+
+    Args:
+        model: Whole, built from `config`.
+        config: Of the model.
+        table: The family's.
+    """
+    targets = model_tensors(model)
+    found: dict[str, Tensor] = {}
+    for name, source in table.sources(config).items():
+        found |= dict(zip(source.names, _parts(targets[name].detach(), source, config), strict=True))
+    if not config.untie_embeddings_and_output_weights:
+        found[LM_HEAD] = found[table.embedding]
+    return found
+
+
+def _parts(ours: Tensor, source: Source, config: ModelConfig) -> list[Tensor]:
+    if source.conversion is None:
+        return list(ours.chunk(len(source.names))) if len(source.names) > 1 else [ours]
+    if source.conversion.revert is None:
+        raise ConfigError(f"{source.names[0]} has no way back from the model's tensors; this family is not exported")
+    return list(source.conversion.revert(ours, config))
+
+
+def _require_same(config: ModelConfig, there: ModelConfig, example: Path) -> None:
+    """Every field that decides what the tensors mean is the same."""
+    ours, theirs = config.to_dict(), there.to_dict()
+    for name in ours:
+        if name not in ("spec", "max_position_embeddings", "num_layers") and ours[name] != theirs[name]:
+            raise ConfigError(
+                f"{example} is of another architecture: {name} is {theirs[name]!r} there and {ours[name]!r} in the "
+                "model; give a checkpoint of the same"
+            )
+
+
+def _named_like(files: WeightFiles, ours: Mapping[str, Tensor], table: TensorTable) -> dict[str, Tensor]:
+    """The tensors under an example's names, in its types."""
+    named, used = {}, set()
+    for name in sorted(files.names):
+        prefix = next((prefix for prefix in table.prefixes if name.startswith(prefix)), "")
+        bare = name.removeprefix(prefix)
+        parts = [bare] if bare in ours else _experts(name, prefix, ours, table)
+        if not parts:
+            _leave_out(name, bare, table, files.directory)
+            continue
+        used |= set(parts)
+        made = ours[bare] if parts == [bare] else torch.stack([ours[part] for part in parts])
+        named[name] = made.to("cpu", files.get(name).dtype, copy=True).contiguous()
+    missing = sorted(ours.keys() - used - {LM_HEAD})
+    if missing:
+        raise CheckpointError(f"{files.directory} has no {missing[0]}, which the model has")
+    return named
+
+
+def _experts(name: str, prefix: str, ours: Mapping[str, Tensor], table: TensorTable) -> list[str]:
+    """Names of those that stand in one tensor of the example; none if it is no such tensor."""
+    for expression, part_name in table.split.items():
+        match = re.fullmatch(expression, name)
+        if match is not None:
+            names = (match.expand(part_name.replace("{index}", str(i))).removeprefix(prefix) for i in count())
+            return list(takewhile(ours.__contains__, names))
+    return []
+
+
+def _leave_out(name: str, bare: str, table: TensorTable, directory: Path) -> None:
+    if table.ignored is None or not re.fullmatch(table.ignored, bare):
+        raise CheckpointError(f"{directory} has {name}, which the model has not")
+    logger.warning("%s has %s, which is not loaded, and so not written", directory, name)
