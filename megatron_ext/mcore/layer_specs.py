@@ -14,7 +14,6 @@ from megatron.core.ssm.mamba_layer import MambaLayerSubmodules
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
@@ -64,17 +63,18 @@ attention_layer_spec = ModuleSpec(
     ),
 )
 
+# Here and below a class stands in place of a spec: upstream takes classes that it does not know as they are, and warns
+# of specs of such.
 mlp_layer_spec = ModuleSpec(
     module=FeedForwardLayer,
     submodules=TransformerLayerSubmodules(
         pre_mlp_layernorm=LayerNormFromConfig,
-        mlp=ModuleSpec(module=PlainMLP, submodules=MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear)),
+        mlp=PlainMLP,
         mlp_bda=get_bias_dropout_add,
         sharded_state_dict_keys_map={"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"},
     ),
 )
 
-# A class in place of a spec: upstream takes classes that it does not know as they are, and warns of specs of such.
 moe_layer_spec = ModuleSpec(
     module=FeedForwardLayer,
     submodules=TransformerLayerSubmodules(

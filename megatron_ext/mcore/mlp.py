@@ -6,8 +6,11 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from torch import Tensor
+
+from megatron_ext.mcore.linear import ColumnLinear, RowLinear
 
 
 def squared_relu(x: Tensor) -> Tensor:
@@ -23,7 +26,13 @@ _IN_PLACE: dict[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]] = {
 
 
 class PlainMLP(MLP):
-    """Upstream's MLP, with a way of its own at inference. Parameters, names and training are upstream's."""
+    """Upstream's MLP, with a way of its own at inference. Parameters, names and training are upstream's.
+
+    It stands in a layer's specs as a class: upstream warns of specs of classes that it does not know.
+    """
+
+    def __init__(self, config: TransformerConfig, **options: object) -> None:
+        super().__init__(config, MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear), **options)
 
     def forward(
         self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **options: object

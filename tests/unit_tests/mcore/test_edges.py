@@ -271,7 +271,6 @@ def test_graphs_are_refused():
             BatchingConfig(buffer_size_gb=10**6),
             "GB of memory are free for this process; --inference-dynamic-batching-buffer-size-gb [0-9.]+ would do",
         ),
-        (BatchingConfig(max_sequence_length=10**6), "more than the model's"),
     ],
 )
 def test_what_no_machine_and_no_model_can_hold_is_refused(batching, message):

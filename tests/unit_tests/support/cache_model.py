@@ -76,7 +76,7 @@ class CacheModel:
     """Watches one scheduler with caching on, and asserts that each step's plan is what token lists say.
 
     Args:
-        scheduler: Its `schedule`, `reset_prefix_cache` and the part of `commit` that publishes are wrapped.
+        scheduler: Its `schedule`, `_reset_cache` and the part of `commit` that publishes are wrapped.
         policy: With "lru", matches are exact until something has been evicted, and bounded from then on; with
             "ref_zero" also as to what is kept for those who waited for it.
     """
@@ -91,8 +91,8 @@ class CacheModel:
         self._promised: dict[int, int] = {}  # blocks that were published for who waited for them
         self._stale: set[int] = set()  # requests that run since before the last reset, and publish nothing
         self._schedule, self._advance = scheduler.schedule, scheduler._advance
-        self._reset = scheduler.reset_prefix_cache
-        scheduler.schedule, scheduler._advance, scheduler.reset_prefix_cache = self.schedule, self.advance, self.reset
+        self._reset = scheduler._reset_cache
+        scheduler.schedule, scheduler._advance, scheduler._reset_cache = self.schedule, self.advance, self.reset
 
     # What token lists say
 

@@ -11,7 +11,7 @@ import torch
 from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
@@ -24,7 +24,9 @@ UPSTREAM = {
     layers.FeedForwardLayer: MLPLayer,
     linear.ColumnLinear: ColumnParallelLinear,
     linear.RowLinear: RowParallelLinear,
-    mlp.PlainMLP: MLP,
+    mlp.PlainMLP: ModuleSpec(
+        module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    ),
 }
 
 
