@@ -32,7 +32,8 @@ class PlainMLP(MLP):
     """
 
     def __init__(self, config: TransformerConfig, **options: object) -> None:
-        super().__init__(config, MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear), **options)
+        submodules = MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear)
+        super().__init__(config, submodules, **{"ffn_hidden_size": config.ffn_hidden_size, **options})
 
     def forward(
         self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **options: object
