@@ -11,6 +11,7 @@ from rich.table import Table
 
 from megatron_ext.console.terminal import Output, printable
 from megatron_ext.memory.budget import Geometry
+from megatron_ext.memory.world import WorldGeometry
 
 _FILE_WIDTH = 120  # characters
 
@@ -36,4 +37,16 @@ def print_geometry(geometry: Geometry, model: str, console: Console, request_sta
     shortest = geometry.shortest_prompt_that_can_hit
     hits = "nothing is skipped" if shortest is None else f"prompts of {shortest} tokens and more can hit"
     table.add_row("prefix cache", hits)
+    if isinstance(geometry, WorldGeometry):
+        _add_ranks(table, geometry)
     console.print(table)
+
+
+def _add_ranks(table: Table, geometry: WorldGeometry) -> None:
+    """What lies where; a block and a state are of one replica, and in parts on its ranks."""
+    for one in geometry.ranks:
+        parts = [("a block", one.block_bytes), ("a state", one.state_bytes)]
+        held = [f"{count:,} bytes of {what}" for what, count in parts if count]
+        table.add_row(f"rank {one.rank}", ", ".join([*held, f"pools of {one.pool_bytes:,} bytes"]))
+    replicas = f", {geometry.replicas} replicas of all of the above" if geometry.replicas > 1 else ""
+    table.add_row("all ranks", f"pools of {geometry.world_pool_bytes:,} bytes{replicas}")

@@ -113,8 +113,8 @@ class InferenceEngine(DynamicInferenceEngine):
 
     @property
     def geometry(self) -> Geometry:
-        """Effective sizes of the pools."""
-        return self.context.plan.geometry
+        """Effective sizes of the pools, of all ranks together."""
+        return self.context.plan.world
 
     @property
     def longest_request_state_bytes(self) -> int:

@@ -14,7 +14,7 @@ from megatron_ext.mcore.context import InferenceContext
 from megatron_ext.mcore.controller import InferenceController
 from megatron_ext.mcore.layer_map import layer_places, model_shape
 from megatron_ext.mcore.leading import make_follower
-from megatron_ext.memory.agreement import alone
+from megatron_ext.memory.agreement import NO_PEERS, Peers
 from megatron_ext.memory.plan import plan_engine
 from megatron_ext.ops import cpp
 from megatron_ext.ranks.follower import Follower
@@ -91,8 +91,7 @@ def _build_controller(
         cache or CacheConfig(),
         device_type=device.type,
         available_bytes=platform.available_memory(device),
-        rank=0 if team is None else team.here.rank,
-        gather=alone if team is None else team.ask_all,
+        peers=NO_PEERS if team is None else Peers(team.here.rank, team.first_replica, team.ask_all),
     )
     context = InferenceContext(plan, layer_places(model), device, token_rounder)
     wrapper_config = InferenceWrapperConfig(

@@ -35,6 +35,24 @@ def alone(room: Callable[[], Room]) -> Sequence[Room]:
     return [room()]
 
 
+@dataclass(frozen=True)
+class Peers:
+    """Who has to agree, seen from one rank.
+
+    Attributes:
+        rank: Of those that are asked.
+        replica: The ranks of the first replica.
+        gather: Asks all.
+    """
+
+    rank: int = 0
+    replica: Sequence[int] = (0,)
+    gather: Gather = alone
+
+
+NO_PEERS = Peers()
+
+
 def agree(rooms: Sequence[Room], *, slots_within_blocks: bool) -> list[Room]:
     """What each rank makes of what all have room for.
 

@@ -12,10 +12,11 @@ import torch
 from megatron_ext.config import BatchingConfig, CacheConfig, EvictionPolicyName, ModelConfig
 from megatron_ext.config.layers.positions import LEARNED_POSITIONS
 from megatron_ext.errors import ConfigError
-from megatron_ext.memory.agreement import Gather, Room, agree, alone
+from megatron_ext.memory.agreement import NO_PEERS, Peers, Room, agree
 from megatron_ext.memory.budget import Geometry, ModelMemory, request_state_bytes
 from megatron_ext.memory.fitting import plan_within, what_fits
 from megatron_ext.memory.state_pool import StateShape
+from megatron_ext.memory.world import world_geometry
 from megatron_ext.scheduling.aligned import check_aligned, describe_tight_budget
 from megatron_ext.scheduling.plan import SchedulerLimits
 from megatron_ext.scheduling.snapshots import most_snapshots
@@ -54,7 +55,7 @@ class EnginePlan:
     Attributes:
         shape: Of the model, on this rank.
         geometry: Effective sizes, on this rank.
-        rank_geometries: The same on all ranks, in order.
+        world: Effective sizes of all ranks together.
         limits: What the scheduler may do; as the next three, the same on all ranks.
         policy: What happens to cached blocks that nobody uses; None caches nothing.
         is_hybrid: Whether the model has recurrent layers, here or on another rank.
@@ -64,7 +65,7 @@ class EnginePlan:
 
     shape: ModelShape
     geometry: Geometry
-    rank_geometries: tuple[Geometry, ...]
+    world: Geometry
     limits: SchedulerLimits
     policy: EvictionPolicyName | None
     is_hybrid: bool
@@ -77,8 +78,8 @@ class EnginePlan:
         return self.geometry.snapshot_slots if self.is_hybrid else None
 
     def request_state_bytes(self, length: int) -> int:
-        """Bytes of recurrent states that a prompt of `length` tokens takes at most, its snapshots included."""
-        geometry = self.geometry
+        """Bytes of states, on all ranks, that a prompt of `length` tokens takes at most, its snapshots included."""
+        geometry = self.world
         if geometry.snapshot_slots == 0:
             return geometry.live_states and geometry.state_bytes
         snapshots = most_snapshots(length, self.limits.block_size, is_aligned=self.limits.aligned_chunks)
@@ -93,8 +94,7 @@ def plan_engine(
     *,
     device_type: str,
     available_bytes: int,
-    rank: int = 0,
-    gather: Gather = alone,
+    peers: Peers = NO_PEERS,
 ) -> EnginePlan:
     """Decide everything; what was asked for and has no effect is said once.
 
@@ -105,8 +105,7 @@ def plan_engine(
         cache: Whether prefixes are cached, what is evicted first, and how many snapshots there is room for.
         device_type: "cpu" or "cuda", for the defaults.
         available_bytes: Of memory for the pools.
-        rank: Of those that are asked.
-        gather: Asks all ranks what they have room for.
+        peers: The other ranks, with which it is decided together.
 
     Raises:
         ConfigError: The budget is too small or more than there is, or settings do not fit the model or each other.
@@ -118,22 +117,22 @@ def plan_engine(
         chunk_size=config.scan_chunk_size,
         max_sequence_length=longest,
     )
-    rooms = gather(lambda: _room(plan_within(memory, batching, cache, device_type, available_bytes), batching))
+    rooms = peers.gather(lambda: _room(plan_within(memory, batching, cache, device_type, available_bytes), batching))
     agreed = agree(rooms, slots_within_blocks=cache.snapshot_slots is None)
-    limits = _limits(agreed[rank], batching, cache, longest, device_type)
+    limits = _limits(agreed[peers.rank], batching, cache, longest, device_type)
     if limits.aligned_chunks:
         check_aligned(limits)
     plan = EnginePlan(
         shape=shape,
-        geometry=agreed[rank].geometry,
-        rank_geometries=tuple(room.geometry for room in agreed),
+        geometry=agreed[peers.rank].geometry,
+        world=world_geometry([room.geometry for room in agreed], peers.replica),
         limits=limits,
         policy=cache.policy,
         is_hybrid=config.is_hybrid,
         fingerprint=_fingerprint(config, shape.dtype, batching),
         advice=partial(what_fits, memory, batching, cache, device_type),
     )
-    if cache.policy is not None and rank == 0:
+    if cache.policy is not None and peers.rank == 0:
         _say_what_is_off(plan, cache)
     return plan
 

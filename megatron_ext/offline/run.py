@@ -62,9 +62,9 @@ def run_offline(settings: InferenceSettings, interruption: Interruption | None =
     interruption = interruption or Interruption()
     say_start(settings.start)
     check_machine(settings.parallel)
-    platform.initialize(settings.parallel)
     try:
         with ending_together(settings.parallel.distributed_timeout_minutes):
+            platform.initialize(settings.parallel)
             team = form_team(settings.parallel)
             if team is not None and not team.is_leader:
                 _follow(settings, team, interruption)

@@ -53,7 +53,10 @@ class Board:
         self.rank = rank
         self._store = dist.PrefixStore("megatron_ext", store)
         self._size = size
-        self._store.set(f"process/{rank}", json.dumps([socket.gethostname(), os.getpid()]))
+
+    def sign_in(self) -> None:
+        """Say which process this is, for those who lose it."""
+        self._store.set(f"process/{self.rank}", json.dumps([socket.gethostname(), os.getpid()]))
 
     def claim(self, words: LastWords) -> LastWords:
         """Speak for all, unless somebody does already: the words that count."""
@@ -88,6 +91,11 @@ class Board:
             return True
 
 
+def sign_in() -> None:
+    """Each rank does so when torch.distributed is there."""
+    _board().sign_in()
+
+
 @contextmanager
 def ending_together(minutes: float) -> Iterator[None]:
     """Whatever raises within it on one rank ends all of them; nothing changes in a world of one.
@@ -100,30 +108,35 @@ def ending_together(minutes: float) -> Iterator[None]:
         Interrupted: On rank 0, which was asked to end, and is the first to.
         OutputError: As it comes.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        yield
-        return
-    board = Board(_store(), dist.get_rank(), dist.get_world_size())
     try:
         yield
     except OutputError:  # all is done, and rank 0 has it
         raise
-    except Interrupted as interrupted:
-        words = LastWords(board.rank, interrupted.exit_code, str(interrupted))
-        if board.rank != 0 or board.claim(words) != words:
-            raise RankError("", exit_code=interrupted.exit_code) from None
-        raise
-    except (KeyboardInterrupt, SystemExit):
-        board.claim(LastWords(board.rank, FAILED, ""))
-        raise
+    except (Interrupted, KeyboardInterrupt, SystemExit) as ending:
+        if _is_alone() or _may_say(ending):
+            raise
+        raise RankError("", exit_code=getattr(ending, "exit_code", FAILED)) from None
     except Exception as error:
+        if _is_alone():
+            raise
+        board = _board()
         words = _last_words(board, error, minutes)
-        is_mine = words.rank == board.rank
-        raise RankError(words.message if is_mine else "", exit_code=words.exit_code) from error
+        raise RankError(words.message if words.rank == board.rank else "", exit_code=words.exit_code) from error
 
 
-def _store() -> dist.Store:
-    return dist.distributed_c10d._get_default_store()
+def _is_alone() -> bool:
+    return not dist.is_initialized() or dist.get_world_size() == 1
+
+
+def _board() -> Board:
+    return Board(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size())
+
+
+def _may_say(ending: BaseException) -> bool:
+    """Whether it is for this rank to say that it was asked to end: it is the first one, and speaks for all."""
+    board = _board()
+    words = LastWords(board.rank, getattr(ending, "exit_code", FAILED), str(ending))
+    return board.rank == 0 and board.claim(words) == words
 
 
 def _last_words(board: Board, error: Exception, minutes: float) -> LastWords:

@@ -73,6 +73,11 @@ class Team:
         return 1 + max(place.replica for place in self.places)
 
     @property
+    def first_replica(self) -> Sequence[int]:
+        """Its ranks."""
+        return [place.rank for place in self.places if place.replica == 0]
+
+    @property
     def heartbeat(self) -> float:
         """Seconds of silence after which rank 0 says that it lives: well before anybody gives it up."""
         return min(_HEARTBEAT, self._minutes * 60 / 4)

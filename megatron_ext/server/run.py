@@ -54,9 +54,9 @@ def run_server(settings: ServerSettings) -> None:
     """
     say_start(settings.start)
     check_machine(settings.parallel)
-    platform.initialize(settings.parallel)
     try:
         with ending_together(settings.parallel.distributed_timeout_minutes):
+            platform.initialize(settings.parallel)
             team = form_team(settings.parallel)
             if team is None or team.is_leader:
                 _listen_and_serve(settings, team)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_ext.config import BatchingConfig, CacheConfig, ModelConfig
-from megatron_ext.memory.agreement import Room, agree
+from megatron_ext.memory.agreement import Peers, Room, agree
 from megatron_ext.memory.budget import GIB, Geometry
 from megatron_ext.memory.plan import EnginePlan, ModelShape, plan_engine
 from megatron_ext.memory.state_pool import StateShape
@@ -37,8 +37,7 @@ def plan_all(
             cache or CacheConfig(),
             device_type="cpu",
             available_bytes=free,
-            rank=rank,
-            gather=gather,
+            peers=Peers(rank, range(len(shapes)), gather),
         )
 
     class HeardError(Exception):
@@ -66,12 +65,15 @@ def test_every_rank_decides_the_same(shapes, budget):
         assert other.fingerprint == first.fingerprint
         assert other.snapshot_slots == first.snapshot_slots
         assert other.is_hybrid
-        assert other.rank_geometries == first.rank_geometries
+        assert other.world == first.world
         assert other.geometry.shortest_prompt_that_can_hit == first.geometry.shortest_prompt_that_can_hit == 65
-    for plan, geometry in zip(plans, first.rank_geometries, strict=True):
-        assert plan.geometry == geometry
-        assert (geometry.block_bytes > 0) == (plan.shape.attention_layers > 0)
-        assert (geometry.state_bytes > 0) == (plan.shape.states is not None)
+    for plan, rank in zip(plans, first.world.ranks, strict=True):
+        assert (plan.geometry.block_bytes, plan.geometry.state_bytes) == (rank.block_bytes, rank.state_bytes)
+        assert plan.geometry.pool_bytes == rank.pool_bytes
+        assert (rank.block_bytes > 0) == (plan.shape.attention_layers > 0)
+        assert (rank.state_bytes > 0) == (plan.shape.states is not None)
+    assert first.world.world_pool_bytes == sum(plan.geometry.pool_bytes for plan in plans)
+    assert first.world.block_bytes == sum(plan.geometry.block_bytes for plan in plans)
 
 
 def test_a_stage_without_a_resource_has_no_say():

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 
 from rich.console import Console
 
 from megatron_ext.console.geometry import print_geometry
 from megatron_ext.memory.budget import Geometry
+from megatron_ext.memory.world import world_geometry
 from megatron_ext.offline.report import print_report, summary
 from megatron_ext.offline.submission import Pass
 from megatron_ext.scheduling.record import Status
@@ -54,6 +56,23 @@ def test_geometry():
     text = printed(lambda console: print_geometry(HYBRID, "a model", console, 1_234_567))
     assert "a model" in text
     assert "at most 1,234,567 bytes" in text
+
+
+def test_geometry_of_several_ranks():
+    """MR-7: in total and rank by rank."""
+    first = dataclasses.replace(HYBRID, block_bytes=0)
+    second = dataclasses.replace(HYBRID, state_bytes=0, live_states=0)
+    world = world_geometry([first, second, first, second], [0, 1])
+    rows = [line for line in printed(print_geometry, world, "a model").splitlines() if "│" in line]
+    shown = [" ".join(row.split()) for row in rows]
+    assert shown[0] == "│ KV cache │ 8,048 blocks of 64 tokens, 131,072 bytes each │"
+    assert shown[-5:] == [
+        "│ rank 0 │ 292,864 bytes of a state, pools of 20,207,616 bytes │",
+        "│ rank 1 │ 131,072 bytes of a block, pools of 1,054,998,528 bytes │",
+        "│ rank 2 │ 292,864 bytes of a state, pools of 20,207,616 bytes │",
+        "│ rank 3 │ 131,072 bytes of a block, pools of 1,054,998,528 bytes │",
+        "│ all ranks │ pools of 2,150,412,288 bytes, 2 replicas of all of the above │",
+    ]
 
 
 def test_geometry_without_recurrent_layers():

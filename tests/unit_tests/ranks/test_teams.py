@@ -81,7 +81,7 @@ def test_as_on_one_rank(layout: str, whole: Whole, alone: Lived):
     for other in others:
         assert other.counters == first.counters
         assert other.steps == first.steps
-        assert other.geometries == first.geometries
+        assert other.geometry == first.geometry
 
 
 def test_replicas_answer_as_one_rank_with_their_requests(whole: Whole):
@@ -111,10 +111,11 @@ def test_a_stage_without_states_has_no_say(whole: Whole):
     first, second = run_ranks(live, 2, parallel, config, parameters, script)
     assert first.records[1].skipped_prefill_token_count == 64
     assert second.counters == first.counters
-    states, attention = first.geometries
+    states, attention = first.geometry.ranks
     assert (states.block_bytes, attention.state_bytes) == (0, 0)
-    assert states.blocks == attention.blocks > 0
-    assert states.snapshot_slots == attention.snapshot_slots > 0
+    assert first.geometry.block_bytes == attention.block_bytes > 0
+    assert first.geometry.state_bytes == states.state_bytes > 0
+    assert first.geometry.world_pool_bytes == states.pool_bytes + attention.pool_bytes
 
 
 def test_experts_across_replicas():

@@ -56,14 +56,14 @@ class Lived:
         statistics: The `prefix_cache` object, on rank 0.
         counters: Of its scheduler; on rank 0 of all replicas.
         steps: In which something was computed.
-        geometries: Of all ranks.
+        geometry: Of all ranks.
     """
 
     records: dict[int, RequestRecord]
     statistics: dict[str, int] | None
     counters: Counters
     steps: int
-    geometries: tuple[Geometry, ...]
+    geometry: Geometry
 
 
 def live(parallel: ParallelConfig | None, config: ModelConfig, whole: Whole, script: Script) -> Lived:
@@ -87,8 +87,8 @@ def live(parallel: ParallelConfig | None, config: ModelConfig, whole: Whole, scr
 def _follow(follower: Follower) -> Lived:
     follower.follow()
     follower.scheduler.check()
-    geometries = follower._memory._context.plan.rank_geometries
-    return Lived({}, None, follower.scheduler.counters, follower.step_count, geometries)
+    geometry = follower._memory._context.plan.world
+    return Lived({}, None, follower.scheduler.counters, follower.step_count, geometry)
 
 
 def lead(engine: InferenceEngine, script: Script) -> Lived:
@@ -102,14 +102,8 @@ def lead(engine: InferenceEngine, script: Script) -> Lived:
         _step(engine, records)
     assert not engine.has_unfinished_requests(), "requests never end"
     engine.close()
-    plan = engine.context.plan
-    return Lived(
-        records,
-        engine.prefix_cache_statistics(),
-        dataclasses.replace(engine.engine.counters),
-        engine.step_count,
-        plan.rank_geometries,
-    )
+    counters = dataclasses.replace(engine.engine.counters)
+    return Lived(records, engine.prefix_cache_statistics(), counters, engine.step_count, engine.geometry)
 
 
 def _act(engine: InferenceEngine, name: str, arguments: Sequence, records: dict[int, RequestRecord]) -> None:

@@ -1,0 +1,132 @@
+"""MR-1, MR-3, MR-7: `tools/run_inference.py` on several ranks writes what it writes on one."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.priority import TestPriority
+from tests.unit_tests.ranks.test_failures import exit_codes, run_tool
+from tests.unit_tests.support.ranks import NO_NETWORK, ONE_THREAD, ROOT, run_world
+
+pytestmark = [pytest.mark.worlds, pytest.mark.priority(TestPriority.HIGH)]
+
+SIZES = [
+    *("--inference-dynamic-batching-block-size", "16", "--inference-dynamic-batching-block-count", "24"),
+    *("--inference-dynamic-batching-prefix-caching-mamba-slots", "4", "--inference-dynamic-batching-max-requests", "3"),
+]
+PROMPT = (
+    "def mean(values):\n    return sum(values) / len(values)\n\ndef median(values):\n    ordered = sorted(values)\n"
+)
+LINES = [
+    {"text": PROMPT, "num_tokens_to_generate": 12},
+    {"text": PROMPT + "    middle", "num_tokens_to_generate": 9, "return_log_probs": True},
+    {"text": PROMPT + "# sampled", "num_tokens_to_generate": 9, "temperature": 0.8, "seed": 3},
+    {"text": "another one", "num_tokens_to_generate": 30, "stop_words": ["e"]},
+    {"text": PROMPT * 20, "num_tokens_to_generate": 5},
+]
+PER_RUN = {"latency", "ttft", "throughput", "mem-max-allocated-bytes", "geometry"}
+LAYOUTS = {
+    "TP 2": ["--tensor-model-parallel-size", "2"],
+    "PP 2": ["--pipeline-model-parallel-size", "2"],
+}
+
+
+def run(tmp_path: Path, size: int, flags: Sequence[str]) -> tuple[dict, list[str]]:
+    """The JSON, and what the ranks have on standard output."""
+    prompts, output = tmp_path / "prompts.jsonl", tmp_path / f"out{size}.json"
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in LINES))
+    files = ["--prompt-file", str(prompts), "--output-path", str(output)]
+    outcomes = run_world(run_tool, size, [*files, *SIZES, *flags], 0, "nothing")
+    assert set(exit_codes(outcomes)) <= {0, 1}, [one.describe() for one in outcomes]
+    return json.loads(output.read_text()), [one.stdout for one in outcomes]
+
+
+def strip(value: object) -> object:
+    """Without what no two runs have in common; floats as far as they are the same."""
+    if isinstance(value, dict):
+        return {key: strip(one) for key, one in value.items() if key not in PER_RUN}
+    if isinstance(value, list):
+        return [strip(one) for one in value]
+    return round(value, 3) + 0.0 if isinstance(value, float) else value
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_same_results(tmp_path: Path, layout: str):
+    """Tokens, texts, scores, counts; twice the same prompts, so that the second pass hits."""
+    flags = ["--inference-repeat-n", "2", "--inference-logging-step-interval", "5"]
+    alone, _ = run(tmp_path, 1, flags)
+    together, texts = run(tmp_path, 2, [*flags, *LAYOUTS[layout], "--check-ranks"])
+    assert strip(together) == strip(alone)
+    assert alone["prefix_cache"]["hits"] >= 3
+    assert "ranks" not in alone["geometry"]
+    assert [one["rank"] for one in together["geometry"]["ranks"]] == [0, 1]
+    assert sum(one["block_bytes"] for one in together["geometry"]["ranks"]) == together["geometry"]["block_bytes"]
+    assert "rank 1" in texts[0]
+    assert texts[1] == ""
+
+
+STARTED = f"""
+import os, sys, time
+sys.path.insert(0, {str(ROOT)!r})
+from tests.unit_tests.ranks.test_failures import before_step, fail
+from tools.run_inference import main
+
+def signal_torchrun():
+    os.kill(os.getppid(), {signal.SIGINT})
+    time.sleep(1.0)
+
+if __name__ == "__main__":
+    happening = sys.argv.pop(1)
+    if happening == "fail" and os.environ["RANK"] == "1":
+        before_step(3, fail)
+    if happening == "SIGINT" and os.environ["RANK"] == "0":
+        before_step(5, signal_torchrun)
+    sys.exit(main(sys.argv[1:]))
+"""
+
+
+def torchrun(tmp_path: Path, happening: str, *flags: str) -> subprocess.CompletedProcess:
+    """Two ranks under torchrun, TP 2; nothing of them is alive afterwards."""
+    script, mark = tmp_path / "start.py", f"mark-{os.getpid()}-{time.time_ns()}"
+    script.write_text(STARTED)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    flags = (happening, "--tensor-model-parallel-size", "2", "--prompts", "one", "two", *flags)
+    environment = {**os.environ, **ONE_THREAD, **NO_NETWORK, "MARK_OF_THIS_TEST": mark}
+    done = subprocess.run([*command, *flags], env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert not [one.pid for one in psutil.process_iter() if mark in marks_of(one)], "processes are left"
+    return done
+
+
+def marks_of(process: psutil.Process) -> list[str]:
+    try:
+        return list(process.environ().values())
+    except psutil.Error:
+        return []
+
+
+def test_under_torchrun_a_failed_rank_speaks_for_all(tmp_path: Path):
+    done = torchrun(tmp_path, "fail")
+    assert done.returncode == 1
+    lines = [line for line in done.stderr.splitlines() if line.startswith("run_inference.py:")]
+    assert lines == ["run_inference.py: error: rank 1: ZeroDivisionError: planted in two lines"]
+    assert "onnection" not in done.stderr
+
+
+def test_under_torchrun_a_signal_ends_all_in_order(tmp_path: Path):
+    output = tmp_path / "out.json"
+    done = torchrun(tmp_path, "SIGINT", "--output-path", str(output), "--num-tokens-to-generate", "50")
+    assert done.returncode != 0
+    assert "run_inference.py: SIGINT: requests: 2 aborted; all are in" in done.stderr
+    written = json.loads(output.read_text())
+    assert [written[str(i)]["status"] for i in range(2)] == ["ABORTED"] * 2
+    assert all(written[str(i)]["generated_tokens"] for i in range(2))
