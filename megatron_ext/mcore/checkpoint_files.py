@@ -154,7 +154,8 @@ class _PartReader:
             )
         try:
             found = read_tensor(FileSlice(file, part.start, part.length), stored.dtype, part.sizes, *box[:1])
-            return found[(slice(None),) + box[1:]] if box else found
+            whole_rows = (slice(None), *box[1:])
+            return found[whole_rows] if box else found
         except PlainPickleError as error:
             raise CheckpointError(f"{where} cannot be read: {error}") from error
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from megatron_ext.config import RECURRENT_KINDS, ModelConfig, ParallelConfig, SourceConfig
 from megatron_ext.config.annotations import FieldValues
@@ -60,7 +59,7 @@ _LAYOUT = {
 class LoadedModel:
     """A model ready for inference (eval mode), what it is, how it reads text, and the type of its parameters."""
 
-    model: nn.Module
+    model: HybridModel
     config: ModelConfig
     tokenizer: Tokenizer
     dtype: torch.dtype
