@@ -139,10 +139,11 @@ class _PartReader:
         for part in stored.parts:
             box = _intersection(tuple(wanted.global_offset), sizes, part)
             if box is not None:
-                target[box[0]].copy_(self._part(wanted.key, part, stored)[box[1]])
+                target[box[0]].copy_(self._part(wanted.key, part, stored, box[1]))
         return data
 
-    def _part(self, key: str, part: Part, stored: StoredTensor) -> Tensor:
+    def _part(self, key: str, part: Part, stored: StoredTensor, box: _Box) -> Tensor:
+        """A box of a stored part, of which whole rows are read."""
         where = f"{self._directory / part.file}: tensor {key}"
         file, size = self._open(part.file)
         needed = math.prod(part.sizes) * stored.dtype.itemsize
@@ -152,7 +153,9 @@ class _PartReader:
                 f"what {needed} bytes of tensor take"
             )
         try:
-            return read_tensor(FileSlice(file, part.start, part.length), stored.dtype, part.sizes)
+            found = read_tensor(FileSlice(file, part.start, part.length), stored.dtype, part.sizes, *box[:1])
+            whole_rows = (slice(None), *box[1:])
+            return found[whole_rows] if box else found
         except PlainPickleError as error:
             raise CheckpointError(f"{where} cannot be read: {error}") from error
 

@@ -153,7 +153,8 @@ def _cut(name: str, described: ShardedTensor | ShardedTensorFactory) -> Cut:
     for part in parts:
         rows.setdefault(part.key, part.global_shape[part.prepend_axis_num] if part.local_shape else 1)
     first = dict(zip(rows, _starts(rows.values()), strict=True))
-    pieces, local_row = [], 0
+    pieces: list[Piece] = []
+    local_row = 0
     for part in parts:
         offset, local = part.global_offset[part.prepend_axis_num :], tuple(part.local_shape)
         whole = [slice(start, start + size) for start, size in zip(offset, local, strict=True)]

@@ -96,8 +96,8 @@ def install_cpu_stand_ins() -> None:
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
     torch.cuda.Event = _HostTimer  # type: ignore[assignment,misc]
     torch.cuda.Stream = _HostStream  # type: ignore[assignment,misc]
-    torch.cuda.current_stream = lambda *_: _HOST_STREAM  # type: ignore[assignment,return-value]
-    torch.cuda.stream = lambda _: contextlib.nullcontext()  # type: ignore[assignment,misc]
+    torch.cuda.current_stream = lambda *_: _HOST_STREAM  # type: ignore[assignment]
+    torch.cuda.stream = lambda _: contextlib.nullcontext()  # type: ignore[assignment,return-value]
     torch.cuda.synchronize = _do_nothing
     torch.cuda.memory_stats = lambda *_: dict(_NO_MEMORY)
     torch.cuda.nvtx.range_push = _do_nothing

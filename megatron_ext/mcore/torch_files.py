@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import math
+import struct
 import zipfile
 from collections.abc import Container
 from typing import Any, BinaryIO, TypeGuard
@@ -28,6 +29,7 @@ _TYPED_STORAGES = {
     "torch.DoubleStorage": torch.float64,
 }
 _TENSOR = frozenset((_REBUILD, "collections.OrderedDict", *_TYPED_STORAGES))
+_LOCAL_MAGIC, _LOCAL_HEADER = b"PK\x03\x04", 30  # of a record; the last four bytes are lengths of what follows
 _CHUNK = 16 * 1024**2  # bytes that are read at a time
 _MOST_RECORDS = 100_000  # of an archive: two for each tensor, and a few more
 
@@ -86,6 +88,7 @@ class Archive:
     """
 
     def __init__(self, file: BinaryIO | FileSlice) -> None:
+        self._file = file
         try:
             self._zip = zipfile.ZipFile(file, "r")
         except Exception as error:  # of damaged archives `zipfile` raises anything
@@ -102,20 +105,50 @@ class Archive:
 
     def record(self, name: str) -> bytearray:
         """The bytes of one record."""
-        if name not in self._records:
-            raise PlainPickleError(f"it has no {name}")
+        record = self._record(name)
         content = bytearray()  # grows with what is there, whatever the archive says its length is
         try:
-            with self._zip.open(self._records[name]) as file:
+            with self._zip.open(record) as file:
                 while chunk := file.read(_CHUNK):
                     content += chunk
             return content
         except Exception as error:  # as above
             raise PlainPickleError(f"its {name} is damaged: {error}") from error
 
+    def part(self, name: str, start: int, length: int) -> bytearray:
+        """Some bytes of one record; nothing else is read, so that no checksum can be looked at."""
+        record = self._record(name)
+        if start + length > record.file_size:
+            raise PlainPickleError(f"its {name} is too short")
+        self._file.seek(record.header_offset)
+        header = self._file.read(_LOCAL_HEADER)
+        if len(header) < _LOCAL_HEADER or not header.startswith(_LOCAL_MAGIC):
+            raise PlainPickleError(f"its {name} is damaged: no header")
+        name_length, extra_length = struct.unpack("<HH", header[-4:])
+        self._file.seek(record.header_offset + _LOCAL_HEADER + name_length + extra_length + start)
+        content = bytearray()
+        while len(content) < length and (chunk := self._file.read(min(_CHUNK, length - len(content)))):
+            content += chunk
+        if len(content) < length:
+            raise PlainPickleError(f"its {name} is too short")
+        return content
 
-def read_tensor(file: BinaryIO | FileSlice, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    def _record(self, name: str) -> zipfile.ZipInfo:
+        if name not in self._records:
+            raise PlainPickleError(f"it has no {name}")
+        return self._records[name]
+
+
+def read_tensor(
+    file: BinaryIO | FileSlice, dtype: torch.dtype, shape: tuple[int, ...], rows: slice | None = None
+) -> Tensor:
     """The only tensor of an archive, on the host.
+
+    Args:
+        file: The archive and nothing else.
+        dtype: What the tensor must have.
+        shape: The same.
+        rows: The only ones that are returned, and read if they lie one behind the other; None for all.
 
     Raises:
         PlainPickleError: There is another tensor, or something else, or the archive is damaged.
@@ -129,6 +162,12 @@ def read_tensor(file: BinaryIO | FileSlice, dtype: torch.dtype, shape: tuple[int
     same_shape = _are_sizes(size) and size == shape
     if not same_shape or not _are_sizes(stride) or len(stride) != len(shape) or type(offset) is not int or offset < 0:
         raise PlainPickleError(f"it is no tensor of shape {shape}")
+    if rows is not None and rows != slice(0, shape[0]):
+        if (offset, stride) == (0, _contiguous(shape)) and count == math.prod(shape):
+            row = math.prod(shape[1:]) * dtype.itemsize
+            content = archive.part(f"data/{key}", rows.start * row, (rows.stop - rows.start) * row)
+            return torch.frombuffer(content, dtype=dtype).view(-1, *shape[1:])
+        return read_tensor(file, dtype, shape)[rows]
     content = archive.record(f"data/{key}")
     last = offset + sum((length - 1) * step for length, step in zip(shape, stride, strict=True))
     wanted = math.prod(shape)
@@ -137,6 +176,11 @@ def read_tensor(file: BinaryIO | FileSlice, dtype: torch.dtype, shape: tuple[int
     if not wanted:
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(content, dtype=dtype).as_strided(shape, stride, offset)
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a tensor whose numbers lie one behind the other."""
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 def _storage(stored: Any, dtype: torch.dtype) -> tuple[str, int]:

@@ -95,6 +95,7 @@ def _built(
     config: ModelConfig, spec: ModuleSpec, dtype: torch.dtype, seed: int, perform_initialization: bool, share: Share
 ) -> HybridModel:
     """This rank's part of the model, on the host; layers of another stage have other random weights."""
+    assert config.vocab_size is not None, "the caller has looked"
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed + share.stage.first)
         model = HybridModel(

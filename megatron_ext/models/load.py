@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from megatron_ext.config import RECURRENT_KINDS, ModelConfig, ParallelConfig, SourceConfig
 from megatron_ext.config.annotations import FieldValues
@@ -35,7 +34,6 @@ from megatron_ext.models.native.directory import read_header, require_replaceabl
 from megatron_ext.models.overrides import fitting_overrides
 from megatron_ext.models.tokenizers import Ids, choose_tokenizer
 from megatron_ext.ranks.stages import describe_stages, split_layers
-from megatron_ext.ranks.world import is_first_rank
 from megatron_ext.text.tokenizer import TextTokenizer, Tokenizer
 from megatron_ext.text.tokenizer_files import has_tokenizer
 
@@ -61,7 +59,7 @@ _LAYOUT = {
 class LoadedModel:
     """A model ready for inference (eval mode), what it is, how it reads text, and the type of its parameters."""
 
-    model: nn.Module
+    model: HybridModel
     config: ModelConfig
     tokenizer: Tokenizer
     dtype: torch.dtype
@@ -133,7 +131,7 @@ def _build(config: ModelConfig, parallel: ParallelConfig | None, **options: Any)
     """This rank's part; where there are stages, what each holds is said once."""
     model = build_model(config, parallel=parallel, **options)
     stages = split_layers(config.layer_count, platform.group_sizes(parallel))
-    if len(stages) > 1 and is_first_rank():
+    if len(stages) > 1 and torch.distributed.get_rank() == 0:
         logger.info("%s", describe_stages(config.hybrid_override_pattern, stages))
     return model
 

@@ -71,7 +71,8 @@ class WeightFiles:
         """
         if name in self._part_of:
             file, whole, index = self._part_of[name]
-            tensor = self._handle(file).get_slice(whole)[(index, *(box or ()))]
+            place = (index, *(box or ()))
+            tensor = self._handle(file).get_slice(whole)[place]
         elif box is None or _covers(box, self.shape(name)):
             tensor = self._handle(self._file_of[name]).get_tensor(name)
         else:

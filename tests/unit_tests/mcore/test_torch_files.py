@@ -48,6 +48,43 @@ def test_as_torch_reads_it(which: str, dtype: torch.dtype) -> None:
     assert torch.equal(ours, theirs)
 
 
+@pytest.mark.parametrize("which", ["whole", "transposed", "a part"])
+@pytest.mark.parametrize("rows", [slice(0, 1), slice(1, 2), slice(0, 2)], ids=str)
+def test_some_rows(which: str, rows: slice) -> None:
+    tensor = TENSORS[which]()
+    data = saved(tensor)
+    file = FileSlice(io.BytesIO(bytes(100) + data + bytes(100)), 100, len(data))
+    rows = slice(rows.start, min(rows.stop, len(tensor)))
+    if rows.start < rows.stop:
+        assert torch.equal(read_tensor(file, torch.float32, tuple(tensor.shape), rows), tensor[rows])
+
+
+def test_of_some_rows_no_others_are_read() -> None:
+    """But for the archive's own bytes."""
+    tensor = torch.arange(400_000.0).view(1000, 400)
+    data, seen = saved(tensor), []
+
+    class Watched(io.BytesIO):
+        def read(self, count: int | None = -1) -> bytes:
+            content = super().read(count)
+            seen.append(len(content))
+            return content
+
+    rows = read_tensor(Watched(data), torch.float32, (1000, 400), slice(990, 1000))
+    assert torch.equal(rows, tensor[990:])
+    assert sum(seen) < len(data) / 10
+
+
+@pytest.mark.parametrize("rows", [slice(0, 1), slice(1, 2)], ids=str)
+def test_rows_of_a_file_that_ends_too_early(rows: slice) -> None:
+    """Whatever is cut off or overwritten is one error, or rows of the right size."""
+    data = saved(VALUES)
+    header = data.index(b"PK\x03\x04", data.index(b"data/0") - 60)
+    for spoiled in (data[:header] + b"XX" + data[header + 2 :], data.replace(b"PK\x03\x04", b"PK\x03\x05")):
+        with pytest.raises(PlainPickleError):
+            read_tensor(io.BytesIO(spoiled), torch.float32, (2, 3, 4), rows)
+
+
 def test_out_of_the_middle_of_a_file() -> None:
     data = saved(VALUES)
     file = FileSlice(io.BytesIO(bytes(100) + data + bytes(100)), 100, len(data))
