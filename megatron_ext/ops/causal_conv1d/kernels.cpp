@@ -3,6 +3,8 @@
 
 #include <ATen/ops/empty.h>
 
+#include <cmath>
+
 #include "prefill.h"
 #include "vectors.h"
 
@@ -10,18 +12,25 @@ namespace megatron_ext::causal_conv1d {
 
 constexpr int64_t PIECE = 32;  // tokens that a thread takes at once
 
+// a * b + c, rounded as `at::vec::fmadd` does.
+inline float fused(float a, float b, float c) {
+#if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
+  return std::fma(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
 struct Convolution {
   int64_t channels, window;
-  at::Tensor held_weight, held_bias;  // weight [K, Cn]
-  const float* weight;
-  const float* bias;  // null: none
+  Dense held_weight, held_bias;
+  const float* weight;  // [K, Cn], or [Cn, K] for `step`
+  const float* bias;    // null: none
 
-  Convolution(const at::Tensor& w, const std::optional<at::Tensor>& b)
-      : channels(w.size(0)), window(w.size(1)), held_weight(dense(w.t())), weight(floats(held_weight)), bias(nullptr) {
-    if (!b) return;
-    held_bias = dense(*b);
-    TORCH_CHECK(held_bias.dim() == 1 && held_bias.size(0) == channels, "bias is [Cn]");
-    bias = floats(held_bias);
+  Convolution(const at::Tensor& w, const std::optional<at::Tensor>& b, bool by_channel)
+      : channels(w.size(0)), window(w.size(1)), held_weight(by_channel ? w : w.t()), held_bias(b),
+        weight(held_weight.data()), bias(held_bias.data()) {
+    TORCH_CHECK(!b || (b->dim() == 1 && b->size(0) == channels), "bias is [Cn]");
   }
 
   // One token; taps[k] are the channels of the input that weight[k] is for.
@@ -34,17 +43,32 @@ struct Convolution {
       store(y + c, silu(sum), count);
     }
   }
+
+  // One token of a sequence whose state [Cn, K-1] is moved on.
+  void step(float* state, const float* x, float* y) const {
+    const int64_t kept = window - 1;
+    for (int64_t c = 0; c < channels; ++c) {
+      const float* w = weight + c * window;
+      float* past = state + c * kept;
+      float sum = bias ? bias[c] : 0.0f;
+      for (int64_t k = 0; k < kept; ++k) sum = fused(w[k], past[k], sum);
+      y[c] = fused(w[kept], x[c], sum);
+      for (int64_t k = 0; k + 1 < kept; ++k) past[k] = past[k + 1];
+      if (kept > 0) past[kept - 1] = x[c];
+    }
+    for (int64_t c = 0; c < channels; c += W) store(y + c, silu(load(y + c, lanes(c, channels))), lanes(c, channels));
+  }
 };
 
 // A prefill's inputs, with each sequence's K-1 earlier ones.
 struct Inputs {
   const Prefill& prefill;
-  const float* x;  // [T, Cn], rows `stride` apart
-  int64_t stride, channels, kept;
+  const Rows& x;  // [T, Cn]
+  int64_t channels, kept;
   std::vector<float> earlier;  // [S, K-1, Cn]
 
-  Inputs(const Prefill& all, const at::Tensor& wide, int64_t kept_)
-      : prefill(all), x(floats(wide)), stride(wide.stride(0)), channels(wide.size(1)), kept(kept_),
+  Inputs(const Prefill& all, const Rows& x_, int64_t channels_, int64_t kept_)
+      : prefill(all), x(x_), channels(channels_), kept(kept_),
         earlier(all.sequences() * kept * channels) {
     for_each(all.sequences(), [&](int64_t s) {
       std::vector<float> state(channels * kept);
@@ -58,7 +82,7 @@ struct Inputs {
   // Input `t` of the packed axis, of a sequence; those before its first token are the earlier ones.
   const float* row(int64_t sequence, int64_t t) const {
     const int64_t before = t - prefill.begin(sequence);
-    return before >= 0 ? x + t * stride : earlier.data() + ((sequence + 1) * kept + before) * channels;
+    return before >= 0 ? x(t) : earlier.data() + ((sequence + 1) * kept + before) * channels;
   }
 
   // The state after the inputs before a token: [Cn, K-1], to a slot.
@@ -88,13 +112,13 @@ at::Tensor prefill(const at::Tensor& x, const at::Tensor& weight, const std::opt
                    const at::Tensor& starts, const at::Tensor& slots, const at::Tensor& has_initial, at::Tensor live,
                    const std::optional<at::Tensor>& kept_slots, const std::optional<at::Tensor>& kept_sequences,
                    const std::optional<at::Tensor>& kept_tokens, const std::optional<at::Tensor>& snapshots) {
-  const Convolution convolution(weight, bias);
+  const Convolution convolution(weight, bias, false);
   const Prefill sequences(starts, slots, has_initial, live, kept_slots, kept_sequences, kept_tokens, snapshots,
                           {convolution.channels, convolution.window - 1});
-  const at::Tensor wide = rows(x);
+  const Rows wide(x);
   TORCH_CHECK(x.dim() == 2 && x.size(1) == convolution.channels, "x is [T, Cn]");
-  const Inputs inputs(sequences, wide, convolution.window - 1);
-  at::Tensor y = at::empty(x.sizes(), wide.options());
+  const Inputs inputs(sequences, wide, convolution.channels, convolution.window - 1);
+  at::Tensor y = at::empty(x.sizes(), wide.tensor().options());
   float* out = y.mutable_data_ptr<float>();
   const int64_t channels = convolution.channels;
   const std::vector<Piece> pieces = cut(sequences);
@@ -109,37 +133,28 @@ at::Tensor prefill(const at::Tensor& x, const at::Tensor& weight, const std::opt
   for_each(sequences.sequences(), [&](int64_t s) {
     sequences.walk(s, sequences.tokens(), [](int64_t, int64_t) {}, [&](const Stop& stop) { inputs.keep(s, stop); });
   });
-  return y.to(x.scalar_type());
+  return as_type(y, x.scalar_type());
 }
 
 at::Tensor decode(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
                   const std::optional<at::Tensor>& slots, int64_t first_slot, at::Tensor live) {
-  const Convolution convolution(weight, bias);
-  const at::Tensor wide = rows(x);
+  const Convolution convolution(weight, bias, true);
+  const Rows wide(x);
   TORCH_CHECK(x.dim() == 2 && x.size(1) == convolution.channels, "x is [T, Cn]");
   const int64_t channels = convolution.channels, kept = convolution.window - 1, requests = x.size(0);
   const Pool states(live, {convolution.channels, convolution.window - 1});
   const Slots where(slots, first_slot);
-  at::Tensor y = at::empty(x.sizes(), wide.options());
+  at::Tensor y = at::empty(x.sizes(), wide.tensor().options());
   float* out = y.mutable_data_ptr<float>();
-  const float* in = floats(wide);
   for_ranges(requests, 1 + 16384 / (channels + 1), [&](int64_t begin, int64_t end) {
-    std::vector<float> state(channels * kept), columns(channels * kept);
-    std::vector<const float*> taps(kept + 1);
+    std::vector<float> copy(channels * kept);
     for (int64_t r = begin; r < end; ++r) {
-      const float* newest = in + r * wide.stride(0);
-      states.load(where[r], 0, state.data(), channels * kept);
-      for (int64_t k = 0; k < kept; ++k)
-        for (int64_t c = 0; c < channels; ++c) columns[k * channels + c] = state[c * kept + k];
-      for (int64_t k = 0; k < kept; ++k) taps[k] = columns.data() + k * channels;
-      taps[kept] = newest;
-      convolution.token(taps.data(), out + r * channels);
-      for (int64_t k = 0; k < kept; ++k)
-        for (int64_t c = 0; c < channels; ++c) state[c * kept + k] = taps[k + 1][c];
-      states.store(where[r], 0, state.data(), channels * kept);
+      float* state = states.in_place(where[r], 0, copy.data(), channels * kept);
+      convolution.step(state, wide(r), out + r * channels);
+      states.put_back(where[r], 0, state, channels * kept);
     }
   });
-  return y.to(x.scalar_type());
+  return as_type(y, x.scalar_type());
 }
 
 }  // namespace megatron_ext::causal_conv1d

@@ -12,7 +12,6 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -29,11 +28,13 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _LOCK = threading.RLock()
 
 
-class Kernels(Protocol):
-    """The functions of the library, by the names that their sources register."""
+class Kernels:
+    """The functions of the library, by the names that their sources register; each is looked up once."""
 
     def __getattr__(self, name: str) -> Callable[..., Tensor]:
-        """The function of this name."""
+        function: Callable[..., Tensor] = getattr(torch.ops.megatron_ext_cpu, name).default
+        setattr(self, name, function)
+        return function
 
 
 def say(line: str) -> None:
@@ -71,6 +72,7 @@ def _choose() -> bool:
     return False
 
 
+@functools.cache
 def are_used() -> bool:
     """Whether operators on the CPU are computed by the kernels here; builds and loads them when first asked.
 
@@ -79,7 +81,7 @@ def are_used() -> bool:
     Raises:
         ConfigError: They are required and cannot be had, or the environment variable has a value that it cannot have.
     """
-    with _LOCK:
+    with _LOCK:  # threads that ask at once wait for one answer
         return _choose()
 
 
@@ -90,11 +92,12 @@ def can_be_built() -> bool:
 
 def takes(x: Tensor) -> bool:
     """Whether the kernels compute for inputs like this one: on the CPU, in fp32 or 16 bits, without gradients."""
-    if x.device.type != "cpu" or x.dtype not in DTYPES:
+    if not x.is_cpu or x.dtype not in DTYPES:
         return False
     return not (x.requires_grad and torch.is_grad_enabled()) and are_used()
 
 
+@functools.cache
 def kernels() -> Kernels:
     """The functions of the library, also where the environment says that they are not to be used.
 
@@ -105,4 +108,4 @@ def kernels() -> Kernels:
         problem = _problem()
     if problem is not None:
         raise RuntimeError(problem)
-    return torch.ops.megatron_ext_cpu
+    return Kernels()

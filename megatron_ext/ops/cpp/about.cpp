@@ -24,7 +24,7 @@ int64_t threads() {
 }
 
 at::Tensor exp_of(const at::Tensor& x) {
-  at::Tensor y = dense(x).clone();
+  at::Tensor y = x.to(at::kFloat).clone();
   float* value = y.mutable_data_ptr<float>();
   for (int64_t i = 0; i < y.numel(); i += W) {
     const int64_t count = lanes(i, y.numel());

@@ -15,8 +15,7 @@ def prefill_places(chunks: PackedChunks, slots: StateSlots, live: Tensor, snapsh
     starts, kept = chunks.sequences.cu_seqlens, slots.snapshots
     if kept is None:
         return starts, slots.live, slots.has_initial_state, live, None, None, None, None
-    places = (kept.slots.contiguous(), kept.sequences.contiguous(), kept.tokens.contiguous())
-    return starts, slots.live, slots.has_initial_state, live, *places, snapshots
+    return starts, slots.live, slots.has_initial_state, live, kept.slots, kept.sequences, kept.tokens, snapshots
 
 
 def decode_places(slots: Tensor | slice) -> tuple[Tensor | None, int]:

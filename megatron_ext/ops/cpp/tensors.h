@@ -10,20 +10,68 @@
 
 namespace megatron_ext {
 
-// In fp32, the last dimension dense; the very tensor where it is that already.
-inline at::Tensor rows(const at::Tensor& t) {
-  at::Tensor wide = t.to(at::kFloat);
-  return wide.dim() == 0 || wide.stride(-1) == 1 || wide.size(-1) == 1 ? wide : wide.contiguous();
+// The very tensor where it is of this type already; asked here, since `to` costs a call of the dispatcher.
+inline at::Tensor as_type(const at::Tensor& t, at::ScalarType type) {
+  return t.scalar_type() == type ? t : t.to(type);
 }
 
-// In fp32 and dense.
-inline at::Tensor dense(const at::Tensor& t) {
-  return t.to(at::kFloat).contiguous();
+// In fp32, the last dimension dense.
+inline at::Tensor rows(const at::Tensor& t) {
+  const at::Tensor wide = as_type(t, at::kFloat);
+  return wide.dim() == 0 || wide.stride(-1) == 1 || wide.size(-1) == 1 ? wide : wide.contiguous();
 }
 
 inline const float* floats(const at::Tensor& t) {
   return t.const_data_ptr<float>();
 }
+
+// Numbers in fp32, dense; none if there is no tensor.
+class Dense {
+ public:
+  Dense() = default;
+  explicit Dense(const std::optional<at::Tensor>& t) {
+    if (!t) return;
+    held_ = as_type(*t, at::kFloat).contiguous();
+    data_ = floats(held_);
+  }
+
+  const float* data() const {
+    return data_;
+  }
+
+  const at::Tensor& tensor() const {
+    return held_;
+  }
+
+ private:
+  at::Tensor held_;
+  const float* data_ = nullptr;
+};
+
+// [T, width] or [T, heads, width] in fp32, the last dimension dense. Kernels ask here and not the tensor, whose every
+// answer is a call.
+class Rows {
+ public:
+  explicit Rows(const at::Tensor& t)
+      : held_(rows(t)),
+        data_(floats(held_)),
+        token_(held_.stride(0)),
+        head_(held_.dim() > 2 ? held_.stride(1) : 1) {}
+
+  // The row of a token, or of one of its heads; of [T, H] the number of a head.
+  const float* operator()(int64_t token, int64_t head = 0) const {
+    return data_ + token * token_ + head * head_;
+  }
+
+  const at::Tensor& tensor() const {
+    return held_;
+  }
+
+ private:
+  at::Tensor held_;
+  const float* data_;
+  int64_t token_, head_;
+};
 
 // int64 numbers, held as long as this.
 class Integers {

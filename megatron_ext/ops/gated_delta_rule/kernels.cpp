@@ -15,72 +15,55 @@ namespace megatron_ext::gated_delta_rule {
 
 constexpr int64_t PIECE = 64;      // tokens
 constexpr float EPSILON = 1e-6f;   // NORM_EPSILON of reference.py
-constexpr int64_t VECTORS = 2;     // of columns at once
+constexpr int VECTORS = 2;         // of columns at once
 constexpr int64_t LANES = VECTORS * W;
-constexpr int64_t CHAINS = 4;      // of additions beside each other; sums over K would wait for themselves
+constexpr int CHAINS = 4;          // sums over K beside each other; one alone would wait for itself
 
 struct Inputs {
-  at::Tensor q, k, v, g, beta;  // in fp32, only their last dimension dense
+  Rows q, k, v, g, beta;
   int64_t groups, heads, keys, values;
-  bool normalize;
+  std::vector<float> scale_q, scale_k;  // [T, G], what queries and keys are to be multiplied with
 
   Inputs(const at::Tensor& q_, const at::Tensor& k_, const at::Tensor& v_, const at::Tensor& g_,
-         const at::Tensor& beta_, bool normalize_)
-      : q(rows(q_)), k(rows(k_)), v(rows(v_)), g(rows(g_)), beta(rows(beta_)), groups(k_.size(1)), heads(v_.size(1)),
-        keys(k_.size(2)), values(v_.size(2)), normalize(normalize_) {
-    TORCH_CHECK(k.dim() == 3 && q.sizes() == k.sizes() && v.dim() == 3, "q and k are [T, G, K], v is [T, H, V]");
-    TORCH_CHECK(heads % groups == 0 && k.size(0) == v.size(0), "value heads share key heads evenly");
-    TORCH_CHECK(g.dim() == 2 && g.size(0) == v.size(0) && g.size(1) == heads, "g is [T, H]");
-    TORCH_CHECK(beta.sizes() == g.sizes(), "beta is [T, H]");
+         const at::Tensor& beta_, bool normalize)
+      : q(q_), k(k_), v(v_), g(g_), beta(beta_), groups(k_.size(1)), heads(v_.size(1)),
+        keys(k_.size(2)), values(v_.size(2)), scale_q(k_.size(0) * groups), scale_k(k_.size(0) * groups) {
+    TORCH_CHECK(k_.dim() == 3 && q_.sizes() == k_.sizes() && v_.dim() == 3, "q and k are [T, G, K], v is [T, H, V]");
+    TORCH_CHECK(heads % groups == 0 && k_.size(0) == v_.size(0), "value heads share key heads evenly");
+    TORCH_CHECK(g_.dim() == 2 && g_.size(0) == v_.size(0) && g_.size(1) == heads, "g is [T, H]");
+    TORCH_CHECK(beta_.sizes() == g_.sizes(), "beta is [T, H]");
+    const float root = 1.0f / std::sqrt(static_cast<float>(keys));
+    for_ranges(k_.size(0) * groups, 256, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        scale_q[i] = root * (normalize ? one_over_length(q(i / groups, i % groups)) : 1.0f);
+        scale_k[i] = normalize ? one_over_length(k(i / groups, i % groups)) : 1.0f;
+      }
+    });
   }
 
-  const float* head_of(const at::Tensor& t, int64_t token, int64_t head) const {
-    return floats(t) + token * t.stride(0) + head * t.stride(1);
-  }
-
-  float number(const at::Tensor& t, int64_t token, int64_t head) const {
-    return floats(t)[token * t.stride(0) + head];
+  float one_over_length(const float* from) const {
+    Vec squares(0.0f);
+    for (int64_t i = 0; i < keys; i += W) {
+      const Vec value = load(from + i, lanes(i, keys));
+      squares = at::vec::fmadd(value, value, squares);
+    }
+    return 1.0f / std::sqrt(sum(squares) + EPSILON);
   }
 };
 
-// What a query or key is to be multiplied with.
-float scale_of(const float* from, int64_t size, bool normalize) {
-  if (!normalize) return 1.0f;
-  Vec squares(0.0f);
-  for (int64_t i = 0; i < size; i += W) {
-    const Vec value = load(from + i, lanes(i, size));
-    squares = at::vec::fmadd(value, value, squares);
-  }
-  return 1.0f / std::sqrt(sum(squares) + EPSILON);
+// f(key, chain) for all keys, most of them CHAINS at a time.
+template <typename F>
+inline void for_keys(int64_t keys, const F& f) {
+  int64_t key = 0;
+  for (; key + CHAINS <= keys; key += CHAINS)
+#pragma GCC unroll 4
+    for (int chain = 0; chain < CHAINS; ++chain) f(key + chain, chain);
+  for (; key < keys; ++key) f(key, 0);
 }
 
-struct Columns {
-  Vec lane[VECTORS];
-
-  Columns() : Columns(0.0f) {}
-  explicit Columns(float value) {
-    for (auto& one : lane) one = Vec(value);
-  }
-  explicit Columns(const float* from) {
-    for (int64_t v = 0; v < VECTORS; ++v) lane[v] = Vec::loadu(from + v * W);
-  }
-  void store(float* to) const {
-    for (int64_t v = 0; v < VECTORS; ++v) lane[v].store(to + v * W);
-  }
-  // Adds a * b.
-  void add(Vec a, const Columns& b) {
-    for (int64_t v = 0; v < VECTORS; ++v) lane[v] = at::vec::fmadd(a, b.lane[v], lane[v]);
-  }
-  void scale(Vec a) {
-    for (auto& one : lane) one = one * a;
-  }
-};
-
-// The sum of all, in one order.
-Columns total(const Columns (&chain)[CHAINS]) {
-  Columns sum = chain[0];
-  for (int64_t i = 1; i < CHAINS; ++i) sum.add(Vec(1.0f), chain[i]);
-  return sum;
+// Of all chains of one vector, in one order.
+inline Vec total(const Vec (&chain)[CHAINS][VECTORS], int v) {
+  return (chain[0][v] + chain[1][v]) + (chain[2][v] + chain[3][v]);
 }
 
 // LANES columns of one head's state, from `first` on; [K, LANES] here, zero behind V.
@@ -96,37 +79,44 @@ struct Block {
     return (head * in.keys + key) * in.values + first;
   }
 
-  // What a state before this token, decayed, does not recall of its value; and that is written: updates the state and
-  // returns what it then gives the query.
-  Columns token(int64_t t, const float* value) {
-    const int64_t group = head / (in.heads / in.groups);
-    const float *q = in.head_of(in.q, t, group), *k = in.head_of(in.k, t, group);
-    const float scale_q = scale_of(q, in.keys, in.normalize) / std::sqrt(static_cast<float>(in.keys));
-    const float scale_k = scale_of(k, in.keys, in.normalize), beta = in.number(in.beta, t, head);
-    const Vec decay = exp(Vec(in.number(in.g, t, head)));
-    Columns recalled[CHAINS], given[CHAINS], written(value);
-    for (int64_t i = 0; i < in.keys; ++i)
-      recalled[i % CHAINS].add(Vec(k[i]), Columns(state.data() + i * LANES));
-    written.add(decay * Vec(-scale_k), total(recalled));
-    written.scale(Vec(beta * scale_k));
-    for (int64_t i = 0; i < in.keys; ++i) {
-      Columns row(state.data() + i * LANES);
-      row.scale(decay);
-      row.add(Vec(k[i]), written);
-      row.store(state.data() + i * LANES);
-      given[i % CHAINS].add(Vec(q[i]), row);
-    }
-    Columns y = total(given);
-    y.scale(Vec(scale_q));
-    return y;
+  // What the decayed state does not recall of a token's value is written to it; y is what it then gives the query.
+  void token(int64_t t, const float* value, float* y) {
+    const int64_t group = head / (in.heads / in.groups), at = t * in.groups + group;
+    const float *q = in.q(t, group), *k = in.k(t, group);
+    const Vec decay = exp(Vec(*in.g(t, head))), strength(*in.beta(t, head) * in.scale_k[at]);
+    float* rows = state.data();
+    Vec recalled[CHAINS][VECTORS], given[CHAINS][VECTORS], written[VECTORS];
+#pragma GCC unroll 8
+    for (int i = 0; i < CHAINS * VECTORS; ++i)
+      recalled[i / VECTORS][i % VECTORS] = given[i / VECTORS][i % VECTORS] = Vec(0.0f);
+    for_keys(in.keys, [&](int64_t key, int chain) {
+#pragma GCC unroll 2
+      for (int v = 0; v < VECTORS; ++v)
+        recalled[chain][v] = at::vec::fmadd(Vec(k[key]), Vec::loadu(rows + key * LANES + v * W), recalled[chain][v]);
+    });
+#pragma GCC unroll 2
+    for (int v = 0; v < VECTORS; ++v)
+      written[v] =
+          (Vec::loadu(value + v * W) - total(recalled, v) * (decay * Vec(in.scale_k[at]))) * strength;
+    for_keys(in.keys, [&](int64_t key, int chain) {
+#pragma GCC unroll 2
+      for (int v = 0; v < VECTORS; ++v) {
+        float* place = rows + key * LANES + v * W;
+        const Vec row = at::vec::fmadd(Vec(k[key]), written[v], Vec::loadu(place) * decay);
+        row.store(place);
+        given[chain][v] = at::vec::fmadd(Vec(q[key]), row, given[chain][v]);
+      }
+    });
+#pragma GCC unroll 2
+    for (int v = 0; v < VECTORS; ++v) (total(given, v) * Vec(in.scale_q[at])).store(y + v * W);
   }
 
   void pass(int64_t begin, int64_t end, float* y) {
     alignas(64) float columns[LANES] = {};
     for (int64_t t = begin; t < end; ++t) {
-      std::copy_n(in.head_of(in.v, t, head) + first, count, columns);
+      std::copy_n(in.v(t, head) + first, count, columns);
       alignas(64) float given[LANES];
-      token(t, columns).store(given);
+      token(t, columns, given);
       std::copy_n(given, count, y + (t * in.heads + head) * in.values + first);
     }
   }
@@ -140,7 +130,7 @@ at::Tensor prefill(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v
   const Inputs in(q, k, v, g, beta, normalize);
   const Prefill sequences(starts, slots, has_initial, live, kept_slots, kept_sequences, kept_tokens, snapshots,
                           {in.heads, in.keys, in.values});
-  at::Tensor y = at::empty(v.sizes(), in.v.options());
+  at::Tensor y = at::empty(v.sizes(), in.v.tensor().options());
   float* out = y.mutable_data_ptr<float>();
   const std::vector<int64_t> order = sequences.by_length();
   const int64_t parts = (in.values + LANES - 1) / LANES, units = in.heads * parts;
@@ -157,7 +147,7 @@ at::Tensor prefill(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v
         });
   });
   std::fill(out + sequences.tokens() * in.heads * in.values, out + y.numel(), 0.0f);
-  return y.to(v.scalar_type());
+  return as_type(y, v.scalar_type());
 }
 
 at::Tensor decode(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& g,
@@ -166,7 +156,7 @@ at::Tensor decode(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
   const Inputs in(q, k, v, g, beta, normalize);
   const Pool pool(live, {in.heads, in.keys, in.values});
   const Slots where(slots, first_slot);
-  at::Tensor y = at::empty(v.sizes(), in.v.options());
+  at::Tensor y = at::empty(v.sizes(), in.v.tensor().options());
   float* out = y.mutable_data_ptr<float>();
   const int64_t parts = (in.values + LANES - 1) / LANES, units = in.heads * parts;
   for_ranges(v.size(0) * units, 1 + 8192 / (in.keys * LANES + 1), [&](int64_t begin, int64_t end) {
@@ -180,7 +170,7 @@ at::Tensor decode(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
         pool.store(slot, block.place(key), block.state.data() + key * LANES, block.count);
     }
   });
-  return y.to(v.scalar_type());
+  return as_type(y, v.scalar_type());
 }
 
 }  // namespace megatron_ext::gated_delta_rule

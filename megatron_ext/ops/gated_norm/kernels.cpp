@@ -34,38 +34,38 @@ void norm_group(const float* y, const float* gate, const float* weight, float* o
 
 at::Tensor gated_norm(const at::Tensor& y, const at::Tensor& gate, const at::Tensor& weight, int64_t group_size,
                       double eps) {
-  const at::Tensor wide_y = rows(y), wide_gate = rows(gate), wide_weight = dense(weight);
+  const Rows values(y), gates(gate);
+  const Dense weights(weight);
   TORCH_CHECK(y.dim() == 2 && gate.sizes() == y.sizes(), "y and gate are [T, Cn]");
   const int64_t channels = y.size(1);
-  TORCH_CHECK(wide_weight.numel() == channels && channels % group_size == 0, "weight is [Cn], groups are whole");
-  at::Tensor out = at::empty(y.sizes(), wide_y.options());
+  TORCH_CHECK(weight.dim() == 1 && weight.size(0) == channels && channels % group_size == 0, "weight is [Cn], groups are whole");
+  at::Tensor out = at::empty(y.sizes(), values.tensor().options());
   float* to = out.mutable_data_ptr<float>();
   for_ranges(y.size(0), 1 + GRAIN / (channels + 1), [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t)
       for (int64_t c = 0; c < channels; c += group_size)
-        norm_group(floats(wide_y) + t * wide_y.stride(0) + c, floats(wide_gate) + t * wide_gate.stride(0) + c,
-                   floats(wide_weight) + c, to + t * channels + c, group_size, static_cast<float>(eps));
+        norm_group(values(t) + c, gates(t) + c, weights.data() + c, to + t * channels + c, group_size,
+                   static_cast<float>(eps));
   });
-  return out.to(gate.scalar_type());
+  return as_type(out, gate.scalar_type());
 }
 
 at::Tensor silu_gate(const at::Tensor& y, const at::Tensor& gate) {
-  const at::Tensor wide_y = rows(y), wide_gate = rows(gate);
+  const Rows values(y), gates(gate);
   TORCH_CHECK(y.dim() == 2 && gate.sizes() == y.sizes(), "y and gate are [T, Cn]");
   const int64_t channels = y.size(1);
-  at::Tensor out = at::empty(y.sizes(), wide_y.options());
+  at::Tensor out = at::empty(y.sizes(), values.tensor().options());
   float* to = out.mutable_data_ptr<float>();
   for_ranges(y.size(0), 1 + GRAIN / (channels + 1), [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
-      const float* from = floats(wide_y) + t * wide_y.stride(0);
-      const float* z = floats(wide_gate) + t * wide_gate.stride(0);
+      const float *from = values(t), *z = gates(t);
       for (int64_t c = 0; c < channels; c += W) {
         const int64_t count = lanes(c, channels);
         store(to + t * channels + c, gated(from + c, z + c, count), count);
       }
     }
   });
-  return out.to(gate.scalar_type());
+  return as_type(out, gate.scalar_type());
 }
 
 }  // namespace megatron_ext::gates

@@ -12,25 +12,20 @@
 namespace megatron_ext::selective_scan {
 
 constexpr int64_t PIECE = 64;  // tokens
+constexpr int64_t BLOCK = 32;  // channels of a request that a thread takes at once
 
 struct Inputs {
-  at::Tensor u, delta, A, B, C, D;  // in fp32, only their last dimension dense
+  Rows u, delta, B, C;
+  Dense A, D;
   int64_t channels, size;
 
   Inputs(const at::Tensor& u_, const at::Tensor& delta_, const at::Tensor& A_, const at::Tensor& B_,
          const at::Tensor& C_, const std::optional<at::Tensor>& D_)
-      : u(rows(u_)), delta(rows(delta_)), A(dense(A_)), B(rows(B_)), C(rows(C_)),
-        channels(u_.size(1)), size(B_.size(1)) {
-    TORCH_CHECK(u.dim() == 2 && delta.sizes() == u.sizes(), "u and delta are [T, D]");
-    TORCH_CHECK(A.dim() == 2 && A.size(0) == channels && A.size(1) == size, "A is [D, N]");
-    TORCH_CHECK(B.dim() == 2 && B.size(0) == u.size(0) && C.sizes() == B.sizes(), "B and C are [T, N]");
-    if (!D_) return;
-    D = dense(*D_);
-    TORCH_CHECK(D.dim() == 1 && D.size(0) == channels, "D is [D]");
-  }
-
-  const float* row(const at::Tensor& t, int64_t token) const {
-    return floats(t) + token * t.stride(0);
+      : u(u_), delta(delta_), B(B_), C(C_), A(A_), D(D_), channels(u_.size(1)), size(B_.size(1)) {
+    TORCH_CHECK(u_.dim() == 2 && delta_.sizes() == u_.sizes(), "u and delta are [T, D]");
+    TORCH_CHECK(A_.dim() == 2 && A_.size(0) == channels && A_.size(1) == size, "A is [D, N]");
+    TORCH_CHECK(B_.dim() == 2 && B_.size(0) == u_.size(0) && C_.sizes() == B_.sizes(), "B and C are [T, N]");
+    TORCH_CHECK(!D_ || (D_->dim() == 1 && D_->size(0) == channels), "D is [D]");
   }
 };
 
@@ -43,7 +38,7 @@ struct Block {
   Block(const Inputs& inputs, int64_t channel)
       : in(inputs), first(channel), count(lanes(channel, inputs.channels)), state(in.size * W), rate(in.size * W) {
     for (int64_t lane = 0; lane < count; ++lane)
-      for (int64_t n = 0; n < in.size; ++n) rate[n * W + lane] = floats(in.A)[(first + lane) * in.size + n];
+      for (int64_t n = 0; n < in.size; ++n) rate[n * W + lane] = in.A.data()[(first + lane) * in.size + n];
   }
 
   void load_state(const Prefill& prefill, int64_t sequence) {
@@ -61,11 +56,11 @@ struct Block {
   }
 
   void pass(int64_t begin, int64_t end, float* y) {
-    const Vec direct = in.D.defined() ? load(floats(in.D) + first, count) : Vec(0.0f);
+    const Vec direct = in.D.data() ? load(in.D.data() + first, count) : Vec(0.0f);
     for (int64_t t = begin; t < end; ++t) {
-      const Vec delta = load(in.row(in.delta, t) + first, count), u = load(in.row(in.u, t) + first, count);
+      const Vec delta = load(in.delta(t) + first, count), u = load(in.u(t) + first, count);
       const Vec stepped = delta * u;
-      const float *b = in.row(in.B, t), *c = in.row(in.C, t);
+      const float *b = in.B(t), *c = in.C(t);
       Vec out = u * direct;
       for (int64_t n = 0; n < in.size; ++n) {
         const Vec decay = exp(delta * Vec::loadu(rate.data() + n * W));
@@ -86,7 +81,7 @@ at::Tensor prefill(const at::Tensor& u, const at::Tensor& delta, const at::Tenso
   const Inputs in(u, delta, A, B, C, D);
   const Prefill sequences(starts, slots, has_initial, live, kept_slots, kept_sequences, kept_tokens, snapshots,
                           {in.channels, in.size});
-  at::Tensor y = at::empty(u.sizes(), in.u.options());
+  at::Tensor y = at::empty(u.sizes(), in.u.tensor().options());
   float* out = y.mutable_data_ptr<float>();
   const std::vector<int64_t> order = sequences.by_length();
   const int64_t blocks = (in.channels + W - 1) / W;
@@ -99,7 +94,7 @@ at::Tensor prefill(const at::Tensor& u, const at::Tensor& delta, const at::Tenso
         [&](const Stop& stop) { block.keep(sequences, stop); });
   });
   std::fill(out + sequences.tokens() * in.channels, out + y.numel(), 0.0f);
-  return y.to(u.scalar_type());
+  return as_type(y, u.scalar_type());
 }
 
 // One channel's states [N], in place; returns what they give.
@@ -121,22 +116,25 @@ at::Tensor decode(const at::Tensor& u, const at::Tensor& delta, const at::Tensor
   const Inputs in(u, delta, A, B, C, D);
   const Pool pool(live, {in.channels, in.size});
   const Slots where(slots, first_slot);
-  at::Tensor y = at::empty(u.sizes(), in.u.options());
+  at::Tensor y = at::empty(u.sizes(), in.u.tensor().options());
   float* out = y.mutable_data_ptr<float>();
-  const int64_t all = in.channels;
-  for_ranges(u.size(0) * all, 1 + 8192 / (in.size + 1), [&](int64_t begin, int64_t end) {
-    std::vector<float> copy(in.size);
+  const int64_t blocks = (in.channels + BLOCK - 1) / BLOCK;
+  for_ranges(u.size(0) * blocks, 1 + 8192 / (BLOCK * in.size), [&](int64_t begin, int64_t end) {
+    std::vector<float> copy(BLOCK * in.size);
     for (int64_t i = begin; i < end; ++i) {
-      const int64_t request = i / all, channel = i % all, slot = where[request], place = channel * in.size;
-      const float value = in.row(in.u, request)[channel], delta_of = in.row(in.delta, request)[channel];
-      float* state = pool.in_place(slot, place, copy.data(), in.size);
-      out[i] = (in.D.defined() ? floats(in.D)[channel] * value : 0.0f) +
-               step(state, floats(in.A) + place, in.row(in.B, request), in.row(in.C, request), in.size, delta_of,
-                    delta_of * value);
-      pool.put_back(slot, place, state, in.size);
+      const int64_t request = i / blocks, first = i % blocks * BLOCK, count = std::min(BLOCK, in.channels - first);
+      const int64_t slot = where[request], place = first * in.size;
+      const float *value = in.u(request) + first, *delta_of = in.delta(request) + first;
+      float* state = pool.in_place(slot, place, copy.data(), count * in.size);
+      for (int64_t c = 0; c < count; ++c) {
+        const float given = step(state + c * in.size, in.A.data() + place + c * in.size, in.B(request), in.C(request),
+                                 in.size, delta_of[c], delta_of[c] * value[c]);
+        out[request * in.channels + first + c] = (in.D.data() ? in.D.data()[first + c] * value[c] : 0.0f) + given;
+      }
+      pool.put_back(slot, place, state, count * in.size);
     }
   });
-  return y.to(u.scalar_type());
+  return as_type(y, u.scalar_type());
 }
 
 }  // namespace megatron_ext::selective_scan

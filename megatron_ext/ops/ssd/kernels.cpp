@@ -20,35 +20,22 @@ constexpr int STATES = 4;
 #endif
 
 struct Inputs {
-  at::Tensor x, dt, A, B, C, D;  // in fp32, only their last dimension dense
+  Rows x, dt, B, C;
+  Dense A, D;
   int64_t heads, width, groups, size;
 
   Inputs(const at::Tensor& x_, const at::Tensor& dt_, const at::Tensor& A_, const at::Tensor& B_, const at::Tensor& C_,
          const std::optional<at::Tensor>& D_)
-      : x(rows(x_)), dt(rows(dt_)), A(dense(A_)), B(rows(B_)), C(rows(C_)),
-        heads(x.size(1)), width(x.size(2)), groups(B.size(1)), size(B.size(2)) {
-    TORCH_CHECK(x.dim() == 3 && dt.dim() == 2 && dt.size(0) == x.size(0) && dt.size(1) == heads, "dt is [T, H]");
-    TORCH_CHECK(B.dim() == 3 && B.size(0) == x.size(0) && C.sizes() == B.sizes(), "B and C are [T, G, N]");
-    TORCH_CHECK(heads % groups == 0 && A.dim() == 1 && A.size(0) == heads, "A is [H]; heads share groups evenly");
-    if (!D_) return;
-    D = dense(*D_);
-    TORCH_CHECK(D.dim() == 1 && D.size(0) == heads, "D is [H]");
-  }
-
-  const float* x_of(int64_t token, int64_t head) const {
-    return floats(x) + token * x.stride(0) + head * x.stride(1);
-  }
-
-  float step(int64_t token, int64_t head) const {
-    return floats(dt)[token * dt.stride(0) + head];
+      : x(x_), dt(dt_), B(B_), C(C_), A(A_), D(D_),
+        heads(x_.size(1)), width(x_.size(2)), groups(B_.size(1)), size(B_.size(2)) {
+    TORCH_CHECK(x_.dim() == 3 && dt_.dim() == 2 && dt_.size(0) == x_.size(0) && dt_.size(1) == heads, "dt is [T, H]");
+    TORCH_CHECK(B_.dim() == 3 && B_.size(0) == x_.size(0) && C_.sizes() == B_.sizes(), "B and C are [T, G, N]");
+    TORCH_CHECK(heads % groups == 0 && A_.dim() == 1 && A_.size(0) == heads, "A is [H]; heads share groups evenly");
+    TORCH_CHECK(!D_ || (D_->dim() == 1 && D_->size(0) == heads), "D is [H]");
   }
 
   float direct(int64_t head) const {
-    return D.defined() ? floats(D)[head] : 0.0f;
-  }
-
-  const float* row(const at::Tensor& t, int64_t token, int64_t group) const {
-    return floats(t) + token * t.stride(0) + group * t.stride(1);
+    return D.data() ? D.data()[head] : 0.0f;
   }
 };
 
@@ -66,8 +53,8 @@ struct Piece {
   void take(const Inputs& in, int64_t begin, int64_t end, int64_t group) {
     count = end - begin;
     for (int64_t t = 0; t < count; ++t) {
-      std::copy_n(in.row(in.B, begin + t, group), in.size, B.data() + t * in.size);
-      std::copy_n(in.row(in.C, begin + t, group), in.size, C.data() + t * in.size);
+      std::copy_n(in.B(begin + t, group), in.size, B.data() + t * in.size);
+      std::copy_n(in.C(begin + t, group), in.size, C.data() + t * in.size);
     }
   }
 };
@@ -76,25 +63,34 @@ struct Piece {
 template <int NB, int V>
 void advance(const Piece& piece, int64_t size, int64_t first, float* state, float* y) {
   Vec h[NB][V];
+  // Unrolled at once; otherwise the states, though in registers, are written to memory for each token, too.
+#pragma GCC unroll 16
   for (int i = 0; i < NB; ++i)
+#pragma GCC unroll 2
     for (int v = 0; v < V; ++v) h[i][v] = Vec::loadu(state + (i * V + v) * W);
-  for (int64_t t = 0; t < piece.count; ++t) {
-    const float* b = piece.B.data() + t * size + first;
-    const float* c = piece.C.data() + t * size + first;
-    const Vec decay(piece.decay[t]);
-    Vec x[V], out[V];
+  const float *b = piece.B.data() + first, *c = piece.C.data() + first, *x = piece.stepped.data();
+  const float* decay = piece.decay.data();
+  for (const float* end = decay + piece.count; decay < end; ++decay, b += size, c += size, x += V * W, y += V * W) {
+    const Vec kept(*decay);
+    Vec in[V], out[V];
+#pragma GCC unroll 2
     for (int v = 0; v < V; ++v) {
-      x[v] = Vec::loadu(piece.stepped.data() + (t * V + v) * W);
-      out[v] = Vec::loadu(y + (t * V + v) * W);
+      in[v] = Vec::loadu(x + v * W);
+      out[v] = Vec::loadu(y + v * W);
     }
+#pragma GCC unroll 16
     for (int i = 0; i < NB; ++i)
+#pragma GCC unroll 2
       for (int v = 0; v < V; ++v) {
-        h[i][v] = at::vec::fmadd(Vec(b[i]), x[v], h[i][v] * decay);
+        h[i][v] = at::vec::fmadd(Vec(b[i]), in[v], h[i][v] * kept);
         out[v] = at::vec::fmadd(Vec(c[i]), h[i][v], out[v]);
       }
-    for (int v = 0; v < V; ++v) out[v].store(y + (t * V + v) * W);
+#pragma GCC unroll 2
+    for (int v = 0; v < V; ++v) out[v].store(y + v * W);
   }
+#pragma GCC unroll 16
   for (int i = 0; i < NB; ++i)
+#pragma GCC unroll 2
     for (int v = 0; v < V; ++v) h[i][v].store(state + (i * V + v) * W);
 }
 
@@ -132,10 +128,10 @@ struct Block {
 
   // The tokens of a piece, the first of which is `begin`.
   void pass(Piece& piece, int64_t begin, float* state, float* y) const {
-    const Vec direct(in.direct(head)), rate(floats(in.A)[head]);
+    const Vec direct(in.direct(head)), rate(in.A.data()[head]);
     for (int64_t t = 0; t < piece.count; ++t) {
-      const float* x = in.x_of(begin + t, head) + channel;
-      piece.decay[t] = in.step(begin + t, head);
+      const float* x = in.x(begin + t, head) + channel;
+      piece.decay[t] = *in.dt(begin + t, head);
       for (int v = 0; v < V; ++v) {
         const Vec taken = megatron_ext::load(x + v * W, std::max<int64_t>(channels() - v * W, 0));
         (taken * Vec(piece.decay[t])).store(piece.stepped.data() + (t * V + v) * W);
@@ -184,7 +180,7 @@ at::Tensor prefill(const at::Tensor& x, const at::Tensor& dt, const at::Tensor& 
   const Inputs in(x, dt, A, B, C, D);
   const Prefill sequences(starts, slots, has_initial, live, kept_slots, kept_sequences, kept_tokens, snapshots,
                           {in.heads, in.width, in.size});
-  at::Tensor y = at::empty(x.sizes(), in.x.options());
+  at::Tensor y = at::empty(x.sizes(), in.x.tensor().options());
   float* out = y.mutable_data_ptr<float>();
   const int64_t of_group = in.heads / in.groups, at_once = heads_at_once(sequences.sequences() * in.groups, of_group);
   const int64_t parts = (of_group + at_once - 1) / at_once, units = in.groups * parts;
@@ -196,7 +192,7 @@ at::Tensor prefill(const at::Tensor& x, const at::Tensor& dt, const at::Tensor& 
     scan<1>(in, sequences, order[i / units], first, last, out);
   });
   std::fill(out + sequences.tokens() * in.heads * in.width, out + y.numel(), 0.0f);
-  return y.to(x.scalar_type());
+  return as_type(y, x.scalar_type());
 }
 
 // One channel's states [N], in place; returns what they give.
@@ -217,26 +213,26 @@ at::Tensor decode(const at::Tensor& x, const at::Tensor& dt, const at::Tensor& A
   const Inputs in(x, dt, A, B, C, D);
   const Pool pool(live, {in.heads, in.width, in.size});
   const Slots where(slots, first_slot);
-  at::Tensor y = at::empty(x.sizes(), in.x.options());
+  at::Tensor y = at::empty(x.sizes(), in.x.tensor().options());
   float* out = y.mutable_data_ptr<float>();
   const int64_t of_head = in.width * in.size;
   for_ranges(x.size(0) * in.heads, 1 + 8192 / (of_head + 1), [&](int64_t begin, int64_t end) {
     std::vector<float> copy(of_head);
     for (int64_t i = begin; i < end; ++i) {
       const int64_t request = i / in.heads, head = i % in.heads, slot = where[request];
-      const float dt_of = in.step(request, head);
-      float* state = pool.in_place(slot, head * of_head, copy.data(), of_head);
-      const float* from = in.x_of(request, head);
       const int64_t group = head / (in.heads / in.groups);
-      const float *b = in.row(in.B, request, group), *c = in.row(in.C, request, group);
-      const Vec decay = exp(Vec(dt_of * floats(in.A)[head]));
-      for (int64_t p = 0; p < in.width; ++p)
-        out[i * in.width + p] =
-            in.direct(head) * from[p] + step(state + p * in.size, b, c, in.size, decay, Vec(from[p] * dt_of));
+      const float dt_of = *in.dt(request, head), direct = in.direct(head);
+      const float *from = in.x(request, head), *b = in.B(request, group), *c = in.C(request, group);
+      const Vec decay = exp(Vec(dt_of * in.A.data()[head]));
+      float* state = pool.in_place(slot, head * of_head, copy.data(), of_head);
+      for (int64_t p = 0; p < in.width; ++p) {
+        const float given = step(state + p * in.size, b, c, in.size, decay, Vec(from[p] * dt_of));
+        out[i * in.width + p] = direct * from[p] + given;
+      }
       pool.put_back(slot, head * of_head, state, of_head);
     }
   });
-  return y.to(x.scalar_type());
+  return as_type(y, x.scalar_type());
 }
 
 }  // namespace megatron_ext::ssd

@@ -52,6 +52,7 @@ def cache(tmp_path, monkeypatch) -> Path:
     monkeypatch.delenv(cpp.SWITCH, raising=False)
     monkeypatch.setattr(cpp, "_problem", cpp._problem.__wrapped__)
     monkeypatch.setattr(cpp, "_choose", cpp._choose.__wrapped__)
+    monkeypatch.setattr(cpp, "are_used", cpp.are_used.__wrapped__)
     return tmp_path / "cache" / "megatron_ext" / "operators"
 
 
