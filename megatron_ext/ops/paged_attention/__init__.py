@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from megatron_ext.ops.backends import Backends
-from megatron_ext.ops.paged_attention import reference
+from megatron_ext.ops.paged_attention import cpp, reference
 from megatron_ext.ops.paged_attention.batch import PagedBatch, build_paged_batch
 
-PAGED_ATTENTION = Backends("paged_attention", reference.BACKEND)
+PAGED_ATTENTION = Backends("paged_attention", cpp.BACKEND, reference.BACKEND)
 
 
 def paged_attention(q: Tensor, key_cache: Tensor, value_cache: Tensor, batch: PagedBatch, *, scale: float) -> Tensor:

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from megatron_ext.ops.paged_attention import PAGED_ATTENTION, build_paged_batch, paged_attention
+from tests.unit_tests.ops.backends import usable
 from tests.unit_tests.ops.oracles import assert_close, attention
 
 BLOCK = 16
 SCALE = 0.35
 
 
-@pytest.fixture(autouse=True, params=PAGED_ATTENTION.names)
+@pytest.fixture(autouse=True, params=usable(PAGED_ATTENTION))
 def backend(request: pytest.FixtureRequest) -> Iterator[None]:
     """Every backend keeps the whole contract."""
     with PAGED_ATTENTION.forced(request.param):
@@ -83,6 +84,9 @@ STEPS = {
     "one key head": Step(MIXED, 4, query_heads=6, kv_heads=1),
     "odd head size": Step(MIXED, 4, head_size=5),
     "large head size": Step(MIXED, 4, head_size=80),
+    "head size of a vector and a bit": Step(MIXED, 4, head_size=33),
+    "many query heads a key head": Step(MIXED, 4, query_heads=71, kv_heads=1),
+    "seven query heads a key head": Step(MIXED, 4, query_heads=14, kv_heads=2, head_size=64),
     "long": Step([(1, 500), (64, 500), (500, 500)], 1),
 }
 
@@ -100,11 +104,35 @@ def test_a_decode_row_may_be_attended_as_prefill(name: str) -> None:
     assert_close(name, step.attend(decode_rows=0), step.attend(), atol=1e-5)
 
 
-def test_bf16() -> None:
-    step = Step(MIXED, 4, dtype=torch.bfloat16)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("head_size", [8, 33])
+def test_16_bits(dtype: torch.dtype, head_size: int) -> None:
+    step = Step(MIXED, 4, dtype=dtype, head_size=head_size)
     got = step.attend()
-    assert got.dtype == torch.bfloat16
-    assert_close("bf16", got, step.expected(), atol=0.02, rtol=0.02)
+    assert got.dtype == dtype
+    assert_close("16 bits", got, step.expected(), atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize("rows", [[(1, 4500)], [(1, 2048), (1, 2049), (3, 5000)], [(70, 4200)]], ids=str)
+def test_more_keys_than_a_span(rows: list[tuple[int, int]]) -> None:
+    """What is summed in spans is one softmax in the end."""
+    step = Step(rows, sum(queries == 1 for queries, _ in rows))
+    assert_close("long", step.attend(), step.expected())
+
+
+def test_great_scores() -> None:
+    """Softmax subtracts the greatest score: hundreds of them neither overflow nor lose the others."""
+    step = Step(MIXED, 4)
+    step.q = step.q * 60
+    assert_close("great", step.attend(), step.expected())
+
+
+def test_queries_may_be_part_of_a_wider_tensor() -> None:
+    """Queries, keys and values come out of one product."""
+    step = STEPS["decode and prefill"]
+    wide = torch.full((len(step.q), 9, step.head_size), float("nan"))
+    wide[:, 2:6] = step.q
+    assert torch.equal(step.attend(wide[:, 2:6]), step.attend())
 
 
 @pytest.mark.parametrize("name", ["one decode row", "one fresh prefill", "decode and prefill"])
@@ -152,7 +180,8 @@ def test_nothing_is_read_back() -> None:
     queries, keys = zip(*step.rows, strict=True)
     batch = build_paged_batch(step.tables, queries, keys, step.decode_rows, BLOCK, "meta")
     q, key_cache, value_cache = (tensor.to("meta") for tensor in (step.q, step.key_cache, step.value_cache))
-    assert paged_attention(q, key_cache, value_cache, batch, scale=SCALE).shape == q.shape
+    with PAGED_ATTENTION.forced("reference"):  # the one of devices
+        assert paged_attention(q, key_cache, value_cache, batch, scale=SCALE).shape == q.shape
 
 
 class TestTheComparisonCanFail:

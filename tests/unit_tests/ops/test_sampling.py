@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from megatron_ext.ops.sampling import SAMPLING, SamplingBatch, sample_tokens, sampling_batch
+from tests.unit_tests.ops.backends import usable
 
 NEXT_TO_ONE = math.nextafter(1.0, 0.0)
 GRID = 20_000
 
 
-@pytest.fixture(autouse=True, params=SAMPLING.names)
+@pytest.fixture(autouse=True, params=usable(SAMPLING))
 def backend(request: pytest.FixtureRequest) -> Iterator[None]:
     """Every backend keeps the whole contract."""
     with SAMPLING.forced(request.param):

@@ -1,0 +1,326 @@
+// Causal attention over keys and values in blocks of a pool, read where they lie; see reference.py.
+// T tokens, Hq query heads, Hkv key heads, J = Hq / Hkv, D head size, NB blocks of B tokens, R sequences, W blocks of
+// the longest table.
+
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+#include "few_rows.h"
+#include "many_rows.h"
+#include "tensors.h"
+#include "threads.h"
+
+namespace megatron_ext::attention {
+namespace {
+
+// Sums are begun anew, and added up in order, at multiples of so many keys: a sequence's spans may then be computed by
+// several threads, and what comes out is the same if one thread does them all.
+constexpr int64_t SPAN = 32 * KEYS;
+
+constexpr double LOG2_E = 1.4426950408889634;
+
+// Keys or values of all blocks, in their own type.
+struct Cache {
+  explicit Cache(const at::Tensor& cache)
+      : data(static_cast<const char*>(cache.const_data_ptr())),
+        type(cache.scalar_type()),
+        item(cache.element_size()),
+        block(cache.stride(0)),
+        token(cache.stride(1)),
+        head(cache.stride(2)) {
+    TORCH_CHECK(cache.stride(3) == 1 || cache.size(3) == 1, "a head's numbers lie densely");
+    TORCH_CHECK(type == at::kFloat || type == at::kBFloat16 || type == at::kHalf, "caches of fp32 or 16 bits");
+  }
+
+  const char* place(int64_t number, int64_t offset, int64_t which_head) const {
+    return data + item * (number * block + offset * token + which_head * head);
+  }
+
+  const char* data;
+  at::ScalarType type;
+  int64_t item, block, token, head;
+};
+
+// One step, as every piece of work sees it.
+struct Step {
+  const float* queries;  // [T, Hq, D]
+  int64_t query_stride, query_head_stride;
+  float* out;  // [T, Hq, D], dense
+  Cache keys, values;
+  const int64_t* tables;   // [R, W]
+  const int64_t* starts;   // [R+1]
+  const int64_t* lengths;  // [R]
+  int64_t width, heads, shared, head_size, block_size;  // shared: J
+  float scale;  // times log2(e)
+};
+
+// Up to LANES rows of one sequence and key head: row i is query head i % J of query i / J.
+struct Rows {
+  int64_t sequence, head, first, count;
+  int64_t keys;  // that the last of them sees
+};
+
+// Memory of one thread, for one piece of work at a time.
+struct Room {
+  explicit Room(int64_t head_size) {
+    float* next = scratch<0>((3 * LANES + 3 * KEYS) * head_size + (KEYS + 5) * LANES);
+    const auto take = [&](int64_t count) { return std::exchange(next, next + count); };
+    queries = take(LANES * head_size);
+    positions = take(LANES);
+    scores = take(KEYS * LANES);
+    sums = take(Sums::floats(head_size, LANES));
+    whole = take(Sums::floats(head_size, LANES));
+    keys = take(KEYS * head_size);
+    values = take(KEYS * head_size);
+    turned = take(KEYS * head_size);
+  }
+
+  float *queries, *positions, *scores, *sums, *whole;
+  float *keys, *values;  // [KEYS, D], where they have to be made fp32
+  float* turned;
+};
+
+// The ways to attend: so many rows, whose numbers [M, D] lie at `place`.
+struct Few {
+  static constexpr int64_t ROWS = FEW;
+
+  static int64_t place(int64_t row, int64_t d, int64_t head_size) {
+    return row * head_size + d;
+  }
+
+  static void add(const float* const* keys, const float* const* values, int64_t count, bool, const Rows& rows,
+                  int64_t head_size, const Room& room, const Sums& sums) {
+    attend(keys, values, count,
+           FewRows{head_size, rows.count, room.queries, room.positions, room.turned, room.scores, sums});
+  }
+
+  static void merge(const Sums& all, const Sums& more, int64_t head_size) {
+    attention::merge(all, more, head_size, ROWS);
+  }
+};
+
+template <int NV>
+struct Many {
+  static constexpr int64_t ROWS = NV * W;
+
+  static int64_t place(int64_t row, int64_t d, int64_t) {
+    return d * ROWS + row;
+  }
+
+  static void add(const float* const* keys, const float* const* values, int64_t count, bool masked, const Rows&,
+                  int64_t head_size, const Room& room, const Sums& sums) {
+    attend<NV>(keys, values, count, masked, ManyRows{head_size, room.queries, room.positions, room.scores, sums});
+  }
+
+  static void merge(const Sums& all, const Sums& more, int64_t head_size) {
+    attention::merge<NV>(all, more, head_size);
+  }
+};
+
+// f(way) with the way that suits so many rows.
+template <int NV = 1, typename F>
+void with_way(int64_t rows, const F& f) {
+  if (rows <= FEW) return f(Few());
+  if constexpr (NV < MOST_VECTORS) {
+    if (rows > NV * W) return with_way<NV + 1>(rows, f);
+  }
+  f(Many<NV>());
+}
+
+template <typename T>
+const float* widened(const char* from, float* to, int64_t count) {
+  const T* source = reinterpret_cast<const T*>(from);
+  for (int64_t i = 0; i < count; ++i) to[i] = static_cast<float>(source[i]);
+  return to;
+}
+
+// Where the keys or values [first, end) of a sequence lie; those of 16 bits are copied to `to` in fp32.
+void find_rows(const Step& step, const Cache& cache, const Rows& rows, int64_t first, int64_t end, float* to,
+               const float** found) {
+  const int64_t* block = step.tables + rows.sequence * step.width + first / step.block_size;
+  for (int64_t position = first, offset = first % step.block_size; position < end; offset = 0, ++block) {
+    const int64_t count = std::min(step.block_size - offset, end - position);
+    const char* from = cache.place(*block, offset, rows.head);
+    for (int64_t k = 0; k < count; ++k, from += cache.item * cache.token, to += step.head_size) {
+      if (cache.type == at::kFloat)
+        *found++ = reinterpret_cast<const float*>(from);
+      else if (cache.type == at::kBFloat16)
+        *found++ = widened<c10::BFloat16>(from, to, step.head_size);
+      else
+        *found++ = widened<c10::Half>(from, to, step.head_size);
+    }
+    position += count;
+  }
+}
+
+// Query of a row, and its last key.
+int64_t query_of(const Step& step, const Rows& rows, int64_t lane) {
+  return (rows.first + lane) / step.shared;
+}
+
+int64_t last_key(const Step& step, const Rows& rows, int64_t lane) {
+  const int64_t s = rows.sequence, queries = step.starts[s + 1] - step.starts[s];
+  return step.lengths[s] - queries + query_of(step, rows, lane);
+}
+
+int64_t offset_of(const Step& step, const Rows& rows, int64_t lane, int64_t token_stride, int64_t head_stride) {
+  const int64_t head = rows.head * step.shared + (rows.first + lane) % step.shared;
+  return (step.starts[rows.sequence] + query_of(step, rows, lane)) * token_stride + head * head_stride;
+}
+
+// Scaled queries; rows that are not there are zero.
+template <typename Way>
+void load_queries(const Step& step, const Rows& rows, float* to) {
+  for (int64_t m = 0; m < Way::ROWS; ++m) {
+    const float* from = nullptr;
+    if (m < rows.count) from = step.queries + offset_of(step, rows, m, step.query_stride, step.query_head_stride);
+    for (int64_t d = 0; d < step.head_size; ++d)
+      to[Way::place(m, d, step.head_size)] = from ? from[d] * step.scale : 0.0f;
+  }
+}
+
+// The sums of the keys [begin, begin + SPAN) that there are, for queries that are loaded.
+template <typename Way>
+void attend_span(const Step& step, const Rows& rows, int64_t begin, const Room& room, const Sums& sums) {
+  const float* keys[KEYS];
+  const float* values[KEYS];
+  sums.clear(step.head_size, Way::ROWS);
+  for (int64_t first = begin, end = std::min(begin + SPAN, rows.keys); first < end; first += KEYS) {
+    const int64_t count = std::min(KEYS, end - first);
+    find_rows(step, step.keys, rows, first, first + count, room.keys, keys);
+    find_rows(step, step.values, rows, first, first + count, room.values, values);
+    const bool masked = last_key(step, rows, 0) < first + count - 1;
+    for (int64_t m = 0; m < Way::ROWS; ++m)
+      room.positions[m] = static_cast<float>(last_key(step, rows, std::min(m, rows.count - 1)) - first);
+    Way::add(keys, values, count, masked, rows, step.head_size, room, sums);
+  }
+}
+
+template <typename Way>
+void store_rows(const Step& step, const Rows& rows, const Sums& sums) {
+  for (int64_t m = 0; m < rows.count; ++m) {
+    float* to = step.out + offset_of(step, rows, m, step.heads * step.head_size, step.head_size);
+    for (int64_t d = 0; d < step.head_size; ++d)
+      to[d] = sums.values[Way::place(m, d, step.head_size)] / sums.weights[m];
+  }
+}
+
+template <typename Way>
+void attend_rows(const Step& step, const Rows& rows) {
+  const Room room(step.head_size);
+  const Sums whole = Sums::in(room.whole, step.head_size, Way::ROWS);
+  const Sums sums = Sums::in(room.sums, step.head_size, Way::ROWS);
+  load_queries<Way>(step, rows, room.queries);
+  attend_span<Way>(step, rows, 0, room, whole);
+  for (int64_t begin = SPAN; begin < rows.keys; begin += SPAN) {
+    attend_span<Way>(step, rows, begin, room, sums);
+    Way::merge(whole, sums, step.head_size);
+  }
+  store_rows<Way>(step, rows, whole);
+}
+
+std::vector<Rows> cut(const Step& step, int64_t sequences, int64_t key_heads) {
+  std::vector<Rows> pieces;
+  for (int64_t s = 0; s < sequences; ++s) {
+    const int64_t queries = step.starts[s + 1] - step.starts[s], all = queries * step.shared;
+    for (int64_t first = 0; first < all; first += LANES)
+      for (int64_t head = 0; head < key_heads; ++head) {
+        const int64_t count = std::min(LANES, all - first);
+        const int64_t keys = step.lengths[s] - queries + (first + count - 1) / step.shared + 1;
+        pieces.push_back({s, head, first, count, keys});
+      }
+  }
+  // The longest first, so that threads end together.
+  std::stable_sort(pieces.begin(), pieces.end(), [](const Rows& a, const Rows& b) { return a.keys > b.keys; });
+  return pieces;
+}
+
+// Rows whose keys are too many for one thread while others have nothing to do: each span is a piece of work.
+void attend_together(const Step& step, const std::vector<Rows>& all) {
+  struct Span {
+    const Rows* rows;
+    int64_t begin;
+  };
+  std::vector<Span> spans;
+  for (const Rows& rows : all)
+    for (int64_t begin = 0; begin < rows.keys; begin += SPAN) spans.push_back({&rows, begin});
+  const int64_t each = Sums::floats(step.head_size, LANES);
+  std::vector<float> memory(spans.size() * each);
+  for_each(spans.size(), [&](int64_t i) {
+    with_way(spans[i].rows->count, [&](auto way) {
+      using Way = decltype(way);
+      const Room room(step.head_size);
+      load_queries<Way>(step, *spans[i].rows, room.queries);
+      const Sums sums = Sums::in(memory.data() + i * each, step.head_size, Way::ROWS);
+      attend_span<Way>(step, *spans[i].rows, spans[i].begin, room, sums);
+    });
+  });
+  for (int64_t i = 0, first = 0; i < static_cast<int64_t>(spans.size()); ++i) {
+    const Rows& rows = *spans[i].rows;
+    if (spans[i].begin == 0) first = i;
+    with_way(rows.count, [&](auto way) {
+      using Way = decltype(way);
+      const Sums whole = Sums::in(memory.data() + first * each, step.head_size, Way::ROWS);
+      if (i != first) Way::merge(whole, Sums::in(memory.data() + i * each, step.head_size, Way::ROWS), step.head_size);
+      if (spans[i].begin + SPAN >= rows.keys) store_rows<Way>(step, rows, whole);
+    });
+  }
+}
+
+void attend_all(const Step& step, const std::vector<Rows>& pieces) {
+  double work = 0;
+  for (const Rows& rows : pieces) work += static_cast<double>(rows.keys * padded(rows.count));
+  const double share = work / (4 * at::get_num_threads());  // more than that holds the others up
+  std::vector<Rows> together, alone;
+  for (const Rows& rows : pieces) {
+    const bool is_long = rows.keys > SPAN && static_cast<double>(rows.keys * padded(rows.count)) > share;
+    (is_long ? together : alone).push_back(rows);
+  }
+  attend_together(step, together);
+  for_each(alone.size(), [&](int64_t i) {
+    with_way(alone[i].count, [&](auto way) { attend_rows<decltype(way)>(step, alone[i]); });
+  });
+}
+
+void check(const Step& step, const at::Tensor& tables, int64_t sequences, int64_t tokens, int64_t blocks) {
+  TORCH_CHECK(step.starts[sequences] <= tokens, "queries of all sequences are there");
+  for (int64_t s = 0; s < sequences; ++s) {
+    const int64_t used = (step.lengths[s] + step.block_size - 1) / step.block_size;
+    TORCH_CHECK_INDEX(used <= step.width, used, " blocks of a table of ", step.width);
+    for (int64_t i = 0; i < used; ++i) {
+      const int64_t block = step.tables[s * step.width + i];
+      TORCH_CHECK_INDEX(block >= 0 && block < blocks, "block ", block, " of ", blocks);
+    }
+  }
+}
+
+at::Tensor paged_attention(const at::Tensor& q, const at::Tensor& key_cache, const at::Tensor& value_cache,
+                           const at::Tensor& tables, const at::Tensor& starts, const at::Tensor& lengths,
+                           double scale) {
+  const at::Tensor queries = rows(q);
+  at::Tensor out = at::empty(q.sizes(), queries.options());
+  const int64_t sequences = lengths.size(0), heads = q.size(1), head_size = q.size(2), key_heads = key_cache.size(2);
+  const Step step{floats(queries), queries.stride(0), queries.stride(1), out.mutable_data_ptr<float>(),
+                  Cache(key_cache), Cache(value_cache), integers(tables), integers(starts), integers(lengths),
+                  tables.size(1), heads, heads / key_heads, head_size, key_cache.size(1), static_cast<float>(scale * LOG2_E)};
+  check(step, tables, sequences, q.size(0), key_cache.size(0));
+  attend_all(step, cut(step, sequences, key_heads));
+  std::fill(step.out + step.starts[sequences] * heads * head_size, step.out + out.numel(), 0.0f);
+  return out.to(q.scalar_type());
+}
+
+}  // namespace
+}  // namespace megatron_ext::attention
+
+TORCH_LIBRARY_FRAGMENT(megatron_ext_cpu, library) {
+  library.def(
+      "paged_attention(Tensor q, Tensor key_cache, Tensor value_cache, Tensor tables, Tensor starts, Tensor lengths, "
+      "float scale) -> Tensor");
+}
+
+TORCH_LIBRARY_IMPL(megatron_ext_cpu, CPU, library) {
+  library.impl("paged_attention", &megatron_ext::attention::paged_attention);
+}

@@ -1,0 +1,19 @@
+"""Sampling in C++, for CPUs: each row by itself. `kernels.cpp` beside this file computes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_ext.ops import cpp
+from megatron_ext.ops.sampling.batch import SamplingBatch
+from megatron_ext.ops.sampling.reference import SamplingBackend
+
+
+def sample_tokens(logits: Tensor, batch: SamplingBatch) -> Tensor:
+    """See the operator."""
+    columns = (batch.temperature, batch.top_k, batch.top_p, batch.uniform)
+    return cpp.kernels().sample(logits, *map(torch.from_numpy, columns))
+
+
+BACKEND = SamplingBackend(cpp.NAME, cpp.takes, sample_tokens)

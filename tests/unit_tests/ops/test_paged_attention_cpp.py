@@ -1,0 +1,134 @@
+"""What the C++ backend promises beyond the contract: the same bits however a sequence is cut, and beside whatever."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_ext.ops.paged_attention import PAGED_ATTENTION, build_paged_batch, paged_attention
+from tests.unit_tests.ops.backends import usable
+from tests.unit_tests.ops.oracles import assert_close, attention
+
+pytestmark = pytest.mark.skipif("cpp" not in usable(PAGED_ATTENTION), reason="no compiler here, or a GPU")
+HEADS, KEY_HEADS = 6, 2
+
+
+@pytest.fixture(autouse=True)
+def backend() -> Iterator[None]:
+    with PAGED_ATTENTION.forced("cpp"):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+class Sequence:
+    """`length` tokens whose keys lie in blocks of a pool in no order; all else in it is NaN."""
+
+    def __init__(
+        self,
+        length: int,
+        block: int = 16,
+        head_size: int = 24,
+        dtype: torch.dtype = torch.float32,
+        heads: tuple[int, int] = (HEADS, KEY_HEADS),
+    ) -> None:
+        generator = torch.Generator().manual_seed(length)
+        self.length, self.block, count = length, block, -(-length // block)
+        self.q = torch.randn(length, heads[0], head_size, generator=generator).to(dtype)
+        self.keys, self.values = (
+            torch.randn(length, heads[1], head_size, generator=generator).to(dtype) for _ in range(2)
+        )
+        self.table = (torch.randperm(count + 3, generator=generator)[:count] + 1).tolist()
+        shape = (count + 5, block, heads[1], head_size)
+        self.caches = [torch.full(shape, float("nan"), dtype=dtype) for _ in range(2)]
+        for cache, written in zip(self.caches, (self.keys, self.values), strict=True):
+            padded = torch.full((count * block, *written.shape[1:]), float("nan"), dtype=dtype)
+            padded[:length] = written
+            cache[self.table] = padded.view(count, block, *written.shape[1:])
+
+    def attend(self, *cuts: tuple[int, int]) -> Tensor:
+        """Queries [begin, end) of each cut, as sequences of one step; one query alone decodes."""
+        cuts = tuple(sorted(cuts, key=lambda cut: cut[1] - cut[0] != 1))  # decodes come first
+        lengths = [end - begin for begin, end in cuts]
+        decodes = sum(length == 1 for length in lengths)
+        tables = [self.table] * len(cuts)
+        batch = build_paged_batch(tables, lengths, [end for _, end in cuts], decodes, self.block, "cpu")
+        q = torch.cat([self.q[begin:end] for begin, end in cuts])
+        return paged_attention(q, *self.caches, batch, scale=0.3)
+
+
+KINDS = {
+    "fp32": {},
+    "odd head": {"head_size": 37},
+    "bf16": {"dtype": torch.bfloat16},
+    "blocks of 7": {"block": 7},
+    "blocks of 256": {"block": 256},
+    "one key head": {"heads": (12, 1)},
+    "one query head a key head": {"heads": (3, 3)},
+    "40 query heads a key head": {"heads": (40, 1)},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_bits_however_a_sequence_is_cut(kind: str) -> None:
+    """EX-7: a query's result with the cache on (a short chunk behind a prefix), off (all at once), and in decode."""
+    sequence = Sequence(300, **KINDS[kind])
+    whole = sequence.attend((0, 300))
+    for begin, end in ((0, 1), (0, 130), (17, 18), (63, 66), (128, 300), (299, 300), (255, 257)):
+        assert torch.equal(sequence.attend((begin, end)), whole[begin:end]), (begin, end)
+
+
+def test_the_same_bits_beside_whatever() -> None:
+    sequence = Sequence(300)
+    alone = sequence.attend((200, 300))
+    beside = sequence.attend((50, 51), (299, 300), (200, 300), (0, 77))
+    assert torch.equal(beside[2:102], alone)
+    assert torch.equal(beside[:1], sequence.attend((50, 51)))
+
+
+@pytest.mark.parametrize("cuts", [[(4999, 5000)], [(4990, 5000)], [(4999, 5000), (0, 1), (4000, 4100)]], ids=str)
+def test_the_same_bits_with_any_number_of_threads(cuts: list[tuple[int, int]]) -> None:
+    """With more threads than rows, the keys of one sequence are shared out."""
+    sequence = Sequence(5000, head_size=16)
+    torch.set_num_threads(1)
+    one = sequence.attend(*cuts)
+    for threads in (2, 3, 8):
+        torch.set_num_threads(threads)
+        assert torch.equal(sequence.attend(*cuts), one), threads
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_shared_spans_are_one_softmax(threads: int) -> None:
+    sequence = Sequence(5000, head_size=16)
+    torch.set_num_threads(threads)
+    want = attention(sequence.q[4990:], sequence.keys, sequence.values, 0.3)
+    assert_close("spans", sequence.attend((4990, 5000)), want)
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_what_is_not_a_number_stays_with_its_query(poison: float) -> None:
+    """Queries are lanes of one vector; keys to come are not read by earlier queries, and weigh nothing if they are."""
+    sequence = Sequence(200)
+    whole = sequence.attend((0, 200))
+    sequence.q[100, 3] = poison
+    got = sequence.attend((0, 200))
+    assert not bool(got[100, 3].isfinite().any())
+    got[100, 3] = whole[100, 3]
+    assert torch.equal(got, whole)
+
+
+def test_a_block_that_is_not_there_is_refused() -> None:
+    """A wrong table is an error, never a read of foreign memory."""
+    sequence = Sequence(40)
+    for block in (-1, 10**6, len(sequence.caches[0])):
+        sequence.table[1] = block
+        with pytest.raises(IndexError, match=f"block {block} of"):
+            sequence.attend((0, 40))
