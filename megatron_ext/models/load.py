@@ -154,14 +154,14 @@ def _checkpoint_directory(source: SourceConfig, overrides: FieldValues) -> Path 
             raise ConfigError(f"{flag} {given} {problem}; give the directory of a checkpoint")
         return resolve_iteration(Path(given)) if flag == "--load" else Path(given)
     saved = read_header(EMBEDDED_MODEL_DIR).model
-    if source.padded_vocab_size is not None:
-        overrides = overrides | {"vocab_size": source.padded_vocab_size}
     others = differences(saved, overrides)
-    if not others:
+    flags = [as_flag(name, overrides[name], there) for name, there in others.items()]
+    if source.padded_vocab_size not in (None, saved.vocab_size):
+        flags.append(as_flag("padded_vocab_size", source.padded_vocab_size, saved.vocab_size))
+    if not flags:
         return EMBEDDED_MODEL_DIR
-    verb = "describes" if len(others) == 1 else "describe"
-    flags = ", ".join(as_flag(name, overrides[name], there) for name, there in others.items())
-    logger.warning("%s %s another model than the embedded one: its weights are random", flags, verb)
+    verb = "describes" if len(flags) == 1 else "describe"
+    logger.warning("%s %s another model than the embedded one: its weights are random", ", ".join(flags), verb)
     return None
 
 

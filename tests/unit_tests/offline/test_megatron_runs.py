@@ -174,7 +174,7 @@ def run(request, checkpoints, tmp_path, monkeypatch):
 
 
 def test_as_a_command_line_and_as_yaml(run, tmp_path, caplog):
-    """Tokens and log-probs are the same, in each pass; a line says what has no effect, one what the checkpoint says."""
+    """Tokens and log-probs are the same, each time; what has no effect is said, and what the checkpoint decides."""
     name, flags, variables = run
     path = tmp_path / "model_config.yaml"
     path.write_text(yaml_of(flags))

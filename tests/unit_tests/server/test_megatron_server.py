@@ -9,8 +9,10 @@ from arguments import parse_server_arguments
 from megatron_ext.config import ModelConfig
 from megatron_ext.mcore import platform
 from megatron_ext.models.build import build_model
+from megatron_ext.server.run import announce, build_serving
 from tests.unit_tests.models.megatron import megatron_lm
 from tests.unit_tests.models.megatron.megatron_lm import perturbed
+from tests.unit_tests.support.server import LiveServer
 from tests.unit_tests.support.vocabularies import write_tiktoken
 
 BATCHING = "--inference-dynamic-batching"
@@ -62,7 +64,7 @@ CACHING = (
 """
 )
 CONFIG = ModelConfig(
-    hybrid_override_pattern="M-M*E",
+    hybrid_override_pattern="M-M*-",
     hidden_size=32,
     ffn_hidden_size=48,
     num_attention_heads=4,
@@ -70,8 +72,6 @@ CONFIG = ModelConfig(
     mamba_state_dim=16,
     mamba_head_dim=16,
     mamba_num_groups=2,
-    num_experts=4,
-    moe_ffn_hidden_size=24,
     vocab_size=1280,
 )
 
@@ -84,10 +84,8 @@ def root(tmp_path_factory):
     platform.initialize()
     model = perturbed(build_model(CONFIG, device=torch.device("cpu"), seed=3))
     trained = {"tokenizer_type": "TikTokenizer", "tokenizer_model": str(vocabulary), "tiktoken_pattern": "v1"}
-    experts = ("num_experts", "moe_ffn_hidden_size", "moe_router_topk", "moe_router_score_function")
-    more = {name: getattr(CONFIG, name) for name in experts}
-    args = megatron_lm.arguments(CONFIG, **trained, **more)
-    tensors = {name: sharded.data for name, sharded in flat(model.sharded_state_dict()).items()}
+    args = megatron_lm.arguments(CONFIG, **trained)
+    tensors = megatron_lm.stored_tensors(model, CONFIG)
     megatron_lm.write(root / "model", tensors, args)
     return root
 
@@ -105,3 +103,35 @@ def settings_of(flags: str, root, tmp_path):
     for name in ("model_overrides", "parallel", "batching", "cache", "server", "start"):
         assert getattr(typed, name) == getattr(read, name)
     return typed
+
+
+@pytest.mark.parametrize("flags", [PLAIN, CACHING], ids=["graphs", "caching"])
+def test_the_server_starts_and_answers(flags, root, tmp_path, caplog):
+    """Sampling flags have no effect and are said; the tokenizer is the one that the checkpoint was trained with."""
+    settings = settings_of(flags, root, tmp_path)
+    (line,) = settings.start.lines
+    assert line.startswith("accepted, and without effect here: --micro-batch-size")
+    for name in ("--return-log-probs", "--sequence-parallel", "--cuda-graph-impl", f"{BATCHING}-num-cuda-graphs"):
+        assert name in line
+    server = LiveServer(build_serving(settings))
+    try:
+        assert settings.server.port == (5000 if flags is CACHING else 8000)
+        assert server.http.get("/health").json()["status"] == "ok"
+        assert server.engine.context.max_sequence_length == 4096
+        tokenizer = server.serving.engine.controller.tokenizer
+        assert tokenizer.detokenize([1000 + ord("a")]) == "a"
+        prompt = "Once upon a time"
+        answer = server.client().completions.create(model="model", prompt=prompt, max_tokens=4, temperature=0)
+        assert answer.usage.prompt_tokens == len(tokenizer.tokenize(prompt)) < len(prompt)
+        assert answer.usage.completion_tokens == 4
+    finally:
+        server.stop()
+
+
+def test_scripts_wait_for_its_words(capsys):
+    """Megatron's grep for them in the output."""
+    announce("http://127.0.0.1:5000")
+    assert capsys.readouterr().out.splitlines() == [
+        "Running on http://127.0.0.1:5000",
+        "ready: http://127.0.0.1:5000",
+    ]

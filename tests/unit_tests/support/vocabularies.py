@@ -6,23 +6,19 @@ import base64
 import json
 from pathlib import Path
 
-MERGES = ("in", "th", "the", " t", " the", "er", " a", "on", "re", " s", "é", "日本")
+MERGES = ("in", "th", "the", " t", " the", "er", " a", "on", "re", " s", "é", "日本", "rT")
 CORPUS = "The quick brown fox jumps over the lazy dog. A generator yields values one by one, and keeps its state.\n"
 
 
 def write_tiktoken(path: Path, merges: tuple[str, ...] = MERGES) -> Path:
     """A TikTokenizer's list: the bytes, then what is merged, each out of what stands before it."""
-    pieces = [bytes([value]) for value in range(256)] + [text.encode() for text in _with_parts(merges)]
+    pieces = [bytes([value]) for value in range(256)] + [text.encode() for text in merges]
     listed = [
         {"rank": rank, "token_bytes": base64.b64encode(piece).decode(), "token_str": piece.decode("utf-8", "replace")}
         for rank, piece in enumerate(pieces)
     ]
     path.write_text(json.dumps(listed), "utf-8")
     return path
-
-
-def _with_parts(merges: tuple[str, ...]) -> list[str]:
-    return list(dict.fromkeys(merges))
 
 
 def write_gpt2(directory: Path) -> tuple[Path, Path]:

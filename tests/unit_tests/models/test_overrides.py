@@ -1,0 +1,125 @@
+"""MF-5: what a checkpoint and flags both say of a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_ext.config import ModelConfig, SourceConfig
+from megatron_ext.errors import ConfigError
+from megatron_ext.models.load import load_model
+from megatron_ext.models.megatron.facts import TrainingFacts
+from megatron_ext.models.overrides import fitting_overrides
+from tests.unit_tests.models.megatron import megatron_lm
+
+CPU = torch.device("cpu")
+GPT = ModelConfig(hybrid_override_pattern="*-*-*-", hidden_size=32, vocab_size=64)
+HYBRID = ModelConfig(hybrid_override_pattern="M-M*-", hidden_size=32, mamba_num_groups=1, vocab_size=64)
+TRAINED = TrainingFacts(is_gpt=True, vocabulary_rows=64)
+WHERE = Path("there")
+
+
+def fitting(saved: ModelConfig, overrides: dict, trained: TrainingFacts | None = None, **fields: object) -> dict:
+    return dict(fitting_overrides(SourceConfig(load="there", **fields), saved, overrides, WHERE, trained))
+
+
+@pytest.mark.parametrize(("saved", "count"), [(GPT, 3), (GPT, 6), (HYBRID, 5)])
+def test_layers_are_counted_in_pairs_or_one_by_one(saved, count):
+    assert fitting(saved, {"num_layers": count, "hidden_size": 32}) == {"hidden_size": 32}
+
+
+@pytest.mark.parametrize(
+    ("saved", "count", "message"),
+    [
+        (GPT, 24, "--num-layers 24 contradicts there, which has 6 layers, or 3 of an attention and an MLP each; leave"),
+        (HYBRID, 2, "--num-layers 2 contradicts there, which has 5 layers; leave it out"),
+    ],
+)
+def test_another_count_contradicts(saved, count, message):
+    with pytest.raises(ConfigError, match=message):
+        fitting(saved, {"num_layers": count})
+
+
+def test_the_checkpoint_decides_if_it_is_asked_to(caplog):
+    flags = {
+        "num_layers": 24,
+        "hidden_size": 1152,
+        "ffn_hidden_size": 128,  # as it is anyway
+        "max_position_embeddings": 1024,
+        "hybrid_override_pattern": "M-",
+        "disable_bias_linear": False,
+        "vocab_size": 60,
+    }
+    kept = fitting(GPT, flags, use_checkpoint_args=True)
+    assert kept == {"ffn_hidden_size": 128, "vocab_size": 60}
+    assert caplog.messages == [
+        "--use-checkpoint-args: there decides over --num-layers 24 (not 3), --hidden-size 1152 (not 32), "
+        "--hybrid-override-pattern M- (not *-*-*-), --no-disable-bias-linear, --max-position-embeddings 1024 (not 4096)"
+    ]
+    caplog.clear()
+    fitting(GPT, {"num_layers": 3, "hidden_size": 32}, use_checkpoint_args=True)
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize(
+    ("saved", "trained", "provider", "message"),
+    [
+        (HYBRID, None, "gpt", r"--model-provider gpt contradicts there, whose layers are M-M\*-; give hybrid"),
+        (GPT, TRAINED, "hybrid", "--model-provider hybrid contradicts there, which is a GPT's; give gpt"),
+        (GPT, TRAINED, "mamba", "--model-provider mamba contradicts there, which is a GPT's"),
+        (GPT, TRAINED, "gpt", None),
+        (GPT, None, "gpt", None),
+        (GPT, None, "hybrid", None),
+        (HYBRID, None, "hybrid", None),
+    ],
+)
+def test_the_provider_fits_the_checkpoint(saved, trained, provider, message):
+    if message is None:
+        assert fitting(saved, {}, trained, model_provider=provider) == {}
+    else:
+        with pytest.raises(ConfigError, match=message):
+            fitting(saved, {}, trained, model_provider=provider)
+
+
+def test_rows_of_the_embedding():
+    assert fitting(GPT, {}, TRAINED, padded_vocab_size=64) == fitting(HYBRID, {}, padded_vocab_size=64) == {}
+    with pytest.raises(ConfigError, match="--padded-vocab-size 128 contradicts there, whose embedding has 64 rows"):
+        fitting(GPT, {}, TRAINED, padded_vocab_size=128)
+
+
+def test_rows_without_a_checkpoint():
+    """The embedding has them, the tokenizer the ids that it has."""
+    source = SourceConfig(tokenizer_type="NullTokenizer", padded_vocab_size=128)
+    model = {"hybrid_override_pattern": "*-", "hidden_size": 32}
+    loaded = load_model(source, model | {"vocab_size": 100}, device=CPU)
+    assert loaded.config.vocab_size == 128
+    assert loaded.model.embedding.word_embeddings.weight.shape[0] == 128
+    assert loaded.tokenizer.vocab_size == 100
+    assert load_model(source, model, device=CPU).tokenizer.vocab_size == 128
+    with pytest.raises(ConfigError, match="--vocab-size 129 is more than --padded-vocab-size 128"):
+        load_model(source, model | {"vocab_size": 129}, device=CPU)
+
+
+def test_other_rows_are_not_the_embedded_model_s(caplog):
+    loaded = load_model(SourceConfig(padded_vocab_size=8192), {}, device=CPU)
+    assert loaded.config.vocab_size == 8192
+    assert "--padded-vocab-size 8192" in caplog.text
+
+
+@pytest.fixture
+def gpt_with_drafts(tmp_path) -> Path:
+    """A GPT of Megatron-LM's with a layer of multi-token prediction, which the arguments name."""
+    model = megatron_lm.gpt_model(megatron_lm.GPT)
+    tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    drafts = {"mtp.layers.0.eh_proj.weight": torch.ones(4, 8), "mtp.layers.0.enorm.weight": torch.ones(4)}
+    args = megatron_lm.gpt_arguments(megatron_lm.GPT, mtp_num_layers=1)
+    return megatron_lm.write(tmp_path / "run", tensors | drafts, args)
+
+
+def test_layers_that_predict_further_tokens_are_left_unread(gpt_with_drafts, caplog):
+    source = SourceConfig(load=str(gpt_with_drafts), tokenizer_type="NullTokenizer")
+    loaded = load_model(source, {"num_layers": 3}, device=CPU)
+    assert loaded.config.hybrid_override_pattern == "*-*-*-"
+    assert [line for line in caplog.messages if "multi-token prediction are left unread" in line]

@@ -1,0 +1,159 @@
+"""MF-4: which tokenizer a model gets: the one asked for, the one beside it, the one it was trained with."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.config import SourceConfig
+from megatron_ext.config.embedded import EMBEDDED_MODEL_DIR
+from megatron_ext.errors import ConfigError
+from megatron_ext.models.megatron.facts import TrainingFacts
+from megatron_ext.models.tokenizers import Ids, choose_tokenizer
+from megatron_ext.text.library_tokenizers import Gpt2Tokenizer, SentencePieceTokenizer, TikTokenizer
+from megatron_ext.text.tokenizer import NullTokenizer, TextTokenizer
+from tests.unit_tests.support.vocabularies import write_gpt2, write_sentencepiece, write_tiktoken
+
+ANY = Ids(None, 2000)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizers")
+    write_tiktoken(folder / "tik.vocab.json")
+    write_sentencepiece(folder / "llama.model")
+    write_gpt2(folder)
+    (folder / "empty").mkdir()
+    return folder
+
+
+def source(files: Path, flags: str) -> SourceConfig:
+    """Of `field=value` pairs; a value with a dot is a file of the fixture's."""
+    fields: dict = {}
+    for pair in flags.split():
+        name, _, value = pair.partition("=")
+        fields[name] = str(files / value) if "." in value else int(value) if value.isdigit() else value
+    return SourceConfig(**fields)
+
+
+def trained(files: Path, kind: str, **names: str | int) -> TrainingFacts:
+    more = {name: files / value if isinstance(value, str) and "." in value else value for name, value in names.items()}
+    return TrainingFacts(is_gpt=True, vocabulary_rows=2000, tokenizer_type=kind, **more)
+
+
+@pytest.mark.parametrize(
+    ("flags", "kind"),
+    [
+        ("tokenizer_type=TikTokenizer tokenizer_model=tik.vocab.json", TikTokenizer),
+        ("tokenizer_type=Llama2Tokenizer tokenizer_model=llama.model", SentencePieceTokenizer),
+        ("tokenizer_type=SentencePieceTokenizer tokenizer_model=llama.model", SentencePieceTokenizer),
+        ("tokenizer_type=GPTSentencePieceTokenizer tokenizer_model=llama.model", SentencePieceTokenizer),
+        ("tokenizer_type=GPT2BPETokenizer vocab_file=vocab.json merge_file=merges.txt", Gpt2Tokenizer),
+        ("vocab_file=vocab.json merge_file=merges.txt", Gpt2Tokenizer),
+        ("tokenizer_type=NullTokenizer", NullTokenizer),
+        ("", NullTokenizer),
+    ],
+)
+def test_asked_for(files, flags, kind):
+    assert type(choose_tokenizer(source(files, flags), files / "empty", ANY)) is kind
+
+
+def test_sizes_of_a_tiktokenizer(files):
+    flags = "tokenizer_type=TikTokenizer tokenizer_model=tik.vocab.json"
+    assert choose_tokenizer(source(files, flags), None, ANY).tokenize("a") == [1000 + ord("a")]
+    few = source(files, f"{flags} tiktoken_num_special_tokens=8")
+    assert choose_tokenizer(few, None, ANY).tokenize("a") == [8 + ord("a")]
+    assert choose_tokenizer(few, None, Ids(264, 2000)).vocab_size == 264
+    with pytest.raises(ConfigError, match="8 special tokens leave 42 of 50 ids to the file"):
+        choose_tokenizer(few, None, Ids(50, 2000))
+
+
+@pytest.mark.parametrize(
+    ("kind", "names", "expected"),
+    [
+        ("TikTokenizer", {"tokenizer_model": "tik.vocab.json", "tiktoken_num_special_tokens": 8}, TikTokenizer),
+        ("Llama2Tokenizer", {"tokenizer_model": "llama.model"}, SentencePieceTokenizer),
+        ("GPT2BPETokenizer", {"vocab_file": "vocab.json", "merge_file": "merges.txt"}, Gpt2Tokenizer),
+        ("NullTokenizer", {}, NullTokenizer),
+        ("Llama2Tokenizer", {"tokenizer_model": "gone.model"}, NullTokenizer),
+    ],
+)
+def test_as_it_was_trained(files, kind, names, expected):
+    """Where nothing is asked for and nothing is beside the weights; not if that is switched off."""
+    facts = trained(files, kind, **names)
+    chosen = choose_tokenizer(SourceConfig(), files / "empty", ANY, facts)
+    assert type(chosen) is expected
+    if expected is TikTokenizer:
+        assert chosen.tokenize("a") == [8 + ord("a")]
+    off = SourceConfig(use_tokenizer_model_from_checkpoint_args=False)
+    assert type(choose_tokenizer(off, files / "empty", ANY, facts)) is NullTokenizer
+    beside = choose_tokenizer(SourceConfig(), EMBEDDED_MODEL_DIR, ANY, facts)
+    assert type(beside) is TextTokenizer
+
+
+def test_a_file_is_of_the_kind_that_the_model_was_trained_with(files):
+    facts = trained(files, "TikTokenizer", tiktoken_num_special_tokens=8)
+    chosen = choose_tokenizer(source(files, "tokenizer_model=tik.vocab.json"), None, ANY, facts)
+    assert chosen.tokenize("a") == [8 + ord("a")]
+    embedded = SourceConfig(tokenizer_model=str(EMBEDDED_MODEL_DIR))
+    assert type(choose_tokenizer(embedded, None, ANY, facts)) is TextTokenizer
+
+
+def test_what_is_not_here_is_said(files, caplog):
+    facts = trained(files, "Llama2Tokenizer", tokenizer_model="gone.model")
+    choose_tokenizer(SourceConfig(), files / "empty", ANY, facts)
+    (line,) = caplog.messages
+    assert "was trained with the Llama2Tokenizer" in line
+    assert line.endswith("gone.model, which is not here: texts are token ids; give --tokenizer-model")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("tokenizer_type=TikTokenizer", "--tokenizer-type TikTokenizer needs --tokenizer-model FILE"),
+        ("tokenizer_type=TikTokenizer tokenizer_model=no.json", r"no\.json does not exist; give a file of a TikTok"),
+        ("tokenizer_type=GPT2BPETokenizer vocab_file=vocab.json", "needs --vocab-file and --merge-file; give both"),
+        ("vocab_file=no.json merge_file=merges.txt", r"no\.json does not exist"),
+        ("tokenizer_type=HuggingFaceTokenizer", "needs tokenizer files"),
+        ("tokenizer_type=NullTokenizer tokenizer_model=tik.vocab.json", "contradicts --tokenizer-model"),
+    ],
+)
+def test_cannot_be_had(files, flags, message):
+    with pytest.raises(ConfigError, match=message):
+        choose_tokenizer(source(files, flags), files / "empty", ANY)
+
+
+class TestHub:
+    @pytest.fixture
+    def cache(self, tmp_path, monkeypatch):
+        """The hub's cache with one tokenizer in it, as huggingface_hub lays it out; there is no network."""
+        from huggingface_hub import constants
+
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+        repository = tmp_path / "models--some--model"
+        snapshot = repository / "snapshots" / "0123"
+        snapshot.mkdir(parents=True)
+        (repository / "refs").mkdir()
+        (repository / "refs" / "main").write_text("0123")
+        for name in ("tokenizer.json", "config.json"):
+            shutil.copy(EMBEDDED_MODEL_DIR / name, snapshot)
+
+    @pytest.mark.usefixtures("cache")
+    def test_a_name_is_looked_up(self):
+        chosen = choose_tokenizer(SourceConfig(tokenizer_model="some/model"), None, ANY)
+        assert isinstance(chosen, TextTokenizer)
+        assert chosen.tokenize("Hello") == TextTokenizer(EMBEDDED_MODEL_DIR).tokenize("Hello")
+
+    @pytest.mark.usefixtures("cache")
+    def test_a_name_that_cannot_be_had(self):
+        with pytest.raises(ConfigError, match="tokenizer some/other does not exist here, and cannot be had") as caught:
+            choose_tokenizer(SourceConfig(tokenizer_model="some/other"), None, ANY)
+        assert "\n" not in str(caught.value)
+
+    @pytest.mark.parametrize("name", ["nowhere", "./no/where", "/no/where", "a/b/c"])
+    def test_what_is_no_name_is_a_path(self, name):
+        with pytest.raises(ConfigError, match="does not exist; give a directory"):
+            choose_tokenizer(SourceConfig(tokenizer_model=name), None, ANY)
