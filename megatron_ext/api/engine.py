@@ -109,8 +109,10 @@ class LoadedEngine:
 
         >>> async def show():
         ...     async for part in engine.stream("A list is", RequestParams(num_tokens_to_generate=8)):
-        ...         print(part.text, end="")
-        >>> asyncio.run(show())  # doctest: +ELLIPSIS
+        ...         print(part.tokens, repr(part.text))
+        >>> asyncio.run(show())
+        (1296,) ' created'
+        (18,) '.'
         ...
 
         Returns:
