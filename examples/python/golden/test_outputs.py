@@ -15,7 +15,7 @@ from pathlib import Path
 from megatron_ext import RequestParams, RequestRecord, load_engine
 
 GOLDEN = Path(__file__).with_name("golden.json")
-PROMPTS = {
+PROMPTS: dict[str, str | list[int]] = {
     "import": "The import statement",
     "list": "A list is",
     "ids": [665, 18, 838, 18],
