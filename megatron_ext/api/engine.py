@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import TracebackType
+from typing import overload
 
 from megatron_ext.api.prompts import ParamsForAll, Prompt, PromptReader, Prompts, ReadPrompt
 from megatron_ext.api.stream import RequestStream
@@ -52,6 +53,12 @@ class LoadedEngine:
         self._on_close = on_close
 
     # Requests
+
+    @overload
+    def generate(self, prompts: Prompt, params: RequestParams | None = None) -> list[RequestRecord]: ...
+
+    @overload
+    def generate(self, prompts: Iterable[Prompt], params: ParamsForAll = None) -> list[RequestRecord]: ...
 
     def generate(self, prompts: Prompts, params: ParamsForAll = None) -> list[RequestRecord]:
         """Serve prompts to the end.
