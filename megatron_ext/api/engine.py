@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import TracebackType
+from typing import overload
 
 from megatron_ext.api.prompts import ParamsForAll, Prompt, PromptReader, Prompts, ReadPrompt
 from megatron_ext.api.stream import RequestStream
@@ -52,6 +53,12 @@ class LoadedEngine:
         self._on_close = on_close
 
     # Requests
+
+    @overload
+    def generate(self, prompts: Prompt, params: RequestParams | None = None) -> list[RequestRecord]: ...
+
+    @overload
+    def generate(self, prompts: Iterable[Prompt], params: ParamsForAll = None) -> list[RequestRecord]: ...
 
     def generate(self, prompts: Prompts, params: ParamsForAll = None) -> list[RequestRecord]:
         """Serve prompts to the end.
@@ -109,8 +116,10 @@ class LoadedEngine:
 
         >>> async def show():
         ...     async for part in engine.stream("A list is", RequestParams(num_tokens_to_generate=8)):
-        ...         print(part.text, end="")
-        >>> asyncio.run(show())  # doctest: +ELLIPSIS
+        ...         print(part.tokens, repr(part.text))
+        >>> asyncio.run(show())
+        (1296,) ' created'
+        (18,) '.'
         ...
 
         Returns:

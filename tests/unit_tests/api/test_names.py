@@ -64,7 +64,8 @@ assert "torch" not in sys.modules
 
 def test_type_checkers_see_the_same_names():
     """PY-1: what is imported for type checkers is what is looked up, from the same places; and types are shipped."""
-    (block,) = (node for node in parse(PACKAGE / "__init__.py").body if isinstance(node, ast.If))
+    body = parse(PACKAGE / "__init__.py").body
+    (block,) = (node for node in body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
     imported = {alias.asname: node.module for node in block.body for alias in node.names}
     assert imported == {name: f"megatron_ext.{home}" for name, home in megatron_ext._HOMES.items()}
     assert (PACKAGE / "py.typed").is_file()

@@ -1,0 +1,1 @@
+"""How programs use the engine; tests run each of them."""

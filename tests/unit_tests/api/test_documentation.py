@@ -1,0 +1,50 @@
+"""PY-8: what the documentation shows is run: docstrings, and the page."""
+
+from __future__ import annotations
+
+import asyncio
+import doctest
+import re
+
+import torch
+
+import megatron_ext
+from megatron_ext.api.engine import LoadedEngine
+from tests.unit_tests.support.source import ROOT
+
+PAGE = (ROOT / "docs" / "python.md").read_text("utf-8")
+
+
+def run_docstrings(thing: object, names: dict[str, object]) -> int:
+    """Run the examples of a function or class; returns how many there are."""
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+    for test in doctest.DocTestFinder(recurse=True).find(thing, thing.__name__, globs=names):
+        runner.run(test)
+    assert runner.failures == 0
+    return runner.tries
+
+
+def test_docstrings(engine):
+    """PY-8: they show use, and it is as they show it."""
+    names = {name: getattr(megatron_ext, name) for name in megatron_ext.__all__}
+    names |= {"asyncio": asyncio, "torch": torch, "engine": engine}
+    assert run_docstrings(LoadedEngine, names) >= 10
+    assert run_docstrings(megatron_ext.load_engine, names) >= 2
+
+
+def test_the_page(capsys):
+    """PY-8: every block of Python in docs/python.md, one after the other."""
+    names: dict[str, object] = {}
+    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    assert len(blocks) > 5
+    for block in blocks:
+        exec(compile(block, "docs/python.md", "exec"), names)
+    assert capsys.readouterr().out.endswith("stop\n")  # the stream's last part
+
+
+def test_the_page_names_what_there_is():
+    """PY-8: every public name, every method, and nothing else."""
+    for name in megatron_ext.__all__:
+        assert name == "__version__" or f"`{name}" in PAGE, name
+    methods = [name for name in vars(LoadedEngine) if not name.startswith("_")]
+    assert [name for name in methods if name not in PAGE] == []
