@@ -142,12 +142,12 @@ class _Offline:
             if not is_on:
                 self._interruption.hold()
             passes = self._serve(engine, f"cache {'on' if is_on else 'off'} ")
+            if not is_on:
+                engine.suspend()  # the pools of both runs need not fit at the same time
             engine.close()
             results.append(_records(passes))
             if self._interruption.is_asked:
                 self._end_if_asked(passes, self._write(engine, passes), "the comparison did not come to its end; ")
-            if not is_on:
-                engine.suspend()  # the pools of both runs need not fit at the same time
         problem = self._write(engine, passes)
         self._end_if_asked(passes, problem)
         differences = compare(*results)

@@ -26,9 +26,8 @@ from megatron_ext.interruption import Interrupted
 FAILED, BAD_USAGE = 1, 2  # exit codes
 PATIENCE = 3.0  # seconds that somebody else has to say what has happened
 _LOOK_AGAIN = 0.05  # seconds
-_LOST_PEER = re.compile(
-    r"gloo.transport|NCCL|Connection (reset|closed|refused)|closed by peer|Broken pipe|[Tt]imed out"
-)
+_SILENCE = re.compile(r"[Tt]imed out|Wait timeout")
+_LOST_PEER = re.compile(rf"gloo.transport|NCCL|Connection (reset|closed|refused)|Broken pipe|{_SILENCE.pattern}")
 
 
 @dataclass(frozen=True)
@@ -120,7 +119,10 @@ def ending_together(minutes: float) -> Iterator[None]:
         if _is_alone():
             raise
         board = _board()
-        words = _last_words(board, error, minutes)
+        try:
+            words = _last_words(board, error, minutes)
+        except dist.DistError:
+            words = _without_board(board.rank, error)
         raise RankError(words.message if words.rank == board.rank else "", exit_code=words.exit_code) from error
 
 
@@ -153,6 +155,14 @@ def _last_words(board: Board, error: Exception, minutes: float) -> LastWords:
     return board.claim(LastWords(board.rank, FAILED, message))
 
 
+def _without_board(rank: int, error: Exception) -> LastWords:
+    """What can be said where the store is gone, too: without torchrun it lives in rank 0's process."""
+    root = _root(error)
+    if not is_lost_peer(root):
+        return LastWords(rank, FAILED, f"rank {rank}: {describe(root)}")
+    return LastWords(1, FAILED, "rank 0, which keeps what ranks say of their ends, ended without a word")
+
+
 def _after_others(board: Board, error: BaseException, minutes: float) -> LastWords:
     """Another rank has gone first: its words, or what can be said without."""
     board.sign()
@@ -161,7 +171,7 @@ def _after_others(board: Board, error: BaseException, minutes: float) -> LastWor
         return words
     ranks = board.unsigned()
     who = f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}" if ranks else "a rank"
-    if "imed out" in str(error):
+    if _SILENCE.search(str(error)):
         message = f"{who} did not answer within {minutes:g} minutes (--distributed-timeout-minutes)"
     else:
         message = f"{who} ended without a word"

@@ -227,9 +227,10 @@ class Fleet:
             engine.weights_changed()
 
     def suspend(self) -> None:
-        """See `Engine.suspend`; the other ranks free their pools before the next step."""
+        """See `Engine.suspend`; the other ranks are told at once, since somebody waits for the memory."""
         for engine in self.engines:
             engine.suspend()
+        self._tell(Action.IDLE)
 
     def resume(self) -> None:
         """See `Engine.resume`; the other ranks allocate their pools before the next step."""

@@ -126,6 +126,20 @@ def test_what_is_ignored_stays_ignored():
         signal.signal(INT, before)
 
 
+def test_some_are_ignored():
+    """MR-6: SIGINT of a terminal goes to all ranks, and is the first one's affair."""
+    before = signal.getsignal(INT)
+    with Interruption(ignored=(INT,)) as watched:
+        signal.raise_signal(INT)
+        signal.signal(INT, before)  # somebody else's handler
+        watched.take_back()
+        signal.raise_signal(INT)
+        assert not watched.is_asked
+        with pytest.raises(Interrupted):
+            signal.raise_signal(signal.SIGTERM)
+    assert signal.getsignal(INT) is before
+
+
 def test_handed_on_to_whoever_had_it():
     order = []
 

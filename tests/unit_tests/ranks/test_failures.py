@@ -24,7 +24,7 @@ SHORT = ["--distributed-timeout-minutes", "0.1"]
 
 def run_tool(arguments: Sequence[str], rank: int, kind: str, step: int = 3) -> None:
     """`tools/run_inference.py` as torchrun starts it; something happens on one rank in one step."""
-    given = [] if "--prompt-file" in arguments else [*PROMPTS, *ENGINE]
+    given = [] if {"--prompt-file", "--prompts"} & set(arguments) else [*PROMPTS, *ENGINE]
     import torch
 
     own = torch.distributed.get_rank()
@@ -160,6 +160,32 @@ def test_nothing_is_left_half_written(tmp_path: Path):
     assert not (tmp_path / "out.json").exists()
     for left in tmp_path.iterdir():  # whole lines of requests that had ended
         assert all(json.loads(line) for line in left.read_text().splitlines())
+
+
+def test_without_a_store_one_rank_speaks(monkeypatch: pytest.MonkeyPatch):
+    """Without torchrun rank 0 keeps the store: when it is gone, so is the place to agree on who speaks."""
+    import torch.distributed as dist
+
+    from megatron_ext.errors import RankError
+    from megatron_ext.ranks import failure
+
+    def refuse(*_: object) -> None:
+        raise dist.DistNetworkError("Connection reset by peer")
+
+    class Gone(failure.Board):
+        sign = claim = claimed = refuse
+
+    def said_by(rank: int, error: Exception) -> str:
+        monkeypatch.setattr(failure, "_board", lambda: Gone(dist.HashStore(), rank, 3))
+        monkeypatch.setattr(failure, "_is_alone", lambda: False)
+        with pytest.raises(RankError) as caught, failure.ending_together(1.0):
+            raise error
+        return str(caught.value)
+
+    lost = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:10")
+    assert "rank 0" in said_by(1, lost)
+    assert said_by(2, lost) == ""
+    assert said_by(2, KeyError("own")) == "rank 2: KeyError: 'own'"
 
 
 def test_the_board_names_who_has_not_signed():

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from megatron_ext.config import EvictionPolicyName, RequestParams
 from megatron_ext.errors import RankError
 from megatron_ext.ranks import follower, journal
-from megatron_ext.ranks.commands import Action, End, Resume, StartAnew, Suspend
+from megatron_ext.ranks.commands import Action, End, ResetPrefixCache, Resume, StartAnew, Suspend
 from megatron_ext.scheduling.plan import SchedulerLimits
 from megatron_ext.scheduling.record import Status
 from tests.priority import TestPriority
@@ -222,9 +222,12 @@ class TestFleet:
 
     def test_what_is_told_in_which_order(self, world: World):
         world.step()
+        world.fleet.reset_prefix_cache()
         world.fleet.suspend()
         world.fleet.resume()
-        assert world.fleet.engines[1].scheduler.take_journal() == [Suspend(), Resume()]
+        (batch,) = map(pickle.loads, world.sent)
+        assert batch.of(1) == [ResetPrefixCache(), Suspend()]  # memory is freed at once
+        assert world.fleet.engines[1].scheduler.take_journal() == [Resume()]
 
     def test_counts_are_summed(self, world: World):
         for name in range(4):
@@ -274,7 +277,6 @@ class TestFleet:
         world.step()
         assert all(pools.is_there for pools in world.pools)
         world.fleet.suspend()
-        world.fleet._tell(Action.IDLE)
         world.deliver()
         assert not any(pools.is_there for pools in world.pools)
         world.fleet.resume()

@@ -75,6 +75,14 @@ def test_the_same_results(tmp_path: Path, layout: str):
     assert texts[1] == ""
 
 
+def test_the_cache_compared(tmp_path: Path):
+    """Two engines, one after the other, and two replicas that step together."""
+    flags = ["--prefix-cache-compare", "--temperature", "0", "--num-tokens-to-generate", "4", "--prompts"]
+    outcomes = run_world(run_tool, 2, [*SIZES, *flags, *([PROMPT] * 4)], 0, "nothing")
+    assert exit_codes(outcomes) == [0, 0], [one.describe() for one in outcomes]
+    assert outcomes[1].stdout == ""
+
+
 STARTED = f"""
 import os, sys, time
 sys.path.insert(0, {str(ROOT)!r})

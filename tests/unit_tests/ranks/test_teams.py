@@ -139,3 +139,14 @@ def test_experts_across_replicas():
     for part in parts:
         for name, record in part.records.items():
             assert_same_record(first.records[name], record)
+
+
+def test_an_engine_that_starts_anew(whole: Whole):
+    """`InferenceEngine.reset` forgets requests, cache and counters on all ranks."""
+    before = [("add", i, COMMON, {"num_tokens_to_generate": 30}) for i in range(3)]
+    after = [("add", i, COMMON[:60], {"num_tokens_to_generate": 4}) for i in range(2)]
+    alone = live(None, CONFIG, whole, dataclasses.replace(SCRIPT, actions=after))
+    script = dataclasses.replace(SCRIPT, actions=[*before, ("steps", 5), ("anew",), *after])
+    first, second = run_ranks(live, 2, ParallelConfig(tensor_model_parallel_size=2), CONFIG, whole, script)
+    assert_same(first, alone)
+    assert second.counters == first.counters
