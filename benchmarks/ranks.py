@@ -7,6 +7,7 @@ One rank has two threads where two ranks have one each. Compare figures of one r
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import multiprocessing
 import random
 import statistics
@@ -167,7 +168,7 @@ def leading(parallel: ParallelConfig, config: ModelConfig) -> Iterator[Inference
     """An engine on rank 0; the others have followed until its end when they get None."""
     platform.initialize(parallel)
     model = build_model(config, device=CPU, parallel=parallel)
-    team, tokenizer = form_team(TIMEOUT / 60), Ids()
+    team, tokenizer = form_team(dataclasses.replace(parallel, distributed_timeout_minutes=TIMEOUT / 60)), Ids()
     tokenizer.vocab_size = config.vocab_size
     batching = BatchingConfig(block_size=64, block_count=400, max_requests=DECODING)
     if team is not None and not team.is_leader:
