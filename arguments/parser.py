@@ -20,8 +20,6 @@ from arguments.groups import (
     SAMPLING,
     SERVER,
     SERVER_GROUPS,
-    SOURCE,
-    TOKENIZER,
 )
 from arguments.idle import note_idle
 from arguments.megatron import options
@@ -29,6 +27,7 @@ from arguments.megatron.layers import describe_layers
 from arguments.megatron.record import MegatronGroup
 from arguments.megatron.synonyms import SYNONYMS, translate
 from arguments.megatron.table import SERVER_TABLE, TABLE, WithoutEffect, family_of, records
+from arguments.source_groups import SOURCE, TOKENIZER
 from arguments.yaml_file import read_flags
 from megatron_ext.config import (
     BatchingConfig,

@@ -87,9 +87,9 @@ def _nargs(flag: MegatronFlag) -> int | str | None:
     return {0: 0, 1: None, None: "+"}[flag.count]
 
 
-def _shown(flag: MegatronFlag, within: MegatronGroup) -> dict[str, str]:
+def _shown(flag: MegatronFlag, within: MegatronGroup) -> dict[str, Any]:
     """Metavar and help, as `add_argument` takes them."""
-    shown = {} if within.common_reason else {"help": flag.why.replace("%", "%%")}
+    shown: dict[str, Any] = {} if within.common_reason else {"help": flag.why.replace("%", "%%")}
     if flag.allowed:
         shown["metavar"] = "{" + ",".join(flag.allowed) + "}"
     elif _nargs(flag) != 0:

@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 # Of files that only their kind tells apart from a tokenizer.json.
 _FILE_KINDS = (TIKTOKEN_TOKENIZER, *SENTENCEPIECE_TOKENIZERS)
+_NOTHING = TrainingFacts(is_gpt=False, vocabulary_rows=0)
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
@@ -137,11 +138,11 @@ def _as_trained(source: SourceConfig, ids: Ids, trained: TrainingFacts | None) -
 
 def _of_kind(kind: str, source: SourceConfig, ids: Ids, trained: TrainingFacts | None) -> Tokenizer:
     """A tokenizer of one of Megatron's own kinds; what flags do not say the checkpoint's arguments may."""
-    if not (trained and trained.tokenizer_type == kind and source.use_tokenizer_model_from_checkpoint_args):
-        trained = None
+    if trained is None or trained.tokenizer_type != kind or not source.use_tokenizer_model_from_checkpoint_args:
+        trained = _NOTHING
     if kind == GPT2_TOKENIZER:
         return Gpt2Tokenizer(*_gpt2_files(source, trained))
-    model = Path(source.tokenizer_model) if source.tokenizer_model else trained and trained.tokenizer_model
+    model = Path(source.tokenizer_model) if source.tokenizer_model else trained.tokenizer_model
     if model is None:
         raise ConfigError(f"--tokenizer-type {kind} needs --tokenizer-model FILE")
     if not model.exists():
@@ -150,17 +151,14 @@ def _of_kind(kind: str, source: SourceConfig, ids: Ids, trained: TrainingFacts |
         return SentencePieceTokenizer(model)
     return TikTokenizer(
         model,
-        source.tiktoken_pattern or (trained and trained.tiktoken_pattern) or DEFAULT_PATTERN,
-        source.tiktoken_num_special_tokens
-        or (trained and trained.tiktoken_num_special_tokens)
-        or DEFAULT_SPECIAL_TOKENS,
+        source.tiktoken_pattern or trained.tiktoken_pattern or DEFAULT_PATTERN,
+        source.tiktoken_num_special_tokens or trained.tiktoken_num_special_tokens or DEFAULT_SPECIAL_TOKENS,
         ids.asked or TIKTOKEN_IDS,
     )
 
 
-def _gpt2_files(source: SourceConfig, trained: TrainingFacts | None) -> tuple[Path, Path]:
-    vocab = source.vocab_file or (trained and trained.vocab_file)
-    merges = source.merge_file or (trained and trained.merge_file)
+def _gpt2_files(source: SourceConfig, trained: TrainingFacts) -> tuple[Path, Path]:
+    vocab, merges = source.vocab_file or trained.vocab_file, source.merge_file or trained.merge_file
     if vocab is None or merges is None:
         raise ConfigError(f"--tokenizer-type {GPT2_TOKENIZER} needs --vocab-file and --merge-file; give both")
     for file in (Path(vocab), Path(merges)):
