@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
-from megatron_ext.config import ParallelConfig
+from megatron_ext.config import ModelConfig, ParallelConfig
+from megatron_ext.errors import ConfigError
+from megatron_ext.mcore import platform
+from megatron_ext.mcore.cuts import Cut, Piece, model_cuts, model_tensors, whole_cut
+from megatron_ext.mcore.model import HybridModel
 from megatron_ext.models.megatron.checkpoint import save_dist_checkpoint
+from megatron_ext.models.native import checkpoint
 from megatron_ext.models.native.checkpoint import save_checkpoint
+from megatron_ext.models.native.directory import read_header
+from megatron_ext.models.size import matrix_parameter_count
+from megatron_ext.ranks.share import share_of
 from tests.unit_tests.support.layouts import (
     CONFIGS,
     Part,
@@ -18,8 +28,10 @@ from tests.unit_tests.support.layouts import (
     held,
     load,
     logits,
+    matrices,
     part_of,
     perturbed_model,
+    random_model,
     sizes,
 )
 from tests.unit_tests.support.ranks import run_ranks
@@ -58,6 +70,10 @@ def stored(tmp_path_factory: pytest.TempPathFactory):
 
 def load_and_compute(directories: Sequence[Path], parallel: ParallelConfig) -> list[Part]:
     models = [load(directory, parallel) for directory in directories]
+    stage = platform.pipeline_stage()
+    for directory, model in zip(directories, models, strict=True):  # the size that was foretold is the size
+        config = read_header(directory).model
+        assert matrix_parameter_count(config, share_of(parallel, config, stage)) == matrices(model)
     return [part_of(model, TOKENS) for model in models]
 
 
@@ -74,3 +90,65 @@ def test_each_rank_has_its_part(parallel, kinds, stored):
         assert answers
         for answer in answers:
             torch.testing.assert_close(answer, logits(model, TOKENS), atol=2e-5, rtol=1e-4)
+
+
+def random_parts(config: ModelConfig, parallel: ParallelConfig) -> Part:
+    return part_of(random_model(config, parallel))
+
+
+@pytest.mark.parametrize(
+    ("parallel", "world"),
+    [(sizes(tp=2, ep=2), 4), (sizes(pp=2), 4)],  # the second: two replicas
+    ids=["TP 2, EP 2", "PP 2, two replicas"],
+)
+def test_random_weights_agree(parallel, world):
+    """What several ranks hold of one tensor is one: routers, norms, tied embeddings on the first and last stage."""
+    seen: dict[tuple[str, str], Tensor] = {}
+    shared = set()
+    for part in run_ranks(random_parts, world, CONFIGS["latent_experts"], parallel):
+        for name, (whole_name, boxes) in part.where.items():
+            for box, local in boxes:
+                own, key = part.tensors[name][local], (whole_name, str(box))
+                shared |= {whole_name} if key in seen else set()
+                assert torch.equal(seen.setdefault(key, own), own), key
+    assert {"embedding.word_embeddings.weight", "decoder.layers.2.mlp.router.weight"} <= shared
+
+
+def refused_spec(config: ModelConfig, parallel: ParallelConfig) -> str:
+    with pytest.raises(ConfigError) as error:
+        random_model(config, parallel)
+    return str(error.value)
+
+
+def test_a_stack_of_somebody_elses_does_not_lose_layers():
+    """megatron-core's cannot have stages of 2, 2, 1 and 1 layers: one line on every rank, where it would drop two."""
+    config = dataclasses.replace(
+        CONFIGS["mamba2"], hybrid_override_pattern="M*-M*-", spec=("tests.unit_tests.support.layouts", "foreign_spec")
+    )
+    errors = run_ranks(refused_spec, 4, config, sizes(pp=4))
+    assert set(errors) == {errors[0]}
+    assert "--spec cannot be given with pipeline stages of 2, 2, 1, 1 layers" in errors[0]
+
+
+def load_interleaved(directory: Path, parallel: ParallelConfig) -> Tensor | None:
+    """A rank takes its share of an input projection's rows without regard to the parts that they are of."""
+
+    def without_parts(model: HybridModel) -> dict[str, Cut]:
+        cuts = model_cuts(model)
+        for name, tensor in model_tensors(model).items():
+            if name.endswith("mixer.in_proj.weight"):
+                own = whole_cut(name, tensor.shape).pieces[0].local
+                first = model.tp_group.rank() * len(tensor)
+                there = (slice(first, first + len(tensor)), own[1])
+                cuts[name] = Cut(name, cuts[name].shape, (Piece(there, own),))
+        return cuts
+
+    checkpoint.model_cuts = without_parts
+    return logits(load(directory, parallel), TOKENS)
+
+
+def test_rows_cut_in_the_wrong_place_are_seen(stored):
+    """A negative control: the logits of the other tests can fail."""
+    model, directory = stored("mamba2", "native")
+    (wrong, _) = run_ranks(load_interleaved, 2, directory, sizes(tp=2))
+    assert (wrong - logits(model, TOKENS)).abs().max() > 0.01

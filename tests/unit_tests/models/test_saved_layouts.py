@@ -91,6 +91,15 @@ def test_ranks_wrote_files_of_their_own(saved):
     assert total["TP 2"] < 1.5 * total["1"]
 
 
+def test_replicas_write_it_once(saved, whole, tmp_path):
+    """Two copies of the model on two ranks: what one of them has is written, by one of them."""
+    run_ranks(save_again, 2, [whole["mamba2"][1]], [tmp_path / "saved"], sizes())
+    written = sum(file.stat().st_size for file in (tmp_path / "saved").glob("*.distcp"))
+    once = sum(file.stat().st_size for file in saved["1", "mamba2"].glob("*.distcp"))
+    assert written < 1.2 * once
+    assert_parts_of(whole["mamba2"][0], [part_of(load(tmp_path / "saved", sizes()))])
+
+
 def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 

@@ -9,7 +9,7 @@ import pytest
 from megatron_ext.config import ModelConfig, ParallelConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.ranks.layout import Layout, check_model, plan_layout
-from megatron_ext.ranks.world import World, is_first_rank, world_of_environment
+from megatron_ext.ranks.world import World, is_first_rank, ranks_on_this_machine, world_of_environment
 
 
 def sizes(tp: int = 1, pp: int = 1, ep: int = 1, etp: int | None = None) -> ParallelConfig:
@@ -92,6 +92,12 @@ class TestEnvironment:
         assert world_of_environment(variables) == World(3, 4, is_launched=True)
         assert not is_first_rank(variables)
         assert not world_of_environment(variables).is_first
+
+    @pytest.mark.parametrize(
+        ("said", "ranks"), [({}, 1), ({"LOCAL_WORLD_SIZE": "8"}, 8), ({"LOCAL_WORLD_SIZE": "x"}, 1)]
+    )
+    def test_who_shares_the_memory(self, said, ranks):
+        assert ranks_on_this_machine(said) == ranks
 
     @pytest.mark.parametrize("variables", [{"RANK": "4", "WORLD_SIZE": "4"}, {"RANK": "x"}, {"WORLD_SIZE": "-1"}])
     def test_nonsense(self, variables):

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from megatron.core.ssm.mamba_block import MambaStack
+from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
 from megatron_ext.config import ModelConfig, ParallelConfig, SourceConfig
@@ -71,6 +73,10 @@ CONFIGS = {
 }
 
 
+# Stages of a stack that is not ours are those of megatron-core.
+foreign_spec = ModuleSpec(module=MambaStack)
+
+
 def sizes(tp: int = 1, pp: int = 1, ep: int = 1, etp: int | None = None, first: int | None = None) -> ParallelConfig:
     """Sizes by their usual abbreviations."""
     return ParallelConfig(
@@ -110,6 +116,12 @@ def load(directory: Path, parallel: ParallelConfig, *, is_hf: bool = False) -> H
     return loaded.model
 
 
+def random_model(config: ModelConfig, parallel: ParallelConfig) -> HybridModel:
+    """This rank's part of a model of random weights."""
+    platform.initialize(parallel)
+    return build_model(config, parallel=parallel, device=CPU, seed=5)
+
+
 def held(model: HybridModel) -> dict[str, Tensor]:
     """This rank's tensors, by the names that they have here."""
     return {name: tensor.detach().clone() for name, tensor in model_tensors(model).items()}
@@ -121,6 +133,11 @@ def places(model: HybridModel) -> dict[str, tuple[str, tuple[tuple[slice, slice]
         name: (cut.name, tuple((piece.whole, piece.local) for piece in cut.pieces))
         for name, cut in model_cuts(model).items()
     }
+
+
+def matrices(model: HybridModel) -> int:
+    """How many numbers this rank's matrices have."""
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.dim() > 1)
 
 
 @torch.inference_mode()
