@@ -73,7 +73,13 @@ class Rows {
   int64_t token_, head_;
 };
 
-// int64 numbers, held as long as this.
+// int64 numbers of a dense tensor that the caller holds.
+inline const int64_t* integers(const at::Tensor& t) {
+  TORCH_CHECK(t.is_contiguous(), "indices are dense");
+  return t.const_data_ptr<int64_t>();
+}
+
+// int64 numbers in any stride, held as long as this.
 class Integers {
  public:
   Integers() = default;

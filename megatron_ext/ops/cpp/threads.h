@@ -27,12 +27,51 @@ void for_ranges(int64_t count, int64_t grain, const F& f) {
   at::parallel_for(0, count, grain, f);
 }
 
-// Memory of this thread that lives on from call to call, as long as the most that was asked for; not initialised.
-// One use at a time: `which` tells apart what one function needs beside each other.
+// Floats, zero at first, that begin with a cache line: vectors of them never lie across two.
+class Buffer {
+ public:
+  explicit Buffer(int64_t count) : held_(count + LINE), data_(aligned(held_.data())) {}
+  Buffer(Buffer&&) = default;
+  Buffer& operator=(Buffer&&) = default;
+  Buffer(const Buffer&) = delete;
+
+  float* data() {
+    return data_;
+  }
+
+  const float* data() const {
+    return data_;
+  }
+
+  float& operator[](int64_t i) {
+    return data_[i];
+  }
+
+  float operator[](int64_t i) const {
+    return data_[i];
+  }
+
+ private:
+  static constexpr int64_t LINE = 64 / sizeof(float);
+
+  static float* aligned(float* place) {
+    return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(place) + 63) / 64 * 64);
+  }
+
+  std::vector<float> held_;
+  float* data_;
+};
+
+// Memory of this thread that lives on from call to call, as long as the most that was asked for; it holds anything. One
+// use at a time: `which` tells apart what one function needs beside each other.
 template <int which>
-float* scratch(int64_t floats) {
-  static thread_local std::vector<float> memory;
-  if (static_cast<int64_t>(memory.size()) < floats) memory.resize(floats);
+float* scratch(int64_t count) {
+  static thread_local Buffer memory(0);
+  static thread_local int64_t size = 0;
+  if (size < count) {
+    memory = Buffer(count);
+    size = count;
+  }
   return memory.data();
 }
 

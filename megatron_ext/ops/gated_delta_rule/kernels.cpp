@@ -41,6 +41,11 @@ struct Inputs {
     });
   }
 
+  // Of columns, in a head's state.
+  int64_t blocks() const {
+    return (values + LANES - 1) / LANES;
+  }
+
   float one_over_length(const float* from) const {
     Vec squares(0.0f);
     for (int64_t i = 0; i < keys; i += W) {
@@ -70,10 +75,14 @@ inline Vec total(const Vec (&chain)[CHAINS][VECTORS], int v) {
 struct Block {
   const Inputs& in;
   int64_t head, first, count;
-  std::vector<float> state;
+  float* state;
 
-  Block(const Inputs& inputs, int64_t head_, int64_t column)
-      : in(inputs), head(head_), first(column), count(std::min(LANES, inputs.values - column)), state(in.keys * LANES) {}
+  // The block of this number; its memory is the thread's, so there is one at a time.
+  Block(const Inputs& inputs, int64_t number)
+      : in(inputs), head(number / inputs.blocks()), first(number % inputs.blocks() * LANES),
+        count(std::min(LANES, inputs.values - first)), state(scratch<0>(inputs.keys * LANES)) {
+    if (count < LANES) std::fill_n(state, in.keys * LANES, 0.0f);
+  }
 
   int64_t place(int64_t key) const {
     return (head * in.keys + key) * in.values + first;
@@ -84,7 +93,7 @@ struct Block {
     const int64_t group = head / (in.heads / in.groups), at = t * in.groups + group;
     const float *q = in.q(t, group), *k = in.k(t, group);
     const Vec decay = exp(Vec(*in.g(t, head))), strength(*in.beta(t, head) * in.scale_k[at]);
-    float* rows = state.data();
+    float* rows = state;
     Vec recalled[CHAINS][VECTORS], given[CHAINS][VECTORS], written[VECTORS];
 #pragma GCC unroll 8
     for (int i = 0; i < CHAINS * VECTORS; ++i)
@@ -133,17 +142,17 @@ at::Tensor prefill(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v
   at::Tensor y = at::empty(v.sizes(), in.v.tensor().options());
   float* out = y.mutable_data_ptr<float>();
   const std::vector<int64_t> order = sequences.by_length();
-  const int64_t parts = (in.values + LANES - 1) / LANES, units = in.heads * parts;
+  const int64_t units = in.heads * in.blocks();
   for_each(sequences.sequences() * units, [&](int64_t i) {
     const int64_t sequence = order[i / units];
-    Block block(in, i % units / parts, i % parts * LANES);
+    Block block(in, i % units);
     for (int64_t key = 0; key < in.keys; ++key)
-      sequences.load(sequence, block.place(key), block.state.data() + key * LANES, block.count);
+      sequences.load(sequence, block.place(key), block.state + key * LANES, block.count);
     sequences.walk(
         sequence, PIECE, [&](int64_t begin, int64_t end) { block.pass(begin, end, out); },
         [&](const Stop& stop) {
           for (int64_t key = 0; key < in.keys; ++key)
-            sequences.store(stop, block.place(key), block.state.data() + key * LANES, block.count);
+            sequences.store(stop, block.place(key), block.state + key * LANES, block.count);
         });
   });
   std::fill(out + sequences.tokens() * in.heads * in.values, out + y.numel(), 0.0f);
@@ -158,16 +167,16 @@ at::Tensor decode(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
   const Slots where(slots, first_slot);
   at::Tensor y = at::empty(v.sizes(), in.v.tensor().options());
   float* out = y.mutable_data_ptr<float>();
-  const int64_t parts = (in.values + LANES - 1) / LANES, units = in.heads * parts;
+  const int64_t units = in.heads * in.blocks();
   for_ranges(v.size(0) * units, 1 + 8192 / (in.keys * LANES + 1), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t request = i / units, slot = where[request];
-      Block block(in, i % units / parts, i % parts * LANES);
+      Block block(in, i % units);
       for (int64_t key = 0; key < in.keys; ++key)
-        pool.load(slot, block.place(key), block.state.data() + key * LANES, block.count);
+        pool.load(slot, block.place(key), block.state + key * LANES, block.count);
       block.pass(request, request + 1, out);
       for (int64_t key = 0; key < in.keys; ++key)
-        pool.store(slot, block.place(key), block.state.data() + key * LANES, block.count);
+        pool.store(slot, block.place(key), block.state + key * LANES, block.count);
     }
   });
   return as_type(y, v.scalar_type());

@@ -33,7 +33,7 @@ struct Inputs {
 struct Block {
   const Inputs& in;
   int64_t first, count;
-  std::vector<float> state, rate;
+  Buffer state, rate;
 
   Block(const Inputs& inputs, int64_t channel)
       : in(inputs), first(channel), count(lanes(channel, inputs.channels)), state(in.size * W), rate(in.size * W) {

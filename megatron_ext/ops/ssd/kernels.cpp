@@ -42,10 +42,10 @@ struct Inputs {
 // Some tokens of one group of heads: B and C, one behind the other.
 struct Piece {
   int64_t count;
-  std::vector<float> B, C;      // [PIECE, N]
-  std::vector<float> decay;     // [padded PIECE], of one head
-  std::vector<float> stepped;   // [PIECE, V * W] of one head: x * dt
-  std::vector<float> y;         // [PIECE, V * W] of one head
+  Buffer B, C;     // [PIECE, N]
+  Buffer decay;    // [padded PIECE], of one head
+  Buffer stepped;  // [PIECE, V * W] of one head: x * dt
+  Buffer y;        // [PIECE, V * W] of one head
 
   Piece(int64_t size, int64_t lanes)
       : B(PIECE * size), C(PIECE * size), decay(padded(PIECE)), stepped(PIECE * lanes), y(PIECE * lanes) {}
