@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from megatron_ext.api.engine import LoadedEngine as LoadedEngine
+    from megatron_ext.api.loading import follow_engine as follow_engine
     from megatron_ext.api.loading import load_engine as load_engine
     from megatron_ext.api.stream import RequestStream as RequestStream
     from megatron_ext.api.stream import StreamPart as StreamPart
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from megatron_ext.errors import ConfigError as ConfigError
     from megatron_ext.errors import EngineClosed as EngineClosed
     from megatron_ext.errors import EngineSuspended as EngineSuspended
+    from megatron_ext.errors import RankError as RankError
     from megatron_ext.errors import RequestFailed as RequestFailed
     from megatron_ext.scheduling.record import RequestRecord as RequestRecord
     from megatron_ext.scheduling.record import Status as Status
@@ -38,12 +40,14 @@ _HOMES = {
     "EngineStatistics": "engine.statistics",
     "EngineSuspended": "errors",
     "LoadedEngine": "api.engine",
+    "RankError": "errors",
     "RequestFailed": "errors",
     "RequestParams": "config",
     "RequestRecord": "scheduling.record",
     "RequestStream": "api.stream",
     "Status": "scheduling.record",
     "StreamPart": "api.stream",
+    "follow_engine": "api.loading",
     "load_engine": "api.loading",
 }
 __all__ = ["__version__", *_HOMES]

@@ -11,6 +11,7 @@ from megatron_ext.api.prompts import ParamsForAll, Prompt, PromptReader, Prompts
 from megatron_ext.api.stream import RequestStream
 from megatron_ext.config import ModelConfig, RequestParams
 from megatron_ext.engine.statistics import EngineStatistics
+from megatron_ext.errors import ConfigError
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.memory.budget import Geometry
 from megatron_ext.models.load import LoadedModel
@@ -31,7 +32,7 @@ class LoadedEngine:
     Args:
         engine: Around the model; nobody else may call it from now on.
         loaded: The model.
-        naming: What the format that it was loaded from calls its tensors.
+        naming: What the format that it was loaded from calls its tensors; None if it is spread over ranks.
         defaults: What a request asks for that brings no `RequestParams`.
         on_close: Called once, when everything is over.
     """
@@ -40,7 +41,7 @@ class LoadedEngine:
         self,
         engine: InferenceEngine,
         loaded: LoadedModel,
-        naming: Naming,
+        naming: Naming | None,
         defaults: RequestParams,
         on_close: Callable[[], None],
     ) -> None:
@@ -189,15 +190,20 @@ class LoadedEngine:
             ConfigError: A name that is not known or missing, another shape or type, with the tensor's name. Nothing has
                 been written.
         """
-        self._stepper.call(self._update_weights, named_tensors, partial)
+        self._stepper.call(self._update_weights, named_tensors, self._names(), partial)
 
-    def _update_weights(self, named_tensors: NamedTensors, partial: bool) -> None:
-        update_weights(self._loaded.model, self._naming, named_tensors, partial=partial)
+    def _update_weights(self, named_tensors: NamedTensors, naming: Naming, partial: bool) -> None:
+        update_weights(self._loaded.model, naming, named_tensors, partial=partial)
         self._engine.weights_changed()
+
+    def _names(self) -> Naming:
+        if self._naming is None:
+            raise ConfigError("weights are written on one rank only, and this engine has several; load it anew")
+        return self._naming
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor that `update_weights` takes, by name, with its shape."""
-        return weight_shapes(self._loaded.model, self._naming)
+        return weight_shapes(self._loaded.model, self._names())
 
     def weights_changed(self) -> None:
         """Say that the model's weights have been written in place by somebody else: the cache is emptied."""
@@ -216,7 +222,7 @@ class LoadedEngine:
     def close(self) -> None:
         """End what is in flight with `EngineClosed`, and give everything back. Further calls of it do nothing."""
         if self._stepper.close():
-            self._engine.suspend()
+            self._engine.context.deallocate_all_tensors()
             self._on_close()
 
     def __enter__(self) -> LoadedEngine:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
+from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 from megatron_ext.api.settings import Setting, read_settings
@@ -12,7 +15,7 @@ from megatron_ext.memory.limits import check_address_space
 
 if TYPE_CHECKING:
     from megatron_ext.api.engine import LoadedEngine
-    from megatron_ext.ranks.layout import Layout
+    from megatron_ext.ranks.team import Team
 
 
 def load_engine(**settings: Setting) -> LoadedEngine:
@@ -23,6 +26,8 @@ def load_engine(**settings: Setting) -> LoadedEngine:
     >>> len(record.generated_tokens)
     8
 
+    Of several ranks the first one calls this, and all others call `follow_engine` with the same settings.
+
     Args:
         settings: The flags of `tools/run_inference.py` that are about the engine, by name: `--load-hf DIR` is
             `load_hf=DIR`, `--inference-max-seq-length 4096` is `inference_max_seq_length=4096`, `--bf16` is
@@ -32,27 +37,46 @@ def load_engine(**settings: Setting) -> LoadedEngine:
     Raises:
         ConfigError: A setting that is unknown, of another type, or cannot work, with what would; before anything is
             allocated.
+        RankError: Of several ranks one could not load its part.
     """
     read = read_settings(settings)
     check_address_space()
+    with _quiet_imports():
+        return _load(read)
+
+
+def follow_engine(**settings: Setting) -> None:
+    """What a rank other than the first calls where that calls `load_engine`: it takes part until the engine is closed.
+
+    Args:
+        settings: The same as the first rank's.
+
+    Raises:
+        ConfigError: As `load_engine`; this is the first rank, or the only one.
+        RankError: A rank has failed or does not answer, the first one included.
+    """
+    read = read_settings(settings)
+    check_address_space()
+    with _quiet_imports():
+        _follow(read)
+
+
+@contextlib.contextmanager
+def _quiet_imports() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module=r"megatron\.core")  # it warns of each optional package that is missing
-        return _load(read)
+        yield
 
 
 def _load(settings: InferenceSettings) -> LoadedEngine:
     from megatron_ext.api.engine import LoadedEngine
-    from megatron_ext.console.machine import check_machine
-    from megatron_ext.console.start import say_start
     from megatron_ext.mcore.assemble import build_engine
     from megatron_ext.mcore.process_groups import PROCESS_GROUPS
     from megatron_ext.models.load import load_model, save_model
     from megatron_ext.models.update.naming import naming_of
 
-    say_start(settings.start)
-    _require_one_rank(check_machine(settings.parallel))
-    PROCESS_GROUPS.enter(settings.parallel)
-    try:
+    with contextlib.ExitStack() as stack:
+        team = stack.enter_context(_together(settings, leads=True))
         loaded = load_model(settings.source, dict(settings.model_overrides), parallel=settings.parallel)
         if settings.source.save is not None:
             save_model(settings.source.save, loaded)
@@ -65,17 +89,63 @@ def _load(settings: InferenceSettings) -> LoadedEngine:
             dtype=loaded.dtype,
             seed=settings.source.seed,
             logging_step_interval=settings.run.inference_logging_step_interval,
+            team=team,
         )
-        naming = naming_of(settings.source, loaded.config)
+        naming = None if team is not None else naming_of(settings.source, loaded.config)
         return LoadedEngine(engine, loaded, naming, settings.sampling, PROCESS_GROUPS.leave)
+
+
+def _follow(settings: InferenceSettings) -> None:
+    from megatron_ext.mcore.process_groups import PROCESS_GROUPS
+    from megatron_ext.models.following import follow
+
+    with _together(settings, leads=False) as team:
+        assert team is not None, "who is alone leads"
+        follow(
+            settings.source,
+            settings.model_overrides,
+            settings.parallel,
+            settings.batching,
+            [settings.cache],
+            team=team,
+            on_ready=lambda: None,
+        )
+    PROCESS_GROUPS.leave()
+
+
+@contextlib.contextmanager
+def _together(settings: InferenceSettings, *, leads: bool) -> Iterator[Team | None]:
+    """All ranks, in groups that are left if the block fails; what raises in it on one rank ends the others, too.
+
+    Args:
+        settings: The same on each.
+        leads: Whether this one is to be the first.
+    """
+    from megatron_ext.console.machine import check_machine
+    from megatron_ext.console.start import say_start
+    from megatron_ext.mcore.process_groups import PROCESS_GROUPS, is_there
+    from megatron_ext.mcore.teams import form_team
+    from megatron_ext.ranks.failure import ending_together
+
+    say_start(settings.start)
+    if not is_there():  # otherwise that says which ranks there are
+        check_machine(settings.parallel)
+    PROCESS_GROUPS.enter(settings.parallel)
+    try:
+        with ending_together(settings.parallel.distributed_timeout_minutes):
+            team = form_team(settings.parallel)
+            if team is None:
+                _check_role(0, leads)
+            else:
+                team.ask_all(partial(_check_role, team.here.rank, leads))
+            yield team
     except BaseException:
         PROCESS_GROUPS.leave()
         raise
 
 
-def _require_one_rank(layout: Layout) -> None:
-    if layout.world > 1:
-        raise ConfigError(
-            f"{layout.world} ranks were started, and load_engine runs on one in this version; "
-            "give torchrun --nproc-per-node 1"
-        )
+def _check_role(rank: int, leads: bool) -> None:
+    if rank and leads:
+        raise ConfigError(f"rank {rank} is not the first one: it calls follow_engine, not load_engine")
+    if not rank and not leads:
+        raise ConfigError("the first rank, and one that is alone, calls load_engine, not follow_engine")

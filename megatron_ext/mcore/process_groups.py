@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 
 import torch
@@ -10,6 +11,7 @@ from megatron.core import parallel_state
 from megatron_ext.config import ParallelConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import platform
+from megatron_ext.ranks.layout import plan_layout
 
 
 class ProcessGroups:
@@ -28,7 +30,7 @@ class ProcessGroups:
             ConfigError: What is there is not what the settings say.
         """
         with self._changing:
-            has_distributed = torch.distributed.is_initialized()
+            has_distributed = is_there()
             has_groups = parallel_state.model_parallel_is_initialized()
             if has_distributed:
                 _check_distributed(parallel)
@@ -54,6 +56,18 @@ class ProcessGroups:
 
 PROCESS_GROUPS = ProcessGroups()
 
+_SIZES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)
+
+
+def is_there() -> bool:
+    """Whether somebody has begun torch.distributed."""
+    return torch.distributed.is_initialized()
+
 
 def _check_distributed(parallel: ParallelConfig) -> None:
     there, asked = torch.distributed.get_backend(), parallel.distributed_backend
@@ -61,21 +75,13 @@ def _check_distributed(parallel: ParallelConfig) -> None:
         raise ConfigError(
             f"distributed_backend {asked} contradicts torch.distributed, which has begun with {there}; leave it out"
         )
-    ranks = torch.distributed.get_world_size()
-    if ranks > 1:
-        raise ConfigError(
-            f"torch.distributed has begun with {ranks} ranks, and load_engine runs on one in this version; load the "
-            "engine in a process of its own"
-        )
+    plan_layout(parallel, torch.distributed.get_world_size())
 
 
 def _check_sizes(parallel: ParallelConfig) -> None:
     there = platform.group_sizes()
-    for name in (
-        "tensor_model_parallel_size",
-        "pipeline_model_parallel_size",
-        "expert_model_parallel_size",
-    ):
-        asked, size = getattr(parallel, name), getattr(there, name)
-        if asked != size:
-            raise ConfigError(f"{name} {asked} contradicts Megatron's groups, which are of size {size}; give {size}")
+    asked = dataclasses.replace(parallel, expert_tensor_parallel_size=parallel.expert_tensor_size)
+    for name in _SIZES:
+        mine, theirs = getattr(asked, name), getattr(there, name)
+        if mine != theirs:
+            raise ConfigError(f"{name} {mine} contradicts Megatron's groups, which are of size {theirs}; give {theirs}")

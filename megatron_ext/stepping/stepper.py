@@ -61,6 +61,10 @@ class Stepper:
         self._closing = threading.Lock()
         self._is_closed = False
         self._abandoned: deque[PendingRequest] = deque()
+        self._closed = threading.Event()
+        heartbeat = engine.engine.heartbeat
+        if heartbeat is not None:
+            threading.Thread(target=self._keep_in_touch, args=(heartbeat,), name="heartbeat", daemon=True).start()
         # From here on the engine's thread's own.
         self._ids = itertools.count()
         self._pending: dict[int, PendingRequest] = {}  # by id
@@ -109,9 +113,18 @@ class Stepper:
                 return False
             ended = self._thread.submit(self._end_all)
             self._is_closed = True
-        ended.result()
-        self._thread.close()
+        self._closed.set()
+        try:
+            ended.result()
+        finally:
+            self._thread.close()
         return True
+
+    def _keep_in_touch(self, seconds: float) -> None:
+        """Other ranks wait for this one, and give it up after a while."""
+        while not self._closed.wait(seconds / 2):
+            with contextlib.suppress(EngineClosed):
+                self._submit(self._say_that_it_lives)
 
     def _submit(self, function: Callable[..., Result], *arguments: object) -> Future[Result]:
         with self._closing:
@@ -159,7 +172,14 @@ class Stepper:
     def _end_all(self) -> None:
         self._abort(list(self._pending.values()))
         self._give_up(EngineClosed("the engine was closed before this request had ended"))
-        self._engine.close()
+        with contextlib.suppress(RankError):  # other ranks that are lost need not be told
+            self._engine.close()
+
+    def _say_that_it_lives(self) -> None:
+        try:
+            self._engine.idle()
+        except RankError as error:
+            self._note_failed_step(error)
 
     def _go_on(self) -> None:
         """See to it that a turn comes if there is something to do or to report."""
@@ -174,7 +194,7 @@ class Stepper:
         """One step, what came of it, and the next turn behind the calls that have been submitted meanwhile."""
         self._has_turn = False
         self._drop_abandoned()
-        if self._engine.is_suspended or not self._engine.has_unfinished_requests():
+        if self._is_closed or self._engine.is_suspended or not self._engine.has_unfinished_requests():
             return
         try:
             report = self._engine.step_modern()

@@ -137,6 +137,9 @@ def test_with_torchrun(monkeypatch, capsys):
     """PY-8: as torchrun starts it, beside a torch.distributed that it leaves alone."""
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
-    with_torchrun.main()
-    assert capsys.readouterr().out == "rank 0 of 1: [3] prompts answered\n"
+    answers = with_torchrun.main()
+    assert capsys.readouterr().out == "rank 0 of 1: 3 answers\n"
+    with load_engine(**SMALL) as engine:
+        records = engine.generate(with_torchrun.PROMPTS, RequestParams(num_tokens_to_generate=8))
+    assert answers == [record.generated_text for record in records]
     assert torch.distributed.is_initialized()

@@ -1,0 +1,148 @@
+"""PY-7: an engine of several ranks: the first one has it, the others follow it until it is closed."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch.distributed as dist
+
+from examples.python import with_torchrun
+from megatron_ext import ConfigError, EngineClosed, RankError, RequestParams, follow_engine, load_engine
+from tests.priority import TestPriority
+from tests.unit_tests.support.ranks import run_ranks
+
+SETTINGS = {
+    "inference_dynamic_batching_block_size": 16,
+    "inference_dynamic_batching_block_count": 200,
+    "inference_dynamic_batching_max_requests": 16,
+    "inference_dynamic_batching_prefix_caching_mamba_slots": 32,
+}
+SHARED = "The import statement finds a module, loads it and binds its name in the local namespace. "
+PROMPTS = [SHARED + "When it fails", [5, 6, 7, 8], SHARED + "Packages are", SHARED + "When it fails"]
+PARAMS = RequestParams(num_tokens_to_generate=10)
+LONG = RequestParams(num_tokens_to_generate=900, ignore_eos=True)
+
+
+def answers(engine) -> list[tuple]:
+    return [(one.generated_tokens, one.skipped_prefill_token_count) for one in engine.generate(PROMPTS, PARAMS)]
+
+
+async def first_part(engine) -> int:
+    async for part in engine.stream(PROMPTS[0], LONG):
+        return len(part.tokens)
+    return 0
+
+
+def program(sizes: dict, quiet: float = 0.0) -> object:
+    """What rank 0 sees; whether the others came back, and found their torch.distributed as it was."""
+    settings = SETTINGS | sizes
+    if dist.get_rank():
+        follow_engine(**settings)
+        dist.barrier()
+        return dist.is_initialized()
+    with load_engine(**settings) as engine:
+        seen = [answers(engine)]
+        asyncio.run(asyncio.sleep(quiet))
+        assert asyncio.run(first_part(engine)) > 0
+        in_use = engine.statistics().use.blocks_in_use
+        engine.reset_prefix_cache()
+        engine.suspend()
+        engine.resume()
+        seen.append(answers(engine))
+        with pytest.raises(ConfigError, match=r"^weights are written on one rank only, and this engine has several"):
+            engine.update_weights({})
+    dist.barrier()
+    return seen, in_use
+
+
+def example() -> list[str]:
+    return with_torchrun.main()
+
+
+def without_follower(_: object) -> str:
+    try:
+        with load_engine(**SETTINGS, tensor_model_parallel_size=2):
+            return "loaded"
+    except RankError as error:
+        return str(error)
+
+
+def broken_follower(_: object) -> object:
+    """Rank 1 leaves in the middle; whoever waits on rank 0 is told."""
+    from megatron_ext.mcore.executor import StepExecutor
+
+    settings = SETTINGS | {"tensor_model_parallel_size": 2, "distributed_timeout_minutes": 0.1}
+    if dist.get_rank():
+        steps = iter(range(6))
+        compute = StepExecutor.compute
+
+        def failing(self, step):
+            if next(steps, None) is None:
+                raise ZeroDivisionError("planted")
+            return compute(self, step)
+
+        StepExecutor.compute = failing
+        try:
+            follow_engine(**settings)
+        except RankError as error:
+            return str(error)
+    with load_engine(**settings) as engine:
+        with pytest.raises(RankError):
+            engine.generate(PROMPTS, LONG)
+        engine.close()
+        with pytest.raises(EngineClosed):
+            engine.statistics()
+    return "told"
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[list[tuple]]:
+    with load_engine(**SETTINGS) as engine:
+        first = answers(engine)
+        engine.reset_prefix_cache()
+        return [first, answers(engine)]
+
+
+@pytest.mark.worlds
+@pytest.mark.priority(TestPriority.MEDIUM)
+class TestWorlds:
+    """Two ranks that somebody started, with a torch.distributed of their own."""
+
+    @pytest.mark.parametrize("what", ["tensor", "pipeline"])
+    def test_equal_to_one_rank(self, what, alone):
+        """PY-7: tokens and skipped counts, by all ways in; those who left own nothing."""
+        first, second = run_ranks(program, 2, {f"{what}_model_parallel_size": 2})
+        seen, in_use = first
+        assert seen == alone
+        assert in_use == 0
+        assert second is True
+
+    def test_the_example(self):
+        """PY-8: as torchrun starts it on two ranks, each of which goes on with its own torch.distributed."""
+        with load_engine(**SETTINGS) as engine:
+            records = engine.generate(with_torchrun.PROMPTS, RequestParams(num_tokens_to_generate=8))
+        assert run_ranks(example, 2) == [[record.generated_text for record in records]] * 2
+
+    def test_a_silence(self, alone):
+        """PY-7: longer than a rank waits: it hears that rank 0 lives."""
+        sizes = {"tensor_model_parallel_size": 2, "distributed_timeout_minutes": 0.03}
+        (seen, _), second = run_ranks(program, 2, sizes, 3.0)
+        assert seen == alone
+        assert second is True
+
+    def test_all_ranks_lead(self):
+        """PY-7: a mistake that ends on all ranks, with a word."""
+        first, second = run_ranks(without_follower, 2, None)
+        assert "rank 1 is not the first one: it calls follow_engine, not load_engine" in first + second
+
+    def test_a_follower_that_fails(self):
+        """PY-7: whoever waits on rank 0 gets a RankError, and the engine can be closed."""
+        first, second = run_ranks(broken_follower, 2, None)
+        assert first == "told"
+        assert "planted" in second
+
+
+def test_one_rank_does_not_follow():
+    with pytest.raises(ConfigError, match=r"^the first rank, and one that is alone, calls load_engine"):
+        follow_engine(**SETTINGS)
