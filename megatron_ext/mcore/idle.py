@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import torch
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from torch import nn
 
 
 @torch.inference_mode()
-def compute_idle_token(model: nn.Module) -> None:
+def compute_idle_token(model: MegatronModule) -> None:
     """Take part in what ranks of other replicas compute: one token that is nobody's, through this stage's MoE layers.
 
     Only these send anything to another replica, so it goes through no other layer, and needs no input from an earlier

@@ -92,5 +92,8 @@ def cut_prefill(
         stops: Positions of each sequence whose states are wanted; see `cut_between`.
         device: See there.
     """
-    cuts = [cut_between(*one, chunk_size, wanted) for *one, wanted in zip(starts, lengths, stops, strict=True)]
+    cuts = [
+        cut_between(start, length, chunk_size, wanted)
+        for start, length, wanted in zip(starts, lengths, stops, strict=True)
+    ]
     return pack_chunks(cuts, device)
