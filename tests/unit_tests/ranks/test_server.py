@@ -53,12 +53,11 @@ def stop() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def chat(url: str) -> None:
-    """Two requests, silence for longer than a rank waits, another one."""
-    for prompt in ("The quick brown fox", "The quick brown fox"):
-        print("answer", *ask(url, prompt), flush=True)
-    time.sleep(8.0)
-    print("answer", *ask(url, "The quick brown fox"), flush=True)
+def chat(url: str, silence: float = 0.0) -> None:
+    """Two requests, and another one after so many seconds."""
+    for seconds in (0.0, 0.0, silence):
+        time.sleep(seconds)
+        print("answer", *ask(url, "The quick brown fox"), flush=True)
     with urllib.request.urlopen(f"{url}/metrics", timeout=30) as answer:
         print("\n".join(line for line in answer.read().decode().splitlines() if "tokens_generated" in line), flush=True)
     stop()
@@ -68,7 +67,7 @@ def wait(url: str) -> None:
     print("answer", *ask(url, "The quick brown fox", 40), flush=True)
 
 
-CLIENTS = {"chat": chat, "wait": wait, "nobody": lambda url: None}
+CLIENTS = {"chat": chat, "patient": lambda url: chat(url, 8.0), "wait": wait, "nobody": lambda url: None}
 
 
 def die_later() -> None:
@@ -87,10 +86,12 @@ def said(outcomes: Sequence[Outcome]) -> list[str]:
     return [line for one in outcomes for line in one.stderr.splitlines() if line.startswith("run_server.py:")]
 
 
-@pytest.mark.parametrize("sizes", [["--tensor-model-parallel-size", "2"], []], ids=["TP 2", "2 replicas"])
-def test_it_answers_and_outlives_silence(sizes: list[str]):
+@pytest.mark.parametrize(
+    ("client", "sizes"), [("patient", ["--tensor-model-parallel-size", "2"]), ("chat", [])], ids=["TP 2", "2 replicas"]
+)
+def test_it_answers_and_outlives_silence(client: str, sizes: list[str]):
     """Six seconds are what a rank waits, and the silence is longer; a signal to rank 0 ends all."""
-    outcomes = run_world(run_server, 2, [*sizes, "--distributed-timeout-minutes", "0.1"], "chat", "nothing")
+    outcomes = run_world(run_server, 2, [*sizes, "--distributed-timeout-minutes", "0.1"], client, "nothing")
     assert exit_codes(outcomes) == [0, 0], [one.describe() for one in outcomes]
     answers = [line for line in outcomes[0].stdout.splitlines() if line.startswith("answer")]
     assert len(answers) == 3

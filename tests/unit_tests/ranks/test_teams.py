@@ -20,7 +20,6 @@ CONFIG = dataclasses.replace(HYBRID, vocab_size=96, hybrid_override_pattern="M*-
 LAYOUTS = {
     "TP 2": (2, ParallelConfig(tensor_model_parallel_size=2)),
     "PP 2": (2, ParallelConfig(pipeline_model_parallel_size=2)),
-    "TP 2 x PP 2": (4, ParallelConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)),
 }
 
 
@@ -116,29 +115,6 @@ def test_a_stage_without_states_has_no_say(whole: Whole):
     assert first.geometry.block_bytes == attention.block_bytes > 0
     assert first.geometry.state_bytes == states.state_bytes > 0
     assert first.geometry.world_pool_bytes == states.pool_bytes + attention.pool_bytes
-
-
-def test_experts_across_replicas():
-    """Replica 1 has less to do and idles at the end; each answers as alone with its requests."""
-    config = dataclasses.replace(
-        CONFIG,
-        hybrid_override_pattern="M*E",
-        num_experts=4,
-        moe_ffn_hidden_size=32,
-        moe_router_score_function="sigmoid",
-    )
-    parameters = whole_parameters(build_slow_decay(config))
-    actions = [("add", i, COMMON[: 40 + 5 * i], {"num_tokens_to_generate": 3 if i % 2 else 12}) for i in range(3)]
-    script = Script([*actions, ("steps", 6), ("add", 3, COMMON + prompt(5, 3), {}), ("reset",)])
-    parts = []
-    for replica in range(2):
-        own = [action for action in script.actions if action[0] != "add" or action[1] % 2 == replica]
-        parts.append(live(None, config, parameters, dataclasses.replace(script, actions=own)))
-    parallel = ParallelConfig(expert_model_parallel_size=2)
-    first, _ = run_ranks(live, 2, parallel, config, parameters, script)
-    for part in parts:
-        for name, record in part.records.items():
-            assert_same_record(first.records[name], record)
 
 
 def test_an_engine_that_starts_anew(whole: Whole):
