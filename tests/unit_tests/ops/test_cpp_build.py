@@ -9,6 +9,7 @@ import signal
 import stat
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -245,17 +246,42 @@ class TestSwitch:
             cpp.are_used()
 
 
+def is_gone(pid: int) -> bool:
+    """Ended, though perhaps not waited for."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
 def test_no_compiler_is_left_behind(tmp_path, monkeypatch):
-    """Interrupted, or too slow: it and what it has started are ended."""
-    script = tmp_path / "slow"
-    script.write_text(f"#!/bin/sh\nsleep 60 &\necho $! >> {tmp_path}/started\nwait\n")
+    """Interrupted while it runs: it and what it has started are ended."""
+    script, started = tmp_path / "slow", tmp_path / "started"
+    script.write_text(f"#!/bin/sh\nsleep 600 &\necho $! $$ > {started}.part\nmv {started}.part {started}\nwait\n")
     script.chmod(0o755)
-    monkeypatch.setattr(compilation, "_LONGEST_RUN", 0.5)
+
+    def interrupted(*_: object, **__: object) -> None:
+        while not started.exists():
+            time.sleep(0.01)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess.Popen, "communicate", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        compile_library([str(script)], [tmp_path / "x.cpp"], tmp_path, "library", [])
+    pids = [int(pid) for pid in started.read_text().split()]
+    deadline = time.monotonic() + 30
+    while not all(is_gone(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert all(is_gone(pid) for pid in pids)
+
+
+def test_a_compiler_that_does_not_end_is_ended(tmp_path, monkeypatch):
+    script = tmp_path / "slow"
+    script.write_text("#!/bin/sh\nsleep 600\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(compilation, "_LONGEST_RUN", 0.1)
     with pytest.raises(CompileError, match="still running after 0 s"):
         compile_library([str(script)], [tmp_path / "x.cpp"], tmp_path, "library", [])
-    for pid in (tmp_path / "started").read_text().split():
-        state = Path(f"/proc/{pid}/stat")
-        assert not state.exists() or state.read_text().rsplit(")", 1)[1].split()[0] == "Z"
 
 
 @needs_compiler
