@@ -12,6 +12,7 @@ import torch
 
 from megatron_ext import ConfigError, RequestParams
 from megatron_ext.config import ParallelConfig
+from megatron_ext.mcore import platform
 from megatron_ext.mcore.process_groups import PROCESS_GROUPS, ProcessGroups
 from tests.unit_tests.support.source import ROOT
 
@@ -95,6 +96,10 @@ class TestTwoEngines:
 class TestWorld:
     """Whose torch.distributed it is."""
 
+    @pytest.fixture(autouse=True)
+    def somebody_has_begun(self) -> None:
+        platform.initialize()
+
     def test_what_is_there_is_left_alone(self, load):
         """PY-7: the tests' own groups are used, and there afterwards."""
         group = torch.distributed.group.WORLD
@@ -155,7 +160,7 @@ print("done")
 
     def test_ranks_that_do_not_fit_are_refused(self, monkeypatch):
         monkeypatch.setattr("torch.distributed.get_world_size", lambda: 4)
-        with pytest.raises(ConfigError, match=r"--tensor-model-parallel-size 3.*4 ranks"):
+        with pytest.raises(ConfigError, match=r"^started on 4 ranks, and --tensor-model-parallel-size 3 needs 3"):
             ProcessGroups().enter(ParallelConfig(tensor_model_parallel_size=3))
 
     def test_a_failed_load_leaves(self, load, tmp_path):
