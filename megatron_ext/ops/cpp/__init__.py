@@ -38,8 +38,8 @@ class Kernels:
 
 
 def say(line: str) -> None:
-    """A line for whoever waits, where there is somewhere to write it."""
-    if sys.stderr is not None:
+    """A line for whoever waits, where there is somewhere to write it; of several ranks the first one writes."""
+    if sys.stderr is not None and os.environ.get("RANK", "0") in ("", "0"):
         print(f"megatron_ext: {line}", file=sys.stderr, flush=True)
 
 

@@ -327,3 +327,15 @@ def test_sources_are_part_of_the_package():
     for path in [*build.sources(), *build.OPS.glob("*/*.h")]:
         assert f'"*{path.suffix}"' in patterns.splitlines()[0]
         assert (path.parent / "__init__.py").exists()
+
+
+@pytest.mark.parametrize(
+    ("rank", "written"), [(None, "megatron_ext: words\n"), ("0", "megatron_ext: words\n"), ("1", "")]
+)
+def test_of_several_ranks_the_first_one_speaks(rank, written, monkeypatch, capsys):
+    """MR-7."""
+    monkeypatch.delenv("RANK", raising=False)
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
+    cpp.say("words")
+    assert capsys.readouterr().err == written
