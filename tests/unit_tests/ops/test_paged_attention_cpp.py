@@ -79,7 +79,7 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_bits_however_a_sequence_is_cut(kind: str) -> None:
-    """EX-7: a query's result with the cache on (a short chunk behind a prefix), off (all at once), and in decode."""
+    """EX-14: a query's result with the cache on (a short chunk behind a prefix), off (all at once), and in decode."""
     sequence = Sequence(300, **KINDS[kind])
     whole = sequence.attend((0, 300))
     for begin, end in ((0, 1), (0, 130), (17, 18), (63, 66), (128, 300), (299, 300), (255, 257)):
@@ -87,6 +87,7 @@ def test_the_same_bits_however_a_sequence_is_cut(kind: str) -> None:
 
 
 def test_the_same_bits_beside_whatever() -> None:
+    """EX-14: other sequences of the step, and other chunks of the same one."""
     sequence = Sequence(300)
     alone = sequence.attend((200, 300))
     beside = sequence.attend((50, 51), (299, 300), (200, 300), (0, 77))
@@ -96,7 +97,7 @@ def test_the_same_bits_beside_whatever() -> None:
 
 @pytest.mark.parametrize("cuts", [[(4999, 5000)], [(4990, 5000)], [(4999, 5000), (0, 1), (4000, 4100)]], ids=str)
 def test_the_same_bits_with_any_number_of_threads(cuts: list[tuple[int, int]]) -> None:
-    """With more threads than rows, the keys of one sequence are shared out."""
+    """EX-14: with more threads than rows, the keys of one sequence are shared out."""
     sequence = Sequence(5000, head_size=16)
     torch.set_num_threads(1)
     one = sequence.attend(*cuts)

@@ -236,7 +236,7 @@ SHAPES = {
 
 
 class TestAgainstTheDefinition:
-    """The same token for the same number on every backend, unless it lies within 1e-5 of a border."""
+    """EX-13: the same token for the same number on every backend, unless it lies within 1e-5 of a border."""
 
     @pytest.mark.parametrize("shape", SHAPES)
     @pytest.mark.parametrize("parameters", KINDS, ids=str)
@@ -289,7 +289,7 @@ def rows_of(batch: SamplingBatch, rows: Tensor | slice) -> SamplingBatch:
 
 
 class TestRows:
-    """A row's token depends on that row alone."""
+    """EX-13: a row's token depends on that row alone."""
 
     @staticmethod
     def batch(rows: int, vocabulary: int) -> tuple[Tensor, SamplingBatch]:
@@ -356,7 +356,7 @@ class TestRows:
 
 
 def test_nothing_sorts_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is asked for, no more than a small part of a row is put in order."""
+    """EX-13: whatever is asked for, no more than a small part of a row is put in order."""
     longest = 0
 
     def watch(name: str) -> None:
