@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from megatron_ext.config import RequestParams
 from megatron_ext.errors import ConfigError
+from megatron_ext.prefix_cache.hash_chain import packed_tokens
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.submission import Submission
 from megatron_ext.text.vocabulary import Vocabulary
@@ -42,7 +43,7 @@ class Intake:
         Raises:
             ConfigError: It is empty, or has an id that is no token.
         """
-        tokens = tuple(map(int, self._door.tokenize(prompt, add_bos) if isinstance(prompt, str) else prompt))
+        tokens = plain_ids(self._door.tokenize(prompt, add_bos) if isinstance(prompt, str) else prompt)
         if not tokens:
             raise ConfigError("the prompt is empty; it needs at least one token")
         self._door.vocabulary.check_prompt(tokens)
@@ -62,3 +63,11 @@ class Intake:
         )
         self._next_arrival += 1
         return Request(submission)
+
+
+def plain_ids(ids: Sequence[int]) -> tuple[int, ...]:
+    """Token ids as Python's own integers, whatever they were; all at once where they can be packed."""
+    try:
+        return tuple(packed_tokens(ids))
+    except (TypeError, OverflowError):  # texts, fractions, ids below zero: what can be served is decided elsewhere
+        return tuple(map(int, ids))

@@ -34,18 +34,22 @@ class BlockPool:
     def allocate(self, count: int) -> list[BlockId]:
         """Take `count` free blocks, one reference each. The planner has made sure that there are as many."""
         assert 0 <= count <= len(self._free), f"{count} blocks asked, {len(self._free)} free"
-        blocks = [self._free.pop() for _ in range(count)]
+        first = len(self._free) - count
+        blocks = self._free[first:][::-1]
+        del self._free[first:]
+        references = self._references
         for block in blocks:
-            self._references[block] = 1
+            references[block] = 1
         return blocks
 
     def release(self, blocks: Iterable[BlockId]) -> None:
         """Drop one reference per occurrence; a block without references is free again."""
+        references, free = self._references, self._free
         for block in blocks:
-            assert self._references[block] > 0, f"block {block} released more often than taken"
-            self._references[block] -= 1
-            if self._references[block] == 0:
-                self._free.append(block)
+            assert references[block] > 0, f"block {block} released more often than taken"
+            references[block] -= 1
+            if references[block] == 0:
+                free.append(block)
 
     def retain(self, block: BlockId) -> None:
         """Add a reference to a block that is in use or evictable."""

@@ -19,7 +19,11 @@ DIGEST_BYTES = 32
 _ROOT_DOMAIN = b"mext.root"
 _BLOCK_DOMAIN = b"mext.block"
 _TOKEN_TYPE = "I"  # token ids are below 2**32
-_PIECE_TOKENS = 2_048
+
+
+def packed_tokens(tokens: Iterable[int]) -> array[int]:
+    """Token ids as they are hashed; whoever keeps a sequence keeps these, so that no hash copies ids one by one."""
+    return array(_TOKEN_TYPE, tokens)
 
 
 def root_digest(fields: Iterable[bytes]) -> Digest:
@@ -36,20 +40,35 @@ def root_digest(fields: Iterable[bytes]) -> Digest:
 
 
 def block_digests(parent: Digest, tokens: Sequence[int], block_size: int) -> list[Digest]:
-    """Digests of the complete blocks of `tokens`, the first of which follows the block of `parent`."""
-    packed = array(_TOKEN_TYPE, tokens)
+    """Digests of the complete blocks of `tokens`, the first of which follows the block of `parent`.
+
+    Args:
+        parent: Digest of what comes before.
+        tokens: Ids; read where they lie if they are packed (`packed_tokens`).
+        block_size: Tokens.
+    """
+    packed = tokens if isinstance(tokens, array) and tokens.typecode == _TOKEN_TYPE else packed_tokens(tokens)
+    return _digests_of(parent, packed, 0, len(packed) // block_size, block_size)
+
+
+def _digests_of(parent: Digest, packed: array[int], first: int, last: int, block_size: int) -> list[Digest]:
+    """Digests of the blocks [first, last) of a sequence, which follow the block of `parent`; one pass, no copy."""
     assert packed.itemsize == 4, "token ids are hashed as four bytes"
     if sys.byteorder == "big":
+        packed, first, last = packed[first * block_size : last * block_size], 0, last - first
         packed.byteswap()
-    data = memoryview(packed).cast("B")
-    stride = block_size * packed.itemsize
-    digests = []
-    for start in range(0, len(tokens) // block_size * stride, stride):
-        hasher = blake2b(parent, digest_size=DIGEST_BYTES, person=_BLOCK_DOMAIN)
-        hasher.update(data[start : start + stride])
-        parent = Digest(hasher.digest())
-        digests.append(parent)
+    stride, digests, begun = block_size * packed.itemsize, [], _BEGUN.copy
+    with memoryview(packed) as tokens, tokens.cast("B") as data:
+        for start in range(first * stride, last * stride, stride):
+            hasher = begun()
+            hasher.update(parent)
+            hasher.update(data[start : start + stride])
+            parent = Digest(hasher.digest())
+            digests.append(parent)
     return digests
+
+
+_BEGUN = blake2b(digest_size=DIGEST_BYTES, person=_BLOCK_DOMAIN)
 
 
 class HashChain:
@@ -71,7 +90,7 @@ class HashChain:
     def extend(self, tokens: Sequence[int]) -> Sequence[Digest]:
         """Digests of the complete blocks of `tokens`, which begin with everything seen before.
 
-        Only the blocks that were not complete before are hashed.
+        Only the blocks that were not complete before are hashed; without a copy if `tokens` are packed.
         """
         unhashed = self.unhashed(len(tokens))
         if unhashed:
@@ -83,13 +102,13 @@ class HashChain:
         self._hash(tokens, min(self.unhashed(len(tokens)), max(most, self._block_size)))
 
     def _hash(self, tokens: Sequence[int], count: int) -> None:
-        """The complete blocks among the next `count` tokens, a piece at a time: a copy that stays in the cache."""
-        known = len(self._digests) * self._block_size
-        piece = -(-_PIECE_TOKENS // self._block_size) * self._block_size
-        for start in range(known, known + count, piece):
-            parent = self._digests[-1] if self._digests else self.root
-            unseen = tokens[start : min(start + piece, known + count)]
-            self._digests += block_digests(parent, unseen, self._block_size)
+        """The complete blocks among the next `count` tokens."""
+        known, size = len(self._digests), self._block_size
+        parent = self._digests[-1] if self._digests else self.root
+        if isinstance(tokens, array) and tokens.typecode == _TOKEN_TYPE:
+            self._digests += _digests_of(parent, tokens, known, known + count // size, size)
+        else:
+            self._digests += block_digests(parent, tokens[known * size : known * size + count], size)
 
     def unhashed(self, length: int) -> int:
         """Tokens in the complete blocks of a sequence of `length` that have not been hashed yet."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.hash_chain import Digest
@@ -23,36 +23,54 @@ class PendingBlocks:
     """
 
     def __init__(self) -> None:
-        self._leaders: dict[Digest, dict[int, None]] = {}  # in order of admission
+        self._leaders: dict[Digest, int | list[int]] = {}  # a list of several, in order of admission
         self._digests: dict[int, set[Digest]] = {}
 
-    def add(self, request_id: int, digests: Iterable[Digest]) -> None:
+    def add(self, request_id: int, digests: Sequence[Digest]) -> None:
         """`request_id` begins to compute these blocks."""
+        own, leaders = self._digests.setdefault(request_id, set()), self._leaders
+        own.update(digests)
         for digest in digests:
-            self._leaders.setdefault(digest, {})[request_id] = None
-            self._digests.setdefault(request_id, set()).add(digest)
+            known = leaders.setdefault(digest, request_id)
+            if known == request_id:
+                continue
+            several = leaders[digest] = known if isinstance(known, list) else [known]
+            if request_id not in several:
+                several.append(request_id)
+        if not own:
+            del self._digests[request_id]
 
     def published(self, request_id: int, digest: Digest) -> None:
         """`request_id` has computed the block of `digest`."""
-        if digest in self._digests.get(request_id, ()):
-            self._forget(request_id, digest)
+        self.published_run(request_id, (digest,))
+
+    def published_run(self, request_id: int, digests: Sequence[Digest]) -> None:
+        """The same of several."""
+        own = self._digests.get(request_id)
+        if own:
+            self._forget(request_id, own.intersection(digests))
 
     def discard(self, request_id: int) -> None:
         """`request_id` computes nothing any more."""
-        for digest in tuple(self._digests.get(request_id, ())):
-            self._forget(request_id, digest)
+        if request_id in self._digests:
+            self._forget(request_id, set(self._digests[request_id]))
 
-    def _forget(self, request_id: int, digest: Digest) -> None:
-        del self._leaders[digest][request_id]
-        if not self._leaders[digest]:
-            del self._leaders[digest]
-        self._digests[request_id].discard(digest)
-        if not self._digests[request_id]:
+    def _forget(self, request_id: int, digests: set[Digest]) -> None:
+        leaders, own = self._leaders, self._digests[request_id]
+        for digest in digests:
+            known = leaders[digest]
+            if isinstance(known, list) and len(known) > 1:
+                known.remove(request_id)
+            else:
+                del leaders[digest]
+        own -= digests
+        if not own:
             del self._digests[request_id]
 
     def leader(self, digest: Digest) -> int | None:
         """The request that computes `digest`, the first if there are several; None if nobody does."""
-        return next(iter(self._leaders.get(digest, ())), None)
+        known = self._leaders.get(digest)
+        return known[0] if isinstance(known, list) else known
 
     def computes(self, request_id: int, digest: Digest) -> bool:
         """Whether `request_id` is about to publish `digest`."""

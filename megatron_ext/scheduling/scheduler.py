@@ -210,12 +210,12 @@ class Scheduler:
         first, complete = sequence.published_blocks, sequence.computed_end // self.limits.block_size
         if sequence.chain is None or complete <= first or sequence.cache_epoch != self.cache.epoch:
             return
-        digests = sequence.digests
+        digests, table, publish = sequence.digests, sequence.block_table, self.cache.publish
         for i in range(first, complete):
-            parent = digests[i - 1] if i else None
-            sequence.block_table[i] = self.cache.publish(digests[i], sequence.block_table[i], parent)
-            self.pending_blocks.published(request.request_id, digests[i])
-            self.queues.waiting.published(digests[i])
+            table[i] = publish(digests[i], table[i], digests[i - 1] if i else None)
+        digests = digests[first:complete]
+        self.pending_blocks.published_run(request.request_id, digests)
+        self.queues.waiting.published_run(digests)
         sequence.published_blocks = complete
 
     def abandon(self, chunks: Iterable[Chunk], reason: str) -> None:

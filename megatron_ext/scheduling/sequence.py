@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import abc
 
 from megatron_ext.prefix_cache.block_pool import BlockId
-from megatron_ext.prefix_cache.hash_chain import Digest, HashChain
+from megatron_ext.prefix_cache.hash_chain import Digest, HashChain, packed_tokens
 from megatron_ext.prefix_cache.matching import Restore
 from megatron_ext.scheduling.accounting import PrefillLedger
 from megatron_ext.scheduling.draws import Draws
@@ -36,6 +36,7 @@ class Sequence:
     Attributes:
         prompt_length: Tokens of the prompt as it was submitted.
         tokens: Of prompt and generation.
+        packed: The same, as they are hashed.
         computed_end: See the module, as `shared_end`.
         published_blocks: Of the block table, from its start.
         chain: Of the digests of its blocks; None for one that neither reads nor writes the cache.
@@ -53,6 +54,7 @@ class Sequence:
     def __init__(self, prompt_tokens: abc.Sequence[int], seed: int | str) -> None:
         self.prompt_length = len(prompt_tokens)
         self.tokens = list(prompt_tokens)
+        self.packed = packed_tokens(prompt_tokens)
         self.computed_end = 0
         self.shared_end = 0
         self.published_blocks = 0
@@ -80,7 +82,7 @@ class Sequence:
     @property
     def digests(self) -> abc.Sequence[Digest]:
         """Digests of the complete blocks of `tokens`; none for a sequence that stays away from the cache."""
-        return () if self.chain is None else self.chain.extend(self.tokens)
+        return () if self.chain is None else self.chain.extend(self.packed)
 
     @property
     def unhashed_tokens(self) -> int:
@@ -90,7 +92,7 @@ class Sequence:
     def hash_ahead(self, most: int) -> None:
         """Make the digests of the next complete blocks: of at most so many tokens, but of a block at least."""
         if self.chain is not None:
-            self.chain.extend_by(self.tokens, most)
+            self.chain.extend_by(self.packed, most)
 
     def advance(self, end: int) -> int:
         """The tokens up to `end` have been computed.
@@ -107,6 +109,7 @@ class Sequence:
         """A token was generated."""
         self.draws.advance()
         self.tokens.append(token)
+        self.packed.append(token)
 
     def lose_all(self) -> tuple[list[BlockId], list[Snapshot], LiveSlot | None]:
         """Nothing of it is computed any more.

@@ -149,6 +149,11 @@ class WaitingQueue:
             hope = self._hopes[request]
             self._hopes[request] = Hope(hope.leader, hope.digest, hope.blocks, is_published=True)
 
+    def published_run(self, digests: Iterable[Digest]) -> None:
+        """The same of several blocks; costs nothing where nobody waits."""
+        for digest in digests if self._sleepers else ():
+            self.published(digest)
+
     def cancelled(self, digest: Digest) -> None:
         """Nobody takes the states at the end of this block any more: whoever waits for them must look for others."""
         self._disappoint(tuple(self._sleepers.get(digest, ())))
