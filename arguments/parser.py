@@ -94,7 +94,7 @@ def _unrecognized(unknown: Sequence[str], options: Sequence[str], others: Sequen
     for flag in flags:
         family = family_of(flag)
         if family is not None:
-            family.check([], flag)
+            family.check([], shorten(" ".join(unknown)) if len(flags) == 1 else flag)
     meant = {flag: closest(flag, options, others) for flag in flags}
     hints = ", ".join(f"{option} for {flag}" if len(flags) > 1 else option for flag, option in meant.items() if option)
     return f"unrecognized arguments: {shorten(' '.join(unknown))}" + (f"; did you mean {hints}?" if hints else "")

@@ -96,7 +96,7 @@ MEMORY = MegatronGroup(
         ),
     ),
 )
-_SINKHORN = "sinkhorn routes by itself, and no router here does so; others only balance experts in training"
+_SINKHORN = "sinkhorn routes by itself, and no router here does so; others balance experts in training; leave it out"
 ROUTER = MegatronGroup(
     "router",
     Effect.ACCEPTED,

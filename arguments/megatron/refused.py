@@ -10,7 +10,7 @@ _MAX_REQUESTS = f"{BATCHING}-max-requests"
 ATTENTION = group(
     "attention and activations",
     Effect.REFUSED,
-    "it asks for another attention or activation than the one that is computed here",
+    "it asks for another attention or activation than is computed here; leave it out for a model that does without",
     bare="--quick-geglu --no-yarn-*",
     one="--window-* --activation-func-clamp-value --rotary-scaling-factor --yarn-* --mscale*",
 )
@@ -24,13 +24,13 @@ QUANTIZED = group(
 ROUTING = group(
     "routing replay",
     Effect.REFUSED,
-    "which experts a token was routed to is not recorded",
+    "which experts a token was routed to is not recorded; leave it out",
     bare="--moe-enable-routing-replay",
 )
 SERVING = group(
     "several engines behind one address",
     Effect.REFUSED,
-    "one engine serves everything: there is no router, and prefill and decode are not apart",
+    "one engine serves everything: there is no router, and prefill and decode are not apart; leave it out",
     one="--inference-shards --disagg-role --disagg-kv-transport-backend --frontend --coordinator-schedule-output-path",
 )
 PARSERS = group(

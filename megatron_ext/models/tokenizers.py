@@ -17,6 +17,7 @@ from megatron_ext.config.tokenizer import (
 )
 from megatron_ext.errors import ConfigError
 from megatron_ext.models.megatron.facts import TrainingFacts
+from megatron_ext.ranks.world import is_first_rank
 from megatron_ext.text.library_tokenizers import (
     DEFAULT_PATTERN,
     DEFAULT_SPECIAL_TOKENS,
@@ -123,17 +124,22 @@ def _as_trained(source: SourceConfig, ids: Ids, trained: TrainingFacts | None) -
         return None
     where = ", ".join(map(str, named))
     if not all(file.exists() for file in named):
-        logger.warning(
-            "the checkpoint was trained with the %s %s, which is not here: texts are token ids; give --tokenizer-model",
-            kind,
-            where,
+        _say(
+            f"the checkpoint was trained with the {kind} {where}, which is not here: texts are token ids; "
+            "give --tokenizer-model",
+            logging.WARNING,
         )
         return None
-    logger.info("tokenizer of the checkpoint's arguments: %s %s", kind, where)
+    _say(f"tokenizer of the checkpoint's arguments: {kind} {where}", logging.INFO)
     if kind == HUGGING_FACE_TOKENIZER:
         assert trained.tokenizer_model is not None
         return TextTokenizer(trained.tokenizer_model)
     return _of_kind(kind, source, ids, trained)
+
+
+def _say(line: str, level: int) -> None:
+    if is_first_rank():
+        logger.log(level, "%s", line)
 
 
 def _of_kind(kind: str, source: SourceConfig, ids: Ids, trained: TrainingFacts | None) -> Tokenizer:

@@ -207,3 +207,40 @@ def test_a_process_of_its_own_reads_standard_input():
     assert bad.stderr == (
         b"run_inference.py: error: standard input, line 1: has neither text nor token_ids; give one\n"
     )
+
+
+ROPE = """
+--hybrid-override-pattern *-*- --hidden-size 32 --num-attention-heads 2 --position-embedding-type rope --vocab-size 64
+--tokenizer-type NullTokenizer --inference-dynamic-batching-block-count 16 --return-log-probs
+""".split()
+
+
+def test_a_sequence_may_be_longer_than_the_positions_of_a_model_that_rotates(prompt_file, tmp_path):
+    """MF-1: rotary embeddings have no last position, and nothing is cut off; learned ones have one."""
+    path = prompt_file(json.dumps({"token_ids": [1, 7, 5] * 50}))
+
+    def log_probs(*argv: str) -> list[float]:
+        output = tmp_path / "out.json"
+        assert main([*ROPE, "--prompt-file", path, "--output-path", str(output), *argv]) == DONE
+        return json.loads(output.read_text())["0"]["logprobs"]
+
+    longer = log_probs("--max-position-embeddings", "64", "--inference-max-seq-length", "256")
+    assert longer == log_probs("--max-position-embeddings", "256")
+    assert len(longer) == 149 + 30
+
+
+def test_learned_positions_have_a_last_one(error_line, prompt_file):
+    argv = ["--prompts", "1", "--position-embedding-type", "learned_absolute", "--max-position-embeddings", "64"]
+    line = error_line(*TINY, *argv, "--inference-max-seq-length", "256")
+    assert "--inference-max-seq-length 256 is more than the 64 positions that the model has learned" in line
+
+
+def test_synthetic_prompts(tmp_path):
+    """MF-7: rate times duration of them, of the lengths that are asked for."""
+    output = tmp_path / "out.json"
+    argv = "--num-tokens-to-prompt 4 8 --incoming-requests-per-sec 50 --incoming-requests-duration 0.1"
+    flags = ["--num-tokens-to-generate", "2", "--output-path", str(output)]
+    assert main([*TINY, *argv.split(), *flags]) == DONE
+    results = json.loads(output.read_text())
+    assert {key for key in results if key.isdigit()} == set("01234")
+    assert all(4 <= results[key]["prompt_token_count"] <= 8 for key in "01234")

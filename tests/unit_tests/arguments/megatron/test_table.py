@@ -138,8 +138,9 @@ def test_numbers_are_equal_however_they_are_written(spelled):
 )
 def test_families(option, beginning):
     assert family_of(option).name == beginning
-    with pytest.raises(ConfigError, match=f"{option} is refused: it asks for another attention"):
-        parse_arguments([f"{option}=4"])
+    for argv in ([f"{option}=4"], [option, "4"], ["--seed", "1", option, "4"]):
+        with pytest.raises(ConfigError, match=f"^{option}[= ]4 is refused: it asks for another attention"):
+            parse_arguments(argv)
 
 
 def test_sinkhorn_is_refused_and_others_are_not():
