@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from megatron_ext.config import ModelConfig
 from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.files import read_json
-from megatron_ext.mcore.cuts import model_tensors
+from megatron_ext.mcore.cuts import is_spread, model_tensors
+from megatron_ext.mcore.model import HybridModel
 from megatron_ext.models.huggingface.checkpoint import CONFIG_FILE
 from megatron_ext.models.huggingface.registry import family_of
 from megatron_ext.models.huggingface.tensors import LM_HEAD, Source, TensorTable
@@ -34,7 +35,7 @@ logger = logging.getLogger(__name__)
 _GENERATION_CONFIG = "generation_config.json"
 
 
-def export_hf_checkpoint(directory: str | Path, model: nn.Module, config: ModelConfig, like: str | Path) -> None:
+def export_hf_checkpoint(directory: str | Path, model: HybridModel, config: ModelConfig, like: str | Path) -> None:
     """Write a checkpoint that transformers reads; the directory is there whole or not at all.
 
     Args:
@@ -46,6 +47,8 @@ def export_hf_checkpoint(directory: str | Path, model: nn.Module, config: ModelC
     Raises:
         ConfigError: The directory holds something, or cannot be written; `like` is of another architecture.
     """
+    if is_spread(model.config):
+        raise ConfigError(f"{directory} is not written: the model is spread over ranks; load it on one")
     target, example = Path(directory).resolve(), Path(like)
     raw = read_json(example / CONFIG_FILE)
     family = family_of(raw)
