@@ -1,4 +1,4 @@
-"""Operators with states: every backend beside the reference, and what only holds where nothing is rounded differently.
+"""SC-10, SC-11: operators with states, every backend beside the reference, and what changes no bit.
 
 Shapes are odd on purpose: fewer channels than a vector has lanes, one more, more than two vectors; sequences around
 kernel chunks and pieces. Pools are poisoned: what no sequence owns must stay as it is, to the bit.

@@ -1,4 +1,4 @@
-"""The C++ operators' library: compiled once however many ask, and what holds where it cannot be."""
+"""SC-10: the C++ operators' library, compiled once however many ask, and what holds where it cannot be."""
 
 from __future__ import annotations
 
