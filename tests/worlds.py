@@ -15,6 +15,12 @@ from pathlib import Path
 import pytest
 
 MARK = "worlds"
+_held: list[str] = []  # the test that holds the lock in this process
+
+
+def is_held() -> bool:
+    """Whether the test that runs may start ranks."""
+    return bool(_held)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -32,4 +38,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         return (yield)
     with Path(__file__).open("rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # the end of the process lets go of it, however it ends
-        return (yield)
+        _held.append(item.nodeid)
+        try:
+            return (yield)
+        finally:
+            _held.clear()

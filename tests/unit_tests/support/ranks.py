@@ -28,6 +28,7 @@ from multiprocessing import connection, context, forkserver, get_context
 from pathlib import Path
 
 from megatron_ext.ops import cpp
+from tests import worlds
 from tests.unit_tests.support.rank_process import RankTask, Report, run_rank
 
 ROOT = Path(__file__).parents[3]
@@ -145,6 +146,8 @@ def run_world(
         meet: Whether torch.distributed is initialized.
         hash_seeds: PYTHONHASHSEED of each rank. Takes ranks by exec, which import everything themselves.
     """
+    is_test = "PYTEST_CURRENT_TEST" in os.environ
+    assert worlds.is_held() or not is_test, f"a test that starts ranks has the mark `{worlds.MARK}`"
     cpp.are_used()  # compiled now where that was never done, not by every rank while its deadline comes near
     call = pickle.dumps((function, arguments))
     with tempfile.TemporaryDirectory(prefix="world.") as folder:
