@@ -34,7 +34,7 @@ from megatron_ext.models.native.directory import read_header, require_replaceabl
 from megatron_ext.models.overrides import fitting_overrides
 from megatron_ext.models.tokenizers import Ids, choose_tokenizer
 from megatron_ext.ranks.stages import describe_stages, split_layers
-from megatron_ext.text.tokenizer import TextTokenizer, Tokenizer
+from megatron_ext.text.tokenizer import NullTokenizer, TextTokenizer, Tokenizer
 from megatron_ext.text.tokenizer_files import has_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -124,6 +124,10 @@ def save_model(directory: str | Path, loaded: LoadedModel) -> None:
     """
     tokenizer = loaded.tokenizer
     tokenizer_source = tokenizer.path if isinstance(tokenizer, TextTokenizer) else None
+    if not isinstance(tokenizer, (TextTokenizer, NullTokenizer)):
+        logger.warning(
+            "%s does not get the tokenizer, whose files are Megatron's: give its flags with --load too", directory
+        )
     save_dist_checkpoint(directory, loaded.model, loaded.config, tokenizer_source, loaded.dtype)
 
 

@@ -10,6 +10,7 @@ import pytest
 from megatron_ext.config import SourceConfig
 from megatron_ext.config.embedded import EMBEDDED_MODEL_DIR
 from megatron_ext.errors import ConfigError
+from megatron_ext.models import load
 from megatron_ext.models.megatron.facts import TrainingFacts
 from megatron_ext.models.tokenizers import Ids, choose_tokenizer
 from megatron_ext.text.library_tokenizers import Gpt2Tokenizer, SentencePieceTokenizer, TikTokenizer
@@ -58,6 +59,19 @@ def trained(files: Path, kind: str, **names: str | int) -> TrainingFacts:
 )
 def test_asked_for(files, flags, kind):
     assert type(choose_tokenizer(source(files, flags), files / "empty", ANY)) is kind
+
+
+def test_that_it_is_not_saved_is_said(files, tmp_path, caplog, monkeypatch):
+    """What a saved model lacks is named; one of Hugging Face's is saved, and nothing is said."""
+    saved = []
+    monkeypatch.setattr(load, "save_dist_checkpoint", lambda *args: saved.append(args[3]))
+    for flags in ("tokenizer_type=Llama2Tokenizer tokenizer_model=llama.model", "tokenizer_type=NullTokenizer"):
+        tokenizer = choose_tokenizer(source(files, flags), files / "empty", ANY)
+        load.save_model(tmp_path / "to", load.LoadedModel(None, None, tokenizer, None, "x"))
+    assert saved == [None, None]
+    assert [message.split(" ", 1)[1] for message in caplog.messages] == [
+        "does not get the tokenizer, whose files are Megatron's: give its flags with --load too"
+    ]
 
 
 def test_sizes_of_a_tiktokenizer(files):
