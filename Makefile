@@ -44,8 +44,12 @@ test-gpu: $(STAMP) ## Run all tests on the CUDA device (GPU_WORKERS=1 if its mem
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false \
 		$(BIN)/python -m pytest -n $(GPU_WORKERS) --dist worksteal $(ARGS)
 
-bench: $(STAMP) ## Measure speed beside transformers and the matrix-product floor, and print tables.
-	$(BIN)/python -m benchmarks.base_speed $(ARGS)
+# VLLM_PYTHON=/path/to/python measures vLLM beside us; see benchmarks/peers/README.md. ARGS=--quick sees that all of it runs.
+bench: $(STAMP) ## Measure speed beside peers, goals met and missed, where a step's time goes, and what the host costs.
+	$(BIN)/python -m benchmarks.peers.compare $(ARGS)
+	$(BIN)/python -m benchmarks.where_time_goes
+	$(BIN)/python -m benchmarks.host_path
+	$(BIN)/python -m benchmarks.base_speed
 
 lint: $(STAMP) ## Check style, formatting and types.
 	$(BIN)/ruff check .

@@ -35,6 +35,11 @@ class Pair:
 
 def build_pair(device: torch.device, dtype: torch.dtype) -> Pair:
     """Random weights of a fixed seed, saved by transformers and loaded by us."""
+    return pair_of(build_reference(), device, dtype)
+
+
+def build_reference() -> PreTrainedModel:
+    """The model of transformers."""
     torch.manual_seed(0)
     config = NemotronHConfig(
         vocab_size=VOCABULARY,
@@ -59,7 +64,7 @@ def build_pair(device: torch.device, dtype: torch.dtype) -> Pair:
     for layer in reference.model.layers:
         if hasattr(layer.mixer, "time_step_limit"):
             layer.mixer.time_step_limit = (0.0, float("inf"))  # its chunked path alone would clamp
-    return pair_of(reference, device, dtype)
+    return reference
 
 
 def pair_of(reference: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> Pair:
