@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -13,9 +14,14 @@ import urllib.request
 from collections.abc import Sequence
 
 import pytest
+import torch
 
+from megatron_ext.mcore import platform
+from megatron_ext.models.build import build_model
+from megatron_ext.models.megatron.checkpoint import save_dist_checkpoint
 from tests.priority import TestPriority
 from tests.unit_tests.ranks.test_failures import before_step, exit_codes, fail, hang
+from tests.unit_tests.server.test_megatron_server import CONFIG, RUN_C
 from tests.unit_tests.support.ranks import Outcome, run_world
 
 pytestmark = [pytest.mark.worlds, pytest.mark.priority(TestPriority.HIGH)]
@@ -25,8 +31,6 @@ ARGUMENTS = ["--port", "0", "--inference-dynamic-batching-block-count", "64", "-
 
 def run_server(arguments: Sequence[str], client: str, kind: str) -> None:
     """`tools/run_server.py` as torchrun starts it; on rank 0 a client comes when it listens."""
-    import torch
-
     from megatron_ext.server import run
     from tools.run_server import main
 
@@ -63,11 +67,26 @@ def chat(url: str, silence: float = 0.0) -> None:
     stop()
 
 
+def send_ids(url: str) -> None:
+    body = {"model": "model", "prompt": list(range(1, 40)), "max_tokens": 5, "ignore_eos": True}
+    request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode())
+    request.add_header("Content-Type", "application/json")
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        print("answer", answer.status, json.loads(answer.read())["usage"]["completion_tokens"], flush=True)
+    stop()
+
+
 def wait(url: str) -> None:
     print("answer", *ask(url, "The quick brown fox", 40), flush=True)
 
 
-CLIENTS = {"chat": chat, "patient": lambda url: chat(url, 8.0), "wait": wait, "nobody": lambda url: None}
+CLIENTS = {
+    "chat": chat,
+    "patient": lambda url: chat(url, 8.0),
+    "wait": wait,
+    "ids": send_ids,
+    "nobody": lambda url: None,
+}
 
 
 def die_later() -> None:
@@ -121,3 +140,23 @@ def test_a_rank_that_dies_in_silence_ends_the_server():
     outcomes = run_world(run_server, 2, limit, "nobody", "die")
     assert exit_codes(outcomes) == [1, -signal.SIGKILL], [one.describe() for one in outcomes]
     assert said(outcomes) == ["run_server.py: error: rank 1 ended without a word"]
+
+
+def test_megatrons_own_launch_line(tmp_path):
+    """MF-3: run C with experts, at the sizes of two ranks: tensor parallel 2, experts on both, none of them split."""
+    root = tmp_path / "model"
+    platform.initialize()
+    experts = {"hybrid_override_pattern": "M-ME*-", "num_experts": 4, "moe_ffn_hidden_size": 16, "moe_router_topk": 2}
+    config = dataclasses.replace(CONFIG, vocab_size=97, **experts)
+    save_dist_checkpoint(root, build_model(config, device=torch.device("cpu"), seed=3), config)
+    sizes = {"--tensor-model-parallel-size: 1": ": 2", "--expert-model-parallel-size: 1": ": 2"}
+    flags = "".join(line for line in f"{RUN_C}--load: {root}".splitlines(True) if "-buffer-size-gb" not in line)
+    for one, other in sizes.items():
+        assert one in flags
+        flags = flags.replace(one, one.removesuffix(": 1") + other)
+    pairs = [line.partition(": ") for line in flags.split("\n") if line]
+    words = [word for name, _, value in pairs for word in ([name] if value == "true" else [name, value])]
+    outcomes = run_world(run_server, 2, words, "ids", "nothing")
+    assert exit_codes(outcomes) == [0, 0], said(outcomes)
+    assert [line for line in outcomes[0].stdout.splitlines() if line.startswith("answer")] == ["answer 200 5"]
+    assert "--sequence-parallel" in outcomes[0].stderr
