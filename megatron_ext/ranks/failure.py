@@ -131,7 +131,9 @@ def _is_alone() -> bool:
 
 
 def _board() -> Board:
-    return Board(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size())
+    everybody = dist.group.WORLD
+    assert everybody is not None, "torch.distributed has been started"
+    return Board(everybody.get_group_store(), dist.get_rank(), dist.get_world_size())
 
 
 def _may_say(ending: BaseException) -> bool:
