@@ -55,8 +55,16 @@ def requests(results: dict[str, Any]) -> dict[str, Any]:
     return {key: entry for key, entry in results.items() if key not in SYSTEM_KEYS}
 
 
-def differences(golden: dict[str, Any], fresh: dict[str, Any], metrics: Sequence[str]) -> list[str]:
+def differences(
+    golden: dict[str, Any], fresh: dict[str, Any], metrics: Sequence[str], tolerance: float = LOG_PROB_TOLERANCE
+) -> list[str]:
     """Where a fresh run differs from the golden values, a line each, requests in golden order; empty if it does not.
+
+    Args:
+        golden: What was stored.
+        fresh: What a run gave.
+        metrics: What to compare.
+        tolerance: Of log-probs, absolute.
 
     Raises:
         ValueError: If `metrics` is empty or has a name that is not in `METRICS`.
@@ -69,7 +77,9 @@ def differences(golden: dict[str, Any], fresh: dict[str, Any], metrics: Sequence
     found += [f"request {key} has no golden values" for key in got if key not in expected]
     for key in (key for key in expected if key in got):
         for name in metrics:
-            if name in _REQUEST_METRICS:
+            if name == "logprobs":
+                found += _log_probs(f"request {key}", expected[key], got[key], tolerance)
+            elif name in _REQUEST_METRICS:
                 found += _REQUEST_METRICS[name](f"request {key}", expected[key], got[key])
     if "system" in metrics:
         found += _unequal("the run", golden, fresh, _SYSTEM_VALUES)
@@ -122,33 +132,34 @@ def _counts(where: str, golden: dict, fresh: dict) -> Iterator[str]:
     yield from _unequal(where, golden, fresh, _COUNTS)
 
 
-def _log_probs(where: str, golden: dict, fresh: dict) -> Iterator[str]:
+def _log_probs(where: str, golden: dict, fresh: dict, tolerance: float = LOG_PROB_TOLERANCE) -> Iterator[str]:
     for key in (*_LOG_PROBS, *_TOP_N):
         if (key in golden) != (key in fresh):
             yield f"{where}: {key} is {'missing' if key in golden else 'new'}"
         elif key in golden:
-            yield from _summary(list(_apart(f"{where}: {key}", golden[key], fresh[key])))
+            apart = list(_apart(f"{where}: {key}", golden[key], fresh[key], tolerance))
+            yield from _summary(apart, tolerance)
 
 
-def _summary(found: Sequence[tuple[str, float]]) -> Iterator[str]:
+def _summary(found: Sequence[tuple[str, float]], tolerance: float) -> Iterator[str]:
     """The first difference, how many more there are, the largest, and what would have been let pass."""
     if not found:
         return
     line, _ = found[0]
     more = f"; {len(found) - 1} more, the largest {max(apart for _, apart in found):.2g}" if len(found) > 1 else ""
-    yield f"{line}{more} (tolerance {LOG_PROB_TOLERANCE:g})"
+    yield f"{line}{more} (tolerance {tolerance:g})"
 
 
-def _apart(where: str, golden: Any, fresh: Any) -> Iterator[tuple[str, float]]:
+def _apart(where: str, golden: Any, fresh: Any, tolerance: float = LOG_PROB_TOLERANCE) -> Iterator[tuple[str, float]]:
     """Numbers that differ by more than the tolerance, in lists and objects of the same shape, and by how much."""
     if isinstance(golden, list) and isinstance(fresh, list) and len(golden) == len(fresh):
         for index, (one, other) in enumerate(zip(golden, fresh, strict=True)):
-            yield from _apart(f"{where}[{index}]", one, other)
+            yield from _apart(f"{where}[{index}]", one, other, tolerance)
     elif isinstance(golden, dict) and isinstance(fresh, dict) and golden.keys() == fresh.keys():
         for key in golden:
-            yield from _apart(f"{where}[{key}]", golden[key], fresh[key])
+            yield from _apart(f"{where}[{key}]", golden[key], fresh[key], tolerance)
     elif isinstance(golden, float) and isinstance(fresh, float):
-        if not abs(golden - fresh) <= LOG_PROB_TOLERANCE:  # this way round, NaN differs too
+        if not abs(golden - fresh) <= tolerance:  # this way round, NaN differs too
             yield f"{where} is {fresh}, golden {golden}, {abs(golden - fresh):.2g} apart", abs(golden - fresh)
     elif golden != fresh:
         yield f"{where} has another shape: {_shape(fresh)}, golden {_shape(golden)}", math.inf

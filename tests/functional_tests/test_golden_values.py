@@ -28,7 +28,7 @@ def test_the_case_can_be_read(folder: Path):
 
 @each_case
 def test_fresh_run_equals_golden_values(case: Case):
-    found = differences(case.golden_values(), case.run(), case.metrics)
+    found = differences(case.golden_values(), case.run(), case.metrics, case.tolerance)
     assert not found, "\n".join([f"{case.name} (if it is meant to differ: `{case.regenerate}`)", *found])
 
 

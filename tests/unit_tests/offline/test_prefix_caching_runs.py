@@ -250,8 +250,12 @@ class TestComparison:
     @pytest.mark.parametrize("dtype", [(), ("--bf16",)], ids=str)
     def test_a_planted_difference(self, compare, monkeypatch, dtype):
         """With keys that do not cover the tokens, the second prompt hits blocks of the first."""
-        right = hash_chain.block_digests
-        monkeypatch.setattr(hash_chain, "block_digests", lambda parent, ids, size: right(parent, [0] * len(ids), size))
+        right = hash_chain._digests_of
+
+        def of_zeros(parent, packed, *blocks):
+            return right(parent, hash_chain.packed_tokens([0] * len(packed)), *blocks)
+
+        monkeypatch.setattr(hash_chain, "_digests_of", of_zeros)
         code, output = compare(*dtype, "--hidden-size", "256")  # the smaller one hardly looks back
         assert code == REQUEST_FAILED
         assert "differ" in output
