@@ -113,7 +113,7 @@ class TestOff:
     def run(driver, monkeypatch) -> list[str]:
         """What was called, of hashing and indexing."""
         calls: list[str] = []
-        digests, add = hash_chain.block_digests, BlockIndex.add
+        digests, add = hash_chain._digests_of, BlockIndex.add
 
         def hash_watched(*args: object) -> object:
             calls.append("hash")
@@ -124,7 +124,7 @@ class TestOff:
             add(*args)
 
         with monkeypatch.context() as patch:
-            patch.setattr(hash_chain, "block_digests", hash_watched)
+            patch.setattr(hash_chain, "_digests_of", hash_watched)
             patch.setattr(BlockIndex, "add", add_watched)
             driver.add(0, PROMPT, num_tokens_to_generate=20, skip_prompt_log_probs=True)
             driver.run()
