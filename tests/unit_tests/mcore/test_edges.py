@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from megatron.core.inference.sampling_params import SamplingParams
@@ -278,3 +280,11 @@ def test_what_no_machine_and_no_model_can_hold_is_refused(batching, message):
     model = build_slow_decay(HYBRID)
     with pytest.raises(ConfigError, match=message):
         build_engine(model, HYBRID, PieceTokenizer(97), batching, dtype=torch.float32)
+
+
+def test_more_positions_than_were_learned_are_refused():
+    """Where positions are learned there are no others; without them a sequence may be longer."""
+    config = dataclasses.replace(HYBRID, position_embedding_type="learned_absolute")
+    batching = BatchingConfig(block_count=2, max_sequence_length=10**6)
+    with pytest.raises(ConfigError, match="is more than the .* positions that the model has learned"):
+        build_engine(build_slow_decay(config), config, PieceTokenizer(97), batching, dtype=torch.float32)
