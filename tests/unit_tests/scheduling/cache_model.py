@@ -111,9 +111,8 @@ class World:
 
     def take(self, owner: Owner, count: int) -> None:
         """Give `owner` so many blocks, evicting the oldest leaves."""
-        occupied = self.in_use() | set(self.cached.values())
-        for _ in range(count - (self.total - len(occupied))):
-            self._evict()
+        while count > self.total - len(self.in_use() | set(self.cached.values())):
+            self._evict()  # which may let others go that were kept because of it
         owner.table += range(self._next_block, self._next_block + count)
         self._next_block += count
 
