@@ -12,7 +12,6 @@ import contextlib
 import json
 import os
 import shlex
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -21,9 +20,9 @@ from typing import Any
 
 import yaml
 
+from tests.forked import fork
 from tests.functional_tests.checker import LOG_PROB_TOLERANCE, METRICS, OUTCOME
 
-ROOT = Path(__file__).resolve().parents[2]
 CASES = Path(__file__).resolve().parent / "test_cases"
 STATE_ROUNDING = 5e-3  # of log-probs: a tenth of what 95 of 100 tokens may differ by with the cache on and off
 UNREADABLE = (OSError, ValueError, yaml.YAMLError)  # what `read_case` raises
@@ -95,7 +94,7 @@ class Case:
         return f"make golden ARGS={self.name}"
 
     def run(self) -> dict[str, Any]:
-        """Run the tool in a process of its own.
+        """Run the tool in a process of its own, as `python tools/run_inference.py` does after its imports.
 
         Returns:
             The JSON that it writes, with events.
@@ -104,19 +103,25 @@ class Case:
             RuntimeError: If it does not end with exit code 0; has what it wrote on standard error.
         """
         with tempfile.TemporaryDirectory() as folder:
-            output = Path(folder) / "results.json"
-            command = [sys.executable, str(ROOT / "tools" / "run_inference.py"), *self.flags]
-            done = subprocess.run(
-                [*command, "--output-path", str(output), "--output-request-events"],
-                cwd=self.folder,
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
-                capture_output=True,
-                text=True,
-                check=False,
-            )
-            if done.returncode != 0:
-                raise RuntimeError(f"{self.name}: exit code {done.returncode}: {done.stderr}")
+            output, errors = Path(folder) / "results.json", Path(folder) / "stderr"
+            arguments = [*self.flags, "--output-path", str(output), "--output-request-events"]
+            process = fork(_run_tool, arguments, self.folder, errors)
+            process.join()
+            if process.exitcode != 0:
+                raise RuntimeError(f"{self.name}: exit code {process.exitcode}: {errors.read_text(encoding='utf-8')}")
             return json.loads(output.read_text(encoding="utf-8"))
+
+
+def _run_tool(arguments: list[str], folder: Path, errors: Path) -> None:
+    """In its process."""
+    with errors.open("wb") as file:
+        os.dup2(file.fileno(), sys.stderr.fileno())
+    with Path(os.devnull).open("wb") as file:
+        os.dup2(file.fileno(), sys.stdout.fileno())
+    os.chdir(folder)
+    from tools.run_inference import main
+
+    sys.exit(main(arguments))
 
 
 def case_folders() -> list[Path]:

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from tests.priority import TestPriority
-from tests.unit_tests.support.ranks import Outcome, run_world
+from tests.unit_tests.support.ranks import Outcome, run_at_once, run_world
 
 pytestmark = [pytest.mark.worlds, pytest.mark.priority(TestPriority.HIGH)]
 
 PROMPTS = ["--prompts", *(f"number {i}" for i in range(4)), "--num-tokens-to-generate", "30"]
 ENGINE = ["--inference-dynamic-batching-block-count", "64"]
-SHORT = ["--distributed-timeout-minutes", "0.1"]
+SHORT = ["--distributed-timeout-minutes", "0.05"]
 
 
 def run_tool(arguments: Sequence[str], rank: int, kind: str, step: int = 3) -> None:
@@ -97,6 +97,18 @@ def exit_codes(outcomes: Sequence[Outcome]) -> list[int]:
     return [one.exit_code for one in outcomes]
 
 
+@pytest.fixture(scope="module")
+def waiting_worlds() -> dict[str, list[Outcome]]:
+    """Worlds in which somebody waits for what one rank has to say."""
+    return run_at_once(
+        {
+            "hang": lambda: run_world(run_tool, 3, SHORT, 1, "hang", grace=1.0),
+            "kill": lambda: run_world(run_tool, 3, [], 1, "kill"),
+            "no directory": lambda: run_world(run_tool, 2, [], 1, "no directory"),
+        }
+    )
+
+
 @pytest.mark.parametrize(("size", "rank"), [(3, 2), (2, 0)])
 def test_a_rank_that_raises(size, rank):
     outcomes = run_world(run_tool, size, [], rank, "fail")
@@ -105,16 +117,16 @@ def test_a_rank_that_raises(size, rank):
     assert not any(one.was_killed for one in outcomes)
 
 
-def test_a_rank_that_hangs():
-    outcomes = run_world(run_tool, 3, SHORT, 1, "hang", grace=1.0)
+def test_a_rank_that_hangs(waiting_worlds):
+    outcomes = waiting_worlds["hang"]
     assert [one.exit_code for one in outcomes if one.rank != 1] == [1, 1], [one.describe() for one in outcomes]
     assert outcomes[1].was_killed
-    words = "rank 1 did not answer within 0.1 minutes (--distributed-timeout-minutes)"
+    words = "rank 1 did not answer within 0.05 minutes (--distributed-timeout-minutes)"
     assert said(outcomes) == [f"run_inference.py: error: {words}"]
 
 
-def test_a_rank_that_is_killed():
-    outcomes = run_world(run_tool, 3, [], 1, "kill")
+def test_a_rank_that_is_killed(waiting_worlds):
+    outcomes = waiting_worlds["kill"]
     assert exit_codes(outcomes) == [1, -signal.SIGKILL, 1]
     assert said(outcomes) == ["run_inference.py: error: rank 1 ended without a word"]
 
@@ -135,8 +147,8 @@ def test_a_mistake_is_said_once(arguments, words):
     assert line in outcomes[0].stderr
 
 
-def test_a_mistake_that_one_rank_sees():
-    outcomes = run_world(run_tool, 2, [], 1, "no directory")
+def test_a_mistake_that_one_rank_sees(waiting_worlds):
+    outcomes = waiting_worlds["no directory"]
     assert exit_codes(outcomes) == [2, 2], [one.describe() for one in outcomes]
     assert said(outcomes) == ["run_inference.py: error: rank 1: this disk has no such directory"]
 
@@ -144,10 +156,13 @@ def test_a_mistake_that_one_rank_sees():
 def test_a_terminals_signal_is_rank_zeros_affair(tmp_path: Path):
     """Others go on, after a launcher's SIGTERM, too; rank 0 ends requests and writes them, and the others follow."""
     path = tmp_path / "out.json"
+    ends = run_at_once(
+        {number: lambda number=number: run_world(run_tool, 2, [], 1, number) for number in ("SIGINT", "SIGTERM")}
+        | {"of rank 0": lambda: run_world(run_tool, 2, ["--output-path", str(path)], 0, "SIGINT")}
+    )
     for number in ("SIGINT", "SIGTERM"):
-        outcomes = run_world(run_tool, 2, [], 1, number)
-        assert exit_codes(outcomes) == [0, 0], [one.describe() for one in outcomes]
-    outcomes = run_world(run_tool, 2, ["--output-path", str(path)], 0, "SIGINT")
+        assert exit_codes(ends[number]) == [0, 0], [one.describe() for one in ends[number]]
+    outcomes = ends["of rank 0"]
     assert exit_codes(outcomes) == [130, 0], [one.describe() for one in outcomes]
     (line,) = said(outcomes)
     assert line.startswith("run_inference.py: SIGINT: requests: 4 aborted")

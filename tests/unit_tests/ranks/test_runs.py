@@ -14,9 +14,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.forked import NO_NETWORK, ONE_THREAD, ROOT
 from tests.priority import TestPriority
 from tests.unit_tests.ranks.test_failures import exit_codes, run_tool
-from tests.unit_tests.support.ranks import NO_NETWORK, ONE_THREAD, ROOT, run_world
+from tests.unit_tests.support.ranks import run_world
 
 pytestmark = [pytest.mark.worlds, pytest.mark.priority(TestPriority.HIGH)]
 

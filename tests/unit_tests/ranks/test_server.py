@@ -22,7 +22,7 @@ from megatron_ext.models.megatron.checkpoint import save_dist_checkpoint
 from tests.priority import TestPriority
 from tests.unit_tests.ranks.test_failures import before_step, exit_codes, fail, hang
 from tests.unit_tests.server.test_megatron_server import CONFIG, RUN_C
-from tests.unit_tests.support.ranks import Outcome, run_world
+from tests.unit_tests.support.ranks import Outcome, run_at_once, run_world
 
 pytestmark = [pytest.mark.worlds, pytest.mark.priority(TestPriority.HIGH)]
 
@@ -82,7 +82,7 @@ def wait(url: str) -> None:
 
 CLIENTS = {
     "chat": chat,
-    "patient": lambda url: chat(url, 8.0),
+    "patient": lambda url: chat(url, 4.0),
     "wait": wait,
     "ids": send_ids,
     "nobody": lambda url: None,
@@ -105,12 +105,24 @@ def said(outcomes: Sequence[Outcome]) -> list[str]:
     return [line for one in outcomes for line in one.stderr.splitlines() if line.startswith("run_server.py:")]
 
 
-@pytest.mark.parametrize(
-    ("client", "sizes"), [("patient", ["--tensor-model-parallel-size", "2"]), ("chat", [])], ids=["TP 2", "2 replicas"]
-)
-def test_it_answers_and_outlives_silence(client: str, sizes: list[str]):
-    """Six seconds are what a rank waits, and the silence is longer; a signal to rank 0 ends all."""
-    outcomes = run_world(run_server, 2, [*sizes, "--distributed-timeout-minutes", "0.1"], client, "nothing")
+@pytest.fixture(scope="module")
+def ends() -> dict[str, list[Outcome]]:
+    """Servers whose ranks wait, for each other or for a client."""
+    sizes, short = ["--tensor-model-parallel-size", "2"], ["--distributed-timeout-minutes", "0.05"]
+    return run_at_once(
+        {
+            "TP 2": lambda: run_world(run_server, 2, [*sizes, *short], "patient", "nothing"),
+            "2 replicas": lambda: run_world(run_server, 2, short, "chat", "nothing"),
+            "hangs": lambda: run_world(run_server, 2, [*sizes, *short], "wait", "hang", grace=1.0),
+            "dies": lambda: run_world(run_server, 2, short, "nobody", "die"),
+        }
+    )
+
+
+@pytest.mark.parametrize("name", ["TP 2", "2 replicas"])
+def test_it_answers_and_outlives_silence(name: str, ends: dict[str, list[Outcome]]):
+    """Three seconds are what a rank waits, and the silence is longer; a signal to rank 0 ends all."""
+    outcomes = ends[name]
     assert exit_codes(outcomes) == [0, 0], [one.describe() for one in outcomes]
     answers = [line for line in outcomes[0].stdout.splitlines() if line.startswith("answer")]
     assert len(answers) == 3
@@ -127,17 +139,15 @@ def test_a_rank_that_raises_ends_the_server():
     assert said(outcomes) == ["run_server.py: error: rank 1: ZeroDivisionError: planted in two lines"]
 
 
-def test_a_rank_that_hangs_ends_the_server():
-    limit = ["--tensor-model-parallel-size", "2", "--distributed-timeout-minutes", "0.1"]
-    outcomes = run_world(run_server, 2, limit, "wait", "hang", grace=1.0)
+def test_a_rank_that_hangs_ends_the_server(ends: dict[str, list[Outcome]]):
+    outcomes = ends["hangs"]
     assert outcomes[0].exit_code == 1, outcomes[0].describe()
-    words = "rank 1 did not answer within 0.1 minutes (--distributed-timeout-minutes)"
+    words = "rank 1 did not answer within 0.05 minutes (--distributed-timeout-minutes)"
     assert said(outcomes) == [f"run_server.py: error: {words}"]
 
 
-def test_a_rank_that_dies_in_silence_ends_the_server():
-    limit = ["--distributed-timeout-minutes", "0.1"]
-    outcomes = run_world(run_server, 2, limit, "nobody", "die")
+def test_a_rank_that_dies_in_silence_ends_the_server(ends: dict[str, list[Outcome]]):
+    outcomes = ends["dies"]
     assert exit_codes(outcomes) == [1, -signal.SIGKILL], [one.describe() for one in outcomes]
     assert said(outcomes) == ["run_server.py: error: rank 1 ended without a word"]
 

@@ -1,7 +1,7 @@
-"""What the fork server of `ranks.py` imports before it forks a rank, so that ranks start in no time.
+"""What the fork server of `tests/forked.py` imports before it forks a process, so that it starts in no time.
 
 Nothing here computes: a process that has run a parallel region of OpenMP, or started any other thread, must not fork.
-Where ranks are started by exec instead, this is not imported.
+Where processes are started by exec instead, this is not imported.
 """
 
 import importlib

@@ -8,9 +8,9 @@
     pytestmark = pytest.mark.worlds
     first, second = run_ranks(both, 2, 5)
 
-Ranks are forked from a server process that has imported everything (`rank_imports.py`) and computed nothing, since
-forking after OpenMP has run is unsafe; they meet over a file, not a port, and have one thread each. Every world has a
-deadline, and ends before `run_ranks` returns. Tests that start one have the mark `worlds` (see `tests/worlds.py`).
+Ranks are forked from a server process (`tests/forked.py`), meet over a file, not a port, and have one thread each.
+Every world has a deadline, and ends before `run_ranks` returns. Tests that start one have the mark `worlds` (see
+`tests/worlds.py`).
 """
 
 from __future__ import annotations
@@ -18,24 +18,21 @@ from __future__ import annotations
 import os
 import pickle
 import re
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from multiprocessing import connection, context, forkserver, get_context
+from multiprocessing import connection, context
 from pathlib import Path
 
 from megatron_ext.ops import cpp
 from tests import worlds
+from tests.forked import fork, spawn
 from tests.unit_tests.support.rank_process import RankTask, Report, run_rank
 
-ROOT = Path(__file__).parents[3]
 DEADLINE = 60.0  # seconds, for a loaded machine
 GRACE = 10.0  # seconds that the other ranks have when one has failed
-ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-NO_NETWORK = {"GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}
 # What a rank says when another one is gone.
 LOST_PEER = re.compile(
     r"Connection (reset|closed|refused)|closed by peer|Broken pipe|Timed out|timed out", re.IGNORECASE
@@ -126,6 +123,17 @@ def run_ranks(function: Callable[..., object], size: int, *arguments: object, **
     return [one.value for one in outcomes]
 
 
+def run_at_once(worlds_by_name: Mapping[str, Callable[[], list[Outcome]]]) -> dict[str, list[Outcome]]:
+    """Worlds that wait for most of their lives, beside one another: how the ranks of each ended.
+
+    Args:
+        worlds_by_name: What to call, each with one `run_world` in it.
+    """
+    with ThreadPoolExecutor(len(worlds_by_name)) as pool:
+        running = {name: pool.submit(call) for name, call in worlds_by_name.items()}
+        return {name: one.result() for name, one in running.items()}
+
+
 def run_world(
     function: Callable[..., object],
     size: int,
@@ -164,35 +172,9 @@ def run_world(
 
 def _start(tasks: Sequence[RankTask], hash_seeds: Sequence[int] | None) -> list[context.Process]:
     if hash_seeds is None:
-        server = get_context("forkserver")
-        with _environment({}):
-            server.set_forkserver_preload(["tests.unit_tests.support.rank_imports"])
-            forkserver.ensure_running()
-        processes = [server.Process(target=run_rank, args=(task,), daemon=True) for task in tasks]
-        for process in processes:
-            process.start()
-        return processes
-    processes = [get_context("spawn").Process(target=run_rank, args=(task,), daemon=True) for task in tasks]
-    for process, seed in zip(processes, hash_seeds, strict=True):
-        with _environment({"PYTHONHASHSEED": str(seed)}):
-            process.start()
-    return processes
-
-
-@contextmanager
-def _environment(more: Mapping[str, str]):
-    """What processes that are started within see: one thread, our own interface, modules of this tree."""
-    changed = {**ONE_THREAD, **NO_NETWORK, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]), **more}
-    before = {name: os.environ.get(name) for name in changed}
-    os.environ.update(changed)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        return [fork(run_rank, task) for task in tasks]
+    seeded = zip(tasks, hash_seeds, strict=True)
+    return [spawn(run_rank, task, PYTHONHASHSEED=str(seed)) for task, seed in seeded]
 
 
 def _wait(processes: Sequence[context.Process], deadline: float, grace: float) -> tuple[list[bool], list[float]]:
