@@ -205,7 +205,8 @@ CACHE = FlagGroup(
         ),
         Flag(
             "eviction_policy",
-            "What happens to cached blocks that no request uses: kept until memory is needed, or dropped",
+            "What happens to cached blocks that no request uses: kept until memory is needed (lru; flops: what saves "
+            "more compute for its bytes stays longer, blocks and snapshots), or dropped (ref_zero)",
             name=f"{_BATCHING}-prefix-caching-eviction-policy",
             choices=tuple(policy.value for policy in EvictionPolicyName),
         ),

@@ -23,6 +23,7 @@ class EvictionPolicyName(str, enum.Enum):
 
     LRU = "lru"  # kept until memory is needed: the least recently used goes first, never a block before its children
     REF_ZERO = "ref_zero"  # dropped at once: only requests that overlap in time share
+    FLOPS = "flops"  # kept as by lru, but what saves more compute for its bytes stays longer; snapshots too
 
 
 class SnapshotMode(str, enum.Enum):

@@ -10,6 +10,7 @@ from functools import partial
 import torch
 
 from megatron_ext.config import BatchingConfig, CacheConfig, EvictionPolicyName, ModelConfig
+from megatron_ext.config.costs import EntryCosts, entry_costs
 from megatron_ext.config.layers.positions import LEARNED_POSITIONS
 from megatron_ext.errors import ConfigError
 from megatron_ext.memory.agreement import NO_PEERS, Peers, Room, agree
@@ -119,13 +120,15 @@ def plan_engine(
     )
     rooms = peers.gather(lambda: _room(plan_within(memory, batching, cache, device_type, available_bytes), batching))
     agreed = agree(rooms, slots_within_blocks=cache.snapshot_slots is None)
-    limits = _limits(agreed[peers.rank], batching, cache, longest, device_type)
+    world = world_geometry([room.geometry for room in agreed], peers.replica)
+    costs = entry_costs(config, world.block_size_tokens, world.block_bytes, world.state_bytes)
+    limits = _limits(agreed[peers.rank], batching, cache, longest, device_type, costs)
     if limits.aligned_chunks:
         check_aligned(limits)
     plan = EnginePlan(
         shape=shape,
         geometry=agreed[peers.rank].geometry,
-        world=world_geometry([room.geometry for room in agreed], peers.replica),
+        world=world,
         limits=limits,
         policy=cache.policy,
         is_hybrid=config.is_hybrid,
@@ -159,7 +162,7 @@ def _max_sequence_length(batching: BatchingConfig, config: ModelConfig) -> int:
 
 
 def _limits(
-    room: Room, batching: BatchingConfig, cache: CacheConfig, longest: int, device_type: str
+    room: Room, batching: BatchingConfig, cache: CacheConfig, longest: int, device_type: str, costs: EntryCosts
 ) -> SchedulerLimits:
     geometry = room.geometry
     return SchedulerLimits(
@@ -173,6 +176,7 @@ def _limits(
         aligned_chunks=cache.is_aligned and geometry.snapshot_slots > 0,
         max_prefills=batching.max_prefills_per_step or 0,
         enough_prefill_tokens=batching.enough_prefill_tokens_on(device_type),
+        costs=costs,
     )
 
 

@@ -143,6 +143,21 @@ class BlockIndex:
         self._entries.clear()
         self._digest_of.clear()
 
+    def depth(self, digest: Digest) -> int:
+        """Blocks from the start of the sequence to the end of the indexed `digest`."""
+        return self._entries[digest].depth
+
+    def hits(self, digest: Digest) -> int:
+        """Requests that have resumed at the end of the indexed `digest`."""
+        return self._entries[digest].hits
+
+    def ancestors(self, digest: Digest) -> Iterator[Digest]:
+        """What the indexed `digest` continues, the nearest first."""
+        parent = self._entries[digest].parent
+        while parent is not None:
+            yield parent
+            parent = self._entries[parent].parent
+
     def children(self, block: BlockId) -> int:
         """Indexed blocks that continue `block`."""
         return self._entries[self._digest_of[block]].children

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from megatron_ext.config import EvictionPolicyName
+from megatron_ext.config.costs import NEUTRAL_COSTS, EntryCosts
 from megatron_ext.prefix_cache.block_index import BlockIndex, CachedPrefix
 from megatron_ext.prefix_cache.block_pool import BlockId, BlockPool
-from megatron_ext.prefix_cache.eviction import build_policy
+from megatron_ext.prefix_cache.eviction import build_policies
 from megatron_ext.prefix_cache.hash_chain import Digest
 from megatron_ext.prefix_cache.state_index import StateIndex
 
@@ -56,15 +57,23 @@ class PrefixCache:
         total: Blocks.
         policy: What happens to cached blocks nobody uses; None caches nothing.
         slots: Snapshot slots, of which there may be none; None for a model without recurrent layers.
+        costs: What entries save, and what they take; for policies that weigh them.
     """
 
-    def __init__(self, total: int, policy: EvictionPolicyName | None, slots: int | None = None) -> None:
+    def __init__(
+        self,
+        total: int,
+        policy: EvictionPolicyName | None,
+        slots: int | None = None,
+        costs: EntryCosts = NEUTRAL_COSTS,
+    ) -> None:
         self.pool = BlockPool(total)
         self.is_enabled = policy is not None
         self.epoch = 0  # what was begun in an earlier one is not published
-        self.states = None if slots is None else StateIndex(slots)
         self._index = BlockIndex()
-        self._policy = build_policy(policy or EvictionPolicyName.REF_ZERO)
+        policies = build_policies(policy or EvictionPolicyName.REF_ZERO, self._index, costs, has_states=bool(slots))
+        self._policy = policies.blocks
+        self.states = None if slots is None else StateIndex(slots, policies.snapshots, self._policy.snapshot_gone)
         self._wanted: dict[Digest, int] = {}  # by how many
         self._evicted = 0
 
@@ -214,6 +223,7 @@ class PrefixCache:
         self._index.check()
         if self.states is not None:
             self.states.check(self._index.digests())
+        self._policy.check()
         evictable = set(self._policy)
         assert all(count > 0 for count in self._wanted.values()), "wanted by nobody"
         if not self._policy.keeps_unused:

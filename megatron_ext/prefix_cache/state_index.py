@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NewType, Protocol
 
 from megatron_ext.prefix_cache.hash_chain import Digest
+from megatron_ext.prefix_cache.snapshot_order import MAY_TAKE, LruSnapshots, Rank, SnapshotOrder
 
 SlotId = NewType("SlotId", int)
 
@@ -30,23 +30,28 @@ class WantedSnapshot(Protocol):
 class StateIndex:
     """Slots of the snapshot pool; a snapshot's key is the digest of the block that it stands at the end of.
 
-    A slot is free, *reserved* (a step in flight is writing it, nobody can find it) or *visible*. The visible one that
-    was consumed longest ago is given up first; one that was never consumed counts from when it became visible (HY-5).
-    A restore copies its slot before the step's forward writes any, so a slot can be given up as soon as it is consumed.
+    A slot is free, *reserved* (a step in flight is writing it, nobody can find it) or *visible*. Which visible one is
+    given up first its order says: unless told otherwise the one consumed longest ago (HY-5). A restore copies its slot
+    before the step's forward writes any, so a slot can be given up as soon as it is consumed.
 
     Snapshots taken in decode are *optional* until somebody consumes them: they take free slots and each other's only,
     and give theirs up before any other, so that they never cost a snapshot of prefill.
 
     Args:
         total: Slots.
+        order: Of the visible ones; empty.
+        gone: Told of each that has given up its slot, for whoever weighs blocks by their snapshots.
     """
 
-    def __init__(self, total: int) -> None:
+    def __init__(
+        self, total: int, order: SnapshotOrder | None = None, gone: Callable[[Digest], None] | None = None
+    ) -> None:
         self.total = total
+        self._gone = gone
+        self._order: SnapshotOrder = LruSnapshots() if order is None else order
         self._free = [SlotId(slot) for slot in reversed(range(total))]
-        self._visible: OrderedDict[Digest, SlotId] = OrderedDict()  # the next to be given up first
-        self._optional: OrderedDict[Digest, None] = OrderedDict()  # those of the visible ones, in the same order
-        self._reserved: dict[Digest, tuple[SlotId, bool]] = {}  # and whether it is optional
+        self._visible: dict[Digest, SlotId] = {}
+        self._reserved: dict[Digest, tuple[SlotId, Rank]] = {}
         self.taken = 0
         self.skipped = 0
         self.evicted = 0  # for want of a slot
@@ -72,8 +77,7 @@ class StateIndex:
 
     def consume(self, digest: Digest) -> None:
         """A request resumes from the visible snapshot of `digest`."""
-        self._visible.move_to_end(digest)
-        self._optional.pop(digest, None)
+        self._order.use(digest)
 
     def reserve(self, digest: Digest, *, is_optional: bool = False, instead_of: Digest | None = None) -> SlotId | None:
         """A slot to write the snapshot of `digest` to, given up by another one if none is free.
@@ -88,18 +92,19 @@ class StateIndex:
         """
         assert digest not in self._visible, "this snapshot is there already"
         assert digest not in self._reserved, "this snapshot is being taken already"
-        if instead_of is not None and instead_of in self._optional:
-            self._give_up(instead_of)
+        if instead_of is not None and self._order.rank(instead_of) is Rank.OPTIONAL:
+            self.drop(instead_of)
             self.replaced += 1
+        rank = Rank.OPTIONAL if is_optional else Rank.ORDINARY
         if not self._free:
-            victims = self._optional or ({} if is_optional else self._visible)
-            if not victims:
+            victim = self._order.evict(MAY_TAKE[rank])
+            if victim is None:
                 self.skipped += 1
                 return None
-            self._give_up(next(iter(victims)))
+            self._leave(victim)
             self.evicted += 1
         slot = self._free.pop()
-        self._reserved[digest] = (slot, is_optional)
+        self._reserved[digest] = (slot, rank)
         return slot
 
     def reserve_all(self, wanted: Iterable[WantedSnapshot]) -> list[SlotId | None]:
@@ -117,10 +122,8 @@ class StateIndex:
 
     def commit(self, digest: Digest) -> None:
         """The reserved snapshot of `digest` has been written: let others find it."""
-        slot, is_optional = self._reserved.pop(digest)
-        self._visible[digest] = slot
-        if is_optional:
-            self._optional[digest] = None
+        self._visible[digest], rank = self._reserved.pop(digest)
+        self._order.add(digest, rank)
         self.taken += 1
 
     def cancel(self, digest: Digest) -> None:
@@ -131,17 +134,19 @@ class StateIndex:
     def drop(self, digest: Digest) -> None:
         """The block that `digest` names is not cached any more, so its snapshot, if there is one, is of no use."""
         if digest in self._visible:
-            self._give_up(digest)
+            self._order.remove(digest)
+            self._leave(digest)
 
-    def _give_up(self, digest: Digest) -> None:
+    def _leave(self, digest: Digest) -> None:
         self._free.append(self._visible.pop(digest))
-        self._optional.pop(digest, None)
+        if self._gone is not None:
+            self._gone(digest)
 
     def clear(self) -> None:
         """Forget everything; reserved slots too, whose writers must not commit."""
         self._free = [SlotId(slot) for slot in reversed(range(self.total))]
         self._visible.clear()
-        self._optional.clear()
+        self._order.clear()
         self._reserved.clear()
 
     def check(self, cached: Iterable[Digest]) -> None:
@@ -149,5 +154,6 @@ class StateIndex:
         reserved = [slot for slot, _ in self._reserved.values()]
         assert sorted([*self._free, *self._visible.values(), *reserved]) == list(range(self.total)), "slots were lost"
         assert not self._visible.keys() & self._reserved.keys(), "a visible snapshot is being taken again"
-        assert [digest for digest in self._visible if digest in self._optional] == list(self._optional)
+        assert sorted(self._order) == sorted(self._visible), "the order and the index disagree"
+        self._order.check()
         assert self._visible.keys() <= set(cached), "a snapshot outlives its block"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_ext.config.costs import NEUTRAL_COSTS, EntryCosts
 from megatron_ext.errors import CapacityError
 from megatron_ext.prefix_cache.block_pool import BlockId
 from megatron_ext.prefix_cache.hash_chain import Digest
@@ -26,6 +27,7 @@ class SchedulerLimits:
     aligned_chunks: bool = False  # snapshots are kept at ends of prefill chunks only; see `snapshots.cut_aligned`
     max_prefills: int = 0  # requests that prefill in a step; 0 is no limit
     enough_prefill_tokens: int | None = None  # a step with so many begins no other prefill; None: as many as fit
+    costs: EntryCosts = NEUTRAL_COSTS  # of cached tokens, for policies that weigh them; the same on all ranks
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that hold `tokens` tokens."""

@@ -46,7 +46,7 @@ class Scheduler:
         slots: int | None = None,
     ) -> None:
         self.limits = limits
-        self.cache = PrefixCache(limits.total_blocks, policy, slots)
+        self.cache = PrefixCache(limits.total_blocks, policy, slots, limits.costs)
         self.queues = Queues(keeper=self.cache)
         self.pending_blocks = PendingBlocks()
         self.live_slots = LiveSlots(limits.max_requests)

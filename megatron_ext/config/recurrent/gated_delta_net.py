@@ -41,6 +41,10 @@ def _parameter_count(config: GatedDeltaNetFields) -> int:
     return config.hidden_size * projected + (2 * keys + values) * config.linear_conv_kernel_dim
 
 
+def _state_size(config: GatedDeltaNetFields) -> int:
+    return config.linear_num_value_heads * config.linear_key_head_dim * config.linear_value_head_dim
+
+
 def _core_fields(config: GatedDeltaNetFields) -> Mapping[str, object]:
     return {name: getattr(config, name) for name in flags_of(GatedDeltaNetFields)}
 
@@ -52,6 +56,7 @@ GATED_DELTA_NET = RecurrentKind(
     check=_check,
     chunk_size=lambda _: GATED_DELTA_CHUNK,
     parameter_count=_parameter_count,
+    state_size=_state_size,
     mixer_params=lambda _: {},
     core_fields=_core_fields,
     shared=lambda config: {

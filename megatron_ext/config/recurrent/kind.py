@@ -22,6 +22,7 @@ class RecurrentKind:
         check_values: The same of values that make no sense for any model, looked at in every one.
         chunk_size: Tokens that its scan takes together; at inference at most that, see `memory.budget`.
         parameter_count: Parameters in the matrices and the convolution of one layer.
+        state_size: Numbers in the recurrence's state of one layer and sequence, without the convolution's window.
         mixer_params: What its mixer is told that megatron-core's configuration has no place for.
         core_fields: Its fields in megatron-core's configuration.
         shared: What tensor-parallel ranks share evenly, how an error calls it to how many there are.
@@ -35,6 +36,7 @@ class RecurrentKind:
     check: Callable[[ModelConfig], None]
     chunk_size: Callable[[ModelConfig], int]
     parameter_count: Callable[[ModelConfig], int]
+    state_size: Callable[[ModelConfig], int]
     mixer_params: Callable[[ModelConfig], Mapping[str, object]]
     core_fields: Callable[[ModelConfig], Mapping[str, object]]
     shared: Callable[[ModelConfig], dict[str, int]]

@@ -69,6 +69,7 @@ MAMBA1 = RecurrentKind(
     check_values=_check_inner_norm,
     chunk_size=lambda config: config.mamba_chunk_size,
     parameter_count=_parameter_count,
+    state_size=lambda config: config.mamba_channels * config.mamba_state_dim,
     mixer_params=_mixer_params,
     core_fields=lambda config: {"mamba_state_dim": config.mamba_state_dim},
     shared=lambda config: {"channels of a Mamba-1 layer": config.mamba_channels},

@@ -58,6 +58,7 @@ MAMBA2 = RecurrentKind(
     check=_check,
     chunk_size=lambda config: config.mamba_chunk_size,
     parameter_count=_parameter_count,
+    state_size=lambda config: config.mamba_heads * config.mamba_head_dim * config.mamba_state_dim,
     mixer_params=lambda config: {"d_conv": config.mamba_conv_kernel},
     core_fields=_core_fields,
     shared=lambda config: {"Mamba groups": config.mamba_num_groups, "Mamba heads": config.mamba_heads},

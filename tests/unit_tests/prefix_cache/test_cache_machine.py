@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from hypothesis import settings
@@ -9,9 +10,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from megatron_ext.config import EvictionPolicyName
+from megatron_ext.config.costs import EntryCosts
 from megatron_ext.prefix_cache.cache import PrefixCache
+from megatron_ext.prefix_cache.flops import chance
 
 TOTAL = 7
+COSTS = EntryCosts(block_size=3, token_flops=2.0, position_flops=0.5, block_bytes=5)
 WORDS = st.lists(st.sampled_from("ab"), min_size=1, max_size=4).map("".join)
 
 
@@ -30,6 +34,19 @@ class Model:
 
     cached: set[str] = field(default_factory=set)
     left_at: dict[str, int] = field(default_factory=dict)  # of prefixes that nobody uses
+    hits: dict[str, int] = field(default_factory=dict)  # requests that resumed at their ends, while they were cached
+    stood: dict[str, float] = field(default_factory=dict)  # as `left_at`: the age of the cache then
+    age: float = 0.0
+
+    def worth(self, prefix: str) -> float:
+        """SI-2: operations of the last block alone, over its bytes."""
+        size, depth = COSTS.block_size, len(prefix)
+        saved = sum(COSTS.token_flops + COSTS.position_flops * t for t in range((depth - 1) * size, depth * size))
+        return saved / COSTS.block_bytes * chance(self.hits.get(prefix, 0), is_continued=False)
+
+    def rank(self, prefix: str, policy: EvictionPolicyName) -> float:
+        """Who has the least goes first."""
+        return self.left_at[prefix] if policy is EvictionPolicyName.LRU else self.stood[prefix] + self.worth(prefix)
 
 
 def digest(prefix: str) -> bytes:
@@ -42,7 +59,7 @@ class CacheMachine(RuleBasedStateMachine):
     @initialize(policy=st.sampled_from(EvictionPolicyName))
     def begin(self, policy):
         self.policy = policy
-        self.cache = PrefixCache(TOTAL, policy)
+        self.cache = PrefixCache(TOTAL, policy, costs=COSTS)
         self.owners: list[Owner] = []
         self.model = Model()
         self.clock = 0
@@ -66,20 +83,28 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache.pin(matched)
         for p in self.prefixes(word)[:expected]:
             self.model.left_at.pop(p, None)
-        before = set(self.model.left_at)
+        if matched:
+            self.cache.count_hit(matched[-1])
+            self.model.hits[word[:expected]] = self.model.hits.get(word[:expected], 0) + 1
         free = self.cache.pool.free_count
+        held = {p: self.cache.match([digest(q) for q in self.prefixes(p)])[-1] for p in self.model.cached}
         blocks = self.cache.allocate(fresh)
-        self.evict(max(0, fresh - free), before)
+        self.evict({p for p, block in held.items() if block in blocks}, max(0, fresh - free))
         self.owners.append(Owner(word, expected, [*matched, *blocks]))
 
-    def evict(self, count, candidates):
-        """The oldest leaves go, one by one."""
+    def evict(self, gone, count):
+        """So many went one by one, each a leaf with the least rank of all leaves at that time."""
+        assert len(gone) == count
+        model = self.model
         for _ in range(count):
-            leaves = [p for p in candidates if not any(q != p and q.startswith(p) for q in self.model.cached)]
-            oldest = min(leaves, key=lambda p: (self.model.left_at[p], -len(p)))
-            candidates.remove(oldest)
-            self.model.cached.discard(oldest)
-            del self.model.left_at[oldest]
+            leaves = [p for p in model.left_at if not any(q != p and q.startswith(p) for q in model.cached)]
+            least = min(model.rank(p, self.policy) for p in leaves)
+            first = [p for p in leaves if p in gone and math.isclose(model.rank(p, self.policy), least)]
+            assert first, f"{gone} went, not the least of {leaves}"
+            model.age = max(model.age, least)
+            model.cached.discard(first[0])
+            model.hits.pop(first[0], None)
+            del model.left_at[first[0]]
 
     @precondition(lambda self: self.owners)
     @rule(data=st.data())
@@ -103,17 +128,18 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache.release(owner.table)
         self.clock += 1
         for prefix in set(self.prefixes(owner.word)[: owner.published]) - self.used():
-            if self.policy is EvictionPolicyName.LRU:
-                self.model.left_at[prefix] = self.clock
-            else:
+            if self.policy is EvictionPolicyName.REF_ZERO:
                 self.model.cached.discard(prefix)
+                self.model.hits.pop(prefix, None)
+            else:
+                self.model.left_at[prefix], self.model.stood[prefix] = self.clock, self.model.age
 
     @rule()
     def reset(self):
         if len(self.owners) > 1:
             return  # rarely enough that caches fill up
         self.cache.reset()
-        self.model = Model()
+        self.model = Model(age=self.model.age)
         for owner in self.owners:
             self.cache.release(owner.table)
         self.owners = []

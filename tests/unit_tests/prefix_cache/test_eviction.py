@@ -5,7 +5,17 @@ from __future__ import annotations
 import pytest
 
 from megatron_ext.config import EvictionPolicyName
-from megatron_ext.prefix_cache.eviction import LeafFirstLru, RefZero, build_policy
+from megatron_ext.config.costs import EntryCosts
+from megatron_ext.prefix_cache.block_index import BlockIndex
+from megatron_ext.prefix_cache.eviction import EvictionPolicy, LeafFirstLru, RefZero, build_policies
+
+
+def build_policy(name: EvictionPolicyName) -> EvictionPolicy:
+    """A fresh one, for three sequences of one block."""
+    index = BlockIndex()
+    for block in (1, 2, 3):
+        index.add(bytes([block]), block, None)
+    return build_policies(name, index, EntryCosts()).blocks
 
 
 @pytest.mark.parametrize("name", list(EvictionPolicyName))

@@ -15,6 +15,7 @@ import hypothesis.strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from megatron_ext.config import EvictionPolicyName, RequestParams
+from megatron_ext.prefix_cache.hash_chain import Digest
 from megatron_ext.scheduling import planner
 from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.plan import SchedulerLimits, StepPlan
@@ -26,7 +27,7 @@ from megatron_ext.scheduling.step import describe_step
 from megatron_ext.scheduling.submission import Submission
 from tests.unit_tests.scheduling.brute_force import assert_same_plan, plan_by_looking_at_all
 from tests.unit_tests.scheduling.builders import frozen
-from tests.unit_tests.scheduling.cache_model import Memory, Owner, World
+from tests.unit_tests.scheduling.cache_model import Key, Memory, Owner, World
 
 MAX_LENGTH = 30
 MOST_ALIVE = 6  # at a time: more only take longer
@@ -49,6 +50,7 @@ class CachingMachine(RuleBasedStateMachine):
         self.requests: dict[Owner, Request] = {}
         self.arrivals = self.weights = 0
         self.key_weights: dict[Owner, int] = {}  # of its keys
+        self.digests: dict[Key, Digest] = {}  # of what was published last
 
     @initialize(data=st.data())
     def build(self, data: st.DataObject) -> None:
@@ -57,6 +59,7 @@ class CachingMachine(RuleBasedStateMachine):
         slots = data.draw(self.slot_counts, "slots")
         self.scheduler = Scheduler(self.limits, policy, b"model", slots)
         self.world = World(self.limits.block_size, self.limits.total_blocks, policy)
+        self.world.is_gone = lambda key: self.scheduler.cache._index.find(self.digests[key]) is None
         self.memory = Memory(self.limits.block_size)
         self.hits = self.matched = self.waits = 0
 
@@ -198,6 +201,8 @@ class CachingMachine(RuleBasedStateMachine):
             owner = self.owner_of(chunk.request)
             self.count_computed(owner, range(chunk.start, chunk.end))
             owner.computed = chunk.end
+            if not owner.opts_out and self.world.is_current(owner):
+                self.digests |= zip(owner.keys(self.limits.block_size), chunk.request.digests, strict=False)
             self.world.publish(owner)
         for owner in due:
             self.generate(owner, tokens[owner.name])

@@ -1,0 +1,88 @@
+"""What computing tokens costs, and what keeping them takes: what an eviction weighs, and a simulation adds up.
+
+The formulas count multiplications and additions of a forward (two for each parameter that a token meets), as Marconi
+(MLSys 2025) does for whole models; here nothing is subtracted, and the recurrence counts its inner width as it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_ext.config.model import ModelConfig
+
+_STATE_OPERATIONS = 6  # for each number of a state and token: decayed, added to, read; a product and a sum each
+
+
+@dataclass(frozen=True)
+class EntryCosts:
+    """Costs of cached tokens; the same on every rank, because they decide.
+
+    Attributes:
+        block_size: Tokens of a block.
+        token_flops: Of one token, wherever it stands.
+        position_flops: Of one token for each token before it.
+        block_bytes: Of one block, on all ranks together.
+        state_bytes: Of one snapshot, on all ranks together; 0 without recurrent layers.
+    """
+
+    block_size: int = 1
+    token_flops: float = 1.0
+    position_flops: float = 0.0
+    block_bytes: int = 1
+    state_bytes: int = 1
+
+    def flops(self, start: int, end: int) -> float:
+        """Of computing the tokens [start, end)."""
+        return (end - start) * (self.token_flops + self.position_flops * (start + end - 1) / 2)
+
+    def block_flops(self, first: int, last: int) -> float:
+        """Of computing the blocks [first, last) of a sequence."""
+        return self.flops(first * self.block_size, last * self.block_size)
+
+
+NEUTRAL_COSTS = EntryCosts()  # every token and every byte as much as any other
+
+
+def entry_costs(config: ModelConfig, block_size: int, block_bytes: int, state_bytes: int) -> EntryCosts:
+    """Of a model whose blocks and states are of these sizes.
+
+    Args:
+        config: Its architecture.
+        block_size: Tokens.
+        block_bytes: See `EntryCosts`, as the next one.
+        state_bytes: 0 without recurrent layers.
+    """
+    pattern = config.hybrid_override_pattern
+    heads = config.num_attention_heads * config.head_channels
+    per_layer = {
+        "M": 2.0 * config.recurrent.parameter_count(config) + _STATE_OPERATIONS * config.recurrent.state_size(config),
+        "*": 2.0 * config.hidden_size * config.head_channels * _projected_heads(config),
+        "-": 2.0 * _mlp_parameters(config, config.hidden_size, config.ffn_size),
+        "E": 2.0 * _expert_parameters(config) if config.is_moe else 0.0,
+    }
+    return EntryCosts(
+        block_size=block_size,
+        token_flops=sum(per_layer[symbol] for symbol in pattern),
+        position_flops=4.0 * heads * pattern.count("*"),  # a score and a weighted sum for each earlier key
+        block_bytes=block_bytes,
+        state_bytes=state_bytes,
+    )
+
+
+def _projected_heads(config: ModelConfig) -> int:
+    """Query, key, value and output; the output's gate."""
+    return (2 + config.attention_output_gate) * config.num_attention_heads + 2 * config.query_groups
+
+
+def _mlp_parameters(config: ModelConfig, width: int, inner: int) -> int:
+    return (3 if config.swiglu else 2) * width * inner
+
+
+def _expert_parameters(config: ModelConfig) -> int:
+    """Those that one token meets: the router, its experts, the shared ones, projections to a latent width."""
+    assert config.num_experts is not None, "a pattern with E has been checked"
+    width = config.moe_latent_size or config.hidden_size
+    routed = config.moe_router_topk * _mlp_parameters(config, width, config.expert_ffn_size)
+    shared = _mlp_parameters(config, config.hidden_size, config.moe_shared_expert_intermediate_size or 0)
+    latent = 2 * config.hidden_size * width if config.moe_latent_size else 0
+    return config.num_experts * config.hidden_size + routed + shared + latent

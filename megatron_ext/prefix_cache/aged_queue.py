@@ -1,0 +1,73 @@
+"""A queue whose order is a number for each item, the smallest first; among equal ones the oldest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from heapq import heapify, heappop, heappush
+from itertools import count
+from typing import Generic, TypeVar
+
+Item = TypeVar("Item", bound=Hashable)
+
+_SPARE = 64  # stale places that a heap may have before it is made anew
+
+
+class AgedQueue(Generic[Item]):
+    """A heap in which items can be moved and taken out; every operation takes O(log n), on average over many.
+
+    Places that an item has left stay in the heap until they come up, or until half of the heap is stale.
+    """
+
+    def __init__(self) -> None:
+        self._places: dict[Item, tuple[float, int]] = {}
+        self._heap: list[tuple[float, int, Item]] = []
+        self._serial = count()
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __contains__(self, item: Item) -> bool:
+        return item in self._places
+
+    def __iter__(self) -> Iterator[Item]:
+        return iter(self._places)
+
+    def put(self, item: Item, key: float) -> None:
+        """Let `item` stand at `key`, wherever it stood before."""
+        place = key, next(self._serial)
+        self._places[item] = place
+        heappush(self._heap, (*place, item))
+        if len(self._heap) > 2 * len(self._places) + _SPARE:
+            self._heap = [(*place, item) for item, place in self._places.items()]
+            heapify(self._heap)
+
+    def discard(self, item: Item) -> None:
+        """Take `item` out, if it is there."""
+        self._places.pop(item, None)
+
+    def pop(self, key_now: Callable[[Item], float]) -> tuple[Item, float]:
+        """Take out the item with the smallest key.
+
+        Args:
+            key_now: Keys that have grown since they were put are looked at again only when their items come up.
+        """
+        assert self._places, "nothing is in line"
+        while True:
+            key, serial, item = heappop(self._heap)
+            if self._places.get(item) != (key, serial):
+                continue
+            now = key_now(item)
+            if now <= key:
+                del self._places[item]
+                return item, key
+            self.put(item, now)
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._places.clear()
+        self._heap.clear()
+
+    def check(self) -> None:
+        """Assert that every item has its place in the heap."""
+        assert {(*place, item) for item, place in self._places.items()} <= set(self._heap), "an item has no place"
+        assert len(self._heap) <= 2 * len(self._places) + _SPARE + 1, "stale places pile up"

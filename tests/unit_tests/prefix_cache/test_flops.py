@@ -1,0 +1,369 @@
+"""SI-2: what `flops` gives up, for blocks and snapshots together, against a model that weighs everything anew.
+
+The model has words for sequences and a letter for a block. It scans all that there is for the least, and finds the
+snapshot before another by following who stood on whom.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import Phase, settings
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from megatron_ext.config import EvictionPolicyName, ModelConfig
+from megatron_ext.config.costs import EntryCosts, entry_costs
+from megatron_ext.models.size import matrix_parameter_count
+from megatron_ext.prefix_cache.aged_queue import AgedQueue
+from megatron_ext.prefix_cache.cache import PrefixCache
+from megatron_ext.prefix_cache.flops import FlopsBlocks, FlopsSnapshots, chance
+
+COSTS = EntryCosts(block_size=2, token_flops=3.0, position_flops=0.25, block_bytes=4, state_bytes=7)
+FLOPS = EvictionPolicyName.FLOPS
+TOTAL = 7
+WORDS = st.text("ab", min_size=1, max_size=5)
+
+
+def prefixes(word: str) -> list[str]:
+    return [word[: i + 1] for i in range(len(word))]
+
+
+def key(prefix: str) -> bytes:
+    return prefix.encode()
+
+
+def operations(start: int, end: int) -> float:
+    """Of the blocks [start, end), token by token."""
+    tokens = range(start * COSTS.block_size, end * COSTS.block_size)
+    return sum(COSTS.token_flops + COSTS.position_flops * token for token in tokens)
+
+
+@dataclass(eq=False)
+class Taken:
+    """A snapshot as the model knows it."""
+
+    prefix: str
+    optional: bool
+    before: Taken | None
+    age: float
+    uses: int = 0
+    continued: bool = False
+    there: bool = True
+
+    def saved(self) -> tuple[int, float]:
+        """Blocks of its edge, and operations by chance."""
+        before = self.before
+        while before is not None and not before.there:
+            before = before.before
+        start = 0 if before is None else len(before.prefix)
+        return len(self.prefix) - start, operations(start, len(self.prefix)) * chance(
+            self.uses, is_continued=self.continued
+        )
+
+
+@dataclass
+class Owner:
+    """A request: its word, the blocks of it that are published, its table."""
+
+    word: str
+    published: int
+    table: list[int]
+
+
+@dataclass
+class Model:
+    """What is cached, and where it stands."""
+
+    cached: set[str] = field(default_factory=set)
+    left_at: dict[str, float] = field(default_factory=dict)  # age of the blocks, of prefixes that nobody uses
+    taken: dict[str, Taken] = field(default_factory=dict)
+    block_age: float = 0.0
+    slot_age: float = 0.0
+
+    def before(self, prefix: str) -> Taken | None:
+        """The last snapshot before that of `prefix`."""
+        return next((self.taken[p] for p in reversed(prefixes(prefix)[:-1]) if p in self.taken), None)
+
+    def block_rank(self, prefix: str) -> float:
+        worth = 0.0
+        if prefix in self.taken:
+            blocks, saved = self.taken[prefix].saved()
+            worth = saved / (blocks * COSTS.block_bytes)
+        return self.left_at[prefix] + worth
+
+    def slot_rank(self, prefix: str) -> float:
+        return self.taken[prefix].age + self.taken[prefix].saved()[1] / COSTS.state_bytes
+
+    def forget(self, prefix: str) -> None:
+        self.taken.pop(prefix).there = False
+
+
+class Lives(RuleBasedStateMachine):
+    """Requests come, resume, publish, leave snapshots and go, in any order."""
+
+    @initialize(slots=st.integers(1, 4))
+    def begin(self, slots: int) -> None:
+        self.cache = PrefixCache(TOTAL, FLOPS, slots, COSTS)
+        self.slots = slots
+        self.owners: list[Owner] = []
+        self.model = Model()
+
+    @rule(word=WORDS)
+    def enter(self, word: str) -> None:
+        matched = self.cache.match([key(p) for p in prefixes(word)])
+        pinned = sum(self.cache.is_evictable(block) for block in matched)
+        fresh = len(word) - len(matched)
+        if fresh > self.cache.available_count - pinned:
+            return
+        self.cache.pin(matched)
+        for p in prefixes(word)[: len(matched)]:
+            self.model.left_at.pop(p, None)
+        self.consume(word[: len(matched)])
+        held = {p: self.cache.match([key(q) for q in prefixes(p)])[-1] for p in self.model.left_at}
+        free = self.cache.pool.free_count
+        blocks = self.cache.allocate(fresh)
+        self.evict({p for p, block in held.items() if block in blocks}, max(0, fresh - free))
+        self.owners.append(Owner(word, len(matched), [*matched, *blocks]))
+
+    def consume(self, matched: str) -> None:
+        """From the last snapshot in the run."""
+        found = next((p for p in reversed(prefixes(matched)) if p in self.model.taken), None)
+        if found is not None:
+            self.cache.states.consume(key(found))
+            taken, model = self.model.taken[found], self.model
+            taken.optional, taken.before, taken.age = False, model.before(found), model.slot_age
+            taken.uses += 1
+
+    def evict(self, gone: set[str], count: int) -> None:
+        assert len(gone) == count
+        model = self.model
+        for _ in range(count):
+            leaves = [p for p in model.left_at if not any(q != p and q.startswith(p) for q in model.cached)]
+            least = min(map(model.block_rank, leaves))
+            first = [p for p in leaves if p in gone and math.isclose(model.block_rank(p), least)]
+            assert first, f"{gone} went, not the least of {leaves}"
+            model.block_age = max(model.block_age, least)
+            model.cached.discard(first[0])
+            del model.left_at[first[0]]
+            if first[0] in model.taken:
+                model.forget(first[0])
+
+    @precondition(lambda self: self.owners)
+    @rule(data=st.data(), optional=st.booleans(), takes=st.booleans())
+    def publish_next(self, data: st.DataObject, optional: bool, takes: bool) -> None:
+        owner = data.draw(st.sampled_from(self.owners))
+        if owner.published < len(owner.word):
+            self.publish(owner, optional, takes)
+
+    def publish(self, owner: Owner, optional: bool, takes: bool) -> None:
+        i = owner.published
+        prefix = owner.word[: i + 1]
+        owner.table[i] = self.cache.publish(key(prefix), owner.table[i], key(owner.word[:i]) if i else None)
+        owner.published += 1
+        self.model.cached.add(prefix)
+        self.model.left_at.pop(prefix, None)
+        if takes and prefix not in self.model.taken:
+            self.take(prefix, optional)
+
+    def take(self, prefix: str, optional: bool) -> None:
+        model, states = self.model, self.cache.states
+        victims = [p for p, one in model.taken.items() if one.optional] or ([] if optional else list(model.taken))
+        is_full = len(model.taken) == self.slots
+        assert (states.reserve(key(prefix), is_optional=optional) is None) == (is_full and not victims)
+        if is_full and not victims:
+            return
+        if is_full:
+            least = min(map(model.slot_rank, victims))
+            gone = [p for p in model.taken if states.find(key(p)) is None]
+            assert len(gone) == 1
+            assert gone[0] in victims
+            assert math.isclose(model.slot_rank(gone[0]), least), f"{gone[0]} gave up its slot, not the least"
+            model.slot_age = max(model.slot_age, least)
+            model.forget(gone[0])
+        states.commit(key(prefix))
+        before = model.before(prefix)
+        if before is not None:
+            before.continued = True
+        model.taken[prefix] = Taken(prefix, optional, before, model.slot_age)
+
+    @precondition(lambda self: self.owners)
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        self.go(data.draw(st.sampled_from(self.owners)))
+
+    def go(self, owner: Owner) -> None:
+        self.owners.remove(owner)
+        self.cache.release(owner.table)
+        used = {p for other in self.owners for p in prefixes(other.word)[: other.published]}
+        for prefix in set(prefixes(owner.word)[: owner.published]) - used:
+            self.model.left_at[prefix] = self.model.block_age
+
+    @rule(word=WORDS, at=st.sets(st.integers(1, 5)), optional=st.booleans())
+    def serve(self, word: str, at: set[int], optional: bool) -> None:
+        """A whole life at once."""
+        count = len(self.owners)
+        self.enter(word)
+        if len(self.owners) == count:
+            return
+        owner = self.owners[-1]
+        while owner.published < len(word):
+            self.publish(owner, optional, owner.published + 1 in at)
+        self.go(owner)
+
+    @precondition(lambda self: self.model.taken)
+    @rule(data=st.data())
+    def lose_a_snapshot(self, data: st.DataObject) -> None:
+        """One that could not be restored."""
+        prefix = data.draw(st.sampled_from(sorted(self.model.taken)))
+        self.cache.states.drop(key(prefix))
+        self.model.forget(prefix)
+
+    @invariant()
+    def same(self) -> None:
+        if not hasattr(self, "cache"):
+            return
+        self.cache.check()
+        assert set(self.cache._index.digests()) == {key(p) for p in self.model.cached}
+        assert self.cache.use().blocks_evictable == len(self.model.left_at)
+        assert {key(p) for p in self.model.taken} == set(self.cache.states._visible)
+
+
+QUIET = {"deadline": None, "stateful_step_count": 30, "database": None}
+Lives.TestCase.settings = settings(max_examples=120, **QUIET)
+TestLives = Lives.TestCase
+
+
+def evicts_parents(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FlopsBlocks, "evict", lambda self: next(iter(reversed(self._ages))))
+
+
+def charges_the_whole_prefix_for_an_edge(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FlopsSnapshots, "_before", lambda self, digest: None)
+
+
+def weighs_blocks_by_snapshots_that_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FlopsBlocks, "snapshot_gone", lambda self, digest: None)
+
+
+def keeps_stale_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    pop = AgedQueue.pop
+    monkeypatch.setattr(AgedQueue, "pop", lambda self, key_now: pop(self, lambda item: self._places[item][0]))
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        evicts_parents,
+        charges_the_whole_prefix_for_an_edge,
+        weighs_blocks_by_snapshots_that_are_gone,
+        keeps_stale_sizes,
+    ],
+)
+def test_the_machine_finds_a_planted_mistake(
+    plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+):
+    plant(monkeypatch)
+    quick = settings(max_examples=600, phases=[Phase.generate], derandomize=True, report_multiple_bugs=False, **QUIET)
+    with pytest.raises((AssertionError, KeyError)):
+        run_state_machine_as_test(Lives, settings=quick)
+
+
+def keys_per_eviction(leaves: int) -> float:
+    """How many entries are weighed for each block that goes, and for each snapshot."""
+    cache = PrefixCache(2 * leaves, FLOPS, leaves, COSTS)
+    weighed = []
+    for part, name in ((cache._policy, "_key"), (cache.states._order, "_key")):
+        rank = getattr(part, name)
+        setattr(part, name, lambda item, rank=rank: (weighed.append(item), rank(item))[1])
+    for i in range(leaves):
+        table = cache.allocate(2)
+        first, second = (b"%d/%d" % (i, depth) for depth in range(2))
+        cache.publish(first, table[0], None)
+        cache.publish(second, table[1], first)
+        cache.states.reserve(second)
+        cache.states.commit(second)
+        cache.release(table)
+    weighed.clear()
+    cache.release(cache.allocate(leaves))
+    return len(weighed) / leaves
+
+
+def test_an_eviction_does_not_look_at_all_there_is():
+    """SI-2: O(log n): so many entries are weighed, however many there are."""
+    assert keys_per_eviction(2000) == pytest.approx(keys_per_eviction(20), rel=0.2)
+    assert keys_per_eviction(2000) < 5
+
+
+def test_what_was_used_outlives_what_was_not_until_enough_has_gone_by():
+    """SI-2: the weight of worth against age follows from the load: nothing stays for ever."""
+    cache = PrefixCache(4, FLOPS, costs=EntryCosts(token_flops=0.0, position_flops=1.0))
+    deep = cache.allocate(3)
+    names = [b"a", b"b", b"c"]  # the last of them saves the operations of position 2
+    for i in range(3):
+        cache.publish(names[i], deep[i], names[i - 1] if i else None)
+    cache.release(deep)
+    for i in range(3):  # other sequences of two blocks, whose last ones save those of position 1
+        assert len(cache.match(names)) == 3 - max(0, i - 1), f"after {i} others"
+        table = cache.allocate(2 if i else 1)
+        for place, block in enumerate(table):
+            cache.publish(b"%d/%d" % (i, place), block, b"%d/0" % i if place else None)
+        cache.release(table)
+
+
+def test_snapshots_age_as_well():
+    """SI-2: one that nobody uses goes after as much has gone by as it is worth."""
+    cache = PrefixCache(20, FLOPS, 2, EntryCosts())
+    table = cache.allocate(4)
+    for i, block in enumerate(table):
+        cache.publish(b"deep%d" % i, block, b"deep%d" % (i - 1) if i else None)
+    take(cache, b"deep3")
+    for i in range(5):
+        assert cache.states.find(b"deep3") is not None, f"gone after {i}"
+        (block,) = cache.allocate(1)
+        cache.publish(b"flat%d" % i, block, None)
+        take(cache, b"flat%d" % i)
+    (block,) = cache.allocate(1)
+    cache.publish(b"last", block, None)
+    take(cache, b"last")
+    assert cache.states.find(b"deep3") is None, "four of a worth of one have gone by, and it stands at four"
+
+
+def take(cache: PrefixCache, digest: bytes) -> None:
+    cache.states.reserve(digest)
+    cache.states.commit(digest)
+
+
+def test_operations_are_those_of_every_token():
+    """SI-2: a sum over positions."""
+    assert COSTS.flops(3, 11) == pytest.approx(sum(3.0 + 0.25 * position for position in range(3, 11)))
+    assert COSTS.block_flops(1, 4) == pytest.approx(operations(1, 4))
+    assert COSTS.flops(5, 5) == 0
+
+
+@pytest.mark.parametrize("pattern", ["M-*-", "****", "-M-M"])
+def test_a_token_costs_two_operations_for_each_parameter_that_it_meets(pattern: str):
+    """SI-2: nothing is subtracted; states count by their inner width; embeddings are looked up, not computed."""
+    config = ModelConfig(hybrid_override_pattern=pattern, hidden_size=128, mamba_num_groups=2, vocab_size=100)
+    costs = entry_costs(config, 16, 1, 1)
+    parameters = matrix_parameter_count(config) - 100 * 128
+    states = pattern.count("M") * 6 * config.mamba_heads * config.mamba_head_dim * config.mamba_state_dim
+    assert costs.token_flops == 2 * parameters + states
+    assert costs.position_flops == pattern.count("*") * 4 * 128
+
+
+def test_a_token_meets_its_experts_only():
+    """SI-2: router and chosen experts."""
+    sizes = {"hybrid_override_pattern": "E", "hidden_size": 64, "num_attention_heads": 4, "moe_ffn_hidden_size": 32}
+    few = entry_costs(ModelConfig(num_experts=8, moe_router_topk=2, **sizes), 16, 1, 1)
+    assert few.token_flops == 2 * (8 * 64 + 2 * 2 * 64 * 32)
