@@ -89,6 +89,18 @@ class EngineStatistics:
             "coordination_waits": counters.coordination_waits,
         }
 
+    def prefix_cache_lost(self) -> dict[str, int] | None:
+        """The `prefix_cache_lost` object of the JSON output (SI-6); None if nothing is cached."""
+        if not self.is_caching:
+            return None
+        counters = self.counters
+        return {
+            "requests": counters.lost_requests,
+            "tokens_for_want_of_slots": counters.lost_slot_tokens,
+            "tokens_for_want_of_blocks": counters.lost_block_tokens,
+            "requests_since_given_up": counters.lost_ago // max(1, counters.lost_requests),
+        }
+
     def value(self, path: str) -> int:
         """A number by its dotted name."""
         found: object = self

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 
@@ -14,12 +14,24 @@ from megatron_ext.scheduling.record import Status
 
 
 def print_report(
-    passes: Sequence[Pass], console: Console, where: str | None = None, prompt_text: PromptText = submitted_text
+    passes: Sequence[Pass],
+    console: Console,
+    where: str | None = None,
+    prompt_text: PromptText = submitted_text,
+    lost: Mapping[str, int] | None = None,
 ) -> None:
-    """Print the requests, of many the first and last few, and totals of all below them; `where` all of them are."""
+    """Print the requests, of many the first and last few, and totals of all below them.
+
+    Args:
+        passes: What ran.
+        console: Where to print.
+        where: All of them are.
+        prompt_text: What prompts are shown as.
+        lost: See `EngineStatistics.prefix_cache_lost`.
+    """
     print_requests([record for one in passes for record in one.records], console, where, prompt_text)
     console.print()
-    for line in summary(passes):
+    for line in [*summary(passes), *what_was_lost(lost)]:
         console.print(line, markup=False, soft_wrap=True)
 
 
@@ -40,4 +52,17 @@ def summary(passes: Sequence[Pass]) -> list[str]:
         f"{generated} tokens generated in {seconds:.1f} s ({rates} tokens/s)",
         f"prompt tokens: {computed} computed, {skipped} skipped ({100 * skipped / max(1, computed + skipped):.1f}%)",
         *([f"computed because: {why}"] if why else []),
+    ]
+
+
+def what_was_lost(lost: Mapping[str, int] | None) -> list[str]:
+    """A line on what more memory would have saved; none if it would have saved nothing."""
+    if not lost or not lost["requests"]:
+        return []
+    wants = {"snapshot slots": lost["tokens_for_want_of_slots"], "blocks": lost["tokens_for_want_of_blocks"]}
+    why = ", ".join(f"{tokens} for want of {what}" for what, tokens in wants.items() if tokens)
+    requests = f"{lost['requests']} request{'' if lost['requests'] == 1 else 's'}"
+    return [
+        f"lost: {sum(wants.values())} prompt tokens of {requests} had been cached and were "
+        f"given up ({why}), on average {lost['requests_since_given_up']} requests before"
     ]

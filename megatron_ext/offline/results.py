@@ -26,6 +26,7 @@ SYSTEM_KEYS = (
     "model",
     "version",
     "prefix_cache",
+    "prefix_cache_lost",
     "geometry",
 )
 
@@ -59,6 +60,7 @@ def build_results(
         "model": model,
         "version": megatron_ext.__version__,
         "prefix_cache": engine.prefix_cache_statistics(),
+        "prefix_cache_lost": engine.statistics().prefix_cache_lost(),
         "geometry": dataclasses.asdict(engine.geometry),
     }
     assert tuple(system) == SYSTEM_KEYS, "a top-level key is missing from SYSTEM_KEYS"

@@ -130,7 +130,8 @@ class _Offline:
         engine.close()
         problem = self._write(engine, passes)
         self._end_if_asked(passes, problem)
-        print_report(passes, self._console, self._where(problem), self._prompt_text)
+        lost = engine.statistics().prefix_cache_lost()
+        print_report(passes, self._console, self._where(problem), self._prompt_text, lost)
         self._end(problem)
         return all(record.status is Status.COMPLETED for record in _records(passes))
 

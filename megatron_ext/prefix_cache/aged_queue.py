@@ -45,18 +45,19 @@ class AgedQueue(Generic[Item]):
         """Take `item` out, if it is there."""
         self._places.pop(item, None)
 
-    def pop(self, key_now: Callable[[Item], float]) -> tuple[Item, float]:
+    def pop(self, key_now: Callable[[Item], float] | None = None) -> tuple[Item, float]:
         """Take out the item with the smallest key.
 
         Args:
             key_now: Keys that have grown since they were put are looked at again only when their items come up.
+                None where keys stay as they were put.
         """
         assert self._places, "nothing is in line"
         while True:
             key, serial, item = heappop(self._heap)
             if self._places.get(item) != (key, serial):
                 continue
-            now = key_now(item)
+            now = key if key_now is None else key_now(item)
             if now <= key:
                 del self._places[item]
                 return item, key

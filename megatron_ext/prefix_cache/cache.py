@@ -11,6 +11,7 @@ from megatron_ext.config.costs import NEUTRAL_COSTS, EntryCosts
 from megatron_ext.prefix_cache.block_index import BlockIndex, CachedPrefix
 from megatron_ext.prefix_cache.block_pool import BlockId, BlockPool
 from megatron_ext.prefix_cache.eviction import build_policies
+from megatron_ext.prefix_cache.ghosts import Ghosts
 from megatron_ext.prefix_cache.hash_chain import Digest
 from megatron_ext.prefix_cache.state_index import StateIndex
 
@@ -73,7 +74,8 @@ class PrefixCache:
         self._index = BlockIndex()
         policies = build_policies(policy or EvictionPolicyName.REF_ZERO, self._index, costs, has_states=bool(slots))
         self._policy = policies.blocks
-        self.states = None if slots is None else StateIndex(slots, policies.snapshots, self._policy.snapshot_gone)
+        self.states = None if slots is None else StateIndex(slots, policies.snapshots, self)
+        self.ghosts = Ghosts()
         self._wanted: dict[Digest, int] = {}  # by how many
         self._evicted = 0
 
@@ -107,7 +109,10 @@ class PrefixCache:
 
     def _evict(self) -> None:
         block = self._policy.evict()
-        parent = self._index.parent(block)
+        parent, digest = self._index.parent(block), self._index.digest_of(block)
+        self.ghosts.block_gone(digest)
+        if self.states is not None and self.states.find(digest) is not None:
+            self.ghosts.snapshot_gone(digest)
         self._drop(block)
         self._evicted += 1
         self._drop_unneeded(parent)  # without its end, what was kept for somebody is not
@@ -151,6 +156,7 @@ class PrefixCache:
         known = self._index.find(digest)
         if known is None:
             self._index.add(digest, block, parent)
+            self.ghosts.block_back(digest)
             return block
         if known != block:
             self.pin([known])
@@ -188,7 +194,24 @@ class PrefixCache:
         self._index.clear()
         if self.states is not None:
             self.states.clear()
+        self.ghosts.clear()
         self.epoch += 1
+
+    def snapshot_there(self, digest: Digest) -> None:
+        """See `SnapshotListener`, as the next three."""
+        self.ghosts.snapshot_back(digest)
+
+    def snapshot_gone(self, digest: Digest) -> None:
+        """Blocks may be weighed by their snapshots."""
+        self._policy.snapshot_gone(digest)
+
+    def snapshot_wanted(self, digest: Digest) -> None:
+        """More slots would have kept it."""
+        self.ghosts.snapshot_gone(digest)
+
+    def snapshot_replaced(self, digest: Digest) -> None:
+        """More slots would not have kept it."""
+        self.ghosts.snapshot_back(digest)
 
     def releasable(self, tables: Iterable[Sequence[BlockId]]) -> set[BlockId]:
         """Blocks that would become available if these tables were released together."""
@@ -223,6 +246,8 @@ class PrefixCache:
         self._index.check()
         if self.states is not None:
             self.states.check(self._index.digests())
+        snapshots = set() if self.states is None else {one for one in self._index.digests() if self.states.find(one)}
+        self.ghosts.check(set(self._index.digests()), snapshots)
         self._policy.check()
         evictable = set(self._policy)
         assert all(count > 0 for count in self._wanted.values()), "wanted by nobody"

@@ -17,8 +17,8 @@ who go back and edit only. What several requests resumed from, more are likely t
 
 **Bytes** are those of the memory that is short: blocks and slots are apart, so a snapshot is weighed by its slot, and a
 block by blocks. Of blocks, leaves alone can go. With recurrent layers a leaf is worth its snapshot, over all blocks of
-the edge, which save nothing without it; a leaf without a snapshot stands at its age alone: it still says where later
-requests part.
+the edge, which save nothing without it, as it was when it came in line or lost its snapshot (a longer edge saves about
+as much for a block); a leaf without a snapshot stands at its age alone: it still says where later requests part.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ class FlopsBlocks:
 
     def evict(self) -> BlockId:
         """The leaf that stands lowest; what it continues may be a leaf from now on."""
-        block, key = self._leaves.pop(self._key)
+        block, key = self._leaves.pop()
         self._age = max(self._age, key)
         del self._ages[block]
         parent = self._index.parent(block)

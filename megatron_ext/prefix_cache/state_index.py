@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import NewType, Protocol
 
 from megatron_ext.prefix_cache.hash_chain import Digest
@@ -27,6 +27,22 @@ class WantedSnapshot(Protocol):
         """An optional one that is worth less."""
 
 
+class SnapshotListener(Protocol):
+    """Who is told what becomes of snapshots."""
+
+    def snapshot_there(self, digest: Digest) -> None:
+        """It can be found."""
+
+    def snapshot_gone(self, digest: Digest) -> None:
+        """It has left its slot, for whatever reason."""
+
+    def snapshot_wanted(self, digest: Digest) -> None:
+        """It has left its slot to another one, or found none."""
+
+    def snapshot_replaced(self, digest: Digest) -> None:
+        """If nobody has consumed it, wherever it is, the next one of its request stands for it."""
+
+
 class StateIndex:
     """Slots of the snapshot pool; a snapshot's key is the digest of the block that it stands at the end of.
 
@@ -40,14 +56,14 @@ class StateIndex:
     Args:
         total: Slots.
         order: Of the visible ones; empty.
-        gone: Told of each that has given up its slot, for whoever weighs blocks by their snapshots.
+        listener: Told of each that comes and goes.
     """
 
     def __init__(
-        self, total: int, order: SnapshotOrder | None = None, gone: Callable[[Digest], None] | None = None
+        self, total: int, order: SnapshotOrder | None = None, listener: SnapshotListener | None = None
     ) -> None:
         self.total = total
-        self._gone = gone
+        self._listener = listener
         self._order: SnapshotOrder = LruSnapshots() if order is None else order
         self._free = [SlotId(slot) for slot in reversed(range(total))]
         self._visible: dict[Digest, SlotId] = {}
@@ -92,6 +108,8 @@ class StateIndex:
         """
         assert digest not in self._visible, "this snapshot is there already"
         assert digest not in self._reserved, "this snapshot is being taken already"
+        if instead_of is not None and self._listener is not None:
+            self._listener.snapshot_replaced(instead_of)
         if instead_of is not None and self._order.rank(instead_of) is Rank.OPTIONAL:
             self.drop(instead_of)
             self.replaced += 1
@@ -100,8 +118,10 @@ class StateIndex:
             victim = self._order.evict(MAY_TAKE[rank])
             if victim is None:
                 self.skipped += 1
+                self._tell_wanted(digest)
                 return None
             self._leave(victim)
+            self._tell_wanted(victim)
             self.evicted += 1
         slot = self._free.pop()
         self._reserved[digest] = (slot, rank)
@@ -125,6 +145,8 @@ class StateIndex:
         self._visible[digest], rank = self._reserved.pop(digest)
         self._order.add(digest, rank)
         self.taken += 1
+        if self._listener is not None:
+            self._listener.snapshot_there(digest)
 
     def cancel(self, digest: Digest) -> None:
         """The reserved snapshot of `digest` will not be written."""
@@ -139,8 +161,12 @@ class StateIndex:
 
     def _leave(self, digest: Digest) -> None:
         self._free.append(self._visible.pop(digest))
-        if self._gone is not None:
-            self._gone(digest)
+        if self._listener is not None:
+            self._listener.snapshot_gone(digest)
+
+    def _tell_wanted(self, digest: Digest) -> None:
+        if self._listener is not None:
+            self._listener.snapshot_wanted(digest)
 
     def clear(self) -> None:
         """Forget everything; reserved slots too, whose writers must not commit."""

@@ -18,6 +18,10 @@ class Counters:
     skipped_tokens: int = 0  # prompt tokens that no layer computed
     prefill_tokens: int = 0  # prefill tokens computed, for the first time or again
     coordination_waits: int = 0  # requests that waited for another one's prefix
+    lost_requests: int = 0  # admissions that would have skipped more with unlimited memory (SI-6)
+    lost_slot_tokens: int = 0  # prompt tokens that more snapshot slots would have saved them
+    lost_block_tokens: int = 0  # and more blocks beside
+    lost_ago: int = 0  # requests admitted since what was wanted was given up; summed over `lost_requests`
 
     @classmethod
     def total(cls, parts: Iterable[Counters]) -> Counters:

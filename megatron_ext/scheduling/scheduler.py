@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from megatron_ext.config import EvictionPolicyName
 from megatron_ext.prefix_cache.block_pool import BlockPool
 from megatron_ext.prefix_cache.cache import PrefixCache
+from megatron_ext.prefix_cache.ghosts import NOTHING_LOST
 from megatron_ext.prefix_cache.state_index import StateIndex
 from megatron_ext.scheduling.accounting import general_reason
 from megatron_ext.scheduling.ahead import AheadHashing
@@ -18,7 +19,7 @@ from megatron_ext.scheduling.invariants import check_ownership
 from megatron_ext.scheduling.keys import CacheKeys
 from megatron_ext.scheduling.live_slots import LiveSlots
 from megatron_ext.scheduling.plan import Admission, Deferral, SchedulerLimits, SnapshotRequest, StepPlan
-from megatron_ext.scheduling.planner import plan_step
+from megatron_ext.scheduling.planner import plan_step, reads_cache
 from megatron_ext.scheduling.queue import Queues
 from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.request import Request
@@ -119,6 +120,8 @@ class Scheduler:
         sequence.shared_end = len(matched) * self.limits.block_size
         sequence.published_blocks = len(matched)
         sequence.cache_epoch = self.cache.epoch
+        if sequence.ledger.matched_blocks is None and reads_cache(request):
+            self._count_lost(request, len(matched), admission.chunk.start)
         skipped_before = sequence.ledger.skipped
         reason = general_reason(request.params, is_caching=self.cache.is_enabled)
         sequence.ledger.admit(admission.chunk.start, len(matched), self.limits.block_size, reason)
@@ -134,6 +137,17 @@ class Scheduler:
         if start > 0:
             self.counters.hits += 1
             self.cache.count_hit(admission.matched[self.limits.blocks_for(start) - 1])
+
+    def _count_lost(self, request: Request, matched: int, start: int) -> None:
+        """What a first admission computes because it was given up."""
+        cache, counters, length = self.cache, self.counters, len(request.tokens)
+        lost = cache.ghosts.lost(length, request.digests, matched, start, self.limits.block_size, cache.states)
+        if lost is NOTHING_LOST:
+            return
+        counters.lost_requests += 1
+        counters.lost_slot_tokens += lost.for_slots
+        counters.lost_block_tokens += lost.for_blocks
+        counters.lost_ago += lost.ago
 
     def _note_follower(self, deferral: Deferral) -> None:
         sequence = deferral.request.sequence

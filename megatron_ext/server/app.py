@@ -240,6 +240,7 @@ def _describe_cache(engine: InferenceEngine) -> dict[str, object]:
     return {
         "geometry": dataclasses.asdict(engine.geometry),
         "occupancy": engine.prefix_cache_statistics(),
+        "lost": engine.statistics().prefix_cache_lost(),
         "hottest_prefixes": [
             {"digest": shown(prefix.digest), "tokens": prefix.blocks * block_size, "hits": prefix.hits}
             for prefix in engine.hottest_prefixes(HOTTEST_PREFIXES)

@@ -41,6 +41,12 @@ _COUNTERS = (
     ("snapshots_skipped", "Snapshots not taken, for want of a slot", "use.snapshots_skipped"),
     ("snapshots_evicted", "Snapshots given up for want of a slot", "use.slots_evicted"),
     ("snapshots_replaced", "Snapshots of decode that gave way to the next one", "use.snapshots_replaced"),
+    (
+        "prompt_tokens_lost_slots",
+        "Computed, and skipped had there been more snapshot slots",
+        "counters.lost_slot_tokens",
+    ),
+    ("prompt_tokens_lost_blocks", "Computed, and skipped had there been more blocks", "counters.lost_block_tokens"),
     ("request_pauses", "Requests paused for want of a block", "counters.pauses"),
     ("request_evictions", "Paused requests that gave up their blocks", "counters.preemptions"),
 )

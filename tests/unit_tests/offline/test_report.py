@@ -10,7 +10,7 @@ from rich.console import Console
 from megatron_ext.console.geometry import print_geometry
 from megatron_ext.memory.budget import Geometry
 from megatron_ext.memory.world import world_geometry
-from megatron_ext.offline.report import print_report, summary
+from megatron_ext.offline.report import print_report, summary, what_was_lost
 from megatron_ext.offline.submission import Pass
 from megatron_ext.scheduling.record import Status
 
@@ -42,6 +42,16 @@ def test_summary_counts_everything(record):
     assert lines[0] == "2 requests, 1 not completed: 4 tokens generated in 3.0 s (1.0, 2.0 tokens/s)"
     assert lines[1] == "prompt tokens: 4 computed, 2 skipped (33.3%)"
     assert lines[2] == "computed because: caching_off 3, last_token 1"
+
+
+def test_what_was_lost_has_a_line_if_anything_was():
+    """SI-6."""
+    lost = {"requests": 2, "tokens_for_want_of_slots": 60, "tokens_for_want_of_blocks": 4, "requests_since_given_up": 7}
+    assert what_was_lost(lost) == [
+        "lost: 64 prompt tokens of 2 requests had been cached and were given up (60 for want of snapshot slots, 4 for "
+        "want of blocks), on average 7 requests before"
+    ]
+    assert what_was_lost(lost | {"requests": 0}) == what_was_lost(None) == []
 
 
 def test_geometry():

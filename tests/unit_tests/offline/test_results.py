@@ -32,6 +32,7 @@ def engine():
         lifetime_skipped_token_count=5,
         geometry=geometry,
         prefix_cache_statistics=lambda: {"blocks_total": 10},
+        statistics=lambda: SimpleNamespace(prefix_cache_lost=lambda: {"requests": 0}),
     )
 
 
@@ -50,6 +51,7 @@ def test_top_level_keys_are_frozen(results):
         "model",
         "version",
         "prefix_cache",
+        "prefix_cache_lost",
         "geometry",
     )
     assert list(results) == ["0", "1", "2", "3", *SYSTEM_KEYS]

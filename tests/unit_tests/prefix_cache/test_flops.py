@@ -87,6 +87,7 @@ class Model:
 
     cached: set[str] = field(default_factory=set)
     left_at: dict[str, float] = field(default_factory=dict)  # age of the blocks, of prefixes that nobody uses
+    ranks: dict[str, float] = field(default_factory=dict)  # of the leaves among them
     taken: dict[str, Taken] = field(default_factory=dict)
     block_age: float = 0.0
     slot_age: float = 0.0
@@ -95,7 +96,15 @@ class Model:
         """The last snapshot before that of `prefix`."""
         return next((self.taken[p] for p in reversed(prefixes(prefix)[:-1]) if p in self.taken), None)
 
-    def block_rank(self, prefix: str) -> float:
+    def leaves(self) -> list[str]:
+        return [p for p in self.left_at if not any(q != p and q.startswith(p) for q in self.cached)]
+
+    def line_up(self) -> None:
+        """Leaves are weighed when they become some."""
+        leaves = self.leaves()
+        self.ranks = {p: self.ranks[p] if p in self.ranks else self._block_rank(p) for p in leaves}
+
+    def _block_rank(self, prefix: str) -> float:
         worth = 0.0
         if prefix in self.taken:
             blocks, saved = self.taken[prefix].saved()
@@ -107,6 +116,8 @@ class Model:
 
     def forget(self, prefix: str) -> None:
         self.taken.pop(prefix).there = False
+        if prefix in self.ranks:
+            self.ranks[prefix] = self._block_rank(prefix)
 
 
 class Lives(RuleBasedStateMachine):
@@ -129,6 +140,7 @@ class Lives(RuleBasedStateMachine):
         self.cache.pin(matched)
         for p in prefixes(word)[: len(matched)]:
             self.model.left_at.pop(p, None)
+        self.model.line_up()
         self.consume(word[: len(matched)])
         held = {p: self.cache.match([key(q) for q in prefixes(p)])[-1] for p in self.model.left_at}
         free = self.cache.pool.free_count
@@ -149,15 +161,15 @@ class Lives(RuleBasedStateMachine):
         assert len(gone) == count
         model = self.model
         for _ in range(count):
-            leaves = [p for p in model.left_at if not any(q != p and q.startswith(p) for q in model.cached)]
-            least = min(map(model.block_rank, leaves))
-            first = [p for p in leaves if p in gone and math.isclose(model.block_rank(p), least)]
-            assert first, f"{gone} went, not the least of {leaves}"
+            least = min(model.ranks.values())
+            first = [p for p, rank in model.ranks.items() if p in gone and math.isclose(rank, least)]
+            assert first, f"{gone} went, not the least of {model.ranks}"
             model.block_age = max(model.block_age, least)
             model.cached.discard(first[0])
-            del model.left_at[first[0]]
+            del model.left_at[first[0]], model.ranks[first[0]]
             if first[0] in model.taken:
                 model.forget(first[0])
+            model.line_up()
 
     @precondition(lambda self: self.owners)
     @rule(data=st.data(), optional=st.booleans(), takes=st.booleans())
@@ -173,6 +185,7 @@ class Lives(RuleBasedStateMachine):
         owner.published += 1
         self.model.cached.add(prefix)
         self.model.left_at.pop(prefix, None)
+        self.model.line_up()
         if takes and prefix not in self.model.taken:
             self.take(prefix, optional)
 
@@ -208,6 +221,7 @@ class Lives(RuleBasedStateMachine):
         used = {p for other in self.owners for p in prefixes(other.word)[: other.published]}
         for prefix in set(prefixes(owner.word)[: owner.published]) - used:
             self.model.left_at[prefix] = self.model.block_age
+        self.model.line_up()
 
     @rule(word=WORDS, at=st.sets(st.integers(1, 5)), optional=st.booleans())
     def serve(self, word: str, at: set[int], optional: bool) -> None:
@@ -258,7 +272,7 @@ def weighs_blocks_by_snapshots_that_are_gone(monkeypatch: pytest.MonkeyPatch) ->
 
 def keeps_stale_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     pop = AgedQueue.pop
-    monkeypatch.setattr(AgedQueue, "pop", lambda self, key_now: pop(self, lambda item: self._places[item][0]))
+    monkeypatch.setattr(AgedQueue, "pop", lambda self, key_now=None: pop(self))
 
 
 @pytest.mark.parametrize(

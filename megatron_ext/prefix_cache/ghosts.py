@@ -1,0 +1,142 @@
+"""What was given up for want of memory, and what it would have saved (SI-6).
+
+The digests of blocks and snapshots that were evicted, or never taken, are remembered for a while; only the digests, and
+only so many. A request that would have skipped further with them says what more memory is worth.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_ext.prefix_cache.hash_chain import Digest
+from megatron_ext.prefix_cache.matching import last_boundary, resume_position
+from megatron_ext.prefix_cache.state_index import StateIndex
+
+MOST_GHOSTS = 2**16  # of blocks, and as many of snapshots: about 10 MB
+
+
+@dataclass(frozen=True)
+class Lost:
+    """Tokens of one prompt that are computed because something was given up.
+
+    Attributes:
+        for_slots: That more snapshot slots would have saved.
+        for_blocks: That more blocks, and the snapshots at their ends, would have saved beside those.
+        ago: Requests that were admitted since what is wanted most was given up.
+    """
+
+    for_slots: int = 0
+    for_blocks: int = 0
+    ago: int = 0
+
+
+NOTHING_LOST = Lost()
+
+
+class _Given:
+    """Digests that were given up, with when: the oldest is forgotten first."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.digests: OrderedDict[Digest, int] = OrderedDict()
+
+    def note(self, digest: Digest, now: int) -> None:
+        self.digests.pop(digest, None)
+        self.digests[digest] = now
+        if len(self.digests) > self._most:
+            self.digests.popitem(last=False)
+
+
+class Ghosts:
+    """See the module. Nothing is decided by it.
+
+    Args:
+        most: Digests of blocks to remember, and of snapshots.
+    """
+
+    def __init__(self, most: int = MOST_GHOSTS) -> None:
+        self._blocks, self._snapshots = _Given(most), _Given(most)
+        self._now = 0  # admissions that were looked at
+
+    def __len__(self) -> int:
+        return len(self._blocks.digests) + len(self._snapshots.digests)
+
+    def block_gone(self, digest: Digest) -> None:
+        """A block was evicted."""
+        self._blocks.note(digest, self._now)
+
+    def snapshot_gone(self, digest: Digest) -> None:
+        """A snapshot was given up, went with an evicted block, or found no slot."""
+        self._snapshots.note(digest, self._now)
+
+    def block_back(self, digest: Digest) -> None:
+        """A block is cached."""
+        if self._blocks.digests:
+            self._blocks.digests.pop(digest, None)
+
+    def snapshot_back(self, digest: Digest) -> None:
+        """A snapshot is there."""
+        if self._snapshots.digests:
+            self._snapshots.digests.pop(digest, None)
+
+    def clear(self) -> None:
+        """What comes after a reset was not lost for want of memory."""
+        self._blocks.digests.clear()
+        self._snapshots.digests.clear()
+
+    def lost(
+        self,
+        length: int,
+        digests: Sequence[Digest],
+        matched: int,
+        start: int,
+        block_size: int,
+        states: StateIndex | None,
+    ) -> Lost:
+        """What a request that is admitted now computes for want of memory; nothing is looked up if nothing is gone.
+
+        Args:
+            length: Its tokens.
+            digests: Of its complete blocks.
+            matched: Blocks of them that are cached.
+            start: Where it resumes.
+            block_size: Tokens.
+            states: Snapshots that are there; None without recurrent layers.
+        """
+        self._now += 1
+        if not len(self):
+            return NOTHING_LOST
+        blocks = self._blocks.digests
+        run = matched
+        while run < len(digests) and digests[run] in blocks:
+            run += 1
+        if states is None:
+            return self._lost(start, start, resume_position(length, run * block_size), digests, block_size)
+        with_slots = self._resume(length, digests, matched, start, block_size, states)
+        with_blocks = self._resume(length, digests, run, with_slots, block_size, states)
+        return self._lost(start, with_slots, with_blocks, digests, block_size)
+
+    def _resume(
+        self, length: int, digests: Sequence[Digest], run: int, start: int, block_size: int, states: StateIndex
+    ) -> int:
+        """The last boundary in a run of blocks that has a snapshot or had one; at least `start`."""
+        for blocks in range(min(run, last_boundary(length, block_size) // block_size), start // block_size, -1):
+            if digests[blocks - 1] in self._snapshots.digests or states.find(digests[blocks - 1]) is not None:
+                return blocks * block_size
+        return start
+
+    def _lost(self, start: int, with_slots: int, with_blocks: int, digests: Sequence[Digest], block_size: int) -> Lost:
+        end = max(with_slots, with_blocks)
+        if end == start:
+            return NOTHING_LOST
+        digest = digests[-(-end // block_size) - 1]
+        known = [given.digests[digest] for given in (self._snapshots, self._blocks) if digest in given.digests]
+        return Lost(with_slots - start, end - with_slots, self._now - 1 - max(known, default=self._now - 1))
+
+    def check(self, cached: set[Digest], snapshots: set[Digest]) -> None:
+        """Assert that what is there is not gone, and that no more is remembered than may be."""
+        for given, there in ((self._blocks, cached), (self._snapshots, snapshots)):
+            assert not given.digests.keys() & there, "something is there and gone"
+            assert len(given.digests) <= given._most, "too much is remembered"

@@ -1,0 +1,95 @@
+"""SI-6: what was lost for want of memory is what a scheduler with enough of it skips."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from megatron_ext.config import EvictionPolicyName
+from megatron_ext.prefix_cache.ghosts import MOST_GHOSTS, Ghosts
+from megatron_ext.scheduling.scheduler import Scheduler
+from tests.unit_tests.scheduling.builders import add, make_limits, request_of, step
+
+PROMPTS = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=12), min_size=4, max_size=20)
+POLICIES = st.sampled_from([EvictionPolicyName.LRU, EvictionPolicyName.FLOPS])
+
+
+def scheduler_of(blocks: int, policy: EvictionPolicyName, slots: int | None) -> Scheduler:
+    return Scheduler(make_limits(block_size=2, total_blocks=blocks), policy, b"model", slots)
+
+
+def serve(scheduler: Scheduler, prompts: list[list[int]]) -> list[tuple[int, int]]:
+    """One after the other: what each skipped, and what it lost."""
+    found = []
+    for i, prompt in enumerate(prompts):
+        counters = scheduler.counters
+        before = counters.lost_slot_tokens + counters.lost_block_tokens
+        request = request_of(i, prompt, num_tokens_to_generate=1)
+        add(scheduler, request)
+        step(scheduler)
+        assert request.is_ended
+        found.append((request.skipped_prefill_tokens, counters.lost_slot_tokens + counters.lost_block_tokens - before))
+    return found
+
+
+def assert_lost_is_the_difference(prompts: list[list[int]], few: Scheduler, many: Scheduler) -> None:
+    skipped = [skipped for skipped, _ in serve(many, prompts)]
+    assert [sum(one) for one in serve(few, prompts)] == skipped
+
+
+@settings(max_examples=60, deadline=None)
+@given(PROMPTS, POLICIES)
+def test_lost_to_blocks(prompts: list[list[int]], policy: EvictionPolicyName):
+    few, many = scheduler_of(7, policy, None), scheduler_of(500, policy, None)
+    assert_lost_is_the_difference(prompts, few, many)
+    assert few.counters.lost_slot_tokens == 0
+    assert many.counters.lost_requests == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(PROMPTS, POLICIES, st.integers(1, 3))
+def test_lost_to_slots(prompts: list[list[int]], policy: EvictionPolicyName, slots: int):
+    few, many = scheduler_of(500, policy, slots), scheduler_of(500, policy, 500)
+    assert_lost_is_the_difference(prompts, few, many)
+    assert few.counters.lost_block_tokens == 0
+
+
+def test_the_comparison_can_fail(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Ghosts, "block_gone", lambda self, digest: None)
+    prompts = [[1, 1, 1, 1], [0] * 12, [0, 1] * 6, [1, 1, 1, 1]]
+    lru = EvictionPolicyName.LRU
+    with pytest.raises(AssertionError):
+        assert_lost_is_the_difference(prompts, scheduler_of(7, lru, None), scheduler_of(500, lru, None))
+
+
+def test_how_long_ago():
+    scheduler = scheduler_of(7, EvictionPolicyName.LRU, None)
+    prompts = [[1, 1, 1, 1], [0] * 12, [0, 1] * 6, [1, 1, 1, 1]]
+    assert [lost for _, lost in serve(scheduler, prompts)] == [0, 0, 0, 3]
+    assert (scheduler.counters.lost_requests, scheduler.counters.lost_ago) == (1, 2)
+
+
+def test_nothing_is_looked_up_while_nothing_is_gone(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Ghosts, "_lost", None)
+    monkeypatch.setattr(Ghosts, "_resume", None)
+    serve(scheduler_of(500, EvictionPolicyName.LRU, 500), [[1, 1, 1, 1], [1, 1, 1, 1], [1, 1, 0, 0]])
+
+
+def test_only_so_much_is_remembered():
+    ghosts = Ghosts(3)
+    for i in range(10):
+        ghosts.block_gone(bytes([i]))
+        ghosts.snapshot_gone(bytes([i]))
+    assert len(ghosts) == 6
+    assert ghosts.lost(3, [bytes([0])], 0, 0, 2, None).for_blocks == 0  # the oldest is forgotten
+    assert ghosts.lost(3, [bytes([9])], 0, 0, 2, None).for_blocks == 2
+    assert MOST_GHOSTS <= 2**16
+
+
+def test_a_reset_loses_nothing_for_want_of_memory():
+    """EX-4."""
+    scheduler = scheduler_of(7, EvictionPolicyName.LRU, None)
+    serve(scheduler, [[1, 1, 1, 1], [0] * 12, [0, 1] * 6])
+    scheduler.reset_prefix_cache()
+    assert serve(scheduler, [[1, 1, 1, 1]]) == [(0, 0)]
