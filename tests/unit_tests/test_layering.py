@@ -15,8 +15,9 @@ LEAVES = {"errors", "files", "interruption"}
 DECIDING = {"prefix_cache", "scheduling", "engine"}
 TOOLS = {"console", "offline", "server", "api"}
 ROOMS = {"config", "ranks", "text", "memory", "ops", "mixers", "mcore", "stepping", "models"}
-EVERYTHING = LEAVES | DECIDING | TOOLS | ROOMS
-BELOW_TOOLS = EVERYTHING - TOOLS
+BESIDE = {"simulation"}  # used by its tool alone
+EVERYTHING = LEAVES | DECIDING | TOOLS | ROOMS | BESIDE
+BELOW_TOOLS = EVERYTHING - TOOLS - BESIDE
 MAY_IMPORT = {
     "errors": set(),
     "files": {"errors"},
@@ -26,6 +27,7 @@ MAY_IMPORT = {
     "prefix_cache": {"config", "errors"},
     "scheduling": {"config", "errors", "prefix_cache"},
     "engine": {"config", "errors", "prefix_cache", "scheduling", "text"},
+    "simulation": {"config", "errors", "files", *DECIDING},
     "memory": {"config", "errors", "scheduling"},
     "ops": {"errors"},
     "mixers": {"config", "errors", "memory", "ops"},
@@ -42,7 +44,7 @@ MAY_IMPORT = {
 # The flags are what `load_engine` takes by name, and they know the settings only.
 MAY_USE_THE_COMMAND_LINE = {"api"}
 STANDARD_LIBRARY_ONLY = (*LEAVES, *DECIDING, "config")
-WITHOUT_MEGATRON = (*STANDARD_LIBRARY_ONLY, "memory", "ops", "ranks")
+WITHOUT_MEGATRON = (*STANDARD_LIBRARY_ONLY, "memory", "ops", "ranks", "simulation")
 
 
 def part_of(path: Path) -> str:

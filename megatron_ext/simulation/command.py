@@ -1,0 +1,167 @@
+"""The command line of `tools/simulate_cache.py`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from rich.console import Console
+
+from megatron_ext.config import EvictionPolicyName
+from megatron_ext.errors import ConfigError
+from megatron_ext.simulation.formats import read_trace
+from megatron_ext.simulation.generators import GENERATORS, Size
+from megatron_ext.simulation.machine import Machine
+from megatron_ext.simulation.models import MODELS
+from megatron_ext.simulation.report import draw, draw_heat_map, lines_of, results, table_of
+from megatron_ext.simulation.sweep import MODES, Batch, Settings, advise, grid, run_point, sweep
+from megatron_ext.simulation.trace import Ids, Turn, describe
+
+HEAT_LENGTHS = (128, 512, 2048, 8192)
+_HEAT_REQUESTS = 32
+Value = TypeVar("Value")
+
+
+def simulate(argv: Sequence[str] | None, console: Console) -> None:
+    """Parse, simulate, print and write.
+
+    Raises:
+        ConfigError: What was asked for makes no sense, or a file cannot be read or written.
+    """
+    arguments = _parser().parse_args(argv)
+    turns = _trace(arguments)
+    model, batch = MODELS[arguments.model], Batch(arguments.max_requests, arguments.max_tokens, arguments.max_prefills)
+    machine = Machine(arguments.flops, arguments.bandwidth, arguments.parameter_bytes, arguments.step_overhead)
+    settings = grid(arguments.memory_gib, arguments.state_share, arguments.block_size, arguments.policy, arguments.mode)
+    points = []
+    for point in sweep(turns, model, settings, batch, machine):
+        points.append(point)
+        if len(settings) > 1 and console.is_terminal:
+            console.print(f"{len(points)} of {len(settings)}: {point.wall_seconds:.1f} s", style="dim")
+    advice = advise(points) if arguments.advise else []
+    sizes = describe(turns)
+    console.print(", ".join(f"{count} {name.replace('_', ' ')}" for name, count in sizes.items()), markup=False)
+    console.print(table_of(points))
+    for line in lines_of(advice):
+        console.print(line, markup=False, soft_wrap=True)
+    if arguments.output is not None:
+        _write(arguments.output, results(sizes, points, advice, dataclasses.asdict(machine)))
+    if arguments.plots is not None:
+        for path in [*draw(points, arguments.plots), _heat_map(arguments, settings[0], batch, machine)]:
+            console.print(f"drawn: {path}", markup=False, soft_wrap=True)
+
+
+def _trace(arguments: argparse.Namespace) -> list[Turn]:
+    if arguments.trace is not None:
+        return read_trace(arguments.trace, arguments.requests)
+    size = Size(arguments.requests or 1000, arguments.rate, arguments.scale, arguments.seed)
+    return list(GENERATORS[arguments.generate](size))
+
+
+def _heat_map(arguments: argparse.Namespace, settings: Settings, batch: Batch, machine: Machine) -> Path:
+    """With the first settings: prompts of four prefixes in turns."""
+    model = MODELS[arguments.model]
+    shares = {}
+    for shared in HEAT_LENGTHS:
+        for own in HEAT_LENGTHS:
+            point = run_point(alternating(shared, own), model, settings, batch, machine)
+            shares[shared, own] = point.skipped_share
+    return draw_heat_map(shares, arguments.plots / "heat_map.png")
+
+
+def alternating(shared: int, own: int, count: int = _HEAT_REQUESTS) -> list[Turn]:
+    """Requests a second apart, whose first tokens are one of four prefixes in turns, and the others their own."""
+    ids = Ids()
+    prefixes = [ids.take(shared) for _ in range(4)]
+    return [Turn(i, float(i), (prefixes[i % 4], ids.take(own)), ids.take(1)) for i in range(count)]
+
+
+def _write(path: Path, content: dict[str, object]) -> None:
+    try:
+        path.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
+
+
+def _list_of(read: Callable[[str], Value]) -> Callable[[str], list[Value]]:
+    def values(text: str) -> list[Value]:
+        return [read(one) for one in text.split(",")]
+
+    return values
+
+
+def _one_of(choices: Sequence[str]) -> Callable[[str], str]:
+    def name(text: str) -> str:
+        if text not in choices:
+            raise argparse.ArgumentTypeError(f"{text!r} is unknown; one of {', '.join(choices)}")
+        return text
+
+    return name
+
+
+def _positive(text: str) -> float:
+    number = float(text)
+    if not (math.isfinite(number) and number > 0):
+        raise argparse.ArgumentTypeError(f"{text} must be more than zero")
+    return number
+
+
+def _share(text: str) -> float:
+    number = float(text)
+    if not 0 <= number < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be zero or more, and less than 1")
+    return number
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be 1 or more")
+    return number
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="simulate_cache.py",
+        description="A trace of requests through the scheduler and the prefix cache, in simulated time. Lists have "
+        "commas between their values, and all are run with all; docs/policies.md has examples.",
+    )
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--trace", type=Path, metavar="FILE.jsonl", help="recorded: ours or Mooncake's")
+    source.add_argument("--generate", choices=tuple(GENERATORS), default="mixed", help="made up; default: mixed")
+    parser.add_argument("--requests", type=_count, help="of the trace; default: all of a file, 1000 made up")
+    parser.add_argument("--rate", type=_positive, default=1.0, help="sessions that begin in a second")
+    parser.add_argument("--scale", type=_positive, default=1.0, help="factor of made-up lengths")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--model", choices=tuple(MODELS), default="nemotron-h-8b")
+    parser.add_argument(
+        "--memory-gib", type=_list_of(_positive), default=[4.0, 8.0, 16.0], help="of blocks and snapshots together"
+    )
+    parser.add_argument("--state-share", type=_list_of(_share), default=[0.2], help="of the memory for snapshots")
+    parser.add_argument("--block-size", type=_list_of(_count), default=[64], help="tokens")
+    policies = [policy.value for policy in EvictionPolicyName]
+    parser.add_argument(
+        "--policy", type=_list_of(_one_of(policies)), default=["lru", "flops"], help=", ".join(policies)
+    )
+    parser.add_argument("--mode", type=_list_of(_one_of(MODES)), default=[MODES[0]], help=", ".join(MODES))
+    _add_machine(parser)
+    parser.add_argument("--advise", action="store_true", help="say which settings would have skipped most")
+    parser.add_argument("--output", type=Path, metavar="FILE.json", help="everything, as JSON")
+    parser.add_argument("--plots", type=Path, metavar="FOLDER", help="pictures; needs matplotlib")
+    return parser
+
+
+def _add_machine(parser: argparse.ArgumentParser) -> None:
+    batch, machine = Batch(), Machine()
+    parser.add_argument("--max-requests", type=_count, default=batch.max_requests, help="that run at the same time")
+    parser.add_argument("--max-tokens", type=_count, default=batch.max_tokens, help="of a step")
+    parser.add_argument("--max-prefills", type=int, default=batch.max_prefills, help="of a step; 0 is no limit")
+    parser.add_argument("--flops", type=_positive, default=machine.flops, help="operations a second, of a prefill")
+    parser.add_argument("--bandwidth", type=_positive, default=machine.bytes, help="bytes a second, of a decode")
+    parser.add_argument("--parameter-bytes", type=_positive, default=machine.parameter_bytes, help="read in each step")
+    parser.add_argument("--step-overhead", type=_positive, default=machine.overhead, help="seconds")

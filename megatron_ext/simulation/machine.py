@@ -1,0 +1,35 @@
+"""What a step takes: simulated seconds from operations and bytes at the rates of a machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from megatron_ext.config.costs import EntryCosts
+from megatron_ext.scheduling.chunk import Chunk
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Rates that were measured, or are asked for.
+
+    Attributes:
+        flops: Operations a second of a prefill.
+        bytes: Of memory a second, read in decode: the parameters once a step, the KV of each request.
+        parameter_bytes: Read in every step.
+        overhead: Seconds of a step beside that.
+    """
+
+    flops: float = 4e14
+    bytes: float = 3e12
+    parameter_bytes: float = 1.6e10
+    overhead: float = 2e-3
+
+    def seconds(self, chunks: Iterable[Chunk], costs: EntryCosts) -> float:
+        """Of a step: what takes longer, computing or reading, and what comes beside it."""
+        operations, read = 0.0, self.parameter_bytes
+        for chunk in chunks:
+            operations += costs.flops(chunk.start, chunk.end)
+            if chunk.is_decode:
+                read += chunk.end / costs.block_size * costs.block_bytes + costs.state_bytes
+        return self.overhead + max(operations / self.flops, read / self.bytes)

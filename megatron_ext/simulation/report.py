@@ -1,0 +1,128 @@
+"""What a sweep says: a table, JSON, and pictures where matplotlib can be imported."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rich.table import Table
+
+from megatron_ext.errors import ConfigError
+from megatron_ext.simulation.sweep import Advice, Point
+
+
+def table_of(points: Sequence[Point]) -> Table:
+    """A row a point, in their order: skipped and lost tokens as shares of all prompts'."""
+    names = "GiB states block mode policy blocks slots refused skipped lost ttft-p50 p90 p99".split()
+    table = Table(*names, box=None, pad_edge=False)
+    for point in points:
+        one = point.settings
+        table.add_row(
+            f"{one.memory_gib:g}",
+            "-" if point.slots is None else f"{one.state_share:g}",
+            str(one.block_size),
+            one.mode,
+            one.policy,
+            str(point.blocks),
+            "-" if point.slots is None else str(point.slots),
+            str(point.refused),
+            f"{point.skipped_share:.3f}",
+            f"{(point.lost_for_slots + point.lost_for_blocks) / max(1, point.prompt_tokens):.3f}",
+            f"{point.ttft_p50:.3f}",
+            f"{point.ttft_p90:.3f}",
+            f"{point.ttft_p99:.3f}",
+        )
+    return table
+
+
+def lines_of(advice: Sequence[Advice]) -> list[str]:
+    """What to say of it: the curve, a line for each memory, and the flags."""
+    lines = []
+    for one in advice:
+        best, given = one.best, one.given
+        usual = (
+            f"{given.settings.policy}, blocks of {given.settings.block_size}, {given.settings.state_share:g} for states"
+        )
+        lines.append(
+            f"{best.settings.memory_gib:g} GiB: {best.skipped_share:.3f} of prompt tokens skipped, {one.gain:.2f} of "
+            f"what {usual} skips ({given.skipped_share:.3f}): {' '.join(one.flags)}"
+        )
+    return lines
+
+
+def results(
+    trace: Mapping[str, object], points: Sequence[Point], advice: Sequence[Advice], machine: Mapping[str, float]
+) -> dict[str, object]:
+    """Everything, for JSON."""
+    return {
+        "trace": dict(trace),
+        "machine": dict(machine),
+        "points": [point.to_dict() for point in points],
+        "advice": [
+            {"memory_gib": one.best.settings.memory_gib, "gain": one.gain, "flags": list(one.flags)}
+            | {"best": one.best.to_dict(), "compared_with": one.given.to_dict()}
+            for one in advice
+        ],
+    }
+
+
+def draw(points: Sequence[Point], folder: Path) -> list[Path]:
+    """Skipped tokens over memory, and times to first token, a line for each setting beside the memory.
+
+    Raises:
+        ConfigError: There is no matplotlib, or the folder cannot be written.
+    """
+    pyplot = _pyplot()
+    lines: dict[str, list[Point]] = {}
+    for point in points:
+        one = point.settings
+        share = "" if point.slots is None else f", {one.state_share:g} for states"
+        lines.setdefault(f"{one.policy}, {one.mode}, blocks of {one.block_size}{share}", []).append(point)
+    pictures = {"skipped_share": "prompt tokens skipped, share", "ttft_p50": "ttft p50, s", "ttft_p99": "ttft p99, s"}
+    return [_picture(pyplot, lines, name, label, folder / f"{name}.png") for name, label in pictures.items()]
+
+
+def _picture(pyplot, lines: Mapping[str, Sequence[Point]], name: str, label: str, path: Path) -> Path:  # type: ignore[no-untyped-def]  # a module
+    figure, axes = pyplot.subplots(figsize=(8, 5))
+    for title, points in lines.items():
+        ordered = sorted(points, key=lambda point: point.settings.memory_gib)
+        values = [getattr(point, name) for point in ordered]
+        axes.plot([point.settings.memory_gib for point in ordered], values, marker="o", label=title)
+    axes.set(xlabel="GiB of blocks and snapshots", ylabel=label)
+    axes.legend(fontsize="small")
+    return _save(pyplot, figure, path)
+
+
+def draw_heat_map(shares: Mapping[tuple[int, int], float], path: Path) -> Path:
+    """Skipped share over shared (rows) and own tokens (columns) of prompts."""
+    pyplot = _pyplot()
+    shared, own = (sorted({pair[i] for pair in shares}) for i in range(2))
+    figure, axes = pyplot.subplots(figsize=(7, 5))
+    image = axes.imshow([[shares[row, column] for column in own] for row in shared], vmin=0, vmax=1, origin="lower")
+    axes.set_xticks(range(len(own)), own)
+    axes.set_yticks(range(len(shared)), shared)
+    axes.set(xlabel="own tokens", ylabel="shared tokens")
+    figure.colorbar(image, label="prompt tokens skipped, share")
+    return _save(pyplot, figure, path)
+
+
+def _save(pyplot, figure, path: Path) -> Path:  # type: ignore[no-untyped-def]  # a module, and what it made
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=120, bbox_inches="tight")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
+    finally:
+        pyplot.close(figure)
+    return path
+
+
+def _pyplot():  # type: ignore[no-untyped-def]  # a module of a package that need not be there
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ConfigError("plots need matplotlib; pip install 'megatron-ext[plots]', or do without --plots") from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot

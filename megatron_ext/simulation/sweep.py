@@ -1,0 +1,236 @@
+"""One trace through many settings that take the same bytes, side by side; and which of them would do best."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from megatron_ext.config import EvictionPolicyName
+from megatron_ext.errors import ConfigError
+from megatron_ext.scheduling.aligned import check_aligned
+from megatron_ext.scheduling.plan import SchedulerLimits
+from megatron_ext.simulation.machine import Machine
+from megatron_ext.simulation.models import SimulatedModel
+from megatron_ext.simulation.replay import Outcome, Replay
+from megatron_ext.simulation.trace import Turn
+
+GIB = 1024**3
+MODES = ("kernel", "align")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One point of a sweep.
+
+    Attributes:
+        memory_gib: Of blocks and snapshot slots together; live states are apart, and the same for all.
+        state_share: Of it for snapshots; without recurrent layers it is of no concern.
+        block_size: Tokens.
+        policy: Name of the eviction policy.
+        mode: See `SnapshotMode`.
+    """
+
+    memory_gib: float
+    state_share: float
+    block_size: int
+    policy: str
+    mode: str = MODES[0]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What steps may have, the same for all points."""
+
+    max_requests: int = 64
+    max_tokens: int = 8192
+    max_prefills: int = 0
+
+
+@dataclass(frozen=True)
+class Point:
+    """What settings gave."""
+
+    settings: Settings
+    blocks: int
+    slots: int | None
+    requests: int
+    refused: int
+    prompt_tokens: int
+    skipped_tokens: int
+    lost_for_slots: int
+    lost_for_blocks: int
+    ttft_p50: float  # simulated seconds, as the next three
+    ttft_p90: float
+    ttft_p99: float
+    seconds: float
+    steps: int
+    wall_seconds: float  # that the simulation took
+
+    @property
+    def skipped_share(self) -> float:
+        """Of all prompt tokens."""
+        return self.skipped_tokens / max(1, self.prompt_tokens)
+
+    def to_dict(self) -> dict[str, object]:
+        """For JSON."""
+        return dataclasses.asdict(self) | {"skipped_share": self.skipped_share}
+
+
+def grid(
+    memories: Sequence[float],
+    shares: Sequence[float],
+    block_sizes: Sequence[int],
+    policies: Sequence[str],
+    modes: Sequence[str],
+) -> list[Settings]:
+    """All of them with all."""
+    return [Settings(*one) for one in product(memories, shares, block_sizes, policies, modes)]
+
+
+def limits_of(model: SimulatedModel, settings: Settings, batch: Batch) -> tuple[SchedulerLimits, int | None]:
+    """What the memory holds: the scheduler's limits, and snapshot slots (None without recurrent layers).
+
+    Raises:
+        ConfigError: It does not hold a block, or a step is too small for `align`.
+    """
+    costs = model.costs(settings.block_size)
+    total, share = settings.memory_gib * GIB, settings.state_share if costs.state_bytes else 0.0
+    slots = int(total * share / costs.state_bytes) if costs.state_bytes else None
+    blocks = int((total - (slots or 0) * costs.state_bytes) / costs.block_bytes)
+    if blocks < 1:
+        raise ConfigError(
+            f"{settings.memory_gib:g} GiB, {share:g} of it for snapshots, hold no block of {costs.block_bytes} bytes; "
+            f"{costs.block_bytes / GIB / max(1e-9, 1 - share):.2g} would do"
+        )
+    limits = SchedulerLimits(
+        block_size=settings.block_size,
+        total_blocks=blocks,
+        paused_blocks=None,
+        max_requests=batch.max_requests,
+        max_tokens=batch.max_tokens,
+        max_sequence_length=model.config.max_position_embeddings,
+        chunked_prefill=True,
+        aligned_chunks=settings.mode == "align" and bool(slots),
+        max_prefills=batch.max_prefills,
+        costs=costs,
+    )
+    if limits.aligned_chunks:
+        check_aligned(limits)
+    return limits, slots
+
+
+def run_point(
+    turns: Sequence[Turn], model: SimulatedModel, settings: Settings, batch: Batch, machine: Machine
+) -> Point:
+    """One simulation."""
+    limits, slots = limits_of(model, settings, batch)
+    began = time.perf_counter()
+    outcome = Replay(turns, limits, EvictionPolicyName(settings.policy), slots, machine).run()
+    return _point(settings, limits.total_blocks, slots, outcome, time.perf_counter() - began)
+
+
+def _point(settings: Settings, blocks: int, slots: int | None, outcome: Outcome, wall: float) -> Point:
+    assert outcome.statistics is not None, "it has come to its end"
+    counters = outcome.statistics.counters
+    return Point(
+        settings=settings,
+        blocks=blocks,
+        slots=slots,
+        requests=len(outcome.prompt),
+        refused=outcome.refused,
+        prompt_tokens=sum(outcome.prompt),
+        skipped_tokens=sum(outcome.skipped),
+        lost_for_slots=counters.lost_slot_tokens,
+        lost_for_blocks=counters.lost_block_tokens,
+        ttft_p50=outcome.ttft_percentile(50),
+        ttft_p90=outcome.ttft_percentile(90),
+        ttft_p99=outcome.ttft_percentile(99),
+        seconds=outcome.seconds,
+        steps=outcome.steps,
+        wall_seconds=wall,
+    )
+
+
+def sweep(
+    turns: Sequence[Turn],
+    model: SimulatedModel,
+    settings: Sequence[Settings],
+    batch: Batch,
+    machine: Machine,
+    progress: Callable[[Point], None] = lambda point: None,
+) -> Iterator[Point]:
+    """Point by point; without recurrent layers, or slots for states, those that are the same run once."""
+    seen: dict[tuple[object, ...], Point] = {}
+    for one in settings:
+        limits, slots = limits_of(model, one, batch)
+        key = (limits, slots, one.policy)
+        if key not in seen:
+            seen[key] = run_point(turns, model, one, batch, machine)
+        point = dataclasses.replace(seen[key], settings=one)
+        progress(point)
+        yield point
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What would have skipped most of a trace in so much memory.
+
+    Attributes:
+        best: The point.
+        flags: Of the command line, for it.
+        gain: Skipped tokens over those with `given`, of which there is taken to be one at least.
+        given: What it is compared with.
+    """
+
+    best: Point
+    flags: tuple[str, ...]
+    gain: float
+    given: Point
+
+
+def advise(points: Sequence[Point]) -> list[Advice]:
+    """For each memory the settings that skip most; of equal ones the shorter wait for first tokens.
+
+    Compared with the defaults of the package where they were among the points: blocks of 64 tokens, `lru`, `kernel`,
+    a fifth of the memory for snapshots, or what comes closest to that.
+    """
+    advice = []
+    for memory in sorted({point.settings.memory_gib for point in points}):
+        here = [point for point in points if point.settings.memory_gib == memory]
+        best = max(here, key=lambda point: (point.skipped_tokens, -point.ttft_p50))
+        given = min(here, key=lambda point: _distance_to_default(point.settings))
+        gain = max(1, best.skipped_tokens) / max(1, given.skipped_tokens)
+        advice.append(Advice(best, _flags(best), gain, given))
+    return advice
+
+
+DEFAULT_STATE_SHARE = 0.2  # a quarter of the buffer, on top of it
+
+
+def _distance_to_default(settings: Settings) -> tuple[bool, bool, int, float]:
+    return (
+        settings.policy != EvictionPolicyName.LRU.value,
+        settings.mode != MODES[0],
+        abs(settings.block_size - 64),
+        abs(settings.state_share - DEFAULT_STATE_SHARE),
+    )
+
+
+def _flags(point: Point) -> tuple[str, ...]:
+    """Blocks and slots by their numbers, which mean the same whatever else a buffer holds."""
+    prefix, settings = "--inference-dynamic-batching", point.settings
+    flags = [
+        f"{prefix}-block-size {settings.block_size}",
+        f"{prefix}-block-count {point.blocks}",
+        f"{prefix}-prefix-caching-eviction-policy {settings.policy}",
+    ]
+    if point.slots is not None:
+        states = settings.memory_gib * settings.state_share
+        flags += [
+            f"{prefix}-prefix-caching-mamba-gb {states:.4g}",
+            f"{prefix}-prefix-caching-mamba-mode {settings.mode}",
+        ]
+    return tuple(flags)

@@ -1,0 +1,228 @@
+"""SI-3, SI-4: traces, made up and read; what a sweep compares; what the tool says."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.config.costs import EntryCosts
+from megatron_ext.errors import ConfigError
+from megatron_ext.scheduling.chunk import Chunk
+from megatron_ext.simulation import command
+from megatron_ext.simulation.command import alternating
+from megatron_ext.simulation.formats import MOONCAKE_BLOCK, read_trace
+from megatron_ext.simulation.generators import GENERATORS, Size
+from megatron_ext.simulation.machine import Machine
+from megatron_ext.simulation.models import MODELS, SimulatedModel
+from megatron_ext.simulation.sweep import GIB, Batch, Settings, advise, grid, limits_of, run_point, sweep
+from megatron_ext.simulation.trace import Turn, by_session, cut
+from tests.unit_tests.scheduling.builders import make_request
+from tools import simulate_cache
+
+HYBRID, ATTENTION = MODELS["nemotron-h-8b"], MODELS["llama-3-8b"]
+ROOMY = Settings(64.0, 0.5, 64, "lru")
+
+
+def point(turns: list[Turn], settings: Settings = ROOMY, model: SimulatedModel = HYBRID):
+    return run_point(turns, model, settings, Batch(), Machine())
+
+
+class TestGenerators:
+    @pytest.mark.parametrize("name", sorted(GENERATORS))
+    def test_equal_seeds_give_equal_traces_of_whole_sessions(self, name: str):
+        size = {"requests": 40, "scale": 0.05}
+        first, again, other = (GENERATORS[name](Size(**size, seed=seed)) for seed in (1, 1, 2))
+        assert first == again
+        assert first != other
+        assert len(first) >= 40
+        for turns in by_session(first).values():
+            assert not turns[0].is_reply
+            assert all(turn.is_reply for turn in turns[1:])
+        assert all(turn.prompt_length and len(turn.answer) for turn in first)
+
+    def test_a_conversation_goes_on_from_its_answers(self):
+        sessions = by_session(GENERATORS["chat"](Size(60, scale=0.05)))
+        for turns in sessions.values():
+            for before, turn in pairwise(turns):
+                said = before.tokens() + tuple(before.answer)
+                assert turn.tokens()[: len(said)] == said
+
+    def test_agents_go_back(self):
+        for turns in by_session(GENERATORS["agents"](Size(60, scale=0.05))).values():
+            texts = [turn.tokens() + tuple(turn.answer) for turn in turns]
+            if any(turn.tokens()[: len(said)] != said for turn, said in zip(turns[1:], texts, strict=False)):
+                return
+        raise AssertionError("nobody edited")
+
+    def test_tenants_have_salts_and_samples_have_prompts_in_common(self):
+        assert len({turn.salt for turn in GENERATORS["tenants"](Size(40, scale=0.05))}) > 5
+        group = GENERATORS["rl"](Size(16, scale=0.05))[:8]
+        assert len({turn.tokens() for turn in group}) == 1
+        assert len({turn.answer for turn in group}) == 8
+
+    def test_cut(self):
+        assert cut((range(3), range(10, 15)), 5) == (range(3), range(10, 12))
+        assert cut((range(3),), 0) == ()
+
+
+class TestFiles:
+    def read(self, tmp_path: Path, *lines: object, most: int | None = None) -> list[Turn]:
+        file = tmp_path / "trace.jsonl"
+        file.write_text("\n".join(json.dumps(line) for line in lines) + "\n")
+        return read_trace(file, most)
+
+    def test_tokens(self, tmp_path: Path):
+        first = {"time": 0.5, "session": "a", "tokens": [1, 2, 3], "answer": [4, 5], "salt": "x"}
+        second = {"time": 2, "session": "a", "reply": True, "tokens": [1, 2, 3, 4, 5, 6], "answer_length": 7}
+        one, two = self.read(tmp_path, first, second)
+        assert (one.tokens(), list(one.answer), one.time, one.salt) == ((1, 2, 3), [4, 5], 0.5, "x")
+        assert (two.tokens(), len(two.answer), two.is_reply, two.session) == ((1, 2, 3, 4, 5, 6), 7, True, one.session)
+        assert len(self.read(tmp_path, first, second, most=1)) == 1
+
+    def test_block_hashes(self, tmp_path: Path):
+        """Equal blocks are equal tokens, of the length that is said."""
+        lines = [
+            {"time": 0, "block_hashes": ["a", "b"], "block_size": 4, "length": 7},
+            {"time": 1, "block_hashes": ["a", "b", "c"], "block_size": 4},
+        ]
+        one, two = (turn.tokens() for turn in self.read(tmp_path, *lines))
+        assert (len(one), len(two)) == (7, 12)
+        assert one == two[:7]
+        assert len(set(two)) == 12
+
+    def test_mooncake(self, tmp_path: Path):
+        """Milliseconds, and blocks of 512; what lies behind the last hash is the request's own."""
+        lines = [
+            {"timestamp": 0, "input_length": 1100, "output_length": 20, "hash_ids": [0, 1]},
+            {"timestamp": 2500, "input_length": 600, "output_length": 3, "hash_ids": [0, 9]},
+        ]
+        one, two = self.read(tmp_path, *lines)
+        assert (one.prompt_length, len(one.answer), one.time) == (1100, 20, 0)
+        assert (two.prompt_length, len(two.answer), two.time) == (600, 3, 2.5)
+        assert one.tokens()[:MOONCAKE_BLOCK] == two.tokens()[:MOONCAKE_BLOCK]
+        assert not set(one.tokens()[MOONCAKE_BLOCK:]) & set(two.tokens()[MOONCAKE_BLOCK:])
+
+    @pytest.mark.parametrize(
+        ("line", "words"),
+        [
+            ({"time": 0}, "line 1: a request has either tokens or block_hashes"),
+            ({"tokens": [1]}, "'time' is missing"),
+            ({"time": 0, "tokens": []}, "empty"),
+            ({"time": 0, "tokens": [-1]}, "line 1"),
+            ({"time": 0, "tokens": [2**32 - 1]}, "too large"),
+            ({"time": -1, "tokens": [1]}, "zero or more"),
+            ({"time": 0, "tokens": [1], "session": "a", "reply": True}, "no request before"),
+            ({"time": 0, "tokens": [1], "sesion": "a"}, "unknown field 'sesion'"),
+            ({"timestamp": 0, "input_length": 0, "output_length": 3, "hash_ids": [0]}, "input_length 0"),
+            ([1], "not an object"),
+        ],
+    )
+    def test_what_makes_no_sense(self, tmp_path: Path, line: object, words: str):
+        with pytest.raises(ConfigError, match=words):
+            self.read(tmp_path, line)
+
+    def test_an_empty_file(self, tmp_path: Path):
+        (tmp_path / "none.jsonl").write_text("\n")
+        with pytest.raises(ConfigError, match="no request"):
+            read_trace(tmp_path / "none.jsonl")
+
+
+class TestPoints:
+    def test_a_shared_prefix_is_skipped_from_the_third_request_on(self):
+        """Today's rule in hybrids: the second writes the state, the third hits; attention alone hits at once."""
+        turns = alternating(512, 200, 12)
+        assert point(turns).skipped_tokens == 4 * 512
+        assert point(turns, model=ATTENTION).skipped_tokens == 8 * 512
+
+    def test_equal_bytes(self):
+        for share in (0.0, 0.2, 0.8):
+            limits, slots = limits_of(HYBRID, Settings(4.0, share, 64, "lru"), Batch())
+            taken = limits.total_blocks * limits.costs.block_bytes + slots * HYBRID.state_bytes
+            assert 4 * GIB - limits.costs.block_bytes < taken <= 4 * GIB
+
+    def test_memory_that_holds_nothing(self):
+        with pytest.raises(ConfigError, match="hold no block"):
+            limits_of(HYBRID, Settings(1e-4, 0.5, 64, "lru"), Batch())
+
+    def test_what_is_too_long_is_refused_and_the_others_go_on(self):
+        found = point([*alternating(512, 64, 3), *alternating(10**6, 64, 1)], Settings(8.0, 0.5, 64, "lru"))
+        assert (found.requests, found.refused) == (4, 1)
+
+    def test_nobody_waits_for_the_clock(self):
+        """Simulated time passes by the rates of the machine."""
+        turns, fast, slow = alternating(512, 64, 4), Machine(flops=1e15), Machine(flops=1e13)
+        waits = [run_point(turns, HYBRID, ROOMY, Batch(), machine).ttft_p50 for machine in (fast, slow)]
+        assert waits[1] > 5 * waits[0]
+
+    def test_a_step_takes_what_takes_longer(self):
+        costs = EntryCosts(block_size=4, token_flops=100, block_bytes=40, state_bytes=10)
+        machine = Machine(flops=1000, bytes=100, parameter_bytes=50, overhead=1)
+        prefill, decode = make_request(0, 8), make_request(1, 8, 1)
+        decode.sequence.computed_end = 8
+        assert machine.seconds([Chunk(prefill, 0, 8)], costs) == pytest.approx(1 + 800 / 1000)
+        assert machine.seconds([Chunk(decode, 8, 9)], costs) == pytest.approx(1 + (50 + 90 + 10) / 100)
+
+    def test_a_grid_runs_what_is_the_same_once(self):
+        """Without recurrent layers the share for states is of no concern."""
+        settings = grid([8.0], [0.2, 0.5], [64], ["lru"], ["kernel", "align"])
+        points = list(sweep(alternating(512, 64, 8), ATTENTION, settings, Batch(), Machine()))
+        assert len({one.wall_seconds for one in points}) == 1
+        assert [one.settings for one in points] == settings
+
+
+def test_advice_is_the_best_point_of_each_memory():
+    """SI-4: compared with what is nearest to the defaults."""
+    settings = grid([1.0, 3.0], [0.2, 0.6], [64, 256], ["lru", "flops"], ["kernel"])
+    points = list(sweep(alternating(600, 200, 40), HYBRID, settings, Batch(), Machine()))
+    advice = advise(points)
+    assert [one.best.settings.memory_gib for one in advice] == [1.0, 3.0]
+    for one in advice:
+        here = [p for p in points if p.settings.memory_gib == one.best.settings.memory_gib]
+        assert one.best.skipped_tokens == max(p.skipped_tokens for p in here)
+        assert (one.given.settings.policy, one.given.settings.block_size) == ("lru", 64)
+        assert one.given.settings.state_share == 0.2
+        assert one.gain >= 1
+        assert f"--inference-dynamic-batching-block-size {one.best.settings.block_size}" in one.flags
+    assert advice[0].gain > 1
+
+
+class TestTool:
+    def run(self, *argv: str) -> int:
+        return simulate_cache.main(["--generate", "chat", "--requests", "20", "--scale", "0.2", *argv])
+
+    def test_a_table_json_and_pictures(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ):
+        pytest.importorskip("matplotlib")
+        monkeypatch.setattr(command, "HEAT_LENGTHS", (128, 512))
+        output, plots = tmp_path / "all.json", tmp_path / "plots"
+        assert self.run("--memory-gib", "1,2", "--advise", "--output", str(output), "--plots", str(plots)) == 0
+        shown = capsys.readouterr().out
+        assert "flops" in shown
+        assert "2 GiB:" in shown
+        found = json.loads(output.read_text())
+        assert [(one["settings"]["memory_gib"], one["settings"]["policy"]) for one in found["points"]] == [
+            (1, "lru"),
+            (1, "flops"),
+            (2, "lru"),
+            (2, "flops"),
+        ]
+        assert len(found["advice"]) == 2
+        assert found["trace"]["requests"] >= 20
+        assert {path.name for path in plots.iterdir()} == {
+            "heat_map.png",
+            "skipped_share.png",
+            "ttft_p50.png",
+            "ttft_p99.png",
+        }
+
+    def test_mistakes_are_a_line(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+        assert simulate_cache.main(["--trace", str(tmp_path / "none.jsonl")]) == 2
+        assert self.run("--memory-gib", "0.00001") == 2
+        with pytest.raises(SystemExit) as ended:
+            self.run("--policy", "lfu")
+        assert ended.value.code == 2
+        assert "one of lru, ref_zero, flops" in capsys.readouterr().err
