@@ -226,6 +226,10 @@ CACHE = FlagGroup(
             name=f"{_BATCHING}-prefix-caching-mamba-mode",
             choices=tuple(mode.value for mode in SnapshotMode),
         ),
+        Flag(
+            "explain_prefix_cache",
+            "Say of each request why it skipped no more: where it parted from what is cached, or what was given up",
+        ),
     ),
 )
 

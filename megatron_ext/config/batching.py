@@ -105,6 +105,7 @@ class CacheConfig:
     snapshot_buffer_gb: float | None = None  # GiB; default: a quarter of the buffer, on top of it
     snapshot_slots: int | None = None  # exactly so many instead
     snapshot_mode: str = SnapshotMode.KERNEL.value
+    explain_prefix_cache: bool = False  # keeps 4 bytes on the host for each cached token
 
     def __post_init__(self) -> None:
         budget, slots = self.snapshot_buffer_gb, self.snapshot_slots

@@ -177,6 +177,7 @@ def _limits(
         max_prefills=batching.max_prefills_per_step or 0,
         enough_prefill_tokens=batching.enough_prefill_tokens_on(device_type),
         costs=costs,
+        explains=cache.explain_prefix_cache,
     )
 
 

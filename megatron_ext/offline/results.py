@@ -90,6 +90,8 @@ def request_results(
         "recomputed_token_count": record.recomputed_token_count,
         "prefill_reasons": record.prefill_reasons,
     }
+    if record.prefix_cache_explanation is not None:
+        entry["prefix_cache_explanation"] = record.prefix_cache_explanation
     if record.generated_log_probs is not None:
         entry |= _log_probs(record)
     if with_events:

@@ -13,6 +13,7 @@ from megatron_ext.prefix_cache.block_pool import BlockId, BlockPool
 from megatron_ext.prefix_cache.eviction import build_policies
 from megatron_ext.prefix_cache.ghosts import Ghosts
 from megatron_ext.prefix_cache.hash_chain import Digest
+from megatron_ext.prefix_cache.kept_tokens import KeptTokens
 from megatron_ext.prefix_cache.state_index import StateIndex
 
 
@@ -59,6 +60,7 @@ class PrefixCache:
         policy: What happens to cached blocks nobody uses; None caches nothing.
         slots: Snapshot slots, of which there may be none; None for a model without recurrent layers.
         costs: What entries save, and what they take; for policies that weigh them.
+        keeps_tokens: Keep the token ids of cached blocks, for explanations.
     """
 
     def __init__(
@@ -67,6 +69,8 @@ class PrefixCache:
         policy: EvictionPolicyName | None,
         slots: int | None = None,
         costs: EntryCosts = NEUTRAL_COSTS,
+        *,
+        keeps_tokens: bool = False,
     ) -> None:
         self.pool = BlockPool(total)
         self.is_enabled = policy is not None
@@ -76,6 +80,7 @@ class PrefixCache:
         self._policy = policies.blocks
         self.states = None if slots is None else StateIndex(slots, policies.snapshots, self)
         self.ghosts = Ghosts()
+        self.kept = KeptTokens() if keeps_tokens else None
         self._wanted: dict[Digest, int] = {}  # by how many
         self._evicted = 0
 
@@ -185,6 +190,8 @@ class PrefixCache:
         digest = self._index.remove(block)
         if self.states is not None:
             self.states.drop(digest)
+        if self.kept is not None:
+            self.kept.drop(digest)
 
     def reset(self) -> None:
         """Forget all contents: nothing cached before is matched after, and nothing begun before is published."""
@@ -195,6 +202,8 @@ class PrefixCache:
         if self.states is not None:
             self.states.clear()
         self.ghosts.clear()
+        if self.kept is not None:
+            self.kept.clear()
         self.epoch += 1
 
     def snapshot_there(self, digest: Digest) -> None:
@@ -247,6 +256,8 @@ class PrefixCache:
         if self.states is not None:
             self.states.check(self._index.digests())
         snapshots = set() if self.states is None else {one for one in self._index.digests() if self.states.find(one)}
+        if self.kept is not None:
+            self.kept.check(set(self._index.digests()))
         self.ghosts.check(set(self._index.digests()), snapshots)
         self._policy.check()
         evictable = set(self._policy)

@@ -118,6 +118,18 @@ class Ghosts:
         with_blocks = self._resume(length, digests, run, with_slots, block_size, states)
         return self._lost(start, with_slots, with_blocks, digests, block_size)
 
+    def block_ago(self, digest: Digest) -> int | None:
+        """Requests admitted since the block of `digest` was given up; None if it was not."""
+        return self._ago(self._blocks, digest)
+
+    def last_snapshot(self, digests: Sequence[Digest]) -> int | None:
+        """Requests admitted since the last of these snapshots that was given up was; None if none was."""
+        found = (self._ago(self._snapshots, digest) for digest in reversed(digests))
+        return next((ago for ago in found if ago is not None), None)
+
+    def _ago(self, given: _Given, digest: Digest) -> int | None:
+        return self._now - given.digests[digest] if digest in given.digests else None
+
     def _resume(
         self, length: int, digests: Sequence[Digest], run: int, start: int, block_size: int, states: StateIndex
     ) -> int:

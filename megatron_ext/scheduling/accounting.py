@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
+from typing import TYPE_CHECKING
 
 from megatron_ext.config import RequestParams
+
+if TYPE_CHECKING:  # it explains requests, which have ledgers
+    from megatron_ext.scheduling.explanation import Explanation
 
 
 class Reason(str, enum.Enum):
@@ -46,6 +50,7 @@ class PrefillLedger:
         self.skipped = 0
         self.recomputed = 0
         self.reasons: Counter[str] = Counter()
+        self.explanation: Explanation | None = None  # of its first admission, if anybody asked
 
     @property
     def computed(self) -> int:

@@ -27,6 +27,7 @@ class SchedulerLimits:
     aligned_chunks: bool = False  # snapshots are kept at ends of prefill chunks only; see `snapshots.cut_aligned`
     max_prefills: int = 0  # requests that prefill in a step; 0 is no limit
     enough_prefill_tokens: int | None = None  # a step with so many begins no other prefill; None: as many as fit
+    explains: bool = False  # each request is told why it skipped no more; token ids of cached blocks are kept for it
     costs: EntryCosts = NEUTRAL_COSTS  # of cached tokens, for policies that weigh them; the same on all ranks
 
     def blocks_for(self, tokens: int) -> int:

@@ -79,7 +79,14 @@ class PrefillRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RequestRecord(TextRecord, LogProbsRecord, Outcome, TimelineRecord, PrefillRecord):
+class ExplainedRecord:
+    """Why it skipped no more; see `Explanation`. None if nobody asked."""
+
+    prefix_cache_explanation: dict[str, object] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestRecord(TextRecord, LogProbsRecord, Outcome, TimelineRecord, PrefillRecord, ExplainedRecord):
     """The outcome of one request over its whole life, preemptions included."""
 
     request_id: int

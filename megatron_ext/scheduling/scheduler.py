@@ -15,6 +15,7 @@ from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.coordination import PendingBlocks, check_sleepers, put_to_sleep
 from megatron_ext.scheduling.counters import Counters
 from megatron_ext.scheduling.events import EventType
+from megatron_ext.scheduling.explanation import explain
 from megatron_ext.scheduling.invariants import check_ownership
 from megatron_ext.scheduling.keys import CacheKeys
 from megatron_ext.scheduling.live_slots import LiveSlots
@@ -47,7 +48,7 @@ class Scheduler:
         slots: int | None = None,
     ) -> None:
         self.limits = limits
-        self.cache = PrefixCache(limits.total_blocks, policy, slots, limits.costs)
+        self.cache = PrefixCache(limits.total_blocks, policy, slots, limits.costs, keeps_tokens=limits.explains)
         self.queues = Queues(keeper=self.cache)
         self.pending_blocks = PendingBlocks()
         self.live_slots = LiveSlots(limits.max_requests)
@@ -81,6 +82,8 @@ class Scheduler:
         plan = plan_step(self.queues, self.limits, self.cache, self.pending_blocks)
         for admission in plan.admissions:  # before anything is allocated, so that nothing matched is evicted
             self.cache.pin(admission.matched)
+            if self.limits.explains:
+                self._explain(admission)
         for request, error in plan.failures:
             self._end(request, Status.FAILED, error=f"the KV pool is too small for this request: {error}")
         for request in plan.preemptions:
@@ -103,6 +106,12 @@ class Scheduler:
         self._hashing.go_on()
         return plan
 
+    def _explain(self, admission: Admission) -> None:
+        ledger = admission.request.sequence.ledger
+        if ledger.explanation is None:
+            start, size = admission.chunk.start, self.limits.block_size
+            ledger.explanation = explain(admission.request, self.cache, len(admission.matched), start, size)
+
     def _grow(self, chunk: Chunk) -> None:
         request = chunk.request
         if request.block_table:  # admissions take theirs at once
@@ -111,6 +120,8 @@ class Scheduler:
 
     def _admit(self, admission: Admission) -> None:
         request, sequence, matched = admission.request, admission.request.sequence, admission.matched
+        if sequence.ledger.matched_blocks is None and reads_cache(request):
+            self._count_lost(request, len(matched), admission.chunk.start)
         sequence.block_table = [*matched, *self.cache.allocate(admission.new_blocks)]
         sequence.live_slot = self.live_slots.take()
         sequence.computed_end = admission.chunk.start
@@ -120,8 +131,6 @@ class Scheduler:
         sequence.shared_end = len(matched) * self.limits.block_size
         sequence.published_blocks = len(matched)
         sequence.cache_epoch = self.cache.epoch
-        if sequence.ledger.matched_blocks is None and reads_cache(request):
-            self._count_lost(request, len(matched), admission.chunk.start)
         skipped_before = sequence.ledger.skipped
         reason = general_reason(request.params, is_caching=self.cache.is_enabled)
         sequence.ledger.admit(admission.chunk.start, len(matched), self.limits.block_size, reason)
@@ -227,6 +236,9 @@ class Scheduler:
         digests, table, publish = sequence.digests, sequence.block_table, self.cache.publish
         for i in range(first, complete):
             table[i] = publish(digests[i], table[i], digests[i - 1] if i else None)
+            if self.cache.kept is not None:
+                tokens = sequence.packed[i * self.limits.block_size : (i + 1) * self.limits.block_size]
+                self.cache.kept.keep(digests[i], digests[i - 1] if i else sequence.chain.root, tokens)
         digests = digests[first:complete]
         self.pending_blocks.published_run(request.request_id, digests)
         self.queues.waiting.published_run(digests)

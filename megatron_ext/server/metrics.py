@@ -76,6 +76,12 @@ class Metrics(Collector):
         self._computed = Counter(
             f"{PREFIX}_prompt_tokens_computed", "Prompt tokens computed, by reason", ["reason"], registry=registry
         )
+        self._why = Counter(
+            f"{PREFIX}_prefix_cache_explanations",
+            "Why requests skipped no more, by reason",
+            ["reason"],
+            registry=registry,
+        )
         self._recomputed = Counter(
             f"{PREFIX}_tokens_recomputed", "Tokens prefilled again after an eviction", registry=registry
         )
@@ -101,6 +107,8 @@ class Metrics(Collector):
         self._skipped.inc(record.skipped_prefill_token_count)
         for reason, count in record.prefill_reasons.items():
             self._computed.labels(reason).inc(count)
+        if record.prefix_cache_explanation is not None:
+            self._why.labels(record.prefix_cache_explanation["reason"]).inc()
         self._recomputed.inc(record.recomputed_token_count)
         self._generated.inc(len(record.generated_tokens))
         if record.ttft is not None:

@@ -1,0 +1,97 @@
+"""Token ids of cached blocks, kept on the host so that it can be said where a prompt parted from them (SI-5).
+
+Blocks are listed under what they continue: the digest before them, or the root of their keys. Roots differ between
+salts, so nothing here is ever compared across them.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+
+from megatron_ext.prefix_cache.hash_chain import Digest
+
+TOKEN_BYTES = 4
+MOST_COMPARED = 1024  # blocks that continue the same one; of more the first ones are compared
+
+
+@dataclass(frozen=True)
+class Parting:
+    """Where a sequence parts from the cached block that it agrees with longest.
+
+    Attributes:
+        agreeing: Tokens of the block that agree.
+        there: The block's next token.
+    """
+
+    agreeing: int
+    there: int
+
+
+class KeptTokens:
+    """See the module."""
+
+    def __init__(self) -> None:
+        self._tokens: dict[Digest, array[int]] = {}
+        self._before: dict[Digest, Digest] = {}
+        self._after: dict[Digest, dict[Digest, None]] = {}
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    @property
+    def bytes(self) -> int:
+        """That the ids take."""
+        return TOKEN_BYTES * sum(map(len, self._tokens.values()))
+
+    def keep(self, digest: Digest, before: Digest, tokens: array[int]) -> None:
+        """The block of `digest`, which continues that of `before` or a root, is cached, and holds `tokens`."""
+        self._tokens[digest], self._before[digest] = tokens, before
+        self._after.setdefault(before, {})[digest] = None
+
+    def drop(self, digest: Digest) -> None:
+        """The block of `digest`, which nothing cached continues, is not cached any more."""
+        if self._tokens.pop(digest, None) is not None:
+            before = self._before.pop(digest)
+            siblings = self._after[before]
+            del siblings[digest]
+            if not siblings:
+                del self._after[before]
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._tokens.clear()
+        self._before.clear()
+        self._after.clear()
+
+    def parting(self, before: Digest, tokens: array[int]) -> Parting | None:
+        """Of the blocks that continue `before`, the one that agrees longest with `tokens`; None if there is none.
+
+        Args:
+            before: A digest, or a root.
+            tokens: Of a whole block that is not cached.
+        """
+        best: Parting | None = None
+        for i, digest in enumerate(self._after.get(before, ())):
+            if i == MOST_COMPARED:
+                break
+            kept = self._tokens[digest]
+            agreeing = _agreeing(kept, tokens)
+            assert agreeing < len(kept), "this block is cached"
+            if best is None or agreeing > best.agreeing:
+                best = Parting(agreeing, kept[agreeing])
+        return best
+
+    def check(self, cached: set[Digest]) -> None:
+        """Assert that nothing is kept that is not cached."""
+        assert self._tokens.keys() <= cached, "tokens outlive their block"
+        assert {one for group in self._after.values() for one in group} == self._tokens.keys()
+
+
+def _agreeing(one: array[int], other: array[int]) -> int:
+    """Tokens that two have in common from their start, by halving."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle - 1)
+    return low

@@ -1,0 +1,145 @@
+"""Why a request skipped what it skipped, and nothing more (SI-5)."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from dataclasses import dataclass
+
+from megatron_ext.prefix_cache.cache import PrefixCache
+from megatron_ext.prefix_cache.matching import last_boundary, resume_position
+from megatron_ext.scheduling.accounting import Reason, general_reason
+from megatron_ext.scheduling.request import Request
+
+
+class Why(str, enum.Enum):
+    """The first that applies, beside those of `Reason` that concern a whole prompt."""
+
+    TOO_SHORT = "too_short"  # it has no block that could be skipped
+    SKIPPED_ALL = "skipped_all"  # that can be skipped of a prompt of this length
+    NO_SLOTS = "no_slots"  # there is no room for states at all
+    SNAPSHOT_GIVEN_UP = "snapshot_given_up"  # the blocks are there, and the states had no slot any more
+    NO_SNAPSHOT = "no_snapshot"  # the blocks are there, and nobody has left states at their ends
+    BLOCK_EVICTED = "block_evicted"  # the next block was cached, and was given up
+    PARTED = "parted"  # its tokens differ from those of the nearest cached prefix
+    NOT_CACHED = "not_cached"  # nothing cached goes on from there
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Positions are in tokens from the start of the prompt.
+
+    Attributes:
+        reason: Of `Why`, or of `Reason`.
+        skipped: Tokens that it skipped.
+        matched: Tokens in cached blocks that it shares.
+        most: Tokens that a prompt like this can skip at most.
+        agreeing: Tokens that agree with the nearest cached prefix of the same salt; None where that was not looked for.
+        here: Its own token behind those.
+        there: That of the cached prefix. Whose it is nobody else may learn.
+        ago: Requests admitted since what is missing was given up.
+        block_size: Tokens.
+    """
+
+    reason: str
+    skipped: int
+    matched: int
+    most: int
+    block_size: int
+    agreeing: int | None = None
+    here: int | None = None
+    there: int | None = None
+    ago: int | None = None
+
+    def to_dict(self) -> dict[str, object]:
+        """For JSON, with the sentence."""
+        return dataclasses.asdict(self) | {"text": self.text()}
+
+    def text(self) -> str:
+        """One sentence."""
+        size = self.block_size
+        if self.reason == Why.PARTED.value:
+            assert self.agreeing is not None, "it parted somewhere"
+            return (
+                f"{self.agreeing} tokens agree with a cached prefix; they part in block {self.agreeing // size} at "
+                f"token {self.agreeing}: here {self.here}, there {self.there}; computing began at {self.skipped}"
+            )
+        gone = "" if self.ago is None else f" {self.ago} requests ago"
+        sentences = {
+            Why.TOO_SHORT.value: f"too short: {size} tokens make a block",
+            Why.SKIPPED_ALL.value: f"all {self.skipped} tokens that can be skipped were",
+            Why.NO_SLOTS.value: f"{self.matched} tokens are cached, and there are no slots for their states",
+            Why.SNAPSHOT_GIVEN_UP.value: f"{self.matched} tokens are cached; states before {self._goal()} were "
+            f"given up{gone} for want of a slot; computing began at {self.skipped}",
+            Why.NO_SNAPSHOT.value: f"{self.matched} tokens are cached, and no snapshot of states was taken between "
+            f"{self.skipped} and {self._goal()}",
+            Why.BLOCK_EVICTED.value: f"the block behind token {self.matched} was given up{gone} for want of memory; "
+            f"computing began at {self.skipped}",
+            Why.NOT_CACHED.value: f"nothing that is cached goes on behind token {self.matched}",
+            Reason.OPTED_OUT.value: "the request opted out of the cache",
+            Reason.CACHING_OFF.value: "the cache is off",
+            Reason.PROMPT_LOGPROBS.value: "prompt log-probs were asked for, so nothing is skipped",
+        }
+        return sentences[self.reason]
+
+    def _goal(self) -> int:
+        return min(self.matched, self.most)
+
+
+def explain(request: Request, cache: PrefixCache, matched: int, start: int, block_size: int) -> Explanation:
+    """Of a request that is admitted now, before anything is allocated for it.
+
+    Args:
+        request: It.
+        cache: As it is.
+        matched: Blocks that it shares.
+        start: Where it resumes.
+        block_size: Tokens.
+    """
+    length = len(request.tokens)
+    most = last_boundary(length, block_size)
+    if cache.states is None:
+        most = resume_position(length, length // block_size * block_size)
+    blank = Explanation("", start, matched * block_size, most, block_size)
+    general = general_reason(request.params, is_caching=cache.is_enabled)
+    if general is not None:
+        return dataclasses.replace(blank, reason=general.value)
+    if most == 0 or length < block_size:
+        return dataclasses.replace(blank, reason=Why.TOO_SHORT.value)
+    if start == most:
+        return dataclasses.replace(blank, reason=Why.SKIPPED_ALL.value)
+    goal = min(matched * block_size, most)
+    if start < goal:
+        return _without_states(request, cache, blank, goal)
+    return _behind_the_match(request, cache, blank, matched)
+
+
+def _without_states(request: Request, cache: PrefixCache, blank: Explanation, goal: int) -> Explanation:
+    """The blocks up to `goal` are there, and no snapshot behind where it resumes."""
+    assert cache.states is not None, "without recurrent layers nothing else is needed"
+    if cache.states.total == 0:
+        return dataclasses.replace(blank, reason=Why.NO_SLOTS.value)
+    size = blank.block_size
+    gone = cache.ghosts.last_snapshot(request.digests[blank.skipped // size : goal // size])
+    if gone is None:
+        return dataclasses.replace(blank, reason=Why.NO_SNAPSHOT.value)
+    return dataclasses.replace(blank, reason=Why.SNAPSHOT_GIVEN_UP.value, ago=gone)
+
+
+def _behind_the_match(request: Request, cache: PrefixCache, blank: Explanation, matched: int) -> Explanation:
+    """Everything that matched was skipped; why no more matched."""
+    digests, size = request.digests, blank.block_size
+    if matched < len(digests):
+        ago = cache.ghosts.block_ago(digests[matched])
+        if ago is not None:
+            return dataclasses.replace(blank, reason=Why.BLOCK_EVICTED.value, ago=ago)
+    chain = request.sequence.chain
+    assert chain is not None, "it reads the cache"
+    before = digests[matched - 1] if matched else chain.root
+    following = request.sequence.packed[matched * size : (matched + 1) * size]
+    parting = None if cache.kept is None else cache.kept.parting(before, following)
+    if parting is None or matched + parting.agreeing == 0:
+        return dataclasses.replace(blank, reason=Why.NOT_CACHED.value)
+    agreeing = matched * size + parting.agreeing
+    here = request.sequence.packed[agreeing]
+    return dataclasses.replace(blank, reason=Why.PARTED.value, agreeing=agreeing, here=here, there=parting.there)

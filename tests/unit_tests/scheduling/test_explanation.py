@@ -1,0 +1,251 @@
+"""SI-5: what is said of a request is true: compared with everything that was ever computed, in lists of tokens."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.config import EvictionPolicyName
+from megatron_ext.prefix_cache.kept_tokens import KeptTokens
+from megatron_ext.scheduling.explanation import Explanation, Why
+from megatron_ext.scheduling.request import Request
+from megatron_ext.scheduling.scheduler import Scheduler
+from tests.unit_tests.scheduling.builders import add, make_limits, request_of, step
+from tools import explain_prefix
+
+LRU, SIZE = EvictionPolicyName.LRU, 4
+
+
+def make_scheduler(blocks: int = 100, slots: int | None = None, policy: EvictionPolicyName | None = LRU) -> Scheduler:
+    limits = make_limits(block_size=SIZE, total_blocks=blocks, max_tokens=100, explains=True)
+    return Scheduler(limits, policy, b"model", slots)
+
+
+def serve(scheduler: Scheduler, tokens: list[int], **params: object) -> tuple[Request, Explanation]:
+    request = request_of(len(scheduler.queues), tokens, **({"num_tokens_to_generate": 1} | params))
+    add(scheduler, request)
+    while not request.is_ended:
+        step(scheduler)
+    assert request.sequence.ledger.explanation is not None
+    return request, request.sequence.ledger.explanation
+
+
+def text_of(seed: int, length: int) -> list[int]:
+    source = random.Random(seed)
+    return [source.randrange(2, 1000) for _ in range(length)]
+
+
+class TestReasons:
+    """One situation each."""
+
+    def test_parted(self):
+        scheduler = make_scheduler()
+        prompt = text_of(0, 20)
+        serve(scheduler, prompt)
+        other = [*prompt[:14], 1, *prompt[15:]]
+        _, said = serve(scheduler, other)
+        assert (said.reason, said.agreeing, said.here, said.there) == ("parted", 14, 1, prompt[14])
+        assert (said.skipped, said.matched) == (12, 12)
+        assert said.text().startswith("14 tokens agree with a cached prefix; they part in block 3 at token 14: here 1,")
+
+    def test_the_nearest_of_several(self):
+        scheduler = make_scheduler()
+        for at in (1, 3, 2):
+            serve(scheduler, [7] * at + [at + 100] * (12 - at))
+        _, said = serve(scheduler, [7] * 12)
+        assert (said.reason, said.agreeing, said.there) == ("parted", 3, 103)
+
+    def test_never_across_salts(self):
+        scheduler = make_scheduler()
+        prompt = text_of(0, 20)
+        serve(scheduler, prompt, cache_salt="a")
+        assert serve(scheduler, prompt, cache_salt="b")[1].reason == "not_cached"
+
+    def test_too_short(self):
+        assert serve(make_scheduler(), [1, 2, 3])[1].reason == "too_short"
+        assert serve(make_scheduler(slots=3), [1, 2, 3, 4])[1].reason == "too_short"
+
+    def test_all_that_can_be_skipped(self):
+        for slots in (None, 4):
+            scheduler = make_scheduler(slots=slots)
+            serve(scheduler, text_of(0, 10))
+            assert serve(scheduler, text_of(0, 10))[1].reason == "skipped_all"
+
+    def test_a_snapshot_that_was_given_up(self):
+        scheduler = make_scheduler(slots=1)
+        for seed in (0, 1, 2):
+            serve(scheduler, text_of(seed, 10))
+        _, said = serve(scheduler, text_of(0, 10))
+        assert (said.reason, said.ago, said.matched, said.skipped) == ("snapshot_given_up", 1, 8, 0)
+        assert "given up 1 requests ago for want of a slot" in said.text()
+
+    def test_nobody_took_a_snapshot(self):
+        scheduler = make_scheduler(slots=9)
+        serve(scheduler, text_of(0, 20))
+        _, said = serve(scheduler, text_of(0, 10) + [1] * 6)
+        assert (said.reason, said.matched, said.skipped) == ("no_snapshot", 8, 0)
+
+    def test_no_slots(self):
+        scheduler = make_scheduler(slots=0)
+        serve(scheduler, text_of(0, 20))
+        assert serve(scheduler, text_of(0, 20))[1].reason == "no_slots"
+
+    def test_an_evicted_block(self):
+        scheduler = make_scheduler(blocks=6)
+        for seed in (0, 1, 2):
+            serve(scheduler, text_of(seed, 13))
+        _, said = serve(scheduler, text_of(0, 13))
+        assert said.reason == "block_evicted"
+        assert "given up" in said.text()
+
+    def test_what_concerns_the_whole_prompt(self):
+        assert serve(make_scheduler(policy=None), text_of(0, 9))[1].reason == "caching_off"
+        assert serve(make_scheduler(), text_of(0, 9), enable_prefix_caching=False)[1].reason == "opted_out"
+        assert serve(make_scheduler(), text_of(0, 9), return_log_probs=True)[1].reason == "prompt_logprobs"
+
+    def test_it_is_in_the_record(self):
+        request, said = serve(make_scheduler(), [1, 2, 3])
+        assert request.bare_record().prefix_cache_explanation == said.to_dict()
+
+
+def test_off_nothing_is_kept():
+    scheduler = Scheduler(make_limits(), LRU)
+    request = request_of(0, range(12), num_tokens_to_generate=1)
+    add(scheduler, request)
+    step(scheduler)
+    assert scheduler.cache.kept is None
+    assert request.sequence.ledger.explanation is None
+    assert request.bare_record().prefix_cache_explanation is None
+
+
+def common(one: list[int], other: list[int]) -> int:
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def live(seed: int, slots: int | None) -> None:
+    """Random prompts under two salts, one after the other; each explanation against lists of tokens."""
+    source = random.Random(seed)
+    scheduler = make_scheduler(source.choice([7, 12, 100]), slots and source.choice([1, 2, slots]))
+    served: list[tuple[str, list[int]]] = []
+    for _ in range(40):
+        salt = source.choice("ab")
+        prompt = [source.randrange(2) for _ in range(source.randrange(1, 24))]
+        if served and source.random() < 0.5:
+            known = source.choice(served)[1]
+            prompt = known[: source.randrange(1, len(known) + 1)] + prompt
+        prompt = prompt[:24]
+        cached = [
+            (tokens[: blocks * SIZE])
+            for name, tokens in served
+            if name == salt
+            for blocks in range(1, len(tokens) // SIZE + 1)
+            if is_cached(scheduler, salt, tokens, blocks)
+        ]
+        request, said = serve(scheduler, prompt, cache_salt=salt)
+        judge(request, said, prompt, cached)
+        served.append((salt, prompt))
+
+
+def is_cached(scheduler: Scheduler, salt: str, tokens: list[int], blocks: int) -> bool:
+    probe = request_of(0, tokens, cache_salt=salt)
+    scheduler._start_chain(probe)
+    return len(scheduler.cache.match(probe.digests)) >= blocks
+
+
+def judge(request: Request, said: Explanation, prompt: list[int], cached: list[list[int]]) -> None:
+    longest = max((common(prompt, one) for one in cached), default=0)
+    matched = max((common(prompt, one) // SIZE for one in cached), default=0)
+    assert said.skipped == request.skipped_prefill_tokens
+    assert said.matched == matched * SIZE
+    if said.reason == Why.PARTED.value:
+        assert said.agreeing == longest, f"{prompt} parts from {cached} elsewhere"
+        assert said.here == prompt[longest]
+        assert any(one[:longest] == prompt[:longest] and one[longest : longest + 1] == [said.there] for one in cached)
+    elif said.reason == Why.NOT_CACHED.value:
+        assert longest == matched * SIZE
+    elif said.reason == Why.SKIPPED_ALL.value:
+        assert said.skipped in (len(prompt) - 1, (len(prompt) - 1) // SIZE * SIZE, len(prompt) // SIZE * SIZE)
+    elif said.reason in (Why.NO_SNAPSHOT.value, Why.SNAPSHOT_GIVEN_UP.value):
+        assert said.skipped < min(said.matched, said.most)
+    else:
+        assert said.reason in (Why.TOO_SHORT.value, Why.BLOCK_EVICTED.value)
+        assert (said.reason == Why.TOO_SHORT.value) == (said.most == 0 or len(prompt) < SIZE)
+
+
+@pytest.mark.parametrize("slots", [None, 30])
+@pytest.mark.parametrize("seed", range(6))
+def test_random_lives(seed: int, slots: int | None):
+    live(seed, slots)
+
+
+def one_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    parting = KeptTokens.parting
+
+    def early(self: KeptTokens, before: bytes, tokens: object) -> object:
+        found = parting(self, before, tokens)
+        return found and type(found)(max(0, found.agreeing - 1), found.there)
+
+    monkeypatch.setattr(KeptTokens, "parting", early)
+
+
+def keeps_what_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KeptTokens, "drop", lambda self, digest: None)
+
+
+@pytest.mark.parametrize("plant", [one_too_early, keeps_what_is_gone])
+def test_a_lie_is_found(plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch):
+    plant(monkeypatch)
+    with pytest.raises(AssertionError):
+        lives(None)
+
+
+def lives(slots: int | None) -> None:
+    for seed in range(6):
+        live(seed, slots)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_given_up_is_what_more_slots_would_have_kept(seed: int):
+    """And what nobody took is not there with any number of slots."""
+    source = random.Random(seed)
+    few, many = make_scheduler(500, 2), make_scheduler(500, 500)
+    seen = set()
+    for _ in range(60):
+        prompt = [source.randrange(2) for _ in range(source.randrange(5, 14))]
+        _, said = serve(few, prompt)
+        _, unbounded = serve(many, prompt)
+        seen.add(said.reason)
+        if said.reason == Why.SNAPSHOT_GIVEN_UP.value:
+            assert unbounded.skipped > said.skipped
+        elif said.reason == Why.NO_SNAPSHOT.value:
+            assert unbounded.skipped == said.skipped
+    assert {Why.SNAPSHOT_GIVEN_UP.value, Why.NO_SNAPSHOT.value} <= seen
+
+
+class TestTool:
+    def test_two_prompts(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+        first, second = tmp_path / "a.json", tmp_path / "b.json"
+        first.write_text(json.dumps([5] * 503 + [19] * 30))
+        second.write_text(json.dumps({"token_ids": [5] * 503 + [20] * 24}))
+        assert explain_prefix.main([str(first), str(second), "--attention-only"]) == 0
+        assert capsys.readouterr().out == (
+            "448 of 527 tokens are skipped: 503 tokens agree with a cached prefix; they part in block 7 at token 503: "
+            "here 20, there 19; computing began at 448\n"
+        )
+        assert explain_prefix.main([str(first), str(second)]) == 0
+        assert "0 of 527 tokens are skipped: 448 tokens are cached, and no snapshot" in capsys.readouterr().out
+
+    def test_texts(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+        for name in "ab":
+            (tmp_path / name).write_text(f"The same words again and again, {name} and more of them")
+        assert explain_prefix.main([str(tmp_path / "a"), str(tmp_path / "b"), "--block-size", "4"]) == 0
+        assert "no snapshot" in capsys.readouterr().out
+
+    def test_mistakes_are_a_line(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+        (tmp_path / "a").write_text("[]")
+        assert explain_prefix.main([str(tmp_path / "a"), str(tmp_path / "none")]) == 2
+        assert "has no tokens" in capsys.readouterr().err

@@ -1,0 +1,112 @@
+#!/usr/bin/env python
+"""Why a prompt does not hit what another one left in the cache: where they part, to the token, and what that costs.
+
+Run: `python tools/explain_prefix.py A B`. A is served first, then B. A file is text, or JSON: a list of token ids, or
+an object with `text` or `token_ids`, as a line of a prompt file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_ext.config import EvictionPolicyName, RequestParams
+from megatron_ext.errors import ConfigError
+from megatron_ext.files import read_text
+from megatron_ext.prefix_cache.hash_chain import packed_tokens
+from megatron_ext.scheduling.explanation import Explanation
+from megatron_ext.scheduling.plan import SchedulerLimits
+from megatron_ext.scheduling.request import Request
+from megatron_ext.scheduling.scheduler import Scheduler
+from megatron_ext.scheduling.step import describe_step
+from megatron_ext.scheduling.submission import Submission
+
+DONE, BAD_USAGE = 0, 2
+LONGEST_PROMPT = 2**24  # bytes of a file
+_SLOTS = 64
+EMBEDDED_MODEL = Path(__file__).parents[1] / "megatron_ext/models/embedded_model"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Read, serve without computing, and print.
+
+    Returns:
+        The exit code: 0 done, 2 bad usage.
+    """
+    parser = argparse.ArgumentParser(prog="explain_prefix.py", description=__doc__)
+    parser.add_argument("first", type=Path, metavar="A", help="prompt that was served before")
+    parser.add_argument("second", type=Path, metavar="B", help="prompt that should have hit")
+    parser.add_argument("--block-size", type=int, default=64, help="tokens")
+    parser.add_argument("--attention-only", action="store_true", help="of a model without recurrent layers")
+    parser.add_argument(
+        "--tokenizer", type=Path, default=EMBEDDED_MODEL, metavar="DIR", help="for texts; default: the embedded model's"
+    )
+    arguments = parser.parse_args(argv)
+    try:
+        if arguments.block_size < 1:
+            raise ConfigError(f"--block-size {arguments.block_size} must be 1 or more")
+        prompts = [read_prompt(path, arguments.tokenizer) for path in (arguments.first, arguments.second)]
+        said = explain_second(prompts[0], prompts[1], arguments.block_size, is_hybrid=not arguments.attention_only)
+    except ConfigError as error:
+        print(f"explain_prefix.py: error: {error}", file=sys.stderr)
+        return BAD_USAGE
+    print(f"{said.skipped} of {len(prompts[1])} tokens are skipped: {said.text()}")
+    return DONE
+
+
+def read_prompt(path: Path, tokenizer: Path) -> tuple[int, ...]:
+    """Token ids of a file.
+
+    Raises:
+        ConfigError: It cannot be read, or has no tokens.
+    """
+    text = read_text(path, LONGEST_PROMPT)
+    content: object = text
+    if text.lstrip()[:1] in ("[", "{"):
+        try:
+            content = json.loads(text)
+        except (ValueError, RecursionError):
+            content = text  # it only looks like JSON
+    if isinstance(content, dict):
+        content = content.get("token_ids", content.get("text"))
+    if isinstance(content, str):
+        from megatron_ext.text.tokenizer import TextTokenizer
+
+        content = TextTokenizer(tokenizer).tokenize(content)
+    try:
+        tokens = tuple(packed_tokens(content)) if isinstance(content, list) else ()
+    except (TypeError, OverflowError) as error:
+        raise ConfigError(f"{path}: {error}; a prompt is a text or a list of token ids") from error
+    if not tokens:
+        raise ConfigError(f"{path} has no tokens; a prompt is a text or a list of token ids")
+    return tokens
+
+
+def explain_second(first: tuple[int, ...], second: tuple[int, ...], block_size: int, *, is_hybrid: bool) -> Explanation:
+    """What is to be said of `second` where `first` was served before it, and nothing else."""
+    longest = max(len(first), len(second)) + 1
+    limits = SchedulerLimits(
+        block_size=block_size,
+        total_blocks=2 * (longest // block_size + 2),
+        paused_blocks=None,
+        max_requests=1,
+        max_tokens=longest,
+        max_sequence_length=longest,
+        chunked_prefill=True,
+        explains=True,
+    )
+    scheduler = Scheduler(limits, EvictionPolicyName.LRU, b"explained", _SLOTS if is_hybrid else None)
+    for place, tokens in enumerate((first, second)):
+        request = Request(Submission(place, tokens, RequestParams(num_tokens_to_generate=1), arrival=place, seed=0))
+        scheduler.add(request)
+        plan = scheduler.schedule()
+        scheduler.commit(describe_step(plan.chunks, block_size), {place: 0})
+    assert request.sequence.ledger.explanation is not None, "it was admitted"
+    return request.sequence.ledger.explanation
+
+
+if __name__ == "__main__":
+    sys.exit(main())
