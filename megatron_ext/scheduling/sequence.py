@@ -34,7 +34,6 @@ class Sequence:
         seed: Of the numbers that its tokens are drawn with.
 
     Attributes:
-        prompt_length: Tokens of the prompt as it was submitted.
         tokens: Of prompt and generation.
         packed: The same, as they are hashed.
         computed_end: See the module, as `shared_end`.
@@ -52,7 +51,6 @@ class Sequence:
     """
 
     def __init__(self, prompt_tokens: abc.Sequence[int], seed: int | str) -> None:
-        self.prompt_length = len(prompt_tokens)
         self.tokens = list(prompt_tokens)
         self.packed = packed_tokens(prompt_tokens)
         self.computed_end = 0
@@ -65,9 +63,14 @@ class Sequence:
         self.restore: Restore | None = None
         self.snapshots: list[Snapshot] = []
         self.decode_snapshot: Digest | None = None
-        self.ledger = PrefillLedger(self.prompt_length)
+        self.ledger = PrefillLedger(len(prompt_tokens))
         self.draws = Draws(seed)
         self.has_waited_for_prefix = False
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens of the prompt as it was submitted."""
+        return self.ledger.prompt_length
 
     @property
     def generated_count(self) -> int:
