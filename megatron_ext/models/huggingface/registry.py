@@ -7,6 +7,7 @@ from megatron_ext.models.huggingface.families.bamba import BAMBA
 from megatron_ext.models.huggingface.families.falcon_mamba import FALCON_MAMBA
 from megatron_ext.models.huggingface.families.granitemoehybrid import GRANITE_MOE_HYBRID
 from megatron_ext.models.huggingface.families.jamba import JAMBA
+from megatron_ext.models.huggingface.families.lfm2 import LFM2
 from megatron_ext.models.huggingface.families.llama import LLAMA
 from megatron_ext.models.huggingface.families.mamba import MAMBA
 from megatron_ext.models.huggingface.families.mamba2 import MAMBA2
@@ -27,6 +28,7 @@ FAMILIES = {
         MAMBA2,
         BAMBA,
         GRANITE_MOE_HYBRID,
+        LFM2,
     )
 }
 

@@ -25,6 +25,7 @@ OPTIONS = """
 --group-query-attention --no-group-query-attention --num-query-groups --kv-channels
 --mamba-state-dim --mamba-head-dim --mamba-num-heads --mamba-num-groups --mamba-inner-size --mamba-dt-rank
 --linear-key-head-dim --linear-value-head-dim --linear-num-key-heads --linear-num-value-heads --linear-conv-kernel-dim
+--short-conv-kernel-dim
 --qk-layernorm --no-qk-layernorm --attention-output-gate --no-attention-output-gate
 --num-experts --moe-ffn-hidden-size --moe-shared-expert-intermediate-size
 --moe-shared-expert-gate --no-moe-shared-expert-gate --moe-latent-size

@@ -29,7 +29,7 @@ class Shape:
 
 
 # The common beginning of transformers' two classes.
-_CLASSES = {"mamba2": "Mamba2", "bamba": "Bamba", "granitemoehybrid": "GraniteMoeHybrid"}
+_CLASSES = {"mamba2": "Mamba2", "bamba": "Bamba", "granitemoehybrid": "GraniteMoeHybrid", "lfm2": "Lfm2"}
 _DECODER = {
     "vocab_size": 101,
     "hidden_size": 32,
@@ -63,6 +63,13 @@ _SMALL = {
         "residual_multiplier": 0.7,
         "attention_multiplier": 0.2,
         "logits_scaling": 2.5,
+    },
+    "lfm2": {
+        **_DECODER,
+        "num_hidden_layers": 4,
+        "layer_types": ["conv", "full_attention", "conv", "conv"],
+        "block_multiple_of": 8,
+        "tie_word_embeddings": False,
     },
 }
 
@@ -107,6 +114,19 @@ SHAPES = (
             "num_experts_per_tok": 2,
             "position_embedding_type": "rope",
             "tie_word_embeddings": True,
+        },
+    ),
+    Shape("lfm2, tied", "lfm2", seed=1, fields={"tie_word_embeddings": True}),
+    Shape(
+        "lfm2, MHA, other window, base, width and epsilon",
+        "lfm2",
+        seed=1,
+        fields={
+            "num_key_value_heads": 4,
+            "conv_L_cache": 5,
+            "block_auto_adjust_ff_dim": False,
+            "norm_eps": 1e-2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
         },
     ),
 )

@@ -117,7 +117,36 @@ GRANITE = {
     "tie_word_embeddings": True,
     "vocab_size": 100352,
 }
-PUBLISHED = {"mamba2": CODESTRAL, "bamba": BAMBA, "granitemoehybrid": GRANITE}
+LFM2 = {
+    "architectures": ["Lfm2ForCausalLM"],
+    "block_auto_adjust_ff_dim": True,
+    "block_dim": 2048,
+    "block_ff_dim": 12288,
+    "block_ffn_dim_multiplier": 1.0,
+    "block_mlp_init_scale": 1.0,
+    "block_multiple_of": 256,
+    "block_norm_eps": 1e-05,
+    "block_out_init_scale": 1.0,
+    "block_use_swiglu": True,
+    "block_use_xavier_init": True,
+    "conv_L_cache": 3,
+    "conv_bias": False,
+    "conv_dim": 2048,
+    "conv_dim_out": 2048,
+    "conv_use_xavier_init": True,
+    "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+    "hidden_size": 2048,
+    "max_position_embeddings": 128000,
+    "model_type": "lfm2",
+    "norm_eps": 1e-05,
+    "num_attention_heads": 32,
+    "num_heads": 32,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 8,
+    "use_pos_enc": True,
+    "vocab_size": 65536,
+}
+PUBLISHED = {"mamba2": CODESTRAL, "bamba": BAMBA, "granitemoehybrid": GRANITE, "lfm2": LFM2}
 
 
 def sizes(config: ModelConfig) -> tuple[int, ...]:
@@ -156,7 +185,23 @@ def test_granite() -> None:
     assert (dense.position_embedding_type, dense.rotary_base) == ("rope", 10000)
 
 
+def test_lfm2() -> None:
+    """FA-2: two thirds of the width, rounded up; the family's base where the file says none."""
+    config = translate(LFM2)
+    assert [i // 2 for i, letter in enumerate(config.hybrid_override_pattern) if letter == "*"] == [2, 5, 8, 10, 12, 14]
+    assert (config.recurrent_layer, config.short_conv_kernel_dim, config.ffn_size) == ("short_conv", 3, 8192)
+    assert (config.rotary_base, config.untie_embeddings_and_output_weights) == (1_000_000, False)
+    assert translate(LFM2 | {"block_ff_dim": 6656}).ffn_size == 4608
+    assert translate(LFM2 | {"block_ffn_dim_multiplier": 1.5}).ffn_size == 12288
+    assert translate(LFM2 | {"rope_parameters": {"rope_theta": 500.0}}).rotary_base == 500
+
+
 REFUSED = [
+    (LFM2, {"conv_bias": True}, "conv_bias = True is not supported"),
+    (LFM2, {"full_attn_idxs": [1], "layer_types": ["conv"] * 16}, r"full_attn_idxs = \[1\] contradicts layer_types"),
+    (LFM2, {"conv_dim": 1024}, "conv_dim 1024 contradicts hidden_size 2048|hidden_size 2048 contradicts"),
+    (LFM2, {"conv_L_cache": 1}, "--short-conv-kernel-dim 1 must be at least 2"),
+    (LFM2, {"use_pos_enc": False}, "use_pos_enc = False is not supported"),
     (CODESTRAL, {"use_bias": True}, "use_bias = True is not supported"),
     (CODESTRAL, {"time_step_limit": [0.001, 0.1]}, r"time_step_limit = \[0.001, 0.1\] is not supported"),
     (CODESTRAL, {"head_dim": 32}, "num_heads = 128 of head_dim = 32 do not make up the 8192 channels"),
