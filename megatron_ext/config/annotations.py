@@ -19,7 +19,7 @@ from megatron_ext.errors import ConfigError
 FieldValues = Mapping[str, Any]
 
 _SINGULAR = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
-_PLURAL = {int: "whole numbers", str: "texts"}
+_PLURAL = {int: "whole numbers", float: "numbers", str: "texts"}
 _COUNTS = {None: "", 2: "two "}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from megatron.core.inference.contexts.base_context import BaseInferenceContext
@@ -10,6 +10,7 @@ from megatron.core.inference.contexts.dynamic_context import DynamicInferenceCon
 from torch import Tensor
 
 from megatron_ext.mcore.block_allocator import PoolBlockAllocator
+from megatron_ext.mcore.layer_map import LayerPlaces
 from megatron_ext.mcore.staging import ModelInput, SampledTokens, StagingRules, stage_step
 from megatron_ext.memory.heap import give_back_freed_memory
 from megatron_ext.memory.plan import EnginePlan
@@ -32,7 +33,7 @@ class InferenceContext(DynamicInferenceContext):
 
     Args:
         plan: Sizes of everything.
-        layer_places: Local layer -> the how-manieth of its kind it is.
+        layer_places: Where layers have their keys, values and states.
         device: Where the pools live.
         token_rounder: The packed token count is padded to a multiple of this.
     """
@@ -47,7 +48,7 @@ class InferenceContext(DynamicInferenceContext):
     request_metadata_types: Sequence[object] = ()
 
     def __init__(
-        self, plan: EnginePlan, layer_places: Mapping[int, int], device: torch.device, token_rounder: int = 1
+        self, plan: EnginePlan, layer_places: LayerPlaces, device: torch.device, token_rounder: int = 1
     ) -> None:
         BaseInferenceContext.__init__(self, materialize_only_last_token_logits=True)
         self.plan = plan
@@ -228,17 +229,17 @@ class InferenceContext(DynamicInferenceContext):
         return key_cache, value_cache, None
 
     def _caches(self, layer_number: int) -> Tensor:
-        return self.memory_buffer[:, self._layer_places[layer_number - 1]]
+        return self.memory_buffer[:, self._layer_places.kv[layer_number - 1]]
 
     def mamba_states_cache(self, layer_number: int) -> tuple[Tensor, Tensor]:
         """Live convolution and SSM states of a layer; written in place."""
         assert self.live_states is not None, "a recurrent layer has states"
-        return self.live_states.layer(self._layer_places[layer_number - 1])
+        return self.live_states.layer(self._layer_places.states[layer_number - 1])
 
     def mamba_snapshots(self, layer_number: int) -> tuple[Tensor, Tensor]:
         """Convolution and SSM snapshots of a layer; written in place."""
         assert self.snapshots is not None, "a recurrent layer has states"
-        return self.snapshots.layer(self._layer_places[layer_number - 1])
+        return self.snapshots.layer(self._layer_places.states[layer_number - 1])
 
     # Upstream's questions, answered from the host
 

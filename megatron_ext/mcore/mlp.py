@@ -18,6 +18,17 @@ def squared_relu(x: Tensor) -> Tensor:
     return F.relu(x).square()
 
 
+class ScaledSilu:
+    """SiLU of its input times a factor."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[...] -> the same."""
+        return F.silu(x * self.factor)
+
+
 # What these compute, in place.
 _IN_PLACE: dict[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]] = {
     squared_relu: lambda x: x.relu_().square_(),

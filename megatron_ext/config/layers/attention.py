@@ -17,6 +17,7 @@ class AttentionFields(StackFields):
     num_query_groups: int | None = None  # default: num_attention_heads, or 1 with group_query_attention
     kv_channels: int | None = None  # default: hidden_size // num_attention_heads
     qk_layernorm: bool = False  # of each head, before rotation
+    qk_layernorm_over_heads: bool = False  # of the channels of all heads together instead
     attention_output_gate: bool = False  # a sigmoid of the layer's input, on each channel
 
     @property
@@ -41,4 +42,9 @@ def check_attention(config: AttentionFields) -> None:
         config.num_attention_heads % config.query_groups == 0,
         f"{config.num_attention_heads} attention heads cannot be shared by {config.query_groups} query groups; "
         "the groups must divide the heads",
+    )
+    require(
+        not config.qk_layernorm_over_heads
+        or (config.qk_layernorm and config.normalization == "RMSNorm" and not config.apply_layernorm_1p),
+        "qk_layernorm_over_heads needs --qk-layernorm and plain RMSNorm",
     )

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from megatron_ext.errors import ConfigError
+from megatron_ext.models.huggingface.families.bamba import BAMBA
 from megatron_ext.models.huggingface.families.falcon_mamba import FALCON_MAMBA
+from megatron_ext.models.huggingface.families.granitemoehybrid import GRANITE_MOE_HYBRID
 from megatron_ext.models.huggingface.families.jamba import JAMBA
+from megatron_ext.models.huggingface.families.lfm2 import LFM2
 from megatron_ext.models.huggingface.families.llama import LLAMA
 from megatron_ext.models.huggingface.families.mamba import MAMBA
+from megatron_ext.models.huggingface.families.mamba2 import MAMBA2
 from megatron_ext.models.huggingface.families.nemotron_h import NEMOTRON_H
 from megatron_ext.models.huggingface.families.qwen3_next import QWEN3_NEXT
 from megatron_ext.models.huggingface.family import Family
@@ -21,6 +25,10 @@ FAMILIES = {
         MAMBA,
         FALCON_MAMBA,
         JAMBA,
+        MAMBA2,
+        BAMBA,
+        GRANITE_MOE_HYBRID,
+        LFM2,
     )
 }
 

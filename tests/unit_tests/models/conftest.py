@@ -13,7 +13,7 @@ from torch import nn
 
 from megatron_ext.config import ModelConfig
 from megatron_ext.models.build import build_model
-from tests.unit_tests.models.huggingface import llama_oracle, mamba_oracle, qwen3_next_oracle
+from tests.unit_tests.models.huggingface import hybrid_oracle, llama_oracle, mamba_oracle, qwen3_next_oracle
 from tests.unit_tests.models.huggingface import nemotron_h_oracle as oracle
 
 TINY = ModelConfig(
@@ -68,6 +68,12 @@ def mambas(tmp_path_factory: pytest.TempPathFactory) -> Oracles:
 def qwens(tmp_path_factory: pytest.TempPathFactory) -> Oracles:
     """The same for Qwen3-Next."""
     return _make_each_once(qwen3_next_oracle, tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def hybrids(tmp_path_factory: pytest.TempPathFactory) -> Oracles:
+    """The same for the families of hybrid_oracle.py."""
+    return _make_each_once(hybrid_oracle, tmp_path_factory)
 
 
 @pytest.fixture

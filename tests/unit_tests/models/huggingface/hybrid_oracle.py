@@ -1,0 +1,182 @@
+"""Random tiny models of recurrent and hybrid families made by transformers: an implementation that we did not write.
+
+Slow decay, as in nemotron_h_oracle.py, where what serves every family is: prompts, logits, tolerance. Only full
+forwards are compared with: transformers' own resumption over several tokens loses states of some of these.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from tests.unit_tests.models.huggingface import nemotron_h_oracle as oracle
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One architecture and what is special about it."""
+
+    name: str
+    family: str
+    seed: int
+    fields: dict = field(default_factory=dict)  # of the family's configuration, over those of _SMALL
+
+
+# The common beginning of transformers' two classes.
+_CLASSES = {"mamba2": "Mamba2", "bamba": "Bamba", "granitemoehybrid": "GraniteMoeHybrid", "lfm2": "Lfm2"}
+_DECODER = {
+    "vocab_size": 101,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "pad_token_id": None,
+}
+_MAMBA2 = {"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 16, "mamba_chunk_size": 32}
+_SMALL = {
+    "mamba2": {
+        "vocab_size": 101,
+        "hidden_size": 32,
+        "num_hidden_layers": 3,
+        "num_heads": 8,
+        "head_dim": 8,
+        "n_groups": 2,
+        "state_size": 16,
+        "chunk_size": 32,
+    },
+    "bamba": {**_DECODER, **_MAMBA2, "attn_layer_indices": [1]},
+    "granitemoehybrid": {
+        **_DECODER,
+        **_MAMBA2,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "num_local_experts": 0,
+        "shared_intermediate_size": 24,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.7,
+        "attention_multiplier": 0.2,
+        "logits_scaling": 2.5,
+    },
+    "lfm2": {
+        **_DECODER,
+        "num_hidden_layers": 4,
+        "layer_types": ["conv", "full_attention", "conv", "conv"],
+        "block_multiple_of": 8,
+        "tie_word_embeddings": False,
+    },
+}
+
+SHAPES = (
+    Shape("mamba2", "mamba2", seed=1),
+    Shape(
+        "mamba2, one group, tied, other width, window and epsilon",
+        "mamba2",
+        seed=1,
+        fields={
+            "tie_word_embeddings": True,
+            "n_groups": 1,
+            "expand": 3,
+            "num_heads": 6,
+            "head_dim": 16,
+            "conv_kernel": 3,
+            "layer_norm_epsilon": 1e-2,
+        },
+    ),
+    Shape("bamba", "bamba", seed=1),
+    Shape(
+        "bamba, MHA, one group, other base, epsilon and width, tied",
+        "bamba",
+        seed=1,
+        fields={
+            "num_key_value_heads": 4,
+            "mamba_n_groups": 1,
+            "mamba_expand": 3,
+            "mamba_n_heads": 6,
+            "rms_norm_eps": 1e-2,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+        },
+    ),
+    Shape("granite, dense", "granitemoehybrid", seed=1),
+    Shape(
+        "granite, experts, rotary, tied",
+        "granitemoehybrid",
+        seed=53,
+        fields={
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "position_embedding_type": "rope",
+            "tie_word_embeddings": True,
+        },
+    ),
+    Shape("lfm2, tied", "lfm2", seed=1, fields={"tie_word_embeddings": True}),
+    Shape(
+        "lfm2, MHA, other window, base, width and epsilon",
+        "lfm2",
+        seed=1,
+        fields={
+            "num_key_value_heads": 4,
+            "conv_L_cache": 5,
+            "block_auto_adjust_ff_dim": False,
+            "norm_eps": 1e-2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+        },
+    ),
+)
+
+
+def make(shape: Shape, directory: Path) -> PreTrainedModel:
+    """A model of a shape, saved to a directory by transformers itself."""
+    torch.manual_seed(shape.seed)
+    config_class, model_class = (
+        getattr(transformers, _CLASSES[shape.family] + end) for end in ("Config", "ForCausalLM")
+    )
+    model = model_class(config_class(**(_SMALL[shape.family] | shape.fields))).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():  # tied ones once
+            parameter.copy_(_value(name, parameter))
+    model.save_pretrained(directory)
+    return model
+
+
+def _value(name: str, parameter: Tensor) -> Tensor:
+    kind = name.removesuffix(".weight").rsplit(".", 1)[-1]
+    noise = torch.randn_like(parameter)
+    if kind == "A_log":
+        return torch.empty_like(parameter).uniform_(0.01, 0.1).log()
+    if kind == "dt_bias":
+        return torch.empty_like(parameter).uniform_(0.01, 0.05).expm1().log()
+    if kind == "D":
+        return 0.3 * noise
+    if "norm" in kind:
+        return 1 + 0.2 * noise
+    if name.endswith(".bias"):
+        return 0.3 * noise
+    if kind in ("embeddings", "embed_tokens"):
+        return 0.5 * noise
+    gain = {"q_proj": 2.0, "k_proj": 2.0, "lm_head": 1.0, "router": 3.0}.get(kind, 1.2)
+    inputs = parameter.shape[-1] if "experts" in name else parameter[0].numel()
+    return noise * gain / math.sqrt(inputs)
+
+
+@torch.no_grad()
+def routing_margin(model: nn.Module, tokens: list[int]) -> float:
+    """By how much a router prefers what it chooses, for the token where it wavers most; infinite without routers."""
+    margins = [math.inf]
+
+    def note(router: nn.Module, _: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> None:
+        ranked = outputs[0].sort(descending=True).values
+        margins.append((ranked[:, router.top_k - 1] - ranked[:, router.top_k]).min().item())
+
+    hooks = [m.register_forward_hook(note) for name, m in model.named_modules() if name.endswith("router")]
+    oracle.their_logits(model, tokens)
+    for hook in hooks:
+        hook.remove()
+    return min(margins)

@@ -1,0 +1,233 @@
+"""A `config.json` of a recurrent or hybrid family is translated whole, or refused by the name of the field."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from megatron_ext.config import ModelConfig
+from megatron_ext.errors import ConfigError
+from megatron_ext.models.huggingface.checkpoint import translate
+
+# The fields of the published models.
+CODESTRAL = {
+    "architectures": ["Mamba2ForCausalLM"],
+    "bos_token_id": 0,
+    "chunk_size": 256,
+    "conv_kernel": 4,
+    "eos_token_id": 0,
+    "expand": 2,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.1,
+    "intermediate_size": 8192,
+    "layer_norm_epsilon": 1e-05,
+    "model_type": "mamba2",
+    "n_groups": 8,
+    "norm_before_gate": True,
+    "num_heads": 128,
+    "num_hidden_layers": 64,
+    "rescale_prenorm_residual": False,
+    "residual_in_fp32": True,
+    "rms_norm": True,
+    "state_size": 128,
+    "tie_word_embeddings": False,
+    "time_step_floor": 0.0001,
+    "time_step_init_scheme": "random",
+    "time_step_limit": [0.0, {"__float__": "Infinity"}],
+    "time_step_max": 0.1,
+    "time_step_min": 0.001,
+    "time_step_rank": 256,
+    "time_step_scale": 1.0,
+    "use_bias": False,
+    "use_cache": True,
+    "use_conv_bias": True,
+    "vocab_size": 32768,
+}
+BAMBA = {
+    "architectures": ["BambaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "attn_layer_indices": [9, 18, 27],
+    "attn_rotary_emb": 64,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "mamba_chunk_size": 256,
+    "mamba_conv_bias": True,
+    "mamba_d_conv": 4,
+    "mamba_d_head": 64,
+    "mamba_d_state": 128,
+    "mamba_expand": 2,
+    "mamba_n_groups": 1,
+    "mamba_n_heads": 128,
+    "mamba_proj_bias": False,
+    "max_position_embeddings": 262144,
+    "mlp_bias": False,
+    "model_type": "bamba",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "num_logits_to_keep": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "use_mamba_kernels": True,
+    "vocab_size": 128256,
+}
+GRANITE = {
+    "architectures": ["GraniteMoeHybridForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "attention_multiplier": 0.0078125,
+    "embedding_multiplier": 12,
+    "hidden_act": "silu",
+    "hidden_size": 1536,
+    "init_method": "mup",
+    "intermediate_size": 512,
+    "layer_types": ["mamba", "mamba", "attention", "mamba"],
+    "logits_scaling": 6,
+    "mamba_chunk_size": 256,
+    "mamba_conv_bias": True,
+    "mamba_d_conv": 4,
+    "mamba_d_head": 64,
+    "mamba_d_state": 128,
+    "mamba_expand": 2,
+    "mamba_n_groups": 1,
+    "mamba_n_heads": 48,
+    "mamba_proj_bias": False,
+    "max_position_embeddings": 131072,
+    "model_type": "granitemoehybrid",
+    "normalization_function": "rmsnorm",
+    "num_attention_heads": 12,
+    "num_experts_per_tok": 6,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 4,
+    "num_local_experts": 64,
+    "output_router_logits": False,
+    "position_embedding_type": "nope",
+    "residual_multiplier": 0.22,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 10000,
+    "router_aux_loss_coef": 0.0,
+    "shared_intermediate_size": 1024,
+    "tie_word_embeddings": True,
+    "vocab_size": 100352,
+}
+LFM2 = {
+    "architectures": ["Lfm2ForCausalLM"],
+    "block_auto_adjust_ff_dim": True,
+    "block_dim": 2048,
+    "block_ff_dim": 12288,
+    "block_ffn_dim_multiplier": 1.0,
+    "block_mlp_init_scale": 1.0,
+    "block_multiple_of": 256,
+    "block_norm_eps": 1e-05,
+    "block_out_init_scale": 1.0,
+    "block_use_swiglu": True,
+    "block_use_xavier_init": True,
+    "conv_L_cache": 3,
+    "conv_bias": False,
+    "conv_dim": 2048,
+    "conv_dim_out": 2048,
+    "conv_use_xavier_init": True,
+    "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+    "hidden_size": 2048,
+    "max_position_embeddings": 128000,
+    "model_type": "lfm2",
+    "norm_eps": 1e-05,
+    "num_attention_heads": 32,
+    "num_heads": 32,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 8,
+    "use_pos_enc": True,
+    "vocab_size": 65536,
+}
+PUBLISHED = {"mamba2": CODESTRAL, "bamba": BAMBA, "granitemoehybrid": GRANITE, "lfm2": LFM2}
+
+
+def sizes(config: ModelConfig) -> tuple[int, ...]:
+    """Of a Mamba-2 layer: heads, their channels, groups and states."""
+    return config.mamba_heads, config.mamba_head_dim, config.mamba_num_groups, config.mamba_state_dim
+
+
+def test_mamba2() -> None:
+    """FA-2."""
+    config = translate(CODESTRAL)
+    assert (config.hybrid_override_pattern, sizes(config)) == ("M" * 64, (128, 64, 8, 128))
+    assert config.untie_embeddings_and_output_weights
+    assert translate({**CODESTRAL, "chunk_size": 128, "norm_before_gate": False}).mamba_chunk_size == 128
+
+
+def test_bamba() -> None:
+    """FA-2: half of a head is rotated unless the file says otherwise; `attn_rotary_emb` says it in channels."""
+    config = translate(BAMBA)
+    assert [i // 2 for i, letter in enumerate(config.hybrid_override_pattern) if letter == "*"] == [9, 18, 27]
+    assert (sizes(config), config.rotary_percent) == ((128, 64, 1, 128), 0.5)
+    assert translate(BAMBA | {"mamba_d_head": "auto"}).mamba_head_dim == 64
+    said = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}}
+    assert translate(BAMBA | said | {"attn_rotary_emb": 32}).rotary_percent == 0.25
+
+
+def test_granite() -> None:
+    """FA-2: multipliers, no positions, a shared expert; dense where there are no experts."""
+    config = translate(GRANITE)
+    assert config.hybrid_override_pattern == "MEME*EME"
+    assert (config.embedding_multiplier, config.residual_multiplier, config.softmax_scale) == (12, 0.22, 0.0078125)
+    assert math.isclose(config.logits_multiplier * 6, 1)
+    assert (config.position_embedding_type, config.expert_ffn_size) == ("none", 512)
+    assert (config.moe_shared_expert_intermediate_size, config.moe_router_topk) == (1024, 6)
+    dense = translate(GRANITE | {"num_local_experts": 0, "position_embedding_type": "rope"})
+    assert (dense.hybrid_override_pattern, dense.ffn_size) == ("M-M-*-M-", 1024)
+    assert (dense.position_embedding_type, dense.rotary_base) == ("rope", 10000)
+
+
+def test_lfm2() -> None:
+    """FA-2: two thirds of the width, rounded up; the family's base where the file says none."""
+    config = translate(LFM2)
+    assert [i // 2 for i, letter in enumerate(config.hybrid_override_pattern) if letter == "*"] == [2, 5, 8, 10, 12, 14]
+    assert (config.recurrent_layer, config.short_conv_kernel_dim, config.ffn_size) == ("short_conv", 3, 8192)
+    assert (config.rotary_base, config.untie_embeddings_and_output_weights) == (1_000_000, False)
+    assert translate(LFM2 | {"block_ff_dim": 6656}).ffn_size == 4608
+    assert translate(LFM2 | {"block_ffn_dim_multiplier": 1.5}).ffn_size == 12288
+    assert translate(LFM2 | {"rope_parameters": {"rope_theta": 500.0}}).rotary_base == 500
+
+
+REFUSED = [
+    (LFM2, {"conv_bias": True}, "conv_bias = True is not supported"),
+    (LFM2, {"full_attn_idxs": [1], "layer_types": ["conv"] * 16}, r"full_attn_idxs = \[1\] contradicts layer_types"),
+    (LFM2, {"conv_dim": 1024}, "conv_dim 1024 contradicts hidden_size 2048|hidden_size 2048 contradicts"),
+    (LFM2, {"conv_L_cache": 1}, "--short-conv-kernel-dim 1 must be at least 2"),
+    (LFM2, {"use_pos_enc": False}, "use_pos_enc = False is not supported"),
+    (CODESTRAL, {"use_bias": True}, "use_bias = True is not supported"),
+    (CODESTRAL, {"time_step_limit": [0.001, 0.1]}, r"time_step_limit = \[0.001, 0.1\] is not supported"),
+    (CODESTRAL, {"head_dim": 32}, "num_heads = 128 of head_dim = 32 do not make up the 8192 channels"),
+    (CODESTRAL, {"n_groups": 5}, "n_groups = 5 is not supported; it must divide num_heads = 128"),
+    (CODESTRAL, {"surprise": 1}, "field surprise = 1 is not supported"),
+    (BAMBA, {"mamba_proj_bias": True}, "mamba_proj_bias = True is not supported"),
+    (BAMBA, {"mamba_conv_bias": False}, "mamba_conv_bias = False is not supported"),
+    (BAMBA, {"mlp_bias": True}, "mlp_bias = True is not supported"),
+    (BAMBA, {"attn_layer_indices": [32]}, r"attn_layer_indices = \[32\] is not supported; .* layers, 0 to 31"),
+    (BAMBA, {"attn_rotary_emb": 128}, "attn_rotary_emb = 128 contradicts partial_rotary_factor = 0.5"),
+    (BAMBA, {"partial_rotary_factor": 0.75}, "partial_rotary_factor = 0.75 is not supported; supported is 0.5"),
+    (BAMBA, {"mamba_n_heads": 100}, "mamba_n_heads = 100 of mamba_d_head = 64 do not make up the 8192 channels"),
+    (BAMBA, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_scaling.rope_type = 'linear'"),
+    (GRANITE, {"position_embedding_type": "alibi"}, "position_embedding_type = 'alibi' is not supported"),
+    (GRANITE, {"normalization_function": "layernorm"}, "normalization_function = 'layernorm' is not supported"),
+    (GRANITE, {"num_experts_per_tok": 1}, "num_experts_per_tok = 1 is not supported; .* two chosen experts"),
+    (GRANITE, {"residual_multiplier": -1}, "residual_multiplier = -1 is not supported; it must be a positive number"),
+    (GRANITE, {"logits_scaling": 0}, "logits_scaling = 0 is not supported; it must be a positive number"),
+    (GRANITE, {"layer_types": ["mamba", "sliding"] * 2}, "layer_types has 'sliding'"),
+    (GRANITE, {"attention_bias": True}, "attention_bias = True is not supported"),
+]
+
+
+@pytest.mark.parametrize(("published", "changes", "message"), REFUSED, ids=lambda value: str(value)[-50:])
+def test_fields_that_are_not_supported_are_refused(published: dict, changes: dict, message: str) -> None:
+    """FA-2: by name and value, in one line."""
+    with pytest.raises(ConfigError, match=message) as caught:
+        translate(published | changes)
+    assert "\n" not in str(caught.value)
