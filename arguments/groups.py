@@ -66,6 +66,7 @@ MODEL = FlagGroup(
         *(Flag(name, text) for name, text in flags_of(RecurrentFields).items()),
         Flag("qk_layernorm", "A norm of each query and key head, before they are rotated"),
         Flag("attention_output_gate", "Attention outputs times a sigmoid of the layer's input"),
+        Flag("add_qkv_bias", "Biases of queries, keys and values"),
         Flag("num_experts", "Experts of each MoE layer (E)"),
         Flag("moe_ffn_hidden_size", "Width inside one expert; default: that of an MLP"),
         Flag("moe_shared_expert_intermediate_size", "Width inside the shared experts; default: there are none"),

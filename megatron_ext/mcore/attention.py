@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import torch
 from megatron.core.inference.contexts import BaseInferenceContext
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.utils import get_pg_rank
 from torch import Tensor
 
+from megatron_ext.mcore.layer_config import with_biases
 from megatron_ext.ops.paged_attention import paged_attention
 from megatron_ext.ops.rotary import rotate
 
@@ -18,6 +20,10 @@ class PagedSelfAttention(SelfAttention):
     Parameters, names and the training forward are upstream's. Upstream's dynamic forward asserts on flash-attn before
     any hook that could be overridden, so that forward is ours.
     """
+
+    def __init__(self, config: TransformerConfig, *args: object, **kwargs: object) -> None:
+        super().__init__(with_biases(config, "add_attention_output_bias"), *args, **kwargs)
+        self._magnitude = getattr(config, "rotary_magnitude", 1.0)
 
     def forward(
         self,
@@ -52,7 +58,7 @@ class PagedSelfAttention(SelfAttention):
         is_gated = self.config.attention_output_gate
         query, key, value, *gate = self.get_query_key_value_tensors(hidden_states, None, output_gate=is_gated)
         if rotary_pos_emb is not None:
-            rotation = context.rotation(rotary_pos_emb)
+            rotation = context.rotation(rotary_pos_emb, self._magnitude)
             query, key = rotate(query, rotation), rotate(key, rotation)
         # query [T, 1, heads, D]; key and value [T, 1, KV heads, D]; gate, if any, as query
         layer = self.layer_number - self._get_pp_layer_offset_for_inference()

@@ -195,14 +195,15 @@ class InferenceContext(DynamicInferenceContext):
         self.scored_states = hidden_states[self.staged.score_tokens] if self.staged.prompt_scores else None
         return hidden_states[self.staged.sample_tokens]
 
-    def rotation(self, angles: Tensor) -> Rotation:
+    def rotation(self, angles: Tensor, magnitude: float = 1.0) -> Rotation:
         """What the step's tokens are rotated by; the first layer that asks computes it for all of them.
 
         Args:
             angles: Of all positions, [n, 1, 1, D]; the same for every layer.
+            magnitude: What is rotated is multiplied by this; the same for every layer.
         """
         if self._rotation is None:
-            self._rotation = rotation_at(angles, self.staged.position_ids, self.params_dtype)
+            self._rotation = rotation_at(angles, self.staged.position_ids, self.params_dtype, magnitude)
         return self._rotation
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 
 from megatron.core.transformer import TransformerConfig
@@ -19,6 +20,12 @@ class LayerConfig(TransformerConfig):
         recurrent_output_multiplier: See above.
         mlp_output_multiplier: See above.
         qk_layernorm_over_heads: Norms of queries and of keys are over all heads together.
+        add_attention_output_bias: Of the projection behind attention, and of queries, keys and values.
+        add_mlp_bias: Of MLPs that are no experts.
+        rotary_magnitude: What rotated queries and keys are multiplied by, in our forward.
+        yarn_rotary_scaling_factor: This and the next two say the same to upstream's forward; 1 is a magnitude of 1.
+        yarn_mscale: See above.
+        yarn_mscale_all_dim: See above.
     """
 
     embedding_multiplier: float = 1.0
@@ -28,3 +35,18 @@ class LayerConfig(TransformerConfig):
     recurrent_output_multiplier: float = 1.0
     mlp_output_multiplier: float = 1.0
     qk_layernorm_over_heads: bool = False
+    add_attention_output_bias: bool = False
+    add_mlp_bias: bool = False
+    rotary_magnitude: float = 1.0
+    yarn_rotary_scaling_factor: float = 1.0
+    yarn_mscale: float = 1.0
+    yarn_mscale_all_dim: float = 0.0
+
+
+def with_biases(config: TransformerConfig, wanted: str) -> TransformerConfig:
+    """The same configuration, or a copy with biases in linear layers if the setting called `wanted` is on."""
+    if not getattr(config, wanted, False):
+        return config
+    changed = copy.copy(config)
+    changed.add_bias_linear = True
+    return changed

@@ -10,6 +10,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from torch import Tensor
 
+from megatron_ext.mcore.layer_config import with_biases
 from megatron_ext.mcore.linear import ColumnLinear, RowLinear
 
 
@@ -44,6 +45,7 @@ class PlainMLP(MLP):
 
     def __init__(self, config: TransformerConfig, **options: object) -> None:
         submodules = MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear)
+        config = with_biases(config, "add_mlp_bias")
         super().__init__(config, submodules, **{"ffn_hidden_size": config.ffn_hidden_size, **options})
 
     def forward(

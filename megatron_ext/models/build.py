@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron_ext.config import RECURRENT_KINDS, ModelConfig, ParallelConfig
+from megatron_ext.config.layers.attention import check_window
 from megatron_ext.config.layers.letters import is_attention
 from megatron_ext.config.layers.multipliers import MULTIPLIERS
 from megatron_ext.errors import ConfigError
@@ -20,13 +21,13 @@ from megatron_ext.mcore.mlp import ScaledSilu, squared_relu
 from megatron_ext.mcore.model import HybridModel
 from megatron_ext.mcore.stack import HybridStack
 from megatron_ext.memory.limits import allocating
+from megatron_ext.models.rotary import rotary_embedding
 from megatron_ext.models.size import check_model_fits, described
 from megatron_ext.models.stack_specs import OWN_SPECS, is_own_spec
 from megatron_ext.ranks.layout import check_model
 from megatron_ext.ranks.share import Share, share_of
 from megatron_ext.ranks.world import ranks_on_this_machine
 
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding  # isort: skip
 from megatron.core.transformer.spec_utils import ModuleSpec  # isort: skip
 
 _RECURRENT_LAYERS = ("mamba_layer", "parallel_layer")  # of our stacks, by their specs' names
@@ -51,11 +52,12 @@ def build_model(
         parallel: How the model is spread; None for what Megatron's groups say.
 
     Raises:
-        ConfigError: No vocabulary size, a spec that cannot be found, parameters that do not fit the memory there is,
-            or a model that cannot be spread like that.
+        ConfigError: No vocabulary size, sequences longer than attention's window, a spec that cannot be found,
+            parameters that do not fit the memory there is, or a model that cannot be spread like that.
     """
     if config.vocab_size is None:
         raise ConfigError("the vocabulary size is unknown; give --vocab-size or a tokenizer")
+    check_window(config, config.max_position_embeddings, "--max-position-embeddings")
     spec = resolve_spec(config)
     if parallel is not None:
         check_model(parallel, config)
@@ -117,15 +119,8 @@ def _built(
             rotary_base=config.rotary_base,
             rotary_percent=config.rotary_percent,
         )
-    if config.use_rope_scaling:  # MambaModel does not pass these on
-        model.rotary_pos_emb = RotaryEmbedding(
-            kv_channels=config.head_channels,
-            rotary_percent=config.rotary_percent,
-            rotary_base=config.rotary_base,
-            rope_scaling=True,
-            rope_scaling_factor=config.rope_scaling_factor,
-            use_cpu_initialization=True,
-        )
+    if config.use_rope_scaling or config.yarn_rotary_scaling_factor is not None:  # MambaModel does not pass these on
+        model.rotary_pos_emb = rotary_embedding(config)
     return model
 
 
@@ -155,6 +150,9 @@ def transformer_config(
         layernorm_zero_centered_gamma=config.apply_layernorm_1p,
         layernorm_epsilon=config.norm_epsilon,
         add_bias_linear=not config.disable_bias_linear,
+        add_qkv_bias=config.add_qkv_bias,
+        add_attention_output_bias=config.add_attention_output_bias,
+        add_mlp_bias=config.add_mlp_bias,
         gated_linear_unit=config.swiglu,
         activation_func=_activation(config),
         hidden_dropout=0.0,
@@ -172,6 +170,10 @@ def transformer_config(
         apply_rope_fusion=False,
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
+        rotary_magnitude=config.rotary_magnitude,
+        yarn_rotary_scaling_factor=config.yarn_rotary_scaling_factor or 1.0,
+        yarn_mscale=config.yarn_mscale,
+        yarn_mscale_all_dim=config.yarn_mscale_all_dim,
         **sizes,
         **(config.recurrent.core_fields(config) if config.is_hybrid else {}),
         **(_moe_fields(config) if config.is_moe else {}),

@@ -19,6 +19,9 @@ class AttentionFields(StackFields):
     qk_layernorm: bool = False  # of each head, before rotation
     qk_layernorm_over_heads: bool = False  # of the channels of all heads together instead
     attention_output_gate: bool = False  # a sigmoid of the layer's input, on each channel
+    add_qkv_bias: bool = False  # of queries, keys and values, where linear layers have none otherwise
+    add_attention_output_bias: bool = False  # the same of the projection behind attention; comes with the other
+    attention_window: int | None = None  # tokens that a query sees, its own the last of them; default: all before it
 
     @property
     def query_groups(self) -> int:
@@ -47,4 +50,27 @@ def check_attention(config: AttentionFields) -> None:
         not config.qk_layernorm_over_heads
         or (config.qk_layernorm and config.normalization == "RMSNorm" and not config.apply_layernorm_1p),
         "qk_layernorm_over_heads needs --qk-layernorm and plain RMSNorm",
+    )
+    require(
+        config.add_qkv_bias or not config.add_attention_output_bias,
+        "add_attention_output_bias is for attention with biases of queries, keys and values; set add_qkv_bias too",
+    )
+
+
+def check_window(config: AttentionFields, longest: int, flag: str) -> None:
+    """See that every query sees all tokens before it: a window that no sequence is longer than has no effect.
+
+    Args:
+        config: Of the model.
+        longest: Tokens of the longest sequence.
+        flag: What makes sequences shorter.
+
+    Raises:
+        ConfigError: There are longer ones.
+    """
+    window = config.attention_window
+    require(
+        window is None or longest <= window,
+        f"attention in a sliding window of {window} tokens (sliding_window = {window}) is not supported with sequences "
+        f"of up to {longest}; {flag} {window} would do: up to there the window has no effect",
     )

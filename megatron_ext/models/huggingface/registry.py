@@ -11,7 +11,12 @@ from megatron_ext.models.huggingface.families.lfm2 import LFM2
 from megatron_ext.models.huggingface.families.llama import LLAMA
 from megatron_ext.models.huggingface.families.mamba import MAMBA
 from megatron_ext.models.huggingface.families.mamba2 import MAMBA2
+from megatron_ext.models.huggingface.families.mistral import MISTRAL
+from megatron_ext.models.huggingface.families.mixtral import MIXTRAL
 from megatron_ext.models.huggingface.families.nemotron_h import NEMOTRON_H
+from megatron_ext.models.huggingface.families.qwen2 import QWEN2
+from megatron_ext.models.huggingface.families.qwen3 import QWEN3
+from megatron_ext.models.huggingface.families.qwen3_moe import QWEN3_MOE
 from megatron_ext.models.huggingface.families.qwen3_next import QWEN3_NEXT
 from megatron_ext.models.huggingface.family import Family
 from megatron_ext.models.huggingface.fields import Fields
@@ -29,6 +34,11 @@ FAMILIES = {
         BAMBA,
         GRANITE_MOE_HYBRID,
         LFM2,
+        QWEN2,
+        QWEN3,
+        QWEN3_MOE,
+        MISTRAL,
+        MIXTRAL,
     )
 }
 

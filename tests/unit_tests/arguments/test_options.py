@@ -11,6 +11,7 @@ from arguments import build_parser, build_server_parser, parse_server_arguments
 from arguments.flags import normalize_key
 from arguments.groups import ACCESS, BATCHING, CACHE, GROUPS, LIMITS, MODEL, PARALLEL, SERVER, SOURCE, TOKENIZER
 from arguments.megatron.table import SERVER_TABLE, TABLE, records
+from megatron_ext.config import ModelConfig
 from megatron_ext.config.layers.multipliers import MULTIPLIERS
 from tests.unit_tests.support.source import ROOT
 
@@ -26,7 +27,7 @@ OPTIONS = """
 --mamba-state-dim --mamba-head-dim --mamba-num-heads --mamba-num-groups --mamba-inner-size --mamba-dt-rank
 --linear-key-head-dim --linear-value-head-dim --linear-num-key-heads --linear-num-value-heads --linear-conv-kernel-dim
 --short-conv-kernel-dim
---qk-layernorm --no-qk-layernorm --attention-output-gate --no-attention-output-gate
+--qk-layernorm --no-qk-layernorm --attention-output-gate --no-attention-output-gate --add-qkv-bias --no-add-qkv-bias
 --num-experts --moe-ffn-hidden-size --moe-shared-expert-intermediate-size
 --moe-shared-expert-gate --no-moe-shared-expert-gate --moe-latent-size
 --moe-router-topk --moe-router-score-function --moe-router-num-groups --moe-router-group-topk
@@ -77,6 +78,8 @@ WITHOUT_FLAG = {
         *("mamba_conv_kernel", "mamba_chunk_size", "mamba_inner_norm", "mamba_inner_norm_epsilon"),
         *MULTIPLIERS,
         "qk_layernorm_over_heads",
+        *("add_attention_output_bias", "add_mlp_bias", "attention_window"),
+        *(name for name in ModelConfig.__dataclass_fields__ if name.startswith("yarn_")),
     },
     "SourceConfig": {field.name for field in dataclasses.fields(TOKENIZER.config)},  # a group of its own
     "RequestParams": {"seed", "min_tokens", "cache_salt", "enable_prefix_caching"},

@@ -13,7 +13,13 @@ from torch import nn
 
 from megatron_ext.config import ModelConfig
 from megatron_ext.models.build import build_model
-from tests.unit_tests.models.huggingface import hybrid_oracle, llama_oracle, mamba_oracle, qwen3_next_oracle
+from tests.unit_tests.models.huggingface import (
+    dense_oracle,
+    hybrid_oracle,
+    llama_oracle,
+    mamba_oracle,
+    qwen3_next_oracle,
+)
 from tests.unit_tests.models.huggingface import nemotron_h_oracle as oracle
 
 TINY = ModelConfig(
@@ -56,6 +62,12 @@ def oracles(tmp_path_factory: pytest.TempPathFactory) -> Oracles:
 def llamas(tmp_path_factory: pytest.TempPathFactory) -> Oracles:
     """The same for Llama."""
     return _make_each_once(llama_oracle, tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def denses(tmp_path_factory: pytest.TempPathFactory) -> Oracles:
+    """The same for families with attention in every layer, and for Llama with biases."""
+    return _make_each_once(dense_oracle, tmp_path_factory)
 
 
 @pytest.fixture(scope="session")

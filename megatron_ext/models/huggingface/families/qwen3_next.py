@@ -6,7 +6,7 @@ experts (E), each with its norm and its residual. What differs in the tensors:
 - They keep the input projection of a gated delta net in two matrices whose rows are grouped by key head; we in one,
   [q | k | v | gate | beta | alpha], see `_input_projection`.
 - Norms multiply by 1 + weight on both sides (`apply_layernorm_1p`), but for theirs inside the gated delta net.
-- Both route by the softmax over the chosen experts, if `norm_topk_prob` says so; otherwise it is refused.
+- Both route by a softmax, over the chosen experts if `norm_topk_prob` says so, over all of them otherwise.
 
 What the file says for a head that predicts several tokens ahead (`mtp.`) is passed over, as transformers does.
 """
@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from megatron_ext.config import ModelConfig
-from megatron_ext.errors import ConfigError
 from megatron_ext.models.huggingface.attention import attention_heads
 from megatron_ext.models.huggingface.blocks import (
     ATTENTION_NORM,
@@ -42,12 +41,12 @@ from megatron_ext.models.huggingface.fields import (
     flag,
     layer_count,
     names,
-    require_field,
     size,
     size_or,
 )
 from megatron_ext.models.huggingface.layers import check_count, listed_letters
 from megatron_ext.models.huggingface.rotary import ROPE_FIELDS, SHARE, rotary_fields
+from megatron_ext.models.huggingface.routing import SPARSE_FIELDS, softmax_experts, sparse_letters
 from megatron_ext.models.huggingface.tensors import EXPERT, Conversion, Source, TensorTable
 
 # transformers' values of fields that files leave out.
@@ -58,8 +57,6 @@ _DEFAULT_ATTENTION_INTERVAL = 4
 _LETTERS = {"linear_attention": "M", "full_attention": "*"}
 _EXPERT_SIZES = {
     "moe_intermediate_size": "moe_ffn_hidden_size",
-    "num_experts": "num_experts",
-    "num_experts_per_tok": "moe_router_topk",
     "shared_expert_intermediate_size": "moe_shared_expert_intermediate_size",
 }
 
@@ -82,10 +79,11 @@ _FIELDS = FieldTable(
     },
     read=names(
         """
-        head_dim layer_types full_attention_interval mlp_only_layers decoder_sparse_step norm_topk_prob
+        head_dim layer_types full_attention_interval norm_topk_prob num_experts num_experts_per_tok
         """
     )
     | ROPE_FIELDS
+    | SPARSE_FIELDS
     | {SHARE, *_EXPERT_SIZES},
     without_effect=names("output_router_logits router_aux_loss_coef max_window_layers"),
 )
@@ -93,7 +91,7 @@ _FIELDS = FieldTable(
 
 def _pattern(fields: Fields) -> str:
     """Two letters a layer."""
-    return "".join(map("".join, zip(_mixers(fields), _feed_forwards(fields), strict=True)))
+    return "".join(map("".join, zip(_mixers(fields), sparse_letters(fields), strict=True)))
 
 
 def _mixers(fields: Fields) -> str:
@@ -107,19 +105,6 @@ def _mixers(fields: Fields) -> str:
     return letters
 
 
-def _feed_forwards(fields: Fields) -> str:
-    """E or - for each layer: experts in every `decoder_sparse_step`-th one but those listed."""
-    count, step = layer_count(fields), size_or(fields, "decoder_sparse_step", 1)
-    dense = fields.get("mlp_only_layers") or []
-    if not isinstance(dense, list) or any(type(index) is not int or not 0 <= index < count for index in dense):
-        raise ConfigError(
-            f"config.json: mlp_only_layers = {dense!r} is not supported; it must be a list of layers, 0 to {count - 1}"
-        )
-    has_experts = require_field(fields, "num_experts") != 0
-    sparse = {index for index in range(count) if has_experts and (index + 1) % step == 0} - set(dense)
-    return "".join("E" if index in sparse else "-" for index in range(count))
-
-
 def _derived(fields: Fields) -> Fields:
     check_divides(fields, "linear_num_key_heads", "linear_num_value_heads")
     return {
@@ -130,19 +115,11 @@ def _derived(fields: Fields) -> Fields:
 
 
 def _experts(fields: Fields) -> Fields:
-    sizes = {ours: size(fields, theirs) for theirs, ours in _EXPERT_SIZES.items()}
-    chosen, experts = sizes["moe_router_topk"], sizes["num_experts"]
-    if not 1 < chosen <= experts:
-        raise ConfigError(
-            f"config.json: num_experts_per_tok = {chosen} is not supported with num_experts = {experts}; "
-            f"supported are 2 to {experts}"
-        )
-    if not flag(fields, "norm_topk_prob", default=True):
-        raise ConfigError(
-            "config.json: norm_topk_prob = False is not supported; megatron-core's softmax is over the chosen experts: "
-            "supported is True"
-        )
-    return {**sizes, "moe_router_score_function": "softmax", "moe_shared_expert_gate": True}
+    return {
+        **softmax_experts(fields, "num_experts", is_normalized=flag(fields, "norm_topk_prob", default=True)),
+        **{ours: size(fields, theirs) for theirs, ours in _EXPERT_SIZES.items()},
+        "moe_shared_expert_gate": True,
+    }
 
 
 def _input_projection(parts: Sequence[Tensor], config: ModelConfig) -> Tensor:

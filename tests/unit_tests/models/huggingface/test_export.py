@@ -17,6 +17,7 @@ from megatron_ext.models.huggingface.export import export_hf_checkpoint
 from megatron_ext.models.load import load_model, save_model
 from megatron_ext.models.weight_files import WEIGHTS_FILE
 from tests.unit_tests.models.huggingface import (
+    dense_oracle,
     hybrid_oracle,
     llama_oracle,
     mamba_oracle,
@@ -32,6 +33,7 @@ FAMILIES = {
     "qwens": qwen3_next_oracle.SHAPES,
     "mambas": mamba_oracle.SHAPES,
     "hybrids": hybrid_oracle.SHAPES,
+    "denses": dense_oracle.SHAPES,
 }
 EVERY_SHAPE = [(fixture, shape.name) for fixture, shapes in FAMILIES.items() for shape in shapes]
 

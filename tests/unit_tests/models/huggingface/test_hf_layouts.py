@@ -26,17 +26,20 @@ SHAPES = {
         "llamas": ("mha", "gqa, tied"),
         "mambas": ("mamba, tied", "falcon", "jamba", "jamba, experts"),
         "qwens": ("dense", "experts"),
+        "denses": ("llama, biases of attention, yarn", "llama, biases of MLPs, tied", "qwen2", "qwen3 moe"),
     },
     "PP 2": {
         "oracles": ("mha", "gqa, groups, wide heads, tied", "MoE"),
         "llamas": ("gqa, tied",),
         "mambas": ("mamba, tied", "jamba, experts"),
         "qwens": ("experts",),
+        "denses": ("llama, biases of MLPs, tied", "mixtral"),
     },
     "EP 2": {
         "oracles": ("MoE", "MoE, latent, one expert a token"),
         "mambas": ("jamba, experts",),
         "qwens": ("experts",),
+        "denses": ("qwen3 moe",),
     },
 }
 LAYOUTS = {"TP 2": sizes(tp=2), "PP 2": sizes(pp=2), "EP 2": sizes(ep=2)}
