@@ -103,6 +103,13 @@ def shutting_down() -> ApiError:
     return ApiError(503, "the server is shutting down", kind=FAULT)
 
 
+def asleep() -> ApiError:
+    """503: an administrator has taken the pools' memory back for a while."""
+    return ApiError(
+        503, "the server is asleep; an administrator wakes it with POST /wake_up", kind=FAULT, code="asleep"
+    )
+
+
 def engine_fault(error: BaseException) -> ApiError:
     """500: step after step failed."""
     return ApiError(500, f"the engine failed: {type(error).__name__}", kind=FAULT)

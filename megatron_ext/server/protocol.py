@@ -98,7 +98,9 @@ Prompts = Annotated[
 ]
 
 
-class _Body(BaseModel):
+class Body(BaseModel):
+    """JSON with strict types and known fields only."""
+
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
     @model_validator(mode="before")
@@ -109,14 +111,14 @@ class _Body(BaseModel):
         return value
 
 
-class StreamOptions(_Body):
+class StreamOptions(Body):
     """How to stream."""
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None  # there is none
 
 
-class OpenAIFields(_Body):
+class OpenAIFields(Body):
     """OpenAI's fields of both routes that this engine heeds."""
 
     model: str | None = None
@@ -157,7 +159,7 @@ class OpenAIFields(_Body):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
-class EngineFields(_Body):
+class EngineFields(Body):
     """What is not OpenAI's."""
 
     min_tokens: Annotated[int, Field(ge=0)] | None = None
@@ -167,7 +169,7 @@ class EngineFields(_Body):
     enable_prefix_caching: bool | None = None
 
 
-class ClientFields(_Body):
+class ClientFields(Body):
     """What clients say for their own books, without effect on the answer."""
 
     user: str | None = None
@@ -178,7 +180,7 @@ class ClientFields(_Body):
     prompt_cache_key: str | None = None
 
 
-class NeutralFields(_Body):
+class NeutralFields(Body):
     """What is taken as long as it asks for nothing; see `_NEUTRAL`, whose fields of either route are checked here."""
 
     frequency_penalty: object = None
@@ -218,7 +220,7 @@ class CompletionRequest(GenerationRequest):
         return cast("list[str | list[int]]", prompt)
 
 
-class TextPart(_Body):
+class TextPart(Body):
     """A part of a message's content; there is only text."""
 
     type: Literal["text"]

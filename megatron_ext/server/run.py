@@ -27,7 +27,7 @@ from megatron_ext.models.following import follow
 from megatron_ext.models.load import load_model, save_model
 from megatron_ext.ranks.failure import ending_together
 from megatron_ext.ranks.team import Team
-from megatron_ext.server.app import Serving, create_app
+from megatron_ext.server.app import create_app
 from megatron_ext.server.connections import (
     ACCEPT_BATCH,
     LISTEN_BACKLOG,
@@ -38,6 +38,7 @@ from megatron_ext.server.connections import (
 )
 from megatron_ext.server.errors import shutting_down
 from megatron_ext.server.keys import Keys, load_keys
+from megatron_ext.server.serving import Serving
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from megatron_ext.server.answers import Reply, Scored, finished, generated_scores, usage
-from megatron_ext.server.engine_loop import HttpExchange
 from megatron_ext.server.errors import ApiError, ClientGone, engine_fault
+from megatron_ext.server.exchange import HttpExchange
 from megatron_ext.server.progress import RequestHandle
 from megatron_ext.text.stream import TextStream
 

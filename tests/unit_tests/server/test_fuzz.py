@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from schemathesis.checks import not_a_server_error
 from schemathesis.generation import GenerationMode
 
-from megatron_ext.server.app import router
+from megatron_ext.server.app import ROUTERS
 from tests.unit_tests.support.server import LiveServer, embedded_engine, tiny_engine
 
 COMMON = {
@@ -38,7 +38,8 @@ def talking(serve) -> LiveServer:
 def described() -> list:
     """The operations of the description that the server gives of itself."""
     app = FastAPI(title="megatron_ext", version="0")
-    app.include_router(router)
+    for router in ROUTERS:
+        app.include_router(router)
     return [result.ok() for result in schemathesis.openapi.from_dict(app.openapi()).get_all_operations()]
 
 
