@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.models.huggingface.families.bamba import BAMBA
+from megatron_ext.models.huggingface.families.falcon_h1 import FALCON_H1
 from megatron_ext.models.huggingface.families.falcon_mamba import FALCON_MAMBA
 from megatron_ext.models.huggingface.families.granitemoehybrid import GRANITE_MOE_HYBRID
 from megatron_ext.models.huggingface.families.jamba import JAMBA
@@ -39,6 +40,7 @@ FAMILIES = {
         QWEN3_MOE,
         MISTRAL,
         MIXTRAL,
+        FALCON_H1,
     )
 }
 

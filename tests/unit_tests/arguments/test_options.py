@@ -77,9 +77,9 @@ WITHOUT_FLAG = {
     "ModelConfig": {
         *("mamba_conv_kernel", "mamba_chunk_size", "mamba_inner_norm", "mamba_inner_norm_epsilon"),
         *MULTIPLIERS,
-        "qk_layernorm_over_heads",
         *("add_attention_output_bias", "add_mlp_bias", "attention_window"),
         *(name for name in ModelConfig.__dataclass_fields__ if name.startswith("yarn_")),
+        *("qk_layernorm_over_heads", "mamba_gated_norm", "mamba_multipliers"),
     },
     "SourceConfig": {field.name for field in dataclasses.fields(TOKENIZER.config)},  # a group of its own
     "RequestParams": {"seed", "min_tokens", "cache_salt", "enable_prefix_caching"},

@@ -29,7 +29,13 @@ class Shape:
 
 
 # The common beginning of transformers' two classes.
-_CLASSES = {"mamba2": "Mamba2", "bamba": "Bamba", "granitemoehybrid": "GraniteMoeHybrid", "lfm2": "Lfm2"}
+_CLASSES = {
+    "mamba2": "Mamba2",
+    "bamba": "Bamba",
+    "granitemoehybrid": "GraniteMoeHybrid",
+    "lfm2": "Lfm2",
+    "falcon_h1": "FalconH1",
+}
 _DECODER = {
     "vocab_size": 101,
     "hidden_size": 32,
@@ -72,6 +78,19 @@ _SMALL = {
         "tie_word_embeddings": False,
     },
 }
+
+_FALCON_H1_MULTIPLIERS = {
+    "embedding_multiplier": 2.5,
+    "lm_head_multiplier": 0.4,
+    "mlp_multipliers": [0.8, 1.3],
+    "key_multiplier": 0.6,
+    "attention_in_multiplier": 1.2,
+    "attention_out_multiplier": 0.7,
+    "ssm_multipliers": [0.9, 1.1, 1.2, 0.8, 0.7],
+    "ssm_in_multiplier": 1.25,
+    "ssm_out_multiplier": 0.75,
+}
+_SMALL["falcon_h1"] = {**_DECODER, **_MAMBA2, "mamba_d_ssm": 48} | _FALCON_H1_MULTIPLIERS
 
 SHAPES = (
     Shape("mamba2", "mamba2", seed=1),
@@ -127,6 +146,24 @@ SHAPES = (
             "block_auto_adjust_ff_dim": False,
             "norm_eps": 1e-2,
             "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+        },
+    ),
+    Shape("falcon_h1, no norm", "falcon_h1", seed=1),
+    Shape("falcon_h1, norm first", "falcon_h1", seed=1, fields={"mamba_rms_norm": True}),
+    Shape(
+        "falcon_h1, gate first, MHA, one group, wide heads, tied",
+        "falcon_h1",
+        seed=5,
+        fields={
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+            "num_key_value_heads": 4,
+            "head_dim": 12,
+            "mamba_n_groups": 1,
+            "mamba_d_ssm": None,
+            "tie_word_embeddings": True,
+            "rms_norm_eps": 1e-2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e11},
         },
     ),
 )

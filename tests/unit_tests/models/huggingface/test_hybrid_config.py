@@ -146,7 +146,54 @@ LFM2 = {
     "use_pos_enc": True,
     "vocab_size": 65536,
 }
-PUBLISHED = {"mamba2": CODESTRAL, "bamba": BAMBA, "granitemoehybrid": GRANITE, "lfm2": LFM2}
+FALCON_H1 = {
+    "architectures": ["FalconH1ForCausalLM"],
+    "attention_bias": False,
+    "attention_in_multiplier": 1.0,
+    "attention_out_multiplier": 0.375,
+    "attn_layer_indices": None,
+    "embedding_multiplier": 5.656854249492381,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 1024,
+    "intermediate_size": 2048,
+    "key_multiplier": 0.39062499999999994,
+    "lm_head_multiplier": 0.0390625,
+    "mamba_chunk_size": 128,
+    "mamba_conv_bias": True,
+    "mamba_d_conv": 4,
+    "mamba_d_head": 64,
+    "mamba_d_ssm": 1536,
+    "mamba_d_state": 128,
+    "mamba_expand": 2,
+    "mamba_n_groups": 1,
+    "mamba_n_heads": 24,
+    "mamba_norm_before_gate": False,
+    "mamba_proj_bias": False,
+    "mamba_rms_norm": False,
+    "mamba_use_mlp": True,
+    "max_position_embeddings": 16384,
+    "mlp_bias": False,
+    "mlp_expansion_factor": 8,
+    "mlp_multipliers": [0.8838834764831844, 0.5859375],
+    "model_type": "falcon_h1",
+    "num_attention_heads": 8,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 2,
+    "num_logits_to_keep": 1,
+    "projectors_bias": False,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 100000000000.0,
+    "ssm_in_multiplier": 1.25,
+    "ssm_multipliers": [0.3535533905932738, 0.25, 0.3535533905932738, 0.5, 0.3535533905932738],
+    "ssm_out_multiplier": 0.23570226039551587,
+    "tie_word_embeddings": False,
+    "time_step_floor": 0.0001,
+    "time_step_limit": [0.0, {"__float__": "Infinity"}],
+    "vocab_size": 32784,
+}
+PUBLISHED = {"falcon_h1": FALCON_H1, "mamba2": CODESTRAL, "bamba": BAMBA, "granitemoehybrid": GRANITE, "lfm2": LFM2}
 
 
 def sizes(config: ModelConfig) -> tuple[int, ...]:
@@ -196,7 +243,26 @@ def test_lfm2() -> None:
     assert translate(LFM2 | {"rope_parameters": {"rope_theta": 500.0}}).rotary_base == 500
 
 
+def test_falcon_h1() -> None:
+    """FA-2: attention is linear in its values, so that factors in front of it are factors behind it."""
+    config = translate(FALCON_H1)
+    assert (config.hybrid_override_pattern, sizes(config)) == ("P-" * 36, (24, 64, 1, 128))
+    assert (config.rotary_base, config.mamba_gated_norm) == (100_000_000_000, None)
+    assert config.mamba_multipliers == pytest.approx((0.4419, 0.3125, 0.4419, 0.625, 0.4419), abs=1e-4)
+    doubled = translate(FALCON_H1 | {"attention_in_multiplier": 2.0})
+    assert doubled.softmax_scale == pytest.approx(4 * 0.390625 / 8)
+    assert doubled.attention_output_multiplier == pytest.approx(0.75)
+    wide = translate(FALCON_H1 | {"mamba_d_ssm": None, "mamba_n_heads": 32, "mamba_rms_norm": True})
+    assert (sizes(wide), wide.mamba_gated_norm) == ((32, 64, 1, 128), "gate_first")
+
+
 REFUSED = [
+    (FALCON_H1, {"ssm_multipliers": [1.0, 2.0]}, r"ssm_multipliers = \[1.0, 2.0\] .* list of 5 positive numbers"),
+    (FALCON_H1, {"mlp_multipliers": [1.0, 0]}, "mlp_multipliers = 0 is not supported; it must be a positive number"),
+    (FALCON_H1, {"projectors_bias": True}, "projectors_bias = True is not supported"),
+    (FALCON_H1, {"mamba_use_mlp": False}, "mamba_use_mlp = False is not supported"),
+    (FALCON_H1, {"mamba_d_ssm": 1537}, "do not make up the 1537 channels"),
+    (FALCON_H1, {"attn_layer_indices": [1]}, r"attn_layer_indices = \[1\] is not supported"),
     (LFM2, {"conv_bias": True}, "conv_bias = True is not supported"),
     (LFM2, {"full_attn_idxs": [1], "layer_types": ["conv"] * 16}, r"full_attn_idxs = \[1\] contradicts layer_types"),
     (LFM2, {"conv_dim": 1024}, "conv_dim 1024 contradicts hidden_size 2048|hidden_size 2048 contradicts"),

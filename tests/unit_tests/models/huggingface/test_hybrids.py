@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from megatron_ext.config import BatchingConfig, CacheConfig, RequestParams, SourceConfig
+from megatron_ext.config.layers.multipliers import MULTIPLIERS
 from megatron_ext.mcore.assemble import build_engine
 from megatron_ext.models.load import LoadedModel, load_model, save_model
 from megatron_ext.offline.comparison import MAX_TOLERANCE, P95_TOLERANCE, compare
@@ -180,6 +181,12 @@ CONTROLS = {
     "B and x": ("lfm2, tied", _rolled(LAYERS + "0.mixer.in_proj.weight", 32)),
     "convolution": ("lfm2, tied", _rolled(LAYERS + "4.mixer.conv1d.weight")),
     "norm of queries": ("lfm2, tied", _filled(LAYERS + "2.self_attention.q_layernorm.weight", 1.0)),
+    "attention beside a mixer": (
+        "falcon_h1, no norm",
+        _filled(LAYERS + "2.self_attention.linear_proj.weight", 0.0),
+    ),
+    "a mixer beside attention": ("falcon_h1, no norm", _filled(LAYERS + "2.mixer.out_proj.weight", 0.0)),
+    "norm before the gate": ("falcon_h1, norm first", _filled(LAYERS + "2.mixer.norm.weight", 1.0)),
     "two experts": ("granite, experts, rotary, tied", _rolled(LAYERS + "1.mlp.router.weight")),
     "the shared expert": (
         "granite, experts, rotary, tied",
@@ -199,7 +206,11 @@ def test_comparison_sees_one_wrong_tensor(control: str, hybrids) -> None:
     assert excess(ours, theirs) > 10
 
 
+FALCON = "falcon_h1, no norm"
+PARTS = (1.125, 1.375, 1.5, 1.0, 0.875)  # of that model, for z, x, B, C and dt
 SETTINGS = [
+    *((FALCON, {name: 0.9}) for name in MULTIPLIERS),
+    *((FALCON, {"mamba_multipliers": (*PARTS[:i], 0.95, *PARTS[i + 1 :])}) for i in range(5)),
     ("bamba", {"rotary_percent": 1.0}),
     ("granite, dense", {"embedding_multiplier": 2.9}),
     ("granite, dense", {"residual_multiplier": 0.69}),
@@ -213,4 +224,11 @@ SETTINGS = [
 def test_comparison_sees_one_wrong_setting(name: str, override: dict, hybrids) -> None:
     """Flags win over the checkpoint; these have no weights that could contradict them."""
     theirs, directory = hybrids(name)
+    said = {setting: getattr(load_hf(directory).config, setting) for setting in override}
+    assert said != override
     assert excess(load_model(SourceConfig(load_hf=str(directory)), override, device=CPU).model, theirs) > 10
+
+
+def test_the_parts_of_a_projection(hybrids) -> None:
+    """What the settings above change is what the file says: the input's factor times each part's."""
+    assert load_hf(hybrids(FALCON)[1]).config.mamba_multipliers == pytest.approx(PARTS)
