@@ -17,6 +17,7 @@ from megatron_ext.models.huggingface.families.mixtral import MIXTRAL
 from megatron_ext.models.huggingface.families.nemotron_h import NEMOTRON_H
 from megatron_ext.models.huggingface.families.qwen2 import QWEN2
 from megatron_ext.models.huggingface.families.qwen3 import QWEN3
+from megatron_ext.models.huggingface.families.qwen3_5 import QWEN3_5, QWEN3_5_TEXT
 from megatron_ext.models.huggingface.families.qwen3_moe import QWEN3_MOE
 from megatron_ext.models.huggingface.families.qwen3_next import QWEN3_NEXT
 from megatron_ext.models.huggingface.family import Family
@@ -41,6 +42,8 @@ FAMILIES = {
         MISTRAL,
         MIXTRAL,
         FALCON_H1,
+        QWEN3_5_TEXT,
+        QWEN3_5,
     )
 }
 

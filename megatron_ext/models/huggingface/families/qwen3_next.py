@@ -39,12 +39,11 @@ from megatron_ext.models.huggingface.fields import (
     Fields,
     check_divides,
     flag,
-    layer_count,
     names,
     size,
     size_or,
 )
-from megatron_ext.models.huggingface.layers import check_count, listed_letters
+from megatron_ext.models.huggingface.gated_delta_net import DELTA_NET_SIZES, delta_net_or_attention, norm_around_one
 from megatron_ext.models.huggingface.rotary import ROPE_FIELDS, SHARE, rotary_fields
 from megatron_ext.models.huggingface.routing import SPARSE_FIELDS, softmax_experts, sparse_letters
 from megatron_ext.models.huggingface.tensors import EXPERT, Conversion, Source, TensorTable
@@ -52,9 +51,7 @@ from megatron_ext.models.huggingface.tensors import EXPERT, Conversion, Source, 
 # transformers' values of fields that files leave out.
 _DEFAULT_ROTARY_SHARE = 0.25
 _DEFAULT_HEAD_SIZE = 256
-_DEFAULT_ATTENTION_INTERVAL = 4
 
-_LETTERS = {"linear_attention": "M", "full_attention": "*"}
 _EXPERT_SIZES = {
     "moe_intermediate_size": "moe_ffn_hidden_size",
     "shared_expert_intermediate_size": "moe_shared_expert_intermediate_size",
@@ -63,11 +60,7 @@ _EXPERT_SIZES = {
 _FIELDS = FieldTable(
     sizes={
         **DECODER_SIZES,
-        "linear_conv_kernel_dim": "linear_conv_kernel_dim",
-        "linear_key_head_dim": "linear_key_head_dim",
-        "linear_num_key_heads": "linear_num_key_heads",
-        "linear_num_value_heads": "linear_num_value_heads",
-        "linear_value_head_dim": "linear_value_head_dim",
+        **DELTA_NET_SIZES,
         "num_key_value_heads": "num_query_groups",
     },
     numbers={"rms_norm_eps": ("norm_epsilon", 1e-6)},
@@ -91,18 +84,7 @@ _FIELDS = FieldTable(
 
 def _pattern(fields: Fields) -> str:
     """Two letters a layer."""
-    return "".join(map("".join, zip(_mixers(fields), sparse_letters(fields), strict=True)))
-
-
-def _mixers(fields: Fields) -> str:
-    """M or * for each layer."""
-    count = layer_count(fields)
-    if fields.get("layer_types") is None:
-        interval = size_or(fields, "full_attention_interval", _DEFAULT_ATTENTION_INTERVAL)
-        return "".join("M" if (index + 1) % interval else "*" for index in range(count))
-    letters = listed_letters(fields, "layer_types", _LETTERS)
-    check_count(count, letters, "layer_types")
-    return letters
+    return "".join(map("".join, zip(delta_net_or_attention(fields), sparse_letters(fields), strict=True)))
 
 
 def _derived(fields: Fields) -> Fields:
@@ -151,16 +133,6 @@ _INPUT_PROJECTION = Source(
     ("linear_attn.in_proj_qkvz.weight", "linear_attn.in_proj_ba.weight"),
     Conversion(_input_rows, _input_projection, _separate_input),
 )
-# Theirs multiplies by the weight, ours by one more.
-_OUT_NORM = Source(
-    ("linear_attn.norm.weight",),
-    Conversion(
-        lambda config: [config.linear_value_head_dim],
-        lambda parts, _: parts[0].float() - 1.0,
-        lambda ours, _: [ours.float() + 1.0],
-    ),
-)
-
 _MIXER_NORM, _FEED_FORWARD_NORM = "input_layernorm", "post_attention_layernorm"
 _TENSORS = TensorTable(
     layers={
@@ -168,7 +140,7 @@ _TENSORS = TensorTable(
             **weights({RECURRENT_NORM: _MIXER_NORM}),
             **copied("mixer", "linear_attn", ("A_log", "dt_bias", "conv1d.weight", "out_proj.weight")),
             "mixer.in_proj.weight": _INPUT_PROJECTION,
-            "mixer.out_norm.weight": _OUT_NORM,
+            "mixer.out_norm.weight": norm_around_one("linear_attn.norm.weight"),
         },
         "*": {
             **weights({ATTENTION_NORM: _MIXER_NORM}),

@@ -28,13 +28,14 @@ class Shape:
     fields: dict = field(default_factory=dict)  # of the family's configuration, over those of _SMALL
 
 
-# The common beginning of transformers' two classes.
 _CLASSES = {
-    "mamba2": "Mamba2",
-    "bamba": "Bamba",
-    "granitemoehybrid": "GraniteMoeHybrid",
-    "lfm2": "Lfm2",
-    "falcon_h1": "FalconH1",
+    "mamba2": ("Mamba2Config", "Mamba2ForCausalLM"),
+    "bamba": ("BambaConfig", "BambaForCausalLM"),
+    "granitemoehybrid": ("GraniteMoeHybridConfig", "GraniteMoeHybridForCausalLM"),
+    "lfm2": ("Lfm2Config", "Lfm2ForCausalLM"),
+    "falcon_h1": ("FalconH1Config", "FalconH1ForCausalLM"),
+    "qwen3_5_text": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM"),
+    "qwen3_5": ("Qwen3_5Config", "Qwen3_5ForConditionalGeneration"),
 }
 _DECODER = {
     "vocab_size": 101,
@@ -91,6 +92,20 @@ _FALCON_H1_MULTIPLIERS = {
     "ssm_out_multiplier": 0.75,
 }
 _SMALL["falcon_h1"] = {**_DECODER, **_MAMBA2, "mamba_d_ssm": 48} | _FALCON_H1_MULTIPLIERS
+
+_DELTA_NET = {
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
+_SMALL["qwen3_5_text"] = {**_DECODER, **_DELTA_NET, "head_dim": 16}
+_SMALL["qwen3_5"] = {
+    "text_config": _SMALL["qwen3_5_text"] | {"rms_norm_eps": 1e-2},
+    "vision_config": {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32},
+}
+_NORMS_AROUND_ZERO = ("qwen3_5_text", "qwen3_5")
 
 SHAPES = (
     Shape("mamba2", "mamba2", seed=1),
@@ -166,24 +181,40 @@ SHAPES = (
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e11},
         },
     ),
+    Shape(
+        "qwen3_5, as many heads, other window, base and share",
+        "qwen3_5_text",
+        seed=1,
+        fields={
+            "linear_num_key_heads": 3,
+            "linear_num_value_heads": 3,
+            "linear_conv_kernel_dim": 3,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.5},
+        },
+    ),
+    Shape("qwen3_5, that reads images too", "qwen3_5", seed=1),
 )
 
 
 def make(shape: Shape, directory: Path) -> PreTrainedModel:
     """A model of a shape, saved to a directory by transformers itself."""
     torch.manual_seed(shape.seed)
-    config_class, model_class = (
-        getattr(transformers, _CLASSES[shape.family] + end) for end in ("Config", "ForCausalLM")
-    )
+    config_class, model_class = (getattr(transformers, name) for name in _CLASSES[shape.family])
     model = model_class(config_class(**(_SMALL[shape.family] | shape.fields))).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():  # tied ones once
-            parameter.copy_(_value(name, parameter))
+            around = 0 if shape.family in _NORMS_AROUND_ZERO and _is_outer_norm(name) else 1
+            parameter.copy_(_value(name, parameter, around))
     model.save_pretrained(directory)
     return model
 
 
-def _value(name: str, parameter: Tensor) -> Tensor:
+def _is_outer_norm(name: str) -> bool:
+    """Whether it is a norm other than those of the gated delta net."""
+    return "norm" in name.removesuffix(".weight").rsplit(".", 1)[-1] and "linear_attn" not in name
+
+
+def _value(name: str, parameter: Tensor, norms_around: int) -> Tensor:
     kind = name.removesuffix(".weight").rsplit(".", 1)[-1]
     noise = torch.randn_like(parameter)
     if kind == "A_log":
@@ -193,7 +224,7 @@ def _value(name: str, parameter: Tensor) -> Tensor:
     if kind == "D":
         return 0.3 * noise
     if "norm" in kind:
-        return 1 + 0.2 * noise
+        return norms_around + 0.2 * noise
     if name.endswith(".bias"):
         return 0.3 * noise
     if kind in ("embeddings", "embed_tokens"):

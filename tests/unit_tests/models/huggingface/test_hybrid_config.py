@@ -193,7 +193,59 @@ FALCON_H1 = {
     "time_step_limit": [0.0, {"__float__": "Infinity"}],
     "vocab_size": 32784,
 }
-PUBLISHED = {"falcon_h1": FALCON_H1, "mamba2": CODESTRAL, "bamba": BAMBA, "granitemoehybrid": GRANITE, "lfm2": LFM2}
+QWEN_TEXT = {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "attn_output_gate": True,
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "hidden_act": "silu",
+    "hidden_size": 5120,
+    "intermediate_size": 17408,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 48,
+    "linear_value_head_dim": 128,
+    "mamba_ssm_dtype": "float32",
+    "max_position_embeddings": 262144,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_5_text",
+    "mtp_num_hidden_layers": 1,
+    "mtp_use_dedicated_embeddings": False,
+    "num_attention_heads": 24,
+    "num_hidden_layers": 8,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_parameters": {
+        "mrope_interleaved": True,
+        "mrope_section": [11, 11, 10],
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 10000000,
+        "rope_type": "default",
+    },
+    "vocab_size": 248320,
+}
+QWEN = {
+    "architectures": ["Qwen3_5ForConditionalGeneration"],
+    "image_token_id": 248056,
+    "model_type": "qwen3_5",
+    "text_config": QWEN_TEXT,
+    "tie_word_embeddings": False,
+    "video_token_id": 248057,
+    "vision_config": {"depth": 27, "hidden_size": 1152, "model_type": "qwen3_5"},
+    "vision_end_token_id": 248054,
+    "vision_start_token_id": 248053,
+}
+PUBLISHED = {
+    "mamba2": CODESTRAL,
+    "bamba": BAMBA,
+    "granitemoehybrid": GRANITE,
+    "lfm2": LFM2,
+    "falcon_h1": FALCON_H1,
+    "qwen3_5_text": QWEN_TEXT,
+    "qwen3_5": QWEN,
+}
 
 
 def sizes(config: ModelConfig) -> tuple[int, ...]:
@@ -256,7 +308,30 @@ def test_falcon_h1() -> None:
     assert (sizes(wide), wide.mamba_gated_norm) == ((32, 64, 1, 128), "gate_first")
 
 
+def test_qwen3_5() -> None:
+    """FA-2: alone, and as the text side of a model that reads images too; axes of positions change nothing."""
+    config = translate(QWEN_TEXT)
+    assert (config.hybrid_override_pattern, config.recurrent_layer) == ("M-M-M-*-" * 2, "gated_delta_net")
+    assert (config.rotary_base, config.rotary_percent, config.head_channels) == (10_000_000, 0.25, 256)
+    assert (config.attention_output_gate, config.apply_layernorm_1p, config.qk_layernorm) == (True, True, True)
+    assert translate(QWEN) == config
+    assert not translate(QWEN | {"tie_word_embeddings": True}).untie_embeddings_and_output_weights
+
+
 REFUSED = [
+    (QWEN, {"quantization_config": {"bits": 4}}, "field quantization_config = {'bits': 4} is not supported"),
+    (QWEN, {"text_config": None}, "text_config = None is not supported; it must be an object"),
+    (QWEN, {"text_config": QWEN_TEXT | {"model_type": "qwen3_5_moe_text"}}, "text_config.model_type = 'qwen3_5_moe"),
+    (
+        QWEN,
+        {"text_config": QWEN_TEXT | {"tie_word_embeddings": True}},
+        "= True contradicts tie_word_emb",
+    ),
+    (QWEN, {"text_config": QWEN_TEXT | {"num_experts": 4}}, "field num_experts = 4 is not supported"),
+    (QWEN_TEXT, {"attn_output_gate": False}, "attn_output_gate = False is not supported"),
+    (QWEN_TEXT, {"mlp_only_layers": [1]}, r"mlp_only_layers = \[1\] is not supported"),
+    (QWEN_TEXT, {"linear_num_value_heads": 40}, "linear_num_key_heads = 16 is not supported; it must divide"),
+    (QWEN_TEXT, {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e6}}, "yarn"),
     (FALCON_H1, {"ssm_multipliers": [1.0, 2.0]}, r"ssm_multipliers = \[1.0, 2.0\] .* list of 5 positive numbers"),
     (FALCON_H1, {"mlp_multipliers": [1.0, 0]}, "mlp_multipliers = 0 is not supported; it must be a positive number"),
     (FALCON_H1, {"projectors_bias": True}, "projectors_bias = True is not supported"),

@@ -171,7 +171,13 @@ def _filled(name: str, value: float) -> Callable[[nn.Module], object]:
     return lambda m: m.get_parameter(name).fill_(value)
 
 
+def _rolled_rows(model: nn.Module, name: str, rows: slice, by: int) -> None:
+    part = model.get_parameter(name)[rows]
+    part.copy_(part.roll(by, 0))
+
+
 LAYERS = "decoder.layers."
+QWEN = "qwen3_5, as many heads, other window, base and share"
 CONTROLS = {
     "groups of heads": ("mamba2", _rolled(LAYERS + "0.mixer.A_log", 4)),
     "gated norm": ("mamba2", _filled(LAYERS + "1.mixer.norm.weight", 1.0)),
@@ -187,6 +193,9 @@ CONTROLS = {
     ),
     "a mixer beside attention": ("falcon_h1, no norm", _filled(LAYERS + "2.mixer.out_proj.weight", 0.0)),
     "norm before the gate": ("falcon_h1, norm first", _filled(LAYERS + "2.mixer.norm.weight", 1.0)),
+    "keys and values": (QWEN, _rolled(LAYERS + "0.mixer.in_proj.weight", 24)),
+    "beta and alpha": (QWEN, lambda m: _rolled_rows(m, LAYERS + "0.mixer.in_proj.weight", slice(-6, None), 3)),
+    "norm behind a gated delta net": (QWEN, _filled(LAYERS + "0.mixer.out_norm.weight", 0.0)),
     "two experts": ("granite, experts, rotary, tied", _rolled(LAYERS + "1.mlp.router.weight")),
     "the shared expert": (
         "granite, experts, rotary, tied",
@@ -209,6 +218,7 @@ def test_comparison_sees_one_wrong_tensor(control: str, hybrids) -> None:
 FALCON = "falcon_h1, no norm"
 PARTS = (1.125, 1.375, 1.5, 1.0, 0.875)  # of that model, for z, x, B, C and dt
 SETTINGS = [
+    (QWEN, {"rotary_percent": 0.25}),
     *((FALCON, {name: 0.9}) for name in MULTIPLIERS),
     *((FALCON, {"mamba_multipliers": (*PARTS[:i], 0.95, *PARTS[i + 1 :])}) for i in range(5)),
     ("bamba", {"rotary_percent": 1.0}),
