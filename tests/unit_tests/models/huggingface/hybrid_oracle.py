@@ -182,14 +182,20 @@ SHAPES = (
         },
     ),
     Shape(
-        "qwen3_5, as many heads, other window, base and share",
+        "qwen3_5, as many heads, other window, base and share, yarn",
         "qwen3_5_text",
         seed=1,
         fields={
             "linear_num_key_heads": 3,
             "linear_num_value_heads": 3,
             "linear_conv_kernel_dim": 3,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.5},
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 5e5,
+                "partial_rotary_factor": 0.5,
+                "factor": 4.0,
+                "original_max_position_embeddings": 32,
+            },
         },
     ),
     Shape("qwen3_5, that reads images too", "qwen3_5", seed=1),

@@ -331,7 +331,7 @@ REFUSED = [
     (QWEN_TEXT, {"attn_output_gate": False}, "attn_output_gate = False is not supported"),
     (QWEN_TEXT, {"mlp_only_layers": [1]}, r"mlp_only_layers = \[1\] is not supported"),
     (QWEN_TEXT, {"linear_num_value_heads": 40}, "linear_num_key_heads = 16 is not supported; it must divide"),
-    (QWEN_TEXT, {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e6}}, "yarn"),
+    (QWEN_TEXT, {"rope_parameters": {"rope_type": "linear", "factor": 4.0}}, "rope_parameters.rope_type = 'linear' is"),
     (FALCON_H1, {"ssm_multipliers": [1.0, 2.0]}, r"ssm_multipliers = \[1.0, 2.0\] .* list of 5 positive numbers"),
     (FALCON_H1, {"mlp_multipliers": [1.0, 0]}, "mlp_multipliers = 0 is not supported; it must be a positive number"),
     (FALCON_H1, {"projectors_bias": True}, "projectors_bias = True is not supported"),

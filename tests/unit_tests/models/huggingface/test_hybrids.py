@@ -177,7 +177,7 @@ def _rolled_rows(model: nn.Module, name: str, rows: slice, by: int) -> None:
 
 
 LAYERS = "decoder.layers."
-QWEN = "qwen3_5, as many heads, other window, base and share"
+QWEN = "qwen3_5, as many heads, other window, base and share, yarn"
 CONTROLS = {
     "groups of heads": ("mamba2", _rolled(LAYERS + "0.mixer.A_log", 4)),
     "gated norm": ("mamba2", _filled(LAYERS + "1.mixer.norm.weight", 1.0)),
