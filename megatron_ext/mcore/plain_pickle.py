@@ -177,10 +177,10 @@ class _Machine:
             return
         args, _ = self.pop(), self.pop()
         kind, member = args if type(args) is tuple and len(args) == 2 else (None, None)
-        is_known = type(kind) is Named and type(member) is str and member in self.enumerations.get(kind.name, ())
-        if not is_known:
+        if type(kind) is Named and type(member) is str and member in self.enumerations.get(kind.name, ()):
+            self.stack.append(Made(kind.name, (member,)))
+        else:
             raise PlainPickleError(f"it asks for an attribute of what is no known enumeration, {self.place}")
-        self.stack.append(Made(kind.name, (member,)))
 
     def make(self) -> None:
         args, called = self.pop(), self.pop()
