@@ -44,7 +44,7 @@ from megatron_ext.config import (
 )
 from megatron_ext.config.annotations import FieldValues
 from megatron_ext.config.embedded import check_flags
-from megatron_ext.errors import ConfigError
+from megatron_ext.errors import ConfigError, MachineError
 
 
 class _Parser(argparse.ArgumentParser):
@@ -193,7 +193,10 @@ def _completed(given: Given, parser: _Parser, groups: Sequence[FlagGroup], table
         megatrons = {normalize_key(flag.name): flag for flag in records(table) if not flag.is_family}
         path = str(given.values["model-config"])
         known = known_flags((*groups, SYNONYMS))
-        given = given.over(translate(read_flags(path, known, megatrons, lambda words: _parse(parser, words))))
+        try:
+            given = given.over(translate(read_flags(path, known, megatrons, lambda words: _parse(parser, words))))
+        except ConfigError as error:  # the file is this machine's
+            raise MachineError(str(error)) from error
     describe_layers(given)
     note_idle(given)
     return given

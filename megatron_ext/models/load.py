@@ -30,7 +30,8 @@ from megatron_ext.models.megatron.checkpoint import (
 )
 from megatron_ext.models.megatron.facts import TrainingFacts
 from megatron_ext.models.native.checkpoint import load_weights
-from megatron_ext.models.native.directory import read_header, require_replaceable
+from megatron_ext.models.native.directory import TokenizerSource, read_header, require_replaceable
+from megatron_ext.models.native.kept_tokenizers import LibraryTokenizer, has_kept_tokenizer
 from megatron_ext.models.overrides import fitting_overrides
 from megatron_ext.models.tokenizers import Ids, choose_tokenizer
 from megatron_ext.ranks.stages import describe_stages, split_layers
@@ -123,12 +124,14 @@ def save_model(directory: str | Path, loaded: LoadedModel) -> None:
         ConfigError: The directory holds something that is not a checkpoint of ours, or cannot be written.
     """
     tokenizer = loaded.tokenizer
-    tokenizer_source = tokenizer.path if isinstance(tokenizer, TextTokenizer) else None
-    if not isinstance(tokenizer, (TextTokenizer, NullTokenizer)):
-        logger.warning(
-            "%s does not get the tokenizer, whose files are Megatron's: give its flags with --load too", directory
-        )
-    save_dist_checkpoint(directory, loaded.model, loaded.config, tokenizer_source, loaded.dtype)
+    source: TokenizerSource | None = None
+    if isinstance(tokenizer, TextTokenizer):
+        source = tokenizer.path
+    elif isinstance(tokenizer, LibraryTokenizer):
+        source = tokenizer
+    elif not isinstance(tokenizer, NullTokenizer):
+        logger.warning("%s does not get its tokenizer (%s), which has no files", directory, type(tokenizer).__name__)
+    save_dist_checkpoint(directory, loaded.model, loaded.config, source, loaded.dtype)
 
 
 def _build(config: ModelConfig, parallel: ParallelConfig | None, **options: Any) -> HybridModel:
@@ -208,7 +211,8 @@ def _without_checkpoint(source: SourceConfig, overrides: FieldValues) -> tuple[M
 
 def _tokenizer_directory(source: SourceConfig, directory: Path) -> Path:
     """Where a checkpoint's tokenizer is: beside its weights, or above them, beside all iterations."""
-    return Path(source.load) if source.load and not has_tokenizer(directory) else directory
+    has_own = has_tokenizer(directory) or has_kept_tokenizer(directory)
+    return Path(source.load) if source.load and not has_own else directory
 
 
 def _require_ids_fit(tokenizer: Tokenizer, config: ModelConfig, directory: Path | None) -> None:
