@@ -319,6 +319,20 @@ ACCESS = FlagGroup(
             "What special tokens are that a message of the system, a user or a tool spells: text, or the tokens",
             choices=CONTROL_TOKENS,
         ),
+        Flag(
+            "cors_allowed_origins",
+            "Web pages of these origins may ask this server, * is any; default: none may",
+            metavar="ORIGIN",
+        ),
+        Flag(
+            "enable_admin_routes",
+            "Routes to sleep, to wake up, to end requests and to read new weights; needs an admin key",
+        ),
+        Flag(
+            "weights_root",
+            "With --enable-admin-routes: new weights are read from directories below this one only",
+            metavar="DIR",
+        ),
     ),
 )
 

@@ -84,7 +84,7 @@ SERVER_OPTIONS = """
 --log-level --access-log --no-access-log
 --max-body-mb --max-connections --header-timeout --body-timeout --idle-timeout
 --api-key --api-key-file --admin-key-file --allowed-hosts --hide-cache-counts --no-hide-cache-counts
---chat-control-tokens
+--chat-control-tokens --cors-allowed-origins --enable-admin-routes --no-enable-admin-routes --weights-root
 """.split()
 SHARED = (SOURCE, TOKENIZER, MODEL, PARALLEL, BATCHING, CACHE)
 

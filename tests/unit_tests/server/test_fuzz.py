@@ -9,10 +9,17 @@ import pytest
 import schemathesis
 from fastapi import FastAPI
 from hypothesis import HealthCheck, given, settings
-from schemathesis.checks import not_a_server_error
+from schemathesis.checks import (
+    content_type_conformance,
+    not_a_server_error,
+    response_schema_conformance,
+    status_code_conformance,
+)
 from schemathesis.generation import GenerationMode
 
 from megatron_ext.server.app import ROUTERS
+from megatron_ext.server.description import install_description
+from megatron_ext.server.gate import open_paths
 from tests.unit_tests.support.server import LiveServer, embedded_engine, tiny_engine
 
 COMMON = {
@@ -22,6 +29,12 @@ COMMON = {
     "database": None,
 }
 HEADERS = {"content-type": "application/json"}
+CONFORMS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_schema_conformance,
+]
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +53,7 @@ def described() -> list:
     app = FastAPI(title="megatron_ext", version="0")
     for router in ROUTERS:
         app.include_router(router)
+    install_description(app, open_paths=open_paths(hides_counts=False), has_keys=False)
     return [result.ok() for result in schemathesis.openapi.from_dict(app.openapi()).get_all_operations()]
 
 
@@ -51,7 +65,7 @@ def test_the_description_is_the_servers(target):
     assert {(method, path) for path, methods in paths.items() for method in methods} == {
         (operation.method, operation.path) for operation in OPERATIONS
     }
-    assert len(OPERATIONS) == 10
+    assert len(OPERATIONS) == 18
 
 
 @pytest.mark.parametrize(
@@ -66,9 +80,9 @@ def test_the_description_is_the_servers(target):
 @settings(max_examples=15, **COMMON)
 @given(data=st.data())
 def test_described_requests(target, operation, mode, data):
-    """Bodies and parameters made from the description: those that it allows, and others."""
+    """SE-6: bodies and parameters made from the description, those that it allows and others; answers conform to it."""
     case = data.draw(operation.as_strategy(generation_mode=mode))
-    case.call_and_validate(base_url=target.url, checks=[not_a_server_error], timeout=30)
+    case.call_and_validate(base_url=target.url, checks=CONFORMS, timeout=30)
 
 
 VALUES = st.recursive(
