@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from html import escape
-from typing import Any
+
+from megatron_ext.server.description import Schema
 
 DOCS_HEADERS = {
     "Content-Security-Policy": "; ".join(
@@ -30,7 +31,7 @@ td:first-child { font-family: ui-monospace, monospace; white-space: nowrap }
 """
 
 
-def docs_page(schema: dict[str, Any]) -> str:
+def docs_page(schema: Schema) -> str:
     """A description as OpenAPI has it, as a page."""
     title = escape(f"{schema['info']['title']} {schema['info']['version']}")
     parts = [
@@ -44,7 +45,7 @@ def docs_page(schema: dict[str, Any]) -> str:
     return "\n".join(parts)
 
 
-def _operation(method: str, path: str, operation: dict[str, Any], schema: dict[str, Any]) -> Iterator[str]:
+def _operation(method: str, path: str, operation: Schema, schema: Schema) -> Iterator[str]:
     key = " &#128274;" if operation.get("security") else ""
     yield f"<h2>{escape(method.upper())} {escape(path)}{key}</h2><p>{escape(operation.get('description', ''))}</p>"
     parameters = [(one["name"], f"in the {one['in']}") for one in operation.get("parameters", ())]
@@ -60,7 +61,7 @@ def _table(title: str, rows: Sequence[tuple[str, str]]) -> Iterator[str]:
         yield f"<p>{title}</p><table>{cells}</table>"
 
 
-def _fields(body: dict[str, Any], schema: dict[str, Any]) -> list[tuple[str, str]]:
+def _fields(body: Schema, schema: Schema) -> list[tuple[str, str]]:
     named = _resolved(body, schema)
     required = named.get("required", ())
     return [
@@ -69,16 +70,16 @@ def _fields(body: dict[str, Any], schema: dict[str, Any]) -> list[tuple[str, str
     ]
 
 
-def _resolved(part: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
+def _resolved(part: Schema, schema: Schema) -> Schema:
     for choice in part.get("anyOf", ()):
         if "$ref" in choice:
             part = choice
     name = part.get("$ref", "").rpartition("/")[2]
-    found: dict[str, Any] = schema["components"]["schemas"].get(name, part)
+    found: Schema = schema["components"]["schemas"].get(name, part)
     return found
 
 
-def _kind(field: dict[str, Any], schema: dict[str, Any]) -> str:
+def _kind(field: Schema, schema: Schema) -> str:
     """What a field may be, in a few words."""
     if "anyOf" in field:
         kinds = [_kind(one, schema) for one in field["anyOf"] if one.get("type") != "null"]

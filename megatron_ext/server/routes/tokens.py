@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Depends
 from pydantic import Field, PlainValidator, model_validator
@@ -98,10 +98,10 @@ async def detokenize(body: DetokenizeRequest, serving: ServerDependency) -> dict
 
 
 @router.get("/tokenizer_info")
-async def tokenizer_info(serving: ServerDependency) -> dict[str, Any]:
+async def tokenizer_info(serving: ServerDependency) -> dict[str, object]:
     """What clients need to know to use this tokenizer: its special tokens, its chat template."""
     tokenizer = serving.tokenizer
-    info: dict[str, Any] = {
+    info: dict[str, object] = {
         "tokenizer_class": type(tokenizer).__name__,
         "vocab_size": tokenizer.vocab_size,
         "model_max_length": serving.prompt_limits.sequence,

@@ -184,8 +184,8 @@ class TestOtherOrigins:
         answer = self.preflight(locked, self.PAGE)
         assert answer.status_code in (401, 405)
         headers = {"Authorization": f"Bearer {KEY}", "Origin": self.PAGE}
-        for answer in (answer, locked.http.get("/v1/models", headers=headers)):
-            assert "access-control-allow-origin" not in answer.headers
+        for answered in (answer, locked.http.get("/v1/models", headers=headers)):
+            assert "access-control-allow-origin" not in answered.headers
         check_error(locked.http.post("/v1/completions", headers=headers, json={"prompt": [1]}), 403)
 
     @pytest.mark.parametrize("allowed", [PAGE, "*"])
