@@ -256,6 +256,7 @@ RUN = FlagGroup(
             "Steps between suspending and resuming; 0 is never; more than a prefill takes",
         ),
         Flag("prefix_cache_compare", "Run the prompts with the cache off, then on; exit code 1 if anything differs"),
+        Flag("profile", "Write a trace of the first 100 steps, their phases named, into this directory", metavar="DIR"),
     ),
 )
 
@@ -273,6 +274,7 @@ SERVER = FlagGroup(
         Flag("inference_logging_step_interval", "Steps between two log lines; 0 is none"),
         Flag("log_level", "The least important lines that are logged", choices=LOG_LEVELS),
         Flag("access_log", "Log a line for each request when it is over: counts and times, never texts"),
+        Flag("profile", "Write a trace of the first 100 steps, their phases named, into this directory", metavar="DIR"),
     ),
 )
 

@@ -17,6 +17,7 @@ import uvicorn
 from megatron_ext.config import ServerConfig, ServerSettings, SourceConfig
 from megatron_ext.console.geometry import make_console, print_geometry
 from megatron_ext.console.machine import check_machine
+from megatron_ext.console.profiling import check_profile, profiled
 from megatron_ext.console.start import say_start
 from megatron_ext.errors import ConfigError
 from megatron_ext.interruption import Interruption
@@ -73,9 +74,12 @@ def run_server(settings: ServerSettings) -> None:
 def _listen_and_serve(settings: ServerSettings, team: Team | None) -> None:
     keys = load_keys(settings.server)
     weights_root(settings.server, team)
+    check_profile(settings.server.profile, team)
     most_connections(settings.server.limits)
     with bind(settings.server.host, settings.server.port) as listener:
-        serve(build_serving(settings, keys, team), listener, announce)
+        serving = build_serving(settings, keys, team)
+        with profiled(serving.engine, settings.server.profile):
+            serve(serving, listener, announce)
 
 
 def _follow(settings: ServerSettings, team: Team) -> None:

@@ -1,4 +1,4 @@
-"""Directories of ours are opened by transformers' `AutoTokenizer`, as load generators open `root` of `/v1/models`."""
+"""OB-3: transformers' `AutoTokenizer` opens directories of ours, as load generators open `root` of `/v1/models`."""
 
 from __future__ import annotations
 
