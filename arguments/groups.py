@@ -257,6 +257,7 @@ RUN = FlagGroup(
             "Steps between suspending and resuming; 0 is never; more than a prefill takes",
         ),
         Flag("prefix_cache_compare", "Run the prompts with the cache off, then on; exit code 1 if anything differs"),
+        Flag("profile", "Write a trace of the first 100 steps, their phases named, into this directory", metavar="DIR"),
     ),
 )
 
@@ -274,6 +275,7 @@ SERVER = FlagGroup(
         Flag("inference_logging_step_interval", "Steps between two log lines; 0 is none"),
         Flag("log_level", "The least important lines that are logged", choices=LOG_LEVELS),
         Flag("access_log", "Log a line for each request when it is over: counts and times, never texts"),
+        Flag("profile", "Write a trace of the first 100 steps, their phases named, into this directory", metavar="DIR"),
     ),
 )
 
@@ -319,6 +321,20 @@ ACCESS = FlagGroup(
             "chat_control_tokens",
             "What special tokens are that a message of the system, a user or a tool spells: text, or the tokens",
             choices=CONTROL_TOKENS,
+        ),
+        Flag(
+            "cors_allowed_origins",
+            "Web pages of these origins may ask this server, * is any; default: none may",
+            metavar="ORIGIN",
+        ),
+        Flag(
+            "enable_admin_routes",
+            "Routes to sleep, to wake up, to end requests and to read new weights; needs an admin key",
+        ),
+        Flag(
+            "weights_root",
+            "With --enable-admin-routes: new weights are read from directories below this one only",
+            metavar="DIR",
         ),
     ),
 )

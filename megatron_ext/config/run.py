@@ -48,6 +48,7 @@ class RunConfig:
     inference_logging_step_interval: int = 0  # steps; 0 is no log
     suspend_resume_interval: int = 0  # steps; 0 is never
     prefix_cache_compare: bool = False
+    profile: str | None = None  # a directory for a trace of the first steps
 
     def __post_init__(self) -> None:
         self._check_contradictions()
@@ -112,6 +113,8 @@ class RunConfig:
         given = vars(self)
         both = self.prompts and self.prompt_file
         require(not both, "--prompts and --prompt-file contradict each other; give one of them")
+        alone = self.profile is None or not self.prefix_cache_compare
+        require(alone, "--profile and --prefix-cache-compare contradict each other; give one of them")
         for name, needed in (
             ("drain_between_batches", "batch_boundaries"),
             ("batch_boundaries", "drain_between_batches"),
@@ -134,6 +137,7 @@ class ServerConfig(AccessConfig):
     inference_logging_step_interval: int = 0  # steps; 0 is no log
     log_level: str = "info"  # one of LOG_LEVELS
     access_log: bool = True  # a line for each request
+    profile: str | None = None  # a directory for a trace of the first steps
     limits: ServerLimits = field(default_factory=ServerLimits)
 
     def __post_init__(self) -> None:

@@ -101,18 +101,33 @@ def load_model(
         model = _build(config, parallel, dtype=dtype, device=device, seed=source.seed)
         return LoadedModel(model, config, tokenizer, dtype, f"random weights, {config.hybrid_override_pattern}")
     trained = training_facts_of(directory) if source.load else None
-    config = _saved_config(source, directory, overrides, trained)
+    config = checkpoint_config(source, directory, overrides, trained)
     ids = Ids(overrides.get("vocab_size"), config.vocab_size)
     tokenizer = choose_tokenizer(source, _tokenizer_directory(source, directory), ids, trained)
     _require_ids_fit(tokenizer, config, directory)
     model = _build(config, parallel, dtype=dtype, device=device, seed=source.seed, perform_initialization=False)
+    fill_model(model, config, source, directory)
+    return LoadedModel(model, config, tokenizer, dtype, source.load or source.load_hf or "embedded")
+
+
+def fill_model(model: HybridModel, config: ModelConfig, source: SourceConfig, directory: Path) -> None:
+    """Read every tensor of a model from a checkpoint.
+
+    Args:
+        model: Built of `config`.
+        config: See `checkpoint_config`.
+        source: Says of which format the checkpoint is.
+        directory: Where its files are.
+
+    Raises:
+        CheckpointError: Something is missing, unknown, of another shape, or damaged. The model may be half filled.
+    """
     if source.load_hf:
         load_hf_weights(model, config, directory)
     elif is_dist_checkpoint(directory):
         load_dist_weights(model, directory)
     else:
         load_weights(model, directory)
-    return LoadedModel(model, config, tokenizer, dtype, source.load or source.load_hf or "embedded")
 
 
 def save_model(directory: str | Path, loaded: LoadedModel) -> None:
@@ -172,10 +187,20 @@ def _checkpoint_directory(source: SourceConfig, overrides: FieldValues) -> Path 
     return None
 
 
-def _saved_config(
+def checkpoint_config(
     source: SourceConfig, directory: Path, overrides: FieldValues, trained: TrainingFacts | None
 ) -> ModelConfig:
-    """The checkpoint's configuration with the overrides, which may not contradict the stored weights."""
+    """A checkpoint's configuration with the overrides.
+
+    Args:
+        source: Says of which format it is.
+        directory: Where its files are.
+        overrides: As for `load_model`.
+        trained: What a checkpoint of Megatron-LM says.
+
+    Raises:
+        ConfigError: The overrides contradict the stored weights; the configuration is missing or makes no sense.
+    """
     if source.load_hf:
         saved = read_hf_config(directory)
     elif is_dist_checkpoint(directory):

@@ -16,6 +16,7 @@ from dataclasses import replace
 from megatron_ext.config import MEGATRON_FORMAT, CacheConfig, InferenceSettings
 from megatron_ext.console.geometry import make_console, print_geometry
 from megatron_ext.console.machine import check_machine
+from megatron_ext.console.profiling import check_profile, profiled
 from megatron_ext.console.start import say_start
 from megatron_ext.console.terminal import Output, printable
 from megatron_ext.errors import OutputError
@@ -69,6 +70,7 @@ def run_offline(settings: InferenceSettings, interruption: Interruption | None =
             if team is not None and not team.is_leader:
                 _follow(settings, team, interruption)
                 return True
+            check_profile(settings.run.profile, team)
             offline = _Offline(settings, _read_prompts(settings), interruption, team)
             return offline.compare() if settings.run.prefix_cache_compare else offline.run()
     finally:
@@ -126,8 +128,9 @@ class _Offline:
         engine = self._build_engine(self._settings.cache)
         print_geometry(engine.geometry, self._loaded.name, self._console, engine.longest_request_state_bytes)
         self._interruption.hold()
-        passes = self._serve(engine)
-        engine.close()
+        with profiled(engine, self._settings.run.profile):
+            passes = self._serve(engine)
+            engine.close()
         problem = self._write(engine, passes)
         self._end_if_asked(passes, problem)
         print_report(passes, self._console, self._where(problem), self._prompt_text)

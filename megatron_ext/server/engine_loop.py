@@ -144,6 +144,9 @@ class EngineLoop:
     def _end(self, ended: Sequence[tuple[RequestHandle, HttpExchange]], error: ApiError) -> None:
         self.abort(handle for handle, _ in ended)
         self._forget(handle for handle, _ in ended)
+        if ended:  # a step closes the engine's books on them
+            self._has_more = True
+            self._work.set()
         for handle, exchange in ended:
             handle.error = error
             exchange.changed.set()

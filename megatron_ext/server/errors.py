@@ -106,8 +106,24 @@ def shutting_down() -> ApiError:
 def asleep() -> ApiError:
     """503: an administrator has taken the pools' memory back for a while."""
     return ApiError(
-        503, "the server is asleep; an administrator wakes it with POST /wake_up", kind=FAULT, code="asleep"
+        503, "the server is asleep; an administrator wakes it with POST /wake_up", kind=FAULT, code="server_asleep"
     )
+
+
+def aborted() -> ApiError:
+    """503: an administrator has ended the request."""
+    return ApiError(503, "an administrator has ended this request", kind=FAULT, code="request_aborted")
+
+
+def no_such_answer(shown: str) -> ApiError:
+    """404: no answer in flight has this id."""
+    message = f"no request in flight has the id {shown!r}"
+    return ApiError(404, message, param="request_id", code="request_not_found")
+
+
+def no_memory(what: str) -> ApiError:
+    """503: there is none now."""
+    return ApiError(503, f"the server has no memory for {what}", kind=FAULT)
 
 
 def engine_fault(error: BaseException) -> ApiError:
@@ -204,7 +220,7 @@ async def _too_deep(*_: object) -> Response:
 
 async def _no_memory(request: Request, _: MemoryError) -> Response:
     logger.error("%s %s ran out of memory", request.method, request.url.path)
-    return ApiError(503, "the server has no memory for this request; send less", kind=FAULT).to_response()
+    return no_memory("this request; send less").to_response()
 
 
 async def _fault(request: Request, error: Exception) -> Response:

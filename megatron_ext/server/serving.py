@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated
+from weakref import WeakValueDictionary
 
 from fastapi import Depends, Request
 
@@ -16,12 +17,14 @@ from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.server.chat import ChatFormat
 from megatron_ext.server.engine_loop import EngineLoop
 from megatron_ext.server.errors import unknown_model
+from megatron_ext.server.exchange import HttpExchange
 from megatron_ext.server.history import History
 from megatron_ext.server.keys import Keys, load_keys
 from megatron_ext.server.metrics import Metrics
 from megatron_ext.server.protocol import GenerationRequest, Message
 from megatron_ext.server.sampling import PromptLimits
 from megatron_ext.server.texts import TextEncoder
+from megatron_ext.server.updater import WeightsUpdater
 from megatron_ext.text.tokenizer import Tokenizer
 
 
@@ -34,17 +37,22 @@ class Serving:
         model: The name it is served under.
         settings: Limits, and who is let in.
         keys: By default those that the settings name.
+        root: Where the model's tokenizer can be read, for clients on this machine; by default the model's name.
+        updater: Reads new weights; None where it was not asked for.
     """
 
     engine: InferenceEngine
     model: str
     settings: ServerConfig
     keys: Keys | None = None
+    root: str | None = None
+    updater: WeightsUpdater | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
         self.keys = self.keys or load_keys(self.settings)
         self.metrics = Metrics(self.model)
+        self.answers: WeakValueDictionary[str, HttpExchange] = WeakValueDictionary()  # in flight, by their ids
         self.history = History(self.metrics)
         self.loop = EngineLoop(self.engine, self.metrics, self.settings.max_waiting_requests)
         self.tokenizer: Tokenizer = self.engine.controller.tokenizer
@@ -71,8 +79,16 @@ class Serving:
         Raises:
             ApiError: It means another one.
         """
-        if body.model is not None and body.model != self.model:
-            raise unknown_model(body.model, self.model)
+        self.check_name(body.model)
+
+    def check_name(self, name: str | None) -> None:
+        """See that a name, if there is one, is this model's.
+
+        Raises:
+            ApiError: It is another one's.
+        """
+        if name is not None and name != self.model:
+            raise unknown_model(name, self.model)
 
     def describe_server(self) -> dict[str, str]:
         """What the status page writes above everything."""
@@ -85,6 +101,8 @@ class Serving:
             "object": "model",
             "created": self.created,
             "owned_by": "megatron_ext",
+            "root": self.root or self.model,
+            "parent": None,
             "max_model_len": self.prompt_limits.sequence,
         }
 

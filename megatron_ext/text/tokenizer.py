@@ -103,6 +103,10 @@ class TextTokenizer:
         """Ids of a text, with the special tokens that the tokenizer itself adds."""
         return self._backend.encode(text)
 
+    def tokenize_plain(self, text: str) -> list[int]:
+        """Ids of a text, without the special tokens that the tokenizer itself adds; those that it spells are tokens."""
+        return self._backend.encode(text, add_special_tokens=False)
+
     def detokenize(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         """Text of ids, without special tokens unless they are asked for."""
         return self._backend.decode(ids, skip_special_tokens)

@@ -60,6 +60,7 @@ async def _answer(
     reply.shows_cache = not serving.settings.hide_cache_counts
     exchange = await serving.loop.submit(jobs, is_streamed=bool(body.stream))
     note_answer(request.state, reply, exchange)
+    serving.answers[reply.id] = exchange
     try:
         await unless_gone(request.receive, exchange.started() if body.stream else exchange.ended())
         ended = [handle for handle in exchange.handles if handle.record or handle.error]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
-from fastapi import APIRouter
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from fastapi import APIRouter, Request
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 
+import megatron_ext
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.prefix_cache.shown import shown
+from megatron_ext.server.docs_page import DOCS_HEADERS, docs_page
 from megatron_ext.server.page import PAGE, PAGE_HEADERS
 from megatron_ext.server.serving import ServerDependency
 
@@ -19,13 +21,32 @@ router = APIRouter()
 
 @router.get("/health")
 async def health(serving: ServerDependency) -> JSONResponse:
-    """200 while the engine steps without failing."""
-    is_healthy = serving.loop.is_healthy
-    body = {"status": "ok" if is_healthy else "failing", "errors": serving.loop.error_count}
-    return JSONResponse(body, 200 if is_healthy else 503)
+    """200 while the engine steps without failing, 503 otherwise."""
+    loop = serving.loop
+    is_healthy = loop.is_healthy
+    status = "failing" if not is_healthy else "asleep" if loop.is_asleep else "ok"
+    return JSONResponse({"status": status, "errors": loop.error_count}, 200 if is_healthy else 503)
 
 
-@router.get("/metrics")
+for method in ("GET", "POST"):  # as some platforms ask
+    router.add_api_route("/ping", health, methods=[method], summary="Ping")
+
+
+@router.get("/version")
+async def version() -> dict[str, str]:
+    """Of this package."""
+    return {"version": megatron_ext.__version__}
+
+
+@router.get("/load")
+async def load(serving: ServerDependency) -> dict[str, int]:
+    """Requests that are here, how many of them run, wait and are paused, and how many there may be."""
+    state = serving.metrics.state
+    counts = {name: 0 if state is None else state.value(name) for name in ("running", "waiting", "paused")}
+    return {"server_load": serving.loop.living, **counts, "capacity": serving.loop.capacity}
+
+
+@router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(serving: ServerDependency) -> Response:
     """For Prometheus."""
     return Response(serving.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
@@ -59,6 +80,12 @@ def _describe_cache(engine: InferenceEngine) -> dict[str, object]:
 async def reset_prefix_cache(serving: ServerDependency) -> dict[str, object]:
     """Empty the cache; requests in flight go on, and leave nothing in it."""
     return {"occupancy": await serving.loop.reset_prefix_cache()}
+
+
+@router.get("/docs", response_class=HTMLResponse)
+async def documentation(request: Request) -> HTMLResponse:
+    """What the description of this server says, for people."""
+    return HTMLResponse(docs_page(request.app.openapi()), headers=DOCS_HEADERS)
 
 
 @router.get("/", response_class=HTMLResponse)

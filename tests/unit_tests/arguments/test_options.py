@@ -64,7 +64,7 @@ OPTIONS = """
 --inference-repeat-n
 --drain-between-batches --no-drain-between-batches --batch-boundaries
 --incoming-requests-per-step --incoming-requests-per-sec --inference-logging-step-interval --suspend-resume-interval
---prefix-cache-compare --no-prefix-cache-compare
+--prefix-cache-compare --no-prefix-cache-compare --profile
 """.split()
 # Flags of Megatron's that say what others say; those that set nothing are in docs/megatron.md.
 SYNONYM_OPTIONS = """
@@ -90,10 +90,10 @@ WITHOUT_FLAG = {
 
 SERVER_OPTIONS = """
 --host --port --served-model-name --max-waiting-requests --shutdown-timeout --inference-logging-step-interval
---log-level --access-log --no-access-log
+--log-level --access-log --no-access-log --profile
 --max-body-mb --max-connections --header-timeout --body-timeout --idle-timeout
 --api-key --api-key-file --admin-key-file --allowed-hosts --hide-cache-counts --no-hide-cache-counts
---chat-control-tokens
+--chat-control-tokens --cors-allowed-origins --enable-admin-routes --no-enable-admin-routes --weights-root
 """.split()
 SHARED = (SOURCE, TOKENIZER, MODEL, PARALLEL, BATCHING, CACHE)
 

@@ -7,12 +7,22 @@ import json
 import hypothesis.strategies as st
 import pytest
 import schemathesis
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from hypothesis import HealthCheck, given, settings
-from schemathesis.checks import not_a_server_error
+from schemathesis.checks import (
+    content_type_conformance,
+    not_a_server_error,
+    response_schema_conformance,
+    status_code_conformance,
+)
 from schemathesis.generation import GenerationMode
 
-from megatron_ext.server.app import ROUTERS
+from megatron_ext.config import SourceConfig
+from megatron_ext.models.update.disk import WeightsRoot
+from megatron_ext.server.app import ADMIN_ROUTERS, ROUTERS
+from megatron_ext.server.description import install_description
+from megatron_ext.server.gate import open_paths
+from megatron_ext.server.updater import WeightsUpdater
 from tests.unit_tests.support.server import LiveServer, embedded_engine, tiny_engine
 
 COMMON = {
@@ -22,6 +32,12 @@ COMMON = {
     "database": None,
 }
 HEADERS = {"content-type": "application/json"}
+CONFORMS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_schema_conformance,
+]
 
 
 @pytest.fixture(scope="module")
@@ -35,15 +51,18 @@ def talking(serve) -> LiveServer:
     return serve(embedded_engine(), "embedded")
 
 
-def described() -> list:
+def described(routers: tuple[APIRouter, ...], *, has_keys: bool = False) -> list:
     """The operations of the description that the server gives of itself."""
     app = FastAPI(title="megatron_ext", version="0")
-    for router in ROUTERS:
+    for router in routers:
         app.include_router(router)
+    install_description(app, open_paths=open_paths(hides_counts=False), has_keys=has_keys)
     return [result.ok() for result in schemathesis.openapi.from_dict(app.openapi()).get_all_operations()]
 
 
-OPERATIONS = described()
+OPERATIONS = described(ROUTERS)
+ADMIN_OPERATIONS = described(ADMIN_ROUTERS, has_keys=True)
+KEY = "the-only-key"
 
 
 def test_the_description_is_the_servers(target):
@@ -51,7 +70,7 @@ def test_the_description_is_the_servers(target):
     assert {(method, path) for path, methods in paths.items() for method in methods} == {
         (operation.method, operation.path) for operation in OPERATIONS
     }
-    assert len(OPERATIONS) == 10
+    assert len(OPERATIONS) == 18
 
 
 @pytest.mark.parametrize(
@@ -66,9 +85,29 @@ def test_the_description_is_the_servers(target):
 @settings(max_examples=15, **COMMON)
 @given(data=st.data())
 def test_described_requests(target, operation, mode, data):
-    """Bodies and parameters made from the description: those that it allows, and others."""
+    """SE-6: bodies and parameters made from the description, those that it allows and others; answers conform to it."""
     case = data.draw(operation.as_strategy(generation_mode=mode))
-    case.call_and_validate(base_url=target.url, checks=[not_a_server_error], timeout=30)
+    case.call_and_validate(base_url=target.url, checks=CONFORMS, timeout=30)
+
+
+@pytest.fixture(scope="module")
+def governed(serve, tmp_path_factory) -> LiveServer:
+    """With routes of administrators, and a folder without a checkpoint."""
+    server = serve(tiny_engine(), api_key=KEY, enable_admin_routes=True)
+    root = WeightsRoot.of(str(tmp_path_factory.mktemp("weights")))
+    server.serving.updater = WeightsUpdater(root, None, SourceConfig(), {})
+    return server
+
+
+@pytest.mark.parametrize("mode", GenerationMode)
+@pytest.mark.parametrize("operation", ADMIN_OPERATIONS, ids=lambda operation: operation.label)
+@settings(max_examples=10, **COMMON)
+@given(data=st.data())
+def test_described_requests_of_administrators(governed, operation, mode, data):
+    """SE-5, SE-6: whether it is asleep or awake."""
+    case = data.draw(operation.as_strategy(generation_mode=mode))
+    headers = {"Authorization": f"Bearer {KEY}"}
+    case.call_and_validate(base_url=governed.url, checks=CONFORMS, timeout=30, headers=headers)
 
 
 VALUES = st.recursive(
