@@ -32,6 +32,12 @@ class Tokenizer(Protocol):
         """Text of ids."""
 
 
+def ends_of(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """All tokens that end a document, of any tokenizer; `eod` is the first one."""
+    ends: tuple[int, ...] = getattr(tokenizer, "ends", ())
+    return ends or (() if tokenizer.eod is None else (tokenizer.eod,))
+
+
 class NullTokenizer:
     """Texts are ids separated by spaces. There is no end of document.
 
@@ -88,13 +94,14 @@ class TextTokenizer:
         self._backend = FastBackend(file) if os.path.lexists(file) else AutoBackend(path)
         self.vocab_size, self.token_ids = self._backend.vocab_size, self._backend.token_ids
         special = special_ids(directory, self._backend.id_of)
-        for label, token_id in (("end", special.eod), ("beginning", special.bos)):
+        labelled = [("end", special.eod), ("beginning", special.bos), *(("end", other) for other in special.ends)]
+        for label, token_id in labelled:
             if token_id is not None and not 0 <= token_id < self.vocab_size:
                 raise ConfigError(
                     f"{directory}: the {label} of a document is token {token_id}, "
                     f"outside the tokenizer's {self.vocab_size} ids"
                 )
-        self.eod, self.bos = special.eod, special.bos
+        self.eod, self.bos, self.ends = special.eod, special.bos, special.ends
         # Read now: what is in the directory later is another tokenizer's.
         self._special_tokens = read_special_tokens(directory)
         self._chat_template = _chat_template_or_error(directory)
@@ -102,6 +109,10 @@ class TextTokenizer:
     def tokenize(self, text: str) -> list[int]:
         """Ids of a text, with the special tokens that the tokenizer itself adds."""
         return self._backend.encode(text)
+
+    def tokenize_bare(self, text: str) -> list[int]:
+        """Ids of a text, without the special tokens that the tokenizer itself adds."""
+        return self._backend.encode_bare(text)
 
     def detokenize(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         """Text of ids, without special tokens unless they are asked for."""
@@ -178,7 +189,7 @@ class TextTokenizer:
             return self.apply_chat_template(chat, add_generation_prompt)
 
         if self._chat_tokens is None:
-            special = {*self._marked_special, self.eod, self.bos}
+            special = {*self._marked_special, *self.ends, self.eod, self.bos}
             self._chat_tokens = ChatTokens(self._backend.wrapped, special)
         return self._chat_tokens.render(messages, render, self.tokenize, parse_control=parse_control)
 

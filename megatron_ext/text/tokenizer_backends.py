@@ -47,6 +47,11 @@ class FastBackend(_Backend):
         (encoding,) = self.wrapped.encode_batch_fast([text])
         return encoding.ids
 
+    def encode_bare(self, text: str) -> list[int]:
+        """The same, without special tokens around it."""
+        (encoding,) = self.wrapped.encode_batch_fast([text], add_special_tokens=False)
+        return encoding.ids
+
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
         """Text of ids."""
         return self.wrapped.decode(ids, skip_special_tokens=skip_special_tokens)
@@ -76,6 +81,10 @@ class AutoBackend(_Backend):
     def encode(self, text: str) -> list[int]:
         """Ids of a text."""
         return self.wrapped.encode(text)
+
+    def encode_bare(self, text: str) -> list[int]:
+        """The same, without special tokens around it."""
+        return self.wrapped.encode(text, add_special_tokens=False)
 
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
         """Text of ids."""
