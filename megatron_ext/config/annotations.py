@@ -115,12 +115,14 @@ class FieldType:
     def _made(self, make: Callable[..., object], value: object) -> object:
         try:
             return make(value)
-        except ValueError:
-            raise MismatchError(self.expected) from None
+        except ValueError as error:
+            raise MismatchError(str(error)) from None
 
 
 class OwnForm(Protocol):
     """A class whose values are read in a form of their own; both methods raise ValueError for anything else.
+
+    The error's words follow "is not".
 
     Attributes:
         expected: The form in words, to follow "is not".

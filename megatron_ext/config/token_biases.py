@@ -39,9 +39,10 @@ class TokenBiases(tuple[tuple[int, float], ...]):
             ValueError: It is none.
         """
         try:
-            return cls.of(json.loads(text))
-        except RecursionError:
+            value = json.loads(text)
+        except (ValueError, RecursionError):
             raise ValueError(cls.expected) from None
+        return cls.of(value)
 
     @property
     def problem(self) -> str | None:
