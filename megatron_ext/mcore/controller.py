@@ -18,6 +18,7 @@ from megatron_ext.engine.result import Score, StepResult
 from megatron_ext.mcore.idle import compute_idle_token
 from megatron_ext.mcore.out_of_memory import is_out_of_memory
 from megatron_ext.mcore.scoring import score_rows
+from megatron_ext.mcore.shaping import shaped
 from megatron_ext.mcore.staging import ModelInput, PromptScore, SampledTokens, SamplingRow
 from megatron_ext.ops.sampling import sample_tokens, sampling_batch
 from megatron_ext.scheduling.step import Sampling
@@ -28,7 +29,8 @@ from megatron_ext.text.vocabulary import Vocabulary
 class InferenceController(TextGenerationController):
     """`TextGenerationController` that samples every request with a generator of its own.
 
-    Greedy is temperature 0 or top_k 1; top_k and top_p may be combined; log-probs are those of the raw logits.
+    Greedy is temperature 0 or top_k 1; top_k and top_p may be combined; log-probs are those of the raw logits, before
+    penalties and the like (`mcore.shaping`).
 
     Args:
         wrapper: Around the model.
@@ -107,7 +109,7 @@ def choose_tokens(
         is_alone: Whether no other rank takes part in scoring. One that does would wait for what this one has given up,
             so without memory the step fails then.
     """
-    tokens = _sample(logits, step.sampling)  # [m]
+    tokens = _choose(logits, step.sampling)  # [m]
     failures: dict[int, str] = {}
     generated = _score_generated(logits, tokens, step.sampling, failures)
     prompt = {}
@@ -169,8 +171,19 @@ def _out_of_memory_fails(request_id: int, failures: dict[int, str]) -> Iterator[
         failures[request_id] = f"no memory for its log-probs: {describe(error)}"
 
 
+def _choose(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """The next token of every sampling row: [m]. Rows that want their logits shaped cost the others nothing."""
+    asking = [i for i, row in enumerate(rows) if row.sampling.shaping is not None]
+    if not asking:
+        return _sample(logits, rows)
+    index = torch.tensor(asking).to(logits.device, non_blocking=True)
+    chosen = [rows[i] for i in asking]
+    tokens = _sample(shaped(logits.index_select(0, index), chosen), chosen)
+    return tokens if len(asking) == len(rows) else _sample(logits, rows).index_copy(0, index, tokens)
+
+
 def _sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """The next token of every sampling row: [m]. The logits are as before when it returns."""
+    """The next token of every sampling row by temperature, top_k and top_p: [m]. The logits are as before then."""
     drawn = [row.sampling for row in rows if row.sampling.uniform is not None]
     with _forbidden(logits, [row.sampling.forbidden for row in rows]):
         if not drawn:
@@ -198,9 +211,9 @@ def _draw(logits: Tensor, wishes: Sequence[Sampling]) -> Tensor:
 
 
 @contextlib.contextmanager
-def _forbidden(logits: Tensor, tokens: Sequence[int | None]) -> Iterator[None]:
-    """Rule a token out, within it, for rows that must not have it yet: [m, V]. Logits are scored as they came."""
-    possible = [(i, token) for i, token in enumerate(tokens) if token is not None and 0 <= token < logits.shape[1]]
+def _forbidden(logits: Tensor, tokens: Sequence[Sequence[int]]) -> Iterator[None]:
+    """Rule tokens out, within it, for rows that must not have them yet: [m, V]. Logits are scored as they came."""
+    possible = [(i, token) for i, row in enumerate(tokens) for token in row if 0 <= token < logits.shape[1]]
     if not possible:
         yield
         return

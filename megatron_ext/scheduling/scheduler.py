@@ -181,12 +181,16 @@ class Scheduler:
             self._show_snapshots(request)
 
     def _extend(self, requests: Sequence[Request], sampled: Mapping[int, int]) -> list[Request]:
-        """Give each request its new token, when all that the step computed can be found; who ends with it."""
+        """Give each request its new token, when all that the step computed can be found; who ends with it.
+
+        Without one only a request ends that generates none.
+        """
         ended = []
         for request in requests:
-            if request.request_id not in sampled:
+            if request.request_id in sampled:
+                request.append(sampled[request.request_id])
+            elif request.params.num_tokens_to_generate:
                 continue
-            request.append(sampled[request.request_id])
             reason = request.reason_to_end
             if reason is not None:
                 self._end(request, Status.COMPLETED, finish_reason=reason)

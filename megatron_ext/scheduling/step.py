@@ -15,6 +15,7 @@ from megatron_ext.prefix_cache.matching import Restore
 from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.live_slots import LiveSlot
 from megatron_ext.scheduling.request import Request
+from megatron_ext.scheduling.shaping import Shaping, shaping_of
 from megatron_ext.scheduling.snapshots import Snapshot
 
 LAST_SAMPLED: Final = -1
@@ -30,16 +31,18 @@ class Sampling:
         top_k: 0 is off.
         top_p: 0 is off.
         uniform: In [0, 1), from the request's own generator; None is greedy.
-        forbidden: A token that must not come yet; None if all may.
+        forbidden: Tokens that must not come yet.
         top_n: List so many of the best tokens with their log-probs; None asks for no log-prob at all.
+        shaping: What is done to the logits before; None if nothing is.
     """
 
     temperature: float
     top_k: int
     top_p: float
     uniform: float | None
-    forbidden: int | None
+    forbidden: tuple[int, ...]
     top_n: int | None
+    shaping: Shaping | None = None
 
 
 @dataclass(frozen=True)
@@ -149,8 +152,9 @@ def _sampling(request: Request) -> Sampling:
         top_k=params.top_k,
         top_p=params.top_p,
         uniform=None if params.is_greedy else request.sequence.draws.current(),
-        forbidden=None if request.may_stop else request.submission.termination_id,
+        forbidden=() if request.may_stop else request.submission.end_ids,
         top_n=params.top_n_logprobs if params.return_log_probs else None,
+        shaping=shaping_of(request),
     )
 
 

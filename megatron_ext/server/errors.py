@@ -167,6 +167,12 @@ def context_exceeded(prompt: int, generated: int, limit: int) -> ApiError:
     )
 
 
+def generates_nothing() -> ApiError:
+    """400: an answer without tokens, and without the prompt."""
+    message = "max_tokens must be at least 1; 0 needs echo on /v1/completions, which gives the prompt's own scores"
+    return ApiError(400, message, param="max_tokens")
+
+
 def text_too_long(characters: int, most: int, limit: int) -> ApiError:
     """400: a text that no tokenizer can make short enough for the model's context."""
     return ApiError(

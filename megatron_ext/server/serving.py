@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated
 from weakref import WeakValueDictionary
@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 from fastapi import Depends, Request
 
 import megatron_ext
-from megatron_ext.config import ServerConfig
+from megatron_ext.config import RequestParams, ServerConfig
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.server.chat import ChatFormat
 from megatron_ext.server.engine_loop import EngineLoop
@@ -25,6 +25,7 @@ from megatron_ext.server.protocol import GenerationRequest, Message
 from megatron_ext.server.sampling import PromptLimits
 from megatron_ext.server.texts import TextEncoder
 from megatron_ext.server.updater import WeightsUpdater
+from megatron_ext.text.chat_template import ChatOptions
 from megatron_ext.text.tokenizer import Tokenizer
 
 
@@ -63,15 +64,19 @@ class Serving:
         self.prompt_limits = PromptLimits(longest, geometry.blocks * geometry.block_size_tokens)
         self.texts = TextEncoder(self.tokenizer, self.engine.controller.tokenize_prompt, longest)
 
-    async def tokenize_chat(self, messages: Sequence[Message]) -> list[int]:
-        """Ids of a conversation.
+    async def tokenize_chat(self, messages: Sequence[Message], options: ChatOptions | None = None) -> list[int]:
+        """Ids of a conversation, and what its template is told beside it.
 
         Raises:
             ApiError: See `TextEncoder.encode`.
             ConfigError: See `ChatFormat.render`.
         """
-        chat = await asyncio.to_thread(self.chat.render, messages)
+        chat = await asyncio.to_thread(self.chat.render, messages, options)
         return await self.texts.encode(chat.text, lambda _: self.engine.controller.begin_once(chat.ids()))
+
+    def decoder(self, params: RequestParams) -> Callable[..., str]:
+        """What makes a request's tokens its text."""
+        return self.vocabulary.decoder(skips_special=params.skip_special_tokens)
 
     def check_model(self, body: GenerationRequest) -> None:
         """See that the request means this model.

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from megatron_ext.server.errors import text_too_long
-from megatron_ext.server.protocol import whole_characters
+from megatron_ext.server.fields import whole_characters
 from megatron_ext.text.tokenizer import TextTokenizer, Tokenizer
 
 # Characters. Longer texts take hundreds of bytes a character while they become tokens: several at once would add up.

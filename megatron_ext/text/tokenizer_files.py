@@ -14,6 +14,7 @@ from megatron_ext.text.chat_template import TEMPLATE_FILE
 
 TOKENIZER_FILE = "tokenizer.json"
 _DESCRIPTION = "tokenizer_config.json"
+GENERATION_FILE = "generation_config.json"  # the model's, with the tokens that end a document
 # What a directory may hold of a tokenizer: saved with a checkpoint, and enough to rebuild it.
 TOKENIZER_FILES = (
     TOKENIZER_FILE,
@@ -25,6 +26,7 @@ TOKENIZER_FILES = (
     "vocab.txt",
     "merges.txt",
     TEMPLATE_FILE,
+    GENERATION_FILE,
 )
 # A directory with one of these has a tokenizer; the others only describe one.
 VOCABULARIES = (TOKENIZER_FILE, "tokenizer.model", "vocab.json", "vocab.txt")
@@ -33,7 +35,7 @@ _DECODED = (
     "special_tokens_map.json",
     "added_tokens.json",
     "config.json",
-    "generation_config.json",
+    GENERATION_FILE,
 )
 LONGEST_FILE = 256 * 1024**2  # bytes; vocabularies of 250,000 entries are 35 MB
 

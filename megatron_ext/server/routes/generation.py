@@ -9,13 +9,14 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from megatron_ext.server.access import note_answer
-from megatron_ext.server.answers import ChatReply, CompletionReply, Reply, finished, whole
+from megatron_ext.server.answers import Reply, finished, whole
 from megatron_ext.server.body import JsonRoute
 from megatron_ext.server.gate import CALLER
 from megatron_ext.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from megatron_ext.server.replies import ChatReply, CompletionReply
 from megatron_ext.server.sampling import Job, chat_jobs, check_count, completion_jobs
 from megatron_ext.server.serving import ServerDependency, Serving
-from megatron_ext.server.streaming import EventStream, events, unless_gone
+from megatron_ext.server.streaming import EventStream, Wanted, events, unless_gone
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -36,7 +37,12 @@ async def create_completion(body: CompletionRequest, request: Request, serving: 
         ]
         echoes = [text for text in texts for _ in range(choices)]
     reply = CompletionReply(
-        serving.model, serving.vocabulary, choices, has_scores=body.logprobs is not None, echoes=echoes
+        serving.model,
+        serving.vocabulary,
+        choices,
+        has_scores=body.logprobs is not None,
+        echoes=echoes,
+        shows_ids=bool(body.return_token_ids),
     )
     return await _answer(request, serving, body, jobs, reply)
 
@@ -46,9 +52,16 @@ async def create_chat_completion(body: ChatRequest, request: Request, serving: S
     """Answer in a conversation."""
     serving.check_model(body)
     check_count(1, body.n or 1, serving.loop.capacity)
-    prompt = await serving.tokenize_chat(body.messages)
+    prompt = await serving.tokenize_chat(body.messages, body.chat_options)
     jobs = chat_jobs(body, prompt, serving.prompt_limits, serving.chat)
-    reply = ChatReply(serving.model, serving.vocabulary, body.n or 1, has_scores=bool(body.logprobs))
+    reply = ChatReply(
+        serving.model,
+        serving.vocabulary,
+        body.n or 1,
+        has_scores=bool(body.logprobs),
+        shows_ids=bool(body.return_token_ids),
+        most_calls=body.most_calls,
+    )
     return await _answer(request, serving, body, jobs, reply)
 
 
@@ -70,8 +83,8 @@ async def _answer(
         raise
     if not body.stream:
         return _json(whole(reply, records))
-    source = events(exchange, reply, serving.vocabulary.detokenize, with_usage=body.includes_usage)
-    return EventStream(exchange, source)
+    wanted = Wanted(serving.decoder, body.includes_usage, body.continues_usage)
+    return EventStream(exchange, events(exchange, reply, wanted))
 
 
 def _json(content: object) -> Response:

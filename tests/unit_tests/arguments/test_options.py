@@ -42,9 +42,10 @@ OPTIONS = """
 --tensor-model-parallel-size --pipeline-model-parallel-size --expert-model-parallel-size
 --expert-tensor-parallel-size --num-layers-in-first-pipeline-stage --num-layers-in-last-pipeline-stage
 --distributed-backend --distributed-timeout-minutes --check-ranks --no-check-ranks
---num-tokens-to-generate --temperature --top_k --top_p --return-log-probs --no-return-log-probs
---skip-prompt-log-probs --no-skip-prompt-log-probs --top-n-logprobs --stop-words --termination-id
---ignore-eos --no-ignore-eos
+--num-tokens-to-generate --temperature --top_k --top_p --min_p --presence-penalty --frequency-penalty
+--repetition-penalty --logit-bias --bad-words --return-log-probs --no-return-log-probs
+--skip-prompt-log-probs --no-skip-prompt-log-probs --top-n-logprobs --stop-words --stop-token-ids --termination-id
+--ignore-eos --no-ignore-eos --skip-special-tokens --no-skip-special-tokens
 --inference-dynamic-batching-track-generated-token-events --no-inference-dynamic-batching-track-generated-token-events
 --inference-dynamic-batching-buffer-size-gb --inference-dynamic-batching-block-count
 --inference-dynamic-batching-paused-buffer-size-gb --inference-dynamic-batching-block-size

@@ -318,7 +318,7 @@ class TestParts:
 
     def test_what_was_submitted_is_frozen(self):
         with pytest.raises(dataclasses.FrozenInstanceError):
-            make_request(0, prompt=2).submission.termination_id = 5
+            make_request(0, prompt=2).submission.end_ids = (5,)
 
     @pytest.mark.parametrize("name", ["tokens", "computed_end", "block_table", "params", "status", "finish_reason"])
     def test_nothing_is_written_through_the_request(self, name: str):

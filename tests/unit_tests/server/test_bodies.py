@@ -101,8 +101,8 @@ class TestNesting:
         check_error(tiny.http.post(COMPLETIONS, json=GOOD | {"metadata": lists | {"b": [[nested(61)]]}}), 400)
 
     def test_a_recursion_that_goes_too_deep_anywhere_is_400(self, embedded, monkeypatch):
-        def render(_) -> str:
-            return render(_)
+        def render(*_) -> str:
+            return render(*_)
 
         monkeypatch.setattr(embedded.serving.chat, "render", render)
         body = {"messages": [{"role": "user", "content": "a"}]}

@@ -1,0 +1,77 @@
+"""Logits as requests want them shaped, rows together; see docs/sampling.md for the order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_ext.mcore.staging import SamplingRow
+from megatron_ext.ops.sampling.shaping import CameBefore, add_biases, drop_improbable, penalize, rule_out
+from megatron_ext.scheduling.shaping import Shaping
+
+
+def shaped(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """A copy of the logits, shaped: [r, V] fp32. A row depends on nothing but that row.
+
+    Args:
+        logits: [r, V] of any type.
+        rows: Of the logits; each has a `Shaping`.
+    """
+    values = logits.to(torch.float32, copy=True)
+    wishes = [_wish(row) for row in rows]
+    _penalize(values, wishes)
+    _add_biases(values, wishes)
+    _rule_out(values, wishes)
+    _drop_improbable(values, rows, wishes)
+    return values
+
+
+def _wish(row: SamplingRow) -> Shaping:
+    assert row.sampling.shaping is not None, "only rows that ask are shaped"
+    return row.sampling.shaping
+
+
+def _penalize(values: Tensor, wishes: Sequence[Shaping]) -> None:
+    asked = [i for i, wish in enumerate(wishes) if wish.has_penalties]
+    if not asked:
+        return
+    lengths = [len(wishes[i].tokens) for i in asked]
+    rows = np.repeat(np.arange(len(asked)), lengths)
+    tokens = np.concatenate([np.asarray(wishes[i].tokens, dtype=np.int64) for i in asked])
+    generated = np.concatenate([np.arange(n) >= wishes[i].prompt_length for i, n in zip(asked, lengths, strict=True)])
+    factors = [[wishes[i].repetition, wishes[i].presence, wishes[i].frequency] for i in asked]
+    before = CameBefore(*(torch.from_numpy(one).to(values.device) for one in (rows, tokens, generated)))
+    chosen = values if len(asked) == len(wishes) else values[asked]
+    penalize(chosen, before, *torch.tensor(factors, device=values.device).unbind(1))
+    if chosen is not values:
+        values[asked] = chosen
+
+
+def _add_biases(values: Tensor, wishes: Sequence[Shaping]) -> None:
+    entries = [(i, token, bias) for i, wish in enumerate(wishes) for token, bias in wish.biases]
+    if entries:
+        rows, tokens, biases = zip(*entries, strict=True)
+        add_biases(values, *_places(rows, tokens, values), torch.tensor(biases, device=values.device))
+
+
+def _rule_out(values: Tensor, wishes: Sequence[Shaping]) -> None:
+    entries = [(i, token) for i, wish in enumerate(wishes) for token in wish.ruled_out]
+    if entries:
+        rows, tokens = zip(*entries, strict=True)
+        rule_out(values, *_places(rows, tokens, values))
+
+
+def _drop_improbable(values: Tensor, rows: Sequence[SamplingRow], wishes: Sequence[Shaping]) -> None:
+    if not any(wish.min_p for wish in wishes):
+        return
+    temperature = torch.tensor([row.sampling.temperature or 1.0 for row in rows], dtype=torch.float64)
+    min_p = torch.tensor([wish.min_p for wish in wishes], dtype=torch.float64)
+    drop_improbable(values, temperature.to(values.device), min_p.to(values.device))
+
+
+def _places(rows: Sequence[int], tokens: Sequence[int], values: Tensor) -> tuple[Tensor, Tensor]:
+    index = torch.tensor([rows, tokens]).to(values.device, non_blocking=True)
+    return index[0], index[1]
