@@ -9,8 +9,10 @@ import pytest
 
 from arguments import build_parser, build_server_parser, parse_server_arguments
 from arguments.flags import normalize_key
-from arguments.groups import ACCESS, BATCHING, CACHE, GROUPS, LIMITS, MODEL, PARALLEL, SERVER, SOURCE, TOKENIZER
+from arguments.groups import BATCHING, CACHE, GROUPS, MODEL, PARALLEL
 from arguments.megatron.table import SERVER_TABLE, TABLE, records
+from arguments.server_groups import ACCESS, LIMITS, SERVER
+from arguments.source_groups import SOURCE, TOKENIZER
 from megatron_ext.config import ModelConfig
 from megatron_ext.config.layers.multipliers import MULTIPLIERS
 from tests.unit_tests.support.source import ROOT
