@@ -111,9 +111,8 @@ class World:
 
     def take(self, owner: Owner, count: int) -> None:
         """Give `owner` so many blocks, evicting the oldest leaves."""
-        occupied = self.in_use() | set(self.cached.values())
-        for _ in range(count - (self.total - len(occupied))):
-            self._evict()
+        while self.total - len(self.in_use() | set(self.cached.values())) < count:
+            self._evict()  # under ref_zero those before it may go with it
         owner.table += range(self._next_block, self._next_block + count)
         self._next_block += count
 
