@@ -1,20 +1,19 @@
 """Which cached block goes first when memory is needed.
 
-The contract (`EvictionPolicy`), for the cache that calls it:
+The contract (`EvictionPolicy`), for the cache that calls it; blocks come and go in runs:
 
 - `keeps_unused`: whether a block that nobody uses, and nobody waits for, stays cached.
-- `make_evictable(block)`: nobody uses the cached `block` any more. Blocks of one sequence become evictable
-  from its end to its start.
-- `hold(block)`: the same of a block that a waiting request is to find: it stays cached whatever the policy.
-- `reuse(block)`: an evictable block is in use again.
-- `evict()`: the evictable block to give up now.
-- `len(policy)`: evictable blocks, that is, how many times `evict` can be called.
+- `hold(blocks)`: nobody uses these cached blocks any more, and they stay cached: because of `keeps_unused`, or because
+  a waiting request is to find them. Blocks of one sequence come from its end to its start.
+- `reuse(blocks)`: evictable blocks are in use again.
+- `evict(count)`: the evictable blocks to give up now, the first one first.
+- `len(policy)`: evictable blocks, the most that `evict` can be asked for.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 from megatron_ext.config import EvictionPolicyName
@@ -26,17 +25,14 @@ class EvictionPolicy(Protocol):
 
     keeps_unused: bool
 
-    def hold(self, block: BlockId) -> None:
-        """The block stays cached."""
+    def hold(self, blocks: Iterable[BlockId]) -> None:
+        """Nobody uses them, and they stay cached."""
 
-    def make_evictable(self, block: BlockId) -> bool:
-        """Whether the block stays cached; False drops it at once."""
+    def reuse(self, blocks: Iterable[BlockId]) -> None:
+        """They are in use again."""
 
-    def reuse(self, block: BlockId) -> None:
-        """An evictable block is in use again."""
-
-    def evict(self) -> BlockId:
-        """The next victim."""
+    def evict(self, count: int) -> list[BlockId]:
+        """The next victims."""
 
     def clear(self) -> None:
         """No block is evictable any more."""
@@ -61,24 +57,19 @@ class LeafFirstLru:
     def __init__(self) -> None:
         self._evictable: OrderedDict[BlockId, None] = OrderedDict()
 
-    def hold(self, block: BlockId) -> None:
-        """Keep it, as the most recently used."""
-        assert block not in self._evictable, f"block {block} made evictable twice"
-        self._evictable[block] = None
+    def hold(self, blocks: Iterable[BlockId]) -> None:
+        """Keep them, as the most recently used."""
+        assert self._evictable.keys().isdisjoint(blocks), f"one of {blocks} made evictable twice"
+        self._evictable.update(dict.fromkeys(blocks))
 
-    def make_evictable(self, block: BlockId) -> bool:
-        """Keep it, as the most recently used."""
-        self.hold(block)
-        return True
-
-    def reuse(self, block: BlockId) -> None:
+    def reuse(self, blocks: Iterable[BlockId]) -> None:
         """In use again."""
-        del self._evictable[block]
+        for block in blocks:
+            del self._evictable[block]
 
-    def evict(self) -> BlockId:
-        """The one that became evictable first."""
-        block, _ = self._evictable.popitem(last=False)
-        return block
+    def evict(self, count: int) -> list[BlockId]:
+        """Those that became evictable first."""
+        return [self._evictable.popitem(last=False)[0] for _ in range(count)]
 
     def clear(self) -> None:
         """Forget all."""
@@ -98,10 +89,6 @@ class RefZero(LeafFirstLru):
     """A block is dropped as soon as nobody uses it or waits for it: only requests that overlap in time share."""
 
     keeps_unused = False
-
-    def make_evictable(self, block: BlockId) -> bool:
-        """Drop it."""
-        return False
 
 
 def build_policy(name: EvictionPolicyName) -> EvictionPolicy:

@@ -91,8 +91,7 @@ class Scheduler:
             self.counters.pauses += 1
         for request in plan.resumes:
             self.queues.move(request, self.queues.running)
-        for chunk in plan.chunks:
-            self._grow(chunk)
+        self._grow(plan.chunks)
         for admission in plan.admissions:
             self._admit(admission)
         for deferral in plan.deferrals:
@@ -102,15 +101,18 @@ class Scheduler:
         self._hashing.go_on()
         return plan
 
-    def _grow(self, chunk: Chunk) -> None:
-        request = chunk.request
-        if request.block_table:  # admissions take theirs at once
-            missing = self.limits.blocks_for(chunk.end) - len(request.block_table)
-            request.sequence.block_table += self.cache.allocate(max(0, missing))
+    def _grow(self, chunks: Iterable[Chunk]) -> None:
+        """Blocks for the tokens that outgrow those of their requests; admissions take theirs at once."""
+        size = self.limits.block_size
+        for chunk in chunks:
+            sequence = chunk.request.sequence
+            blocks = len(sequence.block_table)
+            if 0 < blocks * size < chunk.end:
+                sequence.block_table += tuple(self.cache.allocate(self.limits.blocks_for(chunk.end) - blocks))
 
     def _admit(self, admission: Admission) -> None:
         request, sequence, matched = admission.request, admission.request.sequence, admission.matched
-        sequence.block_table = [*matched, *self.cache.allocate(admission.new_blocks)]
+        sequence.block_table = (*matched, *self.cache.allocate(admission.new_blocks))
         sequence.live_slot = self.live_slots.take()
         sequence.computed_end = admission.chunk.start
         sequence.restore = admission.restore
@@ -205,7 +207,7 @@ class Scheduler:
         for snapshot in sequence.snapshots:
             if snapshot.position <= sequence.computed_end:
                 self._states.commit(snapshot.digest)
-                self.queues.waiting.published(snapshot.digest)
+                self.queues.waiting.published([snapshot.digest])
         sequence.snapshots = [one for one in sequence.snapshots if one.position > sequence.computed_end]
 
     def _publish(self, request: Request) -> None:
@@ -214,12 +216,13 @@ class Scheduler:
         first, complete = sequence.published_blocks, sequence.computed_end // self.limits.block_size
         if sequence.chain is None or complete <= first or sequence.cache_epoch != self.cache.epoch:
             return
-        digests, table, publish = sequence.digests, sequence.block_table, self.cache.publish
-        for i in range(first, complete):
-            table[i] = publish(digests[i], table[i], digests[i - 1] if i else None)
-        digests = digests[first:complete]
-        self.pending_blocks.published_run(request.request_id, digests)
-        self.queues.waiting.published_run(digests)
+        digests, table = sequence.digests[first:complete], sequence.block_table
+        parent, own = sequence.digests[first - 1] if first else None, table[first:complete]
+        shared = self.cache.publish(digests, own, parent)
+        if shared != own:  # somebody has published the same before
+            sequence.block_table = (*table[:first], *shared, *table[complete:])
+        self.pending_blocks.published(request.request_id, digests)
+        self.queues.waiting.published(digests)
         sequence.published_blocks = complete
 
     def abandon(self, chunks: Iterable[Chunk], reason: str) -> None:

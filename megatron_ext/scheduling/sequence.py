@@ -40,7 +40,7 @@ class Sequence:
         published_blocks: Of the block table, from its start.
         chain: Of the digests of its blocks; None for one that neither reads nor writes the cache.
         cache_epoch: Of the cache when it was admitted.
-        block_table: What it owns, in order.
+        block_table: What it owns, in order; replaced when that changes, so that a step's message keeps it.
         live_slot: Where its recurrent states are; None while it waits.
         restore: What to copy into the live slot before the first chunk.
         snapshots: Slots are reserved for them; none is taken yet.
@@ -58,7 +58,7 @@ class Sequence:
         self.published_blocks = 0
         self.chain: HashChain | None = None
         self.cache_epoch: int | None = None
-        self.block_table: list[BlockId] = []
+        self.block_table: tuple[BlockId, ...] = ()
         self.live_slot: LiveSlot | None = None
         self.restore: Restore | None = None
         self.snapshots: list[Snapshot] = []
@@ -114,13 +114,13 @@ class Sequence:
         self.tokens.append(token)
         self.packed.append(token)
 
-    def lose_all(self) -> tuple[list[BlockId], list[Snapshot], LiveSlot | None]:
+    def lose_all(self) -> tuple[abc.Sequence[BlockId], list[Snapshot], LiveSlot | None]:
         """Nothing of it is computed any more.
 
         Returns:
             What it owned, for those who have lent it: blocks, reserved snapshots, live slot.
         """
         owned = self.block_table, self.snapshots, self.live_slot
-        self.block_table, self.snapshots, self.live_slot, self.restore = [], [], None, None
+        self.block_table, self.snapshots, self.live_slot, self.restore = (), [], None, None
         self.computed_end = self.shared_end = self.published_blocks = 0
         return owned

@@ -145,16 +145,12 @@ class Driver:
     def watch_scheduler(self) -> None:
         """Wrap what frees blocks and live slots, and what is computed; again after the engine was reset."""
         blocks, live_slots, scheduler = self.scheduler.blocks, self.scheduler.live_slots, self.scheduler
-        release, free, give_back, advance = blocks.release, blocks.free, live_slots.give_back, scheduler._advance
+        free, give_back, advance = blocks.free, live_slots.give_back, scheduler._advance
 
-        def release_poisoned(released: Sequence[int]) -> None:
-            release(released)
-            for block in released:
+        def free_poisoned(freed: Sequence[int]) -> None:
+            free(freed)
+            for block in freed:
                 self._poison_block(block)
-
-        def free_poisoned(block: int) -> None:
-            free(block)
-            self._poison_block(block)
 
         def give_back_poisoned(slot: int) -> None:
             give_back(slot)
@@ -169,8 +165,8 @@ class Driver:
             for span in spans:
                 self._note_states(*span)
 
-        blocks.release, blocks.free = release_poisoned, free_poisoned
-        live_slots.give_back, scheduler._advance = give_back_poisoned, advance_watched
+        blocks.free, live_slots.give_back = free_poisoned, give_back_poisoned
+        scheduler._advance = advance_watched
 
     # Watching
 
