@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 from megatron.core.transformer import TransformerConfig
-from torch import Tensor, nn
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
 
 from megatron_ext.mcore.attention import PagedSelfAttention
 from megatron_ext.mcore.mlp import PlainMLP
 from megatron_ext.mcore.norms import LayerNormFromConfig
+
+
+class OutputNorm(MegatronModule):
+    """A norm that can be a part of an MLP: upstream's asks each of its parts for its sharded state."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config)
+        self.norm = LayerNormFromConfig(config, config.hidden_size)
+
+    def forward(self, output: Tensor, bias: Tensor | None) -> tuple[Tensor, None]:
+        """[s, b, h] and a bias, as layers give them -> the same, and no bias."""
+        return self.norm(output if bias is None else output + bias), None
 
 
 class NormedSelfAttention(PagedSelfAttention):
@@ -15,11 +28,11 @@ class NormedSelfAttention(PagedSelfAttention):
 
     def __init__(self, config: TransformerConfig, *args: object, **options: object) -> None:
         super().__init__(config, *args, **options)
-        self.output_norm = LayerNormFromConfig(config, config.hidden_size)
+        self.output_norm = OutputNorm(config)
 
     def forward(self, *args: object, **options: object) -> tuple[Tensor, None]:
         """As upstream; no bias is left."""
-        return _normed(self.output_norm, *super().forward(*args, **options))
+        return self.output_norm(*super().forward(*args, **options))
 
 
 class NormedMLP(PlainMLP):
@@ -27,12 +40,8 @@ class NormedMLP(PlainMLP):
 
     def __init__(self, config: TransformerConfig, **options: object) -> None:
         super().__init__(config, **options)
-        self.output_norm = LayerNormFromConfig(config, config.hidden_size)
+        self.output_norm = OutputNorm(config)
 
     def forward(self, *args: object, **options: object) -> tuple[Tensor, None]:
         """As upstream; no bias is left."""
-        return _normed(self.output_norm, *super().forward(*args, **options))
-
-
-def _normed(norm: nn.Module, output: Tensor, bias: Tensor | None) -> tuple[Tensor, None]:
-    return norm(output if bias is None else output + bias), None
+        return self.output_norm(*super().forward(*args, **options))

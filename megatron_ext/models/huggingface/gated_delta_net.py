@@ -43,37 +43,27 @@ def _channels(config: ModelConfig) -> tuple[int, int]:
     return keys, config.linear_num_value_heads * config.linear_value_head_dim
 
 
-def _stacked(names: Sequence[str], rows: Sequence[str]) -> Source:
-    """Tensors one below the other, in unequal parts: `rows` says of each what it holds, see `stacked_inputs`."""
-
-    def count(config: ModelConfig) -> list[int]:
-        keys, values = _channels(config)
-        sizes = {"q": keys, "k": keys, "v": values, "z": values, "b": config.linear_num_value_heads}
-        sizes["a"] = sizes["b"]
-        return [sum(sizes[one] for one in part) for part in rows]
-
-    def put_together(parts: Sequence[Tensor], _: ModelConfig) -> Tensor:
-        return torch.cat(tuple(parts))
-
-    def take_apart(ours: Tensor, config: ModelConfig) -> Sequence[Tensor]:
-        return ours.split(count(config))
-
-    return Source(tuple(names), Conversion(count, put_together, take_apart))
-
-
 def stacked_inputs(parts: Mapping[str, str]) -> Source:
-    """An input projection in parts that stand one below the other in ours.
+    """An input projection in parts of unequal heights that stand one below the other in ours.
 
     Args:
         parts: Theirs, in order, to what each holds: q, k, v, z (the gate), b (beta) and a (alpha).
     """
     assert "".join(parts.values()) == "qkvzba", parts
-    return _stacked(tuple(parts), tuple(parts.values()))
 
+    def rows(config: ModelConfig) -> list[int]:
+        keys, values = _channels(config)
+        heads = config.linear_num_value_heads
+        sizes = {"q": keys, "k": keys, "v": values, "z": values, "b": heads, "a": heads}
+        return [sum(sizes[one] for one in held) for held in parts.values()]
 
-def stacked_convolution(names: Sequence[str]) -> Source:
-    """The convolution of queries, of keys and of values, by their names, which stand one below the other in ours."""
-    return _stacked(names, ("q", "k", "v"))
+    def put_together(tensors: Sequence[Tensor], _: ModelConfig) -> Tensor:
+        return torch.cat(tuple(tensors))
+
+    def take_apart(ours: Tensor, config: ModelConfig) -> Sequence[Tensor]:
+        return ours.split(rows(config))
+
+    return Source(tuple(parts), Conversion(rows, put_together, take_apart))
 
 
 def norm_around_one(name: str) -> Source:

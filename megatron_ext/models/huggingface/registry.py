@@ -15,6 +15,7 @@ from megatron_ext.models.huggingface.families.mamba2 import MAMBA2
 from megatron_ext.models.huggingface.families.mistral import MISTRAL
 from megatron_ext.models.huggingface.families.mixtral import MIXTRAL
 from megatron_ext.models.huggingface.families.nemotron_h import NEMOTRON_H
+from megatron_ext.models.huggingface.families.olmo_hybrid import OLMO_HYBRID
 from megatron_ext.models.huggingface.families.qwen2 import QWEN2
 from megatron_ext.models.huggingface.families.qwen3 import QWEN3
 from megatron_ext.models.huggingface.families.qwen3_5 import QWEN3_5, QWEN3_5_TEXT
@@ -44,6 +45,7 @@ FAMILIES = {
         FALCON_H1,
         QWEN3_5_TEXT,
         QWEN3_5,
+        OLMO_HYBRID,
     )
 }
 

@@ -83,6 +83,7 @@ WITHOUT_FLAG = {
         *("add_attention_output_bias", "add_mlp_bias", "attention_window"),
         *(name for name in ModelConfig.__dataclass_fields__ if name.startswith("yarn_")),
         *("qk_layernorm_over_heads", "mamba_gated_norm", "mamba_multipliers"),
+        *("linear_norm_epsilon", "linear_allow_neg_eigval"),
     },
     "SourceConfig": {field.name for field in dataclasses.fields(TOKENIZER.config)},  # a group of its own
     "RequestParams": {"seed", "min_tokens", "cache_salt", "enable_prefix_caching"},

@@ -104,7 +104,13 @@ _TENSORS = TensorTable(
         ),
     },
     letters_per_layer=2,
-    split={rf"(.*\.{_EXPERTS})\.(input_linear|output_linear)\.weight": r"\1.experts.{index}.\2.weight"},
+    split={
+        rf"(.*\.{_EXPERTS})\.(input_linear|output_linear)\.weight": r"\1.experts.{index}.\2.weight",
+        # As transformers calls them in memory.
+        rf"(.*\.{_EXPERTS}\.experts)\.gate_up_proj": r"\1.{index}.input_linear.weight",
+        rf"(.*\.{_EXPERTS}\.experts)\.down_proj": r"\1.{index}.output_linear.weight",
+    },
+    other_names={rf"(.*\.{_EXPERTS}\.router)\.weight": r"\1.layer.weight"},
 )
 
 

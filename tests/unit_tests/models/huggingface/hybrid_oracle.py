@@ -36,6 +36,7 @@ _CLASSES = {
     "falcon_h1": ("FalconH1Config", "FalconH1ForCausalLM"),
     "qwen3_5_text": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM"),
     "qwen3_5": ("Qwen3_5Config", "Qwen3_5ForConditionalGeneration"),
+    "olmo_hybrid": ("OlmoHybridConfig", "OlmoHybridForCausalLM"),
 }
 _DECODER = {
     "vocab_size": 101,
@@ -105,6 +106,7 @@ _SMALL["qwen3_5"] = {
     "text_config": _SMALL["qwen3_5_text"] | {"rms_norm_eps": 1e-2},
     "vision_config": {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32},
 }
+_SMALL["olmo_hybrid"] = {**_DECODER, **_DELTA_NET, "rms_norm_eps": 1e-3}
 _NORMS_AROUND_ZERO = ("qwen3_5_text", "qwen3_5")
 
 SHAPES = (
@@ -199,6 +201,24 @@ SHAPES = (
         },
     ),
     Shape("qwen3_5, that reads images too", "qwen3_5", seed=1),
+    Shape("olmo", "olmo_hybrid", seed=1),
+    Shape(
+        "olmo, no positions, strength to 1, MHA, other heads and window, tied",
+        "olmo_hybrid",
+        seed=1,
+        fields={
+            "linear_allow_neg_eigval": False,
+            "linear_key_head_dim": None,
+            "linear_value_head_dim": None,
+            "linear_num_key_heads": None,
+            "linear_num_value_heads": None,
+            "linear_conv_kernel_dim": 3,
+            "num_key_value_heads": 4,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": None},
+            "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+        },
+    ),
 )
 
 

@@ -35,7 +35,7 @@ SHAPES = {
         "mambas": ("mamba, tied", "jamba, experts"),
         "qwens": ("experts",),
         "denses": ("llama, biases of MLPs, tied", "mixtral"),
-        "hybrids": ("bamba", "lfm2, tied", "falcon_h1, no norm", "qwen3_5, that reads images too"),
+        "hybrids": ("bamba", "lfm2, tied", "falcon_h1, no norm", "qwen3_5, that reads images too", "olmo"),
     },
     "EP 2": {
         "oracles": ("MoE", "MoE, latent, one expert a token"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -237,7 +238,33 @@ QWEN = {
     "vision_end_token_id": 248054,
     "vision_start_token_id": 248053,
 }
+OLMO = {
+    "architectures": ["OlmoHybridForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "hidden_act": "silu",
+    "hidden_size": 3840,
+    "initializer_range": 0.02,
+    "intermediate_size": 11008,
+    "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"] * 2,
+    "linear_allow_neg_eigval": True,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 96,
+    "linear_num_key_heads": 30,
+    "linear_num_value_heads": 30,
+    "linear_value_head_dim": 192,
+    "max_position_embeddings": 65536,
+    "model_type": "olmo_hybrid",
+    "num_attention_heads": 30,
+    "num_hidden_layers": 8,
+    "num_key_value_heads": 30,
+    "rms_norm_eps": 1e-06,
+    "rope_parameters": {"rope_theta": None, "rope_type": "default"},
+    "tie_word_embeddings": False,
+    "vocab_size": 100352,
+}
 PUBLISHED = {
+    "olmo_hybrid": OLMO,
     "mamba2": CODESTRAL,
     "bamba": BAMBA,
     "granitemoehybrid": GRANITE,
@@ -318,7 +345,23 @@ def test_qwen3_5() -> None:
     assert not translate(QWEN | {"tie_word_embeddings": True}).untie_embeddings_and_output_weights
 
 
+def test_olmo_hybrid() -> None:
+    """FA-2: norms behind attention and its MLP; a rotary base of null is none, one that is not there is 10,000."""
+    config = translate(OLMO)
+    assert (config.hybrid_override_pattern, config.position_embedding_type) == ("M-M-M-AF" * 2, "none")
+    assert (config.qk_layernorm_over_heads, config.linear_norm_epsilon) == (True, 1e-5)
+    sparse = {name: value for name, value in OLMO.items() if not name.startswith(("linear_", "rope", "layer_types"))}
+    assert dataclasses.replace(translate(sparse), position_embedding_type="none") == config
+    assert translate(sparse).position_embedding_type == "rope"
+    assert translate(sparse | {"num_hidden_layers": 3}).hybrid_override_pattern == "M-M-AF"
+    assert translate(sparse | {"rope_theta": None}).position_embedding_type == "none"
+
+
 REFUSED = [
+    (OLMO, {"rope_theta": 5e5}, "rope_parameters.rope_theta = None contradicts rope_theta"),
+    (OLMO, {"linear_num_value_heads": 31}, "linear_num_key_heads = 30 is not supported; it must divide"),
+    (OLMO, {"linear_allow_neg_eigval": 2}, "linear_allow_neg_eigval = 2 is not supported; it must be true or false"),
+    (OLMO, {"layer_types": ["sliding_attention"] * 8}, "layer_types has 'sliding_attention'"),
     (QWEN, {"quantization_config": {"bits": 4}}, "field quantization_config = {'bits': 4} is not supported"),
     (QWEN, {"text_config": None}, "text_config = None is not supported; it must be an object"),
     (QWEN, {"text_config": QWEN_TEXT | {"model_type": "qwen3_5_moe_text"}}, "text_config.model_type = 'qwen3_5_moe"),

@@ -196,6 +196,10 @@ CONTROLS = {
     "keys and values": (QWEN, _rolled(LAYERS + "0.mixer.in_proj.weight", 24)),
     "beta and alpha": (QWEN, lambda m: _rolled_rows(m, LAYERS + "0.mixer.in_proj.weight", slice(-6, None), 3)),
     "norm behind a gated delta net": (QWEN, _filled(LAYERS + "0.mixer.out_norm.weight", 0.0)),
+    "convolution of keys": ("olmo", _rolled(LAYERS + "0.mixer.conv1d.weight", 16)),
+    "norm behind attention": ("olmo", _filled(LAYERS + "2.self_attention.output_norm.norm.weight", 1.0)),
+    "norm behind an MLP": ("olmo", _filled(LAYERS + "3.mlp.output_norm.norm.weight", 1.0)),
+    "norm of keys of all heads": ("olmo", _rolled(LAYERS + "2.self_attention.k_layernorm.weight", 8)),
     "two experts": ("granite, experts, rotary, tied", _rolled(LAYERS + "1.mlp.router.weight")),
     "the shared expert": (
         "granite, experts, rotary, tied",
@@ -218,6 +222,9 @@ def test_comparison_sees_one_wrong_tensor(control: str, hybrids) -> None:
 FALCON = "falcon_h1, no norm"
 PARTS = (1.125, 1.375, 1.5, 1.0, 0.875)  # of that model, for z, x, B, C and dt
 SETTINGS = [
+    ("olmo", {"linear_allow_neg_eigval": False}),
+    ("olmo", {"linear_norm_epsilon": 1e-2}),
+    ("olmo", {"position_embedding_type": "none"}),
     (QWEN, {"rotary_percent": 0.25}),
     *((FALCON, {name: 0.9}) for name in MULTIPLIERS),
     *((FALCON, {"mamba_multipliers": (*PARTS[:i], 0.95, *PARTS[i + 1 :])}) for i in range(5)),
