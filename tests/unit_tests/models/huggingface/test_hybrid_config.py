@@ -428,7 +428,7 @@ SENSELESS = [
     ({"qk_layernorm_over_heads": True}, "qk_layernorm_over_heads needs --qk-layernorm and plain RMSNorm"),
     ({"mamba_gated_norm": "last"}, "mamba_gated_norm 'last' is unknown; gate_first, norm_first or None"),
     ({"mamba_multipliers": (1.0, 2.0)}, "must be five numbers above zero, for z, x, B, C and dt"),
-    ({"linear_norm_epsilon": 0.0}, "linear_norm_epsilon 0.0 must be more than zero"),
+    ({"linear_norm_epsilon": 0.0}, "linear_norm_epsilon 0.0 must be above 0"),
     ({"recurrent_layer": "short_conv", "short_conv_kernel_dim": 1}, "--short-conv-kernel-dim 1 must be at least 2"),
     (
         {"hybrid_override_pattern": "PQ"},
