@@ -21,6 +21,7 @@ from torch import Tensor
 from megatron_ext.mcore.layer_config import LayerConfig
 
 MixerOutput = tuple[Tensor, Tensor | None]  # and its bias, which is to be added
+AddBuilder = Callable[..., Callable[..., Tensor]]  # as upstream's `get_bias_dropout_add`
 
 
 def is_plain_inference(module: torch.nn.Module) -> bool:
@@ -48,8 +49,8 @@ def add_residual(mixed: MixerOutput, residual: Tensor, factor: float = 1.0) -> T
     return output.add_(residual)
 
 
-def scaled_add(add: Callable[..., Callable[..., Tensor]], factor: float) -> Callable[..., Callable[..., Tensor]]:
-    """Upstream's `get_bias_dropout_add`, or what stands in its place, for outputs that are multiplied first."""
+def scaled_add(add: AddBuilder, factor: float) -> AddBuilder:
+    """The same for outputs that are multiplied first."""
     if factor == 1.0:
         return add
 
@@ -67,6 +68,8 @@ def scaled_add(add: Callable[..., Callable[..., Tensor]], factor: float) -> Call
 class RecurrentLayer(MambaLayer):
     """A norm and a recurrent mixer."""
 
+    mamba_bda: AddBuilder
+
     def __init__(self, config: LayerConfig, *args: object, **options: object) -> None:
         super().__init__(config, *args, **options)
         self.factor = config.residual_multiplier * config.recurrent_output_multiplier
@@ -77,16 +80,19 @@ class RecurrentLayer(MambaLayer):
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
         inference_context: BaseInferenceContext | None = None,
+        rotary_pos_emb: Tensor | None = None,
         **options: object,
     ) -> Tensor:
         """[s, b, h] -> the same; see `RecurrentMixer.forward`."""
         if not is_plain_inference(self) or self.residual_in_fp32:
-            return super().forward(hidden_states, attention_mask, inference_context, **options)
+            return super().forward(hidden_states, attention_mask, inference_context, rotary_pos_emb, **options)
         return add_residual(self.mixer(self.norm(hidden_states), inference_context), hidden_states, self.factor)
 
 
 class AttentionLayer(TransformerLayer):
     """A norm and self-attention."""
+
+    self_attn_bda: AddBuilder
 
     def __init__(self, config: LayerConfig, *args: object, **options: object) -> None:
         super().__init__(config, *args, **options)
@@ -121,6 +127,8 @@ class AttentionLayer(TransformerLayer):
 
 class FeedForwardLayer(MLPLayer):
     """A norm and an MLP, or a mixture of them."""
+
+    mlp_bda: AddBuilder
 
     def __init__(self, config: LayerConfig, *args: object, **options: object) -> None:
         super().__init__(config, *args, **options)

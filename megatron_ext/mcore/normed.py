@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron.core.inference.contexts import BaseInferenceContext
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
@@ -18,9 +19,10 @@ class OutputNorm(MegatronModule):
         super().__init__(config)
         self.norm = LayerNormFromConfig(config, config.hidden_size)
 
-    def forward(self, output: Tensor, bias: Tensor | None) -> tuple[Tensor, None]:
-        """[s, b, h] and a bias, as layers give them -> the same, and no bias."""
-        return self.norm(output if bias is None else output + bias), None
+    def forward(self, output: Tensor, bias: Tensor | None) -> Tensor:
+        """[s, b, h] and its bias -> [s, b, h]."""
+        normed: Tensor = self.norm(output if bias is None else output + bias)
+        return normed
 
 
 class NormedSelfAttention(PagedSelfAttention):
@@ -30,9 +32,20 @@ class NormedSelfAttention(PagedSelfAttention):
         super().__init__(config, *args, **options)
         self.output_norm = OutputNorm(config)
 
-    def forward(self, *args: object, **options: object) -> tuple[Tensor, None]:
-        """As upstream; no bias is left."""
-        return self.output_norm(*super().forward(*args, **options))
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        key_value_states: Tensor | None = None,
+        inference_context: BaseInferenceContext | None = None,
+        rotary_pos_emb: Tensor | None = None,
+        **kwargs: object,
+    ) -> tuple[Tensor, Tensor | None]:
+        """See `PagedSelfAttention.forward`; no bias is left."""
+        output, bias = super().forward(
+            hidden_states, attention_mask, key_value_states, inference_context, rotary_pos_emb, **kwargs
+        )
+        return self.output_norm(output, bias), None
 
 
 class NormedMLP(PlainMLP):
@@ -42,6 +55,8 @@ class NormedMLP(PlainMLP):
         super().__init__(config, **options)
         self.output_norm = OutputNorm(config)
 
-    def forward(self, *args: object, **options: object) -> tuple[Tensor, None]:
+    def forward(
+        self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **options: object
+    ) -> tuple[Tensor, Tensor | None]:
         """As upstream; no bias is left."""
-        return self.output_norm(*super().forward(*args, **options))
+        return self.output_norm(*super().forward(hidden_states, per_token_scale, **options)), None

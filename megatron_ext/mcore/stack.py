@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from megatron.core.inference.contexts import BaseInferenceContext
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.ssm.mamba_block import MambaStack, MambaStackSubmodules
+from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
@@ -83,8 +84,8 @@ class HybridStack(MambaStack):
 
     def mamba_state_shapes_per_request(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         """Shapes of one request's states in each recurrent layer of this stage; None without any."""
-        layers = zip(self.layer_type_list, self.layers, strict=True)
-        return next((layer.mamba_state_shapes_per_request() for letter, layer in layers if is_recurrent(letter)), None)
+        layers = (layer for layer in self.layers if isinstance(layer, MambaLayer))
+        return next((layer.mamba_state_shapes_per_request() for layer in layers), None)
 
     def forward(
         self,

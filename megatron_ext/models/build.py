@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -135,7 +136,12 @@ def transformer_config(
         perform_initialization: See `build_model`.
         share: How the model is spread; None for one rank.
     """
-    sizes = {} if share is None else share.core_fields
+    others: dict[str, Any] = {
+        **{name: getattr(config, name) for name in _MULTIPLIERS},
+        **({} if share is None else share.core_fields),
+        **(config.recurrent.core_fields(config) if config.is_hybrid else {}),
+        **(_moe_fields(config) if config.is_moe else {}),
+    }
     return LayerConfig(
         num_layers=config.layer_count,
         hidden_size=config.hidden_size,
@@ -144,7 +150,6 @@ def transformer_config(
         kv_channels=config.head_channels,
         qk_layernorm=config.qk_layernorm,
         qk_layernorm_over_heads=config.qk_layernorm_over_heads,
-        **{name: getattr(config, name) for name in _MULTIPLIERS},
         attention_output_gate=config.attention_output_gate,
         normalization=config.normalization,
         layernorm_zero_centered_gamma=config.apply_layernorm_1p,
@@ -174,9 +179,7 @@ def transformer_config(
         yarn_rotary_scaling_factor=config.yarn_rotary_scaling_factor or 1.0,
         yarn_mscale=config.yarn_mscale,
         yarn_mscale_all_dim=config.yarn_mscale_all_dim,
-        **sizes,
-        **(config.recurrent.core_fields(config) if config.is_hybrid else {}),
-        **(_moe_fields(config) if config.is_moe else {}),
+        **others,
     )
 
 

@@ -72,11 +72,12 @@ def _pattern(fields: Fields) -> str:
 def _derived(fields: Fields) -> Fields:
     head = rotated_head_size(fields)
     rotary = rotary_fields(fields, default_share=_DEFAULT_ROTARY_SHARE)
-    rotated, share = fields.get("attn_rotary_emb"), rotary["rotary_percent"]
-    if rotated is not None and rotated != int(head["kv_channels"] * share):
+    rotated, share, channels = fields.get("attn_rotary_emb"), rotary["rotary_percent"], head["kv_channels"]
+    assert isinstance(share, float), share
+    assert isinstance(channels, int), channels
+    if rotated is not None and rotated != int(channels * share):
         raise ConfigError(
-            f"config.json: attn_rotary_emb = {rotated!r} contradicts {SHARE} = {share} of heads of "
-            f"{head['kv_channels']} channels"
+            f"config.json: attn_rotary_emb = {rotated!r} contradicts {SHARE} = {share} of heads of {channels} channels"
         )
     return {**attention_heads(fields), **head, **rotary, **mamba2_heads(fields)}
 

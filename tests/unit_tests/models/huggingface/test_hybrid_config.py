@@ -415,3 +415,30 @@ def test_fields_that_are_not_supported_are_refused(published: dict, changes: dic
     with pytest.raises(ConfigError, match=message) as caught:
         translate(published | changes)
     assert "\n" not in str(caught.value)
+
+
+SENSELESS = [
+    ({"residual_multiplier": 0.0}, "residual_multiplier 0.0 must be more than zero"),
+    ({"softmax_scale": math.nan}, "softmax_scale nan must be more than zero"),
+    ({"mlp_gate_multiplier": 2.0}, "mlp_gate_multiplier 2.0 is for gated MLPs; give --swiglu"),
+    (
+        {"embedding_multiplier": 2.0, "position_embedding_type": "learned_absolute"},
+        "embedding_multiplier 2.0 is not supported with learned positions",
+    ),
+    ({"qk_layernorm_over_heads": True}, "qk_layernorm_over_heads needs --qk-layernorm and plain RMSNorm"),
+    ({"mamba_gated_norm": "last"}, "mamba_gated_norm 'last' is unknown; gate_first, norm_first or None"),
+    ({"mamba_multipliers": (1.0, 2.0)}, "must be five numbers above zero, for z, x, B, C and dt"),
+    ({"linear_norm_epsilon": 0.0}, "linear_norm_epsilon 0.0 must be above 0"),
+    ({"recurrent_layer": "short_conv", "short_conv_kernel_dim": 1}, "--short-conv-kernel-dim 1 must be at least 2"),
+    (
+        {"hybrid_override_pattern": "PQ"},
+        r"has unknown letter 'Q'; known are .* P \(attention and recurrent side by side\)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), SENSELESS, ids=str)
+def test_settings_that_make_no_sense_are_refused(settings: dict, message: str) -> None:
+    """SE-1: also where a checkpoint of ours says them."""
+    with pytest.raises(ConfigError, match=message):
+        ModelConfig(**settings)
