@@ -1,4 +1,4 @@
-"""Rows of block tables that steps share: as if each step had been staged alone, and written no more often than needed."""
+"""Rows of block tables that steps share: as if each step had been staged alone, written no more often than needed."""
 
 from __future__ import annotations
 
