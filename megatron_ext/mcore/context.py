@@ -10,6 +10,7 @@ from megatron.core.inference.contexts.dynamic_context import DynamicInferenceCon
 from torch import Tensor
 
 from megatron_ext.mcore.block_allocator import PoolBlockAllocator
+from megatron_ext.mcore.block_rows import BlockRows
 from megatron_ext.mcore.layer_map import LayerPlaces
 from megatron_ext.mcore.staging import ModelInput, SampledTokens, StagingRules, stage_step
 from megatron_ext.memory.heap import give_back_freed_memory
@@ -61,6 +62,7 @@ class InferenceContext(DynamicInferenceContext):
         self.block_allocator: PoolBlockAllocator | None = None
         self._scheduler: Scheduler | None = None
         self._rotation: Rotation | None = None
+        self._block_rows = BlockRows()
         self._layer_places = layer_places
         self._device = device
         self._staging_rules = StagingRules(
@@ -144,7 +146,7 @@ class InferenceContext(DynamicInferenceContext):
         """
         self._rotation = None
         self._restore_states(step.chunks)
-        self.step = stage_step(step, self._staging_rules, last_sampled)
+        self.step = stage_step(step, self._staging_rules, last_sampled, self._block_rows)
 
     def _restore_states(self, chunks: Sequence[ScheduledChunk]) -> None:
         """Before any slot is written: one that a request resumes from may be given to another snapshot of this step."""

@@ -80,7 +80,7 @@ class Sequence:
     @property
     def is_decoding(self) -> bool:
         """Whether only the last token, a generated one, is left to compute."""
-        return self.computed_end == len(self.tokens) - 1 and self.computed_end >= self.prompt_length
+        return self.prompt_length <= self.computed_end == len(self.tokens) - 1
 
     @property
     def digests(self) -> abc.Sequence[Digest]:
