@@ -132,6 +132,7 @@ SAMPLING = FlagGroup(
         Flag("repetition_penalty", "Divides the logits of tokens of prompt and generation; 1 is off"),
         Flag("logit_bias", "Added to logits: a JSON object of token ids and numbers", metavar="JSON"),
         Flag("bad_words", "Texts that are not generated"),
+        Flag("response_format", "The form of the answers: OpenAI's response_format, or a regex", metavar="JSON"),
         Flag("return_log_probs", "Log-probs of the prompt's and the generated tokens"),
         Flag("skip_prompt_log_probs", "With --return-log-probs: only of the generated tokens"),
         Flag("top_n_logprobs", "With --return-log-probs: the n best tokens at each position as well"),
@@ -293,6 +294,8 @@ LIMITS = FlagGroup(
         Flag("header_timeout", "Seconds that a client has for a request's headers"),
         Flag("body_timeout", "Seconds that a client has for a request's body"),
         Flag("idle_timeout", "Seconds that a connection may rest between requests, or its client may not read"),
+        Flag("max_schema_kb", "Longest JSON schema or regular expression of a response_format, in KB of 2**10 bytes"),
+        Flag("grammar_timeout", "Seconds that compiling one may take; beyond them clients get a 400"),
     ),
 )
 
