@@ -129,6 +129,7 @@ SAMPLING = FlagGroup(
         Flag("repetition_penalty", "Divides the logits of tokens of prompt and generation; 1 is off"),
         Flag("logit_bias", "Added to logits: a JSON object of token ids and numbers", metavar="JSON"),
         Flag("bad_words", "Texts that are not generated"),
+        Flag("response_format", "The form of the answers: OpenAI's response_format, or a regex", metavar="JSON"),
         Flag("return_log_probs", "Log-probs of the prompt's and the generated tokens"),
         Flag("skip_prompt_log_probs", "With --return-log-probs: only of the generated tokens"),
         Flag("top_n_logprobs", "With --return-log-probs: the n best tokens at each position as well"),

@@ -32,6 +32,8 @@ LIMITS = FlagGroup(
         Flag("header_timeout", "Seconds that a client has for a request's headers"),
         Flag("body_timeout", "Seconds that a client has for a request's body"),
         Flag("idle_timeout", "Seconds that a connection may rest between requests, or its client may not read"),
+        Flag("max_schema_kb", "Longest JSON schema or regular expression of a response_format, in KB of 2**10 bytes"),
+        Flag("grammar_timeout", "Seconds that compiling one may take; beyond them clients get a 400"),
     ),
 )
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from megatron_ext.config.annotations import require_types
 from megatron_ext.config.checks import require
+from megatron_ext.config.response_format import ResponseFormat
 from megatron_ext.config.token_biases import NO_BIASES, TokenBiases
 
 LARGEST_PENALTY = 2.0  # of presence and frequency, as with OpenAI
@@ -27,6 +28,7 @@ class RequestParams:
     repetition_penalty: float = 1.0  # divides the logits of tokens of prompt and generation, or multiplies below zero
     logit_bias: TokenBiases = NO_BIASES
     bad_words: tuple[str, ...] = ()
+    response_format: ResponseFormat | None = None  # default: any text
     seed: int | None = None  # default: derived from the run's seed and the request id
     stop_words: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()  # end it beside the termination token, with `ignore_eos` too
@@ -85,6 +87,11 @@ class RequestParams:
         require(valid_factor, f"repetition_penalty {factor} must be more than zero; 1 is off")
         problem = self.logit_bias.problem
         require(problem is None, f"logit_bias: {problem}")
+        require(
+            self.form is None or not self.min_tokens,
+            f"min_tokens {self.min_tokens} and response_format contradict each other: the form says where the answer "
+            "may end; give one of them",
+        )
 
     @property
     def is_greedy(self) -> bool:
@@ -97,6 +104,11 @@ class RequestParams:
         return self.return_log_probs and not self.skip_prompt_log_probs
 
     @property
+    def form(self) -> ResponseFormat | None:
+        """The form that the answer must have; None if any text will do."""
+        return None if self.response_format is None or self.response_format.is_free else self.response_format
+
+    @property
     def has_penalties(self) -> bool:
         """Whether what a token's logit becomes depends on the tokens so far."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
@@ -105,4 +117,4 @@ class RequestParams:
     def shapes_logits(self) -> bool:
         """Whether logits are changed before temperature, top_k and top_p choose among them."""
         is_cut = self.min_p > 0 and not self.is_greedy
-        return self.has_penalties or is_cut or bool(self.logit_bias or self.bad_words)
+        return self.has_penalties or is_cut or bool(self.logit_bias or self.bad_words or self.form)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron_ext.config import RequestParams
+from megatron_ext.config.response_format import ResponseFormat
 from megatron_ext.errors import ConfigError
 from megatron_ext.prefix_cache.hash_chain import packed_tokens
 from megatron_ext.scheduling.request import Request
@@ -23,6 +24,7 @@ class Door:
         ends: Tokens that end a document, unless a request names another one.
         seed: Requests without a seed of their own get one derived from it and their id.
         word_tokens: The ways in which a word that must not come can be tokens.
+        check_form: Sees that answers can be given a form.
     """
 
     tokenize: Callable[[str, bool], Sequence[int]]
@@ -30,6 +32,7 @@ class Door:
     ends: tuple[int, ...]
     seed: int
     word_tokens: Callable[[str], Sequence[tuple[int, ...]]]
+    check_form: Callable[[ResponseFormat], None]
 
 
 class Intake:
@@ -55,8 +58,14 @@ class Intake:
         """A request of token ids, and the text that they were if it is known.
 
         Raises:
-            ConfigError: A bad word that the tokenizer cannot read, a bias of an id that is no token.
+            ConfigError: A bad word that the tokenizer cannot read, a bias of an id that is no token, a form that
+                answers cannot be given.
         """
+        ends = self._end_ids(params)
+        if params.form is not None:
+            self._door.check_form(params.form)
+            if not ends:
+                raise ConfigError("response_format needs a token that ends the answer; leave ignore_eos out")
         if params.logit_bias:
             self._door.vocabulary.check_biased([token for token, _ in params.logit_bias])
         submission = Submission(
@@ -65,7 +74,7 @@ class Intake:
             params=params,
             arrival=self._next_arrival,
             seed=params.seed if params.seed is not None else f"{self._door.seed}/{request_id}",
-            end_ids=self._end_ids(params),
+            end_ids=ends,
             prompt_text=text,
             bad_words=tuple(tokens for word in params.bad_words for tokens in self._door.word_tokens(word)),
         )

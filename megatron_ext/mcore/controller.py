@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_ext.engine.faults import describe
 from megatron_ext.engine.result import Score, StepResult
+from megatron_ext.mcore.guides import Guides
 from megatron_ext.mcore.idle import compute_idle_token
 from megatron_ext.mcore.out_of_memory import is_out_of_memory
 from megatron_ext.mcore.scoring import score_rows
@@ -22,6 +23,7 @@ from megatron_ext.mcore.shaping import shaped
 from megatron_ext.mcore.staging import ModelInput, PromptScore, SampledTokens, SamplingRow
 from megatron_ext.ops.sampling import sample_tokens, sampling_batch
 from megatron_ext.scheduling.step import Sampling
+from megatron_ext.text.grammars import Grammars
 from megatron_ext.text.prompt_tokens import begin_once, tokenize_prompt
 from megatron_ext.text.vocabulary import Vocabulary
 
@@ -40,7 +42,9 @@ class InferenceController(TextGenerationController):
 
     def __init__(self, wrapper: AbstractModelInferenceWrapper, tokenizer: object, **options: object) -> None:
         super().__init__(wrapper, tokenizer, **options)
-        self.vocabulary = Vocabulary(tokenizer, wrapper.inference_wrapper_config.padded_vocab_size)
+        size = wrapper.inference_wrapper_config.padded_vocab_size
+        self.vocabulary = Vocabulary(tokenizer, size)
+        self.guides = Guides(Grammars(self.tokenizer, size))
 
     def _init_dynamic_sampling_tensors(self) -> None:
         """Nothing to prepare: sampling parameters live on the host, and no memory is pinned."""
@@ -85,7 +89,7 @@ class InferenceController(TextGenerationController):
             if logits is None:
                 return None
             is_alone = self.inference_wrapped_model.tp_size == 1
-            return choose_tokens(logits[0], context.step, self._scored_logits, is_alone=is_alone)
+            return choose_tokens(logits[0], context.step, self._scored_logits, self.guides, is_alone=is_alone)
 
     def _scored_logits(self, rows: slice) -> Tensor:
         """Logits of some of the step's scored tokens, as the model's forward would give them: [k, h] -> [rows, V]."""
@@ -98,7 +102,12 @@ class InferenceController(TextGenerationController):
 
 
 def choose_tokens(
-    logits: Tensor, step: ModelInput, scored_logits: Callable[[slice], Tensor], *, is_alone: bool = True
+    logits: Tensor,
+    step: ModelInput,
+    scored_logits: Callable[[slice], Tensor],
+    guides: Guides,
+    *,
+    is_alone: bool = True,
 ) -> StepResult:
     """Sample and score. Scores that find no memory cost the request that asked for them, and no other.
 
@@ -106,11 +115,12 @@ def choose_tokens(
         logits: [m, V], rows as in `step.sample_tokens`.
         step: What was computed.
         scored_logits: Rows of `step.score_tokens` -> their logits, [rows, V].
+        guides: Of answers that must have a form.
         is_alone: Whether no other rank takes part in scoring. One that does would wait for what this one has given up,
             so without memory the step fails then.
     """
-    tokens = _choose(logits, step.sampling)  # [m]
     failures: dict[int, str] = {}
+    tokens = _choose(logits, step.sampling, guides, failures)  # [m]
     generated = _score_generated(logits, tokens, step.sampling, failures)
     prompt = {}
     for part in step.prompt_scores:
@@ -171,14 +181,15 @@ def _out_of_memory_fails(request_id: int, failures: dict[int, str]) -> Iterator[
         failures[request_id] = f"no memory for its log-probs: {describe(error)}"
 
 
-def _choose(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+def _choose(logits: Tensor, rows: Sequence[SamplingRow], guides: Guides, failures: dict[int, str]) -> Tensor:
     """The next token of every sampling row: [m]. Rows that want their logits shaped cost the others nothing."""
+    guides.keep(rows)
     asking = [i for i, row in enumerate(rows) if row.sampling.shaping is not None]
     if not asking:
         return _sample(logits, rows)
     index = torch.tensor(asking).to(logits.device, non_blocking=True)
     chosen = [rows[i] for i in asking]
-    tokens = _sample(shaped(logits.index_select(0, index), chosen), chosen)
+    tokens = _sample(shaped(logits.index_select(0, index), chosen, guides, failures), chosen)
     return tokens if len(asking) == len(rows) else _sample(logits, rows).index_copy(0, index, tokens)
 
 

@@ -30,7 +30,8 @@ def make_engine(
 ) -> Engine | Fleet:
     """The engine of a world of one, or those of rank 0; see `Door` for the seed."""
     ends, words = ends_of(controller.tokenizer), partial(word_tokens, controller.tokenizer)
-    door = Door(controller.tokenize_prompt, controller.vocabulary, ends, seed, words)
+    check = controller.guides.grammars.check
+    door = Door(controller.tokenize_prompt, controller.vocabulary, ends, seed, words, check)
     if team is None:
         return Engine(make_scheduler(context.plan), StepExecutor(context, controller), door)
     plan, faults = context.plan, Faults("the engine")

@@ -8,22 +8,35 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_ext.mcore.guides import Guides
 from megatron_ext.mcore.staging import SamplingRow
-from megatron_ext.ops.sampling.shaping import CameBefore, add_biases, drop_improbable, penalize, rule_out
+from megatron_ext.ops.sampling.shaping import (
+    CameBefore,
+    add_biases,
+    drop_improbable,
+    keep_allowed,
+    penalize,
+    rule_out,
+)
 from megatron_ext.scheduling.shaping import Shaping
 
 
-def shaped(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+def shaped(logits: Tensor, rows: Sequence[SamplingRow], guides: Guides, failures: dict[int, str]) -> Tensor:
     """A copy of the logits, shaped: [r, V] fp32. A row depends on nothing but that row.
 
     Args:
         logits: [r, V] of any type.
         rows: Of the logits; each has a `Shaping`.
+        guides: Of answers that must have a form.
+        failures: Gets requests whose form cannot be followed, and why.
     """
     values = logits.to(torch.float32, copy=True)
     wishes = [_wish(row) for row in rows]
     _penalize(values, wishes)
     _add_biases(values, wishes)
+    guided, masks = guides.masks(rows, failures)
+    if guided:
+        keep_allowed(values, torch.tensor(guided).to(values.device), masks.to(values.device, non_blocking=True))
     _rule_out(values, wishes)
     _drop_improbable(values, rows, wishes)
     return values

@@ -10,13 +10,14 @@ from array import array
 from dataclasses import dataclass
 
 from megatron_ext.config import RequestParams
+from megatron_ext.config.response_format import ResponseFormat
 from megatron_ext.config.token_biases import TokenBiases
 from megatron_ext.scheduling.request import Request
 
 
 @dataclass(frozen=True)
 class Shaping:
-    """Penalties, biases, words that must not come, and the least share of the best token's probability.
+    """Penalties, biases, words that must not come, a form, and the least share of the best token's probability.
 
     Attributes:
         tokens: Of prompt and generation, as they are packed; none where nothing depends on them.
@@ -27,6 +28,8 @@ class Shaping:
         biases: Added to logits.
         bad_words: Tokens each; the last one must not come behind the others.
         min_p: Tokens below this share of the best one's probability are left out; 0 is off.
+        form: That the answer must have; None is any text.
+        ends: Tokens that end it, where it may end.
     """
 
     tokens: array[int]
@@ -37,6 +40,8 @@ class Shaping:
     biases: TokenBiases
     bad_words: tuple[tuple[int, ...], ...]
     min_p: float
+    form: ResponseFormat | None = None
+    ends: tuple[int, ...] = ()
 
     @property
     def has_penalties(self) -> bool:
@@ -68,8 +73,10 @@ def shaping_of(request: Request) -> Shaping | None:
         biases=params.logit_bias,
         bad_words=request.submission.bad_words,
         min_p=0.0 if params.is_greedy else params.min_p,
+        form=params.form,
+        ends=() if params.form is None else request.submission.end_ids,
     )
 
 
 def _reads_tokens(params: RequestParams) -> bool:
-    return params.has_penalties or bool(params.bad_words)
+    return params.has_penalties or bool(params.bad_words or params.form)

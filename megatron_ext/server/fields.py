@@ -23,6 +23,7 @@ from pydantic import (
 )
 
 from megatron_ext.config.request import LARGEST_PENALTY
+from megatron_ext.config.response_format import JSON_OBJECT, REGEX, ResponseFormat
 from megatron_ext.config.token_biases import TokenBiases
 from megatron_ext.errors import ConfigError
 
@@ -165,6 +166,19 @@ def biases(value: object) -> object:
     return read
 
 
+def response_format(value: object) -> object:
+    """A form, in OpenAI's words or the regex beside them.
+
+    Raises:
+        ValueError: It is none.
+    """
+    try:
+        return ResponseFormat.of(value)
+    except ValueError as error:
+        raise ValueError(f"is not {error}") from None
+
+
+Form = Annotated[Any, PlainValidator(response_format, json_schema_input_type=dict[str, Any])]
 Words = Annotated[list[Text], Field(fail_fast=True)]
 TokenIds = Annotated[list[int], PlainValidator(few_ids, json_schema_input_type=list[int])]
 Biases = Annotated[Any, PlainValidator(biases, json_schema_input_type=dict[str, float])]
@@ -193,6 +207,7 @@ class OpenAIFields(Body):
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
     logit_bias: Biases | None = None
+    response_format: Form | None = None
     seed: int | None = None
 
     @field_validator("stop", mode="before")
@@ -222,6 +237,27 @@ class OpenAIFields(Body):
         return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
 
+class StructuredOutputs(Body):
+    """vLLM's words for a form; one of them."""
+
+    json_schema: dict[str, object] | None = Field(None, alias="json")
+    regex: Annotated[Text, Field(min_length=1)] | None = None
+    json_object: bool | None = None
+
+    @model_validator(mode="after")
+    def _is_one(self) -> StructuredOutputs:
+        if sum(map(bool, (self.json_schema is not None, self.regex, self.json_object))) != 1:
+            raise ValueError("needs one of json, regex and json_object")
+        return self
+
+    @property
+    def form(self) -> ResponseFormat:
+        """The same in OpenAI's words."""
+        if self.regex is not None:
+            return ResponseFormat(REGEX, self.regex)
+        return ResponseFormat(JSON_OBJECT) if self.json_schema is None else ResponseFormat.json_schema(self.json_schema)
+
+
 class EngineFields(Body):
     """What is not OpenAI's."""
 
@@ -234,6 +270,7 @@ class EngineFields(Body):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None
+    structured_outputs: StructuredOutputs | None = None
     cache_salt: str | None = None
     enable_prefix_caching: bool | None = None
 
@@ -286,3 +323,16 @@ def _refusal(neutral: tuple[Any, ...]) -> str:
 # pydantic takes the fields of the last base first, and the first error in this order is the one that a client is told.
 class GenerationRequest(NeutralFields, ClientFields, EngineFields, OpenAIFields):
     """What both routes have in common. None is the same as leaving a field out."""
+
+    @field_validator("structured_outputs")
+    @classmethod
+    def _is_the_only_form(cls, value: StructuredOutputs | None, info: ValidationInfo) -> StructuredOutputs | None:
+        if value is not None and info.data.get("response_format") is not None:
+            raise ValueError("and response_format contradict each other; give one of them")
+        return value
+
+    @property
+    def form(self) -> ResponseFormat | None:
+        """The form that answers must have; None if any text will do."""
+        form = self.response_format if self.structured_outputs is None else self.structured_outputs.form
+        return None if form is None or form.is_free else form

@@ -104,6 +104,7 @@ def _common(body: GenerationRequest) -> dict[str, Any]:
         "frequency_penalty": body.frequency_penalty or 0.0,
         "repetition_penalty": body.repetition_penalty or 1.0,
         "logit_bias": body.logit_bias or NO_BIASES,
+        "response_format": body.form,
         "bad_words": tuple(body.bad_words or ()),
         "stop_token_ids": tuple(body.stop_token_ids or ()),
         "skip_special_tokens": body.skip_special_tokens is not False,

@@ -18,6 +18,7 @@ from megatron_ext.server.chat import ChatFormat
 from megatron_ext.server.engine_loop import EngineLoop
 from megatron_ext.server.errors import unknown_model
 from megatron_ext.server.exchange import HttpExchange
+from megatron_ext.server.forms import FormChecks
 from megatron_ext.server.history import History
 from megatron_ext.server.keys import Keys, load_keys
 from megatron_ext.server.metrics import Metrics
@@ -62,6 +63,7 @@ class Serving:
         geometry = self.engine.geometry
         longest = self.engine.context.max_sequence_length
         self.prompt_limits = PromptLimits(longest, geometry.blocks * geometry.block_size_tokens)
+        self.forms = FormChecks(self.engine.controller.guides.grammars, self.settings.limits)
         self.texts = TextEncoder(self.tokenizer, self.engine.controller.tokenize_prompt, longest)
 
     async def tokenize_chat(self, messages: Sequence[Message], options: ChatOptions | None = None) -> list[int]:

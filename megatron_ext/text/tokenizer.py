@@ -122,6 +122,11 @@ class TextTokenizer:
         return self._backend.decode(ids, skip_special_tokens)
 
     @property
+    def serialized(self) -> str | None:
+        """As a `tokenizer.json`; None of one that has no such form."""
+        return self._backend.serialized
+
+    @property
     def longest_token(self) -> int:
         """Characters that one token stands for at most, so that n characters are at least n / `longest_token` tokens.
 

@@ -51,6 +51,11 @@ class FastBackend(_Backend):
         """Text of ids."""
         return self.wrapped.decode(ids, skip_special_tokens=skip_special_tokens)
 
+    @property
+    def serialized(self) -> str:
+        """As a `tokenizer.json`."""
+        return self.wrapped.to_str()
+
     def id_of(self, token: str) -> int | None:
         """Id of a token's text."""
         return self.wrapped.token_to_id(token)
@@ -80,6 +85,11 @@ class AutoBackend(_Backend):
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
         """Text of ids."""
         return self.wrapped.decode(ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+
+    @property
+    def serialized(self) -> str | None:
+        """As a `tokenizer.json`; None of one that is written in Python."""
+        return self.wrapped.backend_tokenizer.to_str() if self.wrapped.is_fast else None
 
     def id_of(self, token: str) -> int | None:
         """Id of a token's text."""

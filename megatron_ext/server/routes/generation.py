@@ -27,6 +27,7 @@ async def create_completion(body: CompletionRequest, request: Request, serving: 
     serving.check_model(body)
     choices = body.n or 1
     check_count(len(body.prompts), choices, serving.loop.capacity)
+    await serving.forms.check(body.form)
     prompts = [await serving.texts.encode(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompts]
     jobs = completion_jobs(body, prompts, serving.prompt_limits)
     echoes = None
@@ -52,6 +53,7 @@ async def create_chat_completion(body: ChatRequest, request: Request, serving: S
     """Answer in a conversation."""
     serving.check_model(body)
     check_count(1, body.n or 1, serving.loop.capacity)
+    await serving.forms.check(body.form)
     prompt = await serving.tokenize_chat(body.messages, body.chat_options)
     jobs = chat_jobs(body, prompt, serving.prompt_limits, serving.chat)
     reply = ChatReply(

@@ -45,7 +45,7 @@ OPTIONS = """
 --expert-tensor-parallel-size --num-layers-in-first-pipeline-stage --num-layers-in-last-pipeline-stage
 --distributed-backend --distributed-timeout-minutes --check-ranks --no-check-ranks
 --num-tokens-to-generate --temperature --top_k --top_p --min_p --presence-penalty --frequency-penalty
---repetition-penalty --logit-bias --bad-words --return-log-probs --no-return-log-probs
+--repetition-penalty --logit-bias --bad-words --response-format --return-log-probs --no-return-log-probs
 --skip-prompt-log-probs --no-skip-prompt-log-probs --top-n-logprobs --stop-words --stop-token-ids --termination-id
 --ignore-eos --no-ignore-eos --skip-special-tokens --no-skip-special-tokens
 --inference-dynamic-batching-track-generated-token-events --no-inference-dynamic-batching-track-generated-token-events
@@ -95,7 +95,7 @@ WITHOUT_FLAG = {
 SERVER_OPTIONS = """
 --host --port --served-model-name --max-waiting-requests --shutdown-timeout --inference-logging-step-interval
 --log-level --access-log --no-access-log --profile
---max-body-mb --max-connections --header-timeout --body-timeout --idle-timeout
+--max-body-mb --max-connections --header-timeout --body-timeout --idle-timeout --max-schema-kb --grammar-timeout
 --api-key --api-key-file --admin-key-file --allowed-hosts --hide-cache-counts --no-hide-cache-counts
 --chat-control-tokens --cors-allowed-origins --enable-admin-routes --no-enable-admin-routes --weights-root
 """.split()

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+from array import array
 
 import pytest
 import torch
 
-from megatron_ext.config import RequestParams
+from megatron_ext.config import CacheConfig, RequestParams
+from megatron_ext.config.token_biases import NO_BIASES
 from megatron_ext.mcore import controller
+from megatron_ext.mcore.guides import Guides
+from megatron_ext.mcore.staging import SamplingRow
 from megatron_ext.ops.sampling import shaping as operators
 from megatron_ext.scheduling.events import EventType
+from megatron_ext.scheduling.shaping import Shaping
+from megatron_ext.scheduling.step import Sampling
+from megatron_ext.text.grammars import Grammars
 from tests.priority import TestPriority
 from tests.unit_tests.support import choice
 from tests.unit_tests.support.driver import Driver, make_prompt
 from tests.unit_tests.support.models import HYBRID, build_slow_decay
 from tests.unit_tests.support.oracle import Oracle
+from tests.unit_tests.support.tokenizers import PieceTokenizer
 
 pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
@@ -122,8 +130,6 @@ def test_suspended_twice(model, wanted):
 
 
 def test_behind_a_cached_prefix(model, wanted):
-    from megatron_ext.config import CacheConfig
-
     driver = Driver(model, HYBRID, cache=CacheConfig(snapshot_slots=20))
     first = run(driver, wanted)
     skipped = driver.engine.lifetime_skipped_token_count
@@ -176,16 +182,10 @@ class TestOperators:
     def test_in_16_bits_the_choice_is_made_in_32(self):
         """A penalty of a hundredth is below bfloat16's steps at these logits."""
         logits = torch.tensor([[8.0, 8.0, 1.0]], dtype=torch.bfloat16)
-        row = controller.SamplingRow
-        from array import array
-
-        from megatron_ext.config.token_biases import TokenBiases
-        from megatron_ext.scheduling.shaping import Shaping
-        from megatron_ext.scheduling.step import Sampling
-
-        wish = Shaping(array("I", [1, 0]), 1, 1.0, 0.01, 0.0, TokenBiases(), (), 0.0)
-        sampling = Sampling(0.0, 0, 0.0, None, (), None, wish)
-        assert controller._choose(logits, [row(0, sampling)]).tolist() == [1]
+        wish = Shaping(array("I", [1, 0]), 1, 1.0, 0.01, 0.0, NO_BIASES, (), 0.0)
+        row = SamplingRow(0, Sampling(0.0, 0, 0.0, None, (), None, wish))
+        guides = Guides(Grammars(PieceTokenizer(3), 3))
+        assert controller._choose(logits, [row], guides, {}).tolist() == [1]
 
     def test_a_row_keeps_what_it_has_where_nothing_would_be_left(self):
         logits = torch.tensor([[1.0, 2.0], [1.0, 2.0]])
