@@ -160,7 +160,7 @@ def test_sixteen_bits(name: str, denses) -> None:
 
 
 def test_a_window_shorter_than_sequences_is_refused(denses, tmp_path: Path) -> None:
-    """FA-2: by the field and its value, before anything is built; where nothing is longer it has no effect."""
+    """FA-4: by the field and its value, before anything is built; where nothing is longer it has no effect."""
     theirs, saved = denses("mistral, window")
     directory = shutil.copytree(saved, tmp_path / "hf")
     oracle.edit_config(directory, sliding_window=128)

@@ -145,10 +145,12 @@ KINDS = ["full_attention", "sliding_attention"]
 )
 @pytest.mark.parametrize("name", ["qwen2", "qwen3"])
 def test_windows_of_some_layers(name: str, changes: dict, expected: int | None) -> None:
+    """FA-4: where the list or, without one, the first layer with a window leaves some that have it."""
     assert translate(PUBLISHED[name] | changes).attention_window == expected
 
 
 def test_windows_of_all_layers() -> None:
+    """FA-4."""
     assert translate(PUBLISHED["qwen3_moe"] | WINDOW).attention_window == 1024
     assert translate(PUBLISHED["qwen3_moe"] | {"sliding_window": 1024}).attention_window is None
     for name in ("mistral", "mixtral"):
