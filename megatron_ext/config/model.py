@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from megatron_ext.config.checks import bounds_of, flag_of, require
-from megatron_ext.config.layers.attention import check_attention
+from megatron_ext.config.layers.attention import check_attention, check_window
 from megatron_ext.config.layers.letters import LAYER_SYMBOLS, is_recurrent
 from megatron_ext.config.layers.mlp import check_mlp
 from megatron_ext.config.layers.moe import MoeFields, check_moe
@@ -40,6 +40,7 @@ class ModelConfig(MultiplierFields, PositionFields, MoeFields, RecurrentFields):
             kind in RECURRENT_LAYERS, f"--recurrent-layer {kind!r} is unknown; one of {', '.join(RECURRENT_LAYERS)}"
         )
         check_attention(self)
+        check_window(self, self.hybrid_override_pattern)
         check_positions(self)
         if self.is_hybrid:
             self.recurrent.check(self)

@@ -9,7 +9,7 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.utils import get_pg_rank
 from torch import Tensor
 
-from megatron_ext.mcore.layer_config import with_biases
+from megatron_ext.mcore.layer_config import LayerConfig, with_biases
 from megatron_ext.ops.paged_attention import paged_attention
 from megatron_ext.ops.rotary import rotate
 
@@ -23,6 +23,7 @@ class PagedSelfAttention(SelfAttention):
 
     def __init__(self, config: TransformerConfig, *args: object, **kwargs: object) -> None:
         super().__init__(with_biases(config, "add_attention_output_bias"), *args, **kwargs)
+        self.window: int | None = None  # tokens that a query sees; None for all before it
         self._magnitude = getattr(config, "rotary_magnitude", 1.0)
 
     def forward(
@@ -43,6 +44,8 @@ class PagedSelfAttention(SelfAttention):
             return self._forward_paged(hidden_states, inference_context, rotary_pos_emb)
         if attention_mask is None:
             attention_mask = causal_mask(hidden_states.shape[0], hidden_states.device)
+        if self.window is not None:
+            attention_mask = attention_mask | behind_window(hidden_states.shape[0], self.window, hidden_states.device)
         return super().forward(
             hidden_states,
             attention_mask,
@@ -65,7 +68,9 @@ class PagedSelfAttention(SelfAttention):
         context.append_key_value_cache(layer, key, value)
         key_cache, value_cache, _ = context.key_value_cache(layer)
         scale = self.config.softmax_scale or self.hidden_size_per_attention_head**-0.5
-        output = paged_attention(query.squeeze(1), key_cache, value_cache, context.paged_batch, scale=scale)
+        output = paged_attention(
+            query.squeeze(1), key_cache, value_cache, context.paged_batch, scale=scale, window=self.window
+        )
         output = output.flatten(1).unsqueeze(1)
         return self.linear_proj(self._apply_output_gate(output, *gate) if is_gated else output)
 
@@ -79,6 +84,19 @@ class PagedSelfAttention(SelfAttention):
             first = get_pg_rank(self.pg_collection.tp) * heads % gate.shape[2]
             gate = gate[:, :, first : first + heads]
         return (x * gate.reshape(x.shape).float().sigmoid()).to(x.dtype)
+
+
+class WindowedSelfAttention(PagedSelfAttention):
+    """`PagedSelfAttention` whose queries see the last tokens only, as many as the configuration says."""
+
+    def __init__(self, config: LayerConfig, *args: object, **kwargs: object) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.window = config.attention_window
+
+
+def behind_window(length: int, window: int, device: torch.device) -> Tensor:
+    """Boolean mask [1, 1, length, length] in Megatron's sense: True is too long ago to be seen."""
+    return torch.ones(1, 1, length, length, dtype=torch.bool, device=device).tril(diagonal=-window)
 
 
 def causal_mask(length: int, device: torch.device) -> Tensor:

@@ -22,6 +22,7 @@ class LayerConfig(TransformerConfig):
         qk_layernorm_over_heads: Norms of queries and of keys are over all heads together.
         add_attention_output_bias: Of the projection behind attention, and of queries, keys and values.
         add_mlp_bias: Of MLPs that are no experts.
+        attention_window: Tokens that a query sees in layers with a window, its own the last of them.
         rotary_magnitude: What rotated queries and keys are multiplied by, in our forward.
         yarn_rotary_scaling_factor: This and the next two say the same to upstream's forward; 1 is a magnitude of 1.
         yarn_mscale: See above.
@@ -37,6 +38,7 @@ class LayerConfig(TransformerConfig):
     qk_layernorm_over_heads: bool = False
     add_attention_output_bias: bool = False
     add_mlp_bias: bool = False
+    attention_window: int | None = None
     rotary_magnitude: float = 1.0
     yarn_rotary_scaling_factor: float = 1.0
     yarn_mscale: float = 1.0

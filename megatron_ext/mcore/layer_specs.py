@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayerSubmodul
 
 from megatron_ext.config import RECURRENT_KINDS
 from megatron_ext.config.recurrent import RecurrentKind
-from megatron_ext.mcore.attention import PagedSelfAttention
+from megatron_ext.mcore.attention import PagedSelfAttention, WindowedSelfAttention
 from megatron_ext.mcore.layers import AttentionLayer, FeedForwardLayer, RecurrentLayer
 from megatron_ext.mcore.linear import ColumnLinear, RowLinear
 from megatron_ext.mcore.mlp import PlainMLP
@@ -76,15 +76,20 @@ def parallel_layer_spec(kind: RecurrentKind) -> ModuleSpec:
     )
 
 
-attention_layer_spec = ModuleSpec(
-    module=AttentionLayer,
-    submodules=TransformerLayerSubmodules(
-        input_layernorm=LayerNormFromConfig,
-        self_attention=_attention_spec(PagedSelfAttention),
-        self_attn_bda=get_bias_dropout_add,
-        sharded_state_dict_keys_map={"input_layernorm.": "self_attention.linear_qkv.layer_norm_"},
-    ),
-)
+def _attention_layer_spec(module: type) -> ModuleSpec:
+    return ModuleSpec(
+        module=AttentionLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=LayerNormFromConfig,
+            self_attention=_attention_spec(module),
+            self_attn_bda=get_bias_dropout_add,
+            sharded_state_dict_keys_map={"input_layernorm.": "self_attention.linear_qkv.layer_norm_"},
+        ),
+    )
+
+
+attention_layer_spec = _attention_layer_spec(PagedSelfAttention)
+windowed_attention_layer_spec = _attention_layer_spec(WindowedSelfAttention)
 
 normed_attention_layer_spec = ModuleSpec(
     module=AttentionLayer,
@@ -129,6 +134,7 @@ def stack_spec(kind: RecurrentKind) -> ModuleSpec:
             parallel_layer=parallel_layer_spec(kind),
             normed_attention_layer=normed_attention_layer_spec,
             normed_mlp_layer=normed_mlp_layer_spec,
+            windowed_attention_layer=windowed_attention_layer_spec,
         ),
     )
 

@@ -27,6 +27,7 @@ _SUBMODULES = {
     "P": "parallel_layer",
     "A": "normed_attention_layer",
     "F": "normed_mlp_layer",
+    "W": "windowed_attention_layer",
 }
 
 
@@ -37,6 +38,7 @@ class HybridStackSubmodules(MambaStackSubmodules):
     parallel_layer: ModuleSpec | type = IdentityOp
     normed_attention_layer: ModuleSpec | type = IdentityOp
     normed_mlp_layer: ModuleSpec | type = IdentityOp
+    windowed_attention_layer: ModuleSpec | type = IdentityOp
 
 
 class HybridStack(MambaStack):

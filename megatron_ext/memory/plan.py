@@ -10,7 +10,6 @@ from functools import partial
 import torch
 
 from megatron_ext.config import BatchingConfig, CacheConfig, EvictionPolicyName, ModelConfig
-from megatron_ext.config.layers.attention import check_window
 from megatron_ext.config.layers.positions import LEARNED_POSITIONS
 from megatron_ext.errors import ConfigError
 from megatron_ext.memory.agreement import NO_PEERS, Peers, Room, agree
@@ -156,7 +155,6 @@ def _max_sequence_length(batching: BatchingConfig, config: ModelConfig) -> int:
             f"--inference-max-seq-length {asked} is more than the {longest} positions that the model has learned; give "
             "at most that"
         )
-    check_window(config, asked, "--inference-max-seq-length")
     return asked
 
 

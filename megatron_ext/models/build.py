@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 
 from megatron_ext.config import RECURRENT_KINDS, ModelConfig, ParallelConfig
-from megatron_ext.config.layers.attention import check_window
 from megatron_ext.config.layers.letters import is_attention
 from megatron_ext.config.layers.multipliers import MULTIPLIERS
 from megatron_ext.errors import ConfigError
@@ -53,12 +52,11 @@ def build_model(
         parallel: How the model is spread; None for what Megatron's groups say.
 
     Raises:
-        ConfigError: No vocabulary size, sequences longer than attention's window, a spec that cannot be found,
-            parameters that do not fit the memory there is, or a model that cannot be spread like that.
+        ConfigError: No vocabulary size, a spec that cannot be found, parameters that do not fit the memory there is,
+            or a model that cannot be spread like that.
     """
     if config.vocab_size is None:
         raise ConfigError("the vocabulary size is unknown; give --vocab-size or a tokenizer")
-    check_window(config, config.max_position_embeddings, "--max-position-embeddings")
     spec = resolve_spec(config)
     if parallel is not None:
         check_model(parallel, config)
@@ -158,6 +156,7 @@ def transformer_config(
         add_qkv_bias=config.add_qkv_bias,
         add_attention_output_bias=config.add_attention_output_bias,
         add_mlp_bias=config.add_mlp_bias,
+        attention_window=config.attention_window,
         gated_linear_unit=config.swiglu,
         activation_func=_activation(config),
         hidden_dropout=0.0,

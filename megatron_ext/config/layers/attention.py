@@ -21,7 +21,7 @@ class AttentionFields(StackFields):
     attention_output_gate: bool = False  # a sigmoid of the layer's input, on each channel
     add_qkv_bias: bool = False  # of queries, keys and values, where linear layers have none otherwise
     add_attention_output_bias: bool = False  # the same of the projection behind attention; comes with the other
-    attention_window: int | None = None  # tokens that a query sees, its own the last of them; default: all before it
+    attention_window: int | None = None  # of layers W: tokens that a query sees, its own the last of them
 
     @property
     def query_groups(self) -> int:
@@ -57,20 +57,12 @@ def check_attention(config: AttentionFields) -> None:
     )
 
 
-def check_window(config: AttentionFields, longest: int, flag: str) -> None:
-    """See that every query sees all tokens before it: a window that no sequence is longer than has no effect.
-
-    Args:
-        config: Of the model.
-        longest: Tokens of the longest sequence.
-        flag: What makes sequences shorter.
-
-    Raises:
-        ConfigError: There are longer ones.
-    """
-    window = config.attention_window
+def check_window(config: AttentionFields, pattern: str) -> None:
+    """See that there is a window where layers have one, and nowhere else."""
+    has_layers, window = "W" in pattern, config.attention_window
     require(
-        window is None or longest <= window,
-        f"attention in a sliding window of {window} tokens (sliding_window = {window}) is not supported with sequences "
-        f"of up to {longest}; {flag} {window} would do: up to there the window has no effect",
+        window is not None or not has_layers, f"pattern {pattern!r} has attention in a window (W): set attention_window"
+    )
+    require(
+        window is None or has_layers, f"attention_window {window} is for layers W, and pattern {pattern!r} has none"
     )

@@ -1,6 +1,6 @@
 """Letters of layers: what each is, by what has to be known of it elsewhere.
 
-M, *, - and E are Megatron's. The others are for models that it has not.
+M, *, -, E and W are Megatron's. The others are for models that it has not.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ LAYER_SYMBOLS = {
     "P": "attention and recurrent side by side",
     "A": "attention with its norm behind",
     "F": "MLP with its norm behind",
+    "W": "attention in a window",
 }
 
-_RECURRENT, _ATTENTION, _MLPS = frozenset("MP"), frozenset("*PA"), frozenset("-F")
+_RECURRENT, _ATTENTION, _MLPS = frozenset("MP"), frozenset("*PAW"), frozenset("-F")
 
 
 def is_recurrent(letter: str) -> bool:

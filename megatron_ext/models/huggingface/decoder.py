@@ -7,11 +7,14 @@ are copied as they are.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 from megatron_ext.models.huggingface.attention import attention_heads, rotated_head_size
 from megatron_ext.models.huggingface.blocks import ATTENTION_NORM, MLP, MLP_NORM, attention, gated_mlp, weights
 from megatron_ext.models.huggingface.field_table import DECODER_SIZES, SILU, FieldTable
 from megatron_ext.models.huggingface.fields import Fields, layer_count, names
 from megatron_ext.models.huggingface.rotary import DEFAULT_BASE, ROPE_FIELDS, rotary_fields
+from megatron_ext.models.huggingface.tensors import LayerTable
 
 LETTERS_PER_LAYER = 2
 
@@ -27,9 +30,27 @@ ATTENTION_TENSORS = {**weights({ATTENTION_NORM: "input_layernorm"}), **attention
 MLP_TENSORS = {**FEED_FORWARD_NORM, **gated_mlp(MLP, "mlp")}
 
 
-def decoder_pattern(fields: Fields) -> str:
-    """Attention and an MLP in every layer."""
-    return "*-" * layer_count(fields)
+Letters = Callable[[Fields], str]  # one for each layer of theirs
+
+
+def with_attention(attention: LayerTable, others: Mapping[str, LayerTable]) -> dict[str, LayerTable]:
+    """Tables by letter; attention has the same tensors with a window and without."""
+    return {"*": attention, "W": attention, **others}
+
+
+def all_attention(fields: Fields) -> str:
+    """Attention without a window in every layer."""
+    return "*" * layer_count(fields)
+
+
+def all_mlps(fields: Fields) -> str:
+    """An MLP in every layer."""
+    return "-" * layer_count(fields)
+
+
+def decoder_pattern(mixers: Letters = all_attention, feed_forwards: Letters = all_mlps) -> Letters:
+    """Two letters for each layer of theirs."""
+    return lambda fields: "".join(map("".join, zip(mixers(fields), feed_forwards(fields), strict=True)))
 
 
 def decoder_attention(fields: Fields, *, default_base: int = DEFAULT_BASE) -> dict[str, object]:

@@ -1,7 +1,6 @@
-"""Sliding windows of attention in a decoded `config.json`.
+"""Sliding windows of attention in a decoded `config.json`: which layers have one, as letters, and how long it is.
 
-A query sees so many tokens, its own the last of them. A window that no sequence is longer than has no effect; whether
-one is, is known when flags have said how long sequences may be, see `config.layers.attention.check_window`.
+A query sees so many tokens, its own the last of them.
 """
 
 from __future__ import annotations
@@ -19,36 +18,35 @@ _LETTERS = {"full_attention": "*", "sliding_attention": "W"}
 _DEFAULT_FIRST = 28  # transformers'
 
 
-def window_of_all(fields: Fields) -> dict[str, object]:
-    """`attention_window` where all layers have the window if there is one: `sliding_window`, or null."""
-    return {"attention_window": None if fields.get(WINDOW) is None else size(fields, WINDOW)}
+def window_of(fields: Fields, letters: str) -> dict[str, object]:
+    """`attention_window` of a model whose attention layers have these letters."""
+    return {"attention_window": size(fields, WINDOW)} if "W" in letters else {}
 
 
-def switched_window(fields: Fields) -> dict[str, object]:
+def mixers_alike(fields: Fields) -> str:
+    """W in all layers if there is a `sliding_window`, * in all if it is null."""
+    return ("*" if fields.get(WINDOW) is None else "W") * layer_count(fields)
+
+
+def mixers_if_switched(fields: Fields) -> str:
     """The same where `use_sliding_window` says whether they have it."""
-    return window_of_all(fields) if flag(fields, _SWITCH, default=False) else {}
+    return mixers_alike(fields) if flag(fields, _SWITCH, default=False) else "*" * layer_count(fields)
 
 
-def listed_window(fields: Fields) -> dict[str, object]:
+def mixers_listed(fields: Fields) -> str:
     """The same where `layer_types` says which layers have it, or else those from `max_window_layers` on.
 
     Raises:
         ConfigError: Other kinds of layers, another number of them, or a window that some have and that is not said.
     """
-    is_on = flag(fields, _SWITCH, default=False)
-    if not _has_windows(fields, is_on):
-        return {}
-    if not is_on:
-        raise ConfigError(f"config.json: {_KINDS} has 'sliding_attention', and {_SWITCH} is false")
-    return {"attention_window": size(fields, WINDOW)}
-
-
-def _has_windows(fields: Fields, is_on: bool) -> bool:
-    count, first = layer_count(fields), fields.get(_FIRST, _DEFAULT_FIRST)
+    is_on, count, first = flag(fields, _SWITCH, default=False), layer_count(fields), fields.get(_FIRST, _DEFAULT_FIRST)
     if type(first) is not int or first < 0:
         raise ConfigError(f"config.json: {_FIRST} = {first!r} is not supported; it must be a number of layers")
     if fields.get(_KINDS) is None:
-        return is_on and fields.get(WINDOW) is not None and first < count
+        full = min(first, count) if is_on and fields.get(WINDOW) is not None else count
+        return "*" * full + "W" * (count - full)
     letters = listed_letters(fields, _KINDS, _LETTERS)
     check_count(count, letters, _KINDS)
-    return "W" in letters
+    if "W" in letters and not is_on:
+        raise ConfigError(f"config.json: {_KINDS} has 'sliding_attention', and {_SWITCH} is false")
+    return letters

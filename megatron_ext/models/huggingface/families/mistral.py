@@ -14,15 +14,16 @@ from megatron_ext.models.huggingface.decoder import (
     MLP_TENSORS,
     decoder_attention,
     decoder_pattern,
+    with_attention,
 )
 from megatron_ext.models.huggingface.family import Family
 from megatron_ext.models.huggingface.fields import Fields
 from megatron_ext.models.huggingface.tensors import TensorTable
-from megatron_ext.models.huggingface.windows import WINDOW, window_of_all
+from megatron_ext.models.huggingface.windows import WINDOW, mixers_alike, window_of
 
 
 def _derived(fields: Fields) -> Fields:
-    return {**decoder_attention(fields), **window_of_all(fields)}
+    return {**decoder_attention(fields), **window_of(fields, mixers_alike(fields))}
 
 
 MISTRAL = Family(
@@ -33,8 +34,8 @@ MISTRAL = Family(
         read=DECODER_FIELDS.read | {WINDOW},
         defaults={"num_key_value_heads": 8, WINDOW: 4096},
     ),
-    pattern=decoder_pattern,
-    tensors=TensorTable(layers={"*": ATTENTION_TENSORS, "-": MLP_TENSORS}, letters_per_layer=LETTERS_PER_LAYER),
+    pattern=decoder_pattern(mixers_alike),
+    tensors=TensorTable(with_attention(ATTENTION_TENSORS, {"-": MLP_TENSORS}), letters_per_layer=LETTERS_PER_LAYER),
     constants={"swiglu": True},
     derived=_derived,
 )

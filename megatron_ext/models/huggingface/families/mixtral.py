@@ -15,12 +15,14 @@ from megatron_ext.models.huggingface.decoder import (
     FEED_FORWARD_NORM,
     LETTERS_PER_LAYER,
     decoder_attention,
+    decoder_pattern,
+    with_attention,
 )
 from megatron_ext.models.huggingface.family import Family
 from megatron_ext.models.huggingface.fields import Fields, layer_count, names, size
 from megatron_ext.models.huggingface.routing import softmax_experts
 from megatron_ext.models.huggingface.tensors import EXPERT, Source, TensorTable
-from megatron_ext.models.huggingface.windows import WINDOW, window_of_all
+from megatron_ext.models.huggingface.windows import WINDOW, mixers_alike, window_of
 
 _DEFAULT_BASE = 1_000_000
 
@@ -42,7 +44,7 @@ _EXPERT_TENSORS = {
 
 
 def _derived(fields: Fields) -> Fields:
-    return {**decoder_attention(fields, default_base=_DEFAULT_BASE), **window_of_all(fields)}
+    return {**decoder_attention(fields, default_base=_DEFAULT_BASE), **window_of(fields, mixers_alike(fields))}
 
 
 def _experts(fields: Fields) -> Fields:
@@ -56,8 +58,8 @@ MIXTRAL = Family(
     model_type="mixtral",
     architecture="MixtralForCausalLM",
     fields=_FIELDS,
-    pattern=lambda fields: "*E" * layer_count(fields),
-    tensors=TensorTable(layers={"*": ATTENTION_TENSORS, "E": _EXPERT_TENSORS}, letters_per_layer=LETTERS_PER_LAYER),
+    pattern=decoder_pattern(mixers_alike, lambda fields: "E" * layer_count(fields)),
+    tensors=TensorTable(with_attention(ATTENTION_TENSORS, {"E": _EXPERT_TENSORS}), letters_per_layer=LETTERS_PER_LAYER),
     constants={"swiglu": True},
     derived=_derived,
     experts=_experts,

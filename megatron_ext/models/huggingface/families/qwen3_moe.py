@@ -13,12 +13,14 @@ from megatron_ext.models.huggingface.decoder import (
     LETTERS_PER_LAYER,
     MLP_TENSORS,
     decoder_attention,
+    decoder_pattern,
+    with_attention,
 )
 from megatron_ext.models.huggingface.family import Family
 from megatron_ext.models.huggingface.fields import Fields, flag, names, size
 from megatron_ext.models.huggingface.routing import SPARSE_FIELDS, softmax_experts, sparse_letters
 from megatron_ext.models.huggingface.tensors import EXPERT, TensorTable
-from megatron_ext.models.huggingface.windows import SWITCHED_FIELDS, switched_window
+from megatron_ext.models.huggingface.windows import SWITCHED_FIELDS, mixers_if_switched, window_of
 
 _FIELDS = replace(
     DECODER_FIELDS,
@@ -33,12 +35,12 @@ _FIELDS = replace(
 )
 
 
-def _pattern(fields: Fields) -> str:
-    return "".join(f"*{letter}" for letter in sparse_letters(fields))
+def _window(fields: Fields) -> Fields:
+    return window_of(fields, mixers_if_switched(fields))
 
 
 def _derived(fields: Fields) -> Fields:
-    return {**decoder_attention(fields), **attention_biases(fields), **switched_window(fields)}
+    return {**decoder_attention(fields), **attention_biases(fields), **_window(fields)}
 
 
 def _experts(fields: Fields) -> Fields:
@@ -48,21 +50,21 @@ def _experts(fields: Fields) -> Fields:
     }
 
 
+_EXPERT_TENSORS = {
+    **FEED_FORWARD_NORM,
+    **weights({"mlp.router": "mlp.gate"}),
+    **gated_mlp(ROUTED_EXPERT, f"mlp.experts.{EXPERT}"),
+}
+
 QWEN3_MOE = Family(
     model_type="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
     fields=_FIELDS,
-    pattern=_pattern,
+    pattern=decoder_pattern(mixers_if_switched, sparse_letters),
     tensors=TensorTable(
-        layers={
-            "*": {**ATTENTION_TENSORS, **query_and_key_norms("self_attn")},
-            "-": MLP_TENSORS,
-            "E": {
-                **FEED_FORWARD_NORM,
-                **weights({"mlp.router": "mlp.gate"}),
-                **gated_mlp(ROUTED_EXPERT, f"mlp.experts.{EXPERT}"),
-            },
-        },
+        with_attention(
+            {**ATTENTION_TENSORS, **query_and_key_norms("self_attn")}, {"-": MLP_TENSORS, "E": _EXPERT_TENSORS}
+        ),
         letters_per_layer=LETTERS_PER_LAYER,
     ),
     constants={"swiglu": True, "qk_layernorm": True},

@@ -43,6 +43,7 @@ _SMALL = {
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 WIDE_YARN = YARN | {"attention_factor": 1.3, "beta_fast": 8.0, "beta_slow": 2.0, "truncate": False}
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+ALL_WINDOWED = {"use_sliding_window": True, "sliding_window": 100}
 
 SHAPES = (
     Shape(
@@ -60,7 +61,7 @@ SHAPES = (
         tied=True,
         fields={
             "use_sliding_window": True,
-            "sliding_window": LONGEST,
+            "sliding_window": 48,
             "max_window_layers": 1,
             "head_dim": 16,
             "num_hidden_layers": 3,
@@ -94,9 +95,11 @@ SHAPES = (
             "mlp_only_layers": [3],
         },
     ),
-    Shape("qwen3 moe, one expert a token", "qwen3_moe", seed=9, fields=EXPERTS | {"num_experts_per_tok": 1}),
+    Shape(
+        "qwen3 moe, one expert a token", "qwen3_moe", seed=9, fields=EXPERTS | {"num_experts_per_tok": 1} | ALL_WINDOWED
+    ),
     Shape("mistral", "mistral", seed=10, fields={"head_dim": 12, "sliding_window": None}),
-    Shape("mistral, window", "mistral", seed=11, tied=True, fields={"sliding_window": LONGEST}),
+    Shape("mistral, window", "mistral", seed=11, tied=True, fields={"sliding_window": 40}),
     Shape("mixtral", "mixtral", seed=12, fields={"num_local_experts": 6, "num_experts_per_tok": 2}),
 )
 

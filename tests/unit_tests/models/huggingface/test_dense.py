@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import shutil
 from pathlib import Path
 
 import pytest
@@ -12,10 +11,12 @@ import torch
 from torch import nn
 
 from megatron_ext.config import BatchingConfig, CacheConfig, SourceConfig
-from megatron_ext.errors import ConfigError
+from megatron_ext.mcore import attention
 from megatron_ext.mcore.assemble import build_engine
 from megatron_ext.models import build
 from megatron_ext.models.load import LoadedModel, load_model, save_model
+from megatron_ext.ops.paged_attention import windowed
+from megatron_ext.ops.paged_attention.reference import attend_gathered
 from megatron_ext.scheduling.record import RequestRecord
 from tests.priority import TestPriority
 from tests.unit_tests.models.huggingface import dense_oracle
@@ -159,27 +160,40 @@ def test_sixteen_bits(name: str, denses) -> None:
 # Windows
 
 
-def test_a_window_shorter_than_sequences_is_refused(denses, tmp_path: Path) -> None:
-    """FA-4: by the field and its value, before anything is built; where nothing is longer it has no effect."""
-    theirs, saved = denses("mistral, window")
-    directory = shutil.copytree(saved, tmp_path / "hf")
-    oracle.edit_config(directory, sliding_window=128)
-    with pytest.raises(
-        ConfigError, match=r"sliding_window = 128\) is not supported with sequences of up to 512; "
-    ) as why:
-        load_hf(directory)
-    assert "--max-position-embeddings 128 would do" in str(why.value)
-    loaded = load_hf(directory, {"max_position_embeddings": 128})
-    assert excess(loaded.model, theirs, 128) <= 1
-    longer = BatchingConfig(block_size=BLOCK, block_count=20, max_sequence_length=129)
-    with pytest.raises(ConfigError, match=r"sequences of up to 129; --inference-max-seq-length 128 would do"):
-        build_engine(loaded.model, loaded.config, loaded.tokenizer, longer, CacheConfig(), dtype=loaded.dtype)
-    theirs.config.sliding_window = 128  # the control: in longer sequences it has one
-    try:
-        assert excess(load_hf(saved).model, theirs, 128) <= 1
-        assert excess(load_hf(saved).model, theirs, 140) > 10
-    finally:
-        theirs.config.sliding_window = dense_oracle.LONGEST
+def test_a_window_that_no_sequence_is_longer_than_has_no_effect(denses) -> None:
+    """FA-4: what computes without a window computes; one token more, and it has an effect."""
+    theirs, directory = denses("mistral, window")
+    loaded = load_hf(directory, {"attention_window": 140})
+    asked = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(theirs.config, "sliding_window", None)
+        assert excess(loaded.model, theirs, 140) <= 1
+        assert excess(loaded.model, theirs, 200) > 10
+        patch.setattr(windowed, "attend_gathered", lambda *args: asked.append(1) or attend_gathered(*args))
+        driver = Driver(loaded.model, loaded.config, block_size=BLOCK)
+        for request_id, count in enumerate((5, 13)):
+            assert not asked
+            driver.add(request_id, oracle.prompt(135, seed=1), num_tokens_to_generate=count)
+            driver.run()
+            assert engine_excess(driver, 0, theirs) <= 1
+    assert asked
+
+
+def test_the_engine_knows_the_window(denses, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: an operator that sees all keys, or one more than it should."""
+    theirs, directory = denses("mistral, window")
+    loaded = load_hf(directory)
+    operator = attention.paged_attention
+    for window in (None, 41):
+        monkeypatch.setattr(
+            attention,
+            "paged_attention",
+            lambda *args, scale, window, wrong=window: operator(*args, scale=scale, window=wrong),
+        )
+        driver = CachingDriver(loaded.model, loaded.config, block_size=BLOCK, max_tokens=48)
+        driver.add(0, oracle.prompt(100, seed=1), num_tokens_to_generate=8)
+        driver.run()
+        assert engine_excess(driver, 0, theirs) > 10
 
 
 def test_imported_checkpoint_saved_and_loaded(denses, tmp_path: Path) -> None:
@@ -236,6 +250,7 @@ SETTINGS = {
     "weights not summed to one": ("mixtral", {"moe_router_pre_softmax": True}),
     "base": ("qwen3", {"rotary_base": 11000}),
     "epsilon": ("mistral", {"norm_epsilon": 1e-3}),
+    "another window": ("mistral, window", {"attention_window": 41}),
 }
 
 

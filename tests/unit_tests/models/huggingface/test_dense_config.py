@@ -133,25 +133,29 @@ KINDS = ["full_attention", "sliding_attention"]
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"sliding_window": 1024}, None),  # switched off
-        (WINDOW, None),  # from the 28th layer on, and there are two
-        (WINDOW | {"max_window_layers": 2}, None),
-        (WINDOW | {"max_window_layers": 1}, 1024),
-        (WINDOW | {"max_window_layers": 2, "layer_types": KINDS}, 1024),  # the list decides
-        (WINDOW | {"max_window_layers": 0, "layer_types": KINDS[:1] * 2}, None),
-        ({"use_sliding_window": True, "sliding_window": None, "max_window_layers": 0}, None),
+        ({"sliding_window": 1024}, "*-*-"),  # switched off
+        (WINDOW, "*-*-"),  # from the 28th layer on, and there are two
+        (WINDOW | {"max_window_layers": 2}, "*-*-"),
+        (WINDOW | {"max_window_layers": 1}, "*-W-"),
+        (WINDOW | {"max_window_layers": 2, "layer_types": KINDS}, "*-W-"),  # the list decides
+        (WINDOW | {"max_window_layers": 0, "layer_types": KINDS[:1] * 2}, "*-*-"),
+        ({"use_sliding_window": True, "sliding_window": None, "max_window_layers": 0}, "*-*-"),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("name", ["qwen2", "qwen3"])
-def test_windows_of_some_layers(name: str, changes: dict, expected: int | None) -> None:
-    """FA-4: where the list or, without one, the first layer with a window leaves some that have it."""
-    assert translate(PUBLISHED[name] | changes).attention_window == expected
+def test_windows_of_some_layers(name: str, changes: dict, expected: str) -> None:
+    """FA-4: as the list says or, without one, the number of the first layer that has it."""
+    config = translate(PUBLISHED[name] | changes)
+    assert config.hybrid_override_pattern == expected
+    assert config.attention_window == (1024 if "W" in expected else None)
 
 
 def test_windows_of_all_layers() -> None:
-    """FA-4."""
+    """FA-4: in all layers or in none."""
+    assert translate(PUBLISHED["qwen3_moe"] | WINDOW).hybrid_override_pattern == "WEWE"
     assert translate(PUBLISHED["qwen3_moe"] | WINDOW).attention_window == 1024
+    assert translate(PUBLISHED["mixtral"] | {"sliding_window": 4096}).hybrid_override_pattern == "WEWE"
     assert translate(PUBLISHED["qwen3_moe"] | {"sliding_window": 1024}).attention_window is None
     for name in ("mistral", "mixtral"):
         assert translate(PUBLISHED[name] | {"sliding_window": 4096}).attention_window == 4096

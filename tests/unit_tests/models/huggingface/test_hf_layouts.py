@@ -34,7 +34,7 @@ SHAPES = {
         "llamas": ("gqa, tied",),
         "mambas": ("mamba, tied", "jamba, experts"),
         "qwens": ("experts",),
-        "denses": ("llama, biases of MLPs, tied", "mixtral"),
+        "denses": ("llama, biases of MLPs, tied", "qwen2, window, yarn, tied", "mixtral"),
         "hybrids": ("bamba", "lfm2, tied", "falcon_h1, no norm", "qwen3_5, that reads images too", "olmo"),
     },
     "EP 2": {
