@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -249,3 +250,32 @@ def test_every_field_of_transformers_is_decided_on(name: str, tmp_path: Path) ->
     config.save_pretrained(tmp_path)
     assert "rope_parameters" in json.loads((tmp_path / "config.json").read_text())
     assert read_hf_config(tmp_path) == found
+
+
+MODEL = translate(PUBLISHED["qwen3"] | {"rope_scaling": YARN, "vocab_size": 100})
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        (
+            {"add_attention_output_bias": True},
+            "add_attention_output_bias is for attention with .* set add_qkv_bias too",
+        ),
+        ({"hybrid_override_pattern": "W-"}, r"pattern 'W-' has attention in a window \(W\): set attention_window"),
+        ({"attention_window": 7}, r"attention_window 7 is for layers W, and pattern '\*-\*-' has none"),
+        ({"hybrid_override_pattern": "W-", "attention_window": 0}, "attention-window 0 must be positive"),
+        ({"yarn_rotary_scaling_factor": 0.5}, "yarn_rotary_scaling_factor 0.5 must be 1 or more"),
+        ({"yarn_rotary_scaling_factor": math.nan}, "yarn_rotary_scaling_factor nan must be 1 or more"),
+        ({"use_rope_scaling": True}, "needs --position-embedding-type rope, without --use-rope-scaling"),
+        ({"position_embedding_type": "none"}, "needs --position-embedding-type rope"),
+        ({"rotary_base": 1}, "needs a --rotary-base of more than 1"),
+        ({"yarn_beta_slow": 33.0}, "yarn_beta_fast 32.0 and yarn_beta_slow 33.0"),
+        ({"yarn_mscale": -10.0}, r"multiplies queries and keys by -0\.\d+, which must be more than zero"),
+    ],
+    ids=str,
+)
+def test_settings_that_make_no_sense(changes: dict, named: str) -> None:
+    """Of a saved checkpoint, which nobody needs to have written with us."""
+    with pytest.raises(ConfigError, match=named):
+        dataclasses.replace(MODEL, **changes)
