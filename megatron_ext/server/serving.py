@@ -14,6 +14,7 @@ from fastapi import Depends, Request
 import megatron_ext
 from megatron_ext.config import RequestParams, ServerConfig
 from megatron_ext.mcore.adapter import InferenceEngine
+from megatron_ext.server.cache_view import CacheView
 from megatron_ext.server.chat import ChatFormat
 from megatron_ext.server.engine_loop import EngineLoop
 from megatron_ext.server.errors import unknown_model
@@ -57,6 +58,7 @@ class Serving:
         self.answers: WeakValueDictionary[str, HttpExchange] = WeakValueDictionary()  # in flight, by their ids
         self.history = History(self.metrics)
         self.loop = EngineLoop(self.engine, self.metrics, self.settings.max_waiting_requests)
+        self.cache = CacheView(self.engine, self.loop, self.metrics)
         self.tokenizer: Tokenizer = self.engine.controller.tokenizer
         self.vocabulary = self.engine.controller.vocabulary
         self.chat = ChatFormat(self.tokenizer, parse_control=self.settings.chat_control_tokens == "parse")

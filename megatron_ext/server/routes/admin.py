@@ -81,7 +81,7 @@ async def is_sleeping(serving: ServerDependency) -> dict[str, object]:
 @router.post("/flush_cache", dependencies=[Depends(only_queries())])
 async def flush_cache(serving: ServerDependency, body: Nothing | None = None) -> dict[str, object]:
     """Empty the prefix cache; another name of `/reset_prefix_cache`."""
-    return {"occupancy": await serving.loop.reset_prefix_cache()}
+    return await serving.cache.reset()
 
 
 @router.post("/abort", dependencies=[Depends(only_queries())])

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from fastapi import APIRouter, Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 
 import megatron_ext
-from megatron_ext.mcore.adapter import InferenceEngine
-from megatron_ext.prefix_cache.shown import shown
 from megatron_ext.server.docs_page import DOCS_HEADERS, docs_page
 from megatron_ext.server.page import PAGE, PAGE_HEADERS
 from megatron_ext.server.serving import ServerDependency
-
-HOTTEST_PREFIXES = 20
 
 router = APIRouter()
 
@@ -61,25 +55,13 @@ async def metrics_history(serving: ServerDependency, since: float = 0.0) -> dict
 @router.get("/prefix_cache")
 async def prefix_cache(serving: ServerDependency) -> dict[str, object]:
     """What the cache holds: sizes, use, and the hottest prefixes as digests. Never text."""
-    return await serving.loop.call(_describe_cache, serving.engine)
-
-
-def _describe_cache(engine: InferenceEngine) -> dict[str, object]:
-    block_size = engine.geometry.block_size_tokens
-    return {
-        "geometry": dataclasses.asdict(engine.geometry),
-        "occupancy": engine.prefix_cache_statistics(),
-        "hottest_prefixes": [
-            {"digest": shown(prefix.digest), "tokens": prefix.blocks * block_size, "hits": prefix.hits}
-            for prefix in engine.hottest_prefixes(HOTTEST_PREFIXES)
-        ],
-    }
+    return await serving.cache.describe()
 
 
 @router.post("/reset_prefix_cache")
 async def reset_prefix_cache(serving: ServerDependency) -> dict[str, object]:
     """Empty the cache; requests in flight go on, and leave nothing in it."""
-    return {"occupancy": await serving.loop.reset_prefix_cache()}
+    return await serving.cache.reset()
 
 
 @router.get("/docs", response_class=HTMLResponse)
