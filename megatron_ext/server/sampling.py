@@ -13,7 +13,8 @@ from megatron_ext.config.annotations import FieldValues
 from megatron_ext.config.token_biases import NO_BIASES
 from megatron_ext.server.chat import ChatFormat
 from megatron_ext.server.errors import context_exceeded, generates_nothing, too_many_requests
-from megatron_ext.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from megatron_ext.server.fields import GenerationRequest
+from megatron_ext.server.protocol import ChatRequest, CompletionRequest
 
 COMPLETION_TOKENS = 16  # OpenAI's default; a chat's is as many as fit
 TEMPERATURE = 1.0

@@ -16,11 +16,12 @@ from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.server.chat import ChatFormat
 from megatron_ext.server.engine_loop import EngineLoop
 from megatron_ext.server.errors import unknown_model
+from megatron_ext.server.fields import GenerationRequest
 from megatron_ext.server.forms import FormChecks
 from megatron_ext.server.history import History
 from megatron_ext.server.keys import Keys, load_keys
 from megatron_ext.server.metrics import Metrics
-from megatron_ext.server.protocol import GenerationRequest, Message
+from megatron_ext.server.protocol import Message
 from megatron_ext.server.sampling import PromptLimits
 from megatron_ext.server.texts import TextEncoder
 from megatron_ext.text.chat_template import ChatOptions

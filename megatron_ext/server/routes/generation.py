@@ -11,8 +11,9 @@ from starlette.responses import Response
 from megatron_ext.server.access import note_answer
 from megatron_ext.server.answers import Reply, finished, whole
 from megatron_ext.server.body import JsonRoute
+from megatron_ext.server.fields import GenerationRequest
 from megatron_ext.server.gate import CALLER
-from megatron_ext.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from megatron_ext.server.protocol import ChatRequest, CompletionRequest
 from megatron_ext.server.replies import ChatReply, CompletionReply
 from megatron_ext.server.sampling import Job, chat_jobs, check_count, completion_jobs
 from megatron_ext.server.serving import ServerDependency, Serving
