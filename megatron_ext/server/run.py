@@ -24,6 +24,7 @@ from megatron_ext.mcore import platform
 from megatron_ext.mcore.assemble import build_engine
 from megatron_ext.mcore.teams import form_team
 from megatron_ext.models.following import follow
+from megatron_ext.models.generation_defaults import generation_defaults
 from megatron_ext.models.load import load_model, save_model
 from megatron_ext.ranks.failure import ending_together
 from megatron_ext.ranks.team import Team
@@ -99,6 +100,7 @@ def build_serving(settings: ServerSettings, keys: Keys | None = None, team: Team
     Raises:
         ConfigError: They cannot be had as the settings say.
     """
+    defaults = generation_defaults(settings.source)
     loaded = load_model(settings.source, dict(settings.model_overrides), parallel=settings.parallel)
     if settings.source.save is not None:
         save_model(settings.source.save, loaded)
@@ -114,7 +116,8 @@ def build_serving(settings: ServerSettings, keys: Keys | None = None, team: Team
         team=team,
     )
     print_geometry(engine.geometry, loaded.name, make_console(quiet=False), engine.longest_request_state_bytes)
-    return Serving(engine, model_name(settings.source, settings.server, loaded.name), settings.server, keys)
+    name = model_name(settings.source, settings.server, loaded.name)
+    return Serving(engine, name, settings.server, keys, defaults=defaults)
 
 
 def model_name(source: SourceConfig, server: ServerConfig, loaded: str) -> str:

@@ -12,6 +12,7 @@ from fastapi import Depends, Request
 
 import megatron_ext
 from megatron_ext.config import RequestParams, ServerConfig
+from megatron_ext.config.annotations import FieldValues
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.server.chat import ChatFormat
 from megatron_ext.server.engine_loop import EngineLoop
@@ -37,12 +38,14 @@ class Serving:
         model: The name it is served under.
         settings: Limits, and who is let in.
         keys: By default those that the settings name.
+        defaults: Fields of `RequestParams` that the model has for what a body does not say.
     """
 
     engine: InferenceEngine
     model: str
     settings: ServerConfig
     keys: Keys | None = None
+    defaults: FieldValues = field(default_factory=dict)
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:

@@ -30,7 +30,7 @@ async def create_completion(body: CompletionRequest, request: Request, serving: 
     check_count(len(body.prompts), choices, serving.loop.capacity)
     await serving.forms.check(body.form)
     prompts = [await serving.texts.encode(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompts]
-    jobs = completion_jobs(body, prompts, serving.prompt_limits)
+    jobs = completion_jobs(body, prompts, serving.prompt_limits, serving.defaults)
     echoes = None
     if body.echo:
         texts = [
@@ -56,7 +56,7 @@ async def create_chat_completion(body: ChatRequest, request: Request, serving: S
     check_count(1, body.n or 1, serving.loop.capacity)
     await serving.forms.check(body.form)
     prompt = await serving.tokenize_chat(body.messages, body.chat_options)
-    jobs = chat_jobs(body, prompt, serving.prompt_limits, serving.chat)
+    jobs = chat_jobs(body, prompt, serving.prompt_limits, serving.chat, serving.defaults)
     reply = ChatReply(
         serving.model,
         serving.vocabulary,

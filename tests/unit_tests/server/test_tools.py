@@ -43,7 +43,6 @@ def read(text: str, sizes: random.Random | None = None, most: int = 9) -> tuple[
     return content, [(call.name, json.loads(call.arguments)) for call in calls]
 
 
-LISTED = '<tool_call>{"name": "f", "arguments": [1]}</tool_call>'
 WEATHER_CALL, TIME_CALL = ("weather", {"city": "Oslo"}), ("time", {})
 
 
@@ -188,10 +187,6 @@ class TestPrompts:
         assert text.startswith("<|system|>Be brief.\n\n")
         assert f"<|assistant|>\n{CALL}<|end|>" in text
         assert "<tool_response>\n12 degrees<|end|>\n</tool_response>" in text
-
-
-NAMED = {"type": "function", "function": {"name": "weather"}}
-BROKEN = {"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}
 
 
 def function(**fields: object) -> dict:
