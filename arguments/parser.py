@@ -140,6 +140,7 @@ def _settings(given: Given) -> InferenceSettings:
         model_overrides=_fields(MODEL, values),
         parallel=ParallelConfig(**_fields(PARALLEL, values)),
         sampling=RequestParams(**_fields(SAMPLING, values)),
+        sampling_given=_fields(SAMPLING, values),
         batching=BatchingConfig(**_fields(BATCHING, values)),
         cache=CacheConfig(**_fields(CACHE, values)),
         run=RunConfig(**_fields(RUN, values)),

@@ -186,13 +186,15 @@ class InferenceSettings:
     """Everything that a command line says about a run.
 
     `model_overrides` are the fields of `ModelConfig` that were given; a checkpoint's own configuration fills the
-    others, the dataclass's defaults what is left.
+    others, the dataclass's defaults what is left. `sampling_given` are those of `sampling`; the model may have defaults
+    of its own for the others.
     """
 
     source: SourceConfig = field(default_factory=SourceConfig)
     model_overrides: FieldValues = field(default_factory=dict)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     sampling: RequestParams = field(default_factory=RequestParams)
+    sampling_given: FieldValues = field(default_factory=dict)
     batching: BatchingConfig = field(default_factory=BatchingConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     run: RunConfig = field(default_factory=RunConfig)

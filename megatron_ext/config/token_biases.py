@@ -22,11 +22,11 @@ class TokenBiases(tuple[tuple[int, float], ...]):
         Raises:
             ValueError: It is none of them.
         """
-        pairs = value.items() if isinstance(value, Mapping) else value
         if not isinstance(value, Mapping | list | tuple):
             raise ValueError(cls.expected)
+        pairs = value.items() if isinstance(value, Mapping) else value
         try:
-            biases = {_token_id(token): _number(bias) for token, bias in pairs}  # type: ignore[union-attr]
+            biases = {_token_id(token): _number(bias) for token, bias in pairs}
         except TypeError:
             raise ValueError(cls.expected) from None
         return cls(sorted(biases.items()))

@@ -26,6 +26,7 @@ from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.mcore.assemble import build_engine
 from megatron_ext.mcore.teams import form_team
 from megatron_ext.models.following import follow
+from megatron_ext.models.generation_defaults import request_defaults
 from megatron_ext.models.load import load_model, save_model
 from megatron_ext.offline.comparison import comparable, compare, print_comparison, problems
 from megatron_ext.offline.megatron_results import build_megatron_results
@@ -93,7 +94,8 @@ def _follow(settings: InferenceSettings, team: Team, interruption: Interruption)
 
 def _read_prompts(settings: InferenceSettings) -> Sequence[Prompt]:
     run = settings.run
-    prompts = read_prompts(run, settings.sampling, seed=settings.source.seed)
+    defaults = request_defaults(settings.source, settings.sampling_given)
+    prompts = read_prompts(run, defaults, seed=settings.source.seed)
     check_schedule(run, len(prompts))
     if run.output_path is not None:
         check_output_path(run.output_path)

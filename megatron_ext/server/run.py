@@ -25,6 +25,7 @@ from megatron_ext.mcore import platform
 from megatron_ext.mcore.assemble import build_engine
 from megatron_ext.mcore.teams import form_team
 from megatron_ext.models.following import follow
+from megatron_ext.models.generation_defaults import generation_defaults
 from megatron_ext.models.load import LoadedModel, load_model, save_model
 from megatron_ext.models.update.disk import WeightsRoot
 from megatron_ext.ranks.failure import ending_together
@@ -107,6 +108,8 @@ def build_serving(settings: ServerSettings, keys: Keys | None = None, team: Team
     Raises:
         ConfigError: They cannot be had as the settings say.
     """
+    root = weights_root(settings.server, team)
+    defaults = generation_defaults(settings.source)
     loaded = load_model(settings.source, dict(settings.model_overrides), parallel=settings.parallel)
     if settings.source.save is not None:
         save_model(settings.source.save, loaded)
@@ -123,9 +126,10 @@ def build_serving(settings: ServerSettings, keys: Keys | None = None, team: Team
     )
     print_geometry(engine.geometry, loaded.name, make_console(quiet=False), engine.longest_request_state_bytes)
     name = model_name(settings.source, settings.server, loaded.name)
-    root = weights_root(settings.server, team)
-    updater = root and WeightsUpdater(root, loaded, settings.source, dict(settings.model_overrides))
-    return Serving(engine, name, settings.server, keys, readable_root(loaded), updater)
+    updater = None
+    if root is not None:
+        updater = WeightsUpdater(root, loaded, settings.source, dict(settings.model_overrides))
+    return Serving(engine, name, settings.server, keys, readable_root(loaded), updater, defaults)
 
 
 def weights_root(server: ServerConfig, team: Team | None) -> WeightsRoot | None:

@@ -13,17 +13,19 @@ from fastapi import Depends, Request
 
 import megatron_ext
 from megatron_ext.config import RequestParams, ServerConfig
+from megatron_ext.config.annotations import FieldValues
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.server.cache_view import CacheView
 from megatron_ext.server.chat import ChatFormat
 from megatron_ext.server.engine_loop import EngineLoop
 from megatron_ext.server.errors import unknown_model
 from megatron_ext.server.exchange import HttpExchange
+from megatron_ext.server.fields import GenerationRequest
 from megatron_ext.server.forms import FormChecks
 from megatron_ext.server.history import History
 from megatron_ext.server.keys import Keys, load_keys
 from megatron_ext.server.metrics import Metrics
-from megatron_ext.server.protocol import GenerationRequest, Message
+from megatron_ext.server.protocol import Message
 from megatron_ext.server.sampling import PromptLimits
 from megatron_ext.server.texts import TextEncoder
 from megatron_ext.server.updater import WeightsUpdater
@@ -42,6 +44,7 @@ class Serving:
         keys: By default those that the settings name.
         root: Where the model's tokenizer can be read, for clients on this machine; by default the model's name.
         updater: Reads new weights; None where it was not asked for.
+        defaults: Fields of `RequestParams` that the model has for what a body does not say.
     """
 
     engine: InferenceEngine
@@ -50,6 +53,7 @@ class Serving:
     keys: Keys | None = None
     root: str | None = None
     updater: WeightsUpdater | None = None
+    defaults: FieldValues = field(default_factory=dict)
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:

@@ -49,7 +49,8 @@ class ToolCallReader:
             is_last: Nothing follows. A call that is not closed then counts, if it is one.
         """
         self._held += text
-        content, calls = [], []
+        content: list[str] = []
+        calls: list[ToolCall] = []
         while (start := self._held.find(OPENING)) >= 0:
             content.append(self._content(self._held[:start]))
             self._held = self._held[start:]

@@ -18,11 +18,12 @@ def word_tokens(tokenizer: Tokenizer, word: str) -> list[tuple[int, ...]]:
     Raises:
         ConfigError: The tokenizer makes no token of it, or cannot read it.
     """
-    plain, behind_space = _tokens(tokenizer, word), ()
-    if isinstance(tokenizer, TextTokenizer):
-        behind_space = _tokens(tokenizer, " " + word.lstrip())
+    plain = _tokens(tokenizer, word)
     if not plain:
         raise ConfigError(f"bad_words: the tokenizer makes no token of {word!r}; leave it out")
+    if not isinstance(tokenizer, TextTokenizer):
+        return [plain]
+    behind_space = _tokens(tokenizer, " " + word.lstrip())
     has_two = len(behind_space) == len(plain) and behind_space[0] != plain[0]
     return [plain, behind_space] if has_two else [plain]
 

@@ -12,7 +12,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_ext.config.response_format import JSON_SCHEMA, REGEX, ResponseFormat
 from megatron_ext.errors import ConfigError
@@ -34,7 +34,7 @@ _JSON_OPTIONS = {
     "coerce_one_of": False,
 }
 # About 20 ms to compile, 20 ms a token and 40 MB a matcher, at most; the library's defaults allow for ten times that.
-_LIMITS = {
+_LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 200_000,
     "step_max_items": 50_000,

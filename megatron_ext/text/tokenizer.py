@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
+from megatron_ext.config.annotations import FieldValues
 from megatron_ext.errors import ConfigError
 from megatron_ext.text.chat_template import ChatOptions, read_chat_template, read_special_tokens, render_chat
 from megatron_ext.text.chat_tokens import ChatTokens, Messages, RenderedChat, marked_special
@@ -33,6 +35,11 @@ class Tokenizer(Protocol):
 
     def detokenize(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         """Text of ids."""
+
+
+def _fields(beside: Mapping[str, Any]) -> FieldValues:
+    """Of `ChatOptions`, from what stood beside the messages."""
+    return {name: beside[name] for name in ("tools", "variables")}
 
 
 def ends_of(tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -200,11 +207,11 @@ class TextTokenizer:
         chosen = options or ChatOptions(add_generation_prompt)
 
         def render(chat: Messages) -> str:
-            *contents, beside = chat
-            told = dataclasses.replace(chosen, tools=beside["tools"], variables=beside["variables"])
+            *contents, last = chat
+            told = dataclasses.replace(chosen, **_fields(last))
             return self.apply_chat_template(contents, options=told)
 
-        beside = {"role": _BESIDE, "tools": chosen.tools, "variables": chosen.variables}
+        beside: dict[str, Any] = {"role": _BESIDE, "tools": chosen.tools, "variables": chosen.variables}
         if self._chat_tokens is None:
             special = {*self._marked_special, *self.ends, self.eod, self.bos}
             self._chat_tokens = ChatTokens(self._backend.wrapped, special)

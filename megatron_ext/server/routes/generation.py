@@ -11,8 +11,9 @@ from starlette.responses import Response
 from megatron_ext.server.access import note_answer
 from megatron_ext.server.answers import Reply, finished, whole
 from megatron_ext.server.body import JsonRoute
+from megatron_ext.server.fields import GenerationRequest
 from megatron_ext.server.gate import CALLER
-from megatron_ext.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from megatron_ext.server.protocol import ChatRequest, CompletionRequest
 from megatron_ext.server.replies import ChatReply, CompletionReply
 from megatron_ext.server.sampling import Job, chat_jobs, check_count, completion_jobs
 from megatron_ext.server.serving import ServerDependency, Serving
@@ -29,7 +30,7 @@ async def create_completion(body: CompletionRequest, request: Request, serving: 
     check_count(len(body.prompts), choices, serving.loop.capacity)
     await serving.forms.check(body.form)
     prompts = [await serving.texts.encode(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompts]
-    jobs = completion_jobs(body, prompts, serving.prompt_limits)
+    jobs = completion_jobs(body, prompts, serving.prompt_limits, serving.defaults)
     echoes = None
     if body.echo:
         texts = [
@@ -55,7 +56,7 @@ async def create_chat_completion(body: ChatRequest, request: Request, serving: S
     check_count(1, body.n or 1, serving.loop.capacity)
     await serving.forms.check(body.form)
     prompt = await serving.tokenize_chat(body.messages, body.chat_options)
-    jobs = chat_jobs(body, prompt, serving.prompt_limits, serving.chat)
+    jobs = chat_jobs(body, prompt, serving.prompt_limits, serving.chat, serving.defaults)
     reply = ChatReply(
         serving.model,
         serving.vocabulary,

@@ -225,3 +225,14 @@ def test_what_happens_anyway(embedded, path):
     if path == COMPLETIONS:
         choices = ask(embedded, path, body | {"n": 2, "best_of": 2}, stream=False)
         assert [one["token_ids"] for one in choices] == [plain, plain]
+
+
+def test_defaults_of_the_model(tiny, oracle, monkeypatch, stream):
+    """SA-8: they hold for what a body does not say."""
+    monkeypatch.setattr(tiny.serving, "defaults", {"temperature": 0.7, "top_k": 5, "repetition_penalty": 1.4})
+    body = {"prompt": PROMPT, "max_tokens": COUNT, "seed": 3, "return_token_ids": True}
+    for said in ({}, {"top_k": 40, "temperature": 0.9}, {"temperature": 0}):
+        wanted = {"temperature": 0.7, "top_k": 5, "repetition_penalty": 1.4} | said
+        params = RequestParams(num_tokens_to_generate=COUNT, seed=3, **wanted)
+        (got,) = ask(tiny, COMPLETIONS, body | said, stream=stream)
+        assert got["token_ids"] == choice.generate(oracle, PROMPT, params)
