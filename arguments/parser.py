@@ -8,25 +8,14 @@ from typing import NoReturn
 
 from arguments.flags import Flag, FlagGroup, closest, normalize_key, shorten
 from arguments.given import Given
-from arguments.groups import (
-    ACCESS,
-    BATCHING,
-    CACHE,
-    GROUPS,
-    LIMITS,
-    MODEL,
-    PARALLEL,
-    RUN,
-    SAMPLING,
-    SERVER,
-    SERVER_GROUPS,
-)
+from arguments.groups import BATCHING, CACHE, GROUPS, MODEL, PARALLEL, RUN, SAMPLING, SERVER_GROUPS
 from arguments.idle import note_idle
 from arguments.megatron import options
 from arguments.megatron.layers import describe_layers
 from arguments.megatron.record import MegatronGroup
 from arguments.megatron.synonyms import SYNONYMS, translate
 from arguments.megatron.table import SERVER_TABLE, TABLE, WithoutEffect, family_of, records
+from arguments.server_groups import ACCESS, LIMITS, SERVER
 from arguments.source_groups import SOURCE, TOKENIZER
 from arguments.yaml_file import read_flags
 from megatron_ext.config import (

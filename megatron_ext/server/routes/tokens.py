@@ -11,7 +11,8 @@ from pydantic import Field, PlainValidator, model_validator
 
 from megatron_ext.server.body import JsonRoute
 from megatron_ext.server.errors import ApiError
-from megatron_ext.server.protocol import MOST_MESSAGES, Body, Message, Text
+from megatron_ext.server.fields import MOST_MESSAGES, Body, Text
+from megatron_ext.server.protocol import Message
 from megatron_ext.server.queries import only_queries
 from megatron_ext.server.serving import ServerDependency, Serving
 from megatron_ext.text.tokenizer import TextTokenizer
