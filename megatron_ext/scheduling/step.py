@@ -154,7 +154,7 @@ def _sampling(request: Request) -> Sampling:
         uniform=None if params.is_greedy else request.sequence.draws.current(),
         forbidden=() if request.may_stop else request.submission.end_ids,
         top_n=params.top_n_logprobs if params.return_log_probs else None,
-        shaping=shaping_of(request),
+        shaping=shaping_of(request) if request.shapes_logits else None,
     )
 
 
