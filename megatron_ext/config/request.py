@@ -11,6 +11,7 @@ from megatron_ext.config.response_format import ResponseFormat
 from megatron_ext.config.token_biases import NO_BIASES, TokenBiases
 
 LARGEST_PENALTY = 2.0  # of presence and frequency, as with OpenAI
+LARGEST_FACTOR = 100.0  # of a repetition penalty, or its inverse
 
 
 @dataclass(frozen=True)
@@ -82,9 +83,11 @@ class RequestParams:
         for name in ("presence_penalty", "frequency_penalty"):
             penalty = getattr(self, name)
             require(-most <= penalty <= most, f"{name} {penalty} must be between -{most:g} and {most:g}; 0 is off")
-        factor = self.repetition_penalty
-        valid_factor = math.isfinite(factor) and factor > 0
-        require(valid_factor, f"repetition_penalty {factor} must be more than zero; 1 is off")
+        factor, largest = self.repetition_penalty, LARGEST_FACTOR
+        require(
+            1 / largest <= factor <= largest,
+            f"repetition_penalty {factor} must be between {1 / largest:g} and {largest:g}; 1 is off",
+        )
         problem = self.logit_bias.problem
         require(problem is None, f"logit_bias: {problem}")
         require(

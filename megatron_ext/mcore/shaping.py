@@ -51,16 +51,20 @@ def _penalize(values: Tensor, wishes: Sequence[Shaping]) -> None:
     asked = [i for i, wish in enumerate(wishes) if wish.has_penalties]
     if not asked:
         return
-    lengths = [len(wishes[i].tokens) for i in asked]
-    rows = np.repeat(np.arange(len(asked)), lengths)
-    tokens = np.concatenate([np.asarray(wishes[i].tokens, dtype=np.int64) for i in asked])
-    generated = np.concatenate([np.arange(n) >= wishes[i].prompt_length for i, n in zip(asked, lengths, strict=True)])
-    factors = [[wishes[i].repetition, wishes[i].presence, wishes[i].frequency] for i in asked]
-    before = CameBefore(*(torch.from_numpy(one).to(values.device) for one in (rows, tokens, generated)))
-    chosen = values if len(asked) == len(wishes) else values[asked]
-    penalize(chosen, before, *torch.tensor(factors, device=values.device).unbind(1))
-    if chosen is not values:
-        values[asked] = chosen
+    counted = [_count(wishes[i]) for i in asked]
+    rows = np.repeat(asked, [len(tokens) for tokens, _ in counted])
+    tokens, counts = (np.concatenate(parts) for parts in zip(*counted, strict=True))
+    factors = [[wish.repetition, wish.presence, wish.frequency] for wish in wishes]
+    before = CameBefore(*(torch.from_numpy(one).to(values.device, non_blocking=True) for one in (rows, tokens, counts)))
+    penalize(values, before, *torch.tensor(factors, dtype=torch.float32).to(values.device).unbind(1))
+
+
+def _count(wish: Shaping) -> tuple[np.ndarray, np.ndarray]:
+    """The tokens of a sequence, each once, and how often each was generated."""
+    came = np.asarray(wish.tokens, dtype=np.int64)
+    generated = np.bincount(came[wish.prompt_length :], minlength=1 + int(came.max()))
+    tokens = np.flatnonzero(np.bincount(came))
+    return tokens, generated[tokens].astype(np.float32)
 
 
 def _add_biases(values: Tensor, wishes: Sequence[Shaping]) -> None:

@@ -59,11 +59,9 @@ class Shaping:
         ]
 
 
-def shaping_of(request: Request) -> Shaping | None:
-    """What a request does to the logits of its next token; None if it leaves them as they are."""
+def shaping_of(request: Request) -> Shaping:
+    """What a request that shapes its logits does to those of its next token."""
     params, sequence = request.params, request.sequence
-    if not params.shapes_logits:
-        return None
     return Shaping(
         tokens=sequence.packed[:] if _reads_tokens(params) else sequence.packed[:0],
         prompt_length=sequence.prompt_length,

@@ -22,7 +22,7 @@ from pydantic import (
     model_validator,
 )
 
-from megatron_ext.config.request import LARGEST_PENALTY
+from megatron_ext.config.request import LARGEST_FACTOR, LARGEST_PENALTY
 from megatron_ext.config.response_format import JSON_OBJECT, REGEX, ResponseFormat
 from megatron_ext.config.token_biases import TokenBiases
 from megatron_ext.errors import ConfigError
@@ -264,7 +264,7 @@ class EngineFields(Body):
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None  # 0 and -1 are off
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=1 / LARGEST_FACTOR, le=LARGEST_FACTOR)] | None = None
     stop_token_ids: TokenIds | None = None
     bad_words: Words | None = None
     ignore_eos: bool | None = None

@@ -170,7 +170,7 @@ REFUSED = [
     (RequestParams, {"presence_penalty": 2.1}, ["presence_penalty 2.1", "between -2 and 2"]),
     (RequestParams, {"frequency_penalty": NAN}, ["frequency_penalty nan", "0 is off"]),
     (RequestParams, {"repetition_penalty": 0.0}, ["repetition_penalty 0.0", "1 is off"]),
-    (RequestParams, {"repetition_penalty": INF}, ["repetition_penalty inf"]),
+    (RequestParams, {"repetition_penalty": INF}, ["repetition_penalty inf", "0.01 and 100"]),
     (RequestParams, {"min_tokens": 2, "response_format": {"type": "json_object"}}, ["min_tokens 2", "response_format"]),
     (RequestParams, {"response_format": {"type": "grammar"}}, ["response_format", '"json_object"', '"regex"']),
     (RequestParams, {"response_format": {"type": "json_schema", "json_schema": {}}}, ["response_format", "a schema"]),

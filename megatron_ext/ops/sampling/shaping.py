@@ -15,17 +15,17 @@ _BITS = 32  # of a word of a bit mask
 
 @dataclass(frozen=True)
 class CameBefore:
-    """Tokens of several sequences, one after the other.
+    """Tokens of several sequences, each once in its sequence.
 
     Attributes:
         rows: [n] int64, whose each is.
         tokens: [n] int64.
-        is_generated: [n] bool; the others are of prompts.
+        counts: [n] fp32, how often it was generated; 0 where it is of the prompt only.
     """
 
     rows: Tensor
     tokens: Tensor
-    is_generated: Tensor
+    counts: Tensor
 
 
 def penalize(logits: Tensor, before: CameBefore, repetition: Tensor, presence: Tensor, frequency: Tensor) -> None:
@@ -41,15 +41,11 @@ def penalize(logits: Tensor, before: CameBefore, repetition: Tensor, presence: T
         presence: [r] fp32.
         frequency: [r] fp32.
     """
-    places = before.rows * logits.shape[1] + before.tokens
-    generated = torch.zeros(logits.numel(), dtype=torch.int32, device=logits.device)
-    has_come = torch.zeros(logits.numel(), dtype=torch.bool, device=logits.device)
-    has_come[places] = True
-    generated.index_add_(0, places, before.is_generated.int())
-    counts, factor = generated.view_as(logits), repetition[:, None]
-    factors = torch.where(logits > 0, 1 / factor, factor)
-    logits.copy_(torch.where(has_come.view_as(logits), logits * factors, logits))
-    logits.sub_(frequency[:, None] * counts).sub_(presence[:, None] * (counts > 0))
+    rows, counts = before.rows, before.counts
+    values, factor = logits[rows, before.tokens], repetition[rows]
+    values = torch.where(values > 0, values / factor, values * factor)
+    values = values - frequency[rows] * counts - presence[rows] * (counts > 0)
+    logits.index_put_((rows, before.tokens), values)
 
 
 def add_biases(logits: Tensor, rows: Tensor, tokens: Tensor, biases: Tensor) -> None:

@@ -144,10 +144,8 @@ def test_a_history_that_is_cut_is_seen(model, wanted, monkeypatch, broken):
     penalize = operators.penalize
 
     def forgetful(logits, before, *factors):
-        keep = before.is_generated if broken == "prompt" else ~before.is_generated
-        penalize(
-            logits, operators.CameBefore(before.rows[keep], before.tokens[keep], before.is_generated[keep]), *factors
-        )
+        keep = (before.counts > 0) == (broken == "prompt")
+        penalize(logits, operators.CameBefore(before.rows[keep], before.tokens[keep], before.counts[keep]), *factors)
 
     monkeypatch.setattr("megatron_ext.mcore.shaping.penalize", forgetful)
     names = ("repetition",) if broken == "prompt" else ("presence", "frequency")

@@ -115,11 +115,21 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["role", "content", "type"]), inner),
     max_leaves=4,
 )
+FORMS = [
+    {"type": "text"},
+    {"type": "json_object"},
+    {"type": "regex", "regex": "[0-9]{2}"},
+    {"type": "regex", "regex": "("},
+    {"type": "json_schema", "json_schema": {"schema": {"enum": [1, "a"]}}},
+    {"type": "json_schema", "json_schema": {"schema": {"not": {}}}},
+]
 FIELDS = {
     "n": st.integers(-1, 4),
     "stop": st.just("<") | st.lists(st.just(">"), max_size=3),
     "stream": st.booleans(),
-    "stream_options": st.fixed_dictionaries({"include_usage": st.booleans()}),
+    "stream_options": st.fixed_dictionaries(
+        {"include_usage": st.booleans()}, optional={"continuous_usage_stats": st.booleans()}
+    ),
     "max_tokens": st.integers(0, 60),
     "min_tokens": st.integers(-1, 20),
     "temperature": st.floats(0, 3) | st.just(1e-300) | st.just(1e300),
@@ -131,6 +141,28 @@ FIELDS = {
     "logprobs": st.integers(-1, 21) | st.booleans(),
     "top_logprobs": st.integers(0, 20),
     "cache_salt": st.text(max_size=5),
+}
+SHAPING = {
+    "min_p": st.floats(0, 1),
+    "presence_penalty": st.floats(-2, 2),
+    "frequency_penalty": st.floats(-2.5, 2.5),
+    "repetition_penalty": st.floats(0, 3) | st.just(1e-300) | st.just(1e300),
+    "logit_bias": st.dictionaries(st.sampled_from(["0", "7", "96", "97", "-1", "x"]), st.floats(-101, 101)),
+    "bad_words": st.lists(st.sampled_from(["<7>", "<3><4>", "x", ""]), max_size=3),
+    "stop_token_ids": st.lists(st.integers(-1, 100), max_size=3),
+    "response_format": st.sampled_from(FORMS),
+    "structured_outputs": st.sampled_from([{"regex": "[a-c]+"}, {"json": {"type": "null"}}, {"json": True}, {}]),
+    "return_token_ids": st.booleans(),
+    "skip_special_tokens": st.booleans(),
+    "best_of": st.integers(0, 4),
+}
+TEMPLATES = {
+    "tools": st.just([]) | st.just([{"type": "function", "function": {"name": "f", "description": "<|end|>"}}]),
+    "tool_choice": st.sampled_from(["auto", "none", "required", {"type": "function"}]),
+    "parallel_tool_calls": st.booleans(),
+    "add_generation_prompt": st.booleans(),
+    "continue_final_message": st.booleans(),
+    "chat_template_kwargs": st.dictionaries(st.sampled_from(["x", "messages", "<|end|>"]), VALUES, max_size=2),
 }
 PROMPTS = st.lists(st.integers(0, 98), max_size=50) | st.just("<5><6>") | st.just(["<5>", "<7><8>"])
 
@@ -162,6 +194,20 @@ def test_completions(target, body):
     post(target, "/v1/completions", body)
 
 
+def few(required: dict, fields: dict):
+    """Some of the fields, so that not each body has one that is refused; one may be spoilt."""
+    names = st.lists(st.sampled_from(sorted(fields)), max_size=4, unique=True)
+    sound = names.flatmap(lambda chosen: st.fixed_dictionaries(required | {name: fields[name] for name in chosen}))
+    spoilt = st.dictionaries(st.sampled_from(sorted(fields)), VALUES, max_size=1)
+    return st.builds(lambda body, others, stream: body | others | {"stream": stream}, sound, spoilt, st.booleans())
+
+
+@settings(max_examples=80, **COMMON)
+@given(body=few({"prompt": PROMPTS, "max_tokens": st.integers(1, 9)}, SHAPING))
+def test_completions_that_shape_logits(talking, body):
+    post(talking, "/v1/completions", body)
+
+
 MESSAGES = st.lists(
     st.fixed_dictionaries(
         {"role": st.sampled_from(["system", "user", "assistant", "tool", ""]), "content": st.text(max_size=12) | VALUES}
@@ -173,6 +219,12 @@ MESSAGES = st.lists(
 @settings(max_examples=60, **COMMON)
 @given(body=bodies({"messages": MESSAGES, "max_tokens": st.integers(1, 6)}))
 def test_chat(talking, body):
+    post(talking, "/v1/chat/completions", body)
+
+
+@settings(max_examples=80, **COMMON)
+@given(body=few({"messages": MESSAGES, "max_tokens": st.integers(1, 6)}, SHAPING | TEMPLATES))
+def test_chat_with_tools_and_forms(talking, body):
     post(talking, "/v1/chat/completions", body)
 
 
