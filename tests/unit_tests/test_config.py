@@ -199,6 +199,7 @@ REFUSED = [
     (ServerLimits, {"idle_timeout": -1.0}, ["--idle-timeout -1.0"]),
     (ServerLimits, {"max_schema_kb": 0.0}, ["--max-schema-kb 0.0"]),
     (RunConfig, {"prompts": ("a",), "prompt_file": "b"}, ["--prompts", "--prompt-file"]),
+    (RunConfig, {"profile": "traces", "prefix_cache_compare": True}, ["--profile", "--prefix-cache-compare"]),
     (RunConfig, {"output_every_n_results": 0}, ["--output-every-n-results 0", "at least 1"]),
     (RunConfig, {"output_format": "yaml"}, ["--output-format 'yaml'", "full, megatron"]),
     (RunConfig, {"prompt_file_num_truncate": 0}, ["--prompt-file-num-truncate 0", "at least 1"]),

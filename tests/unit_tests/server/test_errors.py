@@ -181,7 +181,7 @@ class TestKey:
             ("GET", "/v1/models"),
             ("POST", "/reset_prefix_cache"),
             ("GET", "/prefix_cache"),
-            ("GET", "/openapi.json"),
+            ("GET", "/tokenizer_info"),
             ("GET", "/nowhere"),
         ],
     )
