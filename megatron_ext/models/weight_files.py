@@ -64,10 +64,10 @@ class WeightFiles:
         Raises:
             CheckpointError: One of them is missing, they do not fit each other, or there is a tensor of such a name.
         """
-        missing = sorted(set(parts) - set(self._file_of))
+        missing = [part for part in parts if part not in self._file_of]
         if missing:
             raise CheckpointError(f"{self.directory} lacks {missing[0]}, which is a part of {name}")
-        if name in self.names:
+        if any(name in known for known in (self._file_of, self._part_of, self._joined)):
             raise CheckpointError(f"{self.directory} has both {name} and {parts[0]}, which is a part of it")
         shapes = [self.shape(part) for part in parts]
         if not all(shapes) or len({shape[1:] for shape in shapes}) > 1:
@@ -91,8 +91,7 @@ class WeightFiles:
             box: The part of it that is read; None for all.
         """
         if name in self._joined:
-            joined = torch.cat([self.get(part) for part in self._joined[name]])
-            return joined if box is None else joined[box]
+            return self._get_joined(name, box or tuple(slice(0, size) for size in self.shape(name)))
         if name in self._part_of:
             file, whole, index = self._part_of[name]
             place = (index, *(box or ()))
@@ -106,6 +105,17 @@ class WeightFiles:
             found = str(tensor.dtype).removeprefix("torch.")
             raise CheckpointError(f"{self.directory}: tensor {name} is of type {found}; supported are {supported}")
         return tensor
+
+    def _get_joined(self, name: str, box: tuple[slice, ...]) -> Tensor:
+        """A box of a joined tensor; of each part what is in it is read."""
+        found, first = [], 0
+        for part in self._joined[name]:
+            rows = self.shape(part)[0]
+            low, high = max(box[0].start, first), min(box[0].stop, first + rows)
+            if low < high:
+                found.append(self.get(part, (slice(low - first, high - first), *box[1:])))
+            first += rows
+        return torch.cat(found)
 
     def _whole(self) -> dict[str, str]:
         return dict.fromkeys(self._keys(WEIGHTS_FILE), WEIGHTS_FILE)

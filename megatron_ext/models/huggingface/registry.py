@@ -19,6 +19,7 @@ from megatron_ext.models.huggingface.families.olmo_hybrid import OLMO_HYBRID
 from megatron_ext.models.huggingface.families.qwen2 import QWEN2
 from megatron_ext.models.huggingface.families.qwen3 import QWEN3
 from megatron_ext.models.huggingface.families.qwen3_5 import QWEN3_5, QWEN3_5_TEXT
+from megatron_ext.models.huggingface.families.qwen3_5_moe import QWEN3_5_MOE, QWEN3_5_MOE_TEXT
 from megatron_ext.models.huggingface.families.qwen3_moe import QWEN3_MOE
 from megatron_ext.models.huggingface.families.qwen3_next import QWEN3_NEXT
 from megatron_ext.models.huggingface.family import Family
@@ -45,6 +46,8 @@ FAMILIES = {
         FALCON_H1,
         QWEN3_5_TEXT,
         QWEN3_5,
+        QWEN3_5_MOE_TEXT,
+        QWEN3_5_MOE,
         OLMO_HYBRID,
     )
 }

@@ -58,6 +58,21 @@ LayerTable = Mapping[str, Source]  # ours to theirs, both below the names of the
 
 
 @dataclass(frozen=True)
+class Joined:
+    """A tensor that files may have in parts, one below the other and cut anywhere.
+
+    Attributes:
+        expression: Regular expression of the whole names of parts, with prefix.
+        whole: Name of the tensor, as `re.Match.expand` takes it.
+        parts: Names of all parts, in order, likewise.
+    """
+
+    expression: str
+    whole: str
+    parts: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class TensorTable:
     """Where the tensors of a family's checkpoints go. Names of theirs are without prefix.
 
@@ -70,8 +85,7 @@ class TensorTable:
         ignored: Regular expression of whole names that are passed over.
         split: Regular expressions of whole names, with prefix, of tensors that are shown as slices along their first
             dimension, to the names of those (as `re.Match.expand` takes them), with `{index}` for the slice's number.
-        joined: Ends of names of tensors that files may have in parts, one below the other and cut anywhere, to the ends
-            of the parts' names, in order.
+        joined: Tensors that files may have in parts.
         other_names: Regular expressions of whole names, to the names in this table (as `re.Match.expand` takes them).
     """
 
@@ -82,7 +96,7 @@ class TensorTable:
     prefixes: tuple[str, ...] = ("model.",)
     ignored: str | None = None
     split: Mapping[str, str] = field(default_factory=dict)
-    joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    joined: tuple[Joined, ...] = ()
     other_names: Mapping[str, str] = field(default_factory=dict)
 
     def known_name(self, name: str) -> str:
@@ -94,13 +108,11 @@ class TensorTable:
 
     def joined_names(self, names: Iterable[str]) -> dict[str, list[str]]:
         """The tensors that are there in parts, to the parts' names; some of those may be missing."""
-        found = {}
-        for name in sorted(names):
-            for whole, parts in self.joined.items():
-                end = next((part for part in parts if name.endswith(part)), None)
-                if end is not None:
-                    beginning = name.removesuffix(end)
-                    found[beginning + whole] = [beginning + part for part in parts]
+        found: dict[str, list[str]] = {}
+        for one in self.joined:
+            expression = re.compile(one.expression)
+            for match in filter(None, map(expression.fullmatch, sorted(names))):
+                found[match.expand(one.whole)] = [match.expand(part) for part in one.parts]
         return found
 
     def sources(self, config: ModelConfig) -> dict[str, Source]:

@@ -30,7 +30,7 @@ from megatron_ext.models.huggingface.field_table import DECODER_SIZES, SILU, Fie
 from megatron_ext.models.huggingface.fields import Fields, check_divides, flag, names, size, size_or
 from megatron_ext.models.huggingface.gated_delta_net import DELTA_NET_SIZES, delta_net_or_attention, stacked_inputs
 from megatron_ext.models.huggingface.rotary import ROPE_FIELDS, SHARE, rotary_fields
-from megatron_ext.models.huggingface.tensors import TensorTable
+from megatron_ext.models.huggingface.tensors import Joined, TensorTable
 
 _LAYERS = {"M": "M-", "*": "AF"}
 _OUT_NORM_EPSILON = 1e-5
@@ -60,7 +60,6 @@ _FIELDS = FieldTable(
 )
 
 _INPUTS = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "g_proj": "z", "b_proj": "b", "a_proj": "a"}
-_CONVOLUTION = ".linear_attn.conv1d.weight"
 _TENSORS = TensorTable(
     layers={
         "M": {
@@ -80,7 +79,13 @@ _TENSORS = TensorTable(
         "F": {**weights({"mlp.output_norm.norm": "post_feedforward_layernorm"}), **gated_mlp(MLP, "mlp")},
     },
     letters_per_layer=2,
-    joined={_CONVOLUTION: tuple(_CONVOLUTION.replace("conv1d", f"{one}_conv1d") for one in "qkv")},
+    joined=(
+        Joined(
+            r"(.*\.linear_attn)\.[qkv]_conv1d\.weight",
+            r"\1.conv1d.weight",
+            tuple(rf"\1.{one}_conv1d.weight" for one in "qkv"),
+        ),
+    ),
     other_names={
         r"(layers\.\d+)\.attention_layer_norm\.weight": r"\1.input_layernorm.weight",
         r"(layers\.\d+)\.feedforward_layer_norm\.weight": r"\1.post_attention_layernorm.weight",

@@ -131,8 +131,8 @@ def _without_axes(fields: Fields) -> Fields:
     return {**fields, **told}
 
 
-def _text(raw: Fields) -> Fields:
-    """The fields of the model of text, whose embeddings are tied if the whole says so.
+def text_fields(raw: Fields, model_type: str) -> Fields:
+    """The fields of the model of text, of that type, whose embeddings are tied if the whole says so.
 
     Raises:
         ConfigError: There are none, or the two do not agree.
@@ -141,11 +141,9 @@ def _text(raw: Fields) -> Fields:
     text = raw.get(_TEXT)
     if not isinstance(text, dict):
         raise ConfigError(f"config.json: {_TEXT} = {text!r} is not supported; it must be an object")
-    kind = text.get("model_type", QWEN3_5_TEXT.model_type)
-    if kind != QWEN3_5_TEXT.model_type:
-        raise ConfigError(
-            f"config.json: {_TEXT}.model_type = {kind!r} is not supported; supported is {QWEN3_5_TEXT.model_type!r}"
-        )
+    kind = text.get("model_type", model_type)
+    if kind != model_type:
+        raise ConfigError(f"config.json: {_TEXT}.model_type = {kind!r} is not supported; supported is {model_type!r}")
     inside = flag(text, _TIED, default=False)
     whole = flag(raw, _TIED, default=inside)
     if _TIED in text and inside != whole:
@@ -168,4 +166,9 @@ QWEN3_5_TEXT = Family(
     },
     derived=_derived,
 )
-QWEN3_5 = replace(QWEN3_5_TEXT, model_type="qwen3_5", architecture="Qwen3_5ForConditionalGeneration", text=_text)
+QWEN3_5 = replace(
+    QWEN3_5_TEXT,
+    model_type="qwen3_5",
+    architecture="Qwen3_5ForConditionalGeneration",
+    text=lambda raw: text_fields(raw, QWEN3_5_TEXT.model_type),
+)

@@ -36,6 +36,8 @@ _CLASSES = {
     "falcon_h1": ("FalconH1Config", "FalconH1ForCausalLM"),
     "qwen3_5_text": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM"),
     "qwen3_5": ("Qwen3_5Config", "Qwen3_5ForConditionalGeneration"),
+    "qwen3_5_moe_text": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM"),
+    "qwen3_5_moe": ("Qwen3_5MoeConfig", "Qwen3_5MoeForConditionalGeneration"),
     "olmo_hybrid": ("OlmoHybridConfig", "OlmoHybridForCausalLM"),
 }
 _DECODER = {
@@ -106,8 +108,19 @@ _SMALL["qwen3_5"] = {
     "text_config": _SMALL["qwen3_5_text"] | {"rms_norm_eps": 1e-2},
     "vision_config": {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32},
 }
+_EXPERTS = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 20,
+}
+_SMALL["qwen3_5_moe_text"] = {
+    **{name: value for name, value in _SMALL["qwen3_5_text"].items() if name != "intermediate_size"},
+    **_EXPERTS,
+}
+_SMALL["qwen3_5_moe"] = _SMALL["qwen3_5"] | {"text_config": _SMALL["qwen3_5_moe_text"]}
 _SMALL["olmo_hybrid"] = {**_DECODER, **_DELTA_NET, "rms_norm_eps": 1e-3}
-_NORMS_AROUND_ZERO = ("qwen3_5_text", "qwen3_5")
+_NORMS_AROUND_ZERO = ("qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe")
 
 SHAPES = (
     Shape("mamba2", "mamba2", seed=1),
@@ -201,6 +214,8 @@ SHAPES = (
         },
     ),
     Shape("qwen3_5, that reads images too", "qwen3_5", seed=1),
+    Shape("qwen3_5 moe", "qwen3_5_moe_text", seed=1),
+    Shape("qwen3_5 moe, that reads images too", "qwen3_5_moe", seed=1),
     Shape("olmo", "olmo_hybrid", seed=1),
     Shape(
         "olmo, no positions, strength to 1, MHA, other heads and window, tied",
@@ -269,7 +284,8 @@ def routing_margin(model: nn.Module, tokens: list[int]) -> float:
         ranked = outputs[0].sort(descending=True).values
         margins.append((ranked[:, router.top_k - 1] - ranked[:, router.top_k]).min().item())
 
-    hooks = [m.register_forward_hook(note) for name, m in model.named_modules() if name.endswith("router")]
+    routers = [m for name, m in model.named_modules() if name.endswith(("router", "mlp.gate"))]
+    hooks = [router.register_forward_hook(note) for router in routers]
     oracle.their_logits(model, tokens)
     for hook in hooks:
         hook.remove()

@@ -42,7 +42,7 @@ SHAPES = {
         "mambas": ("jamba, experts",),
         "qwens": ("experts",),
         "denses": ("qwen3 moe",),
-        "hybrids": ("granite, experts, rotary, tied",),
+        "hybrids": ("granite, experts, rotary, tied", "qwen3_5 moe"),
     },
 }
 LAYOUTS = {"TP 2": sizes(tp=2), "PP 2": sizes(pp=2), "EP 2": sizes(ep=2)}

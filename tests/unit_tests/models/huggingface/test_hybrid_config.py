@@ -263,7 +263,23 @@ OLMO = {
     "tie_word_embeddings": False,
     "vocab_size": 100352,
 }
+QWEN_MOE_TEXT = {name: value for name, value in QWEN_TEXT.items() if name != "intermediate_size"} | {
+    "model_type": "qwen3_5_moe_text",
+    "moe_intermediate_size": 512,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.001,
+    "shared_expert_intermediate_size": 512,
+}
+QWEN_MOE = QWEN | {
+    "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+    "model_type": "qwen3_5_moe",
+    "text_config": QWEN_MOE_TEXT,
+}
 PUBLISHED = {
+    "qwen3_5_moe_text": QWEN_MOE_TEXT,
+    "qwen3_5_moe": QWEN_MOE,
     "olmo_hybrid": OLMO,
     "mamba2": CODESTRAL,
     "bamba": BAMBA,
@@ -357,7 +373,18 @@ def test_olmo_hybrid() -> None:
     assert translate(sparse | {"rope_theta": None}).position_embedding_type == "none"
 
 
+def test_qwen3_5_moe() -> None:
+    """FA-2: experts in every layer, with a gated shared one."""
+    config = translate(QWEN_MOE_TEXT)
+    assert (config.hybrid_override_pattern, config.num_experts, config.moe_router_topk) == ("MEMEME*E" * 2, 256, 8)
+    assert (config.expert_ffn_size, config.moe_shared_expert_intermediate_size) == (512, 512)
+    assert (config.moe_shared_expert_gate, config.moe_router_pre_softmax) == (True, False)
+    assert translate(QWEN_MOE) == config
+
+
 REFUSED = [
+    (QWEN_MOE_TEXT, {"num_experts_per_tok": 1}, "num_experts_per_tok = 1 is not supported with num_experts = 256"),
+    (QWEN_MOE, {"text_config": QWEN_TEXT}, "text_config.model_type = 'qwen3_5_text' is not supported"),
     (OLMO, {"rope_theta": 5e5}, "rope_parameters.rope_theta = None contradicts rope_theta"),
     (OLMO, {"linear_num_value_heads": 31}, "linear_num_key_heads = 30 is not supported; it must divide"),
     (OLMO, {"linear_allow_neg_eigval": 2}, "linear_allow_neg_eigval = 2 is not supported; it must be true or false"),

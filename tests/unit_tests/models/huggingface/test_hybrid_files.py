@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from megatron_ext.config import ParallelConfig, SourceConfig
@@ -17,7 +18,7 @@ from megatron_ext.models.huggingface.export import export_hf_checkpoint
 from megatron_ext.models.load import load_model
 from megatron_ext.models.update.naming import naming_of
 from megatron_ext.models.update.weights import update_weights
-from megatron_ext.models.weight_files import WeightFiles
+from megatron_ext.models.weight_files import WEIGHTS_FILE, WeightFiles
 from megatron_ext.ranks.layout import check_model
 from tests.unit_tests.models.huggingface import nemotron_h_oracle as oracle
 from tests.unit_tests.models.huggingface.test_hybrids import CPU, LAST, load_hf
@@ -83,6 +84,26 @@ def test_a_convolution_cut_elsewhere(olmo: Path, hybrids, tmp_path: Path) -> Non
     export_hf_checkpoint(tmp_path / "back", loaded.model, loaded.config, olmo)
     back = [WeightFiles(tmp_path / "back").shape(CONVOLUTION.format(one))[0] for one in "qkv"]
     assert (rows, back) == ([27, 27, 26], [16, 16, 48])
+
+
+def _fused(tensors: dict[str, Tensor]) -> None:
+    """All experts of a layer in one tensor, gate above up, as published files have them."""
+    for layer in range(3):
+        start = f"model.layers.{layer}.mlp.experts"
+        parts = [[tensors.pop(f"{start}.{i}.{one}_proj.weight") for one in ("gate", "up", "down")] for i in range(6)]
+        tensors[f"{start}.gate_up_proj"] = torch.stack([torch.cat([gate, up]) for gate, up, _ in parts])
+        tensors[f"{start}.down_proj"] = torch.stack([down for *_, down in parts])
+
+
+def test_experts_in_one_tensor(hybrids, tmp_path: Path) -> None:
+    """FA-1: they are read the same, and written back as they were."""
+    separate = hybrids("qwen3_5 moe")[1]
+    fused = shutil.copytree(separate, tmp_path / "fused")
+    oracle.edit_weights(fused, _fused)
+    loaded = load_model(SourceConfig(load_hf=str(fused)), {}, device=CPU)
+    assert_equal(tensors_of(loaded.model), tensors_of(load_hf(separate).model))
+    export_hf_checkpoint(tmp_path / "back", loaded.model, loaded.config, fused)
+    assert_equal(load_file(tmp_path / "back" / WEIGHTS_FILE), load_file(fused / WEIGHTS_FILE))
 
 
 def _drop_one(tensors: dict[str, Tensor]) -> None:
