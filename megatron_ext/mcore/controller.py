@@ -19,7 +19,7 @@ from megatron_ext.mcore.guides import Guides
 from megatron_ext.mcore.idle import compute_idle_token
 from megatron_ext.mcore.out_of_memory import is_out_of_memory
 from megatron_ext.mcore.scoring import score_rows
-from megatron_ext.mcore.shaping import shaped
+from megatron_ext.mcore.shaping import shape_logits
 from megatron_ext.mcore.staging import ModelInput, PromptScore, SampledTokens, SamplingRow
 from megatron_ext.ops.sampling import sample_tokens, sampling_batch
 from megatron_ext.scheduling.step import Sampling
@@ -188,8 +188,9 @@ def _choose(logits: Tensor, rows: Sequence[SamplingRow], guides: Guides, failure
     if not asking:
         return _sample(logits, rows)
     index = torch.tensor(asking).to(logits.device, non_blocking=True)
-    chosen = [rows[i] for i in asking]
-    tokens = _sample(shaped(logits.index_select(0, index), chosen, guides, failures), chosen)
+    chosen, values = [rows[i] for i in asking], logits.index_select(0, index).float()
+    shape_logits(values, chosen, guides, failures)
+    tokens = _sample(values, chosen)
     return tokens if len(asking) == len(rows) else _sample(logits, rows).index_copy(0, index, tokens)
 
 

@@ -21,16 +21,15 @@ from megatron_ext.ops.sampling.shaping import (
 from megatron_ext.scheduling.shaping import Shaping
 
 
-def shaped(logits: Tensor, rows: Sequence[SamplingRow], guides: Guides, failures: dict[int, str]) -> Tensor:
-    """A copy of the logits, shaped: [r, V] fp32. A row depends on nothing but that row.
+def shape_logits(values: Tensor, rows: Sequence[SamplingRow], guides: Guides, failures: dict[int, str]) -> None:
+    """Do what the rows want with their logits. A row depends on nothing but that row.
 
     Args:
-        logits: [r, V] of any type.
+        values: Logits, [r, V] fp32; modified.
         rows: Of the logits; each has a `Shaping`.
         guides: Of answers that must have a form.
         failures: Gets requests whose form cannot be followed, and why.
     """
-    values = logits.to(torch.float32, copy=True)
     wishes = [_wish(row) for row in rows]
     _penalize(values, wishes)
     _add_biases(values, wishes)
@@ -39,7 +38,6 @@ def shaped(logits: Tensor, rows: Sequence[SamplingRow], guides: Guides, failures
         keep_allowed(values, torch.tensor(guided).to(values.device), masks.to(values.device, non_blocking=True))
     _rule_out(values, wishes)
     _drop_improbable(values, rows, wishes)
-    return values
 
 
 def _wish(row: SamplingRow) -> Shaping:

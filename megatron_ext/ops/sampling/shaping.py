@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -58,12 +59,22 @@ def keep_allowed(logits: Tensor, rows: Tensor, masks: Tensor) -> None:
 
     Args:
         logits: [r, V].
-        rows: [k] int64.
+        rows: [k] int64, ascending.
         masks: [k, ceil(V / 32)] int32; token t is bit t % 32 of number t / 32.
     """
+    is_ruled_out = ~_bits(masks)[:, : logits.shape[1]]
+    if len(rows) == len(logits):  # each row once, in order
+        logits.masked_fill_(is_ruled_out, -torch.inf)
+    else:
+        logits[rows] = logits[rows].masked_fill_(is_ruled_out, -torch.inf)
+
+
+def _bits(masks: Tensor) -> Tensor:
+    """[k, W] int32 -> [k, 32 W] bool."""
+    if masks.device.type == "cpu":
+        return torch.from_numpy(np.unpackbits(masks.numpy().view(np.uint8), axis=1, bitorder="little")).bool()
     bits = torch.arange(_BITS, dtype=torch.int32, device=masks.device)
-    is_allowed = (masks[:, :, None] >> bits).bitwise_and_(1).flatten(1)[:, : logits.shape[1]]
-    logits[rows] = logits[rows].masked_fill_(is_allowed == 0, -torch.inf)
+    return (masks[:, :, None] >> bits).bitwise_and_(1).flatten(1).bool()
 
 
 def rule_out(logits: Tensor, rows: Tensor, tokens: Tensor) -> None:

@@ -171,7 +171,7 @@ def test_rows_that_ask_for_nothing_are_not_touched(model, wanted, monkeypatch):
     seen = []
     sample = controller._sample
     monkeypatch.setattr(controller, "_sample", lambda logits, rows: seen.append(len(rows)) or sample(logits, rows))
-    monkeypatch.setattr(controller, "shaped", None)
+    monkeypatch.setattr(controller, "shape_logits", None)
     assert run(Driver(model, HYBRID), wanted, ("nothing",)) == {"nothing": wanted["nothing"][1]}
     assert seen == [1] * COUNT
 
