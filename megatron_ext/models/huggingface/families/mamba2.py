@@ -39,7 +39,13 @@ _FIELDS = FieldTable(
         **TIME_STEP_LIMIT,
     },
     read=names("expand intermediate_size max_position_embeddings"),
-    without_effect=TIME_STEP_WITHOUT_EFFECT | names("rescale_prenorm_residual norm_before_gate"),
+    without_effect=TIME_STEP_WITHOUT_EFFECT
+    | names(
+        """
+        rescale_prenorm_residual norm_before_gate A_initializer_range conv_initializer_range emb_initializer_range
+        use_triton_kernels
+        """
+    ),
     defaults={
         "hidden_size": 4096,
         "num_hidden_layers": 64,
