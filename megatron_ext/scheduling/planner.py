@@ -300,7 +300,7 @@ def plan_admission(
     end = _chunk_end(request, start, len(matched) * limits.block_size, limits, budget.tokens)
     if end == start or (end < length and not may_cut):
         return Deferral(request, "tokens", 1 if may_cut else length - start, budget.tokens), budget
-    chunk = Chunk(request, start, end)
+    chunk, shared = Chunk(request, start, end), tuple(matched)
     left = dataclasses.replace(
         budget,
         blocks=budget.blocks - blocks,
@@ -308,9 +308,9 @@ def plan_admission(
         tokens=budget.tokens - chunk.length,
         prefills=budget.prefills + 1,
         prefill_tokens=budget.prefill_tokens + chunk.length,
-        pinned=budget.pinned.union(matched[in_use:]),
+        pinned=budget.pinned.union(shared[in_use:]),
     )
-    return Admission(request, tuple(matched), new_blocks, chunk, resume.restore), left
+    return Admission(request, shared, new_blocks, chunk, resume.restore), left
 
 
 def _blocks_in_use(matched: Sequence[BlockId], budget: StepBudget, cache: PrefixCache) -> int:
