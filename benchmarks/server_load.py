@@ -54,6 +54,7 @@ def main() -> int:
     parser.add_argument("--max-requests", type=int, default=64, help="of the engine's batch")
     parser.add_argument("--threads", type=int, default=2, help="of the engine's operators")
     parser.add_argument("--phases", action="store_true", help="where a step's time goes; costs a little")
+    parser.add_argument("--whole", action="store_true", help="answers in one piece: what streaming costs")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     ours, theirs = multiprocessing.get_context("spawn").Pipe()
@@ -152,8 +153,7 @@ async def ask_all(arguments: argparse.Namespace, port: int, server: psutil.Proce
     shared = [source.randrange(8, VOCABULARY) for _ in range(SHARED)]
     watchers = [asyncio.ensure_future(_poll(port, seen)), asyncio.ensure_future(_weigh(server, seen))]
     clients = [
-        _client(port, shared, random.Random(source.random()), arguments.leave, until, seen)
-        for _ in range(arguments.clients)
+        _client(port, shared, random.Random(source.random()), arguments, until, seen) for _ in range(arguments.clients)
     ]
     await asyncio.gather(*clients)
     for task in watchers:
@@ -162,16 +162,18 @@ async def ask_all(arguments: argparse.Namespace, port: int, server: psutil.Proce
     return seen
 
 
-async def _client(port: int, shared: list[int], source: random.Random, leave: float, until: float, seen: Seen) -> None:
+async def _client(
+    port: int, shared: list[int], source: random.Random, arguments: argparse.Namespace, until: float, seen: Seen
+) -> None:
     while time.perf_counter() < until:
         prompt = shared + [source.randrange(8, VOCABULARY) for _ in range(OWN)]
-        leaves_after = source.randrange(1, GENERATED // 2) if source.random() < leave else None
-        await _stream(port, prompt, leaves_after, seen)
+        leaves_after = source.randrange(1, GENERATED // 2) if source.random() < arguments.leave else None
+        await _ask(port, prompt, leaves_after, seen, is_streamed=not arguments.whole)
 
 
-async def _stream(port: int, prompt: list[int], leaves_after: int | None, seen: Seen) -> None:
+async def _ask(port: int, prompt: list[int], leaves_after: int | None, seen: Seen, *, is_streamed: bool) -> None:
     """One request, by hand: what a client's library computes would be measured too."""
-    body = {"prompt": prompt, "max_tokens": GENERATED, "stream": True, "ignore_eos": True, "temperature": 0}
+    body = {"prompt": prompt, "max_tokens": GENERATED, "stream": is_streamed, "ignore_eos": True, "temperature": 0}
     started = time.perf_counter()
     reader, writer = await _posted(port, json.dumps(body).encode())
     try:
@@ -179,6 +181,10 @@ async def _stream(port: int, prompt: list[int], leaves_after: int | None, seen: 
         seen.statuses[status] += 1
         if status != 200:
             await asyncio.sleep(0.2)
+            return
+        if not is_streamed:
+            content = json.loads((await reader.read()).partition(b"\r\n\r\n")[2])
+            seen.tokens += content["usage"]["completion_tokens"]
             return
         last, count = started, 0
         while line := await reader.readline():
