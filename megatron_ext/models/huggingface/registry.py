@@ -9,6 +9,7 @@ from megatron_ext.models.huggingface.families.falcon_mamba import FALCON_MAMBA
 from megatron_ext.models.huggingface.families.granitemoehybrid import GRANITE_MOE_HYBRID
 from megatron_ext.models.huggingface.families.jamba import JAMBA
 from megatron_ext.models.huggingface.families.lfm2 import LFM2
+from megatron_ext.models.huggingface.families.lfm2_moe import LFM2_MOE
 from megatron_ext.models.huggingface.families.llama import LLAMA
 from megatron_ext.models.huggingface.families.mamba import MAMBA
 from megatron_ext.models.huggingface.families.mamba2 import MAMBA2
@@ -38,6 +39,7 @@ FAMILIES = {
         BAMBA,
         GRANITE_MOE_HYBRID,
         LFM2,
+        LFM2_MOE,
         QWEN2,
         QWEN3,
         QWEN3_MOE,

@@ -115,13 +115,9 @@ def _pattern(fields: Fields) -> str:
     return "".join(f"{mixer}-" for mixer in mixers)
 
 
-def _derived(fields: Fields) -> Fields:
-    return {
-        **attention_heads(fields),
-        **rotated_head_size(fields),
-        **rotary_fields(_with_base(fields)),
-        "ffn_hidden_size": _ffn_size(fields),
-    }
+def heads_and_positions(fields: Fields) -> dict[str, object]:
+    """Of attention."""
+    return {**attention_heads(fields), **rotated_head_size(fields), **rotary_fields(_with_base(fields))}
 
 
 def _with_base(fields: Fields) -> Fields:
@@ -150,5 +146,5 @@ LFM2 = Family(
     pattern=_pattern,
     tensors=_TENSORS,
     constants={"recurrent_layer": "short_conv", "swiglu": True, "qk_layernorm": True},
-    derived=_derived,
+    derived=lambda fields: {**heads_and_positions(fields), "ffn_hidden_size": _ffn_size(fields)},
 )

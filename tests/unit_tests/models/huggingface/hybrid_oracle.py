@@ -38,6 +38,7 @@ _CLASSES = {
     "qwen3_5": ("Qwen3_5Config", "Qwen3_5ForConditionalGeneration"),
     "qwen3_5_moe_text": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM"),
     "qwen3_5_moe": ("Qwen3_5MoeConfig", "Qwen3_5MoeForConditionalGeneration"),
+    "lfm2_moe": ("Lfm2MoeConfig", "Lfm2MoeForCausalLM"),
     "olmo_hybrid": ("OlmoHybridConfig", "OlmoHybridForCausalLM"),
 }
 _DECODER = {
@@ -119,6 +120,15 @@ _SMALL["qwen3_5_moe_text"] = {
     **_EXPERTS,
 }
 _SMALL["qwen3_5_moe"] = _SMALL["qwen3_5"] | {"text_config": _SMALL["qwen3_5_moe_text"]}
+_SMALL["lfm2_moe"] = {
+    **_DECODER,
+    "layer_types": ["conv", "conv", "full_attention"],
+    "num_dense_layers": 1,
+    "moe_intermediate_size": 24,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "routed_scaling_factor": 1.5,
+}
 _SMALL["olmo_hybrid"] = {**_DECODER, **_DELTA_NET, "rms_norm_eps": 1e-3}
 _NORMS_AROUND_ZERO = ("qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe")
 
@@ -216,6 +226,7 @@ SHAPES = (
     Shape("qwen3_5, that reads images too", "qwen3_5", seed=1),
     Shape("qwen3_5 moe", "qwen3_5_moe_text", seed=1),
     Shape("qwen3_5 moe, that reads images too", "qwen3_5_moe", seed=1),
+    Shape("lfm2 moe", "lfm2_moe", seed=1),
     Shape("olmo", "olmo_hybrid", seed=1),
     Shape(
         "olmo, no positions, strength to 1, MHA, other heads and window, tied",
@@ -246,6 +257,9 @@ def make(shape: Shape, directory: Path) -> PreTrainedModel:
         for name, parameter in model.named_parameters():  # tied ones once
             around = 0 if shape.family in _NORMS_AROUND_ZERO and _is_outer_norm(name) else 1
             parameter.copy_(_value(name, parameter, around))
+        for name, buffer in model.named_buffers():
+            if name.endswith("expert_bias"):
+                buffer.copy_(0.1 * torch.randn_like(buffer))
     model.save_pretrained(directory)
     return model
 
@@ -280,11 +294,12 @@ def routing_margin(model: nn.Module, tokens: list[int]) -> float:
     """By how much a router prefers what it chooses, for the token where it wavers most; infinite without routers."""
     margins = [math.inf]
 
-    def note(router: nn.Module, _: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> None:
-        ranked = outputs[0].sort(descending=True).values
+    def note(router: nn.Module, args: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> None:
+        scores = outputs[0] if len(args) == 1 else outputs[0].sigmoid() + args[1]  # with a bias for choosing
+        ranked = scores.sort(descending=True).values
         margins.append((ranked[:, router.top_k - 1] - ranked[:, router.top_k]).min().item())
 
-    routers = [m for name, m in model.named_modules() if name.endswith(("router", "mlp.gate"))]
+    routers = [m for name, m in model.named_modules() if name.endswith(("router", "mlp.gate", "feed_forward.gate"))]
     hooks = [router.register_forward_hook(note) for router in routers]
     oracle.their_logits(model, tokens)
     for hook in hooks:

@@ -277,7 +277,31 @@ QWEN_MOE = QWEN | {
     "model_type": "qwen3_5_moe",
     "text_config": QWEN_MOE_TEXT,
 }
+LFM2_MOE = {
+    "architectures": ["Lfm2MoeForCausalLM"],
+    "conv_L_cache": 3,
+    "conv_bias": False,
+    "hidden_size": 2048,
+    "intermediate_size": 7168,
+    "layer_types": ["conv", "conv", "full_attention", "conv"],
+    "max_position_embeddings": 128000,
+    "model_type": "lfm2_moe",
+    "moe_intermediate_size": 1792,
+    "norm_eps": 1e-05,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_dense_layers": 2,
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 8,
+    "rope_theta": 1000000.0,
+    "routed_scaling_factor": 1.0,
+    "use_expert_bias": True,
+    "vocab_size": 65536,
+}
 PUBLISHED = {
+    "lfm2_moe": LFM2_MOE,
     "qwen3_5_moe_text": QWEN_MOE_TEXT,
     "qwen3_5_moe": QWEN_MOE,
     "olmo_hybrid": OLMO,
@@ -382,7 +406,18 @@ def test_qwen3_5_moe() -> None:
     assert translate(QWEN_MOE) == config
 
 
+def test_lfm2_moe() -> None:
+    """FA-2: MLPs first, then experts; the width is what the file says."""
+    config = translate(LFM2_MOE)
+    assert (config.hybrid_override_pattern, config.ffn_size, config.expert_ffn_size) == ("M-M-*EME", 7168, 1792)
+    assert (config.moe_router_score_function, config.moe_router_enable_expert_bias) == ("sigmoid", True)
+
+
 REFUSED = [
+    (LFM2_MOE, {"norm_topk_prob": False}, "norm_topk_prob = False is not supported with num_experts_per_tok = 4"),
+    (LFM2_MOE, {"num_dense_layers": 5}, "num_dense_layers = 5 is not supported; it must be 0 to 4"),
+    (LFM2_MOE, {"layer_types": None}, "layer_types = None is not supported; it must be a list of conv"),
+    (LFM2_MOE, {"block_auto_adjust_ff_dim": True}, "field block_auto_adjust_ff_dim = True is not supported"),
     (QWEN_MOE_TEXT, {"num_experts_per_tok": 1}, "num_experts_per_tok = 1 is not supported with num_experts = 256"),
     (QWEN_MOE, {"text_config": QWEN_TEXT}, "text_config.model_type = 'qwen3_5_text' is not supported"),
     (OLMO, {"rope_theta": 5e5}, "rope_parameters.rope_theta = None contradicts rope_theta"),

@@ -38,7 +38,7 @@ def assert_equal(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) ->
 
 @pytest.mark.parametrize("name", LAST)
 def test_names_in_memory(name: str, hybrids) -> None:
-    """PY-6: what transformers' own model says its parameters are called, with experts and convolutions in one."""
+    """PY-6: what transformers' own model calls its tensors, with experts and convolutions in one."""
     theirs, directory = hybrids(name)
     source = SourceConfig(load_hf=str(directory))
     loaded = load_model(source, {}, device=CPU)
@@ -46,7 +46,7 @@ def test_names_in_memory(name: str, hybrids) -> None:
     with torch.no_grad():
         for tensor in loaded.model.parameters():
             tensor.zero_()
-    update_weights(loaded.model, naming_of(source, loaded.config), dict(theirs.named_parameters()))
+    update_weights(loaded.model, naming_of(source, loaded.config), theirs.state_dict())
     assert_equal(tensors_of(loaded.model), expected)
 
 

@@ -202,6 +202,7 @@ CONTROLS = {
     "keys and values": (QWEN, _rolled(LAYERS + "0.mixer.in_proj.weight", 24)),
     "beta and alpha": (QWEN, lambda m: _rolled_rows(m, LAYERS + "0.mixer.in_proj.weight", slice(-6, None), 3)),
     "norm behind a gated delta net": (QWEN, _filled(LAYERS + "0.mixer.out_norm.weight", 0.0)),
+    "bias of experts": ("lfm2 moe", lambda m: m.get_buffer(LAYERS + "3.mlp.router.expert_bias").mul_(-3)),
     "convolution of keys": ("olmo", _rolled(LAYERS + "0.mixer.conv1d.weight", 16)),
     "norm behind attention": ("olmo", _filled(LAYERS + "2.self_attention.output_norm.norm.weight", 1.0)),
     "norm behind an MLP": ("olmo", _filled(LAYERS + "3.mlp.output_norm.norm.weight", 1.0)),
