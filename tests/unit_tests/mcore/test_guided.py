@@ -129,7 +129,7 @@ def test_a_regular_expression(loaded, expression):
 def test_penalties_and_biases_act_within_the_form(loaded):
     """What they make likely comes only where it may; words that must not come give way to the form."""
     form = {"type": "regex", "regex": "(a|b)(a|b)(a|b)"}
-    a, b = (loaded.tokenizer.tokenize_bare(letter)[0] for letter in "ab")
+    a, b = (loaded.tokenizer.tokenize_plain(letter)[0] for letter in "ab")
     engine = engine_of(loaded)
 
     def text(**fields: object) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import time
+import threading
 
 import jsonschema
 import pytest
@@ -12,7 +12,7 @@ import pytest
 from megatron_ext.config import ServerLimits
 from megatron_ext.text.grammars import Grammars
 from tests.unit_tests.server.test_errors import CHAT, COMPLETIONS, check_alive, check_error
-from tests.unit_tests.support.server import LiveServer, embedded_engine
+from tests.unit_tests.support.server import PATIENCE, LiveServer, embedded_engine
 
 SCHEMA = {
     "type": "object",
@@ -29,7 +29,7 @@ QUESTION = [{"role": "user", "content": "Who is it?"}]
 
 @pytest.fixture(scope="module")
 def strict(serve) -> LiveServer:
-    return serve(embedded_engine(), "embedded", limits=ServerLimits(max_schema_kb=1.0, grammar_timeout=0.3))
+    return serve(embedded_engine(), "embedded", limits=ServerLimits(max_schema_kb=1.0))
 
 
 @pytest.mark.parametrize("form", [{"response_format": OPENAI}, {"structured_outputs": {"json": SCHEMA}}], ids=str)
@@ -117,22 +117,23 @@ def test_what_contradicts(embedded, fields, named):
 
 def test_what_takes_too_long_to_compile_holds_nobody_up(strict, monkeypatch):
     """It is compiled in a thread of its own: others are answered meanwhile, and the engine never waits."""
-    compile_anew, threads = Grammars._compile_anew, []
+    compile_anew, threads, may_end = Grammars._compile_anew, [], threading.Event()
 
     def slow(self, form):
-        import threading
-
         threads.append(threading.current_thread().name)
         if form.source == "slow":
-            time.sleep(1.0)
+            may_end.wait(PATIENCE)
         return compile_anew(self, form)
 
     monkeypatch.setattr(Grammars, "_compile_anew", slow)
     body = {"messages": QUESTION, "max_tokens": 4, "response_format": {"type": "regex", "regex": "slow"}}
-    error = check_error(strict.http.post(CHAT, json=body), 400)
-    assert "not compiled within 0.3 s (--grammar-timeout)" in error["message"]
+    with monkeypatch.context() as patch:
+        patch.setattr(strict.serving.forms, "_limits", ServerLimits(grammar_timeout=0.05))
+        error = check_error(strict.http.post(CHAT, json=body), 400)
+    assert "not compiled within 0.05 s (--grammar-timeout)" in error["message"]
     assert (error["param"], error["code"]) == ("response_format", "schema_too_slow")
     quick = body | {"response_format": {"type": "regex", "regex": "quick"}}
     assert strict.http.post(CHAT, json=quick).json()["choices"][0]["message"]["content"] == "quick"
     assert all(name.startswith("grammars") for name in threads)
     check_alive(strict)
+    may_end.set()

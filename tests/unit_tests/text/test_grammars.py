@@ -28,7 +28,7 @@ def schema(**fields: object) -> ResponseFormat:
 def allowed(form: ResponseFormat, text: str) -> set[int]:
     """Tokens that may follow a text."""
     matcher = GRAMMARS.matcher(form)
-    matcher.take(TOKENIZER.tokenize_bare(text))
+    matcher.take(TOKENIZER.tokenize_plain(text))
     mask = matcher.allowed(ENDS)
     return {token for token in range(8 * len(mask)) if mask[token // 8] >> token % 8 & 1}
 
@@ -64,9 +64,9 @@ def test_where_an_answer_may_end(form, good, bad):
 
 def test_ends_may_come_where_the_answer_is_complete_and_nowhere_else():
     """Ordinary tokens that end a request, too; special tokens and padding never."""
-    comma = TOKENIZER.tokenize_bare(",")[0]
+    comma = TOKENIZER.tokenize_plain(",")[0]
     matcher = GRAMMARS.matcher(schema(**OBJECT))
-    matcher.take(TOKENIZER.tokenize_bare('{"a":1'))
+    matcher.take(TOKENIZER.tokenize_plain('{"a":1'))
     mask = matcher.allowed((comma,))
     assert not mask[comma // 8] >> comma % 8 & 1
     tokens = allowed(schema(**OBJECT), '{"a":1')
@@ -113,7 +113,7 @@ def test_what_costs_too_much_is_refused(monkeypatch):
     matcher = Grammars(TOKENIZER, SIZE).matcher(ResponseFormat("json_object"))
     with pytest.raises(ValueError) as caught:  # noqa: PT012 - at whichever token it becomes too much
         for _ in range(50):
-            matcher.take(TOKENIZER.tokenize_bare('{"secret":'))
+            matcher.take(TOKENIZER.tokenize_plain('{"secret":'))
             matcher.allowed(ENDS)
     assert "secret" not in str(caught.value)
 
@@ -145,7 +145,7 @@ def test_answers_do_not_share_a_matcher():
 
     def follow(number: int) -> None:
         matcher = GRAMMARS.matcher(form)
-        for token in TOKENIZER.tokenize_bare(json.dumps({"a": number, "b": "x" * number})):
+        for token in TOKENIZER.tokenize_plain(json.dumps({"a": number, "b": "x" * number})):
             matcher.take([token])
             matcher.allowed(ENDS)
         if not matcher.allowed(ENDS)[0] & 1:
