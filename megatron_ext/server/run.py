@@ -24,6 +24,7 @@ from megatron_ext.interruption import Interruption
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.assemble import build_engine
 from megatron_ext.mcore.teams import form_team
+from megatron_ext.memory.heap import spare_what_is_loaded
 from megatron_ext.models.following import follow
 from megatron_ext.models.load import LoadedModel, load_model, save_model
 from megatron_ext.models.update.disk import WeightsRoot
@@ -78,6 +79,7 @@ def _listen_and_serve(settings: ServerSettings, team: Team | None) -> None:
     most_connections(settings.server.limits)
     with bind(settings.server.host, settings.server.port) as listener:
         serving = build_serving(settings, keys, team)
+        spare_what_is_loaded()
         with profiled(serving.engine, settings.server.profile):
             serve(serving, listener, announce)
 
@@ -124,7 +126,9 @@ def build_serving(settings: ServerSettings, keys: Keys | None = None, team: Team
     print_geometry(engine.geometry, loaded.name, make_console(quiet=False), engine.longest_request_state_bytes)
     name = model_name(settings.source, settings.server, loaded.name)
     root = weights_root(settings.server, team)
-    updater = root and WeightsUpdater(root, loaded, settings.source, dict(settings.model_overrides))
+    updater = None
+    if root is not None:
+        updater = WeightsUpdater(root, loaded, settings.source, dict(settings.model_overrides))
     return Serving(engine, name, settings.server, keys, readable_root(loaded), updater)
 
 
