@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import json
 import multiprocessing
 import random
@@ -54,11 +55,13 @@ def main() -> int:
     parser.add_argument("--max-requests", type=int, default=64, help="of the engine's batch")
     parser.add_argument("--threads", type=int, default=2, help="of the engine's operators")
     parser.add_argument("--phases", action="store_true", help="where a step's time goes; costs a little")
+    parser.add_argument("--spare-nothing", action="store_true", help="let the collector look at all that is loaded")
     parser.add_argument("--whole", action="store_true", help="answers in one piece: what streaming costs")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     ours, theirs = multiprocessing.get_context("spawn").Pipe()
-    settings = (arguments.max_requests, arguments.threads, max(256, arguments.clients), arguments.phases)
+    waiting = max(256, arguments.clients)
+    settings = (arguments.max_requests, arguments.threads, waiting, arguments.phases, arguments.spare_nothing)
     server = multiprocessing.get_context("spawn").Process(target=serve, args=(theirs, *settings), daemon=True)
     server.start()
     port = ours.recv()
@@ -73,7 +76,9 @@ def main() -> int:
 # The server's process
 
 
-def serve(pipe: Connection, max_requests: int, threads: int, waiting: int, with_phases: bool) -> None:
+def serve(
+    pipe: Connection, max_requests: int, threads: int, waiting: int, with_phases: bool, spares_nothing: bool
+) -> None:
     """Serve until told to stop; then say what the threads have done."""
     import threading
 
@@ -81,6 +86,7 @@ def serve(pipe: Connection, max_requests: int, threads: int, waiting: int, with_
 
     from megatron_ext.config import BatchingConfig, CacheConfig, ServerConfig, ServerSettings
     from megatron_ext.mcore import platform
+    from megatron_ext.memory.heap import spare_what_is_loaded
     from megatron_ext.server.run import bind, build_server, build_serving
 
     torch.set_num_threads(threads)
@@ -91,6 +97,9 @@ def serve(pipe: Connection, max_requests: int, threads: int, waiting: int, with_
         server=ServerConfig(port=0, max_waiting_requests=waiting, access_log=False),
     )
     serving = build_serving(settings)
+    if not spares_nothing:
+        spare_what_is_loaded()
+    pauses = _collections()
     urls: list[str] = []
     ready = threading.Event()
 
@@ -113,7 +122,23 @@ def serve(pipe: Connection, max_requests: int, threads: int, waiting: int, with_
         steps = serving.engine.step_count
         server.should_exit = True
         loop.join(60)
-    pipe.send({"cpu": used, "steps": steps, "phases": phases, "threads": psutil.Process().num_threads()})
+    threads_now = psutil.Process().num_threads()
+    pipe.send({"cpu": used, "steps": steps, "phases": phases, "threads": threads_now, "pauses": pauses})
+
+
+def _collections() -> list[float]:
+    """Seconds of each full collection from now on, during which no thread runs."""
+    pauses: list[float] = []
+    begun = [0.0]
+
+    def note(phase: str, about: dict[str, int]) -> None:
+        if phase == "start":
+            begun[0] = time.perf_counter()
+        elif about["generation"] == 2:
+            pauses.append(time.perf_counter() - begun[0])
+
+    gc.callbacks.append(note)
+    return pauses
 
 
 @contextlib.contextmanager
@@ -246,6 +271,9 @@ def _print(arguments: argparse.Namespace, seen: Seen, told: dict[str, object]) -
     table.add_row("event loop, us a token (processor)", f"{1e6 * cpu['event loop'] / max(1, seen.tokens):.0f}")
     table.add_row("processor of the whole server, us a token", f"{1e6 * cpu['all'] / max(1, seen.tokens):.0f}")
     table.add_row("threads of the server", str(told["threads"]))
+    pauses = told["pauses"]
+    assert isinstance(pauses, list), told
+    table.add_row("full collections, longest in ms", f"{len(pauses)}, {1e3 * max(pauses, default=0):.1f}")
     phases = told["phases"]
     assert isinstance(phases, dict), told
     for name, (wall, own) in phases.items():

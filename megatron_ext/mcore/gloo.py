@@ -24,7 +24,8 @@ def sharing_one_device(threads: int) -> Iterator[None]:
         yield
         return
     plain = distributed_c10d.ProcessGroupGloo
-    options_of, device = plain._Options, plain.create_default_device()  # type: ignore[attr-defined]
+    options_of = plain._Options  # type: ignore[attr-defined]  # torch's own description of the class lacks it
+    device = plain.create_default_device()
 
     class SharingGroup(plain):  # type: ignore[misc,valid-type]  # torch asks `isinstance` of the name that is replaced
         """A group of that device."""

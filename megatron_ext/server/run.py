@@ -24,6 +24,7 @@ from megatron_ext.interruption import Interruption
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.assemble import build_engine
 from megatron_ext.mcore.teams import form_team
+from megatron_ext.memory.heap import spare_what_is_loaded
 from megatron_ext.models.following import follow
 from megatron_ext.models.generation_defaults import generation_defaults
 from megatron_ext.models.load import LoadedModel, load_model, save_model
@@ -79,6 +80,7 @@ def _listen_and_serve(settings: ServerSettings, team: Team | None) -> None:
     most_connections(settings.server.limits)
     with bind(settings.server.host, settings.server.port) as listener:
         serving = build_serving(settings, keys, team)
+        spare_what_is_loaded()
         with profiled(serving.engine, settings.server.profile):
             serve(serving, listener, announce)
 

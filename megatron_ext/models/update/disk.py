@@ -126,8 +126,10 @@ def read_new_weights(loaded: LoadedModel, source: SourceConfig, overrides: Field
     if torch.distributed.get_world_size() > 1:
         raise ConfigError("new weights are read on one rank only, and there are several; start the server anew")
     ours = has_header(directory) or is_dist_checkpoint(directory)
-    load, load_hf = (str(directory), None) if ours else (None, str(directory))
-    new = dataclasses.replace(source, load=load, load_hf=load_hf, save=None, use_checkpoint_args=False)
+    where = str(directory)
+    new = dataclasses.replace(
+        source, load=where if ours else None, load_hf=None if ours else where, save=None, use_checkpoint_args=False
+    )
     trained = training_facts_of(directory) if ours else None
     config = checkpoint_config(new, directory, overrides, trained)
     _require_same(loaded.config, config, directory)
