@@ -1,4 +1,4 @@
-"""Private names of megatron-core: each one that we use is in the table, and each one in the table is still there."""
+"""Private names of megatron-core and torch: each one that we use is in the table, and each one in the table is still there."""
 
 from __future__ import annotations
 
@@ -37,13 +37,18 @@ def resolve(path: str) -> object:
         return importlib.import_module(path)
     except ModuleNotFoundError:
         module, _, name = path.rpartition(".")
-        return getattr(importlib.import_module(module), name)
+        return getattr(resolve(module), name)
 
 
 def attributes_of(cls: type) -> set[str]:
-    """What instances of `cls` have that comes from megatron-core, instance variables included (by its source)."""
+    """What instances of `cls` have that comes from megatron-core, instance variables included (by its source).
+
+    Of a class of torch that is written in C++ only what it declares.
+    """
     names: set[str] = set()
     for base in cls.__mro__:
+        if base.__module__.startswith("torch._C"):
+            names |= set(vars(base))
         if is_megatrons(base.__module__):
             names |= set(vars(base)) | defined_attributes(ast.parse(textwrap.dedent(inspect.getsource(base))))
     return names
