@@ -43,12 +43,12 @@ def resolve(path: str) -> object:
 def attributes_of(cls: type) -> set[str]:
     """What instances of `cls` have that comes from megatron-core, instance variables included (by its source).
 
-    Of a class of torch that is written in C++ only what it declares.
+    Of a class of torch's own what it declares, parents included.
     """
+    if cls.__module__.startswith("torch."):
+        return set(dir(cls))
     names: set[str] = set()
     for base in cls.__mro__:
-        if base.__module__.startswith("torch._C"):
-            names |= set(vars(base))
         if is_megatrons(base.__module__):
             names |= set(vars(base)) | defined_attributes(ast.parse(textwrap.dedent(inspect.getsource(base))))
     return names
