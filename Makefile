@@ -45,11 +45,8 @@ test-gpu: $(STAMP) ## Run all tests on the CUDA device (GPU_WORKERS=1 if its mem
 		$(BIN)/python -m pytest -n $(GPU_WORKERS) --dist worksteal $(ARGS)
 
 # VLLM_PYTHON=/path/to/python measures vLLM beside us; see benchmarks/peers/README.md. ARGS=--quick sees that all of it runs.
-bench: $(STAMP) ## Measure speed beside peers, goals met and missed, where a step's time goes, and what the host costs.
-	$(BIN)/python -m benchmarks.peers.compare $(ARGS)
-	$(BIN)/python -m benchmarks.where_time_goes
-	$(BIN)/python -m benchmarks.host_path
-	$(BIN)/python -m benchmarks.base_speed
+bench: $(STAMP) ## Measure speed, beside peers and by itself: each goal as met or missed, and where a step's time goes.
+	$(BIN)/python -m benchmarks.bench $(ARGS)
 
 lint: $(STAMP) ## Check style, formatting and types.
 	$(BIN)/ruff check .

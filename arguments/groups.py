@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from arguments.flags import Flag, FlagGroup
+from arguments.server_groups import ACCESS, LIMITS, SERVER
 from arguments.source_groups import SOURCE, TOKENIZER
 from megatron_ext.config import (
-    CONTROL_TOKENS,
     DTYPES,
     LAYER_SYMBOLS,
-    LOG_LEVELS,
     NORMALIZATIONS,
     OUTPUT_FORMATS,
     POSITION_EMBEDDINGS,
     RECURRENT_LAYERS,
     ROUTER_SCORE_FUNCTIONS,
-    AccessConfig,
     BatchingConfig,
     CacheConfig,
     EvictionPolicyName,
@@ -25,8 +23,6 @@ from megatron_ext.config import (
     RecurrentFields,
     RequestParams,
     RunConfig,
-    ServerConfig,
-    ServerLimits,
     SnapshotMode,
 )
 from megatron_ext.config.batching import (
@@ -66,6 +62,7 @@ MODEL = FlagGroup(
         *(Flag(name, text) for name, text in flags_of(RecurrentFields).items()),
         Flag("qk_layernorm", "A norm of each query and key head, before they are rotated"),
         Flag("attention_output_gate", "Attention outputs times a sigmoid of the layer's input"),
+        Flag("add_qkv_bias", "Biases of queries, keys and values"),
         Flag("num_experts", "Experts of each MoE layer (E)"),
         Flag("moe_ffn_hidden_size", "Width inside one expert; default: that of an MLP"),
         Flag("moe_shared_expert_intermediate_size", "Width inside the shared experts; default: there are none"),
@@ -126,12 +123,21 @@ SAMPLING = FlagGroup(
         Flag("temperature", "0 is greedy"),
         Flag("top_k", "Sample from the k best tokens; 0 is off, 1 is greedy", name="--top_k"),
         Flag("top_p", "Sample from the best tokens that make up this probability; 0 is off", name="--top_p"),
+        Flag("min_p", "Sample from tokens with this share of the best one's probability; 0 is off", name="--min_p"),
+        Flag("presence_penalty", "Taken off the logits of tokens that were generated"),
+        Flag("frequency_penalty", "The same, for each time that one was generated"),
+        Flag("repetition_penalty", "Divides the logits of tokens of prompt and generation; 1 is off"),
+        Flag("logit_bias", "Added to logits: a JSON object of token ids and numbers", metavar="JSON"),
+        Flag("bad_words", "Texts that are not generated"),
+        Flag("response_format", "The form of the answers: OpenAI's response_format, or a regex", metavar="JSON"),
         Flag("return_log_probs", "Log-probs of the prompt's and the generated tokens"),
         Flag("skip_prompt_log_probs", "With --return-log-probs: only of the generated tokens"),
         Flag("top_n_logprobs", "With --return-log-probs: the n best tokens at each position as well"),
         Flag("stop_words", "Texts that end a generation; they are cut from the text"),
-        Flag("termination_id", "Token that ends a generation; default: the tokenizer's end of document", metavar="ID"),
+        Flag("stop_token_ids", "Tokens that end a generation beside the end of document, with --ignore-eos too"),
+        Flag("termination_id", "Token that ends a generation; default: those that end a document", metavar="ID"),
         Flag("ignore_eos", "Go on after the end-of-document token"),
+        Flag("skip_special_tokens", "Texts are without special tokens"),
         Flag(
             "track_generated_token_events",
             "With --output-request-events: an event for each token",
@@ -261,69 +267,7 @@ RUN = FlagGroup(
             "Steps between suspending and resuming; 0 is never; more than a prefill takes",
         ),
         Flag("prefix_cache_compare", "Run the prompts with the cache off, then on; exit code 1 if anything differs"),
-    ),
-)
-
-SERVER = FlagGroup(
-    "server",
-    ServerConfig,
-    (
-        Flag("host", "Address to listen on"),
-        Flag("port", "Port to listen on; 0 is any free one"),
-        Flag("served_model_name", "Name of the model for clients; default: the checkpoint's", metavar="NAME"),
-        Flag("max_waiting_requests", "Requests that wait beside those that run; beyond them clients get a 429"),
-        Flag(
-            "shutdown_timeout", "Seconds that running requests have after a signal to stop, before they are cancelled"
-        ),
-        Flag("inference_logging_step_interval", "Steps between two log lines; 0 is none"),
-        Flag("log_level", "The least important lines that are logged", choices=LOG_LEVELS),
-        Flag("access_log", "Log a line for each request when it is over: counts and times, never texts"),
-    ),
-)
-
-LIMITS = FlagGroup(
-    "server limits",
-    ServerLimits,
-    (
-        Flag("max_body_mb", "Longest body of a request, in MB of 2**20 bytes; beyond it clients get a 413"),
-        Flag("max_connections", "Connections at once; fewer where `ulimit -n` says so"),
-        Flag("header_timeout", "Seconds that a client has for a request's headers"),
-        Flag("body_timeout", "Seconds that a client has for a request's body"),
-        Flag("idle_timeout", "Seconds that a connection may rest between requests, or its client may not read"),
-    ),
-)
-
-ACCESS = FlagGroup(
-    "access (see docs/server.md and SECURITY.md)",
-    AccessConfig,
-    (
-        Flag(
-            "api_key",
-            "What clients must send as Authorization: Bearer KEY; whoever sees the processes sees it here. "
-            "Default: the variable MEGATRON_EXT_API_KEY, else everybody is let in",
-        ),
-        Flag(
-            "api_key_file", "File with a key in each line; each key's clients have a cache of their own", metavar="FILE"
-        ),
-        Flag(
-            "admin_key_file",
-            "File with the only key for /prefix_cache and /reset_prefix_cache; default: a single API key opens them",
-            metavar="FILE",
-        ),
-        Flag(
-            "allowed_hosts",
-            "Names under which the server may be asked, * is any; default: the loopback names, with API keys any",
-            metavar="HOST",
-        ),
-        Flag(
-            "hide_cache_counts",
-            "Say of no prompt what was cached; counts and metrics are for the admin key",
-        ),
-        Flag(
-            "chat_control_tokens",
-            "What special tokens are that a message of the system, a user or a tool spells: text, or the tokens",
-            choices=CONTROL_TOKENS,
-        ),
+        Flag("profile", "Write a trace of the first 100 steps, their phases named, into this directory", metavar="DIR"),
     ),
 )
 

@@ -8,25 +8,14 @@ from typing import NoReturn
 
 from arguments.flags import Flag, FlagGroup, closest, normalize_key, shorten
 from arguments.given import Given
-from arguments.groups import (
-    ACCESS,
-    BATCHING,
-    CACHE,
-    GROUPS,
-    LIMITS,
-    MODEL,
-    PARALLEL,
-    RUN,
-    SAMPLING,
-    SERVER,
-    SERVER_GROUPS,
-)
+from arguments.groups import BATCHING, CACHE, GROUPS, MODEL, PARALLEL, RUN, SAMPLING, SERVER_GROUPS
 from arguments.idle import note_idle
 from arguments.megatron import options
 from arguments.megatron.layers import describe_layers
 from arguments.megatron.record import MegatronGroup
 from arguments.megatron.synonyms import SYNONYMS, translate
 from arguments.megatron.table import SERVER_TABLE, TABLE, WithoutEffect, family_of, records
+from arguments.server_groups import ACCESS, LIMITS, SERVER
 from arguments.source_groups import SOURCE, TOKENIZER
 from arguments.yaml_file import read_flags
 from megatron_ext.config import (
@@ -44,7 +33,7 @@ from megatron_ext.config import (
 )
 from megatron_ext.config.annotations import FieldValues
 from megatron_ext.config.embedded import check_flags
-from megatron_ext.errors import ConfigError
+from megatron_ext.errors import ConfigError, MachineError
 
 
 class _Parser(argparse.ArgumentParser):
@@ -140,6 +129,7 @@ def _settings(given: Given) -> InferenceSettings:
         model_overrides=_fields(MODEL, values),
         parallel=ParallelConfig(**_fields(PARALLEL, values)),
         sampling=RequestParams(**_fields(SAMPLING, values)),
+        sampling_given=_fields(SAMPLING, values),
         batching=BatchingConfig(**_fields(BATCHING, values)),
         cache=CacheConfig(**_fields(CACHE, values)),
         run=RunConfig(**_fields(RUN, values)),
@@ -193,7 +183,10 @@ def _completed(given: Given, parser: _Parser, groups: Sequence[FlagGroup], table
         megatrons = {normalize_key(flag.name): flag for flag in records(table) if not flag.is_family}
         path = str(given.values["model-config"])
         known = known_flags((*groups, SYNONYMS))
-        given = given.over(translate(read_flags(path, known, megatrons, lambda words: _parse(parser, words))))
+        try:
+            given = given.over(translate(read_flags(path, known, megatrons, lambda words: _parse(parser, words))))
+        except ConfigError as error:  # the file is this machine's
+            raise MachineError(str(error)) from error
     describe_layers(given)
     note_idle(given)
     return given

@@ -5,6 +5,7 @@ from __future__ import annotations
 from arguments.flags import Flag, FlagGroup
 from megatron_ext.config import SourceConfig, TokenizerConfig
 from megatron_ext.config.layers.pattern import MODEL_PROVIDERS
+from megatron_ext.config.source import GENERATION_CONFIGS
 from megatron_ext.config.tokenizer import TIKTOKEN_PATTERNS, TOKENIZER_TYPES
 
 SOURCE = FlagGroup(
@@ -22,6 +23,11 @@ SOURCE = FlagGroup(
             "model_provider", "Kind of model that the checkpoint, or --num-layers, must be of", choices=MODEL_PROVIDERS
         ),
         Flag("padded_vocab_size", "Rows of the embedding; default: the checkpoint's, else --vocab-size"),
+        Flag(
+            "generation_config",
+            "Take the sampling defaults of the model's generation_config.json, for what flags and requests do not say",
+            choices=GENERATION_CONFIGS,
+        ),
         Flag("bf16", "Parameters in bfloat16"),
         Flag("fp16", "Parameters in float16"),
         Flag("seed", "Seed of random weights and of each request's random generator"),

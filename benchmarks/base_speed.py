@@ -1,6 +1,6 @@
 """Cold speed: prefill and decode beside transformers with the same weights, and beside the matrix-product floor.
 
-Run: `make bench`, or `python -m benchmarks.base_speed`. Compare figures of one run only.
+Run: `python -m benchmarks.base_speed`. Compare figures of one run only.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def prefill_table(pair: Pair, rate: float) -> Table:
         engine = pair.engine(max_tokens=max(total, 64))
         ours = seconds(lambda engine=engine, tokens=tokens: engine.generate(tokens.tolist(), RequestParams(1)))
         theirs = seconds(lambda tokens=tokens: reference_prefill(pair, tokens))
-        floor = forward_flops(pair, [length] * count) / rate
+        floor = forward_flops(pair.ours, [length] * count) / rate
         row = (f"{total / ours:.0f}", f"{total / theirs:.0f}", f"{theirs / ours:.2f}", f"{ours / floor:.2f}")
         table.add_row(f"{count} x {length}", *row)
     return table

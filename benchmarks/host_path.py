@@ -1,12 +1,14 @@
 """What caching costs on the host: hash, match, admit, release; beside plain hashlib over the same bytes. And planning.
 
-Run: `python -m benchmarks.host_path`. No model, no torch: the scheduler alone. Compare figures of one run only.
+Run: `python -m benchmarks.host_path` (`--all`: other sizes, other pools, and planning while many wait, too). No model,
+no torch: the scheduler alone. Compare figures of one run only.
 """
 
 from __future__ import annotations
 
 import argparse
 import enum
+import json
 import random
 import statistics
 import time
@@ -14,6 +16,7 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -26,8 +29,8 @@ from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.step import describe_step
 from megatron_ext.scheduling.submission import Submission
 
-LENGTHS = (2_048, 32_768, 131_072)
-BLOCK_SIZES = (16, 256)
+GOAL_SIZE = (256, 131_072)  # tokens of a block and of a prompt
+SIZES = [(block_size, length) for block_size in (16, 256) for length in (2_048, 32_768, 131_072)]
 QUEUES = ((2_000, 5_000), (32_000, 1_000))  # tokens of a prompt, prompts that wait
 FEW = 10  # as many wait where planning is as cheap as it can be
 DECODING = 4  # requests that run beside those that wait
@@ -36,25 +39,38 @@ DECODING = 4  # requests that run beside those that wait
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=7)
-    repeats = parser.parse_args().repeats
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--all", action="store_true", help="every table, not only what there is a goal for")
+    parser.add_argument("--figures", type=Path, metavar="FILE.json", help="write what was found there, too")
+    parser.add_argument("--quick", action="store_true", help="so little that only errors show")
+    parser.add_argument("--threads", type=int, default=1, help="nothing here has more than one")
+    options = parser.parse_args()
+    repeats = 1 if options.quick else options.repeats
     console = Console(highlight=False)
-    console.print(cost_table(repeats))
-    console.print(pool_table(repeats))
-    console.print(waiting_table())
+    costs = {one: path_cost(*one, repeats) for one in (SIZES if options.all else (GOAL_SIZE,))}
+    console.print(cost_table(costs))
+    if options.all:
+        console.print(pool_table(repeats))
+        console.print(waiting_table())
+    if options.figures is not None:
+        floor, cold, cached = costs[GOAL_SIZE]
+        options.figures.write_text(json.dumps({"cold": cold / floor, "cached": cached / floor}), "utf-8")
 
 
-def cost_table(repeats: int) -> Table:
+def path_cost(block_size: int, length: int, repeats: int) -> tuple[float, float, float]:
+    """Median seconds of the hashing floor, of a cold prompt and of a cached one, which take turns."""
+    measures = (floor_seconds, cold_seconds, cached_seconds)
+    rounds = [[measure(length, block_size) for measure in measures] for _ in range(repeats + 1)]
+    floor, cold, cached = (statistics.median(times) for times in zip(*rounds[1:], strict=True))  # the first warms up
+    return floor, cold, cached
+
+
+def cost_table(costs: dict[tuple[int, int], tuple[float, float, float]]) -> Table:
     """Milliseconds, and multiples of the hashing floor."""
     table = Table("block", "tokens", "hashlib, ms", "cold, ms", "cached, ms", "cold / floor", "cached / floor")
-    for block_size in BLOCK_SIZES:
-        for length in LENGTHS:
-            floor = median(lambda length=length, size=block_size: floor_seconds(length, size), repeats)
-            cold = median(lambda length=length, size=block_size: cold_seconds(length, size), repeats)
-            cached = median(lambda length=length, size=block_size: cached_seconds(length, size), repeats)
-            milliseconds = (f"{value * 1e3:.2f}" for value in (floor, cold, cached))
-            ratios = (f"{value / floor:.2f}" for value in (cold, cached))
-            table.add_row(str(block_size), f"{length:,}", *milliseconds, *ratios)
+    for (block_size, length), times in costs.items():
+        ratios = (f"{value / times[0]:.2f}" for value in times[1:])
+        table.add_row(str(block_size), f"{length:,}", *(f"{value * 1e3:.2f}" for value in times), *ratios)
     return table
 
 

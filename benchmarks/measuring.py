@@ -1,7 +1,9 @@
-"""What every benchmark needs: timing, the machine's matrix-product rate, and a header that says where it ran."""
+"""What every benchmark needs: arguments, timing, the machine's matrix-product rate, a header that says where it ran."""
 
 from __future__ import annotations
 
+import argparse
+import json
 import platform
 import statistics
 import sys
@@ -13,6 +15,21 @@ from pathlib import Path
 import torch
 
 PACKAGES = ("torch", "transformers", "megatron-core", "megatron-ext")
+
+
+def part_arguments(text: str | None) -> argparse.ArgumentParser:
+    """What `benchmarks.bench` says to each of its parts."""
+    parser = argparse.ArgumentParser(description=text)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--quick", action="store_true", help="so little that only errors show")
+    parser.add_argument("--figures", type=Path, metavar="FILE.json", help="write what was found there, too")
+    return parser
+
+
+def keep_figures(options: argparse.Namespace, figures: object) -> None:
+    """Write them where that is asked for."""
+    if options.figures is not None:
+        options.figures.write_text(json.dumps(figures, indent=1), "utf-8")
 
 
 def seconds(work: Callable[[], object], repeats: int = 5) -> float:

@@ -1,7 +1,11 @@
-"""The model that benchmarks run: shaped like NemotronH, random weights, the same in transformers and in our engine."""
+"""The model that benchmarks run: shaped like NemotronH, random weights, the same in transformers and in our engine.
+
+`python -m benchmarks.nemotron_shaped DIR` writes it down for others.
+"""
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from dataclasses import dataclass
 
@@ -76,18 +80,18 @@ def pair_of(reference: PreTrainedModel, device: torch.device, dtype: torch.dtype
     return Pair(reference.eval().to(device, dtype), ours)
 
 
-def forward_flops(pair: Pair, prompt_lengths: list[int], skipped: int = 0) -> float:
+def forward_flops(ours: LoadedModel, prompt_lengths: list[int], skipped: int = 0) -> float:
     """Operations that a prefill cannot do without: matrices once a token, causal attention, the scan's outer products.
 
     The output layer counts once a prompt, since only the last token's logits are needed.
 
     Args:
-        pair: The model.
+        ours: The model.
         prompt_lengths: Tokens of each prompt.
         skipped: Tokens at the start of each that are not computed.
     """
-    config = pair.ours.config
-    matrices = sum(p.numel() for name, p in pair.ours.model.named_parameters() if p.dim() == 2 and "decoder" in name)
+    config = ours.config
+    matrices = sum(p.numel() for name, p in ours.model.named_parameters() if p.dim() == 2 and "decoder" in name)
     mamba, attention = PATTERN.count("M"), PATTERN.count("*")
     scan = mamba * 4 * config.mamba_heads * config.mamba_head_dim * config.mamba_state_dim
     per_token = 2 * matrices + scan
@@ -96,3 +100,7 @@ def forward_flops(pair: Pair, prompt_lengths: list[int], skipped: int = 0) -> fl
     heads = config.num_attention_heads * config.head_channels
     head = 2 * config.hidden_size * VOCABULARY * len(prompt_lengths)
     return computed * per_token + attention * 4 * heads * pairs + head
+
+
+if __name__ == "__main__":
+    build_reference().save_pretrained(sys.argv[1])

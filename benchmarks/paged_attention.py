@@ -6,7 +6,6 @@ one thread figures are CPU time.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 
 import torch
@@ -14,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks.measuring import header
+from benchmarks.measuring import header, keep_figures, part_arguments
 from benchmarks.sampling import fastest
 from megatron_ext.ops.paged_attention import PAGED_ATTENTION, PagedBatch, build_paged_batch, paged_attention
 
@@ -31,20 +30,21 @@ STEPS = {  # (queries, keys) of each sequence
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = part_arguments(__doc__)
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--heads", type=int, nargs=3, default=(8, 2, 32))
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     names = PAGED_ATTENTION.names
     table = Table("step", *(f"{name}, ms" for name in names), f"{names[0]} beside {names[-1]}")
+    found = {}
     for step, sequences in STEPS.items():
-        times = measure(sequences, tuple(options.heads), options.repeats)
+        times = found[step] = measure(sequences, tuple(options.heads), 1 if options.quick else options.repeats)
         shown = [f"{1e3 * times[name]:.2f}" for name in names]
         table.add_row(step, *shown, f"{times[names[0]] / times[names[-1]]:.2f}")
     print(header(torch.device("cpu"), torch.float32))
     Console(width=120).print(table)
+    keep_figures(options, found)
 
 
 @torch.inference_mode()

@@ -96,7 +96,7 @@ class Bench:
 
     def floor(self, shared: int, count: int, *, warm: bool) -> float:
         """Seconds of the matrix products that cannot be skipped."""
-        flops = forward_flops(self.pair, [shared + OWN] * count, skipped=shared if warm else 0)
+        flops = forward_flops(self.pair.ours, [shared + OWN] * count, skipped=shared if warm else 0)
         return flops / self.rate
 
     def in_mode(self, cache: CacheConfig, shared: int, count: int) -> tuple[float, float]:

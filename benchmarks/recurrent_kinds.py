@@ -1,13 +1,12 @@
 """Cold speed of each kind of recurrent layer beside transformers with the same weights, in one run.
 
-Run: `python -m benchmarks.recurrent_kinds`. Hidden size 256 everywhere: a NemotronH (Mamba-2), a Mamba (Mamba-1
-alone), a Jamba (Mamba-1 with attention) and a Qwen3-Next (gated delta net with attention), of eight layers and no
-experts.
+Run: `python -m benchmarks.recurrent_kinds` (`--prefill`: that, too). Hidden size 256 everywhere: a NemotronH (Mamba-2),
+a Mamba (Mamba-1 alone), a Jamba (Mamba-1 with attention) and a Qwen3-Next (gated delta net with attention), of eight
+layers and no experts.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 
 import torch
@@ -24,7 +23,7 @@ from transformers import (
 )
 
 from benchmarks.base_speed import DECODE_REQUESTS, DECODE_TOKENS, median_decode_seconds, prompts, reference_prefill
-from benchmarks.measuring import header, seconds
+from benchmarks.measuring import header, keep_figures, part_arguments, seconds
 from benchmarks.nemotron_shaped import VOCABULARY, Pair, build_pair, pair_of
 from megatron_ext.config import RequestParams
 from megatron_ext.mcore import platform
@@ -94,10 +93,10 @@ def qwen3_next() -> PreTrainedModel:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--threads", type=int, default=2)
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
+    parser = part_arguments(__doc__)
+    parser.add_argument("--prefill", action="store_true", help="measure prefill, too")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
     device = platform.device()
     builders: dict[str, Callable[[], Pair]] = {
         "Mamba-2 (NemotronH)": lambda: build_pair(device, torch.float32),
@@ -108,13 +107,18 @@ def main() -> None:
     console = Console(highlight=False)
     console.print(header(device, torch.float32), markup=False)
     table = Table("kind", "work", "ours, tokens/s", "transformers, tokens/s", "ours / transformers")
-    for name, build in builders.items():
+    found: dict[str, dict[str, float]] = {}
+    for name, build in list(builders.items())[: 1 if options.quick else None]:
         torch.manual_seed(0)
         pair = build()
         check_equal(pair)
-        for row in rows(pair):
-            table.add_row(name, *row)
+        found[name] = {}
+        for work, total, ours, theirs in [*(prefill(pair) if options.prefill else ()), decode(pair)]:
+            found[name][work] = theirs / ours
+            table.add_row(name, work, f"{total / ours:.0f}", f"{total / theirs:.0f}", f"{theirs / ours:.2f}")
+        console.print(f"  {name}: {found[name]}", markup=False)
     console.print(table)
+    keep_figures(options, found)
     platform.shut_down()
 
 
@@ -129,24 +133,25 @@ def check_equal(pair: Pair) -> None:
         raise RuntimeError(f"the two models differ by {worst} in their logits: nothing to compare")
 
 
-def rows(pair: Pair) -> list[tuple[str, ...]]:
-    """Prefill and decode of one pair."""
+Row = tuple[str, int, float, float]  # work, its tokens, our seconds, transformers' seconds
+
+
+def prefill(pair: Pair) -> list[Row]:
+    """Of one long prompt, and of several."""
     found = []
     for count, length in PREFILLS:
-        tokens, total = prompts(count, length), count * length
-        engine = pair.engine(max_tokens=total)
+        tokens = prompts(count, length)
+        engine = pair.engine(max_tokens=count * length)
         ours = seconds(lambda engine=engine, tokens=tokens: engine.generate(tokens.tolist(), RequestParams(1)))
         theirs = seconds(lambda tokens=tokens: reference_prefill(pair, tokens))
-        found.append((f"prefill {count} x {length}", *figures(total, ours, theirs)))
-    ours, theirs = median_decode_seconds(pair)
-    total = DECODE_REQUESTS * DECODE_TOKENS
-    found.append((f"decode {DECODE_REQUESTS} x {DECODE_TOKENS}", *figures(total, ours, theirs)))
+        found.append((f"prefill {count} x {length}", count * length, ours, theirs))
     return found
 
 
-def figures(total: int, ours: float, theirs: float) -> tuple[str, str, str]:
-    """Tokens a second of both, and the ratio."""
-    return f"{total / ours:.0f}", f"{total / theirs:.0f}", f"{theirs / ours:.2f}"
+def decode(pair: Pair) -> Row:
+    """Of eight requests at once."""
+    ours, theirs = median_decode_seconds(pair)
+    return "decode", DECODE_REQUESTS * DECODE_TOKENS, ours, theirs
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ wall time is the host's: planning, staging, Python between operations.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections import Counter
 
@@ -16,7 +15,7 @@ from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.base_speed import prompts
-from benchmarks.measuring import header
+from benchmarks.measuring import header, keep_figures, part_arguments
 from benchmarks.nemotron_shaped import build_pair
 from megatron_ext.config import RequestParams
 from megatron_ext.mcore import platform
@@ -37,20 +36,22 @@ PREFILL, REQUESTS, CONTEXT, STEPS = 2_176, 8, 128, 4
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--threads", type=int, default=2)
-    torch.set_num_threads(parser.parse_args().threads)
+    options = part_arguments(__doc__).parse_args()  # it is quick in any case
+    torch.set_num_threads(options.threads)
     device = platform.device()
     pair = build_pair(device, torch.float32)
     console = Console(highlight=False)
     console.print(header(device, torch.float32), markup=False)
-    columns = {f"prefill of {PREFILL:,}, ms": prefill_groups(pair.engine()), f"decode of {REQUESTS}, ms a step": {}}
-    columns[f"decode of {REQUESTS}, ms a step"] = decode_groups(pair.engine())
+    columns = {
+        f"prefill of {PREFILL:,}, ms": prefill_groups(pair.engine()),
+        f"decode of {REQUESTS}, ms a step": decode_groups(pair.engine()),
+    }
     table = Table("group", *columns)
     for group in (*GROUPS, REST, HOST):
         table.add_row(group, *(f"{groups.get(group, 0.0):.2f}" for groups in columns.values()))
     table.add_row("together", *(f"{sum(groups.values()):.2f}" for groups in columns.values()))
     console.print(table)
+    keep_figures(options, columns)
     platform.shut_down()
 
 

@@ -21,6 +21,10 @@ def _one_line(text: str) -> str:
     return shown if shown.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in shown)
 
 
+class MachineError(ConfigError):
+    """A setting that cannot work on this machine; on others of the same world it may: a file that they have."""
+
+
 _NEEDS = {
     "blocks": ("block", "{needed} needed, {available} available {when}"),
     "slots": ("slot", "{needed} needed, {available} available {when}"),

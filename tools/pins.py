@@ -32,6 +32,8 @@ CONSTRAINTS, LOCK = ROOT / "constraints.txt", ROOT / "lock.txt"
 PROJECT, EXTRAS = "megatron-ext", ("dev", "server")
 # Only torch's CUDA build brings these, and pins them itself; an index with a CPU build has other wheels of torch.
 CUDA_PARTS = re.compile(r"nvidia-|cuda-|triton$")
+# Whose wheels need a newer C library than those of the others.
+NEWER_GLIBC = {"llguidance": "manylinux_2_31"}
 GLIBC_TAGS = ("manylinux_2_28", "manylinux_2_27", "manylinux_2_26", "manylinux_2_24", "manylinux_2_17", "manylinux2014")
 HEADER = """\
 # Written by `make lock`: the pins of constraints.txt with the hashes of their wheels, for Linux on {machines}.
@@ -84,13 +86,16 @@ def pins_for(python: str, pins: Iterable[Requirement]) -> list[str]:
     return [f"{pin.name}{pin.specifier}" for pin in chosen]
 
 
-def find_wheels(python: str, pins: Sequence[str], machine: str | None = None) -> dict[str, Wheel]:
+def find_wheels(
+    python: str, pins: Sequence[str], machine: str | None = None, tags: Sequence[str] = GLIBC_TAGS
+) -> dict[str, Wheel]:
     """The wheels that pip would install, by project; nothing is installed.
 
     Args:
         python: For which.
         pins: What to ask for; dependencies are not followed.
         machine: For which machine with the oldest supported C library; None for this one.
+        tags: That say which C library that is.
 
     Raises:
         ValueError: There is no wheel for one of them; pip's words.
@@ -101,7 +106,7 @@ def find_wheels(python: str, pins: Sequence[str], machine: str | None = None) ->
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed", "--no-deps"]
         command += ["--only-binary=:all:", f"--python-version={python}", f"--target={scratch}/none"]
         command += ["--ignore-requires-python"]  # pip would compare it with its own; `problems` does with the right one
-        command += [f"--platform={tag}_{machine}" for tag in GLIBC_TAGS if machine is not None]
+        command += [f"--platform={tag}_{machine}" for tag in tags if machine is not None]
         command += [f"--report={report}", f"--requirement={wanted}"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
@@ -177,9 +182,18 @@ def lock() -> str:
         asked = pins_for(python, pins)
         for machine in MACHINES:
             print(f"Python {python}, {machine}", flush=True)
-            for name, wheel in find_wheels(python, asked, machine).items():
+            for name, wheel in _wheels_for(python, asked, machine).items():
                 digests.setdefault(f"{name}=={wheel.version}", set()).add(wheel.digest)
     return HEADER.format(machines=" and ".join(MACHINES)) + "".join(_entry(pin, digests) for pin in pins)
+
+
+def _wheels_for(python: str, asked: Sequence[str], machine: str) -> dict[str, Wheel]:
+    """Wheels for the oldest C library that each of the projects has any for."""
+    wheels = find_wheels(python, [pin for pin in asked if pin.partition("==")[0] not in NEWER_GLIBC], machine)
+    for name, tag in NEWER_GLIBC.items():
+        newer = [pin for pin in asked if pin.partition("==")[0] == name]
+        wheels |= find_wheels(python, newer, machine, (tag,)) if newer else {}
+    return wheels
 
 
 def _entry(pin: Requirement, digests: Mapping[str, set[str]]) -> str:

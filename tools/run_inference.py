@@ -15,7 +15,7 @@ from types import ModuleType
 from megatron_ext.errors import ConfigError, OutputError, RankError
 from megatron_ext.interruption import NOTHING_YET, Interrupted, Interruption
 from megatron_ext.memory.limits import check_address_space
-from megatron_ext.ranks.world import is_first_rank
+from megatron_ext.ranks.world import is_first_rank, said_here
 
 HEAVY_PARTS = (
     "numpy",
@@ -52,8 +52,9 @@ def main(argv: Sequence[str] | None = None, interruption: Interruption | None = 
             _say(f"{interrupted.signal_name}: {interrupted}")
         return interrupted.exit_code
     except ConfigError as error:
-        if is_first_rank():  # the others see the same mistake
-            _say(f"error: {error}")
+        words = said_here(error)
+        if words is not None:
+            _say(f"error: {words}")
         return BAD_USAGE
     except OutputError as error:
         _say(f"error: {error}")

@@ -11,9 +11,9 @@ import warnings
 from collections.abc import Sequence
 
 from arguments import parse_server_arguments
-from megatron_ext.errors import ConfigError, RankError
+from megatron_ext.errors import ConfigError, MachineError, RankError
 from megatron_ext.memory.limits import check_address_space
-from megatron_ext.ranks.world import is_first_rank
+from megatron_ext.ranks.world import is_first_rank, said_here
 from megatron_ext.server.log import printable, set_up_logging
 
 STOPPED, BAD_USAGE = 0, 2
@@ -42,24 +42,25 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         run_server(settings)
     except ConfigError as error:
-        if is_first_rank():  # the others see the same mistake
-            _say(error)
+        words = said_here(error)
+        if words is not None:
+            _say(words)
         return BAD_USAGE
     except RankError as error:
         if str(error):  # else another rank says it
-            _say(error)
+            _say(str(error))
         return error.exit_code
     return STOPPED
 
 
-def _say(error: Exception) -> None:
-    print(f"run_server.py: error: {printable(' '.join(str(error).split()), LONGEST_ERROR)}", file=sys.stderr)
+def _say(words: str) -> None:
+    print(f"run_server.py: error: {printable(' '.join(words.split()), LONGEST_ERROR)}", file=sys.stderr)
 
 
 def _check_packages() -> None:
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
-        raise ConfigError(f"{', '.join(missing)} cannot be imported; install the package with its extra [server]")
+        raise MachineError(f"{', '.join(missing)} cannot be imported; install the package with its extra [server]")
 
 
 if __name__ == "__main__":

@@ -1,21 +1,18 @@
 """transformers, as a plain script has it: the shared prefix is prefilled once, its cache copied for each request.
 
-Run by `benchmarks.peers.compare`: `python -m benchmarks.peers.transformers_script MODEL OUT THREADS [quick]`. It is
-told where the prefix ends, computes one request at a time, and its prefills go in pieces, since its scan without CUDA
-keeps every weight of a chunk.
+Run by `benchmarks.bench`. It is told where the prefix ends, computes one request at a time, and its prefills go in
+pieces, since its scan without CUDA keeps every weight of a chunk.
 """
 
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.peers.work import OWN, QUICK, Size, run
+from benchmarks.peers.work import OWN, arguments, run
 
 PIECE = 2_048
 
@@ -70,6 +67,6 @@ class Script:
 
 
 if __name__ == "__main__":
-    path, out, threads, *rest = sys.argv[1:]
-    torch.set_num_threads(int(threads))
-    run(Script(path), QUICK if rest else Size(), Path(out), peer="transformers", torch=torch.__version__)
+    options = arguments()
+    torch.set_num_threads(options.threads)
+    run(Script(options.model), options, peer="transformers", torch=torch.__version__)

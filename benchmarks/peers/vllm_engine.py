@@ -1,4 +1,4 @@
-"""vLLM. Run by its own Python: `python -m benchmarks.peers.vllm_engine MODEL OUT THREADS [quick]`.
+"""vLLM. Run by its own Python; see `benchmarks.peers.work`.
 
 Its scan for CPUs leaves no states inside a prefill, whatever it is asked; so its scheduler is told to cut prefills
 where states are kept, as it does for layers that cannot.
@@ -7,11 +7,9 @@ where states are kept, as it does for layers that cannot.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
-from benchmarks.peers.work import QUICK, Size, run
+from benchmarks.peers.work import arguments, run
 
 LONGEST, REQUESTS, STEP_TOKENS = 9_000, 8, 2_048
 SETTINGS = {
@@ -70,11 +68,11 @@ class Vllm:
 
 
 if __name__ == "__main__":
-    path, out, threads, *rest = sys.argv[1:]
-    os.environ.update(SETTINGS, OMP_NUM_THREADS=threads)
+    options = arguments()
+    os.environ.update(SETTINGS, OMP_NUM_THREADS=str(options.threads))
     import torch
     import vllm
 
-    peer = Vllm(path)
-    torch.set_num_threads(int(threads))
-    run(peer, QUICK if rest else Size(), Path(out), peer="vllm", version=vllm.__version__, torch=torch.__version__)
+    peer = Vllm(options.model)
+    torch.set_num_threads(options.threads)
+    run(peer, options, peer="vllm", version=vllm.__version__, torch=torch.__version__)

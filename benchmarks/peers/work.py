@@ -1,5 +1,7 @@
 """The workloads and how they are timed; standard library only, since each peer has an environment of its own.
 
+Run by `benchmarks.bench`, as `python -m benchmarks.peers.PEER --model DIR --figures FILE.json --threads N [--quick]`.
+
 shared:  prompts that begin with the same tokens and end in 128 of their own, one or eight at once
 unique:  prompts with nothing in common, eight at once
 chat:    eight conversations of four turns, one request at a time
@@ -7,6 +9,7 @@ chat:    eight conversations of four turns, one request at a time
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 import statistics
@@ -29,9 +32,20 @@ class Size:
     requests: int = 16
     unique: int = 2_176
     chats: int = CHATS
+    repeats: int = 3  # of what a single request says too little about
 
 
-QUICK = Size(prefixes=(256,), requests=4, unique=300, chats=2)
+QUICK = Size(prefixes=(256, 512), requests=4, unique=300, chats=2, repeats=1)
+
+
+def arguments() -> argparse.Namespace:
+    """Of a peer's command line."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--figures", type=Path, required=True, metavar="FILE.json")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--quick", action="store_true")
+    return parser.parse_args()
 
 
 @dataclass
@@ -125,21 +139,36 @@ def chat(peer: Peer, chats: int) -> list[dict[str, object]]:
     return table
 
 
-def run(peer: Peer, size: Size, out: Path, /, **about: object) -> None:
-    """Everything, written to `out` as it comes."""
+def alone(peer: Peer, prompts: list[list[int]], repeats: int) -> dict[str, object]:
+    """One at a time; the first one, which finds nothing cached, so many times, and the median of these."""
+    firsts = []
+    for _ in range(repeats - 1):
+        ((record,), _) = serve(peer, prompts[:1], 1)
+        firsts.append(record.first)
+        peer.forget()
+    records, seconds = serve(peer, prompts, 1)
+    return figures(records, seconds) | {"first_ttft": statistics.median([*firsts, records[0].first])}
+
+
+def run(peer: Peer, options: argparse.Namespace, /, **about: object) -> dict[str, object]:
+    """Everything, written down as it comes; what was found."""
+    size = QUICK if options.quick else Size()
     result: dict[str, object] = {**about, "size": asdict(size)}
     for name, work in cases(peer, size):
         peer.forget()
+        start = time.perf_counter()
         result[name] = work()
-        out.write_text(json.dumps(result, indent=1), "utf-8")
+        print(f"  {about['peer']}: {name}, {time.perf_counter() - start:.1f} s", flush=True)
+        options.figures.write_text(json.dumps(result, indent=1), "utf-8")
+    return result
 
 
 def cases(peer: Peer, size: Size) -> Iterator[tuple[str, Callable[[], object]]]:
     """Name and work of each; the first one warms up."""
     yield "warm-up", lambda: figures(*serve(peer, unique(600, 3), 2))
     for prefix in size.prefixes:
-        for at_once in (1, 8):
-            prompts = shared(prefix, size.requests)
-            yield f"shared {prefix}, {at_once} at once", lambda p=prompts, n=at_once: figures(*serve(peer, p, n))
+        prompts = shared(prefix, size.requests)
+        yield f"shared {prefix}, 1 at once", lambda p=prompts: alone(peer, p, size.repeats)
+        yield f"shared {prefix}, 8 at once", lambda p=prompts: figures(*serve(peer, p, 8))
     yield "unique, 8 at once", lambda: figures(*serve(peer, unique(size.unique, size.requests), 8))
     yield "chat", lambda: chat(peer, size.chats)

@@ -49,7 +49,8 @@ class LoadedEngine:
         self._engine = engine
         self._loaded = loaded
         self._naming = naming
-        self._reader = PromptReader(loaded.tokenizer, loaded.config.vocab_size, defaults)
+        grammars = engine.controller.guides.grammars
+        self._reader = PromptReader(loaded.tokenizer, loaded.config.vocab_size, defaults, grammars)
         self._stepper = Stepper(engine)
         self._on_close = on_close
 

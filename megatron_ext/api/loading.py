@@ -72,9 +72,11 @@ def _load(settings: InferenceSettings) -> LoadedEngine:
     from megatron_ext.api.engine import LoadedEngine
     from megatron_ext.mcore.assemble import build_engine
     from megatron_ext.mcore.process_groups import PROCESS_GROUPS
+    from megatron_ext.models.generation_defaults import request_defaults
     from megatron_ext.models.load import load_model, save_model
     from megatron_ext.models.update.naming import naming_of
 
+    defaults = request_defaults(settings.source, settings.sampling_given)
     with contextlib.ExitStack() as stack:
         team = stack.enter_context(_together(settings, leads=True))
         loaded = load_model(settings.source, dict(settings.model_overrides), parallel=settings.parallel)
@@ -92,7 +94,7 @@ def _load(settings: InferenceSettings) -> LoadedEngine:
             team=team,
         )
         naming = None if team is not None else naming_of(settings.source, loaded.config)
-        return LoadedEngine(engine, loaded, naming, settings.sampling, PROCESS_GROUPS.leave)
+        return LoadedEngine(engine, loaded, naming, defaults, PROCESS_GROUPS.leave)
 
 
 def _follow(settings: InferenceSettings) -> None:

@@ -9,6 +9,7 @@ from typing import Protocol, SupportsIndex, TypeAlias, TypeGuard
 
 from megatron_ext.config import RequestParams
 from megatron_ext.errors import ConfigError
+from megatron_ext.text.grammars import Grammars
 from megatron_ext.text.prompt_tokens import tokenize_prompt
 from megatron_ext.text.tokenizer import Tokenizer
 from megatron_ext.text.vocabulary import Vocabulary
@@ -43,10 +44,14 @@ class PromptReader:
         tokenizer: Of the model.
         vocab_size: Ids of the model.
         defaults: What a request asks for that brings nothing of its own.
+        grammars: Compile the forms of answers; the engine's, so that they are compiled once, and not in its thread.
     """
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, defaults: RequestParams) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, vocab_size: int, defaults: RequestParams, grammars: Grammars | None = None
+    ) -> None:
         self.vocabulary = Vocabulary(tokenizer, vocab_size)
+        self._grammars = grammars or Grammars(tokenizer, vocab_size)
         self._tokenizer = tokenizer
         self._defaults = defaults
 
@@ -114,11 +119,12 @@ class PromptReader:
 
     def _checked(self, params: object) -> RequestParams:
         if params is None:
-            return self._defaults
+            params = self._defaults
         if not isinstance(params, RequestParams):
             raise ConfigError(
                 f"{_with_type(params)}; give RequestParams(...), as in RequestParams(num_tokens_to_generate=30)"
             )
+        self._grammars.check(params.form)
         return params
 
 

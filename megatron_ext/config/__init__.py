@@ -13,11 +13,12 @@ from megatron_ext.config.batching import (
     EvictionPolicyName,
     SnapshotMode,
 )
+from megatron_ext.config.layers.letters import LAYER_SYMBOLS
 from megatron_ext.config.layers.moe import ROUTER_SCORE_FUNCTIONS
 from megatron_ext.config.layers.positions import POSITION_EMBEDDINGS
 from megatron_ext.config.layers.stack import NORMALIZATIONS
 from megatron_ext.config.limits import ServerLimits
-from megatron_ext.config.model import LARGEST_SIZE, LAYER_SYMBOLS, MOST_LAYERS, RECURRENT_LAYERS, ModelConfig
+from megatron_ext.config.model import LARGEST_SIZE, MOST_LAYERS, RECURRENT_LAYERS, ModelConfig
 from megatron_ext.config.parallel import ParallelConfig
 from megatron_ext.config.recurrent import RECURRENT_KINDS, RecurrentFields
 from megatron_ext.config.request import (

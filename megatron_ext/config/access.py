@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_ext.config.checks import require
-from megatron_ext.config.hosts import ANY_HOST, parse_host
+from megatron_ext.config.hosts import ANY_HOST, parse_host, parse_origin
 
 CONTROL_TOKENS = ("text", "parse")
 
@@ -20,6 +20,9 @@ class AccessConfig:
     allowed_hosts: tuple[str, ...] = ()  # default: the loopback names without keys, any host with keys
     hide_cache_counts: bool = False
     chat_control_tokens: str = "text"  # of CONTROL_TOKENS
+    cors_allowed_origins: tuple[str, ...] = ()  # of web pages; default: none
+    enable_admin_routes: bool = False
+    weights_root: str | None = None  # new weights are read below it only; default: none are
 
     def __post_init__(self) -> None:
         if self.api_key is not None:
@@ -35,6 +38,16 @@ class AccessConfig:
                 f"--allowed-hosts {host!r} is no host; give names and addresses such as models.example, "
                 f"models.example:8443, 10.0.0.5 or [::1], or {ANY_HOST} for any",
             )
+        for origin in self.cors_allowed_origins:
+            require(
+                origin == ANY_HOST or parse_origin(origin) is not None,
+                f"--cors-allowed-origins {origin!r} is no origin; give those of web pages such as "
+                f"https://app.example or http://localhost:3000, or {ANY_HOST} for any",
+            )
+        require(
+            self.weights_root is None or self.enable_admin_routes,
+            f"--weights-root {self.weights_root} needs --enable-admin-routes; give both or neither",
+        )
         require(
             self.chat_control_tokens in CONTROL_TOKENS,
             f"--chat-control-tokens {self.chat_control_tokens!r} must be one of {', '.join(CONTROL_TOKENS)}",

@@ -8,9 +8,9 @@ from __future__ import annotations
 import functools
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Protocol, TypeGuard
 
 from megatron_ext.errors import ConfigError
 
@@ -19,7 +19,7 @@ from megatron_ext.errors import ConfigError
 FieldValues = Mapping[str, Any]
 
 _SINGULAR = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
-_PLURAL = {int: "whole numbers", str: "texts"}
+_PLURAL = {int: "whole numbers", float: "numbers", str: "texts"}
 _COUNTS = {None: "", 2: "two "}
 
 
@@ -32,7 +32,7 @@ class FieldType:
     """What an annotation allows: one value, or a tuple of them; or None.
 
     Attributes:
-        item: bool, int, float or str.
+        item: bool, int, float or str, or a class of values with a form of their own (`TokenBiases`).
         is_tuple: Whether the field is a tuple of items.
         length: How many items a tuple has; None for any number.
         is_optional: Whether None is a value.
@@ -51,7 +51,7 @@ class FieldType:
             (annotation,) = (part for part in typing.get_args(annotation) if part is not types.NoneType)
         if typing.get_origin(annotation) is not tuple:
             assert isinstance(annotation, type), annotation
-            assert annotation in _SINGULAR, annotation
+            assert annotation in _SINGULAR or _has_own_form(annotation), annotation
             return cls(annotation, is_optional=is_optional)
         items = typing.get_args(annotation)
         length = None if items[-1] is Ellipsis else len(items)
@@ -61,7 +61,7 @@ class FieldType:
     def expected(self) -> str:
         """In words, to follow "is not"."""
         if not self.is_tuple:
-            return _SINGULAR[self.item]
+            return _expected(self.item)
         return f"a list of {_COUNTS[self.length]}{_PLURAL[self.item]}"
 
     @property
@@ -88,6 +88,8 @@ class FieldType:
     def _convert_item(self, value: object) -> object:
         if type(value) is self.item:
             return value
+        if _has_own_form(self.item):
+            return self._made(self.item.of, value)
         if self.item is float and type(value) is int:
             try:
                 return float(value)
@@ -102,11 +104,47 @@ class FieldType:
             MismatchError: It is none.
         """
         assert self.item is not bool, "a flag of its own, without a value"
+        if _has_own_form(self.item):
+            return self._made(self.item.parse, text)
         try:
             parsed: object = self.item(text)
             return parsed
         except ValueError:
             raise MismatchError(_SINGULAR[self.item]) from None
+
+    def _made(self, make: Callable[..., object], value: object) -> object:
+        try:
+            return make(value)
+        except ValueError as error:
+            raise MismatchError(str(error)) from None
+
+
+class OwnForm(Protocol):
+    """A class whose values are read in a form of their own; both methods raise ValueError for anything else.
+
+    The error's words follow "is not".
+
+    Attributes:
+        expected: The form in words, to follow "is not".
+    """
+
+    expected: ClassVar[str]
+
+    @classmethod
+    def of(cls, value: object) -> object:
+        """Of what JSON or a program gives."""
+
+    @classmethod
+    def parse(cls, text: str) -> object:
+        """Of what a person types."""
+
+
+def _has_own_form(item: type) -> TypeGuard[type[OwnForm]]:
+    return hasattr(item, "of") and hasattr(item, "parse")
+
+
+def _expected(item: type) -> str:
+    return item.expected if _has_own_form(item) else _SINGULAR[item]
 
 
 def require_types(instance: object) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_ext.config.layers.letters import is_attention, is_mlp, is_recurrent
 from megatron_ext.config.model import ModelConfig
 
 _STATE_OPERATIONS = 6  # for each number of a state and token: decayed, added to, read; a product and a sum each
@@ -53,20 +54,30 @@ def entry_costs(config: ModelConfig, block_size: int, block_bytes: int, state_by
         state_bytes: 0 without recurrent layers.
     """
     pattern = config.hybrid_override_pattern
-    heads = config.num_attention_heads * config.head_channels
-    per_layer = {
-        "M": 2.0 * config.recurrent.parameter_count(config) + _STATE_OPERATIONS * config.recurrent.state_size(config),
-        "*": 2.0 * config.hidden_size * config.head_channels * _projected_heads(config),
-        "-": 2.0 * _mlp_parameters(config, config.hidden_size, config.ffn_size),
-        "E": 2.0 * _expert_parameters(config) if config.is_moe else 0.0,
-    }
+    per_key = 4.0 * config.num_attention_heads * config.head_channels  # a score and a weighted sum
+    growing = sum(is_attention(letter) and letter != "W" for letter in pattern)
+    windows = per_key * pattern.count("W") * (config.attention_window or 0)
     return EntryCosts(
         block_size=block_size,
-        token_flops=sum(per_layer[symbol] for symbol in pattern),
-        position_flops=4.0 * heads * pattern.count("*"),  # a score and a weighted sum for each earlier key
+        token_flops=sum(_layer_flops(config, letter) for letter in pattern) + windows,
+        position_flops=per_key * growing,
         block_bytes=block_bytes,
         state_bytes=state_bytes,
     )
+
+
+def _layer_flops(config: ModelConfig, letter: str) -> float:
+    """Of one token in one layer, without the keys that attention meets."""
+    flops = 0.0
+    if is_recurrent(letter):
+        flops += 2.0 * config.recurrent.parameter_count(config) + _STATE_OPERATIONS * config.recurrent.state_size(
+            config
+        )
+    if is_attention(letter):
+        flops += 2.0 * config.hidden_size * config.head_channels * _projected_heads(config)
+    if is_mlp(letter):
+        flops += 2.0 * _mlp_parameters(config, config.hidden_size, config.ffn_size)
+    return flops + (2.0 * _expert_parameters(config) if letter == "E" else 0.0)
 
 
 def _projected_heads(config: ModelConfig) -> int:

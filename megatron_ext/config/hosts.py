@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ipaddress
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 ANY_HOST = "*"
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 _LONGEST_PORT = 5  # digits
+_USUAL_PORTS = {"http": 80, "https": 443}
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,37 @@ def parse_host(text: str) -> HostName | None:
         return None
     name = name.lower()
     return HostName(name.removesuffix(".") or name, None if port is None else int(port))
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What the pages of one server have in common."""
+
+    scheme: str
+    host: HostName  # with its port
+
+    @property
+    def usual_port(self) -> int:
+        """What an address without a port means."""
+        return _USUAL_PORTS[self.scheme]
+
+    @property
+    def has_usual_port(self) -> bool:
+        """Whether an address without a port would mean the same."""
+        return self.host.port == self.usual_port
+
+
+def parse_origin(text: str) -> Origin | None:
+    """An origin as in `https://app.example` or `http://[::1]:3000`; None for what is none, `null` too."""
+    scheme, mark, rest = text.lower().partition("://")
+    try:
+        parts = urlsplit(text)
+    except ValueError:
+        return None
+    host = parse_host(rest)
+    if not mark or scheme not in _USUAL_PORTS or host is None or parts.netloc.lower() != rest:
+        return None
+    return Origin(scheme, HostName(host.name, host.port or _USUAL_PORTS[scheme]))
 
 
 def _split(text: str) -> tuple[str, str | None]:

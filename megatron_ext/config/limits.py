@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megatron_ext.config.checks import flag_of, require
 
-MB = 2**20
+KB, MB = 2**10, 2**20
 
 
 @dataclass(frozen=True)
@@ -19,15 +19,24 @@ class ServerLimits:
     header_timeout: float = 10.0  # from the connection, or a request's first byte, to the end of its headers
     body_timeout: float = 60.0  # for all of the body
     idle_timeout: float = 75.0  # between two requests, and for a client that does not read its answer
+    max_schema_kb: float = 64.0  # of 2**10 bytes: a JSON schema, or a regular expression
+    grammar_timeout: float = 5.0  # to compile one
 
     def __post_init__(self) -> None:
         size, connections = self.max_body_mb, self.max_connections
         require(math.isfinite(size) and size > 0, f"--max-body-mb {size} must be more than zero")
         require(connections >= 1, f"--max-connections {connections} must be at least 1")
-        for name in ("header_timeout", "body_timeout", "idle_timeout"):
+        schema = self.max_schema_kb
+        require(math.isfinite(schema) and schema > 0, f"--max-schema-kb {schema} must be more than zero")
+        for name in ("header_timeout", "body_timeout", "idle_timeout", "grammar_timeout"):
             seconds = getattr(self, name)
             valid = math.isfinite(seconds) and seconds > 0
             require(valid, f"{flag_of(name)} {seconds} must be more than zero seconds")
+
+    @property
+    def schema_bytes(self) -> int:
+        """The longest schema or regular expression."""
+        return int(self.max_schema_kb * KB)
 
     @property
     def body_bytes(self) -> int:

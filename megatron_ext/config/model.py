@@ -6,14 +6,15 @@ import dataclasses
 from dataclasses import dataclass
 
 from megatron_ext.config.checks import bounds_of, flag_of, require
-from megatron_ext.config.layers.attention import check_attention
+from megatron_ext.config.layers.attention import check_attention, check_window
+from megatron_ext.config.layers.letters import LAYER_SYMBOLS, is_recurrent
 from megatron_ext.config.layers.mlp import check_mlp
 from megatron_ext.config.layers.moe import MoeFields, check_moe
-from megatron_ext.config.layers.positions import PositionFields, check_positions
+from megatron_ext.config.layers.multipliers import MultiplierFields, check_multipliers
+from megatron_ext.config.layers.positions import LEARNED_POSITIONS, PositionFields, check_positions
 from megatron_ext.config.layers.stack import check_norms
 from megatron_ext.config.recurrent import RECURRENT_KINDS, RecurrentFields, RecurrentKind
 
-LAYER_SYMBOLS = {"M": "recurrent", "*": "attention", "-": "MLP", "E": "MoE"}
 RECURRENT_LAYERS = tuple(RECURRENT_KINDS)
 # What no model comes near to. Who writes more makes a mistake, or wants it to be computed with (SE-1).
 MOST_LAYERS = 4096
@@ -21,7 +22,7 @@ LARGEST_SIZE = 2**24  # of every dimension and count
 
 
 @dataclass(frozen=True)
-class ModelConfig(PositionFields, MoeFields, RecurrentFields):
+class ModelConfig(MultiplierFields, PositionFields, MoeFields, RecurrentFields):
     """The architecture: what a checkpoint saves and a builder needs. Defaults: a tiny hybrid."""
 
     hybrid_override_pattern: str = "M-M*M-M-"  # one letter a layer, see LAYER_SYMBOLS
@@ -39,6 +40,7 @@ class ModelConfig(PositionFields, MoeFields, RecurrentFields):
             kind in RECURRENT_LAYERS, f"--recurrent-layer {kind!r} is unknown; one of {', '.join(RECURRENT_LAYERS)}"
         )
         check_attention(self)
+        check_window(self, self.hybrid_override_pattern)
         check_positions(self)
         if self.is_hybrid:
             self.recurrent.check(self)
@@ -48,6 +50,8 @@ class ModelConfig(PositionFields, MoeFields, RecurrentFields):
             if known.check_values is not None:
                 known.check_values(self)
         check_mlp(self)
+        positions = self.position_embedding_type
+        check_multipliers(self, is_gated=self.swiglu, has_learned_positions=positions == LEARNED_POSITIONS)
 
     def _check_pattern(self) -> None:
         pattern = self.hybrid_override_pattern
@@ -88,7 +92,7 @@ class ModelConfig(PositionFields, MoeFields, RecurrentFields):
     @property
     def is_hybrid(self) -> bool:
         """Whether any layer carries a recurrent state."""
-        return "M" in self.hybrid_override_pattern
+        return any(map(is_recurrent, self.hybrid_override_pattern))
 
     @property
     def scan_chunk_size(self) -> int:

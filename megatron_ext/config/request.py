@@ -7,49 +7,94 @@ from dataclasses import dataclass
 
 from megatron_ext.config.annotations import require_types
 from megatron_ext.config.checks import require
+from megatron_ext.config.response_format import ResponseFormat
+from megatron_ext.config.token_biases import NO_BIASES, TokenBiases
+
+LARGEST_PENALTY = 2.0  # of presence and frequency, as with OpenAI
+LARGEST_FACTOR = 100.0  # of a repetition penalty, or its inverse
 
 
 @dataclass(frozen=True)
 class RequestParams:
-    """What one request asks for: sampling, stopping, log-probs. Greedy by default."""
+    """What one request asks for: sampling, stopping, log-probs. Greedy by default; see docs/sampling.md."""
 
-    num_tokens_to_generate: int = 30
-    min_tokens: int = 0  # before them neither the termination token nor a stop word ends the generation
+    num_tokens_to_generate: int = 30  # 0 only computes the prompt, and scores it if that is asked for
+    min_tokens: int = 0  # before them neither an end token nor a stop word ends the generation
     temperature: float = 0.0  # 0 is greedy
     top_k: int = 0  # 0 is off, 1 is greedy
     top_p: float = 0.0  # 0 is off
+    min_p: float = 0.0  # of the best token's probability; 0 is off
+    presence_penalty: float = 0.0  # taken off the logits of generated tokens
+    frequency_penalty: float = 0.0  # the same, for each time
+    repetition_penalty: float = 1.0  # divides the logits of tokens of prompt and generation, or multiplies below zero
+    logit_bias: TokenBiases = NO_BIASES
+    bad_words: tuple[str, ...] = ()
+    response_format: ResponseFormat | None = None  # default: any text
     seed: int | None = None  # default: derived from the run's seed and the request id
     stop_words: tuple[str, ...] = ()
-    termination_id: int | None = None  # default: the tokenizer's end-of-document
+    stop_token_ids: tuple[int, ...] = ()  # end it beside the termination token, with `ignore_eos` too
+    termination_id: int | None = None  # default: the tokenizer's end-of-document, and generation_config.json's others
     ignore_eos: bool = False
     return_log_probs: bool = False
     skip_prompt_log_probs: bool = False
     top_n_logprobs: int = 0
+    skip_special_tokens: bool = True  # in the text
     cache_salt: str | None = None
     enable_prefix_caching: bool = True
     track_generated_token_events: bool = False  # an event for each token, beside that for the first
 
     def __post_init__(self) -> None:
-        is_text = isinstance(self.stop_words, str)
-        require(not is_text, f"stop_words {self.stop_words!r} is one text; give a list of them")
+        for name in ("stop_words", "bad_words"):
+            words = getattr(self, name)
+            require(not isinstance(words, str), f"{name} {words!r} is one text; give a list of them")
         require_types(self)
-        count, n = self.num_tokens_to_generate, self.top_n_logprobs
-        require(count >= 1, f"num_tokens_to_generate {count} must be at least 1")
-        fewest = self.min_tokens
+        self._check_counts()
+        self._check_choice()
+        self._check_logits()
+        require(all(self.stop_words), "a stop word is empty; leave it out")
+        require(all(word.strip() for word in self.bad_words), "a bad word is empty; leave it out")
+        require(
+            all(token >= 0 for token in self.stop_token_ids),
+            f"stop_token_ids {min(self.stop_token_ids, default=0)}: token ids are zero or more",
+        )
+
+    def _check_counts(self) -> None:
+        count, fewest, n = self.num_tokens_to_generate, self.min_tokens, self.top_n_logprobs
+        require(count >= 0, f"num_tokens_to_generate {count} must be zero (only the prompt is computed) or more")
         require(
             0 <= fewest <= count,
             f"min_tokens {fewest} must be between 0 and num_tokens_to_generate, which is {count}",
         )
-        valid_temperature = math.isfinite(self.temperature) and self.temperature >= 0
-        require(valid_temperature, f"temperature {self.temperature} must be zero (greedy) or more")
-        require(self.top_k >= 0, f"top_k {self.top_k} must be zero (off) or more")
-        require(0 <= self.top_p <= 1, f"top_p {self.top_p} must be between 0 (off) and 1")
         require(n >= 0, f"top_n_logprobs {n} must be zero (off) or more")
         require(
             n == 0 or self.return_log_probs,
             f"top_n_logprobs {n} needs return_log_probs; set it or leave top_n_logprobs out",
         )
-        require(all(self.stop_words), "a stop word is empty; leave it out")
+
+    def _check_choice(self) -> None:
+        valid_temperature = math.isfinite(self.temperature) and self.temperature >= 0
+        require(valid_temperature, f"temperature {self.temperature} must be zero (greedy) or more")
+        require(self.top_k >= 0, f"top_k {self.top_k} must be zero (off) or more")
+        require(0 <= self.top_p <= 1, f"top_p {self.top_p} must be between 0 (off) and 1")
+        require(0 <= self.min_p <= 1, f"min_p {self.min_p} must be between 0 (off) and 1")
+
+    def _check_logits(self) -> None:
+        most = LARGEST_PENALTY
+        for name in ("presence_penalty", "frequency_penalty"):
+            penalty = getattr(self, name)
+            require(-most <= penalty <= most, f"{name} {penalty} must be between -{most:g} and {most:g}; 0 is off")
+        factor, largest = self.repetition_penalty, LARGEST_FACTOR
+        require(
+            1 / largest <= factor <= largest,
+            f"repetition_penalty {factor} must be between {1 / largest:g} and {largest:g}; 1 is off",
+        )
+        problem = self.logit_bias.problem
+        require(problem is None, f"logit_bias: {problem}")
+        require(
+            self.form is None or not self.min_tokens,
+            f"min_tokens {self.min_tokens} and response_format contradict each other: the form says where the answer "
+            "may end; give one of them",
+        )
 
     @property
     def is_greedy(self) -> bool:
@@ -60,3 +105,19 @@ class RequestParams:
     def wants_prompt_log_probs(self) -> bool:
         """Whether the log-probs of the prompt's own tokens are asked for."""
         return self.return_log_probs and not self.skip_prompt_log_probs
+
+    @property
+    def form(self) -> ResponseFormat | None:
+        """The form that the answer must have; None if any text will do."""
+        return None if self.response_format is None or self.response_format.is_free else self.response_format
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether what a token's logit becomes depends on the tokens so far."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
+
+    @property
+    def shapes_logits(self) -> bool:
+        """Whether logits are changed before temperature, top_k and top_p choose among them."""
+        is_cut = self.min_p > 0 and not self.is_greedy
+        return self.has_penalties or is_cut or bool(self.logit_bias or self.bad_words or self.form)

@@ -48,6 +48,7 @@ class RunConfig:
     inference_logging_step_interval: int = 0  # steps; 0 is no log
     suspend_resume_interval: int = 0  # steps; 0 is never
     prefix_cache_compare: bool = False
+    profile: str | None = None  # a directory for a trace of the first steps
 
     def __post_init__(self) -> None:
         self._check_contradictions()
@@ -112,6 +113,8 @@ class RunConfig:
         given = vars(self)
         both = self.prompts and self.prompt_file
         require(not both, "--prompts and --prompt-file contradict each other; give one of them")
+        alone = self.profile is None or not self.prefix_cache_compare
+        require(alone, "--profile and --prefix-cache-compare contradict each other; give one of them")
         for name, needed in (
             ("drain_between_batches", "batch_boundaries"),
             ("batch_boundaries", "drain_between_batches"),
@@ -134,6 +137,7 @@ class ServerConfig(AccessConfig):
     inference_logging_step_interval: int = 0  # steps; 0 is no log
     log_level: str = "info"  # one of LOG_LEVELS
     access_log: bool = True  # a line for each request
+    profile: str | None = None  # a directory for a trace of the first steps
     limits: ServerLimits = field(default_factory=ServerLimits)
 
     def __post_init__(self) -> None:
@@ -182,13 +186,15 @@ class InferenceSettings:
     """Everything that a command line says about a run.
 
     `model_overrides` are the fields of `ModelConfig` that were given; a checkpoint's own configuration fills the
-    others, the dataclass's defaults what is left.
+    others, the dataclass's defaults what is left. `sampling_given` are those of `sampling`; the model may have defaults
+    of its own for the others.
     """
 
     source: SourceConfig = field(default_factory=SourceConfig)
     model_overrides: FieldValues = field(default_factory=dict)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     sampling: RequestParams = field(default_factory=RequestParams)
+    sampling_given: FieldValues = field(default_factory=dict)
     batching: BatchingConfig = field(default_factory=BatchingConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     run: RunConfig = field(default_factory=RunConfig)

@@ -8,6 +8,9 @@ from megatron_ext.config.checks import require
 from megatron_ext.config.layers.pattern import MODEL_PROVIDERS
 from megatron_ext.config.tokenizer import TokenizerConfig
 
+AUTO_GENERATION_CONFIG, NO_GENERATION_CONFIG = "auto", "none"
+GENERATION_CONFIGS = (AUTO_GENERATION_CONFIG, NO_GENERATION_CONFIG)
+
 
 @dataclass(frozen=True)
 class SourceConfig(TokenizerConfig):
@@ -20,6 +23,7 @@ class SourceConfig(TokenizerConfig):
     use_checkpoint_args: bool = False  # the checkpoint decides over flags of the model
     model_provider: str | None = None  # of MODEL_PROVIDERS; default: whatever the checkpoint has
     padded_vocab_size: int | None = None  # rows of the embedding; default: the checkpoint's, else the vocabulary's
+    generation_config: str = NO_GENERATION_CONFIG  # of GENERATION_CONFIGS: whose sampling defaults are taken
     bf16: bool = False
     fp16: bool = False
     seed: int = 1234
@@ -40,6 +44,11 @@ class SourceConfig(TokenizerConfig):
         require(
             self.model_provider in (None, *MODEL_PROVIDERS),
             f"--model-provider {self.model_provider!r} is unknown; one of {known}",
+        )
+        sources = ", ".join(GENERATION_CONFIGS)
+        require(
+            self.generation_config in GENERATION_CONFIGS,
+            f"--generation-config {self.generation_config!r} is unknown; one of {sources}",
         )
         rows = self.padded_vocab_size
         require(rows is None or rows > 0, f"--padded-vocab-size {rows} must be positive")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron_ext.config import RequestParams
+from megatron_ext.config.response_format import ResponseFormat
 from megatron_ext.errors import ConfigError
 from megatron_ext.prefix_cache.hash_chain import packed_tokens
 from megatron_ext.scheduling.request import Request
@@ -20,14 +21,18 @@ class Door:
     Attributes:
         tokenize: Text, and whether to begin with the token that begins a document, to ids.
         vocabulary: Says which ids can be served.
-        eod: The token that ends a document, unless a request names another one; None if there is none.
+        ends: Tokens that end a document, unless a request names another one.
         seed: Requests without a seed of their own get one derived from it and their id.
+        word_tokens: The ways in which a word that must not come can be tokens.
+        check_form: Sees that answers can be given a form.
     """
 
     tokenize: Callable[[str, bool], Sequence[int]]
     vocabulary: Vocabulary
-    eod: int | None
+    ends: tuple[int, ...]
     seed: int
+    word_tokens: Callable[[str], Sequence[tuple[int, ...]]]
+    check_form: Callable[[ResponseFormat], None]
 
 
 class Intake:
@@ -50,19 +55,36 @@ class Intake:
         return tokens
 
     def make(self, request_id: int, tokens: tuple[int, ...], params: RequestParams, text: str | None) -> Request:
-        """A request of token ids, and the text that they were if it is known."""
-        termination = self._door.eod if params.termination_id is None else params.termination_id
+        """A request of token ids, and the text that they were if it is known.
+
+        Raises:
+            ConfigError: A bad word that the tokenizer cannot read, a bias of an id that is no token, a form that
+                answers cannot be given.
+        """
+        ends = self._end_ids(params)
+        if params.form is not None:
+            self._door.check_form(params.form)
+            if not ends:
+                raise ConfigError("response_format needs a token that ends the answer; leave ignore_eos out")
+        if params.logit_bias:
+            self._door.vocabulary.check_biased([token for token, _ in params.logit_bias])
         submission = Submission(
             request_id=request_id,
             prompt_tokens=tokens,
             params=params,
             arrival=self._next_arrival,
             seed=params.seed if params.seed is not None else f"{self._door.seed}/{request_id}",
-            termination_id=None if params.ignore_eos else termination,
+            end_ids=ends,
             prompt_text=text,
+            bad_words=tuple(tokens for word in params.bad_words for tokens in self._door.word_tokens(word)),
         )
         self._next_arrival += 1
         return Request(submission)
+
+    def _end_ids(self, params: RequestParams) -> tuple[int, ...]:
+        """Tokens that end a request: those of a document unless it names another or ignores them, and its own."""
+        usual = self._door.ends if params.termination_id is None else (params.termination_id,)
+        return tuple(dict.fromkeys((*(() if params.ignore_eos else usual), *params.stop_token_ids)))
 
 
 def plain_ids(ids: Sequence[int]) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ as FAILED, with the error's words, and nothing else: no other request's tokens, 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from megatron_ext.engine.faults import Faults, describe
@@ -66,7 +66,7 @@ class OutputProcessor:
     def open(self, request: Request, future: asyncio.Future[RequestRecord]) -> None:
         """A request has arrived."""
         words = request.params.stop_words
-        matcher = StopWordMatcher(words, self._vocabulary.detokenize) if words else None
+        matcher = StopWordMatcher(words, self._detokenize(request)) if words else None
         self._outputs[request.request_id] = _Output(request, future, matcher)
 
     def take(self, requests: Iterable[Request], result: StepResult) -> None:
@@ -82,7 +82,7 @@ class OutputProcessor:
                 self._end(request, Status.COMPLETED, finish_reason="stop")
 
     def _meets_stop_word(self, request: Request) -> bool:
-        """Whether the newest token completes one; the termination token comes before any."""
+        """Whether the newest token completes one; a token that ends it comes before any."""
         matcher = self._outputs[request.request_id].stop_words
         if matcher is None or request.finish_reason == "stop":
             return False
@@ -133,8 +133,11 @@ class OutputProcessor:
         if request.output.generated_text is not None:
             return request.output.generated_text
         tokens = request.generated_tokens
-        ends_with_termination = bool(tokens) and tokens[-1] == request.submission.termination_id
-        return self._vocabulary.detokenize(tokens[:-1] if ends_with_termination else tokens)
+        has_end = bool(tokens) and tokens[-1] in request.submission.end_ids
+        return self._detokenize(request)(tokens[:-1] if has_end else tokens)
+
+    def _detokenize(self, request: Request) -> Callable[..., str]:
+        return self._vocabulary.decoder(skips_special=request.params.skip_special_tokens)
 
     def cancel(self) -> None:
         """Forget all requests; their futures are cancelled."""

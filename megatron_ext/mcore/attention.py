@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import torch
 from megatron.core.inference.contexts import BaseInferenceContext
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.utils import get_pg_rank
 from torch import Tensor
 
+from megatron_ext.mcore.layer_config import LayerConfig, with_biases
 from megatron_ext.ops.paged_attention import paged_attention
 from megatron_ext.ops.rotary import rotate
 
@@ -18,6 +20,11 @@ class PagedSelfAttention(SelfAttention):
     Parameters, names and the training forward are upstream's. Upstream's dynamic forward asserts on flash-attn before
     any hook that could be overridden, so that forward is ours.
     """
+
+    def __init__(self, config: TransformerConfig, *args: object, **kwargs: object) -> None:
+        super().__init__(with_biases(config, "add_attention_output_bias"), *args, **kwargs)
+        self.window: int | None = None  # tokens that a query sees; None for all before it
+        self._magnitude = getattr(config, "rotary_magnitude", 1.0)
 
     def forward(
         self,
@@ -37,6 +44,8 @@ class PagedSelfAttention(SelfAttention):
             return self._forward_paged(hidden_states, inference_context, rotary_pos_emb)
         if attention_mask is None:
             attention_mask = causal_mask(hidden_states.shape[0], hidden_states.device)
+        if self.window is not None:
+            attention_mask = attention_mask | behind_window(hidden_states.shape[0], self.window, hidden_states.device)
         return super().forward(
             hidden_states,
             attention_mask,
@@ -52,14 +61,16 @@ class PagedSelfAttention(SelfAttention):
         is_gated = self.config.attention_output_gate
         query, key, value, *gate = self.get_query_key_value_tensors(hidden_states, None, output_gate=is_gated)
         if rotary_pos_emb is not None:
-            rotation = context.rotation(rotary_pos_emb)
+            rotation = context.rotation(rotary_pos_emb, self._magnitude)
             query, key = rotate(query, rotation), rotate(key, rotation)
         # query [T, 1, heads, D]; key and value [T, 1, KV heads, D]; gate, if any, as query
         layer = self.layer_number - self._get_pp_layer_offset_for_inference()
         context.append_key_value_cache(layer, key, value)
         key_cache, value_cache, _ = context.key_value_cache(layer)
         scale = self.config.softmax_scale or self.hidden_size_per_attention_head**-0.5
-        output = paged_attention(query.squeeze(1), key_cache, value_cache, context.paged_batch, scale=scale)
+        output = paged_attention(
+            query.squeeze(1), key_cache, value_cache, context.paged_batch, scale=scale, window=self.window
+        )
         output = output.flatten(1).unsqueeze(1)
         return self.linear_proj(self._apply_output_gate(output, *gate) if is_gated else output)
 
@@ -73,6 +84,19 @@ class PagedSelfAttention(SelfAttention):
             first = get_pg_rank(self.pg_collection.tp) * heads % gate.shape[2]
             gate = gate[:, :, first : first + heads]
         return (x * gate.reshape(x.shape).float().sigmoid()).to(x.dtype)
+
+
+class WindowedSelfAttention(PagedSelfAttention):
+    """`PagedSelfAttention` whose queries see the last tokens only, as many as the configuration says."""
+
+    def __init__(self, config: LayerConfig, *args: object, **kwargs: object) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.window = config.attention_window
+
+
+def behind_window(length: int, window: int, device: torch.device) -> Tensor:
+    """Boolean mask [1, 1, length, length] in Megatron's sense: True is too long ago to be seen."""
+    return torch.ones(1, 1, length, length, dtype=torch.bool, device=device).tril(diagonal=-window)
 
 
 def causal_mask(length: int, device: torch.device) -> Tensor:

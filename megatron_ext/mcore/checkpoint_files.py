@@ -8,6 +8,7 @@ second the plain values are taken, and the parts that hold tensors are read by t
 from __future__ import annotations
 
 import contextlib
+import enum
 import io
 import math
 import os
@@ -63,6 +64,12 @@ _COMMON = frozenset(
         "torch.serialization._get_layout",
     )
 )
+# Members of those of them that are enumerations, which Python 3.11.0 to 3.11.3 give by name.
+_ENUMERATIONS = {
+    f"{kind.__module__}.{kind.__qualname__}": frozenset(kind.__members__)
+    for kind in SAFE_GLOBALS
+    if isinstance(kind, enum.EnumMeta)
+}
 
 
 class InProcessSave(SaveShardedStrategy):
@@ -194,7 +201,7 @@ def read_common(directory: Path) -> dict[str, object]:
         raise CheckpointError(f"{directory} has no {COMMON_FILE}")
     content = read_bytes(path, _LONGEST_COMMON_FILE, CheckpointError)
     try:
-        common = Archive(io.BytesIO(content)).pickle(_COMMON)
+        common = Archive(io.BytesIO(content)).pickle(_COMMON, _ENUMERATIONS)
         if type(common) is not dict:
             raise CheckpointError(f"{path} holds no dictionary")
         count = _Count(_MOST_VALUES)

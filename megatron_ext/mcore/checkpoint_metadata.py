@@ -62,6 +62,15 @@ _PASSED_OVER = (
     *(f"pathlib.{name}" for name in ("Path", "PosixPath", "PurePosixPath")),
 )
 _ALLOWED = frozenset((*_READ, *_PASSED_OVER))
+# Those of torch's enumerations that Python 3.11.0 to 3.11.3 give by name.
+_ENUMERATIONS = {
+    f"{_DCP}.metadata._MEM_FORMAT_ENCODING": (
+        "TORCH_CONTIGUOUS_FORMAT",
+        "TORCH_CHANNELS_LAST",
+        "TORCH_PRESERVE_FORMAT",
+    ),
+    f"{_DCP}.planner.WriteItemType": ("TENSOR", "SHARD", "BYTE_IO"),
+}
 _UNREAD_FIELDS = ("planner_data", "storage_meta", "version", "mcore_data", "all_local_plans")
 
 
@@ -104,7 +113,7 @@ def read_metadata(directory: Path) -> StoredState:
         raise CheckpointError(f"{directory} has no {METADATA_FILE}")
     content = read_bytes(path, _LONGEST_FILE, CheckpointError)
     try:
-        return _state(plain_pickle.load(content, _ALLOWED))
+        return _state(plain_pickle.load(content, _ALLOWED, enumerations=_ENUMERATIONS))
     except PlainPickleError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from megatron.core.inference.contexts.base_context import BaseInferenceContext
@@ -10,6 +10,8 @@ from megatron.core.inference.contexts.dynamic_context import DynamicInferenceCon
 from torch import Tensor
 
 from megatron_ext.mcore.block_allocator import PoolBlockAllocator
+from megatron_ext.mcore.block_rows import BlockRows
+from megatron_ext.mcore.layer_map import LayerPlaces
 from megatron_ext.mcore.staging import ModelInput, SampledTokens, StagingRules, stage_step
 from megatron_ext.memory.heap import give_back_freed_memory
 from megatron_ext.memory.plan import EnginePlan
@@ -32,7 +34,7 @@ class InferenceContext(DynamicInferenceContext):
 
     Args:
         plan: Sizes of everything.
-        layer_places: Local layer -> the how-manieth of its kind it is.
+        layer_places: Where layers have their keys, values and states.
         device: Where the pools live.
         token_rounder: The packed token count is padded to a multiple of this.
     """
@@ -47,7 +49,7 @@ class InferenceContext(DynamicInferenceContext):
     request_metadata_types: Sequence[object] = ()
 
     def __init__(
-        self, plan: EnginePlan, layer_places: Mapping[int, int], device: torch.device, token_rounder: int = 1
+        self, plan: EnginePlan, layer_places: LayerPlaces, device: torch.device, token_rounder: int = 1
     ) -> None:
         BaseInferenceContext.__init__(self, materialize_only_last_token_logits=True)
         self.plan = plan
@@ -60,6 +62,7 @@ class InferenceContext(DynamicInferenceContext):
         self.block_allocator: PoolBlockAllocator | None = None
         self._scheduler: Scheduler | None = None
         self._rotation: Rotation | None = None
+        self._block_rows = BlockRows()
         self._layer_places = layer_places
         self._device = device
         self._staging_rules = StagingRules(
@@ -143,7 +146,7 @@ class InferenceContext(DynamicInferenceContext):
         """
         self._rotation = None
         self._restore_states(step.chunks)
-        self.step = stage_step(step, self._staging_rules, last_sampled)
+        self.step = stage_step(step, self._staging_rules, last_sampled, self._block_rows)
 
     def _restore_states(self, chunks: Sequence[ScheduledChunk]) -> None:
         """Before any slot is written: one that a request resumes from may be given to another snapshot of this step."""
@@ -194,14 +197,15 @@ class InferenceContext(DynamicInferenceContext):
         self.scored_states = hidden_states[self.staged.score_tokens] if self.staged.prompt_scores else None
         return hidden_states[self.staged.sample_tokens]
 
-    def rotation(self, angles: Tensor) -> Rotation:
+    def rotation(self, angles: Tensor, magnitude: float = 1.0) -> Rotation:
         """What the step's tokens are rotated by; the first layer that asks computes it for all of them.
 
         Args:
             angles: Of all positions, [n, 1, 1, D]; the same for every layer.
+            magnitude: What is rotated is multiplied by this; the same for every layer.
         """
         if self._rotation is None:
-            self._rotation = rotation_at(angles, self.staged.position_ids, self.params_dtype)
+            self._rotation = rotation_at(angles, self.staged.position_ids, self.params_dtype, magnitude)
         return self._rotation
 
     @property
@@ -228,17 +232,17 @@ class InferenceContext(DynamicInferenceContext):
         return key_cache, value_cache, None
 
     def _caches(self, layer_number: int) -> Tensor:
-        return self.memory_buffer[:, self._layer_places[layer_number - 1]]
+        return self.memory_buffer[:, self._layer_places.kv[layer_number - 1]]
 
     def mamba_states_cache(self, layer_number: int) -> tuple[Tensor, Tensor]:
         """Live convolution and SSM states of a layer; written in place."""
         assert self.live_states is not None, "a recurrent layer has states"
-        return self.live_states.layer(self._layer_places[layer_number - 1])
+        return self.live_states.layer(self._layer_places.states[layer_number - 1])
 
     def mamba_snapshots(self, layer_number: int) -> tuple[Tensor, Tensor]:
         """Convolution and SSM snapshots of a layer; written in place."""
         assert self.snapshots is not None, "a recurrent layer has states"
-        return self.snapshots.layer(self._layer_places[layer_number - 1])
+        return self.snapshots.layer(self._layer_places.states[layer_number - 1])
 
     # Upstream's questions, answered from the host
 

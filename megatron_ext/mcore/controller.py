@@ -15,12 +15,15 @@ from torch import Tensor
 
 from megatron_ext.engine.faults import describe
 from megatron_ext.engine.result import Score, StepResult
+from megatron_ext.mcore.guides import Guides
 from megatron_ext.mcore.idle import compute_idle_token
 from megatron_ext.mcore.out_of_memory import is_out_of_memory
 from megatron_ext.mcore.scoring import score_rows
+from megatron_ext.mcore.shaping import shape_logits
 from megatron_ext.mcore.staging import ModelInput, PromptScore, SampledTokens, SamplingRow
 from megatron_ext.ops.sampling import sample_tokens, sampling_batch
 from megatron_ext.scheduling.step import Sampling
+from megatron_ext.text.grammars import Grammars
 from megatron_ext.text.prompt_tokens import begin_once, tokenize_prompt
 from megatron_ext.text.vocabulary import Vocabulary
 
@@ -28,7 +31,8 @@ from megatron_ext.text.vocabulary import Vocabulary
 class InferenceController(TextGenerationController):
     """`TextGenerationController` that samples every request with a generator of its own.
 
-    Greedy is temperature 0 or top_k 1; top_k and top_p may be combined; log-probs are those of the raw logits.
+    Greedy is temperature 0 or top_k 1; top_k and top_p may be combined; log-probs are those of the raw logits, before
+    penalties and the like (`mcore.shaping`).
 
     Args:
         wrapper: Around the model.
@@ -38,7 +42,9 @@ class InferenceController(TextGenerationController):
 
     def __init__(self, wrapper: AbstractModelInferenceWrapper, tokenizer: object, **options: object) -> None:
         super().__init__(wrapper, tokenizer, **options)
-        self.vocabulary = Vocabulary(tokenizer, wrapper.inference_wrapper_config.padded_vocab_size)
+        size = wrapper.inference_wrapper_config.padded_vocab_size
+        self.vocabulary = Vocabulary(tokenizer, size)
+        self.guides = Guides(Grammars(self.tokenizer, size))
 
     def _init_dynamic_sampling_tensors(self) -> None:
         """Nothing to prepare: sampling parameters live on the host, and no memory is pinned."""
@@ -83,7 +89,7 @@ class InferenceController(TextGenerationController):
             if logits is None:
                 return None
             is_alone = self.inference_wrapped_model.tp_size == 1
-            return choose_tokens(logits[0], context.step, self._scored_logits, is_alone=is_alone)
+            return choose_tokens(logits[0], context.step, self._scored_logits, self.guides, is_alone=is_alone)
 
     def _scored_logits(self, rows: slice) -> Tensor:
         """Logits of some of the step's scored tokens, as the model's forward would give them: [k, h] -> [rows, V]."""
@@ -96,7 +102,12 @@ class InferenceController(TextGenerationController):
 
 
 def choose_tokens(
-    logits: Tensor, step: ModelInput, scored_logits: Callable[[slice], Tensor], *, is_alone: bool = True
+    logits: Tensor,
+    step: ModelInput,
+    scored_logits: Callable[[slice], Tensor],
+    guides: Guides,
+    *,
+    is_alone: bool = True,
 ) -> StepResult:
     """Sample and score. Scores that find no memory cost the request that asked for them, and no other.
 
@@ -104,11 +115,12 @@ def choose_tokens(
         logits: [m, V], rows as in `step.sample_tokens`.
         step: What was computed.
         scored_logits: Rows of `step.score_tokens` -> their logits, [rows, V].
+        guides: Of answers that must have a form.
         is_alone: Whether no other rank takes part in scoring. One that does would wait for what this one has given up,
             so without memory the step fails then.
     """
-    tokens = _sample(logits, step.sampling)  # [m]
     failures: dict[int, str] = {}
+    tokens = _choose(logits, step.sampling, guides, failures)  # [m]
     generated = _score_generated(logits, tokens, step.sampling, failures)
     prompt = {}
     for part in step.prompt_scores:
@@ -169,8 +181,21 @@ def _out_of_memory_fails(request_id: int, failures: dict[int, str]) -> Iterator[
         failures[request_id] = f"no memory for its log-probs: {describe(error)}"
 
 
+def _choose(logits: Tensor, rows: Sequence[SamplingRow], guides: Guides, failures: dict[int, str]) -> Tensor:
+    """The next token of every sampling row: [m]. Rows that want their logits shaped cost the others nothing."""
+    guides.keep(rows)
+    asking = [i for i, row in enumerate(rows) if row.sampling.shaping is not None]
+    if not asking:
+        return _sample(logits, rows)
+    index = torch.tensor(asking).to(logits.device, non_blocking=True)
+    chosen, values = [rows[i] for i in asking], logits.index_select(0, index).float()
+    shape_logits(values, chosen, guides, failures)
+    tokens = _sample(values, chosen)
+    return tokens if len(asking) == len(rows) else _sample(logits, rows).index_copy(0, index, tokens)
+
+
 def _sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """The next token of every sampling row: [m]. The logits are as before when it returns."""
+    """The next token of every sampling row by temperature, top_k and top_p: [m]. The logits are as before then."""
     drawn = [row.sampling for row in rows if row.sampling.uniform is not None]
     with _forbidden(logits, [row.sampling.forbidden for row in rows]):
         if not drawn:
@@ -198,9 +223,9 @@ def _draw(logits: Tensor, wishes: Sequence[Sampling]) -> Tensor:
 
 
 @contextlib.contextmanager
-def _forbidden(logits: Tensor, tokens: Sequence[int | None]) -> Iterator[None]:
-    """Rule a token out, within it, for rows that must not have it yet: [m, V]. Logits are scored as they came."""
-    possible = [(i, token) for i, token in enumerate(tokens) if token is not None and 0 <= token < logits.shape[1]]
+def _forbidden(logits: Tensor, tokens: Sequence[Sequence[int]]) -> Iterator[None]:
+    """Rule tokens out, within it, for rows that must not have them yet: [m, V]. Logits are scored as they came."""
+    possible = [(i, token) for i, row in enumerate(tokens) for token in row if 0 <= token < logits.shape[1]]
     if not possible:
         yield
         return

@@ -2,21 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
 import torch
 from megatron.core.models.mamba import MambaModel
-from megatron.core.ssm.mamba_hybrid_layer_allocation import Symbols, get_layer_maps_from_layer_type_list
 
 from megatron_ext.config import BatchingConfig
+from megatron_ext.config.layers.letters import is_attention, is_recurrent
 from megatron_ext.memory.plan import ModelShape
 from megatron_ext.memory.state_pool import StateShape
 
 STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def layer_places(model: MambaModel) -> dict[int, int]:
-    """Local layer -> the how-manieth of its kind it is, for attention layers and recurrent ones."""
-    attention, recurrent, _, _ = get_layer_maps_from_layer_type_list(model.decoder.layer_type_list)
-    return attention | recurrent
+@dataclass(frozen=True)
+class LayerPlaces:
+    """Local layer -> the how-manieth it is of those with keys and values, and of those with states.
+
+    A layer that has both has a place in each.
+    """
+
+    kv: Mapping[int, int]
+    states: Mapping[int, int]
+
+
+def layer_places(model: MambaModel) -> LayerPlaces:
+    """Of the layers on this stage."""
+    letters = model.decoder.layer_type_list
+    return LayerPlaces(_places(letters, is_attention), _places(letters, is_recurrent))
+
+
+def _places(letters: list[str], is_one: Callable[[str], bool]) -> dict[int, int]:
+    layers = [layer for layer, letter in enumerate(letters) if is_one(letter)]
+    return {layer: place for place, layer in enumerate(layers)}
 
 
 def kv_heads_of_rank(groups: int, ranks: int) -> int:
@@ -32,21 +51,20 @@ def model_shape(model: MambaModel, batching: BatchingConfig, dtype: torch.dtype)
         batching: Says which types states have.
         dtype: Of the parameters, of the KV cache, and of convolution states unless `batching` says otherwise.
     """
-    layer_types = model.decoder.layer_type_list
-    attention, recurrent, _, _ = get_layer_maps_from_layer_type_list(layer_types)
+    places = layer_places(model)
     states = None
-    if Symbols.MAMBA in layer_types:
+    if places.states:
         conv, ssm = model.decoder.mamba_state_shapes_per_request()
         conv_dtype = batching.conv_states_dtype
         states = StateShape(
-            layers=len(recurrent),
+            layers=len(places.states),
             conv=conv,
             ssm=ssm,
             conv_dtype=STATE_DTYPES[conv_dtype] if conv_dtype else dtype,
             ssm_dtype=STATE_DTYPES[batching.ssm_states_dtype],
         )
     return ModelShape(
-        attention_layers=len(attention),
+        attention_layers=len(places.kv),
         kv_heads=kv_heads_of_rank(model.config.num_query_groups, model.decoder.tp_group.size()),
         head_channels=model.config.kv_channels,
         dtype=dtype,

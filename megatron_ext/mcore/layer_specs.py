@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.ssm.mamba_block import MambaStackSubmodules
 from megatron.core.ssm.mamba_layer import MambaLayerSubmodules
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -19,47 +18,83 @@ from megatron.core.transformer.transformer_layer import TransformerLayerSubmodul
 
 from megatron_ext.config import RECURRENT_KINDS
 from megatron_ext.config.recurrent import RecurrentKind
-from megatron_ext.mcore.attention import PagedSelfAttention
+from megatron_ext.mcore.attention import PagedSelfAttention, WindowedSelfAttention
 from megatron_ext.mcore.layers import AttentionLayer, FeedForwardLayer, RecurrentLayer
 from megatron_ext.mcore.linear import ColumnLinear, RowLinear
 from megatron_ext.mcore.mlp import PlainMLP
 from megatron_ext.mcore.moe import LocalMoELayer
-from megatron_ext.mcore.stack import HeadNormFromConfig, HybridStack, LayerNormFromConfig
+from megatron_ext.mcore.normed import NormedMLP, NormedSelfAttention
+from megatron_ext.mcore.norms import KeyNormFromConfig, LayerNormFromConfig, QueryNormFromConfig
+from megatron_ext.mcore.parallel_layer import ParallelLayer, ParallelLayerSubmodules
+from megatron_ext.mcore.stack import HybridStack, HybridStackSubmodules
 from megatron_ext.mixers.mixer import MixerSubmodules
+
+
+def _mixer_spec(kind: RecurrentKind) -> ModuleSpec:
+    module, name = kind.mixer
+    submodules = MixerSubmodules(in_proj=ColumnLinear, out_proj=RowLinear, out_norm=LayerNormFromConfig)
+    return ModuleSpec(module=getattr(importlib.import_module(module), name), submodules=submodules)
 
 
 def recurrent_layer_spec(kind: RecurrentKind) -> ModuleSpec:
     """A norm and the kind's mixer, with their residual."""
-    module, name = kind.mixer
-    submodules = MixerSubmodules(in_proj=ColumnLinear, out_proj=RowLinear, out_norm=LayerNormFromConfig)
     return ModuleSpec(
         module=RecurrentLayer,
         submodules=MambaLayerSubmodules(
             norm=LayerNormFromConfig,
-            mixer=ModuleSpec(module=getattr(importlib.import_module(module), name), submodules=submodules),
+            mixer=_mixer_spec(kind),
             mamba_bda=get_bias_dropout_add,
             sharded_state_dict_keys_map={"norm.": "mixer.in_proj.layer_norm_"},
         ),
     )
 
 
-attention_layer_spec = ModuleSpec(
+def _attention_spec(module: type) -> ModuleSpec:
+    return ModuleSpec(
+        module=module,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=ColumnLinear,
+            core_attention=DotProductAttention,
+            linear_proj=RowLinear,
+            q_layernorm=QueryNormFromConfig,
+            k_layernorm=KeyNormFromConfig,
+        ),
+    )
+
+
+def parallel_layer_spec(kind: RecurrentKind) -> ModuleSpec:
+    """A norm, the kind's mixer and attention beside it, with their residual."""
+    return ModuleSpec(
+        module=ParallelLayer,
+        submodules=ParallelLayerSubmodules(
+            norm=LayerNormFromConfig,
+            mixer=_mixer_spec(kind),
+            mamba_bda=get_bias_dropout_add,
+            self_attention=_attention_spec(PagedSelfAttention),
+        ),
+    )
+
+
+def _attention_layer_spec(module: type) -> ModuleSpec:
+    return ModuleSpec(
+        module=AttentionLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=LayerNormFromConfig,
+            self_attention=_attention_spec(module),
+            self_attn_bda=get_bias_dropout_add,
+            sharded_state_dict_keys_map={"input_layernorm.": "self_attention.linear_qkv.layer_norm_"},
+        ),
+    )
+
+
+attention_layer_spec = _attention_layer_spec(PagedSelfAttention)
+windowed_attention_layer_spec = _attention_layer_spec(WindowedSelfAttention)
+
+normed_attention_layer_spec = ModuleSpec(
     module=AttentionLayer,
     submodules=TransformerLayerSubmodules(
-        input_layernorm=LayerNormFromConfig,
-        self_attention=ModuleSpec(
-            module=PagedSelfAttention,
-            params={"attn_mask_type": AttnMaskType.causal},
-            submodules=SelfAttentionSubmodules(
-                linear_qkv=ColumnLinear,
-                core_attention=DotProductAttention,
-                linear_proj=RowLinear,
-                q_layernorm=HeadNormFromConfig,
-                k_layernorm=HeadNormFromConfig,
-            ),
-        ),
-        self_attn_bda=get_bias_dropout_add,
-        sharded_state_dict_keys_map={"input_layernorm.": "self_attention.linear_qkv.layer_norm_"},
+        self_attention=_attention_spec(NormedSelfAttention), self_attn_bda=get_bias_dropout_add
     ),
 )
 
@@ -75,6 +110,10 @@ mlp_layer_spec = ModuleSpec(
     ),
 )
 
+normed_mlp_layer_spec = ModuleSpec(
+    module=FeedForwardLayer, submodules=TransformerLayerSubmodules(mlp=NormedMLP, mlp_bda=get_bias_dropout_add)
+)
+
 moe_layer_spec = ModuleSpec(
     module=FeedForwardLayer,
     submodules=TransformerLayerSubmodules(
@@ -84,14 +123,18 @@ moe_layer_spec = ModuleSpec(
 
 
 def stack_spec(kind: RecurrentKind) -> ModuleSpec:
-    """A stack whose recurrent layers, M in the pattern, are of one kind."""
+    """A stack whose recurrent layers, M and P in the pattern, are of one kind."""
     return ModuleSpec(
         module=HybridStack,
-        submodules=MambaStackSubmodules(
+        submodules=HybridStackSubmodules(
             mamba_layer=recurrent_layer_spec(kind),
             attention_layer=attention_layer_spec,
             mlp_layer=mlp_layer_spec,
             moe_layer=moe_layer_spec,
+            parallel_layer=parallel_layer_spec(kind),
+            normed_attention_layer=normed_attention_layer_spec,
+            normed_mlp_layer=normed_mlp_layer_spec,
+            windowed_attention_layer=windowed_attention_layer_spec,
         ),
     )
 

@@ -1,4 +1,4 @@
-"""Layers that do nothing beside their arithmetic at inference: x + mixer(norm(x)).
+"""Layers that do nothing beside their arithmetic at inference: x + factor * mixer(norm(x)), the factor mostly being 1.
 
 Upstream's layers serve recomputation, offloading, CUDA graphs, fp8 and dropout, and ask for each of them in every call.
 Ours do so in training; in inference mode, where the configuration wants none of these, they add what the mixer gives to
@@ -6,6 +6,8 @@ what came in. Parameters, names and checkpoints are upstream's.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from megatron.core.inference.contexts import BaseInferenceContext
@@ -15,6 +17,11 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
+
+from megatron_ext.mcore.layer_config import LayerConfig
+
+MixerOutput = tuple[Tensor, Tensor | None]  # and its bias, which is to be added
+AddBuilder = Callable[..., Callable[..., Tensor]]  # as upstream's `get_bias_dropout_add`
 
 
 def is_plain_inference(module: torch.nn.Module) -> bool:
@@ -32,32 +39,65 @@ def _wants_nothing_else(config: TransformerConfig) -> bool:
     )
 
 
-def add_residual(mixed: tuple[Tensor, Tensor | None], residual: Tensor) -> Tensor:
-    """The mixer's output, its bias and what came in; written over the output, which nobody else has."""
+def add_residual(mixed: MixerOutput, residual: Tensor, factor: float = 1.0) -> Tensor:
+    """`factor` times the mixer's output and bias, and what came in; written over the output, which nobody else has."""
     output, bias = mixed
     if bias is not None:
         output.add_(bias)
+    if factor != 1.0:
+        output.mul_(factor)
     return output.add_(residual)
+
+
+def scaled_add(add: AddBuilder, factor: float) -> AddBuilder:
+    """The same for outputs that are multiplied first."""
+    if factor == 1.0:
+        return add
+
+    def build(training: bool, fused: bool) -> Callable[..., Tensor]:
+        def run(mixed: MixerOutput, residual: Tensor, probability: float) -> Tensor:
+            output, bias = mixed
+            scaled = (output * factor, None if bias is None else bias * factor)
+            return add(training, fused)(scaled, residual, probability)
+
+        return run
+
+    return build
 
 
 class RecurrentLayer(MambaLayer):
     """A norm and a recurrent mixer."""
+
+    mamba_bda: AddBuilder
+
+    def __init__(self, config: LayerConfig, *args: object, **options: object) -> None:
+        super().__init__(config, *args, **options)
+        self.factor = config.residual_multiplier * config.recurrent_output_multiplier
+        self.mamba_bda = scaled_add(self.mamba_bda, self.factor)
 
     def forward(
         self,
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
         inference_context: BaseInferenceContext | None = None,
+        rotary_pos_emb: Tensor | None = None,
         **options: object,
     ) -> Tensor:
         """[s, b, h] -> the same; see `RecurrentMixer.forward`."""
         if not is_plain_inference(self) or self.residual_in_fp32:
-            return super().forward(hidden_states, attention_mask, inference_context, **options)
-        return add_residual(self.mixer(self.norm(hidden_states), inference_context), hidden_states)
+            return super().forward(hidden_states, attention_mask, inference_context, rotary_pos_emb, **options)
+        return add_residual(self.mixer(self.norm(hidden_states), inference_context), hidden_states, self.factor)
 
 
 class AttentionLayer(TransformerLayer):
     """A norm and self-attention."""
+
+    self_attn_bda: AddBuilder
+
+    def __init__(self, config: LayerConfig, *args: object, **options: object) -> None:
+        super().__init__(config, *args, **options)
+        self.factor = config.residual_multiplier * config.attention_output_multiplier
+        self.self_attn_bda = scaled_add(self.self_attn_bda, self.factor)
 
     def forward(
         self,
@@ -82,15 +122,23 @@ class AttentionLayer(TransformerLayer):
             inference_context=inference_context,
             rotary_pos_emb=rotary_pos_emb,
         )
-        return add_residual(mixed, hidden_states), None
+        return add_residual(mixed, hidden_states, self.factor), None
 
 
 class FeedForwardLayer(MLPLayer):
     """A norm and an MLP, or a mixture of them."""
+
+    mlp_bda: AddBuilder
+
+    def __init__(self, config: LayerConfig, *args: object, **options: object) -> None:
+        super().__init__(config, *args, **options)
+        self.factor = config.residual_multiplier * config.mlp_output_multiplier
+        self.mlp_bda = scaled_add(self.mlp_bda, self.factor)
 
     def forward(self, hidden_states: Tensor, *positional: object, **options: object) -> tuple[Tensor, Tensor | None]:
         """[s, b, h] -> the same, and no context of cross-attention."""
         is_padded = options.get("padding_mask") is not None
         if not is_plain_inference(self) or is_padded or not isinstance(self.self_attention, IdentityOp):
             return super().forward(hidden_states, *positional, **options)
-        return add_residual(self.mlp(self.pre_mlp_layernorm(hidden_states)), hidden_states), None
+        mixed = self.mlp(self.pre_mlp_layernorm(hidden_states))
+        return add_residual(mixed, hidden_states, self.factor), None

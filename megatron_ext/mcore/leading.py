@@ -16,6 +16,8 @@ from megatron_ext.ranks.follower import Follower
 from megatron_ext.ranks.journal import JournalledScheduler
 from megatron_ext.ranks.team import Team
 from megatron_ext.scheduling.scheduler import Scheduler
+from megatron_ext.text.bad_words import word_tokens
+from megatron_ext.text.tokenizer import ends_of
 
 
 def make_scheduler(plan: EnginePlan) -> Scheduler:
@@ -27,7 +29,9 @@ def make_engine(
     team: Team | None, context: InferenceContext, controller: InferenceController, seed: int
 ) -> Engine | Fleet:
     """The engine of a world of one, or those of rank 0; see `Door` for the seed."""
-    door = Door(controller.tokenize_prompt, controller.vocabulary, controller.tokenizer.eod, seed)
+    ends, words = ends_of(controller.tokenizer), partial(word_tokens, controller.tokenizer)
+    check = controller.guides.grammars.check
+    door = Door(controller.tokenize_prompt, controller.vocabulary, ends, seed, words, check)
     if team is None:
         return Engine(make_scheduler(context.plan), StepExecutor(context, controller), door)
     plan, faults = context.plan, Faults("the engine")

@@ -10,12 +10,24 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from torch import Tensor
 
+from megatron_ext.mcore.layer_config import with_biases
 from megatron_ext.mcore.linear import ColumnLinear, RowLinear
 
 
 def squared_relu(x: Tensor) -> Tensor:
     """relu(x)^2; upstream's is under `torch.compile`, which costs seconds for every new shape and needs a compiler."""
     return F.relu(x).square()
+
+
+class ScaledSilu:
+    """SiLU of its input times a factor."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[...] -> the same."""
+        return F.silu(x * self.factor)
 
 
 # What these compute, in place.
@@ -33,6 +45,7 @@ class PlainMLP(MLP):
 
     def __init__(self, config: TransformerConfig, **options: object) -> None:
         submodules = MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear)
+        config = with_biases(config, "add_mlp_bias")
         super().__init__(config, submodules, **{"ffn_hidden_size": config.ffn_hidden_size, **options})
 
     def forward(

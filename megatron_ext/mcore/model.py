@@ -7,9 +7,10 @@ import math
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.mamba import MambaModel
-from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor, nn
+
+from megatron_ext.mcore.layer_config import LayerConfig
 
 
 class HybridModel(MambaModel):
@@ -28,12 +29,22 @@ class HybridModel(MambaModel):
         entries: V; upstream's `vocab_size` counts the rows of all ranks.
     """
 
-    def __init__(self, config: TransformerConfig, stack_spec: ModuleSpec, *, vocab_size: int, **more: object) -> None:
+    def __init__(self, config: LayerConfig, stack_spec: ModuleSpec, *, vocab_size: int, **more: object) -> None:
         ranks = config.tensor_model_parallel_size
         super().__init__(config, stack_spec, vocab_size=math.ceil(vocab_size / ranks) * ranks, **more)
         self.entries = vocab_size
         if self.post_process and self.vocab_size != self.entries:
             self.output_layer.register_forward_hook(self._drop_padding)
+
+        self._scale(config)
+
+    def _scale(self, config: LayerConfig) -> None:
+        """Multiply embeddings and logits, where the configuration says so."""
+        if self.pre_process and config.embedding_multiplier != 1.0:
+            self.embedding.register_forward_hook(lambda _, __, output: output * config.embedding_multiplier)
+        if self.post_process and config.logits_multiplier != 1.0:
+            factor = config.logits_multiplier
+            self.output_layer.register_forward_hook(lambda _, __, output: (output[0] * factor, output[1]))
 
     def _drop_padding(self, _: nn.Module, __: object, output: tuple[Tensor, object]) -> tuple[Tensor, object]:
         """Logits of all ranks [..., rows] -> [..., V]; those of one rank's part stay as they are."""

@@ -8,7 +8,22 @@ from megatron_ext.config import RequestParams
 from megatron_ext.errors import ConfigError
 
 # What callers may add to Megatron's class with `add_attributes`; same names as ours.
-_EXTENSIONS = ("seed", "min_tokens", "ignore_eos", "cache_salt", "enable_prefix_caching")
+_EXTENSIONS = (
+    "seed",
+    "min_tokens",
+    "ignore_eos",
+    "stop_token_ids",
+    "bad_words",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "response_format",
+    "skip_special_tokens",
+    "cache_salt",
+    "enable_prefix_caching",
+)
 
 
 def to_request_params(

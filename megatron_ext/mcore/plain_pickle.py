@@ -5,18 +5,22 @@ the instructions that pickles of protocols 2 to 5 need for plain values and for 
 latter `Made`: what is named, what it was called with, and the state that came with it. What those mean is for the
 reader to say, who looks for the names that he expects. Whatever else a pickle asks for is refused.
 
+Python 3.11.0 to 3.11.3 write a member of an enumeration as `getattr(Class, "NAME")`. That one call is read too, where
+the reader says which classes and names there are; nothing is looked up in a class.
+
 Work and memory are bounded by `Limits`, and by the number of bytes: no instruction makes more than it is long.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 EMPTY_DICTIONARIES = ("collections.OrderedDict",)  # made without arguments, then filled like a dictionary
 STORED_APART = "stored apart"  # the name of what a pickle says is kept elsewhere: a persistent id
+_MEMBER_OF = ("builtins.getattr", "__builtin__.getattr")  # the second in protocol 2
 _WHOLE_NUMBER_BYTES = 9  # of 64 bits, with or without a sign
 _KEY_TYPES = (str, int, bool, float, type(None))
 
@@ -40,6 +44,9 @@ class Named:
     name: str  # "module.name"
 
 
+_MEMBER = Named(_MEMBER_OF[0])  # on a stack it is this very one, and no other
+
+
 class Made:
     """What a call of something named would have given.
 
@@ -59,7 +66,17 @@ class Made:
         return f"<{self.name}>"
 
 
-def load(data: bytes, allowed: Container[str], *, stored_apart: bool = False, limits: Limits | None = None) -> object:
+Members = Mapping[str, Container[str]]  # of enumerations, by the names of their classes
+
+
+def load(
+    data: bytes,
+    allowed: Container[str],
+    *,
+    stored_apart: bool = False,
+    enumerations: Members | None = None,
+    limits: Limits | None = None,
+) -> object:
     """The value of a pickle: None, bool, int, float, str, bytes, tuple, list, dict, `Named` and `Made` ones.
 
     A tuple, list, dictionary or `Made` may hold another one several times, and itself.
@@ -68,12 +85,13 @@ def load(data: bytes, allowed: Container[str], *, stored_apart: bool = False, li
         data: The whole pickle.
         allowed: Names that it may use.
         stored_apart: Whether it may refer to what is kept elsewhere, as torch's do to the bytes of tensors.
+        enumerations: Classes, which must be allowed too, whose members it may give by name: `Made` with that name.
         limits: How much it may ask for.
 
     Raises:
         PlainPickleError: It is no pickle, is cut off, names what is not allowed, or asks for anything else.
     """
-    machine = _Machine(data, allowed, stored_apart, limits or Limits())
+    machine = _Machine(data, allowed, stored_apart, enumerations or {}, limits or Limits())
     try:
         return machine.run()
     except (IndexError, struct.error, UnicodeDecodeError, KeyError) as error:
@@ -83,7 +101,9 @@ def load(data: bytes, allowed: Container[str], *, stored_apart: bool = False, li
 class _Machine:
     """Where reading stands: the bytes, the stack, where marks are on it, and what was put by for later."""
 
-    def __init__(self, data: bytes, allowed: Container[str], stored_apart: bool, limits: Limits) -> None:
+    def __init__(
+        self, data: bytes, allowed: Container[str], stored_apart: bool, enumerations: Members, limits: Limits
+    ) -> None:
         self.data = data
         self.at = 0
         self.stack: list[Any] = []
@@ -91,6 +111,7 @@ class _Machine:
         self.memo: dict[int, Any] = {}
         self.allowed = allowed
         self.stored_apart = stored_apart
+        self.enumerations = enumerations
         self.limits = limits
 
     @property
@@ -143,13 +164,27 @@ class _Machine:
 
     def named(self, module: str, name: str) -> Named:
         full = f"{module}.{name}"
+        if full in _MEMBER_OF and self.enumerations:
+            return _MEMBER
         if len(full) > self.limits.name_bytes or full not in self.allowed:
             raise PlainPickleError(f"it names {full[:200]!r}, which has no place in a checkpoint")
         return Named(full)
 
+    def call(self) -> None:
+        """A call; of `getattr` only what gives a known member of an enumeration."""
+        if len(self.stack) < 2 or self.stack[-2] is not _MEMBER:
+            self.make()
+            return
+        args, _ = self.pop(), self.pop()
+        kind, member = args if type(args) is tuple and len(args) == 2 else (None, None)
+        if type(kind) is Named and type(member) is str and member in self.enumerations.get(kind.name, ()):
+            self.stack.append(Made(kind.name, (member,)))
+        else:
+            raise PlainPickleError(f"it asks for an attribute of what is no known enumeration, {self.place}")
+
     def make(self) -> None:
         args, called = self.pop(), self.pop()
-        if type(called) is not Named or type(args) is not tuple:
+        if type(called) is not Named or type(args) is not tuple or called is _MEMBER:
             raise PlainPickleError(f"it calls what has no name, {self.place}")
         empty = called.name in EMPTY_DICTIONARIES and not args
         self.stack.append({} if empty else Made(called.name, args))
@@ -302,7 +337,7 @@ _KNOWN: dict[bytes, Step] = {
     b"j": _get(_UINT),
     b"c": _global,
     b"\x93": _stack_global,
-    b"R": _Machine.make,
+    b"R": _Machine.call,
     b"\x81": _Machine.make,  # of a class, without its constructor: the same here
     b"b": _Machine.build,
     b"Q": _Machine.persistent,

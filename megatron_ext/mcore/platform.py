@@ -11,6 +11,7 @@ from datetime import timedelta
 import torch
 
 from megatron_ext.config import ParallelConfig
+from megatron_ext.mcore.gloo import sharing_one_device
 from megatron_ext.memory.heap import give_back_freed_memory, keep_freed_memory
 from megatron_ext.memory.limits import allocating, available_bytes, enough_for_the_embedded_model
 
@@ -68,6 +69,7 @@ def _do_nothing(*_: object, **__: object) -> None:
     return
 
 
+_THREADS = 2  # of a process group where there are several ranks, as torch has them
 _NO_MEMORY = {"allocation.all.current": 0, "allocated_bytes.all.current": 0, "reserved_bytes.all.current": 0}
 
 
@@ -117,12 +119,22 @@ def initialize(parallel: ParallelConfig | None = None) -> None:
     Raises:
         ConfigError: There is no memory for its threads.
     """
-    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core import tensor_parallel
 
     given = parallel or ParallelConfig()
     backend, timeout = _backend(given.distributed_backend), timedelta(minutes=given.distributed_timeout_minutes)
     if not torch.cuda.is_available():
         keep_freed_memory()
+    with sharing_one_device(_THREADS if "RANK" in os.environ else 1):
+        _make_groups(given, backend, timeout)
+    # The tracker for inference hands out no-op forks: without it any layer that would draw random numbers refuses.
+    tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True)
+
+
+def _make_groups(given: ParallelConfig, backend: str, timeout: timedelta) -> None:
+    """Those that are not there."""
+    from megatron.core import parallel_state
+
     if not torch.distributed.is_initialized():
         _start_distributed(backend, timeout)
     if not parallel_state.model_parallel_is_initialized():
@@ -134,8 +146,6 @@ def initialize(parallel: ParallelConfig | None = None) -> None:
             expert_tensor_parallel_size=given.expert_tensor_size,
             distributed_timeout_minutes=given.distributed_timeout_minutes,
         )
-    # The tracker for inference hands out no-op forks: without it any layer that would draw random numbers refuses.
-    tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True)
 
 
 def group_sizes(parallel: ParallelConfig | None = None) -> ParallelConfig:

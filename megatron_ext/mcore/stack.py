@@ -2,95 +2,78 @@
 
 from __future__ import annotations
 
-import torch
-import torch.nn.functional as F
+from dataclasses import dataclass
+
 from megatron.core.inference.contexts import BaseInferenceContext
-from megatron.core.ssm.mamba_block import MambaStack
-from megatron.core.transformer import TransformerConfig
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.ssm.mamba_block import MambaStack, MambaStackSubmodules
+from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.utils import WrappedTensor
-from torch import Tensor
+from torch import Tensor, nn
 
+from megatron_ext.config.layers.letters import is_recurrent
+from megatron_ext.mcore.layer_config import LayerConfig
 from megatron_ext.mcore.layers import is_plain_inference
+from megatron_ext.mcore.norms import LayerNormFromConfig
+
+_SUBMODULES = {
+    "M": "mamba_layer",
+    "*": "attention_layer",
+    "-": "mlp_layer",
+    "E": "moe_layer",
+    "P": "parallel_layer",
+    "A": "normed_attention_layer",
+    "F": "normed_mlp_layer",
+    "W": "windowed_attention_layer",
+}
 
 
-class LayerNormFromConfig:
-    """A torch norm with the configuration's epsilon and type, wherever it stands.
+@dataclass
+class HybridStackSubmodules(MambaStackSubmodules):
+    """A spec for each letter of a pattern."""
 
-    Upstream's `MambaLayer` builds its norm without an epsilon and so with 1e-5, whatever the configuration says, and
-    upstream's wrapper makes fp32 weights in a model of any type.
-    """
-
-    def __new__(  # type: ignore[misc]  # upstream's specs want a class
-        cls, config: TransformerConfig, hidden_size: int, eps: float | None = None, **_: object
-    ) -> torch.nn.Module:
-        """The norm itself, as upstream's wrapper class does."""
-        if config.layernorm_zero_centered_gamma:
-            return ZeroCenteredRMSNorm(hidden_size, config.layernorm_epsilon, config.params_dtype)
-        if config.normalization == "RMSNorm":
-            return PlainRMSNorm(hidden_size, eps=config.layernorm_epsilon, dtype=config.params_dtype)
-        norm = WrappedTorchNorm(config, hidden_size, eps=config.layernorm_epsilon)
-        return norm.to(config.params_dtype)
-
-
-class HeadNormFromConfig:
-    """The norm of each query or key head, or nothing, as the configuration says."""
-
-    def __new__(  # type: ignore[misc]  # as above
-        cls, config: TransformerConfig, hidden_size: int, eps: float | None = None, **_: object
-    ) -> torch.nn.Module:
-        """The norm itself."""
-        return LayerNormFromConfig(config, hidden_size, eps) if config.qk_layernorm else IdentityOp()
-
-
-class PlainRMSNorm(torch.nn.RMSNorm):
-    """`torch.nn.RMSNorm`; at inference in two passes over memory in place of five, where torch has no kernel for it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., channels] -> the same."""
-        if torch.is_inference_mode_enabled() and x.dtype is torch.float32 and x.device.type == "cpu":
-            return rms_norm(x, self.weight, self.eps)
-        return super().forward(x)
-
-
-def rms_norm(x: Tensor, weight: Tensor | None, eps: float | None) -> Tensor:
-    """RMSNorm over the last axis, by its length: |x|^2 / channels is the mean square. In x's type, which is fp32."""
-    eps = torch.finfo(x.dtype).eps if eps is None else eps
-    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    normed = x * length.square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
-    return normed if weight is None else normed.mul_(weight)
-
-
-class ZeroCenteredRMSNorm(torch.nn.Module):
-    """RMSNorm that multiplies by 1 + weight, in fp32: in 16 bits a weight near 0 says more than one near 1.
-
-    What Transformer Engine's norms compute with `zero_centered_gamma`.
-    """
-
-    def __init__(self, channels: int, eps: float, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = torch.nn.Parameter(torch.zeros(channels, dtype=dtype))
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """[..., channels] -> the same, in the same type."""
-        normed = F.rms_norm(hidden.float(), self.weight.shape, eps=self.eps)
-        return torch.addcmul(normed, normed, self.weight.float()).to(hidden.dtype)
+    parallel_layer: ModuleSpec | type = IdentityOp
+    normed_attention_layer: ModuleSpec | type = IdentityOp
+    normed_mlp_layer: ModuleSpec | type = IdentityOp
+    windowed_attention_layer: ModuleSpec | type = IdentityOp
 
 
 class HybridStack(MambaStack):
-    """`MambaStack` whose final norm is torch's, and whose stages may hold any number of layers each.
+    """`MambaStack` of all our layers, with a final norm of torch, whose stages may hold any number of layers each.
 
-    Upstream hard-codes Transformer Engine's norm, and knows of no layout of stages.
+    Upstream hard-codes Transformer Engine's norm, and knows of no other layers and of no layout of stages; so layers
+    are put together here. Their names, their order and the sharded state are upstream's.
     """
 
     def __init__(
-        self, config: TransformerConfig, *args: object, post_layer_norm: bool = True, **kwargs: object
+        self,
+        config: LayerConfig,
+        submodules: HybridStackSubmodules,
+        *,
+        hybrid_override_pattern: str,
+        pg_collection: ProcessGroupCollection,
+        pre_process: bool = True,
+        post_process: bool = True,
+        post_layer_norm: bool = True,
+        **_: object,
     ) -> None:
-        super().__init__(config, *args, post_layer_norm=False, **kwargs)
-        self.post_layer_norm = post_layer_norm
-        if self.post_process and post_layer_norm:
+        MegatronModule.__init__(self, config)
+        self.pre_process, self.post_process, self.post_layer_norm = pre_process, post_process, post_layer_norm
+        self.residual_in_fp32 = False
+        self.pp_group, self.tp_group = pg_collection.pp, pg_collection.tp
+        self.input_tensor: Tensor | None = None
+        offset, self.layer_type_list = 0, list(hybrid_override_pattern)
+        if self.pp_group.size() > 1:
+            offset, self.layer_type_list = self._select_layers_for_pipeline_parallel(self.layer_type_list)
+        self.layers = nn.ModuleList(
+            _build_layer(submodules, letter, config, index, offset, pg_collection)
+            for index, letter in enumerate(self.layer_type_list)
+        )
+        self.num_layers_per_pipeline_rank = len(self.layers)
+        if post_process and post_layer_norm:
             self.final_norm = LayerNormFromConfig(config, config.hidden_size)
 
     def _select_layers_for_pipeline_parallel(self, layer_type_list: list[str]) -> tuple[int, list[str]]:
@@ -101,6 +84,11 @@ class HybridStack(MambaStack):
         own = layout.get_layer_id_list(pp_rank=self.pp_group.rank())
         return own[0], [layer_type_list[number] for number in own]
 
+    def mamba_state_shapes_per_request(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """Shapes of one request's states in each recurrent layer of this stage; None without any."""
+        layers = (layer for layer in self.layers if isinstance(layer, MambaLayer))
+        return next((layer.mamba_state_shapes_per_request() for layer in layers), None)
+
     def forward(
         self,
         hidden_states: Tensor | WrappedTensor,
@@ -110,9 +98,13 @@ class HybridStack(MambaStack):
         **options: object,
     ) -> Tensor:
         """[s, b, h] -> the same, layer after layer; upstream's forward where more than that is wanted."""
-        if not is_plain_inference(self) or (inference_context is not None and inference_context.is_static_batching()):
+        is_static = inference_context is not None and inference_context.is_static_batching()
+        if is_static or not (
+            is_plain_inference(self) or "P" in self.layer_type_list
+        ):  # upstream's gives P no positions
             return super().forward(hidden_states, attention_mask, inference_context, rotary_pos_emb, **options)
         if not self.pre_process:
+            assert self.input_tensor is not None, "the stage before has sent it"
             hidden_states = self.input_tensor
         elif isinstance(hidden_states, WrappedTensor):
             hidden_states = hidden_states.unwrap()
@@ -123,3 +115,20 @@ class HybridStack(MambaStack):
             if isinstance(hidden_states, tuple):
                 hidden_states = hidden_states[0]
         return self.final_norm(hidden_states) if self.post_process and self.post_layer_norm else hidden_states
+
+
+def _build_layer(
+    submodules: HybridStackSubmodules,
+    letter: str,
+    config: LayerConfig,
+    index: int,
+    offset: int,
+    groups: ProcessGroupCollection,
+) -> nn.Module:
+    """Layer `index` of a stage with `offset` layers before it; transformer layers add the offset themselves."""
+    spec = getattr(submodules, _SUBMODULES[letter])
+    if is_recurrent(letter):
+        options = {"layer_number": index + 1 + offset, "pp_layer_offset": offset}
+    else:
+        options = {"layer_number": index + 1}
+    return build_module(spec, config=config, pg_collection=groups, **options)

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from operator import attrgetter
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_ext.mcore.block_rows import BlockRows
 from megatron_ext.mixers.chunk_metadata import cut_prefill
 from megatron_ext.mixers.recurrent import RecurrentStep
-from megatron_ext.ops.paged_attention import PagedBatch, build_paged_batch
+from megatron_ext.ops.paged_attention import PagedBatch
 from megatron_ext.ops.state_slots import SnapshotPlaces, StateSlots
-from megatron_ext.ops.varlen import PackedChunks
+from megatron_ext.ops.varlen import PackedChunks, stage_arrays
+from megatron_ext.ops.varlen import starts as running_starts
 from megatron_ext.scheduling.step import LAST_SAMPLED, Sampling, ScheduledChunk, ScheduledStep
+
+_LIVE_SLOT: Final = attrgetter("live_slot")
 
 
 @dataclass(frozen=True)
@@ -48,8 +55,7 @@ class SampledTokens:
     rows: Mapping[int, int]
 
 
-@dataclass(frozen=True)
-class SamplingRow:
+class SamplingRow(NamedTuple):
     """Whose next token a row of the step's logits is, and how it is chosen."""
 
     request_id: int
@@ -88,93 +94,128 @@ class ModelInput:
     prompt_scores: tuple[PromptScore, ...]
 
 
-def stage_step(step: ScheduledStep, rules: StagingRules, last_sampled: SampledTokens | None = None) -> ModelInput:
-    """Stage a step. Padding repeats token 0 at position 0.
+def stage_step(
+    step: ScheduledStep,
+    rules: StagingRules,
+    last_sampled: SampledTokens | None = None,
+    block_rows: BlockRows | None = None,
+) -> ModelInput:
+    """Stage a step, in one copy but for what a prefill adds. Padding repeats token 0 at position 0.
 
     Args:
         step: The message; nothing else is read.
         rules: Of pools and model.
         last_sampled: Of the step before, for chunks that begin with `LAST_SAMPLED`.
+        block_rows: Block tables of steps before, whose rows are used again; none if missing.
     """
-    decodes = sorted(step.chunks[: step.num_decode], key=lambda chunk: chunk.live_slot)
-    chunks = (*decodes, *step.chunks[step.num_decode :])
-    positions = [np.arange(chunk.start, chunk.end) for chunk in chunks]
-    padding = -step.num_tokens % rules.token_rounder
-    token_ids = np.concatenate([np.asarray(chunk.token_ids, dtype=np.int64) for chunk in chunks] + [np.zeros(padding)])
-    position_ids = np.concatenate([*positions, np.zeros(padding)])
-    slot_mapping = np.concatenate([_slot_mapping(*pair, rules) for pair in zip(chunks, positions, strict=True)])
-    sample_tokens, score_tokens, scores = _choose_logits(chunks)
-    arrays = [token_ids, position_ids, slot_mapping, np.asarray(sample_tokens), np.asarray(score_tokens)]
-    staged = _to_device(arrays, rules.device)
+    num_decode = step.num_decode
+    chunks = (*sorted(step.chunks[:num_decode], key=_LIVE_SLOT), *step.chunks[num_decode:])
+    starts, ends = [chunk.start for chunk in chunks], [chunk.end for chunk in chunks]
+    lengths = [end - start for start, end in zip(starts, ends, strict=True)]
+    slots = [chunk.live_slot for chunk in chunks]
+    table = (block_rows or BlockRows()).of(slots, [chunk.block_ids for chunk in chunks])
+    assert (np.asarray([len(chunk.block_ids) for chunk in chunks]) * rules.block_size >= ends).all(), "keys nowhere"
+    firsts = running_starts(lengths)
+    tokens = _stage_tokens(chunks, table, starts, firsts, rules)
+    sampled = [i for i, chunk in enumerate(chunks) if chunk.sampling is not None]
+    score_tokens, scores = _choose_scored(chunks[num_decode:], firsts[num_decode:])
+    facts = {
+        "block_table": table,
+        "cu_seqlens_q": firsts,
+        "seqlens_k": np.asarray(ends),
+        "slots": np.asarray(slots),
+        "has_state": np.asarray(starts) > 0,
+        "sample_tokens": firsts[1:][sampled] - 1,
+        "score_tokens": np.asarray(score_tokens, dtype=np.int64),
+    }
+    staged = stage_arrays(tokens | facts, rules.device)
+    where = {name: staged[name] for name in ("block_table", "cu_seqlens_q", "seqlens_k")}
     return ModelInput(
         chunks=chunks,
-        num_decode=step.num_decode,
-        num_tokens=step.num_tokens,
-        input_ids=_fill_in(staged[0], chunks, last_sampled),
-        position_ids=staged[1],
-        slot_mapping=staged[2],
-        paged_batch=build_paged_batch(
-            [chunk.block_ids for chunk in chunks],
-            [chunk.length for chunk in chunks],
-            [chunk.end for chunk in chunks],
-            step.num_decode,
-            rules.block_size,
-            rules.device,
-        ),
-        recurrent=_stage_recurrent(chunks, step.num_decode, rules) if rules.has_states else None,
-        sample_tokens=staged[3],
-        sampling=tuple(SamplingRow(one.request_id, one.sampling) for one in chunks if one.sampling is not None),
-        score_tokens=staged[4],
+        num_decode=num_decode,
+        num_tokens=int(firsts[-1]),
+        input_ids=_fill_in(staged["input_ids"], tokens["input_ids"], chunks, firsts, last_sampled),
+        position_ids=staged["position_ids"],
+        slot_mapping=staged["slot_mapping"],
+        paged_batch=PagedBatch(num_decode, tuple(lengths), tuple(ends), rules.block_size, **where),
+        recurrent=_stage_recurrent(chunks, num_decode, slots, staged, rules) if rules.has_states else None,
+        sample_tokens=staged["sample_tokens"],
+        sampling=tuple([SamplingRow(chunks[i].request_id, _sampling_of(chunks[i])) for i in sampled]),
+        score_tokens=staged["score_tokens"],
         prompt_scores=tuple(scores),
     )
 
 
-def _fill_in(input_ids: Tensor, chunks: Sequence[ScheduledChunk], last_sampled: SampledTokens | None) -> Tensor:
+def _sampling_of(chunk: ScheduledChunk) -> Sampling:
+    assert chunk.sampling is not None, "it yields a token"
+    return chunk.sampling
+
+
+def _stage_tokens(
+    chunks: Sequence[ScheduledChunk],
+    table: np.ndarray,
+    starts: Sequence[int],
+    firsts: np.ndarray,
+    rules: StagingRules,
+) -> dict[str, np.ndarray]:
+    """What there is for each token of the packed axis, all chunks at once; the first two with padding.
+
+    KV goes to the token's place in its block; what lies in shared blocks already goes to the dummy block (KV-3).
+    """
+    total, lengths = int(firsts[-1]), np.diff(firsts)
+    padded = total + -total % rules.token_rounder
+    token_ids, positions = np.zeros((2, padded), dtype=np.int64)
+    token_ids[:total] = np.fromiter(chain.from_iterable([chunk.token_ids for chunk in chunks]), np.int64, total)
+    positions[:total] = np.arange(total) + np.repeat(starts - firsts[:-1], lengths)
+    known, owners = positions[:total], np.repeat(np.arange(len(chunks)), lengths)
+    shared_ends = np.asarray([chunk.shared_end for chunk in chunks])
+    blocks, places = np.divmod(known, rules.block_size)
+    blocks = np.where(known < shared_ends[owners], rules.dummy_block, table[owners, blocks])
+    return {"input_ids": token_ids, "position_ids": positions, "slot_mapping": blocks * rules.block_size + places}
+
+
+def _fill_in(
+    input_ids: Tensor,
+    token_ids: np.ndarray,
+    chunks: Sequence[ScheduledChunk],
+    firsts: np.ndarray,
+    last_sampled: SampledTokens | None,
+) -> Tensor:
     """Put tokens that the host does not know into their places, from device to device."""
-    places: list[int] = []
-    names: list[int] = []  # of requests
-    first = 0
-    for chunk in chunks:
-        if chunk.token_ids[-1] == LAST_SAMPLED:  # nothing can follow it
-            places.append(first + chunk.length - 1)
-            names.append(chunk.request_id)
-        first += chunk.length
-    if not places:
+    places = np.flatnonzero(token_ids == LAST_SAMPLED)
+    if not len(places):
         return input_ids
     assert last_sampled is not None, "no step has sampled anything"
-    rows = [last_sampled.rows[name] for name in names]
-    index, source = _to_device([np.asarray(places), np.asarray(rows)], input_ids.device)
+    owners = np.searchsorted(firsts, places, side="right") - 1
+    rows = [last_sampled.rows[chunks[owner].request_id] for owner in owners]
+    index, source = _to_device([places, np.asarray(rows)], input_ids.device)
     return input_ids.index_copy(0, index, last_sampled.tokens.index_select(0, source))
 
 
-def _slot_mapping(chunk: ScheduledChunk, positions: np.ndarray, rules: StagingRules) -> np.ndarray:
-    """Where the chunk's KV is written; what lies in shared blocks already goes to the dummy block (KV-3)."""
-    blocks = np.asarray(chunk.block_ids)[positions // rules.block_size]
-    blocks = np.where(positions < chunk.shared_end, rules.dummy_block, blocks)
-    return blocks * rules.block_size + positions % rules.block_size
-
-
-def _stage_recurrent(chunks: Sequence[ScheduledChunk], num_decode: int, rules: StagingRules) -> RecurrentStep:
+def _stage_recurrent(
+    chunks: Sequence[ScheduledChunk],
+    num_decode: int,
+    slots: Sequence[int],
+    staged: Mapping[str, Tensor],
+    rules: StagingRules,
+) -> RecurrentStep:
     prefill = chunks[num_decode:]
-    slots = np.asarray([chunk.live_slot for chunk in chunks])
-    has_state = np.asarray([chunk.start > 0 for chunk in chunks])
-    staged_slots, staged_has_state = _to_device([slots, has_state], rules.device)
-    decode_slots = _as_slice(slots[:num_decode]) or staged_slots[:num_decode]
+    decode_slots = _as_slice(slots[:num_decode]) or staged["slots"][:num_decode]
     if not prefill:
         return RecurrentStep(num_decode, decode_slots, None, None)
     stops = [sorted({one.position for one in c.snapshots}) if rules.snapshots_in_prefill else [] for c in prefill]
     starts, lengths = [c.start for c in prefill], [c.length for c in prefill]
     packed = cut_prefill(starts, lengths, rules.kernel_chunk, stops, rules.device)
     snapshots = _stage_snapshots(prefill, packed, rules) if rules.snapshots_in_prefill else None
-    prefill_slots = StateSlots(staged_slots[num_decode:], staged_has_state[num_decode:].bool(), snapshots)
+    prefill_slots = StateSlots(staged["slots"][num_decode:], staged["has_state"][num_decode:].bool(), snapshots)
     return RecurrentStep(num_decode, decode_slots, packed, prefill_slots)
 
 
-def _as_slice(slots: np.ndarray) -> slice | None:
+def _as_slice(slots: Sequence[int]) -> slice | None:
     """Ascending slots without a gap as a slice; None if there are none, or a gap."""
-    if len(slots) == 0 or slots[-1] - slots[0] != len(slots) - 1:
+    if not slots or slots[-1] - slots[0] != len(slots) - 1:
         return None
-    return slice(int(slots[0]), int(slots[-1]) + 1)
+    return slice(slots[0], slots[-1] + 1)
 
 
 def _stage_snapshots(
@@ -197,22 +238,19 @@ def _stage_snapshots(
     )
 
 
-def _choose_logits(chunks: Sequence[ScheduledChunk]) -> tuple[list[int], list[int], list[PromptScore]]:
-    """Which packed tokens are sampled from, which score prompt tokens, and whose."""
-    sample_tokens: list[int] = []
-    score_tokens: list[int] = []
+def _choose_scored(
+    prefill: Sequence[ScheduledChunk], firsts: Sequence[int] | np.ndarray
+) -> tuple[list[int], list[PromptScore]]:
+    """Which packed tokens score prompt tokens, and whose; `firsts` are where the chunks begin."""
+    tokens: list[int] = []
     scores: list[PromptScore] = []
-    first_token = 0
-    for chunk in chunks:
+    for chunk, first in zip(prefill, firsts, strict=False):
         wanted = chunk.scoring
         if wanted is not None:
-            rows = slice(len(score_tokens), len(score_tokens) + wanted.end - wanted.start)
+            rows = slice(len(tokens), len(tokens) + wanted.end - wanted.start)
             scores.append(PromptScore(chunk.request_id, rows, wanted.targets, wanted.top_n))
-            score_tokens += range(first_token + wanted.start - chunk.start, first_token + wanted.end - chunk.start)
-        first_token += chunk.length
-        if chunk.sampling is not None:
-            sample_tokens.append(first_token - 1)
-    return sample_tokens, score_tokens, scores
+            tokens += range(int(first) + wanted.start - chunk.start, int(first) + wanted.end - chunk.start)
+    return tokens, scores
 
 
 def _to_device(arrays: Sequence[np.ndarray], device: torch.device) -> Sequence[Tensor]:

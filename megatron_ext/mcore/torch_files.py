@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.mcore import plain_pickle
-from megatron_ext.mcore.plain_pickle import STORED_APART, Made, Named, PlainPickleError
+from megatron_ext.mcore.plain_pickle import STORED_APART, Made, Members, Named, PlainPickleError
 
 _PICKLE = "data.pkl"
 _REBUILD = "torch._utils._rebuild_tensor_v2"
@@ -99,9 +99,10 @@ class Archive:
         # torch puts everything into one folder, whatever its name.
         self._records = {record.filename.partition("/")[2]: record for record in records}
 
-    def pickle(self, allowed: Container[str]) -> object:
+    def pickle(self, allowed: Container[str], enumerations: Members | None = None) -> object:
         """The plain value of the pickle, tensors being `Made` ones; see `plain_pickle.load`."""
-        return plain_pickle.load(bytes(self.record(_PICKLE)), allowed, stored_apart=True)
+        content = bytes(self.record(_PICKLE))
+        return plain_pickle.load(content, allowed, stored_apart=True, enumerations=enumerations)
 
     def record(self, name: str) -> bytearray:
         """The bytes of one record."""

@@ -1,4 +1,4 @@
-"""Every private name of megatron-core 0.16.1 that this package calls, overrides or sets, by where it is defined.
+"""Every private name of megatron-core 0.16.1, and of torch, that this package calls, overrides or sets, by where it is defined.
 
 No code reads this table but a test, which resolves each name against the installed version and finds every private
 name in our code that is neither ours nor here. Whoever upgrades megatron-core starts with that test.
@@ -26,4 +26,6 @@ UPSTREAM_NAMES = {
     "megatron.core.transformer.moe.token_dispatcher.MoEAlltoAllTokenDispatcher": ("_maybe_dtoh_and_synchronize",),
     "megatron.core.transformer.moe.router.TopKRouter": ("_apply_expert_bias",),
     "megatron.core.dist_checkpointing.strategies.torch": ("_replace_state_dict_keys_with_sharded_keys",),
+    "torch.distributed.distributed_c10d.ProcessGroupGloo": ("_Options",),
+    "torch.distributed.distributed_c10d.ProcessGroupGloo._Options": ("_devices", "_threads", "_timeout"),
 }

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from megatron_ext.errors import ConfigError
+from megatron_ext.errors import ConfigError, MachineError
 
 CGROUPS, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 # KiB that the libraries take before a model is there, code and threads' stacks and arenas: measured with torch's CPU
@@ -95,12 +95,12 @@ def check_address_space() -> None:
     """See that the libraries can be loaded at all, before one of them is.
 
     Raises:
-        ConfigError: `ulimit -v` or `ulimit -d` is too low for them.
+        MachineError: `ulimit -v` or `ulimit -d` is too low for them.
     """
     for flag, limit in (("-v", resource.RLIMIT_AS), ("-d", resource.RLIMIT_DATA)):
         soft, _ = resource.getrlimit(limit)
         if soft != resource.RLIM_INFINITY and soft < BARE[flag] * 1024:
-            raise ConfigError(
+            raise MachineError(
                 f"ulimit {flag} {soft // 1024} is too little: the libraries alone take {BARE[flag]} KiB; "
                 f"for the embedded model {enough_for_the_embedded_model()}"
             )

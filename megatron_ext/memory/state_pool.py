@@ -16,7 +16,8 @@ class StateShape:
     """One sequence's states in all recurrent layers of this rank, which all have the same shapes.
 
     What a mixer's `mamba_state_shapes_per_request` says: conv, (Cn, K-1), is the convolution's, ssm the recurrence's of
-    any shape: (H, P, N) of Mamba-2, (D, N) of Mamba-1, (H, key channels, value channels) of a gated delta net.
+    any shape: (H, P, N) of Mamba-2, (D, N) of Mamba-1, (H, key channels, value channels) of a gated delta net; (0,)
+    if there is none.
     """
 
     layers: int

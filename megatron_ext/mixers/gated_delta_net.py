@@ -2,9 +2,10 @@
 
 Yang, Kautz & Hatamizadeh, "Gated Delta Networks" (2024), figure 1: in_proj -> [q | k | v | gate | beta | alpha]; a
 causal convolution with SiLU over [q | k | v]; q and k divided by their lengths; the gated delta rule with the decay
-exp(-exp(A_log) * softplus(alpha + dt_bias)) and the strength sigmoid(beta); a norm of each head, times SiLU of the
-gate; out_proj. Parameter names, shapes and the order inside `in_proj` are those of megatron-core's `GatedDeltaNet`, so
-checkpoints fit both. SiLU stands in both places whatever the MLPs use: upstream's kernels know nothing else.
+exp(-exp(A_log) * softplus(alpha + dt_bias)) and the strength sigmoid(beta), or twice that; a norm of each head, times
+SiLU of the gate; out_proj. Parameter names, shapes and the order inside `in_proj` are those of megatron-core's
+`GatedDeltaNet`, so checkpoints fit both. SiLU stands in both places whatever the MLPs use: upstream's kernels know
+nothing else.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ class GatedDeltaNetMixer(RecurrentMixer):
             linear_value_head_dim (V) and linear_conv_kernel_dim.
         submodules: Specs of `in_proj`, `out_norm` and `out_proj`.
         d_model: Hidden size.
+        norm_epsilon: Of the norm of the outputs; None for that of all norms.
+        most_strength: With which a token overwrites what there was; above 1 eigenvalues can be negative.
         chunk_size: Tokens of a scan chunk in training; at inference the context's metadata decides.
     """
 
@@ -45,6 +48,8 @@ class GatedDeltaNetMixer(RecurrentMixer):
         layer_number: int | None = None,
         pg_collection: ProcessGroupCollection | None = None,
         pp_layer_offset: int = 0,
+        norm_epsilon: float | None = None,
+        most_strength: float = 1.0,
         chunk_size: int = GATED_DELTA_CHUNK,
     ) -> None:
         super().__init__(config)
@@ -65,7 +70,10 @@ class GatedDeltaNetMixer(RecurrentMixer):
         self.conv_dim = 2 * self.qk_dim_local + self.v_dim_local
         d_projected = self.conv_dim + self.v_dim_local + 2 * self.value_heads_local
         self.build_projections(submodules, d_model, tp_size * d_projected, tp_size * self.v_dim_local)
+        self.most_strength = most_strength
         self._build_recurrence(submodules)
+        if norm_epsilon is not None:
+            self.out_norm.eps = norm_epsilon
 
     def _build_recurrence(self, submodules: MixerSubmodules) -> None:
         """Convolution, dt bias, A and the norm of the heads, initialised as `GatedDeltaNet` does."""
@@ -104,7 +112,10 @@ class GatedDeltaNetMixer(RecurrentMixer):
     def _strength(self, beta: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor]:
         """How much each token overwrites, and the logarithm of the decay before it; [T, H] fp32 each."""
         step_size = F.softplus(alpha.float() + self.dt_bias.float())
-        return beta.float().sigmoid(), -self.A_log.float().exp() * step_size
+        strength = beta.float().sigmoid()
+        if self.most_strength != 1.0:
+            strength = strength * self.most_strength
+        return strength, -self.A_log.float().exp() * step_size
 
     def mamba_state_shapes_per_request(self) -> tuple[tuple[int, int], tuple[int, int, int]]:
         """Shapes of one request's convolution state (Cn, window - 1) and recurrent matrix (H, K, V)."""

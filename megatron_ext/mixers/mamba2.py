@@ -3,9 +3,13 @@
 Dao & Gu, "Transformers are SSMs" (2024), figure 6: in_proj -> [z | x | B | C | dt]; a causal convolution over
 [x | B | C]; the SSD scan; a gated group norm; out_proj. Parameter names, shapes and the order inside `in_proj` are
 those of megatron-core's `MambaMixer`, so checkpoints fit both.
+
+Descendants multiply the parts of the projection by constants, norm before they gate, or do not norm (FalconH1).
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -15,10 +19,11 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
 from megatron_ext.config.recurrent.mamba import MambaFields
+from megatron_ext.config.recurrent.mamba2 import GATE_FIRST
 from megatron_ext.mixers.mixer import MixerSubmodules, Pass, Projected, RecurrentMixer, mark_split
 from megatron_ext.mixers.sharding import Metadata, Offsets, sharded_mixer_state
 from megatron_ext.mixers.step_size import random_step_bias
-from megatron_ext.ops.gated_norm import gated_norm
+from megatron_ext.ops.gated_norm import gated_norm, silu_gate
 from megatron_ext.ops.ssd import SSD
 
 A_INIT_RANGE = (1.0, 16.0)
@@ -32,6 +37,8 @@ class Mamba2Mixer(RecurrentMixer):
         submodules: Specs of `in_proj` and `out_proj`.
         d_model: Hidden size.
         d_conv: Convolution window K.
+        gated_norm: "gate_first", "norm_first", or None for a gate alone.
+        multipliers: Of z, x, B, C and dt; None for 1.
         chunk_size: Tokens of a scan chunk in training; at inference the context's metadata decides.
     """
 
@@ -44,6 +51,8 @@ class Mamba2Mixer(RecurrentMixer):
         pg_collection: ProcessGroupCollection | None = None,
         pp_layer_offset: int = 0,
         d_conv: int = MambaFields.mamba_conv_kernel,
+        gated_norm: str | None = GATE_FIRST,
+        multipliers: Sequence[float] | None = None,
         chunk_size: int = MambaFields.mamba_chunk_size,
     ) -> None:
         super().__init__(config)
@@ -66,22 +75,34 @@ class Mamba2Mixer(RecurrentMixer):
         d_inner = nheads * self.headdim
         d_projected = 2 * d_inner + 2 * config.mamba_num_groups * self.d_state + nheads
         self.build_projections(submodules, d_model, d_projected, d_inner)
-        self._build_recurrence()
+        self._build_recurrence(gated_norm)
+        self.register_buffer("multipliers", self._by_row(multipliers), persistent=False)
 
-    def _build_recurrence(self) -> None:
+    def _build_recurrence(self, gated_norm: str | None) -> None:
         """Convolution, dt bias, A, D and the gated norm, initialised as `MambaMixer` does (A, D in fp32)."""
         dtype, heads = self.config.params_dtype, self.nheads_local
         self.conv1d = nn.Conv1d(self.conv_dim, self.conv_dim, self.d_conv, groups=self.conv_dim, dtype=dtype)
         self.dt_bias = nn.Parameter(random_step_bias(heads).to(dtype))
         self.A_log = nn.Parameter(torch.empty(heads, dtype=torch.float32).uniform_(*A_INIT_RANGE).log())
         self.D = nn.Parameter(torch.ones(heads, dtype=torch.float32))
-        self.norm = GatedGroupRMSNorm(
-            self.d_inner_local, self.d_inner_local // self.ngroups_local, self.config.layernorm_epsilon, dtype
-        )
-        mark_split((*self.conv1d.parameters(), self.dt_bias, self.A_log, self.D, self.norm.weight))
+        channels, group_size = self.d_inner_local, self.d_inner_local // self.ngroups_local
+        kind = GatedGroupRMSNorm if gated_norm == GATE_FIRST else GroupRMSNormThenGate
+        self.norm = None if gated_norm is None else kind(channels, group_size, self.config.layernorm_epsilon, dtype)
+        norm = [] if self.norm is None else [self.norm.weight]
+        mark_split((*self.conv1d.parameters(), self.dt_bias, self.A_log, self.D, *norm))
+
+    def _by_row(self, multipliers: Sequence[float] | None) -> Tensor | None:
+        """Those of z, x, B, C and dt for each row of this rank's projection."""
+        if multipliers is None:
+            return None
+        inner, grouped = self.d_inner_local, self.ngroups_local * self.d_state
+        rows = torch.tensor((inner, inner, grouped, grouped, self.nheads_local))
+        return torch.tensor(multipliers, dtype=self.config.params_dtype).repeat_interleave(rows)
 
     def split(self, projected: Tensor) -> Projected:
         """[T, .] -> xBC [T, Cn], dt [T, H], z [T, d_inner]; views."""
+        if self.multipliers is not None:
+            projected = projected * self.multipliers
         z, xbc, dt = projected.split([self.d_inner_local, self.conv_dim, self.nheads_local], dim=-1)
         return Projected(xbc, (dt,), z)
 
@@ -91,8 +112,8 @@ class Mamba2Mixer(RecurrentMixer):
         return through.scan(SSD, x, self._step_size(*scan_inputs), self._a(), b, c, D=self.D.float()).flatten(1)
 
     def gated(self, y: Tensor, gate: Tensor) -> Tensor:
-        """The gated norm."""
-        return self.norm(y, gate)
+        """The gated norm, or the gate."""
+        return silu_gate(y, gate) if self.norm is None else self.norm(y, gate)
 
     def _split_heads(self, xbc: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[T, Cn] -> x [T, H, P], B [T, G, N], C [T, G, N]; views."""
@@ -140,3 +161,13 @@ class GatedGroupRMSNorm(nn.Module):
     def forward(self, y: Tensor, z: Tensor) -> Tensor:
         """y, z [T, channels] -> [T, channels] in z's type."""
         return gated_norm(y, z, self.weight, group_size=self.group_size, eps=self.eps)
+
+
+class GroupRMSNormThenGate(GatedGroupRMSNorm):
+    """RMSNorm over groups of channels, of y, times silu(z) (gate behind the norm); computed in fp32."""
+
+    def forward(self, y: Tensor, z: Tensor) -> Tensor:
+        """y, z [T, channels] -> [T, channels] in z's type."""
+        grouped = y.float().unflatten(-1, (-1, self.group_size))
+        normed = F.rms_norm(grouped, (self.group_size,), eps=self.eps).flatten(-2)
+        return silu_gate(normed * self.weight.float(), z)

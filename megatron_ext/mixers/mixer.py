@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_ext.mixers.chunk_metadata import cut_chunks
 from megatron_ext.mixers.recurrent import RecurrentContext, RecurrentStep
-from megatron_ext.ops.causal_conv1d import CAUSAL_CONV1D
+from megatron_ext.ops.causal_conv1d import CAUSAL_CONV1D, CausalConv1d
 from megatron_ext.ops.recurrence import Recurrence
 from megatron_ext.ops.state_slots import StateSlots
 from megatron_ext.ops.varlen import PackedChunks
@@ -43,7 +43,9 @@ class Projected(NamedTuple):
 class Pass(Protocol):
     """One way through a mixer's operators: a kind says what is computed, a pass where states come from and go to."""
 
-    def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def convolve(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, operator: CausalConv1d = CAUSAL_CONV1D
+    ) -> Tensor:
         """[T, Cn] -> [T, Cn]; weight [Cn, 1, K] as `nn.Conv1d` has it."""
 
     def scan(self, operator: Recurrence, *inputs: Tensor, **options: object) -> Tensor:
@@ -56,9 +58,11 @@ class TrainingPass:
 
     chunks: PackedChunks
 
-    def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def convolve(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, operator: CausalConv1d = CAUSAL_CONV1D
+    ) -> Tensor:
         """See `Pass`."""
-        return CAUSAL_CONV1D.scan(x, weight.squeeze(1), bias, chunks=self.chunks)
+        return operator.scan(x, weight.squeeze(1), bias, chunks=self.chunks)
 
     def scan(self, operator: Recurrence, *inputs: Tensor, **options: object) -> Tensor:
         """See `Pass`."""
@@ -77,9 +81,11 @@ class PrefillPass:
     live: tuple[Tensor, Tensor]
     snapshots: tuple[Tensor | None, Tensor | None]
 
-    def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def convolve(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, operator: CausalConv1d = CAUSAL_CONV1D
+    ) -> Tensor:
         """See `Pass`."""
-        return CAUSAL_CONV1D.prefill(
+        return operator.prefill(
             x,
             weight.squeeze(1),
             bias,
@@ -108,9 +114,11 @@ class DecodePass:
     slots: Tensor | slice
     live: tuple[Tensor, Tensor]
 
-    def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def convolve(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, operator: CausalConv1d = CAUSAL_CONV1D
+    ) -> Tensor:
         """See `Pass`."""
-        return CAUSAL_CONV1D.decode(x, weight.squeeze(1), bias, slots=self.slots, live=self.live[0])
+        return operator.decode(x, weight.squeeze(1), bias, slots=self.slots, live=self.live[0])
 
     def scan(self, operator: Recurrence, *inputs: Tensor, **options: object) -> Tensor:
         """See `Pass`."""

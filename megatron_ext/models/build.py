@@ -4,27 +4,34 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from megatron_ext.config import RECURRENT_KINDS, ModelConfig, ParallelConfig
+from megatron_ext.config.layers.letters import is_attention
+from megatron_ext.config.layers.multipliers import MULTIPLIERS
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import platform  # first: it puts the CPU stand-ins in place
-from megatron_ext.mcore.mlp import squared_relu
+from megatron_ext.mcore.layer_config import LayerConfig
+from megatron_ext.mcore.mlp import ScaledSilu, squared_relu
 from megatron_ext.mcore.model import HybridModel
 from megatron_ext.mcore.stack import HybridStack
 from megatron_ext.memory.limits import allocating
+from megatron_ext.models.rotary import rotary_embedding
 from megatron_ext.models.size import check_model_fits, described
 from megatron_ext.models.stack_specs import OWN_SPECS, is_own_spec
 from megatron_ext.ranks.layout import check_model
 from megatron_ext.ranks.share import Share, share_of
 from megatron_ext.ranks.world import ranks_on_this_machine
 
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding  # isort: skip
-from megatron.core.transformer import TransformerConfig  # isort: skip
 from megatron.core.transformer.spec_utils import ModuleSpec  # isort: skip
+
+_RECURRENT_LAYERS = ("mamba_layer", "parallel_layer")  # of our stacks, by their specs' names
+_MULTIPLIERS = [name for name in MULTIPLIERS if name != "mlp_gate_multiplier"]  # that one is the activation's
 
 
 def build_model(
@@ -111,21 +118,14 @@ def _built(
             rotary_base=config.rotary_base,
             rotary_percent=config.rotary_percent,
         )
-    if config.use_rope_scaling:  # MambaModel does not pass these on
-        model.rotary_pos_emb = RotaryEmbedding(
-            kv_channels=config.head_channels,
-            rotary_percent=config.rotary_percent,
-            rotary_base=config.rotary_base,
-            rope_scaling=True,
-            rope_scaling_factor=config.rope_scaling_factor,
-            use_cpu_initialization=True,
-        )
+    if config.use_rope_scaling or config.yarn_rotary_scaling_factor is not None:  # MambaModel does not pass these on
+        model.rotary_pos_emb = rotary_embedding(config)
     return model
 
 
 def transformer_config(
     config: ModelConfig, dtype: torch.dtype, perform_initialization: bool = True, share: Share | None = None
-) -> TransformerConfig:
+) -> LayerConfig:
     """megatron-core's configuration: fused CUDA kernels off, weights initialised on the host.
 
     Args:
@@ -134,19 +134,29 @@ def transformer_config(
         perform_initialization: See `build_model`.
         share: How the model is spread; None for one rank.
     """
-    sizes = {} if share is None else share.core_fields
-    return TransformerConfig(
+    others: dict[str, Any] = {
+        **{name: getattr(config, name) for name in _MULTIPLIERS},
+        **({} if share is None else share.core_fields),
+        **(config.recurrent.core_fields(config) if config.is_hybrid else {}),
+        **(_moe_fields(config) if config.is_moe else {}),
+    }
+    return LayerConfig(
         num_layers=config.layer_count,
         hidden_size=config.hidden_size,
         ffn_hidden_size=config.ffn_size,
         **_heads(config, share),
         kv_channels=config.head_channels,
         qk_layernorm=config.qk_layernorm,
+        qk_layernorm_over_heads=config.qk_layernorm_over_heads,
         attention_output_gate=config.attention_output_gate,
         normalization=config.normalization,
         layernorm_zero_centered_gamma=config.apply_layernorm_1p,
         layernorm_epsilon=config.norm_epsilon,
         add_bias_linear=not config.disable_bias_linear,
+        add_qkv_bias=config.add_qkv_bias,
+        add_attention_output_bias=config.add_attention_output_bias,
+        add_mlp_bias=config.add_mlp_bias,
+        attention_window=config.attention_window,
         gated_linear_unit=config.swiglu,
         activation_func=_activation(config),
         hidden_dropout=0.0,
@@ -164,15 +174,17 @@ def transformer_config(
         apply_rope_fusion=False,
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
-        **sizes,
-        **(config.recurrent.core_fields(config) if config.is_hybrid else {}),
-        **(_moe_fields(config) if config.is_moe else {}),
+        rotary_magnitude=config.rotary_magnitude,
+        yarn_rotary_scaling_factor=config.yarn_rotary_scaling_factor or 1.0,
+        yarn_mscale=config.yarn_mscale,
+        yarn_mscale_all_dim=config.yarn_mscale_all_dim,
+        **others,
     )
 
 
 def _heads(config: ModelConfig, share: Share | None) -> dict[str, int]:
     """Upstream insists on heads that ranks can share even where no layer has any."""
-    if share is not None and "*" not in config.hybrid_override_pattern:
+    if share is not None and not any(map(is_attention, config.hybrid_override_pattern)):
         ranks = share.parallel.tensor_model_parallel_size
         return {"num_attention_heads": ranks, "num_query_groups": ranks} if ranks > 1 else _heads(config, None)
     return {"num_attention_heads": config.num_attention_heads, "num_query_groups": config.query_groups}
@@ -200,7 +212,7 @@ def _moe_fields(config: ModelConfig) -> dict[str, object]:
 
 def _activation(config: ModelConfig) -> object:
     if config.swiglu:
-        return F.silu
+        return F.silu if config.mlp_gate_multiplier == 1 else ScaledSilu(config.mlp_gate_multiplier)
     return squared_relu if config.squared_relu else F.gelu
 
 
@@ -224,7 +236,10 @@ def resolve_spec(config: ModelConfig) -> ModuleSpec:
             f"{config.recurrent_layer}; give --recurrent-layer {owner}, which needs no --spec"
         )
     params = {"chunk_size": config.scan_chunk_size, **config.recurrent.mixer_params(config)}
-    mixer = dataclasses.replace(spec.submodules.mamba_layer.submodules.mixer, params=params)
-    mamba_submodules = dataclasses.replace(spec.submodules.mamba_layer.submodules, mixer=mixer)
-    mamba_layer = dataclasses.replace(spec.submodules.mamba_layer, submodules=mamba_submodules)
-    return dataclasses.replace(spec, submodules=dataclasses.replace(spec.submodules, mamba_layer=mamba_layer))
+    layers = {name: _with_mixer_params(getattr(spec.submodules, name), params) for name in _RECURRENT_LAYERS}
+    return dataclasses.replace(spec, submodules=dataclasses.replace(spec.submodules, **layers))
+
+
+def _with_mixer_params(layer: ModuleSpec, params: Mapping[str, object]) -> ModuleSpec:
+    mixer = dataclasses.replace(layer.submodules.mixer, params=dict(params))
+    return dataclasses.replace(layer, submodules=dataclasses.replace(layer.submodules, mixer=mixer))

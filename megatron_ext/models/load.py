@@ -30,7 +30,8 @@ from megatron_ext.models.megatron.checkpoint import (
 )
 from megatron_ext.models.megatron.facts import TrainingFacts
 from megatron_ext.models.native.checkpoint import load_weights
-from megatron_ext.models.native.directory import read_header, require_replaceable
+from megatron_ext.models.native.directory import TokenizerSource, read_header, require_replaceable
+from megatron_ext.models.native.kept_tokenizers import LibraryTokenizer, has_kept_tokenizer
 from megatron_ext.models.overrides import fitting_overrides
 from megatron_ext.models.tokenizers import Ids, choose_tokenizer
 from megatron_ext.ranks.stages import describe_stages, split_layers
@@ -100,18 +101,33 @@ def load_model(
         model = _build(config, parallel, dtype=dtype, device=device, seed=source.seed)
         return LoadedModel(model, config, tokenizer, dtype, f"random weights, {config.hybrid_override_pattern}")
     trained = training_facts_of(directory) if source.load else None
-    config = _saved_config(source, directory, overrides, trained)
+    config = checkpoint_config(source, directory, overrides, trained)
     ids = Ids(overrides.get("vocab_size"), config.vocab_size)
     tokenizer = choose_tokenizer(source, _tokenizer_directory(source, directory), ids, trained)
     _require_ids_fit(tokenizer, config, directory)
     model = _build(config, parallel, dtype=dtype, device=device, seed=source.seed, perform_initialization=False)
+    fill_model(model, config, source, directory)
+    return LoadedModel(model, config, tokenizer, dtype, source.load or source.load_hf or "embedded")
+
+
+def fill_model(model: HybridModel, config: ModelConfig, source: SourceConfig, directory: Path) -> None:
+    """Read every tensor of a model from a checkpoint.
+
+    Args:
+        model: Built of `config`.
+        config: See `checkpoint_config`.
+        source: Says of which format the checkpoint is.
+        directory: Where its files are.
+
+    Raises:
+        CheckpointError: Something is missing, unknown, of another shape, or damaged. The model may be half filled.
+    """
     if source.load_hf:
         load_hf_weights(model, config, directory)
     elif is_dist_checkpoint(directory):
         load_dist_weights(model, directory)
     else:
         load_weights(model, directory)
-    return LoadedModel(model, config, tokenizer, dtype, source.load or source.load_hf or "embedded")
 
 
 def save_model(directory: str | Path, loaded: LoadedModel) -> None:
@@ -123,12 +139,14 @@ def save_model(directory: str | Path, loaded: LoadedModel) -> None:
         ConfigError: The directory holds something that is not a checkpoint of ours, or cannot be written.
     """
     tokenizer = loaded.tokenizer
-    tokenizer_source = tokenizer.path if isinstance(tokenizer, TextTokenizer) else None
-    if not isinstance(tokenizer, (TextTokenizer, NullTokenizer)):
-        logger.warning(
-            "%s does not get the tokenizer, whose files are Megatron's: give its flags with --load too", directory
-        )
-    save_dist_checkpoint(directory, loaded.model, loaded.config, tokenizer_source, loaded.dtype)
+    source: TokenizerSource | None = None
+    if isinstance(tokenizer, TextTokenizer):
+        source = tokenizer.path
+    elif isinstance(tokenizer, LibraryTokenizer):
+        source = tokenizer
+    elif not isinstance(tokenizer, NullTokenizer):
+        logger.warning("%s does not get its tokenizer (%s), which has no files", directory, type(tokenizer).__name__)
+    save_dist_checkpoint(directory, loaded.model, loaded.config, source, loaded.dtype)
 
 
 def _build(config: ModelConfig, parallel: ParallelConfig | None, **options: Any) -> HybridModel:
@@ -169,10 +187,20 @@ def _checkpoint_directory(source: SourceConfig, overrides: FieldValues) -> Path 
     return None
 
 
-def _saved_config(
+def checkpoint_config(
     source: SourceConfig, directory: Path, overrides: FieldValues, trained: TrainingFacts | None
 ) -> ModelConfig:
-    """The checkpoint's configuration with the overrides, which may not contradict the stored weights."""
+    """A checkpoint's configuration with the overrides.
+
+    Args:
+        source: Says of which format it is.
+        directory: Where its files are.
+        overrides: As for `load_model`.
+        trained: What a checkpoint of Megatron-LM says.
+
+    Raises:
+        ConfigError: The overrides contradict the stored weights; the configuration is missing or makes no sense.
+    """
     if source.load_hf:
         saved = read_hf_config(directory)
     elif is_dist_checkpoint(directory):
@@ -208,7 +236,8 @@ def _without_checkpoint(source: SourceConfig, overrides: FieldValues) -> tuple[M
 
 def _tokenizer_directory(source: SourceConfig, directory: Path) -> Path:
     """Where a checkpoint's tokenizer is: beside its weights, or above them, beside all iterations."""
-    return Path(source.load) if source.load and not has_tokenizer(directory) else directory
+    has_own = has_tokenizer(directory) or has_kept_tokenizer(directory)
+    return Path(source.load) if source.load and not has_own else directory
 
 
 def _require_ids_fit(tokenizer: Tokenizer, config: ModelConfig, directory: Path | None) -> None:

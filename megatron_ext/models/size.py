@@ -7,6 +7,7 @@ import math
 import torch
 
 from megatron_ext.config import ModelConfig, ParallelConfig
+from megatron_ext.config.layers.letters import is_attention, is_mlp, is_recurrent
 from megatron_ext.errors import ConfigError
 from megatron_ext.ranks.share import Share
 from megatron_ext.ranks.stages import Stage
@@ -24,13 +25,18 @@ def matrix_parameter_count(config: ModelConfig, share: Share | None = None) -> i
     if share is None:
         share = Share(ParallelConfig(), (Stage(0, config.layer_count),), 0)
     tensor = share.parallel.tensor_model_parallel_size
-    layers = {
-        "M": config.recurrent.parameter_count(config) // tensor,
-        "*": _attention(config) // tensor,
-        "-": _mlp(config, config.hidden_size, config.ffn_size) // tensor,
-        "E": _experts(config, share.parallel) if config.is_moe else 0,
-    }
-    return _embeddings(config, share) + sum(layers[symbol] for symbol in share.pattern(config))
+    recurrent = config.recurrent.parameter_count(config) // tensor
+    attention = _attention(config) // tensor
+    mlp = _mlp(config, config.hidden_size, config.ffn_size) // tensor
+    experts = _experts(config, share.parallel) if config.is_moe else 0
+    layers = sum(
+        recurrent * is_recurrent(letter)
+        + attention * is_attention(letter)
+        + mlp * is_mlp(letter)
+        + experts * (letter == "E")
+        for letter in share.pattern(config)
+    )
+    return _embeddings(config, share) + layers
 
 
 def _embeddings(config: ModelConfig, share: Share) -> int:

@@ -17,6 +17,7 @@ from megatron_ext.config.tokenizer import (
 )
 from megatron_ext.errors import ConfigError
 from megatron_ext.models.megatron.facts import TrainingFacts
+from megatron_ext.models.native.kept_tokenizers import has_kept_tokenizer, read_kept_tokenizer
 from megatron_ext.ranks.world import is_first_rank
 from megatron_ext.text.library_tokenizers import (
     DEFAULT_PATTERN,
@@ -70,6 +71,8 @@ def choose_tokenizer(
         return _null(ids)
     if kind is None:
         kind = _kind_of_file(source, trained)
+    if kind is None and source.tokenizer_model is None and directory is not None and has_kept_tokenizer(directory):
+        return read_kept_tokenizer(directory)
     if kind in (None, HUGGING_FACE_TOKENIZER):
         chosen = _hugging_face(source, directory)
         if chosen is not None:

@@ -33,11 +33,13 @@ class WeightFiles:
         self._file_of = self._whole() if os.path.lexists(directory / WEIGHTS_FILE) else self._shards()
         self._open: dict[str, safe_open] = {}
         self._part_of: dict[str, tuple[str, str, int]] = {}  # a part's name -> file, tensor and index there
+        self._joined: dict[str, list[str]] = {}  # a whole's name -> those of what it is made of
 
     @property
     def names(self) -> set[str]:
-        """Names of the tensors, and of the parts of those that were split."""
-        return set(self._file_of) | set(self._part_of)
+        """Names of the tensors, of the parts of those that were split, and of those that were joined."""
+        parts = {part for parts in self._joined.values() for part in parts}
+        return (set(self._file_of) | set(self._part_of) | set(self._joined)) - parts
 
     def split(self, name: str, part_name: Callable[[int], str]) -> None:
         """Show a tensor as its slices along the first dimension, under names of their own, instead of as a whole.
@@ -56,8 +58,27 @@ class WeightFiles:
                 raise CheckpointError(f"{self.directory} has both {name} and {part}, which is a part of it")
             self._part_of[part] = (file, name, index)
 
+    def join(self, name: str, parts: list[str]) -> None:
+        """Show tensors that stand one below the other as one, in their place.
+
+        Raises:
+            CheckpointError: One of them is missing, they do not fit each other, or there is a tensor of such a name.
+        """
+        missing = [part for part in parts if part not in self._file_of]
+        if missing:
+            raise CheckpointError(f"{self.directory} lacks {missing[0]}, which is a part of {name}")
+        if any(name in known for known in (self._file_of, self._part_of, self._joined)):
+            raise CheckpointError(f"{self.directory} has both {name} and {parts[0]}, which is a part of it")
+        shapes = [self.shape(part) for part in parts]
+        if not all(shapes) or len({shape[1:] for shape in shapes}) > 1:
+            raise CheckpointError(f"{self.directory}: tensors of shapes {shapes} are not parts of one, {name}")
+        self._joined[name] = parts
+
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of one tensor, which is not read."""
+        if name in self._joined:
+            shapes = [self.shape(part) for part in self._joined[name]]
+            return (sum(shape[0] for shape in shapes), *shapes[0][1:])
         file, whole, index = self._part_of.get(name) or (self._file_of[name], name, None)
         shape = self._handle(file).get_slice(whole).get_shape()
         return tuple(shape if index is None else shape[1:])
@@ -69,6 +90,8 @@ class WeightFiles:
             name: The tensor's.
             box: The part of it that is read; None for all.
         """
+        if name in self._joined:
+            return self._get_joined(name, box or tuple(slice(0, size) for size in self.shape(name)))
         if name in self._part_of:
             file, whole, index = self._part_of[name]
             place = (index, *(box or ()))
@@ -82,6 +105,17 @@ class WeightFiles:
             found = str(tensor.dtype).removeprefix("torch.")
             raise CheckpointError(f"{self.directory}: tensor {name} is of type {found}; supported are {supported}")
         return tensor
+
+    def _get_joined(self, name: str, box: tuple[slice, ...]) -> Tensor:
+        """A box of a joined tensor; of each part what is in it is read."""
+        found, first = [], 0
+        for part in self._joined[name]:
+            rows = self.shape(part)[0]
+            low, high = max(box[0].start, first), min(box[0].stop, first + rows)
+            if low < high:
+                found.append(self.get(part, (slice(low - first, high - first), *box[1:])))
+            first += rows
+        return torch.cat(found)
 
     def _whole(self) -> dict[str, str]:
         return dict.fromkeys(self._keys(WEIGHTS_FILE), WEIGHTS_FILE)

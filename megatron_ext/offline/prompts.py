@@ -16,6 +16,7 @@ from megatron_ext.config import RequestParams, RunConfig
 from megatron_ext.config.annotations import FieldType, FieldValues, MismatchError, field_types
 from megatron_ext.errors import ConfigError
 from megatron_ext.offline.synthetic import RandomTokens, described, synthetic_contents
+from megatron_ext.text.grammars import Grammars
 from megatron_ext.text.prompt_tokens import tokenize_prompt
 from megatron_ext.text.tokenizer import Tokenizer
 from megatron_ext.text.vocabulary import Vocabulary
@@ -147,15 +148,17 @@ def tokenize_prompts(prompts: Iterable[Prompt], tokenizer: Tokenizer, vocab_size
     """The prompts as token ids, which a model with this tokenizer and vocabulary can read, before the first one runs.
 
     Raises:
-        ConfigError: For the first prompt that has no token, or an id that is none; names where it was read.
+        ConfigError: For the first prompt that has no token, an id that is none, or a form that answers cannot be given;
+            names where it was read.
     """
-    vocabulary, tokenized = Vocabulary(tokenizer, vocab_size), []
+    vocabulary, grammars, tokenized = Vocabulary(tokenizer, vocab_size), Grammars(tokenizer, vocab_size), []
     for prompt in prompts:
         content = prompt.content
         text = content if isinstance(content, str) else None
         try:
             tokens = _tokens(content, tokenizer, vocabulary)
             vocabulary.check_prompt(tokens)
+            grammars.check(prompt.params.form)
         except ConfigError as error:
             raise ConfigError(f"{prompt.source}: {error}") from None
         if not tokens:

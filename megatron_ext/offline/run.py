@@ -16,6 +16,7 @@ from dataclasses import replace
 from megatron_ext.config import MEGATRON_FORMAT, CacheConfig, InferenceSettings
 from megatron_ext.console.geometry import make_console, print_geometry
 from megatron_ext.console.machine import check_machine
+from megatron_ext.console.profiling import check_profile, profiled
 from megatron_ext.console.start import say_start
 from megatron_ext.console.terminal import Output, printable
 from megatron_ext.errors import OutputError
@@ -25,6 +26,7 @@ from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.mcore.assemble import build_engine
 from megatron_ext.mcore.teams import form_team
 from megatron_ext.models.following import follow
+from megatron_ext.models.generation_defaults import request_defaults
 from megatron_ext.models.load import load_model, save_model
 from megatron_ext.offline.comparison import comparable, compare, print_comparison, problems
 from megatron_ext.offline.megatron_results import build_megatron_results
@@ -69,6 +71,7 @@ def run_offline(settings: InferenceSettings, interruption: Interruption | None =
             if team is not None and not team.is_leader:
                 _follow(settings, team, interruption)
                 return True
+            check_profile(settings.run.profile, team)
             offline = _Offline(settings, _read_prompts(settings), interruption, team)
             return offline.compare() if settings.run.prefix_cache_compare else offline.run()
     finally:
@@ -91,7 +94,8 @@ def _follow(settings: InferenceSettings, team: Team, interruption: Interruption)
 
 def _read_prompts(settings: InferenceSettings) -> Sequence[Prompt]:
     run = settings.run
-    prompts = read_prompts(run, settings.sampling, seed=settings.source.seed)
+    defaults = request_defaults(settings.source, settings.sampling_given)
+    prompts = read_prompts(run, defaults, seed=settings.source.seed)
     check_schedule(run, len(prompts))
     if run.output_path is not None:
         check_output_path(run.output_path)
@@ -126,8 +130,9 @@ class _Offline:
         engine = self._build_engine(self._settings.cache)
         print_geometry(engine.geometry, self._loaded.name, self._console, engine.longest_request_state_bytes)
         self._interruption.hold()
-        passes = self._serve(engine)
-        engine.close()
+        with profiled(engine, self._settings.run.profile):
+            passes = self._serve(engine)
+            engine.close()
         problem = self._write(engine, passes)
         self._end_if_asked(passes, problem)
         lost = engine.statistics().prefix_cache_lost()

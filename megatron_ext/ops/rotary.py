@@ -14,22 +14,26 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Rotation:
-    """Cosines and sines of each token's angles, [T, 1, 1, n/2] each."""
+    """Cosines and sines of each token's angles, times a magnitude, [T, 1, 1, n/2] each."""
 
     cos: Tensor
     sin: Tensor
 
 
-def rotation_at(angles: Tensor, positions: Tensor, dtype: torch.dtype) -> Rotation:
+def rotation_at(angles: Tensor, positions: Tensor, dtype: torch.dtype, magnitude: float = 1.0) -> Rotation:
     """The rotation of each token.
 
     Args:
         angles: [positions, 1, 1, n] as megatron-core's `RotaryEmbedding` gives it: both halves are the same.
         positions: [T] int64.
         dtype: Of the result; the angles are looked up in their own.
+        magnitude: What is rotated is multiplied by this.
     """
     chosen = angles[..., : angles.shape[-1] // 2][positions]
-    return Rotation(chosen.cos().to(dtype), chosen.sin().to(dtype))
+    cos, sin = chosen.cos(), chosen.sin()
+    if magnitude != 1.0:
+        cos, sin = cos * magnitude, sin * magnitude
+    return Rotation(cos.to(dtype), sin.to(dtype))
 
 
 def rotate(states: Tensor, rotation: Rotation) -> Tensor:

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import nlargest
-from itertools import islice
+from itertools import count, islice
 from typing import overload
 
 from megatron_ext.prefix_cache.block_pool import BlockId
 from megatron_ext.prefix_cache.hash_chain import Digest
-
-
-@dataclass
-class _Entry:
-    block: BlockId
-    parent: Digest | None  # None for the first block of a sequence
-    depth: int  # blocks from the start of the sequence, this one included
-    children: int = 0
-    hits: int = 0  # requests that resumed at the end of this block
 
 
 class CachedRun(Sequence[BlockId]):
@@ -27,8 +19,8 @@ class CachedRun(Sequence[BlockId]):
     A run of thousands of blocks whose length alone decides costs a few look-ups.
     """
 
-    def __init__(self, entries: Mapping[Digest, _Entry], digests: Sequence[Digest], length: int) -> None:
-        self._entries, self._digests, self._length = entries, digests, length
+    def __init__(self, blocks: Mapping[Digest, BlockId], digests: Sequence[Digest], length: int) -> None:
+        self._blocks, self._digests, self._length = blocks, digests, length
 
     def __len__(self) -> int:
         return self._length
@@ -40,13 +32,13 @@ class CachedRun(Sequence[BlockId]):
     def __getitem__(self, index: slice) -> list[BlockId]: ...
 
     def __getitem__(self, index: int | slice) -> BlockId | list[BlockId]:
-        entries, digests = self._entries, self._digests
+        blocks, digests = self._blocks, self._digests
         if isinstance(index, slice):
-            return [entries[digests[i]].block for i in range(*index.indices(self._length))]
-        return entries[digests[range(self._length)[index]]].block
+            return [blocks[digests[i]] for i in range(*index.indices(self._length))]
+        return blocks[digests[range(self._length)[index]]]
 
     def __iter__(self) -> Iterator[BlockId]:
-        return (self._entries[digest].block for digest in islice(self._digests, self._length))
+        return map(self._blocks.__getitem__, islice(self._digests, self._length))
 
     def __eq__(self, other: object) -> bool:
         return list(self) == list(other) if isinstance(other, Sequence) else NotImplemented
@@ -64,14 +56,21 @@ class CachedPrefix:
 
 
 class BlockIndex:
-    """A forest of digests. A block is found by one look-up, and knows how many cached blocks continue it."""
+    """A forest of digests. A block is found by one look-up, and knows how many cached blocks continue it.
+
+    What is known of a digest is in a dictionary for each thing, so that a run is indexed by a few updates.
+    """
 
     def __init__(self) -> None:
-        self._entries: dict[Digest, _Entry] = {}
+        self._blocks: dict[Digest, BlockId] = {}
         self._digest_of: dict[BlockId, Digest] = {}
+        self._parents: dict[Digest, Digest | None] = {}  # None for the first block of a sequence
+        self._depths: dict[Digest, int] = {}  # blocks from the start of the sequence, this one included
+        self._children: dict[Digest, int] = {}  # of those that have any
+        self._hits: dict[Digest, int] = {}  # requests that resumed at the end of the block, if any did
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._blocks)
 
     def __contains__(self, block: BlockId) -> bool:
         """Whether `block` is indexed."""
@@ -83,8 +82,12 @@ class BlockIndex:
 
     def find(self, digest: Digest) -> BlockId | None:
         """The block that holds `digest`, or None."""
-        entry = self._entries.get(digest)
-        return None if entry is None else entry.block
+        return self._blocks.get(digest)
+
+    def among(self, blocks: Iterable[BlockId]) -> list[BlockId]:
+        """Those of `blocks` that are indexed, in their order."""
+        digest_of = self._digest_of
+        return [block for block in blocks if block in digest_of]
 
     def digest_of(self, block: BlockId) -> Digest:
         """What the indexed `block` holds."""
@@ -96,85 +99,96 @@ class BlockIndex:
         An indexed block's parents are indexed (`add` and `remove` see to that), so the end is found by doubling and
         halving: a look-up for each doubling of the run, not for each block.
         """
-        low, high = 0, 1  # blocks: `low` of them are indexed; `high`, once it is found out, are not
-        while high <= len(digests) and digests[high - 1] in self._entries:
+        blocks, low, high = self._blocks, 0, 1  # `low` blocks are indexed; `high`, once it is found out, are not
+        while high <= len(digests) and digests[high - 1] in blocks:
             low, high = high, 2 * high
         high = min(high, len(digests) + 1)
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if digests[middle - 1] in self._entries else (low, middle)
-        return CachedRun(self._entries, digests, low)
+            low, high = (middle, high) if digests[middle - 1] in blocks else (low, middle)
+        return CachedRun(blocks, digests, low)
 
-    def add(self, digest: Digest, block: BlockId, parent: Digest | None) -> None:
-        """Index `block`, whose parent, if it has one, must be indexed."""
-        assert digest not in self._entries, "a digest has one block"
-        assert block not in self._digest_of, f"block {block} holds one digest"
-        depth = 1
+    def add(self, digests: Sequence[Digest], blocks: Sequence[BlockId], parent: Digest | None) -> None:
+        """Index a run of at least one block; its first one's parent, if there is one, must be indexed."""
+        assert self._blocks.keys().isdisjoint(digests), "a digest has one block"
+        assert self._digest_of.keys().isdisjoint(blocks), f"each of {blocks} holds one digest"
+        depth = 0 if parent is None else self._depths[parent]
         if parent is not None:
-            self._entries[parent].children += 1
-            depth += self._entries[parent].depth
-        self._entries[digest] = _Entry(block, parent, depth)
-        self._digest_of[block] = digest
+            self._children[parent] = self._children.get(parent, 0) + 1
+        self._blocks.update(zip(digests, blocks, strict=True))
+        self._digest_of.update(zip(blocks, digests, strict=True))
+        self._parents.update(zip(digests, [parent, *digests[:-1]], strict=True))
+        self._depths.update(zip(digests, count(depth + 1)))
+        self._children.update(dict.fromkeys(digests[:-1], 1))
 
-    def remove(self, block: BlockId) -> Digest:
-        """Forget `block`, which no indexed block may continue, and tell what it held."""
-        digest = self._digest_of.pop(block)
-        entry = self._entries.pop(digest)
-        assert entry.children == 0, f"block {block} has {entry.children} cached children"
-        if entry.parent is not None:
-            self._entries[entry.parent].children -= 1
+    def remove(self, blocks: Iterable[BlockId]) -> list[Digest]:
+        """Forget `blocks`, each after those that continue it, and tell what they held."""
+        return [self._remove(block) for block in blocks]
+
+    def _remove(self, block: BlockId) -> Digest:
+        digest = self._digest_of[block]
+        children = self._children.get(digest, 0)
+        assert not children, f"block {block} has {children} cached children"
+        del self._digest_of[block], self._blocks[digest], self._depths[digest]
+        self._hits.pop(digest, None)
+        parent = self._parents.pop(digest)
+        if parent is not None:
+            self._children[parent] -= 1
+            if not self._children[parent]:
+                del self._children[parent]
         return digest
 
     def digests(self) -> Iterable[Digest]:
         """All indexed digests."""
-        return self._entries.keys()
+        return self._blocks.keys()
 
     def count_hit(self, block: BlockId) -> None:
         """A request has resumed at the end of `block`."""
-        self._entries[self._digest_of[block]].hits += 1
+        digest = self._digest_of[block]
+        self._hits[digest] = self._hits.get(digest, 0) + 1
 
-    def hottest(self, count: int) -> list[CachedPrefix]:
+    def hottest(self, most: int) -> list[CachedPrefix]:
         """The prefixes that most requests resumed from, the hottest first; among equals the longest."""
-        hit = (CachedPrefix(digest, entry.depth, entry.hits) for digest, entry in self._entries.items() if entry.hits)
-        return nlargest(count, hit, key=lambda prefix: (prefix.hits, prefix.blocks))
+        hit = (CachedPrefix(digest, self._depths[digest], hits) for digest, hits in self._hits.items())
+        return nlargest(most, hit, key=lambda prefix: (prefix.hits, prefix.blocks))
 
     def clear(self) -> None:
         """Forget everything."""
-        self._entries.clear()
-        self._digest_of.clear()
+        for table in (self._blocks, self._digest_of, self._parents, self._depths, self._children, self._hits):
+            table.clear()
 
     def depth(self, digest: Digest) -> int:
         """Blocks from the start of the sequence to the end of the indexed `digest`."""
-        return self._entries[digest].depth
+        return self._depths[digest]
 
     def hits(self, digest: Digest) -> int:
         """Requests that have resumed at the end of the indexed `digest`."""
-        return self._entries[digest].hits
+        return self._hits.get(digest, 0)
 
     def ancestors(self, digest: Digest) -> Iterator[Digest]:
         """What the indexed `digest` continues, the nearest first."""
-        parent = self._entries[digest].parent
+        parent = self._parents[digest]
         while parent is not None:
             yield parent
-            parent = self._entries[parent].parent
+            parent = self._parents[parent]
 
     def children(self, block: BlockId) -> int:
         """Indexed blocks that continue `block`."""
-        return self._entries[self._digest_of[block]].children
+        return self._children.get(self._digest_of[block], 0)
 
     def parent(self, block: BlockId) -> BlockId | None:
         """The block that `block` continues; None for the first of a sequence."""
-        parent = self._entries[self._digest_of[block]].parent
-        return None if parent is None else self._entries[parent].block
+        parent = self._parents[self._digest_of[block]]
+        return None if parent is None else self._blocks[parent]
 
     def check(self) -> None:
-        """Assert that the two maps are inverse, every parent is there, and children are counted right."""
-        assert {entry.block: digest for digest, entry in self._entries.items()} == self._digest_of
-        counts = dict.fromkeys(self._entries, 0)
-        for entry in self._entries.values():
-            if entry.parent is not None:
-                assert entry.parent in counts, f"the parent of block {entry.block} is not indexed"
-                counts[entry.parent] += 1
-            parent_depth = 0 if entry.parent is None else self._entries[entry.parent].depth
-            assert entry.depth == parent_depth + 1, f"block {entry.block} is at the wrong depth"
-        assert all(entry.children == counts[digest] for digest, entry in self._entries.items()), "children miscounted"
+        """Assert that the maps agree, every parent is there, and depths and children are counted right."""
+        assert {block: digest for digest, block in self._blocks.items()} == self._digest_of
+        assert self._blocks.keys() == self._parents.keys() == self._depths.keys(), "a digest is known in part"
+        parents = [parent for parent in self._parents.values() if parent is not None]
+        assert self._blocks.keys() >= {*parents}, "the parent of a block is not indexed"
+        assert Counter(parents) == self._children, "children miscounted"
+        assert self._hits.keys() <= self._blocks.keys(), "hits of what is not indexed"
+        for digest, parent in self._parents.items():
+            depth = 1 if parent is None else self._depths[parent] + 1
+            assert self._depths[digest] == depth, f"block {self._blocks[digest]} is at the wrong depth"

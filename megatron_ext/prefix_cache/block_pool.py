@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NewType
 
 BlockId = NewType("BlockId", int)
@@ -44,29 +44,37 @@ class BlockPool:
 
     def release(self, blocks: Iterable[BlockId]) -> None:
         """Drop one reference per occurrence; a block without references is free again."""
-        references, free = self._references, self._free
+        self.free(self.let_go(blocks))
+
+    def let_go(self, blocks: Iterable[BlockId]) -> list[BlockId]:
+        """Drop one reference per occurrence without freeing anything.
+
+        Returns:
+            Those that nobody refers to now, in that order; they are evictable.
+        """
+        references, unused = self._references, []
         for block in blocks:
-            assert references[block] > 0, f"block {block} released more often than taken"
-            references[block] -= 1
-            if references[block] == 0:
-                free.append(block)
+            left = references[block] - 1
+            assert left >= 0, f"block {block} released more often than taken"
+            references[block] = left
+            if not left:
+                unused.append(block)
+        self.evictable.update(unused)
+        return unused
 
-    def retain(self, block: BlockId) -> None:
-        """Add a reference to a block that is in use or evictable."""
-        assert self._references[block] > 0 or block in self.evictable, f"block {block} is free"
-        self.evictable.discard(block)
-        self._references[block] += 1
+    def retain(self, blocks: Sequence[BlockId]) -> None:
+        """Add a reference to each of these blocks, which are in use or evictable."""
+        references, evictable = self._references, self.evictable
+        for block in blocks:
+            assert references[block] or block in evictable, f"block {block} is free"
+            references[block] += 1
+        evictable.difference_update(blocks)
 
-    def make_evictable(self, block: BlockId) -> None:
-        """Drop the last reference to `block` without freeing it."""
-        assert self._references[block] == 1, f"block {block} has {self._references[block]} references"
-        self._references[block] = 0
-        self.evictable.add(block)
-
-    def free(self, block: BlockId) -> None:
-        """An evictable block is free again."""
-        self.evictable.remove(block)
-        self._free.append(block)
+    def free(self, blocks: Sequence[BlockId]) -> None:
+        """Evictable blocks are free again."""
+        assert self.evictable.issuperset(blocks), f"some of {blocks} are not evictable"
+        self.evictable.difference_update(blocks)
+        self._free += blocks
 
     def check(self) -> None:
         """Assert that free, used and evictable blocks make up the pool, each exactly once."""

@@ -45,7 +45,8 @@ class PrefixCache:
 
     Every block is in one of three states: free, in use (referred to by requests; indexed or not), evictable (indexed,
     not in use). Published blocks of one request are a chain in the index: `publish` swaps a block for the one that
-    holds the same contents already, so whoever uses a block uses its parents, and any evictable block may go.
+    holds the same contents already, so whoever uses a block uses its parents, and any evictable block may go. Blocks
+    are taken and given in runs: what costs something for each of them is a list, a dictionary or a set as a whole.
 
     A digest can be *wanted* by waiting requests that somebody computes it for (`want`, `unwant`): then its block and
     all before it stay cached even if the policy would drop them. They can still be evicted.
@@ -97,30 +98,34 @@ class PrefixCache:
         """Whether pinning `block` would make one block less available."""
         return block in self._policy
 
-    def pin(self, blocks: Iterable[BlockId]) -> None:
+    def pin(self, blocks: Sequence[BlockId]) -> None:
         """Take a reference to each matched block."""
-        for block in blocks:
-            assert block in self._index, f"block {block} is not cached"
-            if block in self._policy:
-                self._policy.reuse(block)
-            self.pool.retain(block)
+        assert len(self._index.among(blocks)) == len(blocks), f"some of {blocks} are not cached"
+        evictable = self.pool.evictable
+        self._policy.reuse([block for block in blocks if block in evictable])
+        self.pool.retain(blocks)
 
     def allocate(self, count: int) -> list[BlockId]:
         """Take `count` blocks of no contents, evicting as many evictable ones as it takes."""
         assert count <= self.available_count, f"{count} blocks asked, {self.available_count} available"
-        while self.pool.free_count < count:
-            self._evict()
+        while (missing := count - self.pool.free_count) > 0:
+            self._evict(missing if self._policy.keeps_unused else 1)
         return self.pool.allocate(count)
 
-    def _evict(self) -> None:
-        block = self._policy.evict()
-        parent, digest = self._index.parent(block), self._index.digest_of(block)
-        self.ghosts.block_gone(digest)
-        if self.states is not None and self.states.find(digest) is not None:
-            self.ghosts.snapshot_gone(digest)
-        self._drop(block)
-        self._evicted += 1
+    def _evict(self, count: int) -> None:
+        blocks = self._policy.evict(count)
+        parent = self._index.parent(blocks[-1])
+        self._note_ghosts(blocks)
+        self._drop(blocks)
+        self._evicted += count
         self._drop_unneeded(parent)  # without its end, what was kept for somebody is not
+
+    def _note_ghosts(self, blocks: Iterable[BlockId]) -> None:
+        """These blocks are about to go, and their snapshots."""
+        for digest in map(self._index.digest_of, blocks):
+            self.ghosts.block_gone(digest)
+            if self.states is not None and self.states.find(digest) is not None:
+                self.ghosts.snapshot_gone(digest)
 
     def want(self, digest: Digest) -> None:
         """A waiting request is to find the block of `digest`, once it is computed, and all before it."""
@@ -147,56 +152,66 @@ class PrefixCache:
             if self._is_needed(block):
                 return
             parent = self._index.parent(block)
-            self._policy.reuse(block)
-            self._drop(block)
+            self._policy.reuse([block])
+            self._drop([block])
             block = parent
 
-    def publish(self, digest: Digest, block: BlockId, parent: Digest | None) -> BlockId:
-        """The contents of `block` have been computed: let others find it.
+    def publish(
+        self, digests: Sequence[Digest], blocks: Sequence[BlockId], parent: Digest | None
+    ) -> tuple[BlockId, ...]:
+        """The contents of a run of blocks, which continues `parent`, have been computed: let others find them.
 
         Returns:
-            The block to use from now on: `block`, or the one that has these contents already; then the caller's
-            reference is to that one, and `block` is released.
+            The blocks to use from now on: each itself, or the one that has these contents already; then the caller's
+            reference is to that one, and its own is released. Since an indexed block's parents are indexed, contents
+            that are there already are those of the run's beginning.
         """
-        known = self._index.find(digest)
-        if known is None:
-            self._index.add(digest, block, parent)
-            self.ghosts.block_back(digest)
-            return block
-        if known != block:
-            self.pin([known])
-            self.pool.release([block])
-        return known
+        known = list(self._index.longest_run(digests))
+        count = len(known)
+        if known:
+            swapped = [(own, other) for own, other in zip(blocks, known, strict=False) if own != other]
+            self.pin([other for _, other in swapped])
+            self.pool.release([own for own, _ in swapped])
+            parent, digests, blocks = digests[count - 1], digests[count:], blocks[count:]
+        if digests:
+            self._index.add(digests, blocks, parent)
+            self.ghosts.blocks_back(digests)
+        return (*known, *blocks)
 
     def release(self, table: Sequence[BlockId]) -> None:
         """Drop one reference to each block of a request's table; cached ones nobody uses then are the policy's."""
-        for block in reversed(table):
-            if block not in self._index or self.pool.references(block) > 1:
-                self.pool.release([block])
-            elif self._policy.make_evictable(block):
-                self.pool.make_evictable(block)
-            elif self._is_needed(block):
-                self._policy.hold(block)
-                self.pool.make_evictable(block)
+        unused = self.pool.let_go(reversed(table))
+        kept = self._index.among(unused) if self._policy.keeps_unused else self._keep_needed(unused)
+        self._policy.hold(kept)
+        if len(kept) < len(unused):
+            self.pool.free([block for block in unused if block not in self._index])
+
+    def _keep_needed(self, unused: Iterable[BlockId]) -> list[BlockId]:
+        """Of blocks that nobody uses, from the end of a sequence to its start, those to hold; others are forgotten."""
+        kept = []
+        for block in self._index.among(unused):
+            if self._is_needed(block):
+                kept.append(block)
             else:
-                self._forget(block)
-                self.pool.release([block])
+                self._forget([block])
+        return kept
 
-    def _drop(self, block: BlockId) -> None:
-        self._forget(block)
-        self.pool.free(block)
+    def _drop(self, blocks: Sequence[BlockId]) -> None:
+        self._forget(blocks)
+        self.pool.free(blocks)
 
-    def _forget(self, block: BlockId) -> None:
-        digest = self._index.remove(block)
+    def _forget(self, blocks: Iterable[BlockId]) -> None:
+        digests = self._index.remove(blocks)
         if self.states is not None:
-            self.states.drop(digest)
+            for digest in digests:
+                self.states.drop(digest)
         if self.kept is not None:
-            self.kept.drop(digest)
+            for digest in digests:
+                self.kept.drop(digest)
 
     def reset(self) -> None:
         """Forget all contents: nothing cached before is matched after, and nothing begun before is published."""
-        for block in self._policy:
-            self.pool.free(block)
+        self.pool.free(list(self._policy))
         self._policy.clear()
         self._index.clear()
         if self.states is not None:

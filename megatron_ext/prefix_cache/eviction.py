@@ -1,15 +1,16 @@
 """What goes first when memory is needed: of blocks and of snapshots, by one policy.
 
-The contract for snapshots is `SnapshotOrder`. That for blocks (`EvictionPolicy`), for the cache that calls it:
+The contract for snapshots is `SnapshotOrder`. That for blocks (`EvictionPolicy`), for the cache that calls it, in which
+they come and go in runs:
 
 - `keeps_unused`: whether a block that nobody uses, and nobody waits for, stays cached.
-- `make_evictable(block)`: nobody uses the cached `block` any more. Blocks of one sequence become evictable
-  from its end to its start.
-- `hold(block)`: the same of a block that a waiting request is to find: it stays cached whatever the policy.
-- `reuse(block)`: an evictable block is in use again.
-- `evict()`: the evictable block to give up now, which no cached block continues; it leaves the index at once.
+- `hold(blocks)`: nobody uses these cached blocks any more, and they stay cached: because of `keeps_unused`, or because
+  a waiting request is to find them. Blocks of one sequence come from its end to its start.
+- `reuse(blocks)`: evictable blocks are in use again.
+- `evict(count)`: the evictable blocks to give up now, the first one first, each after all cached ones that continue it;
+  they leave the index at once.
 - `snapshot_gone(digest)`: the block of `digest` stays, or has just gone, and its snapshot is not there any more.
-- `len(policy)`: evictable blocks, that is, how many times `evict` can be called.
+- `len(policy)`: evictable blocks, the most that `evict` can be asked for.
 
 An eviction costs O(log n), on average over many.
 """
@@ -17,7 +18,7 @@ An eviction costs O(log n), on average over many.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -35,17 +36,14 @@ class EvictionPolicy(Protocol):
 
     keeps_unused: bool
 
-    def hold(self, block: BlockId) -> None:
-        """The block stays cached."""
+    def hold(self, blocks: Iterable[BlockId]) -> None:
+        """Nobody uses them, and they stay cached."""
 
-    def make_evictable(self, block: BlockId) -> bool:
-        """Whether the block stays cached; False drops it at once."""
+    def reuse(self, blocks: Iterable[BlockId]) -> None:
+        """They are in use again."""
 
-    def reuse(self, block: BlockId) -> None:
-        """An evictable block is in use again."""
-
-    def evict(self) -> BlockId:
-        """The next victim."""
+    def evict(self, count: int) -> list[BlockId]:
+        """The next victims."""
 
     def snapshot_gone(self, digest: Digest) -> None:
         """The block of `digest` has no snapshot any more."""
@@ -76,24 +74,21 @@ class LeafFirstLru:
     def __init__(self) -> None:
         self._evictable: OrderedDict[BlockId, None] = OrderedDict()
 
-    def hold(self, block: BlockId) -> None:
-        """Keep it, as the most recently used."""
-        assert block not in self._evictable, f"block {block} made evictable twice"
-        self._evictable[block] = None
+    def hold(self, blocks: Iterable[BlockId]) -> None:
+        """Keep them, as the most recently used."""
+        assert self._evictable.keys().isdisjoint(blocks), f"one of {blocks} made evictable twice"
+        evictable = self._evictable
+        for block in blocks:  # three times as fast as `update`
+            evictable[block] = None
 
-    def make_evictable(self, block: BlockId) -> bool:
-        """Keep it, as the most recently used."""
-        self.hold(block)
-        return True
-
-    def reuse(self, block: BlockId) -> None:
+    def reuse(self, blocks: Iterable[BlockId]) -> None:
         """In use again."""
-        del self._evictable[block]
+        for block in blocks:
+            del self._evictable[block]
 
-    def evict(self) -> BlockId:
-        """The one that became evictable first."""
-        block, _ = self._evictable.popitem(last=False)
-        return block
+    def evict(self, count: int) -> list[BlockId]:
+        """Those that became evictable first."""
+        return [self._evictable.popitem(last=False)[0] for _ in range(count)]
 
     def snapshot_gone(self, digest: Digest) -> None:
         """Of no concern."""
@@ -119,10 +114,6 @@ class RefZero(LeafFirstLru):
     """A block is dropped as soon as nobody uses it or waits for it: only requests that overlap in time share."""
 
     keeps_unused = False
-
-    def make_evictable(self, block: BlockId) -> bool:
-        """Drop it."""
-        return False
 
 
 @dataclass(frozen=True)

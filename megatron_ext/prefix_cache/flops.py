@@ -24,7 +24,7 @@ as much for a block); a leaf without a snapshot stands at its age alone: it stil
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_ext.config.costs import EntryCosts
@@ -177,31 +177,34 @@ class FlopsBlocks:
         self._leaves: AgedQueue[BlockId] = AgedQueue()
         self._age = 0.0
 
-    def hold(self, block: BlockId) -> None:
-        """Keep it, as used at the age of now."""
-        assert block not in self._ages, f"block {block} made evictable twice"
-        self._ages[block] = self._age
-        if self._index.children(block) == 0:
-            self._leaves.put(block, self._key(block))
+    def hold(self, blocks: Iterable[BlockId]) -> None:
+        """Keep them, as used at the age of now."""
+        for block in blocks:
+            assert block not in self._ages, f"block {block} made evictable twice"
+            self._ages[block] = self._age
+            if self._index.children(block) == 0:
+                self._leaves.put(block, self._key(block))
 
-    def make_evictable(self, block: BlockId) -> bool:
-        """Keep it, as used at the age of now."""
-        self.hold(block)
-        return True
-
-    def reuse(self, block: BlockId) -> None:
+    def reuse(self, blocks: Iterable[BlockId]) -> None:
         """In use again."""
-        del self._ages[block]
-        self._leaves.discard(block)
+        for block in blocks:
+            del self._ages[block]
+            self._leaves.discard(block)
 
-    def evict(self) -> BlockId:
-        """The leaf that stands lowest; what it continues may be a leaf from now on."""
+    def evict(self, count: int) -> list[BlockId]:
+        """The leaf that stands lowest, one after the other; what it continues may be a leaf from then on."""
+        gone: dict[BlockId, int] = {}  # children of blocks that go now, and are in the index until this is done
+        return [self._evict(gone) for _ in range(count)]
+
+    def _evict(self, gone: dict[BlockId, int]) -> BlockId:
         block, key = self._leaves.pop()
         self._age = max(self._age, key)
         del self._ages[block]
         parent = self._index.parent(block)
-        if parent is not None and parent in self._ages and self._index.children(parent) == 1:
-            self._leaves.put(parent, self._key(parent))
+        if parent is not None and parent in self._ages:
+            gone[parent] = gone.get(parent, 0) + 1
+            if gone[parent] == self._index.children(parent):
+                self._leaves.put(parent, self._key(parent))
         return block
 
     def snapshot_gone(self, digest: Digest) -> None:

@@ -7,7 +7,7 @@ only so many. A request that would have skipped further with them says what more
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from megatron_ext.prefix_cache.hash_chain import Digest
@@ -71,10 +71,11 @@ class Ghosts:
         """A snapshot was given up, went with an evicted block, or found no slot."""
         self._snapshots.note(digest, self._now)
 
-    def block_back(self, digest: Digest) -> None:
-        """A block is cached."""
+    def blocks_back(self, digests: Iterable[Digest]) -> None:
+        """Blocks are cached."""
         if self._blocks.digests:
-            self._blocks.digests.pop(digest, None)
+            for digest in digests:
+                self._blocks.digests.pop(digest, None)
 
     def snapshot_back(self, digest: Digest) -> None:
         """A snapshot is there."""

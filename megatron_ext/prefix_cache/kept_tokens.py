@@ -7,6 +7,7 @@ salts, so nothing here is ever compared across them.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_ext.prefix_cache.hash_chain import Digest
@@ -44,10 +45,16 @@ class KeptTokens:
         """That the ids take."""
         return TOKEN_BYTES * sum(map(len, self._tokens.values()))
 
-    def keep(self, digest: Digest, before: Digest, tokens: array[int]) -> None:
-        """The block of `digest`, which continues that of `before` or a root, is cached, and holds `tokens`."""
-        self._tokens[digest], self._before[digest] = tokens, before
-        self._after.setdefault(before, {})[digest] = None
+    def keep_run(
+        self, digests: Sequence[Digest], before: Digest, tokens: array[int], block_size: int, end: int
+    ) -> None:
+        """A run of blocks, which continues that of `before` or a root and ends before token `end`, is cached."""
+        start = end - len(digests) * block_size
+        for i, digest in enumerate(digests):
+            self._tokens[digest] = tokens[start + i * block_size : start + (i + 1) * block_size]
+            self._before[digest] = before
+            self._after.setdefault(before, {})[digest] = None
+            before = digest
 
     def drop(self, digest: Digest) -> None:
         """The block of `digest`, which nothing cached continues, is not cached any more."""

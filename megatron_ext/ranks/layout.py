@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from megatron_ext.config import ModelConfig, ParallelConfig
 from megatron_ext.config.checks import require
+from megatron_ext.config.layers.letters import is_attention, is_mlp
 from megatron_ext.errors import ConfigError
 from megatron_ext.ranks.stages import split_layers
 
@@ -105,11 +106,11 @@ def _check(flag: str, size: int, misfits: Callable[[int], Iterator[str]]) -> Non
 def _tensor_misfits(config: ModelConfig, size: int) -> Iterator[str]:
     """What of a model so many ranks cannot share."""
     pattern = config.hybrid_override_pattern
-    if "M" in pattern:
+    if config.is_hybrid:
         yield from _unshared(config.recurrent.shared(config), size)
-    if "*" in pattern:
+    if any(map(is_attention, pattern)):
         yield from _attention_misfits(config, size)
-    if "-" in pattern:
+    if any(map(is_mlp, pattern)):
         yield from _unshared({"channels inside an MLP (--ffn-hidden-size)": config.ffn_size}, size)
     if config.is_moe and config.moe_shared_expert_intermediate_size:
         yield from _unshared({"channels inside the shared experts": config.moe_shared_expert_intermediate_size}, size)
@@ -123,6 +124,8 @@ def _attention_misfits(config: ModelConfig, size: int) -> Iterator[str]:
         yield f"{groups} query groups"
     rows = (heads * (1 + config.attention_output_gate) + 2 * groups) * config.head_channels
     yield from _unshared({"rows of the query, key and value projection": rows}, size)
+    if config.qk_layernorm_over_heads and size > 1:
+        yield "a norm of the queries of all heads together (qk_layernorm_over_heads)"
 
 
 def _unshared(numbers: dict[str, int], size: int) -> Iterator[str]:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatron_ext.errors import ConfigError
+from megatron_ext.errors import ConfigError, MachineError
 
 
 @dataclass(frozen=True)
@@ -60,3 +60,17 @@ def is_first_rank(environment: Mapping[str, str] | None = None) -> bool:
     """Whether what every rank has to say alike is for this one to say: yes unless the environment says otherwise."""
     variables = os.environ if environment is None else environment
     return variables.get("RANK", "0") in ("", "0")
+
+
+def said_here(error: ConfigError, environment: Mapping[str, str] | None = None) -> str | None:
+    """What this rank says of a mistake that ends it before the ranks have met; None if another rank says it.
+
+    Most mistakes are seen alike by all, and the first rank says them. What only one machine may see its first rank
+    says, or each of its ranks where the environment does not tell which one that is.
+    """
+    variables = os.environ if environment is None else environment
+    if is_first_rank(variables):
+        return str(error)
+    if not isinstance(error, MachineError) or variables.get("LOCAL_RANK", "0") != "0":
+        return None
+    return f"rank {variables['RANK']}: {error}"

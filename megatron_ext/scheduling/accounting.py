@@ -41,7 +41,7 @@ class PrefillLedger:
     """
 
     def __init__(self, prompt_length: int) -> None:
-        self._prompt_length = prompt_length
+        self.prompt_length = prompt_length
         self.known_end = 0  # tokens below it have been skipped or computed before
         self._matched_end = 0
         self._block_size = 1
@@ -76,7 +76,7 @@ class PrefillLedger:
         self._block_size = block_size
         self._matched_end = matched_blocks * block_size
         self._general_reason = general_reason
-        self.skipped += max(0, min(resume_position, self._prompt_length) - self.known_end)
+        self.skipped += max(0, min(resume_position, self.prompt_length) - self.known_end)
         self.known_end = max(self.known_end, resume_position)
 
     def compute(self, start: int, end: int) -> int:
@@ -87,7 +87,7 @@ class PrefillLedger:
         """
         again = max(0, min(end, self.known_end) - start)
         self.recomputed += again
-        first, last = max(start, self.known_end), min(end, self._prompt_length)
+        first, last = max(start, self.known_end), min(end, self.prompt_length)
         new = max(0, last - first)
         if new:
             self._note_reasons(first, last)
@@ -104,11 +104,11 @@ class PrefillLedger:
     def _reasons_by_position(self) -> list[tuple[Reason, int]]:
         """Reasons with the position up to which each applies, ascending."""
         if self._general_reason is not None:
-            return [(self._general_reason, self._prompt_length)]
-        whole_blocks_end = self._prompt_length // self._block_size * self._block_size
+            return [(self._general_reason, self.prompt_length)]
+        whole_blocks_end = self.prompt_length // self._block_size * self._block_size
         return [
-            (Reason.NO_SNAPSHOT, min(self._matched_end, self._prompt_length - 1)),
+            (Reason.NO_SNAPSHOT, min(self._matched_end, self.prompt_length - 1)),
             (Reason.LAST_TOKEN, self._matched_end),
             (Reason.NOT_CACHED, whole_blocks_end),
-            (Reason.PARTIAL_BLOCK, self._prompt_length),
+            (Reason.PARTIAL_BLOCK, self.prompt_length),
         ]

@@ -27,8 +27,8 @@ class Chunk:
 
     @property
     def yields_token(self) -> bool:
-        """Whether the step computes the request's last known token, so that the next one can be sampled.
+        """Whether the step computes the request's last known token, so that the next one, if any, can be sampled.
 
         True until that one has come; the step's message keeps it (see `ScheduledChunk.sampling`).
         """
-        return self.end == len(self.request.sequence.tokens)
+        return self.end == len(self.request.sequence.tokens) and self.request.params.num_tokens_to_generate > 0

@@ -23,29 +23,24 @@ class PendingBlocks:
     """
 
     def __init__(self) -> None:
-        self._leaders: dict[Digest, int | list[int]] = {}  # a list of several, in order of admission
+        self._leaders: dict[Digest, int] = {}  # the first
+        self._others: dict[Digest, list[int]] = {}  # those behind it, in order of admission
         self._digests: dict[int, set[Digest]] = {}
 
     def add(self, request_id: int, digests: Sequence[Digest]) -> None:
         """`request_id` begins to compute these blocks."""
-        own, leaders = self._digests.setdefault(request_id, set()), self._leaders
+        if not digests:
+            return
+        own = self._digests.setdefault(request_id, set())
+        led = self._leaders.keys() & digests
+        for digest in led - own:
+            self._others.setdefault(digest, []).append(request_id)
+        unled = [digest for digest in digests if digest not in led] if led else digests
+        self._leaders.update(dict.fromkeys(unled, request_id))
         own.update(digests)
-        for digest in digests:
-            known = leaders.setdefault(digest, request_id)
-            if known == request_id:
-                continue
-            several = leaders[digest] = known if isinstance(known, list) else [known]
-            if request_id not in several:
-                several.append(request_id)
-        if not own:
-            del self._digests[request_id]
 
-    def published(self, request_id: int, digest: Digest) -> None:
-        """`request_id` has computed the block of `digest`."""
-        self.published_run(request_id, (digest,))
-
-    def published_run(self, request_id: int, digests: Sequence[Digest]) -> None:
-        """The same of several."""
+    def published(self, request_id: int, digests: Sequence[Digest]) -> None:
+        """`request_id` has computed the blocks of `digests`."""
         own = self._digests.get(request_id)
         if own:
             self._forget(request_id, own.intersection(digests))
@@ -57,20 +52,28 @@ class PendingBlocks:
 
     def _forget(self, request_id: int, digests: set[Digest]) -> None:
         leaders, own = self._leaders, self._digests[request_id]
-        for digest in digests:
-            known = leaders[digest]
-            if isinstance(known, list) and len(known) > 1:
-                known.remove(request_id)
-            else:
-                del leaders[digest]
+        shared = self._others.keys() & digests
+        for digest in shared:
+            self._step_back(request_id, digest)
+        for digest in digests - shared if shared else digests:
+            del leaders[digest]
         own -= digests
         if not own:
             del self._digests[request_id]
 
+    def _step_back(self, request_id: int, digest: Digest) -> None:
+        """One of several that compute `digest` does so no more."""
+        others = self._others[digest]
+        if self._leaders[digest] == request_id:
+            self._leaders[digest] = others.pop(0)
+        else:
+            others.remove(request_id)
+        if not others:
+            del self._others[digest]
+
     def leader(self, digest: Digest) -> int | None:
         """The request that computes `digest`, the first if there are several; None if nobody does."""
-        known = self._leaders.get(digest)
-        return known[0] if isinstance(known, list) else known
+        return self._leaders.get(digest)
 
     def computes(self, request_id: int, digest: Digest) -> bool:
         """Whether `request_id` is about to publish `digest`."""

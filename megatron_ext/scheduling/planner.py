@@ -10,6 +10,7 @@ import bisect
 import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from megatron_ext.errors import CapacityError
 from megatron_ext.prefix_cache.block_pool import BlockId
@@ -49,7 +50,7 @@ def plan_step(queues: Queues, limits: SchedulerLimits, cache: PrefixCache, pendi
     far as `SchedulerLimits.may_prefill` says how many a step has.
     """
     growth = _plan_growth(queues, limits, cache)
-    decodes = [Chunk(request, request.computed_end, len(request.tokens)) for request in growth.decoding]
+    decodes = [Chunk(one, one.sequence.computed_end, len(one.sequence.tokens)) for one in growth.decoding]
     continued = _plan_continuations(growth.prefilling, limits, limits.max_tokens - len(decodes))
     entry = _Entry([], [], [])
     if not growth.paused and not growth.preempted:  # those were here first
@@ -99,11 +100,16 @@ def _plan_growth(queues: Queues, limits: SchedulerLimits, cache: PrefixCache) ->
     A request that outgrows the pool fails. One that finds no free block is paused and keeps what it has. The youngest
     paused request is preempted while the paused ones keep more than their budget, or while nobody else could run.
     """
-    growing = sorted([*queues.paused, *(r for r in queues.running if r.is_decoding)], key=lambda r: r.arrival)
-    prefilling = [request for request in queues.running if not request.is_decoding]
-    failed = [(request, error) for request in growing if (error := _check_fits_pool(request, limits)) is not None]
+    growing: list[Request] = []
+    prefilling: list[Request] = []
+    for request in queues.running:
+        (growing if request.sequence.is_decoding else prefilling).append(request)
+    if len(queues.paused):
+        growing = sorted([*queues.paused, *growing], key=attrgetter("arrival"))
+    outgrown = [request for request in growing if _missing_blocks(request, limits)]
+    failed = [(request, error) for request in outgrown if (error := _check_fits_pool(request, limits)) is not None]
     leaving = [request for request, _ in failed]
-    growing = [request for request in growing if request not in leaving]
+    growing = [request for request in growing if request not in leaving] if leaving else growing
 
     preempted: list[Request] = []
     while True:
@@ -127,13 +133,20 @@ def _check_fits_pool(request: Request, limits: SchedulerLimits) -> CapacityError
     return None
 
 
+def _missing_blocks(request: Request, limits: SchedulerLimits) -> int:
+    """Blocks that its tokens need beside those that it has."""
+    sequence = request.sequence
+    missing = len(sequence.tokens) - len(sequence.block_table) * limits.block_size
+    return limits.blocks_for(missing) if missing > 0 else 0
+
+
 def _share_blocks(
     growing: Iterable[Request], limits: SchedulerLimits, free_blocks: int
 ) -> tuple[list[Request], list[Request], int]:
     """Give free blocks to those who need one, in the given order: who decodes, who must pause, blocks left."""
     decoding, paused = [], []
     for request in growing:
-        needed = limits.blocks_for(len(request.tokens)) - len(request.block_table)
+        needed = _missing_blocks(request, limits)
         if needed <= free_blocks:
             decoding.append(request)
             free_blocks -= needed
@@ -287,7 +300,7 @@ def plan_admission(
     end = _chunk_end(request, start, len(matched) * limits.block_size, limits, budget.tokens)
     if end == start or (end < length and not may_cut):
         return Deferral(request, "tokens", 1 if may_cut else length - start, budget.tokens), budget
-    chunk = Chunk(request, start, end)
+    chunk, shared = Chunk(request, start, end), tuple(matched)
     left = dataclasses.replace(
         budget,
         blocks=budget.blocks - blocks,
@@ -295,9 +308,9 @@ def plan_admission(
         tokens=budget.tokens - chunk.length,
         prefills=budget.prefills + 1,
         prefill_tokens=budget.prefill_tokens + chunk.length,
-        pinned=budget.pinned.union(matched[in_use:]),
+        pinned=budget.pinned.union(shared[in_use:]),
     )
-    return Admission(request, tuple(matched), new_blocks, chunk, resume.restore), left
+    return Admission(request, shared, new_blocks, chunk, resume.restore), left
 
 
 def _blocks_in_use(matched: Sequence[BlockId], budget: StepBudget, cache: PrefixCache) -> int:

@@ -28,6 +28,7 @@ class Request:
 
     def __init__(self, submission: Submission) -> None:
         self.submission = submission
+        self.shapes_logits = submission.params.shapes_logits
         self.sequence = Sequence(submission.prompt_tokens, submission.seed)
         self.timeline = Timeline()
         self.output = Output()
@@ -127,20 +128,26 @@ class Request:
 
     @property
     def may_stop(self) -> bool:
-        """Whether its next token may be the termination token, or complete a stop word."""
+        """Whether its next token may be one that ends it, or complete a stop word."""
         return self.generated_count >= self.params.min_tokens
 
     @property
     def may_have_stopped(self) -> bool:
-        """Whether its newest token may have been the termination token, or have completed a stop word."""
+        """Whether its newest token may have been one that ends it, or have completed a stop word."""
         return self.generated_count > self.params.min_tokens
 
     @property
     def reason_to_end(self) -> str | None:
-        """Why its newest token is its last, by id or count; None if it goes on. Stop words are matched elsewhere."""
-        if self.tokens[-1] == self.submission.termination_id and self.may_have_stopped:
+        """Why its newest token is its last, by id or count; None if it goes on. Stop words are matched elsewhere.
+
+        One that generates nothing ends with its prompt.
+        """
+        count, limit = self.generated_count, self.params.num_tokens_to_generate
+        if limit == 0:  # it was to be computed, and scored if somebody asked
+            return "length" if self.computed_end == self.prompt_length else None
+        if count and self.tokens[-1] in self.submission.end_ids and self.may_have_stopped:
             return "stop"
-        return "length" if self.generated_count >= self.params.num_tokens_to_generate else None
+        return "length" if count >= limit else None
 
     # What happens to it
 

@@ -95,8 +95,7 @@ class Scheduler:
             self.counters.pauses += 1
         for request in plan.resumes:
             self.queues.move(request, self.queues.running)
-        for chunk in plan.chunks:
-            self._grow(chunk)
+        self._grow(plan.chunks)
         for admission in plan.admissions:
             self._admit(admission)
         for deferral in plan.deferrals:
@@ -112,17 +111,20 @@ class Scheduler:
             start, size = admission.chunk.start, self.limits.block_size
             ledger.explanation = explain(admission.request, self.cache, len(admission.matched), start, size)
 
-    def _grow(self, chunk: Chunk) -> None:
-        request = chunk.request
-        if request.block_table:  # admissions take theirs at once
-            missing = self.limits.blocks_for(chunk.end) - len(request.block_table)
-            request.sequence.block_table += self.cache.allocate(max(0, missing))
+    def _grow(self, chunks: Iterable[Chunk]) -> None:
+        """Blocks for the tokens that outgrow those of their requests; admissions take theirs at once."""
+        size = self.limits.block_size
+        for chunk in chunks:
+            sequence = chunk.request.sequence
+            blocks = len(sequence.block_table)
+            if 0 < blocks * size < chunk.end:
+                sequence.block_table += tuple(self.cache.allocate(self.limits.blocks_for(chunk.end) - blocks))
 
     def _admit(self, admission: Admission) -> None:
         request, sequence, matched = admission.request, admission.request.sequence, admission.matched
         if sequence.ledger.matched_blocks is None and reads_cache(request):
             self._count_lost(request, len(matched), admission.chunk.start)
-        sequence.block_table = [*matched, *self.cache.allocate(admission.new_blocks)]
+        sequence.block_table = (*matched, *self.cache.allocate(admission.new_blocks))
         sequence.live_slot = self.live_slots.take()
         sequence.computed_end = admission.chunk.start
         sequence.restore = admission.restore
@@ -204,12 +206,16 @@ class Scheduler:
             self._show_snapshots(request)
 
     def _extend(self, requests: Sequence[Request], sampled: Mapping[int, int]) -> list[Request]:
-        """Give each request its new token, when all that the step computed can be found; who ends with it."""
+        """Give each request its new token, when all that the step computed can be found; who ends with it.
+
+        Without one only a request ends that generates none.
+        """
         ended = []
         for request in requests:
-            if request.request_id not in sampled:
+            if request.request_id in sampled:
+                request.append(sampled[request.request_id])
+            elif request.params.num_tokens_to_generate:
                 continue
-            request.append(sampled[request.request_id])
             reason = request.reason_to_end
             if reason is not None:
                 self._end(request, Status.COMPLETED, finish_reason=reason)
@@ -224,7 +230,7 @@ class Scheduler:
         for snapshot in sequence.snapshots:
             if snapshot.position <= sequence.computed_end:
                 self._states.commit(snapshot.digest)
-                self.queues.waiting.published(snapshot.digest)
+                self.queues.waiting.published([snapshot.digest])
         sequence.snapshots = [one for one in sequence.snapshots if one.position > sequence.computed_end]
 
     def _publish(self, request: Request) -> None:
@@ -233,15 +239,16 @@ class Scheduler:
         first, complete = sequence.published_blocks, sequence.computed_end // self.limits.block_size
         if sequence.chain is None or complete <= first or sequence.cache_epoch != self.cache.epoch:
             return
-        digests, table, publish = sequence.digests, sequence.block_table, self.cache.publish
-        for i in range(first, complete):
-            table[i] = publish(digests[i], table[i], digests[i - 1] if i else None)
-            if self.cache.kept is not None:
-                tokens = sequence.packed[i * self.limits.block_size : (i + 1) * self.limits.block_size]
-                self.cache.kept.keep(digests[i], digests[i - 1] if i else sequence.chain.root, tokens)
-        digests = digests[first:complete]
-        self.pending_blocks.published_run(request.request_id, digests)
-        self.queues.waiting.published_run(digests)
+        digests, table = sequence.digests[first:complete], sequence.block_table
+        parent, own = sequence.digests[first - 1] if first else None, table[first:complete]
+        shared = self.cache.publish(digests, own, parent)
+        if shared != own:  # somebody has published the same before
+            sequence.block_table = (*table[:first], *shared, *table[complete:])
+        if self.cache.kept is not None:
+            size = self.limits.block_size
+            self.cache.kept.keep_run(digests, parent or sequence.chain.root, sequence.packed, size, complete * size)
+        self.pending_blocks.published(request.request_id, digests)
+        self.queues.waiting.published(digests)
         sequence.published_blocks = complete
 
     def abandon(self, chunks: Iterable[Chunk], reason: str) -> None:

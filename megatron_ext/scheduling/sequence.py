@@ -34,14 +34,13 @@ class Sequence:
         seed: Of the numbers that its tokens are drawn with.
 
     Attributes:
-        prompt_length: Tokens of the prompt as it was submitted.
         tokens: Of prompt and generation.
         packed: The same, as they are hashed.
         computed_end: See the module, as `shared_end`.
         published_blocks: Of the block table, from its start.
         chain: Of the digests of its blocks; None for one that neither reads nor writes the cache.
         cache_epoch: Of the cache when it was admitted.
-        block_table: What it owns, in order.
+        block_table: What it owns, in order; replaced when that changes, so that a step's message keeps it.
         live_slot: Where its recurrent states are; None while it waits.
         restore: What to copy into the live slot before the first chunk.
         snapshots: Slots are reserved for them; none is taken yet.
@@ -52,7 +51,6 @@ class Sequence:
     """
 
     def __init__(self, prompt_tokens: abc.Sequence[int], seed: int | str) -> None:
-        self.prompt_length = len(prompt_tokens)
         self.tokens = list(prompt_tokens)
         self.packed = packed_tokens(prompt_tokens)
         self.computed_end = 0
@@ -60,14 +58,19 @@ class Sequence:
         self.published_blocks = 0
         self.chain: HashChain | None = None
         self.cache_epoch: int | None = None
-        self.block_table: list[BlockId] = []
+        self.block_table: tuple[BlockId, ...] = ()
         self.live_slot: LiveSlot | None = None
         self.restore: Restore | None = None
         self.snapshots: list[Snapshot] = []
         self.decode_snapshot: Digest | None = None
-        self.ledger = PrefillLedger(self.prompt_length)
+        self.ledger = PrefillLedger(len(prompt_tokens))
         self.draws = Draws(seed)
         self.has_waited_for_prefix = False
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens of the prompt as it was submitted."""
+        return self.ledger.prompt_length
 
     @property
     def generated_count(self) -> int:
@@ -77,7 +80,7 @@ class Sequence:
     @property
     def is_decoding(self) -> bool:
         """Whether only the last token, a generated one, is left to compute."""
-        return self.computed_end == len(self.tokens) - 1 and self.computed_end >= self.prompt_length
+        return self.prompt_length <= self.computed_end == len(self.tokens) - 1
 
     @property
     def digests(self) -> abc.Sequence[Digest]:
@@ -111,13 +114,13 @@ class Sequence:
         self.tokens.append(token)
         self.packed.append(token)
 
-    def lose_all(self) -> tuple[list[BlockId], list[Snapshot], LiveSlot | None]:
+    def lose_all(self) -> tuple[abc.Sequence[BlockId], list[Snapshot], LiveSlot | None]:
         """Nothing of it is computed any more.
 
         Returns:
             What it owned, for those who have lent it: blocks, reserved snapshots, live slot.
         """
         owned = self.block_table, self.snapshots, self.live_slot
-        self.block_table, self.snapshots, self.live_slot, self.restore = [], [], None, None
+        self.block_table, self.snapshots, self.live_slot, self.restore = (), [], None, None
         self.computed_end = self.shared_end = self.published_blocks = 0
         return owned

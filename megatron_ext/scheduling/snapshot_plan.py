@@ -36,8 +36,11 @@ def plan_snapshots(
     of_prefills: list[SnapshotRequest] = []
     of_decodes: list[SnapshotRequest] = []
     for chunk in chunks:
-        sequence, is_decode = chunk.request.sequence, chunk.is_decode
-        if sequence.chain is None or (is_decode and chunk.end % limits.block_size != 0):
+        is_decode = chunk.is_decode
+        if is_decode and chunk.end % limits.block_size != 0:
+            continue
+        sequence = chunk.request.sequence
+        if sequence.chain is None:
             continue
         if sequence.cache_epoch != cache.epoch and chunk.request not in matched:
             continue

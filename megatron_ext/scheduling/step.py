@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
 from megatron_ext.prefix_cache.block_pool import BlockId
@@ -15,6 +16,7 @@ from megatron_ext.prefix_cache.matching import Restore
 from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.live_slots import LiveSlot
 from megatron_ext.scheduling.request import Request
+from megatron_ext.scheduling.shaping import Shaping, shaping_of
 from megatron_ext.scheduling.snapshots import Snapshot
 
 LAST_SAMPLED: Final = -1
@@ -30,16 +32,18 @@ class Sampling:
         top_k: 0 is off.
         top_p: 0 is off.
         uniform: In [0, 1), from the request's own generator; None is greedy.
-        forbidden: A token that must not come yet; None if all may.
+        forbidden: Tokens that must not come yet.
         top_n: List so many of the best tokens with their log-probs; None asks for no log-prob at all.
+        shaping: What is done to the logits before; None if nothing is.
     """
 
     temperature: float
     top_k: int
     top_p: float
     uniform: float | None
-    forbidden: int | None
+    forbidden: tuple[int, ...]
     top_n: int | None
+    shaping: Shaping | None = None
 
 
 @dataclass(frozen=True)
@@ -117,41 +121,48 @@ def describe_step(chunks: Iterable[Chunk], block_size: int) -> ScheduledStep:
 
 
 def _describe(chunk: Chunk, block_size: int) -> ScheduledChunk:
-    request, sequence = chunk.request, chunk.request.sequence
+    request, sequence, start, end = chunk.request, chunk.request.sequence, chunk.start, chunk.end
     assert sequence.live_slot is not None, f"request {request.request_id} runs and has no live slot"
+    snapshots, is_decode = sequence.snapshots, chunk.is_decode
     return ScheduledChunk(
-        request_id=request.request_id,
+        request_id=request.submission.request_id,
         token_ids=_token_ids(chunk),
-        start=chunk.start,
-        end=chunk.end,
-        is_decode=chunk.is_decode,
-        block_ids=tuple(sequence.block_table[: -(-chunk.end // block_size)]),
+        start=start,
+        end=end,
+        is_decode=is_decode,
+        block_ids=sequence.block_table[: -(-end // block_size)],  # of a whole table, no copy
         shared_end=sequence.shared_end,
         live_slot=sequence.live_slot,
         restore=sequence.restore,
-        snapshots=tuple([one for one in sequence.snapshots if chunk.start < one.position <= chunk.end]),
+        snapshots=tuple([one for one in snapshots if start < one.position <= end]) if snapshots else (),
         sampling=_sampling(request) if chunk.yields_token else None,
-        scoring=_scoring(chunk),
+        scoring=None if is_decode else _scoring(chunk),
     )
 
 
 def _token_ids(chunk: Chunk) -> tuple[int, ...]:
-    request = chunk.request
-    if chunk.end <= request.prompt_length:
-        return request.prompt_tokens[chunk.start : chunk.end]  # of a whole prompt, no copy
-    return tuple(request.sequence.tokens[chunk.start : chunk.end])
+    sequence = chunk.request.sequence
+    if chunk.end <= sequence.prompt_length:
+        return chunk.request.prompt_tokens[chunk.start : chunk.end]  # of a whole prompt, no copy
+    return tuple(sequence.tokens[chunk.start : chunk.end])
 
 
 def _sampling(request: Request) -> Sampling:
-    params = request.params
-    return Sampling(
-        temperature=params.temperature,
-        top_k=params.top_k,
-        top_p=params.top_p,
-        uniform=None if params.is_greedy else request.sequence.draws.current(),
-        forbidden=None if request.may_stop else request.submission.termination_id,
-        top_n=params.top_n_logprobs if params.return_log_probs else None,
-    )
+    params = request.submission.params
+    wish = params.temperature, params.top_k, params.top_p
+    forbidden = () if request.may_stop else request.submission.end_ids
+    top_n = params.top_n_logprobs if params.return_log_probs else None
+    shaping = shaping_of(request) if request.shapes_logits else None
+    if params.is_greedy and shaping is None:
+        return _greedy(*wish, forbidden, top_n)
+    uniform = None if params.is_greedy else request.sequence.draws.current()
+    return Sampling(*wish, uniform, forbidden, top_n, shaping)
+
+
+@lru_cache(maxsize=256)
+def _greedy(temperature: float, top_k: int, top_p: float, forbidden: tuple[int, ...], top_n: int | None) -> Sampling:
+    """Greedy requests with equal wishes have one of these, from step to step."""
+    return Sampling(temperature, top_k, top_p, None, forbidden, top_n)
 
 
 def _scoring(chunk: Chunk) -> Scoring | None:

@@ -17,8 +17,9 @@ class Submission:
         params: How it is sampled, and what it asks for.
         arrival: Rank of submission; the lower goes first.
         seed: Of the request's own random generator.
-        termination_id: The token that ends generation, or None.
+        end_ids: Tokens each of which ends generation.
         prompt_text: If the prompt came as text.
+        bad_words: Those of the params as token ids, each in all the ways it can begin.
     """
 
     request_id: int
@@ -26,5 +27,6 @@ class Submission:
     params: RequestParams
     arrival: int
     seed: int | str
-    termination_id: int | None = None
+    end_ids: tuple[int, ...] = ()
     prompt_text: str | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()

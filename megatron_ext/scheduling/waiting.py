@@ -138,8 +138,12 @@ class WaitingQueue:
         self._sleepers.setdefault(digest, {})[request] = None
         self._followers.setdefault(leader, {})[request] = None
 
-    def published(self, digest: Digest) -> None:
-        """Somebody has computed this block: whoever waits for it is to find it."""
+    def published(self, digests: Iterable[Digest]) -> None:
+        """Somebody has computed these blocks: whoever waits for one is to find it. Costs nothing where nobody waits."""
+        for digest in digests if self._sleepers else ():
+            self._published(digest)
+
+    def _published(self, digest: Digest) -> None:
         sleepers = self._sleepers.get(digest)
         if not sleepers:
             return
@@ -148,11 +152,6 @@ class WaitingQueue:
         for request in woken:
             hope = self._hopes[request]
             self._hopes[request] = Hope(hope.leader, hope.digest, hope.blocks, is_published=True)
-
-    def published_run(self, digests: Iterable[Digest]) -> None:
-        """The same of several blocks; costs nothing where nobody waits."""
-        for digest in digests if self._sleepers else ():
-            self.published(digest)
 
     def cancelled(self, digest: Digest) -> None:
         """Nobody takes the states at the end of this block any more: whoever waits for them must look for others."""

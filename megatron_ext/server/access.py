@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from megatron_ext.scheduling.record import Status
 from megatron_ext.server.answers import Reply
-from megatron_ext.server.engine_loop import HttpExchange
+from megatron_ext.server.exchange import HttpExchange
 from megatron_ext.server.log import printable
 from megatron_ext.server.progress import RequestHandle
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-import uuid
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,10 +11,6 @@ from megatron_ext.scheduling.record import RequestRecord, Status
 from megatron_ext.server.errors import FAULT, ApiError
 from megatron_ext.server.progress import RequestHandle
 from megatron_ext.stepping.progress import Progress
-from megatron_ext.text.detokenizer import INCOMPLETE
-from megatron_ext.text.vocabulary import Vocabulary
-
-LEAST_LOG_PROB = -9999.0  # JSON has no infinity
 
 
 @dataclass(frozen=True)
@@ -88,6 +82,31 @@ def usage(reply: Reply, records: Sequence[RequestRecord]) -> dict[str, object]:
     return counts
 
 
+def usage_so_far(reply: Reply, handles: Sequence[RequestHandle]) -> dict[str, int]:
+    """The usage of an answer that goes on; what was cached is told at its end."""
+    sources = [handle.record or handle.progress for handle in handles]
+    prompt = sum(len(handle.job.tokens) for handle in handles[:: reply.choices])
+    generated = sum(len(source.generated_tokens) for source in sources if source is not None)
+    return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a part of a choice brings.
+
+    Attributes:
+        text: As far as it is certain; it may be empty.
+        tokens: That have come since the piece before.
+        scores: Of these tokens, if somebody asked.
+        reason: Why the choice has ended, in its last piece.
+    """
+
+    text: str
+    tokens: Sequence[int] = ()
+    scores: Sequence[Scored] = ()
+    reason: str | None = None
+
+
 class Reply(Protocol):
     """What differs between the two routes."""
 
@@ -95,158 +114,26 @@ class Reply(Protocol):
     choices: int  # of each prompt
     shows_cache: bool  # whether the usage says what was cached
 
+    def heading(self, source: Progress | RequestRecord) -> dict[str, object]:
+        """Fields beside the choices that the first part of an answer has, and a whole one."""
+
     def envelope(self, *, is_part: bool) -> dict[str, object]:
         """The fields around the choices."""
 
-    def opening(self, index: int, source: Progress | RequestRecord) -> dict[str, object] | None:
-        """The first part of a choice, before any text."""
+    def opening(self, index: int, first: Progress | RequestRecord) -> dict[str, object] | None:
+        """The first part of a choice, before any text; `first` is of the prompt's first choice."""
 
-    def part(self, index: int, text: str, scores: Sequence[Scored], reason: str | None) -> dict[str, object]:
-        """A part of a choice."""
+    def part(self, index: int, piece: Piece) -> dict[str, object] | None:
+        """A part of a choice; None if there is nothing to say yet."""
 
-    def choice(self, index: int, record: RequestRecord) -> dict[str, object]:
-        """A whole choice."""
+    def choice(self, index: int, record: RequestRecord, first: RequestRecord) -> dict[str, object]:
+        """A whole choice; `first` is the prompt's first one, which has what is told of the prompt."""
 
 
 def whole(reply: Reply, records: Sequence[RequestRecord]) -> dict[str, object]:
     """The answer in one piece."""
-    choices = [reply.choice(index, record) for index, record in enumerate(records)]
-    return reply.envelope(is_part=False) | {"choices": choices, "usage": usage(reply, records)}
-
-
-class _Envelope:
-    def __init__(self, model: str, choices: int, prefix: str) -> None:
-        self.id = f"{prefix}-{uuid.uuid4().hex}"
-        self.choices = choices
-        self.shows_cache = True
-        self._fields = {"id": self.id, "created": int(time.time()), "model": model}
-
-
-class CompletionReply(_Envelope):
-    """Of `/v1/completions`.
-
-    Args:
-        model: The name it is served under.
-        vocabulary: To show single tokens.
-        choices: Of each prompt.
-        has_scores: Whether log-probs were asked for.
-        echoes: The text of the prompt of each choice, if it comes before the answer.
-    """
-
-    def __init__(
-        self, model: str, vocabulary: Vocabulary, choices: int, *, has_scores: bool, echoes: Sequence[str] | None
-    ) -> None:
-        super().__init__(model, choices, "cmpl")
-        self._vocabulary = vocabulary
-        self._has_scores = has_scores
-        self._echoes = echoes
-        self._offsets: Counter[int] = Counter()  # characters of the tokens shown so far, by choice
-
-    def envelope(self, *, is_part: bool) -> dict[str, object]:
-        """The fields around the choices."""
-        return {"object": "text_completion", **self._fields}
-
-    def opening(self, index: int, source: Progress | RequestRecord) -> dict[str, object] | None:
-        """The prompt, if it is echoed."""
-        if self._echoes is None:
-            return None
-        return self.part(index, self._echoes[index], self._prompt_scores(source), None)
-
-    def part(self, index: int, text: str, scores: Sequence[Scored], reason: str | None) -> dict[str, object]:
-        """A part of a choice, or all of it."""
-        log_probs = self._log_probs(index, scores) if self._has_scores else None
-        return {"index": index, "text": text, "logprobs": log_probs, "finish_reason": reason}
-
-    def choice(self, index: int, record: RequestRecord) -> dict[str, object]:
-        """A whole choice."""
-        text, scores = record.generated_text, generated_scores(record, 0)
-        if self._echoes is not None:
-            text, scores = self._echoes[index] + text, self._prompt_scores(record) + scores
-        return self.part(index, text, scores, record.finish_reason)
-
-    def _prompt_scores(self, source: Progress | RequestRecord) -> list[Scored]:
-        return prompt_scores(source) if self._has_scores else []
-
-    def _log_probs(self, index: int, scores: Sequence[Scored]) -> dict[str, object]:
-        texts = [shown(self._vocabulary, one.token) for one in scores]
-        offsets = []
-        for text in texts:
-            offsets.append(self._offsets[index])
-            self._offsets[index] += len(text)
-        return {
-            "tokens": texts,
-            "token_logprobs": [finite(one.log_prob) for one in scores],
-            "top_logprobs": [self._best(one) for one in scores],
-            "text_offset": offsets,
-        }
-
-    def _best(self, one: Scored) -> dict[str, float | None] | None:
-        """The best tokens and, always, the chosen one. Of tokens that read the same the best counts."""
-        if one.log_prob is None:
-            return None
-        log_probs: dict[int, float] = one.best | {one.token: one.log_prob}
-        ranked = sorted(log_probs.items(), key=lambda item: item[1])
-        return {shown(self._vocabulary, token): finite(log_prob) for token, log_prob in ranked}
-
-
-class ChatReply(_Envelope):
-    """Of `/v1/chat/completions`.
-
-    Args:
-        model: The name it is served under.
-        vocabulary: To show single tokens.
-        choices: Of the conversation.
-        has_scores: Whether log-probs were asked for.
-    """
-
-    def __init__(self, model: str, vocabulary: Vocabulary, choices: int, *, has_scores: bool) -> None:
-        super().__init__(model, choices, "chatcmpl")
-        self._vocabulary = vocabulary
-        self._has_scores = has_scores
-
-    def envelope(self, *, is_part: bool) -> dict[str, object]:
-        """The fields around the choices."""
-        return {"object": "chat.completion.chunk" if is_part else "chat.completion", **self._fields}
-
-    def opening(self, index: int, source: Progress | RequestRecord) -> dict[str, object] | None:
-        """Who speaks."""
-        delta = {"role": "assistant", "content": ""}
-        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-
-    def part(self, index: int, text: str, scores: Sequence[Scored], reason: str | None) -> dict[str, object]:
-        """A part of a choice."""
-        delta = {"content": text} if text else {}
-        return {"index": index, "delta": delta, "logprobs": self._log_probs(scores), "finish_reason": reason}
-
-    def choice(self, index: int, record: RequestRecord) -> dict[str, object]:
-        """A whole choice."""
-        return {
-            "index": index,
-            "message": {"role": "assistant", "content": record.generated_text, "refusal": None},
-            "logprobs": self._log_probs(generated_scores(record, 0)),
-            "finish_reason": record.finish_reason,
-        }
-
-    def _log_probs(self, scores: Sequence[Scored]) -> dict[str, object] | None:
-        if not self._has_scores:
-            return None
-        content = []
-        for one in scores:
-            best = [self._token(token, log_prob) for token, log_prob in one.best.items()]
-            content.append(self._token(one.token, one.log_prob) | {"top_logprobs": best})
-        return {"content": content, "refusal": None}
-
-    def _token(self, token: int, log_prob: float | None) -> dict[str, object]:
-        text = shown(self._vocabulary, token)
-        is_whole = INCOMPLETE not in text
-        return {"token": text, "logprob": finite(log_prob), "bytes": list(text.encode()) if is_whole else None}
-
-
-def shown(vocabulary: Vocabulary, token: int) -> str:
-    """One token by itself."""
-    return vocabulary.detokenize([token], skip_special_tokens=False)
-
-
-def finite(log_prob: float | None) -> float | None:
-    """A log-prob that JSON can hold."""
-    return None if log_prob is None else max(log_prob, LEAST_LOG_PROB)
+    choices = [
+        reply.choice(index, record, records[index - index % reply.choices]) for index, record in enumerate(records)
+    ]
+    envelope = reply.envelope(is_part=False) | reply.heading(records[0])
+    return envelope | {"choices": choices, "usage": usage(reply, records)}

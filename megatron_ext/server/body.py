@@ -28,12 +28,13 @@ class JsonRoute(APIRoute):
         handle = super().get_route_handler()
         if self.body_field is None:
             return handle
+        may_be_empty = not self.body_field.field_info.is_required()
 
         async def limited(request: Request) -> Response:
             body = await read_body(request, request.app.state.serving.settings.limits.body_bytes)
             if body:
                 check_content_type(request.headers.get("content-type"))
-            return await handle(_Parsed(request, body))
+            return await handle(_Parsed(request, body, may_be_empty=may_be_empty))
 
         return limited
 
@@ -45,10 +46,10 @@ class _Parsed(Request):
         ApiError: See `parse_json`.
     """
 
-    def __init__(self, request: Request, body: bytes) -> None:
+    def __init__(self, request: Request, body: bytes, *, may_be_empty: bool) -> None:
         super().__init__(request.scope, request.receive)
         self._bytes = body
-        self._content = parse_json(body)
+        self._content = None if may_be_empty and not body else parse_json(body)
 
     async def body(self) -> bytes:
         """As it was sent."""

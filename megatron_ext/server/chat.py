@@ -7,8 +7,10 @@ from functools import cached_property
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.server.protocol import Message
+from megatron_ext.server.tool_calls import OPENING
+from megatron_ext.text.chat_template import ChatOptions
 from megatron_ext.text.chat_tokens import RenderedChat
-from megatron_ext.text.tokenizer import TextTokenizer, Tokenizer
+from megatron_ext.text.tokenizer import TextTokenizer, Tokenizer, ends_of
 
 _ANSWER = "0123456789"
 _CONVERSATION = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": _ANSWER}]
@@ -26,8 +28,8 @@ class ChatFormat:
         self._tokenizer = tokenizer
         self._parse_control = parse_control
 
-    def render(self, messages: Sequence[Message]) -> RenderedChat:
-        """The prompt that asks for the next answer.
+    def render(self, messages: Sequence[Message], options: ChatOptions | None = None) -> RenderedChat:
+        """The prompt that asks for the next answer, or for what `options` say.
 
         Raises:
             ConfigError: No template, or messages that it refuses.
@@ -35,7 +37,7 @@ class ChatFormat:
         if not isinstance(self._tokenizer, TextTokenizer):
             raise ConfigError("the model's tokenizer has no chat template; use /v1/completions")
         dicts = [message.to_dict() for message in messages]
-        return self._tokenizer.render_chat(dicts, parse_control=self._parse_control)
+        return self._tokenizer.render_chat(dicts, parse_control=self._parse_control, options=options)
 
     @cached_property
     def end_of_turn(self) -> int | None:
@@ -55,9 +57,17 @@ class ChatFormat:
         return tokens[0] if is_special else None
 
     @cached_property
-    def other_ends(self) -> tuple[str, ...]:
-        """What ends an answer beside `end_of_turn`, as stop words."""
-        eod = self._tokenizer.eod
-        if self.end_of_turn is None or eod is None or eod == self.end_of_turn:
+    def calls_are_special(self) -> bool:
+        """Whether the marks around calls of tools are special tokens, which texts are without."""
+        tokenizer = self._tokenizer
+        if not isinstance(tokenizer, TextTokenizer):
+            return False
+        tokens = tokenizer.tokenize_plain(OPENING)
+        return len(tokens) == 1 and not tokenizer.detokenize(tokens)
+
+    @cached_property
+    def other_ends(self) -> tuple[int, ...]:
+        """What ends an answer beside `end_of_turn`."""
+        if self.end_of_turn is None:  # the ends of a document are what ends it
             return ()
-        return (self._tokenizer.detokenize([eod], skip_special_tokens=False),)
+        return tuple(token for token in ends_of(self._tokenizer) if token != self.end_of_turn)

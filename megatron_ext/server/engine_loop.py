@@ -12,69 +12,25 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import TypeVar
 
 from megatron_ext.engine.faults import Faults
 from megatron_ext.errors import RankError
 from megatron_ext.mcore.adapter import InferenceEngine
-from megatron_ext.scheduling.record import RequestRecord, Status
-from megatron_ext.scheduling.request import Request
-from megatron_ext.server.errors import ApiError, engine_fault, overloaded, shutting_down
+from megatron_ext.scheduling.record import RequestRecord
+from megatron_ext.server.engine_side import EngineSide, StepOutcome
+from megatron_ext.server.errors import ApiError, asleep, engine_fault, overloaded, shutting_down
+from megatron_ext.server.exchange import HttpExchange
 from megatron_ext.server.metrics import Metrics
-from megatron_ext.server.progress import RequestHandle, TokenClock
+from megatron_ext.server.progress import RequestHandle
 from megatron_ext.server.sampling import Job
-from megatron_ext.stepping.progress import Update, Updates
+from megatron_ext.stepping.progress import Update
 from megatron_ext.stepping.thread import FAILED_STEPS, EngineThread
 
 Result = TypeVar("Result")
 
 LATENCIES = 32  # of the last requests; how long a new one will take, roughly
 LONGEST_RETRY = 60  # seconds
-
-
-@dataclass(eq=False)
-class HttpExchange:
-    """The handles of one HTTP request."""
-
-    handles: list[RequestHandle]
-    is_streamed: bool
-    loop: EngineLoop
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-
-    async def started(self) -> None:
-        """Wait until some handle has progress, or has ended."""
-        while not any(handle.progress or handle.record or handle.error for handle in self.handles):
-            await self.next_update()
-
-    async def ended(self) -> None:
-        """Wait until all handles have ended."""
-        while not all(handle.record or handle.error for handle in self.handles):
-            await self.next_update()
-
-    async def next_update(self) -> None:
-        """Wait until something has happened to some handle since the last call."""
-        await self.changed.wait()
-        self.changed.clear()
-
-    def abort(self) -> None:
-        """Free whatever the handles that have not ended own; returns at once."""
-        self.loop.abort([handle for handle in self.handles if not (handle.record or handle.error)])
-
-
-@dataclass(frozen=True)
-class _StepOutcome:
-    """What a step did to requests that the event loop knows."""
-
-    updates: dict[int, Update]
-    records: list[RequestRecord]
-    has_computed: bool
-    has_more: bool  # something is left to be done or reported
-
-    @property
-    def request_ids(self) -> list[int]:
-        """Of all requests that there is something of."""
-        return [*self.updates, *(record.request_id for record in self.records)]
 
 
 class EngineLoop:
@@ -106,10 +62,10 @@ class EngineLoop:
         self._failures = 0  # steps, in a row
         self._faults = Faults("the server")  # the event loop's own; what the engine thread meets counts with the engine
         self.is_healthy = True  # until a step fails, and again when one has computed something
-        self._updates = Updates(engine.fail_request)  # the engine thread's own
-        self._clock = TokenClock()  # the engine thread's own
-
-    # Called by the event loop
+        self._side = EngineSide(engine, metrics)  # the engine thread's own
+        self._awake = asyncio.Event()  # no step begins while it is not set
+        self._awake.set()
+        self._falling_asleep = asyncio.Lock()  # and waking up
 
     def start(self) -> None:
         """Begin to step."""
@@ -147,16 +103,16 @@ class EngineLoop:
         """Hand requests to the engine, all or none.
 
         Raises:
-            ApiError: The queue is full (429); the server is shutting down (503).
+            ApiError: The queue is full (429); the server is asleep or shutting down (503).
             ConfigError: A prompt or setting that makes no sense.
         """
         self._check_room(len(jobs))
-        exchange = HttpExchange([RequestHandle(next(self._ids), job) for job in jobs], is_streamed, self)
+        exchange = HttpExchange([RequestHandle(next(self._ids), job) for job in jobs], is_streamed, self.abort)
         for handle in exchange.handles:
             self._exchanges[handle.request_id] = handle, exchange
         self._work.set()
         try:
-            await self.call(self._add, exchange)
+            await self.call(self._side.add, exchange)
         except Exception:
             self._forget(exchange.handles)
             raise
@@ -168,6 +124,8 @@ class EngineLoop:
     def _check_room(self, count: int) -> None:
         if self._is_closed:
             raise shutting_down()
+        if self.is_asleep:
+            raise asleep()
         if self.living + count > self.capacity:
             self._metrics.rejected.inc(count)
             mean = sum(self._latencies) / len(self._latencies) if self._latencies else 1
@@ -177,33 +135,72 @@ class EngineLoop:
         """Free at once, that is when the step in flight has ended, whatever these requests own."""
         ids = [handle.request_id for handle in handles]
         if ids and not self._is_closed:
-            self._thread.submit(self._observed, self._abort, (ids,))
+            self._thread.submit(self._side.observed, self._side.abort, (ids,))
 
     def give_up(self, error: ApiError) -> None:
         """End all requests with an error."""
-        ended = list(self._exchanges.values())
+        self._end(list(self._exchanges.values()), error)
+
+    def _end(self, ended: Sequence[tuple[RequestHandle, HttpExchange]], error: ApiError) -> None:
         self.abort(handle for handle, _ in ended)
         self._forget(handle for handle, _ in ended)
+        if ended:  # a step closes the engine's books on them
+            self._has_more = True
+            self._work.set()
         for handle, exchange in ended:
             handle.error = error
             exchange.changed.set()
 
+    def end(self, exchange: HttpExchange, error: ApiError) -> int:
+        """End what has not ended of an exchange, with an error.
+
+        Returns:
+            How many requests that were.
+        """
+        ended = [handle for handle in exchange.handles if handle.request_id in self._exchanges]
+        self._end([(handle, exchange) for handle in ended], error)
+        return len(ended)
+
     async def call(self, function: Callable[..., Result], *arguments: object) -> Result:
         """Call something with the engine's thread, between two steps."""
-        return await asyncio.wrap_future(self._thread.submit(self._observed, function, arguments))
+        return await asyncio.wrap_future(self._thread.submit(self._side.observed, function, arguments))
 
     async def reset_prefix_cache(self) -> dict[str, int] | None:
         """Empty the cache; what it holds then."""
         await self.call(self._engine.reset_prefix_cache)
         return await self.call(self._engine.prefix_cache_statistics)
 
+    @property
+    def is_asleep(self) -> bool:
+        """Whether the pools' memory has been given back, or is about to be."""
+        return not self._awake.is_set()
+
+    async def sleep(self) -> None:
+        """Give the pools' memory back when the step in flight has ended. Who is here waits; newcomers are refused."""
+        async with self._falling_asleep:
+            self._awake.clear()
+            try:
+                await self.call(self._engine.suspend)
+            except Exception:
+                self._awake.set()
+                raise
+
+    async def wake_up(self) -> None:
+        """Allocate the pools again; who waits goes on. If that fails the server stays asleep."""
+        async with self._falling_asleep:
+            await self.call(self._engine.resume)
+            self._awake.set()
+
     async def _run(self) -> None:
         while True:
             if not self._exchanges and not self._has_more:
                 self._work.clear()
             await self._work.wait()
+            if self.is_asleep:
+                await self._awake.wait()
+                continue
             try:
-                outcome = await self.call(self._step)
+                outcome = await self.call(self._side.step)
             except RankError as error:
                 self._note_lost_ranks(error)
                 return
@@ -255,7 +252,7 @@ class EngineLoop:
             self.give_up(engine_fault(error))
             self._failures, self._has_more = 0, True  # one more step, to close the engine's books on them
 
-    def _deliver(self, outcome: _StepOutcome) -> None:
+    def _deliver(self, outcome: StepOutcome) -> None:
         for request_id, update in outcome.updates.items():
             self._hand_over(request_id, update)
         for record in outcome.records:
@@ -294,52 +291,3 @@ class EngineLoop:
     def _forget(self, handles: Iterable[RequestHandle]) -> None:
         for handle in handles:
             self._exchanges.pop(handle.request_id, None)
-
-    # Called by the engine thread
-
-    def _observed(self, function: Callable[..., Result], arguments: tuple[object, ...]) -> Result:
-        try:
-            return function(*arguments)
-        finally:
-            with self._engine.faults.absorbed("the metrics of the engine"):
-                self._metrics.state = self._engine.statistics()
-
-    def _add(self, exchange: HttpExchange) -> None:
-        ids = []
-        try:
-            for handle in exchange.handles:
-                self._engine.add_request(handle.request_id, handle.job.tokens, handle.job.params)
-                ids.append(handle.request_id)
-        except Exception:
-            self._abort(ids)
-            raise
-        if exchange.is_streamed:
-            self._updates.watch(ids)
-
-    def _abort(self, ids: Iterable[int]) -> None:
-        for request_id in ids:
-            try:
-                self._engine.abort_request(request_id)
-            except KeyError:  # has ended in the meantime
-                continue
-            except Exception as error:
-                self._engine.faults.note(f"the end of request {request_id}", error)
-
-    def _step(self) -> _StepOutcome:
-        result = self._engine.step_modern()
-        records = result["finished_request_records"]
-        active = [self._engine.get_request(request_id) for request_id in result["active_request_ids"]]
-        with self._engine.faults.absorbed("the metrics of a step"):
-            self._observe_tokens(active, records)
-        self._updates.forget(record.request_id for record in records)
-        has_computed = bool(active) or any(record.status is Status.COMPLETED for record in records)
-        updates = self._updates.of(active)
-        return _StepOutcome(updates, records, has_computed, self._engine.has_unfinished_requests())
-
-    def _observe_tokens(self, active: Sequence[Request], records: Sequence[RequestRecord]) -> None:
-        counts = {request.request_id: request.generated_count for request in active}
-        counts |= {record.request_id: len(record.generated_tokens) for record in records}
-        for gap in self._clock.gaps(counts):
-            self._metrics.inter_token.observe(gap)
-        for record in records:
-            self._clock.forget(record.request_id)

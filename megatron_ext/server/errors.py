@@ -103,6 +103,29 @@ def shutting_down() -> ApiError:
     return ApiError(503, "the server is shutting down", kind=FAULT)
 
 
+def asleep() -> ApiError:
+    """503: an administrator has taken the pools' memory back for a while."""
+    return ApiError(
+        503, "the server is asleep; an administrator wakes it with POST /wake_up", kind=FAULT, code="server_asleep"
+    )
+
+
+def aborted() -> ApiError:
+    """503: an administrator has ended the request."""
+    return ApiError(503, "an administrator has ended this request", kind=FAULT, code="request_aborted")
+
+
+def no_such_answer(shown: str) -> ApiError:
+    """404: no answer in flight has this id."""
+    message = f"no request in flight has the id {shown!r}"
+    return ApiError(404, message, param="request_id", code="request_not_found")
+
+
+def no_memory(what: str) -> ApiError:
+    """503: there is none now."""
+    return ApiError(503, f"the server has no memory for {what}", kind=FAULT)
+
+
 def engine_fault(error: BaseException) -> ApiError:
     """500: step after step failed."""
     return ApiError(500, f"the engine failed: {type(error).__name__}", kind=FAULT)
@@ -142,6 +165,29 @@ def context_exceeded(prompt: int, generated: int, limit: int) -> ApiError:
         param="max_tokens" if prompt < limit else None,
         code="context_length_exceeded",
     )
+
+
+def generates_nothing() -> ApiError:
+    """400: an answer without tokens, and without the prompt."""
+    message = "max_tokens must be at least 1; 0 needs echo on /v1/completions, which gives the prompt's own scores"
+    return ApiError(400, message, param="max_tokens")
+
+
+def form_too_long(kind: str, size: int, most: int) -> ApiError:
+    """400: a schema or expression that is longer than this server compiles."""
+    message = f"the {kind} has {size} bytes; this server takes at most {most} (--max-schema-kb)"
+    return ApiError(400, message, param="response_format", code="schema_too_long")
+
+
+def form_too_slow(kind: str, seconds: float) -> ApiError:
+    """400: one that takes longer."""
+    message = f"the {kind} was not compiled within {seconds:g} s (--grammar-timeout); send a simpler one"
+    return ApiError(400, message, param="response_format", code="schema_too_slow")
+
+
+def form_refused(reason: str) -> ApiError:
+    """400: one that has what cannot be followed."""
+    return ApiError(400, reason, param="response_format", code="schema_not_supported")
 
 
 def text_too_long(characters: int, most: int, limit: int) -> ApiError:
@@ -197,7 +243,7 @@ async def _too_deep(*_: object) -> Response:
 
 async def _no_memory(request: Request, _: MemoryError) -> Response:
     logger.error("%s %s ran out of memory", request.method, request.url.path)
-    return ApiError(503, "the server has no memory for this request; send less", kind=FAULT).to_response()
+    return no_memory("this request; send less").to_response()
 
 
 async def _fault(request: Request, error: Exception) -> Response:

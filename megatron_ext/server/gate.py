@@ -9,11 +9,22 @@ from megatron_ext.server.keys import Caller, Keys
 
 CALLER = "megatron_ext.caller"  # where routes find it in the scope
 
-# Counts of everybody, for load balancers, Prometheus and people: neither texts nor digests.
-_PAGES = frozenset(("/", "/health"))
+# How the server is and what it can do, and counts of everybody: for load balancers, Prometheus and people. Neither
+# texts nor digests.
+OPEN_PATHS = frozenset(("/", "/health", "/ping", "/version", "/docs", "/openapi.json"))
 _COUNTS = frozenset(("/metrics", "/metrics/history"))
-# What concerns everybody's cache.
-_ADMIN = frozenset(("/prefix_cache", "/reset_prefix_cache"))
+# What concerns everybody.
+ADMIN_PATHS = frozenset(
+    (
+        *("/prefix_cache", "/reset_prefix_cache", "/flush_cache", "/abort"),
+        *("/sleep", "/wake_up", "/is_sleeping", "/update_weights_from_disk"),
+    )
+)
+
+
+def open_paths(*, hides_counts: bool) -> frozenset[str]:
+    """What needs no key."""
+    return OPEN_PATHS if hides_counts else OPEN_PATHS | _COUNTS
 
 
 class KeyGate:
@@ -28,8 +39,8 @@ class KeyGate:
     def __init__(self, app: ASGIApp, keys: Keys, *, hides_counts: bool) -> None:
         self._app = app
         self._keys = keys
-        self._open = _PAGES if hides_counts else _PAGES | _COUNTS
-        self._admin = _ADMIN | _COUNTS if hides_counts else _ADMIN
+        self._open = open_paths(hides_counts=hides_counts)
+        self._admin = ADMIN_PATHS | _COUNTS if hides_counts else ADMIN_PATHS
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or answer 401 (no key, or none of ours) or 403 (a key for something else)."""

@@ -6,6 +6,7 @@ Every API key is a tenant. Its requests have a cache of their own, because their
 
 from __future__ import annotations
 
+import hmac
 import os
 import secrets
 import stat
@@ -85,11 +86,20 @@ class Keys:
             self._callers[self._mark(admin_key)] = Caller(can_generate=False)
 
     def caller(self, key: bytes) -> Caller | None:
-        """Who has this key; None if nobody has."""
-        return self._callers.get(self._mark(key))
+        """Who has this key; None if nobody has. It takes as long whichever key it is like."""
+        given, found = self._mark(key), None
+        for mark, caller in self._callers.items():
+            if hmac.compare_digest(mark, given):
+                found = caller
+        return found
+
+    @property
+    def has_administrator(self) -> bool:
+        """Whether some key opens the routes of administrators."""
+        return any(caller.can_administrate for caller in self._callers.values())
 
     def _mark(self, key: str | bytes) -> bytes:
-        """Look-ups compare these: what the time of a comparison tells is of no use without the secret."""
+        """What is compared: marks are of one length, and no use to anybody without the secret."""
         return blake2b(key.encode() if isinstance(key, str) else key, key=self._secret).digest()
 
 
@@ -105,7 +115,8 @@ def load_keys(settings: ServerConfig, environment: Mapping[str, str] | None = No
         environment: By default that of the process.
 
     Raises:
-        ConfigError: Two sources of API keys, a file that cannot be read or holds something else than keys.
+        ConfigError: Two sources of API keys, a file that cannot be read or holds something else than keys, routes for
+            administrators and no key of theirs.
     """
     environment = os.environ if environment is None else environment
     from_variable = environment.get(API_KEY_VARIABLE)
@@ -122,7 +133,13 @@ def load_keys(settings: ServerConfig, environment: Mapping[str, str] | None = No
         api_keys = read_keys(settings.api_key_file, "--api-key-file")
     else:
         api_keys = [] if settings.api_key is None else [settings.api_key]
-    return Keys(api_keys, admin_key, is_admins_apart=settings.hide_cache_counts)
+    keys = Keys(api_keys, admin_key, is_admins_apart=settings.hide_cache_counts)
+    if settings.enable_admin_routes and not keys.has_administrator:
+        raise ConfigError(
+            "--enable-admin-routes needs a key that is an administrator's: give --admin-key-file"
+            + ("" if settings.hide_cache_counts else ", or a single API key, which is one")
+        )
+    return keys
 
 
 def _only_key(file: str) -> str:

@@ -9,16 +9,14 @@ header: what is not in the list is refused. Without that trick the page can send
 from __future__ import annotations
 
 from collections.abc import Iterable
-from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from megatron_ext.config.hosts import ANY_HOST, LOOPBACK_HOSTS, HostName, parse_host
+from megatron_ext.config.hosts import ANY_HOST, LOOPBACK_HOSTS, HostName, parse_host, parse_origin
 from megatron_ext.server.errors import ApiError
 
 HARMLESS_METHODS = frozenset(("GET", "HEAD", "OPTIONS"))
 _MAPPED = "::ffff:"  # IPv4 through a socket of IPv6
-_USUAL_PORTS = {"http": 80, "https": 443}
 
 
 class OriginGate:
@@ -27,16 +25,22 @@ class OriginGate:
     Args:
         app: What is behind the gate.
         allowed_hosts: As `--allowed-hosts`; without any the default.
+        allowed_origins: As `--cors-allowed-origins`: pages of these may send requests.
         has_keys: Whether clients need a key, which no page has: then any host will do, unless hosts are named.
     """
 
-    def __init__(self, app: ASGIApp, allowed_hosts: Iterable[str], *, has_keys: bool) -> None:
+    def __init__(
+        self, app: ASGIApp, allowed_hosts: Iterable[str], allowed_origins: Iterable[str] = (), *, has_keys: bool
+    ) -> None:
         self._app = app
         named = tuple(allowed_hosts)
         self._is_open = ANY_HOST in named or (not named and has_keys)
         self._trusted = {parse_host(host) for host in named if host != ANY_HOST}
         self._hosts = self._trusted or {parse_host(host) for host in LOOPBACK_HOSTS}
         self._has_defaults = not named
+        origins = tuple(allowed_origins)
+        self._takes_any_page = ANY_HOST in origins
+        self._origins = {parse_origin(origin) for origin in origins if origin != ANY_HOST}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or answer 403."""
@@ -67,19 +71,18 @@ class OriginGate:
         return host in self._hosts or HostName(host.name) in self._hosts
 
     def _is_own(self, origin: str, host: HostName | None) -> bool:
-        """The page came from the host that it asks, or from one in the list of hosts, ports included."""
-        try:
-            parts = urlsplit(origin)
-        except ValueError:
-            return False
-        usual = _USUAL_PORTS.get(parts.scheme)
-        page = parse_host(parts.netloc)
-        if usual is None or page is None:
-            return False
-        whole = HostName(page.name, page.port or usual)
-        if host is not None and whole == HostName(host.name, host.port or usual):
+        """The page came from the host that it asks, from one in the list of hosts, ports included, or is let in."""
+        if self._takes_any_page:
             return True
-        return whole in self._trusted or (whole.port == usual and HostName(page.name) in self._trusted)
+        page = parse_origin(origin)
+        if page is None:
+            return False
+        if page in self._origins:
+            return True
+        if host is not None and (host.name == page.host.name and (host.port or page.usual_port) == page.host.port):
+            return True
+        is_named = page.has_usual_port and HostName(page.host.name) in self._trusted
+        return is_named or page.host in self._trusted
 
 
 def _values(scope: Scope, name: bytes) -> list[str]:

@@ -17,17 +17,21 @@ import uvicorn
 from megatron_ext.config import ServerConfig, ServerSettings, SourceConfig
 from megatron_ext.console.geometry import make_console, print_geometry
 from megatron_ext.console.machine import check_machine
+from megatron_ext.console.profiling import check_profile, profiled
 from megatron_ext.console.start import say_start
 from megatron_ext.errors import ConfigError
 from megatron_ext.interruption import Interruption
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.assemble import build_engine
 from megatron_ext.mcore.teams import form_team
+from megatron_ext.memory.heap import spare_what_is_loaded
 from megatron_ext.models.following import follow
-from megatron_ext.models.load import load_model, save_model
+from megatron_ext.models.generation_defaults import generation_defaults
+from megatron_ext.models.load import LoadedModel, load_model, save_model
+from megatron_ext.models.update.disk import WeightsRoot
 from megatron_ext.ranks.failure import ending_together
 from megatron_ext.ranks.team import Team
-from megatron_ext.server.app import Serving, create_app
+from megatron_ext.server.app import create_app
 from megatron_ext.server.connections import (
     ACCEPT_BATCH,
     LISTEN_BACKLOG,
@@ -38,6 +42,9 @@ from megatron_ext.server.connections import (
 )
 from megatron_ext.server.errors import shutting_down
 from megatron_ext.server.keys import Keys, load_keys
+from megatron_ext.server.serving import Serving
+from megatron_ext.server.updater import WeightsUpdater
+from megatron_ext.text.tokenizer import TextTokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -68,9 +75,14 @@ def run_server(settings: ServerSettings) -> None:
 
 def _listen_and_serve(settings: ServerSettings, team: Team | None) -> None:
     keys = load_keys(settings.server)
+    weights_root(settings.server, team)
+    check_profile(settings.server.profile, team)
     most_connections(settings.server.limits)
     with bind(settings.server.host, settings.server.port) as listener:
-        serve(build_serving(settings, keys, team), listener, announce)
+        serving = build_serving(settings, keys, team)
+        spare_what_is_loaded()
+        with profiled(serving.engine, settings.server.profile):
+            serve(serving, listener, announce)
 
 
 def _follow(settings: ServerSettings, team: Team) -> None:
@@ -98,6 +110,8 @@ def build_serving(settings: ServerSettings, keys: Keys | None = None, team: Team
     Raises:
         ConfigError: They cannot be had as the settings say.
     """
+    root = weights_root(settings.server, team)
+    defaults = generation_defaults(settings.source)
     loaded = load_model(settings.source, dict(settings.model_overrides), parallel=settings.parallel)
     if settings.source.save is not None:
         save_model(settings.source.save, loaded)
@@ -113,7 +127,30 @@ def build_serving(settings: ServerSettings, keys: Keys | None = None, team: Team
         team=team,
     )
     print_geometry(engine.geometry, loaded.name, make_console(quiet=False), engine.longest_request_state_bytes)
-    return Serving(engine, model_name(settings.source, settings.server, loaded.name), settings.server, keys)
+    name = model_name(settings.source, settings.server, loaded.name)
+    updater = None
+    if root is not None:
+        updater = WeightsUpdater(root, loaded, settings.source, dict(settings.model_overrides))
+    return Serving(engine, name, settings.server, keys, readable_root(loaded), updater, defaults)
+
+
+def weights_root(server: ServerConfig, team: Team | None) -> WeightsRoot | None:
+    """Where new weights may be read; None for nowhere.
+
+    Raises:
+        ConfigError: It is no directory, or there are several ranks.
+    """
+    if server.weights_root is None:
+        return None
+    if team is not None:
+        raise ConfigError("--weights-root needs one rank, since new weights are read on one only; leave it out")
+    return WeightsRoot.of(server.weights_root)
+
+
+def readable_root(loaded: LoadedModel) -> str:
+    """A directory with the model's tokenizer, where there is one: what clients on this machine load it from."""
+    tokenizer = loaded.tokenizer
+    return str(tokenizer.path) if isinstance(tokenizer, TextTokenizer) else loaded.name
 
 
 def model_name(source: SourceConfig, server: ServerConfig, loaded: str) -> str:

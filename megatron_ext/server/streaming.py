@@ -6,14 +6,18 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from dataclasses import dataclass
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from megatron_ext.server.answers import Reply, Scored, finished, generated_scores, usage
-from megatron_ext.server.engine_loop import HttpExchange
+from megatron_ext.config import RequestParams
+from megatron_ext.scheduling.record import RequestRecord
+from megatron_ext.server.answers import Piece, Reply, Scored, finished, generated_scores, usage, usage_so_far
 from megatron_ext.server.errors import ApiError, ClientGone, engine_fault
+from megatron_ext.server.exchange import HttpExchange
 from megatron_ext.server.progress import RequestHandle
+from megatron_ext.stepping.progress import Progress
 from megatron_ext.text.stream import TextStream
 
 logger = logging.getLogger(__name__)
@@ -26,60 +30,96 @@ def event(content: dict[str, object]) -> bytes:
     return b"data: " + json.dumps(content, ensure_ascii=False, allow_nan=False).encode() + b"\n\n"
 
 
-class _ChoiceStream:
-    """The parts of one choice."""
+@dataclass(frozen=True)
+class Wanted:
+    """What a stream is to have.
 
-    def __init__(self, index: int, handle: RequestHandle, reply: Reply, detokenize: Callable[..., str]) -> None:
+    Attributes:
+        decoder: Of a request's params: token ids to text.
+        ends_with_usage: An event of its own at the end has the usage.
+        continues_usage: Each part has the usage so far.
+    """
+
+    decoder: Callable[[RequestParams], Callable[..., str]]
+    ends_with_usage: bool
+    continues_usage: bool
+
+
+class _ChoiceStream:
+    """The parts of one choice.
+
+    Args:
+        index: Of the choice.
+        handle: Of its request.
+        first: Of the prompt's first choice, which has what is told of the prompt.
+        reply: Its form.
+        detokenize: Token ids to text.
+    """
+
+    def __init__(
+        self, index: int, handle: RequestHandle, first: RequestHandle, reply: Reply, detokenize: Callable[..., str]
+    ) -> None:
         self._index = index
         self.handle = handle
+        self._first = first
         self._reply = reply
         self._text = TextStream(handle.job.params.stop_words, detokenize)
         self._is_open = False
         self._seen = 0  # tokens
-        self._scores: list[Scored] = []  # of tokens whose text is held back
+        self._untold: tuple[list[int], list[Scored]] = [], []  # tokens whose text is held back, and their scores
         self.is_ended = False
 
     def parts(self) -> Iterator[dict[str, object]]:
-        """What has come since the last call, as OpenAI's choices.
+        """What has come since the last call, as fields beside the envelope.
 
         Raises:
             ApiError: The request has failed.
         """
-        source = finished(self.handle) if self.handle.record or self.handle.error else self.handle.progress
-        if source is None or self.is_ended:
+        source, first = _source(self.handle), _source(self._first)
+        if source is None or first is None or self.is_ended:
             return
         if not self._is_open:
             self._is_open = True
-            opening = self._reply.opening(self._index, source)
+            opening = self._reply.opening(self._index, first)
             if opening is not None:
-                yield opening
-        self._scores += generated_scores(source, self._seen)
-        seen, self._seen = self._seen, len(source.generated_tokens)
-        if source is self.handle.record:
+                yield self._reply.heading(source) | {"choices": [opening]}
+        tokens, scores = self._untold
+        scores += generated_scores(source, self._seen)
+        new, self._seen = source.generated_tokens[self._seen :], len(source.generated_tokens)
+        tokens += new
+        is_last = source is self.handle.record
+        if is_last:
+            assert isinstance(source, RequestRecord), "it is the handle's record"
             self.is_ended = True
-            yield self._part(self._text.finish(source.generated_text), source.finish_reason)
-            return
-        text = self._text.feed(source.generated_tokens[seen:])
-        if text:
-            yield self._part(text, None)
+            text, reason = self._text.finish(source.generated_text), source.finish_reason
+        else:
+            text, reason = self._text.feed(new), None
+        if text or is_last:
+            self._untold = [], []
+            part = self._reply.part(self._index, Piece(text, tokens, scores, reason))
+            if part is not None:
+                yield {"choices": [part]}
 
-    def _part(self, text: str, reason: str | None) -> dict[str, object]:
-        scores, self._scores = self._scores, []
-        return self._reply.part(self._index, text, scores, reason)
+
+def _source(handle: RequestHandle) -> Progress | RequestRecord | None:
+    return finished(handle) if handle.record or handle.error else handle.progress
 
 
-async def events(
-    exchange: HttpExchange, reply: Reply, detokenize: Callable[..., str], *, with_usage: bool
-) -> AsyncIterator[bytes]:
+async def events(exchange: HttpExchange, reply: Reply, wanted: Wanted) -> AsyncIterator[bytes]:
     """The events of an answer; what goes wrong on the way is the last one."""
-    usage_so_far = {"usage": None} if with_usage else {}
-    envelope = reply.envelope(is_part=True)
-    streams = [_ChoiceStream(i, handle, reply, detokenize) for i, handle in enumerate(exchange.handles)]
+    envelope, handles = reply.envelope(is_part=True), exchange.handles
+    streams = [
+        _ChoiceStream(i, handle, handles[i - i % reply.choices], reply, wanted.decoder(handle.job.params))
+        for i, handle in enumerate(handles)
+    ]
+    usage_now: dict[str, object] = {"usage": None} if wanted.ends_with_usage else {}
     try:
         while True:
             for stream in streams:
                 for part in stream.parts():
-                    yield event(envelope | {"choices": [part]} | usage_so_far)
+                    if wanted.continues_usage:
+                        usage_now = {"usage": usage_so_far(reply, handles)}
+                    yield event(envelope | part | usage_now)
             if all(stream.is_ended for stream in streams):
                 break
             await exchange.next_update()
@@ -90,7 +130,7 @@ async def events(
         logger.exception("a stream failed")
         yield event(engine_fault(error).to_dict())
         return
-    if with_usage:
+    if wanted.ends_with_usage:
         records = [finished(handle) for handle in exchange.handles]
         yield event(envelope | {"choices": [], "usage": usage(reply, records)})
     yield DONE

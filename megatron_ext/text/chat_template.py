@@ -6,7 +6,9 @@ Templates are other people's programs: they run in the sandbox that transformers
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,48 @@ _TOKENIZER_CONFIG = "tokenizer_config.json"
 _SPECIAL_TOKEN_FILES = (_TOKENIZER_CONFIG, "special_tokens_map.json")
 _SPECIAL_TOKENS = tuple(f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 _DEFAULT_TEMPLATE = "default"  # of several
+# What templates and their helpers are given by others than the caller.
+_RESERVED = frozenset(
+    (
+        *("messages", "conversations", "tools", "documents", "chat_template", "return_assistant_tokens_mask"),
+        *("add_generation_prompt", "continue_final_message", "raise_exception", "strftime_now"),
+        *_SPECIAL_TOKENS,
+    )
+)
+_TOOLS = re.compile(r"\btools\b")
+
+
+@dataclass(frozen=True)
+class ChatOptions:
+    """What a template is told beside the messages.
+
+    Attributes:
+        add_generation_prompt: End with what begins the model's answer.
+        continue_final_message: End where the last message's content does, so that the model goes on with it.
+        tools: Functions that the model may call, as OpenAI describes them.
+        variables: Of the template's own.
+    """
+
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    tools: Sequence[Mapping[str, object]] = ()
+    variables: Mapping[str, object] = field(default_factory=dict)
+
+    def check(self, template: str) -> None:
+        """See that a template can be told all that.
+
+        Raises:
+            ConfigError: Tools for one that takes none; variables that are not the caller's; two ends.
+        """
+        reserved = sorted(_RESERVED & set(self.variables))
+        if reserved:
+            raise ConfigError(f"chat_template_kwargs: {reserved[0]} is not the caller's to set; leave it out")
+        if self.tools and not _TOOLS.search(template):
+            raise ConfigError("tools: the model's chat template takes no tools; leave them out")
+        if self.add_generation_prompt and self.continue_final_message:
+            raise ConfigError(
+                "continue_final_message and add_generation_prompt contradict each other; give one of them"
+            )
 
 
 def read_chat_template(directory: Path) -> str | None:
@@ -63,8 +107,7 @@ def render_chat(
     template: str,
     messages: Sequence[Mapping[str, object]],
     special_tokens: Mapping[str, str],
-    *,
-    add_generation_prompt: bool,
+    options: ChatOptions,
 ) -> str:
     """The text of a conversation.
 
@@ -72,18 +115,26 @@ def render_chat(
         template: Jinja.
         messages: Each with a role, and a content or tool calls; further fields are up to the template.
         special_tokens: See `read_special_tokens`.
-        add_generation_prompt: End with what begins the model's answer.
+        options: What else the template is told.
 
     Raises:
-        ConfigError: Messages that are none, or that the template refuses; a template that is broken.
+        ConfigError: Messages that are none, or that the template refuses; options that it cannot be told; a template
+            that is broken.
     """
     import jinja2
     from transformers.utils.chat_template_utils import render_jinja_template
 
     chat = _checked(messages)
+    options.check(template)
     try:
         rendered, _ = render_jinja_template(
-            [chat], chat_template=template, add_generation_prompt=add_generation_prompt, **special_tokens
+            [chat],
+            tools=[dict(tool) for tool in options.tools] or None,
+            chat_template=template,
+            add_generation_prompt=options.add_generation_prompt,
+            continue_final_message=options.continue_final_message,
+            **special_tokens,
+            **options.variables,
         )
     except jinja2.TemplateSyntaxError as error:
         raise ConfigError(f"the chat template is broken, line {error.lineno}: {error.message}") from error

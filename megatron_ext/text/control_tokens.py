@@ -96,7 +96,7 @@ class ControlTokens:
         if isinstance(value, str):
             return self._protect_text(value, stand_ins)
         if isinstance(value, Mapping):
-            return {name: self._protect(item, stand_ins) for name, item in value.items()}
+            return {self._protect(name, stand_ins): self._protect(item, stand_ins) for name, item in value.items()}
         if isinstance(value, list | tuple):
             return [self._protect(item, stand_ins) for item in value]
         return value

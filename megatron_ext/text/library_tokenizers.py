@@ -60,7 +60,7 @@ class TikTokenizer:
             )
         except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:  # it asserts what it reads
             raise ConfigError(f"{path} is no vocabulary of a TikTokenizer: {_reason(error)}") from error
-        self._special = special_tokens
+        self.files, self.pattern, self.special_tokens = (path,), pattern, special_tokens
         self.vocab_size, self.token_ids = size, range(size)
         self.eod: int | None = self._wrapped.eos_id
         self.bos: int | None = self._wrapped.bos_id
@@ -71,7 +71,7 @@ class TikTokenizer:
 
     def detokenize(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         """Text of ids. Bytes that are no character together become U+FFFD."""
-        shown = [token for token in ids if token >= self._special] if skip_special_tokens else ids
+        shown = [token for token in ids if token >= self.special_tokens] if skip_special_tokens else ids
         text: str = self._wrapped.tokenizer.decode(shown)
         return text
 
@@ -95,6 +95,7 @@ class SentencePieceTokenizer:
             self._wrapped = Wrapped(str(path))
         except (OSError, RuntimeError, ValueError) as error:
             raise ConfigError(f"{path} is no SentencePiece model: {_reason(error)}") from error
+        self.files = (path,)
         pieces = self._wrapped.tokenizer
         self.vocab_size = pieces.get_piece_size()
         self.token_ids = range(self.vocab_size)
@@ -142,6 +143,7 @@ class Gpt2Tokenizer:
             model = tokenizers.models.BPE.from_file(str(vocab_file), str(merge_file))
         except Exception as error:  # `tokenizers` raises bare Exception
             raise ConfigError(f"{vocab_file} and {merge_file} are no byte pairs: {_reason(error)}") from error
+        self.files = (vocab_file, merge_file)
         self._wrapped = tokenizers.Tokenizer(model)
         self._wrapped.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
         self._wrapped.decoder = tokenizers.decoders.ByteLevel()

@@ -21,17 +21,18 @@ _USUAL_ENDS = ("<|endoftext|>", "</s>", "<eos>", "<eod>")
 
 @dataclass(frozen=True)
 class SpecialIds:
-    """Ids of the tokens around a document; None where there is none."""
+    """Ids of the tokens around a document; None where there is none. `ends` are all that end one, `eod` first."""
 
     eod: int | None = None
     bos: int | None = None
+    ends: tuple[int, ...] = ()
 
 
 def special_ids(directory: Path, id_of: IdOf) -> SpecialIds:
     """End and beginning of a document, from the tokenizer's files, else from the model's.
 
-    Where a file lists several ends, the first one counts. Without any word on the end, a special token with a usual
-    name is it.
+    Where the model's files list several ends, all of them end a document, and where the tokenizer's name none the first
+    one is `eod`. Without any word on the end, a special token with a usual name is it.
 
     Args:
         directory: Where the files are.
@@ -43,7 +44,8 @@ def special_ids(directory: Path, id_of: IdOf) -> SpecialIds:
     eod = _named_id(directory, "eos", id_of)
     if eod is None:
         eod = next((found for name in _USUAL_ENDS if (found := id_of(name)) is not None), None)
-    return SpecialIds(eod, _named_id(directory, "bos", id_of))
+    ends = () if eod is None else tuple(dict.fromkeys((eod, *_listed_ids(directory, "eos"))))
+    return SpecialIds(eod, _named_id(directory, "bos", id_of), ends)
 
 
 def _named_id(directory: Path, role: str, id_of: IdOf) -> int | None:
@@ -56,13 +58,17 @@ def _named_id(directory: Path, role: str, id_of: IdOf) -> int | None:
             if found is None:
                 raise ConfigError(f"{directory / file}: {key.format(role)} {token!r} is not in the vocabulary")
             return found
+    return next(iter(_listed_ids(directory, role)), None)
+
+
+def _listed_ids(directory: Path, role: str) -> list[int]:
+    """What the first of the model's files that says anything says: one id or several."""
     for file, key in _ID_SOURCES:
         value = _value(directory / file, key.format(role))
-        if isinstance(value, list) and value:
-            value = value[0]
-        if isinstance(value, int) and not isinstance(value, bool):
-            return value
-    return None
+        ids = [one for one in (value if isinstance(value, list) else [value]) if type(one) is int]
+        if ids:
+            return ids
+    return []
 
 
 def _value(file: Path, key: str) -> object:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
+from megatron_ext.config.annotations import FieldValues
 from megatron_ext.errors import ConfigError
-from megatron_ext.text.chat_template import read_chat_template, read_special_tokens, render_chat
+from megatron_ext.text.chat_template import ChatOptions, read_chat_template, read_special_tokens, render_chat
 from megatron_ext.text.chat_tokens import ChatTokens, Messages, RenderedChat, marked_special
 from megatron_ext.text.special_ids import special_ids
 from megatron_ext.text.tokenizer_backends import AutoBackend, FastBackend
 from megatron_ext.text.tokenizer_files import TOKENIZER_FILE
+
+_BESIDE = "beside"  # the role under which tools and variables are looked through for special tokens
 
 
 class Tokenizer(Protocol):
@@ -30,6 +35,17 @@ class Tokenizer(Protocol):
 
     def detokenize(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         """Text of ids."""
+
+
+def _fields(beside: Mapping[str, Any]) -> FieldValues:
+    """Of `ChatOptions`, from what stood beside the messages."""
+    return {name: beside[name] for name in ("tools", "variables")}
+
+
+def ends_of(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """All tokens that end a document, of any tokenizer; `eod` is the first one."""
+    ends: tuple[int, ...] = getattr(tokenizer, "ends", ())
+    return ends or (() if tokenizer.eod is None else (tokenizer.eod,))
 
 
 class NullTokenizer:
@@ -88,13 +104,14 @@ class TextTokenizer:
         self._backend = FastBackend(file) if os.path.lexists(file) else AutoBackend(path)
         self.vocab_size, self.token_ids = self._backend.vocab_size, self._backend.token_ids
         special = special_ids(directory, self._backend.id_of)
-        for label, token_id in (("end", special.eod), ("beginning", special.bos)):
+        labelled = [("end", special.eod), ("beginning", special.bos), *(("end", other) for other in special.ends)]
+        for label, token_id in labelled:
             if token_id is not None and not 0 <= token_id < self.vocab_size:
                 raise ConfigError(
                     f"{directory}: the {label} of a document is token {token_id}, "
                     f"outside the tokenizer's {self.vocab_size} ids"
                 )
-        self.eod, self.bos = special.eod, special.bos
+        self.eod, self.bos, self.ends = special.eod, special.bos, special.ends
         # Read now: what is in the directory later is another tokenizer's.
         self._special_tokens = read_special_tokens(directory)
         self._chat_template = _chat_template_or_error(directory)
@@ -103,9 +120,18 @@ class TextTokenizer:
         """Ids of a text, with the special tokens that the tokenizer itself adds."""
         return self._backend.encode(text)
 
+    def tokenize_plain(self, text: str) -> list[int]:
+        """Ids of a text, without the special tokens that the tokenizer itself adds; those that it spells are tokens."""
+        return self._backend.encode(text, add_special_tokens=False)
+
     def detokenize(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         """Text of ids, without special tokens unless they are asked for."""
         return self._backend.decode(ids, skip_special_tokens)
+
+    @property
+    def serialized(self) -> str | None:
+        """As a `tokenizer.json`; None of one that has no such form."""
+        return self._backend.serialized
 
     @property
     def longest_token(self) -> int:
@@ -126,7 +152,9 @@ class TextTokenizer:
             raise self._chat_template
         return self._chat_template
 
-    def apply_chat_template(self, messages: Messages, add_generation_prompt: bool = True) -> str:
+    def apply_chat_template(
+        self, messages: Messages, add_generation_prompt: bool = True, *, options: ChatOptions | None = None
+    ) -> str:
         """A conversation as a prompt.
 
         Most templates write the beginning of a document, which `tokenize` may then put before it once more. The engine
@@ -135,15 +163,15 @@ class TextTokenizer:
         Args:
             messages: As in [{"role": "user", "content": "Hello"}].
             add_generation_prompt: End with what begins the model's answer.
+            options: All that a template can be told, in place of that one.
 
         Raises:
             ConfigError: No template, messages that are none, or that the template refuses.
         """
         if self.chat_template is None:
             raise ConfigError(f"{self._directory} has no chat template; give the prompt as text")
-        return render_chat(
-            self.chat_template, messages, self._special_tokens, add_generation_prompt=add_generation_prompt
-        )
+        chosen = options or ChatOptions(add_generation_prompt)
+        return render_chat(self.chat_template, messages, self._special_tokens, chosen)
 
     def tokenize_chat(
         self,
@@ -151,9 +179,10 @@ class TextTokenizer:
         add_generation_prompt: bool = True,
         *,
         parse_control: bool = False,
+        options: ChatOptions | None = None,
     ) -> list[int]:
         """Ids of a conversation, with the special tokens that the tokenizer itself adds; the rest as `render_chat`."""
-        return self.render_chat(messages, add_generation_prompt, parse_control=parse_control).ids()
+        return self.render_chat(messages, add_generation_prompt, parse_control=parse_control, options=options).ids()
 
     def render_chat(
         self,
@@ -161,6 +190,7 @@ class TextTokenizer:
         add_generation_prompt: bool = True,
         *,
         parse_control: bool = False,
+        options: ChatOptions | None = None,
     ) -> RenderedChat:
         """A conversation as a text that knows which special tokens in it are text.
 
@@ -168,19 +198,25 @@ class TextTokenizer:
             messages: As for `apply_chat_template`.
             add_generation_prompt: The same.
             parse_control: Whether special tokens that contents spell are these tokens. Otherwise they are so in the
-                assistant's contents only, and text in the others'; see `chat_tokens`.
+                assistant's contents only, and text in the others', in tools and in variables; see `chat_tokens`.
+            options: As for `apply_chat_template`.
 
         Raises:
             ConfigError: As `apply_chat_template`; a role that spells a special token.
         """
+        chosen = options or ChatOptions(add_generation_prompt)
 
         def render(chat: Messages) -> str:
-            return self.apply_chat_template(chat, add_generation_prompt)
+            *contents, last = chat
+            told = dataclasses.replace(chosen, **_fields(last))
+            return self.apply_chat_template(contents, options=told)
 
+        beside: dict[str, Any] = {"role": _BESIDE, "tools": chosen.tools, "variables": chosen.variables}
         if self._chat_tokens is None:
-            special = {*self._marked_special, self.eod, self.bos}
+            special = {*self._marked_special, *self.ends, self.eod, self.bos}
             self._chat_tokens = ChatTokens(self._backend.wrapped, special)
-        return self._chat_tokens.render(messages, render, self.tokenize, parse_control=parse_control)
+        together = [*messages, beside] if isinstance(messages, list | tuple) else [beside]
+        return self._chat_tokens.render(together, render, self.tokenize, parse_control=parse_control)
 
 
 def _chat_template_or_error(directory: Path) -> str | ConfigError | None:

@@ -41,15 +41,20 @@ class FastBackend(_Backend):
         tokenizer.no_padding()
         super().__init__(tokenizer, tokenizer.get_vocab(with_added_tokens=True))
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of a text."""
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Ids of a text, with the special tokens that the tokenizer adds or without."""
         # `encode` keeps Python's lock, so that 8 MB of text stopped all threads for 7 to 20 s.
-        (encoding,) = self.wrapped.encode_batch_fast([text])
+        (encoding,) = self.wrapped.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoding.ids
 
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
         """Text of ids."""
         return self.wrapped.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    @property
+    def serialized(self) -> str:
+        """As a `tokenizer.json`."""
+        return self.wrapped.to_str()
 
     def id_of(self, token: str) -> int | None:
         """Id of a token's text."""
@@ -73,13 +78,18 @@ class AutoBackend(_Backend):
             raise ConfigError(f"{directory}: the tokenizer cannot be read: {reason}") from error
         super().__init__(tokenizer, tokenizer.get_vocab())
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of a text."""
-        return self.wrapped.encode(text)
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Ids of a text, with the special tokens that the tokenizer adds or without."""
+        return self.wrapped.encode(text, add_special_tokens=add_special_tokens)
 
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
         """Text of ids."""
         return self.wrapped.decode(ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+
+    @property
+    def serialized(self) -> str | None:
+        """As a `tokenizer.json`; None of one that is written in Python."""
+        return self.wrapped.backend_tokenizer.to_str() if self.wrapped.is_fast else None
 
     def id_of(self, token: str) -> int | None:
         """Id of a token's text."""

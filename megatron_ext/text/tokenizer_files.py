@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
+from typing import Protocol
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.files import open_regular, read_json
 from megatron_ext.text.chat_template import TEMPLATE_FILE
 
 TOKENIZER_FILE = "tokenizer.json"
+_DESCRIPTION = "tokenizer_config.json"
+GENERATION_FILE = "generation_config.json"  # the model's, with the tokens that end a document
 # What a directory may hold of a tokenizer: saved with a checkpoint, and enough to rebuild it.
 TOKENIZER_FILES = (
     TOKENIZER_FILE,
-    "tokenizer_config.json",
+    _DESCRIPTION,
     "special_tokens_map.json",
     "added_tokens.json",
     "tokenizer.model",
@@ -22,17 +26,31 @@ TOKENIZER_FILES = (
     "vocab.txt",
     "merges.txt",
     TEMPLATE_FILE,
+    GENERATION_FILE,
 )
 # A directory with one of these has a tokenizer; the others only describe one.
 VOCABULARIES = (TOKENIZER_FILE, "tokenizer.model", "vocab.json", "vocab.txt")
 _DECODED = (
-    "tokenizer_config.json",
+    _DESCRIPTION,
     "special_tokens_map.json",
     "added_tokens.json",
     "config.json",
-    "generation_config.json",
+    GENERATION_FILE,
 )
 LONGEST_FILE = 256 * 1024**2  # bytes; vocabularies of 250,000 entries are 35 MB
+
+
+class Describable(Protocol):
+    """What a tokenizer says of itself."""
+
+    eod: int | None
+    bos: int | None
+
+    def tokenize_plain(self, text: str) -> list[int]:
+        """Ids of a text, without special tokens of the tokenizer's own."""
+
+    def detokenize(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        """Text of ids."""
 
 
 def has_tokenizer(directory: Path) -> bool:
@@ -48,6 +66,24 @@ def copy_tokenizer_files(source: Path, target: Path) -> None:
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
+
+
+def describe_tokenizer(directory: Path, tokenizer: Describable) -> None:
+    """Say which special tokens a bare `tokenizer.json` has, for whoever opens the directory with transformers.
+
+    Args:
+        directory: Where the tokenizer's files are; one that says it already is left alone.
+        tokenizer: Made of them.
+    """
+    file = directory / _DESCRIPTION
+    if not (directory / TOKENIZER_FILE).is_file() or file.exists():
+        return
+    fields = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    for role, token in (("eos_token", tokenizer.eod), ("bos_token", tokenizer.bos)):
+        text = "" if token is None else tokenizer.detokenize([token], skip_special_tokens=False)
+        if text and tokenizer.tokenize_plain(text) == [token]:
+            fields[role] = text
+    file.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
 
 
 def check_files(directory: Path) -> bool:

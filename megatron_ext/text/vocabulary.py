@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron_ext.errors import ConfigError
@@ -42,6 +42,19 @@ class Vocabulary:
             return min(ids) >= 0 and max(ids) < len(self._ids)
         return max(ids) < self._model_size and self._ids.issuperset(ids)
 
+    def check_biased(self, ids: Sequence[int]) -> None:
+        """See that logits of these ids can be changed.
+
+        Raises:
+            ConfigError: An id is outside the model's vocabulary.
+        """
+        outside = next((token for token in ids if token >= self._model_size), None)
+        if outside is not None:
+            raise ConfigError(
+                f"logit_bias: token id {outside} is not in the vocabulary of {self._model_size}; "
+                f"ids go from 0 to {self._model_size - 1}"
+            )
+
     def check_prompt(self, ids: Sequence[int]) -> None:
         """See that a prompt of these ids can be served.
 
@@ -61,6 +74,13 @@ class Vocabulary:
             f"token id {bad} has no token in the tokenizer, whose last one is {max(self._ids)}; "
             f"the model's vocabulary of {self._model_size} has padding or gaps there"
         )
+
+    def decoder(self, *, skips_special: bool = True) -> Callable[..., str]:
+        """`detokenize`; without the skip special tokens show in whatever is asked for."""
+        return self.detokenize if skips_special else self._detokenize_all
+
+    def _detokenize_all(self, ids: Sequence[int], **_: object) -> str:
+        return self.detokenize(ids, skip_special_tokens=False)
 
     def detokenize(self, ids: Sequence[int], **options: object) -> str:
         """Text of the ids that have a token.

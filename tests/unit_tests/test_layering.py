@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "files": {"errors"},
     "interruption": set(),
     "config": {"errors"},
-    "text": {"errors", "files"},
+    "text": {"config", "errors", "files"},
     "prefix_cache": {"config", "errors"},
     "scheduling": {"config", "errors", "prefix_cache"},
     "engine": {"config", "errors", "prefix_cache", "scheduling", "text"},

@@ -17,7 +17,11 @@ class AttentionFields(StackFields):
     num_query_groups: int | None = None  # default: num_attention_heads, or 1 with group_query_attention
     kv_channels: int | None = None  # default: hidden_size // num_attention_heads
     qk_layernorm: bool = False  # of each head, before rotation
+    qk_layernorm_over_heads: bool = False  # of the channels of all heads together instead
     attention_output_gate: bool = False  # a sigmoid of the layer's input, on each channel
+    add_qkv_bias: bool = False  # of queries, keys and values, where linear layers have none otherwise
+    add_attention_output_bias: bool = False  # the same of the projection behind attention; comes with the other
+    attention_window: int | None = None  # of layers W: tokens that a query sees, its own the last of them
 
     @property
     def query_groups(self) -> int:
@@ -41,4 +45,24 @@ def check_attention(config: AttentionFields) -> None:
         config.num_attention_heads % config.query_groups == 0,
         f"{config.num_attention_heads} attention heads cannot be shared by {config.query_groups} query groups; "
         "the groups must divide the heads",
+    )
+    require(
+        not config.qk_layernorm_over_heads
+        or (config.qk_layernorm and config.normalization == "RMSNorm" and not config.apply_layernorm_1p),
+        "qk_layernorm_over_heads needs --qk-layernorm and plain RMSNorm",
+    )
+    require(
+        config.add_qkv_bias or not config.add_attention_output_bias,
+        "add_attention_output_bias is for attention with biases of queries, keys and values; set add_qkv_bias too",
+    )
+
+
+def check_window(config: AttentionFields, pattern: str) -> None:
+    """See that there is a window where layers have one, and nowhere else."""
+    has_layers, window = "W" in pattern, config.attention_window
+    require(
+        window is not None or not has_layers, f"pattern {pattern!r} has attention in a window (W): set attention_window"
+    )
+    require(
+        window is None or has_layers, f"attention_window {window} is for layers W, and pattern {pattern!r} has none"
     )

@@ -16,6 +16,7 @@ class MlpFields(StackFields):
     squared_relu: bool = False
     swiglu: bool = False
     disable_bias_linear: bool = True
+    add_mlp_bias: bool = False  # of MLPs (-), where linear layers have none otherwise
 
     @property
     def ffn_size(self) -> int:

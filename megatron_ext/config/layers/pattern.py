@@ -12,7 +12,7 @@ _MISSING = {
     "D": "sparse attention over latents",
     "C": "compressed sparse attention",
     "H": "heavily compressed attention",
-    "W": "attention in a window",
+    "W": "attention in a window of Megatron's",
     "+": "multi-latent attention",
 }
 
@@ -49,7 +49,7 @@ def gpt_pattern(count: int) -> str:
 def is_gpt_pattern(pattern: str) -> bool:
     """Whether each two layers are one of a GPT: attention, or what stands in its place, and an MLP."""
     mixers, mlps = pattern[::2], pattern[1::2]
-    return len(mixers) == len(mlps) and set(mixers) <= {"*", _RECURRENT} and set(mlps) <= {"-"}
+    return len(mixers) == len(mlps) and set(mixers) <= {"*", "W", _RECURRENT} and set(mlps) <= {"-"}
 
 
 def gpt_layers(pattern: str) -> int | None:

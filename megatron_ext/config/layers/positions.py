@@ -21,7 +21,26 @@ class PositionFields(AttentionFields):
     rotary_percent: float = 1.0
     use_rope_scaling: bool = False  # of long wavelengths, as Llama 3.1 does it
     rope_scaling_factor: float = 8.0
+    # YaRN: wavelengths that turn often within the original length stay, those that turn seldom are stretched.
+    yarn_rotary_scaling_factor: float | None = None  # by how much; default: there is none of it
+    yarn_original_max_position_embeddings: int = 4096
+    yarn_beta_fast: float = 32.0  # turns from which on a wavelength stays
+    yarn_beta_slow: float = 1.0  # turns up to which it is stretched by all of the factor
+    yarn_mscale: float = 1.0
+    yarn_mscale_all_dim: float = 0.0
+    yarn_correction_range_round_to_int: bool = True  # both ends of the range between, in pairs of channels
     max_position_embeddings: int = 4096
+
+    @property
+    def rotary_magnitude(self) -> float:
+        """What rotated queries and keys are multiplied by besides (YaRN, arXiv 2309.00071, section 3.4)."""
+        factor = self.yarn_rotary_scaling_factor
+        if factor is None or factor <= 1:
+            return 1.0
+        numerator, denominator = (
+            0.1 * scale * math.log(factor) + 1.0 for scale in (self.yarn_mscale, self.yarn_mscale_all_dim)
+        )
+        return numerator / denominator if denominator else math.nan
 
 
 def check_positions(config: PositionFields) -> None:
@@ -44,4 +63,28 @@ def check_positions(config: PositionFields) -> None:
         kind != "rope" or (rotated > 0 and rotated % 2 == 0),
         f"--rotary-percent {share} of an attention head of {config.head_channels} rotates {rotated} channels; "
         "rotary embeddings need an even number",
+    )
+    if config.yarn_rotary_scaling_factor is not None:
+        _check_yarn(config, config.yarn_rotary_scaling_factor)
+
+
+def _check_yarn(config: PositionFields, factor: float) -> None:
+    given = f"yarn_rotary_scaling_factor {factor}"
+    require(math.isfinite(factor) and factor >= 1, f"{given} must be 1 or more")
+    require(
+        config.position_embedding_type == "rope" and not config.use_rope_scaling,
+        f"{given} needs --position-embedding-type rope, without --use-rope-scaling",
+    )
+    require(config.rotary_base > 1, f"{given} needs a --rotary-base of more than 1")
+    fast, slow = config.yarn_beta_fast, config.yarn_beta_slow
+    require(
+        math.isfinite(fast) and 0 < slow <= fast,
+        f"{given} with yarn_beta_fast {fast} and yarn_beta_slow {slow}: the first must not be below the second, and "
+        "both above zero",
+    )
+    magnitude = config.rotary_magnitude
+    require(
+        math.isfinite(magnitude) and magnitude > 0,
+        f"{given} with yarn_mscale {config.yarn_mscale} and yarn_mscale_all_dim {config.yarn_mscale_all_dim} "
+        f"multiplies queries and keys by {magnitude}, which must be more than zero",
     )

@@ -11,12 +11,13 @@ from megatron_ext.config.recurrent.gated_delta_net import GATED_DELTA_NET, Gated
 from megatron_ext.config.recurrent.kind import RecurrentKind
 from megatron_ext.config.recurrent.mamba1 import INNER_NORMS, MAMBA1, Mamba1Fields
 from megatron_ext.config.recurrent.mamba2 import MAMBA2, Mamba2Fields
+from megatron_ext.config.recurrent.short_conv import SHORT_CONV, ShortConvFields
 
-RECURRENT_KINDS = {kind.name: kind for kind in (MAMBA2, MAMBA1, GATED_DELTA_NET)}
+RECURRENT_KINDS = {kind.name: kind for kind in (MAMBA2, MAMBA1, GATED_DELTA_NET, SHORT_CONV)}
 
 
 @dataclass(frozen=True)
-class RecurrentFields(GatedDeltaNetFields, Mamba1Fields, Mamba2Fields):
+class RecurrentFields(ShortConvFields, GatedDeltaNetFields, Mamba1Fields, Mamba2Fields):
     """The fields of every kind; those of the last base come first."""
 
 

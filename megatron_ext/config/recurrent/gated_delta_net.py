@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -21,6 +22,8 @@ class GatedDeltaNetFields(StackFields):
     linear_num_key_heads: int = flag(16, "Key heads of a gated delta net")
     linear_num_value_heads: int = flag(32, "Value heads of a gated delta net")
     linear_conv_kernel_dim: int = flag(4, "Convolution window of a gated delta net, in tokens", most=1024)
+    linear_norm_epsilon: float | None = None  # of the norm of its outputs; default: norm_epsilon
+    linear_allow_neg_eigval: bool = False  # a token overwrites with a strength of up to 2, not 1
 
 
 def _check(config: GatedDeltaNetFields) -> None:
@@ -31,6 +34,17 @@ def _check(config: GatedDeltaNetFields) -> None:
         "must divide the latter",
     )
     require(window >= 2, f"--linear-conv-kernel-dim {window} must be at least 2")
+
+
+def _check_values(config: GatedDeltaNetFields) -> None:
+    epsilon = config.linear_norm_epsilon
+    require(
+        epsilon is None or (math.isfinite(epsilon) and epsilon > 0), f"linear_norm_epsilon {epsilon} must be above 0"
+    )
+
+
+def _mixer_params(config: GatedDeltaNetFields) -> Mapping[str, object]:
+    return {"norm_epsilon": config.linear_norm_epsilon, "most_strength": 2.0 if config.linear_allow_neg_eigval else 1.0}
 
 
 def _parameter_count(config: GatedDeltaNetFields) -> int:
@@ -54,10 +68,11 @@ GATED_DELTA_NET = RecurrentKind(
     mixer=("megatron_ext.mixers.gated_delta_net", "GatedDeltaNetMixer"),
     stack_spec="gated_delta_net_stack_spec",
     check=_check,
+    check_values=_check_values,
     chunk_size=lambda _: GATED_DELTA_CHUNK,
     parameter_count=_parameter_count,
     state_size=_state_size,
-    mixer_params=lambda _: {},
+    mixer_params=_mixer_params,
     core_fields=_core_fields,
     shared=lambda config: {
         "key heads of a gated delta net": config.linear_num_key_heads,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron_ext.config.checks import flag, require
 from megatron_ext.config.recurrent.kind import RecurrentKind
 from megatron_ext.config.recurrent.mamba import MAMBA_LAYOUT, MambaFields, check_window
+
+GATE_FIRST, NORM_FIRST = "gate_first", "norm_first"
 
 
 @dataclass(frozen=True)
@@ -17,6 +20,8 @@ class Mamba2Fields(MambaFields):
     mamba_head_dim: int = flag(64, "Size of one Mamba head")
     mamba_num_heads: int | None = flag(None, "Mamba heads; default: 2 * hidden size / head dimension")
     mamba_num_groups: int = flag(8, "Groups of Mamba heads that share B and C")
+    mamba_gated_norm: str | None = GATE_FIRST  # behind the scan: the gate before the norm or after it; None: no norm
+    mamba_multipliers: tuple[float, ...] | None = None  # of z, x, B, C and dt behind the input projection; default: 1
 
     @property
     def mamba_heads(self) -> int:
@@ -32,6 +37,27 @@ def _check(config: Mamba2Fields) -> None:
         f"{count} Mamba heads cannot be shared by {groups} Mamba groups; the groups must divide the heads "
         "(--mamba-num-heads, --mamba-num-groups)",
     )
+
+
+def _check_values(config: Mamba2Fields) -> None:
+    norm, multipliers = config.mamba_gated_norm, config.mamba_multipliers
+    require(
+        norm in (GATE_FIRST, NORM_FIRST, None),
+        f"mamba_gated_norm {norm!r} is unknown; {GATE_FIRST}, {NORM_FIRST} or None",
+    )
+    if multipliers is not None:
+        require(
+            len(multipliers) == 5 and all(math.isfinite(m) and m > 0 for m in multipliers),
+            f"mamba_multipliers {multipliers} must be five numbers above zero, for z, x, B, C and dt",
+        )
+
+
+def _mixer_params(config: Mamba2Fields) -> Mapping[str, object]:
+    return {
+        "d_conv": config.mamba_conv_kernel,
+        "gated_norm": config.mamba_gated_norm,
+        "multipliers": config.mamba_multipliers,
+    }
 
 
 def _parameter_count(config: Mamba2Fields) -> int:
@@ -56,10 +82,11 @@ MAMBA2 = RecurrentKind(
     mixer=("megatron_ext.mixers.mamba2", "Mamba2Mixer"),
     stack_spec="hybrid_stack_spec",
     check=_check,
+    check_values=_check_values,
     chunk_size=lambda config: config.mamba_chunk_size,
     parameter_count=_parameter_count,
     state_size=lambda config: config.mamba_heads * config.mamba_head_dim * config.mamba_state_dim,
-    mixer_params=lambda config: {"d_conv": config.mamba_conv_kernel},
+    mixer_params=_mixer_params,
     core_fields=_core_fields,
     shared=lambda config: {"Mamba groups": config.mamba_num_groups, "Mamba heads": config.mamba_heads},
     layout={
@@ -67,5 +94,6 @@ MAMBA2 = RecurrentKind(
         "mamba_head_dim": "--mamba-head-dim",
         "mamba_heads": "--mamba-num-heads",
         "mamba_num_groups": "--mamba-num-groups",
+        "mamba_gated_norm": "mamba_gated_norm",
     },
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.models.huggingface.fields import Fields, check_divides, size, size_or
+from megatron_ext.models.huggingface.fields import Fields, check_divides, flag, size, size_or
 
 
 def attention_heads(fields: Fields) -> dict[str, object]:
@@ -16,6 +16,12 @@ def attention_heads(fields: Fields) -> dict[str, object]:
     key_value_heads = size_or(fields, "num_key_value_heads", query_heads)
     check_divides({**fields, "num_key_value_heads": key_value_heads}, "num_key_value_heads", "num_attention_heads")
     return {"group_query_attention": key_value_heads != query_heads, "num_query_groups": key_value_heads}
+
+
+def attention_biases(fields: Fields) -> dict[str, object]:
+    """Biases of all four projections, if `attention_bias` says so."""
+    has_biases = flag(fields, "attention_bias", default=False)
+    return {"add_qkv_bias": has_biases, "add_attention_output_bias": has_biases}
 
 
 def rotated_head_size(fields: Fields) -> dict[str, object]:

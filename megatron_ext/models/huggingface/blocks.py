@@ -45,11 +45,13 @@ def mamba2_mixer(theirs: str) -> LayerTable:
 
 
 def attention(theirs: str) -> LayerTable:
-    """Attention without biases."""
-    query_key_value = Source(tuple(f"{theirs}.{one}_proj.weight" for one in "qkv"), QUERY_KEY_VALUE)
+    """Attention, with the biases that the configuration says."""
+    weight, bias = (tuple(f"{theirs}.{one}_proj.{kind}" for one in "qkv") for kind in ("weight", "bias"))
     return {
-        "self_attention.linear_qkv.weight": query_key_value,
+        "self_attention.linear_qkv.weight": Source(weight, QUERY_KEY_VALUE),
+        "self_attention.linear_qkv.bias": Source(bias, QUERY_KEY_VALUE, needs="add_qkv_bias"),
         **weights({"self_attention.linear_proj": f"{theirs}.o_proj"}),
+        "self_attention.linear_proj.bias": Source((f"{theirs}.o_proj.bias",), needs="add_attention_output_bias"),
     }
 
 
@@ -63,6 +65,14 @@ def gated_mlp(ours: str, theirs: str) -> LayerTable:
     return {
         f"{ours}.linear_fc1.weight": Source((f"{theirs}.gate_proj.weight", f"{theirs}.up_proj.weight")),
         **weights({f"{ours}.linear_fc2": f"{theirs}.down_proj"}),
+    }
+
+
+def gated_mlp_biases(ours: str, theirs: str) -> LayerTable:
+    """Biases of the same, if the configuration says so."""
+    return {
+        f"{ours}.linear_fc1.bias": Source((f"{theirs}.gate_proj.bias", f"{theirs}.up_proj.bias"), needs="add_mlp_bias"),
+        f"{ours}.linear_fc2.bias": Source((f"{theirs}.down_proj.bias",), needs="add_mlp_bias"),
     }
 
 

@@ -111,10 +111,10 @@ def _require_same(config: ModelConfig, there: ModelConfig, example: Path) -> Non
 
 def _named_like(files: WeightFiles, ours: Mapping[str, Tensor], table: TensorTable) -> dict[str, Tensor]:
     """The tensors under an example's names, in its types."""
-    named, used = {}, set()
-    for name in sorted(files.names):
+    named, used = _parts_of_joined(files, ours, table)
+    for name in sorted(files.names - named.keys()):
         prefix = next((prefix for prefix in table.prefixes if name.startswith(prefix)), "")
-        bare = name.removeprefix(prefix)
+        bare = table.known_name(name)
         parts = [bare] if bare in ours else _experts(name, prefix, ours, table)
         if not parts:
             _leave_out(name, bare, table, files.directory)
@@ -126,6 +126,24 @@ def _named_like(files: WeightFiles, ours: Mapping[str, Tensor], table: TensorTab
     if missing:
         raise CheckpointError(f"{files.directory} has no {missing[0]}, which the model has")
     return named
+
+
+def _parts_of_joined(
+    files: WeightFiles, ours: Mapping[str, Tensor], table: TensorTable
+) -> tuple[dict[str, Tensor], set[str]]:
+    """What an example has in parts, cut as it is there; and the names of the wholes."""
+    named, used = {}, set()
+    for whole, parts in table.joined_names(files.names).items():
+        bare = table.known_name(whole)
+        if bare not in ours or not files.names.issuperset(parts):
+            continue
+        rows = [files.shape(part)[0] for part in parts]
+        if sum(rows) != ours[bare].shape[0]:
+            raise CheckpointError(f"{files.directory} has {sum(rows)} rows of {whole}, the model {ours[bare].shape[0]}")
+        for part, tensor in zip(parts, ours[bare].split(rows), strict=True):
+            named[part] = tensor.to("cpu", files.get(part).dtype, copy=True).contiguous()
+        used.add(bare)
+    return named, used
 
 
 def _experts(name: str, prefix: str, ours: Mapping[str, Tensor], table: TensorTable) -> list[str]:

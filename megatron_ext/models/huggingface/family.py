@@ -19,6 +19,10 @@ def _nothing(_: Fields) -> Fields:
     return {}
 
 
+def _all(raw: Fields) -> Fields:
+    return raw
+
+
 @dataclass(frozen=True)
 class Family:
     """A family of models: fields of its configuration and tensors of its checkpoints, in megatron-core's terms.
@@ -32,6 +36,7 @@ class Family:
         constants: Fields of `ModelConfig` that are the same for every model of the family.
         derived: Fields of `ModelConfig` that have to be computed, from checked fields; they win over all others.
         experts: The same, of models with MoE layers; a family without leaves it out.
+        text: The fields of the model that generates text, out of a file that has those of others too.
     """
 
     model_type: str
@@ -42,6 +47,7 @@ class Family:
     constants: Mapping[str, object] = field(default_factory=dict)
     derived: Callable[[Fields], Fields] = _nothing
     experts: Callable[[Fields], Fields] = _nothing
+    text: Callable[[Fields], Fields] = _all
 
     def translate(self, raw: Fields) -> ModelConfig:
         """A decoded `config.json` of this family as a `ModelConfig`.
@@ -50,7 +56,7 @@ class Family:
             ConfigError: A field is missing, unknown, or has a value that is not supported; the message names it.
         """
         check_architecture(raw, self.architecture)
-        fields = self.fields.checked(raw)
+        fields = self.fields.checked(self.text(raw))
         pattern = self.pattern(fields)
         told: dict[str, Any] = {
             **_USUAL,

@@ -29,6 +29,27 @@ def listed_letters(fields: Fields, name: str, letters: Mapping[str, str]) -> str
     return "".join(letters[kind] for kind in listed)
 
 
+def listed_indices(fields: Fields, name: str, count: int) -> frozenset[int]:
+    """The numbers of layers in a list; none if it is null or absent.
+
+    Args:
+        fields: A decoded `config.json`.
+        name: Of the list.
+        count: How many layers there are.
+
+    Raises:
+        ConfigError: It is no list of numbers of layers.
+    """
+    listed = fields.get(name)
+    if listed is None:
+        return frozenset()
+    if not isinstance(listed, list) or any(type(index) is not int or not 0 <= index < count for index in listed):
+        raise ConfigError(
+            f"config.json: {name} = {listed!r} is not supported; it must be a list of layers, 0 to {count - 1}"
+        )
+    return frozenset(listed)
+
+
 def check_count(count: object, letters: str, source: str) -> None:
     """`num_hidden_layers` says what the letters from the field `source` say."""
     if count != len(letters):

@@ -47,7 +47,7 @@ def sigmoid_experts(fields: Fields) -> dict[str, object]:
             f"config.json: n_shared_experts = {fields['n_shared_experts']!r} is not supported; supported is 1, "
             "of width moe_shared_expert_intermediate_size"
         )
-    _check_normalization(flag(fields, "norm_topk_prob", default=True), chosen)
+    check_normalization(flag(fields, "norm_topk_prob", default=True), chosen)
     groups, open_groups = _groups(fields, chosen)
     return {
         **told,
@@ -62,7 +62,16 @@ def sigmoid_experts(fields: Fields) -> dict[str, object]:
     }
 
 
-def _check_normalization(normalized: bool, chosen: int) -> None:
+def check_normalization(normalized: bool, chosen: int) -> None:
+    """See that the weights of a sigmoid router's chosen experts are divided by their sum where megatron-core does so.
+
+    Args:
+        normalized: What `norm_topk_prob` says.
+        chosen: Experts that a token gets.
+
+    Raises:
+        ConfigError: They are not, or are where it does not.
+    """
     if normalized != (chosen > 1):
         wanted, reason = (False, "never with one") if normalized else (True, "always with several")
         raise ConfigError(

@@ -10,12 +10,13 @@ from megatron_ext.models.huggingface.fields import (
     positive_number,
     with_present_names,
 )
+from megatron_ext.models.huggingface.yarn import YARN, YARN_KEYS, yarn_fields
 
 # Either object may say everything; the base may stand outside of both.
 _OBJECTS = ("rope_parameters", "rope_scaling")
 ROPE_FIELDS = frozenset(("rope_theta", *_OBJECTS))
 _NAMES = {"type": "rope_type"}
-_FIXED: dict[str, tuple[object, ...]] = {"rope_type": ("default", "llama3")}
+_FIXED: dict[str, tuple[object, ...]] = {"rope_type": ("default", "llama3", YARN)}
 SHARE = "partial_rotary_factor"
 # Of Llama 3.1 and later; megatron-core computes with these values whatever a configuration says.
 _LLAMA_3: dict[str, tuple[object, ...]] = {
@@ -23,15 +24,18 @@ _LLAMA_3: dict[str, tuple[object, ...]] = {
     "high_freq_factor": (4.0,),
     "original_max_position_embeddings": (8192,),
 }
-_DEFAULT_BASE = 10000  # transformers' where an older file leaves it out
+DEFAULT_BASE = 10000  # transformers' where an older file leaves it out
 
 
-def rotary_fields(fields: Fields, *, default_share: float | None = None) -> dict[str, object]:
+def rotary_fields(
+    fields: Fields, *, default_share: float | None = None, default_base: int = DEFAULT_BASE
+) -> dict[str, object]:
     """The rotary fields of `ModelConfig`.
 
     Args:
         fields: A decoded `config.json`.
         default_share: Of each head that is rotated if the file does not say; None if the family rotates whole heads.
+        default_base: If the file does not say.
 
     Raises:
         ConfigError: A way of scaling that is not supported, a base that is no whole number (megatron-core takes no
@@ -40,13 +44,26 @@ def rotary_fields(fields: Fields, *, default_share: float | None = None) -> dict
     said = {name: fields[name] for name in ("rope_theta", SHARE) if name in fields}
     for name in _OBJECTS:
         said.update(_parameters(name, fields.get(name), is_whole=default_share is None))
-    bases, factors = _numbers(said, "rope_theta"), _numbers(said, "factor")
-    scaling = {"use_rope_scaling": True, "rope_scaling_factor": _agreed(factors)} if factors else {}
     share = {}
     if default_share is not None:
         shares = _numbers(said, SHARE)
         share = {"rotary_percent": _agreed(shares) if shares else default_share}
-    return {"position_embedding_type": "rope", "rotary_base": _whole_number(bases), **scaling, **share}
+    base = _whole_number(_numbers(said, "rope_theta"), default_base)
+    return {"position_embedding_type": "rope", "rotary_base": base, **_scaling(said, fields), **share}
+
+
+def _scaling(said: Fields, fields: Fields) -> dict[str, object]:
+    """How wavelengths are stretched; both objects say the same if both say it."""
+    kinds = {name: said.get(f"{name}.rope_type", "default") for name in _OBJECTS}
+    told: list[dict[str, object]] = []
+    for name, kind in kinds.items():
+        if kind == YARN:
+            told.append(yarn_fields(said, name, fields))
+        elif kind != "default":
+            told.append({"use_rope_scaling": True, "rope_scaling_factor": positive_number(said, f"{name}.factor")})
+    if len(told) == 2 and told[0] != told[1]:
+        raise ConfigError("config.json: " + " contradicts ".join(f"{name} {fields[name]!r}" for name in kinds))
+    return told[0] if told else {}
 
 
 def _parameters(name: str, given: object, *, is_whole: bool) -> dict[str, object]:
@@ -60,15 +77,14 @@ def _parameters(name: str, given: object, *, is_whole: bool) -> dict[str, object
     if is_whole:
         fixed[SHARE] = (1.0, None)
     known = {"rope_theta", SHARE, *_FIXED}
-    if parameters.get(f"{name}.rope_type") == "llama3":
+    kind = parameters.get(f"{name}.rope_type")
+    if kind == "llama3":
         fixed |= _LLAMA_3
         known |= {"factor", *_LLAMA_3}
+    elif kind == YARN:
+        known |= YARN_KEYS
     check_fixed(parameters, {f"{name}.{key}": values for key, values in fixed.items()})
     check_known(parameters, {f"{name}.{key}" for key in known})
-    if parameters.get(f"{name}.rope_type") == "llama3":
-        positive_number(parameters, f"{name}.factor")
-    else:
-        parameters.pop(f"{name}.factor", None)  # one that says nothing
     return parameters
 
 
@@ -81,11 +97,11 @@ def _numbers(said: Fields, key: str) -> dict[str, float]:
     }
 
 
-def _whole_number(bases: dict[str, float]) -> int:
+def _whole_number(bases: dict[str, float], default: int) -> int:
     for name, value in bases.items():
         if not value.is_integer():
             raise ConfigError(f"config.json: {name} = {value!r} is not supported; it must be a whole number")
-    return int(_agreed(bases)) if bases else _DEFAULT_BASE
+    return int(_agreed(bases)) if bases else default
 
 
 def _agreed(given: dict[str, float]) -> float:

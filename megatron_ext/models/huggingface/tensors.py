@@ -8,7 +8,8 @@ A tensor of ours comes from one of theirs, or from several:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor
@@ -57,6 +58,21 @@ LayerTable = Mapping[str, Source]  # ours to theirs, both below the names of the
 
 
 @dataclass(frozen=True)
+class Joined:
+    """A tensor that files may have in parts, one below the other and cut anywhere.
+
+    Attributes:
+        expression: Regular expression of the whole names of parts, with prefix.
+        whole: Name of the tensor, as `re.Match.expand` takes it.
+        parts: Names of all parts, in order, likewise.
+    """
+
+    expression: str
+    whole: str
+    parts: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class TensorTable:
     """Where the tensors of a family's checkpoints go. Names of theirs are without prefix.
 
@@ -69,6 +85,8 @@ class TensorTable:
         ignored: Regular expression of whole names that are passed over.
         split: Regular expressions of whole names, with prefix, of tensors that are shown as slices along their first
             dimension, to the names of those (as `re.Match.expand` takes them), with `{index}` for the slice's number.
+        joined: Tensors that files may have in parts.
+        other_names: Regular expressions of whole names, to the names in this table (as `re.Match.expand` takes them).
     """
 
     layers: Mapping[str, LayerTable]
@@ -78,6 +96,24 @@ class TensorTable:
     prefixes: tuple[str, ...] = ("model.",)
     ignored: str | None = None
     split: Mapping[str, str] = field(default_factory=dict)
+    joined: tuple[Joined, ...] = ()
+    other_names: Mapping[str, str] = field(default_factory=dict)
+
+    def known_name(self, name: str) -> str:
+        """A name of theirs as it is here, without prefix."""
+        prefix = next((prefix for prefix in self.prefixes if name.startswith(prefix)), "")
+        bare = name.removeprefix(prefix)
+        matches = ((re.fullmatch(expression, bare), known) for expression, known in self.other_names.items())
+        return next((match.expand(known) for match, known in matches if match is not None), bare)
+
+    def joined_names(self, names: Iterable[str]) -> dict[str, list[str]]:
+        """The tensors that are there in parts, to the parts' names; some of those may be missing."""
+        found: dict[str, list[str]] = {}
+        for one in self.joined:
+            expression = re.compile(one.expression)
+            for match in filter(None, map(expression.fullmatch, sorted(names))):
+                found[match.expand(one.whole)] = [match.expand(part) for part in one.parts]
+        return found
 
     def sources(self, config: ModelConfig) -> dict[str, Source]:
         """What each tensor of a model comes from."""

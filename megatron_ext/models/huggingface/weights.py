@@ -51,7 +51,7 @@ def _part_name(match: re.Match[str], template: str, index: int) -> str:
 
 
 def _stored_names(files: WeightFiles, table: TensorTable) -> Names:
-    """The tensors that are to be loaded, those cut up that the table wants cut up.
+    """The tensors that are to be loaded, those cut up or joined that the table wants so.
 
     Raises:
         CheckpointError: A tensor under two names.
@@ -59,10 +59,11 @@ def _stored_names(files: WeightFiles, table: TensorTable) -> Names:
     for expression, part_name in table.split.items():
         for match in filter(None, (re.fullmatch(expression, name) for name in sorted(files.names))):
             files.split(match.string, _namer(match, part_name))
+    for whole, parts in table.joined_names(files.names).items():
+        files.join(whole, parts)
     stored: Names = {}
     for name in sorted(files.names):
-        prefix = next((prefix for prefix in table.prefixes if name.startswith(prefix)), "")
-        other = stored.setdefault(name.removeprefix(prefix), name)
+        other = stored.setdefault(table.known_name(name), name)
         if other != name:
             raise CheckpointError(f"{files.directory} has both {other} and {name}, two names of one tensor")
     if table.ignored is None:

@@ -46,6 +46,7 @@ from megatron_ext.models.megatron.training_args import config_from_args, padded_
 from megatron_ext.models.native.directory import (
     BACKEND_FILE,
     CONFIG_FILE,
+    TokenizerSource,
     has_header,
     new_checkpoint,
     read_header,
@@ -110,7 +111,7 @@ def save_dist_checkpoint(
     directory: str | Path,
     model: HybridModel,
     config: ModelConfig,
-    tokenizer_source: str | Path | None = None,
+    tokenizer_source: TokenizerSource | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> None:
     """Write a checkpoint; the directory is there whole or not at all.
@@ -122,7 +123,8 @@ def save_dist_checkpoint(
         directory: Created, or replaced if it holds a checkpoint of ours and nothing else. All ranks share it.
         model: This rank's part of what `config` says; not changed.
         config: Saved with it.
-        tokenizer_source: A directory with tokenizer files, or a `tokenizer.json`; None saves no tokenizer.
+        tokenizer_source: A directory with tokenizer files, a `tokenizer.json`, or a tokenizer of Megatron's kinds; None
+            saves no tokenizer.
         dtype: Type of the stored weights; decay parameters stay in fp32.
 
     Raises:

@@ -110,6 +110,7 @@ def config_from_args(args: object, where: str, *, is_gpt: bool, vocab_size: int 
         "norm_epsilon": _norm_epsilon(known, pattern),
         "rotary_base": known.integer("rotary_base", 10000),
         "disable_bias_linear": not _has_biases(known),
+        "add_qkv_bias": bool(known.get("add_qkv_bias")),
         "num_query_groups": known.get("num_query_groups") if known.get("group_query_attention") else None,
         "vocab_size": _vocabulary(known, vocab_size),
     }
@@ -190,8 +191,6 @@ def _require_supported(known: _Arguments, is_gpt: bool) -> None:
     for name, allowed in _ALLOWED.items():
         if known.get(name, allowed[0]) not in allowed:
             known.refuse(name, " or ".join(map(str, allowed)))
-    if known.get("add_qkv_bias") and not _has_biases(known):
-        known.refuse("add_qkv_bias", "a bias in every linear layer or in none")
     if not is_gpt:
         known.require_off(_MUST_BE_OFF_IN_HYBRIDS)
     elif known.get("experimental_attention_variant", _DELTA_NET) != _DELTA_NET:

@@ -15,7 +15,7 @@ from megatron_ext.mcore.cuts import gathered_names, is_spread, model_cuts, model
 from megatron_ext.mcore.model import HybridModel
 from megatron_ext.mcore.weights import mark_weights_changed
 from megatron_ext.models.build import build_model
-from megatron_ext.models.native.directory import new_checkpoint, read_header, stored_tensor
+from megatron_ext.models.native.directory import TokenizerSource, new_checkpoint, read_header, stored_tensor
 from megatron_ext.models.weight_files import WEIGHTS_FILE, WeightFiles, require_same_names, require_shape
 
 
@@ -23,7 +23,7 @@ def save_checkpoint(
     directory: str | Path,
     model: HybridModel,
     config: ModelConfig,
-    tokenizer_source: str | Path | None = None,
+    tokenizer_source: TokenizerSource | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> None:
     """Write a checkpoint; the directory is there whole or not at all.
@@ -32,7 +32,8 @@ def save_checkpoint(
         directory: Created, or replaced if it holds a checkpoint of ours and nothing else.
         model: Built from `config`; not changed.
         config: Saved with it.
-        tokenizer_source: A directory with tokenizer files, or a `tokenizer.json`; None saves no tokenizer.
+        tokenizer_source: A directory with tokenizer files, a `tokenizer.json`, or a tokenizer of Megatron's kinds; None
+            saves no tokenizer.
         dtype: Type of the stored weights; decay parameters stay in fp32.
 
     Raises:

@@ -1,8 +1,10 @@
 """What every checkpoint of ours has, whatever form its weights are in: one directory, there whole or not at all.
 
-- `config.json`: {"format": "megatron_ext", "format_version": 1, "package_version", "dtype": "bf16", "eos_token_id",
-  "bos_token_id", "model": {`ModelConfig.to_dict()`}}
-- `tokenizer.json` and its like: the tokenizer's files as they were, if there are any
+- `config.json`: {"format": "megatron_ext", "format_version": 1, "package_version", "dtype": "bfloat16", "eos_token_id",
+  "bos_token_id", "model": {`ModelConfig.to_dict()`}}; the type in torch's words, since transformers reads them, too
+- `tokenizer.json` and its like: the tokenizer's files as they were, if there are any, and a `tokenizer_config.json` if
+  there is none, so that `AutoTokenizer` knows its special tokens; those of Megatron's kinds are under names of ours,
+  with `megatron_tokenizer.json` beside them (kept_tokenizers.py)
 - the weights: `model.safetensors` (checkpoint.py), or megatron's distributed files (megatron/checkpoint.py)
 """
 
@@ -28,19 +30,25 @@ from megatron_ext.files import read_json
 from megatron_ext.mcore.checkpoint_files import COMMON_FILE
 from megatron_ext.mcore.checkpoint_metadata import METADATA_FILE
 from megatron_ext.models.config_fields import checked_fields
+from megatron_ext.models.native.kept_tokenizers import KEPT_FILES, LibraryTokenizer, keep_tokenizer
 from megatron_ext.models.native.scratch import require_place_for_scratch, scratch_directory
 from megatron_ext.models.stack_specs import is_megatrons_spec, is_own_spec
 from megatron_ext.models.weight_files import WEIGHTS_FILE
 from megatron_ext.text.tokenizer import TextTokenizer
-from megatron_ext.text.tokenizer_files import TOKENIZER_FILES, copy_tokenizer_files
+from megatron_ext.text.tokenizer_files import TOKENIZER_FILES, copy_tokenizer_files, describe_tokenizer
 
 FORMAT = "megatron_ext"
 FORMAT_VERSION = 1
 CONFIG_FILE = "config.json"
 BACKEND_FILE = "metadata.json"  # which backend wrote a distributed checkpoint; written last
 SHARD_SUFFIX = ".distcp"
+_DTYPE_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}  # earlier, the short ones were written
 TORCH_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_OWN_FILES = frozenset((CONFIG_FILE, WEIGHTS_FILE, BACKEND_FILE, COMMON_FILE, METADATA_FILE, *TOKENIZER_FILES))
+_OWN_FILES = frozenset(
+    (CONFIG_FILE, WEIGHTS_FILE, BACKEND_FILE, COMMON_FILE, METADATA_FILE, *TOKENIZER_FILES, *KEPT_FILES)
+)
+# A tokenizer's directory, a `tokenizer.json`, or one that has other files.
+TokenizerSource = str | Path | LibraryTokenizer
 _HEADER_FIELDS = frozenset(
     ("format", "format_version", "package_version", "dtype", "eos_token_id", "bos_token_id", "model")
 )
@@ -62,7 +70,7 @@ class CheckpointHeader:
 
 @contextlib.contextmanager
 def new_checkpoint(
-    directory: str | Path, config: ModelConfig, tokenizer_source: str | Path | None, dtype: torch.dtype
+    directory: str | Path, config: ModelConfig, tokenizer_source: TokenizerSource | None, dtype: torch.dtype
 ) -> Iterator[Path]:
     """An empty place to write weights to; gone if the block fails, or if a signal ends the program meanwhile.
 
@@ -80,8 +88,7 @@ def new_checkpoint(
             staging.mkdir()
             yield staging
             (staging / CONFIG_FILE).write_text(json.dumps(header, indent=2) + "\n", encoding="utf-8")
-            if tokenizer_source is not None:
-                copy_tokenizer_files(Path(tokenizer_source), staging)
+            _copy_tokenizer(tokenizer_source, staging)
             scratch.hold_signals()
             _replace(target, staging, aside=scratch.path / "old")
     except (OSError, SafetensorError) as error:
@@ -125,8 +132,8 @@ def read_header(directory: str | Path, *, spec_is_given: bool = False) -> Checkp
     if unknown:
         raise CheckpointError(f"{path} has unknown field {', '.join(unknown)}")
     dtype, fields = raw.get("dtype"), raw.get("model")
-    if not isinstance(dtype, str) or dtype not in TORCH_TYPES:
-        raise CheckpointError(f"{path} has dtype {dtype!r}; one of {', '.join(TORCH_TYPES)}")
+    if not isinstance(dtype, str) or dtype not in (*TORCH_TYPES, *_DTYPE_NAMES):
+        raise CheckpointError(f"{path} has dtype {dtype!r}; one of {', '.join(_DTYPE_NAMES)}")
     if not isinstance(fields, dict):
         raise CheckpointError(f"{path} has no model configuration")
     model = model_config(fields, str(path))
@@ -138,7 +145,7 @@ def read_header(directory: str | Path, *, spec_is_given: bool = False) -> Checkp
                 "module, give the flag again"
             )
         model = dataclasses.replace(model, spec=None)
-    return CheckpointHeader(model, dtype)
+    return CheckpointHeader(model, _DTYPE_NAMES.get(dtype, dtype))
 
 
 def model_config(fields: Mapping[str, object], where: str) -> ModelConfig:
@@ -189,16 +196,23 @@ def _require_writable(target: Path) -> None:
         raise ConfigError(f"--save {target} cannot be written: {error}") from None
 
 
-def _header(config: ModelConfig, dtype: torch.dtype, tokenizer_source: str | Path | None) -> dict[str, Any]:
-    names = {torch_type: name for name, torch_type in TORCH_TYPES.items()}
-    if dtype not in names:
+def _copy_tokenizer(source: TokenizerSource | None, directory: Path) -> None:
+    if isinstance(source, str | Path):
+        copy_tokenizer_files(Path(source), directory)
+        describe_tokenizer(directory, TextTokenizer(source))
+    elif source is not None:
+        keep_tokenizer(source, directory)
+
+
+def _header(config: ModelConfig, dtype: torch.dtype, tokenizer_source: TokenizerSource | None) -> dict[str, Any]:
+    if dtype not in TORCH_TYPES.values():
         raise ConfigError(f"a checkpoint cannot be saved as {dtype}; one of {', '.join(TORCH_TYPES)}")
-    tokenizer = None if tokenizer_source is None else TextTokenizer(tokenizer_source)
+    tokenizer = TextTokenizer(tokenizer_source) if isinstance(tokenizer_source, str | Path) else tokenizer_source
     return {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
         "package_version": __version__,
-        "dtype": names[dtype],
+        "dtype": str(dtype).removeprefix("torch."),
         "eos_token_id": tokenizer.eod if tokenizer else None,
         "bos_token_id": tokenizer.bos if tokenizer else None,
         "model": config.to_dict(),

@@ -98,10 +98,9 @@ class HuggingFaceNames:
     def sorted_out(self, given: Mapping[str, object]) -> dict[str, Tensor]:
         """See `Naming`; without the prefix, each expert by itself, without a tied output."""
         tensors: dict[str, Tensor] = {}
-        for name, tensor in given.items():
-            prefix = next((prefix for prefix in self._table.prefixes if name.startswith(prefix)), "")
+        for name, tensor in self._joined(given).items():
             for part, value in self._split(name, tensor):
-                bare = part.removeprefix(prefix)
+                bare = self._table.known_name(part)
                 if self._table.ignored is not None and re.fullmatch(self._table.ignored, bare):
                     continue
                 if bare in tensors:
@@ -109,6 +108,19 @@ class HuggingFaceNames:
                 tensors[bare] = require_weight(part, value)
         self._take_tied_output(tensors)
         return tensors
+
+    def _joined(self, given: Mapping[str, object]) -> dict[str, object]:
+        """What is given in parts, as wholes, and everything else."""
+        joined = dict(given)
+        for whole, parts in self._table.joined_names(given).items():
+            missing = [part for part in parts if part not in given]
+            if missing:
+                raise ConfigError(f"{missing[0]} is not given, and the other parts of {whole} are; give all of them")
+            tensors = [require_weight(part, joined.pop(part)) for part in parts]
+            if len({tensor.shape[1:] for tensor in tensors}) > 1 or not all(tensor.dim() for tensor in tensors):
+                raise ConfigError(f"{', '.join(parts)} are not parts of one tensor: {[list(t.shape) for t in tensors]}")
+            joined[whole] = torch.cat(tensors)
+        return joined
 
     def _split(self, name: str, tensor: object) -> list[tuple[str, object]]:
         """A tensor of several experts as theirs."""

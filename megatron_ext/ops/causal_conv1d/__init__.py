@@ -1,10 +1,11 @@
-"""Depthwise causal convolution with SiLU, as every recurrent layer here has it before its scan."""
+"""Depthwise causal convolution: with SiLU, as recurrent layers have it before their scan, and plain."""
 
 from __future__ import annotations
 
 from megatron_ext.ops.causal_conv1d import cpp, reference
 from megatron_ext.ops.causal_conv1d.operator import CausalConv1d
 
-CAUSAL_CONV1D = CausalConv1d(cpp.BACKEND, reference.BACKEND)
+CAUSAL_CONV1D = CausalConv1d("causal_conv1d", cpp.BACKEND, reference.BACKEND)
+PLAIN_CONV1D = CausalConv1d("plain_conv1d", reference.PLAIN_BACKEND)
 
-__all__ = ["CAUSAL_CONV1D"]
+__all__ = ["CAUSAL_CONV1D", "PLAIN_CONV1D", "CausalConv1d"]

@@ -41,8 +41,8 @@ class ConvolutionBackend:
 class CausalConv1d:
     """The operator; x is [T, Cn] or [R, Cn], weight [Cn, K], bias [Cn] or None, everywhere."""
 
-    def __init__(self, *backends: ConvolutionBackend) -> None:
-        self.backends = Backends("causal_conv1d", *backends)
+    def __init__(self, name: str, *backends: ConvolutionBackend) -> None:
+        self.backends = Backends(name, *backends)
 
     def scan(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, chunks: PackedChunks) -> Tensor:
         """Convolve packed sequences that begin with zeros: [T, Cn]. Differentiable."""

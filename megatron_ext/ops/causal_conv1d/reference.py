@@ -2,11 +2,15 @@
 
     y_t = SiLU(bias + sum_k weight[:, k] x_{t-K+1+k})       [Cn]
 
+and the same without SiLU.
+
 The state of a sequence is its last K-1 inputs (oldest first), whether they came in this call or before it.
 Letters: T tokens, Cn channels, K window, S sequences, R requests.
 """
 
 from __future__ import annotations
+
+import functools
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +28,7 @@ def causal_conv1d(
     sequences: PackedSequences,
     *,
     initial_states: Tensor | None = None,
+    activate: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Convolve packed sequences, none of which sees another. Differentiable.
 
@@ -33,9 +38,10 @@ def causal_conv1d(
         bias: [Cn] or None.
         sequences: Where sequences lie on the token axis; they may be shorter than the window.
         initial_states: [S, Cn, K-1], zeros if None; not modified.
+        activate: Whether SiLU comes last.
 
     Returns:
-        y [T, Cn] after SiLU, zero at rows behind the last sequence, and the final states [S, Cn, K-1] (a copy, never
+        y [T, Cn], zero at rows behind the last sequence, and the final states [S, Cn, K-1] (a copy, never
         a view of x or of the initial states); both in x's dtype.
     """
     window = weight.shape[1]
@@ -44,12 +50,14 @@ def causal_conv1d(
     y = _convolve(extended.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
     if len(sequences.lengths) > 1:
         y = y.index_select(0, torch.arange(len(sequences.seq_idx), device=x.device) + sequences.seq_idx * (window - 1))
-    y = F.silu(y).to(x.dtype)
+    y = (F.silu(y) if activate else y).to(x.dtype)
     missing = x.shape[0] - y.shape[0]
     return F.pad(y, (0, 0, 0, missing)) if missing else y, _final_states(extended, sequences, window)
 
 
-def causal_conv1d_step(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor) -> tuple[Tensor, Tensor]:
+def causal_conv1d_step(
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, *, activate: bool = True
+) -> tuple[Tensor, Tensor]:
     """Convolve one token of each of R requests.
 
     Args:
@@ -57,16 +65,17 @@ def causal_conv1d_step(x: Tensor, weight: Tensor, bias: Tensor | None, state: Te
         weight: [Cn, K].
         bias: [Cn] or None.
         state: [R, Cn, K-1], not modified.
+        activate: Whether SiLU comes last.
 
     Returns:
-        y [R, Cn] after SiLU in x's dtype, and the new state [R, Cn, K-1] in state's dtype.
+        y [R, Cn] in x's dtype, and the new state [R, Cn, K-1] in state's dtype.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     columns = torch.cat([state.to(x.dtype), x.unsqueeze(-1)], dim=-1)  # [R, Cn, K]
     y = (columns.to(wide) * weight.to(wide)).sum(-1)
     if bias is not None:
         y = y + bias.to(wide)
-    return F.silu(y).to(x.dtype), columns[..., 1:].to(state.dtype)
+    return (F.silu(y) if activate else y).to(x.dtype), columns[..., 1:].to(state.dtype)
 
 
 def conv_states_after(x: Tensor, tokens: Tensor, first_tokens: Tensor, initial_states: Tensor) -> Tensor:
@@ -123,3 +132,10 @@ def _final_states(extended: Tensor, sequences: PackedSequences, window: int) -> 
 
 
 BACKEND = ConvolutionBackend("reference", anything, causal_conv1d, causal_conv1d_step, conv_states_after)
+PLAIN_BACKEND = ConvolutionBackend(
+    "reference",
+    anything,
+    functools.partial(causal_conv1d, activate=False),
+    functools.partial(causal_conv1d_step, activate=False),
+    conv_states_after,
+)

@@ -5,14 +5,18 @@ from __future__ import annotations
 from torch import Tensor
 
 from megatron_ext.ops.backends import Backends
-from megatron_ext.ops.paged_attention import cpp, reference
+from megatron_ext.ops.paged_attention import cpp, reference, windowed
 from megatron_ext.ops.paged_attention.batch import PagedBatch, build_paged_batch
 
 PAGED_ATTENTION = Backends("paged_attention", cpp.BACKEND, reference.BACKEND)
 
 
-def paged_attention(q: Tensor, key_cache: Tensor, value_cache: Tensor, batch: PagedBatch, *, scale: float) -> Tensor:
-    """Let every query see the keys of its sequence up to its own position.
+def paged_attention(
+    q: Tensor, key_cache: Tensor, value_cache: Tensor, batch: PagedBatch, *, scale: float, window: int | None = None
+) -> Tensor:
+    """Let every query see the keys of its sequence up to its own position, or the last of them.
+
+    In a step without a sequence longer than the window that is the same. Others are for plain torch, on any device.
 
     Args:
         q: [T, Hq, D], sequences in the batch's order; rows behind theirs are not read.
@@ -21,10 +25,13 @@ def paged_attention(q: Tensor, key_cache: Tensor, value_cache: Tensor, batch: Pa
         value_cache: The same for values.
         batch: Where each sequence's keys lie.
         scale: What the scores are multiplied with.
+        window: Keys that a query sees at most, its own the last of them; None for all.
 
     Returns:
         [T, Hq, D], zero behind the batch's sequences.
     """
+    if window is not None and max(batch.kv_lengths, default=0) > window:
+        return windowed.windowed_attention(q, key_cache, value_cache, batch, scale=scale, window=window)
     return PAGED_ATTENTION.choose(q).attend(q, key_cache, value_cache, batch, scale=scale)
 
 

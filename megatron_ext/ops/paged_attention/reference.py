@@ -103,8 +103,14 @@ def _bottom_right_mask(queries: int, keys: int, device: torch.device) -> Tensor:
 
 def paged_attention(q: Tensor, key_cache: Tensor, value_cache: Tensor, batch: PagedBatch, *, scale: float) -> Tensor:
     """See the operator."""
-    plan, decodes = batch.prepared(plan_gathers), batch.num_decode
-    parts = []
+    return attend_gathered(q, key_cache, value_cache, batch, batch.prepared(plan_gathers), scale)
+
+
+def attend_gathered(
+    q: Tensor, key_cache: Tensor, value_cache: Tensor, batch: PagedBatch, plan: GatherPlan, scale: float
+) -> Tensor:
+    """The operator over the keys of a plan."""
+    decodes, parts = batch.num_decode, []
     if decodes:
         parts.append(_decode(q[:decodes], key_cache, value_cache, plan, scale))
     for own in plan.prefills:

@@ -15,11 +15,20 @@ from arguments.parser import build_parser
 from megatron_ext import ConfigError, load_engine
 from megatron_ext.api.settings import is_of_the_engine, known_names, read_settings
 from megatron_ext.config import InferenceSettings, RunConfig
+from megatron_ext.config.response_format import ResponseFormat
+from megatron_ext.config.token_biases import TokenBiases
 
 FLAGS = [(group, flag) for group in (*GROUPS, SYNONYMS) for flag in group.flags]
 OF_THE_RUN = {field.name for field in dataclasses.fields(RunConfig)} - {"inference_logging_step_interval"}
 # For each kind of field a value, as typed and as Python's.
-VALUES = {bool: ("", True), int: ("2", 2), float: ("2.5", 2.5), str: ("x", "x")}
+VALUES = {
+    bool: ("", True),
+    int: ("2", 2),
+    float: ("2.5", 2.5),
+    str: ("x", "x"),
+    TokenBiases: ('{"2": 2.5}', {2: 2.5}),
+    ResponseFormat: ('{"type": "json_object"}', {"type": "json_object"}),
+}
 
 
 def settings_or_error(read) -> InferenceSettings | str:

@@ -9,14 +9,18 @@ import pytest
 
 from arguments import build_parser, build_server_parser, parse_server_arguments
 from arguments.flags import normalize_key
-from arguments.groups import ACCESS, BATCHING, CACHE, GROUPS, LIMITS, MODEL, PARALLEL, SERVER, SOURCE, TOKENIZER
+from arguments.groups import BATCHING, CACHE, GROUPS, MODEL, PARALLEL
 from arguments.megatron.table import SERVER_TABLE, TABLE, records
+from arguments.server_groups import ACCESS, LIMITS, SERVER
+from arguments.source_groups import SOURCE, TOKENIZER
+from megatron_ext.config import ModelConfig
+from megatron_ext.config.layers.multipliers import MULTIPLIERS
 from tests.unit_tests.support.source import ROOT
 
 OPTIONS = """
 -h --help
 --load --load-hf --save --model-config --use-checkpoint-args --no-use-checkpoint-args --model-provider
---padded-vocab-size --bf16 --no-bf16 --fp16 --no-fp16 --seed
+--padded-vocab-size --generation-config --bf16 --no-bf16 --fp16 --no-fp16 --seed
 --tokenizer-type --tokenizer-model --vocab-file --merge-file --tiktoken-pattern --tiktoken-num-special-tokens
 --use-tokenizer-model-from-checkpoint-args --no-use-tokenizer-model-from-checkpoint-args
 --spec --hybrid-override-pattern --hybrid-layer-pattern --recurrent-layer
@@ -24,7 +28,8 @@ OPTIONS = """
 --group-query-attention --no-group-query-attention --num-query-groups --kv-channels
 --mamba-state-dim --mamba-head-dim --mamba-num-heads --mamba-num-groups --mamba-inner-size --mamba-dt-rank
 --linear-key-head-dim --linear-value-head-dim --linear-num-key-heads --linear-num-value-heads --linear-conv-kernel-dim
---qk-layernorm --no-qk-layernorm --attention-output-gate --no-attention-output-gate
+--short-conv-kernel-dim
+--qk-layernorm --no-qk-layernorm --attention-output-gate --no-attention-output-gate --add-qkv-bias --no-add-qkv-bias
 --num-experts --moe-ffn-hidden-size --moe-shared-expert-intermediate-size
 --moe-shared-expert-gate --no-moe-shared-expert-gate --moe-latent-size
 --moe-router-topk --moe-router-score-function --moe-router-num-groups --moe-router-group-topk
@@ -39,9 +44,10 @@ OPTIONS = """
 --tensor-model-parallel-size --pipeline-model-parallel-size --expert-model-parallel-size
 --expert-tensor-parallel-size --num-layers-in-first-pipeline-stage --num-layers-in-last-pipeline-stage
 --distributed-backend --distributed-timeout-minutes --check-ranks --no-check-ranks
---num-tokens-to-generate --temperature --top_k --top_p --return-log-probs --no-return-log-probs
---skip-prompt-log-probs --no-skip-prompt-log-probs --top-n-logprobs --stop-words --termination-id
---ignore-eos --no-ignore-eos
+--num-tokens-to-generate --temperature --top_k --top_p --min_p --presence-penalty --frequency-penalty
+--repetition-penalty --logit-bias --bad-words --response-format --return-log-probs --no-return-log-probs
+--skip-prompt-log-probs --no-skip-prompt-log-probs --top-n-logprobs --stop-words --stop-token-ids --termination-id
+--ignore-eos --no-ignore-eos --skip-special-tokens --no-skip-special-tokens
 --inference-dynamic-batching-track-generated-token-events --no-inference-dynamic-batching-track-generated-token-events
 --inference-dynamic-batching-buffer-size-gb --inference-dynamic-batching-block-count
 --inference-dynamic-batching-paused-buffer-size-gb --inference-dynamic-batching-block-size
@@ -62,7 +68,7 @@ OPTIONS = """
 --inference-repeat-n
 --drain-between-batches --no-drain-between-batches --batch-boundaries
 --incoming-requests-per-step --incoming-requests-per-sec --inference-logging-step-interval --suspend-resume-interval
---prefix-cache-compare --no-prefix-cache-compare
+--prefix-cache-compare --no-prefix-cache-compare --profile
 """.split()
 # Flags of Megatron's that say what others say; those that set nothing are in docs/megatron.md.
 SYNONYM_OPTIONS = """
@@ -72,7 +78,14 @@ SYNONYM_OPTIONS = """
 
 # Fields that are settings of a checkpoint, of a prompt line or of the library, and have no flag.
 WITHOUT_FLAG = {
-    "ModelConfig": {"mamba_conv_kernel", "mamba_chunk_size", "mamba_inner_norm", "mamba_inner_norm_epsilon"},
+    "ModelConfig": {
+        *("mamba_conv_kernel", "mamba_chunk_size", "mamba_inner_norm", "mamba_inner_norm_epsilon"),
+        *MULTIPLIERS,
+        *("add_attention_output_bias", "add_mlp_bias", "attention_window"),
+        *(name for name in ModelConfig.__dataclass_fields__ if name.startswith("yarn_")),
+        *("qk_layernorm_over_heads", "mamba_gated_norm", "mamba_multipliers"),
+        *("linear_norm_epsilon", "linear_allow_neg_eigval"),
+    },
     "SourceConfig": {field.name for field in dataclasses.fields(TOKENIZER.config)},  # a group of its own
     "RequestParams": {"seed", "min_tokens", "cache_salt", "enable_prefix_caching"},
     # Flags of groups of their own: some fields are inherited, others stand in `limits`.
@@ -82,10 +95,10 @@ WITHOUT_FLAG = {
 
 SERVER_OPTIONS = """
 --host --port --served-model-name --max-waiting-requests --shutdown-timeout --inference-logging-step-interval
---log-level --access-log --no-access-log
---max-body-mb --max-connections --header-timeout --body-timeout --idle-timeout
+--log-level --access-log --no-access-log --profile
+--max-body-mb --max-connections --header-timeout --body-timeout --idle-timeout --max-schema-kb --grammar-timeout
 --api-key --api-key-file --admin-key-file --allowed-hosts --hide-cache-counts --no-hide-cache-counts
---chat-control-tokens
+--chat-control-tokens --cors-allowed-origins --enable-admin-routes --no-enable-admin-routes --weights-root
 """.split()
 SHARED = (SOURCE, TOKENIZER, MODEL, PARALLEL, BATCHING, CACHE)
 

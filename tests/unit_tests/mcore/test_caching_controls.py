@@ -93,8 +93,9 @@ def test_publishing_before_computing(driver, oracle, monkeypatch):
     def admit_and_publish(self: Scheduler, admission: planner.Admission) -> None:
         admit(self, admission)
         request = admission.request
-        for i in range(request.sequence.published_blocks, len(request.digests)):
-            self.cache.publish(request.digests[i], request.block_table[i], request.digests[i - 1] if i else None)
+        run = slice(request.sequence.published_blocks, len(request.digests))
+        parent = request.digests[run.start - 1] if run.start else None
+        self.cache.publish(request.digests[run], request.block_table[run], parent)
 
     admit = Scheduler._admit
     monkeypatch.setattr(Scheduler, "_admit", admit_and_publish)

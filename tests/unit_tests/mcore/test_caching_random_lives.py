@@ -13,7 +13,7 @@ import pytest
 from megatron_ext.scheduling.record import Status
 from tests.priority import TestPriority
 from tests.unit_tests.support.caching import BLOCK, POLICIES, Broken, CachingDriver, failing_forward
-from tests.unit_tests.support.driver import assert_equals_oracle, make_prompt
+from tests.unit_tests.support.driver import assert_equals_oracle, few_prefills, make_prompt
 
 pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
@@ -81,7 +81,7 @@ class Life:
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("seed", [5, 12, 59])  # lives with evictions, pauses, failures
-def test_random_lives(get_caching_driver, oracle, seed, policy):
+def test_random_lives(get_caching_driver, oracle, monkeypatch, seed, policy):
     """KV-2 to KV-6, KV-13, EX-1 to EX-5, EX-8."""
     source = random.Random(seed)
     max_requests = source.choice([2, 4, 6])
@@ -92,6 +92,7 @@ def test_random_lives(get_caching_driver, oracle, seed, policy):
         max_tokens=max_requests + source.choice([5, 30, 70]),
         paused_buffer_size_gb=source.choice([None, None, 0]),
         token_rounder=source.choice([1, 8]),
+        **few_prefills(monkeypatch, are_few=(seed == 12) is (policy == "lru")),
     )
     life = Life(driver, source)
     life.live(70)

@@ -16,7 +16,9 @@ VOCABULARY = 500
 
 def row(name: int, uniform: float | None = None, forbidden: int | None = None) -> SamplingRow:
     """A greedy one, or one that is drawn with top_k and top_p of its own."""
-    return SamplingRow(name, Sampling(0.5 + name, 10 * name, 0.9, uniform, forbidden, None))
+    return SamplingRow(
+        name, Sampling(0.5 + name, 10 * name, 0.9, uniform, () if forbidden is None else (forbidden,), None)
+    )
 
 
 @pytest.fixture
@@ -27,9 +29,8 @@ def logits() -> Tensor:
 def alone(logits: Tensor, one: SamplingRow) -> int:
     """The row's token by the operator, or the best one."""
     wish = one.sampling
-    if wish.forbidden is not None:
-        logits = logits.clone()
-        logits[wish.forbidden] = -torch.inf
+    logits = logits.clone()
+    logits[list(wish.forbidden)] = -torch.inf
     if wish.uniform is None:
         return int(logits.argmax())
     batch = sampling_batch([wish.temperature], [wish.top_k], [wish.top_p], [wish.uniform])

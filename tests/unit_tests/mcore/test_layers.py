@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_ext.config import ModelConfig
 from megatron_ext.mcore import layers as own_layers
-from megatron_ext.mcore import stack
+from megatron_ext.mcore import norms, stack
 from tests.priority import TestPriority
 from tests.unit_tests.support.models import ATTENTION_ONLY, GATED_DELTA_NET, HYBRID, MAMBA1, build_slow_decay
 from tests.unit_tests.support.upstream_layers import UPSTREAM, upstream_layers
@@ -66,7 +66,7 @@ def pair(request: pytest.FixtureRequest) -> tuple[MambaModel, MambaModel]:
 def test_the_other_model_is_of_upstream(pair):
     """The control: no class of ours is in it, and all that stand in the specs are in ours or in its siblings."""
     ours, theirs = ({type(module) for module in model.modules()} for model in pair)
-    own = {*UPSTREAM, stack.PlainRMSNorm}
+    own = {*UPSTREAM, norms.PlainRMSNorm}
     assert ours & own
     assert not theirs & own
 
@@ -154,7 +154,7 @@ def test_rms_norm_by_length(scale):
     """Beside torch's own in fp64, rows of zeros and one channel among them."""
     x = torch.randn(7, 48, generator=torch.Generator().manual_seed(1)) * scale
     x[3] = 0.0
-    norm = stack.PlainRMSNorm(48, eps=1e-5)
+    norm = norms.PlainRMSNorm(48, eps=1e-5)
     norm.weight.uniform_(0.5, 1.5)
     expected = torch.nn.functional.rms_norm(x.double(), (48,), norm.weight.double(), 1e-5)
     torch.testing.assert_close(norm(x).double(), expected, atol=1e-6 * min(scale, 1.0), rtol=2e-6)

@@ -22,7 +22,7 @@ RULES = StagingRules(
     snapshots_in_prefill=True,
     device=torch.device("cpu"),
 )
-GREEDY = Sampling(temperature=0.0, top_k=0, top_p=0.0, uniform=None, forbidden=None, top_n=None)
+GREEDY = Sampling(temperature=0.0, top_k=0, top_p=0.0, uniform=None, forbidden=(), top_n=None)
 STEP = ScheduledStep(
     chunks=(
         ScheduledChunk(7, (50,), 9, 10, True, (3, 4, 5), 4, 2, sampling=GREEDY),

@@ -161,8 +161,10 @@ def test_two_swapped_blocks_are_seen(get_driver, get_oracle, kind):
     """Between two requests: within one, full blocks may stand in any order once their keys are written."""
 
     def swap(driver: Driver) -> None:
-        tables = [driver.engine.get_request(i).block_table for i in (VICTIM, OTHER)]
-        tables[0][1], tables[1][1] = tables[1][1], tables[0][1]
+        one, other = (driver.engine.get_request(i).sequence for i in (VICTIM, OTHER))
+        mine, yours = one.block_table[1], other.block_table[1]
+        one.block_table = (one.block_table[0], yours, *one.block_table[2:])
+        other.block_table = (other.block_table[0], mine, *other.block_table[2:])
 
     driver = run(get_driver(kind, max_tokens=40), swap, after_tokens=130)
     assert_is_seen(driver, get_oracle(kind), in_states=False)
@@ -175,6 +177,8 @@ def test_reading_what_nobody_wrote_is_seen(get_driver):
     request = driver.engine.get_request(VICTIM)
     while request.computed_end < 132:
         driver.step()
-    request.block_table[2] = next(b for b in range(100) if driver.scheduler.blocks.references(b) == 0)
+    stranger = next(b for b in range(100) if driver.scheduler.blocks.references(b) == 0)
+    table = request.block_table
+    request.sequence.block_table = (*table[:2], stranger, *table[3:])
     driver.engine.step_modern()
     assert driver.seen[VICTIM].logits[133][0].isnan().any()

@@ -97,7 +97,7 @@ class TestLength:
         ({"temperature": -1.0}, "temperature -1.0"),
         ({"top_p": 2.0}, "top_p 2.0"),
         ({"top_k": -1}, "top_k -1"),
-        ({"num_tokens_to_generate": 0}, "num_tokens_to_generate 0"),
+        ({"num_tokens_to_generate": -1}, "num_tokens_to_generate -1"),
         ({"top_n_logprobs": 3}, "return_log_probs"),
         ({"stop_words": [""]}, "stop word is empty"),
         ({"stop_words": "END"}, "one text"),

@@ -13,7 +13,7 @@ import pytest
 from megatron_ext.scheduling.record import Status
 from tests.priority import TestPriority
 from tests.unit_tests.support.caching import BLOCK, Broken
-from tests.unit_tests.support.driver import assert_equals_oracle, make_prompt
+from tests.unit_tests.support.driver import assert_equals_oracle, few_prefills, make_prompt
 from tests.unit_tests.support.hybrid_caching import PLENTY, HybridDriver, build_driver, failing_scan
 from tests.unit_tests.support.oracle import Oracle
 
@@ -114,7 +114,7 @@ def test_random_lives_with_a_budget_of_a_block(get_oracle, seed):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_random_lives(get_oracle, seed):
+def test_random_lives(get_oracle, monkeypatch, seed):
     source = random.Random(seed)
     slots = source.choice([PLENTY, PLENTY, 0, 1, 2, 4])
     blocks = source.choice([200, 200, 6, 12])
@@ -131,6 +131,7 @@ def test_random_lives(get_oracle, seed):
         max_tokens=max_requests + source.choice([0, 1, 2, 15, 40, 200]),
         paused_buffer_size_gb=source.choice([None, None, 0]),
         token_rounder=source.choice([1, 8]),
+        **few_prefills(monkeypatch, are_few=seed % 2 == 1),
     )
     life = Life(driver, source)
     life.live(60)

@@ -1,4 +1,4 @@
-"""Private names of megatron-core: each one that we use is in the table, and each one in the table is still there."""
+"""Private names of megatron-core and torch: each one that we use is in the table, and each one in the table is still there."""
 
 from __future__ import annotations
 
@@ -37,11 +37,16 @@ def resolve(path: str) -> object:
         return importlib.import_module(path)
     except ModuleNotFoundError:
         module, _, name = path.rpartition(".")
-        return getattr(importlib.import_module(module), name)
+        return getattr(resolve(module), name)
 
 
 def attributes_of(cls: type) -> set[str]:
-    """What instances of `cls` have that comes from megatron-core, instance variables included (by its source)."""
+    """What instances of `cls` have that comes from megatron-core, instance variables included (by its source).
+
+    Of a class of torch's own what it declares, parents included.
+    """
+    if cls.__module__.startswith("torch."):
+        return set(dir(cls))
     names: set[str] = set()
     for base in cls.__mro__:
         if is_megatrons(base.__module__):

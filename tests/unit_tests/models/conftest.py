@@ -13,7 +13,13 @@ from torch import nn
 
 from megatron_ext.config import ModelConfig
 from megatron_ext.models.build import build_model
-from tests.unit_tests.models.huggingface import llama_oracle, mamba_oracle, qwen3_next_oracle
+from tests.unit_tests.models.huggingface import (
+    dense_oracle,
+    hybrid_oracle,
+    llama_oracle,
+    mamba_oracle,
+    qwen3_next_oracle,
+)
 from tests.unit_tests.models.huggingface import nemotron_h_oracle as oracle
 
 TINY = ModelConfig(
@@ -59,6 +65,12 @@ def llamas(tmp_path_factory: pytest.TempPathFactory) -> Oracles:
 
 
 @pytest.fixture(scope="session")
+def denses(tmp_path_factory: pytest.TempPathFactory) -> Oracles:
+    """The same for families with attention in every layer, and for Llama with biases."""
+    return _make_each_once(dense_oracle, tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
 def mambas(tmp_path_factory: pytest.TempPathFactory) -> Oracles:
     """The same for Mamba, FalconMamba and Jamba."""
     return _make_each_once(mamba_oracle, tmp_path_factory)
@@ -68,6 +80,12 @@ def mambas(tmp_path_factory: pytest.TempPathFactory) -> Oracles:
 def qwens(tmp_path_factory: pytest.TempPathFactory) -> Oracles:
     """The same for Qwen3-Next."""
     return _make_each_once(qwen3_next_oracle, tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def hybrids(tmp_path_factory: pytest.TempPathFactory) -> Oracles:
+    """The same for the families of hybrid_oracle.py."""
+    return _make_each_once(hybrid_oracle, tmp_path_factory)
 
 
 @pytest.fixture

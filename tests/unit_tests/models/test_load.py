@@ -291,17 +291,17 @@ def test_type_by_device_without_a_flag() -> None:
 
 
 def test_imported_checkpoint_saved_and_loaded(hf_copy: Path, tmp_path: Path) -> None:
-    """--load-hf, --save, --load: the same logits, and the same end of document."""
+    """--load-hf, --save, --load: the same logits, and the same ends of a document."""
     write_tokenizer(hf_copy, 101)
     (hf_copy / "tokenizer_config.json").write_text("{}")
     (hf_copy / "generation_config.json").write_text('{"eos_token_id": [9, 2]}')
     imported = load_model(SourceConfig(load_hf=str(hf_copy)), {}, device=CPU)
-    assert imported.tokenizer.eod == 9
+    assert (imported.tokenizer.eod, imported.tokenizer.ends) == (9, (9, 2))
     save_model(tmp_path / "own", imported)
     loaded = load_model(SourceConfig(load=str(tmp_path / "own")), {}, device=CPU)
     assert loaded.config == imported.config
     assert torch.equal(logits(loaded.model), logits(imported.model))
-    assert loaded.tokenizer.eod == 9
+    assert (loaded.tokenizer.eod, loaded.tokenizer.ends) == (9, (9, 2))
     assert loaded.tokenizer.tokenize("w5 w100") == [5, 100]
 
 

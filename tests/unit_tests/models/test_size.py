@@ -38,6 +38,9 @@ SHAPES = {
         num_experts=4,
     ),
     "a wide convolution": dataclasses.replace(TINY, mamba_conv_kernel=300),
+    "side by side": dataclasses.replace(TINY, hybrid_override_pattern="P-P-"),
+    "norms behind": dataclasses.replace(TINY, hybrid_override_pattern="AFM-"),
+    "short convolutions": dataclasses.replace(TINY, recurrent_layer="short_conv", short_conv_kernel_dim=5),
     "Mamba-1": dataclasses.replace(TINY, recurrent_layer="mamba1", mamba_inner_size=72, mamba_dt_rank=5),
     "experts": dataclasses.replace(TINY, hybrid_override_pattern="ME*", moe_ffn_hidden_size=24, **SIGMOID),
     "shared experts": dataclasses.replace(

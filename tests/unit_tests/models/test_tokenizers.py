@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_ext.config import SourceConfig
 from megatron_ext.config.embedded import EMBEDDED_MODEL_DIR
@@ -61,16 +63,76 @@ def test_asked_for(files, flags, kind):
     assert type(choose_tokenizer(source(files, flags), files / "empty", ANY)) is kind
 
 
+KEPT = {
+    "tokenizer_type=TikTokenizer tokenizer_model=tik.vocab.json tiktoken_num_special_tokens=8 tiktoken_pattern=v1": (
+        TikTokenizer
+    ),
+    "tokenizer_type=Llama2Tokenizer tokenizer_model=llama.model": SentencePieceTokenizer,
+    "vocab_file=vocab.json merge_file=merges.txt": Gpt2Tokenizer,
+}
+TEXT = "The quick brown the é 日本"
+
+
+@pytest.mark.parametrize("flags", KEPT)
+def test_files_are_saved_with_a_model(files, flags, tiny_model, tiny_config, tmp_path, monkeypatch):
+    """MF-4: loaded without a flag, the ids are the same, wherever the files were; saved over it, too."""
+    kind = KEPT[flags]
+    tokenizer = choose_tokenizer(source(files, flags), files / "empty", Ids(269, 2000))
+    target = tmp_path / "saved"
+    for _ in range(2):
+        load.save_model(target, load.LoadedModel(tiny_model, tiny_config, tokenizer, torch.float32, "x"))
+    monkeypatch.setattr(load, "_require_ids_fit", lambda *_: None)  # the model is smaller than any vocabulary
+    again = load.load_model(SourceConfig(load=str(target)), {}, device=torch.device("cpu")).tokenizer
+    assert type(again) is kind
+    assert again.files != tokenizer.files
+    assert (again.vocab_size, again.eod, again.bos) == (tokenizer.vocab_size, tokenizer.eod, tokenizer.bos)
+    assert again.tokenize(TEXT) == tokenizer.tokenize(TEXT)
+    assert again.detokenize(again.tokenize(TEXT)) == tokenizer.detokenize(tokenizer.tokenize(TEXT))
+    assert json.loads((target / "config.json").read_text())["eos_token_id"] == tokenizer.eod
+    other = source(files, "tokenizer_type=NullTokenizer")
+    assert type(choose_tokenizer(other, target, ANY)) is NullTokenizer, "flags decide"
+    embedded = SourceConfig(tokenizer_model=str(EMBEDDED_MODEL_DIR))
+    assert type(choose_tokenizer(embedded, target, ANY)) is TextTokenizer
+
+
+SPOILED = {
+    "has tokenizer_type = 'BertTokenizer'; one of TikTokenizer, ": {"tokenizer_type": "BertTokenizer"},
+    "has tokenizer_type = None": {"tokenizer_type": None},
+    "has fields tokenizer_type, .*, more": {"more": 1},
+    "a tiktoken_pattern, .* that is none: 'v3', 8, 269": {"tiktoken_pattern": "v3"},
+    "that is none: 'v2', True, 269": {"tiktoken_num_special_tokens": True},
+    "that is none: 'v2', 8, '269'": {"vocab_size": "269"},
+}
+
+
+@pytest.mark.parametrize("message", SPOILED)
+def test_what_a_saved_tokenizer_may_not_say(files, message, tmp_path):
+    """SE-1: in one line."""
+    fields = {"tokenizer_type": "TikTokenizer", "tiktoken_pattern": "v2", "tiktoken_num_special_tokens": 8}
+    fields |= {"vocab_size": 269} | SPOILED[message]
+    shutil.copyfile(files / "tik.vocab.json", tmp_path / "tiktoken.json")
+    (tmp_path / "megatron_tokenizer.json").write_text(json.dumps(fields))
+    with pytest.raises(ConfigError, match=message) as caught:
+        choose_tokenizer(SourceConfig(), tmp_path, ANY)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_gone(files, tmp_path):
+    (tmp_path / "megatron_tokenizer.json").write_text(json.dumps({"tokenizer_type": "GPT2BPETokenizer"}))
+    shutil.copyfile(files / "vocab.json", tmp_path / "gpt2_vocab.json")
+    with pytest.raises(ConfigError, match=r"has no gpt2_merges\.txt, which megatron_tokenizer\.json is about"):
+        choose_tokenizer(SourceConfig(), tmp_path, ANY)
+
+
 def test_that_it_is_not_saved_is_said(files, tmp_path, caplog, monkeypatch):
-    """What a saved model lacks is named; one of Hugging Face's is saved, and nothing is said."""
+    """What a saved model lacks is named: a tokenizer of the caller's own."""
     saved = []
     monkeypatch.setattr(load, "save_dist_checkpoint", lambda *args: saved.append(args[3]))
-    for flags in ("tokenizer_type=Llama2Tokenizer tokenizer_model=llama.model", "tokenizer_type=NullTokenizer"):
-        tokenizer = choose_tokenizer(source(files, flags), files / "empty", ANY)
+    for tokenizer in (object(), NullTokenizer(7)):
         load.save_model(tmp_path / "to", load.LoadedModel(None, None, tokenizer, None, "x"))
     assert saved == [None, None]
     assert [message.split(" ", 1)[1] for message in caplog.messages] == [
-        "does not get the tokenizer, whose files are Megatron's: give its flags with --load too"
+        "does not get its tokenizer (object), which has no files"
     ]
 
 

@@ -45,8 +45,15 @@ def test_every_field_of_a_line():
         "temperature": 1,
         "top_k": 4,
         "top_p": 0.9,
+        "min_p": 0.1,
+        "presence_penalty": 0.5,
+        "frequency_penalty": -1,
+        "repetition_penalty": 1.1,
+        "logit_bias": {"7": 3},
+        "bad_words": ["c"],
         "seed": 11,
         "stop_words": ["a", "b"],
+        "stop_token_ids": [5],
         "termination_id": 2,
         "ignore_eos": True,
         "return_log_probs": True,
@@ -57,7 +64,9 @@ def test_every_field_of_a_line():
     }
     (prompt,) = parse({"token_ids": [1, 2], **fields})
     assert prompt.content == (1, 2)
-    assert prompt.params == RequestParams(**fields | {"stop_words": ("a", "b")})
+    assert prompt.params == RequestParams(**fields)
+    assert prompt.params.logit_bias == ((7, 3.0),)
+    assert prompt.params.stop_words == ("a", "b")
 
 
 def test_a_line_can_ask_for_less_than_the_flags():
@@ -115,7 +124,7 @@ def test_byte_order_mark_is_passed_over():
         ('{"text": "a", "stop_words": "."}', 'stop_words "." is not a list of texts'),
         ('{"text": "a", "stop_words": [1]}', "stop_words [1] is not a list of texts"),
         ('{"text": "a", "top_k": null}', "top_k null is not a whole number"),
-        ('{"text": "a", "num_tokens_to_generate": 0}', "num_tokens_to_generate 0 must be at least 1"),
+        ('{"text": "a", "num_tokens_to_generate": -1}', "num_tokens_to_generate -1 must be zero"),
         ('{"text": "a", "top_n_logprobs": 2}', "top_n_logprobs 2 needs return_log_probs"),
         ('{"text": "a", "skip_prompt_log_probs": true}', "skip_prompt_log_probs needs return_log_probs"),
     ],

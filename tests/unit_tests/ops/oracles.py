@@ -98,9 +98,15 @@ def delta_recurrence(
 
 
 def convolution(
-    x: Tensor, weight: Tensor, bias: Tensor | None, lengths: Sequence[int], initial_states: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    lengths: Sequence[int],
+    initial_states: Tensor | None = None,
+    *,
+    activate: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Causal depthwise convolution with SiLU: y [T, Cn] and final states [S, Cn, K-1], both fp64.
+    """Causal depthwise convolution with SiLU, or without: y [T, Cn] and final states [S, Cn, K-1], both fp64.
 
     Differentiable; x [T, Cn], weight [Cn, K], bias [Cn], initial_states [S, Cn, K-1].
     """
@@ -114,7 +120,7 @@ def convolution(
             columns = torch.cat([past, x[t].double()[:, None]], dim=1)
             y = (columns * weight.double()).sum(1)
             y = y if bias is None else y + bias.double()
-            ys.append(y * torch.sigmoid(y))
+            ys.append(y * torch.sigmoid(y) if activate else y)
             past = columns[:, 1:]
         finals.append(past)
     return torch.stack(ys), torch.stack(finals)

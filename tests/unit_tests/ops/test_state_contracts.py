@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_ext.mcore import platform
 from megatron_ext.mixers.chunk_metadata import cut_chunks
-from megatron_ext.ops.causal_conv1d import CAUSAL_CONV1D, CausalConv1d
+from megatron_ext.ops.causal_conv1d import CAUSAL_CONV1D, PLAIN_CONV1D, CausalConv1d
 from megatron_ext.ops.gated_delta_rule import GATED_DELTA_RULE
 from megatron_ext.ops.recurrence import Recurrence
 from megatron_ext.ops.selective_scan import SELECTIVE_SCAN
@@ -65,9 +65,10 @@ def build(name: str) -> Case:
     def uniform(*shape: int) -> Tensor:
         return torch.rand(*shape, generator=generator) + 0.5
 
-    if name == "causal_conv1d":
-        weight, bias = normal(6, 4), normal(6)
-        return Case(CAUSAL_CONV1D, [normal(total, 6)], lambda x: (x, weight, bias), {}, partial(_conv, weight, bias))
+    if name in ("causal_conv1d", "plain_conv1d"):
+        weight, bias, operator = normal(6, 4), normal(6), OPERATORS[name]
+        truth = partial(_conv, weight, bias, name == "causal_conv1d")
+        return Case(operator, [normal(total, 6)], lambda x: (x, weight, bias), {}, truth)
     if name == "ssd":
         A, D = -uniform(4) * 0.05, normal(4)
         tokens = [normal(total, 4, 3), uniform(total, 4) * 0.05, normal(total, 2, 5), normal(total, 2, 5)]
@@ -84,15 +85,18 @@ def build(name: str) -> Case:
     return Case(GATED_DELTA_RULE, tokens, lambda *t: t, {}, truth)
 
 
-def _conv(weight: Tensor, bias: Tensor, tokens: PER_TOKEN, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
+def _conv(
+    weight: Tensor, bias: Tensor, activate: bool, tokens: PER_TOKEN, lengths: Sequence[int]
+) -> tuple[Tensor, Tensor]:
     """The formula, and the state after every token."""
-    y, _ = convolution(tokens[0], weight, bias, lengths)
+    y, _ = convolution(tokens[0], weight, bias, lengths, activate=activate)
     after = [convolution(tokens[0][: end + 1], weight, bias, [end + 1])[1][0] for end in range(len(tokens[0]))]
     return y, torch.stack(after)
 
 
 OPERATORS = {
     "causal_conv1d": CAUSAL_CONV1D,
+    "plain_conv1d": PLAIN_CONV1D,
     "ssd": SSD,
     "selective_scan": SELECTIVE_SCAN,
     "gated_delta_rule": GATED_DELTA_RULE,

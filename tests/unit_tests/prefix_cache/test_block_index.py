@@ -13,9 +13,8 @@ A, B, C, X = b"a", b"b", b"c", b"x"
 def chain():
     """A <- B <- C in blocks 0, 1, 2."""
     index = BlockIndex()
-    index.add(A, 0, None)
-    index.add(B, 1, A)
-    index.add(C, 2, B)
+    index.add([A], [0], None)
+    index.add([B, C], [1, 2], A)
     return index
 
 
@@ -40,55 +39,68 @@ def test_parts_of_a_run_are_those_of_a_list(chain):
 def test_parents_and_children(chain):
     assert [chain.children(block) for block in (0, 1, 2)] == [1, 1, 0]
     assert [chain.parent(block) for block in (0, 1, 2)] == [None, 0, 1]
-    chain.add(X, 3, A)
+    chain.add([X], [3], A)
     assert chain.children(0) == 2
-    chain.remove(3)
+    assert chain.remove([3]) == [X]
     assert chain.children(0) == 1
     chain.check()
 
 
 def test_a_parent_cannot_go_before_its_child(chain):
     with pytest.raises(AssertionError, match="cached children"):
-        chain.remove(1)
+        chain.remove([1])
 
 
 def test_a_child_cannot_come_before_its_parent(chain):
     with pytest.raises(KeyError):
-        chain.add(b"y", 7, b"nowhere")
+        chain.add([b"y"], [7], b"nowhere")
 
 
 def test_a_digest_has_one_block_and_a_block_one_digest(chain):
     with pytest.raises(AssertionError):
-        chain.add(A, 9, None)
+        chain.add([A], [9], None)
     with pytest.raises(AssertionError):
-        chain.add(X, 0, None)
+        chain.add([X, C], [9, 8], None)
+    with pytest.raises(AssertionError):
+        chain.add([X, b"y"], [9, 0], None)
+    chain.check()
 
 
 def test_the_hottest_prefixes(chain):
     """Most hits first, among equals the longest; what nobody resumed from is none."""
-    chain.add(X, 3, A)
+    chain.add([X], [3], A)
     for block in (1, 1, 2, 2, 3):
         chain.count_hit(block)
     assert [(one.digest, one.blocks, one.hits) for one in chain.hottest(5)] == [(C, 3, 2), (B, 2, 2), (X, 2, 1)]
     assert [one.digest for one in chain.hottest(1)] == [C]
-    chain.remove(3)
+    chain.remove([3])
     assert len(chain.hottest(5)) == 2
 
 
 def test_check_finds_a_wrong_depth(chain):
-    chain._entries[C].depth = 2
+    chain._depths[C] = 2
     with pytest.raises(AssertionError, match="depth"):
         chain.check()
 
 
-@pytest.mark.parametrize("damage", ["orphan", "miscounted", "two blocks"])
+def test_a_run_can_go_leaf_first(chain):
+    assert chain.remove([2, 1]) == [C, B]
+    assert (len(chain), chain.children(0)) == (1, 0)
+    chain.check()
+
+
+@pytest.mark.parametrize("damage", ["orphan", "miscounted", "two blocks", "known in part", "hits of nobody"])
 def test_check_finds(chain, damage):
     """Negative controls of the index's own check."""
     if damage == "orphan":
-        chain._entries[C].parent = X
+        chain._parents[C] = X
     elif damage == "miscounted":
-        chain._entries[A].children = 2
+        chain._children[A] = 2
+    elif damage == "known in part":
+        del chain._parents[C], chain._children[B]
+    elif damage == "hits of nobody":
+        chain._hits[X] = 1
     else:
-        chain._entries[C].block = 0
+        chain._blocks[C] = 0
     with pytest.raises(AssertionError):
         chain.check()

@@ -16,8 +16,8 @@ def fill(cache, digests):
     matched = cache.match(digests)
     cache.pin(matched)
     table = [*matched, *cache.allocate(len(digests) - len(matched))]
-    for i in range(len(matched), len(digests)):
-        table[i] = cache.publish(digests[i], table[i], digests[i - 1] if i else None)
+    first = len(matched)
+    table[first:] = cache.publish(digests[first:], table[first:], digests[first - 1] if first else None)
     cache.check()
     return table
 
@@ -27,8 +27,8 @@ def test_nothing_is_found_before_it_is_published():
     cache = PrefixCache(4, LRU)
     blocks = cache.allocate(2)
     assert cache.match(CHAIN) == []
-    cache.publish(b"a", blocks[0], None)
-    assert cache.match(CHAIN) == [blocks[0]]
+    cache.publish(CHAIN[:1], blocks[:1], None)
+    assert cache.match(CHAIN) == blocks[:1]
 
 
 def test_shared_blocks_are_counted_and_kept_until_the_last_owner_leaves():
@@ -89,10 +89,37 @@ def test_equal_contents_computed_twice_end_in_one_block():
     """KV-5: whoever publishes second uses the first one's block, so that a chain in a table is a chain in the index."""
     cache = PrefixCache(4, LRU)
     mine, yours = cache.allocate(1), cache.allocate(1)
-    assert cache.publish(b"a", mine[0], None) == mine[0]
-    assert cache.publish(b"a", yours[0], None) == mine[0]
+    assert cache.publish([b"a"], mine, None) == tuple(mine)
+    assert cache.publish([b"a"], yours, None) == tuple(mine)
     assert cache.pool.references(mine[0]) == 2
     assert cache.pool.references(yours[0]) == 0
+    cache.check()
+
+
+def test_a_run_that_begins_with_known_contents_goes_on_from_there():
+    """KV-5: the known blocks are swapped, those that nobody uses come back into use, and the rest is indexed behind."""
+    cache = PrefixCache(5, LRU)
+    left = fill(cache, CHAIN[:2])
+    mine = cache.allocate(3)
+    cache.release(left)
+    assert cache.publish(CHAIN, mine, None) == (*left, mine[2])
+    assert [cache.pool.references(block) for block in (*left, *mine)] == [1, 1, 0, 0, 1]
+    assert cache.match(CHAIN) == [*left, mine[2]]
+    assert cache.pool.free_count == 4 - 2
+    cache.check()
+    assert cache.publish(CHAIN, [*left, mine[2]], None) == (*left, mine[2])  # its own already
+    cache.check()
+
+
+def test_many_blocks_are_evicted_at_once():
+    """KV-4: as one by one."""
+    cache = PrefixCache(5, LRU)
+    old, new = fill(cache, [b"a", b"b"]), fill(cache, [b"x", b"y", b"z"])
+    cache.release(old)
+    cache.release(new)
+    assert sorted(cache.allocate(4)) == sorted([*old, *new[1:]])
+    assert cache.use().blocks_evicted == 4
+    assert cache.match([b"x", b"y", b"z"]) == new[:1]
     cache.check()
 
 
@@ -139,7 +166,7 @@ def test_check_finds(damage):
     table = fill(cache, CHAIN)
     if damage == "evictable but free":
         cache.release(table)
-        cache.pool.free(table[0])
+        cache.pool.free(table[:1])
     elif damage == "indexed but free":
         cache.pool.release([table[2]])
     else:

@@ -107,18 +107,19 @@ class CacheMachine(RuleBasedStateMachine):
             del model.left_at[first[0]]
 
     @precondition(lambda self: self.owners)
-    @rule(data=st.data())
-    def publish_next(self, data):
+    @rule(data=st.data(), most=st.integers(1, 3))
+    def publish_next(self, data, most):
         owner = data.draw(st.sampled_from(self.owners))
-        i = owner.published
-        if i == len(owner.word):
+        run = slice(owner.published, min(owner.published + most, len(owner.word)))
+        prefixes = self.prefixes(owner.word)[run]
+        if not prefixes:
             return
-        prefix = owner.word[: i + 1]
-        parent = digest(owner.word[:i]) if i else None
-        owner.table[i] = self.cache.publish(digest(prefix), owner.table[i], parent)
-        owner.published += 1
-        self.model.cached.add(prefix)
-        self.model.left_at.pop(prefix, None)
+        parent = digest(owner.word[: run.start]) if run.start else None
+        owner.table[run] = self.cache.publish([digest(p) for p in prefixes], owner.table[run], parent)
+        owner.published = run.stop
+        for prefix in prefixes:
+            self.model.cached.add(prefix)
+            self.model.left_at.pop(prefix, None)
 
     @precondition(lambda self: self.owners)
     @rule(data=st.data())

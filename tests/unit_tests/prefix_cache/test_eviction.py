@@ -14,7 +14,7 @@ def build_policy(name: EvictionPolicyName) -> EvictionPolicy:
     """A fresh one, for three sequences of one block."""
     index = BlockIndex()
     for block in (1, 2, 3):
-        index.add(bytes([block]), block, None)
+        index.add([bytes([block])], [block], None)
     return build_policies(name, index, EntryCosts()).blocks
 
 
@@ -24,41 +24,47 @@ class TestContract:
 
     def test_evictable_blocks_are_counted_listed_and_evicted_once(self, name):
         policy = build_policy(name)
-        kept = [block for block in (3, 1, 2) if policy.make_evictable(block)]
+        kept = [3, 1, 2]
+        policy.hold(kept)
         assert len(policy) == len(kept)
         assert set(policy) == set(kept)
         assert all(block in policy for block in kept)
-        assert sorted(policy.evict() for _ in range(len(policy))) == sorted(kept)
+        assert sorted([*policy.evict(1), *policy.evict(2)]) == sorted(kept)
         assert len(policy) == 0
 
     def test_reused_blocks_are_not_evicted(self, name):
         policy = build_policy(name)
-        kept = [block for block in (3, 1, 2) if policy.make_evictable(block)]
-        for block in kept[:1]:
-            policy.reuse(block)
-        assert set(policy) == set(kept[1:])
+        policy.hold([3, 1, 2])
+        policy.reuse([1, 3])
+        assert list(policy) == [2]
+        assert policy.evict(1) == [2]
 
     def test_clear(self, name):
         policy = build_policy(name)
-        policy.make_evictable(1)
+        policy.hold([1])
         policy.clear()
         assert len(policy) == 0
 
     def test_nothing_to_evict_is_a_mistake_of_ours(self, name):
         with pytest.raises((AssertionError, KeyError)):
-            build_policy(name).evict()
+            build_policy(name).evict(1)
 
 
 def test_lru_evicts_in_the_order_in_which_they_were_left():
     policy = LeafFirstLru()
-    for block in (5, 2, 9):
-        assert policy.make_evictable(block)
-    policy.reuse(5)
-    assert policy.make_evictable(5)
-    assert [policy.evict() for _ in range(3)] == [2, 9, 5]
+    policy.hold([5, 2, 9])
+    policy.reuse([5])
+    policy.hold([5])
+    assert policy.evict(3) == [2, 9, 5]
 
 
-def test_ref_zero_keeps_nothing():
-    policy = RefZero()
-    assert not policy.make_evictable(1)
-    assert 1 not in policy
+def test_no_block_is_left_twice():
+    policy = LeafFirstLru()
+    policy.hold([5, 2])
+    with pytest.raises(AssertionError, match="twice"):
+        policy.hold([1, 2])
+
+
+def test_ref_zero_keeps_nothing_but_what_somebody_waits_for():
+    assert LeafFirstLru.keeps_unused
+    assert not RefZero.keeps_unused

@@ -181,7 +181,8 @@ class Lives(RuleBasedStateMachine):
     def publish(self, owner: Owner, optional: bool, takes: bool) -> None:
         i = owner.published
         prefix = owner.word[: i + 1]
-        owner.table[i] = self.cache.publish(key(prefix), owner.table[i], key(owner.word[:i]) if i else None)
+        parent = key(owner.word[:i]) if i else None
+        (owner.table[i],) = self.cache.publish([key(prefix)], [owner.table[i]], parent)
         owner.published += 1
         self.model.cached.add(prefix)
         self.model.left_at.pop(prefix, None)
@@ -259,7 +260,7 @@ TestLives = Lives.TestCase
 
 
 def evicts_parents(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FlopsBlocks, "evict", lambda self: next(iter(reversed(self._ages))))
+    monkeypatch.setattr(FlopsBlocks, "evict", lambda self, count: list(self._ages)[: -count - 1 : -1])
 
 
 def charges_the_whole_prefix_for_an_edge(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,11 +303,9 @@ def keys_per_eviction(leaves: int) -> float:
         setattr(part, name, lambda item, rank=rank: (weighed.append(item), rank(item))[1])
     for i in range(leaves):
         table = cache.allocate(2)
-        first, second = (b"%d/%d" % (i, depth) for depth in range(2))
-        cache.publish(first, table[0], None)
-        cache.publish(second, table[1], first)
-        cache.states.reserve(second)
-        cache.states.commit(second)
+        names = [b"%d/%d" % (i, depth) for depth in range(2)]
+        cache.publish(names, table, None)
+        take(cache, names[1])
         cache.release(table)
     weighed.clear()
     cache.release(cache.allocate(leaves))
@@ -324,14 +323,12 @@ def test_what_was_used_outlives_what_was_not_until_enough_has_gone_by():
     cache = PrefixCache(4, FLOPS, costs=EntryCosts(token_flops=0.0, position_flops=1.0))
     deep = cache.allocate(3)
     names = [b"a", b"b", b"c"]  # the last of them saves the operations of position 2
-    for i in range(3):
-        cache.publish(names[i], deep[i], names[i - 1] if i else None)
+    cache.publish(names, deep, None)
     cache.release(deep)
     for i in range(3):  # other sequences of two blocks, whose last ones save those of position 1
         assert len(cache.match(names)) == 3 - max(0, i - 1), f"after {i} others"
         table = cache.allocate(2 if i else 1)
-        for place, block in enumerate(table):
-            cache.publish(b"%d/%d" % (i, place), block, b"%d/0" % i if place else None)
+        cache.publish([b"%d/0" % i, b"%d/1" % i][: len(table)], table, None)
         cache.release(table)
 
 
@@ -339,16 +336,13 @@ def test_snapshots_age_as_well():
     """SI-2: one that nobody uses goes after as much has gone by as it is worth."""
     cache = PrefixCache(20, FLOPS, 2, EntryCosts())
     table = cache.allocate(4)
-    for i, block in enumerate(table):
-        cache.publish(b"deep%d" % i, block, b"deep%d" % (i - 1) if i else None)
+    cache.publish([b"deep%d" % i for i in range(4)], table, None)
     take(cache, b"deep3")
     for i in range(5):
         assert cache.states.find(b"deep3") is not None, f"gone after {i}"
-        (block,) = cache.allocate(1)
-        cache.publish(b"flat%d" % i, block, None)
+        cache.publish([b"flat%d" % i], cache.allocate(1), None)
         take(cache, b"flat%d" % i)
-    (block,) = cache.allocate(1)
-    cache.publish(b"last", block, None)
+    cache.publish([b"last"], cache.allocate(1), None)
     take(cache, b"last")
     assert cache.states.find(b"deep3") is None, "four of a worth of one have gone by, and it stands at four"
 

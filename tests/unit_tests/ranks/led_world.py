@@ -107,7 +107,14 @@ class World:
     def start(self, replicas: int) -> None:
         """A fleet, or one in place of another."""
         vocabulary = Vocabulary(Letters(), TOKENS)
-        door = Door(lambda text, _: ["abc".index(letter) for letter in text], vocabulary, EOD, seed=1)
+        door = Door(
+            lambda text, _: ["abc".index(letter) for letter in text],
+            vocabulary,
+            (EOD,),
+            1,
+            lambda word: [],
+            lambda form: None,
+        )
         self.models = [Model() for _ in range(replicas)]
         schedulers = [self.make(JournalledScheduler) for _ in self.models]
         engines = [Engine(*pair, door) for pair in zip(schedulers, self.models, strict=True)]

@@ -18,7 +18,7 @@ from tests.unit_tests.support.ranks import run_ranks, run_world
 from tests.unit_tests.support.spread import Whole, whole_parameters
 from tests.unit_tests.support.teams import Lived, live
 
-GREEDY = Sampling(temperature=0.0, top_k=0, top_p=0.0, uniform=None, forbidden=None, top_n=None)
+GREEDY = Sampling(temperature=0.0, top_k=0, top_p=0.0, uniform=None, forbidden=(), top_n=None)
 STEP = ScheduledStep(
     (
         ScheduledChunk(7, (50,), 9, 10, True, (3, 4, 5), 4, 2, sampling=GREEDY),

@@ -33,6 +33,16 @@ LINES = [
     {"text": PROMPT + "    middle", "num_tokens_to_generate": 9, "return_log_probs": True},
     {"text": PROMPT + "# sampled", "num_tokens_to_generate": 9, "temperature": 0.8, "seed": 3},
     {"text": "another one", "num_tokens_to_generate": 30, "stop_words": ["e"]},
+    {
+        "text": PROMPT,
+        "num_tokens_to_generate": 12,
+        "repetition_penalty": 1.5,
+        "min_p": 0.1,
+        "temperature": 1,
+        "seed": 1,
+    },
+    {"text": PROMPT, "num_tokens_to_generate": 9, "response_format": {"type": "regex", "regex": "[a-z]{3} [0-9]+"}},
+    {"text": PROMPT + "# scored", "num_tokens_to_generate": 0, "return_log_probs": True},
     {"text": PROMPT * 20, "num_tokens_to_generate": 5},
 ]
 PER_RUN = {"latency", "ttft", "throughput", "mem-max-allocated-bytes", "geometry"}

@@ -85,7 +85,7 @@ class Situation:
 
     def _own(self, request: Request, computed: int, blocks: int) -> None:
         request.sequence.computed_end = computed
-        request.sequence.block_table = self.cache.allocate(blocks)
+        request.sequence.block_table = tuple(self.cache.allocate(blocks))
         request.sequence.live_slot = self._used_slots
         self._used_slots += 1
 
@@ -100,7 +100,9 @@ def frozen(queues: Queues) -> list[list[tuple[int, bytes]]]:
 
 def request_of(arrival: int, tokens: Iterable[int], end: int | None = None, **params: object) -> Request:
     """A request of these tokens, its id its arrival; `end` is its termination token."""
-    return Request(Submission(arrival, tuple(tokens), RequestParams(**params), arrival, arrival, end))
+    return Request(
+        Submission(arrival, tuple(tokens), RequestParams(**params), arrival, arrival, () if end is None else (end,))
+    )
 
 
 def add(scheduler: Scheduler, *requests: Request) -> None:

@@ -9,7 +9,8 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from megatron_ext.prefix_cache import matching
-from megatron_ext.prefix_cache.block_pool import BlockId
+from megatron_ext.prefix_cache.block_index import BlockIndex
+from megatron_ext.prefix_cache.block_pool import BlockId, BlockPool
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.eviction import LeafFirstLru, RefZero
 from megatron_ext.scheduling import keys, planner
@@ -93,33 +94,67 @@ def releases_parents_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def evicts_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LeafFirstLru, "evict", lambda self: self._evictable.popitem(last=True)[0])
+    def evict_newest(self: LeafFirstLru, count: int) -> list[BlockId]:
+        return [self._evictable.popitem(last=True)[0] for _ in range(count)]
+
+    monkeypatch.setattr(LeafFirstLru, "evict", evict_newest)
 
 
 def evicts_by_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """A block that is used again keeps its old place in the line."""
-    make_evictable = LeafFirstLru.make_evictable
+    hold = LeafFirstLru.hold
 
-    def make_evictable_at_old_place(self: LeafFirstLru, block: BlockId) -> bool:
+    def hold_at_old_place(self: LeafFirstLru, blocks: Sequence[BlockId]) -> None:
         places = vars(self).setdefault("places", {})
-        places.setdefault(block, len(places))
-        make_evictable(self, block)
+        for block in blocks:
+            places.setdefault(block, len(places))
+        hold(self, blocks)
         self._evictable = type(self._evictable)(sorted(self._evictable.items(), key=lambda item: places[item[0]]))
-        return True
 
-    monkeypatch.setattr(LeafFirstLru, "make_evictable", make_evictable_at_old_place)
+    monkeypatch.setattr(LeafFirstLru, "hold", hold_at_old_place)
 
 
 def ref_zero_keeps_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("__init__", "make_evictable", "reuse", "evict", "clear", "__len__", "__iter__", "__contains__"):
-        monkeypatch.setattr(RefZero, name, getattr(LeafFirstLru, name))
+    monkeypatch.setattr(RefZero, "keeps_unused", True)
+
+
+def swaps_duplicates_and_keeps_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who publishes second uses the first one's blocks, and its own are nobody's."""
+    publish, release = PrefixCache.publish, BlockPool.release
+
+    def publish_and_lose(self: PrefixCache, *run: object) -> tuple[BlockId, ...]:
+        monkeypatch.setattr(BlockPool, "release", lambda pool, blocks: None)
+        shared = publish(self, *run)
+        monkeypatch.setattr(BlockPool, "release", release)
+        return shared
+
+    monkeypatch.setattr(PrefixCache, "publish", publish_and_lose)
+
+
+def shares_without_a_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a run of matched blocks the last one is not retained."""
+    retain = BlockPool.retain
+    monkeypatch.setattr(BlockPool, "retain", lambda self, blocks: retain(self, blocks[:-1]))
+
+
+def indexes_only_the_beginning_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    add = BlockIndex.add
+
+    def add_first(self: BlockIndex, digests: Sequence[bytes], blocks: Sequence[BlockId], parent: bytes | None) -> None:
+        add(self, digests[:1], blocks[:1], parent)
+
+    monkeypatch.setattr(BlockIndex, "add", add_first)
 
 
 def keeps_duplicates(monkeypatch: pytest.MonkeyPatch) -> None:
     publish = PrefixCache.publish
 
-    def publish_unless_known(self: PrefixCache, digest: bytes, block: BlockId, parent: bytes | None) -> BlockId:
-        return block if self.match([digest]) else publish(self, digest, block, parent)
+    def publish_unless_known(
+        self: PrefixCache, digests: Sequence[bytes], blocks: Sequence[BlockId], parent: bytes | None
+    ) -> tuple[BlockId, ...]:
+        known = len(self.match(digests))
+        parent = digests[known - 1] if known else parent
+        return (*blocks[:known], *publish(self, digests[known:], blocks[known:], parent))
 
     monkeypatch.setattr(PrefixCache, "publish", publish_unless_known)
 
@@ -280,6 +315,9 @@ def never_caches_generated_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
         evicts_the_newest,
         evicts_by_first_use,
         ref_zero_keeps_blocks,
+        swaps_duplicates_and_keeps_both,
+        shares_without_a_reference,
+        indexes_only_the_beginning_of_a_run,
         keeps_duplicates,
         hits_one_block_too_many,
         ignores_the_salt,

@@ -29,7 +29,7 @@ def test_a_step_is_taken_in_whole():
     assert ended == [counted, stopped]
     assert [request.finish_reason for request in (goes_on, counted, stopped)] == [None, "length", "stop"]
     assert [request.status for request in ended] == [Status.COMPLETED] * 2
-    assert [request.block_table for request in ended] == [[], []]
+    assert [request.block_table for request in ended] == [(), ()]
     assert (goes_on.tokens[5:], goes_on.computed_end, goes_on.is_decoding) == ([7], 5, True)
     assert (long.computed_end, long.generated_count) == (6, 0)
     assert scheduler.counters.prefill_tokens == 5 + 3 + 2 + 6

@@ -284,7 +284,7 @@ class TestRetriedAdmission:
             counters = scheduler.counters
             assert (counters.hits, counters.blocks_matched, counters.skipped_tokens) == (0, 0, 0)
             assert (request.sequence.ledger.matched_blocks, request.sequence.ledger.skipped) == (None, 0)
-            assert request.block_table == []
+            assert request.block_table == ()
         scheduler.end(first, Status.COMPLETED)
         assert [one[:2] for one in admitted(step(scheduler))] == [(2, 2)]
         assert (counters.hits, counters.blocks_matched, counters.skipped_tokens) == (1, 2, 8)
@@ -300,7 +300,7 @@ class TestBlocksInFlight:
         for request in (7, 3, 5):
             blocks.add(request, [b"a", b"b"])
         assert blocks.leader(b"a") == 7
-        blocks.published(7, b"a")
+        blocks.published(7, [b"a"])
         assert (blocks.leader(b"a"), blocks.leader(b"b")) == (3, 7)
         blocks.discard(7)
         blocks.discard(3)
@@ -310,8 +310,8 @@ class TestBlocksInFlight:
     def test_nothing_is_left_of_who_has_published_all(self):
         blocks = PendingBlocks()
         blocks.add(1, [b"a", b"b"])
-        blocks.published(1, b"a")
-        blocks.published(1, b"b")
+        blocks.published(1, [b"a"])
+        blocks.published(1, [b"b"])
         assert blocks.requests() == set()
         assert blocks.leader(b"a") is None
         assert blocks.leader(b"b") is None
@@ -321,8 +321,8 @@ class TestBlocksInFlight:
         blocks = PendingBlocks()
         blocks.add(1, [b"a", b"a"])
         blocks.add(2, [])
-        blocks.published(1, b"x")
-        blocks.published(9, b"a")
+        blocks.published(1, [b"x"])
+        blocks.published(9, [b"a"])
         blocks.discard(9)
         assert blocks.leader(b"a") == 1
         assert blocks.requests() == {1}

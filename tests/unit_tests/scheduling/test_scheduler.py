@@ -31,12 +31,12 @@ class TestLife:
     def test_blocks_and_rows_are_owned_from_admission_to_end(self):
         scheduler, (first, second) = make_scheduler(5, 4)
         step(scheduler)
-        assert (first.block_table, first.sequence.live_slot) == ([0, 1], 0)
-        assert (second.block_table, second.sequence.live_slot) == ([2], 1)
+        assert (first.block_table, first.sequence.live_slot) == ((0, 1), 0)
+        assert (second.block_table, second.sequence.live_slot) == ((2,), 1)
         step(scheduler)
-        assert second.block_table == [2, 3]  # its token 4 begins a block
+        assert second.block_table == (2, 3)  # its token 4 begins a block
         scheduler.end(first, Status.COMPLETED, finish_reason="stop")
-        assert (first.block_table, first.sequence.live_slot, first.computed_end) == ([], None, 0)
+        assert (first.block_table, first.sequence.live_slot, first.computed_end) == ((), None, 0)
         assert (scheduler.blocks.free_count, scheduler.live_slots.free_count) == (6, 3)
         scheduler.check()
 
@@ -55,7 +55,7 @@ class TestLife:
         step(scheduler)  # both want a block, one is there
         assert event_names(first) == ["ADD_ENGINE", "ADD_CONTEXT", "FIRST_TOKEN"]
         assert event_names(second) == ["ADD_ENGINE", "ADD_CONTEXT", "FIRST_TOKEN", "PAUSE"]
-        assert (second.block_table, second.computed_end) == ([1], 4)
+        assert (second.block_table, second.computed_end) == ((1,), 4)
         scheduler.end(first, Status.COMPLETED)
         assert [chunk.request for chunk in step(scheduler).chunks] == [second]
         assert second.computed_end == 5
@@ -67,7 +67,7 @@ class TestLife:
         step(scheduler)
         plan = step(scheduler)
         assert plan.preemptions == (second,)
-        assert (second.computed_end, second.block_table, second.sequence.live_slot) == (0, [], None)
+        assert (second.computed_end, second.block_table, second.sequence.live_slot) == (0, (), None)
         assert len(second.generated_tokens) == 1
         scheduler.end(first, Status.COMPLETED)
         plan = step(scheduler)
@@ -122,8 +122,8 @@ class TestLife:
         assert [chunk.request for chunk in plan.chunks] == [first]
         scheduler.abandon(plan.chunks, "planted")
         scheduler.check()
-        assert (paused.block_table, paused.computed_end) == ([1], 4)
-        assert (first.block_table, first.computed_end) == ([], 0)
+        assert (paused.block_table, paused.computed_end) == ((1,), 4)
+        assert (first.block_table, first.computed_end) == ((), 0)
 
     @pytest.mark.parametrize("when", ["waiting", "mid-prefill", "decoding", "paused"])
     def test_abort_at_any_moment(self, when: str):
@@ -140,7 +140,7 @@ class TestLife:
             assert second in scheduler.queues.paused
         scheduler.end(second, Status.ABORTED)
         scheduler.check()
-        assert second.block_table == []
+        assert second.block_table == ()
         assert second.sequence.live_slot is None
         used = len(first.block_table)
         assert scheduler.blocks.free_count == 4 - used
@@ -173,20 +173,22 @@ def leak_a_block(scheduler: Scheduler) -> None:
 
 def share_a_block(scheduler: Scheduler) -> None:
     first, second, *_ = scheduler.queues.running
-    second.block_table[0] = first.block_table[0]
+    second.sequence.block_table = (first.block_table[0], *second.block_table[1:])
 
 
 def forget_a_block(scheduler: Scheduler) -> None:
-    next(iter(scheduler.queues.running)).block_table.pop()
+    sequence = next(iter(scheduler.queues.running)).sequence
+    sequence.block_table = sequence.block_table[:-1]
 
 
 def hoard_a_block(scheduler: Scheduler) -> None:
-    next(iter(scheduler.queues.running)).sequence.block_table += scheduler.blocks.allocate(1)
+    next(iter(scheduler.queues.running)).sequence.block_table += tuple(scheduler.blocks.allocate(1))
 
 
 def own_too_few_blocks(scheduler: Scheduler) -> None:
     prefilling = next(request for request in scheduler.queues.running if not request.is_decoding)
-    scheduler.blocks.release([prefilling.block_table.pop()])
+    scheduler.blocks.release(prefilling.block_table[-1:])
+    prefilling.sequence.block_table = prefilling.block_table[:-1]
 
 
 def share_a_live_slot(scheduler: Scheduler) -> None:
@@ -213,7 +215,7 @@ def end_without_leaving(scheduler: Scheduler) -> None:
 
 
 def wait_with_blocks(scheduler: Scheduler) -> None:
-    next(iter(scheduler.queues.waiting)).sequence.block_table = scheduler.blocks.allocate(1)
+    next(iter(scheduler.queues.waiting)).sequence.block_table = tuple(scheduler.blocks.allocate(1))
 
 
 def wait_with_a_live_slot(scheduler: Scheduler) -> None:

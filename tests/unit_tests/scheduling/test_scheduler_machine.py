@@ -393,7 +393,7 @@ def gives_prefill_one_token_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def keeps_blocks_when_preempting(monkeypatch: pytest.MonkeyPatch) -> None:
     def requeue(self: Scheduler, request: Request, event: EventType | None = None, payload: str | None = None) -> None:
-        request.sequence.block_table, request.sequence.computed_end = [], 0  # forgets to release
+        request.sequence.block_table, request.sequence.computed_end = (), 0  # forgets to release
         self.live_slots.give_back(request.sequence.live_slot)
         request.sequence.live_slot = None
         self.queues.move(request, self.queues.waiting)

@@ -38,7 +38,7 @@ def test_literal_messages_of_a_prompt_and_its_first_decode():
     (chunk,) = schedule(scheduler).chunks
     (snapshot,) = chunk.snapshots
     assert (snapshot.position, snapshot.slot) == (8, 0)
-    greedy = Sampling(temperature=0.0, top_k=0, top_p=0.0, uniform=None, forbidden=None, top_n=2)
+    greedy = Sampling(temperature=0.0, top_k=0, top_p=0.0, uniform=None, forbidden=(), top_n=2)
     assert chunk == ScheduledChunk(
         request_id=0,
         token_ids=tuple(range(10)),
@@ -83,7 +83,7 @@ def test_a_resumed_request_carries_its_restore():
 def test_what_must_not_come_yet_is_forbidden_until_it_may():
     scheduler = hybrid_scheduler()
     scheduler.add(request_of(0, range(5), end=3, num_tokens_to_generate=4, min_tokens=2))
-    assert [schedule(scheduler).chunks[0].sampling.forbidden for _ in range(3)] == [3, 3, None]
+    assert [schedule(scheduler).chunks[0].sampling.forbidden for _ in range(3)] == [(3,), (3,), ()]
 
 
 def test_a_repeated_step_draws_the_same_number():

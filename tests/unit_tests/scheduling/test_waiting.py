@@ -80,7 +80,7 @@ class TestWhoIsLookedAt:
         add(scheduler, request_of(1, [7]), request_of(2, range(2000)))
         step(scheduler)
         index = scheduler.cache._index
-        entries = index._entries = CountingDict(index._entries)
+        entries = index._blocks = CountingDict(index._blocks)
         assert scheduler.schedule().deferral.request.request_id == 2
         assert 0 < entries.count < 40  # of 500 blocks
 

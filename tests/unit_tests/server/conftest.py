@@ -8,7 +8,7 @@ import pytest
 
 from megatron_ext.config import ServerConfig
 from megatron_ext.mcore.adapter import InferenceEngine
-from megatron_ext.server.app import Serving
+from megatron_ext.server.serving import Serving
 from tests.unit_tests.support.server import LiveServer, embedded_engine, tiny_engine
 
 

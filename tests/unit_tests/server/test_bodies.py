@@ -101,8 +101,8 @@ class TestNesting:
         check_error(tiny.http.post(COMPLETIONS, json=GOOD | {"metadata": lists | {"b": [[nested(61)]]}}), 400)
 
     def test_a_recursion_that_goes_too_deep_anywhere_is_400(self, embedded, monkeypatch):
-        def render(_) -> str:
-            return render(_)
+        def render(*_) -> str:
+            return render(*_)
 
         monkeypatch.setattr(embedded.serving.chat, "render", render)
         body = {"messages": [{"role": "user", "content": "a"}]}
@@ -194,7 +194,7 @@ class TestWhatIsAskedFor:
     def test_more_requests_than_could_ever_be_there(self, small, monkeypatch, fields, named):
         """Known before a text becomes tokens, or anything is built for the engine."""
         monkeypatch.setattr(small.serving.texts, "encode", None)
-        monkeypatch.setattr("megatron_ext.server.app.completion_jobs", None)
+        monkeypatch.setattr("megatron_ext.server.routes.generation.completion_jobs", None)
         assert named in check_error(small.http.post(COMPLETIONS, json=fields), 400)["message"]
 
     def test_choices_of_a_chat(self, small, monkeypatch):

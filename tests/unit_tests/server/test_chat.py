@@ -188,7 +188,7 @@ class TestFormat:
         tokenizer = TextTokenizer(EMBEDDED_MODEL_DIR)
         chat_format = ChatFormat(tokenizer)
         assert tokenizer.detokenize([chat_format.end_of_turn], skip_special_tokens=False) == "<|end|>"
-        assert chat_format.other_ends == ("<|endoftext|>",)
+        assert chat_format.other_ends == tokenizer.ends == (tokenizer.eod,)
 
     def test_a_developer_is_the_system(self):
         tokenizer = TextTokenizer(EMBEDDED_MODEL_DIR)

@@ -17,9 +17,9 @@ import pytest
 from megatron_ext.config import ServerConfig, ServerLimits
 from megatron_ext.errors import ConfigError
 from megatron_ext.server import connections as guarded
-from megatron_ext.server.app import Serving
 from megatron_ext.server.connections import SPARE_FILES, most_connections
 from megatron_ext.server.run import bind
+from megatron_ext.server.serving import Serving
 from tests.unit_tests.server.test_errors import COMPLETIONS, check_alive
 from tests.unit_tests.support import server as support
 from tests.unit_tests.support.server import PATIENCE, LiveServer, tiny_engine

@@ -7,12 +7,22 @@ import json
 import hypothesis.strategies as st
 import pytest
 import schemathesis
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from hypothesis import HealthCheck, given, settings
-from schemathesis.checks import not_a_server_error
+from schemathesis.checks import (
+    content_type_conformance,
+    not_a_server_error,
+    response_schema_conformance,
+    status_code_conformance,
+)
 from schemathesis.generation import GenerationMode
 
-from megatron_ext.server.app import router
+from megatron_ext.config import SourceConfig
+from megatron_ext.models.update.disk import WeightsRoot
+from megatron_ext.server.app import ADMIN_ROUTERS, ROUTERS
+from megatron_ext.server.description import install_description
+from megatron_ext.server.gate import open_paths
+from megatron_ext.server.updater import WeightsUpdater
 from tests.unit_tests.support.server import LiveServer, embedded_engine, tiny_engine
 
 COMMON = {
@@ -22,6 +32,12 @@ COMMON = {
     "database": None,
 }
 HEADERS = {"content-type": "application/json"}
+CONFORMS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_schema_conformance,
+]
 
 
 @pytest.fixture(scope="module")
@@ -35,14 +51,18 @@ def talking(serve) -> LiveServer:
     return serve(embedded_engine(), "embedded")
 
 
-def described() -> list:
+def described(routers: tuple[APIRouter, ...], *, has_keys: bool = False) -> list:
     """The operations of the description that the server gives of itself."""
     app = FastAPI(title="megatron_ext", version="0")
-    app.include_router(router)
+    for router in routers:
+        app.include_router(router)
+    install_description(app, open_paths=open_paths(hides_counts=False), has_keys=has_keys)
     return [result.ok() for result in schemathesis.openapi.from_dict(app.openapi()).get_all_operations()]
 
 
-OPERATIONS = described()
+OPERATIONS = described(ROUTERS)
+ADMIN_OPERATIONS = described(ADMIN_ROUTERS, has_keys=True)
+KEY = "the-only-key"
 
 
 def test_the_description_is_the_servers(target):
@@ -50,7 +70,7 @@ def test_the_description_is_the_servers(target):
     assert {(method, path) for path, methods in paths.items() for method in methods} == {
         (operation.method, operation.path) for operation in OPERATIONS
     }
-    assert len(OPERATIONS) == 10
+    assert len(OPERATIONS) == 18
 
 
 @pytest.mark.parametrize(
@@ -65,9 +85,29 @@ def test_the_description_is_the_servers(target):
 @settings(max_examples=15, **COMMON)
 @given(data=st.data())
 def test_described_requests(target, operation, mode, data):
-    """Bodies and parameters made from the description: those that it allows, and others."""
+    """SE-6: bodies and parameters made from the description, those that it allows and others; answers conform to it."""
     case = data.draw(operation.as_strategy(generation_mode=mode))
-    case.call_and_validate(base_url=target.url, checks=[not_a_server_error], timeout=30)
+    case.call_and_validate(base_url=target.url, checks=CONFORMS, timeout=30)
+
+
+@pytest.fixture(scope="module")
+def governed(serve, tmp_path_factory) -> LiveServer:
+    """With routes of administrators, and a folder without a checkpoint."""
+    server = serve(tiny_engine(), api_key=KEY, enable_admin_routes=True)
+    root = WeightsRoot.of(str(tmp_path_factory.mktemp("weights")))
+    server.serving.updater = WeightsUpdater(root, None, SourceConfig(), {})
+    return server
+
+
+@pytest.mark.parametrize("mode", GenerationMode)
+@pytest.mark.parametrize("operation", ADMIN_OPERATIONS, ids=lambda operation: operation.label)
+@settings(max_examples=10, **COMMON)
+@given(data=st.data())
+def test_described_requests_of_administrators(governed, operation, mode, data):
+    """SE-5, SE-6: whether it is asleep or awake."""
+    case = data.draw(operation.as_strategy(generation_mode=mode))
+    headers = {"Authorization": f"Bearer {KEY}"}
+    case.call_and_validate(base_url=governed.url, checks=CONFORMS, timeout=30, headers=headers)
 
 
 VALUES = st.recursive(
@@ -75,11 +115,21 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["role", "content", "type"]), inner),
     max_leaves=4,
 )
+FORMS = [
+    {"type": "text"},
+    {"type": "json_object"},
+    {"type": "regex", "regex": "[0-9]{2}"},
+    {"type": "regex", "regex": "("},
+    {"type": "json_schema", "json_schema": {"schema": {"enum": [1, "a"]}}},
+    {"type": "json_schema", "json_schema": {"schema": {"not": {}}}},
+]
 FIELDS = {
     "n": st.integers(-1, 4),
     "stop": st.just("<") | st.lists(st.just(">"), max_size=3),
     "stream": st.booleans(),
-    "stream_options": st.fixed_dictionaries({"include_usage": st.booleans()}),
+    "stream_options": st.fixed_dictionaries(
+        {"include_usage": st.booleans()}, optional={"continuous_usage_stats": st.booleans()}
+    ),
     "max_tokens": st.integers(0, 60),
     "min_tokens": st.integers(-1, 20),
     "temperature": st.floats(0, 3) | st.just(1e-300) | st.just(1e300),
@@ -91,6 +141,28 @@ FIELDS = {
     "logprobs": st.integers(-1, 21) | st.booleans(),
     "top_logprobs": st.integers(0, 20),
     "cache_salt": st.text(max_size=5),
+}
+SHAPING = {
+    "min_p": st.floats(0, 1),
+    "presence_penalty": st.floats(-2, 2),
+    "frequency_penalty": st.floats(-2.5, 2.5),
+    "repetition_penalty": st.floats(0, 3) | st.just(1e-300) | st.just(1e300),
+    "logit_bias": st.dictionaries(st.sampled_from(["0", "7", "96", "97", "-1", "x"]), st.floats(-101, 101)),
+    "bad_words": st.lists(st.sampled_from(["<7>", "<3><4>", "x", ""]), max_size=3),
+    "stop_token_ids": st.lists(st.integers(-1, 100), max_size=3),
+    "response_format": st.sampled_from(FORMS),
+    "structured_outputs": st.sampled_from([{"regex": "[a-c]+"}, {"json": {"type": "null"}}, {"json": True}, {}]),
+    "return_token_ids": st.booleans(),
+    "skip_special_tokens": st.booleans(),
+    "best_of": st.integers(0, 4),
+}
+TEMPLATES = {
+    "tools": st.just([]) | st.just([{"type": "function", "function": {"name": "f", "description": "<|end|>"}}]),
+    "tool_choice": st.sampled_from(["auto", "none", "required", {"type": "function"}]),
+    "parallel_tool_calls": st.booleans(),
+    "add_generation_prompt": st.booleans(),
+    "continue_final_message": st.booleans(),
+    "chat_template_kwargs": st.dictionaries(st.sampled_from(["x", "messages", "<|end|>"]), VALUES, max_size=2),
 }
 PROMPTS = st.lists(st.integers(0, 98), max_size=50) | st.just("<5><6>") | st.just(["<5>", "<7><8>"])
 
@@ -122,6 +194,20 @@ def test_completions(target, body):
     post(target, "/v1/completions", body)
 
 
+def few(required: dict, fields: dict):
+    """Some of the fields, so that not each body has one that is refused; one may be spoilt."""
+    names = st.lists(st.sampled_from(sorted(fields)), max_size=4, unique=True)
+    sound = names.flatmap(lambda chosen: st.fixed_dictionaries(required | {name: fields[name] for name in chosen}))
+    spoilt = st.dictionaries(st.sampled_from(sorted(fields)), VALUES, max_size=1)
+    return st.builds(lambda body, others, stream: body | others | {"stream": stream}, sound, spoilt, st.booleans())
+
+
+@settings(max_examples=80, **COMMON)
+@given(body=few({"prompt": PROMPTS, "max_tokens": st.integers(1, 9)}, SHAPING))
+def test_completions_that_shape_logits(talking, body):
+    post(talking, "/v1/completions", body)
+
+
 MESSAGES = st.lists(
     st.fixed_dictionaries(
         {"role": st.sampled_from(["system", "user", "assistant", "tool", ""]), "content": st.text(max_size=12) | VALUES}
@@ -133,6 +219,12 @@ MESSAGES = st.lists(
 @settings(max_examples=60, **COMMON)
 @given(body=bodies({"messages": MESSAGES, "max_tokens": st.integers(1, 6)}))
 def test_chat(talking, body):
+    post(talking, "/v1/chat/completions", body)
+
+
+@settings(max_examples=80, **COMMON)
+@given(body=few({"messages": MESSAGES, "max_tokens": st.integers(1, 6)}, SHAPING | TEMPLATES))
+def test_chat_with_tools_and_forms(talking, body):
     post(talking, "/v1/chat/completions", body)
 
 

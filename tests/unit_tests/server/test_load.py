@@ -183,6 +183,36 @@ def test_while_a_step_takes_long_the_server_answers(serve):
     assert server.metric("tokens_generated_total") <= 2
 
 
+def test_the_cache_is_described_while_a_step_takes_long(serve):
+    """OB-4: to whoever asked before; a reset in between is seen."""
+    server = serve(tiny_engine())
+    for _ in range(2):
+        server.http.post("/v1/completions", json={"prompt": PREFIX, "max_tokens": 1})
+    before = server.http.get("/prefix_cache").json()
+    assert before["hottest_prefixes"]
+    compute = server.engine.controller.compute_step
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow():
+        begun.set()
+        assert go_on.wait(PATIENCE)
+        return compute()
+
+    server.engine.controller.compute_step = slow
+    asking = threading.Thread(target=server.http.post, args=("/v1/completions",), kwargs={"json": {"prompt": [1, 2]}})
+    asking.start()
+    assert begun.wait(PATIENCE)
+    for _ in range(3):
+        answer = httpx.get(f"{server.url}/prefix_cache", timeout=5).json()
+        assert answer["hottest_prefixes"] == before["hottest_prefixes"]
+    assert server.serving.loop.living == 1, "the step goes on"
+    go_on.set()
+    assert server.http.post("/reset_prefix_cache").status_code == 200
+    assert server.http.get("/prefix_cache").json()["hottest_prefixes"] == []
+    asking.join(PATIENCE)
+    server.check_idle()
+
+
 class TestTheEnd:
     def test_running_requests_finish(self, serve):
         server = serve(tiny_engine(), shutdown_timeout=PATIENCE)

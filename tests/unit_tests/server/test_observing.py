@@ -305,8 +305,8 @@ class TestPage:
     def test_it_asks_for_the_key_and_empties_the_cache(self, serve, tmp_path, monkeypatch):
         """Before the key it shows counts only; its own POST has its own origin, which is let in."""
         person = PERSON.replace("GIVEN", json.dumps(["wrong", "the key"]))
-        monkeypatch.setattr("megatron_ext.server.app.PAGE", PAGE.replace("</body>", f"{person}</body>"))
-        monkeypatch.setattr("megatron_ext.server.app.PAGE_HEADERS", {})
+        monkeypatch.setattr("megatron_ext.server.routes.observing.PAGE", PAGE.replace("</body>", f"{person}</body>"))
+        monkeypatch.setattr("megatron_ext.server.routes.observing.PAGE_HEADERS", {})
         server = serve(tiny_engine(), api_key="the key")
         server.http.headers["authorization"] = "Bearer the key"
         for _ in range(3):

@@ -10,8 +10,8 @@ import pytest
 from megatron_ext.config import RequestParams
 from megatron_ext.engine.intake import Intake
 from megatron_ext.scheduling.request import Request
-from megatron_ext.server.answers import CompletionReply
 from megatron_ext.server.progress import RequestHandle
+from megatron_ext.server.replies import CompletionReply
 from megatron_ext.server.sampling import Job
 from megatron_ext.server.streaming import _ChoiceStream
 from megatron_ext.stepping.progress import Update, Updates
@@ -137,15 +137,16 @@ def sent(readings: list[int]) -> tuple[str, list[float]]:
     updates.watch([FIRST])
     handle = RequestHandle(FIRST, Job(request.prompt_tokens, RequestParams()))
     reply = CompletionReply("tiny", VOCABULARY, 1, has_scores=True, echoes=["<1>"])
-    stream = _ChoiceStream(0, handle, reply, VOCABULARY.detokenize)
+    stream = _ChoiceStream(0, handle, handle, reply, VOCABULARY.detokenize)
     parts = []
     for count in range(1, STEPS + 1):
         generate(request)
         handle.take(updates.of([request])[FIRST])
         if count in readings:
             parts += stream.parts()
-    scores = [value for part in parts for value in part["logprobs"]["token_logprobs"]]
-    return "".join(part["text"] for part in parts), scores
+    choices = [part["choices"][0] for part in parts]
+    scores = [value for choice in choices for value in choice["logprobs"]["token_logprobs"]]
+    return "".join(choice["text"] for choice in choices), scores
 
 
 def test_a_late_reader_gets_the_same():

@@ -20,8 +20,8 @@ from arguments import parse_server_arguments
 from megatron_ext.config import RequestParams, ServerConfig, SourceConfig
 from megatron_ext.mcore import platform
 from megatron_ext.offline.prompts import example_prompts
-from megatron_ext.server.app import Serving
 from megatron_ext.server.run import bind, build_serving, model_name
+from megatron_ext.server.serving import Serving
 from tests.unit_tests.support.server import PATIENCE, LiveServer
 from tools import run_inference, run_server
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from megatron_ext.server.texts import SHORT_TEXT
 from tests.unit_tests.support.models import HYBRID
 from tests.unit_tests.support.server import LiveServer, tiny_engine
 from tests.unit_tests.support.tokenizers import PieceTokenizer
@@ -23,9 +24,11 @@ class CountingTokenizer(PieceTokenizer):
         super().__init__(vocab_size)
         self.tokenized: Counter[str] = Counter()
         self.threads: list[str] = []
+        self.readers: list[str] = []  # of texts
 
     def tokenize(self, text: str) -> list[int]:
         self.tokenized[text] += 1
+        self.readers.append(threading.current_thread().name)
         return super().tokenize(text)
 
     def detokenize(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -45,6 +48,7 @@ def tokenizer(server) -> CountingTokenizer:
     tokenizer = server.serving.tokenizer
     tokenizer.tokenized.clear()
     tokenizer.threads.clear()
+    tokenizer.readers.clear()
     return tokenizer
 
 
@@ -70,3 +74,13 @@ def test_a_text_becomes_tokens_once(server, tokenizer):
     assert tokenizer.tokenized == Counter({TEXT: 1})
     ask(server, PROMPT)
     assert tokenizer.tokenized == Counter({TEXT: 1})
+
+
+def test_short_texts_wait_for_no_thread(server, tokenizer):
+    """OB-4: longer ones are beside the event loop, and none is with the engine's thread."""
+    for text in ("<9>" * (SHORT_TEXT // 3), "<9>" * (SHORT_TEXT // 3 + 1)):
+        ask(server, text)
+    short, long = tokenizer.readers
+    assert short == server.thread.name
+    assert long != server.thread.name
+    assert not long.startswith("engine")

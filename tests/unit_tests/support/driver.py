@@ -8,11 +8,13 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import pytest
 import torch
 from megatron.core.models.mamba import MambaModel
 from torch import Tensor
 
 from megatron_ext.config import BatchingConfig, CacheConfig, ModelConfig, RequestParams
+from megatron_ext.config.batching import ENOUGH_PREFILL_TOKENS
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.mcore.assemble import build_engine
 from megatron_ext.scheduling.events import EventType
@@ -23,6 +25,8 @@ from tests.unit_tests.support.tokenizers import PieceTokenizer
 
 # As many prefills in a step as fit, so that tests can say which requests meet in one.
 SETTINGS = {"block_size": 16, "block_count": 100, "max_requests": 16, "max_prefills_per_step": 0}
+# Tokens with which a step begins no other prefill by default, in the proportion of tests' prompts (it is 64).
+ENOUGH_HERE = 8
 MAX_STEPS = 2000  # an engine that does not come to an end is a failure, not a hang
 STATES = "states of request {} after {} tokens, layer {}, {}"
 
@@ -31,6 +35,13 @@ def make_prompt(length: int, seed: int = 0, vocabulary: int = 97) -> list[int]:
     """Random token ids; different lengths and seeds share no prefix to speak of."""
     source = random.Random(f"{seed}/{length}")
     return [source.randrange(vocabulary) for _ in range(length)]
+
+
+def few_prefills(monkeypatch: pytest.MonkeyPatch, *, are_few: bool) -> dict[str, int | None]:
+    """Settings of an engine whose steps begin few prefills, as they do by default; or as many as fit."""
+    if are_few:
+        monkeypatch.setitem(ENOUGH_PREFILL_TOKENS, "cpu", ENOUGH_HERE)
+    return {"max_prefills_per_step": None if are_few else 0}
 
 
 @dataclass
@@ -145,16 +156,12 @@ class Driver:
     def watch_scheduler(self) -> None:
         """Wrap what frees blocks and live slots, and what is computed; again after the engine was reset."""
         blocks, live_slots, scheduler = self.scheduler.blocks, self.scheduler.live_slots, self.scheduler
-        release, free, give_back, advance = blocks.release, blocks.free, live_slots.give_back, scheduler._advance
+        free, give_back, advance = blocks.free, live_slots.give_back, scheduler._advance
 
-        def release_poisoned(released: Sequence[int]) -> None:
-            release(released)
-            for block in released:
+        def free_poisoned(freed: Sequence[int]) -> None:
+            free(freed)
+            for block in freed:
                 self._poison_block(block)
-
-        def free_poisoned(block: int) -> None:
-            free(block)
-            self._poison_block(block)
 
         def give_back_poisoned(slot: int) -> None:
             give_back(slot)
@@ -169,8 +176,8 @@ class Driver:
             for span in spans:
                 self._note_states(*span)
 
-        blocks.release, blocks.free = release_poisoned, free_poisoned
-        live_slots.give_back, scheduler._advance = give_back_poisoned, advance_watched
+        blocks.free, live_slots.give_back = free_poisoned, give_back_poisoned
+        scheduler._advance = advance_watched
 
     # Watching
 

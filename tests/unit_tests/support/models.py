@@ -67,7 +67,22 @@ EXPERTS = dataclasses.replace(
     moe_ffn_hidden_size=32,
     moe_shared_expert_intermediate_size=24,
 )
+# Two layers with keys, values and states each, of which the parts of the projection have factors.
+SIDE_BY_SIDE = dataclasses.replace(
+    HYBRID,
+    hybrid_override_pattern="P-P-",
+    position_embedding_type="rope",
+    mamba_gated_norm="norm_first",
+    mamba_multipliers=(0.8, 1.25, 0.9, 1.1, 0.7),
+    attention_output_multiplier=0.7,
+    recurrent_output_multiplier=1.3,
+)
+SHORT_CONV = dataclasses.replace(
+    HYBRID, recurrent_layer="short_conv", short_conv_kernel_dim=5, hybrid_override_pattern="M-*-MM"
+)
 CONFIGS = {
+    "side_by_side": SIDE_BY_SIDE,
+    "short_conv": SHORT_CONV,
     "hybrid": HYBRID,
     "attention_only": ATTENTION_ONLY,
     "attention_free": ATTENTION_FREE,

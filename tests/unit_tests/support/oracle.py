@@ -18,6 +18,7 @@ from megatron_ext.mixers.gated_delta_net import GatedDeltaNetMixer
 from megatron_ext.mixers.mamba1 import Mamba1Mixer
 from megatron_ext.mixers.mamba2 import Mamba2Mixer
 from megatron_ext.mixers.mixer import RecurrentMixer
+from megatron_ext.mixers.short_conv import ShortConvMixer
 from tests.unit_tests.support.mamba1 import recur_mamba1
 
 
@@ -103,6 +104,8 @@ def recur(mixer: Mamba2Mixer, hidden: Tensor) -> tuple[Tensor, Tensor]:
     heads, head_size, groups, state_size = mixer.nheads_local, mixer.headdim, mixer.ngroups_local, mixer.d_state
     inner, window = heads * head_size, mixer.d_conv
     projected = hidden.double() @ mixer.in_proj.weight.double().T
+    if mixer.multipliers is not None:
+        projected = projected * mixer.multipliers.double()
     columns = projected[:, inner : inner + mixer.conv_dim]  # [T, Cn]
     dt = F.softplus(projected[:, -heads:] + mixer.dt_bias.double())  # [T, H]
     decay = torch.exp(-torch.exp(mixer.A_log.double()) * dt)
@@ -137,4 +140,16 @@ def recur_delta_net(mixer: GatedDeltaNetMixer, hidden: Tensor) -> tuple[Tensor, 
     return padded[-(mixer.d_conv - 1) :].T.float(), state.float()
 
 
-RECURRENCES = {Mamba2Mixer: recur, Mamba1Mixer: recur_mamba1, GatedDeltaNetMixer: recur_delta_net}
+def recur_short_conv(mixer: ShortConvMixer, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """The last K - 1 columns of B * x, and nothing."""
+    b, _, x = (hidden.double() @ mixer.in_proj.weight.double().T).chunk(3, dim=-1)
+    padded = torch.cat([x.new_zeros(mixer.d_conv - 1, x.shape[1]), b * x])
+    return padded[-(mixer.d_conv - 1) :].T.float(), torch.zeros(0)
+
+
+RECURRENCES = {
+    Mamba2Mixer: recur,
+    Mamba1Mixer: recur_mamba1,
+    GatedDeltaNetMixer: recur_delta_net,
+    ShortConvMixer: recur_short_conv,
+}

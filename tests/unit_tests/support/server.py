@@ -18,8 +18,8 @@ from megatron_ext.mcore import platform
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.mcore.assemble import build_engine
 from megatron_ext.models.load import load_model
-from megatron_ext.server.app import Serving
 from megatron_ext.server.run import bind, build_server
+from megatron_ext.server.serving import Serving
 from tests.unit_tests.support.models import HYBRID, build_slow_decay
 from tests.unit_tests.support.tokenizers import PieceTokenizer
 

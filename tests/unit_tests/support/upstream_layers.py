@@ -15,7 +15,7 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron_ext.mcore import layers, linear, mlp, moe, stack
+from megatron_ext.mcore import layers, linear, mlp, moe, norms
 from megatron_ext.models import build
 
 UPSTREAM = {
@@ -51,7 +51,7 @@ def upstream_layers() -> Iterator[None]:
 
     with (
         mock.patch.object(build, "resolve_spec", resolved),
-        mock.patch.object(stack, "PlainRMSNorm", torch.nn.RMSNorm),
+        mock.patch.object(norms, "PlainRMSNorm", torch.nn.RMSNorm),
         mock.patch.object(moe, "ColumnLinear", ColumnParallelLinear),
         mock.patch.object(moe, "RowLinear", RowParallelLinear),
     ):

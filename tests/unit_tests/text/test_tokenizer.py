@@ -72,8 +72,9 @@ def test_end_of_document_by_file(directory: Path) -> None:
     assert (TextTokenizer(directory).eod, TextTokenizer(directory).bos) == (0, 2)
     write(directory / "generation_config.json", eos_token_id=[2, 0])
     assert (TextTokenizer(directory).eod, TextTokenizer(directory).bos) == (2, 2)
+    assert TextTokenizer(directory).ends == (2, 0)
     write(directory / "special_tokens_map.json", eos_token={"content": "<b>"})
-    assert TextTokenizer(directory).eod == 1
+    assert (TextTokenizer(directory).eod, TextTokenizer(directory).ends) == (1, (1, 2, 0))
     write(directory / "tokenizer_config.json", eos_token="<c>", bos_token="<a>")
     assert (TextTokenizer(directory).eod, TextTokenizer(directory).bos) == (2, 0)
     write(directory / "tokenizer_config.json", eos_token=None)

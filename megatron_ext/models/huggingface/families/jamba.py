@@ -25,7 +25,7 @@ from megatron_ext.models.huggingface.field_table import DECODER_SIZES, SILU, Fie
 from megatron_ext.models.huggingface.fields import Fields, check_divides, layer_count, names, positive_number, size
 from megatron_ext.models.huggingface.layers import is_singled_out
 from megatron_ext.models.huggingface.mamba1 import dt_rank
-from megatron_ext.models.huggingface.moe import routed_experts
+from megatron_ext.models.huggingface.routing import softmax_experts
 from megatron_ext.models.huggingface.tensors import EXPERT, TensorTable
 
 _KINDS = {"M": "mamba", "*": "attention"}
@@ -117,10 +117,8 @@ def _derived(fields: Fields) -> Fields:
 
 def _experts(fields: Fields) -> Fields:
     return {
-        **routed_experts(fields, "num_experts"),
+        **softmax_experts(fields, "num_experts", is_normalized=False),
         "moe_ffn_hidden_size": size(fields, "intermediate_size"),
-        "moe_router_score_function": "softmax",
-        "moe_router_pre_softmax": True,
     }
 
 

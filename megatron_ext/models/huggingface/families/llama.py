@@ -1,55 +1,52 @@
-"""Llama checkpoints of Hugging Face.
-
-A decoder layer of theirs is two letters of the pattern, attention and MLP ("*-"), each with its norm and its residual.
-Rotary embeddings rotate the two halves of a head against each other on both sides, so query and key are copied as they
-are.
-"""
+"""Llama checkpoints of Hugging Face, with biases of attention and MLPs if they have some."""
 
 from __future__ import annotations
 
-from megatron_ext.models.huggingface.attention import attention_heads, rotated_head_size
-from megatron_ext.models.huggingface.blocks import ATTENTION_NORM, MLP, MLP_NORM, attention, gated_mlp, weights
+from dataclasses import replace
+
+from megatron_ext.models.huggingface.attention import attention_biases
+from megatron_ext.models.huggingface.blocks import MLP, gated_mlp_biases
+from megatron_ext.models.huggingface.decoder import (
+    ATTENTION_TENSORS,
+    DECODER_FIELDS,
+    LETTERS_PER_LAYER,
+    MLP_TENSORS,
+    decoder_attention,
+    decoder_pattern,
+)
 from megatron_ext.models.huggingface.family import Family
-from megatron_ext.models.huggingface.field_table import DECODER_SIZES, SILU, FieldTable
-from megatron_ext.models.huggingface.fields import Fields, layer_count, names
-from megatron_ext.models.huggingface.rotary import ROPE_FIELDS, SHARE, rotary_fields
+from megatron_ext.models.huggingface.fields import Fields, flag, names
+from megatron_ext.models.huggingface.rotary import SHARE
 from megatron_ext.models.huggingface.tensors import TensorTable
 
-_LAYER = "*-"
-
-_FIELDS = FieldTable(
-    sizes=DECODER_SIZES,
-    numbers={"rms_norm_eps": ("norm_epsilon", 1e-6)},
+_FIELDS = replace(
+    DECODER_FIELDS,
     fixed={
-        "attention_bias": (False,),
-        "mlp_bias": (False,),
-        "hidden_act": SILU,
+        **DECODER_FIELDS.fixed,
         "pretraining_tp": (1, None),
         "sliding_window": (None,),
         SHARE: (1.0, None),
     },
-    read=names("num_key_value_heads head_dim") | ROPE_FIELDS,
+    read=DECODER_FIELDS.read | names("attention_bias mlp_bias"),
 )
 
 _TENSORS = TensorTable(
-    layers={
-        "*": {**weights({ATTENTION_NORM: "input_layernorm"}), **attention("self_attn")},
-        "-": {**weights({MLP_NORM: "post_attention_layernorm"}), **gated_mlp(MLP, "mlp")},
-    },
-    letters_per_layer=len(_LAYER),
+    layers={"*": ATTENTION_TENSORS, "-": {**MLP_TENSORS, **gated_mlp_biases(MLP, "mlp")}},
+    letters_per_layer=LETTERS_PER_LAYER,
     ignored=r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq",  # of older files; it follows from the configuration
 )
 
 
 def _derived(fields: Fields) -> Fields:
-    return {**attention_heads(fields), **rotated_head_size(fields), **rotary_fields(fields)}
+    has_mlp_biases = flag(fields, "mlp_bias", default=False)
+    return {**decoder_attention(fields), **attention_biases(fields), "add_mlp_bias": has_mlp_biases}
 
 
 LLAMA = Family(
     model_type="llama",
     architecture="LlamaForCausalLM",
     fields=_FIELDS,
-    pattern=lambda fields: _LAYER * layer_count(fields),
+    pattern=decoder_pattern(),
     tensors=_TENSORS,
     constants={"swiglu": True},
     derived=_derived,

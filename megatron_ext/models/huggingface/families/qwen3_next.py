@@ -6,7 +6,7 @@ experts (E), each with its norm and its residual. What differs in the tensors:
 - They keep the input projection of a gated delta net in two matrices whose rows are grouped by key head; we in one,
   [q | k | v | gate | beta | alpha], see `_input_projection`.
 - Norms multiply by 1 + weight on both sides (`apply_layernorm_1p`), but for theirs inside the gated delta net.
-- Both route by the softmax over the chosen experts, if `norm_topk_prob` says so; otherwise it is refused.
+- Both route by a softmax, over the chosen experts if `norm_topk_prob` says so, over all of them otherwise.
 
 What the file says for a head that predicts several tokens ahead (`mtp.`) is passed over, as transformers does.
 """
@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from megatron_ext.config import ModelConfig
-from megatron_ext.errors import ConfigError
 from megatron_ext.models.huggingface.attention import attention_heads
 from megatron_ext.models.huggingface.blocks import (
     ATTENTION_NORM,
@@ -40,37 +39,28 @@ from megatron_ext.models.huggingface.fields import (
     Fields,
     check_divides,
     flag,
-    layer_count,
     names,
-    require_field,
     size,
     size_or,
 )
-from megatron_ext.models.huggingface.layers import check_count, listed_letters
+from megatron_ext.models.huggingface.gated_delta_net import DELTA_NET_SIZES, delta_net_or_attention, norm_around_one
 from megatron_ext.models.huggingface.rotary import ROPE_FIELDS, SHARE, rotary_fields
+from megatron_ext.models.huggingface.routing import SPARSE_FIELDS, softmax_experts, sparse_letters
 from megatron_ext.models.huggingface.tensors import EXPERT, Conversion, Source, TensorTable
 
 # transformers' values of fields that files leave out.
 _DEFAULT_ROTARY_SHARE = 0.25
 _DEFAULT_HEAD_SIZE = 256
-_DEFAULT_ATTENTION_INTERVAL = 4
 
-_LETTERS = {"linear_attention": "M", "full_attention": "*"}
 _EXPERT_SIZES = {
     "moe_intermediate_size": "moe_ffn_hidden_size",
-    "num_experts": "num_experts",
-    "num_experts_per_tok": "moe_router_topk",
     "shared_expert_intermediate_size": "moe_shared_expert_intermediate_size",
 }
 
 _FIELDS = FieldTable(
     sizes={
         **DECODER_SIZES,
-        "linear_conv_kernel_dim": "linear_conv_kernel_dim",
-        "linear_key_head_dim": "linear_key_head_dim",
-        "linear_num_key_heads": "linear_num_key_heads",
-        "linear_num_value_heads": "linear_num_value_heads",
-        "linear_value_head_dim": "linear_value_head_dim",
+        **DELTA_NET_SIZES,
         "num_key_value_heads": "num_query_groups",
     },
     numbers={"rms_norm_eps": ("norm_epsilon", 1e-6)},
@@ -82,10 +72,11 @@ _FIELDS = FieldTable(
     },
     read=names(
         """
-        head_dim layer_types full_attention_interval mlp_only_layers decoder_sparse_step norm_topk_prob
+        head_dim layer_types full_attention_interval norm_topk_prob num_experts num_experts_per_tok
         """
     )
     | ROPE_FIELDS
+    | SPARSE_FIELDS
     | {SHARE, *_EXPERT_SIZES},
     without_effect=names("output_router_logits router_aux_loss_coef max_window_layers"),
 )
@@ -93,31 +84,7 @@ _FIELDS = FieldTable(
 
 def _pattern(fields: Fields) -> str:
     """Two letters a layer."""
-    return "".join(map("".join, zip(_mixers(fields), _feed_forwards(fields), strict=True)))
-
-
-def _mixers(fields: Fields) -> str:
-    """M or * for each layer."""
-    count = layer_count(fields)
-    if fields.get("layer_types") is None:
-        interval = size_or(fields, "full_attention_interval", _DEFAULT_ATTENTION_INTERVAL)
-        return "".join("M" if (index + 1) % interval else "*" for index in range(count))
-    letters = listed_letters(fields, "layer_types", _LETTERS)
-    check_count(count, letters, "layer_types")
-    return letters
-
-
-def _feed_forwards(fields: Fields) -> str:
-    """E or - for each layer: experts in every `decoder_sparse_step`-th one but those listed."""
-    count, step = layer_count(fields), size_or(fields, "decoder_sparse_step", 1)
-    dense = fields.get("mlp_only_layers") or []
-    if not isinstance(dense, list) or any(type(index) is not int or not 0 <= index < count for index in dense):
-        raise ConfigError(
-            f"config.json: mlp_only_layers = {dense!r} is not supported; it must be a list of layers, 0 to {count - 1}"
-        )
-    has_experts = require_field(fields, "num_experts") != 0
-    sparse = {index for index in range(count) if has_experts and (index + 1) % step == 0} - set(dense)
-    return "".join("E" if index in sparse else "-" for index in range(count))
+    return "".join(map("".join, zip(delta_net_or_attention(fields), sparse_letters(fields), strict=True)))
 
 
 def _derived(fields: Fields) -> Fields:
@@ -130,19 +97,11 @@ def _derived(fields: Fields) -> Fields:
 
 
 def _experts(fields: Fields) -> Fields:
-    sizes = {ours: size(fields, theirs) for theirs, ours in _EXPERT_SIZES.items()}
-    chosen, experts = sizes["moe_router_topk"], sizes["num_experts"]
-    if not 1 < chosen <= experts:
-        raise ConfigError(
-            f"config.json: num_experts_per_tok = {chosen} is not supported with num_experts = {experts}; "
-            f"supported are 2 to {experts}"
-        )
-    if not flag(fields, "norm_topk_prob", default=True):
-        raise ConfigError(
-            "config.json: norm_topk_prob = False is not supported; megatron-core's softmax is over the chosen experts: "
-            "supported is True"
-        )
-    return {**sizes, "moe_router_score_function": "softmax", "moe_shared_expert_gate": True}
+    return {
+        **softmax_experts(fields, "num_experts", is_normalized=flag(fields, "norm_topk_prob", default=True)),
+        **{ours: size(fields, theirs) for theirs, ours in _EXPERT_SIZES.items()},
+        "moe_shared_expert_gate": True,
+    }
 
 
 def _input_projection(parts: Sequence[Tensor], config: ModelConfig) -> Tensor:
@@ -174,16 +133,6 @@ _INPUT_PROJECTION = Source(
     ("linear_attn.in_proj_qkvz.weight", "linear_attn.in_proj_ba.weight"),
     Conversion(_input_rows, _input_projection, _separate_input),
 )
-# Theirs multiplies by the weight, ours by one more.
-_OUT_NORM = Source(
-    ("linear_attn.norm.weight",),
-    Conversion(
-        lambda config: [config.linear_value_head_dim],
-        lambda parts, _: parts[0].float() - 1.0,
-        lambda ours, _: [ours.float() + 1.0],
-    ),
-)
-
 _MIXER_NORM, _FEED_FORWARD_NORM = "input_layernorm", "post_attention_layernorm"
 _TENSORS = TensorTable(
     layers={
@@ -191,7 +140,7 @@ _TENSORS = TensorTable(
             **weights({RECURRENT_NORM: _MIXER_NORM}),
             **copied("mixer", "linear_attn", ("A_log", "dt_bias", "conv1d.weight", "out_proj.weight")),
             "mixer.in_proj.weight": _INPUT_PROJECTION,
-            "mixer.out_norm.weight": _OUT_NORM,
+            "mixer.out_norm.weight": norm_around_one("linear_attn.norm.weight"),
         },
         "*": {
             **weights({ATTENTION_NORM: _MIXER_NORM}),

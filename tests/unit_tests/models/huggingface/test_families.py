@@ -27,6 +27,8 @@ from megatron_ext.models.huggingface.tensors import EXPERT, Conversion, Source, 
 from megatron_ext.models.load import LoadedModel, load_model
 from tests.unit_tests.models.huggingface import nemotron_h_oracle as oracle
 from tests.unit_tests.models.huggingface import qwen3_next_oracle
+from tests.unit_tests.models.huggingface.test_dense_config import PUBLISHED as DENSE
+from tests.unit_tests.models.huggingface.test_hybrid_config import PUBLISHED as HYBRIDS
 from tests.unit_tests.models.huggingface.test_llama_config import LLAMA_3
 from tests.unit_tests.models.huggingface.test_mamba_config import PUBLISHED as MAMBAS
 from tests.unit_tests.models.huggingface.test_moe import PUBLISHED_MOE
@@ -34,7 +36,7 @@ from tests.unit_tests.models.test_untrusted_files import ODD, assert_short_lines
 from tests.unit_tests.support.source import ROOT, imported_modules, parse, python_files
 
 QWEN = qwen3_next_oracle._SMALL | {"model_type": "qwen3_next", "num_experts": 4, "linear_conv_kernel_dim": 4}
-PUBLISHED = {"nemotron_h": PUBLISHED_MOE, "llama": LLAMA_3, "qwen3_next": QWEN, **MAMBAS}
+PUBLISHED = {"nemotron_h": PUBLISHED_MOE, "llama": LLAMA_3, "qwen3_next": QWEN, **MAMBAS, **HYBRIDS, **DENSE}
 MODEL_FIELDS = {field.name for field in dataclasses.fields(ModelConfig)}
 
 

@@ -26,17 +26,23 @@ SHAPES = {
         "llamas": ("mha", "gqa, tied"),
         "mambas": ("mamba, tied", "falcon", "jamba", "jamba, experts"),
         "qwens": ("dense", "experts"),
+        "denses": ("llama, biases of attention, yarn", "llama, biases of MLPs, tied", "qwen2", "qwen3 moe"),
+        "hybrids": ("mamba2", "granite, dense", "lfm2, tied", "falcon_h1, norm first"),
     },
     "PP 2": {
         "oracles": ("mha", "gqa, groups, wide heads, tied", "MoE"),
         "llamas": ("gqa, tied",),
         "mambas": ("mamba, tied", "jamba, experts"),
         "qwens": ("experts",),
+        "denses": ("llama, biases of MLPs, tied", "qwen2, window, yarn, tied", "mixtral"),
+        "hybrids": ("bamba", "lfm2, tied", "falcon_h1, no norm", "qwen3_5, that reads images too", "olmo"),
     },
     "EP 2": {
         "oracles": ("MoE", "MoE, latent, one expert a token"),
         "mambas": ("jamba, experts",),
         "qwens": ("experts",),
+        "denses": ("qwen3 moe",),
+        "hybrids": ("granite, experts, rotary, tied", "qwen3_5 moe"),
     },
 }
 LAYOUTS = {"TP 2": sizes(tp=2), "PP 2": sizes(pp=2), "EP 2": sizes(ep=2)}

@@ -75,7 +75,7 @@ def test_comparison_sees_wrong_positions(wrong, llamas, monkeypatch: pytest.Monk
     """Negative controls: relative positions that are right in the first chunk only, and never."""
     theirs, directory = llamas("mha")
     rotation_at = context.rotation_at
-    monkeypatch.setattr(context, "rotation_at", lambda angles, at, dtype: rotation_at(angles, wrong(at), dtype))
+    monkeypatch.setattr(context, "rotation_at", lambda angles, at, *rest: rotation_at(angles, wrong(at), *rest))
     for record in serve(import_model(directory), CHUNKED, [oracle.prompt(length, seed=length) for length in (65, 129)]):
         assert outside(record, lambda tokens: oracle.their_logits(theirs, tokens)) != []
 

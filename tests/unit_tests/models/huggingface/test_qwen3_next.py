@@ -173,7 +173,7 @@ FIELDS |= {"linear_conv_kernel_dim": 4}
 REFUSED = {
     "attention_bias": (True, "attention_bias = True is not supported; supported is False"),
     "hidden_act": ("gelu", "hidden_act = 'gelu' is not supported"),
-    "norm_topk_prob": (False, "norm_topk_prob = False is not supported"),
+    "norm_topk_prob": (1, "norm_topk_prob = 1 is not supported; it must be true or false"),
     "num_experts_per_tok": (1, "num_experts_per_tok = 1 is not supported with num_experts = 4; supported are 2 to 4"),
     "layer_types": (
         ["linear_attention", "mamba"],
@@ -182,7 +182,7 @@ REFUSED = {
     "num_hidden_layers": (0, "num_hidden_layers = 0 is not supported"),
     "mlp_only_layers": ([7], r"mlp_only_layers = \[7\] is not supported; it must be a list of layers, 0 to 3"),
     "linear_num_value_heads": (3, "linear_num_key_heads = 2 is not supported; it must divide linear_num_value_heads"),
-    "rope_scaling": ({"rope_type": "yarn", "factor": 4.0}, "rope_scaling.rope_type = 'yarn' is not supported"),
+    "rope_scaling": ({"rope_type": "linear", "factor": 4.0}, "rope_scaling.rope_type = 'linear' is not supported"),
     "rope_parameters": ({"partial_rotary_factor": 2.0}, "rotary-percent 2.0"),
     "partial_rotary_factor": (0.5, "partial_rotary_factor 0.5 contradicts rope_parameters.partial_rotary_factor 0.25"),
     "quantization_config": ({"bits": 4}, "quantization_config = .* is not supported"),

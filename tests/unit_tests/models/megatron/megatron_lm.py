@@ -69,7 +69,7 @@ def arguments(config: ModelConfig, **changes: object) -> Namespace:
         "squared_relu": config.squared_relu,
         "swiglu": config.swiglu,
         "add_bias_linear": not config.disable_bias_linear,
-        "add_qkv_bias": False,
+        "add_qkv_bias": config.add_qkv_bias,
         "untie_embeddings_and_output_weights": config.untie_embeddings_and_output_weights,
         "max_position_embeddings": config.max_position_embeddings,
         "padded_vocab_size": config.vocab_size,

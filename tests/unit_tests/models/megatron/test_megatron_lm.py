@@ -197,6 +197,7 @@ GPT_FAMILIES = {
     "llama": {"swiglu": True, "untie_embeddings_and_output_weights": True},
     "gpt2": {"normalization": "LayerNorm", "disable_bias_linear": False, "position_embedding_type": "learned_absolute"},
     "nemotron": {"squared_relu": True, "rotary_percent": 0.5, "rotary_base": 5000},
+    "qwen2": {"swiglu": True, "add_qkv_bias": True},
 }
 
 

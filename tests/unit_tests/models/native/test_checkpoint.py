@@ -44,7 +44,7 @@ def test_round_trip(saved: Path, tiny_model: nn.Module, tiny_config: ModelConfig
 def test_what_the_files_say(saved: Path, tiny_config: ModelConfig) -> None:
     assert sorted(path.name for path in saved.iterdir()) == ["config.json", "model.safetensors"]
     header = json.loads((saved / "config.json").read_text())
-    assert (header["format"], header["format_version"], header["dtype"]) == ("megatron_ext", 1, "fp32")
+    assert (header["format"], header["format_version"], header["dtype"]) == ("megatron_ext", 1, "float32")
     assert header["package_version"] == __version__
     assert header["model"]["hidden_size"] == tiny_config.hidden_size
     assert [path.name for path in saved.parent.iterdir()] == ["checkpoint"], "nothing temporary is left"
@@ -114,8 +114,8 @@ def test_weights_that_do_not_fit(message: str, saved: Path) -> None:
         ({"format": "other"}, "not of format 'megatron_ext' but 'other'"),
         ({"format": None, "model_type": "nemotron_h"}, "Hugging Face checkpoint, try --load-hf"),
         ({"format_version": 2}, "format version 2; this package reads version 1"),
-        ({"dtype": "fp8"}, "dtype 'fp8'; one of fp32, bf16, fp16"),
-        ({"dtype": ["fp32"]}, r"dtype \['fp32'\]; one of fp32, bf16, fp16"),
+        ({"dtype": "fp8"}, "dtype 'fp8'; one of float32, bfloat16, float16"),
+        ({"dtype": ["fp32"]}, r"dtype \['fp32'\]; one of float32, bfloat16, float16"),
     ],
     ids=lambda value: str(value)[:40],
 )

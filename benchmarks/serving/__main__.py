@@ -1,0 +1,153 @@
+"""Figures of one's own model, or of any OpenAI server.
+
+Run: `python -m benchmarks.serving --load-hf DIR`, or `--url http://127.0.0.1:8000`; `--help` has the rest. Without
+either the embedded model is measured. Of a server the same prompts are asked by the same client, so others can be
+compared; start it with its cache empty. Exit code 1 if a request failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+from benchmarks.serving.clients import Answer, AskError, Client, EngineClient, HttpClient, closing
+from benchmarks.serving.figures import Figures, figures
+from benchmarks.serving.load import Pace, serve
+from benchmarks.serving.page import NoPlots, page, require_matplotlib
+from benchmarks.serving.table import rows
+from benchmarks.serving.work import KINDS, Shape, dialogues
+
+WARM_UP = 2  # words, and tokens
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print, write."""
+    arguments = _parser().parse_args(argv)
+    try:
+        if arguments.html is not None:
+            require_matplotlib()
+        answers, told = asyncio.run(_measure(arguments))
+    except (NoPlots, AskError, ValueError) as error:
+        print(f"benchmarks.serving: error: {error}", file=sys.stderr)
+        return 2
+    about = _about(arguments)
+    head, *body = rows(told)
+    table = Table(*head)
+    for row in body:
+        table.add_row(*row)
+    console = Console(highlight=False)
+    console.print(about, markup=False)
+    console.print(table)
+    if arguments.json is not None:
+        content = {"about": about.splitlines(), "settings": vars(arguments) | {"api_key": None}, "figures": told}
+        Path(arguments.json).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    if arguments.html is not None:
+        Path(arguments.html).write_text(page(about, answers, told), encoding="utf-8")
+    failed = [one for all_of_kind in answers.values() for one in all_of_kind if one.error is not None]
+    for message in dict.fromkeys(str(one.error) for one in failed[:3]):
+        console.print(f"failed: {message}", markup=False)
+    return 1 if failed else 0
+
+
+async def _measure(arguments: argparse.Namespace) -> tuple[dict[str, list[Answer]], dict[str, Figures]]:
+    shape = Shape(
+        *(arguments.requests, arguments.prefix, arguments.prefixes, arguments.own, arguments.turns),
+        *(arguments.generate, arguments.numbers, arguments.seed),
+    )
+    pace = Pace(arguments.concurrency, arguments.rate, arguments.seed)
+    answers: dict[str, list[Answer]] = {}
+    told: dict[str, Figures] = {}
+    async with closing(_client(arguments)) as client:
+        await client.ask(shape.words(WARM_UP, "warm up"), WARM_UP, Answer("warm up"))
+        for kind in arguments.work:
+            asked = dialogues(kind, shape)
+            with tqdm(total=len(asked), desc=kind, disable=None) as bar:
+                answers[kind], seconds = await serve(client, kind, asked, shape.generated, pace, bar.update)
+            told[kind] = figures(answers[kind], seconds)
+    return answers, told
+
+
+def _client(arguments: argparse.Namespace) -> Client:
+    if arguments.url is not None:
+        extra = {"ignore_eos": True} if arguments.ignore_eos else {}
+        return HttpClient(arguments.url, arguments.model, os.environ.get("OPENAI_API_KEY"), extra)
+    given = {name: value for name in ("load", "load_hf") if (value := getattr(arguments, name)) is not None}
+    return EngineClient(given | dict(map(_setting, arguments.set)), ignore_eos=arguments.ignore_eos)
+
+
+def _setting(text: str) -> tuple[str, object]:
+    """A setting of `load_engine` as in `bf16=true`; a value that is JSON is what it says, any other is a text."""
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ValueError(f"--set {text}: give NAME=VALUE, as in max_requests=32")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
+def _about(arguments: argparse.Namespace) -> str:
+    target = arguments.url or arguments.load_hf or arguments.load or "the embedded model"
+    pace = f"{arguments.concurrency} at once" if arguments.rate is None else f"{arguments.rate:g} a second"
+    machine = f"Python {platform.python_version()}, {os.cpu_count()} cores"
+    return (
+        f"{target}, {pace}; {arguments.generate} tokens each; {machine}\n"
+        f"command: python -m benchmarks.serving {' '.join(sys.argv[1:])}"
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="benchmarks.serving", description=__doc__)
+    target = parser.add_mutually_exclusive_group()
+    target.add_argument("--load-hf", metavar="DIR", help="a Hugging Face checkpoint, in an engine in this process")
+    target.add_argument("--load", metavar="DIR", help="a checkpoint of ours or of Megatron-LM, likewise")
+    target.add_argument("--url", help="a server of OpenAI's API; its key is the variable OPENAI_API_KEY")
+    parser.add_argument("--model", help="with --url: default is the first one that it lists")
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of load_engine")
+    parser.add_argument("--work", nargs="+", choices=KINDS, default=list(KINDS))
+    pace = parser.add_mutually_exclusive_group()
+    pace.add_argument("--concurrency", type=_positive, default=8, help="clients at once; a chat is one")
+    pace.add_argument("--rate", type=_rate, help="requests (or chats) that begin in a second, on average")
+    shape = Shape()
+    parser.add_argument("--requests", type=_positive, default=shape.requests, help="of each kind of work")
+    parser.add_argument("--prefix", type=_positive, default=shape.prefix, help="words of a shared prefix")
+    parser.add_argument("--prefixes", type=_positive, default=shape.prefixes)
+    parser.add_argument("--own", type=_positive, default=shape.own, help="words of each prompt's own, and of a turn")
+    parser.add_argument("--turns", type=_positive, default=shape.turns)
+    parser.add_argument("--generate", type=_positive, default=shape.generated, help="tokens of each answer")
+    parser.add_argument(
+        "--numbers", type=_positive, help="prompts are numbers below this, for models without a tokenizer"
+    )
+    parser.add_argument("--ignore-eos", action="store_true", help="answers of full length; not every server knows it")
+    parser.add_argument("--seed", type=int, default=shape.seed)
+    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--html", metavar="FILE", help="a page with plots; needs matplotlib")
+    return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
+    return value
+
+
+def _rate(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} must be more than zero")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

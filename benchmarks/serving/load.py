@@ -1,0 +1,97 @@
+"""When it is asked: so many clients at once, each asking again when it has its answer, or so many a second."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from benchmarks.serving.clients import Answer, AskError, Client
+from benchmarks.serving.work import Dialogue
+
+Talk: TypeAlias = Callable[[Dialogue], Coroutine[object, None, None]]
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How fast dialogues begin.
+
+    Attributes:
+        concurrency: Dialogues at once, where there is no rate.
+        rate: Dialogues that begin in a second on average, at random times, whatever is still being answered; None for
+            `concurrency`.
+        seed: Of those times.
+    """
+
+    concurrency: int = 8
+    rate: float | None = None
+    seed: int = 1
+
+
+async def serve(
+    client: Client,
+    kind: str,
+    asked: Sequence[Dialogue],
+    count: int,
+    pace: Pace,
+    on_end: Callable[[], None] = lambda: None,
+) -> tuple[list[Answer], float]:
+    """Ask everything.
+
+    Args:
+        client: Whom.
+        kind: Of work, noted in each answer.
+        asked: What.
+        count: Tokens of each answer.
+        pace: When.
+        on_end: Called at the end of each dialogue.
+
+    Returns:
+        All answers, those that failed too, and the seconds of it all.
+    """
+    answers: list[Answer] = []
+    begun = time.perf_counter()
+
+    async def talk(dialogue: Dialogue) -> None:
+        said: list[str] = []
+        for prompt in dialogue.prompts(said):
+            answer = Answer(kind)
+            answers.append(answer)
+            try:
+                await client.ask(prompt, count, answer)
+            except AskError as error:
+                answer.error = str(error)
+            answer.ended = time.perf_counter()
+            if answer.error is not None:
+                break
+            said.append(answer.text)
+        on_end()
+
+    if pace.rate is None:
+        await _closed_loop(asked, pace.concurrency, talk)
+    else:
+        await _open_loop(asked, pace.rate, random.Random(pace.seed), talk)
+    return answers, time.perf_counter() - begun
+
+
+async def _closed_loop(asked: Sequence[Dialogue], concurrency: int, talk: Talk) -> None:
+    waiting = iter(asked)
+
+    async def work() -> None:
+        for dialogue in waiting:
+            await talk(dialogue)
+
+    await asyncio.gather(*(work() for _ in range(min(concurrency, len(asked)))))
+
+
+async def _open_loop(asked: Sequence[Dialogue], rate: float, source: random.Random, talk: Talk) -> None:
+    """Times between arrivals are exponential: those of clients who do not know of each other."""
+    tasks, due = [], time.perf_counter()
+    for dialogue in asked:
+        await asyncio.sleep(max(0.0, due - time.perf_counter()))
+        tasks.append(asyncio.ensure_future(talk(dialogue)))
+        due += source.expovariate(rate)
+    await asyncio.gather(*tasks)

@@ -1,0 +1,83 @@
+"""What is asked: prompts behind shared prefixes, conversations, prompts with nothing in common. Standard library only.
+
+Prompts are texts, so that any server takes them: words that most tokenizers know, about a token each. What they really
+are in tokens the server says. A model without a tokenizer reads numbers.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+WORDS = """time year people way day man thing woman life child world school state family student group country problem
+hand part place case week company system program question work number night point home water room mother area money
+story fact month lot right study book eye job word business issue side kind head house service friend father power hour
+game line end member law car city name team minute idea body back parent face others level office door health person art
+war history party result change morning reason research girl guy moment air teacher force education""".split()
+KINDS = ("shared", "chats", "unique")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How much of what.
+
+    Attributes:
+        requests: Of each kind of work; of chats, all turns together.
+        prefix: Words of a shared prefix.
+        prefixes: How many of those there are.
+        own: Words of each prompt's own, and of each turn.
+        turns: Of a conversation.
+        generated: Tokens of each answer.
+        numbers: Words are numbers below it; None for words.
+        seed: Of all texts.
+    """
+
+    requests: int = 64
+    prefix: int = 512
+    prefixes: int = 2
+    own: int = 64
+    turns: int = 4
+    generated: int = 64
+    numbers: int | None = None
+    seed: int = 1
+
+    def words(self, count: int, name: str) -> str:
+        """A text that depends on its name, and on nothing else."""
+        source = random.Random(f"{self.seed} {name}")
+        if self.numbers is not None:
+            return " ".join(str(source.randrange(self.numbers)) for _ in range(count))
+        return " ".join(source.choice(WORDS) for _ in range(count))
+
+
+@dataclass(frozen=True)
+class Dialogue:
+    """What one client asks, one thing after the other; each prompt is all that was said before, and this."""
+
+    turns: tuple[str, ...]
+
+    def prompts(self, answers: list[str]) -> Iterator[str]:
+        """The prompt of each turn; the answer to one is in `answers` when the next is asked for."""
+        said = ""
+        for number, turn in enumerate(self.turns):
+            if number:
+                said += f" {answers[number - 1].strip()} ".replace("  ", " ")
+            said += turn
+            yield said
+
+
+def dialogues(kind: str, shape: Shape) -> list[Dialogue]:
+    """All that clients ask, of one kind of work."""
+    if kind == "chats":
+        count = max(1, shape.requests // shape.turns)
+        return [
+            Dialogue(tuple(shape.words(shape.own, f"chat {i} {turn}") for turn in range(shape.turns)))
+            for i in range(count)
+        ]
+    if kind == "unique":
+        length = shape.prefix + shape.own
+        return [Dialogue((shape.words(length, f"unique {i}"),)) for i in range(shape.requests)]
+    return [
+        Dialogue((f"{shape.words(shape.prefix, f'prefix {i % shape.prefixes}')} {shape.words(shape.own, f'own {i}')}",))
+        for i in range(shape.requests)
+    ]

@@ -1,0 +1,115 @@
+"""`--profile DIR`: a trace of an engine's first steps, with their phases named."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from megatron_ext.errors import ConfigError
+from megatron_ext.mcore.adapter import InferenceEngine
+from megatron_ext.mcore.phases import named_phases
+from megatron_ext.ranks.team import Team
+
+logger = logging.getLogger(__name__)
+
+MOST_STEPS = 100  # a trace of a hundred steps has tens of megabytes, and viewers give up at a gigabyte
+
+
+def check_profile(directory: str | None, team: Team | None) -> None:
+    """See that a trace can be written, before anything is loaded.
+
+    Args:
+        directory: As `--profile` names it; made if it is not there. None for no trace.
+        team: All ranks; None for a world of one.
+
+    Raises:
+        ConfigError: It cannot be, or there are several ranks.
+    """
+    if directory is None:
+        return
+    if team is not None:
+        raise ConfigError("--profile is for one rank: its phases are those of an engine that computes alone")
+    try:
+        os.makedirs(directory, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--profile {directory}: {error.strerror}; give a directory that can be written") from None
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise ConfigError(f"--profile {directory} cannot be written; give another directory")
+
+
+@contextlib.contextmanager
+def profiled(engine: InferenceEngine, directory: str | None) -> Iterator[None]:
+    """Trace the engine's first steps within the block, into a file of the directory.
+
+    The trace is that of the thread that steps. It is written when there have been `MOST_STEPS`, or when the engine is
+    closed, by that thread.
+
+    Args:
+        engine: Its `close` must be called within the block.
+        directory: None for no trace.
+    """
+    if directory is None:
+        yield
+        return
+    with named_phases(engine):
+        trace = _Trace(Path(directory))
+        compute, close = engine.engine.compute, engine.engine.close
+
+        @functools.wraps(compute)
+        def traced() -> object:
+            trace.begin_step()
+            return compute()
+
+        def closed() -> None:
+            trace.end()
+            close()
+
+        engine.engine.compute, engine.engine.close = traced, closed  # type: ignore[method-assign,assignment]
+        try:
+            yield
+        finally:
+            del engine.engine.compute, engine.engine.close
+
+
+class _Trace:
+    """A profiler that begins with the first step; all calls come from one thread."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._profiler: profile | None = None
+        self._steps = 0
+        self._is_over = False
+
+    def begin_step(self) -> None:
+        """A step is about to be computed."""
+        if self._is_over:
+            return
+        if self._steps == MOST_STEPS:
+            self.end()
+            return
+        if self._profiler is None:
+            activities = [ProfilerActivity.CPU]
+            if torch.cuda.is_available():
+                activities.append(ProfilerActivity.CUDA)
+            self._profiler = profile(activities=activities)
+            self._profiler.start()
+        self._steps += 1
+
+    def end(self) -> None:
+        """Write what there is, once."""
+        self._is_over = True
+        profiler, self._profiler = self._profiler, None
+        if profiler is None:
+            return
+        profiler.stop()
+        file = self._directory / f"steps-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.json"
+        profiler.export_chrome_trace(str(file))
+        logger.warning("profile: %d steps are in %s; ui.perfetto.dev shows them", self._steps, file)

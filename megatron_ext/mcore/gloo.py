@@ -1,0 +1,44 @@
+"""Gloo's process groups with one network device for all of them.
+
+torch gives each group a device of its own, with a thread that waits on sockets, and two more that run collectives.
+megatron-core makes some twenty groups, so a rank had sixty threads that never did anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from datetime import timedelta
+
+from torch.distributed import Store, distributed_c10d
+
+
+@contextlib.contextmanager
+def sharing_one_device(threads: int) -> Iterator[None]:
+    """Within it groups of gloo are made of one device.
+
+    Args:
+        threads: Of each group, that run its collectives. With one they run in the order in which they were begun.
+    """
+    if not distributed_c10d.is_gloo_available():
+        yield
+        return
+    plain = distributed_c10d.ProcessGroupGloo
+    options_of = plain._Options  # type: ignore[attr-defined]  # torch's own description of the class lacks it
+    device = plain.create_default_device()
+
+    class SharingGroup(plain):  # type: ignore[misc,valid-type]  # torch asks `isinstance` of the name that is replaced
+        """A group of that device."""
+
+        def __init__(
+            self, store: Store, rank: int, size: int, timeout: timedelta = distributed_c10d.default_pg_timeout
+        ) -> None:
+            options = options_of()
+            options._devices, options._threads, options._timeout = [device], threads, timeout
+            super().__init__(store, rank, size, options)
+
+    distributed_c10d.ProcessGroupGloo = SharingGroup  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        distributed_c10d.ProcessGroupGloo = plain  # type: ignore[misc]

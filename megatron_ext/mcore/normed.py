@@ -1,0 +1,62 @@
+"""Attention and MLPs whose norm stands behind them, on what they add, and none in front."""
+
+from __future__ import annotations
+
+from megatron.core.inference.contexts import BaseInferenceContext
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+from megatron_ext.mcore.attention import PagedSelfAttention
+from megatron_ext.mcore.mlp import PlainMLP
+from megatron_ext.mcore.norms import LayerNormFromConfig
+
+
+class OutputNorm(MegatronModule):
+    """A norm that can be a part of an MLP: upstream's asks each of its parts for its sharded state."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config)
+        self.norm = LayerNormFromConfig(config, config.hidden_size)
+
+    def forward(self, output: Tensor, bias: Tensor | None) -> Tensor:
+        """[s, b, h] and its bias -> [s, b, h]."""
+        normed: Tensor = self.norm(output if bias is None else output + bias)
+        return normed
+
+
+class NormedSelfAttention(PagedSelfAttention):
+    """`PagedSelfAttention`, and a norm."""
+
+    def __init__(self, config: TransformerConfig, *args: object, **options: object) -> None:
+        super().__init__(config, *args, **options)
+        self.output_norm = OutputNorm(config)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        key_value_states: Tensor | None = None,
+        inference_context: BaseInferenceContext | None = None,
+        rotary_pos_emb: Tensor | None = None,
+        **kwargs: object,
+    ) -> tuple[Tensor, Tensor | None]:
+        """See `PagedSelfAttention.forward`; no bias is left."""
+        output, bias = super().forward(
+            hidden_states, attention_mask, key_value_states, inference_context, rotary_pos_emb, **kwargs
+        )
+        return self.output_norm(output, bias), None
+
+
+class NormedMLP(PlainMLP):
+    """`PlainMLP`, and a norm."""
+
+    def __init__(self, config: TransformerConfig, **options: object) -> None:
+        super().__init__(config, **options)
+        self.output_norm = OutputNorm(config)
+
+    def forward(
+        self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **options: object
+    ) -> tuple[Tensor, Tensor | None]:
+        """As upstream; no bias is left."""
+        return self.output_norm(*super().forward(hidden_states, per_token_scale, **options)), None

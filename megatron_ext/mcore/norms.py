@@ -1,0 +1,103 @@
+"""Norms, without Transformer Engine."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from torch import Tensor
+
+from megatron_ext.mcore.layer_config import LayerConfig
+
+
+class LayerNormFromConfig:
+    """A torch norm with the configuration's epsilon and type, wherever it stands.
+
+    Upstream's `MambaLayer` builds its norm without an epsilon and so with 1e-5, whatever the configuration says, and
+    upstream's wrapper makes fp32 weights in a model of any type.
+    """
+
+    def __new__(  # type: ignore[misc]  # upstream's specs want a class
+        cls, config: TransformerConfig, hidden_size: int, eps: float | None = None, **_: object
+    ) -> torch.nn.Module:
+        """The norm itself, as upstream's wrapper class does."""
+        if config.layernorm_zero_centered_gamma:
+            return ZeroCenteredRMSNorm(hidden_size, config.layernorm_epsilon, config.params_dtype)
+        if config.normalization == "RMSNorm":
+            return PlainRMSNorm(hidden_size, eps=config.layernorm_epsilon, dtype=config.params_dtype)
+        norm = WrappedTorchNorm(config, hidden_size, eps=config.layernorm_epsilon)
+        return norm.to(config.params_dtype)
+
+
+class PlainRMSNorm(torch.nn.RMSNorm):
+    """`torch.nn.RMSNorm`; at inference in two passes over memory in place of five, where torch has no kernel for it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., channels] -> the same."""
+        if torch.is_inference_mode_enabled() and x.dtype is torch.float32 and x.device.type == "cpu":
+            return rms_norm(x, self.weight, self.eps)
+        return super().forward(x)
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float | None) -> Tensor:
+    """RMSNorm over the last axis, by its length: |x|^2 / channels is the mean square. In x's type, which is fp32."""
+    eps = torch.finfo(x.dtype).eps if eps is None else eps
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    normed = x * length.square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
+    return normed if weight is None else normed.mul_(weight)
+
+
+class ZeroCenteredRMSNorm(torch.nn.Module):
+    """RMSNorm that multiplies by 1 + weight, in fp32: in 16 bits a weight near 0 says more than one near 1.
+
+    What Transformer Engine's norms compute with `zero_centered_gamma`.
+    """
+
+    def __init__(self, channels: int, eps: float, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.zeros(channels, dtype=dtype))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[..., channels] -> the same, in the same type."""
+        normed = F.rms_norm(hidden.float(), self.weight.shape, eps=self.eps)
+        return torch.addcmul(normed, normed, self.weight.float()).to(hidden.dtype)
+
+
+class HeadsNorm(PlainRMSNorm):
+    """RMSNorm of the channels of all heads together."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., heads, D] -> the same."""
+        return super().forward(x.flatten(-2)).view(x.shape)
+
+
+class QueryNormFromConfig:
+    """The norm of queries, or nothing, as the configuration says: of each head, or of all heads together."""
+
+    def __new__(  # type: ignore[misc]  # as above
+        cls, config: LayerConfig, hidden_size: int, eps: float | None = None, **_: object
+    ) -> torch.nn.Module:
+        """The norm itself, of heads of `hidden_size` channels."""
+        return _head_norm(config, hidden_size, config.num_attention_heads)
+
+
+class KeyNormFromConfig:
+    """The same of keys."""
+
+    def __new__(  # type: ignore[misc]  # as above
+        cls, config: LayerConfig, hidden_size: int, eps: float | None = None, **_: object
+    ) -> torch.nn.Module:
+        """The norm itself, of heads of `hidden_size` channels."""
+        assert config.num_query_groups is not None, "upstream fills it in"
+        return _head_norm(config, hidden_size, config.num_query_groups)
+
+
+def _head_norm(config: LayerConfig, channels: int, heads: int) -> torch.nn.Module:
+    if not config.qk_layernorm:
+        return IdentityOp()
+    if config.qk_layernorm_over_heads:
+        return HeadsNorm(channels * heads, eps=config.layernorm_epsilon, dtype=config.params_dtype)
+    return LayerNormFromConfig(config, channels)

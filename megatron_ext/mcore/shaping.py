@@ -1,0 +1,92 @@
+"""Logits as requests want them shaped, rows together; see docs/sampling.md for the order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_ext.mcore.guides import Guides
+from megatron_ext.mcore.staging import SamplingRow
+from megatron_ext.ops.sampling.shaping import (
+    CameBefore,
+    add_biases,
+    drop_improbable,
+    keep_allowed,
+    penalize,
+    rule_out,
+)
+from megatron_ext.scheduling.shaping import Shaping
+
+
+def shape_logits(values: Tensor, rows: Sequence[SamplingRow], guides: Guides, failures: dict[int, str]) -> None:
+    """Do what the rows want with their logits. A row depends on nothing but that row.
+
+    Args:
+        values: Logits, [r, V] fp32; modified.
+        rows: Of the logits; each has a `Shaping`.
+        guides: Of answers that must have a form.
+        failures: Gets requests whose form cannot be followed, and why.
+    """
+    wishes = [_wish(row) for row in rows]
+    _penalize(values, wishes)
+    _add_biases(values, wishes)
+    guided, masks = guides.masks(rows, failures)
+    if guided:
+        keep_allowed(values, torch.tensor(guided).to(values.device), masks.to(values.device, non_blocking=True))
+    _rule_out(values, wishes)
+    _drop_improbable(values, rows, wishes)
+
+
+def _wish(row: SamplingRow) -> Shaping:
+    assert row.sampling.shaping is not None, "only rows that ask are shaped"
+    return row.sampling.shaping
+
+
+def _penalize(values: Tensor, wishes: Sequence[Shaping]) -> None:
+    asked = [i for i, wish in enumerate(wishes) if wish.has_penalties]
+    if not asked:
+        return
+    counted = [_count(wishes[i]) for i in asked]
+    rows = np.repeat(asked, [len(tokens) for tokens, _ in counted])
+    tokens, counts = (np.concatenate(parts) for parts in zip(*counted, strict=True))
+    factors = [[wish.repetition, wish.presence, wish.frequency] for wish in wishes]
+    before = CameBefore(*(torch.from_numpy(one).to(values.device, non_blocking=True) for one in (rows, tokens, counts)))
+    penalize(values, before, *torch.tensor(factors, dtype=torch.float32).to(values.device).unbind(1))
+
+
+def _count(wish: Shaping) -> tuple[np.ndarray, np.ndarray]:
+    """The tokens of a sequence, each once, and how often each was generated."""
+    came = np.asarray(wish.tokens, dtype=np.int64)
+    generated = np.bincount(came[wish.prompt_length :], minlength=1 + int(came.max()))
+    tokens = np.flatnonzero(np.bincount(came))
+    return tokens, generated[tokens].astype(np.float32)
+
+
+def _add_biases(values: Tensor, wishes: Sequence[Shaping]) -> None:
+    entries = [(i, token, bias) for i, wish in enumerate(wishes) for token, bias in wish.biases]
+    if entries:
+        rows, tokens, biases = zip(*entries, strict=True)
+        add_biases(values, *_places(rows, tokens, values), torch.tensor(biases, device=values.device))
+
+
+def _rule_out(values: Tensor, wishes: Sequence[Shaping]) -> None:
+    entries = [(i, token) for i, wish in enumerate(wishes) for token in wish.ruled_out]
+    if entries:
+        rows, tokens = zip(*entries, strict=True)
+        rule_out(values, *_places(rows, tokens, values))
+
+
+def _drop_improbable(values: Tensor, rows: Sequence[SamplingRow], wishes: Sequence[Shaping]) -> None:
+    if not any(wish.min_p for wish in wishes):
+        return
+    temperature = torch.tensor([row.sampling.temperature or 1.0 for row in rows], dtype=torch.float64)
+    min_p = torch.tensor([wish.min_p for wish in wishes], dtype=torch.float64)
+    drop_improbable(values, temperature.to(values.device), min_p.to(values.device))
+
+
+def _places(rows: Sequence[int], tokens: Sequence[int], values: Tensor) -> tuple[Tensor, Tensor]:
+    index = torch.tensor([rows, tokens]).to(values.device, non_blocking=True)
+    return index[0], index[1]

@@ -1,0 +1,71 @@
+"""How a model's authors would have it sampled: what `generation_config.json` says, for requests that say nothing."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.config import RequestParams, SourceConfig
+from megatron_ext.config.annotations import FieldValues
+from megatron_ext.config.source import AUTO_GENERATION_CONFIG
+from megatron_ext.errors import ConfigError
+from megatron_ext.files import read_json
+from megatron_ext.models.megatron.checkpoint import resolve_iteration
+from megatron_ext.text.tokenizer_files import GENERATION_FILE
+
+logger = logging.getLogger(__name__)
+
+_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # of the same names in both
+
+
+def generation_defaults(source: SourceConfig) -> FieldValues:
+    """Fields of `RequestParams` that the model's file has, if `--generation-config auto` asks for them; and says so.
+
+    `do_sample` false is greedy, and true without a temperature is temperature 1, as in transformers.
+
+    Raises:
+        ConfigError: Values that cannot work.
+    """
+    directory = source.load_hf or source.load
+    if source.generation_config != AUTO_GENERATION_CONFIG or directory is None:
+        return {}
+    file = _file(Path(directory), is_ours=source.load is not None)
+    if file is None:
+        logger.info("--generation-config %s: %s has no %s", source.generation_config, directory, GENERATION_FILE)
+        return {}
+    listed = read_json(file)
+    values: dict[str, Any] = {name: listed[name] for name in _FIELDS if listed.get(name) is not None}
+    if listed.get("do_sample") is False:
+        values["temperature"] = 0.0
+    elif listed.get("do_sample") is True:
+        values.setdefault("temperature", 1.0)
+    try:
+        RequestParams(**values)
+    except ConfigError as error:
+        raise ConfigError(f"--generation-config {source.generation_config}: {file}: {error}") from None
+    shown = ", ".join(f"{name} {value:g}" for name, value in values.items())
+    logger.info("sampling defaults of %s: %s", file, shown or "none")
+    return values
+
+
+def request_defaults(source: SourceConfig, given: FieldValues) -> RequestParams:
+    """What a request asks for that says nothing: what flags say, else the model.
+
+    Args:
+        source: The model.
+        given: Fields that flags give.
+
+    Raises:
+        ConfigError: Values that cannot work.
+    """
+    return RequestParams(**{**generation_defaults(source), **given})
+
+
+def _file(directory: Path, *, is_ours: bool) -> Path | None:
+    """Beside the weights, or above them, beside all iterations."""
+    places = [directory]
+    if is_ours and not os.path.lexists(directory / GENERATION_FILE) and directory.is_dir():
+        places.append(resolve_iteration(directory))
+    return next((place / GENERATION_FILE for place in places if os.path.lexists(place / GENERATION_FILE)), None)

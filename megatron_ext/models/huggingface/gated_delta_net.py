@@ -1,0 +1,78 @@
+"""Gated delta nets of a decoded `config.json`, and where their tensors go."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_ext.config import ModelConfig
+from megatron_ext.models.huggingface.fields import Fields, layer_count, size_or
+from megatron_ext.models.huggingface.layers import check_count, listed_letters
+from megatron_ext.models.huggingface.tensors import Conversion, Source
+
+DELTA_NET_SIZES: Mapping[str, str] = {
+    name: name
+    for name in (
+        "linear_conv_kernel_dim",
+        "linear_key_head_dim",
+        "linear_num_key_heads",
+        "linear_num_value_heads",
+        "linear_value_head_dim",
+    )
+}
+_LETTERS = {"linear_attention": "M", "full_attention": "*"}
+_DEFAULT_ATTENTION_INTERVAL = 4
+
+
+def delta_net_or_attention(fields: Fields) -> str:
+    """M or * for each layer: as `layer_types` lists them, or attention in every `full_attention_interval`-th one."""
+    count = layer_count(fields)
+    if fields.get("layer_types") is None:
+        interval = size_or(fields, "full_attention_interval", _DEFAULT_ATTENTION_INTERVAL)
+        return "".join("M" if (index + 1) % interval else "*" for index in range(count))
+    letters = listed_letters(fields, "layer_types", _LETTERS)
+    check_count(count, letters, "layer_types")
+    return letters
+
+
+def _channels(config: ModelConfig) -> tuple[int, int]:
+    """Of all queries, as of all keys, and of all values."""
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    return keys, config.linear_num_value_heads * config.linear_value_head_dim
+
+
+def stacked_inputs(parts: Mapping[str, str]) -> Source:
+    """An input projection in parts of unequal heights that stand one below the other in ours.
+
+    Args:
+        parts: Theirs, in order, to what each holds: q, k, v, z (the gate), b (beta) and a (alpha).
+    """
+    assert "".join(parts.values()) == "qkvzba", parts
+
+    def rows(config: ModelConfig) -> list[int]:
+        keys, values = _channels(config)
+        heads = config.linear_num_value_heads
+        sizes = {"q": keys, "k": keys, "v": values, "z": values, "b": heads, "a": heads}
+        return [sum(sizes[one] for one in held) for held in parts.values()]
+
+    def put_together(tensors: Sequence[Tensor], _: ModelConfig) -> Tensor:
+        return torch.cat(tuple(tensors))
+
+    def take_apart(ours: Tensor, config: ModelConfig) -> Sequence[Tensor]:
+        return ours.split(rows(config))
+
+    return Source(tuple(parts), Conversion(rows, put_together, take_apart))
+
+
+def norm_around_one(name: str) -> Source:
+    """A norm of the outputs that multiplies by its weight in theirs, and by one more than that in ours."""
+    return Source(
+        (name,),
+        Conversion(
+            lambda config: [config.linear_value_head_dim],
+            lambda parts, _: parts[0].float() - 1.0,
+            lambda ours, _: [ours.float() + 1.0],
+        ),
+    )

@@ -1,0 +1,60 @@
+"""Mamba-2 layers of a decoded `config.json`, under the names that Bamba and its kin give them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from megatron_ext.errors import ConfigError
+from megatron_ext.models.huggingface.fields import Fields, check_divides, names, size, size_or
+
+MAMBA2_SIZES: Mapping[str, str] = {
+    "mamba_n_heads": "mamba_num_heads",
+    "mamba_n_groups": "mamba_num_groups",
+    "mamba_d_state": "mamba_state_dim",
+    "mamba_d_conv": "mamba_conv_kernel",
+    "mamba_chunk_size": "mamba_chunk_size",
+}
+MAMBA2_DEFAULTS: Fields = {
+    "mamba_n_heads": 128,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 256,
+    "mamba_d_conv": 4,
+    "mamba_chunk_size": 256,
+}
+TIME_STEP_LIMIT: Mapping[str, tuple[object, ...]] = {"time_step_limit": ((0.0, math.inf),)}
+MAMBA2_FIXED: Mapping[str, tuple[object, ...]] = {
+    "mamba_conv_bias": (True,),
+    "mamba_proj_bias": (False,),
+    **TIME_STEP_LIMIT,
+}
+MAMBA2_READ = names("mamba_d_head mamba_expand")
+# How dt is drawn before training, and which kernels to run.
+TIME_STEP_WITHOUT_EFFECT = names(
+    "time_step_min time_step_max time_step_floor time_step_rank time_step_scale time_step_init_scheme"
+)
+MAMBA2_WITHOUT_EFFECT = TIME_STEP_WITHOUT_EFFECT | names("use_mamba_kernels mamba_ssm_cache_dtype num_logits_to_keep")
+_DEFAULT_EXPAND = 2
+
+
+def mamba2_heads(fields: Fields, width: int | None = None) -> dict[str, object]:
+    """The size of a head, which `mamba_d_head` says, or the width of the layer.
+
+    Args:
+        fields: A decoded `config.json`.
+        width: Of the layer; default: `mamba_expand` times the hidden size.
+
+    Raises:
+        ConfigError: Heads that do not make up the width, or that groups cannot share.
+    """
+    check_divides(fields, "mamba_n_groups", "mamba_n_heads")
+    if width is None:
+        width = size_or(fields, "mamba_expand", _DEFAULT_EXPAND) * size(fields, "hidden_size")
+    heads = size(fields, "mamba_n_heads")
+    channels = width // heads if fields.get("mamba_d_head", "auto") == "auto" else size(fields, "mamba_d_head")
+    if channels * heads != width:
+        raise ConfigError(
+            f"config.json: mamba_n_heads = {heads} of mamba_d_head = {channels} do not make up the {width} channels of "
+            "a Mamba layer"
+        )
+    return {"mamba_head_dim": channels}

@@ -1,0 +1,152 @@
+"""New weights for a model from a checkpoint on disk, all or nothing, with the care that loading one takes.
+
+A second model is built beside the one that serves, and filled by what fills any model: the same formats, the same
+checks of names, shapes, sizes and files. So a checkpoint that does not fit, or turns out to be damaged in the middle,
+has changed nothing. It takes the memory of a second copy for as long.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron_ext.config import ModelConfig, SourceConfig
+from megatron_ext.config.annotations import FieldValues
+from megatron_ext.errors import CheckpointError, ConfigError
+from megatron_ext.mcore.cuts import model_tensors
+from megatron_ext.models.build import build_model
+from megatron_ext.models.load import LoadedModel, checkpoint_config, fill_model
+from megatron_ext.models.megatron.checkpoint import is_dist_checkpoint, resolve_iteration, training_facts_of
+from megatron_ext.models.native.directory import has_header
+
+_MOST_FILES = 100_000  # of a checkpoint; a directory with more is none
+
+
+@dataclass(frozen=True)
+class WeightsRoot:
+    """The directory below which new weights are read.
+
+    Attributes:
+        path: Without links.
+    """
+
+    path: Path
+
+    @classmethod
+    def of(cls, given: str) -> WeightsRoot:
+        """As `--weights-root` names it.
+
+        Raises:
+            ConfigError: It is no directory.
+        """
+        path = Path(os.path.realpath(given))
+        if not path.is_dir():
+            raise ConfigError(
+                f"--weights-root {given} is not a directory; give the one that checkpoints are written below"
+            )
+        return cls(path)
+
+    def resolve(self, asked: str) -> Path:
+        """The directory of a checkpoint, without links; what lies elsewhere is not even looked at.
+
+        Args:
+            asked: Its path; one that does not begin at the root of the file system begins here.
+
+        Raises:
+            ConfigError: It is elsewhere, or no directory; something in it leads elsewhere.
+        """
+        if not asked or "\0" in asked or not asked.isprintable():
+            raise ConfigError(f"{asked!r} is no path that this server takes; it must be printable")
+        try:
+            directory = self._inside(self.path / asked, asked)
+            if not directory.is_dir():
+                raise ConfigError(f"{asked!r} is not a directory below --weights-root")
+            self._require_no_way_out(directory, asked)
+            iteration = self._inside(resolve_iteration(directory), asked)
+            self._require_no_way_out(iteration, asked)
+        except OSError as error:
+            raise ConfigError(f"{asked!r} cannot be read: {error.strerror}") from None
+        return iteration
+
+    def _require_no_way_out(self, directory: Path, asked: str) -> None:
+        for entry in _entries(directory):
+            self._inside(Path(entry), f"{asked}/{os.path.basename(entry)}")
+
+    def _inside(self, path: Path, asked: str) -> Path:
+        resolved = Path(os.path.realpath(path))
+        if resolved != self.path and self.path not in resolved.parents:
+            raise ConfigError(f"{asked!r} is not below --weights-root; give a path inside it, and no link out of it")
+        return resolved
+
+
+def _entries(directory: Path) -> Iterator[str]:
+    with os.scandir(directory) as entries:
+        for count, entry in enumerate(entries):
+            if count >= _MOST_FILES:
+                raise ConfigError(f"{directory.name!r} has more than {_MOST_FILES} files and is no checkpoint")
+            yield entry.path
+
+
+@dataclass(frozen=True)
+class NewWeights:
+    """Weights that have been read and fit, and are not in the model yet.
+
+    Attributes:
+        pairs: Each tensor of the model, and what it is to be.
+    """
+
+    pairs: tuple[tuple[Tensor, Tensor], ...]
+
+    def write(self) -> None:
+        """Put them into the model, between two of its steps; this cannot fail. The cache is another's to empty."""
+        with torch.no_grad():
+            for target, new in self.pairs:
+                target.copy_(new)
+
+
+def read_new_weights(loaded: LoadedModel, source: SourceConfig, overrides: FieldValues, directory: Path) -> NewWeights:
+    """Read a checkpoint for a model that is there; the model is not touched.
+
+    Args:
+        loaded: The model.
+        source: It was loaded with.
+        overrides: The same.
+        directory: Of a Hugging Face checkpoint, one of ours, or one of Megatron-LM's.
+
+    Raises:
+        ConfigError: There are several ranks; the checkpoint is of another model, does not fit or cannot be read
+            (`CheckpointError`); there is no memory for a second copy.
+    """
+    if torch.distributed.get_world_size() > 1:
+        raise ConfigError("new weights are read on one rank only, and there are several; start the server anew")
+    ours = has_header(directory) or is_dist_checkpoint(directory)
+    where = str(directory)
+    new = dataclasses.replace(
+        source, load=where if ours else None, load_hf=None if ours else where, save=None, use_checkpoint_args=False
+    )
+    trained = training_facts_of(directory) if ours else None
+    config = checkpoint_config(new, directory, overrides, trained)
+    _require_same(loaded.config, config, directory)
+    targets = model_tensors(loaded.model)
+    device = next(iter(targets.values())).device
+    model = build_model(config, dtype=loaded.dtype, device=device, perform_initialization=False)
+    fill_model(model, config, new, directory)
+    found = model_tensors(model)
+    assert found.keys() == targets.keys(), "one configuration makes one model"
+    return NewWeights(tuple((target, found[name]) for name, target in targets.items()))
+
+
+def _require_same(config: ModelConfig, new: ModelConfig, directory: Path) -> None:
+    """Weights of equal shapes may be of another model: of other heads, another norm, another base of positions."""
+    for field in dataclasses.fields(config):
+        here, there = getattr(config, field.name), getattr(new, field.name)
+        if here != there:
+            raise CheckpointError(
+                f"{directory.name} is of another model: its {field.name} is {there!r}, the one that serves has {here!r}"
+            )

@@ -1,0 +1,73 @@
+"""A batch as bytes: a head of a fixed size, which all but new requests fit into, and a body for those.
+
+A broadcast has a size that everybody knows beforehand, so what comes without notice can only be announced by one that
+has always the same. Its size is chosen so that the commands of a step without new requests ride in it; a prompt does
+not, and comes in a second message, whose length the head says.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from collections.abc import Sequence
+
+from megatron_ext.ranks.commands import (
+    Action,
+    Batch,
+    Command,
+    End,
+    ResetPrefixCache,
+    Resume,
+    StartAnew,
+    Suspend,
+    WeightsChanged,
+)
+from megatron_ext.scheduling.record import Status
+
+HEAD_BYTES = 64
+_HEAD = struct.Struct("<BBxxI")  # action, commands in the head, bytes of the body
+_COMMAND = struct.Struct("<BBHq")  # which one, status, replica, request id
+_MOST = (HEAD_BYTES - _HEAD.size) // _COMMAND.size  # commands in a head
+_SMALL: tuple[type[Command], ...] = (End, ResetPrefixCache, WeightsChanged, Suspend, Resume, StartAnew)
+_STATUSES = tuple(Status)
+
+
+def pack(batch: Batch) -> tuple[bytes, bytes]:
+    """Head and body; the body is empty where all commands fit into the head."""
+    small = [_pack_small(*one) for one in batch.commands] if len(batch.commands) <= _MOST else [None]
+    if None not in small:
+        head = _HEAD.pack(batch.action, len(small), 0) + b"".join(one for one in small if one is not None)
+        return head.ljust(HEAD_BYTES, b"\0"), b""
+    body = pickle.dumps(batch.commands, pickle.HIGHEST_PROTOCOL)
+    return _HEAD.pack(batch.action, 0, len(body)).ljust(HEAD_BYTES, b"\0"), body
+
+
+def _pack_small(replica: int, command: Command) -> bytes | None:
+    """None for what has no place in a head."""
+    if not isinstance(command, _SMALL):
+        return None
+    status, name = (_STATUSES.index(command.status), command.request_id) if isinstance(command, End) else (0, 0)
+    try:
+        return _COMMAND.pack(_SMALL.index(type(command)), status, replica, name)
+    except struct.error:  # an id of more than 63 bits
+        return None
+
+
+def body_length(head: bytes) -> int:
+    """Bytes of the message that follows this head; 0: there is none."""
+    return int(_HEAD.unpack_from(head)[2])
+
+
+def unpack(head: bytes, body: bytes = b"") -> Batch:
+    """What was packed. Ranks trust each other: see `Link`."""
+    action, count, _ = _HEAD.unpack_from(head)
+    if body:
+        return Batch(Action(action), pickle.loads(body))
+    fields = [_COMMAND.unpack_from(head, _HEAD.size + i * _COMMAND.size) for i in range(count)]
+    return Batch(Action(action), tuple(_unpack_small(one) for one in fields))
+
+
+def _unpack_small(fields: Sequence[int]) -> tuple[int, Command]:
+    which, status, replica, name = fields
+    kind = _SMALL[which]
+    return replica, End(name, _STATUSES[status]) if kind is End else kind()  # type: ignore[call-arg]  # no fields

@@ -1,0 +1,80 @@
+"""What a request does to its logits before a token is chosen by temperature, top_k and top_p.
+
+Everything that it depends on stands here, the tokens of the whole sequence included, so nothing of it is carried from
+step to step: chunks, preemption, suspension and what was cached make no difference.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+
+from megatron_ext.config import RequestParams
+from megatron_ext.config.response_format import ResponseFormat
+from megatron_ext.config.token_biases import TokenBiases
+from megatron_ext.scheduling.request import Request
+
+
+@dataclass(frozen=True)
+class Shaping:
+    """Penalties, biases, words that must not come, a form, and the least share of the best token's probability.
+
+    Attributes:
+        tokens: Of prompt and generation, as they are packed; none where nothing depends on them.
+        prompt_length: How many of them are the prompt.
+        repetition: Divides the logits of tokens that came, where they are above zero, and multiplies those below.
+        presence: Taken off the logits of generated tokens.
+        frequency: The same, for each time that one came.
+        biases: Added to logits.
+        bad_words: Tokens each; the last one must not come behind the others.
+        min_p: Tokens below this share of the best one's probability are left out; 0 is off.
+        form: That the answer must have; None is any text.
+        ends: Tokens that end it, where it may end.
+    """
+
+    tokens: array[int]
+    prompt_length: int
+    repetition: float
+    presence: float
+    frequency: float
+    biases: TokenBiases
+    bad_words: tuple[tuple[int, ...], ...]
+    min_p: float
+    form: ResponseFormat | None = None
+    ends: tuple[int, ...] = ()
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether tokens that came count."""
+        return bool(self.presence or self.frequency or self.repetition != 1)
+
+    @property
+    def ruled_out(self) -> list[int]:
+        """The last tokens of words whose others have just come. Words are looked for in what was generated."""
+        generated = self.tokens[self.prompt_length :]
+        return [
+            word[-1]
+            for word in self.bad_words
+            if len(word) == 1 or generated[1 - len(word) :] == array(generated.typecode, word[:-1])
+        ]
+
+
+def shaping_of(request: Request) -> Shaping:
+    """What a request that shapes its logits does to those of its next token."""
+    params, sequence = request.params, request.sequence
+    return Shaping(
+        tokens=sequence.packed[:] if _reads_tokens(params) else sequence.packed[:0],
+        prompt_length=sequence.prompt_length,
+        repetition=params.repetition_penalty,
+        presence=params.presence_penalty,
+        frequency=params.frequency_penalty,
+        biases=params.logit_bias,
+        bad_words=request.submission.bad_words,
+        min_p=0.0 if params.is_greedy else params.min_p,
+        form=params.form,
+        ends=() if params.form is None else request.submission.end_ids,
+    )
+
+
+def _reads_tokens(params: RequestParams) -> bool:
+    return params.has_penalties or bool(params.bad_words or params.form)

@@ -1,0 +1,338 @@
+"""The fields that bodies of both routes have: OpenAI's, and those that this engine adds; `protocol.py` has the bodies.
+
+Types are strict ("5" is no number) and unknown fields are refused. Fields that ask for something that the engine does
+not do are taken as long as they ask for nothing, because clients send them with every request. Whatever a client can
+send many of is counted first: pydantic would make an error of each.
+"""
+
+from __future__ import annotations
+
+import json
+from itertools import chain
+from typing import Annotated, Any
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+from megatron_ext.config.request import LARGEST_FACTOR, LARGEST_PENALTY
+from megatron_ext.config.response_format import JSON_OBJECT, REGEX, ResponseFormat
+from megatron_ext.config.token_biases import TokenBiases
+from megatron_ext.errors import ConfigError
+
+MOST_CHOICES = 128
+MOST_TOP_LOGPROBS = 20
+MOST_FIELDS = 128  # of one object
+MOST_MESSAGES = 10_000
+MOST_STOP_WORDS = 64  # each is looked for after every token, by the thread that steps the engine
+LONGEST_STOP_WORD = 1024  # characters
+MOST_BIASES = 1024
+
+# Values with which a field asks for what happens anyway; None is always one.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "add_special_tokens": (True,),
+    "early_stopping": (False,),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
+    "logits_processors": ([],),
+    "priority": (0,),
+    "prompt_logprobs": (),
+    "spaces_between_special_tokens": (True,),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+    "suffix": ("",),
+    "documents": ([],),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "reasoning_effort": (),
+    "verbosity": (),
+    "web_search_options": (),
+}
+
+
+def whole_characters(text: str) -> str:
+    """The text, if it is one: JSON can say halves of characters, which no tokenizer can read.
+
+    Raises:
+        ConfigError: It has such a half.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ConfigError("has half of a surrogate pair, which is no character") from None
+    return text
+
+
+def checked_prompts(value: object) -> object:
+    """One prompt or several, looked at as a whole: millions of token ids pass, or fail, without a step for each.
+
+    Raises:
+        ValueError: It is something else.
+    """
+    items: str | list[Any]
+    kinds: set[type]
+    if isinstance(value, str):
+        items, kinds = value, {str}
+    elif isinstance(value, list):
+        items, kinds = value, set(map(type, value))
+    else:
+        raise ValueError("must be a string, a list of strings, a list of token ids, or a list of those")
+    if not items:
+        raise ValueError("is empty; it needs at least one token")
+    if kinds == {str}:
+        whole_characters("".join(items))
+    elif kinds == {list}:
+        kinds = set(map(type, chain.from_iterable(items))) | {int}
+    if kinds not in ({str}, {int}):
+        raise ValueError("must have strings only, or token ids (integers) only, or lists of those only")
+    return value
+
+
+Text = Annotated[str, AfterValidator(whole_characters)]
+# What the description of the routes says; the check is ours.
+Prompts = Annotated[
+    str | list[str] | list[int] | list[list[int]],
+    PlainValidator(checked_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
+]
+
+
+class Body(BaseModel):
+    """JSON with strict types and known fields only."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_few_fields(cls, value: object) -> object:
+        if isinstance(value, dict) and len(value) > MOST_FIELDS:
+            raise ValueError(f"has {len(value)} fields; at most {MOST_FIELDS} are taken")
+        return value
+
+
+def few_words(value: object) -> object:
+    """A text or a list of texts, within what is looked for after every token.
+
+    Raises:
+        ValueError: There are more, or one is longer.
+    """
+    words = value if isinstance(value, list) else [value]
+    if len(words) > MOST_STOP_WORDS:
+        raise ValueError(f"has {len(words)} words; at most {MOST_STOP_WORDS} are taken")
+    longest = max((len(word) for word in words if isinstance(word, str)), default=0)
+    if longest > LONGEST_STOP_WORD:
+        raise ValueError(f"has a word of {longest} characters; at most {LONGEST_STOP_WORD} are taken")
+    return value
+
+
+def few_ids(value: object) -> object:
+    """A list of token ids, not too many.
+
+    Raises:
+        ValueError: It is none, or too long.
+    """
+    if not isinstance(value, list) or not all(type(token) is int and token >= 0 for token in value):
+        raise ValueError("must be a list of token ids, which are whole numbers")
+    if len(value) > MOST_STOP_WORDS:
+        raise ValueError(f"has {len(value)} ids; at most {MOST_STOP_WORDS} are taken")
+    return value
+
+
+def biases(value: object) -> object:
+    """Token ids, as texts, with numbers.
+
+    Raises:
+        ValueError: They are none, too many, or too large.
+    """
+    if isinstance(value, dict) and len(value) > MOST_BIASES:
+        raise ValueError(f"has {len(value)} tokens; at most {MOST_BIASES} are taken")
+    if not isinstance(value, dict):
+        raise ValueError(f"is not {TokenBiases.expected}")
+    try:
+        read = TokenBiases.of(value)
+    except ValueError as error:
+        raise ValueError(f"is not {error}") from None
+    if read.problem is not None:
+        raise ValueError(read.problem)
+    return read
+
+
+def response_format(value: object) -> object:
+    """A form, in OpenAI's words or the regex beside them.
+
+    Raises:
+        ValueError: It is none.
+    """
+    try:
+        return ResponseFormat.of(value)
+    except ValueError as error:
+        raise ValueError(f"is not {error}") from None
+
+
+Form = Annotated[Any, PlainValidator(response_format, json_schema_input_type=dict[str, Any])]
+Words = Annotated[list[Text], Field(fail_fast=True)]
+TokenIds = Annotated[list[int], PlainValidator(few_ids, json_schema_input_type=list[int])]
+Biases = Annotated[Any, PlainValidator(biases, json_schema_input_type=dict[str, float])]
+Penalty = Annotated[float, Field(ge=-LARGEST_PENALTY, le=LARGEST_PENALTY)]
+
+
+class StreamOptions(Body):
+    """How to stream."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None  # there is none
+
+
+class OpenAIFields(Body):
+    """OpenAI's fields of both routes that this engine heeds."""
+
+    model: str | None = None
+    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
+    stop: Text | list[Text] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    temperature: Annotated[float, Field(ge=0)] | None = None  # 0 is greedy
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    logit_bias: Biases | None = None
+    response_format: Form | None = None
+    seed: int | None = None
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _has_few_stop_words(cls, value: object) -> object:
+        return few_words(value)
+
+    @model_validator(mode="after")
+    def _options_need_a_stream(self) -> OpenAIFields:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options needs stream; set it or leave stream_options out")
+        return self
+
+    @property
+    def stop_words(self) -> tuple[str, ...]:
+        """As a tuple, whatever it was."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with the usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def continues_usage(self) -> bool:
+        """Whether each part of a stream has the usage so far."""
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+
+
+class StructuredOutputs(Body):
+    """vLLM's words for a form; one of them."""
+
+    json_schema: dict[str, object] | None = Field(None, alias="json")
+    regex: Annotated[Text, Field(min_length=1)] | None = None
+    json_object: bool | None = None
+
+    @model_validator(mode="after")
+    def _is_one(self) -> StructuredOutputs:
+        if sum(map(bool, (self.json_schema is not None, self.regex, self.json_object))) != 1:
+            raise ValueError("needs one of json, regex and json_object")
+        return self
+
+    @property
+    def form(self) -> ResponseFormat:
+        """The same in OpenAI's words."""
+        if self.regex is not None:
+            return ResponseFormat(REGEX, self.regex)
+        return ResponseFormat(JSON_OBJECT) if self.json_schema is None else ResponseFormat.json_schema(self.json_schema)
+
+
+class EngineFields(Body):
+    """What is not OpenAI's."""
+
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None  # 0 and -1 are off
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=1 / LARGEST_FACTOR, le=LARGEST_FACTOR)] | None = None
+    stop_token_ids: TokenIds | None = None
+    bad_words: Words | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    structured_outputs: StructuredOutputs | None = None
+    cache_salt: str | None = None
+    enable_prefix_caching: bool | None = None
+
+    @field_validator("bad_words", mode="before")
+    @classmethod
+    def _has_few_bad_words(cls, value: object) -> object:
+        return few_words(value) if isinstance(value, list) else value
+
+
+class ClientFields(Body):
+    """What clients say for their own books, without effect on the answer."""
+
+    user: str | None = None
+    metadata: dict[str, object] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+
+class NeutralFields(Body):
+    """What is taken as long as it asks for nothing; see `_NEUTRAL`, whose fields of either route are checked here."""
+
+    add_special_tokens: object = None
+    early_stopping: object = None
+    include_stop_str_in_output: object = None
+    length_penalty: object = None
+    logits_processors: object = None
+    priority: object = None
+    prompt_logprobs: object = None
+    spaces_between_special_tokens: object = None
+    truncate_prompt_tokens: object = None
+    use_beam_search: object = None
+
+    @field_validator(*_NEUTRAL, check_fields=False)
+    @classmethod
+    def _asks_for_nothing(cls, value: object, info: ValidationInfo) -> object:
+        neutral = _NEUTRAL[str(info.field_name)]
+        is_one = any(isinstance(value, bool) == isinstance(one, bool) and value == one for one in neutral)
+        if value is not None and not is_one:
+            raise ValueError(_refusal(neutral))
+        return value
+
+
+def _refusal(neutral: tuple[Any, ...]) -> str:
+    shown = " and ".join(json.dumps(one) for one in neutral)
+    return "is not supported; leave it out" + (f" ({shown} is what happens anyway)" if neutral else "")
+
+
+# pydantic takes the fields of the last base first, and the first error in this order is the one that a client is told.
+class GenerationRequest(NeutralFields, ClientFields, EngineFields, OpenAIFields):
+    """What both routes have in common. None is the same as leaving a field out."""
+
+    @field_validator("structured_outputs")
+    @classmethod
+    def _is_the_only_form(cls, value: StructuredOutputs | None, info: ValidationInfo) -> StructuredOutputs | None:
+        if value is not None and info.data.get("response_format") is not None:
+            raise ValueError("and response_format contradict each other; give one of them")
+        return value
+
+    @property
+    def form(self) -> ResponseFormat | None:
+        """The form that answers must have; None if any text will do."""
+        form = self.response_format if self.structured_outputs is None else self.structured_outputs.form
+        return None if form is None or form.is_free else form

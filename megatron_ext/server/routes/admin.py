@@ -1,0 +1,108 @@
+"""What changes the server for everybody. Open to administrators' keys, where `--enable-admin-routes` says so."""
+
+from __future__ import annotations
+
+import logging
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Query
+from pydantic import Field, model_validator
+
+from megatron_ext.mcore.out_of_memory import is_out_of_memory
+from megatron_ext.server.body import JsonRoute
+from megatron_ext.server.errors import ApiError, aborted, no_memory, no_such_answer
+from megatron_ext.server.fields import Body, Text
+from megatron_ext.server.log import printable
+from megatron_ext.server.queries import only_queries
+from megatron_ext.server.serving import ServerDependency
+
+logger = logging.getLogger(__name__)
+
+LONGEST_ID = 100  # characters, in messages
+LONGEST_PATH = 4096  # characters
+
+router = APIRouter(route_class=JsonRoute)
+
+
+class Nothing(Body):
+    """An empty object, or no body at all."""
+
+
+class AbortRequest(Body):
+    """Which answers are to end."""
+
+    request_id: Text | None = None  # the `id` of an answer, as its client sees it
+    abort_all: bool | None = None
+
+    @model_validator(mode="after")
+    def _names_something(self) -> AbortRequest:
+        if (self.request_id is None) is not bool(self.abort_all):
+            raise ValueError("give request_id, or abort_all as true, and not both")
+        return self
+
+
+class UpdateRequest(Body):
+    """Where new weights are."""
+
+    model_path: Annotated[Text, Field(min_length=1, max_length=LONGEST_PATH)]
+
+
+@router.post("/sleep", dependencies=[Depends(only_queries("level"))])
+async def sleep(
+    serving: ServerDependency,
+    body: Nothing | None = None,
+    level: Annotated[int, Query(ge=1, le=1, description="1: memory of the pools; weights stay")] = 1,
+) -> dict[str, object]:
+    """Give the pools' memory back. Requests in flight wait and keep their tokens; new ones get a 503."""
+    await serving.loop.sleep()
+    logger.info("asleep: the memory of the pools has been given back")
+    return {"is_sleeping": True}
+
+
+@router.post("/wake_up", dependencies=[Depends(only_queries())])
+async def wake_up(serving: ServerDependency, body: Nothing | None = None) -> dict[str, object]:
+    """Allocate the pools again; requests compute what they had computed, and go on."""
+    try:
+        await serving.loop.wake_up()
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise no_memory("the pools; the server stays asleep") from error
+    logger.info("awake: the pools have been allocated again")
+    return {"is_sleeping": False}
+
+
+@router.get("/is_sleeping", dependencies=[Depends(only_queries())])
+async def is_sleeping(serving: ServerDependency) -> dict[str, object]:
+    """Whether the server is asleep."""
+    return {"is_sleeping": serving.loop.is_asleep}
+
+
+@router.post("/flush_cache", dependencies=[Depends(only_queries())])
+async def flush_cache(serving: ServerDependency, body: Nothing | None = None) -> dict[str, object]:
+    """Empty the prefix cache; another name of `/reset_prefix_cache`."""
+    return await serving.cache.reset()
+
+
+@router.post("/abort", dependencies=[Depends(only_queries())])
+async def abort(serving: ServerDependency, body: AbortRequest) -> dict[str, object]:
+    """End one answer, or all. Their clients are told; their memory is free when the step in flight has ended."""
+    if body.request_id is not None:
+        exchange = serving.answers.get(body.request_id)
+        count = 0 if exchange is None else serving.loop.end(exchange, aborted())
+        if count == 0:
+            raise no_such_answer(printable(body.request_id, LONGEST_ID))
+    else:
+        count = serving.loop.living
+        serving.loop.give_up(aborted())
+    logger.info("%d requests ended by an administrator", count)
+    return {"aborted": count}
+
+
+@router.post("/update_weights_from_disk", dependencies=[Depends(only_queries())])
+async def update_weights_from_disk(serving: ServerDependency, body: UpdateRequest) -> dict[str, object]:
+    """Write the weights of a checkpoint into the model, all or nothing; the prefix cache is emptied."""
+    if serving.updater is None:
+        raise ApiError(400, "this server reads no new weights; start it with --weights-root DIR", param="model_path")
+    count = await serving.updater.update(body.model_path, serving.engine, serving.loop.call)
+    return {"success": True, "message": f"{count} tensors are those of {body.model_path}", "tensors": count}

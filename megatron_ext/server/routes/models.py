@@ -1,0 +1,24 @@
+"""The one model, and what says what it is."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+
+from megatron_ext.server.errors import unknown_model
+from megatron_ext.server.serving import ServerDependency
+
+router = APIRouter()
+
+
+@router.get("/v1/models")
+async def list_models(serving: ServerDependency) -> dict[str, object]:
+    """The one model."""
+    return {"object": "list", "data": [serving.describe()]}
+
+
+@router.get("/v1/models/{model:path}")
+async def retrieve_model(model: str, serving: ServerDependency) -> dict[str, object]:
+    """The model by its name."""
+    if model != serving.model:
+        raise unknown_model(model, serving.model)
+    return serving.describe()

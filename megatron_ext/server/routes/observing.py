@@ -1,0 +1,76 @@
+"""How the server is, and what its cache holds."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+
+import megatron_ext
+from megatron_ext.server.docs_page import DOCS_HEADERS, docs_page
+from megatron_ext.server.page import PAGE, PAGE_HEADERS
+from megatron_ext.server.serving import ServerDependency
+
+router = APIRouter()
+
+
+@router.get("/health")
+async def health(serving: ServerDependency) -> JSONResponse:
+    """200 while the engine steps without failing, 503 otherwise."""
+    loop = serving.loop
+    is_healthy = loop.is_healthy
+    status = "failing" if not is_healthy else "asleep" if loop.is_asleep else "ok"
+    return JSONResponse({"status": status, "errors": loop.error_count}, 200 if is_healthy else 503)
+
+
+for method in ("GET", "POST"):  # as some platforms ask
+    router.add_api_route("/ping", health, methods=[method], summary="Ping")
+
+
+@router.get("/version")
+async def version() -> dict[str, str]:
+    """Of this package."""
+    return {"version": megatron_ext.__version__}
+
+
+@router.get("/load")
+async def load(serving: ServerDependency) -> dict[str, int]:
+    """Requests that are here, how many of them run, wait and are paused, and how many there may be."""
+    state = serving.metrics.state
+    counts = {name: 0 if state is None else state.value(name) for name in ("running", "waiting", "paused")}
+    return {"server_load": serving.loop.living, **counts, "capacity": serving.loop.capacity}
+
+
+@router.get("/metrics", response_class=PlainTextResponse)
+async def metrics(serving: ServerDependency) -> Response:
+    """For Prometheus."""
+    return Response(serving.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+@router.get("/metrics/history")
+async def metrics_history(serving: ServerDependency, since: float = 0.0) -> dict[str, object]:
+    """The last ten minutes of the metrics, or what came since then, and how it is now."""
+    return serving.describe_server() | serving.history.since(since)
+
+
+@router.get("/prefix_cache")
+async def prefix_cache(serving: ServerDependency) -> dict[str, object]:
+    """What the cache holds: sizes, use, and the hottest prefixes as digests. Never text."""
+    return await serving.cache.describe()
+
+
+@router.post("/reset_prefix_cache")
+async def reset_prefix_cache(serving: ServerDependency) -> dict[str, object]:
+    """Empty the cache; requests in flight go on, and leave nothing in it."""
+    return await serving.cache.reset()
+
+
+@router.get("/docs", response_class=HTMLResponse)
+async def documentation(request: Request) -> HTMLResponse:
+    """What the description of this server says, for people."""
+    return HTMLResponse(docs_page(request.app.openapi()), headers=DOCS_HEADERS)
+
+
+@router.get("/", response_class=HTMLResponse)
+async def status_page() -> HTMLResponse:
+    """What the history and the cache's own route say, drawn."""
+    return HTMLResponse(PAGE, headers=PAGE_HEADERS)

@@ -1,0 +1,115 @@
+"""Texts as token ids and back, and what the tokenizer is."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Annotated
+
+from fastapi import APIRouter, Depends
+from pydantic import Field, PlainValidator, model_validator
+
+from megatron_ext.server.body import JsonRoute
+from megatron_ext.server.errors import ApiError
+from megatron_ext.server.fields import MOST_MESSAGES, Body, Text
+from megatron_ext.server.protocol import Message
+from megatron_ext.server.queries import only_queries
+from megatron_ext.server.serving import ServerDependency, Serving
+from megatron_ext.text.tokenizer import TextTokenizer
+
+router = APIRouter(route_class=JsonRoute, dependencies=[Depends(only_queries())])
+
+
+def whole_numbers(value: object) -> object:
+    """A list of ids, looked at as a whole.
+
+    Raises:
+        ValueError: It is something else.
+    """
+    if not isinstance(value, list) or not set(map(type, value)) <= {int}:
+        raise ValueError("must be a list of token ids (integers)")
+    return value
+
+
+Ids = Annotated[list[int], PlainValidator(whole_numbers, json_schema_input_type=list[int])]
+
+
+class TokenizeRequest(Body):
+    """A text, or a conversation."""
+
+    model: str | None = None
+    prompt: Text | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)] | None = None
+    add_special_tokens: bool | None = None  # of a prompt: those that its tokenizer adds; true unless given
+    return_token_strs: bool | None = None
+
+    @model_validator(mode="after")
+    def _has_one_text(self) -> TokenizeRequest:
+        if (self.prompt is None) is (self.messages is None):
+            raise ValueError("give prompt, or messages, and not both")
+        if self.messages is not None and self.add_special_tokens is not None:
+            raise ValueError("add_special_tokens is for a prompt; what a conversation begins with its template says")
+        return self
+
+
+class DetokenizeRequest(Body):
+    """Ids."""
+
+    model: str | None = None
+    tokens: Ids
+
+
+@router.post("/tokenize")
+async def tokenize(body: TokenizeRequest, serving: ServerDependency) -> dict[str, object]:
+    """Ids of a text, as `/v1/completions` reads it, or of a conversation, as `/v1/chat/completions` does."""
+    serving.check_name(body.model)
+    tokens = await _tokens(body, serving)
+    strings = await asyncio.to_thread(_each, serving, tokens) if body.return_token_strs else None
+    return {
+        "count": len(tokens),
+        "max_model_len": serving.prompt_limits.sequence,
+        "tokens": tokens,
+        "token_strs": strings,
+    }
+
+
+async def _tokens(body: TokenizeRequest, serving: Serving) -> list[int]:
+    if body.messages is not None:
+        return await serving.tokenize_chat(body.messages)
+    assert body.prompt is not None, "the body has been checked"
+    tokenizer = serving.tokenizer
+    if body.add_special_tokens is False and isinstance(tokenizer, TextTokenizer):
+        return await serving.texts.encode(body.prompt, tokenizer.tokenize_plain)
+    return await serving.texts.encode(body.prompt)
+
+
+def _each(serving: Serving, tokens: Sequence[int]) -> list[str]:
+    return [serving.vocabulary.detokenize([token], skip_special_tokens=False) for token in tokens]
+
+
+@router.post("/detokenize")
+async def detokenize(body: DetokenizeRequest, serving: ServerDependency) -> dict[str, str]:
+    """The text of ids, special tokens included."""
+    serving.check_name(body.model)
+    most = serving.prompt_limits.sequence
+    if len(body.tokens) > most:
+        raise ApiError(400, f"tokens: {len(body.tokens)} ids; at most {most} are taken", param="tokens")
+    serving.vocabulary.check_prompt(body.tokens)
+    return {"prompt": await asyncio.to_thread(serving.vocabulary.detokenize, body.tokens, skip_special_tokens=False)}
+
+
+@router.get("/tokenizer_info")
+async def tokenizer_info(serving: ServerDependency) -> dict[str, object]:
+    """What clients need to know to use this tokenizer: its special tokens, its chat template."""
+    tokenizer = serving.tokenizer
+    info: dict[str, object] = {
+        "tokenizer_class": type(tokenizer).__name__,
+        "vocab_size": tokenizer.vocab_size,
+        "model_max_length": serving.prompt_limits.sequence,
+    }
+    for role, token in (("eos_token", tokenizer.eod), ("bos_token", tokenizer.bos)):
+        known = token is not None and isinstance(tokenizer, TextTokenizer)
+        info[role] = tokenizer.detokenize([token], skip_special_tokens=False) if known and token is not None else None
+        info[f"{role}_id"] = token
+    info["chat_template"] = tokenizer.chat_template if isinstance(tokenizer, TextTokenizer) else None
+    return info

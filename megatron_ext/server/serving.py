@@ -1,0 +1,127 @@
+"""What routes need of a server that has been loaded."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated
+from weakref import WeakValueDictionary
+
+from fastapi import Depends, Request
+
+import megatron_ext
+from megatron_ext.config import RequestParams, ServerConfig
+from megatron_ext.config.annotations import FieldValues
+from megatron_ext.mcore.adapter import InferenceEngine
+from megatron_ext.server.cache_view import CacheView
+from megatron_ext.server.chat import ChatFormat
+from megatron_ext.server.engine_loop import EngineLoop
+from megatron_ext.server.errors import unknown_model
+from megatron_ext.server.exchange import HttpExchange
+from megatron_ext.server.fields import GenerationRequest
+from megatron_ext.server.forms import FormChecks
+from megatron_ext.server.history import History
+from megatron_ext.server.keys import Keys, load_keys
+from megatron_ext.server.metrics import Metrics
+from megatron_ext.server.protocol import Message
+from megatron_ext.server.sampling import PromptLimits
+from megatron_ext.server.texts import TextEncoder
+from megatron_ext.server.updater import WeightsUpdater
+from megatron_ext.text.chat_template import ChatOptions
+from megatron_ext.text.tokenizer import Tokenizer
+
+
+@dataclass(eq=False)
+class Serving:
+    """What the routes need.
+
+    Args:
+        engine: Nobody else may touch it from now on, except for its tokenizer.
+        model: The name it is served under.
+        settings: Limits, and who is let in.
+        keys: By default those that the settings name.
+        root: Where the model's tokenizer can be read, for clients on this machine; by default the model's name.
+        updater: Reads new weights; None where it was not asked for.
+        defaults: Fields of `RequestParams` that the model has for what a body does not say.
+    """
+
+    engine: InferenceEngine
+    model: str
+    settings: ServerConfig
+    keys: Keys | None = None
+    root: str | None = None
+    updater: WeightsUpdater | None = None
+    defaults: FieldValues = field(default_factory=dict)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def __post_init__(self) -> None:
+        self.keys = self.keys or load_keys(self.settings)
+        self.metrics = Metrics(self.model)
+        self.answers: WeakValueDictionary[str, HttpExchange] = WeakValueDictionary()  # in flight, by their ids
+        self.history = History(self.metrics)
+        self.loop = EngineLoop(self.engine, self.metrics, self.settings.max_waiting_requests)
+        self.cache = CacheView(self.engine, self.loop, self.metrics)
+        self.tokenizer: Tokenizer = self.engine.controller.tokenizer
+        self.vocabulary = self.engine.controller.vocabulary
+        self.chat = ChatFormat(self.tokenizer, parse_control=self.settings.chat_control_tokens == "parse")
+        geometry = self.engine.geometry
+        longest = self.engine.context.max_sequence_length
+        self.prompt_limits = PromptLimits(longest, geometry.blocks * geometry.block_size_tokens)
+        self.forms = FormChecks(self.engine.controller.guides.grammars, self.settings.limits)
+        self.texts = TextEncoder(self.tokenizer, self.engine.controller.tokenize_prompt, longest)
+
+    async def tokenize_chat(self, messages: Sequence[Message], options: ChatOptions | None = None) -> list[int]:
+        """Ids of a conversation, and what its template is told beside it.
+
+        Raises:
+            ApiError: See `TextEncoder.encode`.
+            ConfigError: See `ChatFormat.render`.
+        """
+        chat = await asyncio.to_thread(self.chat.render, messages, options)
+        return await self.texts.encode(chat.text, lambda _: self.engine.controller.begin_once(chat.ids()))
+
+    def decoder(self, params: RequestParams) -> Callable[..., str]:
+        """What makes a request's tokens its text."""
+        return self.vocabulary.decoder(skips_special=params.skip_special_tokens)
+
+    def check_model(self, body: GenerationRequest) -> None:
+        """See that the request means this model.
+
+        Raises:
+            ApiError: It means another one.
+        """
+        self.check_name(body.model)
+
+    def check_name(self, name: str | None) -> None:
+        """See that a name, if there is one, is this model's.
+
+        Raises:
+            ApiError: It is another one's.
+        """
+        if name is not None and name != self.model:
+            raise unknown_model(name, self.model)
+
+    def describe_server(self) -> dict[str, str]:
+        """What the status page writes above everything."""
+        return {"model": self.model, "version": megatron_ext.__version__}
+
+    def describe(self) -> dict[str, object]:
+        """OpenAI's model object."""
+        return {
+            "id": self.model,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "megatron_ext",
+            "root": self.root or self.model,
+            "parent": None,
+            "max_model_len": self.prompt_limits.sequence,
+        }
+
+
+async def _serving(request: Request) -> Serving:  # without `async` FastAPI calls it in a thread
+    return request.app.state.serving
+
+
+ServerDependency = Annotated[Serving, Depends(_serving)]

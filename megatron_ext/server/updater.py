@@ -1,0 +1,66 @@
+"""New weights while the server runs: read beside the steps, written between two of them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from megatron_ext.config import SourceConfig
+from megatron_ext.config.annotations import FieldValues
+from megatron_ext.mcore.adapter import InferenceEngine
+from megatron_ext.models.load import LoadedModel
+from megatron_ext.models.update.disk import NewWeights, WeightsRoot, read_new_weights
+from megatron_ext.server.log import printable
+
+logger = logging.getLogger(__name__)
+
+LONGEST_PATH = 500  # characters of a path in a log line
+
+
+@dataclass(eq=False)
+class WeightsUpdater:
+    """Reads checkpoints below a directory into the model, one at a time.
+
+    Args:
+        root: Nothing else is read.
+        loaded: The model.
+        source: It was loaded with.
+        overrides: The same.
+    """
+
+    root: WeightsRoot
+    loaded: LoadedModel
+    source: SourceConfig
+    overrides: FieldValues
+    _one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def update(self, path: str, engine: InferenceEngine, between_steps: Callable[..., Awaitable[None]]) -> int:
+        """Read a checkpoint, and write it if it fits.
+
+        Args:
+            path: Of its directory, below the root.
+            engine: Around the model.
+            between_steps: Calls a function with the thread that steps.
+
+        Returns:
+            Tensors written.
+
+        Raises:
+            ConfigError: See `WeightsRoot.resolve` and `read_new_weights`. Nothing has been written.
+        """
+        async with self._one_at_a_time:
+            new = await asyncio.to_thread(self._read, path)
+            await between_steps(_write, new, engine)
+        logger.info("weights are now those of %s", printable(path, LONGEST_PATH))
+        return len(new.pairs)
+
+    def _read(self, path: str) -> NewWeights:
+        return read_new_weights(self.loaded, self.source, self.overrides, self.root.resolve(path))
+
+
+def _write(new: NewWeights, engine: InferenceEngine) -> None:
+    """Requests in flight go on with the new weights on what the old ones computed; nothing of theirs is cached."""
+    new.write()
+    engine.weights_changed()

@@ -1,0 +1,182 @@
+"""Forms that answers must have, compiled for one tokenizer by the library llguidance (the extra `grammar`).
+
+A *matcher* follows the tokens of one answer and says which ones may come next. What its grammar costs is bounded, while
+it is compiled and at each token, in the library's own units ("fuel"), so that no schema takes long.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from megatron_ext.config.response_format import JSON_SCHEMA, REGEX, ResponseFormat
+from megatron_ext.errors import ConfigError
+from megatron_ext.text.tokenizer import Tokenizer, ends_of
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+MOST_COMPILED = 64  # grammars that are kept for the next request with the same form
+_LONGEST_REASON = 300  # characters
+_CONTROL = re.compile(r"(?<!\\)(?:\\\\)*\\u00[01]")  # as `json.dumps` writes one
+_ANY_OBJECT = '{"type": "object"}'
+# Between the parts of JSON nothing or one space: a small model would go on with blanks until its tokens are used up.
+# A name that is spelled with an escaped letter would pass for another property than the one that it is.
+_JSON_OPTIONS = {
+    "whitespace_pattern": " ?",
+    "json_allowed_escapes": 'bfnrt"\\',
+    "lenient": False,
+    "coerce_one_of": False,
+}
+# About 20 ms to compile, 20 ms a token and 40 MB a matcher, at most; the library's defaults allow for ten times that.
+_LIMITS: dict[str, Any] = {
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 200_000,
+    "step_max_items": 50_000,
+    "max_lexer_states": 25_000,
+    "max_grammar_size": 250_000,
+    "verbose_errors": False,  # they would quote answers, and nothing of those belongs into a log
+}
+
+
+class Matcher:
+    """Follows one answer.
+
+    Args:
+        matcher: The library's, at the beginning.
+        tokenizer: The library's.
+    """
+
+    def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer) -> None:
+        self._matcher = matcher
+        self._end = tokenizer.eos_token
+
+    def take(self, tokens: Sequence[int]) -> None:
+        """These tokens follow.
+
+        Raises:
+            ValueError: They cannot, or it became too much for the library's limits.
+        """
+        if not self._matcher.consume_tokens(list(tokens)):
+            raise ValueError(_reason(self._matcher.get_error()))
+
+    def allowed(self, ends: Sequence[int]) -> bytearray:
+        """Which tokens may come next: a bit for each id, the lowest first.
+
+        Args:
+            ends: Tokens that end the answer. They may come where it is complete, and nowhere else.
+
+        Raises:
+            ValueError: None may, or it became too much for the library's limits.
+        """
+        mask = bytearray(self._matcher.compute_bitmask())
+        is_complete = self._matcher.is_accepting()
+        if self._matcher.is_error():
+            raise ValueError(_reason(self._matcher.get_error()))
+        for token in (self._end, *ends):
+            mask[token // 8] &= ~(1 << token % 8) & 0xFF
+        if is_complete:
+            for token in ends:
+                mask[token // 8] |= 1 << token % 8
+        if not any(mask):
+            raise ValueError("no token of this tokenizer can follow")
+        return mask
+
+
+class Grammars:
+    """Compiles forms for one model; safe in several threads.
+
+    Args:
+        tokenizer: Of the model.
+        model_size: Ids of the model, padding included.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, model_size: int) -> None:
+        self._given = tokenizer
+        self._model_size = model_size
+        self._lock = threading.Lock()
+        self._compiled: OrderedDict[ResponseFormat, LLMatcher] = OrderedDict()
+
+    def check(self, form: ResponseFormat | None) -> None:
+        """See that answers can be given this form; it is compiled then.
+
+        Raises:
+            ConfigError: They cannot: the library or a tokenizer that it can read is missing, or the form has what the
+                library lacks, which the error names.
+        """
+        if form is not None:
+            self._compile(form)
+
+    def matcher(self, form: ResponseFormat) -> Matcher:
+        """One at the beginning of an answer; errors as of `check`."""
+        return Matcher(self._compile(form).deep_copy(), self._tokenizer)
+
+    def _compile(self, form: ResponseFormat) -> LLMatcher:
+        with self._lock:
+            if form in self._compiled:
+                self._compiled.move_to_end(form)
+                return self._compiled[form]
+        compiled = self._compile_anew(form)
+        with self._lock:
+            self._compiled[form] = compiled
+            while len(self._compiled) > MOST_COMPILED:
+                self._compiled.popitem(last=False)
+        return compiled
+
+    def _compile_anew(self, form: ResponseFormat) -> LLMatcher:
+        tokenizer = self._tokenizer
+        from llguidance import LLMatcher, LLParserLimits
+
+        if form.kind == JSON_SCHEMA and _CONTROL.search(form.source):
+            raise _refused(form, "it has a control character, which answers cannot spell")
+        try:
+            if form.kind == REGEX:
+                grammar = LLMatcher.grammar_from_regex(form.source)
+            else:
+                schema = form.source if form.kind == JSON_SCHEMA else _ANY_OBJECT
+                grammar = LLMatcher.grammar_from_json_schema(schema, overrides=_JSON_OPTIONS)  # type: ignore[arg-type]
+        except ValueError as error:
+            raise _refused(form, str(error)) from None
+        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(**_LIMITS))
+        begun = matcher.deep_copy()
+        if not matcher.is_error() and any(begun.compute_bitmask()) and not begun.is_error():
+            return matcher
+        raise _refused(form, matcher.get_error() or "no answer has it")
+
+    @cached_property
+    def _tokenizer(self) -> LLTokenizer:
+        """The library's view of the vocabulary.
+
+        Raises:
+            ConfigError: It has none.
+        """
+        if importlib.util.find_spec("llguidance") is None:
+            raise ConfigError("response_format needs the package llguidance, which is not there; install [grammar]")
+        serialized = getattr(self._given, "serialized", None)
+        ends = ends_of(self._given)
+        if serialized is None or not ends:
+            raise ConfigError(
+                "response_format: answers of this model cannot be given a form, since its tokenizer is no fast one of "
+                "Hugging Face with a token that ends a text"
+            )
+        from llguidance import LLTokenizer
+
+        try:
+            return LLTokenizer(serialized, n_vocab=self._model_size, eos_token=ends[0])
+        except (ValueError, RuntimeError) as error:
+            raise ConfigError(
+                f"response_format: the library llguidance cannot read the model's tokenizer: {_reason(str(error))}"
+            ) from error
+
+
+def _refused(form: ResponseFormat, reason: str) -> ConfigError:
+    return ConfigError(f"response_format: the {form.kind} cannot be followed: {_reason(reason)}")
+
+
+def _reason(text: str) -> str:
+    return " ".join(text.split())[:_LONGEST_REASON]

@@ -1,0 +1,86 @@
+"""OB-1: a trace of an engine's steps, with their phases named."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.config import RequestParams, RunConfig
+from megatron_ext.console import profiling
+from megatron_ext.console.profiling import check_profile, profiled
+from megatron_ext.errors import ConfigError
+from megatron_ext.mcore.adapter import InferenceEngine
+from megatron_ext.mcore.phases import PHASES
+from megatron_ext.stepping.thread import EngineThread
+from tests.unit_tests.support.driver import make_prompt
+from tests.unit_tests.support.server import tiny_engine
+
+
+def run(engine: InferenceEngine, count: int) -> int:
+    """Serve a prompt twice, the second time from a snapshot, in a thread as the server does. Steps that it took."""
+    thread = EngineThread(engine)
+    params = RequestParams(num_tokens_to_generate=count)
+    for _ in range(2):
+        thread.submit(engine.generate, [make_prompt(40, seed=3)], params).result()
+    thread.submit(engine.close).result()
+    thread.close()
+    return engine.step_count
+
+
+def events(directory: Path) -> list[dict]:
+    (file,) = directory.iterdir()
+    return [one for one in json.loads(file.read_text())["traceEvents"] if one.get("name") in PHASES and "dur" in one]
+
+
+def test_every_phase_of_every_step(tmp_path):
+    """Restoring is inside staging, and operations of the model are inside the forward."""
+    engine = tiny_engine()
+    with profiled(engine, str(tmp_path)):
+        steps = run(engine, 4)
+    found = events(tmp_path)
+    assert Counter(one["name"] for one in found) == dict.fromkeys(PHASES, steps)
+    first = {name: next(one for one in found if one["name"] == name) for name in PHASES}
+    starts = [first[name]["ts"] for name in PHASES]
+    assert starts == sorted(starts)
+    assert first["restore"]["ts"] + first["restore"]["dur"] <= first["stage"]["ts"] + first["stage"]["dur"]
+    (file,) = tmp_path.iterdir()
+    operations = [one for one in json.loads(file.read_text())["traceEvents"] if one.get("cat") == "cpu_op"]
+    begin, end = first["forward"]["ts"], first["forward"]["ts"] + first["forward"]["dur"]
+    inside = [one for one in operations if begin <= one["ts"] and one["ts"] + one["dur"] <= end]
+    assert len(inside) > len(PHASES)
+
+
+def test_the_first_steps_only(tmp_path, monkeypatch):
+    monkeypatch.setattr(profiling, "MOST_STEPS", 3)
+    engine = tiny_engine()
+    with profiled(engine, str(tmp_path)):
+        assert run(engine, 8) > 3
+    assert Counter(one["name"] for one in events(tmp_path))["forward"] == 3
+
+
+def test_the_engine_is_as_before(tmp_path):
+    """Nothing of it stays with an engine, nor with the module that samples; and without the flag nothing is written."""
+    engine = tiny_engine()
+    before = [set(vars(one)) for one in (engine.engine, engine.scheduler, engine.context)]
+    with profiled(engine, str(tmp_path / "none")), profiled(engine, None):
+        assert engine.engine.compute.__name__ == "compute"
+    assert [set(vars(one)) for one in (engine.engine, engine.scheduler, engine.context)] == before
+    from megatron_ext.mcore import controller
+
+    assert not hasattr(controller.choose_tokens, "__wrapped__")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_where_it_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"--profile .*file"):
+        check_profile(str(tmp_path / "file"), None)
+    with pytest.raises(ConfigError, match="one rank"):
+        check_profile(str(tmp_path), object())
+    check_profile(str(tmp_path / "new" / "folder"), None)
+    assert (tmp_path / "new" / "folder").is_dir()
+    with pytest.raises(ConfigError, match="--profile and --prefix-cache-compare"):
+        RunConfig(profile=str(tmp_path), prefix_cache_compare=True)

@@ -1,0 +1,79 @@
+"""Rows of block tables that steps share: as if each step had been staged alone, written no more often than needed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_ext.mcore.block_rows import BlockRows
+from megatron_ext.mcore.staging import StagingRules, stage_step
+from megatron_ext.scheduling.step import ScheduledStep
+from tests.unit_tests.scheduling.test_step import play
+
+BLOCK = 4
+RULES = StagingRules(
+    block_size=BLOCK,
+    dummy_block=99,
+    kernel_chunk=2,
+    has_states=True,
+    token_rounder=1,
+    snapshots_in_prefill=True,
+    device=torch.device("cpu"),
+)
+
+
+def differing_steps(seeds: range) -> int:
+    """Steps of random lives that are staged otherwise than alone."""
+    differing = 0
+    for seed in seeds:
+        rows = BlockRows()
+        for step in play(seed):
+            if step.chunks:
+                differing += not equal(step, rows)
+    return differing
+
+
+def equal(step: ScheduledStep, rows: BlockRows) -> bool:
+    shared, alone = stage_step(step, RULES, None, rows), stage_step(step, RULES)
+    return torch.equal(shared.slot_mapping, alone.slot_mapping) and torch.equal(
+        shared.paged_batch.block_table, alone.paged_batch.block_table
+    )
+
+
+def test_steps_that_share_rows_are_staged_as_if_alone():
+    """Requests come, grow, end, and leave their live slots to others."""
+    assert differing_steps(range(6)) == 0
+
+
+def test_rows_that_are_not_written_anew_are_found(monkeypatch: pytest.MonkeyPatch):
+    """Negative control: the first table of a live slot stays."""
+    write = BlockRows._write
+
+    def write_once(self: BlockRows, slot: int, table: tuple[int, ...]) -> None:
+        if not self._written[slot]:
+            write(self, slot, table)
+
+    monkeypatch.setattr(BlockRows, "_write", write_once)
+    assert differing_steps(range(2)) > 0
+
+
+def test_the_same_table_is_read_once(monkeypatch: pytest.MonkeyPatch):
+    written = []
+    write = BlockRows._write
+    monkeypatch.setattr(BlockRows, "_write", lambda self, *args: (written.append(args[0]), write(self, *args)))
+    rows, one, other = BlockRows(), (7, 8, 9), (5,)
+    for _ in range(3):
+        assert rows.of([4, 1], [one, other]).tolist() == [[7, 8, 9], [5, 0, 0]]
+    assert written == [4, 1]
+    assert rows.of([1], [(5, 6)]).tolist() == [[5, 6]]
+    assert rows.of([4], [(3,)]).tolist() == [[3]]
+    assert rows.of([4, 1], [one, other]).tolist() == [[7, 8, 9], [5, 0, 0]], "what others left behind is gone"
+    assert written == [4, 1, 1, 4, 4, 1]
+
+
+def test_rows_are_copies():
+    """A step keeps what it was staged with."""
+    rows = BlockRows()
+    before = rows.of([0], [(1, 2)])
+    rows.of([0], [(3, 4)])
+    assert before.tolist() == [[1, 2]]

@@ -1,0 +1,167 @@
+"""SA-5, SA-2: answers that must have a form have it whenever they end by themselves, whatever their life is."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import jsonschema
+import pytest
+
+from megatron_ext.config import BatchingConfig, CacheConfig, RequestParams, SourceConfig
+from megatron_ext.mcore import platform
+from megatron_ext.mcore.assemble import build_engine
+from megatron_ext.models.load import LoadedModel, load_model
+from megatron_ext.scheduling.events import EventType
+from megatron_ext.scheduling.record import Status
+from megatron_ext.text.grammars import Matcher
+from tests.priority import TestPriority
+from tests.unit_tests.support.schemas import random_schema
+
+pytestmark = pytest.mark.priority(TestPriority.HIGH)
+
+PROMPT = "The function json.loads takes a text and gives an object."
+SCHEMAS = [random_schema(seed) for seed in range(200)]
+NEIGHBOUR = RequestParams(num_tokens_to_generate=24, temperature=0.7, seed=1)
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    platform.initialize()
+    return load_model(SourceConfig(), {})
+
+
+def engine_of(loaded: LoadedModel, **batching: object):
+    settings = BatchingConfig(**({"block_size": 16, "block_count": 1200, "max_requests": 64} | batching))
+    cache = CacheConfig(snapshot_slots=8)
+    return build_engine(loaded.model, loaded.config, loaded.tokenizer, settings, cache, dtype=loaded.dtype)
+
+
+def wish(seed: int, count: int = 96) -> RequestParams:
+    form = {"type": "json_schema", "json_schema": {"schema": SCHEMAS[seed]}}
+    temperature = 1.0 if seed % 2 else 0.0
+    return RequestParams(
+        num_tokens_to_generate=count, temperature=temperature, seed=seed, response_format=form, return_log_probs=True
+    )
+
+
+@pytest.fixture(scope="module")
+def answers(loaded):
+    """Of 200 random schemas, 64 at once, beside a neighbour that may say anything."""
+    return run_all(engine_of(loaded))
+
+
+def run_all(engine):
+    futures = [engine.add_request(seed, PROMPT, wish(seed)) for seed in range(len(SCHEMAS))]
+    free = engine.add_request(1000, PROMPT, NEIGHBOUR)
+    while engine.has_unfinished_requests():
+        engine.step_modern()
+    return [future.result() for future in futures], free.result()
+
+
+def test_what_ends_by_itself_validates(answers):
+    records, _ = answers
+    stopped = [record for record in records if record.finish_reason == "stop"]
+    assert all(record.status is Status.COMPLETED for record in records)
+    assert len(stopped) >= 150
+    for record in stopped:
+        schema = SCHEMAS[record.request_id]
+        validator = jsonschema.Draft202012Validator
+        validator.check_schema(schema)
+        validator(schema).validate(json.loads(record.generated_text))
+        assert record.generated_text.strip() == record.generated_text
+
+
+def test_a_neighbour_does_not_notice(answers, loaded):
+    (alone,) = engine_of(loaded).generate([PROMPT], NEIGHBOUR)
+    assert answers[1].generated_tokens == alone.generated_tokens
+
+
+LIVES = {
+    "alone": {"max_requests": 1},
+    "two by two, in chunks": {"max_requests": 2, "max_tokens": 5},
+    "preempted": {"block_count": 12, "paused_buffer_size_gb": 0, "max_requests": 6},
+}
+SOME = (2, 11, 13, 17, 20, 32)
+
+
+@pytest.mark.parametrize("life", [*LIVES, "suspended"])
+def test_the_same_request_in_any_batch(answers, loaded, life):
+    engine = engine_of(loaded, **LIVES.get(life, {}))
+    futures = [engine.add_request(seed, PROMPT, wish(seed)) for seed in SOME]
+    steps = 0
+    while engine.has_unfinished_requests():
+        engine.step_modern()
+        steps += 1
+        if life == "suspended" and steps % 10 == 0:
+            engine.suspend()
+            engine.resume()
+    records = [future.result() for future in futures]
+    assert [one.generated_tokens for one in records] == [answers[0][seed].generated_tokens for seed in SOME]
+    evicted = any(event.type is EventType.EVICT for one in records for event in one.events)
+    assert evicted == (life == "preempted")
+
+
+def test_log_probs_are_of_all_tokens_not_of_those_that_may_come(answers, loaded):
+    """A token that the form forces has the model's own log-prob, which is not 0."""
+    record = next(record for record in answers[0] if record.generated_text.startswith('{"'))
+    (free,) = engine_of(loaded).generate(
+        [(*record.prompt_tokens, *record.generated_tokens[:4])],
+        RequestParams(num_tokens_to_generate=1, return_log_probs=True),
+    )
+    own = free.prompt_log_probs[-4:]
+    assert record.generated_log_probs[:4] == pytest.approx(own, abs=1e-3)
+    assert max(own) < 0
+
+
+@pytest.mark.parametrize("expression", ["(yes|no), [a-z]{3,8}[.]", "[0-9]{3}-[0-9]{4}"])
+def test_a_regular_expression(loaded, expression):
+    params = RequestParams(
+        num_tokens_to_generate=40, temperature=1.0, response_format={"type": "regex", "regex": expression}
+    )
+    records = engine_of(loaded).generate([PROMPT] * 8, params)
+    stopped = [record for record in records if record.finish_reason == "stop"]
+    assert len(stopped) == 8
+    assert all(re.fullmatch(expression, record.generated_text) for record in stopped)
+    assert len({record.generated_text for record in stopped}) > 1
+
+
+def test_penalties_and_biases_act_within_the_form(loaded):
+    """What they make likely comes only where it may; words that must not come give way to the form."""
+    form = {"type": "regex", "regex": "(a|b)(a|b)(a|b)"}
+    a, b = (loaded.tokenizer.tokenize_plain(letter)[0] for letter in "ab")
+    engine = engine_of(loaded)
+
+    def text(**fields: object) -> str:
+        (record,) = engine.generate([PROMPT], RequestParams(num_tokens_to_generate=8, response_format=form, **fields))
+        return record.generated_text
+
+    lone = {"logit_bias": {a: 60, b: 60, 0: 90}}
+    assert text(logit_bias={b: 90, 0: 100}) == "bbb"
+    assert text(logit_bias={a: 90, 0: 100}) == "aaa"
+    assert text(**lone, bad_words=("b",)) == "aaa"
+    assert text(**lone, bad_words=("b", "a")) in {x + y + z for x in "ab" for y in "ab" for z in "ab"}
+
+
+def test_a_matcher_that_is_lost_fails_its_request_alone(loaded, monkeypatch):
+    take, doomed = Matcher.take, []
+
+    def failing(self, tokens):
+        if tokens and len(doomed) < 1:
+            doomed.append(self)
+        if doomed and self is doomed[0] and tokens:
+            raise ValueError("planted")
+        take(self, tokens)
+
+    monkeypatch.setattr(Matcher, "take", failing)
+    records = engine_of(loaded).generate([PROMPT] * 3, [wish(1), wish(4), NEIGHBOUR][0])
+    assert [record.status for record in records].count(Status.FAILED) == 1
+    (failed,) = [record for record in records if record.status is Status.FAILED]
+    assert "cannot be given its form: planted" in failed.error
+
+
+def test_an_answer_needs_an_end(loaded):
+    engine = engine_of(loaded)
+    with pytest.raises(ValueError, match="needs a token that ends the answer"):
+        engine.add_request(0, PROMPT, RequestParams(ignore_eos=True, response_format={"type": "json_object"}))
+    assert not engine.has_unfinished_requests()

@@ -1,0 +1,38 @@
+"""OB-4: Python's collector passes over what is loaded before anybody is served."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+
+from megatron_ext.config import ServerSettings
+from megatron_ext.memory.heap import spare_what_is_loaded
+from megatron_ext.server import run
+
+
+@pytest.fixture(autouse=True)
+def _thawed():
+    yield
+    gc.unfreeze()
+
+
+def test_a_full_collection_looks_at_what_came_later_only():
+    before = len(gc.get_objects())
+    spare_what_is_loaded()
+    assert gc.get_freeze_count() > before / 2
+    assert len(gc.get_objects()) < before / 10
+    circle: list = []
+    circle.append(circle)
+    del circle
+    assert gc.collect() >= 1, "cycles that come later are still found"
+
+
+def test_the_server_does_so_when_its_model_is_there(monkeypatch):
+    done = []
+    monkeypatch.setattr(run, "build_serving", lambda *_: done.append("loaded") or type("S", (), {"engine": None})())
+    monkeypatch.setattr(run, "spare_what_is_loaded", lambda: done.append("spared"))
+    monkeypatch.setattr(run, "serve", lambda *_: done.append("served"))
+    monkeypatch.setattr(run, "bind", lambda *_: run.socket.socket())
+    run._listen_and_serve(ServerSettings(), None)
+    assert done == ["loaded", "spared", "served"]

@@ -1,0 +1,289 @@
+"""Imported checkpoints with attention in every layer: what transformers computes, warm and cold; and this can fail."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_ext.config import BatchingConfig, CacheConfig, SourceConfig
+from megatron_ext.mcore import attention
+from megatron_ext.mcore.assemble import build_engine
+from megatron_ext.models import build
+from megatron_ext.models.load import LoadedModel, load_model, save_model
+from megatron_ext.ops.paged_attention import windowed
+from megatron_ext.ops.paged_attention.reference import attend_gathered
+from megatron_ext.scheduling.record import RequestRecord
+from tests.priority import TestPriority
+from tests.unit_tests.models.huggingface import dense_oracle
+from tests.unit_tests.models.huggingface import nemotron_h_oracle as oracle
+from tests.unit_tests.models.huggingface.test_engine import PARAMS
+from tests.unit_tests.models.huggingface.test_snapshots import excess as engine_excess
+from tests.unit_tests.support.caching import CachingDriver
+from tests.unit_tests.support.driver import Driver
+
+pytestmark = pytest.mark.priority(TestPriority.HIGH)
+
+CPU = torch.device("cpu")
+NAMES = [shape.name for shape in dense_oracle.SHAPES]
+LENGTHS = (1, 65, 300)
+BLOCK = 16
+# Chunks of 48 tokens, and fewer blocks than all requests together want.
+TIGHT = {"block_size": BLOCK, "block_count": 14, "max_requests": 8, "max_tokens": 48}
+P95, MOST = math.log(1.05), math.log(1.2)  # of differences between log-probs in 16 bits
+
+
+def load_hf(directory: Path, overrides: dict | None = None, **source: object) -> LoadedModel:
+    return load_model(SourceConfig(load_hf=str(directory), **source), overrides or {}, device=CPU)
+
+
+def excess(ours: nn.Module, theirs: nn.Module, length: int = 129) -> float:
+    """How far the worst logit of a prompt is outside the tolerance: at most 1 is equal."""
+    tokens = oracle.prompt(length, seed=length)
+    return oracle.largest_excess(oracle.our_logits(ours, tokens), oracle.their_logits(theirs, tokens))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_and_greedy_tokens_equal(name: str, denses) -> None:
+    """FA-1: an oracle that we did not write: full forwards and greedy continuations, fp32."""
+    theirs, directory = denses(name)
+    ours = load_hf(directory).model
+    for length in LENGTHS:
+        tokens = oracle.prompt(length, seed=length)
+        assert oracle.their_logits(theirs, tokens).std() > 0.3, "flat logits would make this test blind"
+        assert dense_oracle.routing_margin(theirs, tokens) > 1e-5, "rounding alone may choose other experts"
+        assert excess(ours, theirs, length) <= 1, length
+    tokens = oracle.prompt(20, seed=20)
+    generated = oracle.their_greedy(theirs, tokens, 12)
+    assert len(set(generated)) > 3, "a loop would make this test blind"
+    assert oracle.greedy(lambda t: oracle.our_logits(ours, t), tokens, 12) == generated
+
+
+def play(driver: Driver) -> None:
+    """A prompt, the same again, another end, the next turn of the chat, and others that want memory meanwhile."""
+    prompt = oracle.prompt(100, seed=1)
+    driver.add(0, prompt, num_tokens_to_generate=13)
+    driver.run()
+    answer = oracle.prompt(5, seed=3)
+    driver.add(1, prompt, num_tokens_to_generate=13)
+    driver.add(2, [*prompt[:70], *oracle.prompt(9, seed=2)], num_tokens_to_generate=13)
+    driver.add(3, [*prompt, *driver.records[0].generated_tokens, *answer], num_tokens_to_generate=13)
+    for request_id in (4, 5):
+        driver.add(request_id, oracle.prompt(90, seed=request_id), num_tokens_to_generate=30)
+    driver.run()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_warm_starts_in_little_memory_equal_transformers(name: str, denses) -> None:
+    """FA-1, EX-1: chunked, with the cache on and off; some requests give up their blocks and begin again."""
+    theirs, directory = denses(name)
+    loaded = load_hf(directory)
+    warm = CachingDriver(loaded.model, loaded.config, **TIGHT)
+    cold = Driver(loaded.model, loaded.config, **TIGHT)
+    play(warm)
+    play(cold)
+    assert sum(warm.skipped(*range(6))) >= 96 + 64 + 96
+    for driver in (warm, cold):
+        assert driver.fewest_free_blocks == 0
+        assert sum(record.recomputed_token_count for record in driver.records.values()) > 0
+        assert max(end - start for step in driver.steps for _, start, end in step) <= 48
+        assert [engine_excess(driver, request_id, theirs) <= 1 for request_id in range(6)] == [True] * 6
+    for request_id in range(6):
+        assert warm.records[request_id].generated_tokens == cold.records[request_id].generated_tokens
+
+
+def test_the_comparison_sees_lost_keys(denses) -> None:
+    """Negative control: cached keys of one layer are zero."""
+    theirs, directory = denses("qwen3")
+    loaded = load_hf(directory)
+    driver = CachingDriver(loaded.model, loaded.config, block_size=BLOCK, max_tokens=400)
+    prompt = oracle.prompt(100, seed=1)
+    driver.add(0, prompt, num_tokens_to_generate=13)
+    driver.run()
+    driver.context.memory_buffer[0, 1] = 0.0
+    driver.add(1, prompt, num_tokens_to_generate=13)
+    driver.run()
+    assert driver.skipped(1) == [96]
+    assert engine_excess(driver, 0, theirs) <= 1
+    assert engine_excess(driver, 1, theirs) > 10
+
+
+# 16 bits
+
+# One of each family whose layers differ; of experts, one whose routers do not waver.
+NARROW = ("llama, biases of attention, yarn", "qwen2", "qwen3", "qwen3 moe", "mistral", "mixtral")
+
+
+def _records(loaded: LoadedModel, cache: CacheConfig) -> list[RequestRecord]:
+    """Six prompts that share three blocks, each twice."""
+    batching = BatchingConfig(block_size=BLOCK, block_count=100, max_requests=4, max_tokens=64)
+    engine = build_engine(loaded.model, loaded.config, loaded.tokenizer, batching, cache, dtype=loaded.dtype)
+    system = oracle.prompt(53, seed=50)
+    prompts = [[*system, *oracle.prompt(20 + seed, seed=seed)] for seed in range(6)]
+    params = dataclasses.replace(PARAMS, skip_prompt_log_probs=True)
+    return [record for _ in range(2) for record in engine.generate(prompts, params)]
+
+
+def _differences(warm: list[RequestRecord], cold: list[RequestRecord]) -> torch.Tensor:
+    """Of the log-probs of generated tokens, as long as both chose the same ones before."""
+    found = []
+    for one, other in zip(warm, cold, strict=True):
+        pairs = zip(one.generated_tokens, other.generated_tokens, strict=True)
+        equal = next((index for index, (a, b) in enumerate(pairs) if a != b), len(one.generated_tokens))
+        log_probs = zip(one.generated_log_probs[:equal], other.generated_log_probs[:equal], strict=True)
+        found += [abs(a - b) for a, b in log_probs]
+    return torch.tensor(found)
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_sixteen_bits(name: str, denses) -> None:
+    """FA-1: in bf16 the cache on beside off within the limits, and no more rounding than transformers has."""
+    theirs, directory = denses(name)
+    narrow = load_hf(directory, bf16=True)
+    warm, cold = _records(narrow, CacheConfig()), _records(narrow, CacheConfig(enable_prefix_caching=False))
+    assert min(record.skipped_prefill_token_count for record in warm[6:]) >= 64
+    found = _differences(warm, cold)
+    assert len(found) > 60
+    assert found.quantile(0.95) <= P95
+    assert found.max() <= MOST
+    tokens = oracle.prompt(65, seed=0)
+    their_narrow = type(theirs).from_pretrained(directory, dtype=torch.bfloat16).eval()
+    exact = oracle.their_logits(theirs, tokens)
+    error = (oracle.our_logits(narrow.model, tokens).float() - exact).abs().mean()
+    assert error < 1.3 * (oracle.their_logits(their_narrow, tokens).float() - exact).abs().mean()
+
+
+# Windows
+
+
+def test_a_window_that_no_sequence_is_longer_than_has_no_effect(denses) -> None:
+    """FA-4: what computes without a window computes; one token more, and it has an effect."""
+    theirs, directory = denses("mistral, window")
+    loaded = load_hf(directory, {"attention_window": 140})
+    asked = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(theirs.config, "sliding_window", None)
+        assert excess(loaded.model, theirs, 140) <= 1
+        assert excess(loaded.model, theirs, 200) > 10
+        patch.setattr(windowed, "attend_gathered", lambda *args: asked.append(1) or attend_gathered(*args))
+        driver = Driver(loaded.model, loaded.config, block_size=BLOCK)
+        for request_id, count in enumerate((5, 13)):
+            assert not asked
+            driver.add(request_id, oracle.prompt(135, seed=1), num_tokens_to_generate=count)
+            driver.run()
+            assert engine_excess(driver, 0, theirs) <= 1
+    assert asked
+
+
+def test_the_engine_knows_the_window(denses, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: an operator that sees all keys, or one more than it should."""
+    theirs, directory = denses("mistral, window")
+    loaded = load_hf(directory)
+    operator = attention.paged_attention
+    for window in (None, 41):
+        monkeypatch.setattr(
+            attention,
+            "paged_attention",
+            lambda *args, scale, window, wrong=window: operator(*args, scale=scale, window=wrong),
+        )
+        driver = CachingDriver(loaded.model, loaded.config, block_size=BLOCK, max_tokens=48)
+        driver.add(0, oracle.prompt(100, seed=1), num_tokens_to_generate=8)
+        driver.run()
+        assert engine_excess(driver, 0, theirs) > 10
+
+
+def test_imported_checkpoint_saved_and_loaded(denses, tmp_path: Path) -> None:
+    """FA-1: --load-hf, --save, --load: the same configuration and the same logits, with all that is new in it."""
+    for index, name in enumerate(
+        ("llama, biases of attention, yarn", "llama, biases of MLPs, tied", "mistral, window")
+    ):
+        imported = load_hf(denses(name)[1])
+        save_model(tmp_path / str(index), imported)
+        loaded = load_model(SourceConfig(load=str(tmp_path / str(index))), {}, device=CPU)
+        assert loaded.config == imported.config
+        tokens = oracle.prompt(65, seed=0)
+        assert torch.equal(oracle.our_logits(loaded.model, tokens), oracle.our_logits(imported.model, tokens))
+
+
+# Negative controls
+
+
+def _zeroed(name: str):
+    return lambda model: model.get_parameter(f"decoder.layers.{name}").zero_()
+
+
+def _halves_swapped(name: str):
+    def swap(model: nn.Module) -> None:
+        tensor = model.get_parameter(f"decoder.layers.{name}")
+        tensor.copy_(torch.cat(tensor.chunk(2)[::-1]))
+
+    return swap
+
+
+YARN_NAME = "llama, biases of attention, yarn"
+QKV_BIAS, OUTPUT_BIAS = "0.self_attention.linear_qkv.bias", "2.self_attention.linear_proj.bias"
+EXPERT = "1.mlp.experts.local_experts.2.linear_fc1.weight"
+CONTROLS = {
+    "bias of queries, keys, values": ("qwen2", _zeroed(QKV_BIAS)),
+    "queries and keys of the bias": ("qwen2", _halves_swapped(QKV_BIAS)),
+    "bias behind attention": (YARN_NAME, _zeroed(OUTPUT_BIAS)),
+    "bias inside an MLP": ("llama, biases of MLPs, tied", _halves_swapped("1.mlp.linear_fc1.bias")),
+    "bias behind an MLP": ("llama, biases of MLPs, tied", _zeroed("3.mlp.linear_fc2.bias")),
+    "norm of queries": ("qwen3", _zeroed("0.self_attention.q_layernorm.weight")),
+    "norm of keys": ("qwen3 moe", _zeroed("2.self_attention.k_layernorm.weight")),
+    "gate and up of an expert": ("mixtral", _halves_swapped(EXPERT)),
+    "an expert": ("qwen3 moe", _zeroed(EXPERT)),
+    "router": ("qwen3 moe, one expert a token", _halves_swapped("1.mlp.router.weight")),
+}
+SETTINGS = {
+    "no yarn": (YARN_NAME, {"yarn_rotary_scaling_factor": None}),
+    "another factor": (YARN_NAME, {"yarn_rotary_scaling_factor": 3.0}),
+    "no magnitude": (YARN_NAME, {"yarn_mscale": 0.0}),
+    "another length": (YARN_NAME, {"yarn_original_max_position_embeddings": 512}),
+    "whole pairs": ("qwen2, window, yarn, tied", {"yarn_correction_range_round_to_int": True}),
+    "fewer turns": ("qwen2, window, yarn, tied", {"yarn_beta_slow": 1.0}),
+    "weights summed to one": ("qwen3 moe, sums of weights, MLPs in some layers", {"moe_router_pre_softmax": False}),
+    "weights not summed to one": ("mixtral", {"moe_router_pre_softmax": True}),
+    "base": ("qwen3", {"rotary_base": 11000}),
+    "epsilon": ("mistral", {"norm_epsilon": 1e-3}),
+    "another window": ("mistral, window", {"attention_window": 41}),
+}
+
+
+@pytest.mark.parametrize("control", CONTROLS)
+@torch.no_grad()
+def test_comparison_sees_one_wrong_tensor(control: str, denses) -> None:
+    """Each error is at least ten times the tolerance."""
+    name, spoil = CONTROLS[control]
+    theirs, directory = denses(name)
+    ours = load_hf(directory).model
+    spoil(ours)
+    assert excess(ours, theirs) > 10
+
+
+@pytest.mark.parametrize("control", SETTINGS)
+def test_comparison_sees_one_wrong_setting(control: str, denses) -> None:
+    """Flags win over the checkpoint; these have no weights that could contradict them."""
+    name, override = SETTINGS[control]
+    theirs, directory = denses(name)
+    assert excess(load_hf(directory, override).model, theirs, 300) > 10
+
+
+@pytest.mark.parametrize("field", ["rotary_magnitude", "yarn_rotary_scaling_factor"])
+def test_both_forwards_know_the_magnitude(field: str, denses, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: ours over blocks and upstream's over a whole prompt each read a setting of their own."""
+    theirs, directory = denses(YARN_NAME)
+    made = build.transformer_config
+    monkeypatch.setattr(
+        build, "transformer_config", lambda *args, **kwargs: dataclasses.replace(made(*args, **kwargs), **{field: 1.0})
+    )
+    loaded = load_hf(directory)
+    driver = Driver(loaded.model, loaded.config, block_size=BLOCK)
+    driver.add(0, oracle.prompt(100, seed=1), num_tokens_to_generate=4)
+    driver.run()
+    is_right = (engine_excess(driver, 0, theirs) <= 1, excess(loaded.model, theirs) <= 1)
+    assert is_right == (field != "rotary_magnitude", field == "rotary_magnitude")

@@ -1,0 +1,73 @@
+"""MR-6: what ends a rank before the ranks have met is said where it is seen, and by no more of them than needed."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from pathlib import Path
+
+import pytest
+
+from arguments import parse_arguments, parse_server_arguments
+from megatron_ext.errors import ConfigError, MachineError
+from megatron_ext.ranks.world import said_here
+
+RANKS = {
+    "alone": {},
+    "the first one": {"RANK": "0", "LOCAL_RANK": "0"},
+    "the second one of its machine": {"RANK": "1", "LOCAL_RANK": "1"},
+    "the first one of another machine": {"RANK": "8", "LOCAL_RANK": "0"},
+    "one of another machine": {"RANK": "9", "LOCAL_RANK": "1"},
+    "one of an unknown machine": {"RANK": "3"},
+}
+
+
+def test_who_says_what_all_see() -> None:
+    said = {name: said_here(ConfigError("no"), variables) for name, variables in RANKS.items()}
+    assert said == dict.fromkeys(RANKS) | {"alone": "no", "the first one": "no"}
+
+
+def test_who_says_what_one_machine_sees() -> None:
+    said = {name: said_here(MachineError("no"), variables) for name, variables in RANKS.items()}
+    assert said == {
+        "alone": "no",
+        "the first one": "no",
+        "the second one of its machine": None,
+        "the first one of another machine": "rank 8: no",
+        "one of another machine": None,
+        "one of an unknown machine": "rank 3: no",
+    }
+
+
+@pytest.mark.parametrize("content", [None, "no-such-flag: 1", "seed: warm", "["], ids=str)
+def test_a_yaml_file_is_one_machines(content: str | None, tmp_path: Path) -> None:
+    """Missing, or another one than elsewhere. What flags themselves say is seen by all."""
+    path = tmp_path / "flags.yaml"
+    if content is not None:
+        path.write_text(content)
+    for parse in (parse_arguments, parse_server_arguments):
+        with pytest.raises(MachineError) as caught:
+            parse(["--model-config", str(path)])
+        assert str(path) in str(caught.value)
+    with pytest.raises(ConfigError) as caught:
+        parse_arguments(["--temperature", "warm"])
+    assert type(caught.value) is ConfigError
+
+
+@pytest.mark.parametrize("tool", ["run_inference", "run_server"])
+def test_a_file_that_another_machine_lacks(
+    tool: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The whole tool, as its first rank on that machine; the second one there is silent."""
+    monkeypatch.setattr(logging, "disable", lambda: None)  # for the whole process
+    main = importlib.import_module(f"tools.{tool}").main
+    said = {}
+    for rank, local in (("8", "0"), ("9", "1")):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("LOCAL_RANK", local)
+        assert main(["--model-config", str(tmp_path / "gone.yaml")]) == 2
+        said[rank] = capsys.readouterr().err
+    assert said["8"].startswith(f"{tool}.py: error: rank 8: ")
+    assert "gone.yaml" in said["8"]
+    assert said["8"].count("\n") == 1
+    assert said["9"] == ""

@@ -1,0 +1,56 @@
+"""MR-2: a batch of commands is one message of few bytes, and a second one where requests arrive."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_ext.config import RequestParams
+from megatron_ext.ranks import commands, wire
+from megatron_ext.ranks.commands import Action, Add, Batch, End, ResetPrefixCache, Resume, StartAnew, Suspend
+from megatron_ext.ranks.commands import WeightsChanged as Changed
+from megatron_ext.scheduling.record import Status
+from megatron_ext.scheduling.submission import Submission
+
+NEW = Add(Submission(3, (1, 2, 3), RequestParams(num_tokens_to_generate=4), 0, seed=1))
+ONE_MESSAGE = {
+    "nothing": (),
+    "an abort": ((0, End(7, Status.ABORTED)),),
+    "each status, other replicas": tuple((65_535 - i, End(i, one)) for i, one in enumerate(Status)),
+    "ids of any size": (
+        (1, End(2**63 - 1, Status.FAILED)),
+        (1, End(-(2**63), Status.ABORTED)),
+        (0, End(0, Status.FAILED)),
+    ),
+    "the rest": ((0, ResetPrefixCache()), (2, Changed()), (1, Suspend()), (1, Resume())),
+    "in order": ((0, StartAnew()), (1, StartAnew()), (0, End(2, Status.COMPLETED)), (0, ResetPrefixCache())),
+}
+TWO_MESSAGES = {
+    "a request": ((1, NEW),),
+    "an abort behind a request": ((0, NEW), (0, End(3, Status.ABORTED))),
+    "more than fit": tuple((0, End(i, Status.ABORTED)) for i in range(5)),
+    "an id beyond words": ((0, End(2**63, Status.ABORTED)),),
+    "a replica beyond words": ((2**16, Suspend()),),
+}
+
+
+@pytest.mark.parametrize("action", list(Action))
+@pytest.mark.parametrize("told", ONE_MESSAGE)
+def test_what_fits_into_one_message(told: str, action: Action):
+    batch = Batch(action, ONE_MESSAGE[told])
+    head, body = wire.pack(batch)
+    assert (len(head), body, wire.body_length(head)) == (64, b"", 0)
+    assert wire.unpack(head) == batch
+
+
+@pytest.mark.parametrize("told", TWO_MESSAGES)
+def test_what_takes_a_second_one(told: str):
+    batch = Batch(Action.STEP, TWO_MESSAGES[told])
+    head, body = wire.pack(batch)
+    assert (len(head), wire.body_length(head)) == (64, len(body))
+    assert body
+    assert wire.unpack(head, body) == batch
+
+
+def test_every_command_but_a_new_request_is_small():
+    """A command that is added to the list has to find its place, or be said to be large."""
+    assert {*wire._SMALL, Add} == {*commands.Command.__args__}

@@ -1,0 +1,301 @@
+"""SE-5: routes of administrators. What they do, who may ask, and what is refused by its name."""
+
+from __future__ import annotations
+
+import gc
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron_ext.config import BatchingConfig, CacheConfig, ServerConfig, SourceConfig
+from megatron_ext.errors import ConfigError
+from megatron_ext.mcore.assemble import build_engine
+from megatron_ext.models.load import load_model
+from megatron_ext.models.native.checkpoint import save_checkpoint
+from megatron_ext.models.update.disk import WeightsRoot
+from megatron_ext.models.weight_files import WEIGHTS_FILE
+from megatron_ext.server.app import ADMIN_ROUTERS, ROUTERS
+from megatron_ext.server.gate import ADMIN_PATHS
+from megatron_ext.server.keys import load_keys
+from megatron_ext.server.run import weights_root
+from megatron_ext.server.updater import WeightsUpdater
+from tests.priority import TestPriority
+from tests.unit_tests.server.test_errors import check_error
+from tests.unit_tests.support.models import HYBRID, build_slow_decay
+from tests.unit_tests.support.server import PATIENCE, LiveServer, tiny_engine
+
+pytestmark = pytest.mark.priority(TestPriority.HIGH)
+
+KEY = "the-only-key"
+PROMPT = list(range(40))
+ROUTES = ("/sleep", "/wake_up", "/flush_cache", "/abort", "/update_weights_from_disk")
+
+
+def tiny_updater(folder: Path) -> WeightsUpdater:
+    """Of a checkpoint `old` in a folder; beside it `new` has other weights, `spoilt` one that does not fit."""
+    save_checkpoint(folder / "old", build_slow_decay(HYBRID), HYBRID)
+    save_checkpoint(folder / "new", build_slow_decay(HYBRID, seed=6), HYBRID)
+    save_checkpoint(folder / "spoilt", build_slow_decay(HYBRID, seed=6), HYBRID)
+    weights = load_file(folder / "spoilt" / WEIGHTS_FILE)
+    last = sorted(weights)[-1]
+    save_file(weights | {last: weights[last].flatten()[1:]}, folder / "spoilt" / WEIGHTS_FILE)
+    source = SourceConfig(load=str(folder / "old"), tokenizer_type="NullTokenizer")
+    return WeightsUpdater(WeightsRoot.of(str(folder)), load_model(source, {}), source, {})
+
+
+@pytest.fixture(scope="module")
+def server(serve, tmp_path_factory) -> LiveServer:
+    """With a model that was loaded, one key, which is the administrator's, and all routes."""
+    updater = tiny_updater(tmp_path_factory.mktemp("weights"))
+    engine = build_engine(
+        updater.loaded.model,
+        HYBRID,
+        updater.loaded.tokenizer,
+        BatchingConfig(block_size=16, block_count=200, max_requests=8),
+        CacheConfig(snapshot_slots=16),
+        dtype=torch.float32,
+    )
+    live = serve(engine, api_key=KEY, enable_admin_routes=True)
+    live.serving.updater = updater
+    return live
+
+
+def ask(server: LiveServer, method: str, path: str, key: str | None = KEY, **options: object) -> httpx.Response:
+    headers = options.pop("headers", {}) | ({} if key is None else {"Authorization": f"Bearer {key}"})
+    return server.http.request(method, path, headers=headers, **options)
+
+
+def tokens(server: LiveServer, **fields: object) -> dict:
+    body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 12} | fields
+    answer = ask(server, "POST", "/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def started(server: LiveServer, client: httpx.Client, **fields: object) -> tuple[Iterator[str], str]:
+    """The lines to come of a stream that has begun, and its id."""
+    body = {"prompt": [5, 6], "temperature": 0, "max_tokens": 400, "stream": True} | fields
+    headers = {"Authorization": f"Bearer {KEY}"}
+    stream = client.send(client.build_request("POST", "/v1/completions", json=body, headers=headers), stream=True)
+    lines = stream.iter_lines()
+    return lines, json.loads(next(lines).removeprefix("data: "))["id"]
+
+
+class TestWhoMayAsk:
+    def test_all_of_them_are_behind_the_gate(self):
+        paths = {route.path for router in ADMIN_ROUTERS for route in router.routes}
+        assert set(ROUTES) < paths <= ADMIN_PATHS
+
+    @pytest.mark.parametrize("path", ROUTES)
+    def test_nobody_without_the_key(self, server, path):
+        for key in (None, "wrong"):
+            check_error(ask(server, "POST", path, key, json={"abort_all": True}), 401)
+
+    def test_a_tenant_is_refused(self, serve, tmp_path):
+        (tmp_path / "keys").write_text("alice\nbob\n")
+        (tmp_path / "admin").write_text("carol\n")
+        files = {"api_key_file": str(tmp_path / "keys"), "admin_key_file": str(tmp_path / "admin")}
+        shared = serve(tiny_engine(), enable_admin_routes=True, **files)
+        for path in ROUTES:
+            check_error(ask(shared, "POST", path, "alice", json={"abort_all": True}), 403)
+        assert ask(shared, "POST", "/abort", "carol", json={"abort_all": True}).json() == {"aborted": 0}
+        assert not shared.serving.loop.is_asleep
+
+    def test_without_the_flag_there_are_none(self, serve):
+        closed = serve(tiny_engine(), api_key=KEY)
+        for path in ROUTES:
+            check_error(ask(closed, "POST", path, json={"abort_all": True}), 404)
+        assert not {route.path for router in ROUTERS for route in router.routes} & set(ROUTES)
+
+    @pytest.mark.parametrize("settings", [{}, {"hide_cache_counts": True, "api_key": KEY}])
+    def test_the_flag_needs_a_key_of_an_administrator(self, settings):
+        with pytest.raises(ConfigError, match=r"--enable-admin-routes needs .*--admin-key-file"):
+            load_keys(ServerConfig(enable_admin_routes=True, **settings), {})
+        assert load_keys(ServerConfig(enable_admin_routes=True, api_key=KEY), {}).has_administrator
+
+    def test_several_keys_have_no_administrator_among_them(self, tmp_path):
+        (tmp_path / "keys").write_text("alice\nbob\n")
+        with pytest.raises(ConfigError, match="--enable-admin-routes"):
+            load_keys(ServerConfig(enable_admin_routes=True, api_key_file=str(tmp_path / "keys")), {})
+
+    def test_a_root_needs_the_flag_a_directory_and_one_rank(self, tmp_path):
+        with pytest.raises(ConfigError, match=r"--weights-root .* needs --enable-admin-routes"):
+            ServerConfig(weights_root=str(tmp_path))
+        settings = ServerConfig(weights_root=str(tmp_path), enable_admin_routes=True)
+        assert weights_root(settings, None) == WeightsRoot(tmp_path.resolve())
+        assert weights_root(ServerConfig(), None) is None
+        with pytest.raises(ConfigError, match="--weights-root needs one rank"):
+            weights_root(settings, object())
+
+
+class TestSleep:
+    def test_requests_in_flight_wait_and_go_on(self, server):
+        """SE-5: their tokens are those without the nap; meanwhile the pools are gone and newcomers are refused."""
+        expected = tokens(server, prompt=[5, 6], max_tokens=400)["choices"][0]["text"]
+        with httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
+            stream, _ = started(server, client)
+            assert ask(server, "POST", "/sleep").json() == {"is_sleeping": True}
+            assert ask(server, "POST", "/sleep?level=1", json={}).json() == {"is_sleeping": True}
+            assert ask(server, "GET", "/is_sleeping").json() == {"is_sleeping": True}
+            assert server.engine.is_suspended
+            assert server.http.get("/health").json()["status"] == "asleep"
+            error = check_error(ask(server, "POST", "/v1/completions", json={"prompt": [1]}), 503)
+            assert error["code"] == "server_asleep"
+            steps = server.engine.step_count
+            assert ask(server, "GET", "/prefix_cache").json()["occupancy"]["blocks_cached"] == 0
+            assert server.engine.step_count == steps
+            assert ask(server, "POST", "/wake_up").json() == {"is_sleeping": False}
+            assert not server.engine.is_suspended
+            ended = "".join(stream)
+        assert "[DONE]" in ended
+        assert tokens(server, prompt=[5, 6], max_tokens=400)["choices"][0]["text"] == expected
+        server.check_idle()
+        assert server.metric("step_failures_total") == 0
+
+    def test_awake_already(self, server):
+        assert ask(server, "POST", "/wake_up").json() == {"is_sleeping": False}
+
+    def test_it_ends_while_it_sleeps(self, serve):
+        """Nobody waits for requests that no step will serve."""
+        napping = serve(tiny_engine(), api_key=KEY, enable_admin_routes=True, shutdown_timeout=0.2)
+        with httpx.Client(base_url=napping.url, timeout=PATIENCE) as client:
+            stream, _ = started(napping, client, max_tokens=1900)
+            ask(napping, "POST", "/sleep")
+            napping.stop()
+            assert "shutting down" in "".join(stream)
+
+    def test_a_wake_up_that_fails_leaves_it_asleep(self, server, monkeypatch):
+        ask(server, "POST", "/sleep")
+
+        def fail(**_: object) -> None:
+            raise RuntimeError(
+                "[enforce fail at alloc_cpu.cpp:117] can't allocate memory: you tried to allocate 8 bytes"
+            )
+
+        with monkeypatch.context() as patch:
+            patch.setattr(server.engine.context, "allocate_all_tensors", fail)
+            assert "no memory" in check_error(ask(server, "POST", "/wake_up"), 503)["message"]
+        assert ask(server, "GET", "/is_sleeping").json() == {"is_sleeping": True}
+        ask(server, "POST", "/wake_up")
+        assert tokens(server)["usage"]["completion_tokens"] == 12
+
+
+class TestAbort:
+    def test_one_answer_by_its_id(self, server):
+        """SE-5, EX-8: its client is told, its memory is free, and its neighbour goes on."""
+        with httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
+            stream, name = started(server, client, max_tokens=1900, ignore_eos=True)
+            other, _ = started(server, client, max_tokens=30, ignore_eos=True)
+            assert ask(server, "POST", "/abort", json={"request_id": name}).json() == {"aborted": 1}
+            assert "an administrator has ended this request" in "".join(stream)
+            assert "[DONE]" in "".join(other)
+        server.wait_until(lambda: not server.engine.has_unfinished_requests())
+        server.check_idle()
+        error = check_error(ask(server, "POST", "/abort", json={"request_id": name}), 404)
+        assert (error["param"], error["code"]) == ("request_id", "request_not_found")
+
+    def test_all(self, server):
+        found: list[httpx.Response] = []
+        body = {"prompt": [1, 2], "max_tokens": 1900, "n": 2, "ignore_eos": True}
+        waiting = threading.Thread(target=lambda: found.append(ask(server, "POST", "/v1/completions", json=body)))
+        waiting.start()
+        server.wait_until(lambda: server.serving.loop.living == 2)
+        assert ask(server, "POST", "/abort", json={"abort_all": True}).json() == {"aborted": 2}
+        waiting.join(PATIENCE)
+        assert check_error(found[0], 503)["code"] == "request_aborted"
+        server.wait_until(lambda: not server.engine.has_unfinished_requests())
+        server.check_idle()
+
+
+class TestUpdate:
+    def test_new_weights(self, server):
+        """SE-5, PY-6: tokens are those of the new weights, and nothing of the old ones is matched; and back again."""
+        old = tokens(server)
+        assert tokens(server)["usage"]["prompt_tokens_details"]["cached_tokens"] == 32
+        answer = ask(server, "POST", "/update_weights_from_disk", json={"model_path": "new"}).json()
+        assert answer["success"] is True
+        new = tokens(server)
+        assert new["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        expected = tiny_engine_with(build_slow_decay(HYBRID, seed=6))
+        assert new["choices"][0]["text"] == expected != old["choices"][0]["text"]
+        ask(server, "POST", "/sleep")
+        absolute = str(server.serving.updater.root.path / "old")
+        assert ask(server, "POST", "/update_weights_from_disk", json={"model_path": absolute}).status_code == 200
+        ask(server, "POST", "/wake_up")
+        assert tokens(server)["choices"] == old["choices"]
+
+    @pytest.mark.parametrize(
+        ("path", "named"),
+        [("spoilt", "has shape"), ("missing", "not a directory"), ("../x", "not below"), ("/etc", "not below")],
+    )
+    def test_refused_whole(self, server, path, named):
+        """SE-5: and what is cached stays."""
+        before = tokens(server)
+        answer = ask(server, "POST", "/update_weights_from_disk", json={"model_path": path})
+        assert named in check_error(answer, 400)["message"]
+        again = tokens(server)
+        assert again["choices"] == before["choices"]
+        assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 32
+
+    def test_without_a_root(self, serve):
+        rootless = serve(tiny_engine(), api_key=KEY, enable_admin_routes=True)
+        answer = ask(rootless, "POST", "/update_weights_from_disk", json={"model_path": "new"})
+        assert "--weights-root" in check_error(answer, 400)["message"]
+
+
+def tiny_engine_with(model: torch.nn.Module) -> str:
+    """Text of a plain engine around it, as the server's tokenizer writes it."""
+    from megatron_ext.config import RequestParams
+    from megatron_ext.text.tokenizer import NullTokenizer
+
+    batching = BatchingConfig(block_size=16, block_count=40, max_requests=2)
+    cache = CacheConfig(enable_prefix_caching=False)
+    engine = build_engine(model, HYBRID, NullTokenizer(HYBRID.vocab_size), batching, cache, dtype=torch.float32)
+    (record,) = engine.generate([PROMPT], RequestParams(num_tokens_to_generate=12))
+    return record.generated_text
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "named"),
+    [
+        ("/sleep?level=2", None, "level"),
+        ("/sleep?mode=keep", None, "mode"),
+        ("/sleep", {"level": 1}, "level"),
+        ("/wake_up?tags=weights", None, "tags"),
+        ("/flush_cache", {"what": 1}, "what"),
+        ("/abort", {}, "abort_all"),
+        ("/abort", {"request_id": "a", "abort_all": True}, "not both"),
+        ("/abort", {"rid": "a"}, "rid"),
+        ("/update_weights_from_disk", {"model_path": "new", "load_format": "auto"}, "load_format"),
+        ("/update_weights_from_disk", {"model_path": ""}, "model_path"),
+        ("/update_weights_from_disk", {"model_path": "a\ud800"}, "surrogate"),
+        ("/update_weights_from_disk", {"model_path": "a\0"}, "no path"),
+        ("/update_weights_from_disk", {"model_path": "x" * 4000}, "x"),
+        ("/update_weights_from_disk", {}, "model_path"),
+    ],
+)
+def test_the_unknown_is_refused_by_name(server, path, body, named):
+    options = {} if body is None else {"content": json.dumps(body), "headers": {"content-type": "application/json"}}
+    assert named in check_error(ask(server, "POST", path, **options), 400)["message"]
+    assert not server.serving.loop.is_asleep
+
+
+def test_flush_cache(server):
+    tokens(server)
+    assert tokens(server)["usage"]["prompt_tokens_details"]["cached_tokens"] == 32
+    assert ask(server, "POST", "/flush_cache").json()["occupancy"]["blocks_cached"] == 0
+    assert tokens(server)["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+def test_what_is_in_flight_is_known_for_no_longer(server):
+    """Negative control of the map of answers: it holds nothing of requests that have ended."""
+    tokens(server)
+    server.check_idle()
+    gc.collect()
+    assert len(server.serving.answers) <= 1, "of the event loop's last one"

@@ -1,0 +1,139 @@
+"""SA-5 on the server: forms in OpenAI's words and vLLM's, refusals with their error objects, limits."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+
+import jsonschema
+import pytest
+
+from megatron_ext.config import ServerLimits
+from megatron_ext.text.grammars import Grammars
+from tests.unit_tests.server.test_errors import CHAT, COMPLETIONS, check_alive, check_error
+from tests.unit_tests.support.server import PATIENCE, LiveServer, embedded_engine
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+OPENAI = {"type": "json_schema", "json_schema": {"name": "person", "strict": True, "schema": SCHEMA}}
+QUESTION = [{"role": "user", "content": "Who is it?"}]
+
+
+@pytest.fixture(scope="module")
+def strict(serve) -> LiveServer:
+    return serve(embedded_engine(), "embedded", limits=ServerLimits(max_schema_kb=1.0))
+
+
+@pytest.mark.parametrize("form", [{"response_format": OPENAI}, {"structured_outputs": {"json": SCHEMA}}], ids=str)
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_a_schema(embedded, form, stream):
+    """Each choice by itself, by OpenAI's client."""
+    client = embedded.client()
+    arguments = {"model": "embedded", "messages": QUESTION, "max_tokens": 60, "n": 3, "seed": 1, "extra_body": form}
+    if stream:
+        texts = ["", "", ""]
+        for part in client.chat.completions.create(**arguments, stream=True):
+            for choice in part.choices:
+                texts[choice.index] += choice.delta.content or ""
+    else:
+        answer = client.chat.completions.create(**arguments)
+        texts = [choice.message.content for choice in answer.choices]
+        assert {choice.finish_reason for choice in answer.choices} == {"stop"}
+    for text in texts:
+        jsonschema.validate(json.loads(text), SCHEMA)
+    assert len(set(texts)) > 1
+
+
+@pytest.mark.parametrize(
+    "form",
+    [{"response_format": {"type": "regex", "regex": "[a-f]{4}"}}, {"structured_outputs": {"regex": "[a-f]{4}"}}],
+    ids=str,
+)
+def test_a_regular_expression_of_a_completion(embedded, form):
+    body = {"prompt": ["A list", "A tuple"], "max_tokens": 10} | form
+    choices = embedded.http.post(COMPLETIONS, json=body).json()["choices"]
+    assert [choice["finish_reason"] for choice in choices] == ["stop", "stop"]
+    assert all(re.fullmatch("[a-f]{4}", choice["text"]) for choice in choices)
+
+
+def test_any_object(embedded):
+    body = {"messages": QUESTION, "max_tokens": 200, "temperature": 0, "response_format": {"type": "json_object"}}
+    body |= {"logit_bias": {str(embedded.serving.tokenizer.tokenize('{"a": {}}')[-1]): 30}}
+    choice = embedded.http.post(CHAT, json=body).json()["choices"][0]
+    assert choice["finish_reason"] == "stop"
+    assert isinstance(json.loads(choice["message"]["content"]), dict)
+
+
+def with_schema(schema: dict) -> dict:
+    return {"type": "json_schema", "json_schema": {"schema": schema}}
+
+
+@pytest.mark.parametrize(
+    ("form", "named", "code"),
+    [
+        (with_schema({"not": {}}), 'Unimplemented keys: ["not"]', "schema_not_supported"),
+        (with_schema({"type": "array", "uniqueItems": True}), "uniqueItems", "schema_not_supported"),
+        ({"type": "regex", "regex": "(?=a)"}, "look-around", "schema_not_supported"),
+        (with_schema({"enum": ["x" * 1100]}), "at most 1024 (--max-schema-kb)", "schema_too_long"),
+        ({"type": "grammar"}, "is not a response format", None),
+        (with_schema(5), "one with a schema", None),
+        ({"type": "json_schema"}, "one with a schema", None),
+        ("json", "is not a response format", None),
+    ],
+    ids=lambda value: json.dumps(value)[:40],
+)
+def test_refused_by_name(strict, form, named, code):
+    for path, body in ((COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": QUESTION})):
+        error = check_error(strict.http.post(path, json=body | {"response_format": form}), 400)
+        assert named in error["message"]
+        assert (error["param"], error["code"]) == ("response_format", code)
+    assert strict.serving.loop.living == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"structured_outputs": {"choice": ["a"]}}, "structured_outputs.choice is no field"),
+        ({"structured_outputs": {}}, "one of json, regex and json_object"),
+        ({"structured_outputs": {"regex": "a", "json_object": True}}, "one of json, regex and json_object"),
+        ({"structured_outputs": {"regex": "a"}, "response_format": OPENAI}, "contradict each other"),
+        ({"response_format": OPENAI, "ignore_eos": True}, "needs a token that ends the answer"),
+        ({"response_format": OPENAI, "min_tokens": 3}, "min_tokens 3 and response_format contradict"),
+    ],
+    ids=str,
+)
+def test_what_contradicts(embedded, fields, named):
+    error = check_error(embedded.http.post(CHAT, json={"messages": QUESTION, "max_tokens": 9} | fields), 400)
+    assert named in error["message"]
+
+
+def test_what_takes_too_long_to_compile_holds_nobody_up(strict, monkeypatch):
+    """It is compiled in a thread of its own: others are answered meanwhile, and the engine never waits."""
+    compile_anew, threads, may_end = Grammars._compile_anew, [], threading.Event()
+
+    def slow(self, form):
+        threads.append(threading.current_thread().name)
+        if form.source == "slow":
+            may_end.wait(PATIENCE)
+        return compile_anew(self, form)
+
+    monkeypatch.setattr(Grammars, "_compile_anew", slow)
+    body = {"messages": QUESTION, "max_tokens": 4, "response_format": {"type": "regex", "regex": "slow"}}
+    with monkeypatch.context() as patch:
+        patch.setattr(strict.serving.forms, "_limits", ServerLimits(grammar_timeout=0.05))
+        error = check_error(strict.http.post(CHAT, json=body), 400)
+    assert "not compiled within 0.05 s (--grammar-timeout)" in error["message"]
+    assert (error["param"], error["code"]) == ("response_format", "schema_too_slow")
+    quick = body | {"response_format": {"type": "regex", "regex": "quick"}}
+    assert strict.http.post(CHAT, json=quick).json()["choices"][0]["message"]["content"] == "quick"
+    assert all(name.startswith("grammars") for name in threads)
+    check_alive(strict)
+    may_end.set()

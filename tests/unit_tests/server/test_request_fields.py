@@ -1,0 +1,238 @@
+"""SA-7: what each field of a body means: tokens, texts, scores and counts, whole and streamed."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from megatron_ext.config import RequestParams
+from tests.unit_tests.server.test_errors import CHAT, COMPLETIONS, check_error
+from tests.unit_tests.support import choice
+from tests.unit_tests.support.driver import make_prompt
+from tests.unit_tests.support.models import HYBRID, build_slow_decay
+from tests.unit_tests.support.oracle import Oracle
+from tests.unit_tests.support.server import LiveServer
+
+PROMPT = make_prompt(24)
+COUNT = 10
+
+
+@pytest.fixture(scope="module")
+def oracle() -> Oracle:
+    return Oracle(build_slow_decay(HYBRID))
+
+
+@pytest.fixture(params=[False, True], ids=["whole", "streamed"])
+def stream(request) -> bool:
+    return request.param
+
+
+def ask(server: LiveServer, path: str, body: dict, *, stream: bool) -> list[dict]:
+    """The choices, with the texts, ids and scores of all parts together; the last usage is in each."""
+    if not stream:
+        response = server.http.post(path, json=body)
+        assert response.status_code == 200, response.text
+        answer = response.json()
+        return [one | {"usage": answer["usage"], "whole": answer} for one in answer["choices"]]
+    response = server.http.post(path, json=body | {"stream": True, "stream_options": {"include_usage": True}})
+    assert response.status_code == 200, response.text
+    parts = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
+    choices: dict[int, dict] = {}
+    for part in parts:
+        for one in part["choices"]:
+            merged = choices.setdefault(one["index"], {"text": "", "token_ids": [], "scores": []})
+            delta = one.get("delta", {})
+            merged["text"] += one.get("text", delta.get("content") or "")
+            merged["token_ids"] += one.get("token_ids", [])
+            merged["finish_reason"] = one["finish_reason"]
+            if one["logprobs"] and "token_logprobs" in one["logprobs"]:
+                merged["scores"] += one["logprobs"]["token_logprobs"]
+            merged |= {name: one[name] for name in ("prompt_token_ids",) if name in one}
+    return [one | {"usage": parts[-1]["usage"], "parts": parts} for _, one in sorted(choices.items())]
+
+
+SAMPLED = {"temperature": 0.8, "seed": 5}
+FIELDS: dict[str, dict] = {
+    "presence_penalty": {"presence_penalty": 1.5, "temperature": 0},
+    "frequency_penalty": {"frequency_penalty": 0.9, **SAMPLED},
+    "repetition_penalty": {"repetition_penalty": 1.7, "temperature": 0},
+    "logit_bias": {"logit_bias": {"31": -100, "7": 3}, **SAMPLED},
+    "min_p": {"min_p": 0.3, **SAMPLED},
+    "bad_words": {"bad_words": ["<31>", "<35><2>"], "temperature": 0},
+}
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_what_shapes_logits(tiny, oracle, stream, name):
+    """SA-1: the tokens of a plain recompute; without the field they are others."""
+    fields = FIELDS[name]
+    params = RequestParams(num_tokens_to_generate=COUNT, **fields)
+    bad = [tuple(int(piece) for piece in word.strip("<>").split("><")) for word in params.bad_words]
+    body = {"prompt": PROMPT, "max_tokens": COUNT, "return_token_ids": True} | fields
+    (got,) = ask(tiny, COMPLETIONS, body, stream=stream)
+    assert got["token_ids"] == choice.generate(oracle, PROMPT, params, bad)
+    (plain,) = ask(tiny, COMPLETIONS, {key: value for key, value in body.items() if key != name}, stream=stream)
+    assert plain["token_ids"] != got["token_ids"]
+
+
+def test_stop_token_ids(tiny, oracle, stream):
+    tokens = oracle.greedy(PROMPT, COUNT).tokens
+    at = tokens.index(tokens[4])
+    body = {"prompt": PROMPT, "max_tokens": COUNT, "temperature": 0, "return_token_ids": True}
+    (got,) = ask(tiny, COMPLETIONS, body | {"stop_token_ids": [tokens[4]], "ignore_eos": True}, stream=stream)
+    assert (tuple(got["token_ids"]), got["finish_reason"]) == (tokens[: at + 1], "stop")
+    assert got["text"] == "".join(f"<{token}>" for token in tokens[:at])
+
+
+class TestScoring:
+    def test_several_prompts_of_no_token(self, tiny, oracle, stream):
+        """SA-4: `max_tokens` 0 with `echo`: the prompts' own scores, and nothing beside them."""
+        prompts = [make_prompt(20), make_prompt(33)]
+        body = {"prompt": prompts, "max_tokens": 0, "echo": True, "logprobs": 0}
+        for prompt, got in zip(prompts, ask(tiny, COMPLETIONS, body, stream=stream), strict=True):
+            scores = got["scores"] if stream else got["logprobs"]["token_logprobs"]
+            assert scores[0] is None
+            torch.testing.assert_close(torch.tensor(scores[1:]), oracle.prompt_log_probs(prompt), atol=1e-4, rtol=1e-4)
+            assert got["text"] == "".join(f"<{token}>" for token in prompt)
+            assert (got["finish_reason"], got["usage"]["completion_tokens"]) == ("length", 0)
+
+    def test_choices_share_one_prefill_and_the_scores_of_the_prompt(self, tiny, oracle, stream):
+        """`n` from one prefill: complete blocks once, though the first one may not read the cache."""
+        tiny.reset_cache()
+        prompt = make_prompt(40, seed=3)
+        before = tiny.engine.lifetime_prefill_token_count
+        body = {"prompt": prompt, "n": 3, "max_tokens": 4, "echo": True, "logprobs": 0, "seed": 3}
+        choices = ask(tiny, COMPLETIONS, body, stream=stream)
+        tiny.check_idle()
+        assert tiny.engine.lifetime_prefill_token_count - before == 40 + 2 * 8
+        scores = [one["scores"] if stream else one["logprobs"]["token_logprobs"] for one in choices]
+        assert scores[0][:40] == scores[1][:40] == scores[2][:40]
+        torch.testing.assert_close(torch.tensor(scores[1][1:40]), oracle.prompt_log_probs(prompt), atol=1e-4, rtol=1e-4)
+        for i, one in enumerate(choices):
+            params = RequestParams(num_tokens_to_generate=4, temperature=1.0, seed=3 + i)
+            tokens = choice.generate(oracle, prompt, params)
+            assert one["text"] == "".join(f"<{token}>" for token in [*prompt, *tokens])
+
+
+class TestTokenIds:
+    def test_completions(self, tiny, stream):
+        body = {"prompt": [[1, 2, 3], [4, 5]], "n": 2, "max_tokens": 3, "temperature": 0, "return_token_ids": True}
+        choices = ask(tiny, COMPLETIONS, body, stream=stream)
+        assert [one["prompt_token_ids"] for one in choices] == [[1, 2, 3]] * 2 + [[4, 5]] * 2
+        assert all(one["text"] == "".join(f"<{token}>" for token in one["token_ids"]) for one in choices)
+        assert all(len(one["token_ids"]) == 3 for one in choices)
+
+    def test_chats(self, embedded, stream):
+        body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 5, "return_token_ids": True}
+        (got,) = ask(embedded, CHAT, body | {"temperature": 0}, stream=stream)
+        tokenizer = embedded.serving.tokenizer
+        told = got["parts"][0] if stream else got["whole"]
+        assert told["prompt_token_ids"] == tokenizer.tokenize("<|user|>Hello<|end|><|assistant|>")
+        assert len(got["token_ids"]) == 5
+        text = got["text"] if stream else got["message"]["content"]
+        assert tokenizer.detokenize(got["token_ids"]) == text
+
+    def test_nobody_is_told_who_did_not_ask(self, tiny, stream):
+        (got,) = ask(tiny, COMPLETIONS, {"prompt": [1], "max_tokens": 2}, stream=stream)
+        assert "prompt_token_ids" not in got
+        assert not got.get("token_ids")
+
+
+class TestUsage:
+    def usages(self, server: LiveServer, options: dict) -> list:
+        body = {"prompt": [[1, 2, 3], [4]], "max_tokens": 4, "stream": True, "stream_options": options}
+        response = server.http.post(COMPLETIONS, json=body)
+        return [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
+
+    def test_so_far(self, tiny):
+        parts = self.usages(tiny, {"include_usage": True, "continuous_usage_stats": True})
+        counts = [part["usage"]["completion_tokens"] for part in parts]
+        assert counts == sorted(counts)
+        assert (counts[-1], parts[-1]["choices"]) == (8, [])
+        assert all(part["usage"]["prompt_tokens"] == 4 for part in parts)
+        assert all(part["usage"]["total_tokens"] == 4 + count for part, count in zip(parts, counts, strict=True))
+        assert len(set(counts)) > 2
+
+    def test_at_the_end_only(self, tiny):
+        parts = self.usages(tiny, {"include_usage": True})
+        assert [part["usage"] for part in parts[:-1]] == [None] * (len(parts) - 1)
+        assert parts[-1]["usage"]["completion_tokens"] == 8
+
+    def test_so_far_only(self, tiny):
+        parts = self.usages(tiny, {"continuous_usage_stats": True})
+        assert parts[-1]["choices"] != []
+        assert parts[-1]["usage"]["completion_tokens"] == 8
+
+
+class TestTemplates:
+    MESSAGES = ({"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Half of an"})
+
+    def prompt_of(self, server: LiveServer, **fields) -> list[int]:
+        body = {"messages": list(self.MESSAGES), "max_tokens": 1, "return_token_ids": True} | fields
+        response = server.http.post(CHAT, json=body)
+        assert response.status_code == 200, response.text
+        return response.json()["prompt_token_ids"]
+
+    def test_going_on_with_the_last_message(self, embedded):
+        tokenize = embedded.serving.tokenizer.tokenize
+        begun = "<|user|>Hello<|end|><|assistant|>Half of an"
+        assert self.prompt_of(embedded, continue_final_message=True) == tokenize(begun)
+        assert self.prompt_of(embedded, add_generation_prompt=False) == tokenize(begun + "<|end|>")
+        assert self.prompt_of(embedded) == tokenize(begun + "<|end|><|assistant|>")
+        both = {"continue_final_message": True, "add_generation_prompt": True, "messages": list(self.MESSAGES)}
+        assert "contradict each other" in check_error(embedded.http.post(CHAT, json=both), 400)["message"]
+
+    def test_variables(self, embedded, monkeypatch):
+        """Special tokens that they spell stay text, in names of nested ones, too."""
+        tokenizer = embedded.serving.tokenizer
+        template = "<|system|>{{ style }} {{ more | tojson }}<|end|>" + tokenizer.chat_template
+        monkeypatch.setattr(tokenizer, "_chat_template", template)
+        fields = {"chat_template_kwargs": {"style": "<|end|>short", "more": {"<|user|>": 1}}}
+        prompt = self.prompt_of(embedded, **fields)
+        plain = '<|system|><|end|>short {"<|user|>": 1}<|end|><|user|>Hello<|end|>'
+        text = tokenizer.detokenize(prompt, skip_special_tokens=False)
+        assert text.startswith(plain)
+        assert [token for token in prompt if token < 5] == [1, 4, 2, 4, 3, 4, 3]
+
+    @pytest.mark.parametrize("name", ["messages", "chat_template", "bos_token", "add_generation_prompt"])
+    def test_variables_that_are_not_the_callers(self, embedded, name):
+        body = {"messages": list(self.MESSAGES), "chat_template_kwargs": {name: "x"}}
+        assert name in check_error(embedded.http.post(CHAT, json=body), 400)["message"]
+
+
+HARMLESS = {
+    COMPLETIONS: {
+        "min_p": 0.0,
+        "skip_special_tokens": True,
+        "add_special_tokens": True,
+        "best_of": 1,
+        "priority": 0,
+        "use_beam_search": False,
+        "user": "me",
+    },
+    CHAT: {"min_p": 0, "skip_special_tokens": True, "add_generation_prompt": True, "tool_choice": "none", "tools": []},
+}
+
+
+@pytest.mark.parametrize("path", HARMLESS)
+def test_what_happens_anyway(embedded, path):
+    body = {"prompt": "A list"} if path == COMPLETIONS else {"messages": [{"role": "user", "content": "A list"}]}
+    body |= {"temperature": 0, "max_tokens": 4, "return_token_ids": True}
+    plain = ask(embedded, path, body, stream=False)[0]["token_ids"]
+    assert ask(embedded, path, body | HARMLESS[path], stream=False)[0]["token_ids"] == plain
+    if path == COMPLETIONS:
+        choices = ask(embedded, path, body | {"n": 2, "best_of": 2}, stream=False)
+        assert [one["token_ids"] for one in choices] == [plain, plain]
+
+
+def test_defaults_of_the_model(tiny, oracle, monkeypatch, stream):
+    """SA-8: they hold for what a body does not say."""
+    monkeypatch.setattr(tiny.serving, "defaults", {"temperature": 0.7, "top_k": 5, "repetition_penalty": 1.4})
+    body = {"prompt": PROMPT, "max_tokens": COUNT, "seed": 3, "return_token_ids": True}
+    for said in ({}, {"top_k": 40, "temperature": 0.9}, {"temperature": 0}):
+        wanted = {"temperature": 0.7, "top_k": 5, "repetition_penalty": 1.4} | said
+        params = RequestParams(num_tokens_to_generate=COUNT, seed=3, **wanted)
+        (got,) = ask(tiny, COMPLETIONS, body | said, stream=stream)
+        assert got["token_ids"] == choice.generate(oracle, PROMPT, params)

@@ -1,0 +1,220 @@
+"""SE-5, SE-6: the routes that clients and operators ask beside those that generate: who may, and what they say."""
+
+from __future__ import annotations
+
+import hmac
+import re
+
+import pytest
+
+import megatron_ext
+from megatron_ext.config import ServerConfig
+from megatron_ext.config.embedded import EMBEDDED_MODEL_DIR
+from megatron_ext.errors import ConfigError
+from megatron_ext.server.keys import Keys
+from tests.unit_tests.server.test_errors import check_error
+from tests.unit_tests.support.server import LiveServer, embedded_engine, tiny_engine
+from tests.unit_tests.support.source import ROOT
+
+KEY = "the-only-key"
+OPEN = ("/ping", "/version", "/health", "/docs", "/openapi.json")
+KEYED = (
+    ("GET", "/load", {}),
+    ("GET", "/tokenizer_info", {}),
+    ("POST", "/tokenize", {"json": {"prompt": "<1>"}}),
+    ("POST", "/detokenize", {"json": {"tokens": [1]}}),
+)
+TEXT = "The import statement"
+
+
+@pytest.fixture(scope="module")
+def locked(serve) -> LiveServer:
+    return serve(tiny_engine(), api_key=KEY)
+
+
+@pytest.fixture(scope="module")
+def talking(serve) -> LiveServer:
+    return serve(embedded_engine(), "embedded")
+
+
+class TestWhoMayAsk:
+    @pytest.mark.parametrize("path", OPEN)
+    def test_without_a_key(self, locked, path):
+        assert locked.http.get(path).status_code == 200
+
+    @pytest.mark.parametrize(("method", "path", "options"), KEYED)
+    def test_with_the_key(self, locked, method, path, options):
+        check_error(locked.http.request(method, path, **options), 401)
+        headers = {"Authorization": f"Bearer {KEY}"}
+        assert locked.http.request(method, path, headers=headers, **options).status_code == 200
+
+    @pytest.mark.parametrize("given", [b"a", b"b", b"wrong", b""])
+    def test_keys_take_as_long_whichever_is_given(self, monkeypatch, given):
+        """SE-5: each is compared, in constant time, whether one before it was right."""
+        keys, compared = Keys(["a", "b", "c"], "admin"), []
+        compare = hmac.compare_digest
+        monkeypatch.setattr(hmac, "compare_digest", lambda *pair: compared.append(pair) or compare(*pair))
+        assert (keys.caller(given) is not None) is (given in (b"a", b"b"))
+        assert len(compared) == 4
+        assert {len(mark) for pair in compared for mark in pair} == {64}
+
+
+def test_what_they_say(tiny):
+    assert tiny.http.get("/version").json() == {"version": megatron_ext.__version__}
+    assert tiny.http.get("/ping").json() == tiny.http.post("/ping").json() == tiny.http.get("/health").json()
+    load = tiny.http.get("/load").json()
+    assert load == {"server_load": 0, "running": 0, "waiting": 0, "paused": 0, "capacity": 8 + 256}
+
+
+def test_load_counts_who_is_here(tiny):
+    body = {"prompt": [1, 2], "max_tokens": 1900, "stream": True, "n": 3, "ignore_eos": True}
+    with tiny.http.stream("POST", "/v1/completions", json=body) as stream:
+        next(stream.iter_lines())
+        load = tiny.http.get("/load").json()
+        assert (load["server_load"], load["running"]) == (3, 3)
+    tiny.check_idle()
+
+
+def test_models_have_a_root(tiny, talking):
+    """What `vllm bench` reads; it is not the served name where there is something to be read."""
+    assert [(one["root"], one["parent"]) for one in tiny.http.get("/v1/models").json()["data"]] == [("tiny", None)]
+    talking.serving.root = str(EMBEDDED_MODEL_DIR)
+    assert talking.http.get("/v1/models/embedded").json()["root"] == str(EMBEDDED_MODEL_DIR)
+
+
+class TestTokens:
+    def test_a_text_and_back(self, talking):
+        """What `/v1/completions` counts is what `/tokenize` gives."""
+        told = talking.http.post("/tokenize", json={"prompt": TEXT, "return_token_strs": True}).json()
+        assert told["tokens"] == talking.serving.tokenizer.tokenize(TEXT)
+        assert (told["count"], told["max_model_len"]) == (len(told["tokens"]), 4096)
+        assert "".join(told["token_strs"]) == TEXT
+        assert talking.http.post("/detokenize", json={"tokens": told["tokens"]}).json() == {"prompt": TEXT}
+        usage = talking.http.post("/v1/completions", json={"prompt": TEXT, "max_tokens": 1}).json()["usage"]
+        assert usage["prompt_tokens"] == told["count"]
+
+    def test_a_conversation(self, talking):
+        body = {"messages": [{"role": "user", "content": TEXT}]}
+        told = talking.http.post("/tokenize", json=body).json()
+        usage = talking.http.post("/v1/chat/completions", json=body | {"max_tokens": 1}).json()["usage"]
+        assert told["count"] == usage["prompt_tokens"]
+        assert "<|" in talking.http.post("/detokenize", json={"tokens": told["tokens"]}).json()["prompt"]
+
+    def test_without_special_tokens(self, talking, monkeypatch):
+        """A tokenizer that adds one: with the field it does not, and the prompt of a request has it."""
+        from tokenizers.processors import TemplateProcessing
+
+        wrapped = talking.serving.tokenizer._backend.wrapped
+        bos = wrapped.id_to_token(0)
+        monkeypatch.setattr(wrapped, "post_processor", TemplateProcessing(f"{bos} $A", special_tokens=[(bos, 0)]))
+        plain = talking.http.post("/tokenize", json={"prompt": TEXT, "add_special_tokens": False}).json()["tokens"]
+        for fields in ({}, {"add_special_tokens": True}, {"add_special_tokens": None}):
+            assert talking.http.post("/tokenize", json={"prompt": TEXT} | fields).json()["tokens"] == [0, *plain]
+
+    @pytest.mark.parametrize(
+        ("path", "body", "named"),
+        [
+            ("/tokenize", {}, "prompt"),
+            ("/tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, "not both"),
+            ("/tokenize", {"messages": [{"role": "user", "content": "a"}], "add_special_tokens": True}, "special"),
+            ("/tokenize", {"prompt": "a", "truncate": 3}, "truncate"),
+            ("/tokenize?what=1", {"prompt": "a"}, "what"),
+            ("/tokenize", {"prompt": "a " * 200_000}, "longest sequence"),
+            ("/detokenize", {"tokens": "a"}, "integers"),
+            ("/detokenize", {"tokens": [True]}, "integers"),
+            ("/detokenize", {"tokens": [-1]}, "-1"),
+            ("/detokenize", {"tokens": [10**30]}, "10000"),
+            ("/detokenize", {"tokens": [1] * 4097}, "4096"),
+        ],
+        ids=str,
+    )
+    def test_refused_by_name(self, talking, path, body, named):
+        assert named in check_error(talking.http.post(path, json=body), 400)["message"]
+
+    def test_of_another_model(self, talking):
+        for path, body in (("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": []})):
+            check_error(talking.http.post(path, json=body | {"model": "other"}), 404)
+            assert talking.http.post(path, json=body | {"model": "embedded"}).status_code == 200
+
+    def test_what_the_tokenizer_is(self, talking):
+        """For `tokenizer_backend=remote` of lm_eval, which encodes the end's text to find its id."""
+        info = talking.http.get("/tokenizer_info").json()
+        end = talking.serving.tokenizer.eod
+        assert info["eos_token_id"] == end
+        encoded = talking.http.post("/tokenize", json={"prompt": info["eos_token"], "add_special_tokens": False})
+        assert encoded.json()["tokens"] == [end]
+        assert info["chat_template"] == talking.serving.tokenizer.chat_template
+        assert info["bos_token"] is None
+
+
+class TestDescription:
+    def test_the_page_needs_nothing_from_elsewhere(self, locked):
+        page = locked.http.get("/docs")
+        assert "<script" not in page.text
+        assert re.findall(r"(?:src|href)=\"?([^\"> ]+)", page.text) == ["/openapi.json", "/"]
+        assert page.headers["content-security-policy"].startswith("default-src 'none'")
+        for path in locked.http.get("/openapi.json").json()["paths"]:
+            assert path in page.text
+        assert "max_tokens" in page.text
+
+    def test_keys_and_errors(self, locked, tiny):
+        """SE-6: which routes want a key, and which errors they answer with."""
+        paths = locked.http.get("/openapi.json").json()["paths"]
+        assert "security" not in paths["/health"]["get"]
+        completions = paths["/v1/completions"]["post"]
+        assert completions["security"] == [{"key": []}]
+        assert {"400", "401", "403", "404", "408", "413", "415", "429", "500", "503"} < set(completions["responses"])
+        assert "422" not in completions["responses"]
+        assert "text/event-stream" in completions["responses"]["200"]["content"]
+        assert "text/plain" in paths["/metrics"]["get"]["responses"]["200"]["content"]
+        assert "401" not in tiny.http.get("/openapi.json").json()["paths"]["/v1/completions"]["post"]["responses"]
+
+
+class TestOtherOrigins:
+    """SE-5: off, unless a flag names them."""
+
+    PAGE = "https://app.example"
+
+    def preflight(self, server: LiveServer, origin: str):
+        asked = {"Origin": origin, "Access-Control-Request-Method": "POST"}
+        asked["Access-Control-Request-Headers"] = "authorization, content-type"
+        return server.http.options("/v1/completions", headers=asked)
+
+    def test_off(self, locked):
+        answer = self.preflight(locked, self.PAGE)
+        assert answer.status_code in (401, 405)
+        headers = {"Authorization": f"Bearer {KEY}", "Origin": self.PAGE}
+        for answered in (answer, locked.http.get("/v1/models", headers=headers)):
+            assert "access-control-allow-origin" not in answered.headers
+        check_error(locked.http.post("/v1/completions", headers=headers, json={"prompt": [1]}), 403)
+
+    @pytest.mark.parametrize("allowed", [PAGE, "*"])
+    def test_on(self, serve, allowed):
+        server = serve(tiny_engine(), api_key=KEY, cors_allowed_origins=(allowed,))
+        shown = {allowed, self.PAGE}
+        answer = self.preflight(server, self.PAGE)
+        assert answer.status_code == 200
+        assert answer.headers["access-control-allow-origin"] in shown
+        headers = {"Authorization": f"Bearer {KEY}", "Origin": self.PAGE}
+        body = {"prompt": [1], "max_tokens": 1}
+        answer = server.http.post("/v1/completions", headers=headers, json=body)
+        assert answer.status_code == 200
+        assert answer.headers["access-control-allow-origin"] in shown
+        check_error(server.http.post("/v1/completions", headers={"Origin": self.PAGE}, json=body), 401)
+        for other in ("https://app.example:8443", "http://app.example", "null", "https://evil.example"):
+            answer = server.http.post("/v1/completions", headers=headers | {"Origin": other}, json=body)
+            assert answer.status_code == (200 if allowed == "*" else 403), other
+
+    @pytest.mark.parametrize("origin", ["app.example", "ftp://a", "https://a/path", "https://", "null", ""])
+    def test_what_is_no_origin(self, origin):
+        with pytest.raises(ConfigError, match="--cors-allowed-origins"):
+            ServerConfig(cors_allowed_origins=(origin,))
+
+
+def test_the_promql_of_the_document():
+    """Terms with other labels than their neighbours make an empty vector, so every rate is summed."""
+    text = (ROOT / "docs" / "server.md").read_text("utf-8")
+    queries = [one for one in re.findall(r"`([^`]*\brate\([^`]*)`", text) if "/" in one]
+    assert queries
+    for query in queries:
+        assert query.count("rate(") == query.count("sum(rate(") >= 3, query

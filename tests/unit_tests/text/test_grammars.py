@@ -1,0 +1,172 @@
+"""SA-5: forms of answers, compiled for a tokenizer: what may come next, what is refused and how, and what it costs."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+
+import pytest
+
+from megatron_ext.config.embedded import EMBEDDED_MODEL_DIR
+from megatron_ext.config.response_format import ResponseFormat
+from megatron_ext.errors import ConfigError
+from megatron_ext.text import grammars as module
+from megatron_ext.text.grammars import Grammars
+from megatron_ext.text.tokenizer import NullTokenizer, TextTokenizer
+
+TOKENIZER = TextTokenizer(EMBEDDED_MODEL_DIR)
+SIZE = TOKENIZER.vocab_size + 40  # padding, which no answer has
+GRAMMARS = Grammars(TOKENIZER, SIZE)
+ENDS = (0, 4)
+
+
+def schema(**fields: object) -> ResponseFormat:
+    return ResponseFormat.json_schema(fields)
+
+
+def allowed(form: ResponseFormat, text: str) -> set[int]:
+    """Tokens that may follow a text."""
+    matcher = GRAMMARS.matcher(form)
+    matcher.take(TOKENIZER.tokenize_plain(text))
+    mask = matcher.allowed(ENDS)
+    return {token for token in range(8 * len(mask)) if mask[token // 8] >> token % 8 & 1}
+
+
+def is_answer(form: ResponseFormat, text: str) -> bool:
+    """Whether it may end there."""
+    try:
+        return allowed(form, text).issuperset(ENDS)
+    except ValueError:
+        return False
+
+
+OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+
+
+@pytest.mark.parametrize(
+    ("form", "good", "bad"),
+    [
+        (schema(**OBJECT), ['{"a":1}', '{"a": -7, "b": [null]}'], ['{"a":1', '{"a":1.5}', "{}", '{"a":  1}', "x"]),
+        (schema(**OBJECT), ['{"a":1,"b":"\\n"}'], ['{"a":1,"a":"x"}', '{"a":1,"\\u0061":"x"}']),
+        (schema(enum=["on", 3, None]), ['"on"', "3", "null"], ['"off"', "4"]),
+        (schema(type="string", minLength=2, maxLength=3), ['"ab"', '"äöü"'], ['"a"', '"abcd"', "ab"]),
+        (schema(type="array", items={"$ref": "#"}), ["[]", "[[],[[]]]"], ["[1]", "["]),
+        (ResponseFormat("json_object"), ["{}", '{"x": {"y": [1, true]}}'], ["[]", "1", '{"x"}']),
+        (ResponseFormat.regex("(ab|c)+[0-9]{2}"), ["abc17", "c00"], ["ab", "17", "abc1", "abc177"]),
+    ],
+    ids=str,
+)
+def test_where_an_answer_may_end(form, good, bad):
+    assert [text for text in good if not is_answer(form, text)] == []
+    assert [text for text in bad if is_answer(form, text)] == []
+
+
+def test_ends_may_come_where_the_answer_is_complete_and_nowhere_else():
+    """Ordinary tokens that end a request, too; special tokens and padding never."""
+    comma = TOKENIZER.tokenize_plain(",")[0]
+    matcher = GRAMMARS.matcher(schema(**OBJECT))
+    matcher.take(TOKENIZER.tokenize_plain('{"a":1'))
+    mask = matcher.allowed((comma,))
+    assert not mask[comma // 8] >> comma % 8 & 1
+    tokens = allowed(schema(**OBJECT), '{"a":1')
+    assert comma in tokens
+    assert not tokens & {*range(5), *range(TOKENIZER.vocab_size, 8 * len(mask))}
+    assert allowed(schema(**OBJECT), '{"a":1}') == set(ENDS)
+
+
+@pytest.mark.parametrize(
+    ("form", "named"),
+    [
+        (schema(**{"not": {"type": "string"}}), 'Unimplemented keys: ["not"]'),
+        (schema(type="array", uniqueItems=True), "uniqueItems"),
+        (schema(type="array", contains={}), "contains"),
+        (schema(**{"if": {}, "then": {}}), '"if", "then"'),
+        (schema(**{"type": "object", "x-guidance": {"lenient": True}, "propertyNames": {}}), "propertyNames"),
+        (schema(oneOf=[{"type": "string"}, {"minLength": 2}]), "oneOf"),
+        (schema(type="string", format="phone"), "Unknown format: phone"),
+        (schema(type="string", pattern="(?=a)b"), "look-around"),
+        (schema(**{"$ref": "http://127.0.0.1:1/schema.json"}), "does not fetch"),
+        (schema(**{"$ref": "#"}), "no answer has it"),
+        (schema(type="integer", minimum=3, maximum=2), "minimum (3) is greater"),
+        (schema(type="animal"), "Invalid type: animal"),
+        (schema(const="\x01"), "control character"),
+        (ResponseFormat.regex("(a"), "unclosed group"),
+    ],
+    ids=str,
+)
+def test_what_the_library_lacks_is_refused_by_its_name(form, named):
+    with pytest.raises(ConfigError) as caught:
+        GRAMMARS.check(form)
+    assert named in str(caught.value)
+    assert str(caught.value).startswith(f"response_format: the {form.kind} cannot be followed: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_what_costs_too_much_is_refused(monkeypatch):
+    """Bounded while it is compiled, and at each token; the words do not quote the answer."""
+    monkeypatch.setitem(module._LIMITS, "initial_lexer_fuel", 1000)
+    with pytest.raises(ConfigError, match="too big"):
+        Grammars(TOKENIZER, SIZE).check(schema(enum=[f"word {i}" for i in range(1000)]))
+    monkeypatch.undo()
+    monkeypatch.setitem(module._LIMITS, "step_max_items", 40)
+    matcher = Grammars(TOKENIZER, SIZE).matcher(ResponseFormat("json_object"))
+    with pytest.raises(ValueError) as caught:  # noqa: PT012 - at whichever token it becomes too much
+        for _ in range(50):
+            matcher.take(TOKENIZER.tokenize_plain('{"secret":'))
+            matcher.allowed(ENDS)
+    assert "secret" not in str(caught.value)
+
+
+def test_nested_deep_is_refused():
+    nested: dict = {"type": "string"}
+    for _ in range(200):
+        nested = {"type": "array", "items": nested}
+    with pytest.raises(ConfigError, match="recursion limit"):
+        GRAMMARS.check(schema(**nested))
+
+
+def test_a_form_is_compiled_once_and_few_are_kept(monkeypatch):
+    made = []
+    own = Grammars(TOKENIZER, SIZE)
+    compile_anew = own._compile_anew
+    monkeypatch.setattr(own, "_compile_anew", lambda form: made.append(form) or compile_anew(form))
+    monkeypatch.setattr(module, "MOST_COMPILED", 2)
+    forms = [ResponseFormat.regex(f"a{i}") for i in range(3)]
+    for form in (forms[0], forms[1], forms[0], forms[2], forms[0], forms[1]):
+        own.matcher(form)
+    assert made == [*forms, forms[1]]
+    assert len(own._compiled) == 2
+
+
+def test_answers_do_not_share_a_matcher():
+    """Not while they are followed in several threads either."""
+    form, failures = schema(**OBJECT), []
+
+    def follow(number: int) -> None:
+        matcher = GRAMMARS.matcher(form)
+        for token in TOKENIZER.tokenize_plain(json.dumps({"a": number, "b": "x" * number})):
+            matcher.take([token])
+            matcher.allowed(ENDS)
+        if not matcher.allowed(ENDS)[0] & 1:
+            failures.append(number)
+
+    threads = [threading.Thread(target=follow, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+
+
+def test_tokenizers_that_cannot_be_read():
+    for tokenizer in (NullTokenizer(100),):
+        with pytest.raises(ConfigError, match="no fast one of Hugging Face"):
+            Grammars(tokenizer, 100).check(ResponseFormat("json_object"))
+
+
+def test_without_the_library(monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"needs the package llguidance.*install \[grammar\]"):
+        Grammars(TOKENIZER, SIZE).check(ResponseFormat("json_object"))
