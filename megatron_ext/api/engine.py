@@ -128,7 +128,7 @@ class LoadedEngine:
             The parts; see `StreamPart`. The request begins with the first one. The errors are those of `generate`, and
             `RequestFailed` where its record would say so.
         """
-        return RequestStream(lambda: self._one(prompt, params), self._stepper, self._reader.vocabulary.detokenize)
+        return RequestStream(lambda: self._one(prompt, params), self._stepper, self._reader.vocabulary)
 
     def _one(self, prompt: Prompt, params: RequestParams | None) -> PendingRequest:
         return _pending(*self._reader.read_one(prompt, params))

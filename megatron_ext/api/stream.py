@@ -11,6 +11,7 @@ from megatron_ext.errors import RequestFailed
 from megatron_ext.scheduling.record import RequestRecord, Status
 from megatron_ext.stepping.stepper import PendingRequest, Stepper
 from megatron_ext.text.stream import TextStream
+from megatron_ext.text.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True)
@@ -40,17 +41,17 @@ class RequestStream(AsyncIterator[StreamPart]):
     Args:
         begin: Makes the request; called in a thread.
         stepper: Of the engine.
-        detokenize: Token ids to text.
+        vocabulary: Token ids to text.
     """
 
-    def __init__(self, begin: Callable[[], PendingRequest], stepper: Stepper, detokenize: Callable[..., str]) -> None:
+    def __init__(self, begin: Callable[[], PendingRequest], stepper: Stepper, vocabulary: Vocabulary) -> None:
         self._request: PendingRequest | None = None
         self._record: RequestRecord | None = None
         self._is_over = False
         self._begin = begin
         self._stepper = stepper
-        self._detokenize = detokenize
-        self._text = TextStream((), detokenize)
+        self._vocabulary = vocabulary
+        self._text = TextStream((), vocabulary.detokenize)
         self._seen = 0  # tokens
         self._changed = asyncio.Event()
 
@@ -92,7 +93,8 @@ class RequestStream(AsyncIterator[StreamPart]):
         self._request = request = await asyncio.to_thread(self._begin)
         # No reference to the stream itself, so that it goes when its reader goes.
         request.notify = partial(asyncio.get_running_loop().call_soon_threadsafe, self._changed.set)
-        self._text = TextStream(request.params.stop_words, self._detokenize)
+        decoder = self._vocabulary.decoder(skips_special=request.params.skip_special_tokens)
+        self._text = TextStream(request.params.stop_words, decoder)
         await asyncio.wrap_future(self._stepper.submit([request]))
 
     def _next_part(self) -> StreamPart | None:

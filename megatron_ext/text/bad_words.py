@@ -9,7 +9,8 @@ from megatron_ext.text.tokenizer import TextTokenizer, Tokenizer
 def word_tokens(tokenizer: Tokenizer, word: str) -> list[tuple[int, ...]]:
     """The ways in which a word can be tokens: as it stands, and behind a space where that makes it begin otherwise.
 
-    Other ways to cut it are not ruled out. This is what vLLM's `bad_words` mean.
+    Other ways to cut it are not ruled out. vLLM's `bad_words` mean the same, but for words that have another number of
+    tokens behind a space.
 
     Args:
         tokenizer: Of the model.
@@ -21,11 +22,10 @@ def word_tokens(tokenizer: Tokenizer, word: str) -> list[tuple[int, ...]]:
     plain = _tokens(tokenizer, word)
     if not plain:
         raise ConfigError(f"bad_words: the tokenizer makes no token of {word!r}; leave it out")
-    if not isinstance(tokenizer, TextTokenizer):
+    if not isinstance(tokenizer, TextTokenizer) or word[0].isspace():
         return [plain]
-    behind_space = _tokens(tokenizer, " " + word.lstrip())
-    has_two = len(behind_space) == len(plain) and behind_space[0] != plain[0]
-    return [plain, behind_space] if has_two else [plain]
+    behind_space = _tokens(tokenizer, " " + word)
+    return [plain, behind_space] if behind_space[0] != plain[0] else [plain]
 
 
 def _tokens(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:

@@ -78,10 +78,11 @@ class Matcher:
         is_complete = self._matcher.is_accepting()
         if self._matcher.is_error():
             raise ValueError(_reason(self._matcher.get_error()))
-        for token in (self._end, *ends):
+        known = [token for token in ends if 0 <= token < 8 * len(mask)]
+        for token in (self._end, *known):
             mask[token // 8] &= ~(1 << token % 8) & 0xFF
         if is_complete:
-            for token in ends:
+            for token in known:
                 mask[token // 8] |= 1 << token % 8
         if not any(mask):
             raise ValueError("no token of this tokenizer can follow")

@@ -73,6 +73,8 @@ def test_ends_may_come_where_the_answer_is_complete_and_nowhere_else():
     assert comma in tokens
     assert not tokens & {*range(5), *range(TOKENIZER.vocab_size, 8 * len(mask))}
     assert allowed(schema(**OBJECT), '{"a":1}') == set(ENDS)
+    matcher.take(TOKENIZER.tokenize_plain("}"))
+    assert [i for i, byte in enumerate(matcher.allowed((-1, 0, 10**9))) if byte] == [0]
 
 
 @pytest.mark.parametrize(
