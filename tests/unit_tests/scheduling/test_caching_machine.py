@@ -343,6 +343,6 @@ def test_the_machine_finds_a_planted_mistake(
     plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ):
     plant(monkeypatch)
-    quick = settings(max_examples=300, phases=[Phase.generate], derandomize=True, report_multiple_bugs=False, **COMMON)
+    quick = settings(max_examples=1500, phases=[Phase.generate], derandomize=True, report_multiple_bugs=False, **COMMON)
     with pytest.raises((AssertionError, KeyError, IndexError)):  # of a leader who is gone, a block that was not matched
         run_state_machine_as_test(CachingMachine, settings=quick)
