@@ -1,8 +1,8 @@
 """A batch as bytes: a head of a fixed size, which all but new requests fit into, and a body for those.
 
 A broadcast has a size that everybody knows beforehand, so what comes without notice can only be announced by one that
-has always the same. It is a few bytes, with room for one command that says little, such as an abort. More of them, and new
-requests with their prompts, come in a second message, whose length the head says.
+has always the same. It is a few bytes, with room for one command that says little, such as an abort. More of them, and
+new requests with their prompts, come in a second message, whose length the head says.
 """
 
 from __future__ import annotations
