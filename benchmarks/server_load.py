@@ -64,7 +64,10 @@ def main() -> int:
     settings = (arguments.max_requests, arguments.threads, waiting, arguments.phases, arguments.spare_nothing)
     server = multiprocessing.get_context("spawn").Process(target=serve, args=(theirs, *settings), daemon=True)
     server.start()
-    port = ours.recv()
+    try:
+        port = ours.recv()
+    except EOFError:
+        return 1  # it has said why
     seen = asyncio.run(ask_all(arguments, port, psutil.Process(server.pid)))
     ours.send("stop")
     told = ours.recv()
@@ -86,7 +89,6 @@ def serve(
 
     from megatron_ext.config import BatchingConfig, CacheConfig, ServerConfig, ServerSettings
     from megatron_ext.mcore import platform
-    from megatron_ext.memory.heap import spare_what_is_loaded
     from megatron_ext.server.run import bind, build_server, build_serving
 
     torch.set_num_threads(threads)
@@ -98,6 +100,8 @@ def serve(
     )
     serving = build_serving(settings)
     if not spares_nothing:
+        from megatron_ext.memory.heap import spare_what_is_loaded
+
         spare_what_is_loaded()
     pauses = _collections()
     urls: list[str] = []
@@ -144,6 +148,9 @@ def _collections() -> list[float]:
 @contextlib.contextmanager
 def _timed_phases(engine: object, is_wanted: bool):
     """Seconds of each phase of all steps so far: wall, and of the thread's processor."""
+    if not is_wanted:
+        yield {}
+        return
     from megatron_ext.mcore import phases
 
     found: dict[str, list[float]] = {name: [0.0, 0.0] for name in phases.PHASES}
@@ -157,9 +164,6 @@ def _timed_phases(engine: object, is_wanted: bool):
             found[name][0] += time.perf_counter() - wall
             found[name][1] += time.thread_time() - own
 
-    if not is_wanted:
-        yield {}
-        return
     plain, phases.record_function = phases.record_function, timed  # type: ignore[misc,assignment]
     try:
         with phases.named_phases(engine):  # type: ignore[arg-type]

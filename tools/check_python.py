@@ -11,9 +11,10 @@ import sysconfig
 from pathlib import Path
 
 PYPROJECT = Path(__file__).resolve().parents[1] / "pyproject.toml"
-# What the wheels of megatron-core 0.16.1 and torch 2.13.0 are for; elsewhere pip would have to compile the former.
+# What the wheels of megatron-core 0.16.1, torch 2.13.0 and llguidance 1.9.1 are for; elsewhere pip would have to
+# compile the first.
 MACHINES = ("x86_64", "aarch64")
-OLDEST_GLIBC = (2, 28)
+OLDEST_GLIBC = (2, 31)
 
 
 def supported(pyproject=PYPROJECT):

@@ -1,4 +1,4 @@
-"""Every private name of megatron-core 0.16.1, and of torch, that this package calls, overrides or sets, by where it is defined.
+"""Every private name of megatron-core 0.16.1 and torch that this package calls, overrides or sets, by where it is.
 
 No code reads this table but a test, which resolves each name against the installed version and finds every private
 name in our code that is neither ours nor here. Whoever upgrades megatron-core starts with that test.

@@ -12,7 +12,7 @@ from megatron_ext.ranks.wire import HEAD_BYTES, body_length, pack, unpack
 class Link:
     """From rank 0 to all ranks, in order.
 
-    A batch is one message of 64 bytes; what does not fit there (new requests with their prompts) is a second one. Ranks
+    A batch is one message of 16 bytes; what does not fit there (new requests with their prompts) is a second one. Ranks
     trust each other: they run the same program for the same user, and whoever can write into their connections is one
     of them.
 

@@ -1,8 +1,8 @@
 """A batch as bytes: a head of a fixed size, which all but new requests fit into, and a body for those.
 
 A broadcast has a size that everybody knows beforehand, so what comes without notice can only be announced by one that
-has always the same. Its size is chosen so that the commands of a step without new requests ride in it; a prompt does
-not, and comes in a second message, whose length the head says.
+has always the same. It is a few bytes, with room for one command that says little, such as an abort. More of them, and
+new requests with their prompts, come in a second message, whose length the head says.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from megatron_ext.ranks.commands import (
 )
 from megatron_ext.scheduling.record import Status
 
-HEAD_BYTES = 64
+HEAD_BYTES = 16
 _HEAD = struct.Struct("<BBxxI")  # action, commands in the head, bytes of the body
-_COMMAND = struct.Struct("<BBHq")  # which one, status, replica, request id
-_MOST = (HEAD_BYTES - _HEAD.size) // _COMMAND.size  # commands in a head
+_COMMAND = struct.Struct("<BBHI")  # which one, status, replica, request id
+_MOST = (HEAD_BYTES - _HEAD.size) // _COMMAND.size  # commands in a head: one
 _SMALL: tuple[type[Command], ...] = (End, ResetPrefixCache, WeightsChanged, Suspend, Resume, StartAnew)
 _STATUSES = tuple(Status)
 
@@ -49,7 +49,7 @@ def _pack_small(replica: int, command: Command) -> bytes | None:
     status, name = (_STATUSES.index(command.status), command.request_id) if isinstance(command, End) else (0, 0)
     try:
         return _COMMAND.pack(_SMALL.index(type(command)), status, replica, name)
-    except struct.error:  # an id of more than 63 bits
+    except struct.error:  # an id of more than 32 bits
         return None
 
 

@@ -28,7 +28,6 @@ class Request:
 
     def __init__(self, submission: Submission) -> None:
         self.submission = submission
-        self.shapes_logits = submission.params.shapes_logits
         self.sequence = Sequence(submission.prompt_tokens, submission.seed)
         self.timeline = Timeline()
         self.output = Output()

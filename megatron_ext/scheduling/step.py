@@ -152,7 +152,7 @@ def _sampling(request: Request) -> Sampling:
     wish = params.temperature, params.top_k, params.top_p
     forbidden = () if request.may_stop else request.submission.end_ids
     top_n = params.top_n_logprobs if params.return_log_probs else None
-    shaping = shaping_of(request) if request.shapes_logits else None
+    shaping = shaping_of(request) if request.submission.shapes_logits else None
     if params.is_greedy and shaping is None:
         return _greedy(*wish, forbidden, top_n)
     uniform = None if params.is_greedy else request.sequence.draws.current()

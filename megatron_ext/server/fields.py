@@ -99,10 +99,13 @@ def checked_prompts(value: object) -> object:
 
 
 Text = Annotated[str, AfterValidator(whole_characters)]
+_Word = Annotated[str, Field(min_length=1)]
+_Row = Annotated[list[int], Field(min_length=1)]
+_Filled = _Word | Annotated[list[_Word], Field(min_length=1)] | _Row | Annotated[list[_Row], Field(min_length=1)]
 # What the description of the routes says; the check is ours.
 Prompts = Annotated[
     str | list[str] | list[int] | list[list[int]],
-    PlainValidator(checked_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
+    PlainValidator(checked_prompts, json_schema_input_type=_Filled),
 ]
 
 

@@ -38,7 +38,7 @@ class TestInterpreter:
     """Which Pythons and machines there are wheels for, known before anything is installed."""
 
     BOUNDS = ((3, 10), (3, 14))
-    GLIBC = ("glibc", "2.28")
+    GLIBC = ("glibc", "2.31")
 
     def test_the_bounds_are_those_of_the_project(self):
         assert supported() == self.BOUNDS
@@ -69,7 +69,7 @@ class TestInterpreter:
         ("system", "machine", "libc", "found"),
         [
             ("Darwin", "arm64", ("", ""), "this is Darwin on arm64; megatron-core has wheels for Linux on x86_64 or"),
-            ("Linux", "riscv64", GLIBC, "this is Linux on riscv64 with glibc 2.28;"),
+            ("Linux", "riscv64", GLIBC, "this is Linux on riscv64 with glibc 2.31;"),
             ("Linux", "x86_64", ("", ""), "this is Linux on x86_64 with no glibc;"),
             ("Linux", "x86_64", ("glibc", "2.9"), "with glibc 2.9; megatron-core"),
         ],

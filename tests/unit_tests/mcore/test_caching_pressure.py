@@ -77,7 +77,7 @@ def test_a_pool_full_of_pinned_blocks(get_caching_driver, oracle, policy):
     assert (waiting.sequence.ledger.matched_blocks, waiting.sequence.ledger.skipped, waiting.block_table) == (
         None,
         0,
-        [],
+        (),
     )
     driver.run()
     assert driver.skipped(1, 2) == [4 * BLOCK - 1, BLOCK if policy == "lru" else 0]

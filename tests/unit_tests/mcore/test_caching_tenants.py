@@ -133,7 +133,7 @@ class TestOff:
     def test_on(self, get_caching_driver, monkeypatch):
         driver = get_caching_driver()
         calls = self.run(driver, monkeypatch)
-        assert (calls.count("hash"), calls.count("index")) == (2, 4)  # the prompt at once, then what decoding completes
+        assert (calls.count("hash"), calls.count("index")) == (2, 2)  # the prompt at once, then what decoding completes
         assert (
             driver.scheduler.cache.use().blocks_cached
             == driver.scheduler.blocks.total - driver.scheduler.blocks.free_count

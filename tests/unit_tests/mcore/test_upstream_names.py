@@ -1,4 +1,4 @@
-"""Private names of megatron-core and torch: each one that we use is in the table, and each one in the table is still there."""
+"""Private names of megatron-core and torch: each that we use is in the table, and each in the table is still there."""
 
 from __future__ import annotations
 

@@ -157,6 +157,14 @@ class TestDescription:
             assert path in page.text
         assert "max_tokens" in page.text
 
+    def test_what_may_not_be_empty(self, locked):
+        """SE-6: prompts of every form, and the ids in a list of lists."""
+        schemas = locked.http.get("/openapi.json").json()["components"]["schemas"]
+        forms = schemas["CompletionRequest"]["properties"]["prompt"]["anyOf"]
+        assert len(forms) == 4
+        assert all(one.get("minLength", one.get("minItems")) == 1 for one in forms)
+        assert schemas["ChatRequest"]["properties"]["messages"]["minItems"] == 1
+
     def test_keys_and_errors(self, locked, tiny):
         """SE-6: which routes want a key, and which errors they answer with."""
         paths = locked.http.get("/openapi.json").json()["paths"]
