@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -133,17 +134,28 @@ def marks_of(process: psutil.Process) -> list[str]:
         return []
 
 
-def test_under_torchrun_a_failed_rank_speaks_for_all(tmp_path: Path):
-    done = torchrun(tmp_path, "fail")
+@pytest.fixture(scope="module")
+def under_torchrun(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, subprocess.CompletedProcess]]:
+    """Both launches beside one another, since most of each is imports that wait for one another."""
+    folders = {name: tmp_path_factory.mktemp(name) for name in ("fail", "SIGINT")}
+    signalled = ("--output-path", str(folders["SIGINT"] / "out.json"), "--num-tokens-to-generate", "50")
+    with ThreadPoolExecutor(2) as pool:
+        failing = pool.submit(torchrun, folders["fail"], "fail")
+        ending = pool.submit(torchrun, folders["SIGINT"], "SIGINT", *signalled)
+        return {"fail": (folders["fail"], failing.result()), "SIGINT": (folders["SIGINT"], ending.result())}
+
+
+def test_under_torchrun_a_failed_rank_speaks_for_all(under_torchrun):
+    _, done = under_torchrun["fail"]
     assert done.returncode == 1
     lines = [line for line in done.stderr.splitlines() if line.startswith("run_inference.py:")]
     assert lines == ["run_inference.py: error: rank 1: ZeroDivisionError: planted in two lines"]
     assert "onnection" not in done.stderr
 
 
-def test_under_torchrun_a_signal_ends_all_in_order(tmp_path: Path):
-    output = tmp_path / "out.json"
-    done = torchrun(tmp_path, "SIGINT", "--output-path", str(output), "--num-tokens-to-generate", "50")
+def test_under_torchrun_a_signal_ends_all_in_order(under_torchrun):
+    folder, done = under_torchrun["SIGINT"]
+    output = folder / "out.json"
     assert done.returncode != 0
     assert "run_inference.py: SIGINT: requests: 2 aborted; all are in" in done.stderr
     written = json.loads(output.read_text())

@@ -17,7 +17,11 @@ for name in (
     "megatron.core.inference.engines.dynamic_engine",
     "megatron_ext.mcore.assemble",
     "megatron_ext.models.load",
+    "transformers",
     "megatron_ext.offline.run",
+    "megatron_ext.server.run",
+    "tools.run_inference",
+    "tools.run_server",
     "tests.unit_tests.support.driver",
     "tests.unit_tests.support.hybrid_caching",
 ):
