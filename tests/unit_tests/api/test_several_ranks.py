@@ -10,7 +10,7 @@ import torch.distributed as dist
 from examples.python import with_torchrun
 from megatron_ext import ConfigError, EngineClosed, RankError, RequestParams, follow_engine, load_engine
 from tests.priority import TestPriority
-from tests.unit_tests.support.ranks import run_ranks
+from tests.unit_tests.support.ranks import Outcome, run_at_once, run_ranks, run_world
 
 SETTINGS = {
     "inference_dynamic_batching_block_size": 16,
@@ -124,10 +124,20 @@ class TestWorlds:
             records = engine.generate(with_torchrun.PROMPTS, RequestParams(num_tokens_to_generate=8))
         assert run_ranks(example, 2) == [[record.generated_text for record in records]] * 2
 
-    def test_a_silence(self, alone):
-        """PY-7: longer than a rank waits: it hears that rank 0 lives."""
+    @pytest.fixture(scope="class")
+    def waiting(self) -> dict[str, list[Outcome]]:
+        """Two worlds in which one rank waits for the other."""
         sizes = {"tensor_model_parallel_size": 2, "distributed_timeout_minutes": 0.03}
-        (seen, _), second = run_ranks(program, 2, sizes, 3.0)
+        return run_at_once(
+            {
+                "silence": lambda: run_world(program, 2, sizes, 3.0),
+                "failure": lambda: run_world(broken_follower, 2, None),
+            }
+        )
+
+    def test_a_silence(self, alone, waiting):
+        """PY-7: longer than a rank waits: it hears that rank 0 lives."""
+        (seen, _), second = [one.value for one in waiting["silence"]]
         assert seen == alone
         assert second is True
 
@@ -136,9 +146,9 @@ class TestWorlds:
         first, second = run_ranks(without_follower, 2, None)
         assert "rank 1 is not the first one: it calls follow_engine, not load_engine" in first + second
 
-    def test_a_follower_that_fails(self):
+    def test_a_follower_that_fails(self, waiting):
         """PY-7: whoever waits on rank 0 gets a RankError, and the engine can be closed."""
-        first, second = run_ranks(broken_follower, 2, None)
+        first, second = [one.value for one in waiting["failure"]]
         assert first == "told"
         assert "planted" in second
 

@@ -82,7 +82,7 @@ def wait(url: str) -> None:
 
 CLIENTS = {
     "chat": chat,
-    "patient": lambda url: chat(url, 4.0),
+    "patient": lambda url: chat(url, 3.5),
     "wait": wait,
     "ids": send_ids,
     "nobody": lambda url: None,
