@@ -104,6 +104,18 @@ def alone() -> list[list[tuple]]:
         return [first, answers(engine)]
 
 
+@pytest.fixture(scope="module")
+def waiting() -> dict[str, list[Outcome]]:
+    """Two worlds in which one rank waits for the other."""
+    sizes = {"tensor_model_parallel_size": 2, "distributed_timeout_minutes": 0.03}
+    return run_at_once(
+        {
+            "silence": lambda: run_world(program, 2, sizes, 3.0),
+            "failure": lambda: run_world(broken_follower, 2, None),
+        }
+    )
+
+
 @pytest.mark.worlds
 @pytest.mark.priority(TestPriority.MEDIUM)
 class TestWorlds:
@@ -123,17 +135,6 @@ class TestWorlds:
         with load_engine(**SETTINGS) as engine:
             records = engine.generate(with_torchrun.PROMPTS, RequestParams(num_tokens_to_generate=8))
         assert run_ranks(example, 2) == [[record.generated_text for record in records]] * 2
-
-    @pytest.fixture(scope="class")
-    def waiting(self) -> dict[str, list[Outcome]]:
-        """Two worlds in which one rank waits for the other."""
-        sizes = {"tensor_model_parallel_size": 2, "distributed_timeout_minutes": 0.03}
-        return run_at_once(
-            {
-                "silence": lambda: run_world(program, 2, sizes, 3.0),
-                "failure": lambda: run_world(broken_follower, 2, None),
-            }
-        )
 
     def test_a_silence(self, alone, waiting):
         """PY-7: longer than a rank waits: it hears that rank 0 lives."""
