@@ -1,4 +1,4 @@
-"""SI-2: what `flops` gives up, for blocks and snapshots together, against a model that weighs everything anew.
+"""EX-10, SI-2: what `flops` gives up, for blocks and snapshots together, against a model that weighs everything anew.
 
 The model has words for sequences and a letter for a block. It scans all that there is for the least, and finds the
 snapshot before another by following who stood on whom.
