@@ -276,6 +276,7 @@ class EngineFields(Body):
     structured_outputs: StructuredOutputs | None = None
     cache_salt: str | None = None
     enable_prefix_caching: bool | None = None
+    explain_prefix_cache: bool | None = None
 
     @field_validator("bad_words", mode="before")
     @classmethod
