@@ -19,3 +19,19 @@ def next_kept(kept_sequences, kept_tokens, kept, sequence, after):
         is_candidate = (tl.load(kept_sequences + i) == sequence) & (tokens > after) & (tokens < found)
         found = tl.where(is_candidate, tokens, found)
     return found
+
+
+@triton.jit
+def store_kept(
+    snapshots, snapshot_row, state, cell, is_state, kept_slots, kept_sequences, kept_tokens, kept, sequence, tokens
+):
+    """Write a sequence's state behind so many tokens of the packed step to the slots that are to keep it.
+
+    `cell` says where its elements lie in a slot; padding, a slot of -1, is left out.
+    """
+    for i in range(kept):
+        is_here = (tl.load(kept_sequences + i) == sequence) & (tl.load(kept_tokens + i) == tokens)
+        slot = tl.load(kept_slots + i)
+        if is_here & (slot >= 0):
+            target = snapshots + slot * snapshot_row + cell
+            tl.store(target, state.to(snapshots.dtype.element_ty), mask=is_state)
