@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated
@@ -56,6 +57,7 @@ class Serving:
     updater: WeightsUpdater | None = None
     defaults: FieldValues = field(default_factory=dict)
     created: int = field(default_factory=lambda: int(time.time()))
+    instance: str = field(default_factory=lambda: uuid.uuid4().hex)  # of this process, for who asks it twice
 
     def __post_init__(self) -> None:
         self.keys = self.keys or load_keys(self.settings)

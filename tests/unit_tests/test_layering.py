@@ -15,7 +15,7 @@ LEAVES = {"errors", "files", "interruption"}
 DECIDING = {"prefix_cache", "scheduling", "engine"}
 TOOLS = {"console", "offline", "server", "api"}
 ROOMS = {"config", "ranks", "text", "memory", "ops", "mixers", "mcore", "stepping", "models"}
-BESIDE = {"simulation"}  # used by its tool alone
+BESIDE = {"simulation", "routing"}  # used by their tools alone
 EVERYTHING = LEAVES | DECIDING | TOOLS | ROOMS | BESIDE
 BELOW_TOOLS = EVERYTHING - TOOLS - BESIDE
 MAY_IMPORT = {
@@ -27,6 +27,7 @@ MAY_IMPORT = {
     "prefix_cache": {"config", "errors"},
     "scheduling": {"config", "errors", "prefix_cache"},
     "engine": {"config", "errors", "prefix_cache", "scheduling", "text"},
+    "routing": {"config", "errors", "prefix_cache"},
     "simulation": {"config", "errors", "files", *DECIDING},
     "memory": {"config", "errors", "scheduling"},
     "ops": {"errors"},
@@ -43,7 +44,7 @@ MAY_IMPORT = {
 }
 # The flags are what `load_engine` takes by name, and they know the settings only.
 MAY_USE_THE_COMMAND_LINE = {"api"}
-STANDARD_LIBRARY_ONLY = (*LEAVES, *DECIDING, "config")
+STANDARD_LIBRARY_ONLY = (*LEAVES, *DECIDING, "config", "routing")
 WITHOUT_MEGATRON = (*STANDARD_LIBRARY_ONLY, "memory", "ops", "ranks", "simulation")
 
 
