@@ -134,9 +134,7 @@ class DraftModelDrafter:
     # Room
 
     def _places(self, asks: Sequence[DraftAsk]) -> list[_Guess]:
-        """Who is asked for and has room for what it reads and for one draft at least; those with the least to read
-        first.
-        """
+        """Who is asked for and has room for what it reads and a draft; those with the least to read first."""
         for ask in asks:  # nobody asked for gives way to anybody asked for
             reader = self._readers.pop(ask.request_id, None)
             if reader is not None:
