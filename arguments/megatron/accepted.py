@@ -40,7 +40,7 @@ IMPLEMENTATION = group(
     bare="--use-mcore-models --deterministic-mode --use-flash-attn --use-flashinfer-fused-rope --no-rope-fusion "
     "--no-masked-softmax-fusion --no-persist-layer-norm --te-rng-tracker --inference-rng-tracker "
     "--inference-fuse-tp-communication --moe-grouped-gemm --moe-shared-expert-overlap",
-    one=f"--attention-backend --transformer-impl --moe-token-dispatcher-type --inference-moe-token-dispatcher-type "
+    one=f"--attention-backend --moe-token-dispatcher-type --inference-moe-token-dispatcher-type "
     f"--inference-grouped-gemm-backend {BATCHING}-sampling-backend",
 )
 ANYWAY = group(

@@ -150,6 +150,11 @@ REFUSED = [
         ["--no-inference-dynamic-batching-enable-prefix-caching", "--prefix-cache-compare"],
     ),
     (SourceConfig, {"generation_config": "vllm"}, ["--generation-config 'vllm'", "auto, none"]),
+    (
+        SourceConfig,
+        {"transformer_impl": "apex"},
+        ["--transformer-impl 'apex'", "local, transformer_engine, inference_optimized"],
+    ),
     (RequestParams, {"num_tokens_to_generate": -1}, ["num_tokens_to_generate -1", "zero"]),
     (RequestParams, {"min_tokens": -1}, ["min_tokens -1", "between 0"]),
     (RequestParams, {"min_tokens": 5, "num_tokens_to_generate": 4}, ["min_tokens 5", "which is 4"]),
