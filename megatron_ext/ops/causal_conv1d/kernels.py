@@ -21,26 +21,10 @@ TYPES = [{"T": inputs, "S": states} for inputs in FLOATS for states in dict.from
     configs=[config(WINDOW=window, ROWS=16, CHANNELS=128) for window in WINDOWS],
 )
 def conv_prefill(
-    x,
-    weight,
-    bias,
-    y,
-    live,
-    seq_idx,
-    cu_seqlens,
-    slots,
-    has_initial,
-    x_row,
-    live_row,
-    channels,
-    rows,
-    sequences,
-    has_bias,
-    activate,
-    WINDOW: tl.constexpr,
-    ROWS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-):
+    x, weight, bias, y, live, seq_idx, cu_seqlens, slots, has_initial, x_row, live_row, channels, rows, sequences,
+    has_bias, activate,
+    WINDOW: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
     """Outputs [rows, channels] of the packed sequences; zero behind the last one. States are read, not written."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
@@ -94,24 +78,10 @@ def _last_inputs(x, state, x_row, channel, begin, after, has_state, is_place, WI
     configs=[config(WINDOW=window, KEPT=triton.next_power_of_2(window - 1), CHANNELS=128) for window in WINDOWS],
 )
 def conv_states(
-    x,
-    live,
-    snapshots,
-    cu_seqlens,
-    slots,
-    kept_slots,
-    kept_sequences,
-    kept_tokens,
-    has_initial,
-    x_row,
-    live_row,
-    snapshot_row,
-    channels,
-    kept,
-    WINDOW: tl.constexpr,
-    KEPT: tl.constexpr,
-    CHANNELS: tl.constexpr,
-):
+    x, live, snapshots, cu_seqlens, slots, kept_slots, kept_sequences, kept_tokens, has_initial, x_row, live_row,
+    snapshot_row, channels, kept,
+    WINDOW: tl.constexpr, KEPT: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
     """States that are to be kept, then the last ones, of one sequence: nobody else reads its slot any more."""
     sequence = tl.program_id(0)
     slot = tl.load(slots + sequence)
@@ -146,21 +116,9 @@ def conv_states(
     configs=[config(WINDOW=window, KEPT=triton.next_power_of_2(window - 1), CHANNELS=128) for window in WINDOWS],
 )
 def conv_decode(
-    x,
-    weight,
-    bias,
-    y,
-    live,
-    slots,
-    x_row,
-    live_row,
-    channels,
-    has_bias,
-    activate,
-    WINDOW: tl.constexpr,
-    KEPT: tl.constexpr,
-    CHANNELS: tl.constexpr,
-):
+    x, weight, bias, y, live, slots, x_row, live_row, channels, has_bias, activate,
+    WINDOW: tl.constexpr, KEPT: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
     """One token of a request, its columns moved on by one; a row of padding becomes zero and touches no slot."""
     row = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)

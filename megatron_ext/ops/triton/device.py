@@ -41,7 +41,7 @@ def next_kept(kept_sequences, kept_tokens, kept, sequence, after):
 def find_piece(starts, pieces, tile, rows, SIZE: tl.constexpr):
     """The piece that a tile belongs to, and the tile's first row in it, which may lie behind the piece's last.
 
-    `starts` are the `pieces` + 1 places where they begin and end; tiles as `grids.tile_count` counts them, SIZE rows each.
+    `starts` are the `pieces` + 1 places where they begin and end; tiles, of SIZE rows, as `grids.tile_count` has them.
     """
     origin = tl.load(starts)
     low = tile * 0
@@ -53,3 +53,19 @@ def find_piece(starts, pieces, tile, rows, SIZE: tl.constexpr):
         high = tl.where(is_before, high, middle)
     first = (tl.load(starts + low) - origin).to(tl.int32) * rows // SIZE + low
     return low, (tile - first) * SIZE
+
+
+@triton.jit
+def store_kept(
+    snapshots, snapshot_row, state, cell, is_state, kept_slots, kept_sequences, kept_tokens, kept, sequence, tokens
+):
+    """Write a sequence's state behind so many tokens of the packed step to the slots that are to keep it.
+
+    `cell` says where its elements lie in a slot; padding, a slot of -1, is left out.
+    """
+    for i in range(kept):
+        is_here = (tl.load(kept_sequences + i) == sequence) & (tl.load(kept_tokens + i) == tokens)
+        slot = tl.load(kept_slots + i)
+        if is_here & (slot >= 0):
+            target = snapshots + slot * snapshot_row + cell
+            tl.store(target, state.to(snapshots.dtype.element_ty), mask=is_state)
