@@ -21,11 +21,19 @@ from megatron_ext.ops.paged_attention.batch import PagedBatch
 
 @dataclass(frozen=True)
 class AttentionBackend:
-    """One way to attend; `attend` has the signature of `paged_attention`."""
+    """One way to attend.
+
+    Attributes:
+        name: Unique among the backends.
+        takes: Whether it computes for queries like those.
+        attend: With the signature of `paged_attention`.
+        has_windows: Whether `attend` takes a `window`, too.
+    """
 
     name: str
     takes: Callable[[Tensor], bool]
     attend: Callable[..., Tensor]
+    has_windows: bool = False
 
 
 @dataclass(frozen=True)

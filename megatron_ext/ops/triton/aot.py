@@ -79,11 +79,12 @@ def cases(kernels: Sequence[Kernel], *, quick: bool = False) -> Iterator[Case]:
     """
     for kernel in kernels:
         if quick:
-            yield Case(kernel, kernel.configs[-1], kernel.types[0], True, max(SHARED_BYTES))
+            config = kernel.configs[-1]
+            yield Case(kernel, config, next(filter(config.suits, kernel.types)), True, max(SHARED_BYTES))
             continue
         for config in kernel.configs:
-            for types in kernel.types:
-                for aligned in (True, False) if types is kernel.types[0] else (True,):
+            for i, types in enumerate(filter(config.suits, kernel.types)):
+                for aligned in (False, True)[i > 0 :]:
                     yield from (Case(kernel, config, types, aligned, arch) for arch in SHARED_BYTES)
 
 

@@ -41,11 +41,17 @@ class Config:
         constants: Its `tl.constexpr` parameters.
         num_warps: Of 32 threads each.
         num_stages: Of software pipelining.
+        only: Types of tensors that it is for, if not for all that the kernel has: 32 bits take other tiles than 16.
     """
 
     constants: tuple[tuple[str, int], ...]
     num_warps: int = 4
     num_stages: int = 2
+    only: tuple[str, ...] = ()
+
+    def suits(self, types: Types) -> bool:
+        """Whether it is for tensors of these types."""
+        return not self.only or set(types.values()) <= set(self.only)
 
     @property
     def name(self) -> str:
@@ -53,9 +59,9 @@ class Config:
         return ", ".join([*(f"{name} {value}" for name, value in self.constants), f"{self.num_warps} warps"])
 
 
-def config(num_warps: int = 4, num_stages: int = 2, **constants: int) -> Config:
+def config(num_warps: int = 4, num_stages: int = 2, only: Sequence[str] = (), **constants: int) -> Config:
     """A configuration; constants by their names in the kernel."""
-    return Config(tuple(constants.items()), num_warps, num_stages)
+    return Config(tuple(constants.items()), num_warps, num_stages, tuple(only))
 
 
 class Function(Protocol):
@@ -129,7 +135,8 @@ class Kernel:
                 assert found == type_name, f"{name} of {self.name} is of {found}, compiled for {type_name}"
             else:
                 assert letters.setdefault(type_name, found) == found, f"{name} of {self.name} is of {found}"
-        assert letters in [dict(types) for types in self.types], f"{self.name} is not compiled for {letters}"
+        is_compiled = letters in [dict(types) for types in self.types] and config.suits(letters)
+        assert is_compiled, f"{self.name} is not compiled for {letters} as {config.name}"
         for watcher in _watching:
             watcher.append(Launch(self.name, config, tuple(sorted(letters.items()))))
 
