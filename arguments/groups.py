@@ -31,6 +31,7 @@ from megatron_ext.config.batching import (
     DEFAULT_MAX_REQUESTS,
     DEFAULT_MAX_TOKENS,
     ENOUGH_PREFILL_TOKENS,
+    GRAPH_IMPLS,
 )
 from megatron_ext.config.checks import flags_of
 
@@ -196,6 +197,16 @@ BATCHING = FlagGroup(
             "Type of Mamba SSM states",
             name="--mamba-inference-ssm-states-dtype",
             choices=DTYPES,
+        ),
+        Flag(
+            "cuda_graph_impl",
+            "local: pad steps to sizes and compute them by programs in fixed places, which are CUDA graphs on CUDA",
+            choices=GRAPH_IMPLS,
+        ),
+        Flag(
+            "num_cuda_graphs",
+            "With --cuda-graph-impl local: sizes of decode batches, up to the requests that may run; -1: the default",
+            name=f"{_BATCHING}-num-cuda-graphs",
         ),
     ),
 )

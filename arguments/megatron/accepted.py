@@ -6,7 +6,7 @@ from arguments.megatron.record import Effect, MegatronFlag, MegatronGroup, group
 
 BATCHING = "--inference-dynamic-batching"
 
-_EAGER = "changes speed alone, and every step is eager here"
+_EAGER = "changes speed alone; `--cuda-graph-impl` says whether steps are graphs here"
 _WEIGHTS = "every tensor that inference needs is read, and must be there"
 _ONE_ENGINE = "one engine serves everything here; tools/run_coordinator.py is what stands in front of several"
 
@@ -55,7 +55,7 @@ GRAPHS = group(
     _EAGER,
     bare="--enable-cuda-graph --decode-only-cuda-graphs --inference-cuda-graph-all-prefills "
     "--moe-pad-experts-for-cuda-graph-inference --no-rl-persist-cuda-graphs",
-    one=f"--cuda-graph-impl --inference-cuda-graph-scope {BATCHING}-num-cuda-graphs {BATCHING}-cuda-graph-max-tokens",
+    one=f"--inference-cuda-graph-scope {BATCHING}-cuda-graph-max-tokens",
     many="--cuda-graph-scope",
 )
 SCHEDULING = group(

@@ -12,6 +12,7 @@ from megatron_ext.mcore import platform
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.mcore.context import InferenceContext
 from megatron_ext.mcore.controller import InferenceController
+from megatron_ext.mcore.fixed_setup import fixed_steps_for
 from megatron_ext.mcore.layer_map import layer_places, model_shape
 from megatron_ext.mcore.leading import make_follower
 from megatron_ext.memory.agreement import NO_PEERS, Peers
@@ -103,4 +104,6 @@ def _build_controller(
         inference_max_seq_length=context.max_sequence_length,
     )
     wrapper = GPTInferenceWrapper(model.eval(), wrapper_config, context)
-    return InferenceController(wrapper, tokenizer)
+    controller = InferenceController(wrapper, tokenizer)
+    context.fixed_steps = fixed_steps_for(context, controller, batching, is_alone=team is None)
+    return controller

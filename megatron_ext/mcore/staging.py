@@ -116,7 +116,7 @@ def stage_step(
     table = (block_rows or BlockRows()).of(slots, [chunk.block_ids for chunk in chunks])
     assert (np.asarray([len(chunk.block_ids) for chunk in chunks]) * rules.block_size >= ends).all(), "keys nowhere"
     firsts = running_starts(lengths)
-    tokens = _stage_tokens(chunks, table, starts, firsts, rules)
+    tokens = stage_tokens(chunks, table, starts, firsts, rules)
     sampled = [i for i, chunk in enumerate(chunks) if chunk.sampling is not None]
     score_tokens, scores = _choose_scored(chunks[num_decode:], firsts[num_decode:])
     facts = {
@@ -151,7 +151,7 @@ def _sampling_of(chunk: ScheduledChunk) -> Sampling:
     return chunk.sampling
 
 
-def _stage_tokens(
+def stage_tokens(
     chunks: Sequence[ScheduledChunk],
     table: np.ndarray,
     starts: Sequence[int],

@@ -79,6 +79,11 @@ class EnginePlan:
         """Of which there may be none; None for a model without recurrent layers."""
         return self.geometry.snapshot_slots if self.is_hybrid else None
 
+    @property
+    def spare_slots(self) -> int:
+        """In the pools of live states and of snapshots, behind those that requests have; see `Geometry.live_states`."""
+        return int(self.geometry.live_states > self.limits.max_requests)
+
     def request_state_bytes(self, length: int) -> int:
         """Bytes of states, on all ranks, that a prompt of `length` tokens takes at most, its snapshots included."""
         geometry = self.world

@@ -105,6 +105,10 @@ class Scheduler:
         self._hashing.go_on()
         return plan
 
+    def hash_ahead(self) -> None:
+        """While a step is computed: hash of the next step's slice what is here; that step hashes the rest of it."""
+        self._hashing.begin_slice()
+
     def _explain(self, admission: Admission) -> None:
         ledger = admission.request.sequence.ledger
         if ledger.explanation is None:
