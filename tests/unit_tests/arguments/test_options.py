@@ -59,7 +59,7 @@ OPTIONS = """
 --inference-dynamic-batching-prefix-caching --no-inference-dynamic-batching-prefix-caching
 --inference-dynamic-batching-prefix-caching-eviction-policy
 --inference-dynamic-batching-prefix-caching-mamba-gb --inference-dynamic-batching-prefix-caching-mamba-slots
---inference-dynamic-batching-prefix-caching-mamba-mode
+--inference-dynamic-batching-prefix-caching-mamba-mode --inference-dynamic-batching-prefix-caching-provisional-slots
 --explain-prefix-cache --no-explain-prefix-cache
 --prompts --prompt-file --prompt-file-num-truncate --num-tokens-to-prompt --incoming-requests-duration
 --ignore-unknown-prompt-fields --no-ignore-unknown-prompt-fields --num-tokens-from-file --no-num-tokens-from-file
@@ -87,7 +87,7 @@ WITHOUT_FLAG = {
         *("linear_norm_epsilon", "linear_allow_neg_eigval"),
     },
     "SourceConfig": {field.name for field in dataclasses.fields(TOKENIZER.config)},  # a group of its own
-    "RequestParams": {"seed", "min_tokens", "cache_salt", "enable_prefix_caching"},
+    "RequestParams": {"seed", "min_tokens", "cache_salt", "enable_prefix_caching", "cache_checkpoint"},
     # Flags of groups of their own: some fields are inherited, others stand in `limits`.
     "ServerConfig": {field.name for field in dataclasses.fields(ACCESS.config)} | {"limits"},
 }
