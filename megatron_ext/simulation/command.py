@@ -19,7 +19,7 @@ from megatron_ext.simulation.generators import GENERATORS, Size
 from megatron_ext.simulation.machine import Machine
 from megatron_ext.simulation.models import MODELS
 from megatron_ext.simulation.report import draw, draw_heat_map, lines_of, results, table_of
-from megatron_ext.simulation.sweep import MODES, Batch, Settings, advise, grid, run_point, sweep
+from megatron_ext.simulation.sweep import MODES, PLACEMENTS, SPACING, Batch, Settings, advise, grid, run_point, sweep
 from megatron_ext.simulation.trace import Ids, Turn, describe
 
 HEAT_LENGTHS = (128, 512, 2048, 8192)
@@ -37,7 +37,15 @@ def simulate(argv: Sequence[str] | None, console: Console) -> None:
     turns = _trace(arguments)
     model, batch = MODELS[arguments.model], Batch(arguments.max_requests, arguments.max_tokens, arguments.max_prefills)
     machine = Machine(arguments.flops, arguments.bandwidth, arguments.parameter_bytes, arguments.step_overhead)
-    settings = grid(arguments.memory_gib, arguments.state_share, arguments.block_size, arguments.policy, arguments.mode)
+    settings = grid(
+        arguments.memory_gib,
+        arguments.state_share,
+        arguments.block_size,
+        arguments.policy,
+        arguments.mode,
+        arguments.placement,
+        arguments.spacing,
+    )
     points = []
     for point in sweep(turns, model, settings, batch, machine):
         points.append(point)
@@ -149,6 +157,15 @@ def _parser() -> argparse.ArgumentParser:
         "--policy", type=_list_of(_one_of(policies)), default=["lru", "flops"], help=", ".join(policies)
     )
     parser.add_argument("--mode", type=_list_of(_one_of(MODES)), default=[MODES[0]], help=", ".join(MODES))
+    parser.add_argument(
+        "--placement",
+        type=_list_of(_one_of(PLACEMENTS)),
+        default=[PLACEMENTS[0]],
+        help="of snapshots that nobody asked for: " + ", ".join(PLACEMENTS),
+    )
+    parser.add_argument(
+        "--spacing", type=_list_of(_count), default=[SPACING], help="blocks for each of those, at least"
+    )
     _add_machine(parser)
     parser.add_argument("--advise", action="store_true", help="say which settings would have skipped most")
     parser.add_argument("--output", type=Path, metavar="FILE.json", help="everything, as JSON")
