@@ -245,6 +245,12 @@ CACHE = FlagGroup(
             choices=tuple(mode.value for mode in SnapshotMode),
         ),
         Flag(
+            "provisional_slots",
+            "Snapshots that prefills leave where nobody asked for them, at most, in slots that are free anyway; 0 is "
+            "none; default: as many as are free",
+            name=f"{_BATCHING}-prefix-caching-provisional-slots",
+        ),
+        Flag(
             "explain_prefix_cache",
             "Say of each request why it skipped no more: where it parted from what is cached, or what was given up",
         ),

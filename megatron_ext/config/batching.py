@@ -129,6 +129,7 @@ class CacheConfig:
     snapshot_buffer_gb: float | None = None  # GiB; default: a quarter of the buffer, on top of it
     snapshot_slots: int | None = None  # exactly so many instead
     snapshot_mode: str = SnapshotMode.KERNEL.value
+    provisional_slots: int | None = None  # snapshots that nobody asked for; 0: none; default: as many as slots are free
     explain_prefix_cache: bool = False  # keeps 4 bytes on the host for each cached token
 
     def __post_init__(self) -> None:
@@ -143,6 +144,12 @@ class CacheConfig:
         require(
             budget is None or slots is None,
             f"{flag}-gb {budget} and {flag}-slots {slots} contradict each other; give one of them",
+        )
+        guesses = self.provisional_slots
+        require(
+            guesses is None or 0 <= guesses <= MOST_UNITS,
+            f"--inference-dynamic-batching-prefix-caching-provisional-slots {guesses} must be between 0 (none) and "
+            f"{MOST_UNITS}",
         )
         names = [policy.value for policy in EvictionPolicyName]
         require(

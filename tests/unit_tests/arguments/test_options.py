@@ -61,7 +61,7 @@ OPTIONS = """
 --inference-dynamic-batching-prefix-caching --no-inference-dynamic-batching-prefix-caching
 --inference-dynamic-batching-prefix-caching-eviction-policy
 --inference-dynamic-batching-prefix-caching-mamba-gb --inference-dynamic-batching-prefix-caching-mamba-slots
---inference-dynamic-batching-prefix-caching-mamba-mode
+--inference-dynamic-batching-prefix-caching-mamba-mode --inference-dynamic-batching-prefix-caching-provisional-slots
 --explain-prefix-cache --no-explain-prefix-cache
 --speculative-method --num-speculative-tokens --speculative-load-hf --speculative-load
 --speculative-ngram-longest --speculative-ngram-shortest --speculative-adaptive --no-speculative-adaptive
@@ -92,7 +92,9 @@ WITHOUT_FLAG = {
         *("linear_norm_epsilon", "linear_allow_neg_eigval"),
     },
     "SourceConfig": {field.name for field in dataclasses.fields(TOKENIZER.config)},  # a group of its own
-    "RequestParams": {"seed", "min_tokens", "cache_salt", "enable_prefix_caching", "num_speculative_tokens"},
+    "RequestParams": {
+        *("seed", "min_tokens", "cache_salt", "enable_prefix_caching", "num_speculative_tokens", "cache_checkpoint"),
+    },
     # Flags of groups of their own: some fields are inherited, others stand in `limits`.
     "ServerConfig": {field.name for field in dataclasses.fields(ACCESS.config)} | {"limits"},
 }
