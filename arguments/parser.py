@@ -15,7 +15,7 @@ from arguments.megatron.layers import describe_layers
 from arguments.megatron.record import MegatronGroup
 from arguments.megatron.synonyms import SYNONYMS, translate
 from arguments.megatron.table import SERVER_TABLE, TABLE, WithoutEffect, family_of, records
-from arguments.server_groups import ACCESS, LIMITS, SERVER
+from arguments.server_groups import ACCESS, KV_EVENTS, LIMITS, SERVER
 from arguments.source_groups import SOURCE, TOKENIZER
 from arguments.yaml_file import read_flags
 from megatron_ext.config import (
@@ -33,6 +33,7 @@ from megatron_ext.config import (
 )
 from megatron_ext.config.annotations import FieldValues
 from megatron_ext.config.embedded import check_flags
+from megatron_ext.config.kv_events import KvEventsConfig
 from megatron_ext.errors import ConfigError, MachineError
 
 
@@ -150,7 +151,10 @@ def parse_server_arguments(argv: Sequence[str] | None = None, prog: str | None =
         batching=BatchingConfig(**_fields(BATCHING, values)),
         cache=CacheConfig(**_fields(CACHE, values)),
         server=ServerConfig(
-            limits=ServerLimits(**_fields(LIMITS, values)), **_fields(SERVER, values), **_fields(ACCESS, values)
+            limits=ServerLimits(**_fields(LIMITS, values)),
+            kv_events=KvEventsConfig(**_fields(KV_EVENTS, values)),
+            **_fields(SERVER, values),
+            **_fields(ACCESS, values),
         ),
         start=_start(given),
     )
