@@ -8,7 +8,7 @@ BATCHING = "--inference-dynamic-batching"
 
 _EAGER = "changes speed alone, and every step is eager here"
 _WEIGHTS = "every tensor that inference needs is read, and must be there"
-_ONE_ENGINE = "one engine serves everything, without a coordinator"
+_ONE_ENGINE = "one engine serves everything here; tools/run_coordinator.py is what stands in front of several"
 
 TRAINING = group(
     "training",
@@ -77,7 +77,7 @@ COORDINATOR = group(
 SPECULATION = group(
     "multi-token prediction",
     Effect.ACCEPTED,
-    "the weights of multi-token prediction are left unread: there is no speculative decoding",
+    "the weights of multi-token prediction are left unread: --speculative-method drafts without them",
     bare="--mtp-use-repeated-layer",
     one="--mtp-num-layers",
 )
