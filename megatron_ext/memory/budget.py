@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megatron_ext.config import BatchingConfig, CacheConfig
 from megatron_ext.config.batching import MOST_UNITS
@@ -26,6 +26,7 @@ class ModelMemory:
     state_bytes: int  # all recurrent layers, one sequence
     chunk_size: int  # the model's scan chunk, tokens
     max_sequence_length: int
+    speculative_tokens: int = 0  # drafts of a request in a step
 
 
 @dataclass(frozen=True)
@@ -41,15 +42,19 @@ class Geometry:
     live_states: int
     kernel_chunk: int
     shortest_prompt_that_can_hit: int | None  # None: nothing is cached
+    draft_states: int = field(default=0, kw_only=True)  # behind drafts, until they are accepted or not
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes of all pools: KV blocks with the dummy one, live states, and snapshots."""
-        return (self.blocks + 1) * self.block_bytes + (self.live_states + self.snapshot_slots) * self.state_bytes
+        """Bytes of all pools: KV blocks with the dummy one, live states, those behind drafts, and snapshots."""
+        states = self.live_states + self.draft_states + self.snapshot_slots
+        return (self.blocks + 1) * self.block_bytes + states * self.state_bytes
 
 
 def plan_memory(model: ModelMemory, batching: BatchingConfig, cache: CacheConfig, device_type: str) -> Geometry:
     """Sizes of the pools. The buffer holds KV blocks, and live states for `max_requests` requests; snapshots are apart.
+
+    With each live state go those behind the request's drafts, as many as a step may verify (LA-4).
 
     States are written to snapshot slots where they arise, so no staging buffer comes off the snapshots' budget.
 
@@ -87,6 +92,7 @@ def plan_memory(model: ModelMemory, batching: BatchingConfig, cache: CacheConfig
         blocks=blocks,
         snapshot_slots=slots if cache.snapshot_slots is not None else min(slots, blocks),
         live_states=batching.most_requests if model.state_bytes else 0,
+        draft_states=batching.most_requests * model.speculative_tokens if model.state_bytes else 0,
         kernel_chunk=_kernel_chunk(model, device_type),
         shortest_prompt_that_can_hit=_shortest_hit(model, cache, block_size, slots),
     )
@@ -132,14 +138,17 @@ def _block_count(model: ModelMemory, batching: BatchingConfig, block_bytes: int,
     if batching.block_count is not None:
         return batching.block_count
     buffer_gb = batching.buffer_gb_on(device_type)
-    live_bytes = batching.most_requests * model.state_bytes
+    live_bytes = batching.most_requests * (1 + model.speculative_tokens) * model.state_bytes
     kv_bytes = int(buffer_gb * GIB) - live_bytes
     if kv_bytes < 2 * block_bytes:  # one is the dummy that padding points to
         hint = ", or fewer --inference-dynamic-batching-max-requests" if live_bytes else ""
+        drafts = model.speculative_tokens if live_bytes else 0
+        hint += ", or fewer --num-speculative-tokens" if drafts else ""
+        each = f", each with {drafts} more behind drafts" if drafts else ""
         raise ConfigError(
             f"a buffer of {buffer_gb:g} GB is too small for {live_bytes} bytes of live states "
-            f"({batching.most_requests} requests) and {2 * block_bytes} bytes of KV (one block and the dummy block); "
-            f"{_gigabytes(live_bytes + 2 * block_bytes)} GB would do{hint}"
+            f"({batching.most_requests} requests{each}) and {2 * block_bytes} bytes of KV (one block and the dummy "
+            f"block); {_gigabytes(live_bytes + 2 * block_bytes)} GB would do{hint}"
         )
     if block_bytes == 0:  # no attention: blocks are bookkeeping only, so there are enough
         return batching.most_requests * math.ceil(model.max_sequence_length / batching.block_size)
