@@ -19,7 +19,7 @@ from tests.unit_tests.support.driver import Driver, make_prompt
 
 pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
-KINDS = ["hybrid", "gated_delta_net", "mamba1", "short_conv", "attention_only", "attention_free", "side_by_side"]
+KINDS = ["hybrid", "gated_delta_net", "mamba1", "short_conv", "attention_only"]
 MODES = ["kernel", "align", None]
 SAMPLED = {"temperature": 1.0, "top_k": 20, "seed": 3}
 
