@@ -21,6 +21,7 @@ from megatron_ext.memory.plan import EnginePlan, plan_engine
 from megatron_ext.ops import cpp
 from megatron_ext.ranks.follower import Follower
 from megatron_ext.ranks.team import Team
+from megatron_ext.speculation.drafter import Drafter
 
 
 def build_engine(
@@ -35,6 +36,8 @@ def build_engine(
     token_rounder: int = 1,
     logging_step_interval: int = 0,
     team: Team | None = None,
+    speculative_tokens: int = 0,
+    drafter: Drafter | None = None,
 ) -> InferenceEngine:
     """Build the engine; the pools are allocated on the model's device.
 
@@ -46,11 +49,16 @@ def build_engine(
         dtype: Type of the parameters, and of the KV cache.
         token_rounder: See `InferenceContext`.
         team: All ranks; None for a world of one.
+        speculative_tokens: The most drafts of a request that a step verifies; all ranks are told the same.
+        drafter: Proposes them; on rank 0 only.
 
     Raises:
         ConfigError: The budget or the block size does not fit the model.
     """
-    controller = _build_controller(model, config, tokenizer, batching, cache, dtype, token_rounder, team)
+    controller = _build_controller(
+        model, config, tokenizer, batching, cache, dtype, token_rounder, team, speculative_tokens
+    )
+    controller.drafter = drafter
     context = controller.inference_wrapped_model.inference_context
     return InferenceEngine(
         controller, context, random_seed=seed, inference_logging_step_interval=logging_step_interval, team=team
@@ -67,9 +75,12 @@ def build_follower(
     dtype: torch.dtype,
     token_rounder: int = 1,
     team: Team,
+    speculative_tokens: int = 0,
 ) -> Follower:
     """What a rank other than 0 has in place of an engine; see `build_engine`."""
-    controller = _build_controller(model, config, tokenizer, batching, cache, dtype, token_rounder, team)
+    controller = _build_controller(
+        model, config, tokenizer, batching, cache, dtype, token_rounder, team, speculative_tokens
+    )
     return make_follower(team, controller.inference_wrapped_model.inference_context, controller)
 
 
@@ -101,6 +112,7 @@ def _build_controller(
     dtype: torch.dtype,
     token_rounder: int,
     team: Team | None,
+    speculative_tokens: int,
 ) -> InferenceController:
     device = next(model.parameters()).device
     if device.type == "cpu":
@@ -113,6 +125,7 @@ def _build_controller(
         device_type=device.type,
         available_bytes=platform.available_memory(device),
         peers=NO_PEERS if team is None else Peers(team.here.rank, team.first_replica, team.ask_all),
+        speculative_tokens=speculative_tokens,
     )
     context = InferenceContext(plan, layer_places(model), device, token_rounder)
     return _wrapped(model, config, tokenizer, dtype, context)
