@@ -17,6 +17,7 @@ from arguments.megatron.synonyms import SYNONYMS, translate
 from arguments.megatron.table import SERVER_TABLE, TABLE, WithoutEffect, family_of, records
 from arguments.server_groups import ACCESS, LIMITS, SERVER
 from arguments.source_groups import SOURCE, TOKENIZER
+from arguments.speculation_group import SPECULATION
 from arguments.yaml_file import read_flags
 from megatron_ext.config import (
     BatchingConfig,
@@ -33,6 +34,7 @@ from megatron_ext.config import (
 )
 from megatron_ext.config.annotations import FieldValues
 from megatron_ext.config.embedded import check_flags
+from megatron_ext.config.speculation import SpeculationConfig
 from megatron_ext.errors import ConfigError, MachineError
 
 
@@ -132,6 +134,7 @@ def _settings(given: Given) -> InferenceSettings:
         sampling_given=_fields(SAMPLING, values),
         batching=BatchingConfig(**_fields(BATCHING, values)),
         cache=CacheConfig(**_fields(CACHE, values)),
+        speculation=SpeculationConfig(**_fields(SPECULATION, values)),
         run=RunConfig(**_fields(RUN, values)),
         start=_start(given),
     )
@@ -149,6 +152,7 @@ def parse_server_arguments(argv: Sequence[str] | None = None, prog: str | None =
         parallel=ParallelConfig(**_fields(PARALLEL, values)),
         batching=BatchingConfig(**_fields(BATCHING, values)),
         cache=CacheConfig(**_fields(CACHE, values)),
+        speculation=SpeculationConfig(**_fields(SPECULATION, values)),
         server=ServerConfig(
             limits=ServerLimits(**_fields(LIMITS, values)), **_fields(SERVER, values), **_fields(ACCESS, values)
         ),

@@ -8,14 +8,16 @@ from megatron.core.inference.model_inference_wrappers.inference_wrapper_config i
 from megatron.core.models.mamba import MambaModel
 
 from megatron_ext.config import BatchingConfig, CacheConfig, ModelConfig
+from megatron_ext.config.layers.positions import LEARNED_POSITIONS
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.mcore.context import InferenceContext
 from megatron_ext.mcore.controller import InferenceController
+from megatron_ext.mcore.drafting import DraftModel, DraftParts
 from megatron_ext.mcore.layer_map import layer_places, model_shape
 from megatron_ext.mcore.leading import make_follower
 from megatron_ext.memory.agreement import NO_PEERS, Peers
-from megatron_ext.memory.plan import plan_engine
+from megatron_ext.memory.plan import EnginePlan, plan_engine
 from megatron_ext.ops import cpp
 from megatron_ext.ranks.follower import Follower
 from megatron_ext.ranks.team import Team
@@ -82,6 +84,25 @@ def build_follower(
     return make_follower(team, controller.inference_wrapped_model.inference_context, controller)
 
 
+def build_draft_model(parts: DraftParts, plan: EnginePlan, batching: BatchingConfig) -> DraftModel:
+    """A model that drafts, with pools of its own.
+
+    Args:
+        parts: It.
+        plan: Of the large model, with room for them.
+        batching: What the large one's engine is built for.
+
+    Raises:
+        ConfigError: There is less memory than seemed to be free.
+    """
+    context, config = parts.context(parts.plan(plan, batching)), parts.config
+    controller = _wrapped(parts.model, config, parts.tokenizer, parts.dtype, context)
+    learned = config.position_embedding_type == LEARNED_POSITIONS
+    return DraftModel(
+        context, controller, config.max_position_embeddings if learned else plan.limits.max_sequence_length
+    )
+
+
 def _build_controller(
     model: MambaModel,
     config: ModelConfig,
@@ -107,6 +128,13 @@ def _build_controller(
         speculative_tokens=speculative_tokens,
     )
     context = InferenceContext(plan, layer_places(model), device, token_rounder)
+    return _wrapped(model, config, tokenizer, dtype, context)
+
+
+def _wrapped(
+    model: MambaModel, config: ModelConfig, tokenizer: object, dtype: torch.dtype, context: InferenceContext
+) -> InferenceController:
+    """A controller around the model, whose forward finds pools and steps in the context."""
     wrapper_config = InferenceWrapperConfig(
         hidden_size=config.hidden_size,
         params_dtype=dtype,

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -15,7 +14,8 @@ from megatron_ext.config.costs import EntryCosts, entry_costs
 from megatron_ext.config.layers.positions import LEARNED_POSITIONS
 from megatron_ext.errors import ConfigError
 from megatron_ext.memory.agreement import NO_PEERS, Peers, Room, agree
-from megatron_ext.memory.budget import Geometry, ModelMemory, request_state_bytes
+from megatron_ext.memory.budget import Geometry, ModelMemory, kernel_chunk, request_state_bytes
+from megatron_ext.memory.draft import NO_DRAFT_MODEL, DraftMemory
 from megatron_ext.memory.fitting import plan_within, what_fits
 from megatron_ext.memory.state_pool import StateShape
 from megatron_ext.memory.world import world_geometry
@@ -100,6 +100,7 @@ def plan_engine(
     available_bytes: int,
     peers: Peers = NO_PEERS,
     speculative_tokens: int = 0,
+    draft: DraftMemory = NO_DRAFT_MODEL,
 ) -> EnginePlan:
     """Decide everything; what was asked for and has no effect is said once.
 
@@ -112,6 +113,7 @@ def plan_engine(
         available_bytes: Of memory for the pools.
         peers: The other ranks, with which it is decided together.
         speculative_tokens: Drafts of a request that a step may verify; 0 verifies none.
+        draft: What a draft model needs, on this rank.
 
     Raises:
         ConfigError: The budget is too small or more than there is, or settings do not fit the model or each other.
@@ -123,6 +125,7 @@ def plan_engine(
         chunk_size=config.scan_chunk_size,
         max_sequence_length=longest,
         speculative_tokens=speculative_tokens,
+        draft=draft,
     )
     rooms = peers.gather(lambda: _room(plan_within(memory, batching, cache, device_type, available_bytes), batching))
     agreed = agree(rooms, slots_within_blocks=cache.snapshot_slots is None)
@@ -131,7 +134,7 @@ def plan_engine(
     limits = _limits(agreed[peers.rank], batching, cache, longest, device_type, costs)
     if speculative_tokens:
         draft_states = world.draft_states if config.is_hybrid else 0
-        limits = dataclasses.replace(limits, most_drafts=speculative_tokens, draft_states=draft_states)
+        limits = replace(limits, most_drafts=speculative_tokens, draft_states=draft_states)
     if limits.aligned_chunks:
         check_aligned(limits)
     plan = EnginePlan(
@@ -203,3 +206,30 @@ def _say_what_is_off(plan: EnginePlan, cache: CacheConfig) -> None:
         )
     elif asked and not plan.is_hybrid:
         logger.warning("this model has no recurrent layers: settings for snapshots of their states have no effect")
+
+
+def plan_draft_model(plan: EnginePlan, shape: ModelShape, config: ModelConfig, device_type: str) -> EnginePlan:
+    """The pools of a draft model, of which `plan` has made room: nothing is cached, and each request has a kept state.
+
+    Args:
+        plan: Of the large model.
+        shape: Of the draft model.
+        config: Its architecture.
+        device_type: See `plan_engine`.
+    """
+    drafts = plan.geometry.draft_model
+    assert drafts is not None, "there is room for it in the plan"
+    geometry = replace(
+        plan.geometry,
+        block_bytes=drafts.block_bytes,
+        state_bytes=drafts.state_bytes,
+        snapshot_slots=plan.limits.max_requests if shape.states else 0,
+        live_states=plan.limits.max_requests if shape.states else 0,
+        kernel_chunk=kernel_chunk(config.scan_chunk_size, device_type),
+        draft_states=0,
+        draft_model=None,
+    )
+    limits = replace(plan.limits, aligned_chunks=True, most_drafts=0, draft_states=0)
+    return replace(
+        plan, shape=shape, geometry=geometry, world=geometry, limits=limits, policy=None, is_hybrid=config.is_hybrid
+    )

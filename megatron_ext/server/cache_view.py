@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import time
 from dataclasses import dataclass
 
@@ -56,7 +55,7 @@ class CacheView:
         assert self._hottest is not None, "somebody has looked"
         state = self._metrics.state
         return {
-            "geometry": dataclasses.asdict(self._engine.geometry),
+            "geometry": self._engine.geometry.shown(),
             "occupancy": None if state is None else state.prefix_cache(),
             "lost": None if state is None else state.prefix_cache_lost(),
             "hottest_prefixes": self._hottest.prefixes,
