@@ -25,6 +25,7 @@ from megatron_ext.scheduling.record import RequestRecord, Status
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.step import describe_step
+from megatron_ext.speculation.proposals import Proposals
 
 
 @dataclass(frozen=True)
@@ -68,9 +69,17 @@ class Engine:
         executor: Computes steps.
         door: What requests are made with.
         faults: Told what goes wrong beside steps; by default the engine's own.
+        proposals: Of drafts for requests that decode (SP-1); None has none.
     """
 
-    def __init__(self, scheduler: Scheduler, executor: Executor, door: Door, faults: Faults | None = None) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        door: Door,
+        faults: Faults | None = None,
+        proposals: Proposals | None = None,
+    ) -> None:
         self.scheduler = scheduler
         self.faults = faults or Faults("the engine")
         self.intake = Intake(door)
@@ -78,6 +87,7 @@ class Engine:
         self.step_count = 0
         self.while_computing: Callable[[], None] = _nothing  # may add requests, and do nothing else
         self._executor, self._launch = executor, launcher(executor)
+        self._proposals = proposals
 
     # Requests come and go
 
@@ -179,13 +189,29 @@ class Engine:
         """In which nothing was planned."""
         return NO_STEP
 
-    def compute(self) -> Step:
+    def propose(self) -> None:
+        """Ask the drafter, if there is one, for the step that is planned next. What is wrong costs its drafts only."""
+        if self._proposals is None:
+            return
+        with self.faults.absorbed("the drafter"):
+            drafts, errors = self._proposals.ask(self.scheduler)
+            if drafts:
+                self.scheduler.propose(drafts)
+            for error in errors:
+                self.faults.note("the drafter", error, once=True)
+
+    def compute(self, *, has_proposed: bool = False) -> Step:
         """Plan, execute and commit one step.
+
+        Args:
+            has_proposed: `propose` was called for this step.
 
         If executing raises, the step's requests go back to wait (their pools may hold anything) and the error is passed
         on; a later step computes them again.
         """
         started = time.perf_counter()
+        if not has_proposed:
+            self.propose()
         plan = self.scheduler.schedule()
         self.output.ended += [request for request, _ in plan.failures]
         if not plan.chunks:
@@ -204,8 +230,11 @@ class Engine:
                 assert states is not None, "only states are restored"
                 states.drop(Digest(error.digest))
             raise
-        self.output.ended += self.scheduler.commit(step, result.tokens)
+        self.output.ended += self.scheduler.commit(step, result.tokens, result.behind_drafts)
         self.step_count += 1
+        if self._proposals is not None:
+            with self.faults.absorbed("the drafter"):
+                self._proposals.tell(self.scheduler.drafts.verified)
         return Step(plan, result, time.perf_counter() - started)
 
     def _use_the_wait(self) -> None:
@@ -229,7 +258,11 @@ class Engine:
         """
         if step.result is not None:
             self.output.take([chunk.request for chunk in step.plan.chunks], step.result)
+        ended = list(self.output.ended)
         records = self.output.report()
+        if self._proposals is not None:
+            with self.faults.absorbed("the drafter"):
+                self._proposals.forget(ended)
         if logging_interval and step.plan.chunks and self.step_count % logging_interval == 0:
             with self.faults.absorbed("the log line of a step"):
                 log_step(self.statistics(), step.chunks, step.seconds)

@@ -179,8 +179,11 @@ class InferenceContext(DynamicInferenceContext):
         if live_states is None or snapshots is None:
             return
         taken = [(chunk, one) for chunk in self.staged.chunks for one in chunk.snapshots]
+        is_aligned = self.plan.limits.aligned_chunks
         live = [
-            (chunk.live_slot, one.slot) for chunk, one in taken if chunk.is_decode or self.plan.limits.aligned_chunks
+            (chunk.live_slot, one.slot)
+            for chunk, one in taken
+            if chunk.is_decode or (is_aligned and not chunk.behind_drafts)
         ]
         if live:
             live_slots, slots = zip(*live, strict=True)
