@@ -8,6 +8,7 @@ from megatron_ext.config import EvictionPolicyName
 from megatron_ext.prefix_cache.block_pool import BlockPool
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.ghosts import NOTHING_LOST
+from megatron_ext.prefix_cache.observer import PublishedRun
 from megatron_ext.prefix_cache.state_index import StateIndex
 from megatron_ext.scheduling.accounting import general_reason
 from megatron_ext.scheduling.ahead import AheadHashing
@@ -247,6 +248,10 @@ class Scheduler:
         if self.cache.kept is not None:
             size = self.limits.block_size
             self.cache.kept.keep_run(digests, parent or sequence.chain.root, sequence.packed, size, complete * size)
+        if self.cache.observer is not None:
+            size, salt = self.limits.block_size, request.params.cache_salt
+            run = PublishedRun(digests, parent, sequence.packed, size, complete * size, salt)
+            self.cache.observer.blocks_there(run)
         self.pending_blocks.published(request.request_id, digests)
         self.queues.waiting.published(digests)
         sequence.published_blocks = complete

@@ -29,9 +29,7 @@ class TestAffinity:
                 assert await sent_to(front, f"{number} is the beginning of it, and so on") == homes[number]
             for messages in ([{"role": "user", "content": "What?"}], [{"role": "user", "content": "Who?"}]):
                 body = {"messages": messages, "tools": [], "chat_template_kwargs": {"a": 1}}
-                chosen = {
-                    (await front.http.post("/v1/chat/completions", json=body)).json()["by"] for _ in range(3)
-                }
+                chosen = {(await front.http.post("/v1/chat/completions", json=body)).json()["by"] for _ in range(3)}
                 assert len(chosen) == 1
             questions = [one.body for fake in fakes for one in fake.others if one.path == "/tokenize"]
             assert body in questions, "the template is told all that it will be told"
@@ -75,7 +73,13 @@ class TestTenants:
             def known() -> list[int]:
                 return [view.blocks for view in router.replicas()]
 
-            for key, salt, blocks in (("a", None, 10), ("a", None, 10), ("b", None, 20), ("b", "s", 30), ("a", "s", 40)):
+            for key, salt, blocks in (
+                ("a", None, 10),
+                ("a", None, 10),
+                ("b", None, 20),
+                ("b", "s", 30),
+                ("a", "s", 40),
+            ):
                 fields = {} if salt is None else {"cache_salt": salt}
                 await front.complete(prompt, headers={"authorization": f"Bearer {key}"}, **fields)
                 assert sum(known()) == blocks
