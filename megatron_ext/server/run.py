@@ -75,6 +75,7 @@ def _listen_and_serve(settings: ServerSettings, team: Team | None) -> None:
     ):
         serving = build_serving(settings, keys, team)
         cache_events.attach(serving.engine.engine)
+        serving.kv_events = cache_events.addresses()
         spare_what_is_loaded()
         with profiled(serving.engine, settings.server.profile):
             serve(serving, listener, announce)
