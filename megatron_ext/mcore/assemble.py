@@ -129,7 +129,9 @@ def _build_controller(
         speculative_tokens=speculative_tokens,
     )
     context = InferenceContext(plan, layer_places(model), device, token_rounder)
-    return _wrapped(model, config, tokenizer, dtype, context)
+    controller = _wrapped(model, config, tokenizer, dtype, context)
+    context.fixed_steps = fixed_steps_for(context, controller, batching, is_alone=team is None)
+    return controller
 
 
 def _wrapped(
@@ -145,6 +147,4 @@ def _wrapped(
         inference_max_seq_length=context.max_sequence_length,
     )
     wrapper = GPTInferenceWrapper(model.eval(), wrapper_config, context)
-    controller = InferenceController(wrapper, tokenizer)
-    context.fixed_steps = fixed_steps_for(context, controller, batching, is_alone=team is None)
-    return controller
+    return InferenceController(wrapper, tokenizer)
