@@ -139,7 +139,7 @@ def why_eager(step: ScheduledStep) -> str | None:
 
     Sizes are another matter, see `Buckets.find`.
     """
-    if any(chunk.length != 1 for chunk in step.chunks[: step.num_decode]):
+    if any(chunk.behind_drafts for chunk in step.chunks):
         return "drafts are verified"
     if any(chunk.scoring is not None for chunk in step.chunks):
         return "log-probs of prompts"
