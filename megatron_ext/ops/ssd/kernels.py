@@ -55,8 +55,8 @@ def _outputs(x, b, c, dt, elapsed, state, IS_WIDE: tl.constexpr, TILE: tl.conste
     counts="kept heads heads_per_group has_skip",
     types=[{**types, "Y": y} for types in STATE_TYPES for y in dict.fromkeys((types["T"], FLOATS[0]))],
     configs=[
-        *(config(num_warps=8, inputs=FLOATS[:1], TILE=TILE, P=16, N=n) for n in (16, 32, 64, MOST_STATES)),
-        *(config(inputs=NARROW, TILE=TILE, P=16, N=n) for n in (16, 32, 64, MOST_STATES)),
+        *(config(num_warps=8, only=FLOATS[:1], TILE=TILE, P=16, N=n) for n in (16, 32, 64, MOST_STATES)),
+        *(config(only=NARROW, TILE=TILE, P=16, N=n) for n in (16, 32, 64, MOST_STATES)),
     ],
     fits=lambda config, types: types["Y"] == types["T"] or config["N"] == MOST_STATES,
 )

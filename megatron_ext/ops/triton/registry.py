@@ -49,13 +49,13 @@ class Config:
         constants: Its `tl.constexpr` parameters.
         num_warps: Of 32 threads each.
         num_stages: Of software pipelining.
-        inputs: Types of inputs, letter T, that it is for.
+        only: Types of inputs, letter T, that it is for, if not for all: 32 bits take other tiles than 16.
     """
 
     constants: tuple[tuple[str, int], ...]
     num_warps: int = 4
     num_stages: int = 2
-    inputs: tuple[str, ...] = FLOATS
+    only: tuple[str, ...] = ()
 
     @property
     def options(self) -> dict[str, int]:
@@ -66,15 +66,19 @@ class Config:
         """One of its constants."""
         return dict(self.constants)[constant]
 
+    def suits(self, types: Types) -> bool:
+        """Whether it is for inputs of these types."""
+        return not self.only or types["T"] in self.only
+
     @property
     def name(self) -> str:
         """As tables show it: "N 128, P 32, 4 warps"."""
         return ", ".join([*(f"{name} {value}" for name, value in self.constants), f"{self.num_warps} warps"])
 
 
-def config(num_warps: int = 4, num_stages: int = 2, inputs: tuple[str, ...] = FLOATS, **constants: int) -> Config:
+def config(num_warps: int = 4, num_stages: int = 2, only: Sequence[str] = (), **constants: int) -> Config:
     """A configuration; constants by their names in the kernel."""
-    return Config(tuple(constants.items()), num_warps, num_stages, inputs)
+    return Config(tuple(constants.items()), num_warps, num_stages, tuple(only))
 
 
 class Function(Protocol):
@@ -109,7 +113,7 @@ class Kernel:
         scalars: Parameters of type fp32.
         types: What the letters may stand for together.
         configs: All that it is compiled as.
-        fits: Whether a configuration is for such types, beyond its `inputs`.
+        fits: Whether a configuration is for such types, beyond its `only`.
     """
 
     name: str
@@ -133,13 +137,13 @@ class Kernel:
         """Every configuration with the types that it is compiled for."""
         for config in self.configs:
             for types in self.types:
-                if types.get("T", FLOATS[0]) in config.inputs and self.fits(config, types):
+                if config.suits(types) and self.fits(config, types):
                     yield config, types
 
     def fitting(self, dtype: torch.dtype, **sizes: int) -> Config | None:
         """The first configuration for inputs of this type whose constants of these names are at least so large."""
         for one in self.configs:
-            if TYPE_NAMES.get(dtype) in one.inputs and all(one[name] >= size for name, size in sizes.items()):
+            if one.suits({"T": TYPE_NAMES[dtype]}) and all(one[name] >= size for name, size in sizes.items()):
                 return one
         return None
 
