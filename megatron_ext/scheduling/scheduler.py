@@ -53,7 +53,7 @@ class Scheduler:
         self.pending_blocks = PendingBlocks()
         self.live_slots = LiveSlots(limits.max_requests)
         self.counters = Counters()
-        self._hashing = AheadHashing()
+        self._hashing = AheadHashing(limits.block_size)
         self._keys = CacheKeys(fingerprint, limits.block_size)
 
     @property
