@@ -90,7 +90,7 @@ def request_results(
         "prefill_reasons": record.prefill_reasons,
     }
     if record.prefix_cache_explanation is not None:
-        entry["prefix_cache_explanation"] = record.prefix_cache_explanation
+        entry["prefix_cache_explanation"] = record.prefix_cache_explanation.to_dict()
     if record.generated_log_probs is not None:
         entry |= _log_probs(record)
     if with_events:
