@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from asyncio import Future
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron_ext.config import RequestParams
-from megatron_ext.engine.executor import Executor
+from megatron_ext.engine.executor import Executor, launcher
 from megatron_ext.engine.faults import Faults, describe
 from megatron_ext.engine.intake import Door, Intake
 from megatron_ext.engine.output import OutputProcessor
@@ -54,6 +54,10 @@ _NOTHING = StepPlan(
 NO_STEP = Step(_NOTHING, None, 0.0)
 
 
+def _nothing() -> None:
+    """Nobody has anything to do."""
+
+
 class Engine:
     """Takes requests in, computes them step by step, hands records out.
 
@@ -81,8 +85,9 @@ class Engine:
         self.intake = Intake(door)
         self.output = OutputProcessor(scheduler, door.vocabulary, self.faults)
         self.step_count = 0
-        self._executor = executor
         self._proposals = proposals
+        self.while_computing: Callable[[], None] = _nothing  # may add requests, and do nothing else
+        self._executor, self._launch = executor, launcher(executor)
 
     # Requests come and go
 
@@ -215,7 +220,9 @@ class Engine:
             return Step(plan, None, 0.0)
         try:
             step = describe_step(plan.chunks, self.scheduler.limits.block_size)
-            result = self._executor.execute(step)
+            computing = self._launch(step)
+            self._use_the_wait()
+            result = computing.result()
         except BaseException as error:
             self.scheduler.abandon(plan.chunks, describe(error))
             if isinstance(error, RestoreError):  # the next step computes what this snapshot was to save
@@ -229,6 +236,15 @@ class Engine:
             with self.faults.absorbed("the drafter"):
                 self._proposals.tell(self.scheduler.drafts.verified)
         return Step(plan, result, time.perf_counter() - started)
+
+    def _use_the_wait(self) -> None:
+        """While a step is computed: hash what waits, and take in who has come (CU-6).
+
+        Nothing here may touch what the step is computed from: no plan, no end of a request, no change of the cache.
+        """
+        with self.faults.absorbed("what the host does while a step is computed"):
+            self.scheduler.hash_ahead()
+            self.while_computing()
 
     def report(self, step: Step, logging_interval: int = 0) -> list[RequestRecord]:
         """Turn a step's tokens into output; nothing in here raises.

@@ -16,6 +16,7 @@ from megatron_ext.mcore.context import InferenceContext
 from megatron_ext.mcore.controller import InferenceController
 from megatron_ext.mcore.draft_costs import chosen_costs, measure_costs
 from megatron_ext.mcore.drafting import DraftModel, DraftParts
+from megatron_ext.mcore.fixed_setup import fixed_steps_for
 from megatron_ext.mcore.layer_map import layer_places, model_shape
 from megatron_ext.mcore.leading import make_follower
 from megatron_ext.memory.agreement import NO_PEERS, Peers
@@ -149,7 +150,9 @@ def _build_controller(
         draft=draft,
     )
     context = InferenceContext(plan, layer_places(model), device, token_rounder)
-    return _wrapped(model, config, tokenizer, dtype, context)
+    controller = _wrapped(model, config, tokenizer, dtype, context)
+    context.fixed_steps = fixed_steps_for(context, controller, batching, is_alone=team is None)
+    return controller
 
 
 def _wrapped(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from megatron.core.inference.contexts.base_context import BaseInferenceContext
@@ -24,6 +25,9 @@ from megatron_ext.scheduling.queue import Queues
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.step import ScheduledChunk, ScheduledStep
 from megatron_ext.speculation.drafting import Drafting
+
+if TYPE_CHECKING:  # it is told of this context
+    from megatron_ext.mcore.fixed_steps import FixedSteps
 
 
 class InferenceContext(DynamicInferenceContext):
@@ -62,6 +66,7 @@ class InferenceContext(DynamicInferenceContext):
         self.step: ModelInput | None = None
         self.scored_states: Tensor | None = None  # hidden states of the step's scored tokens, [k, h]
         self.block_allocator: PoolBlockAllocator | None = None
+        self.fixed_steps: FixedSteps | None = None  # None computes every step as it is
         self._scheduler: Scheduler | None = None
         self._rotation: Rotation | None = None
         self._block_rows = BlockRows()
@@ -155,6 +160,15 @@ class InferenceContext(DynamicInferenceContext):
         self._rotation = None
         self._restore_states(step.chunks)
         self.step = stage_step(step, self._staging_rules, last_sampled, self._block_rows)
+
+    def begin(self, staged: ModelInput) -> None:
+        """Make a step that is staged already the one that the next forward computes."""
+        self._rotation, self.step = None, staged
+
+    @property
+    def staging_rules(self) -> StagingRules:
+        """What staging knows of pools and model."""
+        return self._staging_rules
 
     def _restore_states(self, chunks: Sequence[ScheduledChunk]) -> None:
         """Before any slot is written: one that a request resumes from may be given to another snapshot of this step."""

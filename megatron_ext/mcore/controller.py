@@ -88,14 +88,19 @@ class InferenceController(TextGenerationController):
         """
         context = self.inference_wrapped_model.inference_context
         with torch.inference_mode():
-            input_ids, position_ids = context.current_input_and_position_ids()
-            logits = self.inference_wrapped_model.run_one_forward_step(
-                {"tokens": input_ids, "position_ids": position_ids, "attention_mask": None}
-            )
+            logits = self.forward()
             if logits is None:
                 return None
             is_alone = self.inference_wrapped_model.tp_size == 1
             return choose_tokens(logits[0], context.step, self._scored_logits, self.guides, is_alone=is_alone)
+
+    def forward(self) -> Tensor | None:
+        """The model's forward of the context's staged step: logits [1, m, V]; None on stages before the last one."""
+        input_ids, position_ids = self.inference_wrapped_model.inference_context.current_input_and_position_ids()
+        logits: Tensor | None = self.inference_wrapped_model.run_one_forward_step(
+            {"tokens": input_ids, "position_ids": position_ids, "attention_mask": None}
+        )
+        return logits
 
     def _scored_logits(self, rows: slice) -> Tensor:
         """Logits of some of the step's scored tokens, as the model's forward would give them: [k, h] -> [rows, V]."""

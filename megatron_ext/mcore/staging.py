@@ -117,7 +117,7 @@ def stage_step(
     table = (block_rows or BlockRows()).of(slots, [chunk.block_ids for chunk in chunks])
     assert (np.asarray([len(chunk.block_ids) for chunk in chunks]) * rules.block_size >= ends).all(), "keys nowhere"
     firsts = running_starts(lengths)
-    tokens = _stage_tokens(chunks, table, starts, firsts, rules)
+    tokens = stage_tokens(chunks, table, starts, firsts, rules)
     sampled = [i for i, chunk in enumerate(chunks) if chunk.sampling is not None]
     verifying = any(chunk.behind_drafts for chunk in chunks)
     score_tokens, scores = _choose_scored(chunks[num_decode:], firsts[num_decode:])
@@ -161,7 +161,7 @@ def _verified_tokens(chunks: Sequence[ScheduledChunk], firsts: np.ndarray) -> np
     return np.concatenate([np.arange(end - 1 - len(chunk.behind_drafts), end) for chunk, end in ends])
 
 
-def _stage_tokens(
+def stage_tokens(
     chunks: Sequence[ScheduledChunk],
     table: np.ndarray,
     starts: Sequence[int],

@@ -14,6 +14,7 @@ GIB = 1024**3
 HYBRID_BLOCK_MULTIPLE = 16
 AUTOMATIC_SNAPSHOT_SHARE = 0.25  # of the buffer, on top of it
 FEWEST_AUTOMATIC_SLOTS = 2
+SPARE_STATES = 2  # for padding: a live one, and a snapshot
 FASTEST_CHUNK = {"cpu": 64}  # tokens; by type of device, where it is less than what models are trained with
 # Log-probs are computed in pieces that take at most this, beside the pools: logits, a copy in fp32, its log-softmax.
 SCORING_BYTES = 256 * 1024**2
@@ -35,7 +36,10 @@ class ModelMemory:
 
 @dataclass(frozen=True)
 class Geometry:
-    """Effective sizes (EX-6), as printed at start-up and in the JSON output."""
+    """Effective sizes (EX-6), as printed at start-up and in the JSON output.
+
+    `live_states` are those of running requests, and two for padding where steps are padded: a live one, a snapshot.
+    """
 
     block_size_tokens: int
     block_bytes: int
@@ -104,12 +108,18 @@ def plan_memory(model: ModelMemory, batching: BatchingConfig, cache: CacheConfig
         state_in_kv_tokens=math.ceil(model.state_bytes / per_token) if per_token else None,
         blocks=blocks,
         snapshot_slots=slots if cache.snapshot_slots is not None else min(slots, blocks),
-        live_states=batching.most_requests if model.state_bytes else 0,
+        live_states=_live_states(model, batching),
         draft_states=batching.most_requests * model.speculative_tokens if model.state_bytes else 0,
         kernel_chunk=kernel_chunk(model.chunk_size, device_type),
         shortest_prompt_that_can_hit=_shortest_hit(model, cache, block_size, slots),
         draft_model=draft_geometry(model.draft, block_size, batching.most_requests),
     )
+
+
+def _live_states(model: ModelMemory, batching: BatchingConfig) -> int:
+    if not model.state_bytes:
+        return 0
+    return batching.most_requests + (SPARE_STATES if batching.has_fixed_places else 0)
 
 
 def kernel_chunk(model_chunk: int, device_type: str) -> int:
@@ -154,8 +164,8 @@ def _block_count(model: ModelMemory, batching: BatchingConfig, device_type: str)
         return batching.block_count
     buffer_gb = batching.buffer_gb_on(device_type)
     block_bytes = batching.block_size * (model.kv_bytes_per_token + model.draft.kv_bytes_per_token)
-    live_bytes = batching.most_requests * (1 + model.speculative_tokens) * model.state_bytes
-    live_bytes += model.draft.request_bytes(batching.most_requests)
+    live_bytes = _live_states(model, batching) * model.state_bytes + model.draft.request_bytes(batching.most_requests)
+    live_bytes += batching.most_requests * model.speculative_tokens * model.state_bytes
     kv_bytes = int(buffer_gb * GIB) - live_bytes
     if kv_bytes < 2 * block_bytes:  # one is the dummy that padding points to
         drafts = model.speculative_tokens if model.state_bytes else 0

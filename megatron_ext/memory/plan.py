@@ -20,6 +20,7 @@ from megatron_ext.memory.fitting import plan_within, what_fits
 from megatron_ext.memory.state_pool import StateShape
 from megatron_ext.memory.world import world_geometry
 from megatron_ext.scheduling.aligned import check_aligned, describe_tight_budget
+from megatron_ext.scheduling.placement import ProvisionalRules
 from megatron_ext.scheduling.plan import SchedulerLimits
 from megatron_ext.scheduling.snapshots import most_snapshots
 
@@ -78,6 +79,11 @@ class EnginePlan:
     def snapshot_slots(self) -> int | None:
         """Of which there may be none; None for a model without recurrent layers."""
         return self.geometry.snapshot_slots if self.is_hybrid else None
+
+    @property
+    def spare_slots(self) -> int:
+        """In the pools of live states and of snapshots, behind those that requests have; see `Geometry.live_states`."""
+        return int(self.geometry.live_states > self.limits.max_requests)
 
     def request_state_bytes(self, length: int) -> int:
         """Bytes of states, on all ranks, that a prompt of `length` tokens takes at most, its snapshots included."""
@@ -190,6 +196,7 @@ def _limits(
         enough_prefill_tokens=batching.enough_prefill_tokens_on(device_type),
         costs=costs,
         explains=cache.explain_prefix_cache,
+        provisional=ProvisionalRules(most=cache.provisional_slots),
     )
 
 

@@ -48,5 +48,6 @@ def _allocate(plan: EnginePlan, device: torch.device) -> Pools:
     kv = torch.empty(size, dtype=shape.dtype, device=device)
     if shape.states is None:
         return Pools(kv, None, None)
-    live = StatePool(shape.states, plan.limits.max_requests, device)
-    return Pools(kv, live, SnapshotPool(shape.states, geometry.snapshot_slots + geometry.draft_states, device))
+    live = StatePool(shape.states, plan.limits.max_requests + plan.spare_slots, device)
+    kept = geometry.snapshot_slots + geometry.draft_states + plan.spare_slots
+    return Pools(kv, live, SnapshotPool(shape.states, kept, device))

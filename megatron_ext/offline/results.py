@@ -110,7 +110,7 @@ def request_results(
             "accepted_token_count": record.accepted_token_count,
         }
     if record.prefix_cache_explanation is not None:
-        entry["prefix_cache_explanation"] = record.prefix_cache_explanation
+        entry["prefix_cache_explanation"] = record.prefix_cache_explanation.to_dict()
     if record.generated_log_probs is not None:
         entry |= _log_probs(record)
     if with_events:

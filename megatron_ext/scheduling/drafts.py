@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.hash_chain import Digest
 from megatron_ext.prefix_cache.matching import Restore
+from megatron_ext.prefix_cache.snapshot_order import Rank
 from megatron_ext.prefix_cache.state_index import SlotId
 from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.counters import Counters
@@ -169,11 +170,11 @@ class Drafts:
         if sequence.cache_epoch != self._cache.epoch:
             return None
         assert request.digests[state.position // self._block_size - 1] == state.digest, "the drafts did not come"
-        before = sequence.decode_snapshot
-        wanted = SnapshotRequest(request, state.position, state.digest, is_optional=True, instead_of=before)
+        before = sequence.trail.decode
+        wanted = SnapshotRequest(request, state.position, state.digest, Rank.OPTIONAL, instead_of=before)
         if states.reserve_all([wanted]) == [None]:
             return None
-        sequence.decode_snapshot = state.digest
+        sequence.trail.decode = state.digest
         slot = states.exchange(state.digest, state.slot)
         states.commit(state.digest)
         return slot

@@ -21,6 +21,7 @@ from megatron_ext.scheduling.ahead import HASH_SLICE, within_slice
 from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.coordination import PendingBlocks, PrefixLeaders, wait_for_prefix
 from megatron_ext.scheduling.plan import Admission, Deferral, Failure, SchedulerLimits, StepBudget, StepPlan
+from megatron_ext.scheduling.provisional_plan import place_provisional, plan_provisional
 from megatron_ext.scheduling.queue import Queues
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.snapshot_plan import plan_snapshots
@@ -78,14 +79,16 @@ def plan_step(
     chunks = with_drafts(chunks, entry.admissions, offer, limits, cache)
     # Of a preempted request a single generated token may be computed again: to the layers that is a decode as well.
     chunks.sort(key=lambda chunk: not chunk.is_decode)
+    wanted = plan_snapshots(chunks, entry.admissions, entry.deferrals, limits, cache)
+    admissions = place_provisional(entry.admissions, continued, wanted, limits, cache)
     return StepPlan(
         preemptions=tuple(growth.preempted),
         pauses=tuple(request for request in growth.paused if request in queues.running),
         resumes=tuple(request for request in growth.decoding if request in queues.paused),
         failures=(*growth.failed, *entry.failed),
-        admissions=tuple(entry.admissions),
+        admissions=tuple(admissions),
         chunks=tuple(chunks),
-        snapshots=plan_snapshots(chunks, entry.admissions, entry.deferrals, limits, cache),
+        snapshots=(*wanted, *plan_provisional(continued, admissions, wanted, limits, cache)),
         deferrals=tuple(entry.deferrals),
     )
 

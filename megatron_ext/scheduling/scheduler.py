@@ -113,6 +113,10 @@ class Scheduler:
         self._hashing.go_on()
         return plan
 
+    def hash_ahead(self) -> None:
+        """While a step is computed: hash of the next step's slice what is here; that step hashes the rest of it."""
+        self._hashing.begin_slice()
+
     def _explain(self, admission: Admission) -> None:
         ledger = admission.request.sequence.ledger
         if ledger.explanation is None:
@@ -132,10 +136,11 @@ class Scheduler:
         request, sequence, matched = admission.request, admission.request.sequence, admission.matched
         if sequence.ledger.matched_blocks is None and reads_cache(request):
             self._count_lost(request, len(matched), admission.chunk.start)
+            self.cache.note_parting(matched, self.limits.blocks_for(admission.chunk.start))
         sequence.block_table = (*matched, *self.cache.allocate(admission.new_blocks))
         sequence.live_slot = self.live_slots.take()
         sequence.computed_end = admission.chunk.start
-        sequence.restore = admission.restore
+        sequence.restore, sequence.trail.provisional = admission.restore, admission.provisional
         if admission.restore is not None:
             self._states.consume(admission.restore.digest)
         sequence.shared_end = len(matched) * self.limits.block_size
@@ -178,7 +183,7 @@ class Scheduler:
             if slot is not None:
                 one.request.sequence.snapshots.append(Snapshot(one.position, one.digest, slot))
                 if one.is_optional:
-                    one.request.sequence.decode_snapshot = one.digest
+                    one.request.sequence.trail.decode = one.digest
 
     def commit(self, step: ScheduledStep, sampled: Mapping[int, int], behind: TokensById = NO_TOKENS) -> list[Request]:
         """The step's computation has succeeded. This is the one transition at its end, and it cannot fail.

@@ -15,10 +15,10 @@ from megatron_ext.server.description import install_description
 from megatron_ext.server.errors import install_error_handlers
 from megatron_ext.server.gate import KeyGate, open_paths
 from megatron_ext.server.origins import OriginGate
-from megatron_ext.server.routes import admin, generation, models, observing, tokens
+from megatron_ext.server.routes import admin, generation, models, observing, replica, tokens
 from megatron_ext.server.serving import Serving
 
-ROUTERS = (models.router, generation.router, tokens.router, observing.router)
+ROUTERS = (models.router, generation.router, tokens.router, observing.router, replica.router)
 ADMIN_ROUTERS = (admin.router,)  # with --enable-admin-routes
 CORS_SECONDS = 600  # for which a browser remembers what it may ask
 
