@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from arguments.flags import Flag, FlagGroup
 from arguments.server_groups import ACCESS, KV_EVENTS, LIMITS, SERVER
 from arguments.source_groups import SOURCE, TOKENIZER
+from arguments.speculation_group import SPECULATION
 from megatron_ext.config import (
     DTYPES,
     LAYER_SYMBOLS,
@@ -271,5 +272,5 @@ RUN = FlagGroup(
     ),
 )
 
-GROUPS = (SOURCE, TOKENIZER, MODEL, PARALLEL, SAMPLING, BATCHING, CACHE, RUN)
-SERVER_GROUPS = (SOURCE, TOKENIZER, MODEL, PARALLEL, BATCHING, CACHE, SERVER, KV_EVENTS, LIMITS, ACCESS)
+GROUPS = (SOURCE, TOKENIZER, MODEL, PARALLEL, SAMPLING, BATCHING, CACHE, SPECULATION, RUN)
+SERVER_GROUPS = (SOURCE, TOKENIZER, MODEL, PARALLEL, BATCHING, CACHE, SPECULATION, SERVER, KV_EVENTS, LIMITS, ACCESS)

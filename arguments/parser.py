@@ -17,6 +17,7 @@ from arguments.megatron.synonyms import SYNONYMS, translate
 from arguments.megatron.table import SERVER_TABLE, TABLE, WithoutEffect, family_of, records
 from arguments.server_groups import ACCESS, KV_EVENTS, LIMITS, SERVER
 from arguments.source_groups import SOURCE, TOKENIZER
+from arguments.speculation_group import SPECULATION
 from arguments.yaml_file import read_flags
 from megatron_ext.config import (
     BatchingConfig,
@@ -34,6 +35,7 @@ from megatron_ext.config import (
 from megatron_ext.config.annotations import FieldValues
 from megatron_ext.config.embedded import check_flags
 from megatron_ext.config.kv_events import KvEventsConfig
+from megatron_ext.config.speculation import SpeculationConfig
 from megatron_ext.errors import ConfigError, MachineError
 
 
@@ -137,6 +139,7 @@ def _settings(given: Given) -> InferenceSettings:
         sampling_given=fields_of(SAMPLING, values),
         batching=BatchingConfig(**fields_of(BATCHING, values)),
         cache=CacheConfig(**fields_of(CACHE, values)),
+        speculation=SpeculationConfig(**fields_of(SPECULATION, values)),
         run=RunConfig(**fields_of(RUN, values)),
         start=_start(given),
     )
@@ -154,6 +157,7 @@ def parse_server_arguments(argv: Sequence[str] | None = None, prog: str | None =
         parallel=ParallelConfig(**fields_of(PARALLEL, values)),
         batching=BatchingConfig(**fields_of(BATCHING, values)),
         cache=CacheConfig(**fields_of(CACHE, values)),
+        speculation=SpeculationConfig(**fields_of(SPECULATION, values)),
         server=ServerConfig(
             limits=ServerLimits(**fields_of(LIMITS, values)),
             kv_events=KvEventsConfig(**fields_of(KV_EVENTS, values)),

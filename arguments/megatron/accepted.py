@@ -77,7 +77,7 @@ COORDINATOR = group(
 SPECULATION = group(
     "multi-token prediction",
     Effect.ACCEPTED,
-    "the weights of multi-token prediction are left unread: there is no speculative decoding",
+    "the weights of multi-token prediction are left unread: --speculative-method drafts without them",
     bare="--mtp-use-repeated-layer",
     one="--mtp-num-layers",
 )

@@ -14,6 +14,7 @@ from megatron_ext.config.limits import ServerLimits
 from megatron_ext.config.parallel import ParallelConfig
 from megatron_ext.config.request import RequestParams
 from megatron_ext.config.source import SourceConfig
+from megatron_ext.config.speculation import SpeculationConfig
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 MEGATRON_FORMAT = "megatron"
@@ -179,6 +180,7 @@ class ServerSettings:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     batching: BatchingConfig = field(default_factory=BatchingConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     start: StartNotes = field(default_factory=StartNotes)
 
@@ -207,6 +209,7 @@ class InferenceSettings:
     sampling_given: FieldValues = field(default_factory=dict)
     batching: BatchingConfig = field(default_factory=BatchingConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     run: RunConfig = field(default_factory=RunConfig)
     start: StartNotes = field(default_factory=StartNotes)
 

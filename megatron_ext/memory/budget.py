@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 
 from megatron_ext.config import BatchingConfig, CacheConfig
 from megatron_ext.config.batching import MOST_UNITS
 from megatron_ext.errors import ConfigError
+from megatron_ext.memory.draft import NO_DRAFT_MODEL, DraftGeometry, DraftMemory, draft_geometry
 
 GIB = 1024**3
 HYBRID_BLOCK_MULTIPLE = 16
@@ -26,6 +27,7 @@ class ModelMemory:
     state_bytes: int  # all recurrent layers, one sequence
     chunk_size: int  # the model's scan chunk, tokens
     max_sequence_length: int
+    draft: DraftMemory = NO_DRAFT_MODEL
 
 
 @dataclass(frozen=True)
@@ -41,11 +43,18 @@ class Geometry:
     live_states: int
     kernel_chunk: int
     shortest_prompt_that_can_hit: int | None  # None: nothing is cached
+    draft_model: DraftGeometry | None = field(default=None, kw_only=True)  # its pools, in the same budget
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes of all pools: KV blocks with the dummy one, live states, and snapshots."""
-        return (self.blocks + 1) * self.block_bytes + (self.live_states + self.snapshot_slots) * self.state_bytes
+        """Bytes of all pools: KV blocks with the dummy one, live states, and snapshots; a draft model's, too."""
+        drafts = 0 if self.draft_model is None else self.draft_model.pool_bytes(self.blocks)
+        states = self.live_states + self.snapshot_slots
+        return (self.blocks + 1) * self.block_bytes + states * self.state_bytes + drafts
+
+    def shown(self) -> dict[str, object]:
+        """For JSON; what there is not is left out."""
+        return {key: value for key, value in asdict(self).items() if key != "draft_model" or value is not None}
 
 
 def plan_memory(model: ModelMemory, batching: BatchingConfig, cache: CacheConfig, device_type: str) -> Geometry:
@@ -72,7 +81,7 @@ def plan_memory(model: ModelMemory, batching: BatchingConfig, cache: CacheConfig
         )
     block_bytes = block_size * model.kv_bytes_per_token
     per_token = model.kv_bytes_per_token
-    blocks = _block_count(model, batching, block_bytes, device_type)
+    blocks = _block_count(model, batching, device_type)
     if block_bytes == 0 and blocks > MOST_UNITS:  # otherwise the device's memory is the limit
         raise ConfigError(
             f"{blocks} blocks are too many to keep account of; --inference-dynamic-batching-block-count {MOST_UNITS} "
@@ -87,17 +96,18 @@ def plan_memory(model: ModelMemory, batching: BatchingConfig, cache: CacheConfig
         blocks=blocks,
         snapshot_slots=slots if cache.snapshot_slots is not None else min(slots, blocks),
         live_states=batching.most_requests if model.state_bytes else 0,
-        kernel_chunk=_kernel_chunk(model, device_type),
+        kernel_chunk=kernel_chunk(model.chunk_size, device_type),
         shortest_prompt_that_can_hit=_shortest_hit(model, cache, block_size, slots),
+        draft_model=draft_geometry(model.draft, block_size, batching.most_requests),
     )
 
 
-def _kernel_chunk(model: ModelMemory, device_type: str) -> int:
+def kernel_chunk(model_chunk: int, device_type: str) -> int:
     """The most tokens that a recurrent layer takes together: the model's chunk, or less where that is faster (HY-12).
 
     Blocks do not matter: a chunk ends at a block boundary where a state is wanted there, and only then.
     """
-    return min(model.chunk_size, FASTEST_CHUNK.get(device_type, model.chunk_size))
+    return min(model_chunk, FASTEST_CHUNK.get(device_type, model_chunk))
 
 
 def _shortest_hit(model: ModelMemory, cache: CacheConfig, block_size: int, slots: int) -> int | None:
@@ -128,14 +138,17 @@ def _slot_count(
     return budget // model.state_bytes
 
 
-def _block_count(model: ModelMemory, batching: BatchingConfig, block_bytes: int, device_type: str) -> int:
+def _block_count(model: ModelMemory, batching: BatchingConfig, device_type: str) -> int:
+    """Blocks that the buffer has room for beside live states; each has its like in a draft model's pool."""
     if batching.block_count is not None:
         return batching.block_count
     buffer_gb = batching.buffer_gb_on(device_type)
-    live_bytes = batching.most_requests * model.state_bytes
+    block_bytes = batching.block_size * (model.kv_bytes_per_token + model.draft.kv_bytes_per_token)
+    live_bytes = batching.most_requests * model.state_bytes + model.draft.request_bytes(batching.most_requests)
     kv_bytes = int(buffer_gb * GIB) - live_bytes
     if kv_bytes < 2 * block_bytes:  # one is the dummy that padding points to
         hint = ", or fewer --inference-dynamic-batching-max-requests" if live_bytes else ""
+        hint = f"{_included(model.draft != NO_DRAFT_MODEL)}{hint}"
         raise ConfigError(
             f"a buffer of {buffer_gb:g} GB is too small for {live_bytes} bytes of live states "
             f"({batching.most_requests} requests) and {2 * block_bytes} bytes of KV (one block and the dummy block); "
@@ -171,9 +184,14 @@ def check_fits(geometry: Geometry, available_bytes: int, advice: str) -> None:
     """
     if geometry.pool_bytes > available_bytes:
         raise ConfigError(
-            f"KV blocks, live states and snapshots need {_gigabytes(geometry.pool_bytes)} GB, and "
+            f"KV blocks, live states and snapshots need {_gigabytes(geometry.pool_bytes)} GB"
+            f"{_included(geometry.draft_model is not None)}, and "
             f"{available_bytes / GIB:.2f} GB of memory are free for this process; {advice}"
         )
+
+
+def _included(has_draft_model: bool) -> str:
+    return " (those of the draft model included)" if has_draft_model else ""
 
 
 def _gigabytes(count: int) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -14,7 +14,8 @@ from megatron_ext.config.costs import EntryCosts, entry_costs
 from megatron_ext.config.layers.positions import LEARNED_POSITIONS
 from megatron_ext.errors import ConfigError
 from megatron_ext.memory.agreement import NO_PEERS, Peers, Room, agree
-from megatron_ext.memory.budget import Geometry, ModelMemory, request_state_bytes
+from megatron_ext.memory.budget import Geometry, ModelMemory, kernel_chunk, request_state_bytes
+from megatron_ext.memory.draft import NO_DRAFT_MODEL, DraftMemory
 from megatron_ext.memory.fitting import plan_within, what_fits
 from megatron_ext.memory.state_pool import StateShape
 from megatron_ext.memory.world import world_geometry
@@ -96,6 +97,7 @@ def plan_engine(
     device_type: str,
     available_bytes: int,
     peers: Peers = NO_PEERS,
+    draft: DraftMemory = NO_DRAFT_MODEL,
 ) -> EnginePlan:
     """Decide everything; what was asked for and has no effect is said once.
 
@@ -107,6 +109,7 @@ def plan_engine(
         device_type: "cpu" or "cuda", for the defaults.
         available_bytes: Of memory for the pools.
         peers: The other ranks, with which it is decided together.
+        draft: What a draft model needs, on this rank.
 
     Raises:
         ConfigError: The budget is too small or more than there is, or settings do not fit the model or each other.
@@ -117,6 +120,7 @@ def plan_engine(
         state_bytes=shape.states.bytes if shape.states else 0,
         chunk_size=config.scan_chunk_size,
         max_sequence_length=longest,
+        draft=draft,
     )
     rooms = peers.gather(lambda: _room(plan_within(memory, batching, cache, device_type, available_bytes), batching))
     agreed = agree(rooms, slots_within_blocks=cache.snapshot_slots is None)
@@ -194,3 +198,29 @@ def _say_what_is_off(plan: EnginePlan, cache: CacheConfig) -> None:
         )
     elif asked and not plan.is_hybrid:
         logger.warning("this model has no recurrent layers: settings for snapshots of their states have no effect")
+
+
+def plan_draft_model(plan: EnginePlan, shape: ModelShape, config: ModelConfig, device_type: str) -> EnginePlan:
+    """The pools of a draft model, of which `plan` has made room: nothing is cached, and each request has a kept state.
+
+    Args:
+        plan: Of the large model.
+        shape: Of the draft model.
+        config: Its architecture.
+        device_type: See `plan_engine`.
+    """
+    drafts = plan.geometry.draft_model
+    assert drafts is not None, "there is room for it in the plan"
+    geometry = replace(
+        plan.geometry,
+        block_bytes=drafts.block_bytes,
+        state_bytes=drafts.state_bytes,
+        snapshot_slots=plan.limits.max_requests if shape.states else 0,
+        live_states=plan.limits.max_requests if shape.states else 0,
+        kernel_chunk=kernel_chunk(config.scan_chunk_size, device_type),
+        draft_model=None,
+    )
+    limits = replace(plan.limits, aligned_chunks=True)
+    return replace(
+        plan, shape=shape, geometry=geometry, world=geometry, limits=limits, policy=None, is_hybrid=config.is_hybrid
+    )

@@ -76,6 +76,7 @@ class PrefixCache:
     ) -> None:
         self.pool = BlockPool(total)
         self.is_enabled = policy is not None
+        self.policy_name = policy
         self.epoch = 0  # what was begun in an earlier one is not published
         self._index = BlockIndex()
         policies = build_policies(policy or EvictionPolicyName.REF_ZERO, self._index, costs, has_states=bool(slots))
@@ -127,7 +128,7 @@ class PrefixCache:
         for digest in map(self._index.digest_of, blocks):
             self.ghosts.block_gone(digest)
             if self.states is not None and self.states.find(digest) is not None:
-                self.ghosts.snapshot_gone(digest)
+                self.ghosts.snapshot_gone_with_block(digest)
 
     def want(self, digest: Digest) -> None:
         """A waiting request is to find the block of `digest`, once it is computed, and all before it."""

@@ -203,7 +203,6 @@ class Request:
         """The outcome with its tokens and its account, without texts made of them or log-probs."""
         assert self.outcome is not None, f"request {self.request_id} is still alive"
         ledger, timeline, outcome = self.sequence.ledger, self.timeline, self.outcome
-        explanation = ledger.explanation
         return RequestRecord(
             request_id=self.request_id,
             prompt_text=self.submission.prompt_text,
@@ -224,7 +223,7 @@ class Request:
             computed_prefill_token_count=ledger.computed,
             recomputed_token_count=ledger.recomputed,
             prefill_reasons=dict(ledger.reasons),
-            prefix_cache_explanation=None if explanation is None else explanation.to_dict(),
+            prefix_cache_explanation=ledger.explanation,
         )
 
     def to_record(self, generated_text: str) -> RequestRecord:

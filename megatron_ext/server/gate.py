@@ -16,7 +16,7 @@ _COUNTS = frozenset(("/metrics", "/metrics/history"))
 # What concerns everybody.
 ADMIN_PATHS = frozenset(
     (
-        *("/prefix_cache", "/reset_prefix_cache", "/flush_cache", "/abort"),
+        *("/prefix_cache", "/prefix_cache/trace", "/reset_prefix_cache", "/flush_cache", "/abort"),
         *("/sleep", "/wake_up", "/is_sleeping", "/update_weights_from_disk"),
     )
 )

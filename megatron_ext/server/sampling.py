@@ -118,6 +118,7 @@ def _common(body: GenerationRequest, defaults: FieldValues) -> dict[str, Any]:
         "ignore_eos": bool(body.ignore_eos),
         "cache_salt": body.cache_salt,
         "enable_prefix_caching": body.enable_prefix_caching is not False,
+        "num_speculative_tokens": body.num_speculative_tokens,
     }
 
 

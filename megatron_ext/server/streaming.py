@@ -14,7 +14,16 @@ from starlette.types import Receive, Scope, Send
 
 from megatron_ext.config import RequestParams
 from megatron_ext.scheduling.record import RequestRecord
-from megatron_ext.server.answers import Piece, Reply, Scored, finished, generated_scores, usage, usage_so_far
+from megatron_ext.server.answers import (
+    Piece,
+    Reply,
+    Scored,
+    explained,
+    finished,
+    generated_scores,
+    usage,
+    usage_so_far,
+)
 from megatron_ext.server.errors import ApiError, ClientGone, engine_fault
 from megatron_ext.server.exchange import HttpExchange
 from megatron_ext.server.progress import RequestHandle
@@ -101,6 +110,8 @@ class _ChoiceStream:
             self._untold = [], []
             part = self._reply.part(self._index, Piece(text, tokens, scores, reason))
             if part is not None:
+                if isinstance(source, RequestRecord):
+                    part |= explained(self._reply, self._index, source)
                 yield {"choices": [part]}
 
 

@@ -12,7 +12,7 @@ from tests.unit_tests.support.source import ROOT, imported_modules, parse, pytho
 
 # What each part may import of our own; itself, always.
 LEAVES = {"errors", "files", "interruption"}
-DECIDING = {"prefix_cache", "scheduling", "engine"}
+DECIDING = {"prefix_cache", "scheduling", "speculation", "engine"}
 TOOLS = {"console", "offline", "server", "api", "coordinator"}
 ROOMS = {"config", "ranks", "text", "memory", "ops", "mixers", "mcore", "stepping", "models"}
 BESIDE = {"simulation", "routing"}  # used by their tools alone
@@ -27,7 +27,8 @@ MAY_IMPORT = {
     "text": {"config", "errors", "files"},
     "prefix_cache": {"config", "errors"},
     "scheduling": {"config", "errors", "prefix_cache"},
-    "engine": {"config", "errors", "prefix_cache", "scheduling", "text"},
+    "speculation": {"config", "errors", "prefix_cache", "scheduling"},
+    "engine": {"config", "errors", "prefix_cache", "scheduling", "speculation", "text"},
     "kv_events": {"config", "errors", "prefix_cache"},
     "routing": {"config", "errors", "prefix_cache"},
     "simulation": {"config", "errors", "files", *DECIDING},

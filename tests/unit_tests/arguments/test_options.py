@@ -13,6 +13,7 @@ from arguments.groups import BATCHING, CACHE, GROUPS, MODEL, PARALLEL
 from arguments.megatron.table import SERVER_TABLE, TABLE, records
 from arguments.server_groups import ACCESS, KV_EVENTS, LIMITS, SERVER
 from arguments.source_groups import SOURCE, TOKENIZER
+from arguments.speculation_group import SPECULATION
 from megatron_ext.config import ModelConfig
 from megatron_ext.config.layers.multipliers import MULTIPLIERS
 from tests.unit_tests.support.source import ROOT
@@ -61,6 +62,9 @@ OPTIONS = """
 --inference-dynamic-batching-prefix-caching-mamba-gb --inference-dynamic-batching-prefix-caching-mamba-slots
 --inference-dynamic-batching-prefix-caching-mamba-mode
 --explain-prefix-cache --no-explain-prefix-cache
+--speculative-method --num-speculative-tokens --speculative-load-hf --speculative-load
+--speculative-ngram-longest --speculative-ngram-shortest --speculative-adaptive --no-speculative-adaptive
+--speculative-cost-table --speculative-measure-costs --no-speculative-measure-costs
 --prompts --prompt-file --prompt-file-num-truncate --num-tokens-to-prompt --incoming-requests-duration
 --ignore-unknown-prompt-fields --no-ignore-unknown-prompt-fields --num-tokens-from-file --no-num-tokens-from-file
 --output-path --output-format --output-every-n-results --record-throughput --no-record-throughput
@@ -87,7 +91,7 @@ WITHOUT_FLAG = {
         *("linear_norm_epsilon", "linear_allow_neg_eigval"),
     },
     "SourceConfig": {field.name for field in dataclasses.fields(TOKENIZER.config)},  # a group of its own
-    "RequestParams": {"seed", "min_tokens", "cache_salt", "enable_prefix_caching"},
+    "RequestParams": {"seed", "min_tokens", "cache_salt", "enable_prefix_caching", "num_speculative_tokens"},
     # Flags of groups of their own: some fields are inherited, others stand in `limits`.
     "ServerConfig": {field.name for field in dataclasses.fields(ACCESS.config)} | {"limits", "kv_events"},
 }
@@ -101,7 +105,7 @@ SERVER_OPTIONS = """
 --api-key --api-key-file --admin-key-file --allowed-hosts --hide-cache-counts --no-hide-cache-counts
 --chat-control-tokens --cors-allowed-origins --enable-admin-routes --no-enable-admin-routes --weights-root
 """.split()
-SHARED = (SOURCE, TOKENIZER, MODEL, PARALLEL, BATCHING, CACHE)
+SHARED = (SOURCE, TOKENIZER, MODEL, PARALLEL, BATCHING, CACHE, SPECULATION)
 
 
 def own_options(parser, table) -> list[str]:

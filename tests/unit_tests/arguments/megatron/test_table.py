@@ -48,7 +48,6 @@ ONLY = {
     f"{BATCHING}-logprobs-mode": "raw_logprobs",
     "--softmax-type": "vanilla",
     "--glu-linear-offset": "0",
-    "--num-speculative-tokens": "0",
     "--context-parallel-size": "1",
     "--ckpt-format": "torch_dist",
 }
