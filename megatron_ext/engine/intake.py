@@ -59,9 +59,10 @@ class Intake:
 
         Raises:
             ConfigError: A bad word that the tokenizer cannot read, a bias of an id that is no token, a form that
-                answers cannot be given.
+                answers cannot be given, a checkpoint behind the prompt.
         """
         ends = self._end_ids(params)
+        _check_checkpoints(params.cache_checkpoint, len(tokens))
         if params.form is not None:
             self._door.check_form(params.form)
             if not ends:
@@ -85,6 +86,14 @@ class Intake:
         """Tokens that end a request: those of a document unless it names another or ignores them, and its own."""
         usual = self._door.ends if params.termination_id is None else (params.termination_id,)
         return tuple(dict.fromkeys((*(() if params.ignore_eos else usual), *params.stop_token_ids)))
+
+
+def _check_checkpoints(positions: Sequence[int], length: int) -> None:
+    last = max(positions, default=0)
+    if last > length:
+        raise ConfigError(
+            f"cache_checkpoint {last} lies behind the prompt, which has {length} tokens; at most {length} would do"
+        )
 
 
 def plain_ids(ids: Sequence[int]) -> tuple[int, ...]:

@@ -87,6 +87,10 @@ class EngineStatistics:
             "snapshots_skipped": use.snapshots_skipped,
             "snapshots_replaced": use.snapshots_replaced,
             "coordination_waits": counters.coordination_waits,
+            "provisional_slots": use.provisional_slots,
+            "provisional_taken": use.provisional_taken,
+            "provisional_consumed": use.provisional_consumed,
+            "provisional_given_up": use.provisional_given_up,
         }
 
     def prefix_cache_lost(self) -> dict[str, int] | None:

@@ -34,6 +34,7 @@ _GAUGES = (
     ("kv_blocks_evictable", "Cached KV blocks that no request uses", "use.blocks_evictable"),
     ("state_slots", "Slots for snapshots of recurrent states", "use.slots_total"),
     ("state_slots_used", "Slots with a snapshot", "use.slots_used"),
+    ("state_slots_provisional", "Slots with a snapshot that nobody asked for", "use.provisional_slots"),
 )
 _COUNTERS = (
     ("prefix_cache_hits", "Admissions that skipped something", "counters.hits"),
@@ -44,6 +45,9 @@ _COUNTERS = (
     ("snapshots_skipped", "Snapshots not taken, for want of a slot", "use.snapshots_skipped"),
     ("snapshots_evicted", "Snapshots given up for want of a slot", "use.slots_evicted"),
     ("snapshots_replaced", "Snapshots of decode that gave way to the next one", "use.snapshots_replaced"),
+    ("provisional_taken", "Snapshots taken that nobody asked for", "use.provisional_taken"),
+    ("provisional_consumed", "Of those, that requests resumed from", "use.provisional_consumed"),
+    ("provisional_given_up", "Of those, gone before", "use.provisional_given_up"),
     (
         "prompt_tokens_lost_slots",
         "Computed, and skipped had there been more snapshot slots",
