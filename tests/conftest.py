@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from megatron_ext.ops import cpp
+from megatron_ext.ops.triton import INTERPRET
 from tests import priority, worlds
 
 # Libraries that are not installed, arguments that megatron-core passes to itself: nothing that we could do differently.
@@ -23,6 +25,8 @@ UPSTREAM_WARNINGS = (
 
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
+    if not torch.cuda.is_available():  # kernels run on CPU tensors then; asked when triton is imported
+        os.environ.setdefault(INTERPRET, "1")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts what runs in its background like that
         signal.signal(signal.SIGINT, signal.default_int_handler)
     for line in UPSTREAM_WARNINGS:

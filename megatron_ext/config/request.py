@@ -42,6 +42,7 @@ class RequestParams:
     skip_special_tokens: bool = True  # in the text
     cache_salt: str | None = None
     enable_prefix_caching: bool = True
+    num_speculative_tokens: int | None = None  # drafts in a step, at most; 0 is none; default: the engine's
     cache_checkpoint: tuple[int, ...] = ()  # tokens behind which others may part from the prompt
     track_generated_token_events: bool = False  # an event for each token, beside that for the first
 
@@ -78,6 +79,8 @@ class RequestParams:
             f"min_tokens {fewest} must be between 0 and num_tokens_to_generate, which is {count}",
         )
         require(n >= 0, f"top_n_logprobs {n} must be zero (off) or more")
+        drafts = self.num_speculative_tokens
+        require(drafts is None or drafts >= 0, f"num_speculative_tokens {drafts} must be zero (off) or more")
         require(
             n == 0 or self.return_log_probs,
             f"top_n_logprobs {n} needs return_log_probs; set it or leave top_n_logprobs out",

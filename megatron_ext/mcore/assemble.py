@@ -8,17 +8,21 @@ from megatron.core.inference.model_inference_wrappers.inference_wrapper_config i
 from megatron.core.models.mamba import MambaModel
 
 from megatron_ext.config import BatchingConfig, CacheConfig, ModelConfig
+from megatron_ext.config.layers.positions import LEARNED_POSITIONS
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.mcore.context import InferenceContext
 from megatron_ext.mcore.controller import InferenceController
+from megatron_ext.mcore.drafting import DraftModel, DraftParts
+from megatron_ext.mcore.fixed_setup import fixed_steps_for
 from megatron_ext.mcore.layer_map import layer_places, model_shape
 from megatron_ext.mcore.leading import make_follower
 from megatron_ext.memory.agreement import NO_PEERS, Peers
-from megatron_ext.memory.plan import plan_engine
+from megatron_ext.memory.plan import EnginePlan, plan_engine
 from megatron_ext.ops import cpp
 from megatron_ext.ranks.follower import Follower
 from megatron_ext.ranks.team import Team
+from megatron_ext.speculation.drafter import Drafter
 
 
 def build_engine(
@@ -33,6 +37,8 @@ def build_engine(
     token_rounder: int = 1,
     logging_step_interval: int = 0,
     team: Team | None = None,
+    speculative_tokens: int = 0,
+    drafter: Drafter | None = None,
 ) -> InferenceEngine:
     """Build the engine; the pools are allocated on the model's device.
 
@@ -44,11 +50,16 @@ def build_engine(
         dtype: Type of the parameters, and of the KV cache.
         token_rounder: See `InferenceContext`.
         team: All ranks; None for a world of one.
+        speculative_tokens: The most drafts of a request that a step verifies; all ranks are told the same.
+        drafter: Proposes them; on rank 0 only.
 
     Raises:
         ConfigError: The budget or the block size does not fit the model.
     """
-    controller = _build_controller(model, config, tokenizer, batching, cache, dtype, token_rounder, team)
+    controller = _build_controller(
+        model, config, tokenizer, batching, cache, dtype, token_rounder, team, speculative_tokens
+    )
+    controller.drafter = drafter
     context = controller.inference_wrapped_model.inference_context
     return InferenceEngine(
         controller, context, random_seed=seed, inference_logging_step_interval=logging_step_interval, team=team
@@ -65,10 +76,32 @@ def build_follower(
     dtype: torch.dtype,
     token_rounder: int = 1,
     team: Team,
+    speculative_tokens: int = 0,
 ) -> Follower:
     """What a rank other than 0 has in place of an engine; see `build_engine`."""
-    controller = _build_controller(model, config, tokenizer, batching, cache, dtype, token_rounder, team)
+    controller = _build_controller(
+        model, config, tokenizer, batching, cache, dtype, token_rounder, team, speculative_tokens
+    )
     return make_follower(team, controller.inference_wrapped_model.inference_context, controller)
+
+
+def build_draft_model(parts: DraftParts, plan: EnginePlan, batching: BatchingConfig) -> DraftModel:
+    """A model that drafts, with pools of its own.
+
+    Args:
+        parts: It.
+        plan: Of the large model, with room for them.
+        batching: What the large one's engine is built for.
+
+    Raises:
+        ConfigError: There is less memory than seemed to be free.
+    """
+    context, config = parts.context(parts.plan(plan, batching)), parts.config
+    controller = _wrapped(parts.model, config, parts.tokenizer, parts.dtype, context)
+    learned = config.position_embedding_type == LEARNED_POSITIONS
+    return DraftModel(
+        context, controller, config.max_position_embeddings if learned else plan.limits.max_sequence_length
+    )
 
 
 def _build_controller(
@@ -80,6 +113,7 @@ def _build_controller(
     dtype: torch.dtype,
     token_rounder: int,
     team: Team | None,
+    speculative_tokens: int,
 ) -> InferenceController:
     device = next(model.parameters()).device
     if device.type == "cpu":
@@ -92,8 +126,18 @@ def _build_controller(
         device_type=device.type,
         available_bytes=platform.available_memory(device),
         peers=NO_PEERS if team is None else Peers(team.here.rank, team.first_replica, team.ask_all),
+        speculative_tokens=speculative_tokens,
     )
     context = InferenceContext(plan, layer_places(model), device, token_rounder)
+    controller = _wrapped(model, config, tokenizer, dtype, context)
+    context.fixed_steps = fixed_steps_for(context, controller, batching, is_alone=team is None)
+    return controller
+
+
+def _wrapped(
+    model: MambaModel, config: ModelConfig, tokenizer: object, dtype: torch.dtype, context: InferenceContext
+) -> InferenceController:
+    """A controller around the model, whose forward finds pools and steps in the context."""
     wrapper_config = InferenceWrapperConfig(
         hidden_size=config.hidden_size,
         params_dtype=dtype,

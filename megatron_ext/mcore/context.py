@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from megatron.core.inference.contexts.base_context import BaseInferenceContext
@@ -23,6 +24,9 @@ from megatron_ext.ops.rotary import Rotation, rotation_at
 from megatron_ext.scheduling.queue import Queues
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.step import ScheduledChunk, ScheduledStep
+
+if TYPE_CHECKING:  # it is told of this context
+    from megatron_ext.mcore.fixed_steps import FixedSteps
 
 
 class InferenceContext(DynamicInferenceContext):
@@ -60,6 +64,7 @@ class InferenceContext(DynamicInferenceContext):
         self.step: ModelInput | None = None
         self.scored_states: Tensor | None = None  # hidden states of the step's scored tokens, [k, h]
         self.block_allocator: PoolBlockAllocator | None = None
+        self.fixed_steps: FixedSteps | None = None  # None computes every step as it is
         self._scheduler: Scheduler | None = None
         self._rotation: Rotation | None = None
         self._block_rows = BlockRows()
@@ -148,6 +153,15 @@ class InferenceContext(DynamicInferenceContext):
         self._restore_states(step.chunks)
         self.step = stage_step(step, self._staging_rules, last_sampled, self._block_rows)
 
+    def begin(self, staged: ModelInput) -> None:
+        """Make a step that is staged already the one that the next forward computes."""
+        self._rotation, self.step = None, staged
+
+    @property
+    def staging_rules(self) -> StagingRules:
+        """What staging knows of pools and model."""
+        return self._staging_rules
+
     def _restore_states(self, chunks: Sequence[ScheduledChunk]) -> None:
         """Before any slot is written: one that a request resumes from may be given to another snapshot of this step."""
         live, snapshots = self.live_states, self.snapshots
@@ -165,8 +179,11 @@ class InferenceContext(DynamicInferenceContext):
         if live_states is None or snapshots is None:
             return
         taken = [(chunk, one) for chunk in self.staged.chunks for one in chunk.snapshots]
+        is_aligned = self.plan.limits.aligned_chunks
         live = [
-            (chunk.live_slot, one.slot) for chunk, one in taken if chunk.is_decode or self.plan.limits.aligned_chunks
+            (chunk.live_slot, one.slot)
+            for chunk, one in taken
+            if chunk.is_decode or (is_aligned and not chunk.behind_drafts)
         ]
         if live:
             live_slots, slots = zip(*live, strict=True)

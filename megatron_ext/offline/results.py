@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import resource
 import sys
@@ -61,7 +60,7 @@ def build_results(
         "version": megatron_ext.__version__,
         "prefix_cache": engine.prefix_cache_statistics(),
         "prefix_cache_lost": engine.statistics().prefix_cache_lost(),
-        "geometry": dataclasses.asdict(engine.geometry),
+        "geometry": engine.geometry.shown(),
     }
     assert tuple(system) == SYSTEM_KEYS, "a top-level key is missing from SYSTEM_KEYS"
     records = [record for one in passes for _, record in written(one, every)]
@@ -91,7 +90,7 @@ def request_results(
         "prefill_reasons": record.prefill_reasons,
     }
     if record.prefix_cache_explanation is not None:
-        entry["prefix_cache_explanation"] = record.prefix_cache_explanation
+        entry["prefix_cache_explanation"] = record.prefix_cache_explanation.to_dict()
     if record.generated_log_probs is not None:
         entry |= _log_probs(record)
     if with_events:

@@ -8,7 +8,7 @@ themselves brings `prefill` and `decode` too.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -92,12 +92,7 @@ class Recurrence:
         backend = self.backends.choose(inputs[0])
         if backend.prefill is not None:
             return backend.prefill(*inputs, chunks=chunks, slots=slots, live=live, snapshots=snapshots, **options)
-        scanned = backend.scan(*inputs, chunks, initial_states=initial_states(live, slots).float(), **options)
-        store(live, slots.live, scanned.final_states)
-        if slots.snapshots is not None:
-            assert snapshots is not None, "somewhere to keep them"
-            store(snapshots, slots.snapshots.slots, scanned.chunk_states[slots.snapshots.chunks])
-        return scanned.y
+        return prefill_by_scan(backend.scan, inputs, chunks, slots, live, snapshots, options)
 
     def decode(self, *inputs: Tensor, slots: Tensor | slice, live: Tensor, **options: object) -> Tensor:
         """Run over one token of each of R requests: y [R, ...].
@@ -111,6 +106,35 @@ class Recurrence:
         backend = self.backends.choose(inputs[0])
         if backend.decode is not None:
             return backend.decode(*inputs, slots=slots, live=live, **options)
-        y, states = backend.step(*inputs, live[slots].float(), **options)
-        store(live, slots, states)
-        return y
+        return decode_by_step(backend.step, inputs, slots, live, options)
+
+
+def prefill_by_scan(
+    scan: Callable[..., ScanOutput],
+    inputs: Sequence[Tensor],
+    chunks: PackedChunks,
+    slots: StateSlots,
+    live: Tensor,
+    snapshots: Tensor | None,
+    options: Mapping[str, object],
+) -> Tensor:
+    """`Recurrence.prefill` by a scan that knows no slots: states are gathered before it and scattered after it."""
+    scanned = scan(*inputs, chunks, initial_states=initial_states(live, slots).float(), **options)
+    store(live, slots.live, scanned.final_states)
+    if slots.snapshots is not None:
+        assert snapshots is not None, "somewhere to keep them"
+        store(snapshots, slots.snapshots.slots, scanned.chunk_states[slots.snapshots.chunks])
+    return scanned.y
+
+
+def decode_by_step(
+    step: Callable[..., tuple[Tensor, Tensor]],
+    inputs: Sequence[Tensor],
+    slots: Tensor | slice,
+    live: Tensor,
+    options: Mapping[str, object],
+) -> Tensor:
+    """`Recurrence.decode` in the same way."""
+    y, states = step(*inputs, live[slots].float(), **options)
+    store(live, slots, states)
+    return y

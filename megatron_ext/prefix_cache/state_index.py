@@ -58,7 +58,7 @@ class StateIndex:
     own (`provisional`).
 
     Args:
-        total: Slots.
+        total: Slots: 0 .. total - 1, until some are exchanged for others.
         order: Of the visible ones that are not provisional; empty.
         listener: Told of each that comes and goes.
     """
@@ -67,9 +67,10 @@ class StateIndex:
         self, total: int, order: SnapshotOrder | None = None, listener: SnapshotListener | None = None
     ) -> None:
         self.total = total
+        self.slots = frozenset(map(SlotId, range(total)))
         self._listener = listener
         self._order = ProvisionalFirst(LruSnapshots() if order is None else order)
-        self._free = [SlotId(slot) for slot in reversed(range(total))]
+        self._free = sorted(self.slots, reverse=True)
         self._visible: dict[Digest, SlotId] = {}
         self._reserved: dict[Digest, tuple[SlotId, Rank]] = {}
         self.taken = 0
@@ -191,6 +192,18 @@ class StateIndex:
         if self._listener is not None:
             self._listener.snapshot_there(digest)
 
+    def exchange(self, digest: Digest, slot: SlotId) -> SlotId:
+        """The reserved snapshot of `digest` lies in a slot that is none of these: from now on it is one of them.
+
+        Returns:
+            The slot that was reserved for it, which is none of these any more.
+        """
+        assert slot not in self.slots, f"slot {slot} is here already"
+        reserved, rank = self._reserved[digest]
+        self._reserved[digest] = (slot, rank)
+        self.slots = self.slots - {reserved} | {slot}
+        return reserved
+
     def cancel(self, digest: Digest) -> None:
         """The reserved snapshot of `digest` will not be written."""
         slot, _ = self._reserved.pop(digest)
@@ -214,7 +227,7 @@ class StateIndex:
 
     def clear(self) -> None:
         """Forget everything; reserved slots too, whose writers must not commit."""
-        self._free = [SlotId(slot) for slot in reversed(range(self.total))]
+        self._free = sorted(self.slots, reverse=True)
         self._visible.clear()
         self.provisional.given_up += self._order.provisional_count
         self._order.clear()
@@ -223,7 +236,8 @@ class StateIndex:
     def check(self, cached: Iterable[Digest]) -> None:
         """Assert that every slot is in one place, and that visible snapshots stand at the ends of `cached` blocks."""
         reserved = [slot for slot, _ in self._reserved.values()]
-        assert sorted([*self._free, *self._visible.values(), *reserved]) == list(range(self.total)), "slots were lost"
+        assert sorted([*self._free, *self._visible.values(), *reserved]) == sorted(self.slots), "slots were lost"
+        assert len(self.slots) == self.total, "slots were lost"
         assert not self._visible.keys() & self._reserved.keys(), "a visible snapshot is being taken again"
         assert sorted(self._order) == sorted(self._visible), "the order and the index disagree"
         self._order.check()

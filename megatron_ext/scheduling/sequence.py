@@ -45,9 +45,10 @@ class Sequence:
         restore: What to copy into the live slot before the first chunk.
         snapshots: Slots are reserved for them; none is taken yet.
         trail: Which snapshots it leaves on its way, beside those that follow from where it stands.
+        draft_states: While drafts are verified, where the states behind its tokens go; then the one that it goes on
+            from, unless that is the live one (`restore` says so, too).
         ledger: Its account of prompt tokens.
         draws: The numbers that its tokens are drawn with.
-        has_waited_for_prefix: It has waited for another request's prefix, and was counted.
     """
 
     def __init__(self, prompt_tokens: abc.Sequence[int], seed: int | str) -> None:
@@ -63,9 +64,9 @@ class Sequence:
         self.restore: Restore | None = None
         self.snapshots: list[Snapshot] = []
         self.trail = Trail()
+        self.draft_states: tuple[Snapshot, ...] = ()
         self.ledger = PrefillLedger(len(prompt_tokens))
         self.draws = Draws(seed)
-        self.has_waited_for_prefix = False
 
     @property
     def prompt_length(self) -> int:
@@ -114,6 +115,10 @@ class Sequence:
         self.tokens.append(token)
         self.packed.append(token)
 
+    def cut(self, count: int) -> None:
+        """The last `count` tokens did not come; it has ended, and owns nothing."""
+        del self.tokens[len(self.tokens) - count :], self.packed[len(self.packed) - count :]
+
     def lose_all(self) -> tuple[abc.Sequence[BlockId], list[Snapshot], LiveSlot | None]:
         """Nothing of it is computed any more.
 
@@ -123,5 +128,6 @@ class Sequence:
         owned = self.block_table, self.snapshots, self.live_slot
         self.block_table, self.snapshots, self.live_slot, self.restore = (), [], None, None
         self.trail.provisional = ()
+        self.draft_states = ()
         self.computed_end = self.shared_end = self.published_blocks = 0
         return owned

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -113,6 +114,7 @@ class Reply(Protocol):
     id: str
     choices: int  # of each prompt
     shows_cache: bool  # whether the usage says what was cached
+    explains: Explains  # what choices say of why no more was skipped
 
     def heading(self, source: Progress | RequestRecord) -> dict[str, object]:
         """Fields beside the choices that the first part of an answer has, and a whole one."""
@@ -130,10 +132,28 @@ class Reply(Protocol):
         """A whole choice; `first` is the prompt's first one, which has what is told of the prompt."""
 
 
+class Explains(enum.Enum):
+    """What the first choice of a prompt says of why the prompt skipped no more."""
+
+    NOTHING = enum.auto()
+    OWN = enum.auto()  # positions, and the asker's own tokens
+    ALL = enum.auto()  # the cached token too, which may be somebody else's
+
+
+def explained(reply: Reply, index: int, record: RequestRecord) -> dict[str, object]:
+    """A choice's field `prefix_cache_explanation`, if it has one."""
+    said = record.prefix_cache_explanation
+    if reply.explains is Explains.NOTHING or index % reply.choices or said is None:
+        return {}
+    told = said if reply.explains is Explains.ALL else said.without_there()
+    return {"prefix_cache_explanation": told.to_dict()}
+
+
 def whole(reply: Reply, records: Sequence[RequestRecord]) -> dict[str, object]:
     """The answer in one piece."""
     choices = [
-        reply.choice(index, record, records[index - index % reply.choices]) for index, record in enumerate(records)
+        reply.choice(index, record, records[index - index % reply.choices]) | explained(reply, index, record)
+        for index, record in enumerate(records)
     ]
     envelope = reply.envelope(is_part=False) | reply.heading(records[0])
     return envelope | {"choices": choices, "usage": usage(reply, records)}

@@ -277,6 +277,8 @@ class EngineFields(Body):
     structured_outputs: StructuredOutputs | None = None
     cache_salt: str | None = None
     enable_prefix_caching: bool | None = None
+    explain_prefix_cache: bool | None = None
+    num_speculative_tokens: Annotated[int, Field(ge=0)] | None = None  # 0 is off
     cache_checkpoint: Checkpoints | None = None
 
     @field_validator("bad_words", mode="before")

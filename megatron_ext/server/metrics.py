@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 import megatron_ext
 from megatron_ext.engine.statistics import EngineStatistics
 from megatron_ext.scheduling.accounting import Reason
+from megatron_ext.scheduling.explanation import Explanation
 from megatron_ext.scheduling.record import RequestRecord, Status
 
 PREFIX = "megatron_ext"
@@ -19,6 +20,8 @@ _UNDRAWN = ("_created", "_sum")
 OUTCOMES = ("stop", "length", "failed", "aborted")
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+
+DEPTHS = (64, 256, 1024, 4096, 16384)  # tokens that agree: a date near the top of a prompt is seen at once
 
 # name, help, where the value is
 _GAUGES = (
@@ -86,6 +89,12 @@ class Metrics(Collector):
             ["reason"],
             registry=registry,
         )
+        self._near_misses = Counter(
+            f"{PREFIX}_prefix_cache_near_misses",
+            "Requests that skipped less than they could have, by reason and by the tokens that agreed",
+            ["reason", "depth"],
+            registry=registry,
+        )
         self._recomputed = Counter(
             f"{PREFIX}_tokens_recomputed", "Tokens prefilled again after an eviction", registry=registry
         )
@@ -112,12 +121,17 @@ class Metrics(Collector):
         for reason, count in record.prefill_reasons.items():
             self._computed.labels(reason).inc(count)
         if record.prefix_cache_explanation is not None:
-            self._why.labels(record.prefix_cache_explanation["reason"]).inc()
+            self._observe_explanation(record.prefix_cache_explanation)
         self._recomputed.inc(record.recomputed_token_count)
         self._generated.inc(len(record.generated_tokens))
         if record.ttft is not None:
             self._first_token.observe(record.ttft)
         self._latency.observe(record.latency)
+
+    def _observe_explanation(self, said: Explanation) -> None:
+        self._why.labels(said.reason).inc()
+        if said.is_near_miss:
+            self._near_misses.labels(said.reason, depth_of(said.depth)).inc()
 
     def collect(self) -> Iterator[Metric]:
         """The engine's numbers."""
@@ -146,6 +160,12 @@ class Metrics(Collector):
     def render(self) -> bytes:
         """In Prometheus' text format."""
         return generate_latest(self._registry)
+
+
+def depth_of(tokens: int) -> str:
+    """So many tokens as a label: below which of a few depths they lie."""
+    bound = next((bound for bound in DEPTHS if tokens < bound), None)
+    return f"{DEPTHS[-1]} or more" if bound is None else f"below {bound}"
 
 
 def _key(name: str, labels: Mapping[str, str]) -> str:

@@ -121,6 +121,7 @@ def _common(body: GenerationRequest, defaults: FieldValues) -> dict[str, Any]:
         "cache_salt": body.cache_salt,
         "cache_checkpoint": tuple(body.cache_checkpoint or ()),
         "enable_prefix_caching": body.enable_prefix_caching is not False,
+        "num_speculative_tokens": body.num_speculative_tokens,
     }
 
 

@@ -14,7 +14,7 @@ from megatron_ext.scheduling.aligned import check_aligned
 from megatron_ext.scheduling.placement import ProvisionalRules
 from megatron_ext.scheduling.plan import SchedulerLimits
 from megatron_ext.simulation.machine import Machine
-from megatron_ext.simulation.models import SimulatedModel
+from megatron_ext.simulation.models import CachedModel
 from megatron_ext.simulation.replay import Outcome, Replay
 from megatron_ext.simulation.trace import Turn
 
@@ -108,7 +108,7 @@ def grid(
     return [Settings(*one) for one in product(memories, shares, block_sizes, policies, modes, placements, spacings)]
 
 
-def limits_of(model: SimulatedModel, settings: Settings, batch: Batch) -> tuple[SchedulerLimits, int | None]:
+def limits_of(model: CachedModel, settings: Settings, batch: Batch) -> tuple[SchedulerLimits, int | None]:
     """What the memory holds: the scheduler's limits, and snapshot slots (None without recurrent layers).
 
     Raises:
@@ -129,7 +129,7 @@ def limits_of(model: SimulatedModel, settings: Settings, batch: Batch) -> tuple[
         paused_blocks=None,
         max_requests=batch.max_requests,
         max_tokens=batch.max_tokens,
-        max_sequence_length=model.config.max_position_embeddings,
+        max_sequence_length=model.longest,
         chunked_prefill=True,
         aligned_chunks=settings.mode == "align" and bool(slots),
         max_prefills=batch.max_prefills,
@@ -141,9 +141,7 @@ def limits_of(model: SimulatedModel, settings: Settings, batch: Batch) -> tuple[
     return limits, slots
 
 
-def run_point(
-    turns: Sequence[Turn], model: SimulatedModel, settings: Settings, batch: Batch, machine: Machine
-) -> Point:
+def run_point(turns: Sequence[Turn], model: CachedModel, settings: Settings, batch: Batch, machine: Machine) -> Point:
     """One simulation."""
     limits, slots = limits_of(model, settings, batch)
     began = time.perf_counter()
@@ -177,7 +175,7 @@ def _point(settings: Settings, blocks: int, slots: int | None, outcome: Outcome,
 
 def sweep(
     turns: Sequence[Turn],
-    model: SimulatedModel,
+    model: CachedModel,
     settings: Sequence[Settings],
     batch: Batch,
     machine: Machine,
@@ -212,33 +210,36 @@ class Advice:
     given: Point
 
 
-def advise(points: Sequence[Point]) -> list[Advice]:
+DEFAULT_STATE_SHARE = 0.2  # a quarter of the buffer, on top of it
+DEFAULT = Settings(0.0, DEFAULT_STATE_SHARE, 64, EvictionPolicyName.LRU.value)
+
+
+def advise(points: Sequence[Point], given_settings: Settings = DEFAULT) -> list[Advice]:
     """For each memory the settings that skip most; of equal ones the shorter wait for first tokens.
 
-    Compared with the defaults of the package where they were among the points: blocks of 64 tokens, `lru`, `kernel`,
-    a fifth of the memory for snapshots, or what comes closest to that.
+    Args:
+        points: Of a sweep.
+        given_settings: What it is compared with, or what comes closest to that of the same memory. By default those of
+            the package: blocks of 64 tokens, `lru`, `kernel`, a fifth of the memory for snapshots.
     """
     advice = []
     for memory in sorted({point.settings.memory_gib for point in points}):
         here = [point for point in points if point.settings.memory_gib == memory]
         best = max(here, key=lambda point: (point.skipped_tokens, -point.ttft_p50))
-        given = min(here, key=lambda point: _distance_to_default(point.settings))
+        given = min(here, key=lambda point: _distance(point.settings, given_settings))
         gain = max(1, best.skipped_tokens) / max(1, given.skipped_tokens)
         advice.append(Advice(best, _flags(best), gain, given))
     return advice
 
 
-DEFAULT_STATE_SHARE = 0.2  # a quarter of the buffer, on top of it
-
-
-def _distance_to_default(settings: Settings) -> tuple[bool, bool, bool, int, int, float]:
+def _distance(settings: Settings, given: Settings) -> tuple[bool, bool, bool, int, int, float]:
     return (
-        settings.policy != EvictionPolicyName.LRU.value,
-        settings.mode != MODES[0],
-        settings.placement != PLACEMENTS[0],
-        abs(settings.spacing - SPACING),
-        abs(settings.block_size - 64),
-        abs(settings.state_share - DEFAULT_STATE_SHARE),
+        settings.policy != given.policy,
+        settings.mode != given.mode,
+        settings.placement != given.placement,
+        abs(settings.spacing - given.spacing),
+        abs(settings.block_size - given.block_size),
+        abs(settings.state_share - given.state_share),
     )
 
 

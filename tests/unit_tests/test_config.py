@@ -20,6 +20,7 @@ from megatron_ext.config import (
     RunConfig,
     ServerConfig,
     ServerLimits,
+    ServerSettings,
     SourceConfig,
     batching,
     checks,
@@ -30,6 +31,7 @@ from megatron_ext.config import (
     source,
     tokenizer,
 )
+from megatron_ext.config.kv_events import KvEventsConfig
 from megatron_ext.errors import CapacityError, CheckpointError, ConfigError
 
 NAN, INF = math.nan, math.inf
@@ -137,6 +139,8 @@ REFUSED = [
     (BatchingConfig, {"buffer_size_gb": 0.0, "block_count": 4}, ["buffer-size-gb 0.0", "block-count 4"]),
     (BatchingConfig, {"max_tokens": 8, "max_requests": 9}, ["max-tokens 8", "max-requests 9"]),
     (BatchingConfig, {"conv_states_dtype": "fp8"}, ["'fp8'", "fp32, bf16, fp16"]),
+    (BatchingConfig, {"cuda_graph_impl": "graphs"}, ["'graphs'", "none, local"]),
+    (BatchingConfig, {"num_cuda_graphs": 0}, ["-num-cuda-graphs 0", "or -1 for 16"]),
     (BatchingConfig, {"ssm_states_dtype": "float"}, ["'float'", "fp32, bf16, fp16"]),
     (CacheConfig, {"snapshot_buffer_gb": -1.0}, ["-mamba-gb -1.0", "zero (no snapshots)"]),
     (CacheConfig, {"snapshot_buffer_gb": INF}, ["-mamba-gb inf"]),
@@ -150,7 +154,20 @@ REFUSED = [
         {"cache": CacheConfig(enable_prefix_caching=False), "run": RunConfig(prefix_cache_compare=True)},
         ["--no-inference-dynamic-batching-enable-prefix-caching", "--prefix-cache-compare"],
     ),
+    (
+        ServerSettings,
+        {
+            "cache": CacheConfig(enable_prefix_caching=False),
+            "server": ServerConfig(kv_events=KvEventsConfig("tcp://127.0.0.1:1")),
+        },
+        ["--no-inference-dynamic-batching-enable-prefix-caching", "--kv-events-endpoint tcp://127.0.0.1:1"],
+    ),
     (SourceConfig, {"generation_config": "vllm"}, ["--generation-config 'vllm'", "auto, none"]),
+    (
+        SourceConfig,
+        {"transformer_impl": "apex"},
+        ["--transformer-impl 'apex'", "local, transformer_engine, inference_optimized"],
+    ),
     (RequestParams, {"num_tokens_to_generate": -1}, ["num_tokens_to_generate -1", "zero"]),
     (RequestParams, {"min_tokens": -1}, ["min_tokens -1", "between 0"]),
     (RequestParams, {"min_tokens": 5, "num_tokens_to_generate": 4}, ["min_tokens 5", "which is 4"]),

@@ -76,22 +76,43 @@ class CausalConv1d:
         backend = self.backends.choose(x)
         if backend.prefill is not None:
             return backend.prefill(x, weight, bias, chunks=chunks, slots=slots, live=live, snapshots=snapshots)
-        initial = initial_states(live, slots).to(x.dtype)
-        y, final = backend.convolve(x, weight, bias, chunks.sequences, initial_states=initial)
-        store(live, slots.live, final)
-        if slots.snapshots is not None:
-            places = slots.snapshots
-            first_tokens = chunks.sequences.cu_seqlens[places.sequences]
-            kept = backend.states_after(x, places.tokens, first_tokens, initial[places.sequences])
-            assert snapshots is not None, "somewhere to keep them"
-            store(snapshots, places.slots, kept)
-        return y
+        return prefill_by_scan(backend, x, weight, bias, chunks, slots, live, snapshots)
 
     def decode(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, slots: Tensor | slice, live: Tensor) -> Tensor:
         """Convolve one token of each of R requests: [R, Cn]; `live` [slots, Cn, K-1] is written in place."""
         backend = self.backends.choose(x)
         if backend.decode is not None:
             return backend.decode(x, weight, bias, slots=slots, live=live)
-        y, states = backend.step(x, weight, bias, live[slots].to(x.dtype))
-        store(live, slots, states)
-        return y
+        return decode_by_step(backend, x, weight, bias, slots, live)
+
+
+def prefill_by_scan(
+    backend: ConvolutionBackend,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    chunks: PackedChunks,
+    slots: StateSlots,
+    live: Tensor,
+    snapshots: Tensor | None,
+) -> Tensor:
+    """`CausalConv1d.prefill` by a backend that knows no slots: states are gathered before it and scattered after it."""
+    initial = initial_states(live, slots).to(x.dtype)
+    y, final = backend.convolve(x, weight, bias, chunks.sequences, initial_states=initial)
+    store(live, slots.live, final)
+    if slots.snapshots is not None:
+        places = slots.snapshots
+        first_tokens = chunks.sequences.cu_seqlens[places.sequences]
+        kept = backend.states_after(x, places.tokens, first_tokens, initial[places.sequences])
+        assert snapshots is not None, "somewhere to keep them"
+        store(snapshots, places.slots, kept)
+    return y
+
+
+def decode_by_step(
+    backend: ConvolutionBackend, x: Tensor, weight: Tensor, bias: Tensor | None, slots: Tensor | slice, live: Tensor
+) -> Tensor:
+    """`CausalConv1d.decode` in the same way."""
+    y, states = backend.step(x, weight, bias, live[slots].to(x.dtype))
+    store(live, slots, states)
+    return y

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from megatron_ext.mcore import platform
-from megatron_ext.ops import cpp
+from megatron_ext.ops import cpp, triton
 from megatron_ext.ops.backends import Backends
 
 
 def usable(backends: Backends) -> list[str]:
-    """All names but the C++ one's where there is no compiler, or where models live on a GPU; nothing is built."""
-    has_cpp = cpp.can_be_built() and platform.device().type == "cpu"
-    return [name for name in backends.names if name != cpp.NAME or has_cpp]
+    """All names but the C++ one's where there is no compiler, or where models live on a GPU; nothing is built.
+
+    Triton's are tested where it can be imported: on the CPU under its interpreter.
+    """
+    device = platform.device()
+    missing = set()
+    if not (cpp.can_be_built() and device.type == "cpu"):
+        missing.add(cpp.NAME)
+    if triton.problem(device) is not None:
+        missing.add(triton.NAME)
+    return [name for name in backends.names if name not in missing]

@@ -1,7 +1,12 @@
-"""MR-2: any life of any requests; who is given rank 0's commands and the sampled tokens writes the same messages."""
+"""MR-2, SP-5: any life of any requests, drafts included: followers of rank 0's commands write the same messages.
+
+And drafts take nothing from anybody: every plan is the one without them, with drafts where room was left.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import pickle
 
 import hypothesis.strategies as st
@@ -11,10 +16,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from megatron_ext.config import EvictionPolicyName, RequestParams
 from megatron_ext.errors import RankError
+from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.ranks import follower, journal
 from megatron_ext.ranks.commands import Action, End, ResetPrefixCache, Resume, StartAnew, Suspend
-from megatron_ext.scheduling.plan import SchedulerLimits
+from megatron_ext.scheduling import planner, scheduler
+from megatron_ext.scheduling.coordination import PendingBlocks
+from megatron_ext.scheduling.plan import SchedulerLimits, StepPlan
+from megatron_ext.scheduling.queue import Queues
 from megatron_ext.scheduling.record import Status
+from megatron_ext.scheduling.verification import NOTHING_OFFERED, Offer
 from tests.priority import TestPriority
 from tests.unit_tests.ranks.led_world import EOD, World
 
@@ -32,6 +42,28 @@ PARAMS = st.builds(
     cache_salt=st.sampled_from([None, None, "x"]),
     enable_prefix_caching=st.sampled_from([True, True, True, False]),
 )
+
+
+def checked_plan(
+    queues: Queues, limits: SchedulerLimits, cache: PrefixCache, pending: PendingBlocks, offer: Offer
+) -> StepPlan:
+    """SP-5: nobody pauses, is preempted, waits or computes less for drafts; no cached block goes for one."""
+    plan, plain = (planner.plan_step(queues, limits, cache, pending, one) for one in (offer, NOTHING_OFFERED))
+    cut = [dataclasses.replace(one, end=one.end - len(one.drafts), drafts=()) for one in plan.chunks]
+    assert set(cut) == set(plain.chunks), "somebody computes something else"  # those with drafts come behind decodes
+    for name in ("preemptions", "pauses", "resumes", "admissions", "deferrals"):
+        assert getattr(plan, name) == getattr(plain, name), name
+    assert [request for request, _ in plan.failures] == [request for request, _ in plain.failures]
+    assert sum(chunk.length for chunk in plan.chunks) <= limits.max_tokens
+    if any(chunk.drafts for chunk in plan.chunks):
+        waiting = {admission.request for admission in plan.admissions}
+        needed = sum(one.new_blocks for one in plan.admissions)
+        running = [one for one in plan.chunks if one.request not in waiting]
+        needed += sum(max(0, limits.blocks_for(one.end) - len(one.request.block_table)) for one in running)
+        drafted = [one for one in plan.chunks if one.drafts]
+        grown = [one for one in drafted if limits.blocks_for(one.end) > limits.blocks_for(one.end - len(one.drafts))]
+        assert not grown or needed <= cache.pool.free_count, "something cached goes for a draft"
+    return plan
 
 
 class LedMachine(RuleBasedStateMachine):
@@ -53,10 +85,14 @@ class LedMachine(RuleBasedStateMachine):
             max_tokens=max_requests + data.draw(st.integers(0, 8), "spare tokens"),
             max_sequence_length=40,
             chunked_prefill=data.draw(st.booleans(), "chunked_prefill"),
+            most_drafts=data.draw(st.sampled_from([3, 0, 1, 7]), "most_drafts"),
+            draft_states=data.draw(st.integers(0, 8), "draft_states"),
         )
         policy = data.draw(st.sampled_from(EvictionPolicyName), "policy")
         slots = data.draw(st.sampled_from([None, 0, 1, 4]), "slots")
         self.world = World(limits, policy, slots, replicas=data.draw(st.sampled_from([1, 2]), "replicas"))
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(scheduler, "plan_step", checked_plan)
 
     @property
     def fleet(self):
@@ -118,6 +154,11 @@ class LedMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "world"):
             return
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.patch.undo)
+            self.drain()
+
+    def drain(self) -> None:
         for _ in range(2000):
             if not self.fleet.is_busy:
                 break
@@ -163,13 +204,21 @@ def _forgets_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal.JournalledScheduler, "weights_changed", journal.Scheduler.weights_changed)
 
 
+def _forgets_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal.JournalledScheduler, "propose", journal.Scheduler.propose)
+
+
 def _adds_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
     obey = follower.Follower.obey
     monkeypatch.setattr(follower.Follower, "obey", lambda self, commands: obey(self, reversed(commands)))
 
 
 @pytest.mark.parametrize(
-    "mistake", [_forgets_ends, _forgets_resets, _forgets_suspends, _forgets_weights, _adds_in_another_order]
+    "mistake",
+    [
+        *(_forgets_ends, _forgets_resets, _forgets_suspends, _forgets_weights, _adds_in_another_order),
+        _forgets_drafts,
+    ],
 )
 def test_the_machine_finds(mistake, monkeypatch: pytest.MonkeyPatch):
     mistake(monkeypatch)

@@ -1,0 +1,106 @@
+"""Mamba-1's recurrence on a CUDA device: prefill token by token, and one token of each request.
+
+A program has some channels with all their N states, which stay in registers from a sequence's first token of the step
+to its last. Every token is computed alike whatever comes beside, before or after it: bits do not depend on where a
+sequence is cut.
+"""
+
+import triton
+import triton.language as tl
+
+from megatron_ext.ops.triton.device import next_kept, store_kept
+from megatron_ext.ops.triton.registry import FLOATS, config, kernel
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+STATES = (16, 32, 64)
+TYPES = [{"T": inputs, "S": states} for inputs in FLOATS for states in dict.fromkeys((FLOATS[0], inputs, *FLOATS))]
+
+
+@triton.jit
+def _advance(state, u, delta, rate, b, c, skip):
+    """The state behind a token, [CHANNELS, N], and the token's output [CHANNELS]."""
+    state = state * tl.exp2(delta[:, None] * rate) + (delta * u)[:, None] * b[None, :]
+    return state, tl.sum(state * c[None, :], 1) + skip * u
+
+
+@kernel(
+    pointers={
+        "T": "u B C y",
+        "fp32": "delta A D",
+        "S": "live snapshots",
+        "i64": "cu_seqlens slots kept_slots kept_sequences kept_tokens",
+        "i1": "has_initial",
+    },
+    strides="u_row delta_row b_row c_row live_row snapshot_row channels state_size",
+    counts="kept has_skip",
+    types=TYPES,
+    configs=[config(num_warps=1, CHANNELS=512 // n, N=n) for n in STATES],
+)
+def selective_prefill(
+    u, delta, A, B, C, D, y, live, snapshots, cu_seqlens, slots, kept_slots, kept_sequences, kept_tokens,
+    has_initial, u_row, delta_row, b_row, c_row, live_row, snapshot_row, channels, state_size, kept, has_skip,
+    CHANNELS: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """A sequence's tokens of some channels: outputs, states that are to be kept, and the last one, in place."""
+    sequence = tl.program_id(0)
+    slot = tl.load(slots + sequence)
+    begin, end = tl.load(cu_seqlens + sequence).to(tl.int32), tl.load(cu_seqlens + sequence + 1).to(tl.int32)
+    if (slot >= 0) & (begin < end):
+        d, n = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS), tl.arange(0, N)
+        is_d, is_n = d < channels, n < state_size
+        is_state = is_d[:, None] & is_n[None, :]
+        cell = d[:, None] * state_size + n[None, :]
+        has_state = tl.load(has_initial + sequence).to(tl.int1)
+        state = tl.load(live + slot * live_row + cell, mask=is_state & has_state, other=0.0).to(tl.float32)
+        rate = tl.load(A + cell, mask=is_state, other=0.0) * LOG2_E
+        skip = tl.load(D + d, mask=is_d & (has_skip != 0), other=0.0)
+        stop = next_kept(kept_sequences, kept_tokens, kept, sequence, begin)
+        row = begin.to(tl.int64)
+        for token in range(begin, end):
+            step = tl.load(delta + row * delta_row + d, mask=is_d, other=0.0)
+            inputs = tl.load(u + row * u_row + d, mask=is_d, other=0.0).to(tl.float32)
+            b = tl.load(B + row * b_row + n, mask=is_n, other=0.0).to(tl.float32)
+            c = tl.load(C + row * c_row + n, mask=is_n, other=0.0).to(tl.float32)
+            state, outputs = _advance(state, inputs, step, rate, b, c, skip)
+            tl.store(y + row * channels + d, outputs.to(y.dtype.element_ty), mask=is_d)
+            row += 1
+            if stop == token + 1:
+                store_kept(
+                    snapshots, snapshot_row, state, cell, is_state,
+                    kept_slots, kept_sequences, kept_tokens, kept, sequence, stop,
+                )  # fmt: skip
+                stop = next_kept(kept_sequences, kept_tokens, kept, sequence, stop)
+        tl.store(live + slot * live_row + cell, state.to(live.dtype.element_ty), mask=is_state)
+
+
+@kernel(
+    pointers={"T": "u B C y", "fp32": "delta A D", "S": "live", "i64": "slots"},
+    strides="u_row delta_row b_row c_row live_row channels state_size",
+    counts="has_skip",
+    types=TYPES,
+    configs=[config(CHANNELS=2048 // n, N=n) for n in STATES],
+)
+def selective_decode(
+    u, delta, A, B, C, D, y, live, slots, u_row, delta_row, b_row, c_row, live_row, channels, state_size, has_skip,
+    CHANNELS: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """One token of a request, of some channels; a row of padding becomes zero and touches no slot."""
+    row = tl.program_id(0).to(tl.int64)
+    d, n = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS), tl.arange(0, N)
+    is_d, is_n = d < channels, n < state_size
+    slot = tl.load(slots + row)
+    if slot < 0:
+        tl.store(y + row * channels + d, tl.zeros((CHANNELS,), y.dtype.element_ty), mask=is_d)
+    else:
+        is_state = is_d[:, None] & is_n[None, :]
+        cell = d[:, None] * state_size + n[None, :]
+        state = tl.load(live + slot * live_row + cell, mask=is_state, other=0.0).to(tl.float32)
+        rate = tl.load(A + cell, mask=is_state, other=0.0) * LOG2_E
+        skip = tl.load(D + d, mask=is_d & (has_skip != 0), other=0.0)
+        step = tl.load(delta + row * delta_row + d, mask=is_d, other=0.0)
+        inputs = tl.load(u + row * u_row + d, mask=is_d, other=0.0).to(tl.float32)
+        b = tl.load(B + row * b_row + n, mask=is_n, other=0.0).to(tl.float32)
+        c = tl.load(C + row * c_row + n, mask=is_n, other=0.0).to(tl.float32)
+        state, outputs = _advance(state, inputs, step, rate, b, c, skip)
+        tl.store(y + row * channels + d, outputs.to(y.dtype.element_ty), mask=is_d)
+        tl.store(live + slot * live_row + cell, state.to(live.dtype.element_ty), mask=is_state)

@@ -1,0 +1,122 @@
+"""Mamba-1's recurrence in Triton, for CUDA devices: slots are read and written in place. `kernels.py` computes.
+
+A slot of -1 is a row, or a sequence, of padding: its rows of a decode come out as zeros, and no slot is touched.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from megatron_ext.ops import triton
+from megatron_ext.ops.recurrence import RecurrenceBackend, decode_by_step, prefill_by_scan
+from megatron_ext.ops.selective_scan import reference
+from megatron_ext.ops.state_slots import StateSlots
+from megatron_ext.ops.triton.places import (
+    own_rows,
+    prefill_arguments,
+    rows_of,
+    say_reference_computes,
+    slot_tensor,
+)
+from megatron_ext.ops.triton.registry import Argument, Config, Kernel
+from megatron_ext.ops.varlen import PackedChunks
+
+
+def _lacks(u: Tensor, B: Tensor, live: Tensor) -> str | None:
+    """Why there is no kernel for these; None if there is one."""
+    from megatron_ext.ops.selective_scan import kernels
+
+    most = max(dict(one.constants)["N"] for one in kernels.selective_prefill.configs)
+    if B.shape[-1] > most:
+        return f"the selective scan has no kernel for states of {B.shape[-1]}, but for {most} and less"
+    if B.dtype != u.dtype:
+        return f"the selective scan has no kernel for u of {u.dtype} and B and C of {B.dtype}"
+    if not own_rows(live):
+        return "the selective scan has no kernel for states that do not lie in one piece"
+    return kernels.selective_prefill.lacks(T=u.dtype, S=live.dtype)
+
+
+def _config(kernel: Kernel, state_size: int) -> Config:
+    return next(one for one in kernel.configs if dict(one.constants)["N"] >= state_size)
+
+
+def _arguments(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None) -> dict[str, Argument]:
+    """What both kernels are given, with y to write to; what stands for a D that there is not is not read."""
+    u, delta, B, C = (rows_of(t) for t in (u, delta.float(), B, C))
+    return {
+        "u": u,
+        "delta": delta,
+        "A": A.float().contiguous(),
+        "B": B,
+        "C": C,
+        "D": delta if D is None else D.float().contiguous(),
+        "y": u.new_empty(u.shape),
+        "u_row": u.stride(0),
+        "delta_row": delta.stride(0),
+        "b_row": B.stride(0),
+        "c_row": C.stride(0),
+        "channels": u.shape[1],
+        "state_size": B.shape[1],
+        "has_skip": int(D is not None),
+    }
+
+
+def prefill(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    chunks: PackedChunks,
+    slots: StateSlots,
+    live: Tensor,
+    snapshots: Tensor | None,
+    D: Tensor | None = None,
+) -> Tensor:
+    """As `Recurrence.prefill`; inputs are those of `reference.selective_scan`."""
+    lack = _lacks(u, B, live)
+    if lack is not None:
+        say_reference_computes(lack)
+        inputs = (u, delta, A, B, C)
+        return prefill_by_scan(reference.selective_scan, inputs, chunks, slots, live, snapshots, {"D": D})
+    from megatron_ext.ops.selective_scan import kernels
+
+    config, arguments = _config(kernels.selective_prefill, B.shape[1]), _arguments(u, delta, A, B, C, D)
+    y = arguments["y"]
+    assert isinstance(y, Tensor)
+    grid = (slots.live.numel(), -(-u.shape[1] // dict(config.constants)["CHANNELS"]))
+    kernels.selective_prefill.launch(grid, config, **arguments, **prefill_arguments(chunks, slots, live, snapshots))
+    return y
+
+
+def decode(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    slots: Tensor | slice,
+    live: Tensor,
+    D: Tensor | None = None,
+) -> Tensor:
+    """As `Recurrence.decode`; inputs are those of `reference.selective_scan_step`."""
+    lack = _lacks(u, B, live)
+    if lack is not None:
+        say_reference_computes(lack)
+        return decode_by_step(reference.selective_scan_step, (u, delta, A, B, C), slots, live, {"D": D})
+    from megatron_ext.ops.selective_scan import kernels
+
+    config, arguments = _config(kernels.selective_decode, B.shape[1]), _arguments(u, delta, A, B, C, D)
+    y, (rows, channels) = arguments["y"], u.shape
+    assert isinstance(y, Tensor)
+    grid = (rows, -(-channels // dict(config.constants)["CHANNELS"]))
+    where = {"live": live, "live_row": live.stride(0), "slots": slot_tensor(slots, rows, u.device)}
+    kernels.selective_decode.launch(grid, config, **arguments, **where)
+    return y
+
+
+BACKEND = RecurrenceBackend(
+    triton.NAME, triton.takes, reference.selective_scan, reference.selective_scan_step, prefill=prefill, decode=decode
+)

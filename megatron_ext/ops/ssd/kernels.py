@@ -1,0 +1,147 @@
+"""Mamba-2's recurrence on a CUDA device: prefill in tiles of tokens, and one token of each request.
+
+A program has TILE tokens of one head at a time, and P of its channels with all N states, which stay in registers from
+the sequence's first token of the step to its last. Where states are kept on the way is nothing to the tiles, so outputs
+do not depend on it; where a sequence is cut at multiples of TILE neither do they, nor the states, to the bit.
+
+Products are of fp32 numbers on tensor cores: in tf32 with inputs of 16 bits, whose own rounding is coarser or equal,
+in three such products (tf32x3, nearly fp32's) with fp32 inputs and for what states are made of.
+"""
+
+import triton
+import triton.language as tl
+
+from megatron_ext.ops.triton.device import next_kept, store_kept
+from megatron_ext.ops.triton.registry import FLOATS, config, kernel
+
+TILE = 32
+TYPES = [{"T": inputs, "S": states} for inputs in FLOATS for states in dict.fromkeys((FLOATS[0], inputs, *FLOATS))]
+
+
+@triton.jit
+def _added(x, b, weights):
+    """What tokens with these weights add to the state: [P, N], of x [TILE, P] and b [TILE, N]."""
+    return tl.dot(tl.trans(x * weights[:, None]), b, input_precision="tf32x3")
+
+
+@triton.jit
+def _outputs(x, b, c, dt, elapsed, state, PRECISION: tl.constexpr, TILE: tl.constexpr):
+    """[TILE, P] of what the tile's tokens give each other, and of what the state before the tile gives them.
+
+    x [TILE, P]; b and c [TILE, N]; dt and elapsed, the logarithm of the decay from the tile's start, [TILE].
+    """
+    place = tl.arange(0, TILE)
+    is_earlier = place[:, None] >= place[None, :]
+    decay = tl.where(is_earlier, tl.exp(tl.minimum(elapsed[:, None] - elapsed[None, :], 0.0)), 0.0)
+    scores = tl.dot(c, tl.trans(b), input_precision=PRECISION) * decay * dt[None, :]
+    read = tl.dot(c, tl.trans(state), input_precision=PRECISION) * tl.exp(elapsed)[:, None]
+    return read + tl.dot(scores, x, input_precision=PRECISION)
+
+
+@kernel(
+    pointers={
+        "T": "x B C y",
+        "fp32": "dt A D",
+        "S": "live snapshots",
+        "i64": "cu_seqlens slots kept_slots kept_sequences kept_tokens",
+        "i1": "has_initial",
+    },
+    strides="x_row dt_row b_row c_row live_row snapshot_row head_dim state_size",
+    counts="kept heads heads_per_group has_skip",
+    types=TYPES,
+    configs=[
+        config(TILE=TILE, P=32, N=16),
+        config(TILE=TILE, P=32, N=32),
+        config(TILE=TILE, P=32, N=64),
+        config(TILE=TILE, P=32, N=128),
+        config(TILE=TILE, P=16, N=256),
+    ],
+)
+def ssd_prefill(
+    x, dt, A, B, C, D, y, live, snapshots, cu_seqlens, slots, kept_slots, kept_sequences, kept_tokens, has_initial,
+    x_row, dt_row, b_row, c_row, live_row, snapshot_row, head_dim, state_size, kept, heads, heads_per_group,
+    has_skip,
+    TILE: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """A sequence's tokens of one head: outputs, states that are to be kept, and the last one, in place."""
+    sequence, head = tl.program_id(0), tl.program_id(1)
+    slot = tl.load(slots + sequence)
+    begin, end = tl.load(cu_seqlens + sequence).to(tl.int32), tl.load(cu_seqlens + sequence + 1).to(tl.int32)
+    if (slot >= 0) & (begin < end):
+        PRECISION: tl.constexpr = "tf32x3" if x.dtype.element_ty == tl.float32 else "tf32"
+        p, n, place = tl.program_id(2) * P + tl.arange(0, P), tl.arange(0, N), tl.arange(0, TILE)
+        is_p, is_n = (p < head_dim)[None, :], (n < state_size)[None, :]
+        is_state = (p < head_dim)[:, None] & is_n
+        cell = (head * head_dim + p)[:, None] * state_size + n[None, :]
+        has_state = tl.load(has_initial + sequence).to(tl.int1)
+        state = tl.load(live + slot * live_row + cell, mask=is_state & has_state, other=0.0).to(tl.float32)
+        rate, skip = tl.load(A + head), tl.load(D + head, mask=has_skip != 0, other=0.0)
+        group = head // heads_per_group
+        stop = next_kept(kept_sequences, kept_tokens, kept, sequence, begin)
+        for start in range(begin, end, TILE):
+            row = (start + place).to(tl.int64)
+            is_token = (start + place < end)[:, None]
+            steps = tl.load(dt + row * dt_row + head, mask=start + place < end, other=0.0)
+            inputs = tl.load(x + row[:, None] * x_row + (head * head_dim + p)[None, :], mask=is_token & is_p, other=0.0)
+            inputs = inputs.to(tl.float32)
+            column = (group * state_size + n)[None, :]
+            b = tl.load(B + row[:, None] * b_row + column, mask=is_token & is_n, other=0.0).to(tl.float32)
+            c = tl.load(C + row[:, None] * c_row + column, mask=is_token & is_n, other=0.0).to(tl.float32)
+            elapsed = tl.cumsum(steps * rate, 0)
+            outputs = skip * inputs + _outputs(inputs, b, c, steps, elapsed, state, PRECISION=PRECISION, TILE=TILE)
+            target = y + row[:, None] * (heads * head_dim) + (head * head_dim + p)[None, :]
+            tl.store(target, outputs.to(y.dtype.element_ty), mask=is_token & is_p)
+            while stop <= start + TILE:
+                until = tl.sum(tl.where(place == stop - start - 1, elapsed, 0.0), 0)
+                weights = tl.where(place < stop - start, steps * tl.exp(tl.minimum(until - elapsed, 0.0)), 0.0)
+                there = state * tl.exp(until) + _added(inputs, b, weights)
+                store_kept(
+                    snapshots, snapshot_row, there, cell, is_state,
+                    kept_slots, kept_sequences, kept_tokens, kept, sequence, stop,
+                )  # fmt: skip
+                stop = next_kept(kept_sequences, kept_tokens, kept, sequence, stop)
+            whole = tl.sum(tl.where(place == TILE - 1, elapsed, 0.0), 0)
+            state = state * tl.exp(whole) + _added(inputs, b, steps * tl.exp(tl.minimum(whole - elapsed, 0.0)))
+        tl.store(live + slot * live_row + cell, state.to(live.dtype.element_ty), mask=is_state)
+
+
+@kernel(
+    pointers={"T": "x B C y", "fp32": "dt A D", "S": "live", "i64": "slots"},
+    strides="x_row dt_row b_row c_row live_row head_dim state_size",
+    counts="heads heads_per_group has_skip",
+    types=TYPES,
+    configs=[
+        config(P=32, N=16),
+        config(P=32, N=32),
+        config(P=32, N=64),
+        config(P=16, N=128),
+        config(P=8, N=256),
+    ],
+)
+def ssd_decode(
+    x, dt, A, B, C, D, y, live, slots, x_row, dt_row, b_row, c_row, live_row, head_dim, state_size, heads,
+    heads_per_group, has_skip,
+    P: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """One token of a request, of one head; a row of padding becomes zero and touches no slot."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    p, n = tl.program_id(2) * P + tl.arange(0, P), tl.arange(0, N)
+    is_p, is_n = p < head_dim, n < state_size
+    target = y + row * (heads * head_dim) + head * head_dim + p
+    slot = tl.load(slots + row)
+    if slot < 0:
+        tl.store(target, tl.zeros((P,), y.dtype.element_ty), mask=is_p)
+    else:
+        is_state = is_p[:, None] & is_n[None, :]
+        cell = live + slot * live_row + (head * head_dim + p)[:, None] * state_size + n[None, :]
+        state = tl.load(cell, mask=is_state, other=0.0).to(tl.float32)
+        step, rate = tl.load(dt + row * dt_row + head), tl.load(A + head)
+        inputs = tl.load(x + row * x_row + head * head_dim + p, mask=is_p, other=0.0).to(tl.float32)
+        column = (head // heads_per_group) * state_size + n
+        b = tl.load(B + row * b_row + column, mask=is_n, other=0.0).to(tl.float32)
+        c = tl.load(C + row * c_row + column, mask=is_n, other=0.0).to(tl.float32)
+        state = state * tl.exp(step * rate) + (inputs * step)[:, None] * b[None, :]
+        skip = tl.load(D + head, mask=has_skip != 0, other=0.0)
+        outputs = tl.sum(state * c[None, :], 1) + skip * inputs
+        tl.store(target, outputs.to(y.dtype.element_ty), mask=is_p)
+        tl.store(cell, state.to(live.dtype.element_ty), mask=is_state)

@@ -1,0 +1,125 @@
+"""Mamba-2's recurrence in Triton, for CUDA devices: slots are read and written in place. `kernels.py` computes.
+
+A slot of -1 is a row, or a sequence, of padding: its rows of a decode come out as zeros, and no slot is touched.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from megatron_ext.ops import triton
+from megatron_ext.ops.recurrence import RecurrenceBackend, decode_by_step, prefill_by_scan
+from megatron_ext.ops.ssd import reference
+from megatron_ext.ops.state_slots import StateSlots
+from megatron_ext.ops.triton.places import (
+    own_rows,
+    prefill_arguments,
+    rows_of,
+    say_reference_computes,
+    slot_tensor,
+)
+from megatron_ext.ops.triton.registry import Argument, Config, Kernel
+from megatron_ext.ops.varlen import PackedChunks
+
+
+def _lacks(x: Tensor, B: Tensor, live: Tensor) -> str | None:
+    """Why there is no kernel for these; None if there is one."""
+    from megatron_ext.ops.ssd import kernels
+
+    most = max(dict(one.constants)["N"] for one in kernels.ssd_prefill.configs)
+    if B.shape[-1] > most:
+        return f"ssd has no kernel for states of {B.shape[-1]}, but for {most} and less"
+    if B.dtype != x.dtype:
+        return f"ssd has no kernel for x of {x.dtype} and B and C of {B.dtype}"
+    if not own_rows(live):
+        return "ssd has no kernel for states that do not lie in one piece"
+    return kernels.ssd_prefill.lacks(T=x.dtype, S=live.dtype)
+
+
+def _config(kernel: Kernel, state_size: int) -> Config:
+    return next(one for one in kernel.configs if dict(one.constants)["N"] >= state_size)
+
+
+def _arguments(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None) -> dict[str, Argument]:
+    """What both kernels are given, with y to write to; what stands for a D that there is not is not read."""
+    x, dt, B, C = (rows_of(t) for t in (x, dt.float(), B, C))
+    heads, head_dim = x.shape[1:]
+    return {
+        "x": x,
+        "dt": dt,
+        "A": A.float().contiguous(),
+        "B": B,
+        "C": C,
+        "D": dt if D is None else D.float().contiguous(),
+        "y": x.new_empty(x.shape),
+        "x_row": x.stride(0),
+        "dt_row": dt.stride(0),
+        "b_row": B.stride(0),
+        "c_row": C.stride(0),
+        "head_dim": head_dim,
+        "state_size": B.shape[2],
+        "heads": heads,
+        "heads_per_group": heads // B.shape[1],
+        "has_skip": int(D is not None),
+    }
+
+
+def prefill(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    chunks: PackedChunks,
+    slots: StateSlots,
+    live: Tensor,
+    snapshots: Tensor | None,
+    D: Tensor | None = None,
+) -> Tensor:
+    """As `Recurrence.prefill`; inputs are those of `reference.ssd_scan`."""
+    lack = _lacks(x, B, live)
+    if lack is not None:
+        say_reference_computes(lack)
+        inputs = (x, dt, A, B, C)
+        return prefill_by_scan(reference.ssd_scan, inputs, chunks, slots, live, snapshots, {"D": D})
+    from megatron_ext.ops.ssd import kernels
+
+    config, arguments = _config(kernels.ssd_prefill, B.shape[2]), _arguments(x, dt, A, B, C, D)
+    y, heads, head_dim = arguments["y"], x.shape[1], x.shape[2]
+    assert isinstance(y, Tensor)
+    grid = (slots.live.numel(), heads, -(-head_dim // dict(config.constants)["P"]))
+    kernels.ssd_prefill.launch(grid, config, **arguments, **prefill_arguments(chunks, slots, live, snapshots))
+    return y
+
+
+def decode(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    slots: Tensor | slice,
+    live: Tensor,
+    D: Tensor | None = None,
+) -> Tensor:
+    """As `Recurrence.decode`; inputs are those of `reference.ssd_step`."""
+    lack = _lacks(x, B, live)
+    if lack is not None:
+        say_reference_computes(lack)
+        return decode_by_step(reference.ssd_step, (x, dt, A, B, C), slots, live, {"D": D})
+    from megatron_ext.ops.ssd import kernels
+
+    config, arguments = _config(kernels.ssd_decode, B.shape[2]), _arguments(x, dt, A, B, C, D)
+    y, (rows, heads, head_dim) = arguments["y"], x.shape
+    assert isinstance(y, Tensor)
+    grid = (rows, heads, -(-head_dim // dict(config.constants)["P"]))
+    where = {"live": live, "live_row": live.stride(0), "slots": slot_tensor(slots, rows, x.device)}
+    kernels.ssd_decode.launch(grid, config, **arguments, **where)
+    return y
+
+
+BACKEND = RecurrenceBackend(
+    triton.NAME, triton.takes, reference.ssd_scan, reference.ssd_step, prefill=prefill, decode=decode
+)

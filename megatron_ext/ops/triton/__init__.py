@@ -1,0 +1,86 @@
+"""Operators in Triton, for CUDA devices: what they have in common. This imports without triton; kernels do not.
+
+An operator has its kernels in its own folder (`ops/<operator>/kernels.py`), registered by `registry.kernel`, and what
+launches them beside it (`ops/<operator>/triton.py`), which loads them when it is first asked. On a machine without a
+GPU the same kernels run on CPU tensors under Triton's interpreter, which a process has from its start or not at all
+(`TRITON_INTERPRET=1` before triton is imported): for tests, thousands of times slower.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+
+import torch
+from torch import Tensor
+
+NAME = "triton"
+"""Of the backends that are made of these kernels."""
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""What inputs and states may be of; sums are in fp32."""
+INTERPRET = "TRITON_INTERPRET"
+"""Environment variable of Triton's: "1" makes the kernels of the process run on CPU tensors, by numpy."""
+OLDEST = (8, 0)
+"""Compute capability of the oldest device that kernels are compiled for."""
+
+
+@functools.cache
+def _import_problem() -> str | None:
+    try:
+        import triton
+    except ImportError as error:
+        return f"triton cannot be imported ({error})"
+    if not hasattr(triton, "knobs"):
+        return f"triton {triton.__version__} is too old; 3.6 and 3.7 are what kernels are written for"
+    return None
+
+
+def can_be_imported() -> bool:
+    """Whether there is a triton that kernels can be compiled with; it is imported."""
+    return _import_problem() is None
+
+
+@functools.cache
+def is_interpreted() -> bool:
+    """Whether the kernels of this process run on CPU tensors; false without triton."""
+    if not can_be_imported():
+        return False
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
+
+
+@functools.cache
+def _device_problem(index: int) -> str | None:
+    capability = torch.cuda.get_device_capability(index)
+    if torch.version.cuda is None or capability < OLDEST:
+        found, needed = (".".join(map(str, one)) for one in (capability, OLDEST))
+        return f"the device has compute capability {found}; the kernels are compiled for {needed} and newer"
+    return None
+
+
+def problem(device: torch.device) -> str | None:
+    """Why kernels cannot compute on a device in this process; None if they can."""
+    missing = _import_problem()
+    if missing is not None:
+        return missing
+    if is_interpreted():
+        return None if device.type == "cpu" else f"{INTERPRET}={os.environ.get(INTERPRET)} is for CPU tensors"
+    if device.type == "cuda":
+        return _device_problem(torch.cuda.current_device() if device.index is None else device.index)
+    return f"kernels run on CUDA devices; on {device.type} with {INTERPRET}=1 in the environment only, for tests"
+
+
+def takes(x: Tensor) -> bool:
+    """Whether kernels compute for inputs like this one unasked: on a CUDA device, without gradients.
+
+    CPU tensors are never taken unasked, under the interpreter neither: it is for tests, which force the backend.
+    """
+    if not x.is_cuda or x.dtype not in DTYPES or (x.requires_grad and torch.is_grad_enabled()):
+        return False
+    return problem(x.device) is None
+
+
+def padded(size: int, least: int = 16) -> int:
+    """The power of two that a dimension of this size is padded to in a kernel; `least` is what matrix products take."""
+    return max(least, 1 << (size - 1).bit_length())

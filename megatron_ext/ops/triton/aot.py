@@ -1,0 +1,136 @@
+"""Compiling every kernel for the devices it is made for, on a machine that has none: registers, spills, shared memory.
+
+Triton compiles down to PTX; the `ptxas` that comes in its wheel makes machine code of it and says what that takes.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import triton
+from triton.backends.compiler import GPUTarget
+
+from megatron_ext.ops.triton.registry import FLOATS, Config, Kernel, Types
+
+SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
+"""What a block of threads can have at most, by compute capability times ten (CUDA programming guide, table of
+technical specifications: 164 and 228 KB of a multiprocessor, 1 KB of each block is the system's)."""
+ALIGNED = [["tt.divisibility", 16]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing to compile.
+
+    Attributes:
+        kernel: What.
+        config: As which of its configurations.
+        types: What the letters of its tensors stand for.
+        aligned: Whether tensors begin at, and strides are, multiples of 16.
+        arch: Compute capability of the device, times ten.
+    """
+
+    kernel: Kernel
+    config: Config
+    types: Types
+    aligned: bool
+    arch: int
+
+    @property
+    def name(self) -> str:
+        """As tables show it."""
+        letters = ["/".join(self.types.values())] if self.types else []
+        return f"{self.kernel.name} ({', '.join([self.config.name, *letters, *([] if self.aligned else ['odd'])])})"
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What a case takes: of a thread, of a thread, of a block of threads."""
+
+    case: Case
+    registers: int
+    spilled_bytes: int
+    shared_bytes: int
+
+    @property
+    def problem(self) -> str | None:
+        """What is wrong with it; None if nothing is."""
+        if self.spilled_bytes:
+            return f"spills {self.spilled_bytes} bytes"
+        limit = SHARED_BYTES[self.case.arch]
+        if self.shared_bytes > limit:
+            return f"wants {self.shared_bytes} bytes of shared memory; sm_{self.case.arch} has {limit}"
+        return None
+
+
+class CompileFailure(Exception):
+    """A case that cannot be compiled, and what was said."""
+
+
+def cases(kernels: Sequence[Kernel], *, quick: bool = False) -> Iterator[Case]:
+    """What to compile; `quick` is one configuration of each kernel, of one type, for the newest device.
+
+    Unaligned tensors are compiled for with the first types only: what they change is how elements are loaded.
+    """
+    for kernel in kernels:
+        if quick:
+            config = kernel.configs[-1]
+            yield Case(kernel, config, next(filter(config.suits, kernel.types)), True, max(SHARED_BYTES))
+            continue
+        for config in kernel.configs:
+            for i, types in enumerate(filter(config.suits, kernel.types)):
+                for aligned in (False, True)[i > 0 :]:
+                    yield from (Case(kernel, config, types, aligned, arch) for arch in SHARED_BYTES)
+
+
+def compile_case(case: Case) -> Compiled:
+    """Compile it for its device.
+
+    Raises:
+        CompileFailure: It cannot be.
+    """
+    source = triton.compiler.ASTSource(
+        case.kernel.function, _signature(case), dict(case.config.constants), _attributes(case)
+    )
+    options = {"num_warps": case.config.num_warps, "num_stages": case.config.num_stages}
+    try:
+        made = triton.compile(source, target=GPUTarget("cuda", case.arch, 32), options=options)
+    except Exception as error:  # whatever Triton's passes come upon; the caller reports it and fails
+        raise CompileFailure(f"{case.name} for sm_{case.arch}: {type(error).__name__}: {error}") from error
+    registers, spilled = _assemble(made.asm["ptx"], case)
+    return Compiled(case, registers, spilled, made.metadata.shared)
+
+
+def _signature(case: Case) -> dict[str, str]:
+    """Every parameter's type, in the order of the function."""
+    kernel = case.kernel
+    types = {name: f"*{case.types.get(type_name, type_name)}" for name, type_name in kernel.pointers.items()}
+    types |= dict.fromkeys((*kernel.strides, *kernel.counts), "i32") | dict.fromkeys(kernel.scalars, FLOATS[0])
+    return {name: types.get(name, "constexpr") for name in kernel.function.arg_names}
+
+
+def _attributes(case: Case) -> dict[tuple[int], list[list[str | int]]]:
+    if not case.aligned:
+        return {}
+    kernel, names = case.kernel, list(case.kernel.function.arg_names)
+    return {(names.index(name),): ALIGNED for name in (*kernel.pointers, *kernel.strides)}  # type: ignore[misc]
+
+
+def _assemble(ptx: str, case: Case) -> tuple[int, int]:
+    """Registers of a thread, and bytes that it spills, of the machine code."""
+    name = f"sm_{case.arch}a" if case.arch >= 90 else f"sm_{case.arch}"
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.ptx"
+        path.write_text(ptx)
+        command = [triton.knobs.nvidia.ptxas.path, "-v", f"--gpu-name={name}", str(path), "-o", "/dev/null"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    registers = re.search(r"Used (\d+) registers", done.stderr)
+    if done.returncode or registers is None:
+        raise CompileFailure(f"{case.name}: ptxas says {done.stderr[-500:]}")
+    spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", done.stderr)
+    return int(registers[1]), max((int(number) for pair in spills for number in pair), default=0)

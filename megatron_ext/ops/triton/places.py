@@ -1,0 +1,71 @@
+"""What launches kernels has in common: places of states, rows of tensors, and what happens where there is no kernel."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from megatron_ext.ops.cpp import say
+from megatron_ext.ops.state_slots import StateSlots
+from megatron_ext.ops.varlen import PackedChunks
+
+
+def rows_of(t: Tensor) -> Tensor:
+    """`t` [T, ...] with all but the first dimension contiguous; itself if it is so, as most views are."""
+    expected = 1
+    for size, stride in zip(reversed(t.shape[1:]), reversed(t.stride()[1:]), strict=True):
+        if size != 1 and stride != expected:
+            return t.contiguous()
+        expected *= size
+    return t
+
+
+def own_rows(pool: Tensor) -> bool:
+    """Whether each slot of a pool [slots, ...] lies in one piece, as kernels take it."""
+    return rows_of(pool) is pool
+
+
+@functools.lru_cache(maxsize=64)
+def _index(start: int, stop: int, device: torch.device) -> Tensor:
+    return torch.arange(start, stop, device=device)
+
+
+def slot_tensor(slots: Tensor | slice, count: int, device: torch.device) -> Tensor:
+    """Slots of R = `count` requests [R] int64; a slice's are made once."""
+    if isinstance(slots, slice):
+        start = slots.start or 0
+        return _index(start, start + count, device)
+    return slots
+
+
+def prefill_arguments(
+    chunks: PackedChunks, slots: StateSlots, live: Tensor, snapshots: Tensor | None
+) -> dict[str, Tensor | int]:
+    """What kernels of a prefill are told about states, by the names of their parameters.
+
+    Where nothing is kept there are no places to read, and what stands for them is not read.
+    """
+    kept, starts = slots.snapshots, chunks.sequences.cu_seqlens
+    assert kept is None or snapshots is not None, "somewhere to keep them"
+    pool = live if snapshots is None else snapshots
+    return {
+        "live": live,
+        "snapshots": pool,
+        "live_row": live.stride(0),
+        "snapshot_row": pool.stride(0),
+        "cu_seqlens": starts,
+        "slots": slots.live,
+        "has_initial": slots.has_initial_state,
+        "kept_slots": starts if kept is None else kept.slots,
+        "kept_sequences": starts if kept is None else kept.sequences,
+        "kept_tokens": starts if kept is None else kept.tokens,
+        "kept": 0 if kept is None else kept.slots.numel(),
+    }
+
+
+@functools.cache
+def say_reference_computes(why: str) -> None:
+    """A line, once for each reason, on why an operator is not computed by a kernel."""
+    say(f"{why}; the reference computes it")

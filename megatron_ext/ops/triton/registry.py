@@ -1,0 +1,217 @@
+"""Every kernel there is, with all that it can be compiled as: what is launched is what was compiled and tested.
+
+A kernel is registered with the types that its arguments may have and with a bounded list of configurations. Which one
+a call gets is decided by the model's shapes alone (heads, channels, state size), never by how many tokens or requests
+come or by what was cached: a token's result does not depend on them. Nothing is tuned while it runs.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+Argument = Tensor | int | float
+Types = Mapping[str, str]
+TYPE_NAMES = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.bool: "i1",
+}
+"""As Triton spells them."""
+FLOATS = ("fp32", "bf16", "fp16")
+MODULES = "*/kernels*.py"
+"""Where kernels are, below `ops/`."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """What is fixed when a kernel is compiled.
+
+    Attributes:
+        constants: Its `tl.constexpr` parameters.
+        num_warps: Of 32 threads each.
+        num_stages: Of software pipelining.
+        only: Types of tensors that it is for, if not for all that the kernel has: 32 bits take other tiles than 16.
+    """
+
+    constants: tuple[tuple[str, int], ...]
+    num_warps: int = 4
+    num_stages: int = 2
+    only: tuple[str, ...] = ()
+
+    def suits(self, types: Types) -> bool:
+        """Whether it is for tensors of these types."""
+        return not self.only or set(types.values()) <= set(self.only)
+
+    @property
+    def name(self) -> str:
+        """As tables show it: "N 128, P 32, 4 warps"."""
+        return ", ".join([*(f"{name} {value}" for name, value in self.constants), f"{self.num_warps} warps"])
+
+
+def config(num_warps: int = 4, num_stages: int = 2, only: Sequence[str] = (), **constants: int) -> Config:
+    """A configuration; constants by their names in the kernel."""
+    return Config(tuple(constants.items()), num_warps, num_stages, tuple(only))
+
+
+class Function(Protocol):
+    """What `triton.jit` makes of a function."""
+
+    @property
+    def arg_names(self) -> Sequence[str]:
+        """All parameters, in order."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
+        """What runs over a grid."""
+
+
+class Launch(NamedTuple):
+    """What was launched, as `watch` notes it."""
+
+    kernel: str
+    config: Config
+    types: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A registered kernel.
+
+    Attributes:
+        name: Unique among all.
+        function: What Triton made of it.
+        pointers: Its tensors: parameter -> type, or a letter that stands for one.
+        strides: Integer parameters that are compiled for when they divide by 16: strides and sizes of the model.
+        counts: Integer parameters that are not: how many tokens, rows, slots there are, and flags.
+        scalars: Parameters of type fp32.
+        types: What the letters may stand for together.
+        configs: All that it is compiled as.
+    """
+
+    name: str
+    function: Function
+    pointers: Mapping[str, str]
+    strides: tuple[str, ...]
+    counts: tuple[str, ...]
+    scalars: tuple[str, ...]
+    types: tuple[Types, ...]
+    configs: tuple[Config, ...]
+
+    def lacks(self, **letters: torch.dtype) -> str | None:
+        """Why there is no kernel for tensors of these types, by letter; None if there is one."""
+        wanted = {letter: TYPE_NAMES.get(dtype, str(dtype)) for letter, dtype in letters.items()}
+        if any(all(types[letter] == name for letter, name in wanted.items()) for types in self.types):
+            return None
+        return f"{self.name} has no kernel for {', '.join(f'{name} as {letter}' for letter, name in wanted.items())}"
+
+    def launch(self, grid: tuple[int, ...], config: Config, **arguments: Argument) -> None:
+        """Run over a grid; an empty one is nothing."""
+        assert config in self.configs, f"{config.name} is no registered configuration of {self.name}"
+        if _watching:
+            self._note(config, arguments)
+        if 0 in grid:
+            return
+        warps, stages = config.num_warps, config.num_stages
+        self.function[grid](**arguments, **dict(config.constants), num_warps=warps, num_stages=stages)
+
+    def _note(self, config: Config, arguments: Mapping[str, Argument]) -> None:
+        """Tell who watches; what was given must be what is compiled."""
+        letters: dict[str, str] = {}
+        for name, type_name in self.pointers.items():
+            given = arguments[name]
+            assert isinstance(given, Tensor), f"{name} of {self.name} is no tensor"
+            found = TYPE_NAMES[given.dtype]
+            if type_name in TYPE_NAMES.values():
+                assert found == type_name, f"{name} of {self.name} is of {found}, compiled for {type_name}"
+            else:
+                assert letters.setdefault(type_name, found) == found, f"{name} of {self.name} is of {found}"
+        is_compiled = letters in [dict(types) for types in self.types] and config.suits(letters)
+        assert is_compiled, f"{self.name} is not compiled for {letters} as {config.name}"
+        for watcher in _watching:
+            watcher.append(Launch(self.name, config, tuple(sorted(letters.items()))))
+
+
+@dataclass
+class _Registry:
+    kernels: dict[str, Kernel] = field(default_factory=dict)
+
+
+_REGISTRY = _Registry()
+_watching: list[list[Launch]] = []
+
+
+def kernel(
+    *,
+    pointers: Mapping[str, str],
+    strides: str = "",
+    counts: str = "",
+    scalars: str = "",
+    types: Sequence[Types] = ({},),
+    configs: Sequence[Config],
+) -> Callable[[Callable[..., None]], Kernel]:
+    """Register a kernel; put this in the place of `triton.jit`, which is for what kernels call.
+
+    Args:
+        pointers: Type, or a letter, -> names of the tensors of that type, with blanks between them.
+        strides: Names, with blanks between them; see `Kernel`. So are
+        counts: those, and
+        scalars: these.
+        types: See `Kernel`.
+        configs: See `Kernel`.
+    """
+    import triton
+
+    def register(function: Callable[..., None]) -> Kernel:
+        name = function.__name__
+        assert name not in _REGISTRY.kernels, f"two kernels are called {name}"
+        made = Kernel(
+            name,
+            triton.jit(function, do_not_specialize=counts.split()),
+            {parameter: type_name for type_name, names in pointers.items() for parameter in names.split()},
+            tuple(strides.split()),
+            tuple(counts.split()),
+            tuple(scalars.split()),
+            tuple(types),
+            tuple(configs),
+        )
+        constants = {constant for one in configs for constant, _ in one.constants}
+        declared = {*made.pointers, *made.strides, *made.counts, *made.scalars, *constants}
+        assert declared == set(made.function.arg_names), f"{name}: {declared ^ set(made.function.arg_names)}"
+        _REGISTRY.kernels[name] = made
+        return made
+
+    return register
+
+
+def kernel_modules() -> list[str]:
+    """The modules that have kernels, by name."""
+    folder = Path(__file__).parents[1]
+    return sorted(f"megatron_ext.ops.{path.parent.name}.{path.stem}" for path in folder.glob(MODULES))
+
+
+def all_kernels() -> list[Kernel]:
+    """All there are, loaded. There must be a triton."""
+    for module in kernel_modules():
+        importlib.import_module(module)
+    return list(_REGISTRY.kernels.values())
+
+
+@contextmanager
+def watch() -> Iterator[list[Launch]]:
+    """What is launched meanwhile, in order, and checked: types as declared. For tests."""
+    launches: list[Launch] = []
+    _watching.append(launches)
+    try:
+        yield launches
+    finally:
+        _watching.remove(launches)
