@@ -31,6 +31,7 @@ class Flag:
         aliases: Other spellings, with their dashes.
         choices: The values allowed, or None for any.
         metavar: How `--help` shows the value; a tuple where there are two.
+        is_repeated: Of a list of texts: each one has the flag before it.
     """
 
     field: str
@@ -39,6 +40,7 @@ class Flag:
     aliases: tuple[str, ...] = ()
     choices: tuple[str, ...] | None = None
     metavar: str | tuple[str, ...] | None = None
+    is_repeated: bool = False
 
     @property
     def option(self) -> str:
@@ -107,6 +109,8 @@ class FlagGroup:
                 add(action=argparse.BooleanOptionalAction)
             elif kind.length:
                 add(action=_WordsAction, nargs="+", metavar=metavar, kind=kind)
+            elif flag.is_repeated:
+                add(action="append", metavar=metavar)
             elif kind.is_tuple and kind.item is str:
                 add(type=str, nargs="+", metavar=metavar)
             elif flag.choices:

@@ -15,8 +15,9 @@ from arguments.megatron.layers import describe_layers
 from arguments.megatron.record import MegatronGroup
 from arguments.megatron.synonyms import SYNONYMS, translate
 from arguments.megatron.table import SERVER_TABLE, TABLE, WithoutEffect, family_of, records
-from arguments.server_groups import ACCESS, LIMITS, SERVER
+from arguments.server_groups import ACCESS, KV_EVENTS, LIMITS, SERVER
 from arguments.source_groups import SOURCE, TOKENIZER
+from arguments.speculation_group import SPECULATION
 from arguments.yaml_file import read_flags
 from megatron_ext.config import (
     BatchingConfig,
@@ -33,14 +34,19 @@ from megatron_ext.config import (
 )
 from megatron_ext.config.annotations import FieldValues
 from megatron_ext.config.embedded import check_flags
+from megatron_ext.config.kv_events import KvEventsConfig
+from megatron_ext.config.speculation import SpeculationConfig
 from megatron_ext.errors import ConfigError, MachineError
 
 
-class _Parser(argparse.ArgumentParser):
+class CommandLine(argparse.ArgumentParser):
+    """argparse's parser, which raises `ConfigError` where that would print its usage and exit."""
+
     known: Sequence[str] = ()  # flags, as they are typed
     known_without_effect: Sequence[str] = ()  # the same of Megatron's
 
     def error(self, message: str) -> NoReturn:
+        """Refuse."""
         raise ConfigError(message)
 
     def parse_args(  # type: ignore[override]  # the base's is overloaded
@@ -49,11 +55,11 @@ class _Parser(argparse.ArgumentParser):
         """As the base's, and an unknown flag is answered with the one that was probably meant."""
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            self.error(_unrecognized(unknown, self.known, self.known_without_effect))
+            self.error(unrecognized(unknown, self.known, self.known_without_effect))
         return parsed
 
 
-def build_parser(prog: str | None = None) -> _Parser:
+def build_parser(prog: str | None = None) -> CommandLine:
     """The parser of `run_inference.py`. It raises `ConfigError` where argparse would print its usage and exit."""
     return _build(
         GROUPS,
@@ -66,7 +72,7 @@ def build_parser(prog: str | None = None) -> _Parser:
     )
 
 
-def build_server_parser(prog: str | None = None) -> _Parser:
+def build_server_parser(prog: str | None = None) -> CommandLine:
     """The parser of `run_server.py`, with errors as in `build_parser`."""
     return _build(
         SERVER_GROUPS,
@@ -78,7 +84,8 @@ def build_server_parser(prog: str | None = None) -> _Parser:
     )
 
 
-def _unrecognized(unknown: Sequence[str], options: Sequence[str], others: Sequence[str]) -> str:
+def unrecognized(unknown: Sequence[str], options: Sequence[str], others: Sequence[str]) -> str:
+    """What to say of flags that nobody knows, with those that were probably meant."""
     flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]
     for flag in flags:
         family = family_of(flag)
@@ -91,8 +98,8 @@ def _unrecognized(unknown: Sequence[str], options: Sequence[str], others: Sequen
 
 def _build(
     groups: Sequence[FlagGroup], table: Sequence[MegatronGroup], prog: str | None, description: str, epilog: str
-) -> _Parser:
-    parser = _Parser(prog=prog, description=description, epilog=epilog, allow_abbrev=False)
+) -> CommandLine:
+    parser = CommandLine(prog=prog, description=description, epilog=epilog, allow_abbrev=False)
     for group in (*groups, SYNONYMS):
         group.add_to(parser)
     parser.known = [word for one in (*groups, SYNONYMS) for flag in one.flags for word in (flag.option, *flag.aliases)]
@@ -125,14 +132,15 @@ def settings_of(values: FieldValues) -> InferenceSettings:
 def _settings(given: Given) -> InferenceSettings:
     values = given.values
     settings = InferenceSettings(
-        source=SourceConfig(**_fields(SOURCE, values), **_fields(TOKENIZER, values)),
-        model_overrides=_fields(MODEL, values),
-        parallel=ParallelConfig(**_fields(PARALLEL, values)),
-        sampling=RequestParams(**_fields(SAMPLING, values)),
-        sampling_given=_fields(SAMPLING, values),
-        batching=BatchingConfig(**_fields(BATCHING, values)),
-        cache=CacheConfig(**_fields(CACHE, values)),
-        run=RunConfig(**_fields(RUN, values)),
+        source=SourceConfig(**fields_of(SOURCE, values), **fields_of(TOKENIZER, values)),
+        model_overrides=fields_of(MODEL, values),
+        parallel=ParallelConfig(**fields_of(PARALLEL, values)),
+        sampling=RequestParams(**fields_of(SAMPLING, values)),
+        sampling_given=fields_of(SAMPLING, values),
+        batching=BatchingConfig(**fields_of(BATCHING, values)),
+        cache=CacheConfig(**fields_of(CACHE, values)),
+        speculation=SpeculationConfig(**fields_of(SPECULATION, values)),
+        run=RunConfig(**fields_of(RUN, values)),
         start=_start(given),
     )
     _check_model(settings)
@@ -144,13 +152,17 @@ def parse_server_arguments(argv: Sequence[str] | None = None, prog: str | None =
     given = _given(build_server_parser(prog), argv, SERVER_GROUPS, SERVER_TABLE)
     values = given.values
     settings = ServerSettings(
-        source=SourceConfig(**_fields(SOURCE, values), **_fields(TOKENIZER, values)),
-        model_overrides=_fields(MODEL, values),
-        parallel=ParallelConfig(**_fields(PARALLEL, values)),
-        batching=BatchingConfig(**_fields(BATCHING, values)),
-        cache=CacheConfig(**_fields(CACHE, values)),
+        source=SourceConfig(**fields_of(SOURCE, values), **fields_of(TOKENIZER, values)),
+        model_overrides=fields_of(MODEL, values),
+        parallel=ParallelConfig(**fields_of(PARALLEL, values)),
+        batching=BatchingConfig(**fields_of(BATCHING, values)),
+        cache=CacheConfig(**fields_of(CACHE, values)),
+        speculation=SpeculationConfig(**fields_of(SPECULATION, values)),
         server=ServerConfig(
-            limits=ServerLimits(**_fields(LIMITS, values)), **_fields(SERVER, values), **_fields(ACCESS, values)
+            limits=ServerLimits(**fields_of(LIMITS, values)),
+            kv_events=KvEventsConfig(**fields_of(KV_EVENTS, values)),
+            **fields_of(SERVER, values),
+            **fields_of(ACCESS, values),
         ),
         start=_start(given),
     )
@@ -159,7 +171,7 @@ def parse_server_arguments(argv: Sequence[str] | None = None, prog: str | None =
 
 
 def _given(
-    parser: _Parser,
+    parser: CommandLine,
     argv: Sequence[str] | None,
     groups: Sequence[FlagGroup],
     table: Sequence[MegatronGroup],
@@ -168,7 +180,7 @@ def _given(
     return _completed(_parse(parser, argv), parser, groups, table)
 
 
-def _parse(parser: _Parser, words: Sequence[str] | None) -> Given:
+def _parse(parser: CommandLine, words: Sequence[str] | None) -> Given:
     values = vars(parser.parse_args(words))
     without_effect = values.pop(options.DEST, None) or WithoutEffect()
     return Given(
@@ -176,7 +188,7 @@ def _parse(parser: _Parser, words: Sequence[str] | None) -> Given:
     )
 
 
-def _completed(given: Given, parser: _Parser, groups: Sequence[FlagGroup], table: Sequence[MegatronGroup]) -> Given:
+def _completed(given: Given, parser: CommandLine, groups: Sequence[FlagGroup], table: Sequence[MegatronGroup]) -> Given:
     """The same in flags of ours, over those of the YAML file that it may name."""
     given = translate(given)
     if "model-config" in given.values:
@@ -207,5 +219,6 @@ def known_flags(groups: Sequence[FlagGroup] = GROUPS) -> dict[str, tuple[FlagGro
     return {key: (group, flag) for group in groups for flag in group.flags for key in flag.keys}
 
 
-def _fields(group: FlagGroup, values: FieldValues) -> FieldValues:
+def fields_of(group: FlagGroup, values: FieldValues) -> FieldValues:
+    """The fields of a group's dataclass that are given, by the keys of their flags."""
     return {flag.field: values[flag.key] for flag in group.flags if flag.key in values}

@@ -21,7 +21,6 @@ VALUES = MegatronGroup(
         ),
         _only("--softmax-type", "attention has no learned or offset softmax", "vanilla"),
         _only("--glu-linear-offset", "gated MLPs have no offset", "0"),
-        _only("--num-speculative-tokens", "there is no speculative decoding", "0"),
         _only("--context-parallel-size", "sequences are not split over ranks", "1"),
         _only("--ckpt-format", "checkpoints of other formats are not read", "torch_dist"),
     ),

@@ -9,10 +9,12 @@ from megatron_ext.config.access import AccessConfig
 from megatron_ext.config.annotations import FieldValues
 from megatron_ext.config.batching import BatchingConfig, CacheConfig
 from megatron_ext.config.checks import flag_of, require
+from megatron_ext.config.kv_events import KvEventsConfig
 from megatron_ext.config.limits import ServerLimits
 from megatron_ext.config.parallel import ParallelConfig
 from megatron_ext.config.request import RequestParams
 from megatron_ext.config.source import SourceConfig
+from megatron_ext.config.speculation import SpeculationConfig
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 MEGATRON_FORMAT = "megatron"
@@ -139,6 +141,7 @@ class ServerConfig(AccessConfig):
     access_log: bool = True  # a line for each request
     profile: str | None = None  # a directory for a trace of the first steps
     limits: ServerLimits = field(default_factory=ServerLimits)
+    kv_events: KvEventsConfig = field(default_factory=KvEventsConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -177,8 +180,17 @@ class ServerSettings:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     batching: BatchingConfig = field(default_factory=BatchingConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     start: StartNotes = field(default_factory=StartNotes)
+
+    def __post_init__(self) -> None:
+        endpoint = self.server.kv_events.kv_events_endpoint
+        require(
+            self.cache.enable_prefix_caching or endpoint is None,
+            f"--no-inference-dynamic-batching-enable-prefix-caching and --kv-events-endpoint {endpoint} contradict "
+            "each other: nothing is cached that could be told of; give one of them",
+        )
 
 
 @dataclass(frozen=True)
@@ -197,6 +209,7 @@ class InferenceSettings:
     sampling_given: FieldValues = field(default_factory=dict)
     batching: BatchingConfig = field(default_factory=BatchingConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     run: RunConfig = field(default_factory=RunConfig)
     start: StartNotes = field(default_factory=StartNotes)
 

@@ -23,6 +23,8 @@ _EXTENSIONS = (
     "skip_special_tokens",
     "cache_salt",
     "enable_prefix_caching",
+    "num_speculative_tokens",
+    "cache_checkpoint",
 )
 
 

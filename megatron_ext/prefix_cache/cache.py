@@ -14,6 +14,8 @@ from megatron_ext.prefix_cache.eviction import build_policies
 from megatron_ext.prefix_cache.ghosts import Ghosts
 from megatron_ext.prefix_cache.hash_chain import Digest
 from megatron_ext.prefix_cache.kept_tokens import KeptTokens
+from megatron_ext.prefix_cache.observer import CacheObserver
+from megatron_ext.prefix_cache.partings import Partings
 from megatron_ext.prefix_cache.state_index import StateIndex
 
 
@@ -32,6 +34,10 @@ class CacheUse:
     snapshots_taken: int
     snapshots_skipped: int  # for want of a slot
     snapshots_replaced: int  # in decode, by the next one of the same request
+    provisional_slots: int  # with provisional snapshots, which none of the numbers above counts
+    provisional_taken: int  # over the engine's life, as the next two
+    provisional_consumed: int
+    provisional_given_up: int
 
     @classmethod
     def total(cls, parts: Sequence[CacheUse]) -> CacheUse:
@@ -75,13 +81,16 @@ class PrefixCache:
     ) -> None:
         self.pool = BlockPool(total)
         self.is_enabled = policy is not None
+        self.policy_name = policy
         self.epoch = 0  # what was begun in an earlier one is not published
         self._index = BlockIndex()
         policies = build_policies(policy or EvictionPolicyName.REF_ZERO, self._index, costs, has_states=bool(slots))
         self._policy = policies.blocks
         self.states = None if slots is None else StateIndex(slots, policies.snapshots, self)
         self.ghosts = Ghosts()
+        self.partings = Partings()
         self.kept = KeptTokens() if keeps_tokens else None
+        self.observer: CacheObserver | None = None  # who publishes says which blocks are there; the rest is told here
         self._wanted: dict[Digest, int] = {}  # by how many
         self._evicted = 0
 
@@ -124,8 +133,9 @@ class PrefixCache:
         """These blocks are about to go, and their snapshots."""
         for digest in map(self._index.digest_of, blocks):
             self.ghosts.block_gone(digest)
-            if self.states is not None and self.states.find(digest) is not None:
-                self.ghosts.snapshot_gone(digest)
+            states = self.states
+            if states is not None and states.find(digest) is not None and not states.is_provisional(digest):
+                self.ghosts.snapshot_gone_with_block(digest)
 
     def want(self, digest: Digest) -> None:
         """A waiting request is to find the block of `digest`, once it is computed, and all before it."""
@@ -208,6 +218,8 @@ class PrefixCache:
         if self.kept is not None:
             for digest in digests:
                 self.kept.drop(digest)
+        if self.observer is not None:
+            self.observer.blocks_gone(digests)
 
     def reset(self) -> None:
         """Forget all contents: nothing cached before is matched after, and nothing begun before is published."""
@@ -219,15 +231,21 @@ class PrefixCache:
         self.ghosts.clear()
         if self.kept is not None:
             self.kept.clear()
+        if self.observer is not None:
+            self.observer.cleared()
         self.epoch += 1
 
     def snapshot_there(self, digest: Digest) -> None:
         """See `SnapshotListener`, as the next three."""
         self.ghosts.snapshot_back(digest)
+        if self.observer is not None:
+            self.observer.snapshot_there(digest)
 
     def snapshot_gone(self, digest: Digest) -> None:
         """Blocks may be weighed by their snapshots."""
         self._policy.snapshot_gone(digest)
+        if self.observer is not None:
+            self.observer.snapshot_gone(digest)
 
     def snapshot_wanted(self, digest: Digest) -> None:
         """More slots would have kept it."""
@@ -244,6 +262,17 @@ class PrefixCache:
             for block in table:
                 counts[block] = counts.get(block, 0) + 1
         return {block for block, count in counts.items() if self.pool.references(block) == count}
+
+    def note_parting(self, matched: Sequence[BlockId], start: int) -> None:
+        """A request that shares these blocks is about to resume behind `start` of them.
+
+        It is noted if what is cached goes on otherwise from there, and nobody who asked for states had left any: then
+        a snapshot that nobody asked for is what would help, or did.
+        """
+        if self.states is None or not matched or not self._index.children(matched[-1]):
+            return
+        if start < len(matched) or self.states.is_provisional(self._index.digest_of(matched[-1])):
+            self.partings.note(len(matched))
 
     def count_hit(self, block: BlockId) -> None:
         """A request has resumed at the end of `block`, or within it."""
@@ -297,4 +326,8 @@ def _slot_use(states: StateIndex) -> dict[str, int]:
         "snapshots_taken": states.taken,
         "snapshots_skipped": states.skipped,
         "snapshots_replaced": states.replaced,
+        "provisional_slots": states.used_provisional_count,
+        "provisional_taken": states.provisional.taken,
+        "provisional_consumed": states.provisional.consumed,
+        "provisional_given_up": states.provisional.given_up,
     }

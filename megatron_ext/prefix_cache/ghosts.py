@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from megatron_ext.prefix_cache.hash_chain import Digest
 from megatron_ext.prefix_cache.matching import last_boundary, resume_position
@@ -33,6 +34,21 @@ class Lost:
 
 
 NOTHING_LOST = Lost()
+MOST_SLOTS_SHORT = 1024  # that are counted
+
+
+@dataclass(frozen=True)
+class GoneSnapshot:
+    """A snapshot that was given up.
+
+    Attributes:
+        ago: Requests that were admitted since then.
+        slots_short: So many more slots would have kept it, if the least recently used goes first; None if that is more
+            than are counted.
+    """
+
+    ago: int
+    slots_short: int | None
 
 
 class _Given:
@@ -58,6 +74,8 @@ class Ghosts:
 
     def __init__(self, most: int = MOST_GHOSTS) -> None:
         self._blocks, self._snapshots = _Given(most), _Given(most)
+        self._most = most
+        self._with_blocks: set[Digest] = set()  # snapshots that went with their blocks; some may be forgotten above
         self._now = 0  # admissions that were looked at
 
     def __len__(self) -> int:
@@ -68,8 +86,16 @@ class Ghosts:
         self._blocks.note(digest, self._now)
 
     def snapshot_gone(self, digest: Digest) -> None:
-        """A snapshot was given up, went with an evicted block, or found no slot."""
+        """A snapshot was given up, or found no slot."""
         self._snapshots.note(digest, self._now)
+        self._with_blocks.discard(digest)
+
+    def snapshot_gone_with_block(self, digest: Digest) -> None:
+        """A snapshot went with its evicted block: more slots would not have kept it."""
+        self._snapshots.note(digest, self._now)
+        self._with_blocks.add(digest)
+        if len(self._with_blocks) > self._most:
+            self._with_blocks.intersection_update(self._snapshots.digests)
 
     def blocks_back(self, digests: Iterable[Digest]) -> None:
         """Blocks are cached."""
@@ -86,6 +112,7 @@ class Ghosts:
         """What comes after a reset was not lost for want of memory."""
         self._blocks.digests.clear()
         self._snapshots.digests.clear()
+        self._with_blocks.clear()
 
     def lost(
         self,
@@ -123,10 +150,24 @@ class Ghosts:
         """Requests admitted since the block of `digest` was given up; None if it was not."""
         return self._ago(self._blocks, digest)
 
-    def last_snapshot(self, digests: Sequence[Digest]) -> int | None:
-        """Requests admitted since the last of these snapshots that was given up was; None if none was."""
-        found = (self._ago(self._snapshots, digest) for digest in reversed(digests))
-        return next((ago for ago in found if ago is not None), None)
+    def last_snapshot(self, digests: Sequence[Digest]) -> GoneSnapshot | None:
+        """The last of these snapshots that was given up; None if none was."""
+        gone = self._snapshots.digests
+        found = next((digest for digest in reversed(digests) if digest in gone), None)
+        return None if found is None else GoneSnapshot(self._now - gone[found], self._slots_short(found))
+
+    def _slots_short(self, digest: Digest) -> int | None:
+        """Slots that were missing for a snapshot to be here still: one for each that was given up since, and its own.
+
+        None for more than are worth counting.
+        """
+        gone = islice(reversed(self._snapshots.digests), MOST_SLOTS_SHORT)
+        short = 0
+        for one in gone:
+            short += one not in self._with_blocks
+            if one == digest:
+                return short
+        return None
 
     def _ago(self, given: _Given, digest: Digest) -> int | None:
         return self._now - given.digests[digest] if digest in given.digests else None
@@ -153,3 +194,4 @@ class Ghosts:
         for given, there in ((self._blocks, cached), (self._snapshots, snapshots)):
             assert not given.digests.keys() & there, "something is there and gone"
             assert len(given.digests) <= given._most, "too much is remembered"
+        assert len(self._with_blocks) <= self._most + 1, "too much is remembered of snapshots without blocks"

@@ -15,8 +15,25 @@ from megatron_ext.prefix_cache.hash_chain import DIGEST_BYTES, Digest
 
 _SECRET = secrets.token_bytes(32)
 _SHOWN_DOMAIN = b"mext.shown"
+_EVENT_DOMAIN = b"mext.event"
+_SALT_DOMAIN = b"mext.salt"
 
 
 def shown(digest: Digest) -> str:
     """What stands for a digest outside: 64 hexadecimal digits."""
     return blake2b(digest, digest_size=DIGEST_BYTES, key=_SECRET, person=_SHOWN_DOMAIN).hexdigest()
+
+
+def published_hash(digest: Digest) -> int:
+    """What stands for a digest in KV events: the same with 64 bits, as an integer."""
+    keyed = blake2b(digest, digest_size=8, key=_SECRET, person=_EVENT_DOMAIN)
+    return int.from_bytes(keyed.digest(), "big")
+
+
+def published_salt(salt: str) -> str:
+    """What stands for a request's salt in KV events: 32 hexadecimal digits, the same in every process.
+
+    A router has to tell which prompts may share, so this one has no secret. Whoever reads events reads tokens too.
+    """
+    data = salt.encode("utf-8", "surrogatepass")
+    return blake2b(data, digest_size=16, person=_SALT_DOMAIN).hexdigest()

@@ -6,9 +6,11 @@ import dataclasses
 import enum
 from dataclasses import dataclass
 
+from megatron_ext.config import EvictionPolicyName
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.matching import last_boundary, resume_position
 from megatron_ext.scheduling.accounting import Reason, general_reason
+from megatron_ext.scheduling.plan import Admission
 from megatron_ext.scheduling.request import Request
 
 
@@ -19,10 +21,15 @@ class Why(str, enum.Enum):
     SKIPPED_ALL = "skipped_all"  # that can be skipped of a prompt of this length
     NO_SLOTS = "no_slots"  # there is no room for states at all
     SNAPSHOT_GIVEN_UP = "snapshot_given_up"  # the blocks are there, and the states had no slot any more
-    NO_SNAPSHOT = "no_snapshot"  # the blocks are there, and nobody has left states at their ends
+    NO_SNAPSHOT = "no_snapshot"  # the blocks are there, and nobody has left states at their ends, or but a guess
     BLOCK_EVICTED = "block_evicted"  # the next block was cached, and was given up
     PARTED = "parted"  # its tokens differ from those of the nearest cached prefix
     NOT_CACHED = "not_cached"  # nothing cached goes on from there
+
+
+_NEAR_MISSES = frozenset(
+    why.value for why in (Why.PARTED, Why.BLOCK_EVICTED, Why.SNAPSHOT_GIVEN_UP, Why.NO_SNAPSHOT, Why.NO_SLOTS)
+)
 
 
 @dataclass(frozen=True)
@@ -38,6 +45,7 @@ class Explanation:
         here: Its own token behind those.
         there: That of the cached prefix. Whose it is nobody else may learn.
         ago: Requests admitted since what is missing was given up.
+        slots_short: So many more snapshot slots would have kept it, as `lru` goes; None where that is not the matter.
         block_size: Tokens.
     """
 
@@ -50,28 +58,39 @@ class Explanation:
     here: int | None = None
     there: int | None = None
     ago: int | None = None
+    slots_short: int | None = None
 
     def to_dict(self) -> dict[str, object]:
         """For JSON, with the sentence."""
         return dataclasses.asdict(self) | {"text": self.text()}
 
+    @property
+    def is_near_miss(self) -> bool:
+        """Whether something of it was cached, and more could have been skipped."""
+        return self.reason in _NEAR_MISSES
+
+    @property
+    def depth(self) -> int:
+        """Tokens from its start that were known, or are by now."""
+        return self.matched if self.agreeing is None else self.agreeing
+
+    def without_there(self) -> Explanation:
+        """For who may know positions and his own tokens, and nothing of anybody else's."""
+        return dataclasses.replace(self, there=None)
+
     def text(self) -> str:
         """One sentence."""
         size = self.block_size
         if self.reason == Why.PARTED.value:
-            assert self.agreeing is not None, "it parted somewhere"
-            return (
-                f"{self.agreeing} tokens agree with a cached prefix; they part in block {self.agreeing // size} at "
-                f"token {self.agreeing}: here {self.here}, there {self.there}; computing began at {self.skipped}"
-            )
-        gone = "" if self.ago is None else f" {self.ago} requests ago"
+            return f"{self._where_it_parted()}; computing began at {self.skipped}"
+        gone = "" if self.ago is None else f" {self.ago} request{'s' * (self.ago != 1)} ago"
         sentences = {
             Why.TOO_SHORT.value: f"too short: {size} tokens make a block",
             Why.SKIPPED_ALL.value: f"all {self.skipped} tokens that can be skipped were",
             Why.NO_SLOTS.value: f"{self.matched} tokens are cached, and there are no slots for their states",
             Why.SNAPSHOT_GIVEN_UP.value: f"{self.matched} tokens are cached; states before {self._goal()} were "
-            f"given up{gone} for want of a slot; computing began at {self.skipped}",
-            Why.NO_SNAPSHOT.value: f"{self.matched} tokens are cached, and no snapshot of states was taken between "
+            f"given up{gone} for want of a slot{self._what_would_do()}; computing began at {self.skipped}",
+            Why.NO_SNAPSHOT.value: f"{self.matched} tokens are cached, and no snapshot of states stands between "
             f"{self.skipped} and {self._goal()}",
             Why.BLOCK_EVICTED.value: f"the block behind token {self.matched} was given up{gone} for want of memory; "
             f"computing began at {self.skipped}",
@@ -80,10 +99,32 @@ class Explanation:
             Reason.CACHING_OFF.value: "the cache is off",
             Reason.PROMPT_LOGPROBS.value: "prompt log-probs were asked for, so nothing is skipped",
         }
-        return sentences[self.reason]
+        said = sentences[self.reason]
+        return said if self.agreeing is None else f"{said}. {self._where_it_parted()}"
+
+    def _where_it_parted(self) -> str:
+        assert self.agreeing is not None, "it parted somewhere"
+        there = "" if self.there is None else f", there {self.there}"
+        return (
+            f"{self.agreeing} tokens agree with a cached prefix; they part in block "
+            f"{self.agreeing // self.block_size} at token {self.agreeing}: here {self.here}{there}"
+        )
+
+    def _what_would_do(self) -> str:
+        if self.slots_short is None:
+            return ""
+        return f" ({self.slots_short} more slot{'s' * (self.slots_short > 1)} would have kept them)"
 
     def _goal(self) -> int:
         return min(self.matched, self.most)
+
+
+def explain_admission(admission: Admission, cache: PrefixCache, block_size: int) -> None:
+    """Note it in the request's ledger, the first time that it is admitted."""
+    ledger = admission.request.sequence.ledger
+    if ledger.explanation is None:
+        matched, start = len(admission.matched), admission.chunk.start
+        ledger.explanation = explain(admission.request, cache, matched, start, block_size)
 
 
 def explain(request: Request, cache: PrefixCache, matched: int, start: int, block_size: int) -> Explanation:
@@ -110,7 +151,7 @@ def explain(request: Request, cache: PrefixCache, matched: int, start: int, bloc
         return dataclasses.replace(blank, reason=Why.SKIPPED_ALL.value)
     goal = min(matched * block_size, most)
     if start < goal:
-        return _without_states(request, cache, blank, goal)
+        return _parted(request, cache, _without_states(request, cache, blank, goal), matched)
     return _behind_the_match(request, cache, blank, matched)
 
 
@@ -123,23 +164,31 @@ def _without_states(request: Request, cache: PrefixCache, blank: Explanation, go
     gone = cache.ghosts.last_snapshot(request.digests[blank.skipped // size : goal // size])
     if gone is None:
         return dataclasses.replace(blank, reason=Why.NO_SNAPSHOT.value)
-    return dataclasses.replace(blank, reason=Why.SNAPSHOT_GIVEN_UP.value, ago=gone)
+    is_ordered = cache.policy_name is not EvictionPolicyName.FLOPS  # by last use, so that slots can be counted
+    short = gone.slots_short if is_ordered else None
+    return dataclasses.replace(blank, reason=Why.SNAPSHOT_GIVEN_UP.value, ago=gone.ago, slots_short=short)
 
 
 def _behind_the_match(request: Request, cache: PrefixCache, blank: Explanation, matched: int) -> Explanation:
     """Everything that matched was skipped; why no more matched."""
-    digests, size = request.digests, blank.block_size
+    digests = request.digests
     if matched < len(digests):
         ago = cache.ghosts.block_ago(digests[matched])
         if ago is not None:
             return dataclasses.replace(blank, reason=Why.BLOCK_EVICTED.value, ago=ago)
-    chain = request.sequence.chain
+    found = _parted(request, cache, blank, matched)
+    reason = Why.NOT_CACHED if found.agreeing is None else Why.PARTED
+    return dataclasses.replace(found, reason=reason.value)
+
+
+def _parted(request: Request, cache: PrefixCache, blank: Explanation, matched: int) -> Explanation:
+    """With where its tokens part from the nearest cached prefix behind the match, if one goes on from there."""
+    chain, size = request.sequence.chain, blank.block_size
     assert chain is not None, "it reads the cache"
-    before = digests[matched - 1] if matched else chain.root
+    before = request.digests[matched - 1] if matched else chain.root
     following = request.sequence.packed[matched * size : (matched + 1) * size]
     parting = None if cache.kept is None else cache.kept.parting(before, following)
-    if parting is None or matched + parting.agreeing == 0:
-        return dataclasses.replace(blank, reason=Why.NOT_CACHED.value)
-    agreeing = matched * size + parting.agreeing
-    here = request.sequence.packed[agreeing]
-    return dataclasses.replace(blank, reason=Why.PARTED.value, agreeing=agreeing, here=here, there=parting.there)
+    agreeing = matched * size + (0 if parting is None else parting.agreeing)
+    if parting is None or agreeing == 0 or agreeing == len(request.tokens):
+        return blank
+    return dataclasses.replace(blank, agreeing=agreeing, here=request.sequence.packed[agreeing], there=parting.there)

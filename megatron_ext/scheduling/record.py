@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from megatron_ext.scheduling.events import Event
 from megatron_ext.scheduling.output import TopN
+
+if TYPE_CHECKING:  # it explains requests, which leave records
+    from megatron_ext.scheduling.explanation import Explanation
 
 
 class Status(enum.Enum):
@@ -79,14 +83,22 @@ class PrefillRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExplainedRecord:
-    """Why it skipped no more; see `Explanation`. None if nobody asked."""
+class DraftRecord:
+    """What became of its drafts (SP-7)."""
 
-    prefix_cache_explanation: dict[str, object] | None = None
+    draft_token_count: int = 0  # that steps have verified
+    accepted_token_count: int = 0  # that came
 
 
 @dataclass(frozen=True, kw_only=True)
-class RequestRecord(TextRecord, LogProbsRecord, Outcome, TimelineRecord, PrefillRecord, ExplainedRecord):
+class ExplainedRecord:
+    """Why it skipped no more. None if nobody asked."""
+
+    prefix_cache_explanation: Explanation | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestRecord(TextRecord, LogProbsRecord, Outcome, TimelineRecord, PrefillRecord, DraftRecord, ExplainedRecord):
     """The outcome of one request over its whole life, preemptions included."""
 
     request_id: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -57,7 +58,7 @@ def finished(handle: RequestHandle) -> RequestRecord:
 
 
 def usage(reply: Reply, records: Sequence[RequestRecord]) -> dict[str, object]:
-    """OpenAI's usage, and why prompt tokens were computed.
+    """OpenAI's usage, and why prompt tokens were computed; what became of drafts under its names for predictions.
 
     The choices of a prompt count its tokens once: as they were skipped and computed for the first of them.
 
@@ -74,6 +75,13 @@ def usage(reply: Reply, records: Sequence[RequestRecord]) -> dict[str, object]:
         "completion_tokens": generated,
         "total_tokens": prompt + generated,
     }
+    drafted = sum(record.draft_token_count for record in records)
+    if drafted:
+        accepted = sum(record.accepted_token_count for record in records)
+        counts["completion_tokens_details"] = {
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": drafted - accepted,
+        }
     if reply.shows_cache:
         counts["prompt_tokens_details"] = {
             "cached_tokens": sum(record.skipped_prefill_token_count for record in firsts),
@@ -113,6 +121,7 @@ class Reply(Protocol):
     id: str
     choices: int  # of each prompt
     shows_cache: bool  # whether the usage says what was cached
+    explains: Explains  # what choices say of why no more was skipped
 
     def heading(self, source: Progress | RequestRecord) -> dict[str, object]:
         """Fields beside the choices that the first part of an answer has, and a whole one."""
@@ -130,10 +139,28 @@ class Reply(Protocol):
         """A whole choice; `first` is the prompt's first one, which has what is told of the prompt."""
 
 
+class Explains(enum.Enum):
+    """What the first choice of a prompt says of why the prompt skipped no more."""
+
+    NOTHING = enum.auto()
+    OWN = enum.auto()  # positions, and the asker's own tokens
+    ALL = enum.auto()  # the cached token too, which may be somebody else's
+
+
+def explained(reply: Reply, index: int, record: RequestRecord) -> dict[str, object]:
+    """A choice's field `prefix_cache_explanation`, if it has one."""
+    said = record.prefix_cache_explanation
+    if reply.explains is Explains.NOTHING or index % reply.choices or said is None:
+        return {}
+    told = said if reply.explains is Explains.ALL else said.without_there()
+    return {"prefix_cache_explanation": told.to_dict()}
+
+
 def whole(reply: Reply, records: Sequence[RequestRecord]) -> dict[str, object]:
     """The answer in one piece."""
     choices = [
-        reply.choice(index, record, records[index - index % reply.choices]) for index, record in enumerate(records)
+        reply.choice(index, record, records[index - index % reply.choices]) | explained(reply, index, record)
+        for index, record in enumerate(records)
     ]
     envelope = reply.envelope(is_part=False) | reply.heading(records[0])
     return envelope | {"choices": choices, "usage": usage(reply, records)}

@@ -56,10 +56,25 @@ class CacheView:
         assert self._hottest is not None, "somebody has looked"
         state = self._metrics.state
         return {
-            "geometry": dataclasses.asdict(self._engine.geometry),
+            "geometry": self._engine.geometry.shown(),
+            "costs": dataclasses.asdict(self._engine.scheduler.limits.costs),
+            "settings": self._settings(),
             "occupancy": None if state is None else state.prefix_cache(),
             "lost": None if state is None else state.prefix_cache_lost(),
             "hottest_prefixes": self._hottest.prefixes,
+        }
+
+    def _settings(self) -> dict[str, object]:
+        """What a simulation is compared with."""
+        cache, limits = self._engine.scheduler.cache, self._engine.scheduler.limits
+        policy = None if cache.policy_name is None else cache.policy_name.value
+        return {
+            "policy": policy,
+            "mode": "align" if limits.aligned_chunks else "kernel",
+            "max_requests": limits.max_requests,
+            "max_tokens": limits.max_tokens,
+            "max_prefills": limits.max_prefills,
+            "max_sequence_length": limits.max_sequence_length,
         }
 
     async def reset(self) -> dict[str, object]:

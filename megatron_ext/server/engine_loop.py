@@ -23,6 +23,7 @@ from megatron_ext.server.errors import ApiError, asleep, engine_fault, overloade
 from megatron_ext.server.exchange import HttpExchange
 from megatron_ext.server.metrics import Metrics
 from megatron_ext.server.progress import RequestHandle
+from megatron_ext.server.recent import RecentRequests
 from megatron_ext.server.sampling import Job
 from megatron_ext.stepping.progress import Update
 from megatron_ext.stepping.thread import FAILED_STEPS, EngineThread
@@ -43,6 +44,9 @@ class EngineLoop:
         engine: Nobody else may touch it from now on.
         metrics: Told what happens.
         max_waiting: Requests that may be here beyond those that the batch has room for.
+
+    Attributes:
+        recent: Requests that have ended, for who asks what their trace was.
     """
 
     def __init__(self, engine: InferenceEngine, metrics: Metrics, max_waiting: int) -> None:
@@ -57,6 +61,7 @@ class EngineLoop:
         self._lost_ranks: RankError | None = None
         self.on_lost_ranks: Callable[[], None] = lambda: None
         self._latencies: deque[float] = deque(maxlen=LATENCIES)
+        self.recent = RecentRequests()
         self._is_closed = False
         self._has_more = False  # in the engine, as of the last step
         self._failures = 0  # steps, in a row
@@ -112,7 +117,8 @@ class EngineLoop:
             self._exchanges[handle.request_id] = handle, exchange
         self._work.set()
         try:
-            await self.call(self._side.add, exchange)
+            added = self._thread.submit_requests(self._side.add, (exchange,), self._side.observed)
+            await asyncio.wrap_future(added)
         except Exception:
             self._forget(exchange.handles)
             raise
@@ -270,6 +276,8 @@ class EngineLoop:
             if isinstance(update, RequestRecord):
                 handle.record = update
                 self._forget([handle])
+                if handle.job.params.enable_prefix_caching:
+                    self.recent.note(update, handle.job.params.cache_salt)
             else:
                 handle.take(update)
             exchange.changed.set()

@@ -156,6 +156,12 @@ def unknown_model(name: str, served: str) -> ApiError:
     return ApiError(404, message, param="model", code="model_not_found")
 
 
+def not_explained(why: str) -> ApiError:
+    """400: the client asks why its prompt skipped no more, and this server does not say."""
+    message = f"explain_prefix_cache: {why}; leave it out"
+    return ApiError(400, message, param="explain_prefix_cache", code="not_explained")
+
+
 def context_exceeded(prompt: int, generated: int, limit: int) -> ApiError:
     """400: prompt and answer are longer than the model's context."""
     return ApiError(

@@ -11,12 +11,12 @@ CALLER = "megatron_ext.caller"  # where routes find it in the scope
 
 # How the server is and what it can do, and counts of everybody: for load balancers, Prometheus and people. Neither
 # texts nor digests.
-OPEN_PATHS = frozenset(("/", "/health", "/ping", "/version", "/docs", "/openapi.json"))
+OPEN_PATHS = frozenset(("/", "/health", "/ping", "/version", "/docs", "/openapi.json", "/replica"))
 _COUNTS = frozenset(("/metrics", "/metrics/history"))
 # What concerns everybody.
 ADMIN_PATHS = frozenset(
     (
-        *("/prefix_cache", "/reset_prefix_cache", "/flush_cache", "/abort"),
+        *("/prefix_cache", "/prefix_cache/trace", "/reset_prefix_cache", "/flush_cache", "/abort"),
         *("/sleep", "/wake_up", "/is_sleeping", "/update_weights_from_disk"),
     )
 )
@@ -34,13 +34,16 @@ class KeyGate:
         app: What is behind the gate.
         keys: All of them.
         hides_counts: Whether counts are for administrators.
+        admin_paths: What concerns everybody.
     """
 
-    def __init__(self, app: ASGIApp, keys: Keys, *, hides_counts: bool) -> None:
+    def __init__(
+        self, app: ASGIApp, keys: Keys, *, hides_counts: bool, admin_paths: frozenset[str] = ADMIN_PATHS
+    ) -> None:
         self._app = app
         self._keys = keys
         self._open = open_paths(hides_counts=hides_counts)
-        self._admin = ADMIN_PATHS | _COUNTS if hides_counts else ADMIN_PATHS
+        self._admin = admin_paths | _COUNTS if hides_counts else admin_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or answer 401 (no key, or none of ours) or 403 (a key for something else)."""

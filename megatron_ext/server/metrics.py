@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, Info, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 import megatron_ext
 from megatron_ext.engine.statistics import EngineStatistics
 from megatron_ext.scheduling.accounting import Reason
+from megatron_ext.scheduling.explanation import Explanation
 from megatron_ext.scheduling.record import RequestRecord, Status
 
 PREFIX = "megatron_ext"
@@ -19,6 +20,8 @@ _UNDRAWN = ("_created", "_sum")
 OUTCOMES = ("stop", "length", "failed", "aborted")
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+
+DEPTHS = (64, 256, 1024, 4096, 16384)  # tokens that agree: a date near the top of a prompt is seen at once
 
 # name, help, where the value is
 _GAUGES = (
@@ -31,6 +34,7 @@ _GAUGES = (
     ("kv_blocks_evictable", "Cached KV blocks that no request uses", "use.blocks_evictable"),
     ("state_slots", "Slots for snapshots of recurrent states", "use.slots_total"),
     ("state_slots_used", "Slots with a snapshot", "use.slots_used"),
+    ("state_slots_provisional", "Slots with a snapshot that nobody asked for", "use.provisional_slots"),
 )
 _COUNTERS = (
     ("prefix_cache_hits", "Admissions that skipped something", "counters.hits"),
@@ -41,12 +45,17 @@ _COUNTERS = (
     ("snapshots_skipped", "Snapshots not taken, for want of a slot", "use.snapshots_skipped"),
     ("snapshots_evicted", "Snapshots given up for want of a slot", "use.slots_evicted"),
     ("snapshots_replaced", "Snapshots of decode that gave way to the next one", "use.snapshots_replaced"),
+    ("provisional_taken", "Snapshots taken that nobody asked for", "use.provisional_taken"),
+    ("provisional_consumed", "Of those, that requests resumed from", "use.provisional_consumed"),
+    ("provisional_given_up", "Of those, gone before", "use.provisional_given_up"),
     (
         "prompt_tokens_lost_slots",
         "Computed, and skipped had there been more snapshot slots",
         "counters.lost_slot_tokens",
     ),
     ("prompt_tokens_lost_blocks", "Computed, and skipped had there been more blocks", "counters.lost_block_tokens"),
+    ("draft_tokens", "Drafts that steps have verified", "counters.drafted"),
+    ("accepted_draft_tokens", "Drafts that came", "counters.accepted"),
     ("request_pauses", "Requests paused for want of a block", "counters.pauses"),
     ("request_evictions", "Paused requests that gave up their blocks", "counters.preemptions"),
 )
@@ -82,6 +91,12 @@ class Metrics(Collector):
             ["reason"],
             registry=registry,
         )
+        self._near_misses = Counter(
+            f"{PREFIX}_prefix_cache_near_misses",
+            "Requests that skipped less than they could have, by reason and by the tokens that agreed",
+            ["reason", "depth"],
+            registry=registry,
+        )
         self._recomputed = Counter(
             f"{PREFIX}_tokens_recomputed", "Tokens prefilled again after an eviction", registry=registry
         )
@@ -108,12 +123,17 @@ class Metrics(Collector):
         for reason, count in record.prefill_reasons.items():
             self._computed.labels(reason).inc(count)
         if record.prefix_cache_explanation is not None:
-            self._why.labels(record.prefix_cache_explanation["reason"]).inc()
+            self._observe_explanation(record.prefix_cache_explanation)
         self._recomputed.inc(record.recomputed_token_count)
         self._generated.inc(len(record.generated_tokens))
         if record.ttft is not None:
             self._first_token.observe(record.ttft)
         self._latency.observe(record.latency)
+
+    def _observe_explanation(self, said: Explanation) -> None:
+        self._why.labels(said.reason).inc()
+        if said.is_near_miss:
+            self._near_misses.labels(said.reason, depth_of(said.depth)).inc()
 
     def collect(self) -> Iterator[Metric]:
         """The engine's numbers."""
@@ -124,6 +144,10 @@ class Metrics(Collector):
             yield GaugeMetricFamily(f"{PREFIX}_{name}", text, state.value(path))
         for name, text, path in _COUNTERS:
             yield CounterMetricFamily(f"{PREFIX}_{name}", text, state.value(path))
+        use = state.speculation
+        if use is not None:
+            yield _by_position("draft_tokens_by_position", "Drafts that steps have verified", use.drafted)
+            yield _by_position("accepted_draft_tokens_by_position", "Drafts that came", use.accepted)
 
     def values(self) -> dict[str, float]:
         """The samples of `/metrics` by name, without the prefix, and labels: `requests_total{outcome="stop"}`.
@@ -142,6 +166,20 @@ class Metrics(Collector):
     def render(self) -> bytes:
         """In Prometheus' text format."""
         return generate_latest(self._registry)
+
+
+def _by_position(name: str, text: str, counts: Sequence[int]) -> CounterMetricFamily:
+    """A counter for each place behind the last known token, the first is 1."""
+    family = CounterMetricFamily(f"{PREFIX}_{name}", f"{text}, by position", labels=["position"])
+    for position, count in enumerate(counts, start=1):
+        family.add_metric([str(position)], count)
+    return family
+
+
+def depth_of(tokens: int) -> str:
+    """So many tokens as a label: below which of a few depths they lie."""
+    bound = next((bound for bound in DEPTHS if tokens < bound), None)
+    return f"{DEPTHS[-1]} or more" if bound is None else f"below {bound}"
 
 
 def _key(name: str, labels: Mapping[str, str]) -> str:

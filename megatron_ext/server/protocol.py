@@ -133,7 +133,39 @@ ToolChoice = Annotated[
 ]
 
 
-class ChatRequest(GenerationRequest):
+class TemplateFields(Body):
+    """What a chat template is told beside the messages."""
+
+    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: Annotated[dict[str, object], Field(max_length=MOST_VARIABLES)] | None = None
+
+    @model_validator(mode="after")
+    def _ends_agree(self) -> TemplateFields:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError("continue_final_message and add_generation_prompt contradict each other; give one of them")
+        return self
+
+    @property
+    def has_options(self) -> bool:
+        """Whether the template is told anything."""
+        given = (self.tools, self.add_generation_prompt, self.continue_final_message, self.chat_template_kwargs)
+        return any(one is not None for one in given)
+
+    @property
+    def chat_options(self) -> ChatOptions:
+        """The same for the template."""
+        adds = self.add_generation_prompt is not False and not self.continue_final_message
+        return ChatOptions(
+            add_generation_prompt=adds,
+            continue_final_message=bool(self.continue_final_message),
+            tools=tuple(tool.model_dump(exclude_none=True) for tool in self.tools or ()),
+            variables=self.chat_template_kwargs or {},
+        )
+
+
+class ChatRequest(TemplateFields, GenerationRequest):
     """The body of `/v1/chat/completions`."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
@@ -141,12 +173,8 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
-    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
     tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: Annotated[dict[str, object], Field(max_length=MOST_VARIABLES)] | None = None
     echo: Literal[False] | None = None
     documents: object = None
     functions: object = None
@@ -164,20 +192,7 @@ class ChatRequest(GenerationRequest):
             raise ValueError("top_logprobs needs logprobs; set it or leave top_logprobs out")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise ValueError("max_tokens and max_completion_tokens contradict each other; give one of them")
-        if self.continue_final_message and self.add_generation_prompt:
-            raise ValueError("continue_final_message and add_generation_prompt contradict each other; give one of them")
         return self
-
-    @property
-    def chat_options(self) -> ChatOptions:
-        """What the chat template is told beside the messages."""
-        adds = self.add_generation_prompt is not False and not self.continue_final_message
-        return ChatOptions(
-            add_generation_prompt=adds,
-            continue_final_message=bool(self.continue_final_message),
-            tools=tuple(tool.model_dump(exclude_none=True) for tool in self.tools or ()),
-            variables=self.chat_template_kwargs or {},
-        )
 
     @property
     def most_calls(self) -> int:

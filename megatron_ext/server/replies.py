@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from megatron_ext.scheduling.record import RequestRecord
-from megatron_ext.server.answers import Piece, Scored, generated_scores, prompt_scores
+from megatron_ext.server.answers import Explains, Piece, Scored, generated_scores, prompt_scores
 from megatron_ext.server.tool_calls import ToolCall, ToolCallReader
 from megatron_ext.stepping.progress import Progress
 from megatron_ext.text.detokenizer import INCOMPLETE
@@ -23,6 +23,7 @@ class _Envelope:
         self.id = f"{prefix}-{uuid.uuid4().hex}"
         self.choices = choices
         self.shows_cache = True
+        self.explains = Explains.NOTHING
         self._vocabulary = vocabulary
         self._shows_ids = shows_ids
         self._fields = {"id": self.id, "created": int(time.time()), "model": model}

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import signal
 import socket
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import uvicorn
@@ -25,6 +23,7 @@ from megatron_ext.mcore import platform
 from megatron_ext.mcore.assemble import build_engine
 from megatron_ext.mcore.teams import form_team
 from megatron_ext.memory.heap import spare_what_is_loaded
+from megatron_ext.models.drafting import load_draft_model
 from megatron_ext.models.following import follow
 from megatron_ext.models.generation_defaults import generation_defaults
 from megatron_ext.models.load import LoadedModel, load_model, save_model
@@ -32,23 +31,16 @@ from megatron_ext.models.update.disk import WeightsRoot
 from megatron_ext.ranks.failure import ending_together
 from megatron_ext.ranks.team import Team
 from megatron_ext.server.app import create_app
-from megatron_ext.server.connections import (
-    ACCEPT_BATCH,
-    LISTEN_BACKLOG,
-    Connections,
-    GuardedProtocol,
-    handle_loop_error,
-    most_connections,
-)
+from megatron_ext.server.cache_events import CacheEvents
+from megatron_ext.server.connections import most_connections
 from megatron_ext.server.errors import shutting_down
 from megatron_ext.server.keys import Keys, load_keys
+from megatron_ext.server.listening import LAST_WORDS, AnnouncedServer, announce, bind, guarded, run_until_signal
 from megatron_ext.server.serving import Serving
 from megatron_ext.server.updater import WeightsUpdater
 from megatron_ext.text.tokenizer import TextTokenizer
 
 logger = logging.getLogger(__name__)
-
-LAST_WORDS = 5  # seconds that cancelled requests have to tell their clients
 
 
 def run_server(settings: ServerSettings) -> None:
@@ -78,8 +70,13 @@ def _listen_and_serve(settings: ServerSettings, team: Team | None) -> None:
     weights_root(settings.server, team)
     check_profile(settings.server.profile, team)
     most_connections(settings.server.limits)
-    with bind(settings.server.host, settings.server.port) as listener:
+    with (
+        bind(settings.server.host, settings.server.port) as listener,
+        CacheEvents(settings.server.kv_events, 1 if team is None else team.replicas) as cache_events,
+    ):
         serving = build_serving(settings, keys, team)
+        cache_events.attach(serving.engine.engine)
+        serving.kv_events = cache_events.addresses()
         spare_what_is_loaded()
         with profiled(serving.engine, settings.server.profile):
             serve(serving, listener, announce)
@@ -96,6 +93,7 @@ def _follow(settings: ServerSettings, team: Team) -> None:
             [settings.cache],
             team=team,
             on_ready=interruption.keep_quiet,
+            speculative_tokens=settings.speculation.num_speculative_tokens,
         )
 
 
@@ -125,6 +123,8 @@ def build_serving(settings: ServerSettings, keys: Keys | None = None, team: Team
         seed=settings.source.seed,
         logging_step_interval=settings.server.inference_logging_step_interval,
         team=team,
+        speculation=settings.speculation,
+        draft=load_draft_model(settings.speculation, settings.source, settings.parallel, loaded),
     )
     print_geometry(engine.geometry, loaded.name, make_console(quiet=False), engine.longest_request_state_bytes)
     name = model_name(settings.source, settings.server, loaded.name)
@@ -161,48 +161,13 @@ def model_name(source: SourceConfig, server: ServerConfig, loaded: str) -> str:
     return loaded if directory is None else Path(directory).resolve().name or loaded
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A socket of that address, so that one that is taken is known before anything is loaded; nobody listens yet.
-
-    Raises:
-        ConfigError: The address cannot be had.
-    """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-        except BaseException:
-            listener.close()
-            raise
-    except OSError as error:
-        raise ConfigError(f"--host {host} --port {port}: {error.strerror or error}; give others") from None
-    return listener
-
-
-def announce(url: str) -> None:
-    """Say that the server is ready: in words of ours, and in those that Megatron's scripts wait for."""
-    print(f"Running on {url}\nready: {url}", flush=True)
-
-
-class _Server(uvicorn.Server):
-    """Says when it listens, and gives running requests their time when it is told to stop."""
+class _Server(AnnouncedServer):
+    """Gives running requests their time when it is told to stop."""
 
     def __init__(self, config: uvicorn.Config, serving: Serving, on_ready: Callable[[str], None]) -> None:
-        super().__init__(config)
+        super().__init__(config, on_ready)
         self._serving = serving
-        self._on_ready = on_ready
         self._cancelled = 0  # requests
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        asyncio.get_running_loop().set_exception_handler(handle_loop_error)
-        await super().startup(sockets)
-        assert sockets, "this server is given what it listens to"
-        for listener in sockets:  # uvicorn's backlog is asyncio's too, which accepts so many before anything else
-            listener.listen(LISTEN_BACKLOG)
-        host, port = sockets[0].getsockname()[:2]
-        self._on_ready(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
 
     async def main_loop(self) -> None:
         """Until a signal comes, or other ranks are lost: then there is nothing to wait for."""
@@ -238,26 +203,7 @@ class _Server(uvicorn.Server):
 def build_server(serving: Serving, on_ready: Callable[[str], None]) -> uvicorn.Server:
     """The server, which calls `on_ready` with its URL when it listens."""
     settings = serving.settings
-    connections = Connections(most_connections(settings.limits))
-    if connections.most < settings.limits.max_connections:
-        logger.warning(
-            "`ulimit -n` allows for %d connections, not the %d of --max-connections",
-            connections.most,
-            settings.limits.max_connections,
-        )
-    config = uvicorn.Config(
-        create_app(serving),
-        http=partial(GuardedProtocol, connections, settings.limits),  # type: ignore[arg-type]  # it is only called
-        ws="none",
-        backlog=ACCEPT_BATCH,
-        timeout_keep_alive=settings.limits.idle_timeout,  # type: ignore[arg-type]  # asyncio takes parts of seconds
-        log_config=None,
-        log_level="warning",
-        access_log=False,
-        lifespan="on",
-        timeout_graceful_shutdown=math.ceil(settings.shutdown_timeout) + LAST_WORDS,
-    )
-    return _Server(config, serving, on_ready)
+    return _Server(guarded(create_app(serving), settings.limits, settings.shutdown_timeout), serving, on_ready)
 
 
 def serve(serving: Serving, listener: socket.socket, on_ready: Callable[[str], None]) -> None:
@@ -266,12 +212,5 @@ def serve(serving: Serving, listener: socket.socket, on_ready: Callable[[str], N
     Raises:
         RankError: Other ranks are lost; every request has been told.
     """
-    server = build_server(serving, on_ready)
-    # uvicorn raises the signal again when it has stopped, for whoever had it before: nothing is left to be done then.
-    before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        server.run(sockets=[listener])
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    run_until_signal(build_server(serving, on_ready), listener)
     serving.loop.raise_lost_ranks()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+import uuid
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated
 from weakref import WeakValueDictionary
@@ -15,15 +16,16 @@ import megatron_ext
 from megatron_ext.config import RequestParams, ServerConfig
 from megatron_ext.config.annotations import FieldValues
 from megatron_ext.mcore.adapter import InferenceEngine
+from megatron_ext.server.answers import Explains
 from megatron_ext.server.cache_view import CacheView
 from megatron_ext.server.chat import ChatFormat
 from megatron_ext.server.engine_loop import EngineLoop
-from megatron_ext.server.errors import unknown_model
+from megatron_ext.server.errors import not_explained, unknown_model
 from megatron_ext.server.exchange import HttpExchange
 from megatron_ext.server.fields import GenerationRequest
 from megatron_ext.server.forms import FormChecks
 from megatron_ext.server.history import History
-from megatron_ext.server.keys import Keys, load_keys
+from megatron_ext.server.keys import Caller, Keys, load_keys
 from megatron_ext.server.metrics import Metrics
 from megatron_ext.server.protocol import Message
 from megatron_ext.server.sampling import PromptLimits
@@ -45,6 +47,7 @@ class Serving:
         root: Where the model's tokenizer can be read, for clients on this machine; by default the model's name.
         updater: Reads new weights; None where it was not asked for.
         defaults: Fields of `RequestParams` that the model has for what a body does not say.
+        kv_events: Where the caches publish their events: `endpoint`, `replay` and `topic` of each.
     """
 
     engine: InferenceEngine
@@ -54,7 +57,9 @@ class Serving:
     root: str | None = None
     updater: WeightsUpdater | None = None
     defaults: FieldValues = field(default_factory=dict)
+    kv_events: Sequence[Mapping[str, str | None]] = ()
     created: int = field(default_factory=lambda: int(time.time()))
+    instance: str = field(default_factory=lambda: uuid.uuid4().hex)  # of this process, for who asks it twice
 
     def __post_init__(self) -> None:
         self.keys = self.keys or load_keys(self.settings)
@@ -85,6 +90,19 @@ class Serving:
     def decoder(self, params: RequestParams) -> Callable[..., str]:
         """What makes a request's tokens its text."""
         return self.vocabulary.decoder(skips_special=params.skip_special_tokens)
+
+    def explains_to(self, caller: Caller) -> Explains:
+        """What a caller may know of why a prompt skipped no more.
+
+        Raises:
+            ApiError: Nothing, or explanations are off.
+        """
+        if self.settings.hide_cache_counts:
+            raise not_explained("--hide-cache-counts hides what it would say")
+        if not self.engine.scheduler.limits.explains:
+            raise not_explained("the server needs --explain-prefix-cache for it")
+        may_know = self.keys is not None and self.keys.has_administrator and self.settings.enable_admin_routes
+        return Explains.ALL if may_know and caller.can_administrate else Explains.OWN
 
     def check_model(self, body: GenerationRequest) -> None:
         """See that the request means this model.

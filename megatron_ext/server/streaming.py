@@ -7,13 +7,23 @@ import json
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from megatron_ext.config import RequestParams
 from megatron_ext.scheduling.record import RequestRecord
-from megatron_ext.server.answers import Piece, Reply, Scored, finished, generated_scores, usage, usage_so_far
+from megatron_ext.server.answers import (
+    Piece,
+    Reply,
+    Scored,
+    explained,
+    finished,
+    generated_scores,
+    usage,
+    usage_so_far,
+)
 from megatron_ext.server.errors import ApiError, ClientGone, engine_fault
 from megatron_ext.server.exchange import HttpExchange
 from megatron_ext.server.progress import RequestHandle
@@ -21,6 +31,8 @@ from megatron_ext.stepping.progress import Progress
 from megatron_ext.text.stream import TextStream
 
 logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 DONE = b"data: [DONE]\n\n"
 
@@ -98,6 +110,8 @@ class _ChoiceStream:
             self._untold = [], []
             part = self._reply.part(self._index, Piece(text, tokens, scores, reason))
             if part is not None:
+                if isinstance(source, RequestRecord):
+                    part |= explained(self._reply, self._index, source)
                 yield {"choices": [part]}
 
 
@@ -136,6 +150,13 @@ async def events(exchange: HttpExchange, reply: Reply, wanted: Wanted) -> AsyncI
     yield DONE
 
 
+class Abortable(Protocol):
+    """Work for a client."""
+
+    def abort(self) -> None:
+        """End it, if it has not ended; returns at once."""
+
+
 class EventStream(Response):
     """Sends events as they come; when the client leaves, or anything else ends it, the exchange is aborted.
 
@@ -146,7 +167,7 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, exchange: HttpExchange, source: AsyncIterator[bytes]) -> None:
+    def __init__(self, exchange: Abortable, source: AsyncIterator[bytes]) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._exchange = exchange
@@ -168,26 +189,29 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def unless_gone(receive: Receive, work: Coroutine[object, None, None]) -> None:
+async def unless_gone(receive: Receive, work: Coroutine[object, None, Result]) -> Result:
     """Do `work` while the client is there.
 
     Args:
         receive: Of the request, whose body has been read.
         work: Cancelled when the client leaves.
 
+    Returns:
+        What it returns.
+
     Raises:
         ClientGone: The client has left.
     """
-    tasks = [asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))]
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
     try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        if not tasks[0].done():
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
             raise ClientGone
-        tasks[0].result()
+        return working.result()
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        working.cancel()
+        leaving.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
 
 
 async def _gone(receive: Receive) -> None:

@@ -14,16 +14,31 @@ from rich.console import Console
 
 from megatron_ext.config import EvictionPolicyName
 from megatron_ext.errors import ConfigError
+from megatron_ext.files import read_text
 from megatron_ext.simulation.formats import read_trace
 from megatron_ext.simulation.generators import GENERATORS, Size
 from megatron_ext.simulation.machine import Machine
-from megatron_ext.simulation.models import MODELS
+from megatron_ext.simulation.models import MODELS, CachedModel
 from megatron_ext.simulation.report import draw, draw_heat_map, lines_of, results, table_of
-from megatron_ext.simulation.sweep import MODES, Batch, Settings, advise, grid, run_point, sweep
+from megatron_ext.simulation.running import ask_server
+from megatron_ext.simulation.sweep import (
+    DEFAULT,
+    DEFAULT_STATE_SHARE,
+    MODES,
+    PLACEMENTS,
+    SPACING,
+    Batch,
+    Settings,
+    advise,
+    grid,
+    run_point,
+    sweep,
+)
 from megatron_ext.simulation.trace import Ids, Turn, describe
 
 HEAT_LENGTHS = (128, 512, 2048, 8192)
 _HEAT_REQUESTS = 32
+_LONGEST_KEY = 4096  # bytes
 Value = TypeVar("Value")
 
 
@@ -34,16 +49,45 @@ def simulate(argv: Sequence[str] | None, console: Console) -> None:
         ConfigError: What was asked for makes no sense, or a file cannot be read or written.
     """
     arguments = _parser().parse_args(argv)
+    if arguments.server is not None:
+        _simulate_server(arguments, console)
+        return
     turns = _trace(arguments)
     model, batch = MODELS[arguments.model], Batch(arguments.max_requests, arguments.max_tokens, arguments.max_prefills)
+    memories, shares = arguments.memory_gib or [4.0, 8.0, 16.0], arguments.state_share or [DEFAULT_STATE_SHARE]
+    axes = (arguments.block_size, arguments.policy, arguments.mode, arguments.placement, arguments.spacing)
+    settings = grid(memories, shares, *axes)
+    _run(arguments, console, turns, model, batch, settings, DEFAULT)
+
+
+def _simulate_server(arguments: argparse.Namespace, console: Console) -> None:
+    """The recent requests of a server with its own memory, and beside it, with its own settings and others."""
+    key = None if arguments.api_key_file is None else read_text(arguments.api_key_file, _LONGEST_KEY).strip()
+    server = ask_server(arguments.server, key, arguments.requests)
+    shares = arguments.state_share or server.shares()
+    sizes, own = sorted({server.settings.block_size, *arguments.block_size}), server.settings
+    policies, modes = sorted({own.policy, *arguments.policy}), sorted({own.mode, *arguments.mode})
+    axes = (sizes, policies, modes, arguments.placement, arguments.spacing)
+    settings = grid(arguments.memory_gib or server.memories(), shares, *axes)
+    _run(arguments, console, server.turns, server.model, server.batch, settings, own)
+
+
+def _run(
+    arguments: argparse.Namespace,
+    console: Console,
+    turns: Sequence[Turn],
+    model: CachedModel,
+    batch: Batch,
+    settings: Sequence[Settings],
+    given: Settings,
+) -> None:
     machine = Machine(arguments.flops, arguments.bandwidth, arguments.parameter_bytes, arguments.step_overhead)
-    settings = grid(arguments.memory_gib, arguments.state_share, arguments.block_size, arguments.policy, arguments.mode)
     points = []
     for point in sweep(turns, model, settings, batch, machine):
         points.append(point)
         if len(settings) > 1 and console.is_terminal:
             console.print(f"{len(points)} of {len(settings)}: {point.wall_seconds:.1f} s", style="dim")
-    advice = advise(points) if arguments.advise else []
+    advice = advise(points, given) if arguments.advise else []
     sizes = describe(turns)
     console.print(", ".join(f"{count} {name.replace('_', ' ')}" for name, count in sizes.items()), markup=False)
     console.print(table_of(points))
@@ -52,7 +96,7 @@ def simulate(argv: Sequence[str] | None, console: Console) -> None:
     if arguments.output is not None:
         _write(arguments.output, results(sizes, points, advice, dataclasses.asdict(machine)))
     if arguments.plots is not None:
-        for path in [*draw(points, arguments.plots), _heat_map(arguments, settings[0], batch, machine)]:
+        for path in [*draw(points, arguments.plots), _heat_map(arguments, model, settings[0], batch, machine)]:
             console.print(f"drawn: {path}", markup=False, soft_wrap=True)
 
 
@@ -63,9 +107,10 @@ def _trace(arguments: argparse.Namespace) -> list[Turn]:
     return list(GENERATORS[arguments.generate](size))
 
 
-def _heat_map(arguments: argparse.Namespace, settings: Settings, batch: Batch, machine: Machine) -> Path:
+def _heat_map(
+    arguments: argparse.Namespace, model: CachedModel, settings: Settings, batch: Batch, machine: Machine
+) -> Path:
     """With the first settings: prompts of four prefixes in turns."""
-    model = MODELS[arguments.model]
     shares = {}
     for shared in HEAT_LENGTHS:
         for own in HEAT_LENGTHS:
@@ -134,21 +179,38 @@ def _parser() -> argparse.ArgumentParser:
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--trace", type=Path, metavar="FILE.jsonl", help="recorded: ours or Mooncake's")
     source.add_argument("--generate", choices=tuple(GENERATORS), default="mixed", help="made up; default: mixed")
+    source.add_argument("--server", metavar="URL", help="one that runs: its requests, model, memory, settings")
+    parser.add_argument("--api-key-file", type=Path, metavar="FILE", help="with the key of the server's administrator")
     parser.add_argument("--requests", type=_count, help="of the trace; default: all of a file, 1000 made up")
     parser.add_argument("--rate", type=_positive, default=1.0, help="sessions that begin in a second")
     parser.add_argument("--scale", type=_positive, default=1.0, help="factor of made-up lengths")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", choices=tuple(MODELS), default="nemotron-h-8b")
     parser.add_argument(
-        "--memory-gib", type=_list_of(_positive), default=[4.0, 8.0, 16.0], help="of blocks and snapshots together"
+        "--memory-gib",
+        type=_list_of(_positive),
+        help="of blocks and snapshots together; default: 4,8,16, of a server half of its own, its own, twice as much",
     )
-    parser.add_argument("--state-share", type=_list_of(_share), default=[0.2], help="of the memory for snapshots")
+    parser.add_argument(
+        "--state-share",
+        type=_list_of(_share),
+        help=f"of the memory for snapshots; default: {DEFAULT_STATE_SHARE}, of a server its own and others",
+    )
     parser.add_argument("--block-size", type=_list_of(_count), default=[64], help="tokens")
     policies = [policy.value for policy in EvictionPolicyName]
     parser.add_argument(
         "--policy", type=_list_of(_one_of(policies)), default=["lru", "flops"], help=", ".join(policies)
     )
     parser.add_argument("--mode", type=_list_of(_one_of(MODES)), default=[MODES[0]], help=", ".join(MODES))
+    parser.add_argument(
+        "--placement",
+        type=_list_of(_one_of(PLACEMENTS)),
+        default=[PLACEMENTS[0]],
+        help="of snapshots that nobody asked for: " + ", ".join(PLACEMENTS),
+    )
+    parser.add_argument(
+        "--spacing", type=_list_of(_count), default=[SPACING], help="blocks for each of those, at least"
+    )
     _add_machine(parser)
     parser.add_argument("--advise", action="store_true", help="say which settings would have skipped most")
     parser.add_argument("--output", type=Path, metavar="FILE.json", help="everything, as JSON")

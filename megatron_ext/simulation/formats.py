@@ -6,6 +6,8 @@ Ours, a line a request:
     {"time": 2.0, "session": "a", "reply": true, "block_hashes": ["x", "y"], "block_size": 512, "length": 700,
      "answer_length": 40, "salt": "tenant"}
 
+With `answer_hashed` the hashes go on behind the prompt over its answer, as a server's `/prefix_cache/trace` has them.
+
 `time` is in seconds from the beginning; with `reply` it is the time from the end of the session's request before it.
 A hash stands for a block *and* everything before it or for the block alone, which makes no difference here.
 
@@ -17,18 +19,19 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
+from typing import BinaryIO
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.files import open_regular
-from megatron_ext.simulation.trace import MOST_IDS, Ids, Pieces, Turn
+from megatron_ext.simulation.trace import MOST_IDS, Ids, Pieces, Turn, cut
 
 MOONCAKE_BLOCK = 512  # tokens
 LONGEST_LINE = 2**24  # bytes
 _FIRST_OWN_ID = MOST_IDS // 2  # explicit tokens lie below
 _OUR_FIELDS = {"time", "session", "reply", "tokens", "block_hashes", "block_size", "length", "answer", "answer_length"}
-_OUR_FIELDS |= {"salt"}
+_OUR_FIELDS |= {"salt", "answer_hashed"}
 
 Line = Mapping[str, object]
 
@@ -61,10 +64,16 @@ def read_trace(path: Path, most: int | None = None) -> list[Turn]:
     Raises:
         ConfigError: It cannot be read, or a line makes no sense.
     """
+    with open_regular(path) as file:
+        return read_requests(file, str(path), most)
+
+
+def read_requests(file: BinaryIO, name: str, most: int | None = None) -> list[Turn]:
+    """As `read_trace`, of what is open; errors call it by the name."""
     read: Callable[[Line, int], Turn] | None = None
     turns: list[Turn] = []
-    for number, line in islice(_lines(path), most):
-        where = f"{path}, line {number}"
+    for number, line in islice(_lines(file, name), most):
+        where = f"{name}, line {number}"
         if read is None:
             read = _Mooncake().read if "hash_ids" in line else _Ours().read
         try:
@@ -73,27 +82,26 @@ def read_trace(path: Path, most: int | None = None) -> list[Turn]:
             what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
             raise ConfigError(f"{where}: {what}") from error
     if not turns:
-        raise ConfigError(f"{path} has no request")
+        raise ConfigError(f"{name} has no request")
     return turns
 
 
-def _lines(path: Path) -> Iterator[tuple[int, Line]]:
-    with open_regular(path) as file:
-        for number in range(1, MOST_IDS):
-            raw = file.readline(LONGEST_LINE + 1)
-            if not raw:
-                return
-            if len(raw) > LONGEST_LINE:
-                raise ConfigError(f"{path}, line {number}: longer than {LONGEST_LINE} bytes")
-            if not raw.strip():
-                continue
-            try:
-                line = json.loads(raw)
-            except (ValueError, RecursionError) as error:
-                raise ConfigError(f"{path}, line {number}: no JSON: {error}") from error
-            if not isinstance(line, dict):
-                raise ConfigError(f"{path}, line {number}: not an object")
-            yield number, line
+def _lines(file: BinaryIO, name: str) -> Iterator[tuple[int, Line]]:
+    for number in range(1, MOST_IDS):
+        raw = file.readline(LONGEST_LINE + 1)
+        if not raw:
+            return
+        if len(raw) > LONGEST_LINE:
+            raise ConfigError(f"{name}, line {number}: longer than {LONGEST_LINE} bytes")
+        if not raw.strip():
+            continue
+        try:
+            line = json.loads(raw)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{name}, line {number}: no JSON: {error}") from error
+        if not isinstance(line, dict):
+            raise ConfigError(f"{name}, line {number}: not an object")
+        yield number, line
 
 
 class _Mooncake:
@@ -126,14 +134,24 @@ class _Ours:
         if is_reply and is_new:
             raise ValueError("reply in a session that has no request before")
         salt = line.get("salt")
+        prompt, answer = self._prompt_and_answer(line)
         return Turn(
             session,
             _seconds(line["time"]),
-            self._prompt(line),
-            self._answer(line),
+            prompt,
+            answer,
             is_reply,
             None if salt is None else str(salt),
         )
+
+    def _prompt_and_answer(self, line: Line) -> tuple[Pieces, Sequence[int]]:
+        if line.get("answer_hashed", False) is not True:
+            return self._prompt(line), self._answer(line)
+        length, answer = _count(line["length"], "length"), _count(line["answer_length"], "answer_length")
+        both = self._blocks.prompt(
+            _list(line["block_hashes"]), length + answer, _count(line["block_size"], "block_size")
+        )
+        return cut(both, length), list(islice(chain.from_iterable(both), length, None))
 
     def _prompt(self, line: Line) -> Pieces:
         if ("tokens" in line) == ("block_hashes" in line):

@@ -2,12 +2,42 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 from megatron_ext.config import ModelConfig
 from megatron_ext.config.costs import EntryCosts, entry_costs
 
 _NEMOTRON = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
+
+
+class CachedModel(Protocol):
+    """What is asked of a model."""
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a sequence at most."""
+
+    def costs(self, block_size: int) -> EntryCosts:
+        """With blocks of so many tokens."""
+
+
+@dataclass(frozen=True)
+class KnownModel:
+    """A model by what its tokens cost, as a server says it.
+
+    Attributes:
+        known: Its costs with some block size.
+        longest: Tokens of a sequence at most.
+    """
+
+    known: EntryCosts
+    longest: int
+
+    def costs(self, block_size: int) -> EntryCosts:
+        """With blocks of so many tokens."""
+        bytes_of_block = self.known.block_bytes * block_size // self.known.block_size
+        return replace(self.known, block_size=block_size, block_bytes=bytes_of_block)
 
 
 @dataclass(frozen=True)
@@ -40,6 +70,11 @@ class SimulatedModel:
         window = convolved * (config.mamba_conv_kernel - 1) * self.element_bytes
         layer = config.recurrent.state_size(config) * self.state_element_bytes + window
         return config.hybrid_override_pattern.count("M") * layer
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a sequence at most."""
+        return self.config.max_position_embeddings
 
     def costs(self, block_size: int) -> EntryCosts:
         """With blocks of so many tokens."""

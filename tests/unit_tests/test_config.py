@@ -20,6 +20,7 @@ from megatron_ext.config import (
     RunConfig,
     ServerConfig,
     ServerLimits,
+    ServerSettings,
     SourceConfig,
     batching,
     checks,
@@ -30,6 +31,7 @@ from megatron_ext.config import (
     source,
     tokenizer,
 )
+from megatron_ext.config.kv_events import KvEventsConfig
 from megatron_ext.errors import CapacityError, CheckpointError, ConfigError
 
 NAN, INF = math.nan, math.inf
@@ -137,9 +139,12 @@ REFUSED = [
     (BatchingConfig, {"buffer_size_gb": 0.0, "block_count": 4}, ["buffer-size-gb 0.0", "block-count 4"]),
     (BatchingConfig, {"max_tokens": 8, "max_requests": 9}, ["max-tokens 8", "max-requests 9"]),
     (BatchingConfig, {"conv_states_dtype": "fp8"}, ["'fp8'", "fp32, bf16, fp16"]),
+    (BatchingConfig, {"cuda_graph_impl": "graphs"}, ["'graphs'", "none, local"]),
+    (BatchingConfig, {"num_cuda_graphs": 0}, ["-num-cuda-graphs 0", "or -1 for 16"]),
     (BatchingConfig, {"ssm_states_dtype": "float"}, ["'float'", "fp32, bf16, fp16"]),
     (CacheConfig, {"snapshot_buffer_gb": -1.0}, ["-mamba-gb -1.0", "zero (no snapshots)"]),
     (CacheConfig, {"snapshot_buffer_gb": INF}, ["-mamba-gb inf"]),
+    (CacheConfig, {"provisional_slots": -1}, ["-provisional-slots -1", "between 0 (none) and"]),
     (CacheConfig, {"snapshot_slots": -1}, ["-mamba-slots -1", "zero (no snapshots)"]),
     (CacheConfig, {"snapshot_slots": 2, "snapshot_buffer_gb": 1.0}, ["-mamba-gb 1.0", "-mamba-slots 2"]),
     (CacheConfig, {"snapshot_mode": "middle"}, ["-mamba-mode 'middle'", "kernel, align"]),
@@ -149,7 +154,20 @@ REFUSED = [
         {"cache": CacheConfig(enable_prefix_caching=False), "run": RunConfig(prefix_cache_compare=True)},
         ["--no-inference-dynamic-batching-enable-prefix-caching", "--prefix-cache-compare"],
     ),
+    (
+        ServerSettings,
+        {
+            "cache": CacheConfig(enable_prefix_caching=False),
+            "server": ServerConfig(kv_events=KvEventsConfig("tcp://127.0.0.1:1")),
+        },
+        ["--no-inference-dynamic-batching-enable-prefix-caching", "--kv-events-endpoint tcp://127.0.0.1:1"],
+    ),
     (SourceConfig, {"generation_config": "vllm"}, ["--generation-config 'vllm'", "auto, none"]),
+    (
+        SourceConfig,
+        {"transformer_impl": "apex"},
+        ["--transformer-impl 'apex'", "local, transformer_engine, inference_optimized"],
+    ),
     (RequestParams, {"num_tokens_to_generate": -1}, ["num_tokens_to_generate -1", "zero"]),
     (RequestParams, {"min_tokens": -1}, ["min_tokens -1", "between 0"]),
     (RequestParams, {"min_tokens": 5, "num_tokens_to_generate": 4}, ["min_tokens 5", "which is 4"]),
@@ -166,6 +184,8 @@ REFUSED = [
     (RequestParams, {"bad_words": "END"}, ["bad_words 'END'", "list"]),
     (RequestParams, {"bad_words": (" ",)}, ["bad word is empty"]),
     (RequestParams, {"stop_token_ids": (3, -1)}, ["stop_token_ids -1", "zero or more"]),
+    (RequestParams, {"cache_checkpoint": (64, 0)}, ["cache_checkpoint 0", "1 or more"]),
+    (RequestParams, {"cache_checkpoint": tuple(range(1, 66))}, ["has 65 positions", "at most 64"]),
     (RequestParams, {"min_p": 1.1}, ["min_p 1.1", "between 0 (off) and 1"]),
     (RequestParams, {"presence_penalty": 2.1}, ["presence_penalty 2.1", "between -2 and 2"]),
     (RequestParams, {"frequency_penalty": NAN}, ["frequency_penalty nan", "0 is off"]),

@@ -12,12 +12,13 @@ from tests.unit_tests.support.source import ROOT, imported_modules, parse, pytho
 
 # What each part may import of our own; itself, always.
 LEAVES = {"errors", "files", "interruption"}
-DECIDING = {"prefix_cache", "scheduling", "engine"}
-TOOLS = {"console", "offline", "server", "api"}
+DECIDING = {"prefix_cache", "scheduling", "speculation", "engine"}
+TOOLS = {"console", "offline", "server", "api", "coordinator"}
 ROOMS = {"config", "ranks", "text", "memory", "ops", "mixers", "mcore", "stepping", "models"}
-BESIDE = {"simulation"}  # used by its tool alone
-EVERYTHING = LEAVES | DECIDING | TOOLS | ROOMS | BESIDE
-BELOW_TOOLS = EVERYTHING - TOOLS - BESIDE
+BESIDE = {"simulation", "routing"}  # used by their tools alone
+EVENTS = {"kv_events"}  # for servers
+EVERYTHING = LEAVES | DECIDING | TOOLS | ROOMS | BESIDE | EVENTS
+BELOW_TOOLS = EVERYTHING - TOOLS - BESIDE - EVENTS
 MAY_IMPORT = {
     "errors": set(),
     "files": {"errors"},
@@ -26,7 +27,10 @@ MAY_IMPORT = {
     "text": {"config", "errors", "files"},
     "prefix_cache": {"config", "errors"},
     "scheduling": {"config", "errors", "prefix_cache"},
-    "engine": {"config", "errors", "prefix_cache", "scheduling", "text"},
+    "speculation": {"config", "errors", "prefix_cache", "scheduling"},
+    "engine": {"config", "errors", "prefix_cache", "scheduling", "speculation", "text"},
+    "kv_events": {"config", "errors", "prefix_cache"},
+    "routing": {"config", "errors", "prefix_cache"},
     "simulation": {"config", "errors", "files", *DECIDING},
     "memory": {"config", "errors", "scheduling"},
     "ops": {"errors"},
@@ -37,13 +41,14 @@ MAY_IMPORT = {
     "models": {*LEAVES, "config", "ranks", "text", "memory", "ops", "mixers", "mcore"},
     "console": BELOW_TOOLS,
     "offline": BELOW_TOOLS | {"console"},
-    "server": BELOW_TOOLS | {"console"},
+    "server": BELOW_TOOLS | EVENTS | {"console"},
     "api": BELOW_TOOLS | {"console"},
+    "coordinator": {"config", "errors", "files", "prefix_cache", "routing", "kv_events", "server"},  # as HTTP alone
     "__init__": {"api", "config", "engine", "errors", "scheduling"},  # for type checkers; see tests/unit_tests/api
 }
 # The flags are what `load_engine` takes by name, and they know the settings only.
 MAY_USE_THE_COMMAND_LINE = {"api"}
-STANDARD_LIBRARY_ONLY = (*LEAVES, *DECIDING, "config")
+STANDARD_LIBRARY_ONLY = (*LEAVES, *DECIDING, "config", "routing")
 WITHOUT_MEGATRON = (*STANDARD_LIBRARY_ONLY, "memory", "ops", "ranks", "simulation")
 
 
@@ -84,7 +89,11 @@ def test_the_command_line_needs_only_the_settings(path):
 
 
 @pytest.mark.parametrize(
-    "packages", ["megatron_ext.prefix_cache", "megatron_ext.scheduling", "megatron_ext.config", "megatron_ext.engine"]
+    "packages",
+    [
+        *("megatron_ext.prefix_cache", "megatron_ext.scheduling", "megatron_ext.config", "megatron_ext.engine"),
+        "megatron_ext.coordinator",
+    ],
 )
 def test_what_decides_runs_without_torch(packages):
     """In a process of its own: importing every module of the package loads neither torch nor megatron nor numpy."""

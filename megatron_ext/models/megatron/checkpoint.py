@@ -222,7 +222,7 @@ def load_dist_weights(model: HybridModel, directory: Path) -> None:
     stored, common = _read_stored(directory), read_common(directory)
     if any(map(is_prediction, stored.tensors)) and is_first_rank():
         logger.warning(
-            "%s: layers of multi-token prediction are left unread; there is no speculative decoding", directory
+            "%s: layers of multi-token prediction are left unread; --speculative-method drafts without them", directory
         )
     state = _requested(model, common)
     gpt_layers = model.config.num_layers // 2 if is_gpt(stored.tensors) else None

@@ -74,6 +74,8 @@ async def _answer(
     """Run the jobs. A stream begins with the first token, so that what fails before has its status."""
     jobs = request.scope[CALLER].own(jobs)
     reply.shows_cache = not serving.settings.hide_cache_counts
+    if body.explain_prefix_cache:
+        reply.explains = serving.explains_to(request.scope[CALLER])
     exchange = await serving.loop.submit(jobs, is_streamed=bool(body.stream))
     note_answer(request.state, reply, exchange)
     serving.answers[reply.id] = exchange

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from fastapi import APIRouter, Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 
@@ -56,6 +58,14 @@ async def metrics_history(serving: ServerDependency, since: float = 0.0) -> dict
 async def prefix_cache(serving: ServerDependency) -> dict[str, object]:
     """What the cache holds: sizes, use, and the hottest prefixes as digests. Never text."""
     return await serving.cache.describe()
+
+
+@router.get("/prefix_cache/trace", response_class=PlainTextResponse)
+async def prefix_cache_trace(serving: ServerDependency) -> Response:
+    """The requests of the recent past as JSON lines for `tools/simulate_cache.py`: keyed hashes of blocks, no text."""
+    recent = serving.loop.recent
+    content = await asyncio.to_thread(recent.lines, recent.snapshot())
+    return Response(content, media_type="application/x-ndjson")
 
 
 @router.post("/reset_prefix_cache")

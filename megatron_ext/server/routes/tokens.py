@@ -12,7 +12,7 @@ from pydantic import Field, PlainValidator, model_validator
 from megatron_ext.server.body import JsonRoute
 from megatron_ext.server.errors import ApiError
 from megatron_ext.server.fields import MOST_MESSAGES, Body, Text
-from megatron_ext.server.protocol import Message
+from megatron_ext.server.protocol import Message, TemplateFields
 from megatron_ext.server.queries import only_queries
 from megatron_ext.server.serving import ServerDependency, Serving
 from megatron_ext.text.tokenizer import TextTokenizer
@@ -34,8 +34,8 @@ def whole_numbers(value: object) -> object:
 Ids = Annotated[list[int], PlainValidator(whole_numbers, json_schema_input_type=list[int])]
 
 
-class TokenizeRequest(Body):
-    """A text, or a conversation."""
+class TokenizeRequest(TemplateFields):
+    """A text, or a conversation and what its template is told."""
 
     model: str | None = None
     prompt: Text | None = None
@@ -49,6 +49,8 @@ class TokenizeRequest(Body):
             raise ValueError("give prompt, or messages, and not both")
         if self.messages is not None and self.add_special_tokens is not None:
             raise ValueError("add_special_tokens is for a prompt; what a conversation begins with its template says")
+        if self.prompt is not None and self.has_options:
+            raise ValueError("tools and what else a chat template is told are for messages; leave them out")
         return self
 
 
@@ -75,7 +77,7 @@ async def tokenize(body: TokenizeRequest, serving: ServerDependency) -> dict[str
 
 async def _tokens(body: TokenizeRequest, serving: Serving) -> list[int]:
     if body.messages is not None:
-        return await serving.tokenize_chat(body.messages)
+        return await serving.tokenize_chat(body.messages, body.chat_options)
     assert body.prompt is not None, "the body has been checked"
     tokenizer = serving.tokenizer
     if body.add_special_tokens is False and isinstance(tokenizer, TextTokenizer):

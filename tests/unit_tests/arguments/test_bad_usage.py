@@ -6,6 +6,7 @@ import pytest
 
 from arguments import parse_arguments
 
+NGRAM = "--speculative-method ngram --num-speculative-tokens 3"
 MOE = "--hybrid-override-pattern M*E --num-experts 4"
 
 
@@ -28,6 +29,31 @@ MOE = "--hybrid-override-pattern M*E --num-experts 4"
         ("--batch-boundaries 0,2", ("--drain-between-batches", "--batch-boundaries")),
         ("--output-request-events", ("--output-request-events", "--output-path")),
         ("--top-n-logprobs 3", ("top_n_logprobs 3", "return_log_probs")),
+        ("--num-speculative-tokens 3", ("--num-speculative-tokens 3", "--speculative-method")),
+        ("--speculative-method ngram", ("--speculative-method ngram", "--num-speculative-tokens")),
+        (
+            "--speculative-method draft_model --num-speculative-tokens 3",
+            ("--speculative-method draft_model", "--speculative-load-hf"),
+        ),
+        (
+            "--speculative-method ngram --num-speculative-tokens 3 --speculative-load-hf d",
+            ("--speculative-load-hf d", "--speculative-method draft_model"),
+        ),
+        (
+            "--speculative-method draft_model --num-speculative-tokens 3 --speculative-load-hf d --speculative-load e",
+            ("--speculative-load-hf d", "--speculative-load e"),
+        ),
+        (
+            "--speculative-method ngram --num-speculative-tokens 3 --speculative-cost-table 1:0:0 "
+            "--speculative-measure-costs",
+            ("--speculative-cost-table", "--speculative-measure-costs"),
+        ),
+        ("--speculative-measure-costs", ("--speculative-measure-costs", "--speculative-method")),
+        (
+            "--speculative-method ngram --num-speculative-tokens 3 --no-speculative-adaptive "
+            "--speculative-cost-table 1:0:0",
+            ("--speculative-cost-table", "--speculative-adaptive"),
+        ),
         (
             "--prefix-cache-compare --no-inference-dynamic-batching-enable-prefix-caching",
             ("--prefix-cache-compare", "--no-inference-dynamic-batching-enable-prefix-caching"),
@@ -53,6 +79,11 @@ def test_contradictions_name_both_sides(one_line_error, argv, expected):
             "unknown letter 'X'; known are M (recurrent), * (attention), - (MLP), E (MoE)",
         ),
         ("--num-attention-heads 0", "--num-attention-heads 0 must be positive"),
+        (f"{NGRAM} --num-speculative-tokens 65", "--num-speculative-tokens 65 must be between 0 (off) and 64"),
+        (f"{NGRAM} --speculative-ngram-longest 1", "--speculative-ngram-longest 1 must be between 1 and 64"),
+        (f"{NGRAM} --speculative-cost-table 1:2", "'1:2' is no row of a cost table; give rows of requests:fixed:each"),
+        (f"{NGRAM} --speculative-cost-table 2:0:0,1:0:0", "a cost table has 1 to 64 rows of 1, 2, ... requests"),
+        (f"{NGRAM} --speculative-cost-table 1:-1:0", "a cost table's row for 1 requests costs -1 and 0"),
         ("--hidden-size 250 --num-attention-heads 4", "250 is not a multiple of 4"),
         ("--mamba-num-heads 6 --mamba-num-groups 4", "--mamba-num-groups"),
         ("--hybrid-override-pattern ME", "pattern 'ME' has MoE layers (E), which need --num-experts"),

@@ -11,8 +11,9 @@ from arguments import build_parser, build_server_parser, parse_server_arguments
 from arguments.flags import normalize_key
 from arguments.groups import BATCHING, CACHE, GROUPS, MODEL, PARALLEL
 from arguments.megatron.table import SERVER_TABLE, TABLE, records
-from arguments.server_groups import ACCESS, LIMITS, SERVER
+from arguments.server_groups import ACCESS, KV_EVENTS, LIMITS, SERVER
 from arguments.source_groups import SOURCE, TOKENIZER
+from arguments.speculation_group import SPECULATION
 from megatron_ext.config import ModelConfig
 from megatron_ext.config.layers.multipliers import MULTIPLIERS
 from tests.unit_tests.support.source import ROOT
@@ -20,7 +21,7 @@ from tests.unit_tests.support.source import ROOT
 OPTIONS = """
 -h --help
 --load --load-hf --save --model-config --use-checkpoint-args --no-use-checkpoint-args --model-provider
---padded-vocab-size --generation-config --bf16 --no-bf16 --fp16 --no-fp16 --seed
+--padded-vocab-size --generation-config --transformer-impl --bf16 --no-bf16 --fp16 --no-fp16 --seed
 --tokenizer-type --tokenizer-model --vocab-file --merge-file --tiktoken-pattern --tiktoken-num-special-tokens
 --use-tokenizer-model-from-checkpoint-args --no-use-tokenizer-model-from-checkpoint-args
 --spec --hybrid-override-pattern --hybrid-layer-pattern --recurrent-layer
@@ -55,12 +56,16 @@ OPTIONS = """
 --inference-dynamic-batching-max-prefills-per-step
 --enable-chunked-prefill --no-enable-chunked-prefill
 --mamba-inference-conv-states-dtype --mamba-inference-ssm-states-dtype
+--cuda-graph-impl --inference-dynamic-batching-num-cuda-graphs
 --inference-dynamic-batching-enable-prefix-caching --no-inference-dynamic-batching-enable-prefix-caching
 --inference-dynamic-batching-prefix-caching --no-inference-dynamic-batching-prefix-caching
 --inference-dynamic-batching-prefix-caching-eviction-policy
 --inference-dynamic-batching-prefix-caching-mamba-gb --inference-dynamic-batching-prefix-caching-mamba-slots
---inference-dynamic-batching-prefix-caching-mamba-mode
+--inference-dynamic-batching-prefix-caching-mamba-mode --inference-dynamic-batching-prefix-caching-provisional-slots
 --explain-prefix-cache --no-explain-prefix-cache
+--speculative-method --num-speculative-tokens --speculative-load-hf --speculative-load
+--speculative-ngram-longest --speculative-ngram-shortest --speculative-adaptive --no-speculative-adaptive
+--speculative-cost-table --speculative-measure-costs --no-speculative-measure-costs
 --prompts --prompt-file --prompt-file-num-truncate --num-tokens-to-prompt --incoming-requests-duration
 --ignore-unknown-prompt-fields --no-ignore-unknown-prompt-fields --num-tokens-from-file --no-num-tokens-from-file
 --output-path --output-format --output-every-n-results --record-throughput --no-record-throughput
@@ -87,20 +92,23 @@ WITHOUT_FLAG = {
         *("linear_norm_epsilon", "linear_allow_neg_eigval"),
     },
     "SourceConfig": {field.name for field in dataclasses.fields(TOKENIZER.config)},  # a group of its own
-    "RequestParams": {"seed", "min_tokens", "cache_salt", "enable_prefix_caching"},
+    "RequestParams": {
+        *("seed", "min_tokens", "cache_salt", "enable_prefix_caching", "num_speculative_tokens", "cache_checkpoint"),
+    },
     # Flags of groups of their own: some fields are inherited, others stand in `limits`.
-    "ServerConfig": {field.name for field in dataclasses.fields(ACCESS.config)} | {"limits"},
+    "ServerConfig": {field.name for field in dataclasses.fields(ACCESS.config)} | {"limits", "kv_events"},
 }
 
 
 SERVER_OPTIONS = """
 --host --port --served-model-name --max-waiting-requests --shutdown-timeout --inference-logging-step-interval
 --log-level --access-log --no-access-log --profile
+--kv-events-endpoint --kv-events-topic --kv-events-replay-endpoint --kv-events-buffer-steps
 --max-body-mb --max-connections --header-timeout --body-timeout --idle-timeout --max-schema-kb --grammar-timeout
 --api-key --api-key-file --admin-key-file --allowed-hosts --hide-cache-counts --no-hide-cache-counts
 --chat-control-tokens --cors-allowed-origins --enable-admin-routes --no-enable-admin-routes --weights-root
 """.split()
-SHARED = (SOURCE, TOKENIZER, MODEL, PARALLEL, BATCHING, CACHE)
+SHARED = (SOURCE, TOKENIZER, MODEL, PARALLEL, BATCHING, CACHE, SPECULATION)
 
 
 def own_options(parser, table) -> list[str]:
@@ -133,7 +141,7 @@ def test_options_are_frozen():
     assert own_options(build_parser(), TABLE) == [*OPTIONS, *SYNONYM_OPTIONS]
 
 
-@pytest.mark.parametrize("group", [*GROUPS, SERVER, LIMITS, ACCESS], ids=lambda group: group.config.__name__)
+@pytest.mark.parametrize("group", [*GROUPS, SERVER, KV_EVENTS, LIMITS, ACCESS], ids=lambda group: group.config.__name__)
 def test_each_field_has_one_flag(group):
     fields = [flag.field for flag in group.flags]
     assert len(set(fields)) == len(fields)

@@ -81,7 +81,28 @@ class TestReasons:
             serve(scheduler, text_of(seed, 10))
         _, said = serve(scheduler, text_of(0, 10))
         assert (said.reason, said.ago, said.matched, said.skipped) == ("snapshot_given_up", 1, 8, 0)
-        assert "given up 1 requests ago for want of a slot" in said.text()
+        assert "given up 1 request ago for want of a slot (2 more slots would have kept them)" in said.text()
+
+    def test_how_many_more_slots_would_have_kept_it(self):
+        """True by a second life of the same prompts with so many, and with one less."""
+
+        def last_of(slots: int) -> Explanation:
+            scheduler = make_scheduler(slots=slots)
+            for seed in range(6):
+                serve(scheduler, text_of(seed, 10))
+            return serve(scheduler, text_of(1, 10))[1]
+
+        short = last_of(2).slots_short
+        assert short == 3
+        assert last_of(2 + short).reason == "skipped_all"
+        assert last_of(2 + short - 1).slots_short == 1
+
+    def test_slots_are_not_counted_where_something_else_than_use_decides(self):
+        scheduler = make_scheduler(slots=1, policy=EvictionPolicyName.FLOPS)
+        for seed in (0, 1, 2):
+            serve(scheduler, text_of(seed, 10))
+        _, said = serve(scheduler, text_of(0, 10))
+        assert (said.reason, said.slots_short) == ("snapshot_given_up", None)
 
     def test_nobody_took_a_snapshot(self):
         scheduler = make_scheduler(slots=9)
@@ -109,7 +130,7 @@ class TestReasons:
 
     def test_it_is_in_the_record(self):
         request, said = serve(make_scheduler(), [1, 2, 3])
-        assert request.bare_record().prefix_cache_explanation == said.to_dict()
+        assert request.bare_record().prefix_cache_explanation is said
 
 
 def test_off_nothing_is_kept():
@@ -161,10 +182,12 @@ def judge(request: Request, said: Explanation, prompt: list[int], cached: list[l
     matched = max((common(prompt, one) // SIZE for one in cached), default=0)
     assert said.skipped == request.skipped_prefill_tokens
     assert said.matched == matched * SIZE
-    if said.reason == Why.PARTED.value:
+    if said.agreeing is not None:
         assert said.agreeing == longest, f"{prompt} parts from {cached} elsewhere"
         assert said.here == prompt[longest]
         assert any(one[:longest] == prompt[:longest] and one[longest : longest + 1] == [said.there] for one in cached)
+    if said.reason == Why.PARTED.value:
+        assert said.agreeing is not None
     elif said.reason == Why.NOT_CACHED.value:
         assert longest == matched * SIZE
     elif said.reason == Why.SKIPPED_ALL.value:
@@ -237,7 +260,10 @@ class TestTool:
             "here 20, there 19; computing began at 448\n"
         )
         assert explain_prefix.main([str(first), str(second)]) == 0
-        assert "0 of 527 tokens are skipped: 448 tokens are cached, and no snapshot" in capsys.readouterr().out
+        assert capsys.readouterr().out == (
+            "256 of 527 tokens are skipped: 448 tokens are cached, and no snapshot of states stands between 256 "
+            "and 448. 503 tokens agree with a cached prefix; they part in block 7 at token 503: here 20, there 19\n"
+        )
 
     def test_texts(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
         for name in "ab":

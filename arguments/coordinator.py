@@ -1,0 +1,130 @@
+"""The command line of `tools/run_coordinator.py`: its own flags, and those of the replicas that it launches."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from arguments.flags import Flag, FlagGroup
+from arguments.parser import CommandLine, fields_of, parse_server_arguments, unrecognized
+from arguments.server_groups import ACCESS, LIMITS
+from megatron_ext.config import LOG_LEVELS, ServerLimits
+from megatron_ext.config.annotations import FieldValues
+from megatron_ext.config.fleet import CoordinatorConfig, CoordinatorSettings
+from megatron_ext.config.routing import RoutingConfig, RoutingPolicyName
+from megatron_ext.errors import ConfigError
+
+_CACHING = "--inference-dynamic-batching-prefix-caching"
+
+COORDINATOR = FlagGroup(
+    "coordinator (see docs/fleet.md)",
+    CoordinatorConfig,
+    (
+        Flag("host", "Address to listen on"),
+        Flag("port", "Port to listen on; 0 is any free one"),
+        Flag(
+            "replica",
+            "A server that runs, as http://HOST:PORT; may be given several times",
+            metavar="URL",
+            is_repeated=True,
+        ),
+        Flag("replicas_file", "File with the URLs of replicas, one a line; read again when it changes", metavar="FILE"),
+        Flag("launch", "Replicas to start here, with the flags of run_server.py that are given beside these"),
+        Flag("replica_timeout", "Seconds without a sign of life after which a replica is dead"),
+        Flag("shutdown_timeout", "Seconds that running requests have after a signal to stop"),
+        Flag("log_level", "The least important lines that are logged", choices=LOG_LEVELS),
+        Flag("access_log", "Log a line for each request when it is over"),
+    ),
+)
+ROUTING = FlagGroup(
+    "routing",
+    RoutingConfig,
+    (
+        Flag(
+            "policy",
+            "How a replica is chosen",
+            name=f"{_CACHING}-coordinator-policy",
+            choices=tuple(one.value for one in RoutingPolicyName),
+        ),
+        Flag(
+            "alpha",
+            "What affinity weighs beside load: 1 affinity alone, 0 load alone",
+            name=f"{_CACHING}-routing-alpha",
+        ),
+    ),
+)
+_NOT_OURS = {"chat_control_tokens", "weights_root", "max_schema_kb", "grammar_timeout"}  # of servers alone
+
+
+def _ours(group: FlagGroup) -> FlagGroup:
+    return dataclasses.replace(group, flags=tuple(flag for flag in group.flags if flag.field not in _NOT_OURS))
+
+
+OUR_LIMITS, OUR_ACCESS = _ours(LIMITS), _ours(ACCESS)
+GROUPS = (COORDINATOR, ROUTING, OUR_LIMITS, OUR_ACCESS)
+# What holds for a coordinator holds for the replicas that it launches. An API key goes to them by the environment.
+_SHARED = ("api_key_file", "admin_key_file", "max_body_mb", "shutdown_timeout", "log_level")
+_ANY_PORT = "tcp://127.0.0.1:0"
+_EVENTS = ("--kv-events-endpoint", _ANY_PORT, "--kv-events-replay-endpoint", _ANY_PORT)  # this machine's own
+_SHARED_SWITCHES = ("hide_cache_counts", "enable_admin_routes", "access_log")
+
+
+def build_coordinator_parser(prog: str | None = None) -> CommandLine:
+    """The parser of the coordinator's own flags. It raises `ConfigError` where argparse would exit."""
+    parser = CommandLine(
+        prog=prog,
+        description="An OpenAI server in front of replicas of run_server.py, which sends requests to where their "
+        "prefix is cached.",
+        epilog="Other flags are those of run_server.py, for the replicas of --launch. "
+        "Exit codes: 0 stopped by a signal, 2 bad usage.",
+        allow_abbrev=False,
+    )
+    for group in GROUPS:
+        group.add_to(parser)
+    parser.known = [flag.option for group in GROUPS for flag in group.flags]
+    return parser
+
+
+def parse_coordinator_arguments(argv: Sequence[str] | None = None, prog: str | None = None) -> CoordinatorSettings:
+    """Parse an argument list; what belongs to the replicas is parsed as `run_server.py` will.
+
+    Raises:
+        ConfigError: For anything that can be known to be wrong before a file is opened or a process started.
+    """
+    parser = build_coordinator_parser(prog)
+    parsed, others = parser.parse_known_args(argv)
+    values = {key: tuple(value) if isinstance(value, list) else value for key, value in vars(parsed).items()}
+    config = CoordinatorConfig(
+        limits=ServerLimits(**fields_of(OUR_LIMITS, values)),
+        routing=RoutingConfig(**fields_of(ROUTING, values)),
+        **fields_of(COORDINATOR, values),
+        **fields_of(OUR_ACCESS, values),
+    )
+    if not config.launch:
+        if others:
+            raise ConfigError(
+                unrecognized(others, parser.known, ()) + "; flags of run_server.py need --launch, with which it starts"
+            )
+        return CoordinatorSettings(config)
+    flags = (*others, *_passed_on(values))
+    try:
+        replicas = parse_server_arguments(flags)
+    except ConfigError as error:
+        raise ConfigError(f"of the replicas: {error}") from None
+    if replicas.server.kv_events.endpoint is None:
+        flags += _EVENTS
+    return CoordinatorSettings(config, flags, replicas.parallel.smallest_world)
+
+
+def _passed_on(values: FieldValues) -> list[str]:
+    """What was given to the coordinator and holds for its replicas, as flags."""
+    words: list[str] = []
+    for group in GROUPS:
+        for flag in group.flags:
+            if flag.key not in values:
+                continue
+            if flag.field in _SHARED:
+                words += [flag.option, str(values[flag.key])]
+            elif flag.field in _SHARED_SWITCHES:
+                words.append(flag.option if values[flag.key] else f"--no-{flag.key}")
+    return words

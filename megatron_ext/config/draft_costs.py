@@ -1,0 +1,122 @@
+"""What verifying drafts costs, in plain decode steps (SP-6): by table, since decisions rest on counts, not on clocks.
+
+A step that decodes R requests costs 1. With d drafts for each of them it costs `1 + fixed(R) + each(R) * d`; drafts for
+some requests only cost their share of the last term. A row of the table is R, fixed, each; between two rows numbers are
+between theirs, outside they are those of the nearest row.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from megatron_ext.errors import ConfigError
+
+_FORM = "rows of requests:fixed:each with commas, as in 1:0.3:0.05,8:0.4:0.1,32:0.5:0.3"
+# Where none is given: of small models, and low; who serves a large one measures. By type of device.
+DEFAULT_COSTS = {"cpu": "1:0.3:0.1,8:0.4:0.3,32:0.5:0.6", "cuda": "1:0.05:0.01,8:0.05:0.02,32:0.1:0.05,64:0.1:0.1"}
+LARGEST_COST = 1000.0
+MOST_ROWS = 64
+
+
+@dataclass(frozen=True)
+class CostRow:
+    """Of steps that decode so many requests.
+
+    Attributes:
+        requests: R.
+        fixed: What the first drafts cost, however many they are; in plain steps of R requests.
+        each: What one more draft for each of the R requests costs.
+    """
+
+    requests: int
+    fixed: float
+    each: float
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """Rows with growing numbers of requests; at least one."""
+
+    rows: tuple[CostRow, ...]
+
+    def __post_init__(self) -> None:
+        numbers = [row.requests for row in self.rows]
+        if not 1 <= len(self.rows) <= MOST_ROWS or numbers != sorted(set(numbers)) or numbers[0] < 1:
+            raise ConfigError(f"a cost table has 1 to {MOST_ROWS} rows of 1, 2, ... requests, each more than before")
+        for row in self.rows:
+            if not (0 <= row.fixed <= LARGEST_COST and 0 <= row.each <= LARGEST_COST):
+                raise ConfigError(
+                    f"a cost table's row for {row.requests} requests costs {row.fixed:g} and {row.each:g}; between 0 "
+                    f"and {LARGEST_COST:g} plain steps would do"
+                )
+
+    @classmethod
+    def parse(cls, text: str) -> CostTable:
+        """A table as a person types it.
+
+        Raises:
+            ConfigError: It is none.
+        """
+        return cls(tuple(_row(words) for words in text.replace("\n", ",").split(",") if words.strip()))
+
+    @classmethod
+    def is_one(cls, text: str) -> bool:
+        """Whether a text says a table, and is no name of a file that has one."""
+        return ":" in text
+
+    def __str__(self) -> str:
+        return ",".join(f"{row.requests}:{row.fixed:.4g}:{row.each:.4g}" for row in self.rows)
+
+    def at(self, requests: int) -> CostRow:
+        """The costs in steps that decode so many requests."""
+        rows = self.rows
+        i = bisect_left([row.requests for row in rows], requests)
+        if i == len(rows) or rows[i].requests == requests or i == 0:
+            return rows[min(i, len(rows) - 1)]
+        low, high = rows[i - 1], rows[i]
+        share = (requests - low.requests) / (high.requests - low.requests)
+        return CostRow(
+            requests, low.fixed + share * (high.fixed - low.fixed), low.each + share * (high.each - low.each)
+        )
+
+
+def _row(words: str) -> CostRow:
+    try:
+        requests, fixed, each = words.split(":")
+        return CostRow(int(requests), float(fixed), float(each))
+    except ValueError:
+        raise ConfigError(f"{words.strip()[:60]!r} is no row of a cost table; give {_FORM}") from None
+
+
+@dataclass(frozen=True)
+class Timing:
+    """A step that was timed: R requests, each with so many drafts."""
+
+    requests: int
+    drafts: int
+    seconds: float
+
+
+def fitted(timings: Iterable[Timing]) -> CostTable:
+    """The table of what was measured: for each number of requests a step without drafts, and with one and with more.
+
+    Costs below zero are noise, and count as none; where only one number of drafts was tried, all of its cost is `each`.
+
+    Raises:
+        ConfigError: A number of requests without a step without drafts, or without one with drafts.
+    """
+    by_requests: dict[int, dict[int, float]] = {}
+    for one in timings:
+        by_requests.setdefault(one.requests, {})[one.drafts] = one.seconds
+    rows = []
+    for requests, seconds in sorted(by_requests.items()):
+        plain = seconds.pop(0, 0.0)
+        if not seconds or plain <= 0:
+            raise ConfigError(f"steps of {requests} requests were measured without drafts, or with drafts, only")
+        few, many = min(seconds), max(seconds)
+        more = {drafts: max(0.0, took / plain - 1) for drafts, took in seconds.items()}
+        each = max(0.0, (more[many] - more[few]) / (many - few)) if many > few else more[few] / few
+        rows.append(CostRow(requests, max(0.0, more[few] - each * few), each))
+    return CostTable(tuple(rows))

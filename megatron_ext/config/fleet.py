@@ -1,0 +1,75 @@
+"""A coordinator: what it listens on, which replicas it has, and how it chooses among them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from megatron_ext.config.access import AccessConfig
+from megatron_ext.config.checks import require
+from megatron_ext.config.hosts import parse_origin
+from megatron_ext.config.limits import ServerLimits
+from megatron_ext.config.routing import RoutingConfig
+from megatron_ext.config.run import LOG_LEVELS
+
+MOST_LAUNCHED = 1024  # on one machine; who writes more makes a mistake
+LONGEST_WAIT = 24 * 3600.0  # seconds
+
+
+@dataclass(frozen=True)
+class CoordinatorConfig(AccessConfig):
+    """What `tools/run_coordinator.py` does. Times are in seconds."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000  # 0: any free one
+    replica: tuple[str, ...] = ()  # URLs of servers that run
+    replicas_file: str | None = None  # URLs of others, one a line; read again when it changes
+    launch: int = 0  # replicas to start on this machine
+    replica_timeout: float = 30.0  # without a sign of life: then a replica is dead
+    shutdown_timeout: float = 30.0
+    log_level: str = "info"  # one of LOG_LEVELS
+    access_log: bool = True
+    limits: ServerLimits = field(default_factory=ServerLimits)
+    routing: RoutingConfig = field(default_factory=RoutingConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(bool(self.host), "--host is empty; 127.0.0.1 is this machine, 0.0.0.0 every network")
+        require(0 <= self.port <= 65535, f"--port {self.port} must be between 0 (any free one) and 65535")
+        require(self.log_level in LOG_LEVELS, f"--log-level {self.log_level!r}: one of {', '.join(LOG_LEVELS)}")
+        require(0 <= self.launch <= MOST_LAUNCHED, f"--launch {self.launch} must be between 0 and {MOST_LAUNCHED}")
+        require(
+            bool(self.replica or self.replicas_file or self.launch or self.enable_admin_routes),
+            "there is no replica; give --replica URL, --replicas-file FILE or --launch N",
+        )
+        for url in self.replica:
+            problem = replica_problem(url)
+            require(problem is None, f"--replica {url!r} {problem}")
+        require(len(set(self.replica)) == len(self.replica), "--replica has one URL twice; each is one replica")
+        for name, seconds, least in (
+            ("--replica-timeout", self.replica_timeout, "more than zero"),
+            ("--shutdown-timeout", self.shutdown_timeout, "zero or more"),
+        ):
+            fits = 0 <= seconds <= LONGEST_WAIT and (seconds > 0 or least == "zero or more")
+            require(fits, f"{name} {seconds} must be {least} and at most {LONGEST_WAIT:g} seconds")
+
+
+def replica_problem(url: str) -> str | None:
+    """What keeps a text from being the URL of a replica; None if nothing does."""
+    if parse_origin(url) is None or not url.startswith("http://"):
+        return "is no URL of a replica; give one such as http://10.0.0.5:8000, without a path (HTTPS is not spoken)"
+    return None
+
+
+@dataclass(frozen=True)
+class CoordinatorSettings:
+    """Everything that a command line says about a coordinator.
+
+    Attributes:
+        coordinator: Its own settings.
+        replica_flags: What `tools/run_server.py` is started with, for each replica that is launched.
+        replica_world: Ranks of each of those.
+    """
+
+    coordinator: CoordinatorConfig
+    replica_flags: tuple[str, ...] = ()
+    replica_world: int = 1

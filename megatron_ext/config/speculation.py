@@ -1,0 +1,109 @@
+"""Speculative decoding: who drafts, how much, and what verifying it costs (SP-1, SP-6)."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from megatron_ext.config.checks import require
+from megatron_ext.config.draft_costs import CostTable
+
+MOST_SPECULATIVE_TOKENS = 64
+LONGEST_NGRAM = 64  # tokens
+
+
+class SpeculativeMethod(str, enum.Enum):
+    """Who guesses what comes next."""
+
+    NGRAM = "ngram"  # what came behind the same tokens before, in the request's own prompt and answer
+    DRAFT_MODEL = "draft_model"  # a smaller model with the same tokenizer
+
+
+@dataclass(frozen=True)
+class SpeculationConfig:
+    """Drafts of decoding requests. Off unless there are a method and a number of tokens; see docs/speculation.md."""
+
+    speculative_method: str | None = None  # of SpeculativeMethod; default: there are no drafts
+    num_speculative_tokens: int = 0  # drafts of a request in a step, at most
+    speculative_load_hf: str | None = None  # of the draft model
+    speculative_load: str | None = None  # the same, of another format
+    speculative_ngram_longest: int = 4  # tokens
+    speculative_ngram_shortest: int = 2
+    speculative_adaptive: bool = True  # a request has as many drafts as are worth it
+    speculative_cost_table: str | None = None  # rows, or a file of them; default: the device's
+    speculative_measure_costs: bool = False  # at the start, in place of a table
+
+    def __post_init__(self) -> None:
+        method, count = self.speculative_method, self.num_speculative_tokens
+        methods = ", ".join(one.value for one in SpeculativeMethod)
+        known = method is None or method in {one.value for one in SpeculativeMethod}
+        require(known, f"--speculative-method {method!r} is unknown; one of {methods}")
+        require(
+            0 <= count <= MOST_SPECULATIVE_TOKENS,
+            f"--num-speculative-tokens {count} must be between 0 (off) and {MOST_SPECULATIVE_TOKENS}",
+        )
+        require(
+            not count or method is not None,
+            f"--num-speculative-tokens {count} needs --speculative-method; give one of {methods}",
+        )
+        require(
+            method is None or count > 0,
+            f"--speculative-method {method} needs --num-speculative-tokens of 1 or more; 4 is a beginning",
+        )
+        self._check_draft_model()
+        self._check_ngrams()
+        self._check_costs()
+
+    def _check_draft_model(self) -> None:
+        hugging_face, other = self.speculative_load_hf, self.speculative_load
+        require(
+            not (hugging_face and other),
+            f"--speculative-load-hf {hugging_face} and --speculative-load {other} contradict each other; give one",
+        )
+        is_asked = self.speculative_method == SpeculativeMethod.DRAFT_MODEL.value
+        given = "--speculative-load-hf" if hugging_face else "--speculative-load"
+        require(
+            is_asked or not (hugging_face or other),
+            f"{given} {hugging_face or other} needs --speculative-method draft_model; give both or neither",
+        )
+        require(
+            not is_asked or bool(hugging_face or other),
+            "--speculative-method draft_model needs --speculative-load-hf or --speculative-load; give one",
+        )
+
+    def _check_ngrams(self) -> None:
+        longest, shortest = self.speculative_ngram_longest, self.speculative_ngram_shortest
+        require(
+            1 <= shortest <= longest <= LONGEST_NGRAM,
+            f"--speculative-ngram-shortest {shortest} and --speculative-ngram-longest {longest} must be between 1 and "
+            f"{LONGEST_NGRAM}, the first not more than the second",
+        )
+
+    def _check_costs(self) -> None:
+        table = self.speculative_cost_table
+        require(
+            table is None or not self.speculative_measure_costs,
+            "--speculative-cost-table and --speculative-measure-costs contradict each other; give one of them",
+        )
+        for flag, given in (
+            ("--speculative-cost-table", table is not None),
+            ("--speculative-measure-costs", self.speculative_measure_costs),
+        ):
+            needs = "--speculative-method" if not self.is_on else "--speculative-adaptive"
+            has = self.is_on and self.speculative_adaptive
+            require(has or not given, f"{flag} needs {needs}; give both or neither")
+        if table is not None and CostTable.is_one(table):
+            CostTable.parse(table)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there are drafts."""
+        return self.speculative_method is not None
+
+    @property
+    def has_draft_model(self) -> bool:
+        """Whether a model of their own proposes them."""
+        return self.speculative_method == SpeculativeMethod.DRAFT_MODEL.value
+
+
+NO_SPECULATION = SpeculationConfig()

@@ -1,0 +1,205 @@
+"""HTTP to replicas: one connection a call, on asyncio's streams and h11, which uvicorn brings along.
+
+A connection of its own makes every end visible at once (the kernel closes what a dead process had), and no call meets
+one that the replica was about to close.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+import h11
+
+Headers = Sequence[tuple[bytes, bytes]]
+
+_READ = 1 << 16  # bytes at once
+_BROKEN = (OSError, EOFError, h11.RemoteProtocolError)
+
+
+class CallFailed(Exception):
+    """A replica could not be reached, or its answer broke off. The message says how, without its address.
+
+    Args:
+        message: For people.
+        has_reached: Whether the replica may have seen the call.
+    """
+
+    def __init__(self, message: str, *, has_reached: bool) -> None:
+        super().__init__(message)
+        self.has_reached = has_reached
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a replica listens."""
+
+    host: str
+    port: int
+    netloc: str  # for the Host header
+
+    @classmethod
+    def of(cls, url: str) -> Address:
+        """Of a URL that `config.fleet.replica_problem` has no problem with."""
+        parts = urlsplit(url)
+        assert parts.hostname is not None, f"{url} has no host"
+        return cls(parts.hostname, parts.port or 80, parts.netloc)
+
+
+class Call:
+    """One request to a replica and its answer.
+
+    Args:
+        address: Of the replica.
+
+    Attributes:
+        status: Of the answer, once its head is there.
+        headers: The same; names are in lower case.
+        heard_at: When the last byte came, or somebody began to wait for the next one; `time.monotonic`.
+        is_waiting: Whether somebody waits for a byte, and not the other way round.
+    """
+
+    def __init__(self, address: Address) -> None:
+        self._address = address
+        self._protocol = h11.Connection(h11.CLIENT)
+        self._reader: asyncio.StreamReader | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._reason: str | None = None
+        self.status = 0
+        self.headers: Headers = ()
+        self.heard_at = time.monotonic()
+        self.is_waiting = True
+
+    async def start(
+        self, method: str, target: str, headers: Headers = (), body: bytes = b"", *, patience: float
+    ) -> None:
+        """Send the request, and wait for the head of the answer.
+
+        Args:
+            method: Of HTTP.
+            target: Path and query.
+            headers: Beside `Host`, `Connection` and `Content-Length`.
+            body: All of it.
+            patience: Seconds for the connection alone; whoever waits for the answer watches `heard_at`.
+
+        Raises:
+            CallFailed: No connection, or it broke off.
+        """
+        try:
+            opening = asyncio.open_connection(self._address.host, self._address.port)
+            self._reader, writer = await asyncio.wait_for(opening, patience)
+        except asyncio.TimeoutError:
+            raise CallFailed(f"no connection within {patience:g} s", has_reached=False) from None
+        except OSError as error:
+            raise CallFailed(f"no connection: {error.strerror or error}", has_reached=False) from None
+        self._writer = writer
+        if self._reason is not None:
+            self.close()
+            raise CallFailed(self._reason, has_reached=False)
+        own = [(b"host", self._address.netloc.encode()), (b"connection", b"close")]
+        if body or method == "POST":
+            own.append((b"content-length", str(len(body)).encode()))
+        request = h11.Request(method=method.encode(), target=target.encode("ascii"), headers=[*own, *headers])
+        parts = [self._protocol.send(request), self._protocol.send(h11.Data(data=body)) if body else b""]
+        parts.append(self._protocol.send(h11.EndOfMessage()))
+        # Not drained: a replica may answer before it has read everything, and the body is in memory anyway.
+        writer.write(b"".join(part or b"" for part in parts))
+        head = await self._next()
+        while isinstance(head, h11.InformationalResponse):
+            head = await self._next()
+        assert isinstance(head, h11.Response), head
+        self.status, self.headers = head.status_code, list(head.headers)
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        """The answer's body as it comes.
+
+        Raises:
+            CallFailed: It broke off.
+        """
+        while isinstance(event := await self._next(), h11.Data):
+            yield bytes(event.data)
+
+    async def body(self) -> bytes:
+        """All of the answer's body.
+
+        Raises:
+            CallFailed: It broke off.
+        """
+        return b"".join([chunk async for chunk in self.chunks()])
+
+    async def _next(self) -> h11.Event:
+        try:
+            while (event := self._protocol.next_event()) is h11.NEED_DATA:
+                self._protocol.receive_data(await self._read())
+            if isinstance(event, h11.ConnectionClosed):
+                raise EOFError
+        except _BROKEN:
+            raise CallFailed(self._reason or "the connection was closed", has_reached=True) from None
+        assert not isinstance(event, type), "h11 waits for nothing else"
+        return event
+
+    async def _read(self) -> bytes:
+        assert self._reader is not None, "the call has been started"
+        if not self.is_waiting:
+            self.heard_at, self.is_waiting = time.monotonic(), True
+        data = await self._reader.read(_READ)
+        if self._reason is not None:
+            raise ConnectionAbortedError
+        self.heard_at, self.is_waiting = time.monotonic(), False
+        return data
+
+    def give_up(self, reason: str) -> None:
+        """Whoever waits for the answer gets a `CallFailed` that says this."""
+        self._reason = reason
+        self.close()
+
+    def close(self) -> None:
+        """Let the connection go, whatever has not come of the answer; the replica aborts what it computes for it."""
+        if self._writer is not None:
+            self._writer.transport.abort()
+
+
+@dataclass(frozen=True)
+class Whole:
+    """An answer that is all there."""
+
+    status: int
+    headers: Headers
+    body: bytes
+
+    def json(self) -> object:
+        """What it says; None if that is no JSON."""
+        try:
+            content: object = json.loads(self.body)
+        except ValueError:
+            return None
+        return content
+
+
+async def fetch(
+    address: Address, method: str, target: str, headers: Headers = (), body: bytes = b"", *, patience: float
+) -> Whole:
+    """Ask a replica for something small.
+
+    Args:
+        patience: Seconds for all of it; the others as `Call.start`.
+
+    Raises:
+        CallFailed: It did not come.
+    """
+    call = Call(address)
+
+    async def ask() -> Whole:
+        await call.start(method, target, headers, body, patience=patience)
+        return Whole(call.status, call.headers, await call.body())
+
+    with contextlib.closing(call):
+        try:
+            return await asyncio.wait_for(ask(), patience)
+        except asyncio.TimeoutError:
+            raise CallFailed(f"no answer within {patience:g} s", has_reached=True) from None

@@ -1,0 +1,125 @@
+"""One replica as the router knows it, and the requests in flight to it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+
+from megatron_ext.routing.index import PrefixIndex
+from megatron_ext.routing.prompt import ROOT, chained_keys, frozen_extras, packed
+
+Hash = Hashable  # what a replica calls a block: in vLLM's format an integer of 64 bits
+
+
+@dataclass
+class Flight:
+    """A request in flight.
+
+    Attributes:
+        replica: Its name.
+        claimed: Keys of the prompt's blocks, for as long as they are counted as the replica's.
+        to_compute: Tokens of the prompt that are to be computed; 0 once the first token is there.
+        to_generate: Tokens that it is expected to generate yet.
+    """
+
+    replica: str
+    claimed: Sequence[int]
+    to_compute: int
+    to_generate: int
+
+    @property
+    def tokens(self) -> int:
+        """That are yet to be computed."""
+        return self.to_compute + self.to_generate
+
+
+class Replica:
+    """What one replica has told, in the bits of its index.
+
+    Args:
+        name: Of the replica.
+        number: Of its bit.
+        index: Of the replicas with blocks of its size.
+        has_states: Whether it resumes at snapshots only (a model with recurrent layers).
+        most_requests: That may be in flight to it; None without a limit.
+    """
+
+    def __init__(
+        self, name: str, number: int, index: PrefixIndex, *, has_states: bool, most_requests: int | None
+    ) -> None:
+        self.name, self.number, self.bit = name, number, 1 << number
+        self.index, self.has_states, self.most_requests = index, has_states, most_requests
+        self.is_draining = False
+        self.in_flight: set[Hashable] = set()  # requests
+        self._keys: dict[Hash, int] = {}  # blocks that it holds
+        self._states: dict[Hash, int] = {}  # snapshots
+        if has_states:
+            index.with_states |= self.bit
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it takes one more request."""
+        return not self.is_draining and (self.most_requests is None or len(self.in_flight) < self.most_requests)
+
+    @property
+    def blocks(self) -> int:
+        """That it holds, by its events."""
+        return len(self._keys)
+
+    @property
+    def states(self) -> int:
+        """Snapshots that it holds, by its events."""
+        return len(self._states)
+
+    def stored(
+        self, hashes: Sequence[Hash], parent: Hash | None, tokens: Iterable[int], extras: Iterable[object] | None
+    ) -> bool:
+        """See `Router.stored`."""
+        ids, size = packed(tokens), self.index.block_size
+        if len(ids) != len(hashes) * size:
+            raise ValueError(f"{len(hashes)} blocks of {size} tokens come with {len(ids)} token ids")
+        before = ROOT if parent is None else self._keys.get(parent)
+        if before is None:
+            return False
+        for one, key in zip(hashes, chained_keys(before, ids, size, frozen_extras(extras)), strict=True):
+            if one in self._keys:
+                if self._keys[one] == key:
+                    continue
+                self.removed([one])
+            self._keys[one] = key
+            self.index.stored.add(self.bit, [key])
+        return True
+
+    def removed(self, hashes: Iterable[Hash]) -> None:
+        """See `Router.removed`."""
+        gone = [one for one in hashes if one in self._keys]
+        self.state_removed(gone)
+        self.index.stored.discard(self.bit, [self._keys.pop(one) for one in dict.fromkeys(gone)])
+
+    def state_stored(self, hashes: Iterable[Hash]) -> bool:
+        """See `Router.state_stored`."""
+        new = [one for one in dict.fromkeys(hashes) if one not in self._states]
+        known = {one: self._keys[one] for one in new if one in self._keys}
+        self._states.update(known)
+        self.index.states.add(self.bit, known.values())
+        return len(known) == len(new)
+
+    def state_removed(self, hashes: Iterable[Hash]) -> None:
+        """See `Router.state_removed`."""
+        gone = [one for one in dict.fromkeys(hashes) if one in self._states]
+        self.index.states.discard(self.bit, [self._states.pop(one) for one in gone])
+
+    def cleared(self) -> None:
+        """It holds nothing."""
+        self.state_removed(list(self._states))
+        self.removed(list(self._keys))
+
+    def picture(self) -> tuple[set[Hash], set[Hash]]:
+        """Blocks and snapshots that it is taken to hold; for tests."""
+        return set(self._keys), set(self._states)
+
+    def check(self) -> None:
+        """Assert that the index has what it holds, as often as it does."""
+        assert self.index.stored.counts(self.bit) == Counter(self._keys.values()), f"blocks of {self.name}"
+        assert self.index.states.counts(self.bit) == Counter(self._states.values()), f"snapshots of {self.name}"

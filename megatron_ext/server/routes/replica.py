@@ -1,0 +1,42 @@
+"""What a coordinator in front of several servers needs to know of this one (docs/fleet.md)."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Depends
+
+from megatron_ext.server.queries import only_queries
+from megatron_ext.server.serving import ServerDependency, Serving
+
+router = APIRouter()
+
+
+@router.get("/replica", dependencies=[Depends(only_queries())])
+async def replica(serving: ServerDependency) -> dict[str, object]:
+    """Which process this is, how it is, how far it has come, and what it has computed and skipped.
+
+    `instance` is another one after a restart. `steps` grows while the engine computes: it is the sign of life that
+    `/health` is not, since that is answered beside the engine. Counts are null where `--hide-cache-counts` hides them.
+    """
+    loop, state = serving.loop, serving.metrics.state
+    geometry = serving.engine.geometry
+    return {
+        "instance": serving.instance,
+        "model": serving.model,
+        "status": "failing" if not loop.is_healthy else "asleep" if loop.is_asleep else "ok",
+        "has_keys": serving.keys is not None and serving.keys.are_needed,
+        "block_size": geometry.block_size_tokens,
+        "blocks": geometry.blocks,
+        "has_states": geometry.state_bytes > 0,
+        "capacity": loop.capacity,
+        "living": loop.living,
+        "steps": 0 if state is None else state.steps,
+        "kv_events": list(serving.kv_events),
+        "prompt_tokens": _prompt_tokens(serving),
+    }
+
+
+def _prompt_tokens(serving: Serving) -> dict[str, int] | None:
+    state = serving.metrics.state
+    if state is None or serving.settings.hide_cache_counts:
+        return None
+    return {"skipped": state.counters.skipped_tokens, "computed": state.counters.prefill_tokens}

@@ -1,0 +1,113 @@
+"""What a running server says of itself: its recent requests as a trace, its model's costs, and its settings (SI-4)."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import cast
+
+from megatron_ext.config import EvictionPolicyName
+from megatron_ext.config.costs import EntryCosts
+from megatron_ext.errors import ConfigError
+from megatron_ext.simulation.formats import read_requests
+from megatron_ext.simulation.models import KnownModel
+from megatron_ext.simulation.sweep import GIB, Batch, Settings
+from megatron_ext.simulation.trace import Turn
+
+TIMEOUT = 60.0  # seconds
+LONGEST_ANSWER = 2**28  # bytes
+SHARES = (0.2, 0.5, 0.8)  # of the memory for snapshots, beside the server's own
+MEMORIES = (0.5, 1.0, 2.0)  # times the server's
+
+
+@dataclass(frozen=True)
+class RunningServer:
+    """A server, as far as a simulation of it goes.
+
+    Attributes:
+        turns: Its recent requests.
+        model: Its costs.
+        settings: As it runs.
+        batch: What its steps may have.
+    """
+
+    turns: list[Turn]
+    model: KnownModel
+    settings: Settings
+    batch: Batch
+
+    def shares(self) -> list[float]:
+        """Of the memory for snapshots, to be tried."""
+        own = self.settings.state_share
+        return sorted({own, *SHARES}) if self.model.known.state_bytes else [0.0]
+
+    def memories(self) -> list[float]:
+        """GiB, to be tried."""
+        return [factor * self.settings.memory_gib for factor in MEMORIES]
+
+
+def ask_server(url: str, key: str | None, most: int | None = None) -> RunningServer:
+    """Fetch it all.
+
+    Args:
+        url: Of the server, without a path.
+        key: Of an administrator; None where there are no keys.
+        most: Requests.
+
+    Raises:
+        ConfigError: It does not answer, refuses, caches nothing, or has served nothing yet.
+    """
+    state = json.loads(_get(url, "/prefix_cache", key))
+    if state["settings"]["policy"] is None:
+        raise ConfigError(f"{url}: this server caches nothing; start it without --no-...-enable-prefix-caching")
+    turns = read_requests(io.BytesIO(_get(url, "/prefix_cache/trace", key)), f"{url}/prefix_cache/trace", most)
+    return described(state, turns)
+
+
+def described(state: Mapping[str, object], turns: list[Turn]) -> RunningServer:
+    """What `/prefix_cache` says, and the trace."""
+    costs = EntryCosts(**cast("dict[str, float]", state["costs"]))  # type: ignore[arg-type]  # ints among them
+    geometry, set_ = cast("dict[str, int]", state["geometry"]), cast("dict[str, int]", state["settings"])
+    of_states = (geometry["snapshot_slots"] or 0) * costs.state_bytes
+    memory = geometry["blocks"] * costs.block_bytes + of_states
+    settings = Settings(
+        memory / GIB,
+        of_states / memory,
+        costs.block_size,
+        EvictionPolicyName(set_["policy"]).value,
+        str(set_["mode"]),
+    )
+    names = [field.name for field in dataclasses.fields(Batch)]
+    batch = Batch(**{name: set_[name] for name in names})
+    return RunningServer(turns, KnownModel(costs, set_["max_sequence_length"]), settings, batch)
+
+
+def _get(url: str, path: str, key: str | None) -> bytes:
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"--server {url} is no address; http://127.0.0.1:8000 would be one")
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    request = urllib.request.Request(url.rstrip("/") + path, headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=TIMEOUT) as answer:
+            content = bytes(answer.read(LONGEST_ANSWER + 1))
+    except urllib.error.HTTPError as error:
+        with error:
+            told = error.read(LONGEST_ANSWER)
+        raise ConfigError(f"{url}{path} answers {error.code}: {_message(told)}") from error
+    except OSError as error:
+        raise ConfigError(f"{url}{path} does not answer: {error}") from error
+    if len(content) > LONGEST_ANSWER:
+        raise ConfigError(f"{url}{path} answers more than {LONGEST_ANSWER} bytes")
+    return content
+
+
+def _message(told: bytes) -> str:
+    try:
+        return str(json.loads(told)["error"]["message"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return told[:200].decode(errors="replace")

@@ -1,0 +1,1 @@
+"""Speculative decoding: who proposes drafts, and what becomes of proposals."""

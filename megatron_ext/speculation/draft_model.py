@@ -1,0 +1,244 @@
+"""A smaller model guesses: it reads what the large one has accepted, and goes on from there, greedily (SP-1).
+
+Of each request it keeps K/V and one state per recurrent layer, after exactly the tokens that it has read. Drafts are
+decoded on top of a copy of that state; whatever becomes of them, the next proposal starts again from what is kept and
+reads the tokens that were accepted meanwhile, so nothing has to be taken back:
+
+    kept at        len(tokens)      len + limit - 1
+      |--- catch up ---|------ drafts -----|          live state: restored from the kept one if drafts moved it on
+                       ^ kept from now on
+
+It computes with messages of its own (`ScheduledStep`), one for catching up and one for each draft but the first, all
+requests together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from megatron_ext.prefix_cache.block_pool import BlockId
+from megatron_ext.prefix_cache.hash_chain import Digest
+from megatron_ext.prefix_cache.matching import Restore
+from megatron_ext.prefix_cache.state_index import SlotId
+from megatron_ext.scheduling.live_slots import LiveSlot, LiveSlots
+from megatron_ext.scheduling.snapshots import Snapshot
+from megatron_ext.scheduling.step import Sampling, ScheduledChunk, ScheduledStep
+from megatron_ext.speculation.drafter import DraftAsk
+
+Execute = Callable[[ScheduledStep], Mapping[int, int]]
+"""Computes a step: request id -> the token that its chunk yields."""
+
+_GREEDY = Sampling(temperature=0.0, top_k=1, top_p=0.0, uniform=None, forbidden=(), top_n=None)
+
+
+@dataclass(frozen=True)
+class DraftRoom:
+    """What the draft model's pools hold.
+
+    Attributes:
+        block_size: Tokens of a block.
+        blocks: Of K/V.
+        requests: Live states, and as many kept ones.
+        step_tokens: That a step computes at most.
+        longest: Positions that the model has learned.
+        has_states: Whether it has recurrent layers.
+    """
+
+    block_size: int
+    blocks: int
+    requests: int
+    step_tokens: int
+    longest: int
+    has_states: bool
+
+
+@dataclass
+class _Reader:
+    """How far the model has read one request.
+
+    Attributes:
+        slot: Of its live state, and of its kept one.
+        blocks: Of its K/V, in order.
+        kept: Tokens that have been read: K/V and the kept state are those behind them.
+        live: Tokens behind which the live state is.
+        next_token: What the model expects behind the kept ones, if it has been asked.
+    """
+
+    slot: LiveSlot
+    blocks: list[BlockId] = field(default_factory=list)
+    kept: int = 0
+    live: int = 0
+    next_token: int | None = None
+
+
+@dataclass
+class _Guess:
+    """Drafts that are being made."""
+
+    ask: DraftAsk
+    reader: _Reader
+    drafts: list[int]
+    most: int  # drafts that there is room for
+
+
+class DraftModelDrafter:
+    """Proposes what a model of its own finds likeliest.
+
+    If computing fails, it forgets what it has read of the requests at hand, since its pools may hold anything for them.
+
+    Args:
+        room: Its pools.
+        execute: Computes with them.
+    """
+
+    def __init__(self, room: DraftRoom, execute: Execute) -> None:
+        self._room = room
+        self._execute = execute
+        self._slots = LiveSlots(room.requests)
+        self._free = [BlockId(block) for block in reversed(range(room.blocks))]
+        self._readers: dict[int, _Reader] = {}  # those asked for last at the end
+
+    def propose(self, asks: Sequence[DraftAsk]) -> Mapping[int, tuple[int, ...]]:
+        """See `Drafter`. A long prompt is read over several proposals, and has no drafts until it has been."""
+        try:
+            guesses = self._catch_up(asks)
+            self._go_on(guesses)
+        except BaseException:
+            for ask in asks:
+                self.forget(ask.request_id)
+            raise
+        return {guess.ask.request_id: tuple(guess.drafts) for guess in guesses}
+
+    def accepted(self, request_id: int, drafted: int, accepted: int) -> None:
+        """Nothing: the tokens that came are read at the next proposal."""
+
+    def forget(self, request_id: int) -> None:
+        """What was read of a request goes, with its blocks and slots."""
+        reader = self._readers.pop(request_id, None)
+        if reader is not None:
+            self._free += reversed(reader.blocks)
+            self._slots.give_back(reader.slot)
+
+    def reset(self) -> None:
+        """The pools have lost their contents."""
+        for request_id in list(self._readers):
+            self.forget(request_id)
+
+    def check(self) -> None:
+        """Assert that each block and each slot is free or somebody's."""
+        owned = [block for reader in self._readers.values() for block in reader.blocks]
+        assert sorted([*self._free, *owned]) == list(range(self._room.blocks)), "blocks"
+        self._slots.check([reader.slot for reader in self._readers.values()])
+
+    # Room
+
+    def _places(self, asks: Sequence[DraftAsk]) -> list[_Guess]:
+        """Who is asked for and has room for what it reads and a draft; those with the least to read first."""
+        for ask in asks:  # nobody asked for gives way to anybody asked for
+            reader = self._readers.pop(ask.request_id, None)
+            if reader is not None:
+                self._readers[ask.request_id] = reader
+        placed = []
+        keep = {ask.request_id for ask in asks}
+        for ask in sorted(asks, key=self._unread):
+            most = min(ask.limit, self._room.longest - len(ask.tokens) + 1)
+            if most > 0 and self._has_blocks(ask, len(ask.tokens) + most - 1, keep):
+                placed.append(_Guess(ask, self._readers[ask.request_id], [], most))
+        return placed
+
+    def _unread(self, ask: DraftAsk) -> int:
+        reader = self._readers.get(ask.request_id)
+        return len(ask.tokens) - (reader.kept if reader else 0)
+
+    def _has_blocks(self, ask: DraftAsk, tokens: int, keep: set[int]) -> bool:
+        """See that a request has a slot, and blocks for so many tokens; others lose theirs for it unless kept."""
+        has_slot = ask.request_id in self._readers
+        has = len(self._readers[ask.request_id].blocks) if has_slot else 0
+        wanted = -(-tokens // self._room.block_size) - has
+        for idle in [one for one in self._readers if one not in keep]:
+            if wanted <= len(self._free) and (has_slot or self._slots.free_count):
+                break
+            self.forget(idle)
+        if wanted > len(self._free) or not (has_slot or self._slots.free_count):
+            return False
+        if not has_slot:
+            self._readers[ask.request_id] = _Reader(self._slots.take())
+        blocks = self._readers[ask.request_id].blocks
+        blocks += [self._free.pop() for _ in range(wanted)]
+        return True
+
+    # Computing
+
+    def _catch_up(self, asks: Sequence[DraftAsk]) -> list[_Guess]:
+        """Read what is new; those that are at their end then have their first draft."""
+        budget = self._room.step_tokens
+        chunks: list[ScheduledChunk] = []
+        placed = self._places(asks)
+        for guess in placed:
+            start = guess.reader.kept
+            end = min(len(guess.ask.tokens), start + budget)
+            if end > start:
+                chunks.append(self._chunk(guess, guess.ask.tokens[start:end], start, keeps=True))
+                budget -= end - start
+        tokens = self._compute(chunks)
+        at_end = []
+        for guess in placed:
+            reader = guess.reader
+            if reader.kept == len(guess.ask.tokens):
+                reader.next_token = tokens.get(guess.ask.request_id, reader.next_token)
+                assert reader.next_token is not None, "somebody has read it"
+                guess.drafts.append(reader.next_token)
+                at_end.append(guess)
+        return at_end
+
+    def _go_on(self, guesses: Sequence[_Guess]) -> None:
+        """Decode drafts on top of the first ones."""
+        while True:
+            going = [guess for guess in guesses if len(guess.drafts) < guess.most]
+            if not going:
+                return
+            chunks = [
+                self._chunk(guess, guess.drafts[-1:], len(guess.ask.tokens) + len(guess.drafts) - 1, keeps=False)
+                for guess in going
+            ]
+            tokens = self._compute(chunks)
+            for guess in going:
+                guess.drafts.append(tokens[guess.ask.request_id])
+
+    def _chunk(self, guess: _Guess, token_ids: Sequence[int], start: int, *, keeps: bool) -> ScheduledChunk:
+        """One request's part of a step; the state behind it is kept if that is asked for."""
+        reader, request_id, end = guess.reader, guess.ask.request_id, start + len(token_ids)
+        restore = None
+        if self._room.has_states and start and reader.live != start:
+            assert reader.kept == start, "a state that nobody kept"
+            restore = Restore(_name(request_id, start), SlotId(reader.slot))
+        snapshot = Snapshot(end, _name(request_id, end), SlotId(reader.slot))
+        reader.live = end
+        if keeps:
+            reader.kept = end
+        return ScheduledChunk(
+            request_id=request_id,
+            token_ids=tuple(token_ids),
+            start=start,
+            end=end,
+            is_decode=start > 0 and end == start + 1,
+            block_ids=tuple(reader.blocks[: -(-end // self._room.block_size)]),
+            shared_end=0,
+            live_slot=reader.slot,
+            restore=restore,
+            snapshots=(snapshot,) if keeps and self._room.has_states else (),
+            sampling=_GREEDY if end >= len(guess.ask.tokens) else None,
+        )
+
+    def _compute(self, chunks: Sequence[ScheduledChunk]) -> Mapping[int, int]:
+        """One step, if there is anything to compute; decodes come first in it."""
+        if not chunks:
+            return {}
+        ordered = sorted(chunks, key=lambda chunk: not chunk.is_decode)
+        return self._execute(ScheduledStep(tuple(ordered), sum(chunk.is_decode for chunk in chunks)))
+
+
+def _name(request_id: int, position: int) -> Digest:
+    """What a kept state is known by: whose it is, and behind which token."""
+    return Digest(f"draft {request_id} {position}".encode())

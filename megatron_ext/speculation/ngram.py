@@ -1,0 +1,101 @@
+"""Prompt lookup: what came behind the same few tokens before, in the request's own prompt and answer.
+
+No model, and one pass: each n-gram is hashed once, when a token has come behind it, so a step costs as many hashes as
+there are new tokens (SP-1). Texts that repeat themselves (edits, extraction, code) are guessed right for long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from megatron_ext.speculation.drafter import DraftAsk
+
+LONGEST, SHORTEST = 4, 2  # tokens of an n-gram, unless it is said
+KEPT_TOKENS = 16_384  # of one request in each of two generations: the last 16,384 to 32,768 tokens are looked at
+MOST_AT_ONCE = 8_192  # tokens that one request's index takes in at a time; a long prompt takes several steps
+
+
+class NgramDrafter:
+    """Guesses that what came behind the longest known n-gram comes again; the most recent occurrence counts.
+
+    Args:
+        longest: Tokens of the longest n-gram that is looked for.
+        shortest: Of the shortest.
+    """
+
+    def __init__(self, longest: int = LONGEST, shortest: int = SHORTEST) -> None:
+        assert 1 <= shortest <= longest, (shortest, longest)
+        self._lengths = tuple(range(longest, shortest - 1, -1))
+        self._indexes: dict[int, NgramIndex] = {}
+
+    def propose(self, asks: Sequence[DraftAsk]) -> Mapping[int, tuple[int, ...]]:
+        """See `Drafter`. One request's drafts depend on nothing but its own tokens."""
+        return {ask.request_id: self._guess(ask) for ask in asks}
+
+    def _guess(self, ask: DraftAsk) -> tuple[int, ...]:
+        index = self._indexes.get(ask.request_id)
+        if index is None:
+            index = self._indexes[ask.request_id] = NgramIndex(self._lengths)
+        index.take_in(ask.tokens)
+        return index.guess(ask.tokens, ask.limit)
+
+    def accepted(self, request_id: int, drafted: int, accepted: int) -> None:
+        """Nothing is learned of it: the tokens themselves say it at the next proposal."""
+
+    def forget(self, request_id: int) -> None:
+        """The request's index goes."""
+        self._indexes.pop(request_id, None)
+
+
+class NgramIndex:
+    """Where the n-grams of one sequence were last followed by something; two generations, so that it is bounded.
+
+    Args:
+        lengths: Tokens of the n-grams, the longest first.
+    """
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self._lengths = lengths
+        self._young: dict[int, int] = {}  # hash of an n-gram -> the position behind it
+        self._old: dict[int, int] = {}
+        self._begun_at = 0  # the first position of the young generation
+        self._end = 0  # n-grams that end at it or before it are known, and all of them are followed by a token
+
+    def __len__(self) -> int:
+        return len(self._young) + len(self._old)
+
+    def take_in(self, tokens: Sequence[int]) -> None:
+        """Hash the n-grams that tokens follow by now. `tokens` begins with what it was before."""
+        end = min(len(tokens) - 1, self._end + MOST_AT_ONCE)
+        if end <= self._end:
+            return
+        if end - self._begun_at > KEPT_TOKENS:
+            self._old, self._young, self._begun_at = self._young, {}, self._end
+        for n in self._lengths:
+            first = max(n, self._end + 1)  # the position behind the first new n-gram of n tokens
+            if first <= end:
+                run = tokens[first - n : end]
+                grams = zip(*(run[i : len(run) - n + 1 + i] for i in range(n)), strict=True)
+                self._young.update(zip(map(hash, grams), range(first, end + 1), strict=True))
+        self._end = end
+
+    def guess(self, tokens: Sequence[int], limit: int) -> tuple[int, ...]:
+        """At most `limit` tokens that came behind the longest n-gram that `tokens` ends with; none if none is known.
+
+        A repetition that reaches up to the end is taken to go on: behind "a b a b" comes "a b a b".
+        """
+        for n in self._lengths:
+            if n >= len(tokens):
+                continue
+            ending = tuple(tokens[len(tokens) - n :])
+            key = hash(ending)
+            position = self._young.get(key) or self._old.get(key)
+            if position is not None and tuple(tokens[position - n : position]) == ending:  # no other one of that hash
+                return _going_on(tokens[position : position + limit], limit)
+        return ()
+
+
+def _going_on(found: Sequence[int], limit: int) -> tuple[int, ...]:
+    """What was found, again and again where it ends: it ends at the end of all tokens."""
+    times = -(-limit // len(found))
+    return (tuple(found) * times)[:limit]

@@ -1,0 +1,57 @@
+"""A draft model's pools share the large one's budget: in the geometry, in the errors, in what is allocated (SP-1)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from megatron_ext.config import BatchingConfig, CacheConfig
+from megatron_ext.errors import ConfigError
+from megatron_ext.memory.budget import GIB, ModelMemory, check_fits, plan_memory
+from megatron_ext.memory.draft import DraftMemory
+from megatron_ext.memory.fitting import plan_within
+
+ALONE = ModelMemory(kv_bytes_per_token=1024, state_bytes=100_000, chunk_size=128, max_sequence_length=4096)
+DRAFT = DraftMemory(kv_bytes_per_token=256, state_bytes=10_000)
+TOGETHER = dataclasses.replace(ALONE, draft=DRAFT)
+ON = CacheConfig()
+
+
+def geometry(model, **batching):
+    return plan_memory(model, BatchingConfig(**batching), ON, "cpu")
+
+
+def test_both_models_share_the_buffer():
+    """SP-1: the same bytes hold fewer blocks, as many for either model, beside the live states of both."""
+    alone, both = geometry(ALONE, buffer_size_gb=1.0), geometry(TOGETHER, buffer_size_gb=1.0)
+    left = GIB - 64 * 100_000 - 2 * 64 * 10_000
+    assert both.blocks == left // (64 * (1024 + 256)) - 1 < alone.blocks
+    assert (both.draft_model.block_bytes, both.draft_model.state_bytes) == (64 * 256, 10_000)
+    assert both.draft_model.states == 2 * 64
+    snapshots = both.snapshot_slots * 100_000
+    assert both.pool_bytes - snapshots <= GIB < both.pool_bytes - snapshots + 64 * (1024 + 256)
+
+
+def test_nothing_of_it_is_shown_without_one():
+    alone = geometry(ALONE, block_count=8)
+    assert "draft_model" not in alone.shown()
+    both = geometry(TOGETHER, block_count=8)
+    assert both.shown() == alone.shown() | {
+        "draft_model": {"block_bytes": 64 * 256, "state_bytes": 10_000, "states": 128}
+    }
+    assert both.pool_bytes == alone.pool_bytes + 9 * 64 * 256 + 128 * 10_000
+
+
+def test_errors_count_it():
+    with pytest.raises(
+        ConfigError, match=r"one block and the dummy block\); .* GB would do \(those of the draft model"
+    ):
+        geometry(TOGETHER, buffer_size_gb=0.001)
+    with pytest.raises(ConfigError, match="those of the draft model included"):
+        check_fits(geometry(TOGETHER, block_count=99), 1000, "less")
+    batching = BatchingConfig(buffer_size_gb=4.0)
+    with pytest.raises(ConfigError) as error:
+        plan_within(TOGETHER, batching, ON, "cpu", GIB)
+    enough = float(str(error.value).split("-buffer-size-gb ")[1].split(" ")[0])
+    plan_within(TOGETHER, BatchingConfig(buffer_size_gb=enough), ON, "cpu", GIB)

@@ -1,0 +1,193 @@
+"""SI-4, SI-5: a server says why a prompt skipped no more, to whom it may, and what its recent requests were."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from megatron_ext.config import CacheConfig
+from megatron_ext.simulation import command
+from megatron_ext.simulation.formats import read_requests
+from megatron_ext.simulation.machine import Machine
+from megatron_ext.simulation.running import ask_server, described
+from megatron_ext.simulation.sweep import run_point
+from tests.unit_tests.server.test_errors import check_error
+from tests.unit_tests.support.driver import make_prompt
+from tests.unit_tests.support.server import LiveServer, tiny_engine
+
+PATH = "/v1/completions"
+FIRST = make_prompt(50, seed=11)
+
+
+def parting_at(position: int) -> list[int]:
+    return [*FIRST[:position], (FIRST[position] + 1) % 40, *FIRST[position + 1 :]]
+
+
+OTHER = parting_at(25)  # in the second block of 16
+FAST = Machine(flops=1e18, bytes=1e18, parameter_bytes=1, overhead=1e-9)
+
+
+def explaining() -> CacheConfig:
+    return CacheConfig(snapshot_slots=16, explain_prefix_cache=True)
+
+
+@pytest.fixture(scope="module")
+def server(serve) -> LiveServer:
+    """One key, which is the administrator's, and his routes: he may know all."""
+    return serve(tiny_engine(cache=explaining()), api_key="key", enable_admin_routes=True)
+
+
+@pytest.fixture(scope="module")
+def closed(serve) -> LiveServer:
+    """The same without routes for administrators."""
+    return serve(tiny_engine(cache=explaining()), api_key="key")
+
+
+def ask(server: LiveServer, prompt: object, *, stream: bool = False, **fields: object) -> list[dict]:
+    """The choices, streamed ones with the fields of all their parts."""
+    body = {"prompt": prompt, "max_tokens": 3, "temperature": 0, "stream": stream, "explain_prefix_cache": True}
+    response = server.http.post(PATH, json=body | fields, headers={"Authorization": "Bearer key"})
+    assert response.status_code == 200, response.text
+    server.check_idle()
+    if not stream:
+        return response.json()["choices"]
+    choices: dict[int, dict] = {}
+    for line in response.text.splitlines():
+        if line.startswith("data: {"):
+            for one in json.loads(line[6:])["choices"]:
+                choices.setdefault(one["index"], {}).update(one)
+    return [choices[index] for index in sorted(choices)]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+class TestWhatIsSaid:
+    def test_where_it_parted_and_from_what(self, server, stream):
+        """With the cached token, for who may know it."""
+        server.reset_cache()
+        for before in (FIRST, parting_at(20)):  # the second one leaves states where they part, if there are none
+            ask(server, before)
+        (said,) = [one["prefix_cache_explanation"] for one in ask(server, OTHER, stream=stream)]
+        assert (said["reason"], said["agreeing"], said["here"], said["there"]) == ("parted", 25, OTHER[25], FIRST[25])
+        assert f"here {OTHER[25]}, there {FIRST[25]}" in said["text"]
+
+    def test_nobody_elses_token_without_routes_for_administrators(self, closed, stream):
+        closed.reset_cache()
+        for before in (FIRST, parting_at(20)):
+            ask(closed, before)
+        (said,) = [one["prefix_cache_explanation"] for one in ask(closed, OTHER, stream=stream)]
+        assert (said["reason"], said["agreeing"], said["here"], said["there"]) == ("parted", 25, OTHER[25], None)
+        assert f"here {OTHER[25]};" in said["text"]
+
+    def test_never_across_salts(self, server, stream):
+        server.reset_cache()
+        ask(server, FIRST, cache_salt="a")
+        (said,) = [one["prefix_cache_explanation"] for one in ask(server, FIRST, stream=stream, cache_salt="b")]
+        assert (said["reason"], said["agreeing"], said["there"]) == ("not_cached", None, None)
+
+    def test_once_for_each_prompt(self, server, stream):
+        server.reset_cache()
+        choices = ask(server, [FIRST, make_prompt(5)], n=2, stream=stream)
+        assert ["prefix_cache_explanation" in one for one in choices] == [True, False, True, False]
+        assert choices[2]["prefix_cache_explanation"]["reason"] == "too_short"
+
+    def test_nothing_unless_asked(self, server, stream):
+        for wish in (None, False):
+            choices = ask(server, FIRST, stream=stream, explain_prefix_cache=wish)
+            assert "prefix_cache_explanation" not in choices[0]
+
+
+class TestWhoIsRefused:
+    def test_a_server_that_keeps_no_tokens(self, tiny):
+        body = {"prompt": FIRST, "explain_prefix_cache": True}
+        error = check_error(tiny.http.post(PATH, json=body), 400)
+        assert (error["param"], error["code"]) == ("explain_prefix_cache", "not_explained")
+        assert "--explain-prefix-cache" in error["message"]
+
+    def test_a_server_that_hides_counts(self, serve):
+        hiding = serve(tiny_engine(cache=explaining()), hide_cache_counts=True)
+        error = check_error(hiding.http.post(PATH, json={"prompt": FIRST, "explain_prefix_cache": True}), 400)
+        assert "--hide-cache-counts" in error["message"]
+
+
+def test_near_misses_are_counted_by_reason_and_depth(closed):
+    closed.reset_cache()
+    for prompt in (FIRST, parting_at(20)):
+        ask(closed, prompt)
+    name, labels = "prefix_cache_near_misses_total", {"reason": "parted", "depth": "below 64"}
+    ask(closed, OTHER)  # where there was none before there is no sample
+    before = closed.metric(name, **labels)
+    ask(closed, parting_at(30))
+    ask(closed, make_prompt(40, seed=99))  # nothing of it was known
+    assert closed.metric(name, **labels) == before + 1
+    page = closed.http.get("/").text
+    assert "near-misses" in page
+    assert "prefix_cache_near_misses_total" in page
+
+
+class TestTheRecentPast:
+    def serve_some(self, server: LiveServer) -> int:
+        """A conversation and others; tokens that were skipped."""
+        server.reset_cache()
+        before, prompt = server.metric("prompt_tokens_skipped_total"), list(FIRST)
+        for seed in range(4):
+            (choice,) = ask(server, prompt, return_token_ids=True)
+            prompt += [*choice["token_ids"], *make_prompt(20, seed=seed)]
+            ask(server, make_prompt(50, seed=50 + seed), enable_prefix_caching=seed != 3)
+        ask(server, FIRST, cache_salt="other")
+        return int(server.metric("prompt_tokens_skipped_total") - before)
+
+    def test_simulated_with_the_servers_settings_it_skips_the_same(self, serve):
+        """Answers go on in the next turns, and salts stay apart."""
+        server = serve(tiny_engine(cache=explaining()), api_key="key")
+        skipped = self.serve_some(server)
+        assert skipped > 100
+        running = ask_server(str(server.http.base_url).rstrip("/"), "key")
+        assert len(running.turns) == 8  # without the one that opted out
+        point = run_point(running.turns, running.model, running.settings, running.batch, FAST)
+        assert (point.blocks, point.slots) == (200, 16)
+        assert point.skipped_tokens == skipped
+
+    def test_no_token_and_no_digest_leaves(self, closed):
+        self.serve_some(closed)
+        traces = [
+            closed.http.get("/prefix_cache/trace", headers={"Authorization": "Bearer key"}).text for _ in range(2)
+        ]
+        lines = [[json.loads(line) for line in trace.splitlines()] for trace in traces]
+        fields = {"time", "block_hashes", "block_size", "length", "answer_length", "answer_hashed"}
+        assert all(set(line) == fields for line in lines[0])
+        hashes = [{one for line in trace for one in line["block_hashes"]} for trace in lines]
+        assert not hashes[0] & hashes[1]  # keyed with a secret that nobody keeps
+        assert len(hashes[0]) == len(hashes[1])
+        check_error(closed.http.get("/prefix_cache/trace"), 401)
+
+    def test_advice_from_a_server(self, closed, tmp_path, capsys):
+        """SI-4."""
+        self.serve_some(closed)
+        (tmp_path / "key").write_text("key\n")
+        (tmp_path / "wrong").write_text("wrong\n")
+        url = ["--server", str(closed.http.base_url).rstrip("/"), "--advise", "--block-size", "16"]
+        command.simulate([*url, "--api-key-file", str(tmp_path / "key")], Console(width=140))
+        said = capsys.readouterr().out
+        assert "--inference-dynamic-batching-block-size 16" in said
+        with pytest.raises(command.ConfigError, match="answers 401"):
+            command.simulate([*url, "--api-key-file", str(tmp_path / "wrong")], Console())
+
+    def test_without_a_request_there_is_nothing_to_simulate(self):
+        with pytest.raises(command.ConfigError, match="has no request"):
+            read_requests(io.BytesIO(b""), "here")
+
+    def test_costs_of_another_block_size(self):
+        costs = {"block_size": 16, "token_flops": 5.0, "position_flops": 1.0, "block_bytes": 160, "state_bytes": 40}
+        names = {"max_requests": 2, "max_tokens": 64, "max_prefills": 0, "max_sequence_length": 99}
+        state = {
+            "costs": costs,
+            "geometry": {"snapshot_slots": 4, "blocks": 10},
+            "settings": {"policy": "flops", "mode": "align", **names},
+        }
+        found = described(state, [])
+        assert (found.settings.policy, found.settings.mode, found.settings.state_share) == ("flops", "align", 1 / 11)
+        assert found.model.costs(64).block_bytes == 640
+        assert found.batch.max_requests == 2

@@ -1,0 +1,218 @@
+"""How many drafts are worth it: the rule against trying everything, and the drafter over random texts (SP-6)."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from megatron_ext.config.draft_costs import CostRow, CostTable, Timing, fitted
+from megatron_ext.errors import ConfigError
+from megatron_ext.speculation.adaptive import FIRST_PAUSE, LONGEST_PAUSE, Acceptance, AdaptiveDrafter, allot
+from megatron_ext.speculation.drafter import DraftAsk
+
+CHEAP = CostTable.parse("1:0.1:0.02")
+DEAR_WHEN_MANY = CostTable.parse("1:0.2:0.05,8:0.4:0.3,32:0.8:0.9")
+
+
+class Knowing:
+    """Proposes as much as it is asked for, and remembers what for."""
+
+    def __init__(self) -> None:
+        self.asked: list[dict[int, int]] = []
+        self.forgotten: list[int] = []
+
+    def propose(self, asks):
+        self.asked.append({ask.request_id: ask.limit for ask in asks})
+        return {ask.request_id: tuple(range(ask.limit)) for ask in asks}
+
+    def accepted(self, request_id, drafted, accepted):
+        assert 0 <= accepted <= drafted
+
+    def forget(self, request_id):
+        self.forgotten.append(request_id)
+
+
+def worth(counts, likelihoods, requests, costs) -> float:
+    """Tokens of a step for what it costs."""
+    row, drafts = costs.at(requests), sum(counts)
+    tokens = requests + sum(chance**i for chance, n in zip(likelihoods, counts, strict=True) for i in range(1, n + 1))
+    return tokens / (1 + row.fixed * (drafts > 0) + row.each * drafts / requests)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    likelihoods=st.lists(st.floats(0, 1), min_size=1, max_size=4),
+    limits=st.lists(st.integers(0, 3), min_size=4, max_size=4),
+    others=st.integers(0, 30),
+    row=st.tuples(st.floats(0, 2), st.floats(0, 2)),
+)
+def test_nothing_is_worth_more(likelihoods, limits, others, row):
+    """SP-6: of all ways to hand out drafts none has more tokens for what its step costs."""
+    limits, requests = limits[: len(likelihoods)], len(likelihoods) + others
+    costs = CostTable((CostRow(1, *row),))
+    found = allot(likelihoods, limits, requests, costs)
+    assert all(0 <= n <= limit for n, limit in zip(found, limits, strict=True))
+    every = itertools.product(*(range(limit + 1) for limit in limits))
+    best = max(worth(counts, likelihoods, requests, costs) for counts in every)
+    assert worth(found, likelihoods, requests, costs) == pytest.approx(best)
+
+
+def test_large_batches_draft_less():
+    """SP-6: the same drafts are worth it alone, and not beside 31 others, where verifying costs as much as decoding."""
+    assert allot([0.8], [4], 1, DEAR_WHEN_MANY) == [4]
+    assert allot([0.8] * 32, [4] * 32, 32, DEAR_WHEN_MANY) == [0] * 32
+    assert allot([0.3], [4], 1, CHEAP) == [3]
+    assert allot([0.05], [4], 1, CHEAP) == [0]
+
+
+def test_acceptance_follows_what_comes():
+    known = Acceptance()
+    for _ in range(8):
+        known = known.verified(4, 4)
+    assert known.likelihood > 0.95
+    for _ in range(8):
+        known = known.verified(4, 0)
+    assert known.likelihood < 0.3
+    for _ in range(4):
+        known = known.verified(1, 1)
+    assert known.likelihood > 0.6
+
+
+def test_pauses_grow_and_a_success_ends_them():
+    known = Acceptance()
+    pauses = []
+    for _ in range(10):
+        known = known.verified(1, 0)
+        pauses.append(known.pause)
+    assert pauses == [min(FIRST_PAUSE * 2**i, LONGEST_PAUSE) for i in range(1, 11)]
+    for _ in range(LONGEST_PAUSE):
+        assert not known.is_due
+        known = known.passed_over()
+    assert known.is_due
+    after = known.verified(1, 1)
+    assert after.pause == FIRST_PAUSE
+    assert after.is_due  # it goes on trying at once
+
+
+@pytest.mark.parametrize("guesses_are_free", [True, False])
+def test_it_goes_down_to_none_and_comes_back(guesses_are_free):
+    """SP-6: rare trials while nothing comes, and all of K within a few steps when everything does."""
+    inner = Knowing()
+    drafter = AdaptiveDrafter(inner, CostTable.parse("1:0.3:0.05"), guesses_are_free=guesses_are_free)
+
+    def run(steps: int, comes: bool) -> list[int]:
+        counts = []
+        for _ in range(steps):
+            drafts = drafter.propose([DraftAsk(0, (1,), 7)]).get(0, ())
+            counts.append(len(drafts))
+            if drafts:
+                drafter.accepted(0, len(drafts), len(drafts) if comes else 0)
+        return counts
+
+    cold = run(1000, comes=False)
+    assert 1 <= sum(count > 0 for count in cold[:16]) <= 4
+    assert 1 <= sum(count > 0 for count in cold[100:]) <= 8
+    assert max(cold[100:]) == 1
+    warm = run(1200, comes=True)
+    first = next(i for i, count in enumerate(warm) if count)
+    assert first <= LONGEST_PAUSE
+    assert warm[first + 12] == 7
+    drafter.forget(0)
+    assert inner.forgotten == [0]
+
+
+@pytest.mark.parametrize("requests", [1, 8, 32])
+def test_drafts_that_never_come_cost_little(requests):
+    """SP-6: by the table's own account less than two hundredths of the steps, however many requests there are."""
+    drafter = AdaptiveDrafter(Knowing(), DEAR_WHEN_MANY, guesses_are_free=True)
+    row, cost, steps = DEAR_WHEN_MANY.at(requests), 0.0, 600
+    for _ in range(steps):
+        found = drafter.propose([DraftAsk(i, (1,), 4) for i in range(requests)])
+        drafts = {i: len(tokens) for i, tokens in found.items() if tokens}
+        cost += (row.fixed + row.each * sum(drafts.values()) / requests) if drafts else 0
+        for i, count in drafts.items():
+            drafter.accepted(i, count, 0)
+    assert cost / steps < 0.02
+
+
+def test_new_requests_begin_with_what_others_showed():
+    drafter = AdaptiveDrafter(Knowing(), CHEAP, guesses_are_free=True)
+    assert len(drafter.propose([DraftAsk(0, (1,), 7)])[0]) > 3
+    for _ in range(20):
+        drafter.accepted(0, 4, 0)
+    assert len(drafter.propose([DraftAsk(1, (1,), 7)]).get(1, ())) <= 1
+
+
+class Drafting(RuleBasedStateMachine):
+    """Random requests, answers and ends: what it keeps is of living requests only, and what it proposes is allowed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Knowing()
+        self.drafter = AdaptiveDrafter(self.inner, DEAR_WHEN_MANY, guesses_are_free=True)
+        self.living: dict[int, float] = {}  # id -> how likely a draft comes
+        self.next = 0
+        self.source = random.Random(5)
+
+    @rule(chance=st.sampled_from([0.0, 0.5, 1.0]))
+    def arrive(self, chance):
+        self.living[self.next] = chance
+        self.next += 1
+
+    @precondition(lambda self: self.living)
+    @rule(limit=st.integers(1, 8), steps=st.integers(1, 30))
+    def step(self, limit, steps):
+        for _ in range(steps):
+            asks = [DraftAsk(i, (1,), limit) for i in self.living]
+            drafts = self.drafter.propose(asks)
+            assert set(drafts) <= set(self.living)
+            for i, tokens in drafts.items():
+                assert tokens == tuple(range(len(tokens)))
+                assert len(tokens) <= limit
+                if tokens:
+                    comes = next((n for n in range(len(tokens)) if self.source.random() >= self.living[i]), len(tokens))
+                    self.drafter.accepted(i, len(tokens), comes)
+
+    @precondition(lambda self: self.living)
+    @rule()
+    def end(self):
+        oldest = min(self.living)
+        del self.living[oldest]
+        self.drafter.forget(oldest)
+
+    @invariant()
+    def keeps_only_the_living(self):
+        assert set(self.drafter._known) <= set(self.living)
+        assert 0 <= self.drafter._saved <= 1
+        for known in self.drafter._known.values():
+            assert 0 <= known.likelihood <= 1
+            assert FIRST_PAUSE <= known.pause <= LONGEST_PAUSE
+
+
+TestDrafting = Drafting.TestCase
+TestDrafting.settings = settings(max_examples=15, stateful_step_count=12, deadline=None)
+
+
+class TestCostTable:
+    """What verifying costs is a table, by flag or measured."""
+
+    def test_between_rows_and_outside(self):
+        table = CostTable.parse("2:0.2:0.1, 4:0.4:0.3")
+        assert table.at(3) == CostRow(3, pytest.approx(0.3), pytest.approx(0.2))
+        assert (table.at(1), table.at(9)) == table.rows
+        assert CostTable.parse(str(table)) == table
+        assert CostTable.parse("2:0.2:0.1\n4:0.4:0.3\n") == table
+
+    def test_fitted_to_measurements(self):
+        timings = [Timing(r, d, 2.0 * r * (1 + 0.3 * (d > 0) + 0.1 * d)) for r in (1, 8) for d in (0, 1, 5)]
+        for row, requests in zip(fitted(timings).rows, (1, 8), strict=True):
+            assert (row.requests, row.fixed, row.each) == (requests, pytest.approx(0.3), pytest.approx(0.1))
+        (noise,) = fitted([Timing(1, 0, 1.0), Timing(1, 1, 0.9), Timing(1, 5, 0.8)]).rows
+        assert (noise.fixed, noise.each) == (0, 0)
+        with pytest.raises(ConfigError, match="of 3 requests"):
+            fitted([Timing(3, 1, 1.0)])

@@ -1,0 +1,177 @@
+"""The draft model's books, with a model that remembers everything in place of one that computes (SP-1)."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from megatron_ext.speculation.draft_model import DraftModelDrafter, DraftRoom
+from megatron_ext.speculation.drafter import DraftAsk
+
+BLOCK = 4
+
+
+def next_token(history) -> int:
+    return hash(("next", *history)) % 97
+
+
+class Remembering:
+    """Computes steps as a hybrid model does: what it says depends on every key in reach and on the state.
+
+    Places in pools that were never written, or by somebody else, give another history than the request's.
+    """
+
+    def __init__(self, room: DraftRoom) -> None:
+        self.room = room
+        self.keys: dict[tuple[int, int], int] = {}  # block, place -> token
+        self.live: dict[int, tuple[int, ...]] = {}
+        self.kept: dict[int, tuple[bytes, tuple[int, ...]]] = {}
+        self.computed = 0
+        self.steps = 0
+        self.fails_at: int | None = None
+
+    def __call__(self, step):
+        self.steps += 1
+        if self.steps == self.fails_at:
+            self.live.clear(), self.keys.clear()
+            raise RuntimeError("no memory")
+        assert step.num_tokens <= self.room.step_tokens or step.num_decode == len(step.chunks)
+        assert [chunk.is_decode for chunk in step.chunks] == sorted((c.is_decode for c in step.chunks), reverse=True)
+        assert len({chunk.live_slot for chunk in step.chunks}) == len(step.chunks)
+        return {chunk.request_id: token for chunk in step.chunks for token in self._chunk(chunk)}
+
+    def _chunk(self, chunk):
+        assert chunk.length > 0
+        self.computed += chunk.length
+        if chunk.restore is not None:
+            digest, state = self.kept[chunk.restore.slot]
+            assert digest == chunk.restore.digest
+            self.live[chunk.live_slot] = state
+        state = self.live[chunk.live_slot] if chunk.start else ()
+        assert len(state) == chunk.start or not self.room.has_states
+        for place, token in enumerate(chunk.token_ids, start=chunk.start):
+            self.keys[chunk.block_ids[place // BLOCK], place % BLOCK] = token
+        self.live[chunk.live_slot] = (*state, *chunk.token_ids)
+        for one in chunk.snapshots:
+            assert one.position == chunk.end
+            self.kept[one.slot] = one.digest, self.live[chunk.live_slot]
+        read = [self.keys.get((chunk.block_ids[place // BLOCK], place % BLOCK)) for place in range(chunk.end)]
+        if self.room.has_states:
+            assert tuple(read) == self.live[chunk.live_slot]
+        yield from [next_token(read)] if chunk.sampling is not None else []
+
+
+def room_of(**changes) -> DraftRoom:
+    return DraftRoom(
+        **{
+            **{
+                "block_size": BLOCK,
+                "blocks": 40,
+                "requests": 4,
+                "step_tokens": 32,
+                "longest": 1000,
+                "has_states": True,
+            },
+            **changes,
+        }
+    )
+
+
+def expected(tokens, count: int) -> tuple[int, ...]:
+    history = list(tokens)
+    for _ in range(count):
+        history.append(next_token(history))
+    return tuple(history[len(tokens) :])
+
+
+def make(**changes):
+    model = Remembering(room_of(**changes))
+    return DraftModelDrafter(model.room, model), model
+
+
+@pytest.mark.parametrize("has_states", [True, False])
+@pytest.mark.parametrize("seed", range(6))
+def test_drafts_are_what_the_model_says(seed, has_states):
+    """SP-1: after any number of accepted tokens, beside any others, its drafts are those of the whole text."""
+    source = random.Random(seed)
+    drafter, _ = make(has_states=has_states, blocks=80)
+    texts = {i: [source.randrange(97) for _ in range(source.randrange(1, 20))] for i in range(4)}
+    for _ in range(60):
+        asks = [DraftAsk(i, text, source.randrange(1, 7)) for i, text in texts.items() if source.random() < 0.7]
+        found = drafter.propose(asks)
+        drafter.check()
+        for ask in asks:
+            assert found[ask.request_id] == expected(ask.tokens, ask.limit)
+            came = source.randrange(ask.limit + 1)
+            drafter.accepted(ask.request_id, ask.limit, came)
+            if source.random() < 0.9:  # else its step failed, and it is asked again
+                texts[ask.request_id] += [*expected(ask.tokens, came), source.randrange(97)]
+        if max(map(len, texts.values())) > 60:
+            ended = source.choice(list(texts))
+            drafter.forget(ended)
+            texts[ended] = [source.randrange(97) for _ in range(5)]
+
+
+def test_each_accepted_token_is_read_once():
+    drafter, model = make()
+    tokens = list(range(10))
+    for _ in range(10):
+        drafter.propose([DraftAsk(0, tokens, 3)])
+        tokens.append(50)
+    assert model.computed == 19 + 10 * 2  # every token, and two decoded drafts a proposal
+    model.computed = 0
+    drafter.propose([DraftAsk(0, tokens[:-1], 1)])
+    assert model.computed == 0  # what it expects is known
+
+
+def test_long_prompts_are_read_over_several_proposals():
+    drafter, _ = make(step_tokens=16)
+    long, short = list(range(40)), list(range(60, 70))
+    found = [drafter.propose([DraftAsk(0, long, 2), DraftAsk(1, short, 2)]) for _ in range(4)]
+    assert [sorted(one) for one in found] == [[1], [1], [1], [0, 1]]
+    assert found[-1] == {0: expected(long, 2), 1: expected(short, 2)}
+
+
+def test_where_there_is_no_room_there_are_no_drafts():
+    drafter, _ = make(blocks=6)
+    first, second = list(range(9)), list(range(20, 32))
+    assert sorted(drafter.propose([DraftAsk(0, first, 3), DraftAsk(1, second, 2)])) == [0]
+    drafter.check()
+    assert drafter.propose([DraftAsk(1, second, 2)]) == {1: expected(second, 2)}  # request 0 is idle, and gives way
+    assert drafter.propose([DraftAsk(0, first, 3)]) == {0: expected(first, 3)}
+    drafter.check()
+    drafter, _ = make(requests=2)
+    asks = [DraftAsk(i, [i], 1) for i in range(3)]
+    assert len(drafter.propose(asks)) == 2
+    assert sorted(drafter.propose(asks[2:])) == [2]
+
+
+def test_positions_that_were_not_learned_have_no_drafts():
+    drafter, _ = make(longest=12)
+    assert len(drafter.propose([DraftAsk(0, list(range(10)), 9)])[0]) == 3
+    assert drafter.propose([DraftAsk(0, list(range(13)), 9)]) == {}
+
+
+@pytest.mark.parametrize("fails_at", [1, 2, 3, 4])
+def test_after_an_error_it_reads_again(fails_at):
+    """SP-1: what its pools hold then is not trusted."""
+    drafter, model = make()
+    tokens = list(range(10))
+    model.fails_at = fails_at
+    for _ in range(2):
+        try:
+            drafter.propose([DraftAsk(0, tokens, 3)])
+        except RuntimeError:
+            drafter.check()
+        tokens.append(5)
+    assert drafter.propose([DraftAsk(0, tokens, 3)]) == {0: expected(tokens, 3)}
+
+
+def test_a_reset_forgets_everything():
+    drafter, model = make()
+    drafter.propose([DraftAsk(0, list(range(10)), 3)])
+    drafter.reset()
+    model.keys.clear(), model.live.clear(), model.kept.clear()
+    assert drafter.propose([DraftAsk(0, list(range(11)), 3)]) == {0: expected(range(11), 3)}
+    drafter.check()
