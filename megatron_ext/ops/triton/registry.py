@@ -49,8 +49,8 @@ class Config:
         constants: Its `tl.constexpr` parameters.
         num_warps: Of 32 threads each.
         num_stages: Of software pipelining.
-        registers: Of a thread at most; left to itself ptxas at times spills where it finds occupancy to be worth it, and
-            at times needs fewer registers than with a limit.
+        registers: Of a thread at most. Left to itself ptxas at times spills where it finds occupancy to be worth it;
+            with a limit it at times needs more registers than without.
         only: Types of inputs, letter T, that it is for, if not for all: 32 bits take other tiles than 16.
     """
 

@@ -1,4 +1,4 @@
-"""CU-2, CU-3: no kernel can be reached that is not registered, compiled ahead of time, and tested beside its formula."""
+"""CU-2, CU-3: no kernel can be reached that is not registered, compiled ahead of time, and tested."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def launches(tree: ast.AST) -> list[ast.Call]:
 
 @pytest.mark.parametrize("path", python_files(ROOT / "megatron_ext"), ids=lambda path: str(path.relative_to(ROOT)))
 def test_only_kernels_import_triton_and_only_the_registry_launches(path: Path) -> None:
-    """CU-3: the package can be imported without triton; a kernel runs by `Kernel.launch`, as a registered configuration."""
+    """CU-3: the package can be imported without triton; a kernel runs by `Kernel.launch`."""
     tree = parse(path)
     if not is_kernel_file(path):
         assert not any(imports_triton(node) for node in tree.body)
