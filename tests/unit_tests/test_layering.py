@@ -13,11 +13,12 @@ from tests.unit_tests.support.source import ROOT, imported_modules, parse, pytho
 # What each part may import of our own; itself, always.
 LEAVES = {"errors", "files", "interruption"}
 DECIDING = {"prefix_cache", "scheduling", "speculation", "engine"}
-TOOLS = {"console", "offline", "server", "api"}
+TOOLS = {"console", "offline", "server", "api", "coordinator"}
 ROOMS = {"config", "ranks", "text", "memory", "ops", "mixers", "mcore", "stepping", "models"}
 BESIDE = {"simulation", "routing"}  # used by their tools alone
-EVERYTHING = LEAVES | DECIDING | TOOLS | ROOMS | BESIDE
-BELOW_TOOLS = EVERYTHING - TOOLS - BESIDE
+EVENTS = {"kv_events"}  # for servers
+EVERYTHING = LEAVES | DECIDING | TOOLS | ROOMS | BESIDE | EVENTS
+BELOW_TOOLS = EVERYTHING - TOOLS - BESIDE - EVENTS
 MAY_IMPORT = {
     "errors": set(),
     "files": {"errors"},
@@ -28,6 +29,7 @@ MAY_IMPORT = {
     "scheduling": {"config", "errors", "prefix_cache"},
     "speculation": {"config", "errors", "prefix_cache", "scheduling"},
     "engine": {"config", "errors", "prefix_cache", "scheduling", "speculation", "text"},
+    "kv_events": {"config", "errors", "prefix_cache"},
     "routing": {"config", "errors", "prefix_cache"},
     "simulation": {"config", "errors", "files", *DECIDING},
     "memory": {"config", "errors", "scheduling"},
@@ -39,8 +41,9 @@ MAY_IMPORT = {
     "models": {*LEAVES, "config", "ranks", "text", "memory", "ops", "mixers", "mcore"},
     "console": BELOW_TOOLS,
     "offline": BELOW_TOOLS | {"console"},
-    "server": BELOW_TOOLS | {"console"},
+    "server": BELOW_TOOLS | EVENTS | {"console"},
     "api": BELOW_TOOLS | {"console"},
+    "coordinator": {"config", "errors", "files", "prefix_cache", "routing", "kv_events", "server"},  # as HTTP alone
     "__init__": {"api", "config", "engine", "errors", "scheduling"},  # for type checkers; see tests/unit_tests/api
 }
 # The flags are what `load_engine` takes by name, and they know the settings only.
@@ -86,7 +89,11 @@ def test_the_command_line_needs_only_the_settings(path):
 
 
 @pytest.mark.parametrize(
-    "packages", ["megatron_ext.prefix_cache", "megatron_ext.scheduling", "megatron_ext.config", "megatron_ext.engine"]
+    "packages",
+    [
+        *("megatron_ext.prefix_cache", "megatron_ext.scheduling", "megatron_ext.config", "megatron_ext.engine"),
+        "megatron_ext.coordinator",
+    ],
 )
 def test_what_decides_runs_without_torch(packages):
     """In a process of its own: importing every module of the package loads neither torch nor megatron nor numpy."""
