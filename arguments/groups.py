@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from arguments.flags import Flag, FlagGroup
-from arguments.server_groups import ACCESS, LIMITS, SERVER
+from arguments.server_groups import ACCESS, KV_EVENTS, LIMITS, SERVER
 from arguments.source_groups import SOURCE, TOKENIZER
 from arguments.speculation_group import SPECULATION
 from megatron_ext.config import (
@@ -290,4 +290,4 @@ RUN = FlagGroup(
 )
 
 GROUPS = (SOURCE, TOKENIZER, MODEL, PARALLEL, SAMPLING, BATCHING, CACHE, SPECULATION, RUN)
-SERVER_GROUPS = (SOURCE, TOKENIZER, MODEL, PARALLEL, BATCHING, CACHE, SPECULATION, SERVER, LIMITS, ACCESS)
+SERVER_GROUPS = (SOURCE, TOKENIZER, MODEL, PARALLEL, BATCHING, CACHE, SPECULATION, SERVER, KV_EVENTS, LIMITS, ACCESS)

@@ -15,7 +15,7 @@ from arguments.megatron.layers import describe_layers
 from arguments.megatron.record import MegatronGroup
 from arguments.megatron.synonyms import SYNONYMS, translate
 from arguments.megatron.table import SERVER_TABLE, TABLE, WithoutEffect, family_of, records
-from arguments.server_groups import ACCESS, LIMITS, SERVER
+from arguments.server_groups import ACCESS, KV_EVENTS, LIMITS, SERVER
 from arguments.source_groups import SOURCE, TOKENIZER
 from arguments.speculation_group import SPECULATION
 from arguments.yaml_file import read_flags
@@ -34,6 +34,7 @@ from megatron_ext.config import (
 )
 from megatron_ext.config.annotations import FieldValues
 from megatron_ext.config.embedded import check_flags
+from megatron_ext.config.kv_events import KvEventsConfig
 from megatron_ext.config.speculation import SpeculationConfig
 from megatron_ext.errors import ConfigError, MachineError
 
@@ -158,7 +159,10 @@ def parse_server_arguments(argv: Sequence[str] | None = None, prog: str | None =
         cache=CacheConfig(**fields_of(CACHE, values)),
         speculation=SpeculationConfig(**fields_of(SPECULATION, values)),
         server=ServerConfig(
-            limits=ServerLimits(**fields_of(LIMITS, values)), **fields_of(SERVER, values), **fields_of(ACCESS, values)
+            limits=ServerLimits(**fields_of(LIMITS, values)),
+            kv_events=KvEventsConfig(**fields_of(KV_EVENTS, values)),
+            **fields_of(SERVER, values),
+            **fields_of(ACCESS, values),
         ),
         start=_start(given),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from arguments.flags import Flag, FlagGroup
 from megatron_ext.config import CONTROL_TOKENS, LOG_LEVELS, AccessConfig, ServerConfig, ServerLimits
+from megatron_ext.config.kv_events import KvEventsConfig
 
 SERVER = FlagGroup(
     "server",
@@ -34,6 +35,26 @@ LIMITS = FlagGroup(
         Flag("idle_timeout", "Seconds that a connection may rest between requests, or its client may not read"),
         Flag("max_schema_kb", "Longest JSON schema or regular expression of a response_format, in KB of 2**10 bytes"),
         Flag("grammar_timeout", "Seconds that compiling one may take; beyond them clients get a 400"),
+    ),
+)
+
+KV_EVENTS = FlagGroup(
+    "KV events (for routers; see docs/routing.md)",
+    KvEventsConfig,
+    (
+        Flag(
+            "kv_events_endpoint",
+            "Publish what is cached as it changes, token ids too, as in tcp://127.0.0.1:5557: vLLM's events over "
+            "ZeroMQ. A loopback address or * is listened to, another host connected to; default: nothing is published",
+            metavar="tcp://HOST:PORT",
+        ),
+        Flag("kv_events_topic", "Topic of the events; those of recurrent states have .states behind it"),
+        Flag(
+            "kv_events_replay_endpoint",
+            "Where subscribers ask for events that they have lost; default: nowhere",
+            metavar="tcp://HOST:PORT",
+        ),
+        Flag("kv_events_buffer_steps", "Messages that are kept for them; beyond those they get all that is cached"),
     ),
 )
 

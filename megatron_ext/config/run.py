@@ -9,6 +9,7 @@ from megatron_ext.config.access import AccessConfig
 from megatron_ext.config.annotations import FieldValues
 from megatron_ext.config.batching import BatchingConfig, CacheConfig
 from megatron_ext.config.checks import flag_of, require
+from megatron_ext.config.kv_events import KvEventsConfig
 from megatron_ext.config.limits import ServerLimits
 from megatron_ext.config.parallel import ParallelConfig
 from megatron_ext.config.request import RequestParams
@@ -140,6 +141,7 @@ class ServerConfig(AccessConfig):
     access_log: bool = True  # a line for each request
     profile: str | None = None  # a directory for a trace of the first steps
     limits: ServerLimits = field(default_factory=ServerLimits)
+    kv_events: KvEventsConfig = field(default_factory=KvEventsConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -181,6 +183,14 @@ class ServerSettings:
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     start: StartNotes = field(default_factory=StartNotes)
+
+    def __post_init__(self) -> None:
+        endpoint = self.server.kv_events.kv_events_endpoint
+        require(
+            self.cache.enable_prefix_caching or endpoint is None,
+            f"--no-inference-dynamic-batching-enable-prefix-caching and --kv-events-endpoint {endpoint} contradict "
+            "each other: nothing is cached that could be told of; give one of them",
+        )
 
 
 @dataclass(frozen=True)

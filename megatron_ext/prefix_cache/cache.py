@@ -14,6 +14,7 @@ from megatron_ext.prefix_cache.eviction import build_policies
 from megatron_ext.prefix_cache.ghosts import Ghosts
 from megatron_ext.prefix_cache.hash_chain import Digest
 from megatron_ext.prefix_cache.kept_tokens import KeptTokens
+from megatron_ext.prefix_cache.observer import CacheObserver
 from megatron_ext.prefix_cache.partings import Partings
 from megatron_ext.prefix_cache.state_index import StateIndex
 
@@ -89,6 +90,7 @@ class PrefixCache:
         self.ghosts = Ghosts()
         self.partings = Partings()
         self.kept = KeptTokens() if keeps_tokens else None
+        self.observer: CacheObserver | None = None  # who publishes says which blocks are there; the rest is told here
         self._wanted: dict[Digest, int] = {}  # by how many
         self._evicted = 0
 
@@ -216,6 +218,8 @@ class PrefixCache:
         if self.kept is not None:
             for digest in digests:
                 self.kept.drop(digest)
+        if self.observer is not None:
+            self.observer.blocks_gone(digests)
 
     def reset(self) -> None:
         """Forget all contents: nothing cached before is matched after, and nothing begun before is published."""
@@ -227,15 +231,21 @@ class PrefixCache:
         self.ghosts.clear()
         if self.kept is not None:
             self.kept.clear()
+        if self.observer is not None:
+            self.observer.cleared()
         self.epoch += 1
 
     def snapshot_there(self, digest: Digest) -> None:
         """See `SnapshotListener`, as the next three."""
         self.ghosts.snapshot_back(digest)
+        if self.observer is not None:
+            self.observer.snapshot_there(digest)
 
     def snapshot_gone(self, digest: Digest) -> None:
         """Blocks may be weighed by their snapshots."""
         self._policy.snapshot_gone(digest)
+        if self.observer is not None:
+            self.observer.snapshot_gone(digest)
 
     def snapshot_wanted(self, digest: Digest) -> None:
         """More slots would have kept it."""

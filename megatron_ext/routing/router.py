@@ -294,7 +294,7 @@ class Router:
             self._mean_generated += (generated - self._mean_generated) / _MEMORY
 
     def least_load(self) -> int:
-        """Tokens that are yet to be computed where the fewest are; for the wait when all are full. 0 without replicas."""
+        """Tokens yet to be computed where the fewest are; for the wait when all are full. 0 without replicas."""
         return self._fleet.loads.lowest()
 
     def _note_open(self, one: Replica) -> None:

@@ -10,6 +10,7 @@ from megatron_ext.config import EvictionPolicyName
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.matching import last_boundary, resume_position
 from megatron_ext.scheduling.accounting import Reason, general_reason
+from megatron_ext.scheduling.plan import Admission
 from megatron_ext.scheduling.request import Request
 
 
@@ -116,6 +117,14 @@ class Explanation:
 
     def _goal(self) -> int:
         return min(self.matched, self.most)
+
+
+def explain_admission(admission: Admission, cache: PrefixCache, block_size: int) -> None:
+    """Note it in the request's ledger, the first time that it is admitted."""
+    ledger = admission.request.sequence.ledger
+    if ledger.explanation is None:
+        matched, start = len(admission.matched), admission.chunk.start
+        ledger.explanation = explain(admission.request, cache, matched, start, block_size)
 
 
 def explain(request: Request, cache: PrefixCache, matched: int, start: int, block_size: int) -> Explanation:

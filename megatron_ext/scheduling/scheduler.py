@@ -8,6 +8,7 @@ from megatron_ext.config import EvictionPolicyName
 from megatron_ext.prefix_cache.block_pool import BlockPool
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.ghosts import NOTHING_LOST
+from megatron_ext.prefix_cache.observer import PublishedRun
 from megatron_ext.prefix_cache.state_index import StateIndex
 from megatron_ext.scheduling.accounting import general_reason
 from megatron_ext.scheduling.ahead import AheadHashing
@@ -16,7 +17,7 @@ from megatron_ext.scheduling.coordination import PendingBlocks, check_sleepers, 
 from megatron_ext.scheduling.counters import Counters
 from megatron_ext.scheduling.drafts import Drafts
 from megatron_ext.scheduling.events import EventType
-from megatron_ext.scheduling.explanation import explain
+from megatron_ext.scheduling.explanation import explain_admission
 from megatron_ext.scheduling.invariants import check_ownership
 from megatron_ext.scheduling.keys import CacheKeys
 from megatron_ext.scheduling.live_slots import LiveSlots
@@ -56,7 +57,7 @@ class Scheduler:
         self.live_slots = LiveSlots(limits.max_requests)
         self.counters = Counters()
         self.drafts = Drafts(limits, self.cache, self.counters)
-        self._hashing = AheadHashing()
+        self._hashing = AheadHashing(limits.block_size)
         self._keys = CacheKeys(fingerprint, limits.block_size)
 
     @property
@@ -90,7 +91,7 @@ class Scheduler:
         for admission in plan.admissions:  # before anything is allocated, so that nothing matched is evicted
             self.cache.pin(admission.matched)
             if self.limits.explains:
-                self._explain(admission)
+                explain_admission(admission, self.cache, self.limits.block_size)
         for request, error in plan.failures:
             self._end(request, Status.FAILED, error=f"the KV pool is too small for this request: {error}")
         for request in plan.preemptions:
@@ -116,12 +117,6 @@ class Scheduler:
     def hash_ahead(self) -> None:
         """While a step is computed: hash of the next step's slice what is here; that step hashes the rest of it."""
         self._hashing.begin_slice()
-
-    def _explain(self, admission: Admission) -> None:
-        ledger = admission.request.sequence.ledger
-        if ledger.explanation is None:
-            start, size = admission.chunk.start, self.limits.block_size
-            ledger.explanation = explain(admission.request, self.cache, len(admission.matched), start, size)
 
     def _grow(self, chunks: Iterable[Chunk]) -> None:
         """Blocks for the tokens that outgrow those of their requests; admissions take theirs at once."""
@@ -259,6 +254,10 @@ class Scheduler:
         if self.cache.kept is not None:
             size = self.limits.block_size
             self.cache.kept.keep_run(digests, parent or sequence.chain.root, sequence.packed, size, complete * size)
+        if self.cache.observer is not None:
+            size, salt = self.limits.block_size, request.params.cache_salt
+            run = PublishedRun(digests, parent, sequence.packed, size, complete * size, salt)
+            self.cache.observer.blocks_there(run)
         self.pending_blocks.published(request.request_id, digests)
         self.queues.waiting.published(digests)
         sequence.published_blocks = complete

@@ -31,6 +31,7 @@ from megatron_ext.models.update.disk import WeightsRoot
 from megatron_ext.ranks.failure import ending_together
 from megatron_ext.ranks.team import Team
 from megatron_ext.server.app import create_app
+from megatron_ext.server.cache_events import CacheEvents
 from megatron_ext.server.connections import most_connections
 from megatron_ext.server.errors import shutting_down
 from megatron_ext.server.keys import Keys, load_keys
@@ -69,8 +70,13 @@ def _listen_and_serve(settings: ServerSettings, team: Team | None) -> None:
     weights_root(settings.server, team)
     check_profile(settings.server.profile, team)
     most_connections(settings.server.limits)
-    with bind(settings.server.host, settings.server.port) as listener:
+    with (
+        bind(settings.server.host, settings.server.port) as listener,
+        CacheEvents(settings.server.kv_events, 1 if team is None else team.replicas) as cache_events,
+    ):
         serving = build_serving(settings, keys, team)
+        cache_events.attach(serving.engine.engine)
+        serving.kv_events = cache_events.addresses()
         spare_what_is_loaded()
         with profiled(serving.engine, settings.server.profile):
             serve(serving, listener, announce)

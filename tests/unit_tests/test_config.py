@@ -20,6 +20,7 @@ from megatron_ext.config import (
     RunConfig,
     ServerConfig,
     ServerLimits,
+    ServerSettings,
     SourceConfig,
     batching,
     checks,
@@ -30,6 +31,7 @@ from megatron_ext.config import (
     source,
     tokenizer,
 )
+from megatron_ext.config.kv_events import KvEventsConfig
 from megatron_ext.errors import CapacityError, CheckpointError, ConfigError
 
 NAN, INF = math.nan, math.inf
@@ -151,6 +153,14 @@ REFUSED = [
         InferenceSettings,
         {"cache": CacheConfig(enable_prefix_caching=False), "run": RunConfig(prefix_cache_compare=True)},
         ["--no-inference-dynamic-batching-enable-prefix-caching", "--prefix-cache-compare"],
+    ),
+    (
+        ServerSettings,
+        {
+            "cache": CacheConfig(enable_prefix_caching=False),
+            "server": ServerConfig(kv_events=KvEventsConfig("tcp://127.0.0.1:1")),
+        },
+        ["--no-inference-dynamic-batching-enable-prefix-caching", "--kv-events-endpoint tcp://127.0.0.1:1"],
     ),
     (SourceConfig, {"generation_config": "vllm"}, ["--generation-config 'vllm'", "auto, none"]),
     (

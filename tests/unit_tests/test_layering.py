@@ -16,8 +16,9 @@ DECIDING = {"prefix_cache", "scheduling", "speculation", "engine"}
 TOOLS = {"console", "offline", "server", "api"}
 ROOMS = {"config", "ranks", "text", "memory", "ops", "mixers", "mcore", "stepping", "models"}
 BESIDE = {"simulation", "routing"}  # used by their tools alone
-EVERYTHING = LEAVES | DECIDING | TOOLS | ROOMS | BESIDE
-BELOW_TOOLS = EVERYTHING - TOOLS - BESIDE
+EVENTS = {"kv_events"}  # for servers
+EVERYTHING = LEAVES | DECIDING | TOOLS | ROOMS | BESIDE | EVENTS
+BELOW_TOOLS = EVERYTHING - TOOLS - BESIDE - EVENTS
 MAY_IMPORT = {
     "errors": set(),
     "files": {"errors"},
@@ -28,6 +29,7 @@ MAY_IMPORT = {
     "scheduling": {"config", "errors", "prefix_cache"},
     "speculation": {"config", "errors", "prefix_cache", "scheduling"},
     "engine": {"config", "errors", "prefix_cache", "scheduling", "speculation", "text"},
+    "kv_events": {"config", "errors", "prefix_cache"},
     "routing": {"config", "errors", "prefix_cache"},
     "simulation": {"config", "errors", "files", *DECIDING},
     "memory": {"config", "errors", "scheduling"},
@@ -39,7 +41,7 @@ MAY_IMPORT = {
     "models": {*LEAVES, "config", "ranks", "text", "memory", "ops", "mixers", "mcore"},
     "console": BELOW_TOOLS,
     "offline": BELOW_TOOLS | {"console"},
-    "server": BELOW_TOOLS | {"console"},
+    "server": BELOW_TOOLS | EVENTS | {"console"},
     "api": BELOW_TOOLS | {"console"},
     "__init__": {"api", "config", "engine", "errors", "scheduling"},  # for type checkers; see tests/unit_tests/api
 }

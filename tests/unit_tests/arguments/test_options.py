@@ -11,7 +11,7 @@ from arguments import build_parser, build_server_parser, parse_server_arguments
 from arguments.flags import normalize_key
 from arguments.groups import BATCHING, CACHE, GROUPS, MODEL, PARALLEL
 from arguments.megatron.table import SERVER_TABLE, TABLE, records
-from arguments.server_groups import ACCESS, LIMITS, SERVER
+from arguments.server_groups import ACCESS, KV_EVENTS, LIMITS, SERVER
 from arguments.source_groups import SOURCE, TOKENIZER
 from arguments.speculation_group import SPECULATION
 from megatron_ext.config import ModelConfig
@@ -96,13 +96,14 @@ WITHOUT_FLAG = {
         *("seed", "min_tokens", "cache_salt", "enable_prefix_caching", "num_speculative_tokens", "cache_checkpoint"),
     },
     # Flags of groups of their own: some fields are inherited, others stand in `limits`.
-    "ServerConfig": {field.name for field in dataclasses.fields(ACCESS.config)} | {"limits"},
+    "ServerConfig": {field.name for field in dataclasses.fields(ACCESS.config)} | {"limits", "kv_events"},
 }
 
 
 SERVER_OPTIONS = """
 --host --port --served-model-name --max-waiting-requests --shutdown-timeout --inference-logging-step-interval
 --log-level --access-log --no-access-log --profile
+--kv-events-endpoint --kv-events-topic --kv-events-replay-endpoint --kv-events-buffer-steps
 --max-body-mb --max-connections --header-timeout --body-timeout --idle-timeout --max-schema-kb --grammar-timeout
 --api-key --api-key-file --admin-key-file --allowed-hosts --hide-cache-counts --no-hide-cache-counts
 --chat-control-tokens --cors-allowed-origins --enable-admin-routes --no-enable-admin-routes --weights-root
@@ -140,7 +141,7 @@ def test_options_are_frozen():
     assert own_options(build_parser(), TABLE) == [*OPTIONS, *SYNONYM_OPTIONS]
 
 
-@pytest.mark.parametrize("group", [*GROUPS, SERVER, LIMITS, ACCESS], ids=lambda group: group.config.__name__)
+@pytest.mark.parametrize("group", [*GROUPS, SERVER, KV_EVENTS, LIMITS, ACCESS], ids=lambda group: group.config.__name__)
 def test_each_field_has_one_flag(group):
     fields = [flag.field for flag in group.flags]
     assert len(set(fields)) == len(fields)

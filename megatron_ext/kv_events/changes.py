@@ -1,0 +1,140 @@
+"""What has changed in a cache since somebody looked: between the thread that steps and the one that publishes.
+
+Changes that cancel out are forgotten: what waits is never more than what the cache holds and what was told of it,
+however long nobody looks. Each side holds the lock for as long as it takes to note one change, or to take them all.
+"""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from megatron_ext.prefix_cache.hash_chain import Digest
+from megatron_ext.prefix_cache.observer import PublishedRun
+
+
+@dataclass(frozen=True)
+class Block:
+    """A cached block: what it continues, its tokens, and, for the first of a sequence only, the salt of its keys."""
+
+    parent: Digest | None
+    tokens: array[int]
+    salt: str | None
+
+
+@dataclass
+class Delta:
+    """Changes to be put into effect in the order of the fields.
+
+    Attributes:
+        cleared: Everything was forgotten first.
+        states_removed: Snapshots that are gone.
+        removed: Blocks that are gone, each after those that continue it.
+        stored: New blocks, each before those that continue it.
+        states_stored: New snapshots.
+    """
+
+    cleared: bool = False
+    states_removed: dict[Digest, None] = field(default_factory=dict)
+    removed: dict[Digest, None] = field(default_factory=dict)
+    stored: dict[Digest, Block] = field(default_factory=dict)
+    states_stored: dict[Digest, None] = field(default_factory=dict)
+
+
+class Changes:
+    """The observer of one cache; see `CacheObserver`.
+
+    Args:
+        wake: Called when something has changed and nothing had before; must not wait.
+    """
+
+    def __init__(self, wake: Callable[[], None] = lambda: None) -> None:
+        self._wake = wake
+        self._lock = threading.Lock()
+        self._blocks: set[Digest] = set()  # that the cache has
+        self._states: set[Digest] = set()
+        self._delta: Delta | None = None  # None: nothing has changed
+        self._is_off = False
+
+    def take(self) -> Delta | None:
+        """All changes since the last call; None if there are none."""
+        with self._lock:
+            taken, self._delta = self._delta, None
+        return taken
+
+    def stop(self) -> None:
+        """Nobody will look any more."""
+        with self._lock:
+            self._is_off = True
+            self._delta = None
+
+    def _open(self) -> Delta:
+        """What changes are noted in; the lock is held."""
+        if self._delta is None:
+            self._delta = Delta()
+            self._wake()
+        return self._delta
+
+    def blocks_there(self, run: PublishedRun) -> None:
+        """They are noted with copies of their tokens, but for those that are known."""
+        size, parent = run.block_size, run.parent
+        start = run.end - len(run.digests) * size
+        with self._lock:
+            if self._is_off:
+                return
+            for digest in run.digests:
+                if digest not in self._blocks:
+                    self._blocks.add(digest)
+                    delta = self._open()
+                    if digest in delta.removed:  # it was told, and is the same
+                        del delta.removed[digest]
+                    else:
+                        salt = run.salt if parent is None else None
+                        delta.stored[digest] = Block(parent, run.tokens[start : start + size], salt)
+                parent, start = digest, start + size
+
+    def blocks_gone(self, digests: Iterable[Digest]) -> None:
+        """Those that were never told are forgotten."""
+        self._gone(digests, self._blocks, lambda delta: (delta.stored, delta.removed))
+
+    def snapshot_there(self, digest: Digest) -> None:
+        """See `CacheObserver`."""
+        with self._lock:
+            if digest not in self._states and not self._is_off:
+                self._states.add(digest)
+                delta = self._open()
+                if digest in delta.states_removed:
+                    del delta.states_removed[digest]
+                else:
+                    delta.states_stored[digest] = None
+
+    def snapshot_gone(self, digest: Digest) -> None:
+        """See `CacheObserver`."""
+        self._gone([digest], self._states, lambda delta: (delta.states_stored, delta.states_removed))
+
+    def _gone(
+        self,
+        digests: Iterable[Digest],
+        there: set[Digest],
+        tables: Callable[[Delta], tuple[dict[Digest, Block] | dict[Digest, None], dict[Digest, None]]],
+    ) -> None:
+        with self._lock:
+            for digest in digests:
+                if digest in there and not self._is_off:
+                    there.discard(digest)
+                    stored, removed = tables(self._open())
+                    if digest in stored:
+                        del stored[digest]
+                    else:
+                        removed[digest] = None
+
+    def cleared(self) -> None:
+        """Whatever was noted before does not matter any more."""
+        with self._lock:
+            self._blocks.clear()
+            self._states.clear()
+            if not self._is_off:
+                self._open()
+                self._delta = Delta(cleared=True)

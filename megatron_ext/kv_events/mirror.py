@@ -1,0 +1,147 @@
+"""What routers have been told of a cache, and what to tell them next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from megatron_ext.kv_events.changes import Block, Delta
+from megatron_ext.kv_events.events import (
+    AllBlocksCleared,
+    BlockEvent,
+    BlockRemoved,
+    BlockStored,
+    Hash,
+    StateEvent,
+    StateRemoved,
+    StateStored,
+)
+from megatron_ext.prefix_cache.hash_chain import Digest
+from megatron_ext.prefix_cache.shown import published_hash, published_salt
+
+MOST_BLOCKS = 64  # of one event: encoding it keeps other threads from running
+
+
+@dataclass(frozen=True)
+class Told:
+    """Events of both topics, those of blocks first."""
+
+    blocks: list[BlockEvent]
+    states: list[StateEvent]
+
+
+class Mirror:
+    """The blocks of a cache, and which of them are told.
+
+    Without recurrent layers all are. With them a run is told up to the last visible snapshot on it: what lies beyond
+    saves nobody anything. How many say that a block is to be told (a snapshot at its end, told blocks that continue it)
+    is counted, so that each change costs what it tells.
+
+    Args:
+        block_size: Tokens.
+        has_states: Whether the model has recurrent layers.
+    """
+
+    def __init__(self, block_size: int, *, has_states: bool) -> None:
+        self._block_size = block_size
+        self._has_states = has_states
+        self._blocks: dict[Digest, Block] = {}
+        self._hashes: dict[Digest, Hash] = {}
+        self._states: dict[Digest, None] = {}
+        self._reasons: dict[Digest, int] = {}  # of told blocks, with recurrent layers
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def apply(self, delta: Delta) -> Told:
+        """Put changes into effect; what to tell of them."""
+        told = Told([], [])
+        if delta.cleared:
+            told.blocks.append(AllBlocksCleared())
+            for table in (self._blocks, self._hashes, self._states, self._reasons):
+                table.clear()
+        if delta.states_removed:
+            told.states.append(StateRemoved(self._hashes_of(delta.states_removed)))
+        gone = self._remove(delta)
+        if gone:
+            told.blocks.append(BlockRemoved(gone))
+        self._blocks.update(delta.stored)
+        self._hashes.update((digest, published_hash(digest)) for digest in delta.stored)
+        self._states.update(delta.states_stored)
+        there = self._shown(delta.states_stored) if self._has_states else delta.stored
+        told.blocks.extend(self._runs(there))
+        if delta.states_stored:
+            told.states.append(StateStored(self._hashes_of(delta.states_stored)))
+        return told
+
+    def present(self) -> Told:
+        """What to tell who knows nothing."""
+        there = [digest for digest in self._blocks if digest in self._reasons] if self._has_states else self._blocks
+        states: list[StateEvent] = [StateStored(self._hashes_of(self._states))] if self._states else []
+        return Told([AllBlocksCleared(), *self._runs(there)], states)
+
+    def _hashes_of(self, digests: Iterable[Digest]) -> list[Hash]:
+        return [self._hashes[digest] for digest in digests]
+
+    def _remove(self, delta: Delta) -> list[Hash]:
+        """Forget what is gone; hashes of what had been told of it, each after those that continue it."""
+        gone = self._hidden(delta.states_removed) if self._has_states else delta.removed
+        hashes = self._hashes_of(gone)
+        for digest in delta.states_removed:
+            del self._states[digest]
+        for digest in delta.removed:
+            del self._blocks[digest], self._hashes[digest]
+        return hashes
+
+    def _shown(self, snapshots: Iterable[Digest]) -> list[Digest]:
+        """Blocks that these new snapshots let be told, each after the one that it continues."""
+        shown: list[Digest] = []
+        for snapshot in snapshots:
+            first, digest = len(shown), snapshot
+            while self._count(digest) == 1:
+                shown.append(digest)
+                parent = self._blocks[digest].parent
+                if parent is None:
+                    break
+                digest = parent
+            shown[first:] = reversed(shown[first:])
+        return shown
+
+    def _count(self, digest: Digest) -> int:
+        """One reason more to tell of a block; how many there are now."""
+        reasons = self._reasons.get(digest, 0) + 1
+        self._reasons[digest] = reasons
+        return reasons
+
+    def _hidden(self, snapshots: Iterable[Digest]) -> list[Digest]:
+        """Blocks that there is no reason to tell of any more without these snapshots, each before its parent."""
+        hidden: list[Digest] = []
+        for snapshot in snapshots:
+            digest: Digest | None = snapshot
+            while digest is not None:
+                self._reasons[digest] -= 1
+                if self._reasons[digest]:
+                    break
+                del self._reasons[digest]
+                hidden.append(digest)
+                digest = self._blocks[digest].parent
+        return hidden
+
+    def _runs(self, digests: Iterable[Digest]) -> Iterator[BlockStored]:
+        """Events of blocks, of which those that follow each other are told together."""
+        run: list[Digest] = []
+        for digest in digests:
+            if run and (self._blocks[digest].parent != run[-1] or len(run) == MOST_BLOCKS):
+                yield self._run(run)
+                run = []
+            run.append(digest)
+        if run:
+            yield self._run(run)
+
+    def _run(self, digests: list[Digest]) -> BlockStored:
+        blocks = [self._blocks[digest] for digest in digests]
+        tokens = [token for block in blocks for token in block.tokens]
+        parent, salt = blocks[0].parent, blocks[0].salt
+        extra = None if salt is None else [[published_salt(salt)], *[None] * (len(blocks) - 1)]
+        before = None if parent is None else self._hashes[parent]
+        return BlockStored(self._hashes_of(digests), before, tokens, self._block_size, extra)

@@ -1,0 +1,50 @@
+"""Who is told what can be found in a cache and what cannot any more. Without one a cache does nothing more."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from megatron_ext.prefix_cache.hash_chain import Digest
+
+
+@dataclass(frozen=True)
+class PublishedRun:
+    """Blocks of one sequence that can be found; some of them may have been known.
+
+    Attributes:
+        digests: Of the blocks, in order.
+        parent: What they continue; None at the start of a sequence.
+        tokens: Of the sequence.
+        block_size: Tokens.
+        end: Where the last of them ends, in tokens.
+        salt: Of the sequence's keys.
+    """
+
+    digests: Sequence[Digest]
+    parent: Digest | None
+    tokens: array[int]
+    block_size: int
+    end: int
+    salt: str | None = None
+
+
+class CacheObserver(Protocol):
+    """Told in the thread that changes the cache, so it must not wait for anything."""
+
+    def blocks_there(self, run: PublishedRun) -> None:
+        """These can be found."""
+
+    def blocks_gone(self, digests: Iterable[Digest]) -> None:
+        """These cannot any more, each after those that continue it; snapshots at their ends went before."""
+
+    def snapshot_there(self, digest: Digest) -> None:
+        """A request can resume behind this block, which can be found."""
+
+    def snapshot_gone(self, digest: Digest) -> None:
+        """It cannot any more."""
+
+    def cleared(self) -> None:
+        """Nothing can be found."""

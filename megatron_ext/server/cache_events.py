@@ -1,0 +1,86 @@
+"""KV events of a server: a publisher for each of its replicas, attached to that one's cache on rank 0."""
+
+from __future__ import annotations
+
+import logging
+from types import TracebackType
+
+from megatron_ext.config.kv_events import KvEventsConfig, TcpEndpoint
+from megatron_ext.engine.engine import Engine
+from megatron_ext.kv_events.mirror import Mirror
+from megatron_ext.kv_events.publisher import Publisher
+from megatron_ext.ranks.fleet import Fleet
+
+logger = logging.getLogger(__name__)
+
+
+class CacheEvents:
+    """Nothing, unless there is an endpoint. Addresses are taken at once; a context manager that gives them back.
+
+    Args:
+        config: Where to publish.
+        replicas: Of the world.
+
+    Raises:
+        ConfigError: An address cannot be had.
+    """
+
+    def __init__(self, config: KvEventsConfig, replicas: int = 1) -> None:
+        self.publishers: list[Publisher] = []
+        self._config = config
+        if config.endpoint is None:
+            return
+        try:
+            for rank in range(replicas):
+                self.publishers.append(Publisher(config, rank))
+        except BaseException:
+            self.close()
+            raise
+        for endpoint in (config.endpoint, config.replay_endpoint):
+            _warn(endpoint)
+
+    def __enter__(self) -> CacheEvents:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def attach(self, engine: Engine | Fleet) -> None:
+        """Publish what these engines, which have cached nothing yet, cache from now on."""
+        if not self.publishers:
+            return
+        engines = engine.engines if isinstance(engine, Fleet) else (engine,)
+        for publisher, one in zip(self.publishers, engines, strict=True):
+            cache, size = one.scheduler.cache, one.scheduler.limits.block_size
+            cache.observer = publisher.changes
+            publisher.start(Mirror(size, has_states=cache.states is not None))
+            logger.info(
+                "KV events at %s, replayed at %s", publisher.endpoint, publisher.replay_endpoint or "no address"
+            )
+
+    def addresses(self) -> list[dict[str, str | None]]:
+        """Where to subscribe (`endpoint`), to ask again (`replay`) and for what (`topic`), by data-parallel rank.
+
+        Empty where the publishers connect to a subscriber: that one knows.
+        """
+        if self._config.endpoint is None or not self._config.endpoint.is_bound:
+            return []
+        topic = self._config.kv_events_topic
+        return [{"endpoint": one.endpoint, "replay": one.replay_endpoint, "topic": topic} for one in self.publishers]
+
+    def close(self) -> None:
+        """End all."""
+        for publisher in self.publishers:
+            publisher.close()
+
+
+def _warn(endpoint: TcpEndpoint | None) -> None:
+    if endpoint is not None and not endpoint.is_loopback:
+        logger.warning(
+            "KV events leave this machine by tcp://%s:%d: whoever reads them reads the token ids of all prompts and "
+            "answers that are cached; a loopback address keeps them here",
+            endpoint.host,
+            endpoint.port,
+        )

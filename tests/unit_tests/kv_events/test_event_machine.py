@@ -1,0 +1,145 @@
+"""RP-1: routers that know nothing but the bytes of events hold what the cache holds, at every step of any life."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import Phase, settings
+from hypothesis.stateful import initialize, run_state_machine_as_test
+
+from megatron_ext.kv_events import mirror as mirrors
+from megatron_ext.kv_events.changes import Changes
+from megatron_ext.kv_events.mirror import Mirror
+from megatron_ext.kv_events.wire import encode
+from megatron_ext.prefix_cache.cache import PrefixCache
+from megatron_ext.prefix_cache.hash_chain import block_digests
+from megatron_ext.prefix_cache.shown import published_hash, published_salt
+from tests.priority import TestPriority
+from tests.unit_tests.scheduling.caching_machine import CachingMachine
+from tests.unit_tests.scheduling.test_hybrid_machine import COMMON, HybridMachine
+from tests.unit_tests.support.kv_events import Reader
+
+pytestmark = pytest.mark.priority(TestPriority.HIGH)
+
+SALTS = {None: None, (published_salt("x"),): "x"}
+
+
+class Told:
+    """What is added to a machine: events are taken after every action, or after every few."""
+
+    has_states: bool
+
+    @initialize(data=st.data())
+    def build(self, data: st.DataObject) -> None:
+        super().build(data)
+        self.every = data.draw(st.sampled_from([1, 1, 3]), "actions between looks")
+        self.actions = 0
+        self.reader = Reader()
+        self.changes = Changes()
+        self.mirror = Mirror(self.limits.block_size, has_states=self.has_states)
+        self.scheduler.cache.observer = self.changes
+
+    def snapshot(self) -> tuple:
+        """Planning must not change the cache; who watches it is not looked at."""
+        self.scheduler.cache.observer = None
+        seen = super().snapshot()
+        self.scheduler.cache.observer = self.changes
+        return seen
+
+    def verify(self) -> None:
+        super().verify()
+        self.actions += 1
+        if self.actions % self.every:
+            return
+        delta = self.changes.take()
+        if delta is not None:
+            assert len(delta.stored) <= len(self.scheduler.cache._index)
+            assert len(delta.removed) <= len(self.mirror), "more waits than was told"
+            self.read(self.reader, self.mirror.apply(delta))
+        self.compare(self.reader)
+        late = Reader()
+        self.read(late, self.mirror.present())
+        self.compare(late)
+
+    def read(self, reader: Reader, told: mirrors.Told) -> None:
+        for events in (told.blocks, told.states):
+            if events:
+                reader.read(encode(1.5, events, 3))
+
+    def compare(self, reader: Reader) -> None:
+        cache = self.scheduler.cache
+        cached = set(cache._index.digests())
+        states = {one for one in cached if cache.states is not None and cache.states.find(one) is not None}
+        if self.has_states:
+            cached = states | {before for one in states for before in cache._index.ancestors(one)}
+        names = {published_hash(digest): digest for digest in cached}
+        assert reader.blocks.keys() == names.keys()
+        assert reader.states == {published_hash(digest) for digest in states}
+        assert not reader.blocks or reader.ranks == {3}
+        for name, digest in names.items():
+            block = reader.blocks[name]
+            assert block.parent is None or block.extra is None, "a salt is told with the first block only"
+            root = self.scheduler._keys._root(SALTS[block.extra])
+            parent = root if block.parent is None else names[block.parent]
+            assert block_digests(parent, block.tokens, len(block.tokens)) == [digest], "tokens or parent of another"
+
+
+class AttentionEvents(Told, CachingMachine):
+    """Every cached block is told."""
+
+    has_states = False
+
+
+class HybridEvents(Told, HybridMachine):
+    """Runs up to visible snapshots are, and the snapshots."""
+
+    has_states = True
+
+
+for machine in (AttentionEvents, HybridEvents):
+    machine.TestCase.settings = settings(max_examples=30, phases=[Phase.generate, Phase.shrink], **COMMON)
+TestAttention = AttentionEvents.TestCase
+TestHybrid = HybridEvents.TestCase
+
+
+def forgets_removals(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Changes, "blocks_gone", lambda self, digests: None)
+
+
+def forgets_resets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Changes, "cleared", lambda self: None)
+
+
+def forgets_salts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mirrors, "published_salt", lambda salt: "another")
+
+
+def forgets_snapshots_that_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Changes, "snapshot_gone", lambda self, digest: None)
+
+
+def tells_only_the_last_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Mirror, "_shown", lambda self, snapshots: list(snapshots))
+
+
+@pytest.mark.parametrize(
+    ("machine", "plant"),
+    [
+        (AttentionEvents, forgets_removals),
+        (AttentionEvents, forgets_resets),
+        (AttentionEvents, forgets_salts),
+        (HybridEvents, forgets_snapshots_that_go),
+        (HybridEvents, tells_only_the_last_block),
+    ],
+    ids=lambda value: value.__name__,
+)
+def test_the_machines_see_planted_mistakes(machine, plant, monkeypatch):
+    """RP-1: the comparison can fail."""
+    plant(monkeypatch)
+    with pytest.raises((AssertionError, KeyError)):
+        run_state_machine_as_test(machine, settings=settings(max_examples=60, phases=[Phase.generate], **COMMON))
+
+
+def test_without_an_observer_nothing_is_noted():
+    """RP-1: off by default."""
+    assert PrefixCache(4, None).observer is None

@@ -1,0 +1,219 @@
+"""Events over sockets: numbers, replays, and readers that do not read."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import msgpack
+import pytest
+import zmq
+
+from megatron_ext.config import EvictionPolicyName
+from megatron_ext.config.kv_events import KvEventsConfig
+from megatron_ext.errors import ConfigError
+from megatron_ext.kv_events import publisher
+from megatron_ext.kv_events.mirror import Mirror
+from megatron_ext.kv_events.publisher import Publisher
+from megatron_ext.prefix_cache.shown import published_hash
+from megatron_ext.scheduling.scheduler import Scheduler
+from megatron_ext.scheduling.step import describe_step
+from tests.unit_tests.scheduling.builders import make_limits, make_request
+from tests.unit_tests.support.kv_events import PATIENCE, Follower, Reader, asker_of, replayed, until
+
+MANY = 2000  # batches, more than sockets hold
+HOST = "tcp://127.0.0.1:0"
+
+
+class World:
+    """A scheduler whose cache is published, and a reader of it."""
+
+    def __init__(self, buffer_steps: int = 10_000, slots: int | None = None) -> None:
+        config = KvEventsConfig(HOST, "kv-events", HOST, buffer_steps)
+        self.scheduler = Scheduler(make_limits(), EvictionPolicyName.LRU, b"model", slots)
+        self.publisher = Publisher(config)
+        self.scheduler.cache.observer = self.publisher.changes
+        self.context = zmq.Context()
+        self.arrivals = 0
+
+    def start(self) -> None:
+        states = self.scheduler.cache.states is not None
+        self.publisher.start(Mirror(self.scheduler.limits.block_size, has_states=states))
+
+    def close(self) -> None:
+        self.publisher.close()
+        self.context.destroy(linger=0)
+
+    def subscriber(self, unread: int = 1000) -> zmq.Socket:
+        one = self.context.socket(zmq.SUB)
+        one.setsockopt(zmq.RCVHWM, unread)
+        one.setsockopt(zmq.RCVBUF, 4096)
+        one.setsockopt(zmq.RCVTIMEO, int(1000 * PATIENCE))
+        one.setsockopt(zmq.SUBSCRIBE, b"kv-events")
+        one.connect(self.publisher.endpoint)
+        return one
+
+    def asker(self) -> zmq.Socket:
+        return asker_of(self.publisher.replay_endpoint)
+
+    def request(self) -> None:
+        """One request from its start to its end; with others it fills the cache and evicts."""
+        request = make_request(self.arrivals, 9, num_tokens_to_generate=1)
+        self.arrivals += 1
+        self.scheduler.add(request)
+        plan = self.scheduler.schedule()
+        step = describe_step(plan.chunks, self.scheduler.limits.block_size)
+        assert len(self.scheduler.commit(step, {request.request_id: 5})) == 1
+
+    def cached(self) -> set[int]:
+        return {published_hash(digest) for digest in self.scheduler.cache._index.digests()}
+
+
+@pytest.fixture
+def world(request) -> Iterator[World]:
+    worlds = World(**getattr(request, "param", {}))
+    worlds.start()
+    yield worlds
+    worlds.close()
+
+
+def read_until(reader: Reader, socket: zmq.Socket, hashes: set[int]) -> None:
+    while reader.blocks.keys() != hashes:
+        assert reader.take(socket.recv_multipart()), "a number is missing"
+
+
+@pytest.mark.parametrize("world", [{}, {"slots": 2}], ids=["attention", "hybrid"], indirect=True)
+def test_events_are_numbered_and_replayed(world):
+    """RP-1: from number 0 on, without a gap over both topics; what was missed is asked for."""
+    follower = Follower(world.publisher.replay_endpoint, world.scheduler.cache)
+    until(lambda: follower.has_all() and follower.reader.expected == 1)  # that nothing is cached
+    for _ in range(6):
+        world.request()
+        until(follower.has_all)
+        follower.reader.assert_sound()
+    assert follower.reader.blocks
+    assert replayed(follower.asker, follower.reader.expected) == [], "nothing is missing"
+
+
+def test_a_subscriber_follows(world):
+    """RP-1: every block that the cache has, after every request."""
+    socket = world.subscriber()
+    asker = world.asker()
+    reader = Reader()
+    while not socket.poll(20):  # its subscription takes a while to arrive
+        world.request()
+    first = socket.recv_multipart()
+    for number, payload in replayed(asker, 0)[: int.from_bytes(first[1], "big")]:
+        assert reader.take([b"kv-events", number.to_bytes(8, "big"), payload])
+    assert reader.take(first)
+    for _ in range(8):
+        world.request()
+        read_until(reader, socket, world.cached())
+    world.scheduler.reset_prefix_cache()
+    read_until(reader, socket, set())
+    assert reader.ranks == {0}
+
+
+@pytest.mark.parametrize("world", [{"buffer_steps": 3, "slots": 3}], indirect=True)
+@pytest.mark.parametrize("start", [0, 2**40], ids=["beyond the buffer", "of an earlier life"])
+def test_beyond_the_buffer_comes_the_present_index(world, start):
+    """RP-1: everything is cleared, and what is there now is told; the number is the last one."""
+    asker, reader = world.asker(), Reader()
+    for _ in range(12):
+        world.request()
+        replayed(asker, 2**40)  # so that each has a batch of its own
+    whole = {published_hash(digest) for digest in world.scheduler.cache.states._visible}
+
+    def is_whole() -> bool:
+        batches = replayed(asker, start)
+        assert len({number for number, _ in batches}) == 1
+        assert batches[0][0] > 3
+        assert msgpack.unpackb(batches[0][1])[1][0] == {"type": "AllBlocksCleared"}
+        for _, payload in batches:
+            reader.read(payload)
+        return reader.states == whole
+
+    until(is_whole)
+    reader.assert_sound()
+    assert reader.blocks.keys() <= world.cached()
+
+
+def test_broken_requests_are_left_out(world):
+    """RP-1: whoever asks for nonsense gets nothing, and the next one what he asks for."""
+    asker = world.asker()
+    for frames in ([b"x"], [b"", b""], [b"", b"123"], [b"no", bytes(8)], [b"", bytes(8), b"more"], [b"", bytes(9)]):
+        asker.send_multipart(frames)
+    until(lambda: len(replayed(asker, 0)) >= 1)
+
+
+def test_who_does_not_read_delays_nobody(monkeypatch):
+    """RP-1: a stopped subscriber and a stopped asker lose batches; steps and other readers do not."""
+    monkeypatch.setattr(publisher, "MOST_UNREAD", 4)
+    world = World()
+    world.start()
+    stopped, lazy = world.subscriber(unread=1), world.asker()
+    while not stopped.poll(20):  # its subscription takes a while to arrive
+        world.request()
+    for turn in range(MANY):
+        world.request()
+        if turn % 64 == 0:
+            lazy.send_multipart([b"", bytes(8)])
+    follower = Follower(world.publisher.replay_endpoint, world.scheduler.cache)
+    until(follower.has_all)
+    numbers = []
+    while stopped.poll(100):
+        numbers.append(int.from_bytes(stopped.recv_multipart()[1], "big"))
+    assert len(numbers) < follower.reader.expected - numbers[0], "it did read all, so nothing was tested"
+    world.close()
+
+
+def test_a_thread_that_stands_still_delays_no_step(monkeypatch):
+    """RP-1: the hand-over is bounded by the cache, and what comes of it afterwards is right."""
+    world, go_on = World(), threading.Event()
+    apply = Mirror.apply
+
+    def wait_and_apply(self, delta):
+        assert go_on.wait(PATIENCE)
+        return apply(self, delta)
+
+    monkeypatch.setattr(Mirror, "apply", wait_and_apply)
+    world.start()
+    for _ in range(200):
+        world.request()
+    waiting = world.publisher.changes._delta
+    total = world.scheduler.cache.use().blocks_total
+    assert waiting is not None
+    assert len(waiting.stored) <= total
+    assert len(waiting.removed) <= total
+    go_on.set()
+    until(Follower(world.publisher.replay_endpoint, world.scheduler.cache).has_all)
+    world.close()
+
+
+def test_a_thread_that_fails_ends_events_and_nothing_else(monkeypatch, caplog):
+    """RP-1: it is said once, steps go on, and nothing is gathered for nobody."""
+
+    def fail(self, delta):
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(Mirror, "apply", fail)
+    world = World()
+    world.start()
+    world.request()
+    until(lambda: not world.publisher._thread.is_alive())
+    assert "KV events are off" in caplog.text
+    for _ in range(5):
+        world.request()
+    world.scheduler.reset_prefix_cache()
+    assert world.publisher.changes.take() is None
+    world.scheduler.check()
+    world.close()
+
+
+def test_an_address_that_is_taken():
+    """RP-1: known before anything is loaded."""
+    world = World()
+    taken = KvEventsConfig(world.publisher.endpoint)
+    with pytest.raises(ConfigError, match=r"--kv-events-endpoint.*cannot be had"):
+        Publisher(taken)
+    world.close()

@@ -1,0 +1,133 @@
+"""Where events go: what flags may say, and what is warned of."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+
+from arguments import parse_server_arguments
+from megatron_ext.config import EvictionPolicyName, RequestParams
+from megatron_ext.config.kv_events import KvEventsConfig, TcpEndpoint, parse_endpoint
+from megatron_ext.errors import ConfigError
+from megatron_ext.mcore.adapter import InferenceEngine
+from megatron_ext.prefix_cache.shown import published_salt
+from megatron_ext.ranks.fleet import Fleet
+from megatron_ext.scheduling.scheduler import Scheduler
+from megatron_ext.server.cache_events import CacheEvents
+from tests.unit_tests.scheduling.builders import make_limits
+from tests.unit_tests.support.kv_events import Follower, until
+from tests.unit_tests.support.server import tiny_engine
+
+
+def test_events_are_off_by_default():
+    """RP-1: no socket, no observer."""
+    settings = parse_server_arguments([]).server.kv_events
+    assert settings == KvEventsConfig()
+    assert CacheEvents(settings).publishers == []
+
+
+def test_flags():
+    words = "--kv-events-endpoint tcp://127.0.0.1:5557 --kv-events-topic t --kv-events-buffer-steps 5".split()
+    settings = parse_server_arguments([*words, "--kv-events-replay-endpoint", "tcp://[::1]:5558"]).server.kv_events
+    assert settings == KvEventsConfig("tcp://127.0.0.1:5557", "t", "tcp://[::1]:5558", 5)
+
+
+@pytest.mark.parametrize(
+    ("text", "bound", "loopback", "second"),
+    [
+        ("tcp://127.0.0.1:5557", True, True, "tcp://127.0.0.1:5558"),
+        ("tcp://localhost:5557", True, True, "tcp://localhost:5558"),
+        ("tcp://[::1]:1", True, True, "tcp://[::1]:2"),
+        ("tcp://*:5557", True, False, "tcp://*:5558"),
+        ("tcp://0.0.0.0:0", True, False, "tcp://0.0.0.0:*"),
+        ("tcp://router.example:5557", False, False, "tcp://router.example:5558"),
+        ("tcp://10.0.0.1:5557", False, False, "tcp://10.0.0.1:5558"),
+    ],
+)
+def test_endpoints(text, bound, loopback, second):
+    """A replica's port is that of the first one and its rank, as in vLLM."""
+    endpoint = parse_endpoint(text)
+    assert (endpoint.is_bound, endpoint.is_loopback, endpoint.of_replica(1)) == (bound, loopback, second)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "5557", "tcp://", "tcp://host", "tcp://:5557", "http://h:1", "tcp://*:x", "tcp://h:99999", "tcp://*:"]
+)
+def test_what_is_no_endpoint(text):
+    with pytest.raises(ConfigError, match=r"--kv-events-endpoint.*must be tcp://HOST:PORT"):
+        KvEventsConfig(text)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--kv-events-replay-endpoint tcp://127.0.0.1:1", "needs --kv-events-endpoint"),
+        ("--kv-events-endpoint tcp://*:1 --kv-events-replay-endpoint tcp://far:1", "must be this machine's"),
+        ("--kv-events-endpoint tcp://*:1 --kv-events-buffer-steps 0", "between 1 and"),
+        (
+            "--kv-events-endpoint tcp://*:1 --no-inference-dynamic-batching-enable-prefix-caching",
+            "nothing is cached that could be told of",
+        ),
+    ],
+)
+def test_contradictions(words, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_server_arguments(words.split())
+
+
+def test_what_leaves_the_machine_is_warned_of(caplog):
+    """RP-1: token ids leave the process."""
+    with caplog.at_level(logging.WARNING), CacheEvents(KvEventsConfig("tcp://127.0.0.1:0")):
+        assert caplog.text == ""
+    with caplog.at_level(logging.WARNING), CacheEvents(KvEventsConfig("tcp://*:0"), 2) as events:
+        assert "token ids of all prompts" in caplog.text
+        assert len({publisher.endpoint for publisher in events.publishers}) == 2
+
+
+def test_endpoint_of_any_free_port():
+    assert TcpEndpoint("*", 0).of_replica(3) == "tcp://*:*"
+
+
+class PaperFleet(Fleet):
+    """Engines of two replicas, of which nothing but their caches is asked."""
+
+    def __init__(self, schedulers: list[Scheduler]) -> None:
+        self.engines = tuple(SimpleNamespace(scheduler=one) for one in schedulers)
+
+
+def test_each_replica_of_a_world_has_its_publisher():
+    """RP-1: rank 0 has a mirror of every replica, and tells of each under its rank."""
+    config = KvEventsConfig("tcp://127.0.0.1:0", kv_events_replay_endpoint="tcp://127.0.0.1:0")
+    schedulers = [Scheduler(make_limits(), EvictionPolicyName.LRU, b"", slots) for slots in (None, None)]
+    with CacheEvents(config, 2) as events:
+        events.attach(PaperFleet(schedulers))
+        observers = [one.cache.observer for one in schedulers]
+        assert observers == [publisher.changes for publisher in events.publishers]
+        assert [publisher._rank for publisher in events.publishers] == [0, 1]
+
+
+def answers(engine: InferenceEngine) -> list[tuple[tuple[int, ...], int]]:
+    """Tokens and skipped tokens of prompts that share prefixes, one after the other."""
+    records = []
+    for name, prompt in enumerate([[*range(3, 40)], [*range(3, 36), 7, 7, 7], [*range(3, 40)]]):
+        engine.add_request(name, prompt, RequestParams(num_tokens_to_generate=20, cache_salt="tenant"))
+        while engine.has_unfinished_requests():
+            records += engine.step_modern()["finished_request_records"]
+    return [(record.generated_tokens, record.skipped_prefill_token_count) for record in records]
+
+
+def test_an_engine_computes_the_same_with_events():
+    """RP-1: tokens and counts are those of a run without; what is told are the tokens of prompts and answers."""
+    silent = answers(tiny_engine())
+    config = KvEventsConfig("tcp://127.0.0.1:0", kv_events_replay_endpoint="tcp://127.0.0.1:0")
+    with CacheEvents(config) as events:
+        engine = tiny_engine()
+        events.attach(engine.engine)
+        assert answers(engine) == silent
+        follower = Follower(events.publishers[0].replay_endpoint, engine.scheduler.cache)
+        until(follower.has_all)
+    told = follower.reader.blocks.values()
+    assert any(block.tokens == tuple(range(3, 19)) and block.extra == (published_salt("tenant"),) for block in told)
+    assert any(block.tokens[-5:] == silent[0][0][6:11] for block in told), "an answer's tokens are told too"
