@@ -10,7 +10,8 @@ from arguments.parser import CommandLine, fields_of, parse_server_arguments, unr
 from arguments.server_groups import ACCESS, LIMITS
 from megatron_ext.config import LOG_LEVELS, ServerLimits
 from megatron_ext.config.annotations import FieldValues
-from megatron_ext.config.fleet import ROUTING_POLICIES, CoordinatorConfig, CoordinatorSettings
+from megatron_ext.config.fleet import CoordinatorConfig, CoordinatorSettings
+from megatron_ext.config.routing import RoutingConfig, RoutingPolicyName
 from megatron_ext.errors import ConfigError
 
 _CACHING = "--inference-dynamic-batching-prefix-caching"
@@ -29,21 +30,27 @@ COORDINATOR = FlagGroup(
         ),
         Flag("replicas_file", "File with the URLs of replicas, one a line; read again when it changes", metavar="FILE"),
         Flag("launch", "Replicas to start here, with the flags of run_server.py that are given beside these"),
-        Flag(
-            "policy",
-            "How a replica is chosen",
-            name=f"{_CACHING}-coordinator-policy",
-            choices=ROUTING_POLICIES,
-        ),
-        Flag(
-            "routing_alpha",
-            "What load weighs beside the cached prefix; 0: nothing",
-            name=f"{_CACHING}-routing-alpha",
-        ),
         Flag("replica_timeout", "Seconds without a sign of life after which a replica is dead"),
         Flag("shutdown_timeout", "Seconds that running requests have after a signal to stop"),
         Flag("log_level", "The least important lines that are logged", choices=LOG_LEVELS),
         Flag("access_log", "Log a line for each request when it is over"),
+    ),
+)
+ROUTING = FlagGroup(
+    "routing",
+    RoutingConfig,
+    (
+        Flag(
+            "policy",
+            "How a replica is chosen",
+            name=f"{_CACHING}-coordinator-policy",
+            choices=tuple(one.value for one in RoutingPolicyName),
+        ),
+        Flag(
+            "alpha",
+            "What affinity weighs beside load: 1 affinity alone, 0 load alone",
+            name=f"{_CACHING}-routing-alpha",
+        ),
     ),
 )
 _NOT_OURS = {"chat_control_tokens", "weights_root", "max_schema_kb", "grammar_timeout"}  # of servers alone
@@ -54,9 +61,11 @@ def _ours(group: FlagGroup) -> FlagGroup:
 
 
 OUR_LIMITS, OUR_ACCESS = _ours(LIMITS), _ours(ACCESS)
-GROUPS = (COORDINATOR, OUR_LIMITS, OUR_ACCESS)
+GROUPS = (COORDINATOR, ROUTING, OUR_LIMITS, OUR_ACCESS)
 # What holds for a coordinator holds for the replicas that it launches. An API key goes to them by the environment.
 _SHARED = ("api_key_file", "admin_key_file", "max_body_mb", "shutdown_timeout", "log_level")
+_ANY_PORT = "tcp://127.0.0.1:0"
+_EVENTS = ("--kv-events-endpoint", _ANY_PORT, "--kv-events-replay-endpoint", _ANY_PORT)  # this machine's own
 _SHARED_SWITCHES = ("hide_cache_counts", "enable_admin_routes", "access_log")
 
 
@@ -87,6 +96,7 @@ def parse_coordinator_arguments(argv: Sequence[str] | None = None, prog: str | N
     values = {key: tuple(value) if isinstance(value, list) else value for key, value in vars(parsed).items()}
     config = CoordinatorConfig(
         limits=ServerLimits(**fields_of(OUR_LIMITS, values)),
+        routing=RoutingConfig(**fields_of(ROUTING, values)),
         **fields_of(COORDINATOR, values),
         **fields_of(OUR_ACCESS, values),
     )
@@ -101,6 +111,8 @@ def parse_coordinator_arguments(argv: Sequence[str] | None = None, prog: str | N
         replicas = parse_server_arguments(flags)
     except ConfigError as error:
         raise ConfigError(f"of the replicas: {error}") from None
+    if replicas.server.kv_events.endpoint is None:
+        flags += _EVENTS
     return CoordinatorSettings(config, flags, replicas.parallel.smallest_world)
 
 

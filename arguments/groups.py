@@ -31,6 +31,7 @@ from megatron_ext.config.batching import (
     DEFAULT_MAX_REQUESTS,
     DEFAULT_MAX_TOKENS,
     ENOUGH_PREFILL_TOKENS,
+    GRAPH_IMPLS,
 )
 from megatron_ext.config.checks import flags_of
 
@@ -197,6 +198,16 @@ BATCHING = FlagGroup(
             name="--mamba-inference-ssm-states-dtype",
             choices=DTYPES,
         ),
+        Flag(
+            "cuda_graph_impl",
+            "local: pad steps to sizes and compute them by programs in fixed places, which are CUDA graphs on CUDA",
+            choices=GRAPH_IMPLS,
+        ),
+        Flag(
+            "num_cuda_graphs",
+            "With --cuda-graph-impl local: sizes of decode batches, up to the requests that may run; -1: the default",
+            name=f"{_BATCHING}-num-cuda-graphs",
+        ),
     ),
 )
 
@@ -232,6 +243,12 @@ CACHE = FlagGroup(
             "Where a prefill leaves snapshots: inside its chunks, or at their ends, then cut to be block boundaries",
             name=f"{_BATCHING}-prefix-caching-mamba-mode",
             choices=tuple(mode.value for mode in SnapshotMode),
+        ),
+        Flag(
+            "provisional_slots",
+            "Snapshots that prefills leave where nobody asked for them, at most, in slots that are free anyway; 0 is "
+            "none; default: as many as are free",
+            name=f"{_BATCHING}-prefix-caching-provisional-slots",
         ),
         Flag(
             "explain_prefix_cache",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from arguments.flags import Flag, FlagGroup
 from megatron_ext.config import SourceConfig, TokenizerConfig
 from megatron_ext.config.layers.pattern import MODEL_PROVIDERS
-from megatron_ext.config.source import GENERATION_CONFIGS
+from megatron_ext.config.source import GENERATION_CONFIGS, TRANSFORMER_IMPLEMENTATIONS
 from megatron_ext.config.tokenizer import TIKTOKEN_PATTERNS, TOKENIZER_TYPES
 
 SOURCE = FlagGroup(
@@ -27,6 +27,12 @@ SOURCE = FlagGroup(
             "generation_config",
             "Take the sampling defaults of the model's generation_config.json, for what flags and requests do not say",
             choices=GENERATION_CONFIGS,
+        ),
+        Flag(
+            "transformer_impl",
+            "Whose linear layers and norms: Transformer Engine's where it is installed, on CUDA; "
+            "inference_optimized is local",
+            choices=TRANSFORMER_IMPLEMENTATIONS,
         ),
         Flag("bf16", "Parameters in bfloat16"),
         Flag("fp16", "Parameters in float16"),

@@ -6,7 +6,7 @@ from arguments.megatron.record import Effect, MegatronFlag, MegatronGroup, group
 
 BATCHING = "--inference-dynamic-batching"
 
-_EAGER = "changes speed alone, and every step is eager here"
+_EAGER = "changes speed alone; `--cuda-graph-impl` says whether steps are graphs here"
 _WEIGHTS = "every tensor that inference needs is read, and must be there"
 _ONE_ENGINE = "one engine serves everything here; tools/run_coordinator.py is what stands in front of several"
 
@@ -40,7 +40,7 @@ IMPLEMENTATION = group(
     bare="--use-mcore-models --deterministic-mode --use-flash-attn --use-flashinfer-fused-rope --no-rope-fusion "
     "--no-masked-softmax-fusion --no-persist-layer-norm --te-rng-tracker --inference-rng-tracker "
     "--inference-fuse-tp-communication --moe-grouped-gemm --moe-shared-expert-overlap",
-    one=f"--attention-backend --transformer-impl --moe-token-dispatcher-type --inference-moe-token-dispatcher-type "
+    one=f"--attention-backend --moe-token-dispatcher-type --inference-moe-token-dispatcher-type "
     f"--inference-grouped-gemm-backend {BATCHING}-sampling-backend",
 )
 ANYWAY = group(
@@ -55,7 +55,7 @@ GRAPHS = group(
     _EAGER,
     bare="--enable-cuda-graph --decode-only-cuda-graphs --inference-cuda-graph-all-prefills "
     "--moe-pad-experts-for-cuda-graph-inference --no-rl-persist-cuda-graphs",
-    one=f"--cuda-graph-impl --inference-cuda-graph-scope {BATCHING}-num-cuda-graphs {BATCHING}-cuda-graph-max-tokens",
+    one=f"--inference-cuda-graph-scope {BATCHING}-cuda-graph-max-tokens",
     many="--cuda-graph-scope",
 )
 SCHEDULING = group(

@@ -18,6 +18,12 @@ ENOUGH_PREFILL_TOKENS = {"cpu": 64}
 MOST_UNITS = 2**24  # blocks, requests, tokens or slots: each costs the host some bytes, whatever it costs the device
 
 
+GRAPH_IMPLS = ("none", "local")
+DEFAULT_GRAPHS = 16
+# Sizes of steps with prefills in them for which there are programs: how many prefill, and their tokens together.
+MIXED_STEPS = ((4, 64), (4, 256))
+
+
 class EvictionPolicyName(str, enum.Enum):
     """What happens to cached blocks that nobody uses (KV-4)."""
 
@@ -48,6 +54,8 @@ class BatchingConfig:
     enable_chunked_prefill: bool = True
     conv_states_dtype: str | None = None  # default: the parameters' type
     ssm_states_dtype: str = "fp32"
+    cuda_graph_impl: str = GRAPH_IMPLS[0]  # off until graphs have run on a GPU; on a CPU "local" pads steps alike
+    num_cuda_graphs: int = DEFAULT_GRAPHS  # sizes of decode batches; -1 is the default number, as in Megatron
 
     def __post_init__(self) -> None:
         for name in ("block_size", "max_requests", "max_tokens", "max_sequence_length", "block_count"):
@@ -75,6 +83,22 @@ class BatchingConfig:
         for name in ("conv_states_dtype", "ssm_states_dtype"):
             value = getattr(self, name)
             require(value is None or value in DTYPES, f"{name} {value!r} is unknown; one of {', '.join(DTYPES)}")
+        graphs, known = self.cuda_graph_impl, ", ".join(GRAPH_IMPLS)
+        require(graphs in GRAPH_IMPLS, f"--cuda-graph-impl {graphs!r} is unknown; one of {known}")
+        sizes = self.num_cuda_graphs
+        flag = "--inference-dynamic-batching-num-cuda-graphs"
+        valid_sizes = sizes == -1 or 1 <= sizes <= MOST_UNITS
+        require(valid_sizes, f"{flag} {sizes} must be 1 to {MOST_UNITS}, or -1 for {DEFAULT_GRAPHS}")
+
+    @property
+    def has_fixed_places(self) -> bool:
+        """Whether steps are padded and computed in fixed places, where they fit."""
+        return self.cuda_graph_impl != GRAPH_IMPLS[0]
+
+    @property
+    def graph_sizes(self) -> int:
+        """Sizes of decode batches at most."""
+        return DEFAULT_GRAPHS if self.num_cuda_graphs == -1 else self.num_cuda_graphs
 
     @property
     def most_requests(self) -> int:
@@ -105,6 +129,7 @@ class CacheConfig:
     snapshot_buffer_gb: float | None = None  # GiB; default: a quarter of the buffer, on top of it
     snapshot_slots: int | None = None  # exactly so many instead
     snapshot_mode: str = SnapshotMode.KERNEL.value
+    provisional_slots: int | None = None  # snapshots that nobody asked for; 0: none; default: as many as slots are free
     explain_prefix_cache: bool = False  # keeps 4 bytes on the host for each cached token
 
     def __post_init__(self) -> None:
@@ -119,6 +144,12 @@ class CacheConfig:
         require(
             budget is None or slots is None,
             f"{flag}-gb {budget} and {flag}-slots {slots} contradict each other; give one of them",
+        )
+        guesses = self.provisional_slots
+        require(
+            guesses is None or 0 <= guesses <= MOST_UNITS,
+            f"--inference-dynamic-batching-prefix-caching-provisional-slots {guesses} must be between 0 (none) and "
+            f"{MOST_UNITS}",
         )
         names = [policy.value for policy in EvictionPolicyName]
         require(

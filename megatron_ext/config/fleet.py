@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
 from megatron_ext.config.access import AccessConfig
 from megatron_ext.config.checks import require
 from megatron_ext.config.hosts import parse_origin
 from megatron_ext.config.limits import ServerLimits
+from megatron_ext.config.routing import RoutingConfig
 from megatron_ext.config.run import LOG_LEVELS
 
-ROUTING_POLICIES = ("longest_prefix", "first_prefix_block", "load_balanced", "round_robin")
 MOST_LAUNCHED = 1024  # on one machine; who writes more makes a mistake
 LONGEST_WAIT = 24 * 3600.0  # seconds
 
@@ -25,13 +24,12 @@ class CoordinatorConfig(AccessConfig):
     replica: tuple[str, ...] = ()  # URLs of servers that run
     replicas_file: str | None = None  # URLs of others, one a line; read again when it changes
     launch: int = 0  # replicas to start on this machine
-    policy: str = ROUTING_POLICIES[0]
-    routing_alpha: float = 0.5  # 0: the cached prefix alone decides, more: so much more a replica's load
     replica_timeout: float = 30.0  # without a sign of life: then a replica is dead
     shutdown_timeout: float = 30.0
     log_level: str = "info"  # one of LOG_LEVELS
     access_log: bool = True
     limits: ServerLimits = field(default_factory=ServerLimits)
+    routing: RoutingConfig = field(default_factory=RoutingConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -47,10 +45,6 @@ class CoordinatorConfig(AccessConfig):
             problem = replica_problem(url)
             require(problem is None, f"--replica {url!r} {problem}")
         require(len(set(self.replica)) == len(self.replica), "--replica has one URL twice; each is one replica")
-        policies = ", ".join(ROUTING_POLICIES)
-        require(self.policy in ROUTING_POLICIES, f"policy {self.policy!r} is unknown; one of {policies}")
-        alpha = self.routing_alpha
-        require(math.isfinite(alpha) and alpha >= 0, f"routing alpha {alpha} must be zero or more")
         for name, seconds, least in (
             ("--replica-timeout", self.replica_timeout, "more than zero"),
             ("--shutdown-timeout", self.shutdown_timeout, "zero or more"),

@@ -12,6 +12,7 @@ from megatron_ext.config.token_biases import NO_BIASES, TokenBiases
 
 LARGEST_PENALTY = 2.0  # of presence and frequency, as with OpenAI
 LARGEST_FACTOR = 100.0  # of a repetition penalty, or its inverse
+MOST_CHECKPOINTS = 64
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class RequestParams:
     cache_salt: str | None = None
     enable_prefix_caching: bool = True
     num_speculative_tokens: int | None = None  # drafts in a step, at most; 0 is none; default: the engine's
+    cache_checkpoint: tuple[int, ...] = ()  # tokens behind which others may part from the prompt
     track_generated_token_events: bool = False  # an event for each token, beside that for the first
 
     def __post_init__(self) -> None:
@@ -52,11 +54,21 @@ class RequestParams:
         self._check_counts()
         self._check_choice()
         self._check_logits()
+        self._check_checkpoints()
         require(all(self.stop_words), "a stop word is empty; leave it out")
         require(all(word.strip() for word in self.bad_words), "a bad word is empty; leave it out")
         require(
             all(token >= 0 for token in self.stop_token_ids),
             f"stop_token_ids {min(self.stop_token_ids, default=0)}: token ids are zero or more",
+        )
+
+    def _check_checkpoints(self) -> None:
+        positions = self.cache_checkpoint
+        least = min(positions, default=1)
+        require(least > 0, f"cache_checkpoint {least}: positions are numbers of tokens from the start, 1 or more")
+        require(
+            len(positions) <= MOST_CHECKPOINTS,
+            f"cache_checkpoint has {len(positions)} positions; at most {MOST_CHECKPOINTS} would do",
         )
 
     def _check_counts(self) -> None:

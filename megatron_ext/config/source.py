@@ -9,6 +9,9 @@ from megatron_ext.config.layers.pattern import MODEL_PROVIDERS
 from megatron_ext.config.tokenizer import TokenizerConfig
 
 AUTO_GENERATION_CONFIG, NO_GENERATION_CONFIG = "auto", "none"
+LOCAL, TRANSFORMER_ENGINE = "local", "transformer_engine"
+INFERENCE_OPTIMIZED = "inference_optimized"  # Megatron's name of layers for inference; the local ones are
+TRANSFORMER_IMPLEMENTATIONS = (LOCAL, TRANSFORMER_ENGINE, INFERENCE_OPTIMIZED)
 GENERATION_CONFIGS = (AUTO_GENERATION_CONFIG, NO_GENERATION_CONFIG)
 
 
@@ -24,6 +27,7 @@ class SourceConfig(TokenizerConfig):
     model_provider: str | None = None  # of MODEL_PROVIDERS; default: whatever the checkpoint has
     padded_vocab_size: int | None = None  # rows of the embedding; default: the checkpoint's, else the vocabulary's
     generation_config: str = NO_GENERATION_CONFIG  # of GENERATION_CONFIGS: whose sampling defaults are taken
+    transformer_impl: str = LOCAL  # of TRANSFORMER_IMPLEMENTATIONS: whose linear layers and norms
     bf16: bool = False
     fp16: bool = False
     seed: int = 1234
@@ -49,6 +53,11 @@ class SourceConfig(TokenizerConfig):
         require(
             self.generation_config in GENERATION_CONFIGS,
             f"--generation-config {self.generation_config!r} is unknown; one of {sources}",
+        )
+        implementations = ", ".join(TRANSFORMER_IMPLEMENTATIONS)
+        require(
+            self.transformer_impl in TRANSFORMER_IMPLEMENTATIONS,
+            f"--transformer-impl {self.transformer_impl!r} is unknown; one of {implementations}",
         )
         rows = self.padded_vocab_size
         require(rows is None or rows > 0, f"--padded-vocab-size {rows} must be positive")

@@ -60,7 +60,8 @@ class Call:
     Attributes:
         status: Of the answer, once its head is there.
         headers: The same; names are in lower case.
-        heard_at: When the last byte came or, before any did, the call began; `time.monotonic`.
+        heard_at: When the last byte came, or somebody began to wait for the next one; `time.monotonic`.
+        is_waiting: Whether somebody waits for a byte, and not the other way round.
     """
 
     def __init__(self, address: Address) -> None:
@@ -72,6 +73,7 @@ class Call:
         self.status = 0
         self.headers: Headers = ()
         self.heard_at = time.monotonic()
+        self.is_waiting = True
 
     async def start(
         self, method: str, target: str, headers: Headers = (), body: bytes = b"", *, patience: float
@@ -90,11 +92,15 @@ class Call:
         """
         try:
             opening = asyncio.open_connection(self._address.host, self._address.port)
-            self._reader, self._writer = await asyncio.wait_for(opening, patience)
+            self._reader, writer = await asyncio.wait_for(opening, patience)
         except asyncio.TimeoutError:
             raise CallFailed(f"no connection within {patience:g} s", has_reached=False) from None
         except OSError as error:
             raise CallFailed(f"no connection: {error.strerror or error}", has_reached=False) from None
+        self._writer = writer
+        if self._reason is not None:
+            self.close()
+            raise CallFailed(self._reason, has_reached=False)
         own = [(b"host", self._address.netloc.encode()), (b"connection", b"close")]
         if body or method == "POST":
             own.append((b"content-length", str(len(body)).encode()))
@@ -102,7 +108,7 @@ class Call:
         parts = [self._protocol.send(request), self._protocol.send(h11.Data(data=body)) if body else b""]
         parts.append(self._protocol.send(h11.EndOfMessage()))
         # Not drained: a replica may answer before it has read everything, and the body is in memory anyway.
-        self._writer.write(b"".join(part or b"" for part in parts))
+        writer.write(b"".join(part or b"" for part in parts))
         head = await self._next()
         while isinstance(head, h11.InformationalResponse):
             head = await self._next()
@@ -127,20 +133,25 @@ class Call:
         return b"".join([chunk async for chunk in self.chunks()])
 
     async def _next(self) -> h11.Event:
-        assert self._reader is not None, "the call has been started"
         try:
             while (event := self._protocol.next_event()) is h11.NEED_DATA:
-                data = await self._reader.read(_READ)
-                if self._reason is not None:
-                    raise ConnectionAbortedError
-                self.heard_at = time.monotonic()
-                self._protocol.receive_data(data)
+                self._protocol.receive_data(await self._read())
             if isinstance(event, h11.ConnectionClosed):
                 raise EOFError
         except _BROKEN:
             raise CallFailed(self._reason or "the connection was closed", has_reached=True) from None
         assert not isinstance(event, type), "h11 waits for nothing else"
         return event
+
+    async def _read(self) -> bytes:
+        assert self._reader is not None, "the call has been started"
+        if not self.is_waiting:
+            self.heard_at, self.is_waiting = time.monotonic(), True
+        data = await self._reader.read(_READ)
+        if self._reason is not None:
+            raise ConnectionAbortedError
+        self.heard_at, self.is_waiting = time.monotonic(), False
+        return data
 
     def give_up(self, reason: str) -> None:
         """Whoever waits for the answer gets a `CallFailed` that says this."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from asyncio import Future
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron_ext.config import RequestParams
-from megatron_ext.engine.executor import Executor
+from megatron_ext.engine.executor import Executor, launcher
 from megatron_ext.engine.faults import Faults, describe
 from megatron_ext.engine.intake import Door, Intake
 from megatron_ext.engine.output import OutputProcessor
@@ -25,6 +25,7 @@ from megatron_ext.scheduling.record import RequestRecord, Status
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.step import describe_step
+from megatron_ext.speculation.proposals import Proposals
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,10 @@ _NOTHING = StepPlan(
 NO_STEP = Step(_NOTHING, None, 0.0)
 
 
+def _nothing() -> None:
+    """Nobody has anything to do."""
+
+
 class Engine:
     """Takes requests in, computes them step by step, hands records out.
 
@@ -64,15 +69,25 @@ class Engine:
         executor: Computes steps.
         door: What requests are made with.
         faults: Told what goes wrong beside steps; by default the engine's own.
+        proposals: Of drafts for requests that decode (SP-1); None has none.
     """
 
-    def __init__(self, scheduler: Scheduler, executor: Executor, door: Door, faults: Faults | None = None) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        door: Door,
+        faults: Faults | None = None,
+        proposals: Proposals | None = None,
+    ) -> None:
         self.scheduler = scheduler
         self.faults = faults or Faults("the engine")
         self.intake = Intake(door)
         self.output = OutputProcessor(scheduler, door.vocabulary, self.faults)
         self.step_count = 0
-        self._executor = executor
+        self._proposals = proposals
+        self.while_computing: Callable[[], None] = _nothing  # may add requests, and do nothing else
+        self._executor, self._launch = executor, launcher(executor)
 
     # Requests come and go
 
@@ -174,13 +189,29 @@ class Engine:
         """In which nothing was planned."""
         return NO_STEP
 
-    def compute(self) -> Step:
+    def propose(self) -> None:
+        """Ask the drafter, if there is one, for the step that is planned next. What is wrong costs its drafts only."""
+        if self._proposals is None:
+            return
+        with self.faults.absorbed("the drafter"):
+            drafts, errors = self._proposals.ask(self.scheduler)
+            if drafts:
+                self.scheduler.propose(drafts)
+            for error in errors:
+                self.faults.note("the drafter", error, once=True)
+
+    def compute(self, *, has_proposed: bool = False) -> Step:
         """Plan, execute and commit one step.
+
+        Args:
+            has_proposed: `propose` was called for this step.
 
         If executing raises, the step's requests go back to wait (their pools may hold anything) and the error is passed
         on; a later step computes them again.
         """
         started = time.perf_counter()
+        if not has_proposed:
+            self.propose()
         plan = self.scheduler.schedule()
         self.output.ended += [request for request, _ in plan.failures]
         if not plan.chunks:
@@ -189,7 +220,9 @@ class Engine:
             return Step(plan, None, 0.0)
         try:
             step = describe_step(plan.chunks, self.scheduler.limits.block_size)
-            result = self._executor.execute(step)
+            computing = self._launch(step)
+            self._use_the_wait()
+            result = computing.result()
         except BaseException as error:
             self.scheduler.abandon(plan.chunks, describe(error))
             if isinstance(error, RestoreError):  # the next step computes what this snapshot was to save
@@ -197,9 +230,21 @@ class Engine:
                 assert states is not None, "only states are restored"
                 states.drop(Digest(error.digest))
             raise
-        self.output.ended += self.scheduler.commit(step, result.tokens)
+        self.output.ended += self.scheduler.commit(step, result.tokens, result.behind_drafts)
         self.step_count += 1
+        if self._proposals is not None:
+            with self.faults.absorbed("the drafter"):
+                self._proposals.tell(self.scheduler.drafts.verified)
         return Step(plan, result, time.perf_counter() - started)
+
+    def _use_the_wait(self) -> None:
+        """While a step is computed: hash what waits, and take in who has come (CU-6).
+
+        Nothing here may touch what the step is computed from: no plan, no end of a request, no change of the cache.
+        """
+        with self.faults.absorbed("what the host does while a step is computed"):
+            self.scheduler.hash_ahead()
+            self.while_computing()
 
     def report(self, step: Step, logging_interval: int = 0) -> list[RequestRecord]:
         """Turn a step's tokens into output; nothing in here raises.
@@ -213,7 +258,11 @@ class Engine:
         """
         if step.result is not None:
             self.output.take([chunk.request for chunk in step.plan.chunks], step.result)
+        ended = list(self.output.ended)
         records = self.output.report()
+        if self._proposals is not None:
+            with self.faults.absorbed("the drafter"):
+                self._proposals.forget(ended)
         if logging_interval and step.plan.chunks and self.step_count % logging_interval == 0:
             with self.faults.absorbed("the log line of a step"):
                 log_step(self.statistics(), step.chunks, step.seconds)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 from megatron_ext.engine.result import StepResult
 from megatron_ext.scheduling.step import ScheduledStep
@@ -16,3 +18,36 @@ class Executor(Protocol):
 
     def idle(self) -> None:
         """A step without anything to compute; ranks that share experts take part in what others compute."""
+
+
+class Computing(Protocol):
+    """A step that may still be computed."""
+
+    def result(self) -> StepResult:
+        """Wait for it, once. If that raises, nothing of the step counts."""
+
+
+@dataclass(frozen=True)
+class Computed:
+    """A step that has been."""
+
+    found: StepResult
+
+    def result(self) -> StepResult:
+        """See `Computing`."""
+        return self.found
+
+
+@runtime_checkable
+class Launching(Protocol):
+    """An executor that lets the host do something else while it computes."""
+
+    def launch(self, step: ScheduledStep) -> Computing:
+        """Begin a step. If anything raises, nothing of it counts; steps are computed in the order of their launches."""
+
+
+def launcher(executor: Executor) -> Callable[[ScheduledStep], Computing]:
+    """How steps are begun; with an executor that knows no launch a step has been computed when it has been begun."""
+    if isinstance(executor, Launching):
+        return executor.launch
+    return lambda step: Computed(executor.execute(step))

@@ -30,6 +30,7 @@ class _Output:
     request: Request
     future: asyncio.Future[RequestRecord]
     stop_words: StopWordMatcher | None
+    taken: int = 0  # tokens that were looked at: with drafts a step brings several
 
 
 class OutputProcessor:
@@ -72,22 +73,32 @@ class OutputProcessor:
     def take(self, requests: Iterable[Request], result: StepResult) -> None:
         """The requests of a step have what it computed: note scores, look for stop words."""
         for request in requests:
+            output = self._outputs[request.request_id]
+            new = request.generated_count - output.taken if request.request_id in result.tokens else 0
             try:
-                _note_scores(request, result)
-                has_stopped = request.request_id in result.tokens and self._meets_stop_word(request)
+                stopped_at = self._meets_stop_word(output, new) if new and output.stop_words is not None else None
+                _note_scores(request, result, new if stopped_at is None else stopped_at - output.taken)
             except Exception as error:
                 self.fail(request, error)
                 continue
-            if has_stopped:
+            output.taken += new
+            if stopped_at is not None:
                 self._end(request, Status.COMPLETED, finish_reason="stop")
+                if stopped_at < request.generated_count:
+                    request.cut(stopped_at)
 
-    def _meets_stop_word(self, request: Request) -> bool:
-        """Whether the newest token completes one; a token that ends it comes before any."""
-        matcher = self._outputs[request.request_id].stop_words
-        if matcher is None or request.finish_reason == "stop":
-            return False
-        request.output.generated_text = matcher.feed([request.tokens[-1]], ignore=not request.may_have_stopped)
-        return request.output.generated_text is not None
+    def _meets_stop_word(self, output: _Output, new: int) -> int | None:
+        """Which of the newest tokens completes one, counted from the first generated; a token that ends comes first."""
+        request, matcher = output.request, output.stop_words
+        assert matcher is not None, "nobody asks else"
+        known = len(request.tokens) - new
+        for i, token in enumerate(request.tokens[known:], start=output.taken + 1):
+            is_end = request.finish_reason == "stop" and i == request.generated_count
+            text = None if is_end else matcher.feed([token], ignore=i <= request.params.min_tokens)
+            if text is not None:
+                request.output.generated_text = text
+                return i
+        return None
 
     def fail(self, request: Request, error: Exception) -> None:
         """Something that only this request needed has raised: it ends as FAILED."""
@@ -147,7 +158,8 @@ class OutputProcessor:
         self.ended.clear()
 
 
-def _note_scores(request: Request, result: StepResult) -> None:
+def _note_scores(request: Request, result: StepResult, new: int) -> None:
+    """Those of the prompt, and of so many new tokens."""
     name = request.request_id
     if name in result.failures:
         raise ScoringError(result.failures[name])
@@ -155,5 +167,6 @@ def _note_scores(request: Request, result: StepResult) -> None:
         request.output.prompt_log_probs.append(score.log_prob)
         request.output.prompt_top_n.append(score.top_n)
     if name in result.generated:
-        request.output.generated_log_probs.append(result.generated[name].log_prob)
-        request.output.generated_top_n.append(result.generated[name].top_n)
+        for score in (result.generated[name], *result.generated_behind.get(name, ())[: new - 1]):
+            request.output.generated_log_probs.append(score.log_prob)
+            request.output.generated_top_n.append(score.top_n)

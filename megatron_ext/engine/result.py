@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megatron_ext.scheduling.output import TopN
 
@@ -25,6 +25,9 @@ class StepResult:
         prompt: Scores of prompt tokens, where asked for and computed in this step.
         failures: Requests whose scores found no memory, and the error's words.
         sampled: The tokens where they were computed, for a step that is staged before they are known on the host.
+        behind_drafts: Of chunks with drafts the tokens behind each of these, that one among `tokens` behind the last
+            known one; `NO_TOKEN` where none could be drawn.
+        generated_behind: Scores of these, where asked for.
     """
 
     tokens: dict[int, int]
@@ -32,3 +35,5 @@ class StepResult:
     prompt: dict[int, tuple[Score, ...]]
     failures: dict[int, str]
     sampled: object = None
+    behind_drafts: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    generated_behind: dict[int, tuple[Score, ...]] = field(default_factory=dict)

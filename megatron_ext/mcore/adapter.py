@@ -68,13 +68,11 @@ class InferenceEngine(DynamicInferenceEngine):
         )
 
     def create_cuda_graphs(self, reset_context: bool = True) -> None:
-        """Refuse CUDA graphs, which are not supported so far.
-
-        Raises:
-            ConfigError: The model's configuration asks for them.
-        """
+        """Make the programs of steps where the settings ask for them; a model that asks for upstream's is refused."""
         if self.cuda_graph_impl == "local":
-            raise ConfigError("cuda_graph_impl 'local' is not supported by this engine; use 'none'")
+            raise ConfigError("cuda_graph_impl 'local' is not supported by this engine; BatchingConfig has its own")
+        if self.context.fixed_steps is not None:
+            self.context.fixed_steps.prepare()
 
     engine: Engine | Fleet  # a new one after each `reset`
 
@@ -341,6 +339,7 @@ class InferenceEngine(DynamicInferenceEngine):
         if not self.is_suspended:
             return
         self.context.allocate_all_tensors(is_init=False)
+        self.create_cuda_graphs()
         self.is_suspended = False
         self.engine.resume()
         self._wake_up()

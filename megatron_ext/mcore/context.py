@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from megatron.core.inference.contexts.base_context import BaseInferenceContext
@@ -23,6 +24,10 @@ from megatron_ext.ops.rotary import Rotation, rotation_at
 from megatron_ext.scheduling.queue import Queues
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.step import ScheduledChunk, ScheduledStep
+from megatron_ext.speculation.drafting import Drafting
+
+if TYPE_CHECKING:  # it is told of this context
+    from megatron_ext.mcore.fixed_steps import FixedSteps
 
 
 class InferenceContext(DynamicInferenceContext):
@@ -57,9 +62,11 @@ class InferenceContext(DynamicInferenceContext):
         self.max_sequence_length = plan.limits.max_sequence_length
         self.block_size_tokens = plan.geometry.block_size_tokens
         self.pools: Pools | None = None
+        self.drafting: Drafting | None = None  # whose pools come and go with these
         self.step: ModelInput | None = None
         self.scored_states: Tensor | None = None  # hidden states of the step's scored tokens, [k, h]
         self.block_allocator: PoolBlockAllocator | None = None
+        self.fixed_steps: FixedSteps | None = None  # None computes every step as it is
         self._scheduler: Scheduler | None = None
         self._rotation: Rotation | None = None
         self._block_rows = BlockRows()
@@ -90,10 +97,14 @@ class InferenceContext(DynamicInferenceContext):
         """
         if self.pools is None:
             self.pools = allocate_pools(self.plan, self._device)
+        if self.drafting is not None:
+            self.drafting.resume()
 
     def deallocate_all_tensors(self) -> None:
         """Free the pools' memory. Their contents are lost: the scheduler must have been suspended."""
         self.pools = self.step = None
+        if self.drafting is not None:
+            self.drafting.suspend()
         give_back_freed_memory()
 
     @property
@@ -133,8 +144,10 @@ class InferenceContext(DynamicInferenceContext):
         return self.plan.shape.dtype
 
     def reset(self) -> None:
-        """Forget the step at hand."""
+        """Forget the step at hand, and whatever a drafter knows."""
         self.clear_step()
+        if self.drafting is not None:
+            self.drafting.reset()
 
     # The step at hand
 
@@ -147,6 +160,15 @@ class InferenceContext(DynamicInferenceContext):
         self._rotation = None
         self._restore_states(step.chunks)
         self.step = stage_step(step, self._staging_rules, last_sampled, self._block_rows)
+
+    def begin(self, staged: ModelInput) -> None:
+        """Make a step that is staged already the one that the next forward computes."""
+        self._rotation, self.step = None, staged
+
+    @property
+    def staging_rules(self) -> StagingRules:
+        """What staging knows of pools and model."""
+        return self._staging_rules
 
     def _restore_states(self, chunks: Sequence[ScheduledChunk]) -> None:
         """Before any slot is written: one that a request resumes from may be given to another snapshot of this step."""
@@ -165,8 +187,11 @@ class InferenceContext(DynamicInferenceContext):
         if live_states is None or snapshots is None:
             return
         taken = [(chunk, one) for chunk in self.staged.chunks for one in chunk.snapshots]
+        is_aligned = self.plan.limits.aligned_chunks
         live = [
-            (chunk.live_slot, one.slot) for chunk, one in taken if chunk.is_decode or self.plan.limits.aligned_chunks
+            (chunk.live_slot, one.slot)
+            for chunk, one in taken
+            if chunk.is_decode or (is_aligned and not chunk.behind_drafts)
         ]
         if live:
             live_slots, slots = zip(*live, strict=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from megatron.core.inference.model_inference_wrappers.abstract_model_inference_wrapper import (
@@ -23,6 +23,8 @@ from megatron_ext.mcore.shaping import shape_logits
 from megatron_ext.mcore.staging import ModelInput, PromptScore, SampledTokens, SamplingRow
 from megatron_ext.ops.sampling import sample_tokens, sampling_batch
 from megatron_ext.scheduling.step import Sampling
+from megatron_ext.scheduling.verification import NO_TOKEN
+from megatron_ext.speculation.drafter import Drafter
 from megatron_ext.text.grammars import Grammars
 from megatron_ext.text.prompt_tokens import begin_once, tokenize_prompt
 from megatron_ext.text.vocabulary import Vocabulary
@@ -38,12 +40,16 @@ class InferenceController(TextGenerationController):
         wrapper: Around the model.
         tokenizer: See `megatron_ext.text.tokenizer.Tokenizer`.
         options: Upstream's.
+
+    Attributes:
+        drafter: Of engines around the model; None proposes nothing.
     """
 
     def __init__(self, wrapper: AbstractModelInferenceWrapper, tokenizer: object, **options: object) -> None:
         super().__init__(wrapper, tokenizer, **options)
         size = wrapper.inference_wrapper_config.padded_vocab_size
         self.vocabulary = Vocabulary(tokenizer, size)
+        self.drafter: Drafter | None = None
         self.guides = Guides(Grammars(self.tokenizer, size))
 
     def _init_dynamic_sampling_tensors(self) -> None:
@@ -82,14 +88,19 @@ class InferenceController(TextGenerationController):
         """
         context = self.inference_wrapped_model.inference_context
         with torch.inference_mode():
-            input_ids, position_ids = context.current_input_and_position_ids()
-            logits = self.inference_wrapped_model.run_one_forward_step(
-                {"tokens": input_ids, "position_ids": position_ids, "attention_mask": None}
-            )
+            logits = self.forward()
             if logits is None:
                 return None
             is_alone = self.inference_wrapped_model.tp_size == 1
             return choose_tokens(logits[0], context.step, self._scored_logits, self.guides, is_alone=is_alone)
+
+    def forward(self) -> Tensor | None:
+        """The model's forward of the context's staged step: logits [1, m, V]; None on stages before the last one."""
+        input_ids, position_ids = self.inference_wrapped_model.inference_context.current_input_and_position_ids()
+        logits: Tensor | None = self.inference_wrapped_model.run_one_forward_step(
+            {"tokens": input_ids, "position_ids": position_ids, "attention_mask": None}
+        )
+        return logits
 
     def _scored_logits(self, rows: slice) -> Tensor:
         """Logits of some of the step's scored tokens, as the model's forward would give them: [k, h] -> [rows, V]."""
@@ -126,9 +137,31 @@ def choose_tokens(
     for part in step.prompt_scores:
         with _out_of_memory_fails(part.request_id, failures) if is_alone else contextlib.nullcontext():
             prompt[part.request_id] = _score_prompt(scored_logits, part, logits)
-    names = [row.request_id for row in step.sampling]
-    sampled = SampledTokens(tokens, {name: row for row, name in enumerate(names)})
-    return StepResult(dict(zip(names, tokens.tolist(), strict=True)), generated, prompt, failures, sampled)
+    return _by_request(step.sampling, tokens, generated, prompt, failures)
+
+
+def _by_request(
+    rows: Sequence[SamplingRow],
+    tokens: Tensor,
+    generated: Mapping[int, Score],
+    prompt: dict[int, tuple[Score, ...]],
+    failures: dict[int, str],
+) -> StepResult:
+    """What the rows of a step gave; a request with drafts has several, one behind the other."""
+    drawn, first = tokens.tolist(), {row.request_id: i for i, row in enumerate(rows) if not row.drafts}
+    result = StepResult(
+        {name: drawn[i] for name, i in first.items()}, {}, prompt, failures, SampledTokens(tokens, first)
+    )
+    for name, i in first.items():
+        if i in generated:
+            result.generated[name] = generated[i]
+    for i, row in enumerate(rows):
+        if row.drafts:
+            result.behind_drafts[row.request_id] = (*result.behind_drafts.get(row.request_id, ()), drawn[i])
+            if i in generated:
+                scores = result.generated_behind.get(row.request_id, ())
+                result.generated_behind[row.request_id] = (*scores, generated[i])
+    return result
 
 
 def _score_prompt(scored_logits: Callable[[slice], Tensor], part: PromptScore, logits: Tensor) -> tuple[Score, ...]:
@@ -144,7 +177,7 @@ def _score_prompt(scored_logits: Callable[[slice], Tensor], part: PromptScore, l
 def _score_generated(
     logits: Tensor, tokens: Tensor, rows: Sequence[SamplingRow], failures: dict[int, str]
 ) -> dict[int, Score]:
-    """Scores of sampled tokens, all at once; where that finds no memory, request by request."""
+    """Scores of sampled tokens by row, all at once; where that finds no memory, row by row."""
     asked = [i for i, row in enumerate(rows) if row.sampling.top_n is not None]
     if not asked:
         return {}
@@ -154,11 +187,11 @@ def _score_generated(
         if not is_out_of_memory(error):
             raise
     else:
-        return {rows[i].request_id: score for i, score in zip(asked, scores, strict=True)}
+        return dict(zip(asked, scores, strict=True))
     found = {}
     for i in asked:
         with _out_of_memory_fails(rows[i].request_id, failures):
-            (found[rows[i].request_id],) = _score_sampled(logits, tokens, rows, [i])
+            (found[i],) = _score_sampled(logits, tokens, rows, [i])
     return found
 
 
@@ -167,7 +200,7 @@ def _score_sampled(logits: Tensor, tokens: Tensor, rows: Sequence[SamplingRow], 
         return logits[asked[part]]
 
     top_n = [rows[i].sampling.top_n or 0 for i in asked]
-    return score_rows(logits_of, logits.shape[-1], tokens[asked], top_n)
+    return score_rows(logits_of, logits.shape[-1], tokens[asked].clamp(min=0), top_n)
 
 
 @contextlib.contextmanager
@@ -189,8 +222,10 @@ def _choose(logits: Tensor, rows: Sequence[SamplingRow], guides: Guides, failure
         return _sample(logits, rows)
     index = torch.tensor(asking).to(logits.device, non_blocking=True)
     chosen, values = [rows[i] for i in asking], logits.index_select(0, index).float()
-    shape_logits(values, chosen, guides, failures)
+    hopeless = shape_logits(values, chosen, guides, failures)
     tokens = _sample(values, chosen)
+    if hopeless:
+        tokens[torch.tensor(hopeless).to(logits.device)] = NO_TOKEN
     return tokens if len(asking) == len(rows) else _sample(logits, rows).index_copy(0, index, tokens)
 
 

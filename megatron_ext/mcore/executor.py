@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron_ext.engine.executor import Computed, Computing
 from megatron_ext.engine.result import StepResult
 from megatron_ext.mcore.context import InferenceContext
 from megatron_ext.mcore.controller import InferenceController
@@ -25,6 +26,14 @@ class StepExecutor:
         result = self.compute(step)
         assert result is not None, "the last stage is here"
         return result
+
+    def launch(self, step: ScheduledStep) -> Computing:
+        """See `Launching.launch`; a step that is in no bucket has been computed when this returns."""
+        fixed = self._context.fixed_steps
+        bucket = None if fixed is None else fixed.find(step)
+        if fixed is None or bucket is None:
+            return Computed(self.execute(step))
+        return fixed.launch(step, bucket)
 
     def compute(self, step: ScheduledStep) -> StepResult | None:
         """Compute a step. If anything raises, nothing of it counts, and the pools may hold anything for its requests.

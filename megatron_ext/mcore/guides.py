@@ -44,30 +44,52 @@ class Guides:
             names = {row.request_id for row in rows}
             self._guides = {name: guide for name, guide in self._guides.items() if name in names}
 
-    def masks(self, rows: Sequence[SamplingRow], failures: dict[int, str]) -> tuple[list[int], Tensor]:
+    def masks(self, rows: Sequence[SamplingRow], failures: dict[int, str]) -> tuple[list[int], Tensor, list[int]]:
         """Which of the rows must have a form, and their masks.
+
+        A row behind drafts is followed by a copy, which nothing is left of: the drafts may not come. If they cannot,
+        or nothing can follow them, there is no mask, and no token of that row counts.
 
         Args:
             rows: Of a step.
             failures: Gets requests whose form cannot be followed any more, and why.
 
         Returns:
-            k indices; [k, ceil(V / 32)] int32, see `ops.sampling.shaping.keep_allowed`.
+            k indices; [k, ceil(V / 32)] int32, see `ops.sampling.shaping.keep_allowed`; indices of rows behind drafts
+            that have none.
         """
-        found, masks = [], []
+        found, masks, hopeless = [], [], []
         for index, row in enumerate(rows):
             shaping = row.sampling.shaping
             if shaping is None or shaping.form is None:
                 continue
             try:
-                guide = self._guide(row.request_id, shaping.form, shaping.tokens[shaping.prompt_length :])
-                mask = guide.matcher.allowed(shaping.ends)
+                generated = shaping.tokens[shaping.prompt_length :]
+                if row.drafts:
+                    matcher = self._copy_behind(row, generated)
+                else:
+                    matcher = self._guide(row.request_id, shaping.form, generated).matcher
+                mask = matcher.allowed(shaping.ends)
             except ValueError as error:
-                failures[row.request_id] = f"its answer cannot be given its form: {error}"
+                if row.drafts:
+                    hopeless.append(index)
+                else:
+                    failures[row.request_id] = f"its answer cannot be given its form: {error}"
                 continue
             found.append(index)
             masks.append(np.frombuffer(mask, dtype=np.int32))
-        return found, torch.from_numpy(np.stack(masks)) if masks else torch.empty(0, 0, dtype=torch.int32)
+        stacked = torch.from_numpy(np.stack(masks)) if masks else torch.empty(0, 0, dtype=torch.int32)
+        return found, stacked, hopeless
+
+    def _copy_behind(self, row: SamplingRow, generated: array[int]) -> Matcher:
+        """Of the request's matcher, which stands where it did, behind the row's drafts.
+
+        Raises:
+            ValueError: They have not the form.
+        """
+        matcher = self._guides[row.request_id].matcher.copy()
+        matcher.take(generated[len(generated) - row.drafts :])
+        return matcher
 
     def _guide(self, name: int, form: ResponseFormat, generated: array[int]) -> _Guide:
         """The matcher of a request, behind all that it has generated.

@@ -16,6 +16,7 @@ from megatron_ext.ranks.follower import Follower
 from megatron_ext.ranks.journal import JournalledScheduler
 from megatron_ext.ranks.team import Team
 from megatron_ext.scheduling.scheduler import Scheduler
+from megatron_ext.speculation.proposals import Proposals
 from megatron_ext.text.bad_words import word_tokens
 from megatron_ext.text.tokenizer import ends_of
 
@@ -31,9 +32,12 @@ def make_engine(
     """The engine of a world of one, or those of rank 0; see `Door` for the seed."""
     ends, words = ends_of(controller.tokenizer), partial(word_tokens, controller.tokenizer)
     check = controller.guides.grammars.check
-    door = Door(controller.tokenize_prompt, controller.vocabulary, ends, seed, words, check)
+    most = context.plan.limits.most_drafts
+    door = Door(controller.tokenize_prompt, controller.vocabulary, ends, seed, words, check, most)
+    drafter = controller.drafter
+    proposals = None if drafter is None else Proposals(drafter, controller.vocabulary.has_tokens)
     if team is None:
-        return Engine(make_scheduler(context.plan), StepExecutor(context, controller), door)
+        return Engine(make_scheduler(context.plan), StepExecutor(context, controller), door, proposals=proposals)
     plan, faults = context.plan, Faults("the engine")
     engines, schedulers = [], []
     for replica in range(team.replicas):
@@ -41,7 +45,7 @@ def make_engine(
         is_own = replica == team.here.replica
         executor = team.executor(StepExecutor(context, controller)) if is_own else team.mirror(replica)
         schedulers.append(scheduler)
-        engines.append(Engine(scheduler, executor, door, faults))
+        engines.append(Engine(scheduler, executor, door, faults, proposals))
     return Fleet(engines, schedulers, team.link.send, team.heartbeat)
 
 

@@ -43,10 +43,11 @@ class PlainMLP(MLP):
     It stands in a layer's specs as a class: upstream warns of specs of classes that it does not know.
     """
 
+    linears = MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear)
+
     def __init__(self, config: TransformerConfig, **options: object) -> None:
-        submodules = MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear)
         config = with_biases(config, "add_mlp_bias")
-        super().__init__(config, submodules, **{"ffn_hidden_size": config.ffn_hidden_size, **options})
+        super().__init__(config, self.linears, **{"ffn_hidden_size": config.ffn_hidden_size, **options})
 
     def forward(
         self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **options: object

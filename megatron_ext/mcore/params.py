@@ -24,6 +24,7 @@ _EXTENSIONS = (
     "cache_salt",
     "enable_prefix_caching",
     "num_speculative_tokens",
+    "cache_checkpoint",
 )
 
 

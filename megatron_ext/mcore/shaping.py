@@ -21,7 +21,7 @@ from megatron_ext.ops.sampling.shaping import (
 from megatron_ext.scheduling.shaping import Shaping
 
 
-def shape_logits(values: Tensor, rows: Sequence[SamplingRow], guides: Guides, failures: dict[int, str]) -> None:
+def shape_logits(values: Tensor, rows: Sequence[SamplingRow], guides: Guides, failures: dict[int, str]) -> list[int]:
     """Do what the rows want with their logits. A row depends on nothing but that row.
 
     Args:
@@ -29,15 +29,19 @@ def shape_logits(values: Tensor, rows: Sequence[SamplingRow], guides: Guides, fa
         rows: Of the logits; each has a `Shaping`.
         guides: Of answers that must have a form.
         failures: Gets requests whose form cannot be followed, and why.
+
+    Returns:
+        Rows behind drafts that cannot come in their form: no token of these counts.
     """
     wishes = [_wish(row) for row in rows]
     _penalize(values, wishes)
     _add_biases(values, wishes)
-    guided, masks = guides.masks(rows, failures)
+    guided, masks, hopeless = guides.masks(rows, failures)
     if guided:
         keep_allowed(values, torch.tensor(guided).to(values.device), masks.to(values.device, non_blocking=True))
     _rule_out(values, wishes)
     _drop_improbable(values, rows, wishes)
+    return hopeless
 
 
 def _wish(row: SamplingRow) -> Shaping:

@@ -56,10 +56,11 @@ class SampledTokens:
 
 
 class SamplingRow(NamedTuple):
-    """Whose next token a row of the step's logits is, and how it is chosen."""
+    """Whose next token a row of the step's logits is, how it is chosen, and how many drafts are assumed to come."""
 
     request_id: int
     sampling: Sampling
+    drafts: int = 0
 
 
 @dataclass(frozen=True)
@@ -116,8 +117,9 @@ def stage_step(
     table = (block_rows or BlockRows()).of(slots, [chunk.block_ids for chunk in chunks])
     assert (np.asarray([len(chunk.block_ids) for chunk in chunks]) * rules.block_size >= ends).all(), "keys nowhere"
     firsts = running_starts(lengths)
-    tokens = _stage_tokens(chunks, table, starts, firsts, rules)
+    tokens = stage_tokens(chunks, table, starts, firsts, rules)
     sampled = [i for i, chunk in enumerate(chunks) if chunk.sampling is not None]
+    verifying = any(chunk.behind_drafts for chunk in chunks)
     score_tokens, scores = _choose_scored(chunks[num_decode:], firsts[num_decode:])
     facts = {
         "block_table": table,
@@ -125,7 +127,7 @@ def stage_step(
         "seqlens_k": np.asarray(ends),
         "slots": np.asarray(slots),
         "has_state": np.asarray(starts) > 0,
-        "sample_tokens": firsts[1:][sampled] - 1,
+        "sample_tokens": _verified_tokens(chunks, firsts) if verifying else firsts[1:][sampled] - 1,
         "score_tokens": np.asarray(score_tokens, dtype=np.int64),
     }
     staged = stage_arrays(tokens | facts, rules.device)
@@ -140,18 +142,26 @@ def stage_step(
         paged_batch=PagedBatch(num_decode, tuple(lengths), tuple(ends), rules.block_size, **where),
         recurrent=_stage_recurrent(chunks, num_decode, slots, staged, rules) if rules.has_states else None,
         sample_tokens=staged["sample_tokens"],
-        sampling=tuple([SamplingRow(chunks[i].request_id, _sampling_of(chunks[i])) for i in sampled]),
+        sampling=tuple(row for i in sampled for row in _sampling_rows(chunks[i])),
         score_tokens=staged["score_tokens"],
         prompt_scores=tuple(scores),
     )
 
 
-def _sampling_of(chunk: ScheduledChunk) -> Sampling:
+def _sampling_rows(chunk: ScheduledChunk) -> tuple[SamplingRow, ...]:
     assert chunk.sampling is not None, "it yields a token"
-    return chunk.sampling
+    name, behind = chunk.request_id, chunk.behind_drafts
+    first = SamplingRow(name, chunk.sampling)
+    return (first, *(SamplingRow(name, one, i) for i, one in enumerate(behind, start=1))) if behind else (first,)
 
 
-def _stage_tokens(
+def _verified_tokens(chunks: Sequence[ScheduledChunk], firsts: np.ndarray) -> np.ndarray:
+    """Packed tokens that a next one is drawn behind, where some chunks end with drafts: [m]."""
+    ends = [(chunk, int(end)) for chunk, end in zip(chunks, firsts[1:], strict=True) if chunk.sampling is not None]
+    return np.concatenate([np.arange(end - 1 - len(chunk.behind_drafts), end) for chunk, end in ends])
+
+
+def stage_tokens(
     chunks: Sequence[ScheduledChunk],
     table: np.ndarray,
     starts: Sequence[int],
@@ -203,10 +213,13 @@ def _stage_recurrent(
     decode_slots = _as_slice(slots[:num_decode]) or staged["slots"][:num_decode]
     if not prefill:
         return RecurrentStep(num_decode, decode_slots, None, None)
-    stops = [sorted({one.position for one in c.snapshots}) if rules.snapshots_in_prefill else [] for c in prefill]
+    keeps = [rules.snapshots_in_prefill or bool(c.behind_drafts) for c in prefill]
+    stops = [
+        sorted({one.position for one in c.snapshots}) if kept else [] for c, kept in zip(prefill, keeps, strict=True)
+    ]
     starts, lengths = [c.start for c in prefill], [c.length for c in prefill]
     packed = cut_prefill(starts, lengths, rules.kernel_chunk, stops, rules.device)
-    snapshots = _stage_snapshots(prefill, packed, rules) if rules.snapshots_in_prefill else None
+    snapshots = _stage_snapshots(prefill, keeps, packed, rules)
     prefill_slots = StateSlots(staged["slots"][num_decode:], staged["has_state"][num_decode:].bool(), snapshots)
     return RecurrentStep(num_decode, decode_slots, packed, prefill_slots)
 
@@ -219,13 +232,16 @@ def _as_slice(slots: Sequence[int]) -> slice | None:
 
 
 def _stage_snapshots(
-    prefill: Sequence[ScheduledChunk], packed: PackedChunks, rules: StagingRules
+    prefill: Sequence[ScheduledChunk], keeps: Sequence[bool], packed: PackedChunks, rules: StagingRules
 ) -> SnapshotPlaces | None:
-    """Where in the packed prefill the wanted states arise: each is the end of a kernel chunk (HY-9)."""
+    """Where in the packed prefill the wanted states arise: each is the end of a kernel chunk (HY-9).
+
+    Those of chunks that keep none inside are copied when the forward is over (see `StagingRules`).
+    """
     slots, sequences, tokens = [], [], []
     first_token = 0
     for i, chunk in enumerate(prefill):
-        for snapshot in chunk.snapshots:
+        for snapshot in chunk.snapshots if keeps[i] else ():
             slots.append(snapshot.slot)
             sequences.append(i)
             tokens.append(first_token + snapshot.position - chunk.start)

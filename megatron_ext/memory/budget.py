@@ -14,9 +14,12 @@ GIB = 1024**3
 HYBRID_BLOCK_MULTIPLE = 16
 AUTOMATIC_SNAPSHOT_SHARE = 0.25  # of the buffer, on top of it
 FEWEST_AUTOMATIC_SLOTS = 2
+SPARE_STATES = 2  # for padding: a live one, and a snapshot
 FASTEST_CHUNK = {"cpu": 64}  # tokens; by type of device, where it is less than what models are trained with
 # Log-probs are computed in pieces that take at most this, beside the pools: logits, a copy in fp32, its log-softmax.
 SCORING_BYTES = 256 * 1024**2
+
+_SPECULATION = ("draft_states", "draft_model")  # of `Geometry`
 
 
 @dataclass(frozen=True)
@@ -27,12 +30,16 @@ class ModelMemory:
     state_bytes: int  # all recurrent layers, one sequence
     chunk_size: int  # the model's scan chunk, tokens
     max_sequence_length: int
+    speculative_tokens: int = 0  # drafts of a request in a step
     draft: DraftMemory = NO_DRAFT_MODEL
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """Effective sizes (EX-6), as printed at start-up and in the JSON output."""
+    """Effective sizes (EX-6), as printed at start-up and in the JSON output.
+
+    `live_states` are those of running requests, and two for padding where steps are padded: a live one, a snapshot.
+    """
 
     block_size_tokens: int
     block_bytes: int
@@ -43,22 +50,28 @@ class Geometry:
     live_states: int
     kernel_chunk: int
     shortest_prompt_that_can_hit: int | None  # None: nothing is cached
+    draft_states: int = field(default=0, kw_only=True)  # behind drafts, until they are accepted or not
     draft_model: DraftGeometry | None = field(default=None, kw_only=True)  # its pools, in the same budget
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes of all pools: KV blocks with the dummy one, live states, and snapshots; a draft model's, too."""
+        """Bytes of all pools: KV blocks with the dummy one, live states, those behind drafts, and snapshots.
+
+        Those of a draft model are among them.
+        """
         drafts = 0 if self.draft_model is None else self.draft_model.pool_bytes(self.blocks)
-        states = self.live_states + self.snapshot_slots
+        states = self.live_states + self.draft_states + self.snapshot_slots
         return (self.blocks + 1) * self.block_bytes + states * self.state_bytes + drafts
 
     def shown(self) -> dict[str, object]:
-        """For JSON; what there is not is left out."""
-        return {key: value for key, value in asdict(self).items() if key != "draft_model" or value is not None}
+        """For JSON; what speculation has is left out where there is none."""
+        return {key: value for key, value in asdict(self).items() if key not in _SPECULATION or value}
 
 
 def plan_memory(model: ModelMemory, batching: BatchingConfig, cache: CacheConfig, device_type: str) -> Geometry:
     """Sizes of the pools. The buffer holds KV blocks, and live states for `max_requests` requests; snapshots are apart.
+
+    With each live state go those behind the request's drafts, as many as a step may verify (LA-4).
 
     States are written to snapshot slots where they arise, so no staging buffer comes off the snapshots' budget.
 
@@ -95,11 +108,18 @@ def plan_memory(model: ModelMemory, batching: BatchingConfig, cache: CacheConfig
         state_in_kv_tokens=math.ceil(model.state_bytes / per_token) if per_token else None,
         blocks=blocks,
         snapshot_slots=slots if cache.snapshot_slots is not None else min(slots, blocks),
-        live_states=batching.most_requests if model.state_bytes else 0,
+        live_states=_live_states(model, batching),
+        draft_states=batching.most_requests * model.speculative_tokens if model.state_bytes else 0,
         kernel_chunk=kernel_chunk(model.chunk_size, device_type),
         shortest_prompt_that_can_hit=_shortest_hit(model, cache, block_size, slots),
         draft_model=draft_geometry(model.draft, block_size, batching.most_requests),
     )
+
+
+def _live_states(model: ModelMemory, batching: BatchingConfig) -> int:
+    if not model.state_bytes:
+        return 0
+    return batching.most_requests + (SPARE_STATES if batching.has_fixed_places else 0)
 
 
 def kernel_chunk(model_chunk: int, device_type: str) -> int:
@@ -144,15 +164,19 @@ def _block_count(model: ModelMemory, batching: BatchingConfig, device_type: str)
         return batching.block_count
     buffer_gb = batching.buffer_gb_on(device_type)
     block_bytes = batching.block_size * (model.kv_bytes_per_token + model.draft.kv_bytes_per_token)
-    live_bytes = batching.most_requests * model.state_bytes + model.draft.request_bytes(batching.most_requests)
+    live_bytes = _live_states(model, batching) * model.state_bytes + model.draft.request_bytes(batching.most_requests)
+    live_bytes += batching.most_requests * model.speculative_tokens * model.state_bytes
     kv_bytes = int(buffer_gb * GIB) - live_bytes
     if kv_bytes < 2 * block_bytes:  # one is the dummy that padding points to
-        hint = ", or fewer --inference-dynamic-batching-max-requests" if live_bytes else ""
-        hint = f"{_included(model.draft != NO_DRAFT_MODEL)}{hint}"
+        drafts = model.speculative_tokens if model.state_bytes else 0
+        hint = _included(model.draft != NO_DRAFT_MODEL)
+        hint += ", or fewer --inference-dynamic-batching-max-requests" if live_bytes else ""
+        hint += ", or fewer --num-speculative-tokens" if drafts else ""
+        each = f", each with {drafts} more behind drafts" if drafts else ""
         raise ConfigError(
             f"a buffer of {buffer_gb:g} GB is too small for {live_bytes} bytes of live states "
-            f"({batching.most_requests} requests) and {2 * block_bytes} bytes of KV (one block and the dummy block); "
-            f"{_gigabytes(live_bytes + 2 * block_bytes)} GB would do{hint}"
+            f"({batching.most_requests} requests{each}) and {2 * block_bytes} bytes of KV (one block and the dummy "
+            f"block); {_gigabytes(live_bytes + 2 * block_bytes)} GB would do{hint}"
         )
     if block_bytes == 0:  # no attention: blocks are bookkeeping only, so there are enough
         return batching.most_requests * math.ceil(model.max_sequence_length / batching.block_size)

@@ -20,6 +20,7 @@ from megatron_ext.memory.fitting import plan_within, what_fits
 from megatron_ext.memory.state_pool import StateShape
 from megatron_ext.memory.world import world_geometry
 from megatron_ext.scheduling.aligned import check_aligned, describe_tight_budget
+from megatron_ext.scheduling.placement import ProvisionalRules
 from megatron_ext.scheduling.plan import SchedulerLimits
 from megatron_ext.scheduling.snapshots import most_snapshots
 
@@ -79,13 +80,20 @@ class EnginePlan:
         """Of which there may be none; None for a model without recurrent layers."""
         return self.geometry.snapshot_slots if self.is_hybrid else None
 
+    @property
+    def spare_slots(self) -> int:
+        """In the pools of live states and of snapshots, behind those that requests have; see `Geometry.live_states`."""
+        return int(self.geometry.live_states > self.limits.max_requests)
+
     def request_state_bytes(self, length: int) -> int:
         """Bytes of states, on all ranks, that a prompt of `length` tokens takes at most, its snapshots included."""
         geometry = self.world
         if geometry.snapshot_slots == 0:
-            return geometry.live_states and geometry.state_bytes
+            return (1 + self.limits.most_drafts) * geometry.state_bytes if geometry.live_states else 0
         snapshots = most_snapshots(length, self.limits.block_size, is_aligned=self.limits.aligned_chunks)
-        return request_state_bytes(geometry.state_bytes, min(snapshots, geometry.snapshot_slots))
+        return request_state_bytes(
+            geometry.state_bytes, min(snapshots, geometry.snapshot_slots), self.limits.most_drafts
+        )
 
 
 def plan_engine(
@@ -97,6 +105,7 @@ def plan_engine(
     device_type: str,
     available_bytes: int,
     peers: Peers = NO_PEERS,
+    speculative_tokens: int = 0,
     draft: DraftMemory = NO_DRAFT_MODEL,
 ) -> EnginePlan:
     """Decide everything; what was asked for and has no effect is said once.
@@ -109,6 +118,7 @@ def plan_engine(
         device_type: "cpu" or "cuda", for the defaults.
         available_bytes: Of memory for the pools.
         peers: The other ranks, with which it is decided together.
+        speculative_tokens: Drafts of a request that a step may verify; 0 verifies none.
         draft: What a draft model needs, on this rank.
 
     Raises:
@@ -120,6 +130,7 @@ def plan_engine(
         state_bytes=shape.states.bytes if shape.states else 0,
         chunk_size=config.scan_chunk_size,
         max_sequence_length=longest,
+        speculative_tokens=speculative_tokens,
         draft=draft,
     )
     rooms = peers.gather(lambda: _room(plan_within(memory, batching, cache, device_type, available_bytes), batching))
@@ -127,6 +138,9 @@ def plan_engine(
     world = world_geometry([room.geometry for room in agreed], peers.replica)
     costs = entry_costs(config, world.block_size_tokens, world.block_bytes, world.state_bytes)
     limits = _limits(agreed[peers.rank], batching, cache, longest, device_type, costs)
+    if speculative_tokens:
+        draft_states = world.draft_states if config.is_hybrid else 0
+        limits = replace(limits, most_drafts=speculative_tokens, draft_states=draft_states)
     if limits.aligned_chunks:
         check_aligned(limits)
     plan = EnginePlan(
@@ -182,6 +196,7 @@ def _limits(
         enough_prefill_tokens=batching.enough_prefill_tokens_on(device_type),
         costs=costs,
         explains=cache.explain_prefix_cache,
+        provisional=ProvisionalRules(most=cache.provisional_slots),
     )
 
 
@@ -218,9 +233,10 @@ def plan_draft_model(plan: EnginePlan, shape: ModelShape, config: ModelConfig, d
         snapshot_slots=plan.limits.max_requests if shape.states else 0,
         live_states=plan.limits.max_requests if shape.states else 0,
         kernel_chunk=kernel_chunk(config.scan_chunk_size, device_type),
+        draft_states=0,
         draft_model=None,
     )
-    limits = replace(plan.limits, aligned_chunks=True)
+    limits = replace(plan.limits, aligned_chunks=True, most_drafts=0, draft_states=0)
     return replace(
         plan, shape=shape, geometry=geometry, world=geometry, limits=limits, policy=None, is_hybrid=config.is_hybrid
     )

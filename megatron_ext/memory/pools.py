@@ -21,7 +21,7 @@ class Pools:
     Attributes:
         kv: [2, layers, blocks + 1, B, KV heads, D]; the last block is the dummy.
         live_states: A slot for each running request; None without recurrent layers.
-        snapshots: None without recurrent layers.
+        snapshots: And behind them the states behind drafts; None without recurrent layers.
     """
 
     kv: Tensor
@@ -48,5 +48,6 @@ def _allocate(plan: EnginePlan, device: torch.device) -> Pools:
     kv = torch.empty(size, dtype=shape.dtype, device=device)
     if shape.states is None:
         return Pools(kv, None, None)
-    live = StatePool(shape.states, plan.limits.max_requests, device)
-    return Pools(kv, live, SnapshotPool(shape.states, geometry.snapshot_slots, device))
+    live = StatePool(shape.states, plan.limits.max_requests + plan.spare_slots, device)
+    kept = geometry.snapshot_slots + geometry.draft_states + plan.spare_slots
+    return Pools(kv, live, SnapshotPool(shape.states, kept, device))

@@ -59,8 +59,13 @@ def copy_states(source: StatePool, rows: Sequence[int], target: StatePool, targe
     """
     device = source.conv.device
     index = torch.tensor([rows, target_rows], dtype=torch.int64).to(device, non_blocking=True)
+    copy_rows(source, index[0], target, index[1])
+
+
+def copy_rows(source: StatePool, rows: Tensor, target: StatePool, target_rows: Tensor) -> None:
+    """The same where the device has the rows, [n] int64 each; a target row may come twice if nobody reads it."""
     for from_states, to_states in ((source.conv, target.conv), (source.ssm, target.ssm)):
-        to_states.index_copy_(1, index[1], from_states.index_select(1, index[0]))
+        to_states.index_copy_(1, target_rows, from_states.index_select(1, rows))
 
 
 class SnapshotPool(StatePool):
@@ -86,10 +91,18 @@ class SnapshotPool(StatePool):
         Raises:
             RestoreError: A slot holds something else than the states of its digest. No row is written.
         """
+        self.check(slots, digests)
+        copy_states(self, slots, live, rows)
+
+    def check(self, slots: Sequence[int], digests: Sequence[bytes]) -> None:
+        """See that slots hold what somebody is to resume from.
+
+        Raises:
+            RestoreError: One holds something else than the states of its digest.
+        """
         for slot, digest in zip(slots, digests, strict=True):
             if self._contents[slot] != digest:
                 found = "unfinished ones" if self._contents[slot] is None else "those of another one"
                 raise RestoreError(  # without the digests, which say what a prompt was to who can guess it
                     f"snapshot slot {slot} was to hold the states of one prefix, and holds {found}", digest
                 )
-        copy_states(self, slots, live, rows)

@@ -49,6 +49,7 @@ def world_geometry(ranks: Sequence[Geometry], replica: Sequence[int]) -> Geometr
         "state_bytes": state_bytes,
         "state_in_kv_tokens": math.ceil(state_bytes / per_token) if per_token else None,
         "live_states": max(one.live_states for one in parts),
+        "draft_states": max(one.draft_states for one in parts),
     }
     return WorldGeometry(
         **of_one,

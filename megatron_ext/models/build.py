@@ -14,12 +14,14 @@ import torch.nn.functional as F
 from megatron_ext.config import RECURRENT_KINDS, ModelConfig, ParallelConfig
 from megatron_ext.config.layers.letters import is_attention
 from megatron_ext.config.layers.multipliers import MULTIPLIERS
+from megatron_ext.config.source import LOCAL, TRANSFORMER_ENGINE
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import platform  # first: it puts the CPU stand-ins in place
 from megatron_ext.mcore.layer_config import LayerConfig
 from megatron_ext.mcore.mlp import ScaledSilu, squared_relu
 from megatron_ext.mcore.model import HybridModel
 from megatron_ext.mcore.stack import HybridStack
+from megatron_ext.mcore.transformer_engine import with_transformer_engine
 from megatron_ext.memory.limits import allocating
 from megatron_ext.models.rotary import rotary_embedding
 from megatron_ext.models.size import check_model_fits, described
@@ -42,6 +44,7 @@ def build_model(
     seed: int = 1234,
     perform_initialization: bool = True,
     parallel: ParallelConfig | None = None,
+    transformer_impl: str = LOCAL,
 ) -> HybridModel:
     """Build this rank's part of the model in eval mode, with random weights from `seed` (the same on every device).
 
@@ -50,6 +53,7 @@ def build_model(
     Args:
         perform_initialization: False leaves the large matrices as allocated, for a loader that fills them all.
         parallel: How the model is spread; None for what Megatron's groups say.
+        transformer_impl: Of `TRANSFORMER_IMPLEMENTATIONS`: whose linear layers and norms.
 
     Raises:
         ConfigError: No vocabulary size, a spec that cannot be found, parameters that do not fit the memory there is,
@@ -58,6 +62,8 @@ def build_model(
     if config.vocab_size is None:
         raise ConfigError("the vocabulary size is unknown; give --vocab-size or a tokenizer")
     spec = resolve_spec(config)
+    if transformer_impl == TRANSFORMER_ENGINE:
+        spec = with_transformer_engine(spec)
     if parallel is not None:
         check_model(parallel, config)
     platform.initialize(parallel)

@@ -98,14 +98,14 @@ def load_model(
     directory = _checkpoint_directory(source, overrides)
     if directory is None:
         config, tokenizer = _without_checkpoint(source, overrides)
-        model = _build(config, parallel, dtype=dtype, device=device, seed=source.seed)
+        model = _build(config, parallel, dtype=dtype, device=device, **_options(source))
         return LoadedModel(model, config, tokenizer, dtype, f"random weights, {config.hybrid_override_pattern}")
     trained = training_facts_of(directory) if source.load else None
     config = checkpoint_config(source, directory, overrides, trained)
     ids = Ids(overrides.get("vocab_size"), config.vocab_size)
     tokenizer = choose_tokenizer(source, _tokenizer_directory(source, directory), ids, trained)
     _require_ids_fit(tokenizer, config, directory)
-    model = _build(config, parallel, dtype=dtype, device=device, seed=source.seed, perform_initialization=False)
+    model = _build(config, parallel, dtype=dtype, device=device, perform_initialization=False, **_options(source))
     fill_model(model, config, source, directory)
     return LoadedModel(model, config, tokenizer, dtype, source.load or source.load_hf or "embedded")
 
@@ -156,6 +156,10 @@ def _build(config: ModelConfig, parallel: ParallelConfig | None, **options: Any)
     if len(stages) > 1 and torch.distributed.get_rank() == 0:
         logger.info("%s", describe_stages(config.hybrid_override_pattern, stages))
     return model
+
+
+def _options(source: SourceConfig) -> dict[str, Any]:
+    return {"seed": source.seed, "transformer_impl": source.transformer_impl}
 
 
 def _dtype(source: SourceConfig, device: torch.device) -> torch.dtype:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -29,11 +30,22 @@ class PackedSequences(Facts):
     lengths: tuple[int, ...]
     cu_seqlens: Tensor
     seq_idx: Tensor
+    is_bounded: ClassVar[bool] = False  # see `BoundedSequences`
 
     @property
     def num_tokens(self) -> int:
         """T, without the padding that may follow on the token axis."""
         return self.seq_idx.numel()
+
+
+@dataclass(frozen=True)
+class BoundedSequences(PackedSequences):
+    """The same, where `lengths` are the most that there may be, and what `cu_seqlens` says on the device counts.
+
+    T has room for tokens behind the last sequence.
+    """
+
+    is_bounded = True
 
 
 @dataclass(frozen=True)

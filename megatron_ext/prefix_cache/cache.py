@@ -15,6 +15,7 @@ from megatron_ext.prefix_cache.ghosts import Ghosts
 from megatron_ext.prefix_cache.hash_chain import Digest
 from megatron_ext.prefix_cache.kept_tokens import KeptTokens
 from megatron_ext.prefix_cache.observer import CacheObserver
+from megatron_ext.prefix_cache.partings import Partings
 from megatron_ext.prefix_cache.state_index import StateIndex
 
 
@@ -33,6 +34,10 @@ class CacheUse:
     snapshots_taken: int
     snapshots_skipped: int  # for want of a slot
     snapshots_replaced: int  # in decode, by the next one of the same request
+    provisional_slots: int  # with provisional snapshots, which none of the numbers above counts
+    provisional_taken: int  # over the engine's life, as the next two
+    provisional_consumed: int
+    provisional_given_up: int
 
     @classmethod
     def total(cls, parts: Sequence[CacheUse]) -> CacheUse:
@@ -83,6 +88,7 @@ class PrefixCache:
         self._policy = policies.blocks
         self.states = None if slots is None else StateIndex(slots, policies.snapshots, self)
         self.ghosts = Ghosts()
+        self.partings = Partings()
         self.kept = KeptTokens() if keeps_tokens else None
         self.observer: CacheObserver | None = None  # who publishes says which blocks are there; the rest is told here
         self._wanted: dict[Digest, int] = {}  # by how many
@@ -127,7 +133,8 @@ class PrefixCache:
         """These blocks are about to go, and their snapshots."""
         for digest in map(self._index.digest_of, blocks):
             self.ghosts.block_gone(digest)
-            if self.states is not None and self.states.find(digest) is not None:
+            states = self.states
+            if states is not None and states.find(digest) is not None and not states.is_provisional(digest):
                 self.ghosts.snapshot_gone_with_block(digest)
 
     def want(self, digest: Digest) -> None:
@@ -256,6 +263,17 @@ class PrefixCache:
                 counts[block] = counts.get(block, 0) + 1
         return {block for block, count in counts.items() if self.pool.references(block) == count}
 
+    def note_parting(self, matched: Sequence[BlockId], start: int) -> None:
+        """A request that shares these blocks is about to resume behind `start` of them.
+
+        It is noted if what is cached goes on otherwise from there, and nobody who asked for states had left any: then
+        a snapshot that nobody asked for is what would help, or did.
+        """
+        if self.states is None or not matched or not self._index.children(matched[-1]):
+            return
+        if start < len(matched) or self.states.is_provisional(self._index.digest_of(matched[-1])):
+            self.partings.note(len(matched))
+
     def count_hit(self, block: BlockId) -> None:
         """A request has resumed at the end of `block`, or within it."""
         self._index.count_hit(block)
@@ -308,4 +326,8 @@ def _slot_use(states: StateIndex) -> dict[str, int]:
         "snapshots_taken": states.taken,
         "snapshots_skipped": states.skipped,
         "snapshots_replaced": states.replaced,
+        "provisional_slots": states.used_provisional_count,
+        "provisional_taken": states.provisional.taken,
+        "provisional_consumed": states.provisional.consumed,
+        "provisional_given_up": states.provisional.given_up,
     }

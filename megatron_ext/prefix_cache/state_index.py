@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import NewType, Protocol
 
 from megatron_ext.prefix_cache.hash_chain import Digest
+from megatron_ext.prefix_cache.provisional import ProvisionalFirst, ProvisionalUse
 from megatron_ext.prefix_cache.snapshot_order import MAY_TAKE, LruSnapshots, Rank, SnapshotOrder
 
 SlotId = NewType("SlotId", int)
@@ -19,8 +20,8 @@ class WantedSnapshot(Protocol):
         """Its key."""
 
     @property
-    def is_optional(self) -> bool:
-        """Whether it does without a slot rather than take that of one that is not."""
+    def rank(self) -> Rank:
+        """Whose slots it may take, and how early it goes."""
 
     @property
     def instead_of(self) -> Digest | None:
@@ -51,11 +52,14 @@ class StateIndex:
     before the step's forward writes any, so a slot can be given up as soon as it is consumed.
 
     Snapshots taken in decode are *optional* until somebody consumes them: they take free slots and each other's only,
-    and give theirs up before any other, so that they never cost a snapshot of prefill.
+    and give theirs up before any other, so that they never cost a snapshot of prefill. *Provisional* ones, which nobody
+    asked for, take free slots only, and give theirs up before even those; see `provisional.py`. Numbers of snapshots
+    that were taken, are there, or were given up do not count them, as long as nobody has consumed them: they have their
+    own (`provisional`).
 
     Args:
-        total: Slots.
-        order: Of the visible ones; empty.
+        total: Slots: 0 .. total - 1, until some are exchanged for others.
+        order: Of the visible ones that are not provisional; empty.
         listener: Told of each that comes and goes.
     """
 
@@ -63,20 +67,38 @@ class StateIndex:
         self, total: int, order: SnapshotOrder | None = None, listener: SnapshotListener | None = None
     ) -> None:
         self.total = total
+        self.slots = frozenset(map(SlotId, range(total)))
         self._listener = listener
-        self._order: SnapshotOrder = LruSnapshots() if order is None else order
-        self._free = [SlotId(slot) for slot in reversed(range(total))]
+        self._order = ProvisionalFirst(LruSnapshots() if order is None else order)
+        self._free = sorted(self.slots, reverse=True)
         self._visible: dict[Digest, SlotId] = {}
         self._reserved: dict[Digest, tuple[SlotId, Rank]] = {}
         self.taken = 0
         self.skipped = 0
         self.evicted = 0  # for want of a slot
         self.replaced = 0  # by the next one of the same request
+        self.provisional = ProvisionalUse()
 
     @property
     def used_count(self) -> int:
-        """Slots with a visible snapshot."""
-        return len(self._visible)
+        """Slots with a visible snapshot that is not provisional."""
+        return len(self._visible) - self._order.provisional_count
+
+    @property
+    def used_provisional_count(self) -> int:
+        """Slots with a visible snapshot that is provisional."""
+        return self._order.provisional_count
+
+    @property
+    def provisional_count(self) -> int:
+        """Slots with a provisional snapshot, written or being written."""
+        being_written = sum(rank is Rank.PROVISIONAL for _, rank in self._reserved.values())
+        return self.used_provisional_count + being_written
+
+    @property
+    def free_count(self) -> int:
+        """Slots with nothing in them."""
+        return len(self._free)
 
     @property
     def obtainable_count(self) -> int:
@@ -91,21 +113,28 @@ class StateIndex:
         """Whether a snapshot of `digest` is being taken."""
         return digest in self._reserved
 
+    def is_provisional(self, digest: Digest) -> bool:
+        """Whether a snapshot of `digest` is there, and nobody has asked for it or consumed it."""
+        return self._order.rank(digest) is Rank.PROVISIONAL
+
     def consume(self, digest: Digest) -> None:
         """A request resumes from the visible snapshot of `digest`."""
+        self.provisional.consumed += self.is_provisional(digest)
         self._order.use(digest)
 
-    def reserve(self, digest: Digest, *, is_optional: bool = False, instead_of: Digest | None = None) -> SlotId | None:
+    def reserve(self, digest: Digest, rank: Rank = Rank.ORDINARY, *, instead_of: Digest | None = None) -> SlotId | None:
         """A slot to write the snapshot of `digest` to, given up by another one if none is free.
 
         Args:
-            digest: Neither visible nor reserved.
-            is_optional: Do without rather than take the slot of one that is not optional.
+            digest: Not reserved, and not visible, unless as a provisional one, which this one replaces.
+            rank: Says whose slots it may take.
             instead_of: An optional snapshot that is worth less than this one; it gives up its slot even if one is free.
 
         Returns:
-            None, and a count of it, if no slot can be had.
+            None if no slot can be had, which is counted unless it is provisional.
         """
+        if rank is not Rank.PROVISIONAL and self.is_provisional(digest):
+            self.drop(digest)
         assert digest not in self._visible, "this snapshot is there already"
         assert digest not in self._reserved, "this snapshot is being taken already"
         if instead_of is not None and self._listener is not None:
@@ -113,40 +142,67 @@ class StateIndex:
         if instead_of is not None and self._order.rank(instead_of) is Rank.OPTIONAL:
             self.drop(instead_of)
             self.replaced += 1
-        rank = Rank.OPTIONAL if is_optional else Rank.ORDINARY
-        if not self._free:
-            victim = self._order.evict(MAY_TAKE[rank])
-            if victim is None:
+        if not self._free and not self._free_one(rank):
+            if rank is not Rank.PROVISIONAL:
                 self.skipped += 1
                 self._tell_wanted(digest)
-                return None
-            self._leave(victim)
-            self._tell_wanted(victim)
-            self.evicted += 1
+            return None
         slot = self._free.pop()
         self._reserved[digest] = (slot, rank)
         return slot
+
+    def _free_one(self, rank: Rank) -> bool:
+        """Let a snapshot give up its slot to one of `rank`; whether there is one that has to."""
+        provisional = self._order.provisional_count
+        victim = self._order.evict(MAY_TAKE[rank])
+        if victim is None:
+            return False
+        self._leave(victim)
+        if self._order.provisional_count < provisional:  # it was never more than a guess
+            self.provisional.given_up += 1
+        else:
+            self._tell_wanted(victim)
+            self.evicted += 1
+        return True
 
     def reserve_all(self, wanted: Iterable[WantedSnapshot]) -> list[SlotId | None]:
         """Slots for a step's snapshots, all in one transition (HY-5): earlier ones have the first choice.
 
         Returns:
-            A slot for each; None for one that is there or being taken already, and for one that finds none.
+            A slot for each; None for one that is there or being taken already, and for one that finds none. What is
+            there as a provisional one only is taken again where it is asked for.
         """
         return [
-            None
-            if one.digest in self._visible or one.digest in self._reserved
-            else self.reserve(one.digest, is_optional=one.is_optional, instead_of=one.instead_of)
+            None if self._is_there(one) else self.reserve(one.digest, one.rank, instead_of=one.instead_of)
             for one in wanted
         ]
+
+    def _is_there(self, one: WantedSnapshot) -> bool:
+        is_enough = one.rank is Rank.PROVISIONAL or not self.is_provisional(one.digest)
+        return one.digest in self._reserved or (one.digest in self._visible and is_enough)
 
     def commit(self, digest: Digest) -> None:
         """The reserved snapshot of `digest` has been written: let others find it."""
         self._visible[digest], rank = self._reserved.pop(digest)
         self._order.add(digest, rank)
-        self.taken += 1
+        if rank is Rank.PROVISIONAL:
+            self.provisional.taken += 1
+        else:
+            self.taken += 1
         if self._listener is not None:
             self._listener.snapshot_there(digest)
+
+    def exchange(self, digest: Digest, slot: SlotId) -> SlotId:
+        """The reserved snapshot of `digest` lies in a slot that is none of these: from now on it is one of them.
+
+        Returns:
+            The slot that was reserved for it, which is none of these any more.
+        """
+        assert slot not in self.slots, f"slot {slot} is here already"
+        reserved, rank = self._reserved[digest]
+        self._reserved[digest] = (slot, rank)
+        self.slots = self.slots - {reserved} | {slot}
+        return reserved
 
     def cancel(self, digest: Digest) -> None:
         """The reserved snapshot of `digest` will not be written."""
@@ -156,6 +212,7 @@ class StateIndex:
     def drop(self, digest: Digest) -> None:
         """The block that `digest` names is not cached any more, so its snapshot, if there is one, is of no use."""
         if digest in self._visible:
+            self.provisional.given_up += self.is_provisional(digest)
             self._order.remove(digest)
             self._leave(digest)
 
@@ -170,16 +227,21 @@ class StateIndex:
 
     def clear(self) -> None:
         """Forget everything; reserved slots too, whose writers must not commit."""
-        self._free = [SlotId(slot) for slot in reversed(range(self.total))]
+        self._free = sorted(self.slots, reverse=True)
         self._visible.clear()
+        self.provisional.given_up += self._order.provisional_count
         self._order.clear()
         self._reserved.clear()
 
     def check(self, cached: Iterable[Digest]) -> None:
         """Assert that every slot is in one place, and that visible snapshots stand at the ends of `cached` blocks."""
         reserved = [slot for slot, _ in self._reserved.values()]
-        assert sorted([*self._free, *self._visible.values(), *reserved]) == list(range(self.total)), "slots were lost"
+        assert sorted([*self._free, *self._visible.values(), *reserved]) == sorted(self.slots), "slots were lost"
+        assert len(self.slots) == self.total, "slots were lost"
         assert not self._visible.keys() & self._reserved.keys(), "a visible snapshot is being taken again"
         assert sorted(self._order) == sorted(self._visible), "the order and the index disagree"
         self._order.check()
+        use = self.provisional
+        there = self._order.provisional_count
+        assert use.taken == use.consumed + use.given_up + there, "a provisional snapshot was lost count of"
         assert self._visible.keys() <= set(cached), "a snapshot outlives its block"

@@ -53,7 +53,14 @@ class StartAnew:
     """All requests and counters are forgotten; pools that were freed are allocated again."""
 
 
-Command = Add | End | ResetPrefixCache | WeightsChanged | Suspend | Resume | StartAnew
+@dataclass(frozen=True)
+class Propose:
+    """Drafts for the next step: request id and tokens, those that have some."""
+
+    drafts: tuple[tuple[int, tuple[int, ...]], ...]
+
+
+Command = Add | End | Propose | ResetPrefixCache | WeightsChanged | Suspend | Resume | StartAnew
 
 
 class Action(enum.IntEnum):

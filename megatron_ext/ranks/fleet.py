@@ -49,6 +49,8 @@ class FleetStep:
             whole.generated.update(one.generated)
             whole.prompt.update(one.prompt)
             whole.failures.update(one.failures)
+            whole.behind_drafts.update(one.behind_drafts)
+            whole.generated_behind.update(one.generated_behind)
         return whole
 
 
@@ -173,9 +175,12 @@ class Fleet:
             RankError: It failed somewhere, or an earlier one did.
         """
         started = time.perf_counter()
+        for engine in self.engines:  # before the others are told what this step is given
+            engine.propose()
         self._tell(Action.STEP)
         try:
-            step = FleetStep(tuple(engine.compute() for engine in self.engines), time.perf_counter() - started)
+            parts = tuple(engine.compute(has_proposed=True) for engine in self.engines)
+            step = FleetStep(parts, time.perf_counter() - started)
         except Exception as error:
             self._is_over = True
             raise _end_of_all(error) from error

@@ -12,6 +12,7 @@ from megatron_ext.ranks.commands import (
     Batch,
     Command,
     End,
+    Propose,
     ResetPrefixCache,
     Resume,
     StartAnew,
@@ -84,6 +85,8 @@ class Follower:
             self.scheduler.add(request)
         elif isinstance(command, End):
             self.scheduler.end(self._requests.pop(command.request_id), command.status)
+        elif isinstance(command, Propose):
+            self.scheduler.propose(dict(command.drafts))
         elif isinstance(command, ResetPrefixCache):
             self.scheduler.reset_prefix_cache()
         elif isinstance(command, WeightsChanged):
@@ -112,6 +115,6 @@ class Follower:
             return
         step = describe_step(plan.chunks, self.scheduler.limits.block_size)
         result = self._executor.execute(step)
-        for request in self.scheduler.commit(step, result.tokens):
+        for request in self.scheduler.commit(step, result.tokens, result.behind_drafts):
             del self._requests[request.request_id]
         self.step_count += 1

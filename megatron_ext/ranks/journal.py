@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 
 from megatron_ext.config import EvictionPolicyName
-from megatron_ext.ranks.commands import Add, Command, End, ResetPrefixCache, Suspend, WeightsChanged
+from megatron_ext.ranks.commands import Add, Command, End, Propose, ResetPrefixCache, Suspend, WeightsChanged
 from megatron_ext.scheduling.plan import SchedulerLimits
 from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
+from megatron_ext.scheduling.verification import TokensById
 
 
 class JournalledScheduler(Scheduler):
@@ -54,6 +55,11 @@ class JournalledScheduler(Scheduler):
         """As `Scheduler`; why is rank 0's to know."""
         super().end(request, status, finish_reason=finish_reason, error=error, is_fault=is_fault)
         self.note(End(request.request_id, status))
+
+    def propose(self, drafts: TokensById) -> None:
+        """As `Scheduler`."""
+        super().propose(drafts)
+        self.note(Propose(tuple(drafts.items())))
 
     def reset_prefix_cache(self) -> None:
         """As `Scheduler`."""

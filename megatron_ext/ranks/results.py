@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
+from collections.abc import Sequence
 
 import torch
 from torch.distributed import ProcessGroup, broadcast, recv, send
 
 from megatron_ext.engine.result import Score, StepResult
-from megatron_ext.scheduling.step import Sampling, ScheduledStep
+from megatron_ext.scheduling.step import Sampling, ScheduledChunk, ScheduledStep
 
 _LEADER = 0
-Scores = tuple[dict[int, Score], dict[int, tuple[Score, ...]], dict[int, str]]
+Scores = tuple[dict[int, Score], dict[int, tuple[Score, ...]], dict[int, str], dict[int, tuple[Score, ...]]]
 
 
 class Results:
@@ -37,22 +39,33 @@ class Results:
             step: What was computed.
             result: What the source has; the others' own is not asked for.
         """
-        names = [chunk.request_id for chunk in step.chunks if chunk.sampling is not None]
+        yielding = [chunk for chunk in step.chunks if chunk.sampling is not None]
         is_source = self._rank == self._source
         if is_source:
             assert result is not None, "this rank samples"
         given = result if is_source and result is not None else StepResult({}, {}, {}, {})
         if self._group.size() == 1:
             return given
-        tokens = given.tokens
-        if names:
-            row = torch.tensor([tokens[name] for name in names] if is_source else [0] * len(names))
-            broadcast(row, self._source, group=self._group)
-            tokens = dict(zip(names, row.tolist(), strict=True))
-        scores: Scores = given.generated, given.prompt, given.failures
+        tokens, behind = self._share_tokens(yielding, given) if yielding else ({}, {})
+        scores: Scores = given.generated, given.prompt, given.failures, given.generated_behind
         if self._source != _LEADER and _wants_scores(step):
             scores = self._hand_over(scores)
-        return StepResult(tokens, *scores)
+        generated, prompt, failures, generated_behind = scores
+        return StepResult(tokens, generated, prompt, failures, behind_drafts=behind, generated_behind=generated_behind)
+
+    def _share_tokens(
+        self, chunks: Sequence[ScheduledChunk], given: StepResult
+    ) -> tuple[dict[int, int], dict[int, tuple[int, ...]]]:
+        """First the token of each chunk that yields one, then those behind drafts."""
+        names, counts = [chunk.request_id for chunk in chunks], [len(chunk.behind_drafts) for chunk in chunks]
+        row = torch.zeros(len(names) + sum(counts), dtype=torch.int64)
+        if self._rank == self._source:
+            behind = [token for name in names for token in given.behind_drafts.get(name, ())]
+            row = torch.tensor([*(given.tokens[name] for name in names), *behind])
+        broadcast(row, self._source, group=self._group)
+        tokens, rest = row[: len(names)].tolist(), iter(row[len(names) :].tolist())
+        drafted = [(name, count) for name, count in zip(names, counts, strict=True) if count]
+        return dict(zip(names, tokens, strict=True)), {n: tuple(itertools.islice(rest, k)) for n, k in drafted}
 
     def _hand_over(self, scores: Scores) -> Scores:
         """From the source to rank 0: 8 bytes that say how many follow, then those."""

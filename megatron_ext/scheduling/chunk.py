@@ -9,11 +9,19 @@ from megatron_ext.scheduling.request import Request
 
 @dataclass(frozen=True)
 class Chunk:
-    """The tokens [start, end) of a request that one step computes."""
+    """The tokens [start, end) of a request that one step computes.
+
+    Attributes:
+        request: Whose they are.
+        start: The first one.
+        end: Behind the last one.
+        drafts: The last of them, where those are guesses (SP-2); the one before them is the request's last known token.
+    """
 
     request: Request
     start: int
     end: int
+    drafts: tuple[int, ...] = ()
 
     @property
     def length(self) -> int:
@@ -31,4 +39,5 @@ class Chunk:
 
         True until that one has come; the step's message keeps it (see `ScheduledChunk.sampling`).
         """
-        return self.end == len(self.request.sequence.tokens) and self.request.params.num_tokens_to_generate > 0
+        known_end = self.end - len(self.drafts)
+        return known_end == len(self.request.sequence.tokens) and self.request.params.num_tokens_to_generate > 0

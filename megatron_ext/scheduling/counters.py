@@ -22,6 +22,15 @@ class Counters:
     lost_slot_tokens: int = 0  # prompt tokens that more snapshot slots would have saved them
     lost_block_tokens: int = 0  # and more blocks beside
     lost_ago: int = 0  # requests admitted since what was wanted was given up; summed over `lost_requests`
+    drafted: int = 0  # drafts that steps have verified
+    accepted: int = 0  # those of them that came
+
+    def note_lost(self, slot_tokens: int, block_tokens: int, ago: int) -> None:
+        """An admission would have skipped more."""
+        self.lost_requests += 1
+        self.lost_slot_tokens += slot_tokens
+        self.lost_block_tokens += block_tokens
+        self.lost_ago += ago
 
     @classmethod
     def total(cls, parts: Iterable[Counters]) -> Counters:

@@ -14,14 +14,18 @@ class Draws:
 
     def __init__(self, seed: int | str) -> None:
         self._generator = random.Random(seed)
-        self._current: float | None = None
+        self._next: list[float] = []  # of tokens that are yet to come, in order
 
-    def current(self) -> float:
-        """A number in [0, 1) for the next token; the same again if the step that samples it is repeated."""
-        if self._current is None:
-            self._current = self._generator.random()
-        return self._current
+    def current(self, ahead: int = 0) -> float:
+        """A number in [0, 1) for the next token; the same again if the step that samples it is repeated.
+
+        Args:
+            ahead: For the token so many behind that one, which gets the same number when it is its turn.
+        """
+        while len(self._next) <= ahead:
+            self._next.append(self._generator.random())
+        return self._next[ahead]
 
     def advance(self) -> None:
         """The token has come; the next one gets another number."""
-        self._current = None
+        del self._next[:1]

@@ -10,6 +10,7 @@ from megatron_ext.config import EvictionPolicyName
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.matching import last_boundary, resume_position
 from megatron_ext.scheduling.accounting import Reason, general_reason
+from megatron_ext.scheduling.plan import Admission
 from megatron_ext.scheduling.request import Request
 
 
@@ -20,7 +21,7 @@ class Why(str, enum.Enum):
     SKIPPED_ALL = "skipped_all"  # that can be skipped of a prompt of this length
     NO_SLOTS = "no_slots"  # there is no room for states at all
     SNAPSHOT_GIVEN_UP = "snapshot_given_up"  # the blocks are there, and the states had no slot any more
-    NO_SNAPSHOT = "no_snapshot"  # the blocks are there, and nobody has left states at their ends
+    NO_SNAPSHOT = "no_snapshot"  # the blocks are there, and nobody has left states at their ends, or but a guess
     BLOCK_EVICTED = "block_evicted"  # the next block was cached, and was given up
     PARTED = "parted"  # its tokens differ from those of the nearest cached prefix
     NOT_CACHED = "not_cached"  # nothing cached goes on from there
@@ -89,7 +90,7 @@ class Explanation:
             Why.NO_SLOTS.value: f"{self.matched} tokens are cached, and there are no slots for their states",
             Why.SNAPSHOT_GIVEN_UP.value: f"{self.matched} tokens are cached; states before {self._goal()} were "
             f"given up{gone} for want of a slot{self._what_would_do()}; computing began at {self.skipped}",
-            Why.NO_SNAPSHOT.value: f"{self.matched} tokens are cached, and no snapshot of states was taken between "
+            Why.NO_SNAPSHOT.value: f"{self.matched} tokens are cached, and no snapshot of states stands between "
             f"{self.skipped} and {self._goal()}",
             Why.BLOCK_EVICTED.value: f"the block behind token {self.matched} was given up{gone} for want of memory; "
             f"computing began at {self.skipped}",
@@ -116,6 +117,14 @@ class Explanation:
 
     def _goal(self) -> int:
         return min(self.matched, self.most)
+
+
+def explain_admission(admission: Admission, cache: PrefixCache, block_size: int) -> None:
+    """Note it in the request's ledger, the first time that it is admitted."""
+    ledger = admission.request.sequence.ledger
+    if ledger.explanation is None:
+        matched, start = len(admission.matched), admission.chunk.start
+        ledger.explanation = explain(admission.request, cache, matched, start, block_size)
 
 
 def explain(request: Request, cache: PrefixCache, matched: int, start: int, block_size: int) -> Explanation:

@@ -9,7 +9,9 @@ from megatron_ext.errors import CapacityError
 from megatron_ext.prefix_cache.block_pool import BlockId
 from megatron_ext.prefix_cache.hash_chain import Digest
 from megatron_ext.prefix_cache.matching import Restore
+from megatron_ext.prefix_cache.snapshot_order import Rank
 from megatron_ext.scheduling.chunk import Chunk
+from megatron_ext.scheduling.placement import AS_MANY_AS_FREE, ProvisionalRules
 from megatron_ext.scheduling.request import Request
 
 
@@ -29,6 +31,9 @@ class SchedulerLimits:
     enough_prefill_tokens: int | None = None  # a step with so many begins no other prefill; None: as many as fit
     explains: bool = False  # each request is told why it skipped no more; token ids of cached blocks are kept for it
     costs: EntryCosts = NEUTRAL_COSTS  # of cached tokens, for policies that weigh them; the same on all ranks
+    most_drafts: int = 0  # of a request in a step; 0 verifies none
+    draft_states: int = 0  # slots for the states behind drafts, of models with recurrent layers
+    provisional: ProvisionalRules = AS_MANY_AS_FREE  # states that prefills leave in slots that are free anyway
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that hold `tokens` tokens."""
@@ -64,6 +69,7 @@ class Admission:
         new_blocks: Blocks that it takes beside them.
         chunk: What is computed first; it starts at the resume position.
         restore: The snapshot of the states at the resume position; None if there are none to restore.
+        provisional: Positions of snapshots that nobody asked for; the first goes first.
     """
 
     request: Request
@@ -71,6 +77,7 @@ class Admission:
     new_blocks: int
     chunk: Chunk
     restore: Restore | None = None
+    provisional: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -81,15 +88,20 @@ class SnapshotRequest:
         request: Computes the states.
         position: Tokens before them; a block boundary.
         digest: Of the block that ends there.
-        is_optional: Taken in decode; see `StateIndex`.
+        rank: Optional if taken in decode; see `StateIndex`.
         instead_of: The one that the request took in decode before.
     """
 
     request: Request
     position: int
     digest: Digest
-    is_optional: bool = False
+    rank: Rank = Rank.ORDINARY
     instead_of: Digest | None = None
+
+    @property
+    def is_optional(self) -> bool:
+        """Whether it is one of decode."""
+        return self.rank is Rank.OPTIONAL
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,12 @@ from megatron_ext.scheduling.ahead import HASH_SLICE, within_slice
 from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.coordination import PendingBlocks, PrefixLeaders, wait_for_prefix
 from megatron_ext.scheduling.plan import Admission, Deferral, Failure, SchedulerLimits, StepBudget, StepPlan
+from megatron_ext.scheduling.provisional_plan import place_provisional, plan_provisional
 from megatron_ext.scheduling.queue import Queues
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.snapshot_plan import plan_snapshots
 from megatron_ext.scheduling.snapshots import cut_aligned, prefill_stops
+from megatron_ext.scheduling.verification import NOTHING_OFFERED, Offer, with_drafts
 from megatron_ext.scheduling.waiting import Line, WaitingQueue
 
 
@@ -41,13 +43,20 @@ def check_admissible(request: Request, limits: SchedulerLimits) -> CapacityError
     return None
 
 
-def plan_step(queues: Queues, limits: SchedulerLimits, cache: PrefixCache, pending_blocks: PendingBlocks) -> StepPlan:
+def plan_step(
+    queues: Queues,
+    limits: SchedulerLimits,
+    cache: PrefixCache,
+    pending_blocks: PendingBlocks,
+    offer: Offer = NOTHING_OFFERED,
+) -> StepPlan:
     """Decide one step.
 
     Older requests come first everywhere: for blocks to grow into, for prefill tokens, for admission (only followers of
     another request's prefix are overtaken). Requests that decode come before prefill in the token budget
     (`max_tokens >= max_requests` leaves room for both). A prefill that has begun is finished before another begins, as
-    far as `SchedulerLimits.may_prefill` says how many a step has.
+    far as `SchedulerLimits.may_prefill` says how many a step has. Drafts of requests that decode get what is left of
+    tokens, free blocks and slots for their states.
     """
     growth = _plan_growth(queues, limits, cache)
     decodes = [Chunk(one, one.sequence.computed_end, len(one.sequence.tokens)) for one in growth.decoding]
@@ -67,16 +76,19 @@ def plan_step(queues: Queues, limits: SchedulerLimits, cache: PrefixCache, pendi
     chunks = [*decodes, *continued, *(admission.chunk for admission in entry.admissions)]
     if limits.aligned_chunks:
         chunks = _cut_for_followers(chunks, entry.deferrals)
+    chunks = with_drafts(chunks, entry.admissions, offer, limits, cache)
     # Of a preempted request a single generated token may be computed again: to the layers that is a decode as well.
     chunks.sort(key=lambda chunk: not chunk.is_decode)
+    wanted = plan_snapshots(chunks, entry.admissions, entry.deferrals, limits, cache)
+    admissions = place_provisional(entry.admissions, continued, wanted, limits, cache)
     return StepPlan(
         preemptions=tuple(growth.preempted),
         pauses=tuple(request for request in growth.paused if request in queues.running),
         resumes=tuple(request for request in growth.decoding if request in queues.paused),
         failures=(*growth.failed, *entry.failed),
-        admissions=tuple(entry.admissions),
+        admissions=tuple(admissions),
         chunks=tuple(chunks),
-        snapshots=plan_snapshots(chunks, entry.admissions, entry.deferrals, limits, cache),
+        snapshots=(*wanted, *plan_provisional(continued, admissions, wanted, limits, cache)),
         deferrals=tuple(entry.deferrals),
     )
 

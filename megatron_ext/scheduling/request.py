@@ -144,9 +144,13 @@ class Request:
         count, limit = self.generated_count, self.params.num_tokens_to_generate
         if limit == 0:  # it was to be computed, and scored if somebody asked
             return "length" if self.computed_end == self.prompt_length else None
-        if count and self.tokens[-1] in self.submission.end_ids and self.may_have_stopped:
+        if count and self.ends_with(self.tokens[-1], 0):
             return "stop"
         return "length" if count >= limit else None
+
+    def ends_with(self, token: int, ahead: int) -> bool:
+        """Whether a token ends it that is generated when it has so many more than now, itself counted."""
+        return token in self.submission.end_ids and self.generated_count + ahead > self.params.min_tokens
 
     # What happens to it
 
@@ -162,6 +166,17 @@ class Request:
         if self.params.track_generated_token_events:
             self.timeline.note(EventType.GENERATED_TOKEN, {"token_id": token})
         self.sequence.append(token)
+
+    def cut(self, count: int) -> None:
+        """Of the tokens that a step gave to a request that has ended, only those up to the `count`-th came.
+
+        A stop word ends it there; nobody has been told of the others.
+        """
+        assert self.is_ended, "its blocks are made of these tokens"
+        surplus = self.generated_count - count
+        if self.params.track_generated_token_events:
+            self.timeline.take_back_tokens(surplus)
+        self.sequence.cut(surplus)
 
     def end(
         self,
@@ -223,6 +238,8 @@ class Request:
             computed_prefill_token_count=ledger.computed,
             recomputed_token_count=ledger.recomputed,
             prefill_reasons=dict(ledger.reasons),
+            draft_token_count=timeline.drafted,
+            accepted_token_count=timeline.accepted,
             prefix_cache_explanation=ledger.explanation,
         )
 

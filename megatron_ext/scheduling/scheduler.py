@@ -15,8 +15,9 @@ from megatron_ext.scheduling.ahead import AheadHashing
 from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.coordination import PendingBlocks, check_sleepers, put_to_sleep
 from megatron_ext.scheduling.counters import Counters
+from megatron_ext.scheduling.drafts import Drafts
 from megatron_ext.scheduling.events import EventType
-from megatron_ext.scheduling.explanation import explain
+from megatron_ext.scheduling.explanation import explain_admission
 from megatron_ext.scheduling.invariants import check_ownership
 from megatron_ext.scheduling.keys import CacheKeys
 from megatron_ext.scheduling.live_slots import LiveSlots
@@ -27,6 +28,7 @@ from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.snapshots import Snapshot
 from megatron_ext.scheduling.step import ScheduledStep
+from megatron_ext.scheduling.verification import NO_TOKENS, TokensById
 
 
 class Scheduler:
@@ -54,7 +56,8 @@ class Scheduler:
         self.pending_blocks = PendingBlocks()
         self.live_slots = LiveSlots(limits.max_requests)
         self.counters = Counters()
-        self._hashing = AheadHashing()
+        self.drafts = Drafts(limits, self.cache, self.counters)
+        self._hashing = AheadHashing(limits.block_size)
         self._keys = CacheKeys(fingerprint, limits.block_size)
 
     @property
@@ -78,13 +81,17 @@ class Scheduler:
         if self.cache.is_enabled and request.params.enable_prefix_caching:
             self._keys.start(request.sequence, request.params.cache_salt)
 
+    def propose(self, drafts: TokensById) -> None:
+        """Let the next step verify these, by request id, as far as there is room; afterwards they are forgotten."""
+        self.drafts.proposals = drafts
+
     def schedule(self) -> StepPlan:
         """Plan the next step and put the plan into effect; the caller computes the plan's chunks."""
-        plan = plan_step(self.queues, self.limits, self.cache, self.pending_blocks)
+        plan = plan_step(self.queues, self.limits, self.cache, self.pending_blocks, self.drafts.offer)
         for admission in plan.admissions:  # before anything is allocated, so that nothing matched is evicted
             self.cache.pin(admission.matched)
             if self.limits.explains:
-                self._explain(admission)
+                explain_admission(admission, self.cache, self.limits.block_size)
         for request, error in plan.failures:
             self._end(request, Status.FAILED, error=f"the KV pool is too small for this request: {error}")
         for request in plan.preemptions:
@@ -102,15 +109,14 @@ class Scheduler:
         for deferral in plan.deferrals:
             self._note_follower(deferral)
         self._reserve_snapshots(plan.snapshots)
+        self.drafts.lend(plan.chunks)
         put_to_sleep(plan.deferrals, self.queues, self.limits.block_size, self.cache, self.pending_blocks)
         self._hashing.go_on()
         return plan
 
-    def _explain(self, admission: Admission) -> None:
-        ledger = admission.request.sequence.ledger
-        if ledger.explanation is None:
-            start, size = admission.chunk.start, self.limits.block_size
-            ledger.explanation = explain(admission.request, self.cache, len(admission.matched), start, size)
+    def hash_ahead(self) -> None:
+        """While a step is computed: hash of the next step's slice what is here; that step hashes the rest of it."""
+        self._hashing.begin_slice()
 
     def _grow(self, chunks: Iterable[Chunk]) -> None:
         """Blocks for the tokens that outgrow those of their requests; admissions take theirs at once."""
@@ -125,10 +131,11 @@ class Scheduler:
         request, sequence, matched = admission.request, admission.request.sequence, admission.matched
         if sequence.ledger.matched_blocks is None and reads_cache(request):
             self._count_lost(request, len(matched), admission.chunk.start)
+            self.cache.note_parting(matched, self.limits.blocks_for(admission.chunk.start))
         sequence.block_table = (*matched, *self.cache.allocate(admission.new_blocks))
         sequence.live_slot = self.live_slots.take()
         sequence.computed_end = admission.chunk.start
-        sequence.restore = admission.restore
+        sequence.restore, sequence.trail.provisional = admission.restore, admission.provisional
         if admission.restore is not None:
             self._states.consume(admission.restore.digest)
         sequence.shared_end = len(matched) * self.limits.block_size
@@ -152,19 +159,15 @@ class Scheduler:
 
     def _count_lost(self, request: Request, matched: int, start: int) -> None:
         """What a first admission computes because it was given up."""
-        cache, counters, length = self.cache, self.counters, len(request.tokens)
+        cache, length = self.cache, len(request.tokens)
         lost = cache.ghosts.lost(length, request.digests, matched, start, self.limits.block_size, cache.states)
-        if lost is NOTHING_LOST:
-            return
-        counters.lost_requests += 1
-        counters.lost_slot_tokens += lost.for_slots
-        counters.lost_block_tokens += lost.for_blocks
-        counters.lost_ago += lost.ago
+        if lost is not NOTHING_LOST:
+            self.counters.note_lost(lost.for_slots, lost.for_blocks, lost.ago)
 
     def _note_follower(self, deferral: Deferral) -> None:
-        sequence = deferral.request.sequence
-        if deferral.wait_for is not None and not sequence.has_waited_for_prefix:
-            sequence.has_waited_for_prefix = True
+        timeline = deferral.request.timeline
+        if deferral.wait_for is not None and not timeline.has_waited_for_prefix:
+            timeline.has_waited_for_prefix = True
             self.counters.coordination_waits += 1
 
     def _reserve_snapshots(self, wanted: Sequence[SnapshotRequest]) -> None:
@@ -175,9 +178,9 @@ class Scheduler:
             if slot is not None:
                 one.request.sequence.snapshots.append(Snapshot(one.position, one.digest, slot))
                 if one.is_optional:
-                    one.request.sequence.decode_snapshot = one.digest
+                    one.request.sequence.trail.decode = one.digest
 
-    def commit(self, step: ScheduledStep, sampled: Mapping[int, int]) -> list[Request]:
+    def commit(self, step: ScheduledStep, sampled: Mapping[int, int], behind: TokensById = NO_TOKENS) -> list[Request]:
         """The step's computation has succeeded. This is the one transition at its end, and it cannot fail.
 
         Computed intervals and ledgers grow, complete blocks and the snapshots passed can be found, new tokens are
@@ -186,6 +189,7 @@ class Scheduler:
         Args:
             step: The message that was computed.
             sampled: Request id -> new token, for exactly those chunks that yield one.
+            behind: Request id -> the tokens behind its drafts, where it has some (see `tokens_that_came`).
 
         Returns:
             Who has ended.
@@ -196,8 +200,9 @@ class Scheduler:
         assert yielding == sampled.keys(), f"tokens of {sorted(sampled)} for chunks of {sorted(yielding)}"
         for request, chunk in zip(requests, step.chunks, strict=True):
             assert chunk.start == request.sequence.computed_end, f"request {chunk.request_id} stands elsewhere"
-        self._advance(requests, [chunk.end for chunk in step.chunks])
-        return self._extend(requests, sampled)
+        ends, new = self.drafts.accept(requests, step.chunks, sampled, behind)
+        self._advance(requests, ends)
+        return self._extend(requests, new)
 
     def _advance(self, requests: Sequence[Request], ends: Sequence[int]) -> None:
         """The requests' tokens up to `ends` are computed, and complete blocks can be found."""
@@ -205,6 +210,7 @@ class Scheduler:
             self.counters.prefill_tokens += request.advance(end)
             self._publish(request)
             self._show_snapshots(request)
+            self.queues.waiting.published(self.drafts.settle(request))
 
     def _extend(self, requests: Sequence[Request], sampled: Mapping[int, int]) -> list[Request]:
         """Give each request its new token, when all that the step computed can be found; who ends with it.
@@ -322,6 +328,7 @@ class Scheduler:
     def _release(self, request: Request) -> None:
         self.pending_blocks.discard(request.request_id)
         self.queues.waiting.forsaken(request.request_id)
+        self.drafts.release(request)
         blocks, snapshots, live_slot = request.sequence.lose_all()
         for snapshot in snapshots:
             self._states.cancel(snapshot.digest)
@@ -334,4 +341,5 @@ class Scheduler:
         """Assert every invariant between requests and pools (between steps)."""
         self.cache.check()
         check_ownership(self.queues, self.limits, self.cache, self.live_slots)
+        self.drafts.check(self.queues)
         check_sleepers(self.queues, self.limits.block_size, self.cache, self.pending_blocks)

@@ -23,7 +23,7 @@ from megatron_ext.prefix_cache.matching import Restore
 from megatron_ext.scheduling.accounting import PrefillLedger
 from megatron_ext.scheduling.draws import Draws
 from megatron_ext.scheduling.live_slots import LiveSlot
-from megatron_ext.scheduling.snapshots import Snapshot
+from megatron_ext.scheduling.snapshots import Snapshot, Trail
 
 
 class Sequence:
@@ -44,10 +44,11 @@ class Sequence:
         live_slot: Where its recurrent states are; None while it waits.
         restore: What to copy into the live slot before the first chunk.
         snapshots: Slots are reserved for them; none is taken yet.
-        decode_snapshot: The last one that was asked for while decoding.
+        draft_states: While drafts are verified, where the states behind its tokens go; then the one that it goes on
+            from, unless that is the live one (`restore` says so, too).
+        trail: Which snapshots it leaves on its way, beside those that follow from where it stands.
         ledger: Its account of prompt tokens.
         draws: The numbers that its tokens are drawn with.
-        has_waited_for_prefix: It has waited for another request's prefix, and was counted.
     """
 
     def __init__(self, prompt_tokens: abc.Sequence[int], seed: int | str) -> None:
@@ -62,10 +63,10 @@ class Sequence:
         self.live_slot: LiveSlot | None = None
         self.restore: Restore | None = None
         self.snapshots: list[Snapshot] = []
-        self.decode_snapshot: Digest | None = None
+        self.draft_states: tuple[Snapshot, ...] = ()
+        self.trail = Trail()
         self.ledger = PrefillLedger(len(prompt_tokens))
         self.draws = Draws(seed)
-        self.has_waited_for_prefix = False
 
     @property
     def prompt_length(self) -> int:
@@ -114,6 +115,10 @@ class Sequence:
         self.tokens.append(token)
         self.packed.append(token)
 
+    def cut(self, count: int) -> None:
+        """The last `count` tokens did not come; it has ended, and owns nothing."""
+        del self.tokens[len(self.tokens) - count :], self.packed[len(self.packed) - count :]
+
     def lose_all(self) -> tuple[abc.Sequence[BlockId], list[Snapshot], LiveSlot | None]:
         """Nothing of it is computed any more.
 
@@ -122,5 +127,7 @@ class Sequence:
         """
         owned = self.block_table, self.snapshots, self.live_slot
         self.block_table, self.snapshots, self.live_slot, self.restore = (), [], None, None
+        self.draft_states = ()
+        self.trail.provisional = ()
         self.computed_end = self.shared_end = self.published_blocks = 0
         return owned

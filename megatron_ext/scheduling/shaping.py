@@ -7,6 +7,7 @@ step to step: chunks, preemption, suspension and what was cached make no differe
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_ext.config import RequestParams
@@ -59,11 +60,14 @@ class Shaping:
         ]
 
 
-def shaping_of(request: Request) -> Shaping:
-    """What a request that shapes its logits does to those of its next token."""
+def shaping_of(request: Request, drafts: Sequence[int] = ()) -> Shaping:
+    """What a request that shapes its logits does to those of its next token, or of the one behind these drafts."""
     params, sequence = request.params, request.sequence
+    tokens = sequence.packed[:] if _reads_tokens(params) else sequence.packed[:0]
+    if _reads_tokens(params):
+        tokens.extend(drafts)
     return Shaping(
-        tokens=sequence.packed[:] if _reads_tokens(params) else sequence.packed[:0],
+        tokens=tokens,
         prompt_length=sequence.prompt_length,
         repetition=params.repetition_penalty,
         presence=params.presence_penalty,

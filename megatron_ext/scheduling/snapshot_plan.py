@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from megatron_ext.prefix_cache.cache import PrefixCache
+from megatron_ext.prefix_cache.snapshot_order import Rank
 from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.plan import Admission, Deferral, SchedulerLimits, SnapshotRequest
 from megatron_ext.scheduling.snapshots import prefill_positions
@@ -37,6 +38,8 @@ def plan_snapshots(
     of_decodes: list[SnapshotRequest] = []
     for chunk in chunks:
         is_decode = chunk.is_decode
+        if chunk.drafts:  # whether they come is not known; see `Drafts.settle`
+            continue
         if is_decode and chunk.end % limits.block_size != 0:
             continue
         sequence = chunk.request.sequence
@@ -54,8 +57,8 @@ def plan_snapshots(
 def _of_decode(chunk: Chunk, block_size: int) -> SnapshotRequest:
     request = chunk.request
     digest = request.digests[chunk.end // block_size - 1]
-    before = request.sequence.decode_snapshot
-    return SnapshotRequest(request, chunk.end, digest, is_optional=True, instead_of=before)
+    before = request.sequence.trail.decode
+    return SnapshotRequest(request, chunk.end, digest, Rank.OPTIONAL, instead_of=before)
 
 
 def _of_prefill(chunk: Chunk, shared_end: int, limits: SchedulerLimits) -> Iterator[SnapshotRequest]:

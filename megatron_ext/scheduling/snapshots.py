@@ -19,6 +19,19 @@ class Snapshot:
     slot: SlotId
 
 
+@dataclass
+class Trail:
+    """What a request leaves on its way.
+
+    Attributes:
+        provisional: Positions of snapshots that nobody asked for, of the whole prompt; the first goes first.
+        decode: The last one that was asked for while decoding.
+    """
+
+    provisional: tuple[int, ...] = ()
+    decode: Digest | None = None
+
+
 def prefill_positions(start: int, end: int, length: int, shared_end: int, block_size: int) -> list[int]:
     """Block boundaries in (start, end] at which a prefill should leave its states (HY-4), the most useful first.
 

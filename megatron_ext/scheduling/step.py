@@ -73,6 +73,7 @@ class ScheduledChunk:
         snapshots: States that the chunk passes, and where to keep them.
         sampling: How its next token is chosen; None if the chunk yields none.
         scoring: None if no prompt token of the chunk is scored.
+        behind_drafts: How the tokens behind its last tokens, which are drafts, are chosen if these come.
     """
 
     request_id: int
@@ -87,6 +88,12 @@ class ScheduledChunk:
     snapshots: tuple[Snapshot, ...] = ()
     sampling: Sampling | None = None
     scoring: Scoring | None = None
+    behind_drafts: tuple[Sampling, ...] = ()
+
+    @property
+    def drafts(self) -> tuple[int, ...]:
+        """Those of its tokens that are guesses: the last ones."""
+        return self.token_ids[self.length - len(self.behind_drafts) :]
 
     @property
     def length(self) -> int:
@@ -123,7 +130,7 @@ def describe_step(chunks: Iterable[Chunk], block_size: int) -> ScheduledStep:
 def _describe(chunk: Chunk, block_size: int) -> ScheduledChunk:
     request, sequence, start, end = chunk.request, chunk.request.sequence, chunk.start, chunk.end
     assert sequence.live_slot is not None, f"request {request.request_id} runs and has no live slot"
-    snapshots, is_decode = sequence.snapshots, chunk.is_decode
+    is_decode = chunk.is_decode
     return ScheduledChunk(
         request_id=request.submission.request_id,
         token_ids=_token_ids(chunk),
@@ -134,28 +141,38 @@ def _describe(chunk: Chunk, block_size: int) -> ScheduledChunk:
         shared_end=sequence.shared_end,
         live_slot=sequence.live_slot,
         restore=sequence.restore,
-        snapshots=tuple([one for one in snapshots if start < one.position <= end]) if snapshots else (),
+        snapshots=_snapshots(chunk),
         sampling=_sampling(request) if chunk.yields_token else None,
         scoring=None if is_decode else _scoring(chunk),
+        behind_drafts=tuple(_sampling(request, chunk.drafts[: i + 1]) for i in range(len(chunk.drafts))),
     )
+
+
+def _snapshots(chunk: Chunk) -> tuple[Snapshot, ...]:
+    if chunk.drafts:
+        return chunk.request.sequence.draft_states
+    snapshots = chunk.request.sequence.snapshots
+    return tuple([one for one in snapshots if chunk.start < one.position <= chunk.end]) if snapshots else ()
 
 
 def _token_ids(chunk: Chunk) -> tuple[int, ...]:
     sequence = chunk.request.sequence
     if chunk.end <= sequence.prompt_length:
         return chunk.request.prompt_tokens[chunk.start : chunk.end]  # of a whole prompt, no copy
-    return tuple(sequence.tokens[chunk.start : chunk.end])
+    return (*sequence.tokens[chunk.start : chunk.end], *chunk.drafts)
 
 
-def _sampling(request: Request) -> Sampling:
+def _sampling(request: Request, drafts: tuple[int, ...] = ()) -> Sampling:
+    """Of the request's next token, or of the one behind these drafts: all that depends on where it stands."""
     params = request.submission.params
     wish = params.temperature, params.top_k, params.top_p
-    forbidden = () if request.may_stop else request.submission.end_ids
+    may_stop = request.may_stop or request.generated_count + len(drafts) >= params.min_tokens
+    forbidden = () if may_stop else request.submission.end_ids
     top_n = params.top_n_logprobs if params.return_log_probs else None
-    shaping = shaping_of(request) if request.submission.shapes_logits else None
+    shaping = shaping_of(request, drafts) if request.submission.shapes_logits else None
     if params.is_greedy and shaping is None:
         return _greedy(*wish, forbidden, top_n)
-    uniform = None if params.is_greedy else request.sequence.draws.current()
+    uniform = None if params.is_greedy else request.sequence.draws.current(len(drafts))
     return Sampling(*wish, uniform, forbidden, top_n, shaping)
 
 

@@ -18,7 +18,7 @@ from megatron_ext.server.progress import RequestHandle
 logger = logging.getLogger(__name__)
 
 # Asked again and again by machines: their successes are worth a line only to who looks for it.
-QUIET_PATHS = frozenset(("/", "/health", "/metrics", "/metrics/history"))
+QUIET_PATHS = frozenset(("/", "/health", "/metrics", "/metrics/history", "/replica", "/replicas"))
 LONGEST_PATH = 200  # characters
 CLIENT_GONE = 499  # nginx's number for it
 UNKNOWN = "-"

@@ -27,6 +27,7 @@ class CacheEvents:
 
     def __init__(self, config: KvEventsConfig, replicas: int = 1) -> None:
         self.publishers: list[Publisher] = []
+        self._config = config
         if config.endpoint is None:
             return
         try:
@@ -58,6 +59,16 @@ class CacheEvents:
             logger.info(
                 "KV events at %s, replayed at %s", publisher.endpoint, publisher.replay_endpoint or "no address"
             )
+
+    def addresses(self) -> list[dict[str, str | None]]:
+        """Where to subscribe (`endpoint`), to ask again (`replay`) and for what (`topic`), by data-parallel rank.
+
+        Empty where the publishers connect to a subscriber: that one knows.
+        """
+        if self._config.endpoint is None or not self._config.endpoint.is_bound:
+            return []
+        topic = self._config.kv_events_topic
+        return [{"endpoint": one.endpoint, "replay": one.replay_endpoint, "topic": topic} for one in self.publishers]
 
     def close(self) -> None:
         """End all."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cached_property
 
+from megatron_ext.config.request import MOST_CHECKPOINTS
 from megatron_ext.errors import ConfigError
 from megatron_ext.server.protocol import Message
 from megatron_ext.server.tool_calls import OPENING
@@ -55,6 +57,20 @@ class ChatFormat:
         tokens = [token for token in tokenizer.tokenize(behind) if token != tokenizer.bos] if answer else []
         is_special = bool(tokens) and not tokenizer.detokenize(tokens[:1]) and behind.strip() != ""
         return tokens[0] if is_special else None
+
+    def ends_of_turns(self, prompt: Sequence[int]) -> list[int]:
+        """Tokens of a rendered conversation up to the end of each turn: the system prompt's first, then the latest.
+
+        Others may go on from there. None of a template whose turns end without a special token; what a message spells
+        ends none.
+        """
+        if self.end_of_turn is None:
+            return []
+        ends: list[int] = []
+        with suppress(ValueError):  # there are no more
+            while True:
+                ends.append(prompt.index(self.end_of_turn, ends[-1] if ends else 0) + 1)
+        return [*ends[:1], *reversed(ends[1:])][:MOST_CHECKPOINTS]
 
     @cached_property
     def calls_are_special(self) -> bool:

@@ -22,7 +22,7 @@ from pydantic import (
     model_validator,
 )
 
-from megatron_ext.config.request import LARGEST_FACTOR, LARGEST_PENALTY
+from megatron_ext.config.request import LARGEST_FACTOR, LARGEST_PENALTY, MOST_CHECKPOINTS
 from megatron_ext.config.response_format import JSON_OBJECT, REGEX, ResponseFormat
 from megatron_ext.config.token_biases import TokenBiases
 from megatron_ext.errors import ConfigError
@@ -184,6 +184,7 @@ def response_format(value: object) -> object:
 Form = Annotated[Any, PlainValidator(response_format, json_schema_input_type=dict[str, Any])]
 Words = Annotated[list[Text], Field(fail_fast=True)]
 TokenIds = Annotated[list[int], PlainValidator(few_ids, json_schema_input_type=list[int])]
+Checkpoints = Annotated[list[Annotated[int, Field(ge=1)]], Field(max_length=MOST_CHECKPOINTS)]
 Biases = Annotated[Any, PlainValidator(biases, json_schema_input_type=dict[str, float])]
 Penalty = Annotated[float, Field(ge=-LARGEST_PENALTY, le=LARGEST_PENALTY)]
 
@@ -278,6 +279,7 @@ class EngineFields(Body):
     enable_prefix_caching: bool | None = None
     explain_prefix_cache: bool | None = None
     num_speculative_tokens: Annotated[int, Field(ge=0)] | None = None  # 0 is off
+    cache_checkpoint: Checkpoints | None = None
 
     @field_validator("bad_words", mode="before")
     @classmethod

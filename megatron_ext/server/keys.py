@@ -15,8 +15,7 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 
-from megatron_ext.config import ServerConfig
-from megatron_ext.config.access import key_problem
+from megatron_ext.config.access import AccessConfig, key_problem
 from megatron_ext.errors import ConfigError
 from megatron_ext.server.sampling import Job
 
@@ -103,11 +102,16 @@ class Keys:
         return blake2b(key.encode() if isinstance(key, str) else key, key=self._secret).digest()
 
 
+def caller_of(key: str) -> Caller:
+    """Who has this key, on a server of which nothing is known but that it has keys."""
+    return Caller(_tenant(key))
+
+
 def _tenant(key: str) -> str:
     return blake2b(key.encode(), digest_size=_TENANT_BYTES, person=_TENANT_DOMAIN).hexdigest()
 
 
-def load_keys(settings: ServerConfig, environment: Mapping[str, str] | None = None) -> Keys:
+def load_keys(settings: AccessConfig, environment: Mapping[str, str] | None = None) -> Keys:
     """The keys that the settings and the environment name.
 
     Args:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, Info, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -34,6 +34,7 @@ _GAUGES = (
     ("kv_blocks_evictable", "Cached KV blocks that no request uses", "use.blocks_evictable"),
     ("state_slots", "Slots for snapshots of recurrent states", "use.slots_total"),
     ("state_slots_used", "Slots with a snapshot", "use.slots_used"),
+    ("state_slots_provisional", "Slots with a snapshot that nobody asked for", "use.provisional_slots"),
 )
 _COUNTERS = (
     ("prefix_cache_hits", "Admissions that skipped something", "counters.hits"),
@@ -44,12 +45,17 @@ _COUNTERS = (
     ("snapshots_skipped", "Snapshots not taken, for want of a slot", "use.snapshots_skipped"),
     ("snapshots_evicted", "Snapshots given up for want of a slot", "use.slots_evicted"),
     ("snapshots_replaced", "Snapshots of decode that gave way to the next one", "use.snapshots_replaced"),
+    ("provisional_taken", "Snapshots taken that nobody asked for", "use.provisional_taken"),
+    ("provisional_consumed", "Of those, that requests resumed from", "use.provisional_consumed"),
+    ("provisional_given_up", "Of those, gone before", "use.provisional_given_up"),
     (
         "prompt_tokens_lost_slots",
         "Computed, and skipped had there been more snapshot slots",
         "counters.lost_slot_tokens",
     ),
     ("prompt_tokens_lost_blocks", "Computed, and skipped had there been more blocks", "counters.lost_block_tokens"),
+    ("draft_tokens", "Drafts that steps have verified", "counters.drafted"),
+    ("accepted_draft_tokens", "Drafts that came", "counters.accepted"),
     ("request_pauses", "Requests paused for want of a block", "counters.pauses"),
     ("request_evictions", "Paused requests that gave up their blocks", "counters.preemptions"),
 )
@@ -138,6 +144,10 @@ class Metrics(Collector):
             yield GaugeMetricFamily(f"{PREFIX}_{name}", text, state.value(path))
         for name, text, path in _COUNTERS:
             yield CounterMetricFamily(f"{PREFIX}_{name}", text, state.value(path))
+        use = state.speculation
+        if use is not None:
+            yield _by_position("draft_tokens_by_position", "Drafts that steps have verified", use.drafted)
+            yield _by_position("accepted_draft_tokens_by_position", "Drafts that came", use.accepted)
 
     def values(self) -> dict[str, float]:
         """The samples of `/metrics` by name, without the prefix, and labels: `requests_total{outcome="stop"}`.
@@ -156,6 +166,14 @@ class Metrics(Collector):
     def render(self) -> bytes:
         """In Prometheus' text format."""
         return generate_latest(self._registry)
+
+
+def _by_position(name: str, text: str, counts: Sequence[int]) -> CounterMetricFamily:
+    """A counter for each place behind the last known token, the first is 1."""
+    family = CounterMetricFamily(f"{PREFIX}_{name}", f"{text}, by position", labels=["position"])
+    for position, count in enumerate(counts, start=1):
+        family.add_metric([str(position)], count)
+    return family
 
 
 def depth_of(tokens: int) -> str:

@@ -15,23 +15,29 @@ def _script_digest(page: str) -> str:
     return base64.b64encode(sha256(script.encode()).digest()).decode()
 
 
-# Only its own script runs, whatever is written into the page; it asks nobody but this server, and stands in no frame,
-# in which a page around it could have its visitor click on what he does not see.
-PAGE_HEADERS = {
-    "Content-Security-Policy": "; ".join(
-        (
-            "default-src 'none'",
-            f"script-src 'sha256-{_script_digest(PAGE)}'",
-            "style-src 'unsafe-inline'",
-            "connect-src 'self'",
-            "img-src data:",
-            "base-uri 'none'",
-            "form-action 'none'",
-            "frame-ancestors 'none'",
-        )
-    ),
-    "X-Frame-Options": "DENY",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-cache",
-}
+def page_headers(page: str) -> dict[str, str]:
+    """What a page is sent with.
+
+    Only its own script runs, whatever is written into the page; it asks nobody but this server, and stands in no frame,
+    in which a page around it could have its visitor click on what he does not see.
+    """
+    rules = (
+        "default-src 'none'",
+        f"script-src 'sha256-{_script_digest(page)}'",
+        "style-src 'unsafe-inline'",
+        "connect-src 'self'",
+        "img-src data:",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+    )
+    return {
+        "Content-Security-Policy": "; ".join(rules),
+        "X-Frame-Options": "DENY",
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cache-Control": "no-cache",
+    }
+
+
+PAGE_HEADERS = page_headers(PAGE)

@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron_ext.config import RequestParams
 from megatron_ext.config.annotations import FieldValues
+from megatron_ext.config.request import MOST_CHECKPOINTS
 from megatron_ext.config.token_biases import NO_BIASES
 from megatron_ext.server.chat import ChatFormat
 from megatron_ext.server.errors import context_exceeded, generates_nothing, too_many_requests
@@ -80,6 +81,7 @@ def chat_jobs(
         ConfigError: Values that cannot work together.
     """
     settings = _common(body, defaults) | _scores((body.top_logprobs or 0) if body.logprobs else None, with_prompt=False)
+    settings["cache_checkpoint"] = (*settings["cache_checkpoint"], *chat.ends_of_turns(prompt))[:MOST_CHECKPOINTS]
     if not body.ignore_eos:
         settings["termination_id"] = chat.end_of_turn
         settings["stop_token_ids"] += chat.other_ends
@@ -117,6 +119,7 @@ def _common(body: GenerationRequest, defaults: FieldValues) -> dict[str, Any]:
         "stop_words": body.stop_words,
         "ignore_eos": bool(body.ignore_eos),
         "cache_salt": body.cache_salt,
+        "cache_checkpoint": tuple(body.cache_checkpoint or ()),
         "enable_prefix_caching": body.enable_prefix_caching is not False,
         "num_speculative_tokens": body.num_speculative_tokens,
     }

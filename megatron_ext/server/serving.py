@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated
 from weakref import WeakValueDictionary
@@ -47,6 +47,7 @@ class Serving:
         root: Where the model's tokenizer can be read, for clients on this machine; by default the model's name.
         updater: Reads new weights; None where it was not asked for.
         defaults: Fields of `RequestParams` that the model has for what a body does not say.
+        kv_events: Where the caches publish their events: `endpoint`, `replay` and `topic` of each.
     """
 
     engine: InferenceEngine
@@ -56,6 +57,7 @@ class Serving:
     root: str | None = None
     updater: WeightsUpdater | None = None
     defaults: FieldValues = field(default_factory=dict)
+    kv_events: Sequence[Mapping[str, str | None]] = ()
     created: int = field(default_factory=lambda: int(time.time()))
     instance: str = field(default_factory=lambda: uuid.uuid4().hex)  # of this process, for who asks it twice
 

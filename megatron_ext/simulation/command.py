@@ -25,6 +25,8 @@ from megatron_ext.simulation.sweep import (
     DEFAULT,
     DEFAULT_STATE_SHARE,
     MODES,
+    PLACEMENTS,
+    SPACING,
     Batch,
     Settings,
     advise,
@@ -53,7 +55,8 @@ def simulate(argv: Sequence[str] | None, console: Console) -> None:
     turns = _trace(arguments)
     model, batch = MODELS[arguments.model], Batch(arguments.max_requests, arguments.max_tokens, arguments.max_prefills)
     memories, shares = arguments.memory_gib or [4.0, 8.0, 16.0], arguments.state_share or [DEFAULT_STATE_SHARE]
-    settings = grid(memories, shares, arguments.block_size, arguments.policy, arguments.mode)
+    axes = (arguments.block_size, arguments.policy, arguments.mode, arguments.placement, arguments.spacing)
+    settings = grid(memories, shares, *axes)
     _run(arguments, console, turns, model, batch, settings, DEFAULT)
 
 
@@ -64,7 +67,8 @@ def _simulate_server(arguments: argparse.Namespace, console: Console) -> None:
     shares = arguments.state_share or server.shares()
     sizes, own = sorted({server.settings.block_size, *arguments.block_size}), server.settings
     policies, modes = sorted({own.policy, *arguments.policy}), sorted({own.mode, *arguments.mode})
-    settings = grid(arguments.memory_gib or server.memories(), shares, sizes, policies, modes)
+    axes = (sizes, policies, modes, arguments.placement, arguments.spacing)
+    settings = grid(arguments.memory_gib or server.memories(), shares, *axes)
     _run(arguments, console, server.turns, server.model, server.batch, settings, own)
 
 
@@ -198,6 +202,15 @@ def _parser() -> argparse.ArgumentParser:
         "--policy", type=_list_of(_one_of(policies)), default=["lru", "flops"], help=", ".join(policies)
     )
     parser.add_argument("--mode", type=_list_of(_one_of(MODES)), default=[MODES[0]], help=", ".join(MODES))
+    parser.add_argument(
+        "--placement",
+        type=_list_of(_one_of(PLACEMENTS)),
+        default=[PLACEMENTS[0]],
+        help="of snapshots that nobody asked for: " + ", ".join(PLACEMENTS),
+    )
+    parser.add_argument(
+        "--spacing", type=_list_of(_count), default=[SPACING], help="blocks for each of those, at least"
+    )
     _add_machine(parser)
     parser.add_argument("--advise", action="store_true", help="say which settings would have skipped most")
     parser.add_argument("--output", type=Path, metavar="FILE.json", help="everything, as JSON")

@@ -8,12 +8,12 @@ from pathlib import Path
 from rich.table import Table
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.simulation.sweep import Advice, Point
+from megatron_ext.simulation.sweep import PLACEMENTS, SPACING, Advice, Point, Settings
 
 
 def table_of(points: Sequence[Point]) -> Table:
     """A row a point, in their order: skipped and lost tokens as shares of all prompts'."""
-    names = "GiB states block mode policy blocks slots refused skipped lost ttft-p50 p90 p99".split()
+    names = "GiB states block mode policy guesses blocks slots refused skipped lost ttft-p50 p90 p99".split()
     table = Table(*names, box=None, pad_edge=False)
     for point in points:
         one = point.settings
@@ -23,6 +23,7 @@ def table_of(points: Sequence[Point]) -> Table:
             str(one.block_size),
             one.mode,
             one.policy,
+            "-" if not point.slots or one.mode == "align" else f"{one.placement} {one.spacing}",
             str(point.blocks),
             "-" if point.slots is None else str(point.slots),
             str(point.refused),
@@ -77,9 +78,17 @@ def draw(points: Sequence[Point], folder: Path) -> list[Path]:
     for point in points:
         one = point.settings
         share = "" if point.slots is None else f", {one.state_share:g} for states"
-        lines.setdefault(f"{one.policy}, {one.mode}, blocks of {one.block_size}{share}", []).append(point)
+        lines.setdefault(f"{one.policy}, {one.mode}, blocks of {one.block_size}{share}{_placement(one)}", []).append(
+            point
+        )
     pictures = {"skipped_share": "prompt tokens skipped, share", "ttft_p50": "ttft p50, s", "ttft_p99": "ttft p99, s"}
     return [_picture(pyplot, lines, name, label, folder / f"{name}.png") for name, label in pictures.items()]
+
+
+def _placement(settings: Settings) -> str:
+    """Of the snapshots that nobody asked for, where that is not the default."""
+    usual = (settings.placement, settings.spacing) == (PLACEMENTS[0], SPACING)
+    return "" if usual else f", {settings.placement} {settings.spacing}"
 
 
 def _picture(pyplot, lines: Mapping[str, Sequence[Point]], name: str, label: str, path: Path) -> Path:  # type: ignore[no-untyped-def]  # a module

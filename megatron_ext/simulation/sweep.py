@@ -11,6 +11,7 @@ from itertools import product
 from megatron_ext.config import EvictionPolicyName
 from megatron_ext.errors import ConfigError
 from megatron_ext.scheduling.aligned import check_aligned
+from megatron_ext.scheduling.placement import ProvisionalRules
 from megatron_ext.scheduling.plan import SchedulerLimits
 from megatron_ext.simulation.machine import Machine
 from megatron_ext.simulation.models import CachedModel
@@ -19,6 +20,8 @@ from megatron_ext.simulation.trace import Turn
 
 GIB = 1024**3
 MODES = ("kernel", "align")
+PLACEMENTS = ("learned", "even", "off")  # of snapshots that nobody asked for
+SPACING = ProvisionalRules().spacing
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,8 @@ class Settings:
         block_size: Tokens.
         policy: Name of the eviction policy.
         mode: See `SnapshotMode`.
+        placement: One of `PLACEMENTS`.
+        spacing: Blocks for each of those snapshots, on average at least.
     """
 
     memory_gib: float
@@ -38,6 +43,15 @@ class Settings:
     block_size: int
     policy: str
     mode: str = MODES[0]
+    placement: str = PLACEMENTS[0]
+    spacing: int = SPACING
+
+    @property
+    def provisional(self) -> ProvisionalRules:
+        """For a scheduler."""
+        return ProvisionalRules(
+            0 if self.placement == "off" else None, self.spacing, is_learned=self.placement == PLACEMENTS[0]
+        )
 
 
 @dataclass(frozen=True)
@@ -62,6 +76,8 @@ class Point:
     skipped_tokens: int
     lost_for_slots: int
     lost_for_blocks: int
+    provisional_taken: int
+    provisional_consumed: int
     ttft_p50: float  # simulated seconds, as the next three
     ttft_p90: float
     ttft_p99: float
@@ -85,9 +101,11 @@ def grid(
     block_sizes: Sequence[int],
     policies: Sequence[str],
     modes: Sequence[str],
+    placements: Sequence[str] = PLACEMENTS[:1],
+    spacings: Sequence[int] = (SPACING,),
 ) -> list[Settings]:
     """All of them with all."""
-    return [Settings(*one) for one in product(memories, shares, block_sizes, policies, modes)]
+    return [Settings(*one) for one in product(memories, shares, block_sizes, policies, modes, placements, spacings)]
 
 
 def limits_of(model: CachedModel, settings: Settings, batch: Batch) -> tuple[SchedulerLimits, int | None]:
@@ -116,6 +134,7 @@ def limits_of(model: CachedModel, settings: Settings, batch: Batch) -> tuple[Sch
         aligned_chunks=settings.mode == "align" and bool(slots),
         max_prefills=batch.max_prefills,
         costs=costs,
+        provisional=settings.provisional if slots and settings.mode != "align" else ProvisionalRules(),
     )
     if limits.aligned_chunks:
         check_aligned(limits)
@@ -143,6 +162,8 @@ def _point(settings: Settings, blocks: int, slots: int | None, outcome: Outcome,
         skipped_tokens=sum(outcome.skipped),
         lost_for_slots=counters.lost_slot_tokens,
         lost_for_blocks=counters.lost_block_tokens,
+        provisional_taken=outcome.statistics.use.provisional_taken,
+        provisional_consumed=outcome.statistics.use.provisional_consumed,
         ttft_p50=outcome.ttft_percentile(50),
         ttft_p90=outcome.ttft_percentile(90),
         ttft_p99=outcome.ttft_percentile(99),
@@ -211,10 +232,12 @@ def advise(points: Sequence[Point], given_settings: Settings = DEFAULT) -> list[
     return advice
 
 
-def _distance(settings: Settings, given: Settings) -> tuple[bool, bool, int, float]:
+def _distance(settings: Settings, given: Settings) -> tuple[bool, bool, bool, int, int, float]:
     return (
         settings.policy != given.policy,
         settings.mode != given.mode,
+        settings.placement != given.placement,
+        abs(settings.spacing - given.spacing),
         abs(settings.block_size - given.block_size),
         abs(settings.state_share - given.state_share),
     )
@@ -234,4 +257,6 @@ def _flags(point: Point) -> tuple[str, ...]:
             f"{prefix}-prefix-caching-mamba-gb {states:.4g}",
             f"{prefix}-prefix-caching-mamba-mode {settings.mode}",
         ]
+    if point.slots is not None and settings.placement == "off":
+        flags.append(f"{prefix}-prefix-caching-provisional-slots 0")
     return tuple(flags)

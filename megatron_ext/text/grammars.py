@@ -54,7 +54,12 @@ class Matcher:
 
     def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer) -> None:
         self._matcher = matcher
+        self._tokenizer = tokenizer
         self._end = tokenizer.eos_token
+
+    def copy(self) -> Matcher:
+        """One that stands where this one does, and goes its own way."""
+        return Matcher(self._matcher.deep_copy(), self._tokenizer)
 
     def take(self, tokens: Sequence[int]) -> None:
         """These tokens follow.

@@ -219,11 +219,17 @@ def test_blocks_outlive_snapshots():
     assert any(entry["prefill_reasons"].get("no_snapshot", 0) > 16 for entry in got)
 
 
-def test_the_second_sighting_leaves_states_where_prefixes_part():
-    """HY-4, KV-6: the first of a new kind computes all, the second too, and the third resumes; a follower at once."""
+def test_the_second_sighting_resumes_and_leaves_states_where_prefixes_part():
+    """HY-4, KV-6, SI-1: the first of a new kind computes all, the second resumes from a snapshot that nobody asked for.
+
+    That is where they part in the first kind, and 96 tokens before it in the second; the third resumes where they part,
+    and so does a follower.
+    """
     got = entries("hybrid/shared_prefix")
-    assert [entry["skipped_prefill_token_count"] for entry in got] == [0, 0, 384, 384, 384, 0, 512]
-    assert got[1]["prefill_reasons"]["no_snapshot"] == 384
+    assert [entry["skipped_prefill_token_count"] for entry in got] == [0, 384, 384, 384, 384, 256, 512]
+    assert got[5]["prefill_reasons"]["no_snapshot"] == 96
+    counts = golden_of("hybrid/shared_prefix")["prefix_cache"]
+    assert [counts[f"provisional_{name}"] for name in ("taken", "consumed", "given_up", "slots")] == [4, 2, 0, 2]
 
 
 def test_states_at_the_end_of_many_chunks_are_kept():

@@ -50,6 +50,7 @@ def fresh_run() -> dict:
         "model": "a model",
         "version": "0.1.0",
         "prefix_cache": None,
+        "prefix_cache_lost": None,
         "geometry": {"blocks": 10},
     }
 

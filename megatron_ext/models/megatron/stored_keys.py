@@ -39,7 +39,7 @@ _HYBRID_FINAL_NORM, _GPT_FINAL_NORM = "decoder.final_norm.", "decoder.final_laye
 _OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
 _TRAINING_OBJECTS = frozenset(("rng_state", "rerun_state_machine_state"))
 _PREDICTION = "mtp."  # layers of multi-token prediction, behind the model's
-_EXTRA_STATE = "_extra_state"  # Transformer Engine's scales of 8-bit training
+_EXTRA_STATE = "_extra_state"  # Transformer Engine's scales of 8-bit training; of a norm behind its key's prefix
 
 
 def is_gpt(stored: Iterable[str]) -> bool:
@@ -52,7 +52,7 @@ def is_ignored(key: str) -> bool:
     name = key.split("/shard_")[0]
     if is_prediction(name):
         return True
-    return bool(_OPTIMIZER.match(name)) or name in _TRAINING_OBJECTS or name.rsplit(".", 1)[-1] == _EXTRA_STATE
+    return bool(_OPTIMIZER.match(name)) or name in _TRAINING_OBJECTS or name.endswith(_EXTRA_STATE)
 
 
 def is_prediction(key: str) -> bool:

@@ -44,6 +44,8 @@ def causal_conv1d(
         y [T, Cn], zero at rows behind the last sequence, and the final states [S, Cn, K-1] (a copy, never
         a view of x or of the initial states); both in x's dtype.
     """
+    if sequences.is_bounded:
+        return _convolve_bounded(x, weight, bias, sequences, initial_states, activate)
     window = weight.shape[1]
     extended = _extend(x[: sequences.num_tokens], sequences, window, initial_states)  # [T + S*(K-1), Cn]
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -98,6 +100,24 @@ def conv_states_after(x: Tensor, tokens: Tensor, first_tokens: Tensor, initial_s
     columns = (before + kept).clamp(0, kept - 1)[:, None].expand(-1, x.shape[1], -1)
     from_initial = initial_states.to(x.dtype).gather(2, columns)
     return from_initial.where((before < 0)[:, None], from_tokens)
+
+
+def _convolve_bounded(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    sequences: PackedSequences,
+    initial_states: Tensor | None,
+    activate: bool,
+) -> tuple[Tensor, Tensor]:
+    """The same where only the device knows the lengths: every token by itself, behind the K-1 inputs before it."""
+    if initial_states is None:
+        initial_states = x.new_zeros(len(sequences.lengths), x.shape[1], weight.shape[1] - 1)
+    first, owners = sequences.cu_seqlens[:-1], sequences.seq_idx
+    tokens = torch.arange(x.shape[0], device=x.device)
+    before = conv_states_after(x, tokens, first[owners], initial_states[owners])
+    y, _ = causal_conv1d_step(x, weight, bias, before, activate=activate)
+    return y, conv_states_after(x, sequences.cu_seqlens[1:], first, initial_states)
 
 
 def _extend(x: Tensor, sequences: PackedSequences, window: int, initial_states: Tensor | None) -> Tensor:

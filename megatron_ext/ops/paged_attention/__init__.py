@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from megatron_ext.ops.backends import Backends
-from megatron_ext.ops.paged_attention import cpp, reference, windowed
-from megatron_ext.ops.paged_attention.batch import PagedBatch, build_paged_batch
+from megatron_ext.ops.paged_attention import cpp, reference, triton, windowed
+from megatron_ext.ops.paged_attention.batch import BoundedBatch, PagedBatch, build_paged_batch
 
-PAGED_ATTENTION = Backends("paged_attention", cpp.BACKEND, reference.BACKEND)
+PAGED_ATTENTION = Backends("paged_attention", cpp.BACKEND, triton.BACKEND, reference.BACKEND)
 
 
 def paged_attention(
@@ -16,7 +16,8 @@ def paged_attention(
 ) -> Tensor:
     """Let every query see the keys of its sequence up to its own position, or the last of them.
 
-    In a step without a sequence longer than the window that is the same. Others are for plain torch, on any device.
+    In a step without a sequence longer than the window that is the same. Others are for backends that have windows, and
+    for plain torch.
 
     Args:
         q: [T, Hq, D], sequences in the batch's order; rows behind theirs are not read.
@@ -30,9 +31,12 @@ def paged_attention(
     Returns:
         [T, Hq, D], zero behind the batch's sequences.
     """
+    backend = PAGED_ATTENTION.choose(q)
+    if backend.has_windows:
+        return backend.attend(q, key_cache, value_cache, batch, scale=scale, window=window)
     if window is not None and max(batch.kv_lengths, default=0) > window:
         return windowed.windowed_attention(q, key_cache, value_cache, batch, scale=scale, window=window)
-    return PAGED_ATTENTION.choose(q).attend(q, key_cache, value_cache, batch, scale=scale)
+    return backend.attend(q, key_cache, value_cache, batch, scale=scale)
 
 
-__all__ = ["PAGED_ATTENTION", "PagedBatch", "build_paged_batch", "paged_attention"]
+__all__ = ["PAGED_ATTENTION", "BoundedBatch", "PagedBatch", "build_paged_batch", "paged_attention"]

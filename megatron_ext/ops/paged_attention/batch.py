@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -40,11 +41,19 @@ class PagedBatch(Facts):
     block_table: Tensor
     cu_seqlens_q: Tensor
     seqlens_k: Tensor
+    is_bounded: ClassVar[bool] = False  # see `BoundedBatch`
 
     @property
     def num_tokens(self) -> int:
         """Queries of all sequences."""
         return sum(self.query_lengths)
+
+
+@dataclass(frozen=True)
+class BoundedBatch(PagedBatch):
+    """The same, where lengths on the host are the most that there may be, and those on the device count."""
+
+    is_bounded = True
 
 
 def build_paged_batch(

@@ -17,15 +17,24 @@ from torch import Tensor
 
 from megatron_ext.ops.backends import anything
 from megatron_ext.ops.paged_attention.batch import PagedBatch
+from megatron_ext.ops.paged_attention.bounded import bounded_attention
 
 
 @dataclass(frozen=True)
 class AttentionBackend:
-    """One way to attend; `attend` has the signature of `paged_attention`."""
+    """One way to attend.
+
+    Attributes:
+        name: Unique among the backends.
+        takes: Whether it computes for queries like those.
+        attend: With the signature of `paged_attention`.
+        has_windows: Whether `attend` takes a `window`, too.
+    """
 
     name: str
     takes: Callable[[Tensor], bool]
     attend: Callable[..., Tensor]
+    has_windows: bool = False
 
 
 @dataclass(frozen=True)
@@ -103,6 +112,8 @@ def _bottom_right_mask(queries: int, keys: int, device: torch.device) -> Tensor:
 
 def paged_attention(q: Tensor, key_cache: Tensor, value_cache: Tensor, batch: PagedBatch, *, scale: float) -> Tensor:
     """See the operator."""
+    if batch.is_bounded:
+        return bounded_attention(q, key_cache, value_cache, batch, scale=scale)
     return attend_gathered(q, key_cache, value_cache, batch, batch.prepared(plan_gathers), scale)
 
 

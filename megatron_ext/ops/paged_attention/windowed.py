@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.ops.paged_attention.batch import PagedBatch
+from megatron_ext.ops.paged_attention.bounded import bounded_attention
 from megatron_ext.ops.paged_attention.reference import GatherPlan, PrefillPlan, attend_gathered
 
 _SMALLEST_TILE = 128  # queries; fewer are computed together slowly
@@ -21,6 +22,8 @@ def windowed_attention(
     q: Tensor, key_cache: Tensor, value_cache: Tensor, batch: PagedBatch, *, scale: float, window: int
 ) -> Tensor:
     """See the operator; `window` is N."""
+    if batch.is_bounded:
+        return bounded_attention(q, key_cache, value_cache, batch, scale=scale, window=window)
     return attend_gathered(q, key_cache, value_cache, batch, batch.prepared(_planner(window)), scale)
 
 

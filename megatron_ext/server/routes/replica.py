@@ -26,9 +26,11 @@ async def replica(serving: ServerDependency) -> dict[str, object]:
         "has_keys": serving.keys is not None and serving.keys.are_needed,
         "block_size": geometry.block_size_tokens,
         "blocks": geometry.blocks,
+        "has_states": geometry.state_bytes > 0,
         "capacity": loop.capacity,
         "living": loop.living,
         "steps": 0 if state is None else state.steps,
+        "kv_events": list(serving.kv_events),
         "prompt_tokens": _prompt_tokens(serving),
     }
 

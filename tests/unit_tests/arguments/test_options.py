@@ -21,7 +21,7 @@ from tests.unit_tests.support.source import ROOT
 OPTIONS = """
 -h --help
 --load --load-hf --save --model-config --use-checkpoint-args --no-use-checkpoint-args --model-provider
---padded-vocab-size --generation-config --bf16 --no-bf16 --fp16 --no-fp16 --seed
+--padded-vocab-size --generation-config --transformer-impl --bf16 --no-bf16 --fp16 --no-fp16 --seed
 --tokenizer-type --tokenizer-model --vocab-file --merge-file --tiktoken-pattern --tiktoken-num-special-tokens
 --use-tokenizer-model-from-checkpoint-args --no-use-tokenizer-model-from-checkpoint-args
 --spec --hybrid-override-pattern --hybrid-layer-pattern --recurrent-layer
@@ -56,11 +56,12 @@ OPTIONS = """
 --inference-dynamic-batching-max-prefills-per-step
 --enable-chunked-prefill --no-enable-chunked-prefill
 --mamba-inference-conv-states-dtype --mamba-inference-ssm-states-dtype
+--cuda-graph-impl --inference-dynamic-batching-num-cuda-graphs
 --inference-dynamic-batching-enable-prefix-caching --no-inference-dynamic-batching-enable-prefix-caching
 --inference-dynamic-batching-prefix-caching --no-inference-dynamic-batching-prefix-caching
 --inference-dynamic-batching-prefix-caching-eviction-policy
 --inference-dynamic-batching-prefix-caching-mamba-gb --inference-dynamic-batching-prefix-caching-mamba-slots
---inference-dynamic-batching-prefix-caching-mamba-mode
+--inference-dynamic-batching-prefix-caching-mamba-mode --inference-dynamic-batching-prefix-caching-provisional-slots
 --explain-prefix-cache --no-explain-prefix-cache
 --speculative-method --num-speculative-tokens --speculative-load-hf --speculative-load
 --speculative-ngram-longest --speculative-ngram-shortest --speculative-adaptive --no-speculative-adaptive
@@ -91,7 +92,9 @@ WITHOUT_FLAG = {
         *("linear_norm_epsilon", "linear_allow_neg_eigval"),
     },
     "SourceConfig": {field.name for field in dataclasses.fields(TOKENIZER.config)},  # a group of its own
-    "RequestParams": {"seed", "min_tokens", "cache_salt", "enable_prefix_caching", "num_speculative_tokens"},
+    "RequestParams": {
+        *("seed", "min_tokens", "cache_salt", "enable_prefix_caching", "num_speculative_tokens", "cache_checkpoint"),
+    },
     # Flags of groups of their own: some fields are inherited, others stand in `limits`.
     "ServerConfig": {field.name for field in dataclasses.fields(ACCESS.config)} | {"limits", "kv_events"},
 }

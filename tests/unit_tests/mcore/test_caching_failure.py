@@ -57,7 +57,7 @@ class TestAbort:
         for request_id in range(3):
             driver.add(request_id, PROMPT)
         driver.step()
-        assert driver.engine.get_request(1).sequence.has_waited_for_prefix
+        assert driver.engine.get_request(1).timeline.has_waited_for_prefix
         abort(driver, 1)
         finish(driver, oracle, 1, [0, 64])
 

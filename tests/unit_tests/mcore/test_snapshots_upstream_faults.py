@@ -65,7 +65,7 @@ def test_continuation_chunks_that_skip_on_a_kv_match(get_oracle, oracle, slots, 
     prompt = make_prompt(6 * BLOCK + 3)
     driver.sight(0, prompt)
     if slots:
-        driver.forget(prompt, [96])
+        driver.forget(prompt, [64, 96])
     assert driver.sight(1, prompt) == 0
     assert driver.records[1].matched_block_count == 6
     prefill = [chunk for chunk in driver.seen[1].chunks if chunk[0] < len(prompt)]

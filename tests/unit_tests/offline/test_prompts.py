@@ -61,12 +61,14 @@ def test_every_field_of_a_line():
         "top_n_logprobs": 3,
         "cache_salt": "tenant",
         "enable_prefix_caching": False,
+        "cache_checkpoint": [1, 2],
     }
     (prompt,) = parse({"token_ids": [1, 2], **fields})
     assert prompt.content == (1, 2)
     assert prompt.params == RequestParams(**fields)
     assert prompt.params.logit_bias == ((7, 3.0),)
     assert prompt.params.stop_words == ("a", "b")
+    assert prompt.params.cache_checkpoint == (1, 2)
 
 
 def test_a_line_can_ask_for_less_than_the_flags():

@@ -28,6 +28,7 @@ from megatron_ext.models.size import matrix_parameter_count
 from megatron_ext.prefix_cache.aged_queue import AgedQueue
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.flops import FlopsBlocks, FlopsSnapshots, chance
+from megatron_ext.prefix_cache.snapshot_order import Rank
 
 COSTS = EntryCosts(block_size=2, token_flops=3.0, position_flops=0.25, block_bytes=4, state_bytes=7)
 FLOPS = EvictionPolicyName.FLOPS
@@ -194,7 +195,8 @@ class Lives(RuleBasedStateMachine):
         model, states = self.model, self.cache.states
         victims = [p for p, one in model.taken.items() if one.optional] or ([] if optional else list(model.taken))
         is_full = len(model.taken) == self.slots
-        assert (states.reserve(key(prefix), is_optional=optional) is None) == (is_full and not victims)
+        rank = Rank.OPTIONAL if optional else Rank.ORDINARY
+        assert (states.reserve(key(prefix), rank) is None) == (is_full and not victims)
         if is_full and not victims:
             return
         if is_full:
@@ -298,7 +300,7 @@ def keys_per_eviction(leaves: int) -> float:
     """How many entries are weighed for each block that goes, and for each snapshot."""
     cache = PrefixCache(2 * leaves, FLOPS, leaves, COSTS)
     weighed = []
-    for part, name in ((cache._policy, "_key"), (cache.states._order, "_key")):
+    for part, name in ((cache._policy, "_key"), (cache.states._order._others, "_key")):
         rank = getattr(part, name)
         setattr(part, name, lambda item, rank=rank: (weighed.append(item), rank(item))[1])
     for i in range(leaves):

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from megatron_ext.prefix_cache.snapshot_order import Rank
 from megatron_ext.prefix_cache.state_index import StateIndex
 
 ALL = [bytes([i]) for i in range(8)]
@@ -18,7 +19,7 @@ def filled(total: int, digests: bytes, optional: bytes = b"") -> StateIndex:
     """An index with a visible snapshot of each digest (a byte), taken in this order."""
     index = StateIndex(total)
     for digest in digests:
-        index.reserve(bytes([digest]), is_optional=digest in optional)
+        index.reserve(bytes([digest]), Rank.OPTIONAL if digest in optional else Rank.ORDINARY)
         index.commit(bytes([digest]))
     return index
 
@@ -81,7 +82,7 @@ def test_nobody_takes_a_slot_that_is_being_written():
 def test_no_slots_at_all(total: int):
     index = StateIndex(total)
     assert index.reserve(b"a") is None
-    assert index.reserve(b"b", is_optional=True) is None
+    assert index.reserve(b"b", Rank.OPTIONAL) is None
     assert index.skipped == 2
 
 
@@ -90,35 +91,35 @@ class TestOptional:
 
     def test_free_slots_and_each_others_only(self):
         index = filled(3, b"abx", optional=b"x")
-        index.reserve(b"y", is_optional=True)
+        index.reserve(b"y", Rank.OPTIONAL)
         assert visible(index) == {b"a", b"b"}
-        assert index.reserve(b"z", is_optional=True) is None
+        assert index.reserve(b"z", Rank.OPTIONAL) is None
         assert visible(index) == {b"a", b"b"}
         index.commit(b"y")
 
     def test_the_one_before_is_given_up_though_a_slot_is_free(self):
         index = filled(4, b"ax", optional=b"x")
-        index.reserve(b"y", is_optional=True, instead_of=b"x")
+        index.reserve(b"y", Rank.OPTIONAL, instead_of=b"x")
         assert visible(index) == {b"a"}
         assert (index.replaced, index.evicted) == (1, 0)
 
     def test_the_one_before_is_replaced_where_none_is_free_either(self):
         """The slot is its own request's: nobody wanted for one."""
         index = filled(2, b"ax", optional=b"x")
-        index.reserve(b"y", is_optional=True, instead_of=b"x")
+        index.reserve(b"y", Rank.OPTIONAL, instead_of=b"x")
         assert (index.replaced, index.evicted) == (1, 0)
 
     def test_not_if_somebody_has_consumed_it(self):
         index = filled(4, b"ax", optional=b"x")
         index.consume(b"x")
-        index.reserve(b"y", is_optional=True, instead_of=b"x")
+        index.reserve(b"y", Rank.OPTIONAL, instead_of=b"x")
         assert visible(index) == {b"a", b"x"}
         assert (index.replaced, index.evicted) == (0, 0)
 
     def test_consumed_they_are_as_safe_as_others(self):
         index = filled(2, b"ax", optional=b"x")
         index.consume(b"x")
-        assert index.reserve(b"y", is_optional=True) is None
+        assert index.reserve(b"y", Rank.OPTIONAL) is None
         assert visible(index) == {b"a", b"x"}
 
     @pytest.mark.parametrize("order", [b"xa", b"ax"])
@@ -154,57 +155,70 @@ def test_clear_forgets_what_is_being_written_too():
 
 
 class Lives(RuleBasedStateMachine):
-    """Visible ones as a list from old to young, the kind of each in a set."""
+    """Visible ones as a list from old to young, the rank of each beside it."""
 
     @initialize(total=st.integers(0, 4))
     def build(self, total: int) -> None:
         self.index = StateIndex(total)
         self.total = total
         self.order: list[bytes] = []
-        self.optional: set[bytes] = set()
-        self.reserved: dict[bytes, bool] = {}
+        self.ranks: dict[bytes, Rank] = {}
+        self.reserved: dict[bytes, Rank] = {}
         self.slots: dict[bytes, int] = {}
-        self.evicted = self.replaced = 0
+        self.evicted = self.replaced = self.skipped = self.taken = 0
+        self.provisional = {"taken": 0, "consumed": 0, "given_up": 0}
 
-    @rule(digest=st.sampled_from(ALL), is_optional=st.booleans(), before=st.sampled_from(ALL))
-    def reserve(self, digest: bytes, is_optional: bool, before: bytes) -> None:
-        if digest in self.order or digest in self.reserved:
+    @rule(digest=st.sampled_from(ALL), rank=st.sampled_from(Rank), before=st.sampled_from(ALL))
+    def reserve(self, digest: bytes, rank: Rank, before: bytes) -> None:
+        if digest in self.reserved:
             return
-        instead_of = before if is_optional else None
-        if instead_of in self.optional:
+        if digest in self.order:
+            if rank is Rank.PROVISIONAL or self.ranks[digest] is not Rank.PROVISIONAL:
+                return
+            self.forget(digest)  # asked for, it is written again
+        instead_of = before if rank is Rank.OPTIONAL else None
+        if self.ranks.get(instead_of) is Rank.OPTIONAL:
             self.forget(instead_of)
             self.replaced += 1
-        if len(self.order) + len(self.reserved) == self.total:
-            others = [] if is_optional else self.order
-            victims = [one for one in self.order if one in self.optional] or others
-            if not victims:
-                assert self.index.reserve(digest, is_optional=is_optional, instead_of=instead_of) is None
-                return
-            self.forget(victims[0])
-            self.evicted += 1
-        slot = self.index.reserve(digest, is_optional=is_optional, instead_of=instead_of)
+        if len(self.order) + len(self.reserved) == self.total and not self.make_room(rank):
+            assert self.index.reserve(digest, rank, instead_of=instead_of) is None
+            self.skipped += rank is not Rank.PROVISIONAL
+            return
+        slot = self.index.reserve(digest, rank, instead_of=instead_of)
         assert slot is not None
         assert slot not in self.slots.values()
         self.slots[digest] = slot
-        self.reserved[digest] = is_optional
+        self.reserved[digest] = rank
+
+    def make_room(self, rank: Rank) -> bool:
+        """HY-5, SI-1: nobody gives way to a guess; guesses go first, then those of decode, the oldest first."""
+        if rank is Rank.PROVISIONAL:
+            return False
+        victims = sorted((one for one in self.order if self.ranks[one] <= rank), key=self.ranks.get)
+        if victims:
+            self.evicted += self.ranks[victims[0]] is not Rank.PROVISIONAL
+            self.forget(victims[0])
+        return bool(victims)
 
     def forget(self, digest: bytes) -> None:
         self.order.remove(digest)
-        self.optional.discard(digest)
+        self.provisional["given_up"] += self.ranks.pop(digest) is Rank.PROVISIONAL
         del self.slots[digest]
 
     @precondition(lambda self: self.reserved)
     @rule(data=st.data(), is_written=st.booleans())
     def end_writing(self, data: st.DataObject, is_written: bool) -> None:
         digest = data.draw(st.sampled_from(sorted(self.reserved)))
-        is_optional = self.reserved.pop(digest)
+        rank = self.reserved.pop(digest)
         if not is_written:
             self.index.cancel(digest)
             del self.slots[digest]
             return
         self.index.commit(digest)
         self.order.append(digest)
-        self.optional |= {digest} if is_optional else set()
+        self.ranks[digest] = rank
+        self.provisional["taken"] += rank is Rank.PROVISIONAL
+        self.taken += rank is not Rank.PROVISIONAL
 
     @precondition(lambda self: self.order)
     @rule(data=st.data())
@@ -213,7 +227,8 @@ class Lives(RuleBasedStateMachine):
         self.index.consume(digest)
         self.order.remove(digest)
         self.order.append(digest)
-        self.optional.discard(digest)
+        self.provisional["consumed"] += self.ranks[digest] is Rank.PROVISIONAL
+        self.ranks[digest] = Rank.ORDINARY
 
     @rule(digest=st.sampled_from(ALL))
     def drop(self, digest: bytes) -> None:
@@ -229,9 +244,14 @@ class Lives(RuleBasedStateMachine):
         assert {digest: self.index.find(digest) for digest in ALL} == {
             digest: self.slots[digest] if digest in self.order else None for digest in ALL
         }
-        assert self.index.used_count == len(self.order)
-        assert (self.index.evicted, self.index.replaced) == (self.evicted, self.replaced)
+        guesses = list(self.ranks.values()).count(Rank.PROVISIONAL)
+        assert self.index.used_count == len(self.order) - guesses
+        assert self.index.used_provisional_count == guesses
+        counts = self.index.taken, self.index.skipped, self.index.evicted, self.index.replaced
+        assert counts == (self.taken, self.skipped, self.evicted, self.replaced)
+        assert vars(self.index.provisional) == self.provisional
         assert self.index.obtainable_count == self.total - len(self.reserved)
+        assert self.index.free_count == self.total - len(self.slots)
 
 
 TestLives = Lives.TestCase
@@ -241,7 +261,7 @@ TestLives.settings = settings(max_examples=80, stateful_step_count=40, deadline=
 @dataclass(frozen=True)
 class Wanted:
     digest: bytes
-    is_optional: bool = False
+    rank: Rank = Rank.ORDINARY
     instead_of: bytes | None = None
 
 
@@ -249,7 +269,7 @@ def test_slots_for_a_step_are_given_out_at_once_in_order():
     """HY-5: the first have the first choice; what is there, or being taken, takes none."""
     index = filled(4, b"ab")
     index.reserve(b"c")
-    wanted = [Wanted(b"a"), Wanted(b"d"), Wanted(b"c"), Wanted(b"d"), Wanted(b"e"), Wanted(b"f", is_optional=True)]
+    wanted = [Wanted(b"a"), Wanted(b"d"), Wanted(b"c"), Wanted(b"d"), Wanted(b"e"), Wanted(b"f", Rank.OPTIONAL)]
     slots = index.reserve_all(wanted)
     assert [slot is not None for slot in slots] == [False, True, False, False, True, False]
     assert visible(index) == {b"b"}
@@ -259,6 +279,6 @@ def test_slots_for_a_step_are_given_out_at_once_in_order():
 
 def test_an_optional_one_gives_way_to_the_next_of_its_request():
     index = filled(2, b"xy", optional=b"xy")
-    assert index.reserve_all([Wanted(b"z", is_optional=True, instead_of=b"x")]) != [None]
+    assert index.reserve_all([Wanted(b"z", Rank.OPTIONAL, instead_of=b"x")]) != [None]
     assert visible(index) == {b"y"}
     assert (index.replaced, index.evicted) == (1, 0)

@@ -1,7 +1,12 @@
-"""MR-2: any life of any requests; who is given rank 0's commands and the sampled tokens writes the same messages."""
+"""MR-2, SP-5: any life of any requests, drafts included: followers of rank 0's commands write the same messages.
+
+And drafts take nothing from anybody: every plan is the one without them, with drafts where room was left.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import pickle
 
 import hypothesis.strategies as st
@@ -11,10 +16,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from megatron_ext.config import EvictionPolicyName, RequestParams
 from megatron_ext.errors import RankError
+from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.ranks import follower, journal
 from megatron_ext.ranks.commands import Action, End, ResetPrefixCache, Resume, StartAnew, Suspend
-from megatron_ext.scheduling.plan import SchedulerLimits
+from megatron_ext.scheduling import planner, scheduler
+from megatron_ext.scheduling.coordination import PendingBlocks
+from megatron_ext.scheduling.plan import SchedulerLimits, StepPlan
+from megatron_ext.scheduling.queue import Queues
 from megatron_ext.scheduling.record import Status
+from megatron_ext.scheduling.verification import NOTHING_OFFERED, Offer
 from tests.priority import TestPriority
 from tests.unit_tests.ranks.led_world import EOD, World
 
@@ -34,8 +44,32 @@ PARAMS = st.builds(
 )
 
 
+def checked_plan(
+    queues: Queues, limits: SchedulerLimits, cache: PrefixCache, pending: PendingBlocks, offer: Offer
+) -> StepPlan:
+    """SP-5: nobody pauses, is preempted, waits or computes less for drafts; no cached block goes for one."""
+    plan, plain = (planner.plan_step(queues, limits, cache, pending, one) for one in (offer, NOTHING_OFFERED))
+    cut = [dataclasses.replace(one, end=one.end - len(one.drafts), drafts=()) for one in plan.chunks]
+    assert set(cut) == set(plain.chunks), "somebody computes something else"  # those with drafts come behind decodes
+    for name in ("preemptions", "pauses", "resumes", "admissions", "deferrals"):
+        assert getattr(plan, name) == getattr(plain, name), name
+    assert [request for request, _ in plan.failures] == [request for request, _ in plain.failures]
+    assert sum(chunk.length for chunk in plan.chunks) <= limits.max_tokens
+    if any(chunk.drafts for chunk in plan.chunks):
+        waiting = {admission.request for admission in plan.admissions}
+        needed = sum(one.new_blocks for one in plan.admissions)
+        running = [one for one in plan.chunks if one.request not in waiting]
+        needed += sum(max(0, limits.blocks_for(one.end) - len(one.request.block_table)) for one in running)
+        drafted = [one for one in plan.chunks if one.drafts]
+        grown = [one for one in drafted if limits.blocks_for(one.end) > limits.blocks_for(one.end - len(one.drafts))]
+        assert not grown or needed <= cache.pool.free_count, "something cached goes for a draft"
+    return plan
+
+
 class LedMachine(RuleBasedStateMachine):
     """Rank 0 does anything; the followers must do the same, block for block and slot for slot."""
+
+    DRAFTS: st.SearchStrategy | None = None  # of a request in a step, and slots for the states behind them
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,6 +79,7 @@ class LedMachine(RuleBasedStateMachine):
     @initialize(data=st.data())
     def build(self, data: st.DataObject) -> None:
         max_requests = data.draw(st.sampled_from([4, 2, 1]), "max_requests")
+        most_drafts, draft_states = (0, 0) if self.DRAFTS is None else data.draw(self.DRAFTS, "drafts")
         limits = SchedulerLimits(
             block_size=data.draw(st.sampled_from([2, 4]), "block_size"),
             total_blocks=data.draw(st.integers(2, 16), "total_blocks"),
@@ -53,10 +88,14 @@ class LedMachine(RuleBasedStateMachine):
             max_tokens=max_requests + data.draw(st.integers(0, 8), "spare tokens"),
             max_sequence_length=40,
             chunked_prefill=data.draw(st.booleans(), "chunked_prefill"),
+            most_drafts=most_drafts,
+            draft_states=draft_states,
         )
         policy = data.draw(st.sampled_from(EvictionPolicyName), "policy")
         slots = data.draw(st.sampled_from([None, 0, 1, 4]), "slots")
         self.world = World(limits, policy, slots, replicas=data.draw(st.sampled_from([1, 2]), "replicas"))
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(scheduler, "plan_step", checked_plan)
 
     @property
     def fleet(self):
@@ -104,6 +143,9 @@ class LedMachine(RuleBasedStateMachine):
     @rule(weights=st.booleans())
     def reset(self, weights: bool) -> None:
         (self.fleet.weights_changed if weights else self.fleet.reset_prefix_cache)()
+        if self.prompts:  # who has not heard of it finds what was there
+            self.submit([max(self.prompts, key=len)], RequestParams(num_tokens_to_generate=2))
+            self.steps_of(2)
 
     @rule()
     def suspend_and_resume(self) -> None:
@@ -118,6 +160,11 @@ class LedMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "world"):
             return
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.patch.undo)
+            self.drain()
+
+    def drain(self) -> None:
         for _ in range(2000):
             if not self.fleet.is_busy:
                 break
@@ -132,6 +179,12 @@ class LedMachine(RuleBasedStateMachine):
         self.world.loop.close()
 
 
+class DraftingMachine(LedMachine):
+    """The same with drafts."""
+
+    DRAFTS = st.tuples(st.sampled_from([3, 1, 7]), st.integers(0, 8))
+
+
 QUICK = settings(
     max_examples=60,
     stateful_step_count=15,
@@ -143,6 +196,8 @@ QUICK = settings(
 )
 LedMachine.TestCase.settings = QUICK
 TestLed = LedMachine.TestCase
+DraftingMachine.TestCase.settings = settings(QUICK, max_examples=30)
+TestDrafting = DraftingMachine.TestCase
 
 # Negative controls: something that does not cross, and the machine must object.
 
@@ -163,19 +218,27 @@ def _forgets_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal.JournalledScheduler, "weights_changed", journal.Scheduler.weights_changed)
 
 
+def _forgets_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal.JournalledScheduler, "propose", journal.Scheduler.propose)
+
+
 def _adds_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
     obey = follower.Follower.obey
     monkeypatch.setattr(follower.Follower, "obey", lambda self, commands: obey(self, reversed(commands)))
 
 
 @pytest.mark.parametrize(
-    "mistake", [_forgets_ends, _forgets_resets, _forgets_suspends, _forgets_weights, _adds_in_another_order]
+    "mistake",
+    [
+        *(_forgets_ends, _forgets_resets, _forgets_suspends, _forgets_weights, _adds_in_another_order),
+        _forgets_drafts,
+    ],
 )
 def test_the_machine_finds(mistake, monkeypatch: pytest.MonkeyPatch):
     mistake(monkeypatch)
     quick = settings(QUICK, max_examples=300, phases=[Phase.generate], derandomize=True)
     with pytest.raises((AssertionError, KeyError)):
-        run_state_machine_as_test(LedMachine, settings=quick)
+        run_state_machine_as_test(DraftingMachine if mistake is _forgets_drafts else LedMachine, settings=quick)
 
 
 LIMITS = SchedulerLimits(2, 16, None, 4, 8, 40, chunked_prefill=True)

@@ -12,7 +12,8 @@ from tests.unit_tests.support.driver import make_prompt
 from tests.unit_tests.support.models import HYBRID, build_slow_decay
 from tests.unit_tests.support.ranks import run_ranks
 from tests.unit_tests.support.spread import Whole, whole_parameters
-from tests.unit_tests.support.teams import Lived, Script, assert_same, assert_same_record, live
+from tests.unit_tests.support.teams import SCORES as SCORES_OF_A_RECORD
+from tests.unit_tests.support.teams import Lived, Script, assert_close, assert_same, assert_same_record, live
 
 pytestmark = [pytest.mark.worlds, pytest.mark.priority(TestPriority.CRITICAL)]
 
@@ -81,6 +82,25 @@ def test_as_on_one_rank(layout: str, whole: Whole, alone: Lived):
         assert other.counters == first.counters
         assert other.steps == first.steps
         assert other.geometry == first.geometry
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_drafts_on_several_ranks(layout: str, whole: Whole, alone: Lived):
+    """SP-5: tokens, texts and scores as on one rank without drafts; every rank keeps the same states."""
+    truth = {name: (*one.prompt_tokens, *one.generated_tokens) for name, one in alone.records.items()}
+    script = dataclasses.replace(SCRIPT, drafts=3, truth=truth)
+    size, parallel = LAYOUTS[layout]
+    first, other = run_ranks(live, size, parallel, CONFIG, whole, script)
+    assert first.counters == other.counters
+    assert first.steps == other.steps
+    assert first.counters.accepted > 10
+    assert first.records.keys() == alone.records.keys()
+    for name, record in first.records.items():
+        if record.status.name == "COMPLETED":
+            for field in ("generated_tokens", "generated_text", "finish_reason"):
+                assert getattr(record, field) == getattr(alone.records[name], field)
+            for field in SCORES_OF_A_RECORD:
+                assert_close(getattr(record, field), getattr(alone.records[name], field), 1e-4, field)
 
 
 def test_replicas_answer_as_one_rank_with_their_requests(whole: Whole):

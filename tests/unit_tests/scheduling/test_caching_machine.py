@@ -239,7 +239,7 @@ def counts_every_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     note = Scheduler._note_follower
 
     def note_again(self: Scheduler, deferral: Deferral) -> None:
-        deferral.request.sequence.has_waited_for_prefix = False
+        deferral.request.timeline.has_waited_for_prefix = False
         note(self, deferral)
 
     monkeypatch.setattr(Scheduler, "_note_follower", note_again)

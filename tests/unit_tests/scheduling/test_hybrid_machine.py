@@ -19,6 +19,7 @@ from megatron_ext.prefix_cache.matching import ResumePoint
 from megatron_ext.prefix_cache.state_index import SlotId, StateIndex
 from megatron_ext.scheduling import planner
 from megatron_ext.scheduling.chunk import Chunk
+from megatron_ext.scheduling.placement import ProvisionalRules
 from megatron_ext.scheduling.plan import SchedulerLimits, SnapshotRequest, StepPlan
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
@@ -40,8 +41,13 @@ class HybridMachine(CachingMachine):
         self.slots: dict[int, object] = {}
 
     def draw_limits(self, data: st.DataObject) -> SchedulerLimits:
-        """LA-1: in one life of three chunks are aligned, with a budget of a block or a few tokens more."""
+        """SI-1: most leave snapshots at any boundary.
+
+        LA-1: in one life of three chunks are aligned, with a budget of a block or a few tokens more.
+        """
         limits = super().draw_limits(data)
+        guesses = ProvisionalRules(data.draw(st.sampled_from([None, None, 2, 0]), "most"), spacing=1)
+        limits = dataclasses.replace(limits, provisional=guesses)
         if data.draw(st.sampled_from([False, False, True]), "aligned"):
             budget = limits.block_size + data.draw(st.integers(0, 3), "tokens beside a block")
             limits = dataclasses.replace(

@@ -13,6 +13,7 @@ from megatron_ext.text.tokenizer import NullTokenizer, TextTokenizer
 from tests.unit_tests.support.server import LiveServer, embedded_engine
 
 SYSTEM = "You are a careful assistant. Read the question, find the function that it names, and say what it does."
+SYSTEM_TURN = {"role": "system", "content": (SYSTEM + " ") * 3}
 QUESTIONS = ("What does json.loads do?", "What is os.path.join?", "Please describe str.split.")
 
 
@@ -139,6 +140,36 @@ def test_contents_in_parts_and_what_clients_send_back(embedded):
     expected = client.chat.completions.create(messages=plain, **arguments)
     assert answer.choices[0].message.content == expected.choices[0].message.content
     assert answer.usage.prompt_tokens == expected.usage.prompt_tokens
+
+
+class TestCheckpoints:
+    """SI-1: the second conversation of a system prompt resumes at its end; before it nobody knew where they part."""
+
+    def test_the_end_of_the_system_prompt(self, embedded, stream):
+        embedded.reset_cache()
+        for number, question in enumerate(["Which functions does json have? " * 6, "What is a list? " * 9]):
+            *_, usage = chat(embedded, [SYSTEM_TURN, user(question)], stream=stream, max_tokens=2)
+            shared = embedded.serving.chat.render([Message(**SYSTEM_TURN), Message(role="user", content="")]).ids()
+            end = embedded.serving.chat.ends_of_turns(shared)[0]
+            assert (usage.prompt_tokens_details.cached_tokens if number else 0) == (end // 16 * 16 if number else 0)
+        assert end > 64
+
+    def test_what_a_message_spells_ends_no_turn(self, embedded):
+        turns = [user("Hello<|end|>" * 3), {"role": "assistant", "content": "Yes."}, user("And?")]
+        prompt = embedded.serving.chat.render([Message(**turn) for turn in turns]).ids()
+        ends = embedded.serving.chat.ends_of_turns(prompt)
+        assert len(ends) == 3
+        assert ends == [ends[0], *sorted(ends[1:], reverse=True)]
+        texts = [embedded.serving.tokenizer.detokenize(prompt[:end], skip_special_tokens=False) for end in sorted(ends)]
+        assert [text.rpartition("<|end|>")[0].rpartition(">")[2] for text in texts] == ["", "Yes.", "And?"]
+
+    def test_a_request_says_so_itself(self, embedded, stream):
+        embedded.reset_cache()
+        first, second = ([*range(40, 100), *range(start, start + 70)] for start in (100, 200))
+        for prompt, cached in ((first, 0), (second, 48)):
+            body = {"prompt": prompt, "max_tokens": 1, "cache_checkpoint": [61 if stream else 55]}
+            answer = embedded.http.post("/v1/completions", json=body).json()
+            assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == cached
 
 
 class TestControlTokens:

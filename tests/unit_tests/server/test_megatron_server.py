@@ -111,8 +111,9 @@ def test_the_server_starts_and_answers(flags, root, tmp_path, caplog):
     settings = settings_of(flags, root, tmp_path)
     (line,) = settings.start.lines
     assert line.startswith("accepted, and without effect here: --micro-batch-size")
-    for name in ("--return-log-probs", "--sequence-parallel", "--cuda-graph-impl", f"{BATCHING}-num-cuda-graphs"):
+    for name in ("--return-log-probs", "--sequence-parallel", "cuda-graph-scope"):
         assert name in line
+    assert (settings.batching.has_fixed_places, settings.batching.graph_sizes) == (True, 16)
     server = LiveServer(build_serving(settings))
     try:
         assert settings.server.port == (5000 if flags is CACHING else 8000)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from itertools import pairwise
 from pathlib import Path
@@ -18,7 +19,7 @@ from megatron_ext.simulation.generators import GENERATORS, Size
 from megatron_ext.simulation.machine import Machine
 from megatron_ext.simulation.models import MODELS, SimulatedModel
 from megatron_ext.simulation.sweep import GIB, Batch, Settings, advise, grid, limits_of, run_point, sweep
-from megatron_ext.simulation.trace import Turn, by_session, cut
+from megatron_ext.simulation.trace import Ids, Turn, by_session, cut
 from tests.unit_tests.scheduling.builders import make_request
 from tools import simulate_cache
 
@@ -131,10 +132,11 @@ class TestFiles:
 
 
 class TestPoints:
-    def test_a_shared_prefix_is_skipped_from_the_third_request_on(self):
-        """Today's rule in hybrids: the second writes the state, the third hits; attention alone hits at once."""
+    def test_from_which_request_on_a_shared_prefix_is_skipped(self):
+        """In hybrids without guesses the second writes the state, the third hits; with them the second hits (SI-1)."""
         turns = alternating(512, 200, 12)
-        assert point(turns).skipped_tokens == 4 * 512
+        assert point(turns, dataclasses.replace(ROOMY, placement="off")).skipped_tokens == 4 * 512
+        assert point(turns).skipped_tokens == 8 * 512
         assert point(turns, model=ATTENTION).skipped_tokens == 8 * 512
 
     def test_equal_bytes(self):
@@ -171,6 +173,21 @@ class TestPoints:
         points = list(sweep(alternating(512, 64, 8), ATTENTION, settings, Batch(), Machine()))
         assert len({one.wall_seconds for one in points}) == 1
         assert [one.settings for one in points] == settings
+
+    def test_placements(self):
+        """SI-1: without guesses the second of each prefix skips nothing; guesses that learn come where they part."""
+        turns = Ids()
+        prefixes = [turns.take(1216) for _ in range(12)]  # 19 blocks
+        trace = [Turn(i, float(i), (prefixes[i // 2], turns.take(700)), turns.take(1)) for i in range(24)]
+        settings = grid([64.0], [0.5], [64], ["lru"], ["kernel", "align"], ["learned", "even", "off"], [4, 8])
+        points = list(sweep(trace, HYBRID, settings, Batch(), Machine()))
+        skipped = {(p.settings.mode, p.settings.placement, p.settings.spacing): p.skipped_tokens for p in points}
+        assert skipped["kernel", "off", 4] == 0
+        assert skipped["kernel", "even", 4] == skipped["kernel", "even", 8] == 12 * 1024
+        assert skipped["kernel", "learned", 4] == 8 * 1024 + 4 * 1216
+        assert len({one for (mode, *_), one in skipped.items() if mode == "align"}) == 1
+        taken = {(p.settings.placement, p.settings.spacing): p.provisional_taken for p in points[:6]}
+        assert taken["even", 4] > taken["even", 8] > taken["off", 4] == 0
 
 
 def test_advice_is_the_best_point_of_each_memory():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -59,6 +59,7 @@ class Driver:
     Args:
         model: Shared between tests; the engine changes nothing of it.
         cache: Off unless given.
+        speculative_tokens: See `build_engine`, as `drafter`.
         batching: Fields of `BatchingConfig`.
     """
 
@@ -71,6 +72,8 @@ class Driver:
         token_rounder: int = 1,
         seed: int = 1234,
         cache: CacheConfig | None = None,
+        speculative_tokens: int = 0,
+        drafter: object | None = None,
         **batching: object,
     ) -> None:
         self.engine: InferenceEngine = build_engine(
@@ -82,12 +85,15 @@ class Driver:
             dtype=torch.float32,
             seed=seed,
             token_rounder=token_rounder,
+            speculative_tokens=speculative_tokens,
+            drafter=drafter,
         )
         self.context = self.engine.context
         self.records: dict[int, RequestRecord] = {}
         self.seen: dict[int, Seen] = defaultdict(Seen)
         self.steps: list[tuple[tuple[int, int, int], ...]] = []  # (request, start, end) of each step's chunks
         self.fewest_free_blocks = self.free_blocks
+        self._drawn: dict[int, list[tuple[int, Tensor]]] = {}  # of rows with drafts: which of them count is not known
         self._poison_pools()
         self._watch_forward()
         self.watch_scheduler()
@@ -128,18 +134,20 @@ class Driver:
 
         def open_poisoned(slots: Sequence[int]) -> None:
             pool_open(slots)
-            self._poison_slots()
+            self._poison_slots(self.scheduler.queues.paused)
 
         pool.open = open_poisoned
-        self._poison_slots()
+        self._poison_slots(self.scheduler.queues)
 
-    def _poison_slots(self) -> None:
-        """All snapshots that nobody can find."""
+    def _poison_slots(self, owners: Iterable[Request]) -> None:
+        """All snapshots that nobody can find, and all states behind drafts but those that `owners` go on from."""
         pool, states = self.context.snapshots, self.scheduler.cache.states
-        if pool is None or not states.total:
+        if pool is None:
             return
         found = set(states._visible.values())
-        lost = [slot for slot in range(states.total) if slot not in found]
+        found |= {state.slot for request in owners for state in request.sequence.draft_states}
+        slots = states.total + self.scheduler.limits.draft_states
+        lost = [slot for slot in range(slots) if slot not in found]
         pool.conv[:, lost] = torch.nan
         pool.ssm[:, lost] = torch.nan
 
@@ -175,6 +183,7 @@ class Driver:
             self.steps.append(tuple((request.request_id, start, end) for request, start, end in spans))
             for span in spans:
                 self._note_states(*span)
+                self._note_drawn(*span)
 
         blocks.free, live_slots.give_back = free_poisoned, give_back_poisoned
         scheduler._advance = advance_watched
@@ -186,7 +195,16 @@ class Driver:
         seen.chunks.append((start, end))
         if pool is not None:
             slot = request.sequence.live_slot
+            if request.sequence.draft_states:  # it goes on from there
+                (state,) = request.sequence.draft_states
+                pool, slot = self.context.snapshots, state.slot
             seen.states[end].append((pool.conv[:, slot].clone(), pool.ssm[:, slot].clone()))
+
+    def _note_drawn(self, request: Request, start: int, end: int) -> None:
+        """What was computed behind drafts that did not come is nobody's."""
+        for position, logits in self._drawn.pop(request.request_id, ()):
+            if position <= end:
+                self.seen[request.request_id].logits[position].append(logits)
 
     def _watch_forward(self) -> None:
         wrapper = self.engine.controller.inference_wrapped_model
@@ -195,8 +213,13 @@ class Driver:
         def forward_watched(inputs: dict) -> Tensor:
             logits = self._run_forward(forward, inputs)
             step = self.context.step
-            for row, chunk in enumerate(one for one in step.chunks if one.sampling is not None):
-                self.seen[chunk.request_id].logits[chunk.end].append(logits[0, row].clone())
+            rows = iter(logits[0].clone())
+            for chunk in (one for one in step.chunks if one.sampling is not None):
+                if chunk.behind_drafts:
+                    positions = range(chunk.end - len(chunk.behind_drafts), chunk.end + 1)
+                    self._drawn[chunk.request_id] = [(position, next(rows)) for position in positions]
+                else:
+                    self.seen[chunk.request_id].logits[chunk.end].append(next(rows))
             return logits
 
         wrapper.run_one_forward_step = forward_watched
@@ -214,7 +237,7 @@ class Driver:
     def step(self) -> dict:
         """One step, with the invariants checked before and after."""
         self.engine.check()
-        self._poison_slots()
+        self._poison_slots(self.scheduler.queues)
         result = self.engine.step_modern()
         self.engine.check()
         for record in result["finished_request_records"]:

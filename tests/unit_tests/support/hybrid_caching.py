@@ -68,6 +68,11 @@ class HybridModel(CacheModel):
         """What the engine has snapshots of."""
         return {self._of_digest[digest] for digest in self._states._visible}
 
+    def asked_for(self) -> set[Contents]:
+        """Those of them that are not provisional."""
+        states = self._states
+        return {self._of_digest[digest] for digest in states._visible if not states.is_provisional(digest)}
+
     def digest(self, contents: Contents) -> Digest:
         """The engine's name of it."""
         return next(digest for digest, known in self._of_digest.items() if known == contents)
@@ -94,13 +99,13 @@ class HybridModel(CacheModel):
             self.expected &= self._in_use()
 
     def check_snapshots(self) -> None:
-        visible = self.visible()
+        asked_for = self.asked_for()
         if self.is_exact:
             assert self.scheduler.cache.use().blocks_evicted == 0, "not what an exact model is for"
             self._drop_unused()
-            assert visible == self.expected
+            assert asked_for == self.expected
         else:
-            assert visible <= self.expected
+            assert asked_for <= self.expected
 
     def _resume(self, length: int, matched: Sequence[Contents]) -> int:
         """The largest boundary below the end, in the matched run, that has a snapshot."""
@@ -154,6 +159,7 @@ class HybridModel(CacheModel):
         assert (admission.restore is not None) == (start > 0)
         if start:
             self._optional.discard(run[start // self.block_size - 1])
+            self.expected.add(run[start // self.block_size - 1])  # though nobody had asked for it
         self._stale.discard(request.request_id)
         self._requested.pop(request.request_id, None)
         if request.params.enable_prefix_caching:
@@ -241,10 +247,12 @@ class HybridDriver(CachingDriver):
     def states(self):
         return self.scheduler.cache.states
 
-    def snapshots_of(self, tokens: Sequence[int], salt: str | None = None) -> list[int]:
-        """Positions in `tokens` at which there are snapshots."""
-        visible = self.model.visible()
-        return [end for end in range(1, len(tokens) + 1) if (salt, tuple(tokens[:end])) in visible]
+    def snapshots_of(self, tokens: Sequence[int], salt: str | None = None, *, provisional: bool = False) -> list[int]:
+        """Positions in `tokens` at which there are snapshots, or such that nobody asked for."""
+        found = self.model.asked_for()
+        if provisional:
+            found = self.model.visible() - found
+        return [end for end in range(1, len(tokens) + 1) if (salt, tuple(tokens[:end])) in found]
 
     def forget(self, tokens: Sequence[int], positions: Collection[int], salt: str | None = None) -> None:
         """Drop the snapshots at these positions; their blocks stay."""
@@ -274,9 +282,13 @@ def assert_prefill_states_equal(actual: Driver, expected: Driver, request_id: in
 
 
 def assert_snapshots_equal_oracle(driver: HybridDriver, tokens: Sequence[int], oracle: Oracle) -> list[int]:
-    """Every snapshot within `tokens` holds, in all layers, what a token-by-token recurrence gives: their positions."""
+    """Every snapshot within `tokens` holds, in all layers, what a token-by-token recurrence gives.
+
+    Returns:
+        The positions of those that somebody asked for.
+    """
     positions, pool = driver.snapshots_of(tokens), driver.context.snapshots
-    for position in positions:
+    for position in [*positions, *driver.snapshots_of(tokens, provisional=True)]:
         slot = driver.states.find(driver.model.digest((None, tuple(tokens[:position]))))
         for layer, (conv, ssm) in enumerate(oracle.states(tokens[:position])):
             name = f"snapshot after {position} tokens, layer {layer}"

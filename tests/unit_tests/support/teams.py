@@ -24,6 +24,7 @@ from megatron_ext.models.build import build_model
 from megatron_ext.ranks.follower import Follower
 from megatron_ext.scheduling.counters import Counters
 from megatron_ext.scheduling.record import RequestRecord
+from tests.unit_tests.support.drafters import Knowing, right_for_a_while
 from tests.unit_tests.support.spread import Whole, fill
 from tests.unit_tests.support.tokenizers import PieceTokenizer
 
@@ -40,11 +41,15 @@ class Script:
             ("weights",), ("suspend",), ("anew",). What is left is served to the end.
         batching: Fields of `BatchingConfig`.
         cache: See there.
+        drafts: See `build_engine`.
+        truth: What the drafter thinks that requests will say (see `Knowing`); it is right for a while.
     """
 
     actions: Sequence[tuple]
     batching: Mapping[str, object] = field(default_factory=dict)
     cache: CacheConfig = field(default_factory=CacheConfig)
+    drafts: int = 0
+    truth: Mapping[int, Sequence[int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -80,8 +85,11 @@ def live(parallel: ParallelConfig | None, config: ModelConfig, whole: Whole, scr
         script.cache,
     )
     if team is None or team.is_leader:
-        return lead(build_engine(*settings, dtype=torch.float32, team=team), script)
-    return _follow(build_follower(*settings, dtype=torch.float32, team=team))
+        drafter = Knowing(right_for_a_while)
+        drafter.truth = dict(script.truth)
+        drafts = {"speculative_tokens": script.drafts, "drafter": drafter if script.drafts else None}
+        return lead(build_engine(*settings, dtype=torch.float32, team=team, **drafts), script)
+    return _follow(build_follower(*settings, dtype=torch.float32, team=team, speculative_tokens=script.drafts))
 
 
 def _follow(follower: Follower) -> Lived:

@@ -1,0 +1,47 @@
+"""The application: routes behind the server's gates, and a lifespan."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+
+import megatron_ext
+from megatron_ext.coordinator.coordination import Coordination
+from megatron_ext.coordinator.launch import Launcher
+from megatron_ext.coordinator.routes import asking, everybody, generation, joining, observing
+from megatron_ext.server.gate import ADMIN_PATHS
+from megatron_ext.server.gates import install_gates
+
+ROUTERS = (generation.router, asking.router, observing.router, everybody.router)
+ADMIN_ROUTERS = (joining.router,)  # with --enable-admin-routes
+OUR_ADMIN_PATHS = ADMIN_PATHS | {"/replicas", "/replicas/join", "/replicas/drain", "/replicas/leave"}
+
+
+def create_app(coordination: Coordination, launcher: Launcher | None = None) -> FastAPI:
+    """The application. Its lifespan watches replicas, and runs those that the launcher starts."""
+    settings = coordination.settings
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        coordination.start()
+        if launcher is not None:
+            launcher.start(coordination.fleet)
+        yield
+        await coordination.close()
+        if launcher is not None:
+            await launcher.close()
+
+    app = FastAPI(
+        title="megatron_ext coordinator",
+        version=megatron_ext.__version__,
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+    )
+    app.state.coordination = coordination
+    for router in (*ROUTERS, *(ADMIN_ROUTERS if settings.enable_admin_routes else ())):
+        app.include_router(router)
+    install_gates(app, settings, coordination.keys, access_log=settings.access_log, admin_paths=OUR_ADMIN_PATHS)
+    return app

@@ -1,0 +1,186 @@
+"""What the routes of a coordinator need: the fleet, and everything around it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Annotated
+
+from fastapi import Depends, Request
+
+from megatron_ext.config.fleet import CoordinatorConfig
+from megatron_ext.config.routing import RoutingPolicyName
+from megatron_ext.coordinator.client import CallFailed, Headers, Whole, fetch
+from megatron_ext.coordinator.event_reader import EventReader
+from megatron_ext.coordinator.fleet import Fleet
+from megatron_ext.coordinator.forwarding import Forwarder
+from megatron_ext.coordinator.member import Member, Source
+from megatron_ext.coordinator.metrics import FleetMetrics
+from megatron_ext.coordinator.prompts import Prompts
+from megatron_ext.coordinator.remembered import Remembered
+from megatron_ext.coordinator.replicas_file import ReplicasFile
+from megatron_ext.coordinator.tries import no_replica
+from megatron_ext.routing.router import ReplicaView, Router
+from megatron_ext.server.keys import Keys, load_keys
+
+EVERYBODY = 60.0  # seconds that a call to all replicas may take: a reset waits for a step, a wake-up for memory
+
+
+@dataclass(frozen=True)
+class ReplicaRow:
+    """What people see of one replica."""
+
+    url: str
+    source: str
+    status: str
+    problem: str
+    model: str | None
+    in_flight: int
+    load_tokens: int
+    blocks: int
+    blocks_known: int
+    states_known: int
+    has_events: bool
+    sent: int
+    moved: int
+    skipped: int | None
+    computed: int | None
+    decision_seconds: float | None
+    quiet_seconds: float
+
+
+class Coordination:
+    """See the module.
+
+    Args:
+        settings: Of the coordinator.
+        keys: By default those that the settings name.
+
+    Raises:
+        ConfigError: Keys or replicas cannot be read where the settings say.
+    """
+
+    def __init__(self, settings: CoordinatorConfig, keys: Keys | None = None) -> None:
+        self.settings = settings
+        self.keys = keys or load_keys(settings)
+        self.router = Router(settings.routing)
+        self.fleet = Fleet(self.router, settings.replica_timeout)
+        self.metrics = FleetMetrics(self.fleet)
+        self._remembered: dict[str, Remembered] = {}
+        self._readers: dict[str, EventReader] = {}
+        self.fleet.on_join, self.fleet.on_leave = self._joined, self._left
+        self.fleet.on_removed = lambda member: self.metrics.forget(member.url)
+        needs_tokens = settings.routing.policy != RoutingPolicyName.ROUND_ROBIN.value
+        self.prompts = Prompts(self.fleet, needs_tokens=needs_tokens, has_keys=self.keys.are_needed)
+        self.forwarder = Forwarder(self.fleet, self.metrics, self._remembered)
+        file = settings.replicas_file
+        self._file = None if file is None else ReplicasFile(file, self.fleet)
+        self._watching: asyncio.Task[None] | None = None
+
+    def _joined(self, member: Member) -> None:
+        """Learn what it holds: from its events, or from what it answers."""
+        beat = member.beat
+        assert beat is not None, "it has answered"
+        if beat.events:
+            self._readers[member.url] = EventReader(self.router, member.url, beat.events)
+        else:
+            self._remembered[member.url] = Remembered(
+                self.router, member.url, beat.block_size, beat.blocks, has_states=beat.has_states
+            )
+
+    def _left(self, member: Member) -> None:
+        self._remembered.pop(member.url, None)
+        reader = self._readers.pop(member.url, None)
+        if reader is not None:
+            reader.close()
+
+    def start(self) -> None:
+        """Take in the replicas that the flags name; on the event loop."""
+        for url in self.settings.replica:
+            self.fleet.add(url, Source.FLAG)
+        if self._file is not None:
+            self._file.join()
+            self._watching = asyncio.get_running_loop().create_task(self._file.run())
+
+    async def close(self) -> None:
+        """Watch and read nothing any more."""
+        if self._watching is not None:
+            self._watching.cancel()
+        await self.fleet.close()
+        for reader in self._readers.values():
+            reader.close()
+
+    def cache_cleared(self, url: str) -> None:
+        """A replica has emptied its cache; one with events says so itself."""
+        if url in self._remembered:
+            self._remembered[url].cleared()
+
+    async def anybody(self, method: str, target: str, headers: Headers, body: bytes) -> Whole:
+        """What the first replica that answers says.
+
+        Raises:
+            ApiError: None does.
+        """
+        for member in sorted(self.fleet.answering(), key=lambda one: len(one.calls)):
+            try:
+                return await fetch(
+                    member.address, method, target, headers, body, patience=self.settings.replica_timeout
+                )
+            except CallFailed as error:
+                self.fleet.note_silence(member, str(error))
+        raise no_replica()
+
+    async def everybody(self, method: str, target: str, headers: Headers, body: bytes) -> dict[str, Whole | CallFailed]:
+        """What each replica that can be asked says, by its URL.
+
+        Raises:
+            ApiError: There is none.
+        """
+        members = self.fleet.answering()
+        if not members:
+            raise no_replica()
+
+        async def ask(member: Member) -> Whole | CallFailed:
+            try:
+                return await fetch(member.address, method, target, headers, body, patience=EVERYBODY)
+            except CallFailed as error:
+                return error
+
+        answers: Sequence[Whole | CallFailed] = await asyncio.gather(*map(ask, members))
+        return {member.url: answer for member, answer in zip(members, answers, strict=True)}
+
+    def rows(self) -> list[dict[str, object]]:
+        """All replicas, for people."""
+        views = {view.name: view for view in self.router.replicas()}
+        return [asdict(self._row(member, views.get(url))) for url, member in self.fleet.members.items()]
+
+    def _row(self, member: Member, view: ReplicaView | None) -> ReplicaRow:
+        beat = member.beat
+        return ReplicaRow(
+            url=member.url,
+            source=member.source.value,
+            status=member.status.value,
+            problem=member.problem,
+            model=None if beat is None else beat.model,
+            in_flight=len(member.calls),
+            load_tokens=0 if view is None else view.load,
+            blocks=0 if beat is None else beat.blocks,
+            blocks_known=0 if view is None else view.blocks,
+            states_known=0 if view is None else view.states,
+            has_events=member.url in self._readers,
+            sent=member.sent,
+            moved=member.moved,
+            skipped=None if beat is None else beat.skipped,
+            computed=None if beat is None else beat.computed,
+            decision_seconds=self.metrics.decision_seconds(member.url),
+            quiet_seconds=time.monotonic() - member.alive_at,
+        )
+
+
+async def _coordination(request: Request) -> Coordination:
+    return request.app.state.coordination
+
+
+CoordinationDependency = Annotated[Coordination, Depends(_coordination)]

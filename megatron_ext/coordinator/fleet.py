@@ -1,0 +1,179 @@
+"""All replicas: who joins, who answers, who is dead, and what the router is told of that."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from megatron_ext.coordinator.client import CallFailed, fetch
+from megatron_ext.coordinator.heartbeat import OK, PATH, Heartbeat
+from megatron_ext.coordinator.member import Member, Source, Status
+from megatron_ext.routing.router import Router
+
+logger = logging.getLogger(__name__)
+
+BEATS = 4  # in `--replica-timeout`
+LONGEST_INTERVAL = 1.0  # seconds between two of them
+
+
+class Fleet:
+    """See the module. Everything happens on one event loop.
+
+    Args:
+        router: Told which replicas there are.
+        timeout: Seconds without a sign of life after which a replica is dead.
+    """
+
+    def __init__(self, router: Router, timeout: float) -> None:
+        self.router = router
+        self.timeout = timeout
+        self.members: dict[str, Member] = {}
+        self.on_join: Callable[[Member], None] = lambda member: None  # the router has it
+        self.on_leave: Callable[[Member], None] = lambda member: None  # it has it no more
+        self.on_removed: Callable[[Member], None] = lambda member: None  # nobody names it any more
+        self.in_flight: set[int] = set()  # requests that the router has, by their numbers
+        self._interval = min(LONGEST_INTERVAL, timeout / BEATS)
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    # Who is here
+
+    def add(self, url: str, source: Source) -> Member:
+        """A replica is to join; one that is here already, and leaving, stays."""
+        member = self.members.get(url)
+        if member is None:
+            logger.info("replica %s is to join (%s)", url, source.value)
+            member = self.members[url] = Member(url, source)
+            self._tasks[url] = asyncio.get_running_loop().create_task(self._watch(member))
+        member.leaves_when_idle = False
+        if member.is_draining:
+            self.drain(url, is_draining=False)
+        return member
+
+    def drain(self, url: str, *, is_draining: bool = True, leaves: bool = False) -> None:
+        """It gets nothing new; with `leaves` it goes when what is in flight to it has ended."""
+        member = self.members[url]
+        logger.info("replica %s %s", url, "drains" if is_draining else "takes requests again")
+        member.is_draining, member.leaves_when_idle = is_draining, leaves
+        self._tell_router(member)
+        if leaves and not member.calls:
+            self.remove(url)
+
+    def remove(self, url: str) -> None:
+        """It is gone: what is in flight to it runs elsewhere, or ends."""
+        member = self.members.pop(url)
+        logger.info("replica %s leaves", url)
+        self._tasks.pop(url).cancel()
+        self._forget(member, "the replica has been taken away")
+        self.on_removed(member)
+
+    def ended(self, member: Member) -> None:
+        """Something in flight to it has ended."""
+        if member.leaves_when_idle and not member.calls and self.members.get(member.url) is member:
+            self.remove(member.url)
+
+    def ready(self) -> list[Member]:
+        """Those that take requests."""
+        return [member for member in self.members.values() if member.status is Status.READY]
+
+    def answering(self) -> list[Member]:
+        """Those that can be asked for anything but generating."""
+        kinds = (Status.READY, Status.DRAINING, Status.ASLEEP, Status.FAILING)
+        return [member for member in self.members.values() if member.status in kinds]
+
+    def doubtful(self) -> list[str]:
+        """Those to be avoided: they did not answer when they were asked last."""
+        return [url for url, member in self.members.items() if member.is_silent]
+
+    async def close(self) -> None:
+        """Watch nobody any more."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def first_look(self) -> None:
+        """Wait until each of those that are here now has been asked once."""
+        await asyncio.gather(*(member.probed.wait() for member in self.members.values()))
+
+    # How they are
+
+    async def _watch(self, member: Member) -> None:
+        """Ask a replica for signs of life for as long as it is here."""
+        sweeping = asyncio.get_running_loop().create_task(self._sweep(member))
+        try:
+            while True:
+                member.poked.clear()
+                await self._probe(member)
+                member.probed.set()
+                try:
+                    await asyncio.wait_for(member.poked.wait(), self._interval)
+                except asyncio.TimeoutError:
+                    continue
+                await asyncio.sleep(self._interval / BEATS)  # poked again and again it is not asked without a pause
+        finally:
+            sweeping.cancel()
+
+    async def _probe(self, member: Member) -> None:
+        address = member.address
+        try:
+            answer = await fetch(address, "GET", PATH, patience=self.timeout / 2)
+            if answer.status != 200:
+                raise ValueError(f"GET {PATH} was answered with {answer.status}")
+            beat = Heartbeat.of(answer.json(), address.host)
+        except (CallFailed, ValueError) as error:
+            self.note_silence(member, str(error))
+            return
+        self._note_beat(member, beat)
+
+    def note_silence(self, member: Member, problem: str) -> None:
+        """It did not answer: it is avoided, and asked again soon."""
+        if problem != member.problem:
+            logger.warning("replica %s: %s", member.url, problem)
+        member.problem, member.is_silent = problem, True
+
+    def _note_beat(self, member: Member, beat: Heartbeat) -> None:
+        last = member.beat
+        if last is not None and last.instance != beat.instance and member.is_known:
+            logger.warning("replica %s has been restarted", member.url)
+            self._forget(member, "the replica was restarted")
+        member.take_beat(beat)
+        if not member.is_known and member.stuck is None:
+            states = beat.has_states
+            self.router.join(member.url, beat.block_size, has_states=states)
+            member.is_known = True
+            logger.info("replica %s has joined: %s, blocks of %d tokens", member.url, beat.model, beat.block_size)
+            self.on_join(member)
+        if member.is_known:
+            self._tell_router(member)
+
+    def _tell_router(self, member: Member) -> None:
+        if member.is_known:
+            is_open = member.beat is not None and member.beat.status == OK and not member.is_draining
+            self.router.drain(member.url, is_draining=not is_open)
+
+    async def _sweep(self, member: Member) -> None:
+        """Find out that no sign of life has come; what is in flight and still gives bytes goes on."""
+        while True:
+            await asyncio.sleep(self._interval / BEATS)
+            latest = time.monotonic() - self.timeout
+            if member.alive_at < latest and member.beat is not None:
+                reason = f"no sign of life for {self.timeout:g} s"
+                if member.is_known:
+                    logger.error("replica %s is dead: %s", member.url, reason)
+                    member.stuck = None if member.is_silent else (member.beat.instance, member.beat.steps)
+                    member.problem = reason
+                    self._leave_router(member)
+                member.give_up_calls(reason, latest)
+
+    def _forget(self, member: Member, reason: str) -> None:
+        """The process that was there is gone."""
+        self._leave_router(member)
+        member.give_up_calls(reason)
+
+    def _leave_router(self, member: Member) -> None:
+        if member.is_known:
+            member.is_known = False
+            self.in_flight.difference_update(self.router.leave(member.url))
+            self.on_leave(member)

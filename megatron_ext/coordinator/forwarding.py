@@ -1,0 +1,171 @@
+"""One request to one replica, and to another one if that does not answer: nothing is lost, nothing answered twice.
+
+An answer is passed on when all of it is there, a stream from its first event on. Until then a replica that dies, is
+full or fails costs the client time alone. After that a stream that breaks off ends with an error object.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from megatron_ext.coordinator.asked import Asked
+from megatron_ext.coordinator.client import CallFailed, Whole
+from megatron_ext.coordinator.fleet import Fleet
+from megatron_ext.coordinator.flight import Flight
+from megatron_ext.coordinator.member import Member
+from megatron_ext.coordinator.metrics import FleetMetrics
+from megatron_ext.coordinator.remembered import Remembered
+from megatron_ext.coordinator.tries import Tries
+from megatron_ext.routing.router import Decision
+from megatron_ext.server.errors import FAULT, ApiError
+from megatron_ext.server.streaming import event
+
+_END = b"\n\n"  # of a server-sent event
+_GENERATED = re.compile(rb'"completion_tokens": ?(\d+)')
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """An answer that comes in parts, of which the first is there."""
+
+    flight: Flight
+    events: AsyncIterator[bytes]
+
+
+class Forwarder:
+    """See the module.
+
+    Args:
+        fleet: All replicas.
+        metrics: Told what happens.
+        remembered: What replicas without events probably hold, by their URLs.
+    """
+
+    def __init__(self, fleet: Fleet, metrics: FleetMetrics, remembered: dict[str, Remembered]) -> None:
+        self._fleet = fleet
+        self._metrics = metrics
+        self._remembered = remembered
+        self._numbers = itertools.count()
+
+    async def answer(self, asked: Asked) -> Whole | Streamed:
+        """Run a request.
+
+        Raises:
+            ApiError: Nobody could.
+        """
+        tries = Tries()
+        while tries.may_go_on:
+            decision = self._choose(asked, tries)
+            if decision is None:
+                break
+            flight = self._begin(asked, decision)
+            try:
+                answer = await self._sent(asked, flight)
+            except CallFailed as error:
+                flight.end()
+                self._moved(flight.member, "lost")
+                self._fleet.note_silence(flight.member, str(error))
+                flight.member.poked.set()
+                tries.lost(flight.member.url, error)
+                continue
+            except BaseException:
+                flight.end()
+                raise
+            if isinstance(answer, Streamed):
+                return answer
+            self._ended(asked, flight, answer)
+            if not tries.goes_elsewhere(flight.member.url, answer):
+                return answer
+            self._moved(flight.member, "full" if answer.status == 429 else "failed")
+        return tries.verdict()
+
+    def _moved(self, member: Member, reason: str) -> None:
+        member.moved += 1
+        self._metrics.moved(member.url, reason)
+
+    def _choose(self, asked: Asked, tries: Tries) -> Decision | None:
+        started = time.perf_counter()
+        router, prompt = self._fleet.router, asked.prompt.prompt
+        decision = router.route(prompt, {*tries.excluded, *self._fleet.doubtful()})
+        decision = decision or router.route(prompt, tries.excluded)
+        if decision is not None:
+            self._metrics.decided(decision, time.perf_counter() - started)
+        return decision
+
+    def _begin(self, asked: Asked, decision: Decision) -> Flight:
+        return Flight(self._fleet, decision, asked, next(self._numbers))
+
+    async def _sent(self, asked: Asked, flight: Flight) -> Whole | Streamed:
+        """The whole answer, or the beginning of a stream.
+
+        Raises:
+            CallFailed: The replica did not get that far.
+        """
+        call = flight.call
+        await call.start("POST", asked.path, asked.headers, asked.body, patience=self._fleet.timeout)
+        is_stream = call.status == 200 and dict(call.headers).get(b"content-type", b"").startswith(b"text/event-stream")
+        if not is_stream:
+            return Whole(call.status, call.headers, await call.body())
+        events = whole_events(call.chunks())
+        first = await anext(events, None)
+        if first is None:
+            raise CallFailed("a stream without an event", has_reached=True)
+        flight.prefilled()
+        return Streamed(flight, self._rest(asked, flight, first, events))
+
+    async def _rest(
+        self, asked: Asked, flight: Flight, first: bytes, events: AsyncIterator[bytes]
+    ) -> AsyncIterator[bytes]:
+        """All events; if the replica is lost on the way, the last one is the error."""
+        count = first.count(_END)
+        try:
+            yield first
+            async for some in events:
+                yield some
+                count += some.count(_END)
+                flight.generated(some.count(_END))
+        except CallFailed as error:
+            self._moved(flight.member, "broken")
+            self._fleet.note_silence(flight.member, str(error))
+            flight.member.poked.set()
+            yield event(broken_off(error).to_dict())
+        else:
+            self._computed(asked, flight.member)
+            flight.end(count)
+        finally:
+            flight.end()
+
+    def _ended(self, asked: Asked, flight: Flight, answer: Whole) -> None:
+        found = _GENERATED.search(answer.body) if answer.status == 200 else None
+        if answer.status == 200:
+            self._computed(asked, flight.member)
+        flight.end(None if found is None else int(found[1]))
+
+    def _computed(self, asked: Asked, member: Member) -> None:
+        """The replica has what it computed, or had it before."""
+        if asked.prompt.is_shared and member.is_known and member.url in self._remembered:
+            self._remembered[member.url].answered(asked.prompt)
+
+
+def broken_off(error: CallFailed) -> ApiError:
+    """What a client is told whose stream has begun."""
+    return ApiError(503, f"the replica that answered was lost: {error}", kind=FAULT, code="replica_lost")
+
+
+async def whole_events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Server-sent events, one or several at once, never a part of one.
+
+    Raises:
+        CallFailed: What ends in the middle of one.
+    """
+    rest = b""
+    async for chunk in chunks:
+        complete, mark, rest = (rest + chunk).rpartition(_END)
+        if mark:
+            yield complete + mark
+    if rest:
+        raise CallFailed("the stream ended within an event", has_reached=True)

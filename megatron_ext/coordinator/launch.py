@@ -1,0 +1,224 @@
+"""Replicas that the coordinator starts: each a world of its own, restarted when it dies."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import logging
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_ext.coordinator.fleet import Fleet
+from megatron_ext.coordinator.member import Source
+from megatron_ext.errors import ConfigError
+from megatron_ext.server.keys import API_KEY_VARIABLE
+
+logger = logging.getLogger(__name__)
+
+BAD_USAGE = 2  # exit code: it would not start the next time either
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds before it is started again; doubled each time
+LIVED_LONG = 60.0  # seconds; then the pauses begin anew
+LAST_SECONDS = 10.0  # beyond the time that a replica has for its requests
+DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
+_GPUS = Path("/proc/driver/nvidia/gpus")
+_READY = re.compile(r"^ready: (http://\S+)$")
+_LONGEST_LINE = 1 << 16
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """How replicas are started.
+
+    Attributes:
+        script: `tools/run_server.py`.
+        flags: For it.
+        count: Replicas.
+        world: Ranks of each.
+        api_key: Where the coordinator has one that is in no file; None otherwise.
+        shutdown_timeout: Seconds that a replica has to end.
+        devices: GPUs of the machine, as CUDA names them; empty without.
+    """
+
+    script: Path
+    flags: tuple[str, ...]
+    count: int
+    world: int = 1
+    api_key: str | None = None
+    shutdown_timeout: float = 30.0
+    devices: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        needed = self.count * self.world
+        if self.devices and needed > len(self.devices):
+            raise ConfigError(
+                f"--launch {self.count} needs {needed} GPUs, {self.world} for each replica, and {len(self.devices)} "
+                f"are visible; launch fewer, or set {DEVICES_VARIABLE}= to compute on the CPU"
+            )
+
+    def command(self) -> list[str]:
+        """Of one replica."""
+        runner = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.world)]
+        own = ["--host", "127.0.0.1", "--port", "0"]
+        return [sys.executable, *(runner if self.world > 1 else ()), str(self.script), *self.flags, *own]
+
+    def environment(self, index: int) -> dict[str, str]:
+        """Of the replica with this number: its own devices."""
+        variables = dict(os.environ)
+        if self.api_key is not None:
+            variables[API_KEY_VARIABLE] = self.api_key
+        if self.devices:
+            variables[DEVICES_VARIABLE] = ",".join(self.devices[index * self.world : (index + 1) * self.world])
+        return variables
+
+
+def visible_devices(environment: Mapping[str, str] | None = None) -> tuple[str, ...]:
+    """GPUs, without asking CUDA, which would take one."""
+    told = (os.environ if environment is None else environment).get(DEVICES_VARIABLE)
+    if told is not None:
+        return tuple(one.strip() for one in told.split(",") if one.strip() and one.strip() != "-1")
+    return tuple(str(number) for number in range(len(list(_GPUS.iterdir())))) if _GPUS.is_dir() else ()
+
+
+def _end_with_parent() -> None:
+    """In the child: nobody stops it if the coordinator is killed."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+class Launcher:
+    """Starts replicas and keeps them running.
+
+    Args:
+        plan: How.
+        on_failure: Called when they cannot be started at all; `failure` says why.
+    """
+
+    def __init__(self, plan: LaunchPlan, on_failure: Callable[[], None] = lambda: None) -> None:
+        self._plan = plan
+        self.on_failure = on_failure
+        self.failure: ConfigError | None = None
+        self.pids: dict[int, int] = {}  # of those that run, by the replica's number
+        self._tasks: list[asyncio.Task[None]] = []
+        self._is_ready = [asyncio.Event() for _ in range(plan.count)]
+
+    def start(self, fleet: Fleet) -> None:
+        """Begin to start them."""
+        create_task = asyncio.get_running_loop().create_task
+        self._tasks = [create_task(self._keep_running(index, fleet)) for index in range(self._plan.count)]
+
+    async def all_ready(self) -> None:
+        """Wait until each has been ready once, or none ever will be."""
+        await asyncio.gather(*(event.wait() for event in self._is_ready))
+
+    async def close(self) -> None:
+        """Stop them; each has its time for what it computes."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _keep_running(self, index: int, fleet: Fleet) -> None:
+        pause = FIRST_PAUSE
+        while True:
+            started = time.monotonic()
+            code = await self._run_once(index, fleet)
+            if code == BAD_USAGE and not self._is_ready[index].is_set():
+                self._give_up(ConfigError(f"replica {index} does not start, as it says above; see --launch"))
+                return
+            logger.error("replica %d has ended with code %d; it is started again in %g s", index, code, pause)
+            await asyncio.sleep(pause)
+            has_lived = time.monotonic() - started > LIVED_LONG
+            pause = FIRST_PAUSE if has_lived else min(LONGEST_PAUSE, 2 * pause)
+
+    def _give_up(self, error: ConfigError) -> None:
+        self.failure = self.failure or error
+        for event in self._is_ready:
+            event.set()
+        self.on_failure()
+
+    async def _run_once(self, index: int, fleet: Fleet) -> int:
+        """From the start of a process to its end; its exit code."""
+        process = await asyncio.create_subprocess_exec(
+            *self._plan.command(),
+            env=self._plan.environment(index),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            limit=_LONGEST_LINE,
+            start_new_session=True,  # a Ctrl-C is for the coordinator, which lets requests end first
+            preexec_fn=_end_with_parent,
+        )
+        self.pids[index] = process.pid
+        urls: list[str] = []
+
+        def heard(line: str) -> None:
+            found = _READY.match(line)
+            if found is not None:
+                urls.append(found[1])
+                fleet.add(found[1], Source.LAUNCH)
+                self._is_ready[index].set()
+
+        assert process.stdout is not None, "it is a pipe"
+        assert process.stderr is not None, "it is a pipe"
+        telling = asyncio.gather(
+            _tell(index, process.stdout, sys.stdout, heard), _tell(index, process.stderr, sys.stderr)
+        )
+        try:
+            code = await process.wait()
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(telling, 1.0)
+            return code
+        finally:
+            await self._end(process)
+            telling.cancel()
+            self.pids.pop(index, None)
+            for url in urls:
+                if url in fleet.members:
+                    fleet.remove(url)
+
+    async def _end(self, process: asyncio.subprocess.Process) -> None:
+        """Let it end by itself, or else not."""
+        if process.returncode is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(signal.SIGTERM)
+        try:
+            await asyncio.wait_for(process.wait(), self._plan.shutdown_timeout + LAST_SECONDS)
+        except asyncio.TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+
+
+async def _tell(
+    index: int, stream: asyncio.StreamReader, to: object, heard: Callable[[str], None] = lambda line: None
+) -> None:
+    """Pass on what a replica says, line by line, with its number."""
+    while True:
+        try:
+            line = await stream.readline()
+        except ValueError:  # longer than anybody reads
+            continue
+        if not line:
+            return
+        text = line.decode(errors="replace").rstrip("\n")
+        print(f"replica {index}: {text}", file=to, flush=True)  # type: ignore[call-overload]  # a stream of text
+        heard(text)
+
+
+def plan_of(
+    script: Path, flags: Sequence[str], count: int, world: int, api_key: str | None, shutdown_timeout: float
+) -> LaunchPlan:
+    """A plan for this machine.
+
+    Raises:
+        ConfigError: It has GPUs, and too few.
+    """
+    return LaunchPlan(script, tuple(flags), count, world, api_key, shutdown_timeout, visible_devices())

@@ -1,0 +1,108 @@
+"""What Prometheus sees of a fleet. The names are an interface; docs/fleet.md explains them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, Info, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+import megatron_ext
+from megatron_ext.coordinator.fleet import Fleet
+from megatron_ext.coordinator.member import Status
+from megatron_ext.routing.router import Decision
+
+PREFIX = "megatron_ext_coordinator"
+_SECONDS = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 1e-2, 0.1)
+_REPLICA = "replica"
+
+
+class FleetMetrics(Collector):
+    """All metrics of one coordinator. What is known of a replica goes when the replica does.
+
+    Args:
+        fleet: To be counted.
+    """
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._registry = registry = CollectorRegistry()
+        self._decisions = Histogram(
+            f"{PREFIX}_decision_seconds",
+            "What choosing the replica took, by the replica that was chosen",
+            [_REPLICA],
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self._chosen = Counter(
+            f"{PREFIX}_decisions", "Why requests went where they went", [_REPLICA, "reason"], registry=registry
+        )
+        self._moved = Counter(
+            f"{PREFIX}_requests_moved",
+            "Requests that a replica did not answer: lost, failed, full, or broken (a stream that had begun)",
+            [_REPLICA, "reason"],
+            registry=registry,
+        )
+        self.rejected = Counter(f"{PREFIX}_requests_rejected", "Answers of 429: all were full", registry=registry)
+        Info(PREFIX, "The coordinator", registry=registry).info({"version": megatron_ext.__version__})
+        registry.register(self)
+
+    def decided(self, decision: Decision, seconds: float) -> None:
+        """A replica has been chosen."""
+        self._decisions.labels(decision.replica).observe(seconds)
+        self._chosen.labels(decision.replica, decision.reason.value).inc()
+
+    def moved(self, url: str, reason: str) -> None:
+        """A replica did not answer a request; one that has been taken away is not counted any more."""
+        if url in self._fleet.members:
+            self._moved.labels(url, reason).inc()
+
+    def decision_seconds(self, url: str) -> float | None:
+        """The mean of those that chose this replica; None if none did."""
+        samples = {
+            sample.name: sample.value
+            for family in self._decisions.collect()
+            for sample in family.samples
+            if sample.labels.get(_REPLICA) == url and "le" not in sample.labels
+        }
+        count = samples.get(f"{PREFIX}_decision_seconds_count", 0)
+        return samples[f"{PREFIX}_decision_seconds_sum"] / count if count else None
+
+    def forget(self, url: str) -> None:
+        """A replica has been taken away."""
+        for metric in (self._decisions, self._chosen, self._moved):
+            labels = [one.labels for family in metric.collect() for one in family.samples]
+            reasons = {one.get("reason") for one in labels if one.get(_REPLICA) == url}
+            for reason in reasons:
+                metric.remove(url, *(() if reason is None else (reason,)))
+
+    def collect(self) -> Iterator[Metric]:
+        """How replicas are now."""
+        views = {view.name: view for view in self._fleet.router.replicas()}
+        up = GaugeMetricFamily(f"{PREFIX}_replica_ready", "1 if the replica takes requests", labels=[_REPLICA])
+        flying = GaugeMetricFamily(f"{PREFIX}_in_flight", "Requests in flight to the replica", labels=[_REPLICA])
+        load = GaugeMetricFamily(f"{PREFIX}_load_tokens", "Tokens that it has yet to compute", labels=[_REPLICA])
+        blocks = GaugeMetricFamily(f"{PREFIX}_blocks_known", "KV blocks that it is known to hold", labels=[_REPLICA])
+        sent = CounterMetricFamily(f"{PREFIX}_requests_sent", "Requests sent to the replica", labels=[_REPLICA])
+        skipped = CounterMetricFamily(
+            f"{PREFIX}_prompt_tokens_skipped", "Prompt tokens that the replica did not compute", labels=[_REPLICA]
+        )
+        computed = CounterMetricFamily(
+            f"{PREFIX}_prompt_tokens_computed", "Prompt tokens that the replica computed", labels=[_REPLICA]
+        )
+        for url, member in self._fleet.members.items():
+            view, beat = views.get(url), member.beat
+            up.add_metric([url], float(member.status is Status.READY))
+            flying.add_metric([url], len(member.calls))
+            load.add_metric([url], 0 if view is None else view.load)
+            blocks.add_metric([url], 0 if view is None else view.blocks)
+            sent.add_metric([url], member.sent)
+            if beat is not None and beat.skipped is not None and beat.computed is not None:
+                skipped.add_metric([url], beat.skipped)
+                computed.add_metric([url], beat.computed)
+        yield from (up, flying, load, blocks, sent, skipped, computed)
+
+    def render(self) -> bytes:
+        """In Prometheus' text format."""
+        return generate_latest(self._registry)

@@ -1,0 +1,128 @@
+"""Prompts of requests as token ids, which a replica makes of them.
+
+A replica has the tokenizer and the chat template, and makes what it will itself read; the coordinator needs neither,
+nor torch. Nothing is kept.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+from megatron_ext.coordinator.asked import Asked, RoutedPrompt
+from megatron_ext.coordinator.client import CallFailed, Headers, fetch
+from megatron_ext.coordinator.fleet import Fleet
+from megatron_ext.coordinator.member import Member
+from megatron_ext.server.errors import ApiError
+from megatron_ext.server.keys import Caller, caller_of
+
+MOST_ASKED = 2  # replicas that are asked for the tokens of one prompt, before it is routed without
+JSON = (b"content-type", b"application/json")
+_TEMPLATE = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
+_COMPLETION_TOKENS = 16  # OpenAI's default
+_UNKNOWN_TOKENS = 1 << 30  # as many as fit
+
+
+class Prompts:
+    """See the module.
+
+    Args:
+        fleet: To be asked.
+        needs_tokens: Whether the policy looks at prompts.
+        has_keys: Whether the coordinator asks for keys itself.
+    """
+
+    def __init__(self, fleet: Fleet, *, needs_tokens: bool, has_keys: bool) -> None:
+        self._fleet = fleet
+        self._needs_tokens = needs_tokens
+        self._has_keys = has_keys
+
+    async def asked(
+        self, path: str, content: Mapping[str, object], body: bytes, authorization: bytes | None, caller: Caller
+    ) -> Asked:
+        """What a body asks for. What is wrong with it the replica says.
+
+        Args:
+            path: Of the route.
+            content: The body, parsed.
+            body: The body.
+            authorization: Who asks; None where nobody says.
+            caller: The same, by the coordinator's own keys.
+        """
+        members = self._fleet.ready()
+        are_keyed = any(member.beat is not None and member.beat.has_keys for member in members)
+        salt = _text(content.get("cache_salt"))
+        if self._has_keys and not are_keyed and members:  # replicas cannot tell the tenants apart, so it is done here
+            salt = caller.bind(salt)
+            body = json.dumps({**content, "cache_salt": salt}).encode()
+        elif are_keyed:
+            scheme, _, key = (authorization or b"").partition(b" ")
+            if scheme.lower() == b"bearer":
+                salt = caller_of(key.decode("latin-1")).bind(salt)
+        headers: Headers = [JSON] if authorization is None else [JSON, (b"authorization", authorization)]
+        prompt = await self._prompt(content, headers, members, salt)
+        return Asked(path, headers, body, content.get("stream") is True, _new_tokens(content), prompt)
+
+    async def _prompt(
+        self, content: Mapping[str, object], headers: Headers, members: list[Member], salt: str | None
+    ) -> RoutedPrompt:
+        if not self._needs_tokens or len(members) < 2:
+            return RoutedPrompt.private()
+        tokens = _first(content.get("prompt"))
+        if isinstance(tokens, str) or "messages" in content:
+            tokens = await self._tokenized(content, tokens, headers, members)
+        try:
+            shares = content.get("enable_prefix_caching") is not False
+            return RoutedPrompt.of(tokens, salt) if shares and tokens else RoutedPrompt.private(tokens or ())
+        except (OverflowError, TypeError):  # no token ids; the replica says so
+            return RoutedPrompt.private()
+
+    async def _tokenized(
+        self, content: Mapping[str, object], text: object, headers: Headers, members: list[Member]
+    ) -> list[int]:
+        """Ids; empty if nobody can say, or the request makes no sense."""
+        fields = {name: content[name] for name in _TEMPLATE if content.get(name) is not None}
+        question = json.dumps(fields if "messages" in fields else {"prompt": text}).encode()
+        for member in sorted(members, key=lambda one: len(one.calls))[:MOST_ASKED]:
+            try:
+                answer = await fetch(
+                    member.address, "POST", "/tokenize", headers, question, patience=self._fleet.timeout / 2
+                )
+            except CallFailed as error:
+                self._fleet.note_silence(member, str(error))
+                continue
+            told = answer.json()
+            tokens = told.get("tokens") if answer.status == 200 and isinstance(told, dict) else None
+            return tokens if isinstance(tokens, list) else []
+        return []
+
+
+def _first(prompt: object) -> list[int] | str:
+    """Of several prompts the first decides; they run at one place."""
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], list | str):
+        prompt = prompt[0]
+    return prompt if isinstance(prompt, list | str) else []
+
+
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def _new_tokens(content: Mapping[str, object]) -> int:
+    """That may be generated: of all choices."""
+    limits = [content.get(name) for name in ("max_completion_tokens", "max_tokens")]
+    known = [one for one in limits if isinstance(one, int) and one >= 0]
+    most = known[0] if known else _UNKNOWN_TOKENS if "messages" in content else _COMPLETION_TOKENS
+    choices = content.get("n")
+    return most * (choices if isinstance(choices, int) and 0 < choices <= 128 else 1)
+
+
+def checked(content: object) -> Mapping[str, object]:
+    """A body that is an object.
+
+    Raises:
+        ApiError: It is something else.
+    """
+    if not isinstance(content, dict):
+        raise ApiError(400, "the body: must be an object")
+    return content

@@ -1,0 +1,77 @@
+"""Routes of administrators that every replica is asked: what concerns everybody's cache."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from megatron_ext.coordinator.client import CallFailed, Whole
+from megatron_ext.coordinator.coordination import Coordination, CoordinationDependency
+from megatron_ext.coordinator.routes.asking import headers_of, target_of
+from megatron_ext.coordinator.routes.generation import passed_on
+from megatron_ext.server.body import check_content_type, read_body
+from megatron_ext.server.streaming import unless_gone
+
+logger = logging.getLogger(__name__)
+
+router = APIRouter()
+
+_EMPTIES = ("/reset_prefix_cache", "/flush_cache", "/update_weights_from_disk", "/sleep")
+_UNREACHABLE = 502
+
+
+async def ask_all(request: Request, coordination: CoordinationDependency) -> Response:
+    """What each replica answers, by its URL. The status is the first one that is no 200; `/abort` needs one 200."""
+    body = await read_body(request, coordination.settings.limits.body_bytes)
+    if body:
+        check_content_type(request.headers.get("content-type"))
+    asking = coordination.everybody(request.method, target_of(request), headers_of(request), body)
+    answers = await unless_gone(request.receive, asking)
+    path = request.url.path
+    if request.method == "POST":
+        logger.info("%s: %s", path, ", ".join(f"{url} {_status(answer)}" for url, answer in answers.items()))
+    if path in _EMPTIES:
+        _forget(coordination, answers)
+    return _together(answers, needs_all=path != "/abort")
+
+
+for method, path in (
+    ("GET", "/prefix_cache"),
+    ("POST", "/reset_prefix_cache"),
+    ("POST", "/flush_cache"),
+    ("POST", "/abort"),
+    ("POST", "/sleep"),
+    ("POST", "/wake_up"),
+    ("GET", "/is_sleeping"),
+    ("POST", "/update_weights_from_disk"),
+):
+    router.add_api_route(path, ask_all, methods=[method], name=f"{method} {path}", response_model=None)
+
+
+def _forget(coordination: Coordination, answers: dict[str, Whole | CallFailed]) -> None:
+    for url, answer in answers.items():
+        if _status(answer) == 200:
+            coordination.cache_cleared(url)
+
+
+def _status(answer: Whole | CallFailed) -> int:
+    return answer.status if isinstance(answer, Whole) else _UNREACHABLE
+
+
+def _together(answers: dict[str, Whole | CallFailed], *, needs_all: bool) -> Response:
+    """One answer of all; an error that all agree on is passed on as it is."""
+    statuses = [_status(answer) for answer in answers.values()]
+    bad = [status for status in statuses if status != 200]
+    first = next(iter(answers.values()))
+    if len(set(statuses)) == 1 and bad and isinstance(first, Whole):
+        return passed_on(first)
+    told = {
+        url: answer.json() if isinstance(answer, Whole) else {"error": {"message": str(answer)}}
+        for url, answer in answers.items()
+    }
+    is_good = not bad or (not needs_all and len(bad) < len(statuses))
+    content = json.dumps({"replicas": told}, ensure_ascii=False).encode()
+    return Response(content, 200 if is_good else bad[0], media_type="application/json")

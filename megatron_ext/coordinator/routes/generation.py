@@ -1,0 +1,60 @@
+"""The routes that generate."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from megatron_ext.coordinator.client import Headers, Whole
+from megatron_ext.coordinator.coordination import Coordination, CoordinationDependency
+from megatron_ext.coordinator.forwarding import Streamed
+from megatron_ext.coordinator.prompts import checked
+from megatron_ext.server.body import check_content_type, parse_json, read_body
+from megatron_ext.server.errors import ApiError
+from megatron_ext.server.gate import CALLER
+from megatron_ext.server.streaming import EventStream, unless_gone
+
+router = APIRouter()
+
+_PASSED_ON = (b"content-type", b"retry-after", b"www-authenticate")
+
+
+@router.post("/v1/completions")
+async def create_completion(request: Request, coordination: CoordinationDependency) -> Response:
+    """Go on with one or several prompts; the body is that of a replica's route."""
+    return await _generate(request, coordination)
+
+
+@router.post("/v1/chat/completions")
+async def create_chat_completion(request: Request, coordination: CoordinationDependency) -> Response:
+    """Answer in a conversation; the body is that of a replica's route."""
+    return await _generate(request, coordination)
+
+
+async def _generate(request: Request, coordination: Coordination) -> Response:
+    body = await read_body(request, coordination.settings.limits.body_bytes)
+    if body:
+        check_content_type(request.headers.get("content-type"))
+    content = checked(parse_json(body))
+    authorization = dict(request.scope["headers"]).get(b"authorization")
+
+    async def answer() -> Whole | Streamed:
+        asked = await coordination.prompts.asked(request.url.path, content, body, authorization, request.scope[CALLER])
+        return await coordination.forwarder.answer(asked)
+
+    try:
+        answered = await unless_gone(request.receive, answer())
+    except ApiError as error:
+        if error.status == 429:
+            coordination.metrics.rejected.inc()
+        raise
+    if isinstance(answered, Streamed):
+        return EventStream(answered.flight, answered.events)
+    return passed_on(answered)
+
+
+def passed_on(answer: Whole) -> Response:
+    """An answer of a replica's as ours."""
+    headers: Headers = [(name, value) for name, value in answer.headers if name in _PASSED_ON]
+    told = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers}
+    return Response(answer.body, answer.status, headers=told)

@@ -1,0 +1,74 @@
+"""How the fleet is, for load balancers, Prometheus and people."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from fastapi import APIRouter, Request
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+
+import megatron_ext
+from megatron_ext.coordinator.coordination import CoordinationDependency
+from megatron_ext.coordinator.page import PAGE, PAGE_HEADERS
+from megatron_ext.server.docs_page import DOCS_HEADERS, docs_page
+
+router = APIRouter()
+
+
+@router.get("/health")
+async def health(coordination: CoordinationDependency) -> JSONResponse:
+    """200 while at least one replica takes requests, 503 otherwise; how many there are of which kind."""
+    fleet = coordination.fleet
+    statuses = Counter(member.status.value for member in fleet.members.values())
+    is_healthy = bool(fleet.ready())
+    content = {"status": "ok" if is_healthy else "failing", "replicas": dict(statuses)}
+    return JSONResponse(content, 200 if is_healthy else 503)
+
+
+for method in ("GET", "POST"):  # as some platforms ask
+    router.add_api_route("/ping", health, methods=[method], summary="Ping")
+
+
+@router.get("/version")
+async def version() -> dict[str, str]:
+    """Of this package."""
+    return {"version": megatron_ext.__version__}
+
+
+@router.get("/load")
+async def load(coordination: CoordinationDependency) -> dict[str, int]:
+    """Requests that are in flight to replicas, and how many these take."""
+    members = coordination.fleet.members.values()
+    beats = [member.beat for member in coordination.fleet.ready() if member.beat is not None]
+    living = sum(len(member.calls) for member in members)
+    return {"server_load": living, "capacity": sum(beat.capacity for beat in beats)}
+
+
+@router.get("/metrics", response_class=PlainTextResponse)
+async def metrics(coordination: CoordinationDependency) -> Response:
+    """For Prometheus."""
+    return Response(coordination.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+@router.get("/replicas")
+async def replicas(coordination: CoordinationDependency) -> dict[str, object]:
+    """All replicas in numbers; what the status page draws."""
+    routing = coordination.settings.routing
+    return {
+        "version": megatron_ext.__version__,
+        "policy": routing.policy,
+        "alpha": routing.alpha,
+        "replicas": coordination.rows(),
+    }
+
+
+@router.get("/docs", response_class=HTMLResponse)
+async def documentation(request: Request) -> HTMLResponse:
+    """The routes, for people."""
+    return HTMLResponse(docs_page(request.app.openapi()), headers=DOCS_HEADERS)
+
+
+@router.get("/", response_class=HTMLResponse)
+async def status_page() -> HTMLResponse:
+    """Replicas side by side."""
+    return HTMLResponse(PAGE, headers=PAGE_HEADERS)

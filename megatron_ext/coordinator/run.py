@@ -1,0 +1,107 @@
+"""From a command line to a coordinator that listens. The work of `tools/run_coordinator.py`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import uvicorn
+
+from megatron_ext.config.fleet import CoordinatorSettings
+from megatron_ext.coordinator.app import create_app
+from megatron_ext.coordinator.coordination import Coordination
+from megatron_ext.coordinator.launch import Launcher, plan_of
+from megatron_ext.server.connections import most_connections
+from megatron_ext.server.keys import load_keys
+from megatron_ext.server.listening import AnnouncedServer, announce, bind, guarded, run_until_signal
+
+logger = logging.getLogger(__name__)
+
+
+def run_coordinator(settings: CoordinatorSettings, server_script: Path) -> None:
+    """Listen, start what is to be started, and serve until a signal says to stop.
+
+    Args:
+        settings: Of the coordinator and its replicas.
+        server_script: What `--launch` starts.
+
+    Raises:
+        ConfigError: For a mistake of the user's; nothing was served then.
+    """
+    config = settings.coordinator
+    coordination = Coordination(config, load_keys(config))
+    most_connections(config.limits)
+    launcher = None
+    if config.launch:
+        flags = settings.replica_flags
+        launcher = Launcher(
+            plan_of(
+                server_script, flags, config.launch, settings.replica_world, config.api_key, config.shutdown_timeout
+            )
+        )
+    with bind(config.host, config.port) as listener:
+        run_until_signal(build_coordinator(coordination, announce, launcher), listener)
+    if launcher is not None and launcher.failure is not None:
+        raise launcher.failure
+
+
+class _Server(AnnouncedServer):
+    """Is ready when each replica that it knows of has been asked once, and those that it starts are there."""
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        coordination: Coordination,
+        on_ready: Callable[[str], None],
+        launcher: Launcher | None,
+    ) -> None:
+        super().__init__(config, self._announce_later)
+        self._coordination = coordination
+        self._say = on_ready
+        self._launcher = launcher
+        self._announcing: asyncio.Task[None] | None = None
+        if launcher is not None:
+            launcher.on_failure = self._stop
+
+    def _stop(self) -> None:
+        self.should_exit = True
+
+    def _announce_later(self, url: str) -> None:
+        self._announcing = asyncio.get_running_loop().create_task(self._announce(url))
+
+    async def _announce(self, url: str) -> None:
+        if self._launcher is not None:
+            await self._launcher.all_ready()
+            if self._launcher.failure is not None:
+                return
+        await self._coordination.fleet.first_look()
+        self._say(url)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Let requests end for as long as they may."""
+        members = self._coordination.fleet.members.values()
+        living = sum(len(member.calls) for member in members)
+        logger.info("shutdown begins: %d requests in flight", living)
+        if self._announcing is not None:
+            self._announcing.cancel()
+        cancelling = asyncio.create_task(self._end_calls())
+        await super().shutdown(sockets)
+        cancelling.cancel()
+        logger.info("shutdown ends")
+
+    async def _end_calls(self) -> None:
+        await asyncio.sleep(self._coordination.settings.shutdown_timeout)
+        for url in list(self._coordination.fleet.members):
+            self._coordination.fleet.remove(url)
+
+
+def build_coordinator(
+    coordination: Coordination, on_ready: Callable[[str], None], launcher: Launcher | None = None
+) -> uvicorn.Server:
+    """The server, which calls `on_ready` with its URL when it is ready."""
+    settings = coordination.settings
+    app = create_app(coordination, launcher)
+    return _Server(guarded(app, settings.limits, settings.shutdown_timeout), coordination, on_ready, launcher)

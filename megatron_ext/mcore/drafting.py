@@ -1,0 +1,82 @@
+"""A draft model beside the engine: a context and pools of its own, and steps that no scheduler plans."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from megatron.core.models.mamba import MambaModel
+
+from megatron_ext.config import BatchingConfig, ModelConfig
+from megatron_ext.mcore.context import InferenceContext
+from megatron_ext.mcore.controller import InferenceController
+from megatron_ext.mcore.executor import StepExecutor
+from megatron_ext.mcore.layer_map import layer_places, model_shape
+from megatron_ext.memory.draft import DraftMemory
+from megatron_ext.memory.plan import EnginePlan, plan_draft_model
+from megatron_ext.scheduling.step import ScheduledStep
+from megatron_ext.speculation.draft_model import DraftModelDrafter, DraftRoom
+
+
+@dataclass(frozen=True)
+class DraftParts:
+    """A draft model that was loaded: in eval mode, what it is, how it reads text, the type of its parameters."""
+
+    model: MambaModel
+    config: ModelConfig
+    tokenizer: object
+    dtype: torch.dtype
+
+    def memory(self, batching: BatchingConfig) -> DraftMemory:
+        """What it needs in the budget."""
+        shape = model_shape(self.model, batching, self.dtype)
+        return DraftMemory(shape.kv_bytes_per_token, shape.states.bytes if shape.states else 0)
+
+    def plan(self, plan: EnginePlan, batching: BatchingConfig) -> EnginePlan:
+        """Its pools, of which the large model's plan has made room."""
+        device = next(self.model.parameters()).device
+        return plan_draft_model(plan, model_shape(self.model, batching, self.dtype), self.config, device.type)
+
+    def context(self, plan: EnginePlan) -> InferenceContext:
+        """A context with these pools, allocated."""
+        device = next(self.model.parameters()).device
+        context = InferenceContext(plan, layer_places(self.model), device)
+        context.allocate_all_tensors(is_init=True)
+        return context
+
+
+class DraftModel(DraftModelDrafter):
+    """Drafts with a model, whose pools come and go with the engine's.
+
+    Args:
+        context: Of the draft model, with its pools.
+        controller: Around the draft model.
+        longest: Positions that it has learned.
+    """
+
+    def __init__(self, context: InferenceContext, controller: InferenceController, longest: int) -> None:
+        self._context = context
+        self._steps = StepExecutor(context, controller)
+        limits = context.plan.limits
+        room = DraftRoom(
+            block_size=limits.block_size,
+            blocks=limits.total_blocks,
+            requests=limits.max_requests,
+            step_tokens=limits.max_tokens,
+            longest=longest,
+            has_states=context.plan.shape.states is not None,
+        )
+        super().__init__(room, self._tokens)
+
+    def _tokens(self, step: ScheduledStep) -> Mapping[int, int]:
+        return self._steps.execute(step).tokens
+
+    def suspend(self) -> None:
+        """Free the pools; what was read is forgotten."""
+        self.reset()
+        self._context.deallocate_all_tensors()
+
+    def resume(self) -> None:
+        """Allocate the pools again."""
+        self._context.allocate_all_tensors(is_init=False)

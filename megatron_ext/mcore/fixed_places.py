@@ -1,0 +1,115 @@
+"""Where a step's numbers lie on the device: always at the same addresses, filled by one copy.
+
+The host writes into one of two pinned buffers while the device may still read the other; an event says when it has.
+All numbers have eight bytes, so whole ones and others share a buffer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Names and shapes, one behind the other; `fractions` are those of float64, all others are int64."""
+
+    shapes: Mapping[str, Shape]
+    fractions: frozenset[str]
+
+    @property
+    def count(self) -> int:
+        """Numbers of all together."""
+        return sum(math.prod(shape) for shape in self.shapes.values())
+
+    def parts(self, whole: Tensor) -> dict[str, Tensor]:
+        """Views of a buffer of int64."""
+        parts = whole[: self.count].split([math.prod(shape) for shape in self.shapes.values()])
+        return {
+            name: (part.view(torch.float64) if name in self.fractions else part).view(shape)
+            for (name, shape), part in zip(self.shapes.items(), parts, strict=True)
+        }
+
+
+class _HostBuffer:
+    """Pinned where there is something to copy to, and free again when that has been done."""
+
+    def __init__(self, count: int, device: torch.device) -> None:
+        is_cuda = device.type == "cuda"
+        self.whole = torch.zeros(count, dtype=torch.int64, pin_memory=is_cuda)
+        self._copied = torch.cuda.Event() if is_cuda else None
+
+    def wait(self) -> None:
+        """Until nothing reads or writes it any more."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    def mark(self) -> None:
+        """A copy from or to it has just been enqueued."""
+        if self._copied is not None:
+            self._copied.record()
+
+
+class FixedPlaces:
+    """Buffers for the largest of some layouts.
+
+    Args:
+        layouts: Of all steps.
+        device: Where they are computed.
+    """
+
+    def __init__(self, layouts: Iterable[Layout], device: torch.device) -> None:
+        count = max(layout.count for layout in layouts)
+        self._device = torch.zeros(count, dtype=torch.int64, device=device)
+        self._host = [_HostBuffer(count, device) for _ in range(2)]
+
+    def parts(self, layout: Layout) -> dict[str, Tensor]:
+        """Where the device finds what was sent."""
+        return layout.parts(self._device)
+
+    def open(self, layout: Layout) -> dict[str, np.ndarray]:
+        """Where the host writes what is to be sent next; waits until the copy before the last one is done."""
+        self._host[0].wait()
+        return {name: part.numpy() for name, part in layout.parts(self._host[0].whole).items()}
+
+    def send(self, layout: Layout) -> None:
+        """Enqueue the one copy of a step."""
+        count, buffer = layout.count, self._host[0]
+        self._device[:count].copy_(buffer.whole[:count], non_blocking=True)
+        buffer.mark()
+        self._host.reverse()
+
+
+class Answers:
+    """Sampled tokens on their way back, one copy a step, into one of two pinned buffers."""
+
+    def __init__(self, most: int, device: torch.device) -> None:
+        self._host = [_HostBuffer(most, device) for _ in range(2)]
+
+    def fetch(self, tokens: Tensor) -> Answer:
+        """Enqueue the copy of [m] int64."""
+        buffer = self._host[0]
+        buffer.whole[: len(tokens)].copy_(tokens, non_blocking=True)
+        buffer.mark()
+        self._host.reverse()
+        return Answer(buffer, len(tokens))
+
+
+class Answer:
+    """Tokens that may still be computed; to be read before the answer after the next one is fetched."""
+
+    def __init__(self, buffer: _HostBuffer, count: int) -> None:
+        self._buffer, self._count = buffer, count
+
+    def read(self) -> Sequence[int]:
+        """Wait for them."""
+        self._buffer.wait()
+        tokens: list[int] = self._buffer.whole[: self._count].tolist()
+        return tokens

@@ -1,0 +1,56 @@
+"""Whether an engine's steps are computed in fixed places, and with what."""
+
+from __future__ import annotations
+
+import logging
+
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from torch import nn
+
+from megatron_ext.config import BatchingConfig
+from megatron_ext.mcore.buckets import Buckets
+from megatron_ext.mcore.context import InferenceContext
+from megatron_ext.mcore.controller import InferenceController
+from megatron_ext.mcore.fixed_steps import FixedSteps
+from megatron_ext.mcore.graphs import CudaGraphs, NoGraphs
+
+logger = logging.getLogger(__name__)
+
+
+def fixed_steps_for(
+    context: InferenceContext, controller: InferenceController, batching: BatchingConfig, *, is_alone: bool
+) -> FixedSteps | None:
+    """What computes steps by programs, as `batching` asks; None if it asks for none, or if none can be had.
+
+    Why none can be had is said, once an engine.
+
+    Args:
+        context: Its plan was made with the same settings.
+        controller: Around the model.
+        batching: The settings.
+        is_alone: Whether there are no other ranks.
+    """
+    if not batching.has_fixed_places:
+        return None
+    problem = _problem(controller.inference_wrapped_model.model, is_alone=is_alone)
+    if problem is not None:
+        logger.warning("--cuda-graph-impl local: every step is eager, since %s", problem)
+        return None
+    rules, limits = context.staging_rules, context.plan.limits
+    is_cuda = rules.device.type == "cuda"
+    buckets = Buckets(
+        limits,
+        batching.graph_sizes,
+        rules.kernel_chunk,
+        snapshots_in_prefill=rules.snapshots_in_prefill,
+        one_width=is_cuda,
+    )
+    return FixedSteps(context, controller, buckets, CudaGraphs() if is_cuda else NoGraphs())
+
+
+def _problem(model: nn.Module, *, is_alone: bool) -> str | None:
+    if not is_alone:
+        return "several ranks send each other what a program has no place for"
+    if any(isinstance(module, MoELayer) for module in model.modules()):
+        return "how many tokens each expert of an MoE layer gets is read back from the device"
+    return None

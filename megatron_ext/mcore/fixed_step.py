@@ -1,0 +1,251 @@
+"""One step in fixed places: what of it is written where, and what the model is given of that.
+
+Padding is requests that are nobody's: they decode or prefill token 0 at position 0, in the dummy block and in the spare
+state slot, and what they sample is not read. States that no request wants go from spare slot to spare slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from torch import Tensor
+
+from megatron_ext.mcore.block_rows import BlockRows
+from megatron_ext.mcore.buckets import Bucket, Buckets
+from megatron_ext.mcore.fixed_places import Layout, Shape
+from megatron_ext.mcore.staging import ModelInput, StagingRules, stage_tokens
+from megatron_ext.mixers.recurrent import RecurrentStep
+from megatron_ext.ops.bounded_chunks import ChunkGrid, bounded_chunks
+from megatron_ext.ops.paged_attention import BoundedBatch
+from megatron_ext.ops.sampling.in_place import Wishes
+from megatron_ext.ops.state_slots import SnapshotPlaces, StateSlots
+from megatron_ext.ops.varlen import starts
+from megatron_ext.prefix_cache.block_pool import BlockId
+from megatron_ext.scheduling.live_slots import LiveSlot
+from megatron_ext.scheduling.step import ScheduledChunk, ScheduledStep
+
+NOBODY: Final = -1
+_FRACTIONS: Final = frozenset({"temperature", "top_p", "uniform"})
+Arrays = Mapping[str, np.ndarray]
+Copies = Sequence[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class SpareSlots:
+    """Where padding has its states; nobody else is ever there."""
+
+    live: int
+    snapshot: int
+
+
+def layout_of(bucket: Bucket, rules: StagingRules) -> Layout:
+    """Everything that a step of this bucket needs on the device."""
+    rows, tokens = bucket.rows, bucket.num_tokens
+    shapes: dict[str, Shape] = {
+        "input_ids": (tokens,),
+        "position_ids": (tokens,),
+        "slot_mapping": (tokens,),
+        "block_table": (rows, bucket.blocks),
+        "cu_seqlens_q": (rows + 1,),
+        "seqlens_k": (rows,),
+        "sample_tokens": (rows,),
+        "top_k": (rows,),
+        **dict.fromkeys(sorted(_FRACTIONS), (rows,)),
+    }
+    if rules.has_states:
+        shapes |= {"slots": (rows,), "copy_from": (bucket.copies,), "copy_to": (bucket.copies,)}
+        if bucket.prefills:
+            shapes |= _prefill_shapes(bucket, bucket.grid(rules.kernel_chunk))
+    return Layout(shapes, _FRACTIONS)
+
+
+def _prefill_shapes(bucket: Bucket, grid: ChunkGrid) -> dict[str, Shape]:
+    kept = dict.fromkeys(("kept_slots", "kept_sequences", "kept_chunks", "kept_tokens"), (bucket.snapshots,))
+    sequences: dict[str, Shape] = dict.fromkeys(("has_state", "restore_from", "restore_to"), (grid.sequences,))
+    places: dict[str, Shape] = dict.fromkeys(("place_tokens", "place_is_padding"), (grid.count * grid.places,))
+    per_token: dict[str, Shape] = dict.fromkeys(("seq_idx", "place_of_token"), (grid.tokens,))
+    cumulative: dict[str, Shape] = {"cu_seqlens": (grid.sequences + 1,), "cu_chunk_seqlens": (grid.count + 1,)}
+    return kept | sequences | places | per_token | cumulative
+
+
+class StepWriter:
+    """Writes messages into the host's arrays.
+
+    Args:
+        rules: Of pools and model.
+        buckets: What steps are padded to.
+        spare: Slots for padding.
+    """
+
+    def __init__(self, rules: StagingRules, buckets: Buckets, spare: SpareSlots) -> None:
+        self._rules = rules
+        self._buckets = buckets
+        self._spare = spare
+        self._block_rows = BlockRows()
+        self._dummy = (BlockId(rules.dummy_block),)
+
+    def pad(self, step: ScheduledStep, bucket: Bucket) -> tuple[ScheduledChunk, ...]:
+        """A chunk for each row of the bucket: decodes, then prefills, nobody's behind the others of their kind."""
+        decodes, prefills = step.chunks[: step.num_decode], step.chunks[step.num_decode :]
+        missing = bucket.decodes - len(decodes), bucket.prefills - len(prefills)
+        return (
+            *decodes,
+            *[self._nobody(is_decode=True)] * missing[0],
+            *prefills,
+            *[self._nobody(is_decode=False)] * missing[1],
+        )
+
+    def _nobody(self, *, is_decode: bool) -> ScheduledChunk:
+        return ScheduledChunk(NOBODY, (0,), 0, 1, is_decode, self._dummy, 0, LiveSlot(self._spare.live))
+
+    def write(self, chunks: Sequence[ScheduledChunk], bucket: Bucket, arrays: Arrays, copies: Copies) -> None:
+        """Fill every array of the bucket's layout.
+
+        Args:
+            chunks: One a row, see `pad`.
+            bucket: Theirs.
+            arrays: By the names of `layout_of`.
+            copies: Live states that become snapshots behind the forward, as (live slot, snapshot slot); at most as
+                many as the bucket has room for.
+        """
+        rules, slots = self._rules, [chunk.live_slot for chunk in chunks]
+        tables = [chunk.block_ids for chunk in chunks]
+        table = self._block_rows.of(slots, tables)
+        begins, ends = [chunk.start for chunk in chunks], [chunk.end for chunk in chunks]
+        firsts = starts([chunk.length for chunk in chunks])
+        total = int(firsts[-1])
+        staged = stage_tokens(chunks, table, begins, firsts, rules)
+        nothing = {"input_ids": 0, "position_ids": 0, "slot_mapping": rules.dummy_block * rules.block_size}
+        for name, padding in nothing.items():
+            arrays[name][:total] = staged[name][:total]
+            arrays[name][total:] = padding
+        used = np.asarray([len(one) for one in tables])[:, None] > np.arange(table.shape[1])
+        arrays["block_table"][:, : table.shape[1]] = np.where(used, table, rules.dummy_block)
+        arrays["block_table"][:, table.shape[1] :] = rules.dummy_block
+        arrays["cu_seqlens_q"][:] = firsts
+        arrays["seqlens_k"][:] = ends
+        arrays["sample_tokens"][:] = firsts[1:] - 1
+        self._write_wishes(chunks, arrays)
+        if rules.has_states:
+            arrays["slots"][:] = slots
+            self._write_pairs(arrays, "copy_from", "copy_to", copies, (self._spare.live, self._spare.snapshot))
+            if bucket.prefills:
+                self._write_prefills(chunks[bucket.decodes :], bucket, arrays)
+
+    @staticmethod
+    def _write_wishes(chunks: Sequence[ScheduledChunk], arrays: Arrays) -> None:
+        """How each row is drawn; who is greedy, and who yields nothing, says so by a uniform number below zero."""
+        wishes = [None if one.sampling is None or one.sampling.uniform is None else one.sampling for one in chunks]
+        arrays["temperature"][:] = [1.0 if one is None else one.temperature for one in wishes]
+        arrays["top_k"][:] = [0 if one is None else one.top_k for one in wishes]
+        arrays["top_p"][:] = [0.0 if one is None else one.top_p for one in wishes]
+        arrays["uniform"][:] = [-1.0 if one is None or one.uniform is None else one.uniform for one in wishes]
+
+    @staticmethod
+    def _write_pairs(arrays: Arrays, sources: str, targets: str, pairs: Copies, spare: tuple[int, int]) -> None:
+        missing = len(arrays[sources]) - len(pairs)
+        assert missing >= 0, "a bucket has room for its copies"
+        numbers = np.asarray([*pairs, *[spare] * missing], dtype=np.int64)
+        arrays[sources][:], arrays[targets][:] = numbers[:, 0], numbers[:, 1]
+
+    def _write_prefills(self, prefills: Sequence[ScheduledChunk], bucket: Bucket, arrays: Arrays) -> None:
+        grid = bucket.grid(self._rules.kernel_chunk)
+        restores = [(one.restore.slot, one.live_slot) for one in prefills if one.restore is not None]
+        spare = (self._spare.snapshot, self._spare.live)
+        self._write_pairs(arrays, "restore_from", "restore_to", restores, spare)
+        lengths = [one.length for one in prefills]
+        total = sum(lengths)
+        arrays["has_state"][:] = [one.start > 0 for one in prefills]
+        arrays["cu_seqlens"][:] = starts(lengths)
+        arrays["seq_idx"][:total] = np.repeat(np.arange(len(prefills)), lengths)
+        arrays["seq_idx"][total:] = len(prefills) - 1
+        cuts = np.zeros((grid.sequences, grid.chunks), dtype=np.int64)
+        for row, chunk in zip(cuts, prefills, strict=True):
+            pieces = self._buckets.cut(chunk, grid)
+            row[: len(pieces)] = pieces
+        write_grid(cuts, grid, arrays)
+        self._write_kept(prefills, cuts, grid, arrays)
+
+    def _write_kept(
+        self, prefills: Sequence[ScheduledChunk], cuts: np.ndarray, grid: ChunkGrid, arrays: Arrays
+    ) -> None:
+        """States inside the prefills, each the end of a chunk; what is left over keeps the end of the first one."""
+        firsts, ends = arrays["cu_seqlens"], cuts.cumsum(1)
+        kept: list[tuple[int, int, int, int]] = []
+        if self._rules.snapshots_in_prefill:
+            for i, chunk in enumerate(prefills):
+                for one in chunk.snapshots:
+                    length = one.position - chunk.start
+                    piece = i * grid.chunks + int(np.searchsorted(ends[i], length))
+                    kept.append((one.slot, i, piece, int(firsts[i]) + length))
+        kept += [(self._spare.snapshot, 0, grid.chunks - 1, int(firsts[1]))] * (len(arrays["kept_slots"]) - len(kept))
+        names = ("kept_slots", "kept_sequences", "kept_chunks", "kept_tokens")
+        for name, numbers in zip(names, zip(*kept, strict=True), strict=True):
+            arrays[name][:] = numbers
+
+
+def write_grid(cuts: np.ndarray, grid: ChunkGrid, arrays: Arrays) -> None:
+    """Where the tokens of each chunk are spread to; cuts [S, m] are the tokens of each, zeros behind the last one."""
+    lengths = cuts.reshape(-1, 1)
+    firsts, offsets = starts(lengths.ravel()), np.arange(grid.places)
+    is_padding = offsets >= lengths
+    arrays["cu_chunk_seqlens"][:] = firsts
+    arrays["place_tokens"][:] = (firsts[:-1, None] + np.minimum(offsets, lengths - 1)).reshape(-1)
+    arrays["place_is_padding"][:] = is_padding.reshape(-1)
+    found = np.flatnonzero(~is_padding)
+    arrays["place_of_token"][: len(found)] = found
+    arrays["place_of_token"][len(found) :] = 0
+
+
+def model_input(
+    chunks: tuple[ScheduledChunk, ...], bucket: Bucket, parts: Mapping[str, Tensor], rules: StagingRules
+) -> ModelInput:
+    """What layers read: the fixed places, and bounds that follow from the bucket alone.
+
+    Made anew for each run, since what backends prepare from it depends on what is in the places.
+    """
+    keys = bucket.blocks * rules.block_size
+    lengths = (1,) * bucket.decodes + (bucket.tokens,) * bucket.prefills
+    where = {name: parts[name] for name in ("block_table", "cu_seqlens_q", "seqlens_k")}
+    batch = BoundedBatch(bucket.decodes, lengths, (keys,) * bucket.rows, rules.block_size, **where)
+    return ModelInput(
+        chunks=chunks,
+        num_decode=bucket.decodes,
+        num_tokens=bucket.num_tokens,
+        input_ids=parts["input_ids"],
+        position_ids=parts["position_ids"],
+        slot_mapping=parts["slot_mapping"],
+        paged_batch=batch,
+        recurrent=_recurrent(bucket, parts, rules) if rules.has_states else None,
+        sample_tokens=parts["sample_tokens"],
+        sampling=(),
+        score_tokens=parts["sample_tokens"][:0],
+        prompt_scores=(),
+    )
+
+
+def _recurrent(bucket: Bucket, parts: Mapping[str, Tensor], rules: StagingRules) -> RecurrentStep:
+    decode_slots = parts["slots"][: bucket.decodes]
+    if not bucket.prefills:
+        return RecurrentStep(bucket.decodes, decode_slots, None, None)
+    chunks = bounded_chunks(
+        bucket.grid(rules.kernel_chunk),
+        parts["cu_seqlens"],
+        parts["seq_idx"],
+        parts["cu_chunk_seqlens"],
+        parts["place_tokens"],
+        parts["place_is_padding"].bool(),
+        parts["place_of_token"],
+    )
+    kept = SnapshotPlaces(parts["kept_slots"], parts["kept_sequences"], parts["kept_chunks"], parts["kept_tokens"])
+    snapshots = kept if rules.snapshots_in_prefill else None
+    slots = StateSlots(parts["slots"][bucket.decodes :], parts["has_state"].bool(), snapshots)
+    return RecurrentStep(bucket.decodes, decode_slots, chunks, slots)
+
+
+def wishes_of(parts: Mapping[str, Tensor]) -> Wishes:
+    """How rows are drawn."""
+    return Wishes(parts["temperature"], parts["top_k"], parts["top_p"], parts["uniform"])

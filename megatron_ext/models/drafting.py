@@ -1,0 +1,91 @@
+"""The draft model: loaded as any other, on rank 0, and compared with the model that it drafts for (SP-1)."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_ext.config import ParallelConfig, SourceConfig
+from megatron_ext.config.speculation import SpeculationConfig
+from megatron_ext.config.tokenizer import NULL_TOKENIZER
+from megatron_ext.errors import ConfigError
+from megatron_ext.mcore.drafting import DraftParts
+from megatron_ext.models.load import LoadedModel, load_model
+from megatron_ext.text.tokenizer import NullTokenizer, Tokenizer
+
+
+def load_draft_model(
+    speculation: SpeculationConfig, source: SourceConfig, parallel: ParallelConfig, loaded: LoadedModel
+) -> DraftParts | None:
+    """The draft model, for rank 0; None if there is none.
+
+    Args:
+        speculation: Says where it is.
+        source: Of the large model: parameters have the same type.
+        parallel: How that one is spread.
+        loaded: The large model.
+
+    Raises:
+        ConfigError: It cannot be loaded, has another vocabulary, or the large model is spread over ranks.
+    """
+    if not speculation.has_draft_model:
+        return None
+    _check_ranks(speculation, parallel)
+    is_null = source.tokenizer_type == NULL_TOKENIZER
+    its_source = SourceConfig(
+        load=speculation.speculative_load,
+        load_hf=speculation.speculative_load_hf,
+        tokenizer_type=NULL_TOKENIZER if is_null else None,
+        bf16=source.bf16,
+        fp16=source.fp16,
+        seed=source.seed,
+    )
+    try:
+        draft = load_model(its_source, {})
+    except ConfigError as error:
+        raise ConfigError(f"the draft model: {error}") from error
+    check_same_vocabulary(loaded.tokenizer, draft.tokenizer, draft.name)
+    return DraftParts(draft.model, draft.config, draft.tokenizer, draft.dtype)
+
+
+def _check_ranks(speculation: SpeculationConfig, parallel: ParallelConfig) -> None:
+    if parallel.smallest_world > 1:
+        raise ConfigError(
+            f"{parallel.described()} and --speculative-method draft_model contradict each other: rank 0 alone drafts; "
+            "--speculative-method ngram works with any sizes"
+        )
+    ranks = torch.distributed.get_world_size()
+    if ranks > 1 and speculation.speculative_load is not None:
+        raise ConfigError(
+            f"--speculative-load {speculation.speculative_load} is a checkpoint that all of {ranks} ranks read "
+            "together, and rank 0 alone drafts; give --speculative-load-hf"
+        )
+
+
+def check_same_vocabulary(tokenizer: Tokenizer, draft: Tokenizer, name: str) -> None:
+    """See that ids mean the same to both models: every id that either has is the same text.
+
+    Args:
+        tokenizer: Of the large model.
+        draft: Of the draft model.
+        name: Of the draft model, for the error.
+
+    Raises:
+        ConfigError: An id is not.
+    """
+    if isinstance(draft, NullTokenizer) and not isinstance(tokenizer, NullTokenizer):
+        raise ConfigError(f"the draft model {name} has no tokenizer to compare; put the large model's beside it")
+    ours, theirs = frozenset(tokenizer.token_ids), frozenset(draft.token_ids)
+    if ours != theirs:
+        token = min(ours ^ theirs)
+        whose = "has no token for it" if token in ours else "has one, and the large one does not"
+        raise ConfigError(
+            f"the draft model {name} has {len(theirs)} tokens, the large one {len(ours)}; of id {token} it "
+            f"{whose}; give one with the same tokenizer"
+        )
+    for token in sorted(ours):
+        here, there = (one.detokenize([token], skip_special_tokens=False) for one in (tokenizer, draft))
+        if here != there:
+            raise ConfigError(
+                f"to the draft model {name} token {token} is {there!r}, to the large one {here!r}; give one with the "
+                "same tokenizer"
+            )

@@ -1,0 +1,314 @@
+"""Paged attention's kernels in Triton: few queries over many keys, and many queries.
+
+A program attends for M rows of one sequence and one key head. Row i is query i // J and the i % J-th of the J query
+heads that share the key head, so that keys are read once for all of them. Scores are in powers of two: they are
+multiplied with log2(e) on their way. Where a key lies is looked up for each: block_table[place // B], place % B.
+
+What a row sees depends on its own place alone: tiles of keys begin at multiples of N of the absolute position, and a
+tile of which a row sees nothing leaves its sums as they are, to the bit.
+
+Letters: T tokens, S sequences, J query heads of a key head, D head size (padded to DP), B tokens in a block, M rows and
+N keys of a tile.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from megatron_ext.ops.triton.device import find_piece, product
+from megatron_ext.ops.triton.registry import FLOATS, config, kernel
+
+SPAN = 512  # keys of a program of `attend_few`, always: what a decode gets depends on its own keys only
+ROWS_OF_FEW = 16  # the fewest that a matrix product takes
+WIDE, NARROW = ("fp32",), ("bf16", "fp16")
+MANY = {
+    (types, channels): config(M=rows, N=keys, DP=channels, EXACT=int(types is WIDE), num_warps=warps, only=types)
+    for types, channels, rows, keys, warps in (
+        (NARROW, 16, 64, 64, 4),
+        (NARROW, 32, 64, 64, 4),
+        (NARROW, 64, 128, 64, 8),
+        (NARROW, 128, 64, 32, 4),
+        (NARROW, 256, 32, 32, 4),
+        (WIDE, 16, 64, 32, 4),
+        (WIDE, 32, 64, 32, 4),
+        (WIDE, 64, 32, 32, 4),
+        (WIDE, 128, 32, 32, 8),
+        (WIDE, 256, 32, 16, 8),
+    )
+}
+FEW = {
+    (types, channels): config(SPAN=SPAN, M=ROWS_OF_FEW, N=keys, DP=channels, EXACT=int(types is WIDE), only=types)
+    for types, channels, keys in (
+        (NARROW, 16, 32),
+        (NARROW, 32, 64),
+        (NARROW, 64, 64),
+        (NARROW, 128, 64),
+        (NARROW, 256, 32),
+        (WIDE, 16, 32),
+        (WIDE, 32, 32),
+        (WIDE, 64, 32),
+        (WIDE, 128, 16),
+        (WIDE, 256, 16),
+    )
+}
+"""Of both: by types of the inputs and padded head size."""
+SUMS = {channels: config(SPAN=SPAN, TILE=16, DP=channels) for channels in (16, 32, 64, 128, 256)}
+TYPES = [{"T": name} for name in FLOATS]
+
+
+@triton.jit
+def load_queries(
+    q,
+    first_query,
+    first_row,
+    rows,
+    shared,
+    head,
+    head_size,
+    q_row,
+    M: tl.constexpr,
+    DP: tl.constexpr,
+):
+    """M rows of a sequence whose first query is token `first_query` and that has `rows` of them.
+
+    Returns the queries [M, DP], and of each row its token and query head and whether it is there.
+    """
+    row = first_row + tl.arange(0, M)
+    token = (first_query + row // shared).to(tl.int64)
+    query_head = head * shared + row % shared
+    channel = tl.arange(0, DP)
+    at = (token * q_row + query_head * head_size)[:, None] + channel[None, :]
+    is_row = row < rows
+    query = tl.load(q + at, mask=is_row[:, None] & (channel < head_size)[None, :], other=0.0)
+    return query, token, query_head, is_row
+
+
+@triton.jit
+def attend_keys(
+    query,
+    position,
+    first,
+    end,
+    window,
+    scale,
+    keys_of_head,
+    values_of_head,
+    table,
+    block_size,
+    block_stride,
+    token_stride,
+    head_size,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    DP: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """Softmax of queries [M, DP] at their positions over the keys [first, end), unfinished.
+
+    Returns the greatest score of each row, the sum of the weights beside it, and the values weighted [M, DP].
+    """
+    channel = tl.arange(0, DP)
+    greatest = tl.full([M], float("-inf"), tl.float32)
+    total = tl.zeros([M], tl.float32)
+    weighted = tl.zeros([M, DP], tl.float32)
+    for start in range(first, end, N):
+        place = start + tl.arange(0, N)
+        is_key = place < end
+        block = tl.load(table + place // block_size, mask=is_key, other=0).to(tl.int64)
+        at = (block * block_stride + (place % block_size) * token_stride)[:, None] + channel[None, :]
+        is_real = is_key[:, None] & (channel < head_size)[None, :]
+        keys = tl.load(keys_of_head + at, mask=is_real, other=0.0)
+        scores = product(query, tl.trans(keys), EXACT) * scale
+        behind = position[:, None] - place[None, :]
+        scores = tl.where(is_key[None, :] & (behind >= 0) & (behind < window), scores, float("-inf"))
+        greater = tl.maximum(greatest, tl.max(scores, 1))
+        base = tl.where(greater == float("-inf"), 0.0, greater)  # of rows that have seen nothing so far
+        weights = tl.exp2(scores - base[:, None])
+        fade = tl.exp2(greatest - base)
+        values = tl.load(values_of_head + at, mask=is_real, other=0.0)
+        weighted = weighted * fade[:, None] + product(weights.to(values.dtype), values, EXACT)
+        total = total * fade + tl.sum(weights, 1)
+        greatest = greater
+    return greatest, total, weighted
+
+
+@kernel(
+    pointers={"T": "q key_cache value_cache out", "i64": "block_table cu_seqlens_q seqlens_k"},
+    strides="head_size table_row q_row block_stride token_stride",
+    counts="num_sequences shared window block_size",
+    scalars="scale",
+    types=TYPES,
+    configs=tuple(MANY.values()),
+)
+def attend_many(
+    q,
+    key_cache,
+    value_cache,
+    out,
+    block_table,
+    cu_seqlens_q,
+    seqlens_k,
+    num_sequences,
+    shared,
+    window,
+    scale,
+    block_size,
+    head_size,
+    table_row,
+    q_row,
+    block_stride,
+    token_stride,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    DP: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """All keys of a tile of rows in one program; of sequences with any number of queries.
+
+    The grid is (tiles of pieces, key heads) with the pieces of `find_piece`; the last tiles, which see most, are begun
+    with. `shared` is J.
+    """
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    head = tl.program_id(1)
+    sequence, first_row = find_piece(cu_seqlens_q, num_sequences, tile, shared, M)
+    first_query = tl.load(cu_seqlens_q + sequence)
+    queries = (tl.load(cu_seqlens_q + sequence + 1) - first_query).to(tl.int32)
+    if first_row < queries * shared:
+        before = tl.load(seqlens_k + sequence).to(tl.int32) - queries
+        query, token, query_head, is_row = load_queries(
+            q, first_query, first_row, queries * shared, shared, head, head_size, q_row, M, DP
+        )
+        position = before + (first_row + tl.arange(0, M)) // shared
+        end = before + tl.minimum((first_row + M - 1) // shared + 1, queries)
+        first = tl.maximum(before + first_row // shared - window + 1, 0) // N * N
+        keys, values = key_cache + head * head_size, value_cache + head * head_size
+        table = block_table + sequence.to(tl.int64) * table_row
+        where = (keys, values, table, block_size, block_stride, token_stride, head_size)
+        _, total, weighted = attend_keys(query, position, first, end, window, scale, *where, M, N, DP, EXACT)
+        weighted = weighted / tl.where(is_row, total, 1.0)[:, None]
+        channel = tl.arange(0, DP)
+        query_heads = tl.num_programs(1) * shared
+        at = ((token * query_heads + query_head) * head_size)[:, None] + channel[None, :]
+        is_real = is_row[:, None] & (channel < head_size)[None, :]
+        tl.store(out + at, weighted.to(out.dtype.element_ty), mask=is_real)
+
+
+@kernel(
+    pointers={
+        "T": "q key_cache value_cache",
+        "fp32": "sums parts",
+        "i64": "block_table cu_seqlens_q seqlens_k",
+    },
+    strides="head_size table_row q_row block_stride token_stride",
+    counts="tiles shared window block_size",
+    scalars="scale",
+    types=TYPES,
+    configs=tuple(FEW.values()),
+)
+def attend_few(
+    q,
+    key_cache,
+    value_cache,
+    sums,
+    parts,
+    block_table,
+    cu_seqlens_q,
+    seqlens_k,
+    tiles,
+    shared,
+    window,
+    scale,
+    block_size,
+    head_size,
+    table_row,
+    q_row,
+    block_stride,
+    token_stride,
+    SPAN: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    DP: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """SPAN keys of a tile of rows in one program, for `add_spans` to add; of decodes.
+
+    The grid is (S * tiles, key heads, spans), `tiles` being those of the most queries of a sequence. What lies behind a
+    sequence's keys, or before its window, is not written. sums [T, Hq, spans, 2] fp32: greatest score, sum of weights;
+    parts [T, Hq, spans, D] fp32.
+    """
+    sequence = tl.program_id(0) // tiles
+    first_row = tl.program_id(0) % tiles * M
+    head, span = tl.program_id(1), tl.program_id(2)
+    first_query = tl.load(cu_seqlens_q + sequence)
+    queries = (tl.load(cu_seqlens_q + sequence + 1) - first_query).to(tl.int32)
+    before = tl.load(seqlens_k + sequence).to(tl.int32) - queries
+    first = tl.maximum(span * SPAN, tl.maximum(before - window + 1, 0) // N * N)
+    end = tl.minimum(span * SPAN + SPAN, before + queries)
+    if (first_row < queries * shared) & (first < end):
+        query, token, query_head, is_row = load_queries(
+            q, first_query, first_row, queries * shared, shared, head, head_size, q_row, M, DP
+        )
+        position = before + (first_row + tl.arange(0, M)) // shared
+        keys, values = key_cache + head * head_size, value_cache + head * head_size
+        table = block_table + sequence.to(tl.int64) * table_row
+        where = (keys, values, table, block_size, block_stride, token_stride, head_size)
+        greatest, total, weighted = attend_keys(query, position, first, end, window, scale, *where, M, N, DP, EXACT)
+        at = (token * (tl.num_programs(1) * shared) + query_head) * tl.num_programs(2) + span
+        tl.store(sums + at * 2, greatest, mask=is_row)
+        tl.store(sums + at * 2 + 1, total, mask=is_row)
+        channel = tl.arange(0, DP)
+        is_real = is_row[:, None] & (channel < head_size)[None, :]
+        tl.store(parts + at[:, None] * head_size + channel[None, :], weighted, mask=is_real)
+
+
+@kernel(
+    pointers={"T": "out", "fp32": "sums parts", "i64": "cu_seqlens_q seqlens_k"},
+    strides="head_size",
+    counts="most_queries spans window",
+    types=TYPES,
+    configs=tuple(SUMS.values()),
+)
+def add_spans(
+    sums,
+    parts,
+    out,
+    cu_seqlens_q,
+    seqlens_k,
+    most_queries,
+    spans,
+    window,
+    head_size,
+    SPAN: tl.constexpr,
+    TILE: tl.constexpr,
+    DP: tl.constexpr,
+):
+    """What `attend_few` left, as one softmax; the grid is (S * most_queries, query heads). Zeros without keys."""
+    sequence = tl.program_id(0) // most_queries
+    query = tl.program_id(0) % most_queries
+    first_query = tl.load(cu_seqlens_q + sequence)
+    queries = (tl.load(cu_seqlens_q + sequence + 1) - first_query).to(tl.int32)
+    if query < queries:
+        keys = tl.load(seqlens_k + sequence).to(tl.int32)
+        row = (first_query + query).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+        channel = tl.arange(0, DP)
+        greatest = tl.full([1], float("-inf"), tl.float32)
+        total = tl.zeros([1], tl.float32)
+        weighted = tl.zeros([DP], tl.float32)
+        first = tl.maximum(keys - queries - window + 1, 0) // SPAN
+        for start in range(first // TILE * TILE, tl.cdiv(keys, SPAN), TILE):
+            span = start + tl.arange(0, TILE)
+            is_span = (span >= first) & (span * SPAN < keys)
+            at = row * spans + span
+            score = tl.load(sums + at * 2, mask=is_span, other=float("-inf"))
+            greater = tl.maximum(greatest, tl.max(score, 0))
+            base = tl.where(greater == float("-inf"), 0.0, greater)
+            weights = tl.exp2(score - base)
+            fade = tl.exp2(greatest - base)
+            total = total * fade + tl.sum(weights * tl.load(sums + at * 2 + 1, mask=is_span, other=0.0), 0)
+            is_real = is_span[:, None] & (channel < head_size)[None, :]
+            part = tl.load(parts + at[:, None] * head_size + channel[None, :], mask=is_real, other=0.0)
+            weighted = weighted * fade + tl.sum(part * weights[:, None], 0)
+            greatest = greater
+        weighted = weighted / tl.where(total == 0.0, 1.0, total)
+        tl.store(out + row * head_size + channel, weighted.to(out.dtype.element_ty), mask=channel < head_size)

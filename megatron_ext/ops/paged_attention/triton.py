@@ -1,0 +1,158 @@
+"""Paged attention in Triton, for CUDA devices; `kernels.py` beside this computes.
+
+Sizes of grids come from the shapes of what is given (rows of the block table and its width, the token axis), not from
+lengths: a CUDA graph of one step is right for every other one of the same shapes. Sequences without keys come out as
+zeros.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from megatron_ext.ops import triton
+from megatron_ext.ops.paged_attention import reference, windowed
+from megatron_ext.ops.paged_attention.batch import PagedBatch
+from megatron_ext.ops.triton.grids import tile_count
+from megatron_ext.ops.triton.places import own_rows, rows_of, say_reference_computes
+
+MOST_CHANNELS = 256
+NO_WINDOW = 1 << 30  # tokens; more than any sequence has
+
+
+@functools.cache
+def _kernels() -> ModuleType:
+    from megatron_ext.ops.paged_attention import kernels
+
+    return kernels
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What is asked for, in the words of the kernels."""
+
+    q: Tensor
+    key_cache: Tensor
+    value_cache: Tensor
+    batch: PagedBatch
+    scale: float
+    window: int
+
+    @property
+    def heads_of_key(self) -> int:
+        """J."""
+        return self.q.shape[1] // self.key_cache.shape[2]
+
+    @property
+    def shape(self) -> tuple[tuple[str, ...], int]:
+        """Types and padded channels, which decide the configuration."""
+        types = _kernels().WIDE if self.q.dtype == torch.float32 else _kernels().NARROW
+        return types, triton.padded(self.q.shape[2])
+
+    def arguments(self) -> dict[str, Tensor | int | float]:
+        """Those that both kernels have."""
+        keys, values, table = self.key_cache, self.value_cache, self.batch.block_table
+        return {
+            "q": self.q,
+            "key_cache": keys,
+            "value_cache": values,
+            "block_table": table,
+            "shared": self.heads_of_key,
+            "window": self.window,
+            "scale": self.scale * math.log2(math.e),
+            "block_size": self.batch.block_size,
+            "head_size": self.q.shape[2],
+            "table_row": table.stride(0),
+            "q_row": self.q.stride(0),
+            "block_stride": keys.stride(0),
+            "token_stride": keys.stride(1),
+        }
+
+
+def paged_attention(
+    q: Tensor, key_cache: Tensor, value_cache: Tensor, batch: PagedBatch, *, scale: float, window: int | None = None
+) -> Tensor:
+    """See the operator; `window` may be given.
+
+    The first `num_decode` sequences, of few queries each, have their keys shared out among programs, 512 to each. Of
+    every other one a program takes a tile of queries over all keys. Which of the two it is depends on nothing else, and
+    both compute a query from its own keys alone.
+    """
+    lack = _lacks(q, key_cache, value_cache)
+    if lack is not None:
+        say_reference_computes(lack)
+        if window is None:
+            return reference.paged_attention(q, key_cache, value_cache, batch, scale=scale)
+        return windowed.windowed_attention(q, key_cache, value_cache, batch, scale=scale, window=window)
+    call = _Call(rows_of(q), key_cache, value_cache, batch, scale, NO_WINDOW if window is None else window)
+    decoded = sum(batch.query_lengths[: batch.num_decode])
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if decoded:
+        _attend_few(call, out)
+    if decoded < len(out):
+        _attend_many(call, out, decoded)
+    return out
+
+
+def _lacks(q: Tensor, key_cache: Tensor, value_cache: Tensor) -> str | None:
+    """Why there is no kernel for these; None if there is one."""
+    if q.dtype != key_cache.dtype:
+        return f"paged attention has no kernel for queries of {q.dtype} and keys of {key_cache.dtype}"
+    if not own_rows(key_cache) or key_cache.stride() != value_cache.stride():
+        return "paged attention has no kernel for keys and values whose blocks are laid out differently"
+    if q.shape[2] > MOST_CHANNELS:
+        return f"paged attention has no kernel for heads of {q.shape[2]} channels, but for {MOST_CHANNELS} at most"
+    return _kernels().attend_many.lacks(T=q.dtype)
+
+
+def _attend_many(call: _Call, out: Tensor, first_token: int) -> None:
+    """Queries from `first_token` on."""
+    out[first_token:].zero_()  # padding, of which nobody knows here how much it is
+    batch, few = call.batch, call.batch.num_decode
+    sequences = batch.seqlens_k.numel() - few
+    if not sequences:
+        return
+    chosen = _kernels().MANY[call.shape]
+    rows = dict(chosen.constants)["M"]
+    tiles = tile_count(len(out) - first_token, sequences, call.heads_of_key, rows)
+    arguments = call.arguments() | {
+        "block_table": batch.block_table[few:],
+        "cu_seqlens_q": batch.cu_seqlens_q[few:],
+        "seqlens_k": batch.seqlens_k[few:],
+        "out": out,
+        "num_sequences": sequences,
+    }
+    _kernels().attend_many.launch((tiles, call.key_cache.shape[2]), chosen, **arguments)
+
+
+def _attend_few(call: _Call, out: Tensor) -> None:
+    """Queries of the first sequences."""
+    kernels, batch, few = _kernels(), call.batch, call.batch.num_decode
+    chosen, adding = kernels.FEW[call.shape], kernels.SUMS[call.shape[1]]
+    most_queries, heads, channels = max(batch.query_lengths[:few]), *call.q.shape[1:]
+    tiles = -(-most_queries * call.heads_of_key // kernels.ROWS_OF_FEW)
+    spans = max(1, -(-batch.block_table.shape[1] * batch.block_size // kernels.SPAN))
+    tokens = sum(batch.query_lengths[:few])
+    sums = torch.empty(tokens, heads, spans, 2, dtype=torch.float32, device=out.device)
+    parts = torch.empty(tokens, heads, spans, channels, dtype=torch.float32, device=out.device)
+    lengths = {"cu_seqlens_q": batch.cu_seqlens_q, "seqlens_k": batch.seqlens_k, "sums": sums, "parts": parts}
+    grid = (few * tiles, call.key_cache.shape[2], spans)
+    kernels.attend_few.launch(grid, chosen, **(call.arguments() | lengths), tiles=tiles)
+    kernels.add_spans.launch(
+        (few * most_queries, heads),
+        adding,
+        **lengths,
+        out=out,
+        most_queries=most_queries,
+        spans=spans,
+        window=call.window,
+        head_size=channels,
+    )
+
+
+BACKEND = reference.AttentionBackend(triton.NAME, triton.takes, paged_attention, has_windows=True)

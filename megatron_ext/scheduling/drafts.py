@@ -1,0 +1,189 @@
+"""What becomes of drafts between a scheduler's steps: proposed, lent slots, accepted or not, their states kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron_ext.prefix_cache.cache import PrefixCache
+from megatron_ext.prefix_cache.hash_chain import Digest
+from megatron_ext.prefix_cache.matching import Restore
+from megatron_ext.prefix_cache.snapshot_order import Rank
+from megatron_ext.prefix_cache.state_index import SlotId
+from megatron_ext.scheduling.chunk import Chunk
+from megatron_ext.scheduling.counters import Counters
+from megatron_ext.scheduling.draft_counts import DraftCounts
+from megatron_ext.scheduling.draft_slots import DraftSlots
+from megatron_ext.scheduling.plan import SchedulerLimits, SnapshotRequest
+from megatron_ext.scheduling.request import Request
+from megatron_ext.scheduling.snapshots import Snapshot
+from megatron_ext.scheduling.step import ScheduledChunk
+from megatron_ext.scheduling.verification import NO_TOKENS, Offer, TokensById, draft_states, tokens_that_came
+
+
+@dataclass(frozen=True)
+class Verified:
+    """Drafts of a request in one step, and how many of them came, from the first on."""
+
+    request_id: int
+    drafted: int
+    accepted: int
+
+
+class Drafts:
+    """A part of the scheduler, which calls it at the places of a step where drafts make a difference.
+
+    Args:
+        limits: The engine's.
+        cache: Whose snapshots some states become.
+        counters: Of the scheduler.
+
+    Attributes:
+        proposals: Drafts for the next step.
+        verified: What the last step verified.
+        slots: For states behind drafts.
+        by_position: What became of drafts.
+    """
+
+    def __init__(self, limits: SchedulerLimits, cache: PrefixCache, counters: Counters) -> None:
+        self._block_size = limits.block_size
+        self._cache = cache
+        self._counters = counters
+        self.proposals = NO_TOKENS
+        self.verified: list[Verified] = []
+        self.by_position = DraftCounts(limits.most_drafts)
+        self._unsettled: set[int] = set()
+        self.slots = DraftSlots(0 if cache.states is None else cache.states.total, limits.draft_states)
+
+    @property
+    def offer(self) -> Offer:
+        """What the next step may verify."""
+        return Offer(self.proposals, self.slots.free_count)
+
+    def lend(self, chunks: Sequence[Chunk]) -> None:
+        """Slots for the states behind the tokens of the step's drafts.
+
+        What a request goes on from is copied to its live slot before any slot is written, so its own is free by then.
+        """
+        self.proposals = NO_TOKENS
+        for chunk in chunks:
+            self.release(chunk.request)
+        for chunk in chunks:
+            if chunk.drafts and self._cache.states is not None:
+                chunk.request.sequence.draft_states = draft_states(chunk, self.slots, self._block_size)
+
+    def release(self, request: Request) -> None:
+        """The request needs none of them any more."""
+        sequence = request.sequence
+        if sequence.draft_states:
+            self.slots.give_back(one.slot for one in sequence.draft_states)
+            sequence.draft_states = ()
+
+    def accept(
+        self,
+        requests: Sequence[Request],
+        chunks: Sequence[ScheduledChunk],
+        sampled: Mapping[int, int],
+        behind_drafts: TokensById,
+    ) -> tuple[list[int], dict[int, int]]:
+        """The drafts that came are tokens of their requests, as if each had come in a step of its own.
+
+        Args:
+            requests: Of the chunks.
+            chunks: Of the step.
+            sampled: Request id -> the token behind its last known one.
+            behind_drafts: Request id -> the tokens behind its drafts, where it has some.
+
+        Returns:
+            Where each chunk ends, what came of it counted, and the last token of each request that got any.
+        """
+        ends, last = [chunk.end for chunk in chunks], dict(sampled)
+        self.verified = []
+        for i, (request, chunk) in enumerate(zip(requests, chunks, strict=True)):
+            assert len(chunk.behind_drafts) == len(behind_drafts.get(chunk.request_id, ())), "a token behind each draft"
+            if not chunk.behind_drafts:
+                continue
+            drawn = [sampled[chunk.request_id], *behind_drafts[chunk.request_id]]
+            came = tokens_that_came(request, chunk.drafts, drawn)
+            for token in came[:-1]:
+                request.append(token)
+            ends[i], last[chunk.request_id] = chunk.start + len(came), came[-1]
+            self._count(request, len(chunk.behind_drafts), len(came) - 1)
+        return ends, last
+
+    def _count(self, request: Request, drafted: int, accepted: int) -> None:
+        for counts in (request.timeline, self._counters):
+            counts.drafted += drafted
+            counts.accepted += accepted
+        self.by_position.note(drafted, accepted)
+        self.verified.append(Verified(request.request_id, drafted, accepted))
+        self._unsettled.add(request.request_id)
+
+    def settle(self, request: Request) -> list[Digest]:
+        """The request stands behind its last accepted token, and its blocks are published: what it keeps.
+
+        Of states the one there, from which it goes on, and those at the boundaries that it has passed, as decode leaves
+        them; nothing is copied for these. All other slots are free again, and blocks that nothing accepted lies in.
+
+        Returns:
+            Digests of the snapshots that can be found now.
+        """
+        if request.request_id not in self._unsettled:
+            return []
+        self._unsettled.remove(request.request_id)
+        self._trim(request)
+        return self._keep_states(request)
+
+    def _trim(self, request: Request) -> None:
+        sequence = request.sequence
+        count = -(-sequence.computed_end // self._block_size)
+        kept, surplus = sequence.block_table[:count], sequence.block_table[count:]
+        if surplus:
+            sequence.block_table = kept
+            self._cache.release(surplus)
+
+    def _keep_states(self, request: Request) -> list[Digest]:
+        sequence = request.sequence
+        kept: list[Snapshot] = []
+        spare: list[SlotId] = []
+        shown: list[Digest] = []
+        for state in sequence.draft_states:
+            if DraftSlots.is_name(state.digest):
+                is_next = state.position == sequence.computed_end
+                kept += [state] if is_next else []
+                spare += [] if is_next else [state.slot]
+            else:
+                slot = self._become_snapshot(request, state) if state.position <= sequence.computed_end else None
+                shown += [] if slot is None else [state.digest]
+                spare.append(state.slot if slot is None else slot)
+        self.slots.give_back(spare)
+        sequence.draft_states = tuple(kept)
+        if kept:
+            (state,) = kept
+            sequence.restore = Restore(state.digest, state.slot)
+        return shown
+
+    def _become_snapshot(self, request: Request, state: Snapshot) -> SlotId | None:
+        """Let others find the state; the slot that was reserved for it, or None if none could be had."""
+        sequence, states = request.sequence, self._cache.states
+        assert states is not None, "states of a model without recurrent layers"
+        if sequence.cache_epoch != self._cache.epoch:
+            return None
+        assert request.digests[state.position // self._block_size - 1] == state.digest, "the drafts did not come"
+        before = sequence.trail.decode
+        wanted = SnapshotRequest(request, state.position, state.digest, Rank.OPTIONAL, instead_of=before)
+        if states.reserve_all([wanted]) == [None]:
+            return None
+        sequence.trail.decode = state.digest
+        slot = states.exchange(state.digest, state.slot)
+        states.commit(state.digest)
+        return slot
+
+    def check(self, requests: Iterable[Request]) -> None:
+        """Assert that every slot is lent once or free, and that who has one goes on from it (between steps)."""
+        owned = [(request, state) for request in requests for state in request.sequence.draft_states]
+        index = () if self._cache.states is None else self._cache.states.slots
+        self.slots.check([state.slot for _, state in owned], index)
+        for request, state in owned:
+            assert state.position == request.computed_end, f"request {request.request_id} does not go on from its state"
+            assert request.sequence.restore == Restore(state.digest, state.slot), "another state would be restored"

@@ -1,0 +1,97 @@
+"""Which states a step leaves in slots that are free anyway (SI-1): of prefills, at boundaries that nobody asked for.
+
+Where a request leaves them is decided when it is admitted, for its whole prompt, because that depends on how many slots
+there are; in each step those are taken that its chunk passes, as far as slots are still free. With aligned chunks there
+are none: every boundary at which a chunk ends is kept already.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+
+from megatron_ext.prefix_cache.cache import PrefixCache
+from megatron_ext.prefix_cache.matching import last_boundary
+from megatron_ext.prefix_cache.snapshot_order import Rank
+from megatron_ext.prefix_cache.state_index import StateIndex
+from megatron_ext.scheduling.chunk import Chunk
+from megatron_ext.scheduling.placement import place
+from megatron_ext.scheduling.plan import Admission, SchedulerLimits, SnapshotRequest
+
+
+def place_provisional(
+    admissions: Sequence[Admission],
+    continued: Iterable[Chunk],
+    wanted: Sequence[SnapshotRequest],
+    limits: SchedulerLimits,
+    cache: PrefixCache,
+) -> list[Admission]:
+    """The admissions with the positions of their provisional snapshots, for which there is room as things are.
+
+    Args:
+        admissions: Of the step, in order: the first has the first choice.
+        continued: Chunks of prefills that have begun, which are to leave some yet.
+        wanted: The step's other snapshots, which have their slots first.
+        limits: The engine's.
+        cache: Which slots are free, and where requests have parted.
+    """
+    if not admissions or not _is_on(limits, cache):
+        return list(admissions)
+    planned = sum(position > one.start for one in continued for position in one.request.sequence.trail.provisional)
+    room = _room(wanted, limits, cache.states) - planned
+    placed = []
+    for admission in admissions:
+        positions = _positions(admission, room, limits, cache)
+        room -= len(positions)
+        placed.append(dataclasses.replace(admission, provisional=positions) if positions else admission)
+    return placed
+
+
+def plan_provisional(
+    continued: Sequence[Chunk],
+    admissions: Sequence[Admission],
+    wanted: Sequence[SnapshotRequest],
+    limits: SchedulerLimits,
+    cache: PrefixCache,
+) -> tuple[SnapshotRequest, ...]:
+    """Those that the step's prefills pass, as far as slots are free; they get theirs behind all others."""
+    if not (continued or admissions) or not _is_on(limits, cache):
+        return ()
+    passed: list[SnapshotRequest] = []
+    for chunk in continued:
+        sequence = chunk.request.sequence
+        if sequence.cache_epoch == cache.epoch:
+            passed += _passed(chunk, sequence.trail.provisional, limits.block_size)
+    for admission in admissions:
+        passed += _passed(admission.chunk, admission.provisional, limits.block_size)
+    room = max(0, _room(wanted, limits, cache.states))
+    return tuple(passed[max(0, len(passed) - room) :])  # the last ones are worth most
+
+
+def _is_on(limits: SchedulerLimits, cache: PrefixCache) -> bool:
+    return cache.states is not None and not limits.aligned_chunks and limits.provisional.most != 0
+
+
+def _room(wanted: Sequence[SnapshotRequest], limits: SchedulerLimits, states: StateIndex | None) -> int:
+    """Slots that neither hold anything nor are asked for in this step, as far as the limit goes."""
+    assert states is not None, "there are states"
+    taken = sum(states.find(one.digest) is None and not states.is_reserved(one.digest) for one in wanted)
+    room, most = states.free_count - taken, limits.provisional.most
+    return room if most is None else min(room, most - states.provisional_count)
+
+
+def _positions(admission: Admission, room: int, limits: SchedulerLimits, cache: PrefixCache) -> tuple[int, ...]:
+    request, size = admission.request, limits.block_size
+    if room < 1 or request.sequence.chain is None:
+        return ()
+    declared = [position // size for position in request.params.cache_checkpoint]
+    first, last = admission.chunk.start // size, last_boundary(len(request.tokens), size) // size
+    blocks = place(first, last, room, declared, cache.partings.shown, limits.provisional)
+    return tuple(block * size for block in blocks if block != len(admission.matched))
+
+
+def _passed(chunk: Chunk, positions: Sequence[int], size: int) -> Iterator[SnapshotRequest]:
+    for position in positions:
+        if chunk.start < position <= chunk.end:
+            digest = chunk.request.digests[position // size - 1]
+            yield SnapshotRequest(chunk.request, position, digest, Rank.PROVISIONAL)

@@ -1,0 +1,296 @@
+"""RP-4: whatever becomes of a replica, every request has one answer, or an error object; nothing waits for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+
+import pytest
+
+from megatron_ext.coordinator.client import CallFailed, Whole
+from megatron_ext.coordinator.forwarding import whole_events
+from megatron_ext.coordinator.member import Status
+from megatron_ext.coordinator.tries import MOST_LOST, Tries
+from megatron_ext.server.errors import ApiError
+from tests.unit_tests.support.fleet import EVENTS, PATIENCE, answers, breaks_off, dies, error, eventually, fleet
+
+HEALTHY_STREAM = b"".join(EVENTS).decode()
+
+
+def generations(fakes) -> list[int]:
+    return [len(fake.requests) for fake in fakes]
+
+
+async def first_choice(front, fakes):
+    """The replica that a request goes to, and the other one; both have been asked for nothing."""
+    answer = (await front.complete()).json()["by"]
+    chosen = next(fake for fake in fakes if fake.name == answer)
+    chosen.requests.clear()
+    return chosen, next(fake for fake in fakes if fake is not chosen)
+
+
+class TestPassingOn:
+    async def test_answers_streams_and_errors_are_the_replicas(self):
+        async with fleet(2) as (front, fakes):
+            assert (await front.complete()).json()["usage"] == {"completion_tokens": 3}
+            assert await front.stream() == HEALTHY_STREAM
+            for fake in fakes:
+                fake.behave = error(400, "context_length_exceeded")
+            answer = await front.complete()
+            assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+            assert sum(generations(fakes)) == 3, "what makes no sense is tried once"
+            await front.check_idle()
+
+    async def test_the_body_and_the_key_reach_the_replica_as_they_were(self):
+        async with fleet(1) as (front, fakes):
+            body = {"prompt": "ä", "temperature": 0.5, "unknown": [1]}
+            await front.complete(**body, headers={"authorization": "Bearer k"})
+            exchange = fakes[0].requests[0]
+            assert exchange.body == body
+            assert exchange.headers["authorization"] == "Bearer k"
+            assert exchange.headers["host"] in fakes[0].url
+
+    async def test_bodies_that_are_none(self):
+        async with fleet(1) as (front, fakes):
+            for content, status in ((b"[1]", 400), (b"{", 400), (b"", 400), (b" " * (9 << 20), 413)):
+                headers = {"content-type": "application/json"}
+                answer = await front.http.post("/v1/completions", content=content, headers=headers)
+                assert answer.status_code == status
+                assert answer.json()["error"]["message"]
+            assert (await front.http.post("/v1/completions", content=b"{}")).status_code == 415
+            assert generations(fakes) == [0]
+
+
+class TestLost:
+    @pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "streamed"])
+    async def test_what_has_sent_nothing_runs_elsewhere(self, is_stream):
+        async with fleet(2) as (front, fakes):
+            chosen, other = await first_choice(front, fakes)
+            chosen.behave = breaks_off(0) if is_stream else dies
+            answer = await front.complete(stream=is_stream)
+            assert answer.status_code == 200
+            assert answer.text == HEALTHY_STREAM if is_stream else answer.json()["by"] == other.name
+            assert generations([chosen, other]) == [1, 1]
+            await front.check_idle()
+            metrics = (await front.http.get("/metrics")).text
+            assert f'requests_moved_total{{reason="lost",replica="{chosen.url}"}} 1.0' in metrics
+
+    async def test_a_stream_that_has_begun_ends_with_an_error_object(self):
+        """Whole events only, none of them twice, and no [DONE]."""
+        async with fleet(2) as (front, fakes):
+            chosen, other = await first_choice(front, fakes)
+            chosen.behave = breaks_off(2)
+            events = (await front.stream()).split("\n\n")
+            assert events[:2] == [event.decode().strip() for event in EVENTS[:2]]
+            told = json.loads(events[2].removeprefix("data: "))["error"]
+            assert (told["code"], told["type"]) == ("replica_lost", "server_error")
+            assert events[3:] == [""]
+            assert generations([chosen, other]) == [1, 0]
+            await front.check_idle()
+
+    async def test_a_replica_that_is_gone(self):
+        async with fleet(2) as (front, fakes):
+            chosen, other = await first_choice(front, fakes)
+            await chosen.stop()
+            assert (await front.complete()).json()["by"] == other.name
+            await front.until(chosen, Status.SILENT)
+            await other.stop()
+            answer = await front.complete()
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "replica_lost")
+            assert answer.headers["retry-after"] == "1"
+
+    async def test_nobody_is_there(self):
+        async with fleet(0, enable_admin_routes=True, api_key="k") as (front, _):
+            answer = await front.complete(headers={"authorization": "Bearer k"})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_replica")
+
+    async def test_a_hung_replica_is_given_up_and_joins_again(self):
+        """It accepts connections and answers nothing, as a process that is stopped."""
+        async with fleet(2, replica_timeout=0.5) as (front, fakes):
+            chosen, other = await first_choice(front, fakes)
+            chosen.is_frozen = True
+            answer = await asyncio.wait_for(front.complete(), PATIENCE)
+            assert answer.json()["by"] == other.name
+            await front.until(chosen, Status.DEAD)
+            assert [view.name for view in front.coordination.router.replicas()] == [other.url]
+            chosen.is_frozen = False
+            await front.until(chosen, Status.READY)
+            await front.check_idle()
+
+    async def test_an_engine_that_hangs_behind_a_server_that_answers(self):
+        """Its steps do not go on: it stays away until they do."""
+
+        async def never(fake, exchange):
+            fake.beat["living"] = 1
+            await asyncio.sleep(PATIENCE)
+
+        async with fleet(2, replica_timeout=0.5) as (front, fakes):
+            chosen, other = await first_choice(front, fakes)
+            chosen.behave = never
+            assert (await front.complete()).json()["by"] == other.name
+            await front.until(chosen, Status.DEAD)
+            await asyncio.sleep(0.3)
+            assert front.status(chosen) is Status.DEAD
+            chosen.beat["steps"] = 1
+            await front.until(chosen, Status.READY)
+
+    @pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "streamed"])
+    async def test_what_takes_long_is_waited_for_while_steps_go_on(self, is_stream):
+        async def slowly(fake, exchange):
+            for _ in range(12):
+                fake.beat["steps"] += 1
+                await asyncio.sleep(0.1)
+            await answers(fake, exchange)
+
+        async with fleet(2, replica_timeout=0.4) as (front, fakes):
+            chosen, other = await first_choice(front, fakes)
+            chosen.behave = slowly
+            assert (await front.complete(stream=is_stream)).status_code == 200
+            assert generations([chosen, other]) == [1, 0]
+
+    async def test_a_restarted_replica_is_another_one(self):
+        """What is in flight to the process before runs elsewhere, and what that held is forgotten."""
+
+        async def never(fake, exchange):
+            await asyncio.sleep(PATIENCE)
+
+        async with fleet(2, replica_timeout=1.0) as (front, fakes):
+            prompt = list(range(40))
+            await front.complete(prompt)
+            chosen, other = fakes if fakes[0].requests else fakes[::-1]
+            known = {view.name: view.blocks for view in front.coordination.router.replicas()}
+            assert known == {chosen.url: 10, other.url: 0}
+            chosen.behave = never
+            asking = asyncio.ensure_future(front.complete(prompt))
+            await eventually(lambda: len(chosen.requests) == 2)
+            chosen.restart()
+            assert (await asking).json()["by"] == other.name
+            known = {view.name: view.blocks for view in front.coordination.router.replicas()}
+            assert known == {chosen.url: 0, other.url: 10}
+
+    async def test_a_request_that_replicas_die_of_is_not_given_to_all(self):
+        async with fleet(MOST_LOST + 2) as (front, fakes):
+            for fake in fakes:
+                fake.behave = dies
+            answer = await front.complete()
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "replica_lost")
+            assert sum(generations(fakes)) == MOST_LOST
+
+    async def test_a_client_that_leaves_ends_the_request(self):
+        async def never(fake, exchange):
+            exchange.head(200, "text/event-stream")
+            if exchange.body.get("stream"):
+                exchange.data(EVENTS[0])
+            await asyncio.sleep(PATIENCE)
+
+        async with fleet(1) as (front, fakes):
+            fakes[0].behave = never
+            asking = asyncio.ensure_future(front.complete())
+            await eventually(lambda: len(fakes[0].requests) == 1)
+            asking.cancel()
+            await eventually(lambda: fakes[0].left == 1)
+            async with front.http.stream("POST", "/v1/completions", json={"prompt": "a", "stream": True}) as answer:
+                await anext(answer.aiter_bytes())
+            await eventually(lambda: fakes[0].left == 2)
+            await front.check_idle()
+
+
+class TestFullAndFailing:
+    async def test_429_only_when_all_are_full_with_the_shortest_wait(self):
+        async with fleet(3) as (front, fakes):
+            for fake, seconds in zip(fakes, ("17", "5", "9"), strict=True):
+                fake.behave = error(429, "rate_limit_exceeded", retry_after=seconds)
+            answer = await front.complete()
+            assert answer.status_code == 429
+            assert answer.headers["retry-after"] == "5"
+            assert answer.json()["error"]["type"] == "rate_limit_error"
+            assert generations(fakes) == [1, 1, 1]
+            fakes[2].behave = answers
+            assert (await front.complete()).status_code == 200
+            await fakes[2].stop()
+            assert (await front.complete()).status_code == 429, "one that is gone is no reason not to wait"
+            assert "requests_rejected_total 2.0" in (await front.http.get("/metrics")).text
+
+    @pytest.mark.parametrize(("status", "code"), [(503, "server_asleep"), (503, None), (500, None)])
+    async def test_what_another_one_may_do_runs_there(self, status, code):
+        async with fleet(2) as (front, fakes):
+            chosen, other = await first_choice(front, fakes)
+            chosen.behave = error(status, code)
+            assert (await front.complete(stream=True)).text == HEALTHY_STREAM
+            other.behave = error(status, code)
+            answer = await front.complete()
+            assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+
+    async def test_what_an_administrator_ended_stays_ended(self):
+        async with fleet(2) as (front, fakes):
+            chosen, other = await first_choice(front, fakes)
+            chosen.behave = error(503, "request_aborted")
+            assert (await front.complete()).json()["error"]["code"] == "request_aborted"
+            assert generations([chosen, other]) == [1, 0]
+
+
+async def test_a_random_life():
+    """Replicas die, hang, are full, fail, break off and come back; each of 120 requests has one whole answer."""
+    dice = random.Random(5)
+
+    async def anything(fake, exchange):
+        await asyncio.sleep(dice.random() * 0.05)
+        fake.beat["steps"] += 1
+        kind = dice.choices((answers, dies, breaks_off(2), error(429), error(503), error(500)), (12, 2, 2, 2, 2, 1))[0]
+        await (answers if kind is dies and not exchange.body.get("stream") else kind)(fake, exchange)
+
+    async def client(front, number: int) -> None:
+        await asyncio.sleep(dice.random() * 1.5)
+        is_stream = bool(dice.getrandbits(1))
+        answer = await front.complete([number % 7] * 9 + [number], stream=is_stream)
+        if answer.status_code != 200:
+            assert answer.status_code in (429, 500, 503)
+            assert answer.json()["error"]["message"]
+        elif answer.text != HEALTHY_STREAM and is_stream:
+            events = answer.text.split("\n\n")
+            assert events[:-2] == [event.decode().strip() for event in EVENTS[: len(events) - 2]]
+            assert json.loads(events[-2].removeprefix("data: "))["error"]["code"] == "replica_lost"
+
+    async def mischief(fakes) -> None:
+        while True:
+            fake = dice.choice(fakes)
+            fake.is_frozen = True
+            await asyncio.sleep(0.3)
+            fake.is_frozen = False
+            fake.restart() if dice.random() < 0.5 else None
+            await asyncio.sleep(0.1)
+
+    async with fleet(4, replica_timeout=0.4) as (front, fakes):
+        for fake in fakes:
+            fake.behave = anything
+        trouble = asyncio.ensure_future(mischief(fakes))
+        await asyncio.wait_for(asyncio.gather(*(client(front, number) for number in range(120))), PATIENCE)
+        trouble.cancel()
+        await front.check_idle()
+
+
+class TestParts:
+    async def test_events_are_never_cut(self):
+        async def pieces(data: bytes, size: int):
+            for at in range(0, len(data), size):
+                yield data[at : at + size]
+
+        whole = b"".join(EVENTS)
+        for size in (1, 7, 1000):
+            parts = [part async for part in whole_events(pieces(whole, size))]
+            assert b"".join(parts) == whole
+            assert all(part.endswith(b"\n\n") for part in parts)
+        with pytest.raises(CallFailed, match="within an event"):
+            [part async for part in whole_events(pieces(whole[:-1], 7))]
+
+    def test_a_failure_is_told_before_a_loss_and_a_wait_before_both(self):
+        tries = Tries()
+        assert tries.goes_elsewhere("a", Whole(503, [], b"{}"))
+        tries.lost("b", CallFailed("gone", has_reached=True))
+        assert tries.verdict().status == 503
+        assert tries.goes_elsewhere("c", Whole(429, [(b"retry-after", b"nonsense")], b"{}"))
+        with pytest.raises(ApiError) as refused:
+            tries.verdict()
+        assert refused.value.headers == {"Retry-After": "1"}
+        assert tries.excluded == {"a", "b", "c"}

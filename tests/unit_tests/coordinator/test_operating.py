@@ -1,0 +1,225 @@
+"""RP-5: replicas join, drain and leave; what operators see and do works through the coordinator."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from megatron_ext.coordinator.heartbeat import Heartbeat, reachable
+from megatron_ext.coordinator.member import Status
+from megatron_ext.coordinator.replicas_file import read_replicas
+from megatron_ext.errors import ConfigError
+from tests.unit_tests.support.fleet import PATIENCE, FakeReplica, answers, coordinator, eventually, fleet
+
+ADMIN = {"authorization": "Bearer the-admins"}
+
+
+@pytest.fixture
+def admin_key(tmp_path) -> str:
+    (tmp_path / "admin").write_text("the-admins")
+    return str(tmp_path / "admin")
+
+
+class TestJoining:
+    async def test_join_drain_and_leave(self, admin_key):
+        async with fleet(1, admin_key_file=admin_key, enable_admin_routes=True) as (front, fakes):
+            new = await FakeReplica(name="new").start()
+
+            async def ask(action: str, url: object = new.url, **fields: object):
+                body = {"url": url, **fields}
+                return await front.http.post(f"/replicas/{action}", json=body, headers=ADMIN)
+
+            assert (await ask("join")).json() == {"url": new.url, "status": "joining"}
+            await front.until(new, Status.READY)
+            release = asyncio.Event()
+
+            async def waits(fake, exchange):
+                fake.beat["steps"] += 1
+                await release.wait()
+                await answers(fake, exchange)
+
+            new.behave = waits
+            asking = [asyncio.ensure_future(front.complete([n] * 9)) for n in range(4)]
+            await eventually(lambda: len(new.requests) == 2)
+            assert (await ask("drain")).json() == {"url": new.url, "in_flight": 2}
+            assert front.status(new) is Status.DRAINING
+            assert {(await front.complete([n] * 9)).json()["by"] for n in range(4)} == {fakes[0].name}
+            release.set()
+            assert {one.json()["by"] for one in await asyncio.gather(*asking)} == {"new", fakes[0].name}
+            await ask("join")
+            assert front.status(new) is Status.READY, "it takes requests again"
+            release.clear()
+            asking = [asyncio.ensure_future(front.complete([10 + n] * 5)) for n in range(2)]
+            await eventually(lambda: len(new.requests) == 3)
+            assert (await ask("leave")).json() == {"url": new.url, "in_flight": 1}
+            moved = {one.json()["by"] for one in await asyncio.gather(*asking)}
+            assert moved == {fakes[0].name}, "what was in flight runs elsewhere"
+            assert list(front.coordination.fleet.members) == [fakes[0].url]
+            assert new.url not in (await front.http.get("/metrics")).text
+            assert (await ask("leave")).status_code == 404
+            for url, more in ((5, {}), ("https://a", {}), ("http://a/b", {}), (new.url, {"x": 1})):
+                assert (await ask("join", url, **more)).status_code == 400
+            assert (await front.http.post("/replicas/join", json={"url": new.url})).status_code == 401
+            await new.stop()
+
+    async def test_without_the_flag_nobody_joins_by_http(self):
+        async with fleet(1) as (front, _):
+            assert (await front.http.post("/replicas/join", json={"url": "http://a"})).status_code == 404
+
+    async def test_the_file_is_read_again(self, tmp_path, monkeypatch, caplog):
+        monkeypatch.setattr("megatron_ext.coordinator.replicas_file.INTERVAL", 0.02)
+        first, second = [await FakeReplica(name=name).start() for name in ("first", "second")]
+        file = tmp_path / "replicas"
+        file.write_text(f"# ours\n{first.url}\n\n")
+        async with coordinator(replicas_file=str(file)) as front:
+            members = front.coordination.fleet.members
+            assert list(members) == [first.url]
+            file.write_text(f"{first.url}\n{second.url}\n")
+            await eventually(lambda: second.url in members)
+            await front.until(second, Status.READY)
+            file.write_text("http://not a host\n")
+            await eventually(lambda: "the replicas stay as they are" in caplog.text)
+            file.unlink()
+            await asyncio.sleep(0.1)
+            assert set(members) == {first.url, second.url}
+            file.write_text(f"{second.url}\n")
+            await eventually(lambda: list(members) == [second.url])
+            assert (await front.complete()).json()["by"] == "second"
+        for fake in (first, second):
+            await fake.stop()
+
+    @pytest.mark.parametrize(
+        ("text", "problem"),
+        [("http://a\nftp://b", "line 2: 'ftp://b' is no URL"), ("http://a\nhttp://a", "line 2: 'http://a' stands")],
+    )
+    def test_mistakes_in_the_file(self, tmp_path, text, problem):
+        (tmp_path / "replicas").write_text(text)
+        with pytest.raises(ConfigError, match=re.escape(problem)):
+            read_replicas(str(tmp_path / "replicas"))
+
+    async def test_what_is_no_replica_never_joins(self):
+        """Another server at the address, or one that says nonsense, is told to whoever looks."""
+        strange = await FakeReplica(beat={"block_size": 0}).start()
+        async with coordinator(strange) as front:
+            assert front.status(strange) is Status.JOINING
+            told = (await front.http.get("/replicas")).json()["replicas"][0]
+            assert "does not answer as a replica does" in told["problem"]
+            assert (await front.http.get("/health")).status_code == 503
+        await strange.stop()
+
+    def test_where_events_are_published(self):
+        assert reachable("tcp://*:5557", "10.0.0.5") == "tcp://10.0.0.5:5557"
+        assert reachable("tcp://0.0.0.0:5557", "::1") == "tcp://[::1]:5557"
+        assert reachable("tcp://127.0.0.1:5557", "x") == "tcp://127.0.0.1:5557"
+        fake = FakeReplica(beat={"kv_events": [{"endpoint": "tcp://*:1", "replay": None, "topic": "t"}]})
+        (source,) = Heartbeat.of(fake.beat, "host").events
+        assert (source.endpoint, source.replay, source.topic) == ("tcp://host:1", None, "t")
+        for wrong in ({"block_size": "4"}, {"prompt_tokens": 5}, {"kv_events": [{}]}, {"steps": None}):
+            with pytest.raises(ValueError, match="does not answer as a replica does"):
+                Heartbeat.of(fake.beat | wrong, "host")
+
+
+class TestObserving:
+    async def test_metrics_are_per_replica(self):
+        async with fleet(2) as (front, fakes):
+            await front.complete([1] * 40)
+            text = (await front.http.get("/metrics")).text
+            samples = {
+                (sample.name.removeprefix("megatron_ext_coordinator_"), sample.labels.get("replica")): sample.value
+                for family in text_string_to_metric_families(text)
+                for sample in family.samples
+                if "le" not in sample.labels
+            }
+            chosen, other = fakes if fakes[0].requests else fakes[::-1]
+            for fake in fakes:
+                assert samples["prompt_tokens_skipped_total", fake.url] == 5
+                assert samples["prompt_tokens_computed_total", fake.url] == 7
+                assert samples["in_flight", fake.url] == 0
+                assert samples["replica_ready", fake.url] == 1
+            assert samples["decision_seconds_count", chosen.url] == samples["requests_sent_total", chosen.url] == 1
+            assert ("decision_seconds_count", other.url) not in samples
+            assert samples["blocks_known", chosen.url] == 10
+
+    async def test_the_page_and_what_it_draws(self):
+        async with fleet(2) as (front, fakes):
+            page = await front.http.get("/")
+            assert "script-src 'sha256-" in page.headers["content-security-policy"]
+            assert not re.search(r"(?:src|href)=\"?http", page.text)
+            told = (await front.http.get("/replicas")).json()
+            assert told["policy"] == "longest_prefix"
+            assert [one["url"] for one in told["replicas"]] == [fake.url for fake in fakes]
+            drawn = set(re.findall(r"\bone\.([a-z_]+)", page.text))
+            assert drawn - {"status"} <= set(told["replicas"][0]), "the page reads what is there"
+            health = await front.http.get("/health")
+            assert health.json() == {"status": "ok", "replicas": {"ready": 2}}
+            assert (await front.http.get("/load")).json() == {"server_load": 0, "capacity": 16}
+            paths = (await front.http.get("/openapi.json")).json()["paths"]
+            assert {"/v1/chat/completions", "/replicas", "/abort"} < set(paths)
+            assert (await front.http.get("/docs")).status_code == 200
+
+    async def test_a_replica_that_sleeps_gets_nothing(self):
+        async with fleet(2) as (front, fakes):
+            fakes[0].beat["status"] = "asleep"
+            await front.until(fakes[0], Status.ASLEEP)
+            assert {(await front.complete([n])).json()["by"] for n in range(4)} == {fakes[1].name}
+
+
+class TestThroughIt:
+    async def test_one_answers_for_all(self):
+        async with fleet(2) as (front, fakes):
+            for method, path in (("GET", "/v1/models"), ("GET", "/v1/models/a%2Fb"), ("POST", "/detokenize")):
+                body = {} if method == "GET" else {"json": {"tokens": [1]}}
+                assert (await front.http.request(method, path, **body)).json()["by"].startswith("fake")
+            asked = [one.path for fake in fakes for one in fake.others if one.path != "/replica"]
+            assert asked == ["/v1/models", "/v1/models/a%2Fb", "/detokenize"]
+            await fakes[0].stop()
+            assert (await front.http.get("/v1/models")).json()["by"] == fakes[1].name
+
+    async def test_an_abort_finds_its_replica(self):
+        async with fleet(2) as (front, fakes):
+            fakes[0].statuses["/abort"] = 404
+            answer = await front.http.post("/abort", json={"request_id": "x"})
+            assert answer.status_code == 200
+            assert answer.json()["replicas"][fakes[1].url] == {"by": "fake 1"}
+            assert fakes[1].others[-1].body == {"request_id": "x"}
+            fakes[1].statuses["/abort"] = 404
+            answer = await front.http.post("/abort", json={"request_id": "x"})
+            assert (answer.status_code, answer.json()["error"]["message"]) == (404, "no")
+
+    async def test_what_concerns_everybody_needs_the_admin_key(self, admin_key):
+        async with fleet(1, admin_key_file=admin_key, api_key="k") as (front, fakes):
+            for path in ("/replicas", "/prefix_cache"):
+                assert (await front.http.get(path)).status_code == 401
+                assert (await front.http.get(path, headers={"authorization": "Bearer k"})).status_code == 403
+                assert (await front.http.get(path, headers=ADMIN)).status_code == 200
+            assert fakes[0].others[-1].headers["authorization"] == "Bearer the-admins"
+            for path in ("/health", "/metrics", "/", "/version"):
+                assert (await front.http.get(path)).status_code == 200
+
+    async def test_pages_of_others_stay_outside(self):
+        async with fleet(1) as (front, _):
+            for headers in ({"host": "evil.example"}, {"origin": "https://evil.example"}):
+                assert (await front.complete(headers=headers)).status_code == 403
+
+
+async def test_requests_end_before_the_coordinator_does():
+    """And those that take longer than they may are told."""
+
+    async def slowly(fake, exchange):
+        await asyncio.sleep(0.3 if exchange.body.get("prompt") == "short" else PATIENCE)
+        await answers(fake, exchange)
+
+    fake = await FakeReplica(behave=slowly).start()
+    async with httpx.AsyncClient(timeout=PATIENCE) as client:
+        async with coordinator(fake, shutdown_timeout=0.8) as front:
+            url = f"{front.url}/v1/completions"
+            asking = [asyncio.ensure_future(client.post(url, json={"prompt": one})) for one in ("short", "long")]
+            await eventually(lambda: len(fake.requests) == 2)
+        short, long = await asyncio.gather(*asking)
+    assert short.status_code == 200
+    assert (long.status_code, long.json()["error"]["code"]) == (503, "replica_lost")
+    await fake.stop()

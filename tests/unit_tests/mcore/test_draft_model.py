@@ -1,0 +1,93 @@
+"""A draft model computes what it would compute of the whole text, whatever was accepted meanwhile (SP-1)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_ext.config import BatchingConfig, CacheConfig
+from megatron_ext.mcore.assemble import build_draft_model
+from megatron_ext.mcore.drafting import DraftModel, DraftParts
+from megatron_ext.mcore.layer_map import model_shape
+from megatron_ext.memory.plan import plan_engine
+from megatron_ext.speculation.drafter import DraftAsk
+from megatron_ext.text.tokenizer import NullTokenizer
+from tests.unit_tests.support.driver import equal_tokens, make_prompt
+from tests.unit_tests.support.models import CONFIGS, VOCABULARY
+
+BATCHING = BatchingConfig(block_size=16, block_count=24, max_requests=3, max_tokens=64)
+
+
+@pytest.fixture
+def make(get_oracle):
+    """A draft model of a kind, its pools full of NaN, and what its drafts must be."""
+
+    def build(kind: str) -> tuple[DraftModel, object]:
+        model = get_oracle(kind).model
+        parts = DraftParts(model, CONFIGS[kind], NullTokenizer(VOCABULARY), torch.float32)
+        large = get_oracle("hybrid").model
+        plan = plan_engine(
+            model_shape(large, BATCHING, torch.float32),
+            CONFIGS["hybrid"],
+            BATCHING,
+            CacheConfig(),
+            device_type="cpu",
+            available_bytes=2**30,
+            draft=parts.memory(BATCHING),
+        )
+        draft = build_draft_model(parts, plan, BATCHING)
+        pools = draft._context.allocated
+        pools.kv.fill_(torch.nan)
+        for pool in (pools.live_states, pools.snapshots):
+            if pool is not None:
+                pool.conv.fill_(torch.nan), pool.ssm.fill_(torch.nan)
+        kv, states = pools.kv.nbytes, 0
+        if pools.live_states is not None:
+            states = sum(one.nbytes for p in (pools.live_states, pools.snapshots) for one in (p.conv, p.ssm))
+        assert kv + states == plan.geometry.draft_model.pool_bytes(plan.geometry.blocks)
+        return draft, get_oracle(kind)
+
+    return build
+
+
+def drafts_are_expected(found, ask: DraftAsk, oracle) -> None:
+    expected = oracle.greedy(ask.tokens, ask.limit)
+    drafts = found[ask.request_id]
+    assert len(drafts) == ask.limit
+    assert equal_tokens(drafts, expected) == ask.limit, (drafts, expected.tokens)
+
+
+@pytest.mark.parametrize("kind", ["hybrid", "attention_only", "gated_delta_net", "mamba1_only", "short_conv"])
+def test_drafts_equal_a_recompute(make, kind):
+    """SP-1: for each kind of layer, over rejections of all, some and none; two requests side by side."""
+    draft, oracle = make(kind)
+    texts = {0: make_prompt(37, seed=1), 1: make_prompt(18, seed=2)}
+    for round_, came in enumerate([0, 2, 4, 1, 0]):
+        asks = [DraftAsk(i, text, 4 - i) for i, text in texts.items() if i == 0 or round_ % 2 == 0]
+        found = draft.propose(asks)
+        draft.check()
+        for ask in asks:
+            drafts_are_expected(found, ask, oracle)
+            texts[ask.request_id] += [*found[ask.request_id][:came], (7 * round_ + ask.request_id) % VOCABULARY]
+
+
+def test_a_state_that_drafts_moved_on_is_another(make, monkeypatch):
+    """The negative control: without the kept state the next drafts are wrong."""
+    draft, oracle = make("hybrid")
+    tokens = make_prompt(37, seed=1)
+    draft.propose([DraftAsk(0, tokens, 4)])
+    draft._readers[0].live = draft._readers[0].kept  # as if it had never moved
+    ask = DraftAsk(0, [*tokens, 3, 5, 8], 4)
+    with pytest.raises(AssertionError):
+        drafts_are_expected(draft.propose([ask]), ask, oracle)
+
+
+def test_it_gives_its_pools_back(make):
+    """SP-1: what the engine frees in a suspend is not kept here, and what was read is read again."""
+    draft, oracle = make("hybrid")
+    ask = DraftAsk(0, make_prompt(37, seed=1), 3)
+    draft.propose([ask])
+    draft.suspend()
+    assert draft._context.pools is None
+    draft.resume()
+    drafts_are_expected(draft.propose([ask]), ask, oracle)

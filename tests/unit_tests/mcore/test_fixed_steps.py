@@ -1,0 +1,179 @@
+"""Steps in fixed places give what plain steps give, whatever is in padding's places: tokens, logits and states."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+
+import pytest
+import torch
+
+from megatron_ext.config import BatchingConfig, CacheConfig, RequestParams
+from megatron_ext.errors import ConfigError
+from megatron_ext.scheduling.record import Status
+from tests.priority import TestPriority
+from tests.unit_tests.mcore.test_snapshots_random_lives import Life, check_life
+from tests.unit_tests.support.driver import Driver, assert_equals_oracle, assert_logits_close, make_prompt
+from tests.unit_tests.support.models import CONFIGS
+from tests.unit_tests.support.padded import PaddedDriver, PaddedHybridDriver, reference_operators
+
+pytestmark = pytest.mark.priority(TestPriority.HIGH)
+
+KINDS = ["hybrid", "mamba1", "gated_delta_net", "short_conv", "side_by_side", "attention_only", "attention_free"]
+
+
+def serve(driver: Driver, *, is_caching: bool) -> None:
+    """Requests that overlap in every way: hits with restores, continuations, decodes that cross blocks, one drawn."""
+    stem, plain = make_prompt(40), {"return_log_probs": False}
+    driver.add(0, [*stem, *make_prompt(7, 1)], num_tokens_to_generate=14, **plain)
+    driver.add(1, make_prompt(17), num_tokens_to_generate=9, **plain)
+    for _ in range(3):
+        driver.step()
+    driver.add(2, [*stem, *make_prompt(11, 2)], num_tokens_to_generate=12, **plain)
+    driver.add(3, make_prompt(5), num_tokens_to_generate=20, temperature=0.8, top_k=9, top_p=0.9, seed=7, **plain)
+    driver.add(4, [*stem, 3], num_tokens_to_generate=1, **plain)
+    driver.run()
+    assert (driver.engine.lifetime_skipped_token_count > 0) is is_caching
+
+
+def new_driver(kind, get_oracle, driver=PaddedDriver, *, is_caching=True, **settings):
+    cache = CacheConfig(enable_prefix_caching=is_caching)
+    settings = {"max_requests": 6, "max_sequence_length": 128} | settings
+    return driver(get_oracle(kind).model, CONFIGS[kind], cache=cache, **settings)
+
+
+@pytest.mark.parametrize("backend", ["default", "reference"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_padded_runs_equal_plain_ones(get_oracle, kind, backend):
+    """CU-4, CU-5, HY-10: tokens and logits, with the cache on and off, and no step that was not padded."""
+    operators = reference_operators() if backend == "reference" else contextlib.nullcontext()
+    with operators:
+        for is_caching in (True, False):
+            padded = new_driver(kind, get_oracle, is_caching=is_caching)
+            serve(padded, is_caching=is_caching)
+            assert padded.eager_steps == 0
+            assert {bucket.prefills > 0 for bucket in padded.buckets} == {True, False}
+            plain = new_driver(kind, get_oracle, Driver, is_caching=is_caching)
+            serve(plain, is_caching=is_caching)
+            for request_id, record in plain.records.items():
+                assert padded.records[request_id].generated_tokens == record.generated_tokens
+                own, others = padded.seen[request_id].logits, plain.seen[request_id].logits
+                assert own.keys() == others.keys()
+                for position, (logits, *_) in others.items():
+                    assert_logits_close(own[position][0], logits, f"request {request_id} after {position} tokens")
+
+
+def test_a_run_that_reads_padding_is_seen(get_oracle, monkeypatch):
+    """The negative control: padding that lies in a request's slot instead of its own."""
+    driver = new_driver("hybrid", get_oracle)
+    monkeypatch.setattr(driver.context.fixed_steps._writer, "_spare", type(driver.context.fixed_steps._spare)(0, 0))
+    driver.add(0, make_prompt(30), num_tokens_to_generate=6)
+    driver.run()
+    with pytest.raises(AssertionError):
+        assert_equals_oracle(driver, 0, get_oracle("hybrid"))
+
+
+@pytest.mark.parametrize(
+    ("seed", "kind", "settings"),
+    [
+        (0, "hybrid", {}),
+        (1, "mamba1", {"slots": 4, "block_count": 12}),
+        (2, "gated_delta_net", {"mode": "align", "max_tokens": 100}),
+    ],
+)
+def test_random_lives(get_oracle, seed, kind, settings):
+    """CU-4, CU-5: additions, turns, aborts, suspends, failures, resets: the oracle's logits and states all the same."""
+    settings = {"max_requests": 4, "block_count": 200, "max_sequence_length": 160} | settings
+    driver = PaddedHybridDriver(get_oracle(kind).model, CONFIGS[kind], **settings)
+    life = Life(driver, random.Random(f"padded {seed}"))
+    life.live(60)
+    check_life(life, get_oracle(kind))
+    assert len(driver.buckets) > driver.eager_steps
+
+
+def test_what_leaves_the_program_says_so_once(get_oracle, caplog):
+    """CU-5: log-probs, penalties and long prompts are computed eagerly; sizes alone are not worth a word."""
+    driver = new_driver("hybrid", get_oracle, max_tokens=700, max_sequence_length=1000)
+    with caplog.at_level(logging.WARNING):
+        driver.add(0, make_prompt(20), num_tokens_to_generate=3, return_log_probs=True)
+        driver.run()
+        driver.add(1, make_prompt(20, 1), num_tokens_to_generate=3, return_log_probs=True)
+        driver.add(2, make_prompt(20, 2), num_tokens_to_generate=5, presence_penalty=0.5)
+        driver.run()
+        said = [record.getMessage() for record in caplog.records]
+        assert not driver.buckets
+        driver.add(3, make_prompt(600), num_tokens_to_generate=2)
+        driver.run()
+    assert [line.split(": ")[1] for line in said] == [
+        "log-probs of prompts",
+        "log-probs",
+        "penalties, biases, bad words, min_p or a form of the answer",
+    ]
+    assert len(caplog.records) == len(said)
+    assert [bucket.prefills for bucket in driver.buckets] == [0], "the prompt of 600 tokens is in no bucket"
+    for request_id in (0, 1, 3):
+        assert_equals_oracle(driver, request_id, get_oracle("hybrid"))
+
+
+def test_experts_are_computed_eagerly(get_oracle, caplog):
+    """CU-5: what cannot be captured says so, and gives what it gave."""
+    with caplog.at_level(logging.WARNING):
+        driver = Driver(get_oracle("experts").model, CONFIGS["experts"], cuda_graph_impl="local")
+    assert driver.context.fixed_steps is None
+    assert "each expert of an MoE layer" in caplog.text
+    driver.add(0, make_prompt(20))
+    driver.run()
+    assert_equals_oracle(driver, 0, get_oracle("experts"))
+
+
+def test_a_lost_snapshot_is_refused_before_anything_is_computed(get_oracle):
+    """HY-6 with fixed places: the request computes its prompt anew."""
+    driver = new_driver("hybrid", get_oracle)
+    driver.add(0, make_prompt(40), num_tokens_to_generate=2)
+    driver.run()
+    driver.context.snapshots._contents = [b"another"] * len(driver.context.snapshots._contents)
+    driver.add(1, [*make_prompt(40), 1], num_tokens_to_generate=4)
+    with pytest.raises(Exception, match="was to hold the states of one prefix"):
+        driver.step()
+    driver.run()
+    assert driver.records[1].status is Status.COMPLETED
+    assert_equals_oracle(driver, 1, get_oracle("hybrid"))
+
+
+def test_padding_has_memory_of_its_own(get_oracle):
+    """Two states beside those of requests, in pools and in the sizes that people are told; none without programs."""
+    padded, plain = (new_driver("hybrid", get_oracle, kind).context for kind in (PaddedDriver, Driver))
+    assert padded.plan.geometry.live_states == plain.plan.geometry.live_states + 2
+    assert padded.plan.geometry.pool_bytes - plain.plan.geometry.pool_bytes == 2 * plain.plan.geometry.state_bytes
+    for name in ("live_states", "snapshots"):
+        own, others = (getattr(context, name).ssm.shape[1] for context in (padded, plain))
+        assert own == others + 1
+
+
+@pytest.mark.parametrize("settings", [{"cuda_graph_impl": "graphs"}, {"num_cuda_graphs": 0}, {"num_cuda_graphs": -2}])
+def test_what_makes_no_sense_is_refused(settings):
+    with pytest.raises(ConfigError, match="cuda-graph"):
+        BatchingConfig(**settings)
+
+
+def test_tokens_are_read_after_the_launch(get_oracle):
+    """CU-6: nothing of a step is read before its result is asked for."""
+    driver = new_driver("hybrid", get_oracle)
+    driver.engine.add_request(0, make_prompt(20), RequestParams(num_tokens_to_generate=4))
+    driver.step()
+    fixed, read = driver.context.fixed_steps, []
+    launch = fixed.launch
+
+    def launch_noted(step, bucket):
+        computing = launch(step, bucket)
+        result = computing.result
+        computing.result = lambda: (read.append("result"), result())[1]
+        read.append("launch")
+        return computing
+
+    fixed.launch = launch_noted
+    driver.engine.engine.while_computing = lambda: read.append("host")
+    driver.step()
+    assert read == ["launch", "host", "result"]
+    assert torch.is_inference_mode_enabled() is False

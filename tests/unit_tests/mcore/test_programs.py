@@ -1,0 +1,201 @@
+"""Two steps of one bucket are the same program on other numbers, which is what a CUDA graph needs; seen on a CPU."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+
+from megatron_ext.config import CacheConfig
+from tests.priority import TestPriority
+from tests.unit_tests.support.driver import Driver, make_prompt
+from tests.unit_tests.support.models import CONFIGS
+from tests.unit_tests.support.padded import PaddedDriver, reference_operators
+from tests.unit_tests.support.programs import ProgramRecorder, differences
+
+pytestmark = pytest.mark.priority(TestPriority.HIGH)
+
+KINDS = ["hybrid", "mamba1", "gated_delta_net", "short_conv", "attention_only"]
+SETTINGS = {"max_requests": 8, "num_cuda_graphs": 2, "max_sequence_length": 64}  # 4 or 8 decodes; 1, 2 or 4 blocks
+PLAIN = {"return_log_probs": False}
+
+
+class Unwatched:
+    """Logits are not looked at, which would be operations of their own."""
+
+    def _watch_forward(self) -> None:
+        pass
+
+
+class PaddedUnwatched(Unwatched, PaddedDriver):
+    """What is recorded."""
+
+
+class PlainUnwatched(Unwatched, Driver):
+    """What it is compared with."""
+
+
+class Recorded:
+    """A driver whose computing is recorded, step by step.
+
+    Attributes:
+        programs: Of each step since the last look.
+        chunks: What was computed, as (start, end) of each request's.
+    """
+
+    def __init__(self, driver: Driver) -> None:
+        self.driver = driver
+        self.programs: list[ProgramRecorder] = []
+        fixed = driver.context.fixed_steps
+        if fixed is None:
+            self._watch(driver.engine.controller, "compute_step")
+        else:
+            self._watch(fixed, "_compute")
+
+    def _watch(self, owner: object, name: str) -> None:
+        compute = getattr(owner, name)
+
+        def recorded(*arguments: object) -> object:
+            self.programs.append(ProgramRecorder())
+            with self.programs[-1]:
+                return compute(*arguments)
+
+        setattr(owner, name, recorded)
+
+    def step(self) -> ProgramRecorder:
+        """The program of the next step."""
+        self.programs.clear()
+        self.driver.step()
+        (program,) = self.programs
+        return program
+
+
+def recorded(get_oracle, kind: str, driver=PaddedUnwatched, **settings: object) -> Recorded:
+    settings = (SETTINGS if driver is PaddedUnwatched else {"max_requests": 8}) | settings
+    return Recorded(driver(get_oracle(kind).model, CONFIGS[kind], cache=CacheConfig(), **settings))
+
+
+def decode_steps(run: Recorded, **params: object) -> tuple[ProgramRecorder, ProgramRecorder]:
+    """Of two requests; of three others at other lengths, one of which leaves a snapshot."""
+    driver = run.driver
+    for request_id, length in enumerate((35, 40)):
+        driver.add(request_id, make_prompt(length), num_tokens_to_generate=7, **PLAIN, **params)
+    driver.step()
+    run.step()
+    first = run.step()
+    driver.run()
+    for request_id, length in enumerate((45, 37, 50), start=10):
+        driver.add(request_id, make_prompt(length), num_tokens_to_generate=9, **PLAIN, **params)
+    driver.step()
+    taken = 0 if driver.context.live_states is None else driver.scheduler.cache.states.taken
+    for _ in range(3):  # the first of them ends a block in the third
+        second = run.step()
+    if driver.context.live_states is not None:
+        assert driver.scheduler.cache.states.taken > taken, "a snapshot was to be taken in this step"
+    driver.run()
+    return first, second
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("backend", ["default", "reference"])
+def test_decode_steps_are_the_same_program(get_oracle, kind, backend):
+    """CU-4: whoever decodes, at whatever length, with a snapshot in one of them; nothing is read back."""
+    with reference_operators() if backend == "reference" else contextlib.nullcontext():
+        run = recorded(get_oracle, kind)
+        first, second = decode_steps(run)
+    assert len(set(run.driver.buckets)) >= 2, "prefill and decode"
+    assert first.operations
+    assert not differences(first, second)
+    assert not first.unfit
+
+
+def test_drawn_steps_are_the_same_program(get_oracle):
+    """CU-4: temperature, top_k, top_p and uniform numbers are in fixed places, greedy rows beside them."""
+    first, second = decode_steps(recorded(get_oracle, "hybrid"), temperature=0.7, top_k=5, top_p=0.9)
+    assert not differences(first, second)
+    assert not first.unfit
+
+
+def test_plain_steps_are_not(get_oracle):
+    """The negative control: today's path bakes in lengths, rows and addresses, and makes tensors on the host."""
+    run = recorded(get_oracle, "hybrid", PlainUnwatched)
+    first, second = decode_steps(run)
+    assert any("shape" in one for one in differences(first, second))
+    for request_id in (20, 21):
+        run.driver.add(request_id, make_prompt(30, request_id), num_tokens_to_generate=6, **PLAIN)
+    run.driver.step()
+    first, second = run.step(), run.step()  # of the same two requests
+    assert any("address" in one for one in differences(first, second))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_mixed_steps_of_a_bucket_are_the_same_program(get_oracle, kind):
+    """CU-4, CU-5: one prefill behind a restored snapshot; two from their beginnings, cut at snapshots elsewhere."""
+    with reference_operators():
+        run = recorded(get_oracle, kind)
+        driver = run.driver
+        stem = make_prompt(33)
+        driver.add(0, stem, num_tokens_to_generate=14, **PLAIN)
+        driver.step()
+        driver.add(1, [*stem, *make_prompt(12, 1)], num_tokens_to_generate=4, **PLAIN)
+        first = run.step()
+        assert driver.engine.get_request(1).sequence.ledger.matched_blocks == 2
+        for request_id, length in ((2, 34), (3, 20)):
+            driver.add(request_id, make_prompt(length, request_id), num_tokens_to_generate=3, **PLAIN)
+        second = run.step()
+        bucket = driver.buckets[-1]
+        assert (bucket.prefills, bucket.tokens) == (4, 64)
+        assert driver.buckets[-2] == bucket
+        driver.run()
+    assert driver.engine.lifetime_skipped_token_count > 0
+    assert not differences(first, second)
+    assert not first.unfit
+
+
+def test_a_step_is_sent_in_one_copy(get_oracle):
+    """CU-4: from one buffer of the host to the same place on the device, each time; answers in one copy back."""
+    run = recorded(get_oracle, "hybrid")
+    driver, sent = run.driver, []
+    places = driver.context.fixed_steps._places
+    send, fetch = places.send, driver.context.fixed_steps._answers.fetch
+
+    def watched(function):
+        def call(*arguments):
+            with (copies := ProgramRecorder()):
+                found = function(*arguments)
+            sent.append([one for one in copies.operations if "copy" in one[0]])
+            return found
+
+        return call
+
+    driver.add(0, make_prompt(40), num_tokens_to_generate=6)
+    for _ in range(2):
+        driver.step()
+    places.send, driver.context.fixed_steps._answers.fetch = watched(send), watched(fetch)
+    for _ in range(3):
+        driver.step()
+    assert [len(copies) for copies in sent] == [1] * 6
+    targets = [copies[0][1][0].place for copies in sent[::2]]
+    sources = [copies[0][1][1].place for copies in sent[::2]]
+    assert len(set(targets)) == 1
+    assert sources[0] == sources[2] != sources[1], "two buffers of the host take turns"
+
+
+def test_the_recorder_sees_what_no_graph_can_have():
+    """Of the recorder itself: a read-back, a tensor from the host, a boolean index, an address, a number, a shape."""
+
+    def record(*, number: float = 2.0, rows: int = 3, tensor=torch.arange(6.0)) -> ProgramRecorder:  # noqa: B008
+        with (program := ProgramRecorder()):
+            (tensor[:rows] * number).sum()
+        return program
+
+    base = record()
+    assert not differences(base, record())
+    assert set(differences(base, record(number=3.0))) == {"aten::mul.Tensor: a number from the host"}
+    assert any("shape" in one for one in differences(base, record(rows=2)))
+    assert any("address" in one for one in differences(base, record(tensor=torch.arange(6.0).clone())))
+    with (program := ProgramRecorder()):
+        mask = torch.ones(3) > torch.tensor(0.5)
+        torch.arange(3)[mask].sum().item()
+    assert {"aten::_local_scalar_dense", "aten::index.Tensor", "aten::lift_fresh"} <= set(program.unfit)

@@ -1,0 +1,85 @@
+"""SI-1: what is left where nobody asked for it holds what it should, and who resumes from it gets the same logits."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.unit_tests.support.caching import BLOCK, Broken
+from tests.unit_tests.support.driver import assert_equals_oracle, make_prompt
+from tests.unit_tests.support.hybrid_caching import assert_snapshots_equal_oracle, build_driver, failing_scan
+
+SYSTEM = make_prompt(9 * BLOCK + 7)
+
+
+@pytest.fixture
+def oracle(get_oracle):
+    return get_oracle("hybrid")
+
+
+def prompts(count: int) -> list[list[int]]:
+    return [[*SYSTEM, *make_prompt(40 + seed, seed=seed)] for seed in range(count)]
+
+
+@pytest.mark.parametrize("budget", [400, 64, 37])
+def test_the_second_sighting_is_right(get_oracle, oracle, budget: int):
+    """Cut in three ways; states against a token-by-token recurrence, logits against the whole prompt computed."""
+    driver = build_driver(get_oracle, max_tokens=budget)
+    asked = prompts(3)
+    assert [driver.sight(i, prompt) for i, prompt in enumerate(asked)] == [0, 8 * BLOCK, 9 * BLOCK]
+    assert driver.snapshots_of(asked[0], provisional=True) == [4 * BLOCK]
+    for request_id, prompt in enumerate(asked):
+        assert_snapshots_equal_oracle(driver, prompt, oracle)
+        assert_equals_oracle(driver, request_id, oracle)
+    use = driver.scheduler.cache.use()
+    assert (use.provisional_taken, use.provisional_consumed) == (2, 1)
+
+
+def test_other_states_would_be_seen(get_oracle, oracle):
+    """What lies in the slot is what is resumed from."""
+    driver = build_driver(get_oracle)
+    first, second = prompts(2)
+    driver.sight(0, first)
+    slot = driver.states.find(driver.model.digest((None, tuple(SYSTEM[: 8 * BLOCK]))))
+    driver.context.snapshots.ssm[:, slot] += 0.5
+    assert driver.sight(1, second) == 8 * BLOCK
+    with pytest.raises(AssertionError):
+        assert_equals_oracle(driver, 1, oracle)
+
+
+def test_with_few_slots_the_others_keep_theirs(get_oracle, oracle):
+    """Two slots: the end of the prompt has one, a guess the other, and it goes first."""
+    driver = build_driver(get_oracle, slots=2, is_exact=False)
+    first, second = prompts(2)
+    driver.sight(0, first, num_tokens_to_generate=1)
+    assert driver.snapshots_of(first) == [11 * BLOCK]
+    assert driver.snapshots_of(first, provisional=True) == [4 * BLOCK]
+    driver.sight(1, make_prompt(20, seed=9), num_tokens_to_generate=1)
+    assert driver.snapshots_of(first) == [11 * BLOCK]
+    assert driver.snapshots_of(first, provisional=True) == []
+    driver.sight(2, second)
+    for request_id in range(3):
+        assert_equals_oracle(driver, request_id, oracle)
+
+
+def test_a_checkpoint(get_oracle, oracle):
+    driver = build_driver(get_oracle)
+    first, second = prompts(2)
+    driver.sight(0, first, cache_checkpoint=(len(SYSTEM),))
+    assert driver.sight(1, second) == 9 * BLOCK
+    assert_snapshots_equal_oracle(driver, first, oracle)
+    for request_id in range(2):
+        assert_equals_oracle(driver, request_id, oracle)
+
+
+def test_a_failed_step_shows_none(get_oracle, oracle):
+    """HY-6: some layers had written theirs."""
+    driver = build_driver(get_oracle)
+    first, second = prompts(2)
+    driver.add(0, first)
+    with failing_scan(), pytest.raises(Broken):
+        driver.step()
+    assert driver.scheduler.cache.use().provisional_taken == 0
+    driver.run()
+    assert driver.sight(1, second) == 8 * BLOCK
+    for request_id in range(2):
+        assert_equals_oracle(driver, request_id, oracle)

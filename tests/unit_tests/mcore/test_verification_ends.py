@@ -1,0 +1,156 @@
+"""SP-3, SP-5: whatever a request asks for happens at the token at which it happens without drafts."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_ext.scheduling.events import EventType
+from megatron_ext.speculation.drafter import DraftAsk
+from tests.priority import TestPriority
+from tests.unit_tests.support.drafters import (
+    Knowing,
+    Pair,
+    assert_same,
+    assert_same_cache,
+    caching,
+    right,
+    right_for_a_while,
+)
+from tests.unit_tests.support.driver import Driver, make_prompt
+from tests.unit_tests.support.models import CONFIGS
+from tests.unit_tests.support.padded import PaddedDriver
+
+pytestmark = pytest.mark.priority(TestPriority.HIGH)
+
+COUNT = 7
+PROMPT = make_prompt(13)
+SAMPLED = {"temperature": 1.0, "seed": 11}
+
+
+def serve(driver: Driver, wishes: list[dict]) -> Driver:
+    """One request after the other, and then what continues each."""
+    for name, wish in enumerate(wishes):
+        prompt = wish.get("prompt", PROMPT)
+        fields = {"num_tokens_to_generate": 24, "skip_prompt_log_probs": True, "track_generated_token_events": True}
+        driver.add(name, prompt, **(fields | {key: value for key, value in wish.items() if key != "prompt"}))
+        driver.run()
+    for name in range(len(wishes)):
+        record = driver.records[name]
+        turn = [*record.prompt_tokens, *record.generated_tokens, *make_prompt(3, name)]
+        driver.add(len(wishes) + name, turn, num_tokens_to_generate=3, skip_prompt_log_probs=True)
+        driver.run()
+    return driver
+
+
+def check(pair: Pair, wishes: list[dict], answer=right_for_a_while) -> Driver:
+    """The same with drafts, which nobody sees."""
+    serve(pair.plain, wishes)
+    drafter = Knowing(answer, seed=len(wishes))
+    drafter.truth = pair.truth()
+    for name, known in drafter.truth.items():  # behind its end, too
+        drafter.truth[name] = (*known, *make_prompt(COUNT))
+    driver = serve(pair.speculating(drafter, COUNT), wishes)
+    assert_same(driver, pair.plain)
+    assert_same_cache(driver, pair.plain)
+    for name, record in driver.records.items():
+        events = [event.payload for event in record.events if event.type is EventType.GENERATED_TOKEN]
+        plain = [event.payload for event in pair.plain.records[name].events if event.type is EventType.GENERATED_TOKEN]
+        assert events == plain
+    assert driver.scheduler.counters.accepted > 20
+    return driver
+
+
+@pytest.fixture(scope="module")
+def free(get_driver) -> tuple[int, ...]:
+    """What comes behind the prompt when nobody ends it."""
+    driver = get_driver("hybrid")
+    driver.add(0, PROMPT, num_tokens_to_generate=24)
+    return driver.run()[0].generated_tokens
+
+
+def pair_of(get_driver, mode: str) -> Pair:
+    return Pair(lambda **settings: get_driver("hybrid", **settings), cache=caching(mode))
+
+
+@pytest.mark.parametrize("mode", ["kernel", "align"])
+def test_stop_words(get_driver, free, mode):
+    """Of one token and of two, ignored before the least number of tokens; blocks end behind the 3rd and the 19th."""
+    words = [(f"<{free[i]}>",) for i in (0, 1, 2, 3, 4, 9, 17, 18, 19, 20)]
+    words += [(f"<{free[i]}><{free[i + 1]}>", "never") for i in (1, 2, 3, 12, 18, 19)]
+    wishes = [{"stop_words": one} for one in words] + [{"stop_words": one, "min_tokens": 5} for one in words[:6]]
+    driver = check(pair_of(get_driver, mode), wishes)
+    assert {record.finish_reason for record in driver.records.values()} == {"stop", "length"}
+
+
+@pytest.mark.parametrize("mode", ["kernel", "align"])
+def test_end_tokens_and_lengths(get_driver, free, mode):
+    """In the middle of an accepted run nothing behind the end is taken; K never reaches beyond the last token."""
+    wishes = [{"termination_id": free[i]} for i in (1, 3, 4, 10, 18, 19, 20)]
+    wishes += [{"termination_id": free[i], "min_tokens": fewest} for i, fewest in ((3, 3), (3, 4), (3, 5), (1, 24))]
+    wishes += [{"num_tokens_to_generate": count} for count in (1, 2, 3, 8, 9)]
+    wishes += [{"stop_token_ids": (free[6], free[12]), "ignore_eos": True}]
+    check(pair_of(get_driver, mode), wishes, right)
+
+
+def test_logits_shaped_position_by_position(get_driver, free):
+    """Penalties, biases, bad words, min_p, top-n: a row behind drafts is shaped as if these had come."""
+    wishes = [
+        {"repetition_penalty": 1.4},
+        {"presence_penalty": 1.5, "frequency_penalty": 0.8, **SAMPLED},
+        {"logit_bias": {free[2]: -100.0, 5: 2.0}, "top_n_logprobs": 4},
+        {"bad_words": (f"<{free[1]}><{free[2]}>", f"<{free[5]}>")},
+        {"min_p": 0.2, "top_k": 30, **SAMPLED},
+        {"top_p": 0.9, **SAMPLED},
+        {"min_tokens": 20, "termination_id": free[3], **SAMPLED},
+        {"repetition_penalty": 0.8, "bad_words": (f"<{free[8]}>",), "top_n_logprobs": 2, **SAMPLED},
+    ]
+    check(pair_of(get_driver, "kernel"), wishes)
+
+
+def test_neighbours(get_driver):
+    """Requests with drafts beside prefills in chunks and others without; each as if alone."""
+    pair, drafter = pair_of(get_driver, "kernel"), Knowing(right_for_a_while)
+    wishes = {i: {"temperature": float(i % 2), "seed": i, "num_tokens_to_generate": 12 + i} for i in range(7)}
+    for name, wish in wishes.items():
+        pair.plain.add(name, make_prompt(10 + 17 * name % 60, name), **wish)
+        pair.plain.run()
+    drafter.truth = {name: tokens for name, tokens in pair.truth().items() if name != 3}
+    driver = pair.speculating(drafter, 5, max_tokens=24, max_requests=5)
+    for name, wish in wishes.items():
+        driver.add(name, make_prompt(10 + 17 * name % 60, name), **wish)
+        driver.step()
+    driver.run()
+    assert_same(driver, pair.plain)
+    assert driver.scheduler.counters.accepted > 20
+
+
+def test_beside_steps_in_fixed_places(get_oracle):
+    """CU-4: steps with drafts, and those that go on behind rejected ones, are eager; others are not."""
+
+    def now_and_then(ask: DraftAsk, coming: tuple[int, ...], source: object) -> tuple[int, ...]:
+        return () if len(ask.tokens) % 4 else (*coming[:1], *make_prompt(2))[: ask.limit]
+
+    def driver_of(**settings: object) -> PaddedDriver:
+        common = {"max_requests": 4, "max_sequence_length": 128, "cache": caching("kernel")}
+        return PaddedDriver(get_oracle("hybrid").model, CONFIGS["hybrid"], **common, **settings)
+
+    def talk(driver: Driver) -> None:
+        for name in range(3):
+            driver.add(name, make_prompt(20 + name, name), num_tokens_to_generate=20)
+            driver.step()
+        driver.run()
+        for name in range(3):
+            record = driver.records[name]
+            driver.add(3 + name, [*record.prompt_tokens, *record.generated_tokens], num_tokens_to_generate=9)
+        driver.run()
+
+    plain, drafter = driver_of(), Knowing(now_and_then)
+    talk(plain)
+    drafter.truth = {name: (*one.prompt_tokens, *one.generated_tokens) for name, one in plain.records.items()}
+    driver = driver_of(drafter=drafter, speculative_tokens=3)
+    talk(driver)
+    for name, record in plain.records.items():
+        assert driver.records[name].generated_tokens == record.generated_tokens
+    assert driver.scheduler.counters.accepted > 5
+    assert min(len(driver.buckets), driver.eager_steps) > 5
+    assert plain.eager_steps == 0

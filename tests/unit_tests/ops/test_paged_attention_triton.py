@@ -1,0 +1,218 @@
+"""What the Triton kernels promise beyond the contract: padded steps, few queries at once, windows, and bits.
+
+A step as a CUDA graph replays it has more sequences, a wider block table and a longer token axis than there is work
+for; pools hold NaN wherever no sequence has written.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import math
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_ext.ops import triton
+from megatron_ext.ops.paged_attention import PAGED_ATTENTION, PagedBatch, build_paged_batch, paged_attention, reference
+from megatron_ext.ops.triton import places
+from megatron_ext.ops.triton.registry import watch
+from tests.unit_tests.ops.backends import usable
+from tests.unit_tests.ops.oracles import assert_close, attention
+
+if triton.NAME not in usable(PAGED_ATTENTION):
+    pytest.skip("no Triton here", allow_module_level=True)
+kernels = importlib.import_module("megatron_ext.ops.paged_attention.kernels")
+SCALE = 0.3
+
+
+@pytest.fixture(autouse=True)
+def backend() -> Iterator[None]:
+    with PAGED_ATTENTION.forced(triton.NAME):
+        yield
+
+
+class Pool:
+    """Sequences (queries, keys) whose keys lie in blocks in no order; everything else is NaN."""
+
+    def __init__(
+        self,
+        rows: Sequence[tuple[int, int]],
+        block: int = 16,
+        heads: tuple[int, int] = (4, 2),
+        head_size: int = 32,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.generator = torch.Generator().manual_seed(7)
+        self.rows, self.block, self.dtype = rows, block, dtype
+        counts = [-(-keys // block) for _, keys in rows]
+        order = (torch.randperm(sum(counts), generator=self.generator) + 1).tolist()
+        self.tables = [[order.pop() for _ in range(count)] for count in counts]
+        shape = (sum(counts) + 1, block, heads[1], head_size)
+        self.caches = [torch.full(shape, math.nan, dtype=dtype) for _ in range(2)]
+        self.written = [[self.random(keys, *shape[2:]) for _ in range(2)] for _, keys in rows]
+        for table, written in zip(self.tables, self.written, strict=True):
+            for cache, own in zip(self.caches, written, strict=True):
+                places = torch.tensor(table).repeat_interleave(block)[: len(own)] * block
+                cache.flatten(0, 1)[places + torch.arange(len(own)) % block] = own
+        self.q = self.random(sum(queries for queries, _ in rows), heads[0], head_size)
+
+    def random(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.generator).to(self.dtype)
+
+    def batch(self, few: int) -> PagedBatch:
+        """With `few` sequences that decode, each with one query or more."""
+        queries, keys = zip(*self.rows, strict=True)
+        batch = build_paged_batch(self.tables, queries, keys, 0, self.block, "cpu")
+        return dataclasses.replace(batch, num_decode=few)
+
+    def attend(self, few: int, window: int | None = None) -> Tensor:
+        return paged_attention(self.q, *self.caches, self.batch(few), scale=SCALE, window=window)
+
+    def expected(self, window: int | None = None) -> Tensor:
+        parts, queries = [], self.q.split([queries for queries, _ in self.rows])
+        for own, (keys, values) in zip(queries, self.written, strict=True):
+            if window is None:
+                parts.append(attention(own, keys, values, SCALE))
+                continue
+            for i in range(len(own)):
+                seen = slice(max(0, len(keys) - len(own) + i + 1 - window), len(keys) - len(own) + i + 1)
+                parts.append(attention(own[i : i + 1], keys[seen], values[seen], SCALE))
+        return torch.cat(parts)
+
+
+DECODES = [(1, keys) for keys in (1, 2, 15, 16, 17, 63, 64, 65, 513)]
+MIXED = [(1, 17), (1, 65), (15, 15), (3, 63), (65, 65), (1, 33)]
+
+
+@pytest.mark.parametrize(("head_size", "heads", "block"), [(32, (6, 2), 16), (80, (3, 3), 48), (256, (5, 1), 16)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_head_sizes_and_types(head_size: int, heads: tuple[int, int], block: int, dtype: torch.dtype) -> None:
+    """CU-2: decodes and prefills, groups of heads, blocks that are a multiple of 16."""
+    pool = Pool(MIXED, block, heads, head_size, dtype)
+    tolerance = 1e-5 if dtype == torch.float32 else 0.02
+    assert_close("mixed", pool.attend(2).float(), pool.expected().float(), atol=tolerance, rtol=tolerance)
+
+
+def test_lengths_of_decodes() -> None:
+    """CU-2: around blocks, tiles of keys and spans."""
+    pool = Pool(DECODES)
+    assert_close("decodes", pool.attend(len(DECODES)), pool.expected(), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("few", [0, 4])
+def test_several_queries_may_decode(few: int) -> None:
+    """K + 1 queries that verify K proposed tokens; one whose first queries end in an earlier span than its last."""
+    pool = Pool([(4, 17), (3, 514), (5, 65), (5, 5)])
+    assert_close("verified", pool.attend(few), pool.expected(), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("window", [1, 5, 16, 64, 500])
+def test_windows(window: int) -> None:
+    """FA-4 in the kernels: the last keys of each query only, in both kernels."""
+    pool = Pool([(1, 3), (1, 65), (2, 514), (1, 600), (5, 5), (40, 63), (65, 65)])
+    assert_close("window", pool.attend(4, window), pool.expected(window), atol=1e-5, rtol=1e-5)
+
+
+def test_a_long_window_changes_no_bit() -> None:
+    pool = Pool(MIXED)
+    assert torch.equal(pool.attend(2, 65), pool.attend(2))
+
+
+def padded(
+    batch: PagedBatch, q: Tensor, few: int, sequences: int, blocks: int, tokens: int
+) -> tuple[Tensor, PagedBatch]:
+    """The step as a graph has it: decodes without keys, prefills without queries, a wide table, tokens behind all."""
+    decodes, prefills = few - batch.num_decode, sequences - few - len(batch.query_lengths) + batch.num_decode
+    own = batch.num_decode
+    table = F.pad(batch.block_table, (0, blocks))
+    table = torch.cat([table[:own], table.new_zeros(decodes, table.shape[1]), F.pad(table[own:], (0, 0, 0, prefills))])
+    lengths = (*batch.query_lengths[:own], *[1] * decodes, *batch.query_lengths[own:], *[0] * prefills)
+    keys = (*batch.kv_lengths[:own], *[0] * decodes, *batch.kv_lengths[own:], *[0] * prefills)
+    starts = torch.tensor([0, *lengths]).cumsum(0)
+    q = torch.cat([q[:own], q.new_full((decodes, *q.shape[1:]), math.nan), q[own:]])
+    q = torch.cat([q, q.new_full((tokens, *q.shape[1:]), math.nan)])
+    return q, PagedBatch(few, lengths, keys, batch.block_size, table, starts, torch.tensor(keys))
+
+
+@pytest.mark.parametrize(("few", "sequences", "blocks", "tokens"), [(4, 12, 30, 7), (2, 6, 40, 0), (8, 20, 1, 64)])
+def test_padding_changes_no_bit(few: int, sequences: int, blocks: int, tokens: int) -> None:
+    """CU-4: what is not there is not read and comes out as zeros; what is there is what it was, bit for bit."""
+    pool = Pool(MIXED)
+    plain, batch = pool.attend(2), pool.batch(2)
+    q, batch = padded(batch, pool.q, few, sequences, blocks, tokens)
+    got = paged_attention(q, *pool.caches, batch, scale=SCALE)
+    real = [0, 1, *range(few, few + len(plain) - 2)]
+    assert torch.equal(got[real], plain)
+    assert not got[[i for i in range(len(got)) if i not in real]].any()
+
+
+def test_the_grid_depends_on_shapes_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CU-5: two steps of one shape launch the same grids and configurations, whatever their lengths."""
+    grids = []
+    for kernel in (kernels.attend_few, kernels.add_spans, kernels.attend_many):
+        function = kernel.function
+        stand_in = type("Grids", (), {"__getitem__": lambda _, grid, f=function: grids.append(grid) or f[grid]})()
+        monkeypatch.setitem(vars(kernel), "function", stand_in)
+    seen = []
+    for rows in ([(1, 17), (1, 65), (15, 15)], [(1, 40), (1, 2), (9, 33)]):
+        pool = Pool(rows)
+        q, batch = padded(pool.batch(2), pool.q, 4, 8, 8 - pool.batch(2).block_table.shape[1], 20 - len(pool.q))
+        with watch() as launches:
+            paged_attention(q, *pool.caches, batch, scale=SCALE)
+        seen.append((tuple(grids), tuple(launches)))
+        grids.clear()
+    assert seen[0] == seen[1]
+
+
+def test_neighbours_and_cuts_change_no_bit() -> None:
+    """CU-3, HY-14: cache on computes what cache off computes, wherever a prompt is cut and whatever runs beside it."""
+    pool = Pool([(100, 100)], heads=(6, 2))
+    whole, queries = pool.attend(0), pool.q
+    for first in (1, 16, 63, 99):
+        pool.rows, pool.q = [(100 - first, 100)], queries[first:]
+        assert torch.equal(pool.attend(0), whole[first:]), first
+    pool = Pool(DECODES)
+    together = pool.attend(len(DECODES))
+    for i, row in enumerate(DECODES):
+        alone = Pool(DECODES)
+        alone.rows, alone.tables, alone.q = [row], [pool.tables[i]], pool.q[i : i + 1]
+        assert torch.equal(alone.attend(1), together[i : i + 1]), row
+
+
+def test_where_there_is_no_kernel_the_reference_computes_and_says_so_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """CU-3: heads of more than 256 channels."""
+    places.say_reference_computes.cache_clear()
+    pool = Pool([(1, 17), (3, 5)], head_size=272)
+    for window in (None, 4):
+        assert_close("large", pool.attend(1, window), pool.expected(window))
+    assert capsys.readouterr().err.count("heads of 272 channels") == 1
+    with PAGED_ATTENTION.forced("reference"):
+        assert torch.equal(pool.attend(1), reference.paged_attention(pool.q, *pool.caches, pool.batch(1), scale=SCALE))
+
+
+class TestTheComparisonCanFail:
+    """Negative controls: one key more, another block, a window one key longer."""
+
+    def test_one_key_more(self) -> None:
+        pool = Pool(DECODES[4:6])
+        want = pool.expected()
+        pool.rows = [(1, 16), (1, 62)]
+        with pytest.raises(AssertionError):
+            assert_close("fewer", pool.attend(2), want)
+
+    def test_swapped_blocks(self) -> None:
+        pool = Pool([(1, 32), (20, 48)])
+        want = pool.expected()
+        pool.tables = [table[::-1] for table in pool.tables]
+        with pytest.raises(AssertionError):
+            assert_close("swapped", pool.attend(1), want)
+
+    @pytest.mark.parametrize("few", [0, 1])
+    def test_window(self, few: int) -> None:
+        pool = Pool([(1, 100)])
+        with pytest.raises(AssertionError):
+            assert_close("window", pool.attend(few, 6), pool.expected(5))

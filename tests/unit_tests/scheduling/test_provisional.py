@@ -1,0 +1,246 @@
+"""SI-1: states in slots that are free anyway, without a model."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from megatron_ext.config import EvictionPolicyName
+from megatron_ext.prefix_cache.provisional import ProvisionalFirst
+from megatron_ext.prefix_cache.snapshot_order import MAY_TAKE, Rank
+from megatron_ext.scheduling.placement import ProvisionalRules
+from megatron_ext.scheduling.request import Request
+from megatron_ext.scheduling.scheduler import Scheduler
+from tests.unit_tests.scheduling.builders import add, make_limits, request_of, step
+
+ON, OFF = ProvisionalRules(), ProvisionalRules(most=0)
+EVICTIONS = (EvictionPolicyName.LRU, EvictionPolicyName.FLOPS)
+
+
+def make_scheduler(
+    slots: int, rules: ProvisionalRules = ON, policy: EvictionPolicyName = EVICTIONS[0], **limits: object
+) -> Scheduler:
+    """As `benchmarks/prefix_caching.py` has it: blocks of 64 tokens, everything in one step."""
+    sizes = {"block_size": 64, "total_blocks": 1600, "max_tokens": 80_000, "max_sequence_length": 80_000}
+    return Scheduler(make_limits(**{"provisional": rules} | sizes | limits), policy, b"model", slots)
+
+
+class Users:
+    """Who ask one after the other."""
+
+    def __init__(self, scheduler: Scheduler, seed: int = 0) -> None:
+        self.scheduler, self.source, self.count = scheduler, random.Random(seed), 0
+
+    def tokens(self, count: int) -> list[int]:
+        return [self.source.randrange(10**6) for _ in range(count)]
+
+    def ask(self, tokens: list[int], **params: object) -> Request:
+        request = request_of(self.count, tokens, **{"num_tokens_to_generate": 1} | params)
+        self.count += 1
+        add(self.scheduler, request)
+        while not request.is_ended:
+            step(self.scheduler)
+        return request
+
+    def sightings(self, shared: int, own: int = 512) -> list[int]:
+        """Tokens that the first requests behind a shared prefix skip."""
+        prefix = self.tokens(shared)
+        return [self.ask([*prefix, *self.tokens(own)]).skipped_prefill_tokens for _ in range(3)]
+
+
+@pytest.mark.parametrize("policy", EVICTIONS)
+@pytest.mark.parametrize(("shared", "slots", "least"), [(2048, 40, 1792), (8192, 64, 7168), (2000, 40, 1744)])
+@pytest.mark.parametrize("max_tokens", [80_000, 700])
+def test_the_second_sighting_hits(shared: int, slots: int, least: int, policy: EvictionPolicyName, max_tokens: int):
+    """The third skips all that blocks can, as ever; cut into chunks or not."""
+    first, second, third = Users(make_scheduler(slots, policy=policy, max_tokens=max_tokens)).sightings(shared)
+    assert first == 0
+    assert second >= least
+    assert third == shared // 64 * 64
+    off = make_scheduler(slots, OFF, policy, max_tokens=max_tokens)
+    assert Users(off).sightings(shared) == [0, 0, shared // 64 * 64]
+
+
+@pytest.mark.parametrize("rest", range(0, 520, 40))
+def test_wherever_they_part(rest: int):
+    """Not where the grid happens to be."""
+    shared = 1500 + rest
+    _, second, third = Users(make_scheduler(40)).sightings(shared)
+    assert second > shared - 64 * 5
+    assert third == shared // 64 * 64
+
+
+def test_counts_of_their_own():
+    scheduler = make_scheduler(40)
+    Users(scheduler).sightings(2048)
+    use, states = scheduler.cache.use(), scheduler.cache.states
+    assert use.provisional_consumed == 1
+    assert use.provisional_taken == use.provisional_consumed + use.provisional_given_up + use.provisional_slots
+    assert use.slots_used + use.provisional_slots + states.free_count == 40
+    assert use.snapshots_taken == 2 + 3 + 2 - 1  # 2496, 2560; and the end of the match; 2048 is there
+
+
+def others(scheduler: Scheduler) -> set[bytes]:
+    """Snapshots that somebody asked for or resumed from."""
+    states = scheduler.cache.states
+    return {digest for digest in states._visible if not states.is_provisional(digest)}
+
+
+ASKED = ("snapshots_taken", "snapshots_skipped", "snapshots_replaced", "slots_used", "slots_evicted", "blocks_evicted")
+
+
+def unique_lives(policy: EvictionPolicyName, slots: int, rules: ProvisionalRules, seed: int) -> list[object]:
+    """What is kept after each of many prompts; some come again at once, some later and then read nothing."""
+    scheduler = make_scheduler(slots, rules, policy, total_blocks=120, block_size=4, max_tokens=64)
+    users, seen, asked = Users(scheduler, seed), [], []
+    for _ in range(30):
+        kind = users.source.choice(["new", "new", "at once", "later"]) if asked else "new"
+        prompt = users.tokens(users.source.randrange(8, 160)) if kind == "new" else asked[-1]
+        if kind == "later":
+            whole = users.source.choice(asked)
+            prompt = whole[: users.source.randrange(8, len(whole) + 1)]
+        asked.append(prompt)
+        count, scores = users.source.randrange(1, 9), kind == "later"
+        skipped = users.ask(prompt, num_tokens_to_generate=count, return_log_probs=scores).skipped_prefill_tokens
+        use = scheduler.cache.use()
+        seen.append((skipped, others(scheduler), [getattr(use, name) for name in ASKED]))
+    assert (scheduler.cache.use().provisional_taken > 0) == (rules.most != 0)
+    assert scheduler.cache.use().provisional_consumed == 0
+    return seen
+
+
+@pytest.mark.parametrize("policy", EVICTIONS)
+@pytest.mark.parametrize("slots", [3, 12, 60])
+def test_where_nobody_resumes_from_one_nothing_else_changes(policy: EvictionPolicyName, slots: int):
+    """Prompts that come again at once resume at their end, where somebody asked for states."""
+    rules = ProvisionalRules(spacing=2)
+    for seed in range(3):
+        assert unique_lives(policy, slots, rules, seed) == unique_lives(policy, slots, OFF, seed)
+
+
+@pytest.mark.parametrize("policy", EVICTIONS)
+def test_the_twin_tells_a_guess_that_displaces(policy: EvictionPolicyName, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(MAY_TAKE, Rank.PROVISIONAL, (Rank.PROVISIONAL, Rank.OPTIONAL, Rank.ORDINARY))
+    monkeypatch.setattr("megatron_ext.scheduling.provisional_plan._room", lambda *arguments: 5)
+    with pytest.raises(AssertionError):
+        test_where_nobody_resumes_from_one_nothing_else_changes(policy, 3)
+
+
+def test_the_twin_tells_guesses_that_stand_in_line_with_others(monkeypatch: pytest.MonkeyPatch):
+    def add_to_the_others(self: ProvisionalFirst, digest: bytes, rank: Rank) -> None:
+        self._others.add(digest, Rank.ORDINARY)
+
+    monkeypatch.setattr(ProvisionalFirst, "add", add_to_the_others)
+    with pytest.raises(AssertionError):
+        test_where_nobody_resumes_from_one_nothing_else_changes(EvictionPolicyName.LRU, 3)
+
+
+@pytest.mark.parametrize("policy", EVICTIONS)
+def test_without_a_free_slot_there_are_none(policy: EvictionPolicyName):
+    """Nothing is worse than without them, and nothing better."""
+    scheduler, twin = make_scheduler(12, policy=policy), make_scheduler(12, OFF, policy)
+    for one in (scheduler, twin):
+        users = Users(one, 1)
+        for _ in range(6):
+            users.ask(users.tokens(192))  # two snapshots each: the slots are full
+        taken = one.cache.use().provisional_taken
+        assert users.sightings(2048) == [0, 0, 2048]
+        assert one.cache.use().provisional_taken == taken == 0
+    assert others(scheduler) == others(twin)
+
+
+def test_a_limit_of_their_number():
+    scheduler = make_scheduler(64, ProvisionalRules(most=5))
+    users = Users(scheduler)
+    for _ in range(3):
+        users.ask(users.tokens(2560))
+        assert scheduler.cache.use().provisional_slots <= 5
+    assert scheduler.cache.use().provisional_taken == 5
+
+
+def test_aligned_chunks_leave_what_they_left():
+    """Every boundary at which a chunk ends is kept, as an ordinary snapshot; there is nothing beside it."""
+    seen = []
+    for rules in (ProvisionalRules(), OFF):
+        scheduler = make_scheduler(64, rules, aligned_chunks=True, max_tokens=300)
+        skipped = Users(scheduler).sightings(2048)
+        seen.append((skipped, scheduler.cache.use()))
+    assert seen[0] == seen[1]
+    assert seen[0][1].provisional_taken == 0
+
+
+def test_a_checkpoint_is_where_others_resume():
+    """Rounded down to a block; what lies behind the prompt's last boundary is of no use."""
+    scheduler = make_scheduler(40)
+    users = Users(scheduler)
+    prefix = users.tokens(1000)  # 15 blocks and a part
+    users.ask([*prefix, *users.tokens(600)], cache_checkpoint=(1000, 1599))
+    assert users.ask([*prefix, *users.tokens(600)]).skipped_prefill_tokens == 960
+    plain = Users(make_scheduler(40))
+    plain.ask([*prefix, *plain.tokens(600)])
+    assert plain.ask([*prefix, *plain.tokens(600)]).skipped_prefill_tokens == 768
+
+
+def test_they_learn_where_requests_part():
+    """Prompts of many tenants, each new, part at the same place, off the grid: soon the second of each hits there."""
+    learned, even = (
+        Users(make_scheduler(4000, total_blocks=9000)),
+        Users(make_scheduler(4000, ProvisionalRules(is_learned=False), total_blocks=9000)),
+    )
+    for users, expected in ((learned, 1216), (even, 1024)):
+        seconds = [users.sightings(1216)[1] for _ in range(12)]  # 19 blocks
+        assert seconds[0] == 1024
+        assert seconds[-1] == expected
+
+
+def test_what_is_asked_for_where_a_guess_stands_is_ordinary():
+    """One that reads nothing computes it again, and leaves it."""
+    scheduler = make_scheduler(40)
+    users = Users(scheduler)
+    prompt = users.tokens(1100)
+    users.ask(prompt)
+    digests = users.ask(prompt[:1030], return_log_probs=True).digests
+    assert others(scheduler) >= {digests[15]}
+    assert not scheduler.cache.states.is_provisional(digests[15])
+    assert scheduler.cache.use().provisional_given_up == 1
+    scheduler.check()
+
+
+def test_a_failed_step_leaves_none():
+    scheduler = make_scheduler(40)
+    add(scheduler, request_of(0, range(2560)))
+    plan = scheduler.schedule()
+    assert len([one for one in plan.snapshots if one.rank is Rank.PROVISIONAL]) == 9
+    scheduler.abandon(plan.chunks, "RuntimeError: planted")
+    scheduler.check()
+    assert scheduler.cache.states.free_count == 40
+    assert scheduler.cache.use().provisional_taken == 0
+
+
+def test_a_reset_in_the_middle_of_a_prompt():
+    """EX-4: what began before leaves nothing."""
+    scheduler = make_scheduler(40, max_tokens=700)
+    request = request_of(0, range(2560), num_tokens_to_generate=1)
+    add(scheduler, request)
+    step(scheduler)
+    assert scheduler.cache.use().provisional_slots == 2
+    scheduler.reset_prefix_cache()
+    while not request.is_ended:
+        step(scheduler)
+    use = scheduler.cache.use()
+    assert (use.provisional_slots, use.provisional_taken, use.provisional_given_up) == (0, 2, 2)
+
+
+def test_a_guess_given_up_is_not_lost():
+    """SI-6: nobody wanted for a slot."""
+    scheduler = make_scheduler(12, total_blocks=60)
+    users = Users(scheduler)
+    for _ in range(12):
+        users.ask(users.tokens(1300))
+    use = scheduler.cache.use()
+    assert use.provisional_given_up > 0
+    prompt = users.tokens(1300)
+    users.ask(prompt)
+    users.ask([*users.tokens(1), *prompt])
+    assert scheduler.counters.lost_slot_tokens == 0

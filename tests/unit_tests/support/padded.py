@@ -1,0 +1,119 @@
+"""Drivers of engines whose steps are padded and computed in fixed places, with NaN wherever padding is at home."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_ext.mcore.buckets import Bucket
+from megatron_ext.mcore.fixed_step import NOBODY
+from megatron_ext.mcore.fixed_steps import FixedSteps
+from megatron_ext.mcore.staging import ModelInput
+from megatron_ext.ops.causal_conv1d import CAUSAL_CONV1D
+from megatron_ext.ops.gated_delta_rule import GATED_DELTA_RULE
+from megatron_ext.ops.paged_attention import PAGED_ATTENTION
+from megatron_ext.ops.selective_scan import SELECTIVE_SCAN
+from megatron_ext.ops.ssd import SSD
+from megatron_ext.scheduling.step import ScheduledChunk, ScheduledStep
+from tests.unit_tests.support.driver import Driver
+from tests.unit_tests.support.hybrid_caching import HybridDriver
+
+_OPERATORS = (CAUSAL_CONV1D, SSD, SELECTIVE_SCAN, GATED_DELTA_RULE)
+
+
+@contextlib.contextmanager
+def reference_operators() -> Iterator[None]:
+    """Plain torch, whose shapes show what a program is made for."""
+    with contextlib.ExitStack() as stack:
+        for operator in _OPERATORS:
+            stack.enter_context(operator.backends.forced("reference"))
+        stack.enter_context(PAGED_ATTENTION.forced("reference"))
+        yield
+
+
+class Padded:
+    """For drivers: steps by programs of few sizes, and requests that programs take.
+
+    Attributes:
+        buckets: Of the steps that a program computed.
+        eager_steps: Of the others.
+    """
+
+    def __init__(self, *args: object, **batching: object) -> None:
+        self.buckets: list[Bucket] = []
+        self.eager_steps = 0
+        super().__init__(*args, **({"cuda_graph_impl": "local", "num_cuda_graphs": 3} | batching))
+        self._watch_programs(self.context.fixed_steps)
+
+    def _watch_programs(self, fixed: FixedSteps) -> None:
+        find = fixed.find
+
+        def find_noted(step: ScheduledStep) -> Bucket | None:
+            bucket = find(step)
+            if bucket is None:
+                self.eager_steps += 1
+            else:
+                self.buckets.append(bucket)
+            return bucket
+
+        fixed.find = find_noted
+
+    def add(self, request_id: int, prompt: str | Sequence[int], **params: object):
+        """Without log-probs unless they are asked for: who wants them leaves the program."""
+        return super().add(request_id, prompt, **({"return_log_probs": False} | params))
+
+    def step(self) -> dict:
+        """With padding's places poisoned before."""
+        self.poison_padding()
+        return super().step()
+
+    def poison_padding(self) -> None:
+        context, limits = self.context, self.context.plan.limits
+        if context.pools is None:
+            return
+        if context.plan.shape.attention_layers:
+            context.memory_buffer[:, :, context.plan.geometry.blocks] = torch.nan
+        last = context.plan.geometry.snapshot_slots + context.plan.geometry.draft_states
+        pools = (context.live_states, limits.max_requests), (context.snapshots, last)
+        for pool, slot in pools:
+            if pool is not None:
+                pool.conv[:, slot], pool.ssm[:, slot] = torch.nan, torch.nan
+
+    def _watch_slots(self) -> None:
+        """Slots that were given up are poisoned before a step, not when they are opened: restores come after that."""
+        self._poison_slots(self.scheduler.queues)
+
+    def _run_forward(self, forward, inputs):
+        return forward(inputs)
+
+    def _watch_forward(self) -> None:
+        wrapper = self.engine.controller.inference_wrapped_model
+        forward = wrapper.run_one_forward_step
+
+        def forward_watched(inputs: dict) -> Tensor:
+            logits = forward(inputs)
+            for row, chunk in rows_of(self.context.step):
+                self.seen[chunk.request_id].logits[chunk.end].append(logits[0, row].clone())
+            return logits
+
+        wrapper.run_one_forward_step = forward_watched
+
+
+def rows_of(step: ModelInput) -> Iterator[tuple[int, ScheduledChunk]]:
+    """Whose logits the rows of a forward are: padded steps have one for each chunk, others for those that sample."""
+    sampled = [(row, chunk) for row, chunk in enumerate(step.chunks) if chunk.sampling is not None]
+    if step.paged_batch.is_bounded:
+        assert len(step.chunks) == len(step.sample_tokens)
+        return iter((row, chunk) for row, chunk in sampled if chunk.request_id != NOBODY)
+    return iter((i, chunk) for i, (_, chunk) in enumerate(sampled))
+
+
+class PaddedDriver(Padded, Driver):
+    """`Driver`, padded."""
+
+
+class PaddedHybridDriver(Padded, HybridDriver):
+    """`HybridDriver`, padded; writes of keys are not watched, since padding has some of its own."""
