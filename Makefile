@@ -7,11 +7,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup demo test test-gpu bench lint golden check-pins lock
+.PHONY: help setup demo test test-kernels test-gpu kernels bench lint golden check-pins lock
 .DEFAULT_GOAL := help
 
 help: ## Show this list.
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## Create .venv with everything that the other targets need.
 
@@ -39,10 +39,17 @@ test: $(STAMP) ## Run all tests, in parallel (WORKERS=4 sets how many processes)
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false \
 		$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
+test-kernels: $(STAMP) ## Run every configuration of every Triton kernel beside its formula, under the interpreter: minutes.
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false \
+		$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m kernels $(ARGS)
+
 test-gpu: $(STAMP) ## Run all tests on the CUDA device (GPU_WORKERS=1 if its memory is small).
 	@$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "torch sees no CUDA device here: make test runs the same tests on the CPU")'
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false \
 		$(BIN)/python -m pytest -n $(GPU_WORKERS) --dist worksteal $(ARGS)
+
+kernels: $(STAMP) ## Compile every Triton kernel for sm_80 and sm_90 without a GPU: registers, spills, shared memory.
+	$(BIN)/python tools/compile_kernels.py $(ARGS)
 
 # VLLM_PYTHON=/path/to/python measures vLLM beside us; see benchmarks/peers/README.md. ARGS=--quick sees that all of it runs.
 bench: $(STAMP) ## Measure speed, beside peers and by itself: each goal as met or missed, and where a step's time goes.

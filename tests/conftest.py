@@ -12,7 +12,7 @@ import torch
 
 from megatron_ext.ops import cpp
 from megatron_ext.ops.triton import INTERPRET
-from tests import priority, worlds
+from tests import kernels, priority, worlds
 
 # Libraries that are not installed, arguments that megatron-core passes to itself: nothing that we could do differently.
 UPSTREAM_WARNINGS = (
@@ -32,6 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
     for line in UPSTREAM_WARNINGS:
         config.addinivalue_line("filterwarnings", line)
     config.pluginmanager.register(priority, "priority")
+    config.pluginmanager.register(kernels, "kernels")
     config.pluginmanager.register(worlds, "worlds")
 
 

@@ -16,9 +16,13 @@ class AheadHashing:
     A slice may be begun before its step is planned, while the device computes the one before. Then its step hashes what
     is left of it, so that what is hashed at any plan is the same as without: what was begun for requests that have
     ended since, or that hash anew, is not counted.
+
+    Args:
+        block_size: Tokens; fewer are not hashed alone, so the last block of a slice may exceed it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
         self._unfinished: deque[Request] = deque()
         self._begun: list[tuple[Request, int, int]] = []  # whose, tokens, and how many were left to hash then
 
@@ -33,10 +37,10 @@ class AheadHashing:
             self._unfinished.append(request)
 
     def begin_slice(self) -> None:
-        """Hash of the next slice what is not begun yet."""
+        """Hash of the next slice what is not begun yet, as far as whole blocks are within it."""
         left = HASH_SLICE - self._counted()
         for request in self._unfinished:
-            while left > 0 and _is_unfinished(request):
+            while left >= self._block_size and _is_unfinished(request):
                 left -= self._hash(request, left)
 
     def go_on(self) -> None:

@@ -12,6 +12,7 @@ from megatron_ext.prefix_cache.snapshot_order import Rank
 from megatron_ext.prefix_cache.state_index import SlotId
 from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.counters import Counters
+from megatron_ext.scheduling.draft_counts import DraftCounts
 from megatron_ext.scheduling.draft_slots import DraftSlots
 from megatron_ext.scheduling.plan import SchedulerLimits, SnapshotRequest
 from megatron_ext.scheduling.request import Request
@@ -41,6 +42,7 @@ class Drafts:
         proposals: Drafts for the next step.
         verified: What the last step verified.
         slots: For states behind drafts.
+        by_position: What became of drafts.
     """
 
     def __init__(self, limits: SchedulerLimits, cache: PrefixCache, counters: Counters) -> None:
@@ -49,6 +51,7 @@ class Drafts:
         self._counters = counters
         self.proposals = NO_TOKENS
         self.verified: list[Verified] = []
+        self.by_position = DraftCounts(limits.most_drafts)
         self._unsettled: set[int] = set()
         self.slots = DraftSlots(0 if cache.states is None else cache.states.total, limits.draft_states)
 
@@ -112,6 +115,7 @@ class Drafts:
         for counts in (request.timeline, self._counters):
             counts.drafted += drafted
             counts.accepted += accepted
+        self.by_position.note(drafted, accepted)
         self.verified.append(Verified(request.request_id, drafted, accepted))
         self._unsettled.add(request.request_id)
 
@@ -167,7 +171,7 @@ class Drafts:
             return None
         assert request.digests[state.position // self._block_size - 1] == state.digest, "the drafts did not come"
         before = sequence.trail.decode
-        wanted = SnapshotRequest(request, state.position, state.digest, rank=Rank.OPTIONAL, instead_of=before)
+        wanted = SnapshotRequest(request, state.position, state.digest, Rank.OPTIONAL, instead_of=before)
         if states.reserve_all([wanted]) == [None]:
             return None
         sequence.trail.decode = state.digest

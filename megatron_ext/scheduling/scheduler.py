@@ -57,7 +57,7 @@ class Scheduler:
         self.live_slots = LiveSlots(limits.max_requests)
         self.counters = Counters()
         self.drafts = Drafts(limits, self.cache, self.counters)
-        self._hashing = AheadHashing()
+        self._hashing = AheadHashing(limits.block_size)
         self._keys = CacheKeys(fingerprint, limits.block_size)
 
     @property

@@ -117,7 +117,8 @@ class EngineLoop:
             self._exchanges[handle.request_id] = handle, exchange
         self._work.set()
         try:
-            await self.call(self._side.add, exchange)
+            added = self._thread.submit_requests(self._side.add, (exchange,), self._side.observed)
+            await asyncio.wrap_future(added)
         except Exception:
             self._forget(exchange.handles)
             raise

@@ -83,7 +83,9 @@ class Stepper:
         Raises:
             EngineClosed: The engine is closed.
         """
-        return self._submit(self._add, requests)
+        with self._closing:
+            self._check_open()
+            return self._thread.submit_requests(self._add, (requests,), self._between_steps)
 
     def call(self, function: Callable[..., Result], *arguments: object) -> Result:
         """Call something with the engine's thread, between two steps, and wait for it.
@@ -128,9 +130,12 @@ class Stepper:
 
     def _submit(self, function: Callable[..., Result], *arguments: object) -> Future[Result]:
         with self._closing:
-            if self._is_closed:
-                raise EngineClosed("the engine is closed; load another one")
+            self._check_open()
             return self._thread.submit(self._between_steps, function, arguments)
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise EngineClosed("the engine is closed; load another one")
 
     # Called by the engine's thread
 

@@ -7,17 +7,16 @@ neither on where a sequence is cut nor on what else the step computes.
 import triton
 import triton.language as tl
 
-from megatron_ext.ops.triton.registry import FLOATS, config, kernel
+from megatron_ext.ops.triton.registry import STATE_TYPES, config, kernel
 
 WINDOWS = (2, 3, 4)
-TYPES = [{"T": inputs, "S": states} for inputs in FLOATS for states in dict.fromkeys((inputs, *FLOATS))]
 
 
 @kernel(
     pointers={"T": "x weight bias y", "S": "live", "i64": "seq_idx cu_seqlens slots", "i1": "has_initial"},
     strides="x_row live_row channels",
     counts="rows sequences has_bias activate",
-    types=TYPES,
+    types=STATE_TYPES,
     configs=[config(WINDOW=window, ROWS=16, CHANNELS=128) for window in WINDOWS],
 )
 def conv_prefill(
@@ -74,7 +73,7 @@ def _last_inputs(x, state, x_row, channel, begin, after, has_state, is_place, WI
     },
     strides="x_row live_row snapshot_row channels",
     counts="kept",
-    types=TYPES,
+    types=STATE_TYPES,
     configs=[config(WINDOW=window, KEPT=triton.next_power_of_2(window - 1), CHANNELS=128) for window in WINDOWS],
 )
 def conv_states(
@@ -112,7 +111,7 @@ def conv_states(
     pointers={"T": "x weight bias y", "S": "live", "i64": "slots"},
     strides="x_row live_row channels",
     counts="has_bias activate",
-    types=TYPES,
+    types=STATE_TYPES,
     configs=[config(WINDOW=window, KEPT=triton.next_power_of_2(window - 1), CHANNELS=128) for window in WINDOWS],
 )
 def conv_decode(

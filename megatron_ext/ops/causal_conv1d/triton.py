@@ -37,11 +37,11 @@ def _lacks(x: Tensor, weight: Tensor, bias: Tensor | None, live: Tensor) -> str 
 
 
 def _config(kernel: Kernel, window: int) -> Config:
-    return next(one for one in kernel.configs if dict(one.constants)["WINDOW"] == window)
+    return next(one for one in kernel.configs if one["WINDOW"] == window)
 
 
 def _blocks(channels: int, config: Config) -> int:
-    return -(-channels // dict(config.constants)["CHANNELS"])
+    return -(-channels // config["CHANNELS"])
 
 
 class Convolution:
@@ -80,7 +80,7 @@ class Convolution:
         assert isinstance(slots, Tensor)
         config, shared = _config(kernels.conv_prefill, weight.shape[1]), {"x_row": x.stride(0), "channels": channels}
         kernels.conv_prefill.launch(
-            (-(-rows // dict(config.constants)["ROWS"]), _blocks(channels, config)),
+            (-(-rows // config["ROWS"]), _blocks(channels, config)),
             config,
             x=x,
             weight=weight,

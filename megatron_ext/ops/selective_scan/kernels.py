@@ -9,11 +9,10 @@ import triton
 import triton.language as tl
 
 from megatron_ext.ops.triton.device import next_kept, store_kept
-from megatron_ext.ops.triton.registry import FLOATS, config, kernel
+from megatron_ext.ops.triton.registry import STATE_TYPES, config, kernel
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 STATES = (16, 32, 64)
-TYPES = [{"T": inputs, "S": states} for inputs in FLOATS for states in dict.fromkeys((FLOATS[0], inputs, *FLOATS))]
 
 
 @triton.jit
@@ -33,8 +32,8 @@ def _advance(state, u, delta, rate, b, c, skip):
     },
     strides="u_row delta_row b_row c_row live_row snapshot_row channels state_size",
     counts="kept has_skip",
-    types=TYPES,
-    configs=[config(num_warps=1, CHANNELS=512 // n, N=n) for n in STATES],
+    types=STATE_TYPES,
+    configs=[config(num_warps=1, CHANNELS=256 // n, N=n) for n in STATES],
 )
 def selective_prefill(
     u, delta, A, B, C, D, y, live, snapshots, cu_seqlens, slots, kept_slots, kept_sequences, kept_tokens,
@@ -77,7 +76,7 @@ def selective_prefill(
     pointers={"T": "u B C y", "fp32": "delta A D", "S": "live", "i64": "slots"},
     strides="u_row delta_row b_row c_row live_row channels state_size",
     counts="has_skip",
-    types=TYPES,
+    types=STATE_TYPES,
     configs=[config(CHANNELS=2048 // n, N=n) for n in STATES],
 )
 def selective_decode(

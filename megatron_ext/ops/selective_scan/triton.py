@@ -26,7 +26,7 @@ def _lacks(u: Tensor, B: Tensor, live: Tensor) -> str | None:
     """Why there is no kernel for these; None if there is one."""
     from megatron_ext.ops.selective_scan import kernels
 
-    most = max(dict(one.constants)["N"] for one in kernels.selective_prefill.configs)
+    most = max(one["N"] for one in kernels.selective_prefill.configs)
     if B.shape[-1] > most:
         return f"the selective scan has no kernel for states of {B.shape[-1]}, but for {most} and less"
     if B.dtype != u.dtype:
@@ -36,12 +36,14 @@ def _lacks(u: Tensor, B: Tensor, live: Tensor) -> str | None:
     return kernels.selective_prefill.lacks(T=u.dtype, S=live.dtype)
 
 
-def _config(kernel: Kernel, state_size: int) -> Config:
-    return next(one for one in kernel.configs if dict(one.constants)["N"] >= state_size)
+def _config(kernel: Kernel, u: Tensor, state_size: int) -> Config:
+    found = kernel.fitting(u.dtype, N=state_size)
+    assert found is not None, "there is a kernel for these states"
+    return found
 
 
 def _arguments(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None) -> dict[str, Argument]:
-    """What both kernels are given, with y to write to; what stands for a D that there is not is not read."""
+    """What both kernels are given; what stands for a D that there is not is not read."""
     u, delta, B, C = (rows_of(t) for t in (u, delta.float(), B, C))
     return {
         "u": u,
@@ -50,7 +52,6 @@ def _arguments(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Ten
         "B": B,
         "C": C,
         "D": delta if D is None else D.float().contiguous(),
-        "y": u.new_empty(u.shape),
         "u_row": u.stride(0),
         "delta_row": delta.stride(0),
         "b_row": B.stride(0),
@@ -82,11 +83,14 @@ def prefill(
         return prefill_by_scan(reference.selective_scan, inputs, chunks, slots, live, snapshots, {"D": D})
     from megatron_ext.ops.selective_scan import kernels
 
-    config, arguments = _config(kernels.selective_prefill, B.shape[1]), _arguments(u, delta, A, B, C, D)
-    y = arguments["y"]
-    assert isinstance(y, Tensor)
-    grid = (slots.live.numel(), -(-u.shape[1] // dict(config.constants)["CHANNELS"]))
-    kernels.selective_prefill.launch(grid, config, **arguments, **prefill_arguments(chunks, slots, live, snapshots))
+    config, y = _config(kernels.selective_prefill, u, B.shape[1]), u.new_empty(u.shape)
+    kernels.selective_prefill.launch(
+        (slots.live.numel(), -(-u.shape[1] // config["CHANNELS"])),
+        config,
+        y=y,
+        **_arguments(u, delta, A, B, C, D),
+        **prefill_arguments(chunks, slots, live, snapshots),
+    )
     return y
 
 
@@ -108,12 +112,16 @@ def decode(
         return decode_by_step(reference.selective_scan_step, (u, delta, A, B, C), slots, live, {"D": D})
     from megatron_ext.ops.selective_scan import kernels
 
-    config, arguments = _config(kernels.selective_decode, B.shape[1]), _arguments(u, delta, A, B, C, D)
-    y, (rows, channels) = arguments["y"], u.shape
-    assert isinstance(y, Tensor)
-    grid = (rows, -(-channels // dict(config.constants)["CHANNELS"]))
-    where = {"live": live, "live_row": live.stride(0), "slots": slot_tensor(slots, rows, u.device)}
-    kernels.selective_decode.launch(grid, config, **arguments, **where)
+    config, y = _config(kernels.selective_decode, u, B.shape[1]), u.new_empty(u.shape)
+    kernels.selective_decode.launch(
+        (u.shape[0], -(-u.shape[1] // config["CHANNELS"])),
+        config,
+        y=y,
+        live=live,
+        live_row=live.stride(0),
+        slots=slot_tensor(slots, u.shape[0], u.device),
+        **_arguments(u, delta, A, B, C, D),
+    )
     return y
 
 

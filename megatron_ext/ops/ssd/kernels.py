@@ -4,28 +4,32 @@ A program has TILE tokens of one head at a time, and P of its channels with all 
 the sequence's first token of the step to its last. Where states are kept on the way is nothing to the tiles, so outputs
 do not depend on it; where a sequence is cut at multiples of TILE neither do they, nor the states, to the bit.
 
-Products are of fp32 numbers on tensor cores: in tf32 with inputs of 16 bits, whose own rounding is coarser or equal,
-in three such products (tf32x3, nearly fp32's) with fp32 inputs and for what states are made of.
+Outputs and states are sums over the N states, so a head of many of them is shared by programs of `MOST_STATES` each,
+whose outputs the caller adds.
+
+Products are of fp32 numbers: on tensor cores with inputs of 16 bits, in tf32, whose rounding is finer than or equal to
+theirs (what states are made of in three such products, nearly fp32's); without them with fp32 inputs.
 """
 
 import triton
 import triton.language as tl
 
 from megatron_ext.ops.triton.device import next_kept, store_kept
-from megatron_ext.ops.triton.registry import FLOATS, config, kernel
+from megatron_ext.ops.triton.registry import FLOATS, STATE_TYPES, config, kernel
 
-TILE = 32
-TYPES = [{"T": inputs, "S": states} for inputs in FLOATS for states in dict.fromkeys((FLOATS[0], inputs, *FLOATS))]
+TILE = 16
+MOST_STATES = 128
+NARROW = FLOATS[1:]
 
 
 @triton.jit
-def _added(x, b, weights):
+def _added(x, b, weights, IS_WIDE: tl.constexpr):
     """What tokens with these weights add to the state: [P, N], of x [TILE, P] and b [TILE, N]."""
-    return tl.dot(tl.trans(x * weights[:, None]), b, input_precision="tf32x3")
+    return tl.dot(tl.trans(x * weights[:, None]), b, input_precision="ieee" if IS_WIDE else "tf32x3")
 
 
 @triton.jit
-def _outputs(x, b, c, dt, elapsed, state, PRECISION: tl.constexpr, TILE: tl.constexpr):
+def _outputs(x, b, c, dt, elapsed, state, IS_WIDE: tl.constexpr, TILE: tl.constexpr):
     """[TILE, P] of what the tile's tokens give each other, and of what the state before the tile gives them.
 
     x [TILE, P]; b and c [TILE, N]; dt and elapsed, the logarithm of the decay from the tile's start, [TILE].
@@ -33,33 +37,32 @@ def _outputs(x, b, c, dt, elapsed, state, PRECISION: tl.constexpr, TILE: tl.cons
     place = tl.arange(0, TILE)
     is_earlier = place[:, None] >= place[None, :]
     decay = tl.where(is_earlier, tl.exp(tl.minimum(elapsed[:, None] - elapsed[None, :], 0.0)), 0.0)
-    scores = tl.dot(c, tl.trans(b), input_precision=PRECISION) * decay * dt[None, :]
-    read = tl.dot(c, tl.trans(state), input_precision=PRECISION) * tl.exp(elapsed)[:, None]
-    return read + tl.dot(scores, x, input_precision=PRECISION)
+    scores = tl.dot(c, tl.trans(b), input_precision="ieee" if IS_WIDE else "tf32") * decay * dt[None, :]
+    read = tl.dot(c, tl.trans(state), input_precision="ieee" if IS_WIDE else "tf32") * tl.exp(elapsed)[:, None]
+    return read + tl.dot(scores, x, input_precision="ieee" if IS_WIDE else "tf32")
 
 
 @kernel(
     pointers={
-        "T": "x B C y",
+        "T": "x B C",
+        "Y": "y",
         "fp32": "dt A D",
         "S": "live snapshots",
         "i64": "cu_seqlens slots kept_slots kept_sequences kept_tokens",
         "i1": "has_initial",
     },
-    strides="x_row dt_row b_row c_row live_row snapshot_row head_dim state_size",
+    strides="x_row dt_row b_row c_row y_part live_row snapshot_row head_dim state_size",
     counts="kept heads heads_per_group has_skip",
-    types=TYPES,
+    types=[{**types, "Y": y} for types in STATE_TYPES for y in dict.fromkeys((types["T"], FLOATS[0]))],
     configs=[
-        config(TILE=TILE, P=32, N=16),
-        config(TILE=TILE, P=32, N=32),
-        config(TILE=TILE, P=32, N=64),
-        config(TILE=TILE, P=32, N=128),
-        config(TILE=TILE, P=16, N=256),
+        *(config(num_warps=8, only=FLOATS[:1], TILE=TILE, P=16, N=n) for n in (16, 32, 64, MOST_STATES)),
+        *(config(only=NARROW, TILE=TILE, P=16, N=n) for n in (16, 32, 64, MOST_STATES)),
     ],
+    fits=lambda config, types: types["Y"] == types["T"] or config["N"] == MOST_STATES,
 )
 def ssd_prefill(
     x, dt, A, B, C, D, y, live, snapshots, cu_seqlens, slots, kept_slots, kept_sequences, kept_tokens, has_initial,
-    x_row, dt_row, b_row, c_row, live_row, snapshot_row, head_dim, state_size, kept, heads, heads_per_group,
+    x_row, dt_row, b_row, c_row, y_part, live_row, snapshot_row, head_dim, state_size, kept, heads, heads_per_group,
     has_skip,
     TILE: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
@@ -68,40 +71,50 @@ def ssd_prefill(
     slot = tl.load(slots + sequence)
     begin, end = tl.load(cu_seqlens + sequence).to(tl.int32), tl.load(cu_seqlens + sequence + 1).to(tl.int32)
     if (slot >= 0) & (begin < end):
-        PRECISION: tl.constexpr = "tf32x3" if x.dtype.element_ty == tl.float32 else "tf32"
-        p, n, place = tl.program_id(2) * P + tl.arange(0, P), tl.arange(0, N), tl.arange(0, TILE)
+        IS_WIDE: tl.constexpr = x.dtype.element_ty == tl.float32
+        parts = tl.cdiv(state_size, N)
+        part, place = tl.program_id(2) % parts, tl.arange(0, TILE)
+        p, n = tl.program_id(2) // parts * P + tl.arange(0, P), part * N + tl.arange(0, N)
         is_p, is_n = (p < head_dim)[None, :], (n < state_size)[None, :]
         is_state = (p < head_dim)[:, None] & is_n
         cell = (head * head_dim + p)[:, None] * state_size + n[None, :]
         has_state = tl.load(has_initial + sequence).to(tl.int1)
         state = tl.load(live + slot * live_row + cell, mask=is_state & has_state, other=0.0).to(tl.float32)
-        rate, skip = tl.load(A + head), tl.load(D + head, mask=has_skip != 0, other=0.0)
+        rate, skip = tl.load(A + head), tl.load(D + head, mask=(has_skip != 0) & (part == 0), other=0.0)
         group = head // heads_per_group
         stop = next_kept(kept_sequences, kept_tokens, kept, sequence, begin)
+        first = begin.to(tl.int64)
+        column = (group * state_size + n)[None, :]
         for start in range(begin, end, TILE):
-            row = (start + place).to(tl.int64)
-            is_token = (start + place < end)[:, None]
-            steps = tl.load(dt + row * dt_row + head, mask=start + place < end, other=0.0)
-            inputs = tl.load(x + row[:, None] * x_row + (head * head_dim + p)[None, :], mask=is_token & is_p, other=0.0)
-            inputs = inputs.to(tl.float32)
-            column = (group * state_size + n)[None, :]
-            b = tl.load(B + row[:, None] * b_row + column, mask=is_token & is_n, other=0.0).to(tl.float32)
-            c = tl.load(C + row[:, None] * c_row + column, mask=is_token & is_n, other=0.0).to(tl.float32)
+            is_token = start + place < end
+            is_input, is_column = is_token[:, None] & is_p, is_token[:, None] & is_n
+            steps = tl.load(dt + first * dt_row + head + place * dt_row, mask=is_token, other=0.0)
+            own = x + first * x_row + head * head_dim
+            inputs = tl.load(own + place[:, None] * x_row + p[None, :], mask=is_input, other=0.0).to(tl.float32)
+            b = tl.load(B + first * b_row + place[:, None] * b_row + column, mask=is_column, other=0.0).to(tl.float32)
+            c = tl.load(C + first * c_row + place[:, None] * c_row + column, mask=is_column, other=0.0).to(tl.float32)
             elapsed = tl.cumsum(steps * rate, 0)
-            outputs = skip * inputs + _outputs(inputs, b, c, steps, elapsed, state, PRECISION=PRECISION, TILE=TILE)
-            target = y + row[:, None] * (heads * head_dim) + (head * head_dim + p)[None, :]
-            tl.store(target, outputs.to(y.dtype.element_ty), mask=is_token & is_p)
+            outputs = skip * inputs + _outputs(inputs, b, c, steps, elapsed, state, IS_WIDE=IS_WIDE, TILE=TILE)
+            target = (
+                y
+                + part.to(tl.int64) * y_part
+                + (first * heads + head) * head_dim
+                + place[:, None] * (heads * head_dim)
+                + p[None, :]
+            )
+            tl.store(target, outputs.to(y.dtype.element_ty), mask=is_input)
             while stop <= start + TILE:
                 until = tl.sum(tl.where(place == stop - start - 1, elapsed, 0.0), 0)
                 weights = tl.where(place < stop - start, steps * tl.exp(tl.minimum(until - elapsed, 0.0)), 0.0)
-                there = state * tl.exp(until) + _added(inputs, b, weights)
+                there = state * tl.exp(until) + _added(inputs, b, weights, IS_WIDE)
                 store_kept(
                     snapshots, snapshot_row, there, cell, is_state,
                     kept_slots, kept_sequences, kept_tokens, kept, sequence, stop,
                 )  # fmt: skip
                 stop = next_kept(kept_sequences, kept_tokens, kept, sequence, stop)
+            first += TILE
             whole = tl.sum(tl.where(place == TILE - 1, elapsed, 0.0), 0)
-            state = state * tl.exp(whole) + _added(inputs, b, steps * tl.exp(tl.minimum(whole - elapsed, 0.0)))
+            state = state * tl.exp(whole) + _added(inputs, b, steps * tl.exp(tl.minimum(whole - elapsed, 0.0)), IS_WIDE)
         tl.store(live + slot * live_row + cell, state.to(live.dtype.element_ty), mask=is_state)
 
 
@@ -109,7 +122,7 @@ def ssd_prefill(
     pointers={"T": "x B C y", "fp32": "dt A D", "S": "live", "i64": "slots"},
     strides="x_row dt_row b_row c_row live_row head_dim state_size",
     counts="heads heads_per_group has_skip",
-    types=TYPES,
+    types=STATE_TYPES,
     configs=[
         config(P=32, N=16),
         config(P=32, N=32),

@@ -26,22 +26,24 @@ def _lacks(x: Tensor, B: Tensor, live: Tensor) -> str | None:
     """Why there is no kernel for these; None if there is one."""
     from megatron_ext.ops.ssd import kernels
 
-    most = max(dict(one.constants)["N"] for one in kernels.ssd_prefill.configs)
+    most = max(one["N"] for one in kernels.ssd_decode.configs)
     if B.shape[-1] > most:
         return f"ssd has no kernel for states of {B.shape[-1]}, but for {most} and less"
     if B.dtype != x.dtype:
         return f"ssd has no kernel for x of {x.dtype} and B and C of {B.dtype}"
     if not own_rows(live):
         return "ssd has no kernel for states that do not lie in one piece"
-    return kernels.ssd_prefill.lacks(T=x.dtype, S=live.dtype)
+    return kernels.ssd_decode.lacks(T=x.dtype, S=live.dtype)
 
 
-def _config(kernel: Kernel, state_size: int) -> Config:
-    return next(one for one in kernel.configs if dict(one.constants)["N"] >= state_size)
+def _config(kernel: Kernel, x: Tensor, state_size: int) -> Config:
+    found = kernel.fitting(x.dtype, N=state_size)
+    assert found is not None, "there is a kernel for these states"
+    return found
 
 
 def _arguments(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None) -> dict[str, Argument]:
-    """What both kernels are given, with y to write to; what stands for a D that there is not is not read."""
+    """What both kernels are given; what stands for a D that there is not is not read."""
     x, dt, B, C = (rows_of(t) for t in (x, dt.float(), B, C))
     heads, head_dim = x.shape[1:]
     return {
@@ -51,7 +53,6 @@ def _arguments(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor
         "B": B,
         "C": C,
         "D": dt if D is None else D.float().contiguous(),
-        "y": x.new_empty(x.shape),
         "x_row": x.stride(0),
         "dt_row": dt.stride(0),
         "b_row": B.stride(0),
@@ -85,12 +86,19 @@ def prefill(
         return prefill_by_scan(reference.ssd_scan, inputs, chunks, slots, live, snapshots, {"D": D})
     from megatron_ext.ops.ssd import kernels
 
-    config, arguments = _config(kernels.ssd_prefill, B.shape[2]), _arguments(x, dt, A, B, C, D)
-    y, heads, head_dim = arguments["y"], x.shape[1], x.shape[2]
-    assert isinstance(y, Tensor)
-    grid = (slots.live.numel(), heads, -(-head_dim // dict(config.constants)["P"]))
-    kernels.ssd_prefill.launch(grid, config, **arguments, **prefill_arguments(chunks, slots, live, snapshots))
-    return y
+    state_size = B.shape[2]
+    config = _config(kernels.ssd_prefill, x, min(state_size, kernels.MOST_STATES))
+    parts, (rows, heads, head_dim) = -(-state_size // config["N"]), x.shape
+    y = x.new_empty(rows, heads, head_dim) if parts == 1 else x.new_zeros(parts, rows, heads, head_dim).float()
+    kernels.ssd_prefill.launch(
+        (slots.live.numel(), heads, -(-head_dim // config["P"]) * parts),
+        config,
+        y=y,
+        y_part=rows * heads * head_dim,
+        **_arguments(x, dt, A, B, C, D),
+        **prefill_arguments(chunks, slots, live, snapshots),
+    )
+    return y if parts == 1 else y.sum(0).to(x.dtype)
 
 
 def decode(
@@ -111,12 +119,16 @@ def decode(
         return decode_by_step(reference.ssd_step, (x, dt, A, B, C), slots, live, {"D": D})
     from megatron_ext.ops.ssd import kernels
 
-    config, arguments = _config(kernels.ssd_decode, B.shape[2]), _arguments(x, dt, A, B, C, D)
-    y, (rows, heads, head_dim) = arguments["y"], x.shape
-    assert isinstance(y, Tensor)
-    grid = (rows, heads, -(-head_dim // dict(config.constants)["P"]))
-    where = {"live": live, "live_row": live.stride(0), "slots": slot_tensor(slots, rows, x.device)}
-    kernels.ssd_decode.launch(grid, config, **arguments, **where)
+    config, y, (rows, heads, head_dim) = _config(kernels.ssd_decode, x, B.shape[2]), x.new_empty(x.shape), x.shape
+    kernels.ssd_decode.launch(
+        (rows, heads, -(-head_dim // config["P"])),
+        config,
+        y=y,
+        live=live,
+        live_row=live.stride(0),
+        slots=slot_tensor(slots, rows, x.device),
+        **_arguments(x, dt, A, B, C, D),
+    )
     return y
 
 

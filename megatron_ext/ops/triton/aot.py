@@ -75,17 +75,17 @@ class CompileFailure(Exception):
 def cases(kernels: Sequence[Kernel], *, quick: bool = False) -> Iterator[Case]:
     """What to compile; `quick` is one configuration of each kernel, of one type, for the newest device.
 
-    Unaligned tensors are compiled for with the first types only: what they change is how elements are loaded.
+    Unaligned tensors are compiled for with a configuration's first types only: they change how elements are loaded.
     """
     for kernel in kernels:
+        variants, seen = list(kernel.variants()), set()
         if quick:
-            config = kernel.configs[-1]
-            yield Case(kernel, config, next(filter(config.suits, kernel.types)), True, max(SHARED_BYTES))
+            yield Case(kernel, *variants[-1], True, max(SHARED_BYTES))
             continue
-        for config in kernel.configs:
-            for i, types in enumerate(filter(config.suits, kernel.types)):
-                for aligned in (False, True)[i > 0 :]:
-                    yield from (Case(kernel, config, types, aligned, arch) for arch in SHARED_BYTES)
+        for config, types in variants:
+            for aligned in (True,) if config in seen else (True, False):
+                yield from (Case(kernel, config, types, aligned, arch) for arch in SHARED_BYTES)
+            seen.add(config)
 
 
 def compile_case(case: Case) -> Compiled:
@@ -97,9 +97,8 @@ def compile_case(case: Case) -> Compiled:
     source = triton.compiler.ASTSource(
         case.kernel.function, _signature(case), dict(case.config.constants), _attributes(case)
     )
-    options = {"num_warps": case.config.num_warps, "num_stages": case.config.num_stages}
     try:
-        made = triton.compile(source, target=GPUTarget("cuda", case.arch, 32), options=options)
+        made = triton.compile(source, target=GPUTarget("cuda", case.arch, 32), options=case.config.options)
     except Exception as error:  # whatever Triton's passes come upon; the caller reports it and fails
         raise CompileFailure(f"{case.name} for sm_{case.arch}: {type(error).__name__}: {error}") from error
     registers, spilled = _assemble(made.asm["ptx"], case)

@@ -29,6 +29,14 @@ TYPE_NAMES = {
 }
 """As Triton spells them."""
 FLOATS = ("fp32", "bf16", "fp16")
+STATE_TYPES: tuple[Types, ...] = tuple(
+    {"T": inputs, "S": states}
+    for inputs in FLOATS
+    for states in (FLOATS if inputs == FLOATS[0] else (FLOATS[0], inputs))
+)
+"""Inputs T and states S that operators with states take: states of fp32, or of the inputs' type; of any with fp32."""
+MOST_REGISTERS = 255
+"""Of a thread: all it can have. Left to itself ptxas spills where it takes occupancy to be worth it."""
 MODULES = "*/kernels*.py"
 """Where kernels are, below `ops/`."""
 
@@ -41,7 +49,7 @@ class Config:
         constants: Its `tl.constexpr` parameters.
         num_warps: Of 32 threads each.
         num_stages: Of software pipelining.
-        only: Types of tensors that it is for, if not for all that the kernel has: 32 bits take other tiles than 16.
+        only: Types of inputs, letter T, that it is for, if not for all: 32 bits take other tiles than 16.
     """
 
     constants: tuple[tuple[str, int], ...]
@@ -49,9 +57,18 @@ class Config:
     num_stages: int = 2
     only: tuple[str, ...] = ()
 
+    @property
+    def options(self) -> dict[str, int]:
+        """What Triton is told beside the constants."""
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": MOST_REGISTERS}
+
+    def __getitem__(self, constant: str) -> int:
+        """One of its constants."""
+        return dict(self.constants)[constant]
+
     def suits(self, types: Types) -> bool:
-        """Whether it is for tensors of these types."""
-        return not self.only or set(types.values()) <= set(self.only)
+        """Whether it is for inputs of these types."""
+        return not self.only or types["T"] in self.only
 
     @property
     def name(self) -> str:
@@ -96,6 +113,7 @@ class Kernel:
         scalars: Parameters of type fp32.
         types: What the letters may stand for together.
         configs: All that it is compiled as.
+        fits: Whether a configuration is for such types, beyond its `only`.
     """
 
     name: str
@@ -106,6 +124,7 @@ class Kernel:
     scalars: tuple[str, ...]
     types: tuple[Types, ...]
     configs: tuple[Config, ...]
+    fits: Callable[[Config, Types], bool]
 
     def lacks(self, **letters: torch.dtype) -> str | None:
         """Why there is no kernel for tensors of these types, by letter; None if there is one."""
@@ -114,6 +133,20 @@ class Kernel:
             return None
         return f"{self.name} has no kernel for {', '.join(f'{name} as {letter}' for letter, name in wanted.items())}"
 
+    def variants(self) -> Iterator[tuple[Config, Types]]:
+        """Every configuration with the types that it is compiled for."""
+        for config in self.configs:
+            for types in self.types:
+                if config.suits(types) and self.fits(config, types):
+                    yield config, types
+
+    def fitting(self, dtype: torch.dtype, **sizes: int) -> Config | None:
+        """The first configuration for inputs of this type whose constants of these names are at least so large."""
+        for one in self.configs:
+            if one.suits({"T": TYPE_NAMES[dtype]}) and all(one[name] >= size for name, size in sizes.items()):
+                return one
+        return None
+
     def launch(self, grid: tuple[int, ...], config: Config, **arguments: Argument) -> None:
         """Run over a grid; an empty one is nothing."""
         assert config in self.configs, f"{config.name} is no registered configuration of {self.name}"
@@ -121,8 +154,7 @@ class Kernel:
             self._note(config, arguments)
         if 0 in grid:
             return
-        warps, stages = config.num_warps, config.num_stages
-        self.function[grid](**arguments, **dict(config.constants), num_warps=warps, num_stages=stages)
+        self.function[grid](**arguments, **dict(config.constants), **config.options)
 
     def _note(self, config: Config, arguments: Mapping[str, Argument]) -> None:
         """Tell who watches; what was given must be what is compiled."""
@@ -135,8 +167,8 @@ class Kernel:
                 assert found == type_name, f"{name} of {self.name} is of {found}, compiled for {type_name}"
             else:
                 assert letters.setdefault(type_name, found) == found, f"{name} of {self.name} is of {found}"
-        is_compiled = letters in [dict(types) for types in self.types] and config.suits(letters)
-        assert is_compiled, f"{self.name} is not compiled for {letters} as {config.name}"
+        variants = [dict(types) for one, types in self.variants() if one == config]
+        assert letters in variants, f"{self.name} ({config.name}) is not compiled for {letters}"
         for watcher in _watching:
             watcher.append(Launch(self.name, config, tuple(sorted(letters.items()))))
 
@@ -158,6 +190,7 @@ def kernel(
     scalars: str = "",
     types: Sequence[Types] = ({},),
     configs: Sequence[Config],
+    fits: Callable[[Config, Types], bool] = lambda config, types: True,
 ) -> Callable[[Callable[..., None]], Kernel]:
     """Register a kernel; put this in the place of `triton.jit`, which is for what kernels call.
 
@@ -168,6 +201,7 @@ def kernel(
         scalars: these.
         types: See `Kernel`.
         configs: See `Kernel`.
+        fits: See `Kernel`.
     """
     import triton
 
@@ -183,6 +217,7 @@ def kernel(
             tuple(scalars.split()),
             tuple(types),
             tuple(configs),
+            fits,
         )
         constants = {constant for one in configs for constant, _ in one.constants}
         declared = {*made.pointers, *made.strides, *made.counts, *made.scalars, *constants}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -30,7 +31,7 @@ def test_a_full_collection_looks_at_what_came_later_only():
 
 def test_the_server_does_so_when_its_model_is_there(monkeypatch):
     done = []
-    monkeypatch.setattr(run, "build_serving", lambda *_: done.append("loaded") or type("S", (), {"engine": None})())
+    monkeypatch.setattr(run, "build_serving", lambda *_: done.append("loaded") or MagicMock())
     monkeypatch.setattr(run, "spare_what_is_loaded", lambda: done.append("spared"))
     monkeypatch.setattr(run, "serve", lambda *_: done.append("served"))
     monkeypatch.setattr(run, "bind", lambda *_: run.socket.socket())

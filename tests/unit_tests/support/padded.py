@@ -76,14 +76,15 @@ class Padded:
             return
         if context.plan.shape.attention_layers:
             context.memory_buffer[:, :, context.plan.geometry.blocks] = torch.nan
-        pools = (context.live_states, limits.max_requests), (context.snapshots, context.plan.geometry.snapshot_slots)
+        last = context.plan.geometry.snapshot_slots + context.plan.geometry.draft_states
+        pools = (context.live_states, limits.max_requests), (context.snapshots, last)
         for pool, slot in pools:
             if pool is not None:
                 pool.conv[:, slot], pool.ssm[:, slot] = torch.nan, torch.nan
 
     def _watch_slots(self) -> None:
         """Slots that were given up are poisoned before a step, not when they are opened: restores come after that."""
-        self._poison_slots()
+        self._poison_slots(self.scheduler.queues)
 
     def _run_forward(self, forward, inputs):
         return forward(inputs)

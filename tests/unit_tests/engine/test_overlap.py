@@ -1,0 +1,273 @@
+"""CU-6: what the host does between the launch of a step and the reading of its tokens, and that nothing else moves."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import random
+import threading
+from concurrent.futures import CancelledError
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_ext.config import EvictionPolicyName, RequestParams
+from megatron_ext.engine.engine import Engine
+from megatron_ext.engine.executor import Computed
+from megatron_ext.engine.intake import Door
+from megatron_ext.engine.result import StepResult
+from megatron_ext.scheduling.ahead import HASH_SLICE, AheadHashing
+from megatron_ext.scheduling.record import Status
+from megatron_ext.scheduling.scheduler import Scheduler
+from megatron_ext.stepping.thread import EngineThread
+from megatron_ext.text.vocabulary import Vocabulary
+from tests.unit_tests.support.paper_engine import LIMITS
+from tests.unit_tests.support.tokenizers import PieceTokenizer
+
+PROMPT = tuple(range(1, 90))
+
+
+class Device:
+    """An executor whose answers can be waited for; it writes down when it is asked for what.
+
+    Args:
+        notes: What happens, in order.
+        is_lost: Whether the next answer is an error.
+    """
+
+    def __init__(self, notes: list[str]) -> None:
+        self.notes, self.is_lost = notes, False
+        self.steps = []
+
+    def execute(self, step) -> StepResult:
+        raise AssertionError("it is launched")
+
+    def idle(self) -> None:
+        """Nothing."""
+
+    def launch(self, step):
+        self.steps.append(step)
+        self.notes.append("launch")
+        answer = StepResult({one.request_id: 3 for one in step.chunks if one.sampling is not None}, {}, {}, {})
+        return SimpleNamespace(result=lambda: self._answer(answer))
+
+    def _answer(self, answer: StepResult) -> StepResult:
+        self.notes.append("tokens")
+        if self.is_lost:
+            self.is_lost = False
+            raise RuntimeError("the device is gone")
+        return answer
+
+
+class AtOnce:
+    """One that knows no launch."""
+
+    def __init__(self, notes: list[str]) -> None:
+        self.notes = notes
+
+    def execute(self, step) -> StepResult:
+        self.notes.append("execute")
+        return StepResult({one.request_id: 3 for one in step.chunks if one.sampling is not None}, {}, {}, {})
+
+    def idle(self) -> None:
+        """Nothing."""
+
+
+def new_engine(executor, notes: list[str]) -> Engine:
+    limits = dataclasses.replace(LIMITS, block_size=16, max_tokens=64, max_sequence_length=100_000, total_blocks=20_000)
+    scheduler = Scheduler(limits, EvictionPolicyName.LRU, b"overlap", None)
+    tokenizer = PieceTokenizer(97)
+    door = Door(tokenizer.tokenize, Vocabulary(tokenizer, 97), (), 1, lambda word: (), lambda form: None)
+    engine = Engine(scheduler, executor, door)
+    for owner, name in ((scheduler, "schedule"), (scheduler, "commit"), (scheduler, "hash_ahead")):
+        _note_calls(owner, name, notes)
+    return engine
+
+
+def _note_calls(owner: object, name: str, notes: list[str]) -> None:
+    function = getattr(owner, name)
+
+    def noted(*arguments):
+        notes.append(name)
+        return function(*arguments)
+
+    setattr(owner, name, noted)
+
+
+def add(engine: Engine, request_id: int, tokens=PROMPT) -> None:
+    loop = asyncio.new_event_loop()
+    engine.add(request_id, tokens, RequestParams(num_tokens_to_generate=3, ignore_eos=True), loop.create_future())
+    loop.close()
+
+
+def test_the_host_works_while_the_device_computes():
+    """CU-6: between launch and tokens, and nowhere else; planning and the commit wait."""
+    notes: list[str] = []
+    engine = new_engine(Device(notes), notes)
+    engine.while_computing = lambda: notes.append("intake")
+    add(engine, 0)
+    engine.report(engine.compute())
+    assert notes == ["schedule", "launch", "hash_ahead", "intake", "tokens", "commit"]
+    notes.clear()
+    engine = new_engine(AtOnce(notes), notes)
+    add(engine, 0)
+    engine.compute()
+    assert notes == ["schedule", "execute", "hash_ahead", "commit"], "in lockstep the same code runs"
+
+
+@pytest.mark.parametrize("tokens", [PROMPT, PROMPT[:40], tuple(i % 90 for i in range(50_000))])
+def test_who_comes_during_a_step_is_planned_as_if_behind_it(tokens):
+    """CU-6: steps, events and counts are those of requests that came between two steps."""
+    found = []
+    for is_early in (True, False):
+        notes: list[str] = []
+        device = Device(notes)
+        engine = new_engine(device, notes)
+        add(engine, 0)
+        engine.report(engine.compute())
+        for request_id in (1, 2):
+            if is_early:
+                engine.while_computing = partial(add, engine, request_id, tokens)
+            records = engine.report(engine.compute())
+            engine.while_computing = lambda: None
+            if not is_early:
+                add(engine, request_id, tokens)
+        while engine.is_busy and len(device.steps) < 30:
+            records += engine.report(engine.compute())
+            engine.check()
+        events = {one.request_id: [event.type for event in one.events] for one in records}
+        found.append((device.steps, events, engine.counters))
+    assert found[0] == found[1]
+
+
+def test_an_abort_waits_for_the_step():
+    """EX-8, CU-6: what is submitted as a call is behind the step; its blocks are free then, its token is not lost."""
+    notes: list[str] = []
+    engine = new_engine(Device(notes), notes)
+    add(engine, 0, PROMPT[:20])
+    engine.report(engine.compute())
+    engine.compute()
+    assert engine.abort(0)
+    (record,) = engine.report(engine.compute())
+    assert (record.status, len(record.generated_tokens)) == (Status.ABORTED, 2)
+    engine.check()
+
+
+def test_a_lost_answer_sends_the_requests_back():
+    """What raises between launch and tokens counts as the step's; what the host does beside it does not."""
+    notes: list[str] = []
+    device = Device(notes)
+    engine = new_engine(device, notes)
+    add(engine, 0, PROMPT[:20])
+    device.is_lost = True
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        engine.compute()
+    engine.check()
+    assert [request.request_id for request in engine.scheduler.queues.waiting] == [0]
+
+    def break_down() -> None:
+        raise OSError("a client has left")
+
+    engine.while_computing = break_down
+    step = engine.compute()
+    assert step.result is not None
+    assert engine.faults.count == 1
+
+
+# Hashing ahead
+
+
+class Hashed:
+    """A request as hashing sees it."""
+
+    def __init__(self, tokens: int, block: int) -> None:
+        self.block = block
+        self.sequence, self.is_ended = self, False
+        self.unhashed_tokens = self.tokens = tokens // block * block
+
+    def hash_ahead(self, most: int) -> None:
+        self.unhashed_tokens -= min(self.unhashed_tokens, max(self.block, most // self.block * self.block))
+
+    def forget(self) -> None:
+        self.unhashed_tokens = self.tokens
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_hashed_at_a_plan_does_not_depend_on_when(seed):
+    """CU-6: with slices begun during steps and without, whoever comes, ends or hashes anew meanwhile."""
+    states = []
+    for is_early in (True, False):
+        source, block, requests, seen = random.Random(seed), (64, 48)[seed % 2], [], []
+        hashing = AheadHashing(block)
+        for _ in range(60):
+            if is_early:
+                hashing.begin_slice()
+            for _ in range(source.choice([0, 0, 1, 2])):
+                requests.append(Hashed(source.choice([100, HASH_SLICE + 70, 3 * HASH_SLICE + 11, 20_000]), block))
+                hashing.begin(requests[-1])
+            if is_early:
+                hashing.begin_slice()
+            living = [one for one in requests if not one.is_ended]
+            if living and source.random() < 0.3:
+                source.choice(living).is_ended = True
+            if living and source.random() < 0.1:
+                again = source.choice(living)
+                again.forget()
+                if again not in hashing._unfinished:
+                    hashing.resume(again)
+            hashing.go_on()
+            seen.append([one.unhashed_tokens for one in requests if not one.is_ended])
+        states.append(seen)
+    assert states[0] == states[1]
+    assert any(any(row) for row in states[0]), "everything was hashed at once"
+
+
+# The thread
+
+
+def test_requests_are_taken_in_up_to_the_first_other_call():
+    """CU-6: in the order of submission; what the step must not see waits for its end."""
+    notes: list[str] = []
+    engine = new_engine(AtOnce([]), [])
+    model = SimpleNamespace(parameters=lambda: iter([torch.zeros(1)]))
+    wrapped = SimpleNamespace(inference_wrapped_model=SimpleNamespace(model=model))
+    thread = EngineThread(SimpleNamespace(controller=wrapped, use_loop=lambda loop: None, engine=engine))
+    begun, submitted = threading.Event(), threading.Event()
+
+    def step() -> None:
+        begun.set()
+        submitted.wait(30)
+        engine.while_computing()
+        notes.append("step ends")
+
+    def between_steps(function, arguments):
+        notes.append("between")
+        return function(*arguments)
+
+    def take(name: str) -> str:
+        notes.append(name)
+        return name
+
+    running = thread.submit(step)
+    begun.wait(30)
+    first = thread.submit_requests(take, ("first",), between_steps)
+    cancelled = thread.submit_requests(take, ("cancelled",), between_steps)
+    assert cancelled.cancel()
+    second = thread.submit_requests(take, ("second",), between_steps)
+    call = thread.submit(notes.append, "abort")
+    third = thread.submit_requests(take, ("third",), between_steps)
+    submitted.set()
+    assert [one.result(30) for one in (running, first, second, call, third)] == [None, "first", "second", None, "third"]
+    with pytest.raises(CancelledError):
+        cancelled.result()
+    assert notes == ["first", "second", "step ends", "abort", "between", "third"]
+    thread.close()
+    with pytest.raises(RuntimeError):
+        thread.submit(step)
+
+
+def test_a_step_that_is_computed_has_its_result():
+    result = StepResult({}, {}, {}, {})
+    assert Computed(result).result() is result

@@ -1,0 +1,120 @@
+"""Kernels of the convolution and of the scans beside their formulas; on CPUs under Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_ext.mcore import platform
+from megatron_ext.ops import triton
+from megatron_ext.ops.triton.registry import TYPE_NAMES, Config, Kernel, all_kernels, watch
+from tests.unit_tests.ops.triton_cases import DONE, LENGTHS, Steps
+
+pytestmark = pytest.mark.skipif(
+    triton.problem(platform.device()) is not None, reason=f"no kernel runs here: {triton.problem(platform.device())}"
+)
+
+# Kernels and the operator through which they are tested, with the constant that its states' size chooses.
+COVERED = {
+    "conv_prefill": ("causal_conv1d", "WINDOW"),
+    "conv_states": ("causal_conv1d", "WINDOW"),
+    "conv_decode": ("causal_conv1d", "WINDOW"),
+    "ssd_prefill": ("ssd", "N"),
+    "ssd_decode": ("ssd", "N"),
+    "selective_prefill": ("selective_scan", "N"),
+    "selective_decode": ("selective_scan", "N"),
+}
+DTYPES = {name: dtype for dtype, name in TYPE_NAMES.items()}
+KERNELS = {kernel.name: kernel for kernel in all_kernels()} if triton.can_be_imported() else {}
+
+
+def variants() -> list[tuple[Kernel, Config, dict[str, str]]]:
+    """Everything that is compiled."""
+    covered = [KERNELS[name] for name in COVERED if KERNELS]
+    return [(kernel, config, dict(types)) for kernel in covered for config, types in kernel.variants()]
+
+
+def name_of(value: object) -> str:
+    if isinstance(value, Kernel | Config):
+        return value.name
+    return "-".join(value.values()) if isinstance(value, dict) else str(value)
+
+
+def is_small(kernel: Kernel, config: Config, types: dict[str, str]) -> bool:
+    """One configuration for each type of inputs; and one whose states are shared by programs."""
+    is_first = config == next(one for one, found in kernel.variants() if dict(found) == types)
+    is_shared = types.get("Y", types["T"]) != types["T"]
+    return kernel.name.endswith("prefill") and types["S"] == "fp32" and is_first and types["T"] != "fp16" * is_shared
+
+
+def run(kernel: Kernel, config: Config, types: dict[str, str]) -> None:
+    """The steps of the operator, of a size that chooses this configuration; it is launched."""
+    operator, constant = COVERED[kernel.name]
+    is_shared = types.get("Y", types["T"]) != types["T"]
+    size = config[constant] - (3 if constant == "N" else 0)
+    with watch() as launches:
+        Steps(operator, 130 if is_shared else size, DTYPES[types["T"]], DTYPES[types["S"]]).run()
+    assert (kernel.name, config, tuple(sorted(types.items()))) in launches
+    assert {launch.kernel for launch in launches} == {name for name, (other, _) in COVERED.items() if other == operator}
+
+
+SMALL = [one for one in variants() if is_small(*one)]
+
+
+@pytest.mark.parametrize(("kernel", "config", "types"), SMALL, ids=name_of)
+def test_kernels_compute_what_their_formulas_say(kernel: Kernel, config: Config, types: dict[str, str]) -> None:
+    """CU-1, CU-2: lengths around tiles, states kept within them, padding, slots of others."""
+    run(kernel, config, types)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize(("kernel", "config", "types"), [one for one in variants() if one not in SMALL], ids=name_of)
+def test_every_configuration_computes_the_same(kernel: Kernel, config: Config, types: dict[str, str]) -> None:
+    """CU-2: all that is compiled."""
+    run(kernel, config, types)
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "cut"), [("causal_conv1d", 4, 21), ("selective_scan", 16, 21), ("ssd", 16, 16), ("ssd", 16, 48)]
+)
+def test_bits_do_not_depend_on_cuts(name: str, size: int, cut: int) -> None:
+    """CU-2: at any token, and of SSD at multiples of its tile; nor on states kept on the way, nor on who is beside."""
+    whole, parts = (Steps(name, size, torch.float32, torch.float32) for _ in range(2))
+    wanted = whole.prefill([5, 7], [0, 0], [63, 65], kept=[(7, cut + 3, 1)])
+    first = parts.prefill([7], [0], [cut])
+    rest = parts.prefill([2, 7], [0, cut], [15, 65])
+    assert torch.equal(torch.cat([first, rest[15:]]), wanted[63:])
+    slot = 8  # of the last sequence
+    assert torch.equal(parts.live[slot], whole.live[slot])
+
+
+@pytest.mark.parametrize("name", ["causal_conv1d", "selective_scan", "ssd"])
+def test_a_swapped_slot_is_seen(name: str) -> None:
+    """Negative control: two sequences go on from each other's states."""
+    steps = Steps(name, 4 if name == "causal_conv1d" else 16, torch.float32, torch.float32)
+    steps.prefill([5, 7], [0, 0], [DONE[5], DONE[7]])
+    steps.live[[5, 8]] = steps.live[[8, 5]]
+    y = steps.prefill([5, 7], [DONE[5], DONE[7]], [LENGTHS[5], LENGTHS[7]])
+    with pytest.raises(AssertionError):
+        steps.check_outputs("swapped", y, [5, 7], [DONE[5], DONE[7]], [LENGTHS[5], LENGTHS[7]])
+
+
+@pytest.mark.parametrize("name", ["causal_conv1d", "selective_scan", "ssd"])
+def test_what_has_no_kernel_is_computed_by_the_reference(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """CU-3: shapes without a kernel, said once."""
+    from megatron_ext.ops.triton.places import say_reference_computes
+
+    say_reference_computes.cache_clear()
+    size = {"causal_conv1d": 5, "selective_scan": 65, "ssd": 257}[name]
+    for _ in range(2):
+        steps = Steps(name, size, torch.float32, torch.float32)
+        with watch() as launches:
+            reference_prefill(steps)
+        assert not launches
+    assert capsys.readouterr().err.count("the reference computes it") == 1
+
+
+def reference_prefill(steps: Steps) -> None:
+    """One whole sequence, without padding, which the reference does not know."""
+    y = steps.prefill([1], [0], [3], padding=False)
+    steps.check_outputs("prefill", y, [1], [0], [3])

@@ -1,0 +1,181 @@
+"""Steps of sequences through one operator with states, as the parity tests of kernels run them, beside their truth.
+
+Three steps: some sequences begin; all go on, with states kept on the way; some decode one token. Pools hold NaN where
+nobody has written, and rows and slots of padding are in every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from megatron_ext.mcore import platform
+from megatron_ext.mixers.chunk_metadata import cut_chunks
+from megatron_ext.ops import triton
+from megatron_ext.ops.causal_conv1d import CAUSAL_CONV1D, CausalConv1d
+from megatron_ext.ops.recurrence import Recurrence
+from megatron_ext.ops.selective_scan import SELECTIVE_SCAN
+from megatron_ext.ops.ssd import SSD
+from megatron_ext.ops.state_slots import SnapshotPlaces, StateSlots
+from megatron_ext.ops.varlen import PackedChunks
+from tests.unit_tests.ops.conftest import moved
+from tests.unit_tests.ops.oracles import assert_close, convolution, recurrence, selective_recurrence
+
+LENGTHS = (1, 3, 15, 16, 17, 63, 64, 65)  # tokens of the sequences, a decoded one included
+DONE = (0, 0, 0, 0, 16, 31, 1, 33)  # computed by the first step
+DECODED = (1, 3, 5, 7)  # sequences whose last token the third step computes
+KEPT = ((7, 34, 2), (7, 48, 5), (6, 17, 0), (3, 15, 3), (5, 62, 1))  # sequence, its tokens, slot of the snapshots
+KEPT_SLOTS = 7
+LIVE = (4, 0, 7, 2, 9, 5, 1, 8)  # of 11 slots
+
+Truth = Callable[[Sequence[Tensor], Sequence[int]], tuple[Tensor, Tensor]]
+
+
+@dataclass
+class Operator:
+    """An operator with its weights; tokens -> its arguments; the formula: outputs, and the state after every token."""
+
+    run: Recurrence | CausalConv1d
+    tokens: list[Tensor]  # [T, ...]
+    order: Callable[..., tuple[Tensor | None, ...]]
+    options: dict[str, object]
+    truth: Truth
+
+
+def operator(name: str, size: int, dtype: torch.dtype) -> Operator:
+    """One of the three, of `size` states (columns of the convolution's window), with slow decay."""
+    generator, total = torch.Generator().manual_seed(3), sum(LENGTHS)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    def uniform(*shape: int) -> Tensor:
+        return torch.rand(*shape, generator=generator) + 0.5
+
+    if name == "causal_conv1d":
+        weight, bias = normal(130, size), normal(130)  # more channels than a program has
+        return Operator(
+            CAUSAL_CONV1D, [normal(total, 130)], lambda x: (x, weight, bias), {}, lambda t, n: _conv(weight, bias, t[0])
+        )
+    if name == "ssd":
+        A, D = -uniform(4) * 0.05, uniform(4)
+        tokens = [normal(total, 4, 18), uniform(total, 4) * 0.2, normal(total, 2, size), normal(total, 2, size)]
+        truth: Truth = lambda t, n: recurrence(t[0], t[1], A, t[2], t[3], D, n)  # noqa: E731
+        return Operator(SSD, tokens, lambda x, dt, b, c: (x, dt, A, b, c), {"D": D}, truth)
+    A, D = -uniform(20, size) * 0.05, uniform(20)
+    tokens = [normal(total, 20), uniform(total, 20) * 0.2, normal(total, size), normal(total, size)]
+    truth = lambda t, n: selective_recurrence(t[0], t[1], A, t[2], t[3], D, n)  # noqa: E731
+    return Operator(SELECTIVE_SCAN, tokens, lambda u, dt, b, c: (u, dt, A, b, c), {"D": D}, truth)
+
+
+def _conv(weight: Tensor, bias: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    y, _ = convolution(x, weight, bias, [len(x)])
+    padded = torch.cat([x.new_zeros(weight.shape[1] - 1, x.shape[1]), x]).double()
+    return y, padded.unfold(0, weight.shape[1] - 1, 1)[1:]
+
+
+def _with_padding(chunks: PackedChunks) -> PackedChunks:
+    """The same, with a sequence of no tokens behind the others."""
+    sequences, first = chunks.sequences, chunks.sequences.cu_seqlens
+    return replace(chunks, sequences=replace(sequences, cu_seqlens=torch.cat([first, first[-1:]])))
+
+
+class Steps:
+    """Pools of one layer, and the steps that advance them."""
+
+    def __init__(self, name: str, size: int, dtype: torch.dtype, states: torch.dtype) -> None:
+        self.operator, self.device, self.dtype = operator(name, size, dtype), platform.device(), dtype
+        self.parts = list(zip(*(t.split(LENGTHS) for t in self.operator.tokens), strict=True))
+        self.truths = [self.operator.truth(part, [len(part[0])]) for part in self.parts]
+        shape = self.truths[0][1].shape[1:]
+        self.live = torch.full((11, *shape), torch.nan, dtype=states, device=self.device)
+        self.snapshots = torch.full((KEPT_SLOTS, *shape), torch.nan, dtype=states, device=self.device)
+
+    def prefill(
+        self,
+        rows: Sequence[int],
+        starts: Sequence[int],
+        ends: Sequence[int],
+        kept: Sequence[tuple[int, int, int]] = (),
+        padding: bool = True,
+    ) -> Tensor:
+        """Compute tokens [start, end) of some sequences; `kept` as KEPT. With padding, a sequence of it comes last."""
+        lengths = [end - start for start, end in zip(starts, ends, strict=True)]
+        chunks, behind = cut_chunks(starts, lengths, 16, self.device), [-1] * padding
+        if padding:
+            chunks = _with_padding(chunks)
+        first = [sum(lengths[:index]) - start for index, start in enumerate(starts)]
+        places = [(slot, rows.index(row), -1, first[rows.index(row)] + tokens) for row, tokens, slot in kept]
+        places.append((-1, 0, -1, 1))  # padding
+        slots = StateSlots(
+            self._index([*(LIVE[row] for row in rows), *behind]),
+            torch.tensor([*(start > 0 for start in starts), *(False for _ in behind)], device=self.device),
+            SnapshotPlaces(*(self._index(column) for column in zip(*places, strict=True))) if kept else None,
+        )
+        where = {"chunks": chunks, "slots": slots, "live": self.live, "snapshots": self.snapshots}
+        with self.operator.run.backends.forced(triton.NAME):
+            return self.operator.run.prefill(*self._inputs(rows, starts, ends), **where, **self._options()).cpu()
+
+    def decode(self, rows: Sequence[int], positions: Sequence[int]) -> Tensor:
+        """Compute one token of some sequences, behind two rows of padding."""
+        inputs = self._inputs(rows, positions, [position + 1 for position in positions], padding=2)
+        slots = self._index([-1, -1, *(LIVE[row] for row in rows)])
+        with self.operator.run.backends.forced(triton.NAME):
+            y = self.operator.run.decode(*inputs, slots=slots, live=self.live, **self._options()).cpu()
+        assert not y[:2].any()
+        return y[2:]
+
+    def run(self) -> None:
+        """All three steps, each compared with the truth."""
+        began = [row for row, done in enumerate(DONE) if done]
+        y = self.prefill(began, [0] * len(began), [DONE[row] for row in began])
+        self.check_outputs("first step", y, began, [0] * len(began), [DONE[row] for row in began])
+        rows = [row for row in range(len(LENGTHS)) if LENGTHS[row] - (row in DECODED) > DONE[row]]
+        ends = [LENGTHS[row] - (row in DECODED) for row in rows]
+        y = self.prefill(rows, [DONE[row] for row in rows], ends, KEPT)
+        self.check_outputs("second step", y, rows, [DONE[row] for row in rows], ends)
+        last = [LENGTHS[row] - 1 for row in DECODED]
+        y = self.decode(DECODED, last)
+        self.check_outputs("decode", y, DECODED, last, [LENGTHS[row] for row in DECODED])
+        self.check_states()
+
+    def check_outputs(
+        self, name: str, y: Tensor, rows: Sequence[int], starts: Sequence[int], ends: Sequence[int]
+    ) -> None:
+        """What a step gave, within the rounding of its type."""
+        spans = zip(rows, starts, ends, strict=True)
+        want = torch.cat([self.truths[row][0][start:end] for row, start, end in spans])
+        tolerance = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 3e-3}[self.dtype]
+        assert_close(name, y, want, atol=tolerance, rtol=tolerance)
+
+    def check_states(self) -> None:
+        """Live states and snapshots where they belong, and nothing beside them."""
+        for row, slot in enumerate(LIVE):
+            self._check_state(f"sequence {row}", self.live[slot], self.truths[row][1][LENGTHS[row] - 1])
+        for row, tokens, slot in KEPT:
+            self._check_state(f"sequence {row} at {tokens}", self.snapshots[slot], self.truths[row][1][tokens - 1])
+        assert self.live[[slot for slot in range(11) if slot not in LIVE]].isnan().all()
+        kept = {slot for _, _, slot in KEPT}
+        assert self.snapshots[[slot for slot in range(KEPT_SLOTS) if slot not in kept]].isnan().all()
+
+    def _check_state(self, name: str, got: Tensor, want: Tensor) -> None:
+        tolerance = {torch.float32: 1e-4, torch.bfloat16: 1.5e-2, torch.float16: 2e-3}[got.dtype]
+        assert_close(name, got.cpu(), want, atol=tolerance / 10, rtol=tolerance)
+
+    def _inputs(
+        self, rows: Sequence[int], starts: Sequence[int], ends: Sequence[int], padding: int = 0
+    ) -> list[Tensor | None]:
+        tokens = []
+        for i, t in enumerate(self.operator.tokens):
+            spans = [self.parts[row][i][start:end] for row, start, end in zip(rows, starts, ends, strict=True)]
+            tokens.append(torch.cat([t.new_full((padding, *t.shape[1:]), torch.nan), *spans]))
+        return [moved(t, self.device) for t in self.operator.order(*tokens)]
+
+    def _options(self) -> dict[str, object]:
+        return {name: moved(value, self.device) for name, value in self.operator.options.items()}
+
+    def _index(self, values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, device=self.device)
