@@ -27,7 +27,6 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.decode_step import Ids
 from benchmarks.measuring import header, keep_figures, part_arguments, seconds, synchronize
 from megatron_ext.config import BatchingConfig, CacheConfig, ModelConfig, RequestParams
 from megatron_ext.mcore import platform
@@ -38,6 +37,7 @@ from megatron_ext.mcore.fixed_steps import FixedSteps, Launched
 from megatron_ext.models.build import build_model
 from megatron_ext.scheduling.record import RequestRecord
 from megatron_ext.scheduling.step import ScheduledStep
+from megatron_ext.text.tokenizer import NullTokenizer
 
 VOCABULARY, BLOCK, OWN = 32_000, 64, 64
 LARGE = ModelConfig(
@@ -310,7 +310,9 @@ def _engine(
         **batching,
     )
     dtype = torch.float32 if sizes is None else sizes.dtype
-    return build_engine(model, config, Ids(), settings, CacheConfig(snapshot_slots=8 * requests), dtype=dtype)
+    return build_engine(
+        model, config, NullTokenizer(config.vocab_size), settings, CacheConfig(snapshot_slots=8 * requests), dtype=dtype
+    )
 
 
 def _served(
