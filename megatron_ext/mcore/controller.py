@@ -106,6 +106,11 @@ class InferenceController(TextGenerationController):
             )
         return logits
 
+    def weight_addresses(self) -> tuple[int, ...]:
+        """Where the model's parameters and buffers lie."""
+        model = self.inference_wrapped_model.model
+        return tuple(one.data_ptr() for tensors in (model.parameters(), model.buffers()) for one in tensors)
+
     def _scored_logits(self, rows: slice) -> Tensor:
         """Logits of some of the step's scored tokens, as the model's forward would give them: [k, h] -> [rows, V]."""
         model = unwrap_model(self.inference_wrapped_model.model)
