@@ -15,6 +15,7 @@ from megatron_ext.scheduling.record import Status
 from tests.priority import TestPriority
 from tests.unit_tests.mcore.test_snapshots_random_lives import Life, check_life
 from tests.unit_tests.support.driver import Driver, assert_equals_oracle, assert_logits_close, make_prompt
+from tests.unit_tests.support.hybrid_caching import assert_snapshots_equal_oracle
 from tests.unit_tests.support.models import CONFIGS
 from tests.unit_tests.support.padded import PaddedDriver, PaddedHybridDriver, reference_operators
 
@@ -90,6 +91,19 @@ def test_random_lives(get_oracle, seed, kind, settings):
     life.live(60)
     check_life(life, get_oracle(kind))
     assert len(driver.buckets) > driver.eager_steps
+
+
+def test_more_snapshots_than_a_program_copies(get_oracle):
+    """CU-4: six requests end a block in the same step; every snapshot is there, and is what a recurrence gives."""
+    settings = {"max_requests": 6, "max_sequence_length": 64}
+    driver = PaddedHybridDriver(get_oracle("hybrid").model, CONFIGS["hybrid"], **settings)
+    for request_id in range(6):
+        driver.add(request_id, make_prompt(29, request_id), num_tokens_to_generate=6)
+    driver.run()
+    assert driver.eager_steps <= 1  # all six prompts together
+    for record in driver.records.values():
+        tokens = [*record.prompt_tokens, *record.generated_tokens]
+        assert assert_snapshots_equal_oracle(driver, tokens[:32], get_oracle("hybrid")) == [16, 32]
 
 
 def test_what_leaves_the_program_says_so_once(get_oracle, caplog):
