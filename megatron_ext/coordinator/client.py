@@ -92,11 +92,12 @@ class Call:
         """
         try:
             opening = asyncio.open_connection(self._address.host, self._address.port)
-            self._reader, self._writer = await asyncio.wait_for(opening, patience)
+            self._reader, writer = await asyncio.wait_for(opening, patience)
         except asyncio.TimeoutError:
             raise CallFailed(f"no connection within {patience:g} s", has_reached=False) from None
         except OSError as error:
             raise CallFailed(f"no connection: {error.strerror or error}", has_reached=False) from None
+        self._writer = writer
         if self._reason is not None:
             self.close()
             raise CallFailed(self._reason, has_reached=False)
@@ -107,7 +108,7 @@ class Call:
         parts = [self._protocol.send(request), self._protocol.send(h11.Data(data=body)) if body else b""]
         parts.append(self._protocol.send(h11.EndOfMessage()))
         # Not drained: a replica may answer before it has read everything, and the body is in memory anyway.
-        self._writer.write(b"".join(part or b"" for part in parts))
+        writer.write(b"".join(part or b"" for part in parts))
         head = await self._next()
         while isinstance(head, h11.InformationalResponse):
             head = await self._next()

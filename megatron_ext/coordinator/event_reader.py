@@ -48,6 +48,8 @@ class EventReader:
     def __init__(self, router: Router, replica: str, sources: Sequence[EventSource]) -> None:
         self._router = router
         self._replica = replica
+        # Hashes by rank; of one cache alone the router knows them, and they are not kept twice.
+        self._held: dict[int, set[Hash]] = {rank: set() for rank in range(len(sources))} if len(sources) > 1 else {}
         self._streams = [_Stream(self, rank, source) for rank, source in enumerate(sources)]
         create_task = asyncio.get_running_loop().create_task
         self._tasks = [create_task(stream.run()) for stream in self._streams]
@@ -73,20 +75,32 @@ class EventReader:
         def tagged(hashes: Sequence[Hash]) -> list[Hash]:
             return [(rank, one) for one in hashes]  # of two caches in one process equal blocks have equal hashes
 
+        held = self._held.get(rank)
         if isinstance(event, BlockStored):
+            if held is not None:
+                held.update(event.hashes)
             parent = None if event.parent is None else (rank, event.parent)
             return router.stored(replica, tagged(event.hashes), parent, event.tokens, event.extra_keys)
         if isinstance(event, StateStored):
             return router.state_stored(replica, tagged(event.hashes))
         if isinstance(event, BlockRemoved):
+            if held is not None:
+                held.difference_update(event.hashes)
             router.removed(replica, tagged(event.hashes))
         elif isinstance(event, StateRemoved):
             router.state_removed(replica, tagged(event.hashes))
         elif isinstance(event, AllBlocksCleared):
-            router.cleared(replica)
-            for stream in self._streams:
-                stream.is_whole = stream.rank == rank  # what the other ranks hold is forgotten with it
+            self._clear(rank)
         return True
+
+    def _clear(self, rank: int) -> None:
+        """One of the caches holds nothing; what the others hold stays."""
+        held = self._held.get(rank)
+        if held is None:
+            self._router.cleared(self._replica)
+        else:
+            self._router.removed(self._replica, [(rank, one) for one in held])
+            held.clear()
 
 
 class _Stream:
@@ -135,8 +149,7 @@ class _Stream:
             logger.warning("events of a replica at %s: %s", self._source.endpoint, error)
             fits = [False]
         self.read += len(fits)
-        if not all(fits):
-            self.is_whole = False
+        self.is_whole = self.is_whole and all(fits)
 
     async def _ask(self, start: int) -> None:
         """Ask for all events from a number on; those that are not kept any more come as what there is now."""

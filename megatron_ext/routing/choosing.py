@@ -78,13 +78,12 @@ def _longest(fleet: Fleet, prompt: Prompt, replicas: int, alpha: float) -> Choic
     for size, index in fleet.indexes.items():
         for tokens, bits in index.levels(prompt, replicas & fleet.members[size]):
             most = max(most, tokens)
-            rest = alpha * (length - tokens)
-            if rest + floor > cost:
-                break
             one = loads.least(bits)
-            its = rest + (1 - alpha) * loads.load(one)
+            its = alpha * (length - tokens) + (1 - alpha) * loads.load(one)
             if its < cost or (its == cost and tokens > skipped):
                 number, skipped, cost = one, tokens, its
+            if alpha * (length - tokens + 1) + floor > cost:
+                break
     return Choice(number, skipped or (most and fleet.most_skipped(prompt, 1 << number)), most)
 
 

@@ -21,9 +21,10 @@ class Holders:
     def add(self, bit: int, keys: Iterable[int]) -> None:
         """The replica of `bit` has each of these once more."""
         bits = self.bits
+        get = bits.get
         for key in keys:
-            there = bits.get(key, 0)
-            if not there:
+            there = get(key)
+            if there is None:
                 bits[key] = bit  # the replica's own integer: what one replica alone has costs none of its own
             elif there & bit:
                 again = self._again.setdefault(bit, {})
@@ -33,21 +34,28 @@ class Holders:
 
     def discard(self, bit: int, keys: Iterable[int]) -> None:
         """The replica of `bit`, which has each of these, has them once less."""
-        bits, again = self.bits, self._again.get(bit, {})
+        if bit in self._again:
+            keys = self._gone(bit, keys)
+        bits = self.bits
         for key in keys:
-            if key in again:
-                again[key] -= 1
-                if not again[key]:
-                    del again[key]
-                continue
             left = bits[key] ^ bit
-            assert left < bits[key] or left & bit == 0, "a replica gives up what it has"
             if left:
                 bits[key] = left
             else:
                 del bits[key]
+
+    def _gone(self, bit: int, keys: Iterable[int]) -> list[int]:
+        """Those that the replica does not have any more, after having each of `keys` once less."""
+        again, gone = self._again[bit], []
+        for key in keys:
+            more = again.pop(key, 0)
+            if more == 0:
+                gone.append(key)
+            elif more > 1:
+                again[key] = more - 1
         if not again:
-            self._again.pop(bit, None)
+            del self._again[bit]
+        return gone
 
     def counts(self, bit: int) -> dict[int, int]:
         """What the replica of `bit` has, and how often; for tests, which look at all."""

@@ -38,7 +38,7 @@ class PrefixIndex:
         plain, resuming = replicas & ~self.with_states, replicas & self.with_states
         for depth, bits in self._matched(keys, plain):
             yield resume_position(length, depth * size), bits
-        for depth, bits in self._resumable(keys[: last_boundary(length, size) // size], resuming):
+        for depth, bits in self._resumable(keys, last_boundary(length, size) // size, resuming):
             yield depth * size, bits
 
     def _having(self, key: int) -> int:
@@ -54,22 +54,27 @@ class PrefixIndex:
 
     def _deepest(self, keys: Sequence[int], end: int, replicas: int) -> int:
         """Blocks up to the last one of the first `end` that any of `replicas` has."""
+        stored, claimed = self.stored.bits.get, self.claimed.bits.get
         low, high = 0, 1
-        while high <= end and self._having(keys[high - 1]) & replicas:
+        while high <= end and (stored(keys[high - 1], 0) | claimed(keys[high - 1], 0)) & replicas:
             low, high = high, 2 * high
         high = min(high, end + 1)
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if self._having(keys[middle - 1]) & replicas else (low, middle)
+            key = keys[middle - 1]
+            if (stored(key, 0) | claimed(key, 0)) & replicas:
+                low = middle
+            else:
+                high = middle
         return low
 
-    def _resumable(self, keys: Sequence[int], replicas: int) -> Iterator[tuple[int, int]]:
-        """(blocks, bits of those that can resume behind as many), the most first.
+    def _resumable(self, keys: Sequence[int], end: int, replicas: int) -> Iterator[tuple[int, int]]:
+        """(blocks, bits of those that can resume behind as many of the first `end`), the most first.
 
         A snapshot can be there without one before it, so boundaries are looked at one by one, from the end of the
         longest match. Where a prompt is in flight every boundary counts: it leaves a state where another parts from it.
         """
-        end = self._deepest(keys, len(keys), replicas) if replicas else 0
+        end = self._deepest(keys, end, replicas) if replicas else 0
         states, claimed = self.states.bits, self.claimed.bits
         for depth in range(end, 0, -1):
             key = keys[depth - 1]

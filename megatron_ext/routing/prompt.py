@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Hashable, Iterable, Sequence
+from itertools import islice
+from struct import iter_unpack
 
 from megatron_ext.prefix_cache.hash_chain import packed_tokens
 
@@ -40,17 +42,15 @@ def chained_keys(
         extras: What blocks depend on beside their tokens, for each block, or None; fewer than blocks: nothing for the
             rest. A salt is `(salt,)` at the first block of a sequence.
     """
-    stride, key, keys = block_size * _TOKEN_BYTES, parent, []
-    data = tokens.tobytes()
-    starts = iter(range(0, len(data) // stride * stride, stride))
-    for extra, start in zip(extras or (), starts, strict=False):
-        block = data[start : start + stride]
-        key = hash((key, block) if extra is None else (key, block, extra))
-        keys.append(key)
-    for start in starts:
-        key = hash((key, data[start : start + stride]))
-        keys.append(key)
-    return keys
+    stride, key = block_size * _TOKEN_BYTES, parent
+    data = memoryview(tokens).cast("B")
+    blocks = iter_unpack(f"{stride}s", data[: len(data) // stride * stride])
+    keys = []
+    for extra in extras or ():
+        for (block,) in islice(blocks, 1):
+            key = hash((key, block) if extra is None else (key, block, extra))
+            keys.append(key)
+    return keys + [key := hash((key, block)) for (block,) in blocks]
 
 
 def extras_of(salt: str | None) -> tuple[Hashable, ...] | None:

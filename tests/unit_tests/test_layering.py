@@ -13,7 +13,7 @@ from tests.unit_tests.support.source import ROOT, imported_modules, parse, pytho
 # What each part may import of our own; itself, always.
 LEAVES = {"errors", "files", "interruption"}
 DECIDING = {"prefix_cache", "scheduling", "speculation", "engine"}
-TOOLS = {"console", "offline", "server", "api"}
+TOOLS = {"console", "offline", "server", "api", "coordinator"}
 ROOMS = {"config", "ranks", "text", "memory", "ops", "mixers", "mcore", "stepping", "models"}
 BESIDE = {"simulation", "routing"}  # used by their tools alone
 EVENTS = {"kv_events"}  # for servers
@@ -43,6 +43,7 @@ MAY_IMPORT = {
     "offline": BELOW_TOOLS | {"console"},
     "server": BELOW_TOOLS | EVENTS | {"console"},
     "api": BELOW_TOOLS | {"console"},
+    "coordinator": {"config", "errors", "files", "prefix_cache", "routing", "kv_events", "server"},  # as HTTP alone
     "__init__": {"api", "config", "engine", "errors", "scheduling"},  # for type checkers; see tests/unit_tests/api
 }
 # The flags are what `load_engine` takes by name, and they know the settings only.
@@ -88,7 +89,11 @@ def test_the_command_line_needs_only_the_settings(path):
 
 
 @pytest.mark.parametrize(
-    "packages", ["megatron_ext.prefix_cache", "megatron_ext.scheduling", "megatron_ext.config", "megatron_ext.engine"]
+    "packages",
+    [
+        *("megatron_ext.prefix_cache", "megatron_ext.scheduling", "megatron_ext.config", "megatron_ext.engine"),
+        "megatron_ext.coordinator",
+    ],
 )
 def test_what_decides_runs_without_torch(packages):
     """In a process of its own: importing every module of the package loads neither torch nor megatron nor numpy."""

@@ -17,7 +17,7 @@ from tests.unit_tests.support.server import LiveServer, embedded_engine, tiny_en
 from tests.unit_tests.support.source import ROOT
 
 KEY = "the-only-key"
-OPEN = ("/ping", "/version", "/health", "/docs", "/openapi.json")
+OPEN = ("/ping", "/version", "/health", "/docs", "/openapi.json", "/replica")
 KEYED = (
     ("GET", "/load", {}),
     ("GET", "/tokenizer_info", {}),
@@ -145,6 +145,40 @@ class TestTokens:
         assert encoded.json()["tokens"] == [end]
         assert info["chat_template"] == talking.serving.tokenizer.chat_template
         assert info["bos_token"] is None
+
+    def test_what_the_template_is_told(self, talking):
+        """RP-2: whoever asks for the tokens of a conversation gets those that its answer is made of."""
+        body = {
+            "messages": [{"role": "user", "content": TEXT}, {"role": "assistant", "content": "is"}],
+            "continue_final_message": True,
+        }
+        told = talking.http.post("/tokenize", json=body).json()["tokens"]
+        assert told != talking.http.post("/tokenize", json={"messages": body["messages"]}).json()["tokens"]
+        answer = talking.http.post("/v1/chat/completions", json={**body, "max_tokens": 1, "return_token_ids": True})
+        assert answer.json()["prompt_token_ids"] == told
+        refused = talking.http.post("/tokenize", json={"prompt": TEXT, "tools": []})
+        assert "are for messages" in check_error(refused, 400)["message"]
+
+
+class TestReplica:
+    def test_signs_of_life(self, talking):
+        """RP-4: the process, the engine's steps, and what was skipped and computed."""
+        first = talking.http.get("/replica").json()
+        assert (first["model"], first["status"], first["living"]) == ("embedded", "ok", 0)
+        assert (first["block_size"], first["blocks"], first["has_states"]) == (16, 400, True)
+        body = {"prompt": TEXT * 5, "max_tokens": 3, "temperature": 0}
+        usage = talking.http.post("/v1/completions", json=body).json()["usage"]
+        second = talking.http.get("/replica").json()
+        assert second["instance"] == first["instance"]
+        assert second["steps"] >= first["steps"] + 3
+        grown = {name: second["prompt_tokens"][name] - first["prompt_tokens"][name] for name in ("skipped", "computed")}
+        assert sum(grown.values()) == usage["prompt_tokens"]
+
+    def test_counts_stay_hidden(self, serve):
+        hiding = serve(tiny_engine(), hide_cache_counts=True)
+        told = hiding.http.get("/replica").json()
+        assert told["prompt_tokens"] is None
+        assert told["has_keys"] is False
 
 
 class TestDescription:

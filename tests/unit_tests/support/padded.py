@@ -71,7 +71,7 @@ class Padded:
         return super().step()
 
     def poison_padding(self) -> None:
-        context, limits, geometry = self.context, self.context.plan.limits, self.context.plan.geometry
+        context, limits = self.context, self.context.plan.limits
         if context.pools is None:
             return
         if context.plan.shape.attention_layers:
