@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from megatron_ext.errors import ConfigError
 
 _FORM = "rows of requests:fixed:each with commas, as in 1:0.3:0.05,8:0.4:0.1,32:0.5:0.3"
-# Where none is given, by type of device. CPU: of a hybrid of 14 M parameters, measured, and rather too high than too low;
+# Where none is given, by type of device. CPU: of a small hybrid, measured, and rather too high than too low;
 # CUDA: an assumption. Who serves another model measures its own.
 DEFAULT_COSTS = {
     "cpu": "1:0.3:0.12,2:0.5:0.15,8:0.7:0.35,32:1.2:0.6",
