@@ -161,6 +161,16 @@ class InferenceContext(DynamicInferenceContext):
         self._restore_states(step.chunks)
         self.step = stage_step(step, self._staging_rules, last_sampled, self._block_rows)
 
+    def prepare_programs(self) -> None:
+        """Make what computes steps in fixed places, if there is any and it takes long."""
+        if self.fixed_steps is not None:
+            self.fixed_steps.prepare()
+
+    def notice_new_weights(self) -> None:
+        """Weights have changed, and may lie elsewhere."""
+        if self.fixed_steps is not None:
+            self.fixed_steps.notice_new_weights()
+
     def begin(self, staged: ModelInput) -> None:
         """Make a step that is staged already the one that the next forward computes."""
         self._rotation, self.step = None, staged

@@ -44,10 +44,10 @@ def measure_costs(engine: InferenceEngine, drafting: Drafting) -> None:
     timings: list[Timing] = []
     for requests in sizes:
         kinds = tuple(dict.fromkeys((0, 1, limits.most_drafts)))
-        found = [_step_seconds(engine, drafting, requests, drafts) for drafts in kinds]
-        if None in found:  # the pools do not hold so many
+        found = [(drafts, _step_seconds(engine, drafting, requests, drafts)) for drafts in kinds]
+        if any(seconds is None for _, seconds in found):  # the pools do not hold so many
             break
-        timings += [Timing(requests, *one) for one in zip(kinds, found, strict=True) if one[1] is not None]
+        timings += [Timing(requests, drafts, seconds) for drafts, seconds in found if seconds is not None]
     if timings:
         drafting.use(fitted(timings))
         logger.info("verifying drafts costs, in plain steps: --speculative-cost-table %s", drafting.costs)

@@ -248,3 +248,27 @@ def test_mistakes_of_the_caller():
 def test_settings(settings, message):
     with pytest.raises(ConfigError, match=message):
         RoutingConfig(**settings)
+
+
+def test_new_conversations_with_one_beginning_do_not_crowd_one_replica():
+    """What they share draws them as long as the replica holds no more than others; what is their own always does."""
+    router = Router()
+    homes: dict[int, str] = {}
+    for name in ("a", "b"):
+        router.join(name, SIZE)
+    beginning = list(range(3 * SIZE))
+    for chat in range(40):
+        first = router.prompt([*beginning, *range(1000 * chat, 1000 * chat + 5 * SIZE)])
+        decision = router.route(first)
+        homes[chat] = decision.replica
+        router.began(chat, decision, first)
+        router.ended(chat)
+        hashes = [("block", decision.replica, key) for key in first.keys(SIZE)]
+        router.stored(decision.replica, hashes, None, [*beginning, *range(1000 * chat, 1000 * chat + 5 * SIZE)])
+    held = [view.blocks for view in router.replicas()]
+    assert max(held) < 1.25 * min(held)
+    for chat, home in homes.items():
+        second = router.prompt([*beginning, *range(1000 * chat, 1000 * chat + 6 * SIZE)])
+        assert router.route(second).replica == home
+    router.join("new", SIZE)
+    assert router.route(second).replica == home, "a conversation does not move to where memory is free"
