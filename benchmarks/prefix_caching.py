@@ -30,8 +30,10 @@ OWN = 128  # tokens of each prompt that nobody shares
 SHARED = (2048, 8192)
 AT_ONCE = (1, 8)
 CHATS, TURNS, SAID, ANSWER = 8, 4, 200, 64
-SIGHTING_OWN = 512
+SIGHTING_OWN, SIGHTING_SLOTS = 512, {2048: 40, 8192: 64}  # free when the first of them comes
+UNIQUE = ((512, 8), (2048, 4), (8192, 1))  # tokens of a prompt that shares nothing, and how many at once
 ON, OFF = CacheConfig(snapshot_slots=SLOTS), CacheConfig(enable_prefix_caching=False)
+ASKED = CacheConfig(snapshot_slots=SLOTS, provisional_slots=0)  # no snapshot that nobody asked for
 ALIGN = CacheConfig(snapshot_slots=SLOTS, snapshot_mode="align")
 STEP = 2048  # tokens of a step where modes are compared: prompts are cut in either
 
@@ -119,6 +121,22 @@ class Bench:
             durations[cache] = time.perf_counter() - start
         return durations[OFF] / durations[ON]
 
+    def guess_ratio(self, length: int, count: int) -> float:
+        """Prompt tokens a second with snapshots that nobody asked for over those without; no two prompts are alike.
+
+        One mode after the other and back, so that neither has the better half of the machine's time.
+        """
+        seconds = dict.fromkeys((ON, ASKED), 0.0)
+        for cache in (ON, ASKED, ASKED, ON):
+            engine, prompts = self.engine(cache), self.prompts([], length, count)
+            start = time.perf_counter()
+            serve(engine, prompts)
+            seconds[cache] += time.perf_counter() - start
+            taken = engine.prefix_cache_statistics()["provisional_taken"]
+            if (taken > 0) != (cache is ON):
+                raise RuntimeError(f"{taken} snapshots that nobody asked for: the figures would mean something else")
+        return seconds[ASKED] / seconds[ON]
+
     def chat_tokens(self) -> tuple[int, int]:
         """Prompt tokens computed in all conversations and turns, and the fewest possible with whole blocks."""
         engine = self.engine(ON)
@@ -135,7 +153,7 @@ class Bench:
 
     def sightings(self, shared: int) -> list[RequestRecord]:
         """The first, second and third prompt that begins with the same tokens."""
-        engine = self.engine(ON)
+        engine = self.engine(CacheConfig(snapshot_slots=SIGHTING_SLOTS[shared]))
         prefix = self.tokens(shared)
         return [serve(engine, [prompt])[0] for prompt in self.prompts(prefix, SIGHTING_OWN, 3)]
 
@@ -181,6 +199,11 @@ def main() -> None:
     bench.warm(BLOCK, 1)  # everything is there once
     console.print(ttft_table(bench))
     console.print(f"all prompts unique: throughput with the cache on / off {bench.median(bench.unique_ratio):.3f}")
+    for length, count in UNIQUE:
+        ratio = bench.median(lambda length=length, count=count: bench.guess_ratio(length, count))
+        console.print(
+            f"{count} unique prompts of {length}: throughput with provisional snapshots / without {ratio:.3f}"
+        )
     computed, fewest = bench.chat_tokens()
     console.print(
         f"{CHATS} chats of {TURNS} turns: {computed} tokens computed, {fewest} at least ({computed / fewest:.3f})"

@@ -72,6 +72,7 @@ def _load(settings: InferenceSettings) -> LoadedEngine:
     from megatron_ext.api.engine import LoadedEngine
     from megatron_ext.mcore.assemble import build_engine
     from megatron_ext.mcore.process_groups import PROCESS_GROUPS
+    from megatron_ext.models.drafting import load_draft_model
     from megatron_ext.models.generation_defaults import request_defaults
     from megatron_ext.models.load import load_model, save_model
     from megatron_ext.models.update.naming import naming_of
@@ -92,6 +93,8 @@ def _load(settings: InferenceSettings) -> LoadedEngine:
             seed=settings.source.seed,
             logging_step_interval=settings.run.inference_logging_step_interval,
             team=team,
+            speculation=settings.speculation,
+            draft=load_draft_model(settings.speculation, settings.source, settings.parallel, loaded),
         )
         naming = None if team is not None else naming_of(settings.source, loaded.config)
         return LoadedEngine(engine, loaded, naming, defaults, PROCESS_GROUPS.leave)
@@ -111,6 +114,7 @@ def _follow(settings: InferenceSettings) -> None:
             [settings.cache],
             team=team,
             on_ready=lambda: None,
+            speculative_tokens=settings.speculation.num_speculative_tokens,
         )
     PROCESS_GROUPS.leave()
 

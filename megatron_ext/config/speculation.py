@@ -104,3 +104,6 @@ class SpeculationConfig:
     def has_draft_model(self) -> bool:
         """Whether a model of their own proposes them."""
         return self.speculative_method == SpeculativeMethod.DRAFT_MODEL.value
+
+
+NO_SPECULATION = SpeculationConfig()

@@ -25,6 +25,7 @@ class Door:
         seed: Requests without a seed of their own get one derived from it and their id.
         word_tokens: The ways in which a word that must not come can be tokens.
         check_form: Sees that answers can be given a form.
+        most_drafts: Of a request in a step.
     """
 
     tokenize: Callable[[str, bool], Sequence[int]]
@@ -33,6 +34,7 @@ class Door:
     seed: int
     word_tokens: Callable[[str], Sequence[tuple[int, ...]]]
     check_form: Callable[[ResponseFormat], None]
+    most_drafts: int = 0
 
 
 class Intake:
@@ -59,10 +61,11 @@ class Intake:
 
         Raises:
             ConfigError: A bad word that the tokenizer cannot read, a bias of an id that is no token, a form that
-                answers cannot be given, a checkpoint behind the prompt.
+                answers cannot be given, a checkpoint behind the prompt, more drafts than there can be.
         """
         ends = self._end_ids(params)
         _check_checkpoints(params.cache_checkpoint, len(tokens))
+        check_drafts(params, self._door.most_drafts)
         if params.form is not None:
             self._door.check_form(params.form)
             if not ends:
@@ -102,3 +105,15 @@ def plain_ids(ids: Sequence[int]) -> tuple[int, ...]:
         return tuple(packed_tokens(ids))
     except (TypeError, OverflowError):  # texts, fractions, ids below zero: what can be served is decided elsewhere
         return tuple(map(int, ids))
+
+
+def check_drafts(params: RequestParams, most: int) -> None:
+    """See that a request asks for no more drafts than there can be.
+
+    Raises:
+        ConfigError: It does.
+    """
+    asked = params.num_speculative_tokens
+    if asked is not None and asked > most:
+        would = f"at most {most} would do" if most else "0 would do: there is no --speculative-method"
+        raise ConfigError(f"num_speculative_tokens {asked} is more than --num-speculative-tokens {most}; {would}")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from megatron_ext.prefix_cache.cache import CacheUse
 from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.counters import Counters
+from megatron_ext.scheduling.draft_counts import SpeculationUse
 from megatron_ext.scheduling.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -28,6 +29,7 @@ class EngineStatistics:
         is_caching: Whether anything is cached.
         use: Of blocks and snapshot slots.
         counters: What has happened; a copy.
+        speculation: What became of drafts; None if there can be none.
     """
 
     running: int
@@ -38,6 +40,7 @@ class EngineStatistics:
     is_caching: bool
     use: CacheUse
     counters: Counters
+    speculation: SpeculationUse | None = None
 
     @classmethod
     def of(cls, scheduler: Scheduler, *, ended: int, steps: int) -> EngineStatistics:
@@ -52,11 +55,13 @@ class EngineStatistics:
             is_caching=scheduler.cache.is_enabled,
             use=scheduler.cache.use(),
             counters=dataclasses.replace(scheduler.counters),
+            speculation=scheduler.drafts.by_position.use() if scheduler.limits.most_drafts else None,
         )
 
     @classmethod
     def total(cls, parts: Sequence[EngineStatistics], *, steps: int) -> EngineStatistics:
         """Of several engines that step together."""
+        uses = [part.speculation for part in parts if part.speculation is not None]
         return cls(
             running=sum(part.running for part in parts),
             waiting=sum(part.waiting for part in parts),
@@ -66,6 +71,7 @@ class EngineStatistics:
             is_caching=parts[0].is_caching,
             use=CacheUse.total([part.use for part in parts]),
             counters=Counters.total(part.counters for part in parts),
+            speculation=SpeculationUse.total(uses) if uses else None,
         )
 
     def prefix_cache(self) -> dict[str, int] | None:
@@ -124,8 +130,8 @@ def log_step(statistics: EngineStatistics, chunks: Sequence[Chunk], seconds: flo
         "prefill tokens: %d computed, %d skipped (%.1f%%)",
         statistics.steps,
         seconds,
-        sum(chunk.is_decode for chunk in chunks),
-        sum(chunk.length for chunk in chunks if not chunk.is_decode),
+        sum(chunk.length for chunk in chunks if chunk.is_decode or chunk.drafts),
+        sum(chunk.length for chunk in chunks if not (chunk.is_decode or chunk.drafts)),
         statistics.running,
         statistics.paused,
         statistics.waiting,

@@ -9,20 +9,24 @@ from megatron.core.models.mamba import MambaModel
 
 from megatron_ext.config import BatchingConfig, CacheConfig, ModelConfig
 from megatron_ext.config.layers.positions import LEARNED_POSITIONS
+from megatron_ext.config.speculation import NO_SPECULATION, SpeculationConfig
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.mcore.context import InferenceContext
 from megatron_ext.mcore.controller import InferenceController
+from megatron_ext.mcore.draft_costs import chosen_costs, measure_costs
 from megatron_ext.mcore.drafting import DraftModel, DraftParts
 from megatron_ext.mcore.fixed_setup import fixed_steps_for
 from megatron_ext.mcore.layer_map import layer_places, model_shape
 from megatron_ext.mcore.leading import make_follower
 from megatron_ext.memory.agreement import NO_PEERS, Peers
+from megatron_ext.memory.draft import NO_DRAFT_MODEL, DraftMemory
 from megatron_ext.memory.plan import EnginePlan, plan_engine
-from megatron_ext.ops import cpp
+from megatron_ext.ops import choice, cpp
 from megatron_ext.ranks.follower import Follower
 from megatron_ext.ranks.team import Team
 from megatron_ext.speculation.drafter import Drafter
+from megatron_ext.speculation.drafting import Drafting
 
 
 def build_engine(
@@ -39,6 +43,8 @@ def build_engine(
     team: Team | None = None,
     speculative_tokens: int = 0,
     drafter: Drafter | None = None,
+    speculation: SpeculationConfig = NO_SPECULATION,
+    draft: DraftParts | None = None,
 ) -> InferenceEngine:
     """Build the engine; the pools are allocated on the model's device.
 
@@ -52,18 +58,31 @@ def build_engine(
         team: All ranks; None for a world of one.
         speculative_tokens: The most drafts of a request that a step verifies; all ranks are told the same.
         drafter: Proposes them; on rank 0 only.
+        speculation: In place of the two: the settings of drafts, and the drafter that they say.
+        draft: The model that drafts, where they say so.
 
     Raises:
         ConfigError: The budget or the block size does not fit the model.
     """
+    most = speculation.num_speculative_tokens or speculative_tokens
+    memory = NO_DRAFT_MODEL if draft is None else draft.memory(batching)
     controller = _build_controller(
-        model, config, tokenizer, batching, cache, dtype, token_rounder, team, speculative_tokens
+        model, config, tokenizer, batching, cache, dtype, token_rounder, team, most, draft=memory
     )
-    controller.drafter = drafter
     context = controller.inference_wrapped_model.inference_context
-    return InferenceEngine(
+    controller.drafter = drafter
+    if speculation.is_on:
+        drafting_model = None if draft is None else build_draft_model(draft, context.plan, batching)
+        device_type = next(model.parameters()).device.type
+        context.drafting = Drafting(speculation, chosen_costs(speculation, device_type), drafting_model)
+        controller.drafter = context.drafting
+    engine = InferenceEngine(
         controller, context, random_seed=seed, inference_logging_step_interval=logging_step_interval, team=team
     )
+    if speculation.speculative_measure_costs:
+        assert context.drafting is not None, "costs are those of drafts"
+        measure_costs(engine, context.drafting)
+    return engine
 
 
 def build_follower(
@@ -98,6 +117,7 @@ def build_draft_model(parts: DraftParts, plan: EnginePlan, batching: BatchingCon
     """
     context, config = parts.context(parts.plan(plan, batching)), parts.config
     controller = _wrapped(parts.model, config, parts.tokenizer, parts.dtype, context)
+    controller.operators = choice.preferred(batching.operator_backend)
     learned = config.position_embedding_type == LEARNED_POSITIONS
     return DraftModel(
         context, controller, config.max_position_embeddings if learned else plan.limits.max_sequence_length
@@ -114,9 +134,11 @@ def _build_controller(
     token_rounder: int,
     team: Team | None,
     speculative_tokens: int,
+    draft: DraftMemory = NO_DRAFT_MODEL,
 ) -> InferenceController:
     device = next(model.parameters()).device
-    if device.type == "cpu":
+    choice.check(batching.operator_backend, device)
+    if device.type == "cpu" and batching.operator_backend == choice.AUTO:
         cpp.are_used()  # compiled now where that was never done, and not while the first request waits
     plan = plan_engine(
         model_shape(model, batching, dtype),
@@ -127,9 +149,11 @@ def _build_controller(
         available_bytes=platform.available_memory(device),
         peers=NO_PEERS if team is None else Peers(team.here.rank, team.first_replica, team.ask_all),
         speculative_tokens=speculative_tokens,
+        draft=draft,
     )
     context = InferenceContext(plan, layer_places(model), device, token_rounder)
     controller = _wrapped(model, config, tokenizer, dtype, context)
+    controller.operators = choice.preferred(batching.operator_backend)
     context.fixed_steps = fixed_steps_for(context, controller, batching, is_alone=team is None)
     return controller
 

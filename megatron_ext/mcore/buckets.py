@@ -141,6 +141,8 @@ def why_eager(step: ScheduledStep) -> str | None:
     """
     if any(chunk.behind_drafts for chunk in step.chunks):
         return "drafts are verified"
+    if any(chunk.restore is not None for chunk in step.chunks[: step.num_decode]):
+        return "a decode goes on behind drafts that did not come"
     if any(chunk.scoring is not None for chunk in step.chunks):
         return "log-probs of prompts"
     if any(LAST_SAMPLED in chunk.token_ids for chunk in step.chunks):

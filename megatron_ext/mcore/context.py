@@ -24,6 +24,7 @@ from megatron_ext.ops.rotary import Rotation, rotation_at
 from megatron_ext.scheduling.queue import Queues
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.step import ScheduledChunk, ScheduledStep
+from megatron_ext.speculation.drafting import Drafting
 
 if TYPE_CHECKING:  # it is told of this context
     from megatron_ext.mcore.fixed_steps import FixedSteps
@@ -61,6 +62,7 @@ class InferenceContext(DynamicInferenceContext):
         self.max_sequence_length = plan.limits.max_sequence_length
         self.block_size_tokens = plan.geometry.block_size_tokens
         self.pools: Pools | None = None
+        self.drafting: Drafting | None = None  # whose pools come and go with these
         self.step: ModelInput | None = None
         self.scored_states: Tensor | None = None  # hidden states of the step's scored tokens, [k, h]
         self.block_allocator: PoolBlockAllocator | None = None
@@ -95,10 +97,14 @@ class InferenceContext(DynamicInferenceContext):
         """
         if self.pools is None:
             self.pools = allocate_pools(self.plan, self._device)
+        if self.drafting is not None:
+            self.drafting.resume()
 
     def deallocate_all_tensors(self) -> None:
         """Free the pools' memory. Their contents are lost: the scheduler must have been suspended."""
         self.pools = self.step = None
+        if self.drafting is not None:
+            self.drafting.suspend()
         give_back_freed_memory()
 
     @property
@@ -138,8 +144,10 @@ class InferenceContext(DynamicInferenceContext):
         return self.plan.shape.dtype
 
     def reset(self) -> None:
-        """Forget the step at hand."""
+        """Forget the step at hand, and whatever a drafter knows."""
         self.clear_step()
+        if self.drafting is not None:
+            self.drafting.reset()
 
     # The step at hand
 
@@ -152,6 +160,16 @@ class InferenceContext(DynamicInferenceContext):
         self._rotation = None
         self._restore_states(step.chunks)
         self.step = stage_step(step, self._staging_rules, last_sampled, self._block_rows)
+
+    def prepare_programs(self) -> None:
+        """Make what computes steps in fixed places, if there is any and it takes long."""
+        if self.fixed_steps is not None:
+            self.fixed_steps.prepare()
+
+    def notice_new_weights(self) -> None:
+        """Weights have changed, and may lie elsewhere."""
+        if self.fixed_steps is not None:
+            self.fixed_steps.notice_new_weights()
 
     def begin(self, staged: ModelInput) -> None:
         """Make a step that is staged already the one that the next forward computes."""

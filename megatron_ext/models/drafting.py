@@ -31,17 +31,18 @@ def load_draft_model(
         return None
     _check_ranks(speculation, parallel)
     is_null = source.tokenizer_type == NULL_TOKENIZER
-    draft = load_model(
-        SourceConfig(
-            load=speculation.speculative_load,
-            load_hf=speculation.speculative_load_hf,
-            tokenizer_type=NULL_TOKENIZER if is_null else None,
-            bf16=source.bf16,
-            fp16=source.fp16,
-            seed=source.seed,
-        ),
-        {},
+    its_source = SourceConfig(
+        load=speculation.speculative_load,
+        load_hf=speculation.speculative_load_hf,
+        tokenizer_type=NULL_TOKENIZER if is_null else None,
+        bf16=source.bf16,
+        fp16=source.fp16,
+        seed=source.seed,
     )
+    try:
+        draft = load_model(its_source, {})
+    except ConfigError as error:
+        raise ConfigError(f"the draft model: {error}") from error
     check_same_vocabulary(loaded.tokenizer, draft.tokenizer, draft.name)
     return DraftParts(draft.model, draft.config, draft.tokenizer, draft.dtype)
 

@@ -20,6 +20,7 @@ def follow(
     *,
     team: Team,
     on_ready: Callable[[], None],
+    speculative_tokens: int = 0,
 ) -> None:
     """Take the same steps as rank 0, which has requests and results, until it says stop.
 
@@ -31,13 +32,21 @@ def follow(
         caches: Of rank 0's engines, one after the other.
         team: All ranks.
         on_ready: Called before the first step: from now on this rank ends when rank 0 does.
+        speculative_tokens: Drafts of a request that a step may verify.
     """
     loaded = load_model(source, dict(overrides), parallel=parallel)
     if source.save is not None:
         save_model(source.save, loaded)
     for cache in caches:
         follower = build_follower(
-            loaded.model, loaded.config, loaded.tokenizer, batching, cache, dtype=loaded.dtype, team=team
+            loaded.model,
+            loaded.config,
+            loaded.tokenizer,
+            batching,
+            cache,
+            dtype=loaded.dtype,
+            team=team,
+            speculative_tokens=speculative_tokens,
         )
         on_ready()
         follower.follow()

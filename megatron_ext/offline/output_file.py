@@ -114,12 +114,16 @@ class PartialResults:
         path: Of the JSON; this file stands beside it. One that is there is overwritten.
         with_events: Whether requests have the key `events`.
         prompt_text: What `input_prompt` says.
+        with_drafts: Whether drafts are counted.
     """
 
-    def __init__(self, path: str, *, with_events: bool, prompt_text: PromptText = submitted_text) -> None:
+    def __init__(
+        self, path: str, *, with_events: bool, prompt_text: PromptText = submitted_text, with_drafts: bool = False
+    ) -> None:
         self.path = partial_path(path)
         self._with_events = with_events
         self._prompt_text = prompt_text
+        self._with_drafts = with_drafts
         self._file: BinaryIO | None = None
         self._stat: os.stat_result | None = None
         try:
@@ -144,7 +148,7 @@ class PartialResults:
         try:
             for record in records:
                 entry = {"request_id": record.request_id} | request_results(
-                    record, self._with_events, self._prompt_text
+                    record, self._with_events, self._prompt_text, with_drafts=self._with_drafts
                 )
                 self._file.write(json.dumps(entry, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n")
             self._file.flush()

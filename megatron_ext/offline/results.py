@@ -26,6 +26,7 @@ SYSTEM_KEYS = (
     "version",
     "prefix_cache",
     "prefix_cache_lost",
+    "speculation",
     "geometry",
 )
 
@@ -51,6 +52,8 @@ def build_results(
         prompt_text: What `input_prompt` says.
         every: See `written`.
     """
+    statistics = engine.statistics()
+    speculation = statistics.speculation
     system = {
         "throughput": [one.throughput for one in passes],
         "mem-max-allocated-bytes": peak_memory(),
@@ -59,19 +62,31 @@ def build_results(
         "model": model,
         "version": megatron_ext.__version__,
         "prefix_cache": engine.prefix_cache_statistics(),
-        "prefix_cache_lost": engine.statistics().prefix_cache_lost(),
+        "prefix_cache_lost": statistics.prefix_cache_lost(),
+        "speculation": None if speculation is None else speculation.shown(),
         "geometry": engine.geometry.shown(),
     }
     assert tuple(system) == SYSTEM_KEYS, "a top-level key is missing from SYSTEM_KEYS"
     records = [record for one in passes for _, record in written(one, every)]
-    requests = {str(record.request_id): request_results(record, with_events, prompt_text) for record in records}
+    has_drafts = speculation is not None
+    requests = {
+        str(record.request_id): request_results(record, with_events, prompt_text, with_drafts=has_drafts)
+        for record in records
+    }
     return requests | system
 
 
 def request_results(
-    record: RequestRecord, with_events: bool, prompt_text: PromptText = submitted_text
+    record: RequestRecord, with_events: bool, prompt_text: PromptText = submitted_text, *, with_drafts: bool = False
 ) -> dict[str, object]:
-    """The object of one request. Log-prob keys are there if log-probs were asked for, null where not computed."""
+    """The object of one request. Log-prob keys are there if log-probs were asked for, null where not computed.
+
+    Args:
+        record: How it ended.
+        with_events: Whether its events are told.
+        prompt_text: What `input_prompt` says.
+        with_drafts: Whether drafts are counted: there can be some.
+    """
     entry: dict[str, object] = {
         "input_prompt": prompt_text(record),
         "generated_text": record.generated_text,
@@ -89,6 +104,11 @@ def request_results(
         "recomputed_token_count": record.recomputed_token_count,
         "prefill_reasons": record.prefill_reasons,
     }
+    if with_drafts:
+        entry |= {
+            "draft_token_count": record.draft_token_count,
+            "accepted_token_count": record.accepted_token_count,
+        }
     if record.prefix_cache_explanation is not None:
         entry["prefix_cache_explanation"] = record.prefix_cache_explanation.to_dict()
     if record.generated_log_probs is not None:

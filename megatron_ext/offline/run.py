@@ -19,12 +19,14 @@ from megatron_ext.console.machine import check_machine
 from megatron_ext.console.profiling import check_profile, profiled
 from megatron_ext.console.start import say_start
 from megatron_ext.console.terminal import Output, printable
-from megatron_ext.errors import OutputError
+from megatron_ext.engine.intake import check_drafts
+from megatron_ext.errors import ConfigError, OutputError
 from megatron_ext.interruption import Interruption
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.mcore.assemble import build_engine
 from megatron_ext.mcore.teams import form_team
+from megatron_ext.models.drafting import load_draft_model
 from megatron_ext.models.following import follow
 from megatron_ext.models.generation_defaults import request_defaults
 from megatron_ext.models.load import load_model, save_model
@@ -89,6 +91,7 @@ def _follow(settings: InferenceSettings, team: Team, interruption: Interruption)
         [replace(settings.cache, enable_prefix_caching=is_on) for is_on in states],
         team=team,
         on_ready=interruption.keep_quiet,
+        speculative_tokens=settings.speculation.num_speculative_tokens,
     )
 
 
@@ -97,6 +100,11 @@ def _read_prompts(settings: InferenceSettings) -> Sequence[Prompt]:
     defaults = request_defaults(settings.source, settings.sampling_given)
     prompts = read_prompts(run, defaults, seed=settings.source.seed)
     check_schedule(run, len(prompts))
+    for prompt in prompts:
+        try:
+            check_drafts(prompt.params, settings.speculation.num_speculative_tokens)
+        except ConfigError as error:
+            raise ConfigError(f"{prompt.source}: {error}") from None
     if run.output_path is not None:
         check_output_path(run.output_path)
     return prompts
@@ -113,6 +121,7 @@ class _Offline:
         prompts = comparable(prompts) if settings.run.prefix_cache_compare else prompts
         self._interruption = interruption
         self._loaded = load_model(settings.source, dict(settings.model_overrides), parallel=settings.parallel)
+        self._draft = load_draft_model(settings.speculation, settings.source, settings.parallel, self._loaded)
         tokenizer, vocab_size = self._loaded.tokenizer, self._loaded.config.vocab_size
         assert vocab_size is not None, "a model has been built of it"
         self._prompts = tokenize_prompts(prompts, tokenizer, vocab_size)
@@ -128,7 +137,8 @@ class _Offline:
     def run(self) -> bool:
         """Run the prompts. Whether every request completed."""
         engine = self._build_engine(self._settings.cache)
-        print_geometry(engine.geometry, self._loaded.name, self._console, engine.longest_request_state_bytes)
+        states = engine.longest_request_state_bytes
+        print_geometry(engine.geometry, self._loaded.name, self._console, states, engine.operators)
         self._interruption.hold()
         with profiled(engine, self._settings.run.profile):
             passes = self._serve(engine)
@@ -174,6 +184,8 @@ class _Offline:
             seed=self._settings.source.seed,
             logging_step_interval=self._settings.run.inference_logging_step_interval,
             team=self._team,
+            speculation=self._settings.speculation,
+            draft=self._draft,
         )
 
     def _serve(self, engine: InferenceEngine, description: str = "") -> list[Pass]:
@@ -182,7 +194,10 @@ class _Offline:
         self._remove_partial()  # of the run before, whose results are not those to be written
         if run.output_path is not None:
             self._partial = PartialResults(
-                run.output_path, with_events=run.output_request_events, prompt_text=self._prompt_text
+                run.output_path,
+                with_events=run.output_request_events,
+                prompt_text=self._prompt_text,
+                with_drafts=self._settings.speculation.is_on,
             )
 
         def after_step(report: StepReport, bar: Bar) -> None:

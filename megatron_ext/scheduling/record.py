@@ -83,6 +83,14 @@ class PrefillRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DraftRecord:
+    """What became of its drafts (SP-7)."""
+
+    draft_token_count: int = 0  # that steps have verified
+    accepted_token_count: int = 0  # that came
+
+
+@dataclass(frozen=True, kw_only=True)
 class ExplainedRecord:
     """Why it skipped no more. None if nobody asked."""
 
@@ -90,7 +98,7 @@ class ExplainedRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RequestRecord(TextRecord, LogProbsRecord, Outcome, TimelineRecord, PrefillRecord, ExplainedRecord):
+class RequestRecord(TextRecord, LogProbsRecord, Outcome, TimelineRecord, PrefillRecord, DraftRecord, ExplainedRecord):
     """The outcome of one request over its whole life, preemptions included."""
 
     request_id: int

@@ -238,6 +238,8 @@ class Request:
             computed_prefill_token_count=ledger.computed,
             recomputed_token_count=ledger.recomputed,
             prefill_reasons=dict(ledger.reasons),
+            draft_token_count=timeline.drafted,
+            accepted_token_count=timeline.accepted,
             prefix_cache_explanation=ledger.explanation,
         )
 

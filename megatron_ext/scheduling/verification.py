@@ -54,10 +54,13 @@ def most_drafts(request: Request, limits: SchedulerLimits) -> int:
     commit: it crosses a boundary with one token at a time.
     """
     sequence, size = request.sequence, limits.block_size
-    most = min(limits.most_drafts, request.params.num_tokens_to_generate - request.generated_count - 1)
+    params = request.params
+    asked = params.num_speculative_tokens
+    most = limits.most_drafts if asked is None else min(asked, limits.most_drafts)
+    most = min(most, params.num_tokens_to_generate - request.generated_count - 1)
     if sequence.chain is not None:
         left = size - 1 - sequence.computed_end % size  # known token's block: tokens behind it
-        if request.params.stop_words:
+        if params.stop_words:
             most = min(most, left - 1)
         elif limits.aligned_chunks:
             most = min(most, left)

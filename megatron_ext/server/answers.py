@@ -58,7 +58,7 @@ def finished(handle: RequestHandle) -> RequestRecord:
 
 
 def usage(reply: Reply, records: Sequence[RequestRecord]) -> dict[str, object]:
-    """OpenAI's usage, and why prompt tokens were computed.
+    """OpenAI's usage, and why prompt tokens were computed; what became of drafts under its names for predictions.
 
     The choices of a prompt count its tokens once: as they were skipped and computed for the first of them.
 
@@ -75,6 +75,13 @@ def usage(reply: Reply, records: Sequence[RequestRecord]) -> dict[str, object]:
         "completion_tokens": generated,
         "total_tokens": prompt + generated,
     }
+    drafted = sum(record.draft_token_count for record in records)
+    if drafted:
+        accepted = sum(record.accepted_token_count for record in records)
+        counts["completion_tokens_details"] = {
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": drafted - accepted,
+        }
     if reply.shows_cache:
         counts["prompt_tokens_details"] = {
             "cached_tokens": sum(record.skipped_prefill_token_count for record in firsts),

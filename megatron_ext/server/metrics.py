@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, Info, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -54,6 +54,8 @@ _COUNTERS = (
         "counters.lost_slot_tokens",
     ),
     ("prompt_tokens_lost_blocks", "Computed, and skipped had there been more blocks", "counters.lost_block_tokens"),
+    ("draft_tokens", "Drafts that steps have verified", "counters.drafted"),
+    ("accepted_draft_tokens", "Drafts that came", "counters.accepted"),
     ("request_pauses", "Requests paused for want of a block", "counters.pauses"),
     ("request_evictions", "Paused requests that gave up their blocks", "counters.preemptions"),
 )
@@ -142,6 +144,10 @@ class Metrics(Collector):
             yield GaugeMetricFamily(f"{PREFIX}_{name}", text, state.value(path))
         for name, text, path in _COUNTERS:
             yield CounterMetricFamily(f"{PREFIX}_{name}", text, state.value(path))
+        use = state.speculation
+        if use is not None:
+            yield _by_position("draft_tokens_by_position", "Drafts that steps have verified", use.drafted)
+            yield _by_position("accepted_draft_tokens_by_position", "Drafts that came", use.accepted)
 
     def values(self) -> dict[str, float]:
         """The samples of `/metrics` by name, without the prefix, and labels: `requests_total{outcome="stop"}`.
@@ -160,6 +166,14 @@ class Metrics(Collector):
     def render(self) -> bytes:
         """In Prometheus' text format."""
         return generate_latest(self._registry)
+
+
+def _by_position(name: str, text: str, counts: Sequence[int]) -> CounterMetricFamily:
+    """A counter for each place behind the last known token, the first is 1."""
+    family = CounterMetricFamily(f"{PREFIX}_{name}", f"{text}, by position", labels=["position"])
+    for position, count in enumerate(counts, start=1):
+        family.add_metric([str(position)], count)
+    return family
 
 
 def depth_of(tokens: int) -> str:

@@ -35,7 +35,10 @@ class TokenClock:
         self._last: dict[int, tuple[int, float]] = {}  # request id -> tokens then, and seconds
 
     def gaps(self, counts: dict[int, int]) -> list[float]:
-        """Seconds since the token before, of each request that got one that is not its first."""
+        """Seconds since the token before, of each token that is not its request's first.
+
+        Of several that came together each took its share of the time.
+        """
         now = time.monotonic()
         found = []
         for request_id, count in counts.items():
@@ -43,7 +46,7 @@ class TokenClock:
             if count > before:
                 self._last[request_id] = count, now
                 if before:
-                    found.append(now - moment)
+                    found += [(now - moment) / (count - before)] * (count - before)
         return found
 
     def forget(self, request_id: int) -> None:

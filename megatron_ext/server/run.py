@@ -23,6 +23,7 @@ from megatron_ext.mcore import platform
 from megatron_ext.mcore.assemble import build_engine
 from megatron_ext.mcore.teams import form_team
 from megatron_ext.memory.heap import spare_what_is_loaded
+from megatron_ext.models.drafting import load_draft_model
 from megatron_ext.models.following import follow
 from megatron_ext.models.generation_defaults import generation_defaults
 from megatron_ext.models.load import LoadedModel, load_model, save_model
@@ -92,6 +93,7 @@ def _follow(settings: ServerSettings, team: Team) -> None:
             [settings.cache],
             team=team,
             on_ready=interruption.keep_quiet,
+            speculative_tokens=settings.speculation.num_speculative_tokens,
         )
 
 
@@ -121,8 +123,16 @@ def build_serving(settings: ServerSettings, keys: Keys | None = None, team: Team
         seed=settings.source.seed,
         logging_step_interval=settings.server.inference_logging_step_interval,
         team=team,
+        speculation=settings.speculation,
+        draft=load_draft_model(settings.speculation, settings.source, settings.parallel, loaded),
     )
-    print_geometry(engine.geometry, loaded.name, make_console(quiet=False), engine.longest_request_state_bytes)
+    print_geometry(
+        engine.geometry,
+        loaded.name,
+        make_console(quiet=False),
+        engine.longest_request_state_bytes,
+        engine.operators,
+    )
     name = model_name(settings.source, settings.server, loaded.name)
     updater = None
     if root is not None:

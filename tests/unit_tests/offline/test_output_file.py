@@ -23,7 +23,7 @@ def target(tmp_path) -> Path:
     return tmp_path / "folder" / "out.json"
 
 
-def full_device(*_: object) -> None:
+def full_device(*_: object, **__: object) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 

@@ -11,6 +11,7 @@ import megatron_ext
 from megatron_ext.memory.budget import Geometry
 from megatron_ext.offline.results import SYSTEM_KEYS, build_results, request_results, to_json
 from megatron_ext.offline.submission import Pass
+from megatron_ext.scheduling.draft_counts import DraftCounts, SpeculationUse
 from megatron_ext.scheduling.record import Status
 
 REQUEST_KEYS = """
@@ -32,7 +33,7 @@ def engine():
         lifetime_skipped_token_count=5,
         geometry=geometry,
         prefix_cache_statistics=lambda: {"blocks_total": 10},
-        statistics=lambda: SimpleNamespace(prefix_cache_lost=lambda: {"requests": 0}),
+        statistics=lambda: SimpleNamespace(prefix_cache_lost=lambda: {"requests": 0}, speculation=None),
     )
 
 
@@ -52,6 +53,7 @@ def test_top_level_keys_are_frozen(results):
         "version",
         "prefix_cache",
         "prefix_cache_lost",
+        "speculation",
         "geometry",
     )
     assert list(results) == ["0", "1", "2", "3", *SYSTEM_KEYS]
@@ -66,6 +68,29 @@ def test_top_level_values(results):
     assert results["version"] == megatron_ext.__version__
     assert results["lifetime_skipped_token_count"] == 5
     assert results["prefix_cache"] == {"blocks_total": 10}
+
+
+def test_drafts_are_told_where_there_are_some(engine, results, record):
+    """SP-7: no key of a request and no part of the geometry speaks of drafts without `--speculative-method`."""
+    assert results["speculation"] is None
+    counts = DraftCounts(3)
+    for drafted, accepted in ((3, 3), (3, 1), (2, 0)):
+        counts.note(drafted, accepted)
+    engine.statistics = lambda: SimpleNamespace(prefix_cache_lost=lambda: None, speculation=counts.use())
+    drafted = record(0, draft_token_count=8, accepted_token_count=4)
+    with_drafts = build_results(engine, [Pass((drafted,), 1.0)], model="a model", with_events=False)
+    assert with_drafts["speculation"] == {
+        "num_speculative_tokens": 3,
+        "verification_count": 3,
+        "draft_token_count": 8,
+        "accepted_token_count": 4,
+        "draft_tokens_by_position": [3, 3, 2],
+        "accepted_tokens_by_position": [2, 1, 1],
+    }
+    assert list(with_drafts["0"]) == [*REQUEST_KEYS, "draft_token_count", "accepted_token_count"]
+    assert (with_drafts["0"]["draft_token_count"], with_drafts["0"]["accepted_token_count"]) == (8, 4)
+    both = SpeculationUse.total([counts.use(), counts.use()])
+    assert (both.verifications, both.drafted, both.accepted) == (6, (6, 6, 4), (4, 2, 2))
 
 
 def test_request_keys_are_frozen(record):

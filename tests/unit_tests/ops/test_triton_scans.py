@@ -41,10 +41,9 @@ def name_of(value: object) -> str:
 
 
 def is_small(kernel: Kernel, config: Config, types: dict[str, str]) -> bool:
-    """One configuration for each type of inputs; and one whose states are shared by programs."""
+    """One configuration of each operator in fp32 and in 16 bits; and one whose states are shared by programs."""
     is_first = config == next(one for one, found in kernel.variants() if dict(found) == types)
-    is_shared = types.get("Y", types["T"]) != types["T"]
-    return kernel.name.endswith("prefill") and types["S"] == "fp32" and is_first and types["T"] != "fp16" * is_shared
+    return kernel.name.endswith("prefill") and types["S"] == "fp32" and is_first and types["T"] != "fp16"
 
 
 def run(kernel: Kernel, config: Config, types: dict[str, str]) -> None:

@@ -69,6 +69,8 @@ def checked_plan(
 class LedMachine(RuleBasedStateMachine):
     """Rank 0 does anything; the followers must do the same, block for block and slot for slot."""
 
+    DRAFTS: st.SearchStrategy | None = None  # of a request in a step, and slots for the states behind them
+
     def __init__(self) -> None:
         super().__init__()
         self.names = 0
@@ -77,6 +79,7 @@ class LedMachine(RuleBasedStateMachine):
     @initialize(data=st.data())
     def build(self, data: st.DataObject) -> None:
         max_requests = data.draw(st.sampled_from([4, 2, 1]), "max_requests")
+        most_drafts, draft_states = (0, 0) if self.DRAFTS is None else data.draw(self.DRAFTS, "drafts")
         limits = SchedulerLimits(
             block_size=data.draw(st.sampled_from([2, 4]), "block_size"),
             total_blocks=data.draw(st.integers(2, 16), "total_blocks"),
@@ -85,8 +88,8 @@ class LedMachine(RuleBasedStateMachine):
             max_tokens=max_requests + data.draw(st.integers(0, 8), "spare tokens"),
             max_sequence_length=40,
             chunked_prefill=data.draw(st.booleans(), "chunked_prefill"),
-            most_drafts=data.draw(st.sampled_from([3, 0, 1, 7]), "most_drafts"),
-            draft_states=data.draw(st.integers(0, 8), "draft_states"),
+            most_drafts=most_drafts,
+            draft_states=draft_states,
         )
         policy = data.draw(st.sampled_from(EvictionPolicyName), "policy")
         slots = data.draw(st.sampled_from([None, 0, 1, 4]), "slots")
@@ -140,6 +143,9 @@ class LedMachine(RuleBasedStateMachine):
     @rule(weights=st.booleans())
     def reset(self, weights: bool) -> None:
         (self.fleet.weights_changed if weights else self.fleet.reset_prefix_cache)()
+        if self.prompts:  # who has not heard of it finds what was there
+            self.submit([max(self.prompts, key=len)], RequestParams(num_tokens_to_generate=2))
+            self.steps_of(2)
 
     @rule()
     def suspend_and_resume(self) -> None:
@@ -173,6 +179,12 @@ class LedMachine(RuleBasedStateMachine):
         self.world.loop.close()
 
 
+class DraftingMachine(LedMachine):
+    """The same with drafts."""
+
+    DRAFTS = st.tuples(st.sampled_from([3, 1, 7]), st.integers(0, 8))
+
+
 QUICK = settings(
     max_examples=60,
     stateful_step_count=15,
@@ -184,6 +196,8 @@ QUICK = settings(
 )
 LedMachine.TestCase.settings = QUICK
 TestLed = LedMachine.TestCase
+DraftingMachine.TestCase.settings = settings(QUICK, max_examples=30)
+TestDrafting = DraftingMachine.TestCase
 
 # Negative controls: something that does not cross, and the machine must object.
 
@@ -224,7 +238,7 @@ def test_the_machine_finds(mistake, monkeypatch: pytest.MonkeyPatch):
     mistake(monkeypatch)
     quick = settings(QUICK, max_examples=300, phases=[Phase.generate], derandomize=True)
     with pytest.raises((AssertionError, KeyError)):
-        run_state_machine_as_test(LedMachine, settings=quick)
+        run_state_machine_as_test(DraftingMachine if mistake is _forgets_drafts else LedMachine, settings=quick)
 
 
 LIMITS = SchedulerLimits(2, 16, None, 4, 8, 40, chunked_prefill=True)

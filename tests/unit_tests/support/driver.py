@@ -142,11 +142,12 @@ class Driver:
     def _poison_slots(self, owners: Iterable[Request]) -> None:
         """All snapshots that nobody can find, and all states behind drafts but those that `owners` go on from."""
         pool, states = self.context.snapshots, self.scheduler.cache.states
-        if pool is None or not pool.conv.shape[1]:
+        if pool is None:
             return
         found = set(states._visible.values())
         found |= {state.slot for request in owners for state in request.sequence.draft_states}
-        lost = [slot for slot in range(pool.conv.shape[1]) if slot not in found]
+        slots = states.total + self.scheduler.limits.draft_states
+        lost = [slot for slot in range(slots) if slot not in found]
         pool.conv[:, lost] = torch.nan
         pool.ssm[:, lost] = torch.nan
 

@@ -71,13 +71,13 @@ class Padded:
         return super().step()
 
     def poison_padding(self) -> None:
-        context, limits, geometry = self.context, self.context.plan.limits, self.context.plan.geometry
+        context, limits = self.context, self.context.plan.limits
         if context.pools is None:
             return
         if context.plan.shape.attention_layers:
-            context.memory_buffer[:, :, geometry.blocks] = torch.nan
-        spare = geometry.snapshot_slots + geometry.draft_states
-        pools = (context.live_states, limits.max_requests), (context.snapshots, spare)
+            context.memory_buffer[:, :, context.plan.geometry.blocks] = torch.nan
+        last = context.plan.geometry.snapshot_slots + context.plan.geometry.draft_states
+        pools = (context.live_states, limits.max_requests), (context.snapshots, last)
         for pool, slot in pools:
             if pool is not None:
                 pool.conv[:, slot], pool.ssm[:, slot] = torch.nan, torch.nan

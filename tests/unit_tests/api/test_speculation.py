@@ -1,0 +1,128 @@
+"""Engines that draft, as a program loads them: n-grams, and the embedded model as its own draft model (SP-1)."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from megatron_ext import ConfigError, RequestParams
+from megatron_ext.config.embedded import EMBEDDED_MODEL_DIR
+from megatron_ext.models.drafting import check_same_vocabulary
+from megatron_ext.text.tokenizer import NullTokenizer
+from tests.unit_tests.support.tokenizers import PieceTokenizer
+
+PROMPT = "The import statement combines two operations; it searches for the named module, " * 3
+SETTINGS = {"speculative_adaptive": False, "num_speculative_tokens": 3, "num_tokens_to_generate": 24}
+
+
+WISHES = ({}, {"temperature": 1.0, "seed": 3}, {"num_speculative_tokens": 0})
+
+
+def generate(engine, wishes=WISHES):
+    return engine.generate([PROMPT] * len(wishes), [RequestParams(24, **one) for one in wishes])
+
+
+def wishes_without_speculation():
+    return [{name: value for name, value in one.items() if name != "num_speculative_tokens"} for one in WISHES]
+
+
+@pytest.fixture(scope="module")
+def plain(engine):
+    return [record.generated_tokens for record in generate(engine, wishes_without_speculation())]
+
+
+def test_prompt_lookup(load, plain):
+    """SP-1, SP-7: greedy and sampled tokens are those without it; who asks for none has none."""
+    engine = load(speculative_method="ngram", speculative_ngram_shortest=1, **SETTINGS)
+    records = generate(engine)
+    assert [record.generated_tokens for record in records] == plain
+    assert records[0].draft_token_count > 0
+    assert (records[2].draft_token_count, records[2].accepted_token_count) == (0, 0)
+    use = engine.statistics().speculation
+    assert sum(use.drafted) == sum(record.draft_token_count for record in records)
+    assert sum(use.accepted) == sum(record.accepted_token_count for record in records)
+
+
+def test_a_draft_model(load, plain):
+    """SP-1: a model that drafts for itself is right each time, also after the pools were freed."""
+    engine = load(speculative_method="draft_model", speculative_load=str(EMBEDDED_MODEL_DIR), **SETTINGS)
+    for _ in range(2):
+        records = generate(engine)
+        assert [record.generated_tokens for record in records] == plain
+        greedy = records[0]
+        assert greedy.draft_token_count == greedy.accepted_token_count > 12
+        engine.suspend()
+        engine.resume()
+
+
+def test_a_draft_model_that_fails_costs_its_drafts(load, plain, monkeypatch, caplog):
+    """SP-1: an exception, as for want of memory, is logged once, and nobody else notices."""
+    engine = load(speculative_method="draft_model", speculative_load=str(EMBEDDED_MODEL_DIR), **SETTINGS)
+    model, turns = engine._engine.context.drafting._model, itertools.count()
+    compute = model._execute
+
+    def fails_often(step):
+        if next(turns) % 3:
+            raise MemoryError("no memory for this step")
+        return compute(step)
+
+    monkeypatch.setattr(model, "_execute", fails_often)
+    records = generate(engine)
+    assert [record.generated_tokens for record in records] == plain
+    assert [message for message in caplog.messages if "drafter" in message] == [
+        "the drafter failed; the engine goes on"
+    ]
+
+
+def test_costs_are_measured_and_nothing_is_counted(load, plain, caplog):
+    """SP-6: what was computed for it leaves no trace in counts and cache."""
+    caplog.set_level("INFO")
+    settings = SETTINGS | {"speculative_adaptive": True, "inference_dynamic_batching_max_requests": 2}
+    engine = load(speculative_method="ngram", speculative_measure_costs=True, **settings)
+    (line,) = [message for message in caplog.messages if "verifying drafts costs" in message]
+    assert [int(row.split(":")[0]) for row in line.split("--speculative-cost-table ")[1].split(",")] == [1, 2]
+    statistics = engine.statistics()
+    assert (statistics.steps, statistics.ended, sum(statistics.speculation.drafted)) == (0, 0, 0)
+    assert statistics.counters.prefill_tokens == statistics.use.blocks_cached == 0
+    assert [record.generated_tokens for record in generate(engine)] == plain
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"speculative_method": "ngram"}, "--speculative-method ngram needs --num-speculative-tokens"),
+        ({"num_speculative_tokens": 2}, "--num-speculative-tokens 2 needs --speculative-method"),
+        (
+            {"speculative_method": "ngram", "num_speculative_tokens": 2, "speculative_cost_table": "nowhere.txt"},
+            "nowhere.txt",
+        ),
+        (
+            {"speculative_method": "draft_model", "num_speculative_tokens": 2, "speculative_load": "nowhere"},
+            "the draft model: --load nowhere does not exist",
+        ),
+    ],
+)
+def test_what_cannot_work_is_said_before_anything_runs(load, settings, expected):
+    with pytest.raises(ConfigError, match=expected):
+        load(**settings)
+
+
+def tokenizer_of(size, pieces=None):
+    tokenizer = PieceTokenizer(size, pieces)
+    tokenizer.token_ids = range(size)
+    return tokenizer
+
+
+def test_vocabularies_are_compared():
+    """SP-1: ids must mean the same to both models."""
+    large = tokenizer_of(20)
+    check_same_vocabulary(large, tokenizer_of(20), "draft")
+    check_same_vocabulary(NullTokenizer(9), NullTokenizer(9), "draft")
+    with pytest.raises(ConfigError, match="draft has 12 tokens, the large one 20; of id 12 it has no token for it"):
+        check_same_vocabulary(large, tokenizer_of(12), "draft")
+    with pytest.raises(ConfigError, match="draft has no tokenizer to compare"):
+        check_same_vocabulary(large, NullTokenizer(20), "draft")
+    other = tokenizer_of(20, {7: "!"})
+    with pytest.raises(ConfigError, match="to the draft model draft token 7 is '!', to the large one '<7>'"):
+        check_same_vocabulary(large, other, "draft")

@@ -1,0 +1,80 @@
+"""What the server says of drafts: usage, metrics, the page; and what a body may ask (SP-1, SP-7)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_ext.config import BatchingConfig, CacheConfig
+from megatron_ext.config.speculation import SpeculationConfig
+from megatron_ext.mcore.assemble import build_engine
+from megatron_ext.server.progress import TokenClock
+from tests.unit_tests.support.models import HYBRID, build_slow_decay
+from tests.unit_tests.support.tokenizers import PieceTokenizer
+
+PROMPT = [5, 6, 7, 8] * 10
+NGRAM = SpeculationConfig("ngram", 3, speculative_adaptive=False)
+
+
+@pytest.fixture(scope="module")
+def drafting(serve):
+    engine = build_engine(
+        build_slow_decay(HYBRID),
+        HYBRID,
+        PieceTokenizer(HYBRID.vocab_size),
+        BatchingConfig(block_size=16, block_count=200, max_requests=8),
+        CacheConfig(snapshot_slots=16),
+        dtype=torch.float32,
+        speculation=NGRAM,
+    )
+    return serve(engine)
+
+
+def ask(server, **fields):
+    body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 12, "return_token_ids": True} | fields
+    return server.http.post("/v1/completions", json=body)
+
+
+def test_usage_and_metrics_tell_what_became_of_drafts(drafting, tiny):
+    """SP-7: and the answer is that of a server without drafts, whose usage says nothing of them."""
+    plain, drafted = ask(tiny).json(), ask(drafting).json()
+    assert drafted["choices"][0]["token_ids"] == plain["choices"][0]["token_ids"]
+    assert "completion_tokens_details" not in plain["usage"]
+    details = drafted["usage"]["completion_tokens_details"]
+    accepted, rejected = details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]
+    assert accepted + rejected > 0
+    assert drafting.metric("draft_tokens_total") == accepted + rejected
+    assert drafting.metric("accepted_draft_tokens_total") == accepted
+    by_position = [drafting.metric("draft_tokens_by_position_total", position=str(i)) for i in (1, 2, 3)]
+    assert by_position == sorted(by_position, reverse=True)
+    assert sum(by_position) == accepted + rejected
+    assert tiny.metric("draft_tokens_total") == 0
+    assert "by_position" not in tiny.http.get("/metrics").text
+    assert '["drafts", "drafts that came"' in drafting.http.get("/").text
+
+
+def test_a_request_can_have_none(drafting):
+    """SP-1: 0 is off, fewer is fewer, and more than K is an error that says K."""
+    before = drafting.metric("draft_tokens_total")
+    assert "completion_tokens_details" not in ask(drafting, num_speculative_tokens=0).json()["usage"]
+    assert drafting.metric("draft_tokens_total") == before
+    third = drafting.metric("draft_tokens_by_position_total", position="3")
+    ask(drafting, num_speculative_tokens=1)
+    assert drafting.metric("draft_tokens_by_position_total", position="3") == third
+    answer = ask(drafting, num_speculative_tokens=4)
+    assert answer.status_code == 400
+    assert "num_speculative_tokens 4 is more than --num-speculative-tokens 3; at most 3 would do" in answer.text
+
+
+def test_without_a_method_a_request_cannot_ask_for_drafts(tiny):
+    answer = ask(tiny, num_speculative_tokens=1)
+    assert answer.status_code == 400
+    assert "there is no --speculative-method" in answer.text
+
+
+def test_tokens_that_come_together_share_their_time(monkeypatch):
+    clock, now = TokenClock(), iter([0.0, 1.0, 4.0])
+    monkeypatch.setattr("megatron_ext.server.progress.time.monotonic", lambda: next(now))
+    assert clock.gaps({0: 1}) == []
+    assert clock.gaps({0: 2}) == [1.0]
+    assert clock.gaps({0: 5}) == [1.0, 1.0, 1.0]
