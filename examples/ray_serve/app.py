@@ -39,7 +39,6 @@ PATIENCE = 120.0  # seconds
 api = FastAPI()
 
 
-@serve.deployment(max_ongoing_requests=64)
 class Replica:
     """A server process, and calls of it.
 
@@ -75,8 +74,6 @@ class Replica:
         self._process.terminate()
 
 
-@serve.deployment(ray_actor_options={"num_cpus": 0})  # it waits; replicas compute
-@serve.ingress(api)
 class Front:
     """OpenAI's routes before the replicas.
 
@@ -99,7 +96,9 @@ def application(router: str, replicas: int = 2) -> serve.Application:
     """What `serve.run` runs."""
     config = RequestRouterConfig(request_router_class=PrefixRouter)
     options = {"request_router_config": config} if router == "prefix" else {}
-    return Front.bind(Replica.options(num_replicas=replicas, **options).bind(SMALL))
+    replica = serve.deployment(num_replicas=replicas, max_ongoing_requests=64, **options)(Replica)
+    front = serve.deployment(ray_actor_options={"num_cpus": 0})(serve.ingress(api)(Front))  # replicas compute
+    return front.bind(replica.bind(SMALL))
 
 
 async def converse(url: str) -> tuple[int, int]:

@@ -90,4 +90,4 @@ class PrefixRouter(RequestRouter):
     def _prompt(self, pending: PendingRequest) -> RoutedPrompt | None:
         """Of a call `ask(path, body)`."""
         text = text_of(pending.args[1]) if len(pending.args) > 1 else b""
-        return RoutedPrompt.of(text, None) if text else None
+        return RoutedPrompt.of(list(text), None) if text else None
