@@ -122,8 +122,7 @@ class InferenceEngine(DynamicInferenceEngine):
     @property
     def operators(self) -> dict[str, tuple[str, ...]]:
         """What computes the operators: backend -> operators; see `ops.choice.chosen`."""
-        x = next(self.controller.inference_wrapped_model.model.parameters())
-        return choice.chosen(self.controller.operators or choice.AUTO, x.detach())
+        return choice.chosen(self.controller.operators or choice.AUTO, next(self._model.parameters()).detach())
 
     @property
     def scheduler(self) -> Scheduler:
