@@ -12,7 +12,6 @@ from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.verification import most_drafts
 from megatron_ext.speculation.drafter import DraftAsk, Drafter
 
-
 PATIENCE = 10.0  # seconds that a drafter may take for a step; a long prompt that a model reads takes some
 FIRST_REST, LONGEST_REST = 16, 4096  # steps in which one that took longer is not asked
 
