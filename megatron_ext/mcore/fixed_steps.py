@@ -89,7 +89,7 @@ class FixedSteps:
             self._program(bucket)
 
     def forget(self) -> None:
-        """Pools or weights lie elsewhere now: programs are made anew."""
+        """Pools or weights lie elsewhere now, or nowhere: programs are made anew, and keep no memory until then."""
         self._programs.clear()
         self._pools, self._weights = self._context.pools, self._controller.weight_addresses()
 

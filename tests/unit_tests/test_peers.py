@@ -113,7 +113,7 @@ def judged(results: dict) -> dict[str, Goal]:
 
 
 def test_every_goal_is_judged():
-    """The rows of the issue of speed: 13 of workloads, 4 turns, 1 that must hold, kinds, context, host, sampling, drafts."""
+    """The rows of the issue of speed: 13 of workloads, 4 turns, 1 that must hold, kinds, context, host, drafts."""
     found = judged(RESULTS)
     assert len(found) == 2 * 5 + 1 + TURNS + 2 + 3 + 3 + 4 + 2
     assert all(goal.measured is not None for goal in found.values())

@@ -25,12 +25,12 @@ _OPERATORS = (CAUSAL_CONV1D, SSD, SELECTIVE_SCAN, GATED_DELTA_RULE)
 
 
 @contextlib.contextmanager
-def reference_operators() -> Iterator[None]:
-    """Plain torch, whose shapes show what a program is made for."""
+def operators_by(backend: str) -> Iterator[None]:
+    """With this backend wherever an operator has it; shapes of the reference show what a program is made for."""
     with contextlib.ExitStack() as stack:
-        for operator in _OPERATORS:
-            stack.enter_context(operator.backends.forced("reference"))
-        stack.enter_context(PAGED_ATTENTION.forced("reference"))
+        for backends in (PAGED_ATTENTION, *(operator.backends for operator in _OPERATORS)):
+            if backend in backends.names:
+                stack.enter_context(backends.forced(backend))
         yield
 
 
