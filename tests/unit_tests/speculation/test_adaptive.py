@@ -73,30 +73,29 @@ def test_large_batches_draft_less():
 def test_acceptance_follows_what_comes():
     known = Acceptance()
     for _ in range(8):
-        known = known.verified(4, 4)
+        known = known.verified(4, 4, 0)
     assert known.likelihood > 0.95
     for _ in range(8):
-        known = known.verified(4, 0)
+        known = known.verified(4, 0, 0)
     assert known.likelihood < 0.3
     for _ in range(4):
-        known = known.verified(1, 1)
+        known = known.verified(1, 1, 0)
     assert known.likelihood > 0.6
 
 
 def test_pauses_grow_and_a_success_ends_them():
-    known = Acceptance()
+    known, now = Acceptance(), 0
     pauses = []
     for _ in range(10):
-        known = known.verified(1, 0)
-        pauses.append(known.pause)
+        now = known.due
+        known = known.verified(1, 0, now)
+        pauses.append(known.due - now)
     assert pauses == [min(FIRST_PAUSE * 2**i, LONGEST_PAUSE) for i in range(1, 11)]
-    for _ in range(LONGEST_PAUSE):
-        assert not known.is_due
-        known = known.passed_over()
-    assert known.is_due
-    after = known.verified(1, 1)
+    after = known.verified(1, 1, known.due)
     assert after.pause == FIRST_PAUSE
-    assert after.is_due  # it goes on trying at once
+    assert after.due == known.due  # it goes on trying at once
+    early = known.verified(1, 1, known.due - 1)  # not a trial
+    assert early.due == known.due - 1 + FIRST_PAUSE
 
 
 @pytest.mark.parametrize("guesses_are_free", [True, False])
