@@ -14,13 +14,14 @@ from megatron_ext.ops.paged_attention import PAGED_ATTENTION
 from megatron_ext.ops.sampling import SAMPLING
 from megatron_ext.ops.selective_scan import SELECTIVE_SCAN
 from megatron_ext.ops.ssd import SSD
+from megatron_ext.ops.state_copy import STATE_COPY
 
 AUTO = "auto"
 
 
 def _all_backends() -> tuple[Backends[Backend], ...]:
     recurrences = (CAUSAL_CONV1D, PLAIN_CONV1D, SSD, SELECTIVE_SCAN, GATED_DELTA_RULE)
-    return (PAGED_ATTENTION, *(one.backends for one in recurrences), GATED_NORM, SAMPLING)  # type: ignore[return-value]
+    return (PAGED_ATTENTION, *(one.backends for one in recurrences), GATED_NORM, SAMPLING, STATE_COPY)  # type: ignore[return-value]
 
 
 def check(wanted: str, device: torch.device) -> None:
