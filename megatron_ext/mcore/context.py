@@ -103,6 +103,8 @@ class InferenceContext(DynamicInferenceContext):
     def deallocate_all_tensors(self) -> None:
         """Free the pools' memory. Their contents are lost: the scheduler must have been suspended."""
         self.pools = self.step = None
+        if self.fixed_steps is not None:
+            self.fixed_steps.forget()
         if self.drafting is not None:
             self.drafting.suspend()
         give_back_freed_memory()

@@ -65,8 +65,8 @@ class FixedSteps:
         self._context, self._controller = context, controller
         self._buckets, self._graphs = buckets, graphs
         self._rules = context.staging_rules
-        geometry = context.plan.geometry
-        self._spare = SpareSlots(context.plan.limits.max_requests, geometry.snapshot_slots + geometry.draft_states)
+        plan = context.plan
+        self._spare = SpareSlots(plan.limits.max_requests, plan.geometry.snapshot_slots + plan.geometry.draft_states)
         self._writer = StepWriter(self._rules, buckets, self._spare)
         self._layouts: dict[Bucket, Layout] = {one: layout_of(one, self._rules) for one in buckets.all()}
         self._places = FixedPlaces(self._layouts.values(), self._rules.device)
@@ -89,7 +89,7 @@ class FixedSteps:
             self._program(bucket)
 
     def forget(self) -> None:
-        """Pools or weights lie elsewhere now: programs are made anew."""
+        """Pools or weights lie elsewhere now, or nowhere: programs are made anew, and keep no memory until then."""
         self._programs.clear()
         self._pools, self._weights = self._context.pools, self._controller.weight_addresses()
 

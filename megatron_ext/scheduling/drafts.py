@@ -179,7 +179,7 @@ class Drafts:
             return None
         assert request.digests[state.position // self._block_size - 1] == state.digest, "the drafts did not come"
         before = sequence.trail.decode
-        wanted = SnapshotRequest(request, state.position, state.digest, Rank.OPTIONAL, instead_of=before)
+        wanted = SnapshotRequest(request, state.position, state.digest, rank=Rank.OPTIONAL, instead_of=before)
         if states.reserve_all([wanted]) == [None]:
             return None
         sequence.trail.decode = state.digest

@@ -7,20 +7,21 @@ token of the step. Where states are kept on the way is nothing to them: outputs 
 sequence is cut at multiples of TILE neither do they, nor the states, to the bit.
 
 Sums of log decays are fp64 and split in two fp32 numbers before differences are taken: of fast decay they reach
-thousands. (I + L) is inverted by blocks, which is stable where powers of L are not. Products are of fp32 numbers on
-tensor cores: nearly fp32's (tf32x3) for what states are made of and with fp32 inputs, in tf32 for outputs of 16 bits.
+thousands. (I + L) is inverted by blocks, which is stable where powers of L are not. Products are of fp32 numbers: with
+fp32 inputs in full, with those of 16 bits on tensor cores, nearly fp32's (tf32x3) for what states are made of and in
+tf32 for outputs.
 """
 
 import triton
 import triton.language as tl
 
 from megatron_ext.ops.triton.device import find_piece, next_kept, store_kept
-from megatron_ext.ops.triton.registry import FLOATS, config, kernel
+from megatron_ext.ops.triton.registry import FLOATS, STATE_TYPES, config, kernel
 
-TILE = 32
+WIDE, NARROW = FLOATS[:1], FLOATS[1:]
+TILES = {WIDE: 16, NARROW: 32}  # tokens; products in full fp32 have no registers for more
 NORM_EPSILON = tl.constexpr(1e-6)  # that of `reference.py`
 INPUTS = [{"T": inputs} for inputs in FLOATS]
-TYPES = [{"T": inputs, "S": states} for inputs in FLOATS for states in FLOATS]
 
 
 @triton.jit
@@ -61,7 +62,7 @@ def invert(lower, TILE: tl.constexpr):
     counts="sequences heads heads_per_group normalize",
     scalars="scale",
     types=INPUTS,
-    configs=[config(TILE=TILE, CHANNELS=32)],
+    configs=[config(TILE=tile, CHANNELS=32, only=types) for types, tile in TILES.items()],
 )
 def delta_tiles(
     q, k, g, beta, solved, mixed, key_lengths, query_lengths, cu_seqlens, q_row, k_row, g_row, beta_row, key_dim,
@@ -135,12 +136,11 @@ def fading(elapsed, count, lengths, TILE: tl.constexpr):
     },
     strides="q_row k_row v_row g_row live_row snapshot_row key_dim value_dim",
     counts="kept heads heads_per_group",
-    types=TYPES,
+    types=STATE_TYPES,
     configs=[
-        config(TILE=TILE, K=16, V=16),
-        config(TILE=TILE, K=32, V=16),
-        config(TILE=TILE, K=64, V=16),
-        config(TILE=TILE, K=128, V=16, num_warps=8),
+        config(TILE=tile, K=keys, V=16, num_warps=warps, only=types)
+        for types, tile in TILES.items()
+        for keys, warps in ((16, 4), (32, 4), (64, 4), (128, 8))
     ],
 )
 def delta_prefill(
@@ -201,13 +201,12 @@ def delta_prefill(
     strides="q_row k_row v_row g_row beta_row live_row key_dim value_dim",
     counts="heads heads_per_group normalize",
     scalars="scale",
-    types=TYPES,
+    types=STATE_TYPES,
     configs=[
         config(K=16, V=32),
         config(K=32, V=32),
         config(K=64, V=32),
         config(K=128, V=32),
-        config(K=256, V=16),
     ],
 )
 def delta_decode(

@@ -23,7 +23,7 @@ from megatron_ext.ops.triton.places import (
 from megatron_ext.ops.triton.registry import Argument, Config, Kernel
 from megatron_ext.ops.varlen import PackedChunks
 
-MOST_KEYS = 256
+MOST_KEYS = 128
 
 
 def _lacks(q: Tensor, v: Tensor, live: Tensor) -> str | None:
@@ -37,10 +37,6 @@ def _lacks(q: Tensor, v: Tensor, live: Tensor) -> str | None:
     if not own_rows(live):
         return "the gated delta rule has no kernel for states that do not lie in one piece"
     return kernels.delta_prefill.lacks(T=q.dtype, S=live.dtype)
-
-
-def _config(kernel: Kernel, key_dim: int) -> Config:
-    return next(one for one in kernel.configs if dict(one.constants)["K"] >= key_dim)
 
 
 def _arguments(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, normalize: bool) -> dict[str, Argument]:
@@ -92,18 +88,17 @@ def prefill(
         return prefill_by_scan(reference.gated_delta_scan, inputs, chunks, slots, live, snapshots, options)
     from megatron_ext.ops.gated_delta_rule import kernels
 
-    arguments = _arguments(q, k, v, g, beta, normalize)
-    (tokens, heads, value_dim), sequences = v.shape, slots.live.numel()
-    scratch = torch.empty(2, tokens, heads, kernels.TILE, dtype=torch.float32, device=v.device)
-    lengths = torch.empty(2, tokens, heads, dtype=torch.float32, device=v.device)
-    arguments |= {"solved": scratch[0], "mixed": scratch[1], "key_lengths": lengths[0], "query_lengths": lengths[1]}
+    tiling, config = kernels.delta_tiles.fitting(q.dtype), kernels.delta_prefill.fitting(q.dtype, K=k.shape[2])
+    assert tiling is not None, "there are kernels"
+    assert config is not None, "of this size"
+    (tokens, heads, value_dim), sequences, tile = v.shape, slots.live.numel(), config["TILE"]
+    solved, mixed = torch.empty(2, tokens, heads, tile, dtype=torch.float32, device=v.device)
+    key_lengths, query_lengths = torch.empty(2, tokens, heads, dtype=torch.float32, device=v.device)
+    arguments = _arguments(q, k, v, g, beta, normalize) | prefill_arguments(chunks, slots, live, snapshots)
+    arguments |= {"solved": solved, "mixed": mixed, "key_lengths": key_lengths, "query_lengths": query_lengths}
     arguments["sequences"] = sequences
-    arguments |= prefill_arguments(chunks, slots, live, snapshots)
-    (config,) = kernels.delta_tiles.configs
-    _launch(kernels.delta_tiles, (tile_count(tokens, sequences, 1, kernels.TILE), heads), config, arguments)
-    config = _config(kernels.delta_prefill, k.shape[2])
-    grid = (sequences, heads, -(-value_dim // dict(config.constants)["V"]))
-    _launch(kernels.delta_prefill, grid, config, arguments)
+    _launch(kernels.delta_tiles, (tile_count(tokens, sequences, 1, tile), heads), tiling, arguments)
+    _launch(kernels.delta_prefill, (sequences, heads, -(-value_dim // config["V"])), config, arguments)
     y = arguments["y"]
     assert isinstance(y, Tensor)
     return y
@@ -131,8 +126,9 @@ def decode(
     arguments = _arguments(q, k, v, g, beta, normalize)
     rows, heads, value_dim = v.shape
     arguments |= {"live": live, "live_row": live.stride(0), "slots": slot_tensor(slots, rows, v.device)}
-    config = _config(kernels.delta_decode, k.shape[2])
-    _launch(kernels.delta_decode, (rows, heads, -(-value_dim // dict(config.constants)["V"])), config, arguments)
+    config = kernels.delta_decode.fitting(q.dtype, K=k.shape[2])
+    assert config is not None, "there is one"
+    _launch(kernels.delta_decode, (rows, heads, -(-value_dim // config["V"])), config, arguments)
     y = arguments["y"]
     assert isinstance(y, Tensor)
     return y

@@ -25,6 +25,7 @@ TYPE_NAMES = {
     torch.float16: "fp16",
     torch.int64: "i64",
     torch.int32: "i32",
+    torch.int16: "i16",
     torch.bool: "i1",
 }
 """As Triton spells them."""

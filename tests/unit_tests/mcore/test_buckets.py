@@ -88,7 +88,7 @@ def test_cuts_have_to_fit():
         ({"scoring": Scoring(0, 1, (3,), 0)}, "log-probs of prompts"),
         ({"sampling": dataclasses.replace(GREEDY, top_n=0)}, "log-probs"),
         ({"sampling": dataclasses.replace(GREEDY, forbidden=(1,))}, "tokens that must not come yet"),
-        ({"token_ids": (5, 6), "start": 1}, "drafts are verified"),
+        ({"token_ids": (5, 6), "start": 1, "behind_drafts": (GREEDY,)}, "drafts are verified"),
     ],
 )
 def test_what_no_program_computes(fields, reason):

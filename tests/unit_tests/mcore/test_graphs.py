@@ -7,6 +7,7 @@ to make the calls that it should.
 from __future__ import annotations
 
 import contextlib
+import weakref
 
 import pytest
 import torch
@@ -82,7 +83,9 @@ def test_new_pools_need_new_graphs(get_oracle):
     driver.add(0, make_prompt(30), num_tokens_to_generate=8)
     for _ in range(3):
         driver.step()
+    pools = weakref.ref(driver.context.pools)
     driver.engine.suspend()
+    assert pools() is None, "a program keeps memory that was to be given back"
     driver.engine.resume()
     assert driver.graphs.captured == 2 * before
     driver.run()

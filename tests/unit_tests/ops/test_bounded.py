@@ -17,6 +17,7 @@ from megatron_ext.ops.sampling.in_place import Wishes, best_tokens_of, draw_toke
 from megatron_ext.ops.selective_scan import SELECTIVE_SCAN
 from megatron_ext.ops.ssd import SSD
 from megatron_ext.ops.state_slots import SnapshotPlaces, StateSlots
+from tests.unit_tests.ops.backends import usable
 from tests.unit_tests.ops.test_paged_attention import BLOCK, SCALE, Step
 
 # Two sequences and a token of padding, with room for three of 150 tokens in chunks of 64.
@@ -110,7 +111,7 @@ def test_prefills_in_a_grid_of_chunks(name):
 
 
 @pytest.mark.parametrize("window", [None, 20])
-@pytest.mark.parametrize("backend", PAGED_ATTENTION.names)
+@pytest.mark.parametrize("backend", usable(PAGED_ATTENTION))
 def test_attention_by_lengths_on_the_device(backend, window):
     """CU-4: decodes and prefills, tables wider than need be, tokens behind the last sequence."""
     step = Step([(1, 40), (1, 17), (1, 1), (9, 33), (20, 20), (1, 5)], decode_rows=3)
