@@ -32,6 +32,7 @@ from megatron_ext.config.batching import (
     DEFAULT_MAX_TOKENS,
     ENOUGH_PREFILL_TOKENS,
     GRAPH_IMPLS,
+    OPERATOR_BACKENDS,
 )
 from megatron_ext.config.checks import flags_of
 
@@ -197,6 +198,12 @@ BATCHING = FlagGroup(
             "Type of Mamba SSM states",
             name="--mamba-inference-ssm-states-dtype",
             choices=DTYPES,
+        ),
+        Flag(
+            "operator_backend",
+            "What computes attention, convolutions and scans: auto is Triton on CUDA where it can be imported, C++ on "
+            "CPUs where it was compiled, plain torch (reference) elsewhere",
+            choices=OPERATOR_BACKENDS,
         ),
         Flag(
             "cuda_graph_impl",

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from megatron_ext.config.checks import require
 
 DTYPES = ("fp32", "bf16", "fp16")
+OPERATOR_BACKENDS = ("auto", "reference", "triton")  # auto: on CUDA Triton, on CPUs C++, else plain torch
 # Where the user gives none, by type of device.
 DEFAULT_BUFFER_GB = {"cpu": 1.0, "cuda": 40.0}  # GiB
 DEFAULT_MAX_TOKENS = {"cpu": 2048, "cuda": 16384}  # a step
@@ -54,6 +55,7 @@ class BatchingConfig:
     enable_chunked_prefill: bool = True
     conv_states_dtype: str | None = None  # default: the parameters' type
     ssm_states_dtype: str = "fp32"
+    operator_backend: str = OPERATOR_BACKENDS[0]  # what computes the operators of a step
     cuda_graph_impl: str = GRAPH_IMPLS[0]  # off until graphs have run on a GPU; on a CPU "local" pads steps alike
     num_cuda_graphs: int = DEFAULT_GRAPHS  # sizes of decode batches; -1 is the default number, as in Megatron
 
@@ -80,6 +82,8 @@ class BatchingConfig:
             f"--inference-dynamic-batching-max-tokens {self.max_tokens} must be at least "
             f"--inference-dynamic-batching-max-requests {self.most_requests}, so that every running request can decode",
         )
+        backend, known = self.operator_backend, ", ".join(OPERATOR_BACKENDS)
+        require(backend in OPERATOR_BACKENDS, f"--operator-backend {backend!r} is unknown; one of {known}")
         for name in ("conv_states_dtype", "ssm_states_dtype"):
             value = getattr(self, name)
             require(value is None or value in DTYPES, f"{name} {value!r} is unknown; one of {', '.join(DTYPES)}")

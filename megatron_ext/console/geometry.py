@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
 from typing import IO, cast
 
 from rich.console import Console
@@ -23,8 +24,22 @@ def make_console(quiet: bool, output: Output | None = None) -> Console:
     return Console(file=file, highlight=False, quiet=quiet, width=None if output.isatty() else _FILE_WIDTH)
 
 
-def print_geometry(geometry: Geometry, model: str, console: Console, request_state_bytes: int = 0) -> None:
-    """Print what the engine has room for (EX-6), and what the states of the longest request can take (LA-4)."""
+def print_geometry(
+    geometry: Geometry,
+    model: str,
+    console: Console,
+    request_state_bytes: int = 0,
+    operators: Mapping[str, Sequence[str]] | None = None,
+) -> None:
+    """Print what the engine has room for (EX-6), and what the states of the longest request can take (LA-4).
+
+    Args:
+        geometry: Of its pools.
+        model: Its name.
+        console: Where to.
+        request_state_bytes: Of the longest request; 0 is not shown.
+        operators: What computes them, backend -> operators (CU-3); None is not shown.
+    """
     table = Table("engine", escape(printable(model)), show_lines=False)
     blocks, block = f"{geometry.blocks:,} blocks", f"{geometry.block_size_tokens} tokens"
     table.add_row("KV cache", f"{blocks} of {block}, {geometry.block_bytes:,} bytes each")
@@ -32,6 +47,8 @@ def print_geometry(geometry: Geometry, model: str, console: Console, request_sta
         cost = f", as much as the KV of {geometry.state_in_kv_tokens} tokens" if geometry.state_in_kv_tokens else ""
         table.add_row("live states", f"{geometry.live_states:,} of {geometry.state_bytes:,} bytes each{cost}")
         table.add_row("snapshots", f"{geometry.snapshot_slots:,} slots of the same size")
+    if geometry.draft_states:
+        table.add_row("states behind drafts", f"{geometry.draft_states:,} of the same size")
     drafts = geometry.draft_model
     if drafts is not None:
         states = f", {drafts.states:,} states of {drafts.state_bytes:,} bytes" if drafts.states else ""
@@ -41,6 +58,10 @@ def print_geometry(geometry: Geometry, model: str, console: Console, request_sta
     shortest = geometry.shortest_prompt_that_can_hit
     hits = "nothing is skipped" if shortest is None else f"prompts of {shortest} tokens and more can hit"
     table.add_row("prefix cache", hits)
+    if operators:
+        most, *others = operators
+        rest = "".join(f"; {name} for {', '.join(operators[name])}" for name in others)
+        table.add_row("operators", f"{most}{rest}")
     if isinstance(geometry, WorldGeometry):
         _add_ranks(table, geometry)
     console.print(table)

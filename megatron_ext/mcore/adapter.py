@@ -24,6 +24,7 @@ from megatron_ext.mcore.leading import make_engine
 from megatron_ext.mcore.params import to_request_params
 from megatron_ext.mcore.weights import WeightsWatch, mark_weights_changed
 from megatron_ext.memory.budget import Geometry
+from megatron_ext.ops import choice
 from megatron_ext.prefix_cache.block_index import CachedPrefix
 from megatron_ext.ranks.fleet import Fleet, FleetStep
 from megatron_ext.ranks.team import Team
@@ -71,8 +72,7 @@ class InferenceEngine(DynamicInferenceEngine):
         """Make the programs of steps where the settings ask for them; a model that asks for upstream's is refused."""
         if self.cuda_graph_impl == "local":
             raise ConfigError("cuda_graph_impl 'local' is not supported by this engine; BatchingConfig has its own")
-        if self.context.fixed_steps is not None:
-            self.context.fixed_steps.prepare()
+        self.context.prepare_programs()
 
     engine: Engine | Fleet  # a new one after each `reset`
 
@@ -118,6 +118,12 @@ class InferenceEngine(DynamicInferenceEngine):
     def longest_request_state_bytes(self) -> int:
         """Bytes of recurrent states that a request of the longest possible prompt takes at most."""
         return self.context.plan.request_state_bytes(self.context.max_sequence_length)
+
+    @property
+    def operators(self) -> dict[str, tuple[str, ...]]:
+        """What computes the operators: backend -> operators; see `ops.choice.chosen`."""
+        x = next(self.controller.inference_wrapped_model.model.parameters())
+        return choice.chosen(self.controller.operators or choice.AUTO, x.detach())
 
     @property
     def scheduler(self) -> Scheduler:
@@ -317,8 +323,10 @@ class InferenceEngine(DynamicInferenceEngine):
         self._notice_new_weights()
 
     def _notice_new_weights(self) -> None:
-        if self.engine.is_caching and self.weights.has_changed():
+        is_watching = self.engine.is_caching or self.context.fixed_steps is not None
+        if is_watching and self.weights.has_changed():
             self.engine.weights_changed()
+            self.context.notice_new_weights()
 
     @property
     def _model(self) -> nn.Module:

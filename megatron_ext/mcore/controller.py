@@ -21,6 +21,7 @@ from megatron_ext.mcore.out_of_memory import is_out_of_memory
 from megatron_ext.mcore.scoring import score_rows
 from megatron_ext.mcore.shaping import shape_logits
 from megatron_ext.mcore.staging import ModelInput, PromptScore, SampledTokens, SamplingRow
+from megatron_ext.ops.backends import preferring
 from megatron_ext.ops.sampling import sample_tokens, sampling_batch
 from megatron_ext.scheduling.step import Sampling
 from megatron_ext.scheduling.verification import NO_TOKEN
@@ -43,6 +44,7 @@ class InferenceController(TextGenerationController):
 
     Attributes:
         drafter: Of engines around the model; None proposes nothing.
+        operators: What computes operators: a backend's name, or None; see `ops.choice`.
     """
 
     def __init__(self, wrapper: AbstractModelInferenceWrapper, tokenizer: object, **options: object) -> None:
@@ -50,6 +52,7 @@ class InferenceController(TextGenerationController):
         size = wrapper.inference_wrapper_config.padded_vocab_size
         self.vocabulary = Vocabulary(tokenizer, size)
         self.drafter: Drafter | None = None
+        self.operators: str | None = None
         self.guides = Guides(Grammars(self.tokenizer, size))
 
     def _init_dynamic_sampling_tensors(self) -> None:
@@ -87,7 +90,7 @@ class InferenceController(TextGenerationController):
         Parts of a layer on several ranks give the same logits on each of them, and score together.
         """
         context = self.inference_wrapped_model.inference_context
-        with torch.inference_mode():
+        with torch.inference_mode(), preferring(self.operators):
             logits = self.forward()
             if logits is None:
                 return None
@@ -97,10 +100,16 @@ class InferenceController(TextGenerationController):
     def forward(self) -> Tensor | None:
         """The model's forward of the context's staged step: logits [1, m, V]; None on stages before the last one."""
         input_ids, position_ids = self.inference_wrapped_model.inference_context.current_input_and_position_ids()
-        logits: Tensor | None = self.inference_wrapped_model.run_one_forward_step(
-            {"tokens": input_ids, "position_ids": position_ids, "attention_mask": None}
-        )
+        with preferring(self.operators):
+            logits: Tensor | None = self.inference_wrapped_model.run_one_forward_step(
+                {"tokens": input_ids, "position_ids": position_ids, "attention_mask": None}
+            )
         return logits
+
+    def weight_addresses(self) -> tuple[int, ...]:
+        """Where the model's parameters and buffers lie."""
+        model = self.inference_wrapped_model.model
+        return tuple(one.data_ptr() for tensors in (model.parameters(), model.buffers()) for one in tensors)
 
     def _scored_logits(self, rows: slice) -> Tensor:
         """Logits of some of the step's scored tokens, as the model's forward would give them: [k, h] -> [rows, V]."""

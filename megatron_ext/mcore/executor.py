@@ -6,6 +6,7 @@ from megatron_ext.engine.executor import Computed, Computing
 from megatron_ext.engine.result import StepResult
 from megatron_ext.mcore.context import InferenceContext
 from megatron_ext.mcore.controller import InferenceController
+from megatron_ext.ops.backends import preferring
 from megatron_ext.scheduling.step import ScheduledStep
 
 
@@ -33,7 +34,8 @@ class StepExecutor:
         bucket = None if fixed is None else fixed.find(step)
         if fixed is None or bucket is None:
             return Computed(self.execute(step))
-        return fixed.launch(step, bucket)
+        with preferring(self._controller.operators):
+            return fixed.launch(step, bucket)
 
     def compute(self, step: ScheduledStep) -> StepResult | None:
         """Compute a step. If anything raises, nothing of it counts, and the pools may hold anything for its requests.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.errors import RestoreError
+from megatron_ext.ops import state_copy
 
 
 @dataclass(frozen=True)
@@ -63,9 +64,11 @@ def copy_states(source: StatePool, rows: Sequence[int], target: StatePool, targe
 
 
 def copy_rows(source: StatePool, rows: Tensor, target: StatePool, target_rows: Tensor) -> None:
-    """The same where the device has the rows, [n] int64 each; a target row may come twice if nobody reads it."""
-    for from_states, to_states in ((source.conv, target.conv), (source.ssm, target.ssm)):
-        to_states.index_copy_(1, target_rows, from_states.index_select(1, rows))
+    """The same where the device has the rows, [n] int64 each.
+
+    A target row may come twice if nobody reads it; a pair with -1 in it is padding.
+    """
+    state_copy.copy_rows((source.conv, target.conv), (source.ssm, target.ssm), rows, target_rows)
 
 
 class SnapshotPool(StatePool):

@@ -137,7 +137,8 @@ class _Offline:
     def run(self) -> bool:
         """Run the prompts. Whether every request completed."""
         engine = self._build_engine(self._settings.cache)
-        print_geometry(engine.geometry, self._loaded.name, self._console, engine.longest_request_state_bytes)
+        states = engine.longest_request_state_bytes
+        print_geometry(engine.geometry, self._loaded.name, self._console, states, engine.operators)
         self._interruption.hold()
         with profiled(engine, self._settings.run.profile):
             passes = self._serve(engine)

@@ -1,4 +1,4 @@
-"""Which implementation of an operator runs: by what it is given, by what this machine has, or as a test says.
+"""Which implementation of an operator runs: by what it is given, by what this machine has, or as it is asked for.
 
 An operator's package lists its backends, the preferred one first. The last one is the reference: plain torch, any
 device, the truth for the others. A backend whose libraries are missing takes nothing.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
@@ -31,6 +32,17 @@ def anything(_: Tensor) -> bool:
 
 
 B = TypeVar("B", bound=Backend)
+_PREFERRED: ContextVar[str | None] = ContextVar("preferred", default=None)
+
+
+@contextmanager
+def preferring(name: str | None) -> Iterator[None]:
+    """Let this thread's operators that have a backend of this name compute by it; None is no preference."""
+    token = _PREFERRED.set(name)
+    try:
+        yield
+    finally:
+        _PREFERRED.reset(token)
 
 
 class Backends(Generic[B]):
@@ -53,9 +65,12 @@ class Backends(Generic[B]):
         return tuple(self._backends)
 
     def choose(self, x: Tensor) -> B:
-        """The one that computes for the main input `x`: the forced one, or the first that takes it."""
+        """The one that computes for the main input `x`: the forced or preferred one, or the first that takes it."""
         if self._forced is not None:
             return self._forced
+        preferred = self._backends.get(_PREFERRED.get() or "")
+        if preferred is not None:
+            return preferred
         return next(backend for backend in self._backends.values() if backend.takes(x))
 
     @contextmanager

@@ -126,7 +126,13 @@ def build_serving(settings: ServerSettings, keys: Keys | None = None, team: Team
         speculation=settings.speculation,
         draft=load_draft_model(settings.speculation, settings.source, settings.parallel, loaded),
     )
-    print_geometry(engine.geometry, loaded.name, make_console(quiet=False), engine.longest_request_state_bytes)
+    print_geometry(
+        engine.geometry,
+        loaded.name,
+        make_console(quiet=False),
+        engine.longest_request_state_bytes,
+        engine.operators,
+    )
     name = model_name(settings.source, settings.server, loaded.name)
     updater = None
     if root is not None:

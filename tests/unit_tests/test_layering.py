@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "kv_events": {"config", "errors", "prefix_cache"},
     "routing": {"config", "errors", "prefix_cache"},
     "simulation": {"config", "errors", "files", *DECIDING},
-    "memory": {"config", "errors", "scheduling"},
+    "memory": {"config", "errors", "ops", "scheduling"},
     "ops": {"errors"},
     "mixers": {"config", "errors", "memory", "ops"},
     "ranks": {"config", "errors", "interruption", *DECIDING},

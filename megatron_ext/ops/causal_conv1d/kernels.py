@@ -7,7 +7,7 @@ neither on where a sequence is cut nor on what else the step computes.
 import triton
 import triton.language as tl
 
-from megatron_ext.ops.triton.registry import STATE_TYPES, config, kernel
+from megatron_ext.ops.triton.registry import MOST_REGISTERS, STATE_TYPES, config, kernel
 
 WINDOWS = (2, 3, 4)
 
@@ -17,7 +17,7 @@ WINDOWS = (2, 3, 4)
     strides="x_row live_row channels",
     counts="rows sequences has_bias activate",
     types=STATE_TYPES,
-    configs=[config(WINDOW=window, ROWS=16, CHANNELS=128) for window in WINDOWS],
+    configs=[config(registers=MOST_REGISTERS, WINDOW=window, ROWS=16, CHANNELS=128) for window in WINDOWS],
 )
 def conv_prefill(
     x, weight, bias, y, live, seq_idx, cu_seqlens, slots, has_initial, x_row, live_row, channels, rows, sequences,
@@ -74,7 +74,10 @@ def _last_inputs(x, state, x_row, channel, begin, after, has_state, is_place, WI
     strides="x_row live_row snapshot_row channels",
     counts="kept",
     types=STATE_TYPES,
-    configs=[config(WINDOW=window, KEPT=triton.next_power_of_2(window - 1), CHANNELS=128) for window in WINDOWS],
+    configs=[
+        config(registers=MOST_REGISTERS, WINDOW=window, KEPT=triton.next_power_of_2(window - 1), CHANNELS=128)
+        for window in WINDOWS
+    ],
 )
 def conv_states(
     x, live, snapshots, cu_seqlens, slots, kept_slots, kept_sequences, kept_tokens, has_initial, x_row, live_row,
@@ -112,7 +115,10 @@ def conv_states(
     strides="x_row live_row channels",
     counts="has_bias activate",
     types=STATE_TYPES,
-    configs=[config(WINDOW=window, KEPT=triton.next_power_of_2(window - 1), CHANNELS=128) for window in WINDOWS],
+    configs=[
+        config(registers=MOST_REGISTERS, WINDOW=window, KEPT=triton.next_power_of_2(window - 1), CHANNELS=128)
+        for window in WINDOWS
+    ],
 )
 def conv_decode(
     x, weight, bias, y, live, slots, x_row, live_row, channels, has_bias, activate,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from megatron_ext.ops.gated_delta_rule import cpp, reference
+from megatron_ext.ops.gated_delta_rule import cpp, reference, triton
 from megatron_ext.ops.recurrence import Recurrence
 
-GATED_DELTA_RULE = Recurrence("gated_delta_rule", cpp.BACKEND, reference.BACKEND)
+GATED_DELTA_RULE = Recurrence("gated_delta_rule", cpp.BACKEND, triton.BACKEND, reference.BACKEND)
 
 __all__ = ["GATED_DELTA_RULE"]

@@ -83,7 +83,7 @@ def prefill(
         return prefill_by_scan(reference.selective_scan, inputs, chunks, slots, live, snapshots, {"D": D})
     from megatron_ext.ops.selective_scan import kernels
 
-    config, y = _config(kernels.selective_prefill, u, B.shape[1]), u.new_empty(u.shape)
+    config, y = _config(kernels.selective_prefill, u, B.shape[1]), u.new_zeros(u.shape)
     kernels.selective_prefill.launch(
         (slots.live.numel(), -(-u.shape[1] // config["CHANNELS"])),
         config,

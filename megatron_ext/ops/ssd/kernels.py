@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from megatron_ext.ops.triton.device import next_kept, store_kept
-from megatron_ext.ops.triton.registry import FLOATS, STATE_TYPES, config, kernel
+from megatron_ext.ops.triton.registry import FLOATS, MOST_REGISTERS, STATE_TYPES, config, kernel
 
 TILE = 16
 MOST_STATES = 128
@@ -55,8 +55,11 @@ def _outputs(x, b, c, dt, elapsed, state, IS_WIDE: tl.constexpr, TILE: tl.conste
     counts="kept heads heads_per_group has_skip",
     types=[{**types, "Y": y} for types in STATE_TYPES for y in dict.fromkeys((types["T"], FLOATS[0]))],
     configs=[
-        *(config(num_warps=8, only=FLOATS[:1], TILE=TILE, P=16, N=n) for n in (16, 32, 64, MOST_STATES)),
-        *(config(only=NARROW, TILE=TILE, P=16, N=n) for n in (16, 32, 64, MOST_STATES)),
+        *(
+            config(registers=MOST_REGISTERS, num_warps=8, only=FLOATS[:1], TILE=TILE, P=16, N=n)
+            for n in (16, 32, 64, MOST_STATES)
+        ),
+        *(config(registers=MOST_REGISTERS, only=NARROW, TILE=TILE, P=16, N=n) for n in (16, 32, 64, MOST_STATES)),
     ],
     fits=lambda config, types: types["Y"] == types["T"] or config["N"] == MOST_STATES,
 )
@@ -124,11 +127,11 @@ def ssd_prefill(
     counts="heads heads_per_group has_skip",
     types=STATE_TYPES,
     configs=[
-        config(P=32, N=16),
-        config(P=32, N=32),
-        config(P=32, N=64),
-        config(P=16, N=128),
-        config(P=8, N=256),
+        config(registers=MOST_REGISTERS, P=32, N=16),
+        config(registers=MOST_REGISTERS, P=32, N=32),
+        config(registers=MOST_REGISTERS, P=32, N=64),
+        config(registers=MOST_REGISTERS, P=16, N=128),
+        config(registers=MOST_REGISTERS, P=8, N=256),
     ],
 )
 def ssd_decode(

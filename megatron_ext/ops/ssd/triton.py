@@ -5,6 +5,7 @@ A slot of -1 is a row, or a sequence, of padding: its rows of a decode come out 
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from megatron_ext.ops import triton
@@ -89,7 +90,7 @@ def prefill(
     state_size = B.shape[2]
     config = _config(kernels.ssd_prefill, x, min(state_size, kernels.MOST_STATES))
     parts, (rows, heads, head_dim) = -(-state_size // config["N"]), x.shape
-    y = x.new_empty(rows, heads, head_dim) if parts == 1 else x.new_zeros(parts, rows, heads, head_dim).float()
+    y = x.new_zeros(parts, rows, heads, head_dim, dtype=x.dtype if parts == 1 else torch.float32)
     kernels.ssd_prefill.launch(
         (slots.live.numel(), heads, -(-head_dim // config["P"]) * parts),
         config,
@@ -98,7 +99,7 @@ def prefill(
         **_arguments(x, dt, A, B, C, D),
         **prefill_arguments(chunks, slots, live, snapshots),
     )
-    return y if parts == 1 else y.sum(0).to(x.dtype)
+    return y[0] if parts == 1 else y.sum(0).to(x.dtype)
 
 
 def decode(

@@ -58,9 +58,9 @@ def prefill_arguments(
         "cu_seqlens": starts,
         "slots": slots.live,
         "has_initial": slots.has_initial_state,
-        "kept_slots": starts if kept is None else kept.slots,
-        "kept_sequences": starts if kept is None else kept.sequences,
-        "kept_tokens": starts if kept is None else kept.tokens,
+        "kept_slots": starts if kept is None else kept.slots.contiguous(),
+        "kept_sequences": starts if kept is None else kept.sequences.contiguous(),
+        "kept_tokens": starts if kept is None else kept.tokens.contiguous(),
         "kept": 0 if kept is None else kept.slots.numel(),
     }
 

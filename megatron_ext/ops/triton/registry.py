@@ -25,6 +25,7 @@ TYPE_NAMES = {
     torch.float16: "fp16",
     torch.int64: "i64",
     torch.int32: "i32",
+    torch.int16: "i16",
     torch.bool: "i1",
 }
 """As Triton spells them."""
@@ -36,7 +37,7 @@ STATE_TYPES: tuple[Types, ...] = tuple(
 )
 """Inputs T and states S that operators with states take: states of fp32, or of the inputs' type; of any with fp32."""
 MOST_REGISTERS = 255
-"""Of a thread: all it can have. Left to itself ptxas spills where it takes occupancy to be worth it."""
+"""Of a thread: all that it can have."""
 MODULES = "*/kernels*.py"
 """Where kernels are, below `ops/`."""
 
@@ -49,6 +50,8 @@ class Config:
         constants: Its `tl.constexpr` parameters.
         num_warps: Of 32 threads each.
         num_stages: Of software pipelining.
+        registers: Of a thread at most. Left to itself ptxas at times spills where it finds occupancy to be worth it;
+            with a limit it at times needs more registers than without.
         only: Types of inputs, letter T, that it is for, if not for all: 32 bits take other tiles than 16.
     """
 
@@ -56,11 +59,13 @@ class Config:
     num_warps: int = 4
     num_stages: int = 2
     only: tuple[str, ...] = ()
+    registers: int | None = None
 
     @property
     def options(self) -> dict[str, int]:
         """What Triton is told beside the constants."""
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": MOST_REGISTERS}
+        limit = {} if self.registers is None else {"maxnreg": self.registers}
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, **limit}
 
     def __getitem__(self, constant: str) -> int:
         """One of its constants."""
@@ -76,9 +81,15 @@ class Config:
         return ", ".join([*(f"{name} {value}" for name, value in self.constants), f"{self.num_warps} warps"])
 
 
-def config(num_warps: int = 4, num_stages: int = 2, only: Sequence[str] = (), **constants: int) -> Config:
+def config(
+    num_warps: int = 4,
+    num_stages: int = 2,
+    only: Sequence[str] = (),
+    registers: int | None = None,
+    **constants: int,
+) -> Config:
     """A configuration; constants by their names in the kernel."""
-    return Config(tuple(constants.items()), num_warps, num_stages, tuple(only))
+    return Config(tuple(constants.items()), num_warps, num_stages, tuple(only), registers)
 
 
 class Function(Protocol):

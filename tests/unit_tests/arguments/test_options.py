@@ -56,7 +56,7 @@ OPTIONS = """
 --inference-dynamic-batching-max-prefills-per-step
 --enable-chunked-prefill --no-enable-chunked-prefill
 --mamba-inference-conv-states-dtype --mamba-inference-ssm-states-dtype
---cuda-graph-impl --inference-dynamic-batching-num-cuda-graphs
+--operator-backend --cuda-graph-impl --inference-dynamic-batching-num-cuda-graphs
 --inference-dynamic-batching-enable-prefix-caching --no-inference-dynamic-batching-enable-prefix-caching
 --inference-dynamic-batching-prefix-caching --no-inference-dynamic-batching-prefix-caching
 --inference-dynamic-batching-prefix-caching-eviction-policy

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from megatron_ext.mcore import platform
 from megatron_ext.ops import cpp, triton
 from megatron_ext.ops.backends import Backends
@@ -19,3 +21,8 @@ def usable(backends: Backends) -> list[str]:
     if triton.problem(device) is not None:
         missing.add(triton.NAME)
     return [name for name in backends.names if name not in missing]
+
+
+def marks(name: str) -> tuple[pytest.MarkDecorator, ...]:
+    """Of tests that are too long for Triton's interpreter: with its backend they run where kernels are asked for."""
+    return (pytest.mark.kernels,) if name == triton.NAME and triton.is_interpreted() else ()

@@ -24,7 +24,7 @@ from megatron_ext.ops.recurrence import Recurrence
 from megatron_ext.ops.selective_scan import SELECTIVE_SCAN
 from megatron_ext.ops.ssd import SSD
 from megatron_ext.ops.state_slots import SnapshotPlaces, StateSlots
-from tests.unit_tests.ops.backends import usable
+from tests.unit_tests.ops.backends import marks, usable
 from tests.unit_tests.ops.conftest import moved
 from tests.unit_tests.ops.oracles import assert_close
 
@@ -106,7 +106,7 @@ SHAPES = [
     *(Shape(GATED_DELTA_RULE, sizes) for sizes in ((1, 1, 1, 1), (2, 8, 4, 16), (1, 17, 3, 33), (2, 5, 2, 70))),
 ]
 PAIRS = [
-    pytest.param(shape, backend, id=f"{shape}-{backend}")
+    pytest.param(shape, backend, id=f"{shape}-{backend}", marks=marks(backend))
     for shape in SHAPES
     for backend in usable(shape.operator.backends)
     if backend != "reference"

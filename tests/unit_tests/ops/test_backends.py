@@ -15,12 +15,14 @@ from megatron_ext.ops.paged_attention import PAGED_ATTENTION
 from megatron_ext.ops.sampling import SAMPLING
 from megatron_ext.ops.selective_scan import SELECTIVE_SCAN
 from megatron_ext.ops.ssd import SSD
+from megatron_ext.ops.state_copy import STATE_COPY
 from megatron_ext.ops.varlen import pack_sequences
 
 OPERATORS = (
     PAGED_ATTENTION,
     SAMPLING,
     GATED_NORM,
+    STATE_COPY,
     CAUSAL_CONV1D.backends,
     *(one.backends for one in (SSD, SELECTIVE_SCAN, GATED_DELTA_RULE)),
 )

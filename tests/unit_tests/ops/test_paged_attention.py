@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from megatron_ext.ops.paged_attention import PAGED_ATTENTION, build_paged_batch, paged_attention
-from tests.unit_tests.ops.backends import usable
+from tests.unit_tests.ops.backends import marks, usable
 from tests.unit_tests.ops.oracles import assert_close, attention
 
 BLOCK = 16
 SCALE = 0.35
 
 
-@pytest.fixture(autouse=True, params=usable(PAGED_ATTENTION))
+@pytest.fixture(autouse=True, params=[pytest.param(name, marks=marks(name)) for name in usable(PAGED_ATTENTION)])
 def backend(request: pytest.FixtureRequest) -> Iterator[None]:
     """Every backend keeps the whole contract."""
     with PAGED_ATTENTION.forced(request.param):

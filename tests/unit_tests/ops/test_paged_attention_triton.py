@@ -26,6 +26,7 @@ from tests.unit_tests.ops.oracles import assert_close, attention
 if triton.NAME not in usable(PAGED_ATTENTION):
     pytest.skip("no Triton here", allow_module_level=True)
 kernels = importlib.import_module("megatron_ext.ops.paged_attention.kernels")
+COVERED = ("attend_few", "add_spans", "attend_many")  # here and in test_paged_attention.py
 SCALE = 0.3
 
 

@@ -23,6 +23,9 @@ COVERED = {
     "ssd_decode": ("ssd", "N"),
     "selective_prefill": ("selective_scan", "N"),
     "selective_decode": ("selective_scan", "N"),
+    "delta_tiles": ("gated_delta_rule", "CHANNELS"),
+    "delta_prefill": ("gated_delta_rule", "K"),
+    "delta_decode": ("gated_delta_rule", "K"),
 }
 DTYPES = {name: dtype for dtype, name in TYPE_NAMES.items()}
 KERNELS = {kernel.name: kernel for kernel in all_kernels()} if triton.can_be_imported() else {}
@@ -41,19 +44,18 @@ def name_of(value: object) -> str:
 
 
 def is_small(kernel: Kernel, config: Config, types: dict[str, str]) -> bool:
-    """One configuration for each type of inputs; and one whose states are shared by programs."""
+    """One configuration of each operator in fp32 and in 16 bits; and one whose states are shared by programs."""
     is_first = config == next(one for one, found in kernel.variants() if dict(found) == types)
-    is_shared = types.get("Y", types["T"]) != types["T"]
-    return kernel.name.endswith("prefill") and types["S"] == "fp32" and is_first and types["T"] != "fp16" * is_shared
+    return kernel.name.endswith("prefill") and types["S"] == "fp32" and is_first and types["T"] != "fp16"
 
 
 def run(kernel: Kernel, config: Config, types: dict[str, str]) -> None:
     """The steps of the operator, of a size that chooses this configuration; it is launched."""
     operator, constant = COVERED[kernel.name]
     is_shared = types.get("Y", types["T"]) != types["T"]
-    size = config[constant] - (3 if constant == "N" else 0)
+    size = config[constant] - (3 if constant in "NK" else 0)
     with watch() as launches:
-        Steps(operator, 130 if is_shared else size, DTYPES[types["T"]], DTYPES[types["S"]]).run()
+        Steps(operator, 130 if is_shared else size, DTYPES[types["T"]], DTYPES[types.get("S", "fp32")]).run()
     assert (kernel.name, config, tuple(sorted(types.items()))) in launches
     assert {launch.kernel for launch in launches} == {name for name, (other, _) in COVERED.items() if other == operator}
 
@@ -75,7 +77,14 @@ def test_every_configuration_computes_the_same(kernel: Kernel, config: Config, t
 
 
 @pytest.mark.parametrize(
-    ("name", "size", "cut"), [("causal_conv1d", 4, 21), ("selective_scan", 16, 21), ("ssd", 16, 16), ("ssd", 16, 48)]
+    ("name", "size", "cut"),
+    [
+        ("causal_conv1d", 4, 21),
+        ("selective_scan", 16, 21),
+        ("ssd", 16, 16),
+        ("ssd", 16, 48),
+        ("gated_delta_rule", 16, 32),
+    ],
 )
 def test_bits_do_not_depend_on_cuts(name: str, size: int, cut: int) -> None:
     """CU-2: at any token, and of SSD at multiples of its tile; nor on states kept on the way, nor on who is beside."""
@@ -88,7 +97,7 @@ def test_bits_do_not_depend_on_cuts(name: str, size: int, cut: int) -> None:
     assert torch.equal(parts.live[slot], whole.live[slot])
 
 
-@pytest.mark.parametrize("name", ["causal_conv1d", "selective_scan", "ssd"])
+@pytest.mark.parametrize("name", ["causal_conv1d", "selective_scan", "ssd", "gated_delta_rule"])
 def test_a_swapped_slot_is_seen(name: str) -> None:
     """Negative control: two sequences go on from each other's states."""
     steps = Steps(name, 4 if name == "causal_conv1d" else 16, torch.float32, torch.float32)
@@ -99,13 +108,13 @@ def test_a_swapped_slot_is_seen(name: str) -> None:
         steps.check_outputs("swapped", y, [5, 7], [DONE[5], DONE[7]], [LENGTHS[5], LENGTHS[7]])
 
 
-@pytest.mark.parametrize("name", ["causal_conv1d", "selective_scan", "ssd"])
+@pytest.mark.parametrize("name", ["causal_conv1d", "selective_scan", "ssd", "gated_delta_rule"])
 def test_what_has_no_kernel_is_computed_by_the_reference(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """CU-3: shapes without a kernel, said once."""
     from megatron_ext.ops.triton.places import say_reference_computes
 
     say_reference_computes.cache_clear()
-    size = {"causal_conv1d": 5, "selective_scan": 65, "ssd": 257}[name]
+    size = {"causal_conv1d": 5, "selective_scan": 65, "ssd": 257, "gated_delta_rule": 129}[name]
     for _ in range(2):
         steps = Steps(name, size, torch.float32, torch.float32)
         with watch() as launches:

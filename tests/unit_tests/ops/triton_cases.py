@@ -16,13 +16,20 @@ from megatron_ext.mcore import platform
 from megatron_ext.mixers.chunk_metadata import cut_chunks
 from megatron_ext.ops import triton
 from megatron_ext.ops.causal_conv1d import CAUSAL_CONV1D, CausalConv1d
+from megatron_ext.ops.gated_delta_rule import GATED_DELTA_RULE
 from megatron_ext.ops.recurrence import Recurrence
 from megatron_ext.ops.selective_scan import SELECTIVE_SCAN
 from megatron_ext.ops.ssd import SSD
 from megatron_ext.ops.state_slots import SnapshotPlaces, StateSlots
 from megatron_ext.ops.varlen import PackedChunks
 from tests.unit_tests.ops.conftest import moved
-from tests.unit_tests.ops.oracles import assert_close, convolution, recurrence, selective_recurrence
+from tests.unit_tests.ops.oracles import (
+    assert_close,
+    convolution,
+    delta_recurrence,
+    recurrence,
+    selective_recurrence,
+)
 
 LENGTHS = (1, 3, 15, 16, 17, 63, 64, 65)  # tokens of the sequences, a decoded one included
 DONE = (0, 0, 0, 0, 16, 31, 1, 33)  # computed by the first step
@@ -46,7 +53,7 @@ class Operator:
 
 
 def operator(name: str, size: int, dtype: torch.dtype) -> Operator:
-    """One of the three, of `size` states (columns of the convolution's window), with slow decay."""
+    """One of the four, of `size` states (columns of the convolution's window, channels of a key), with slow decay."""
     generator, total = torch.Generator().manual_seed(3), sum(LENGTHS)
 
     def normal(*shape: int) -> Tensor:
@@ -65,10 +72,19 @@ def operator(name: str, size: int, dtype: torch.dtype) -> Operator:
         tokens = [normal(total, 4, 18), uniform(total, 4) * 0.2, normal(total, 2, size), normal(total, 2, size)]
         truth: Truth = lambda t, n: recurrence(t[0], t[1], A, t[2], t[3], D, n)  # noqa: E731
         return Operator(SSD, tokens, lambda x, dt, b, c: (x, dt, A, b, c), {"D": D}, truth)
+    if name == "gated_delta_rule":
+        tokens = [normal(total, 2, size), normal(total, 2, size), normal(total, 4, 18)]
+        tokens += [-uniform(total, 4) * 0.01, uniform(total, 4) * 0.3]
+        return Operator(GATED_DELTA_RULE, tokens, lambda *t: t, {"normalize": True}, _delta)
     A, D = -uniform(20, size) * 0.05, uniform(20)
     tokens = [normal(total, 20), uniform(total, 20) * 0.2, normal(total, size), normal(total, size)]
     truth = lambda t, n: selective_recurrence(t[0], t[1], A, t[2], t[3], D, n)  # noqa: E731
     return Operator(SELECTIVE_SCAN, tokens, lambda u, dt, b, c: (u, dt, A, b, c), {"D": D}, truth)
+
+
+def _delta(tokens: Sequence[Tensor], lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
+    q, k = (t.double() * (t.double().square().sum(-1, keepdim=True) + 1e-6).rsqrt() for t in tokens[:2])
+    return delta_recurrence(q, k, *tokens[2:], lengths)
 
 
 def _conv(weight: Tensor, bias: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:

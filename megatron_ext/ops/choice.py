@@ -1,0 +1,55 @@
+"""Which backends an engine's operators are computed by: as it is asked for, for its device."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_ext.errors import ConfigError
+from megatron_ext.ops import triton
+from megatron_ext.ops.backends import Backend, Backends, preferring
+from megatron_ext.ops.causal_conv1d import CAUSAL_CONV1D, PLAIN_CONV1D
+from megatron_ext.ops.gated_delta_rule import GATED_DELTA_RULE
+from megatron_ext.ops.gated_norm import GATED_NORM
+from megatron_ext.ops.paged_attention import PAGED_ATTENTION
+from megatron_ext.ops.sampling import SAMPLING
+from megatron_ext.ops.selective_scan import SELECTIVE_SCAN
+from megatron_ext.ops.ssd import SSD
+
+AUTO = "auto"
+
+
+def _all_backends() -> tuple[Backends[Backend], ...]:
+    recurrences = (CAUSAL_CONV1D, PLAIN_CONV1D, SSD, SELECTIVE_SCAN, GATED_DELTA_RULE)
+    return (PAGED_ATTENTION, *(one.backends for one in recurrences), GATED_NORM, SAMPLING)  # type: ignore[return-value]
+
+
+def check(wanted: str, device: torch.device) -> None:
+    """Whether this machine can compute as it is asked to.
+
+    Args:
+        wanted: Name of a backend, or AUTO.
+        device: Where the model is.
+
+    Raises:
+        ConfigError: It cannot, and what would work.
+    """
+    problem = triton.problem(device) if wanted == triton.NAME else None
+    if problem is not None:
+        raise ConfigError(f"--operator-backend {wanted}: {problem}; {AUTO} or reference would do")
+
+
+def preferred(wanted: str) -> str | None:
+    """What `preferring` is told; operators that do not have it are computed as by AUTO."""
+    return None if wanted == AUTO else wanted
+
+
+def chosen(wanted: str, x: torch.Tensor) -> dict[str, tuple[str, ...]]:
+    """The backend of each operator for inputs like `x`, as backend -> operators, the most used one first.
+
+    Shapes that a backend has no kernel for are computed by the reference all the same, which is said when they come.
+    """
+    found: dict[str, list[str]] = {}
+    with preferring(preferred(wanted)):
+        for one in _all_backends():
+            found.setdefault(one.choose(x).name, []).append(one.operator)
+    return {name: tuple(found[name]) for name in sorted(found, key=lambda name: -len(found[name]))}

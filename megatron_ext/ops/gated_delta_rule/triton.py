@@ -1,0 +1,139 @@
+"""The gated delta rule in Triton, for CUDA devices: slots are read and written in place. `kernels.py` computes.
+
+A slot of -1 is a row, or a sequence, of padding: its rows come out as zeros, and no slot is touched.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_ext.ops import triton
+from megatron_ext.ops.gated_delta_rule import reference
+from megatron_ext.ops.recurrence import RecurrenceBackend, decode_by_step, prefill_by_scan
+from megatron_ext.ops.state_slots import StateSlots
+from megatron_ext.ops.triton.grids import tile_count
+from megatron_ext.ops.triton.places import (
+    own_rows,
+    prefill_arguments,
+    rows_of,
+    say_reference_computes,
+    slot_tensor,
+)
+from megatron_ext.ops.triton.registry import Argument, Config, Kernel
+from megatron_ext.ops.varlen import PackedChunks
+
+MOST_KEYS = 128
+
+
+def _lacks(q: Tensor, v: Tensor, live: Tensor) -> str | None:
+    """Why there is no kernel for these; None if there is one."""
+    from megatron_ext.ops.gated_delta_rule import kernels
+
+    if q.shape[-1] > MOST_KEYS:
+        return f"the gated delta rule has no kernel for keys of {q.shape[-1]} channels, but for {MOST_KEYS} at most"
+    if q.dtype != v.dtype:
+        return f"the gated delta rule has no kernel for keys of {q.dtype} and values of {v.dtype}"
+    if not own_rows(live):
+        return "the gated delta rule has no kernel for states that do not lie in one piece"
+    return kernels.delta_prefill.lacks(T=q.dtype, S=live.dtype)
+
+
+def _arguments(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, normalize: bool) -> dict[str, Argument]:
+    """What the kernels are given, by the names of their parameters."""
+    q, k, v, g, beta = (rows_of(t) for t in (q, k, v, g.float(), beta.float()))
+    (heads, value_dim), (groups, key_dim) = v.shape[1:], k.shape[1:]
+    strides = {f"{name}_row": t.stride(0) for name, t in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta))}
+    return {
+        "q": q,
+        "k": k,
+        "v": v,
+        "g": g,
+        "beta": beta,
+        "y": torch.zeros(v.shape, dtype=v.dtype, device=v.device),
+        **strides,
+        "key_dim": key_dim,
+        "value_dim": value_dim,
+        "heads": heads,
+        "heads_per_group": heads // groups,
+        "normalize": int(normalize),
+        "scale": key_dim**-0.5,
+    }
+
+
+def _launch(kernel: Kernel, grid: tuple[int, ...], config: Config, arguments: dict[str, Argument]) -> None:
+    """With those of the arguments that the kernel has."""
+    taken = (*kernel.pointers, *kernel.strides, *kernel.counts, *kernel.scalars)
+    kernel.launch(grid, config, **{name: arguments[name] for name in taken})
+
+
+def prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    chunks: PackedChunks,
+    slots: StateSlots,
+    live: Tensor,
+    snapshots: Tensor | None,
+    normalize: bool = False,
+) -> Tensor:
+    """As `Recurrence.prefill`; inputs are those of `reference.gated_delta_scan`."""
+    lack = _lacks(q, v, live)
+    if lack is not None:
+        say_reference_computes(lack)
+        inputs, options = (q, k, v, g, beta), {"normalize": normalize}
+        return prefill_by_scan(reference.gated_delta_scan, inputs, chunks, slots, live, snapshots, options)
+    from megatron_ext.ops.gated_delta_rule import kernels
+
+    tiling, config = kernels.delta_tiles.fitting(q.dtype), kernels.delta_prefill.fitting(q.dtype, K=k.shape[2])
+    assert tiling is not None, "there are kernels"
+    assert config is not None, "of this size"
+    (tokens, heads, value_dim), sequences, tile = v.shape, slots.live.numel(), config["TILE"]
+    solved, mixed = torch.empty(2, tokens, heads, tile, dtype=torch.float32, device=v.device)
+    key_lengths, query_lengths = torch.empty(2, tokens, heads, dtype=torch.float32, device=v.device)
+    arguments = _arguments(q, k, v, g, beta, normalize) | prefill_arguments(chunks, slots, live, snapshots)
+    arguments |= {"solved": solved, "mixed": mixed, "key_lengths": key_lengths, "query_lengths": query_lengths}
+    arguments["sequences"] = sequences
+    _launch(kernels.delta_tiles, (tile_count(tokens, sequences, 1, tile), heads), tiling, arguments)
+    _launch(kernels.delta_prefill, (sequences, heads, -(-value_dim // config["V"])), config, arguments)
+    y = arguments["y"]
+    assert isinstance(y, Tensor)
+    return y
+
+
+def decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    slots: Tensor | slice,
+    live: Tensor,
+    normalize: bool = False,
+) -> Tensor:
+    """As `Recurrence.decode`; inputs are those of `reference.gated_delta_step`."""
+    lack = _lacks(q, v, live)
+    if lack is not None:
+        say_reference_computes(lack)
+        inputs, options = (q, k, v, g, beta), {"normalize": normalize}
+        return decode_by_step(reference.gated_delta_step, inputs, slots, live, options)
+    from megatron_ext.ops.gated_delta_rule import kernels
+
+    arguments = _arguments(q, k, v, g, beta, normalize)
+    rows, heads, value_dim = v.shape
+    arguments |= {"live": live, "live_row": live.stride(0), "slots": slot_tensor(slots, rows, v.device)}
+    config = kernels.delta_decode.fitting(q.dtype, K=k.shape[2])
+    assert config is not None, "there is one"
+    _launch(kernels.delta_decode, (rows, heads, -(-value_dim // config["V"])), config, arguments)
+    y = arguments["y"]
+    assert isinstance(y, Tensor)
+    return y
+
+
+BACKEND = RecurrenceBackend(
+    triton.NAME, triton.takes, reference.gated_delta_scan, reference.gated_delta_step, prefill=prefill, decode=decode
+)

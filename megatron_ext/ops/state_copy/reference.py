@@ -1,0 +1,37 @@
+"""Copies of states in plain torch, on any device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_ext.ops.backends import anything
+
+PoolPair = tuple[Tensor, Tensor]
+"""Source and target."""
+
+
+@dataclass(frozen=True)
+class CopyBackend:
+    """One way to copy; `copy` has the signature of `copy_rows`, and at least one pair of rows."""
+
+    name: str
+    takes: Callable[[Tensor], bool]
+    copy: Callable[[PoolPair, PoolPair, Tensor, Tensor], None]
+
+
+def copy_rows(convolutions: PoolPair, recurrences: PoolPair, rows: Tensor, target_rows: Tensor) -> None:
+    """See the operator. Padding does what the first pair that is none does; without one, row 0 stays what it is."""
+    is_pair = (rows >= 0) & (target_rows >= 0)
+    chosen = torch.arange(len(rows), device=rows.device).where(is_pair, is_pair.int().argmax())
+    rows, target_rows = (index.index_select(0, chosen).clamp(min=0) for index in (rows, target_rows))
+    is_any = is_pair.any()
+    for source, target in (convolutions, recurrences):
+        kept = target.index_select(1, target_rows)
+        target.index_copy_(1, target_rows, source.index_select(1, rows).where(is_any, kept))
+
+
+BACKEND = CopyBackend("reference", anything, copy_rows)

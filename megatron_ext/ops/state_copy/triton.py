@@ -1,0 +1,56 @@
+"""Copies of states in Triton, for CUDA devices: one launch, without tensors in between. `kernels.py` copies."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_ext.ops import triton
+from megatron_ext.ops.state_copy import reference
+from megatron_ext.ops.state_copy.reference import CopyBackend, PoolPair
+from megatron_ext.ops.triton.places import say_reference_computes
+
+
+def _words(pool: Tensor) -> Tensor:
+    """The pool as [L, rows, words] of 16 or of 32 bits."""
+    return pool.flatten(2).view(torch.int16 if pool.element_size() == 2 else torch.int32)
+
+
+def _lacks(*pools: Tensor) -> str | None:
+    """Why there is no kernel for these; None if there is one."""
+    for pool in pools:
+        if pool.element_size() not in (2, 4, 8):
+            return f"copies of states have no kernel for {pool.dtype}"
+        if not pool.is_contiguous():
+            return "copies of states have no kernel for pools that do not lie in one piece"
+    return None
+
+
+def copy_rows(convolutions: PoolPair, recurrences: PoolPair, rows: Tensor, target_rows: Tensor) -> None:
+    """See the operator."""
+    lack = _lacks(*convolutions, *recurrences)
+    if lack is not None:
+        say_reference_computes(lack)
+        return reference.copy_rows(convolutions, recurrences, rows, target_rows)
+    from megatron_ext.ops.state_copy import kernels
+
+    (config,) = kernels.copy_states.configs
+    conv_from, conv_to, state_from, state_to = (_words(pool) for pool in (*convolutions, *recurrences))
+    blocks = sum(-(-words.shape[2] // config["BLOCK"]) for words in (conv_from, state_from))
+    return kernels.copy_states.launch(
+        (len(rows), len(conv_from), blocks),
+        config,
+        conv_from=conv_from,
+        conv_to=conv_to,
+        state_from=state_from,
+        state_to=state_to,
+        rows=rows.contiguous(),
+        target_rows=target_rows.contiguous(),
+        conv_size=conv_from.shape[2],
+        state_size=state_from.shape[2],
+        slots=conv_from.shape[1],
+        target_slots=conv_to.shape[1],
+    )
+
+
+BACKEND = CopyBackend(triton.NAME, triton.takes, copy_rows)

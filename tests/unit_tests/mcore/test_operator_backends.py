@@ -1,0 +1,71 @@
+"""CU-1, CU-3: engines whose operators are computed as `--operator-backend` says; Triton under its interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_ext.errors import ConfigError
+from megatron_ext.mcore import platform
+from megatron_ext.ops import choice, triton
+from megatron_ext.ops.triton.registry import watch
+from tests.unit_tests.support.caching import BLOCK
+from tests.unit_tests.support.driver import assert_equals_oracle, make_prompt
+from tests.unit_tests.support.hybrid_caching import assert_snapshots_equal_oracle, build_driver
+
+PROMPT = make_prompt(2 * BLOCK + 3)
+BRANCH = [*PROMPT[: BLOCK + 5], *make_prompt(6, seed=1)]
+KERNELS = {
+    "hybrid": {"conv_prefill", "conv_states", "conv_decode", "ssd_prefill", "ssd_decode"},
+    "mamba1": {"conv_prefill", "conv_states", "conv_decode", "selective_prefill", "selective_decode"},
+}
+needs_triton = pytest.mark.skipif(
+    triton.problem(platform.device()) is not None, reason=f"no kernel runs here: {triton.problem(platform.device())}"
+)
+
+
+@needs_triton
+@pytest.mark.parametrize("kind", ["hybrid", pytest.param("mamba1", marks=pytest.mark.kernels)])
+def test_kernels_in_an_engine_equal_a_recompute_with_the_cache_and_without(get_oracle, kind):
+    """CU-1, CU-2, HY-4: tokens, logits, states and snapshots; a prompt, the same again, one that parts from it."""
+    driver = build_driver(get_oracle, kind, operator_backend="triton", max_requests=4, max_tokens=40)
+    with watch() as launches:
+        driver.add(0, PROMPT, num_tokens_to_generate=3)
+        driver.run()
+        driver.add(1, PROMPT, num_tokens_to_generate=3)
+        driver.add(2, BRANCH, num_tokens_to_generate=2)
+        driver.run()
+    assert {launch.kernel for launch in launches} >= KERNELS[kind]
+    assert driver.skipped(0, 1)[1] == 2 * BLOCK
+    for request_id in range(3):
+        assert_equals_oracle(driver, request_id, get_oracle(kind))
+    assert driver.records[1].generated_tokens == driver.records[0].generated_tokens
+    assert_snapshots_equal_oracle(driver, PROMPT, get_oracle(kind))
+
+
+def test_the_reference_alone_computes_where_it_is_asked_for(get_driver):
+    """CU-3."""
+    asked, auto = (get_driver("hybrid", operator_backend=name).engine.operators for name in ("reference", "auto"))
+    assert list(asked) == ["reference"]
+    assert sum(map(len, auto.values())) == len(asked["reference"]), "every operator, by one of its backends"
+
+
+@needs_triton
+def test_the_chosen_backends_are_named(get_driver):
+    operators = get_driver("hybrid", operator_backend="triton").engine.operators
+    assert {"causal_conv1d", "ssd", "selective_scan"} <= set(operators["triton"])
+
+
+@pytest.mark.parametrize(("device", "why"), [("cpu", "with TRITON_INTERPRET=1 in the environment only"), ("meta", "")])
+def test_triton_where_it_cannot_run_is_refused(monkeypatch, device, why):
+    """CU-3: before anything is allocated, with what would work."""
+    monkeypatch.setattr(triton, "is_interpreted", lambda: False)
+    with pytest.raises(ConfigError, match=rf"--operator-backend triton: .*{why}.*; auto or reference would do"):
+        choice.check("triton", torch.device(device))
+
+
+def test_without_triton_it_is_refused_and_auto_is_not(monkeypatch):
+    monkeypatch.setattr(triton, "_import_problem", lambda: "triton cannot be imported (there is none)")
+    with pytest.raises(ConfigError, match=r"cannot be imported \(there is none\); auto or reference would do"):
+        choice.check("triton", torch.device("cuda"))
+    choice.check("auto", torch.device("cuda"))

@@ -1,0 +1,110 @@
+"""Copies of states, bit for bit, over every backend; whatever else is in the pools stays what it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_ext.mcore import platform
+from megatron_ext.ops import triton
+from megatron_ext.ops.state_copy import STATE_COPY, copy_rows
+from megatron_ext.ops.triton.registry import watch
+from tests.unit_tests.ops.backends import usable
+
+DEVICE = platform.device()
+LAYERS, SLOTS, TARGETS = 3, 6, 5
+TYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+@pytest.fixture(autouse=True, params=usable(STATE_COPY))
+def backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Every backend keeps the whole contract."""
+    with STATE_COPY.forced(request.param):
+        yield request.param
+
+
+class Pools:
+    """Sources with numbers and NaN, targets with other ones."""
+
+    def __init__(self, conv: torch.dtype, state: torch.dtype, shape: tuple[int, ...] = (4, 10, 60)) -> None:
+        generator = torch.Generator().manual_seed(2)
+
+        def pool(slots: int, of: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+            numbers = torch.randn(LAYERS, slots, *of, generator=generator)
+            return numbers.where(numbers > -2, torch.nan).to(dtype).to(DEVICE)
+
+        self.pairs = [
+            (pool(SLOTS, of, dtype), pool(TARGETS, of, dtype)) for of, dtype in (((7, 3), conv), (shape, state))
+        ]
+
+    def copy(self, rows: list[int], targets: list[int]) -> None:
+        copy_rows(*self.pairs, *(torch.tensor(index, dtype=torch.int64, device=DEVICE) for index in (rows, targets)))
+
+    def expected(self, rows: list[int], targets: list[int]) -> list[Tensor]:
+        wanted = [target.clone() for _, target in self.pairs]
+        for (source, _), target in zip(self.pairs, wanted, strict=True):
+            for row, other in zip(rows, targets, strict=True):
+                if row >= 0 and other >= 0:
+                    target[:, other] = source[:, row]
+        return wanted
+
+
+def bits(t: Tensor) -> Tensor:
+    return t.contiguous().view(torch.uint8)
+
+
+@pytest.mark.parametrize("state", TYPES, ids=str)
+@pytest.mark.parametrize("conv", TYPES, ids=str)
+def test_rows_of_all_layers_are_copied_and_nothing_else(conv: torch.dtype, state: torch.dtype) -> None:
+    """CU-1, CU-2: any types, padding at either side and in the middle, NaN kept as it is."""
+    rows, targets = [4, -1, 0, 2, 5], [1, 0, -1, 3, 4]
+    pools = Pools(conv, state)
+    wanted, sources = pools.expected(rows, targets), [source.clone() for source, _ in pools.pairs]
+    pools.copy(rows, targets)
+    for (source, target), want, before in zip(pools.pairs, wanted, sources, strict=True):
+        assert torch.equal(bits(target), bits(want))
+        assert torch.equal(bits(source), bits(before))
+
+
+@pytest.mark.parametrize("rows", [[], [-1, -1, -1]], ids=str)
+def test_padding_alone_changes_nothing(rows: list[int]) -> None:
+    pools = Pools(torch.bfloat16, torch.float32)
+    wanted = pools.expected(rows, rows)
+    pools.copy(rows, rows)
+    assert all(torch.equal(bits(target), bits(want)) for (_, target), want in zip(pools.pairs, wanted, strict=True))
+
+
+def test_a_kind_without_a_recurrent_state() -> None:
+    """Short convolutions have none: its pools are empty."""
+    pools = Pools(torch.float32, torch.float32, (0,))
+    wanted = pools.expected([3], [2])
+    pools.copy([3], [2])
+    assert torch.equal(bits(pools.pairs[0][1]), bits(wanted[0]))
+
+
+def test_a_wrong_row_is_seen() -> None:
+    """Negative control."""
+    pools = Pools(torch.float32, torch.float32)
+    wanted = pools.expected([3], [2])
+    pools.copy([1], [2])
+    assert not any(torch.equal(bits(target), bits(want)) for (_, target), want in zip(pools.pairs, wanted, strict=True))
+
+
+def test_one_launch_copies_all(backend: str) -> None:
+    """CU-1: both kinds and all layers; as what is compiled ahead of time."""
+    pools = Pools(torch.bfloat16, torch.float32)
+    with watch() as launches:
+        pools.copy([1, 2], [0, 1])
+    assert [launch.kernel for launch in launches] == ["copy_states"] * (backend == triton.NAME)
+
+
+def test_pools_in_pieces_are_copied_by_the_reference(backend: str) -> None:
+    """CU-3: where there is no kernel."""
+    pools = Pools(torch.float32, torch.float32)
+    pools.pairs = [(source.transpose(-1, -2), target.transpose(-1, -2)) for source, target in pools.pairs]
+    wanted = pools.expected([3], [2])
+    pools.copy([3], [2])
+    assert all(torch.equal(bits(target), bits(want)) for (_, target), want in zip(pools.pairs, wanted, strict=True))

@@ -1,0 +1,101 @@
+"""CU-2, CU-3: no kernel can be reached that is not registered, compiled ahead of time, and tested."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_ext.ops import triton
+from megatron_ext.ops.triton.registry import Kernel, all_kernels, config, kernel_modules, watch
+from tests.unit_tests.support.source import ROOT, parse, python_files
+
+HERE = Path(__file__).parent
+OPS = ROOT / "megatron_ext/ops"
+NEED_TRITON = {"aot.py", "device.py"}  # of ops/triton, beside the kernels: nothing imports them unasked
+needs_triton = pytest.mark.skipif(not triton.can_be_imported(), reason="triton cannot be imported")
+
+
+def is_kernel_file(path: Path) -> bool:
+    return path.is_relative_to(OPS) and (path.stem.startswith("kernels") or path.name in NEED_TRITON)
+
+
+def imports_triton(node: ast.stmt) -> bool:
+    names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+    names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+    return any(name.split(".")[0] == "triton" for name in names)
+
+
+def launches(tree: ast.AST) -> list[ast.Call]:
+    """Calls as Triton has them: kernel[grid](...)."""
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return [call for call in calls if isinstance(call.func, ast.Subscript) and isinstance(call.func.ctx, ast.Load)]
+
+
+@pytest.mark.parametrize("path", python_files(ROOT / "megatron_ext"), ids=lambda path: str(path.relative_to(ROOT)))
+def test_only_kernels_import_triton_and_only_the_registry_launches(path: Path) -> None:
+    """CU-3: the package can be imported without triton; a kernel runs by `Kernel.launch`."""
+    tree = parse(path)
+    if not is_kernel_file(path):
+        assert not any(imports_triton(node) for node in tree.body)
+    if path.is_relative_to(OPS) and path != OPS / "triton/registry.py":
+        called = [call for call in launches(tree) if any(isinstance(n, ast.keyword) for n in call.keywords)]
+        assert not called, [ast.unparse(call)[:60] for call in called]
+
+
+@needs_triton
+def test_every_kernel_is_tested_beside_its_formula() -> None:
+    """CU-2: the tests of an operator list the kernels that they cover, each with what launches it."""
+    covered: set[str] = set()
+    for path in sorted(HERE.glob("test_*triton*.py")):
+        covered |= set(getattr(importlib.import_module(f"tests.unit_tests.ops.{path.stem}"), "COVERED", ()))
+    assert {kernel.name for kernel in all_kernels()} == covered
+
+
+@needs_triton
+def test_kernels_are_where_the_registry_looks() -> None:
+    modules = kernel_modules()
+    assert {"megatron_ext.ops.ssd.kernels", "megatron_ext.ops.causal_conv1d.kernels"} <= set(modules)
+    for kernel in all_kernels():
+        assert kernel.configs
+        assert {config for config, _ in kernel.variants()} == set(kernel.configs), f"{kernel.name}: one is for nothing"
+        assert len(kernel.configs) <= 24, "a bounded list"
+
+
+@needs_triton
+@pytest.mark.skipif(not triton.is_interpreted(), reason="kernels are not interpreted here")
+def test_a_launch_that_was_not_compiled_is_an_error() -> None:
+    """CU-3: another configuration, another type."""
+    kernel = next(one for one in all_kernels() if one.name == "conv_decode")
+    with pytest.raises(AssertionError, match="no registered configuration"):
+        kernel.launch((1,), config(WINDOW=9))
+    wrong: dict[str, object] = dict.fromkeys(kernel.pointers, torch.zeros(1, dtype=torch.float64))
+    with watch(), pytest.raises((AssertionError, KeyError)):
+        kernel.launch((1,), kernel.configs[0], **wrong)
+
+
+def test_types_that_have_no_kernel_are_named() -> None:
+    plain = Kernel("a_kernel", None, {"x": "T"}, (), (), (), ({"T": "fp32"},), (config(N=16),), lambda *_: True)
+    assert plain.lacks(T=torch.float32) is None
+    assert plain.lacks(T=torch.float64) == "a_kernel has no kernel for torch.float64 as T"
+    assert plain.fitting(torch.float32, N=16) == plain.configs[0]
+    assert plain.fitting(torch.float32, N=17) is None
+
+
+@needs_triton
+def test_a_short_selection_compiles_for_a_gpu(tmp_path: Path) -> None:
+    """CU-3: one configuration of each kernel, without a GPU, by the tool; nothing spills."""
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    environment.pop(triton.INTERPRET, None)
+    command = [sys.executable, str(ROOT / "tools/compile_kernels.py"), "--quick"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for kernel in all_kernels():
+        assert kernel.name in done.stdout
+    assert "spills" in done.stdout

@@ -1,0 +1,72 @@
+#!/usr/bin/env python
+"""Compile every Triton kernel for sm_80 and sm_90, on any machine: registers, spills and shared memory, as a table.
+
+Run: `python tools/compile_kernels.py`, or with `--quick` one configuration of each. Exit code 1 if one cannot be
+compiled, spills, or wants more shared memory than its device has; 2 if nothing can be compiled here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+
+from tqdm import tqdm
+
+from megatron_ext.ops import triton
+from megatron_ext.ops.triton.registry import all_kernels
+from megatron_ext.ops.triton.table import Row, as_text, rows
+
+DONE, PROBLEMS, CANNOT = 0, 1, 2
+
+
+def compile_one(index: int, quick: bool) -> tuple[Row | None, str | None]:
+    """The row of a case by its place in the list, or None; and what is wrong with it, or None."""
+    from megatron_ext.ops.triton import aot
+
+    case = list(aot.cases(all_kernels(), quick=quick))[index]
+    try:
+        made = aot.compile_case(case)
+    except aot.CompileFailure as error:
+        return None, str(error)
+    problem = None if made.problem is None else f"{case.name} on sm_{case.arch} {made.problem}"
+    numbers = (1, made.registers, made.spilled_bytes, made.shared_bytes)
+    return Row(case.kernel.name, case.config.name, case.arch, *numbers), problem
+
+
+def compile_all(count: int, quick: bool) -> Iterator[tuple[Row | None, str | None]]:
+    """`compile_one` of all: the few of a short selection here, many on every core."""
+    if quick:
+        yield from (compile_one(index, quick) for index in range(count))
+        return
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=multiprocessing.get_context("spawn")) as pool:
+        yield from pool.map(compile_one, range(count), [quick] * count)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compile, print the table, and then what is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="one configuration of each kernel, for the newest device")
+    quick = parser.parse_args(argv).quick
+    if not triton.can_be_imported() or triton.is_interpreted():
+        why = f"unset {triton.INTERPRET}" if triton.can_be_imported() else "triton cannot be imported; install it"
+        print(f"compile_kernels.py: error: {why}", file=sys.stderr)
+        return CANNOT
+    from megatron_ext.ops.triton import aot
+
+    start, count = time.monotonic(), len(list(aot.cases(all_kernels(), quick=quick)))
+    found = list(tqdm(compile_all(count, quick), total=count, unit="kernel", disable=None))
+    print(as_text(rows(row for row, _ in found if row is not None)))
+    problems = [problem for _, problem in found if problem is not None]
+    print(f"\n{count} compiled in {time.monotonic() - start:.0f} s, {len(problems)} with problems")
+    for problem in problems:
+        print(f"error: {problem}", file=sys.stderr)
+    return PROBLEMS if problems else DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())
