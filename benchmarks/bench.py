@@ -27,7 +27,16 @@ from benchmarks.peers.work import QUICK, Size
 
 ROOT = Path(__file__).resolve().parents[1]
 PEERS = {"ours": "ours", "transformers": "transformers_script", "vllm": "vllm_engine"}
-OWN = ("decode_context", "recurrent_kinds", "host_path", "host_step", "sampling", "paged_attention", "where_time_goes")
+OWN = (
+    "decode_context",
+    "recurrent_kinds",
+    "host_path",
+    "host_step",
+    "sampling",
+    "paged_attention",
+    "where_time_goes",
+    "speculation",
+)
 
 
 def main() -> int:

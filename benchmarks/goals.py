@@ -18,6 +18,7 @@ WARM_FLOOR = (2.2, 2.0)
 COLD_FLOOR, DECODE_CONTEXT, DECODE_KIND, CACHE_ON_OFF = 1.5, 1.5, 1.4, 0.99
 CHAT_TOKENS = 6_800  # of 19,072, in eight conversations of four turns; this one must hold
 HOST_COLD, HOST_CACHED, HOST_STEP = 2.0, 1.5, 1.5
+DRAFTS_REPEATING, DRAFTS_ANYWHERE = 1.8, 0.98
 SAMPLING = {"neither": 2.0, "top_p 0.9": 8.0}
 SAMPLING_WORDS = ("32000", "131072")
 
@@ -59,6 +60,7 @@ def goals(results: Mapping[str, Figures], prefixes: Sequence[int]) -> Iterator[G
     yield from _of_peers(results)
     yield from _of_ourselves(results)
     yield from _of_the_host(results)
+    yield from _of_drafts(results)
 
 
 def _of_prefix(results: Mapping[str, Figures], prefix: int, place: int) -> Iterator[Goal]:
@@ -113,6 +115,17 @@ def _of_the_host(results: Mapping[str, Figures]) -> Iterator[Goal]:
         for wish, bound in SAMPLING.items():
             ratio = _get(results, "sampling", words, wish)
             yield Goal(f"sampling 64 rows of {int(words):,}, {wish}: softmaxes", ratio, bound)
+
+
+def _of_drafts(results: Mapping[str, Figures]) -> Iterator[Goal]:
+    found = results.get("speculation", {})
+    ratios = {name: figures["ratio"] for name, figures in found.items() if "ratio" in figures}
+    repeating = [ratio for name, ratio in ratios.items() if name.endswith((", editing, 1", ", extraction, 1"))]
+    name = "tokens/s with drafts / without"
+    least = min(repeating, default=None)
+    yield Goal(f"texts that repeat themselves, 1 at once: {name}, worst", least, DRAFTS_REPEATING, is_most=False)
+    least = min(ratios.values(), default=None)
+    yield Goal(f"any text, 1, 8 and 32 at once: {name}, worst", least, DRAFTS_ANYWHERE, is_most=False)
 
 
 def _beside(results: Mapping[str, Figures], case: str, key: str) -> float | None:

@@ -1,9 +1,9 @@
 """Two replicas behind the coordinator beside one with twice the memory: what is skipped, and what a killed one costs.
 
-Run: `python -m benchmarks.replicas`. Every replica is a process of its own with the embedded model; 32 chats of 4 turns go
-through the `openai` client one by one, all first turns before all second ones. Then
-one of the two is killed while all chats ask at once. Exit code 1 if a request had no answer and no error object, or an
-answer that was not the one of before.
+Run: `python -m benchmarks.replicas`. Every replica is a process of its own with the embedded model; 32 chats of 4 turns
+go through the `openai` client one by one, all first turns before all second ones. Then one of the two is killed while
+all chats ask at once. Exit code 1 if a request had no answer and no error object, or an answer that was not the one of
+before.
 """
 
 from __future__ import annotations

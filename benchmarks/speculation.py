@@ -121,6 +121,7 @@ def llama() -> PreTrainedModel:
     return LlamaForCausalLM(config)
 
 
+now = time.perf_counter  # or the processor's time, on a machine that others use, too
 Prompts = Callable[[int], list[list[int]]]
 """Number of requests -> their prompts."""
 
@@ -206,11 +207,11 @@ def decode(engine: InferenceEngine, prompts: Sequence[Sequence[int]], temperatur
         for i, prompt in enumerate(prompts)
     ]
     engine.step_modern()
-    start = time.perf_counter()
+    start = now()
     while engine.has_unfinished_requests():
         engine.step_modern()
     synchronize()
-    seconds = time.perf_counter() - start
+    seconds = now() - start
     records = [future.result() for future in futures]
     return Run(
         TOKENS * len(prompts) / seconds,
@@ -226,10 +227,10 @@ def reference_speeds(reference: PreTrainedModel, prompt: Sequence[int]) -> tuple
     tokens = torch.tensor([list(prompt)], device=device)
 
     def generate(count: int, **options: object) -> float:
-        start = time.perf_counter()
+        start = now()
         reference.generate(tokens, max_new_tokens=count, min_new_tokens=count, do_sample=False, **options)
         synchronize()
-        return time.perf_counter() - start
+        return now() - start
 
     def speed(**options: object) -> float:
         return TOKENS / max(1e-9, generate(TOKENS + 1, **options) - generate(1))
@@ -267,10 +268,14 @@ MODELS: dict[str, Callable[[torch.device, Walks], Bench]] = {
 def main() -> None:
     """Measure and print."""
     parser = part_arguments(__doc__)
+    parser.add_argument("--process-time", action="store_true", help="time of the processor, for one thread")
     parser.add_argument("--requests", type=int, nargs="+", choices=REQUESTS, default=REQUESTS)
     parser.add_argument("--model", choices=tuple(MODELS), nargs="+", default=tuple(MODELS), help="only these")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    if options.process_time:
+        global now
+        now = time.process_time
     platform.initialize()
     device = platform.device()
     console = Console(highlight=False, width=120)
@@ -282,11 +287,14 @@ def main() -> None:
     for bench in (MODELS[name](device, Walks.draw()) for name in options.model):
         console.print(f"  {bench.name}: costs {bench.drafting.context.drafting.costs}", markup=False)
         for text in bench.texts:
-            figures = {requests: measure(bench, text, requests) for requests in sizes}
-            for requests, one in figures.items():
+            figures: dict[int, Figure] = {}
+            for requests in sizes:
+                one = figures[requests] = measure(bench, text, requests)
                 found[f"{bench.name}, {text}, {requests}"] = dataclasses.asdict(one) | {"ratio": one.ratio}
                 speeds = f"{one.plain:.0f}", f"{one.drafting:.0f}", f"{one.ratio:.2f}"
-                table.add_row(bench.name, text, str(requests), *speeds, str(one.drafted), str(one.accepted))
+                row = (bench.name, text, str(requests), *speeds, str(one.drafted), str(one.accepted))
+                table.add_row(*row)
+                console.print("  " + " ".join(row), markup=False)
             if bench.reference is not None and 1 in figures:
                 theirs = reference_speeds(bench.reference, bench.texts[text](1)[0])
                 found[f"transformers, {text}"] = {"plain": theirs[0], "lookup": theirs[1]}

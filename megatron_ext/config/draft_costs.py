@@ -14,8 +14,12 @@ from dataclasses import dataclass
 from megatron_ext.errors import ConfigError
 
 _FORM = "rows of requests:fixed:each with commas, as in 1:0.3:0.05,8:0.4:0.1,32:0.5:0.3"
-# Where none is given: of small models, and low; who serves a large one measures. By type of device.
-DEFAULT_COSTS = {"cpu": "1:0.3:0.1,8:0.4:0.3,32:0.5:0.6", "cuda": "1:0.05:0.01,8:0.05:0.02,32:0.1:0.05,64:0.1:0.1"}
+# Where none is given, by type of device. CPU: of a small hybrid, measured, and rather too high than too low;
+# CUDA: an assumption. Who serves another model measures its own.
+DEFAULT_COSTS = {
+    "cpu": "1:0.3:0.12,2:0.5:0.15,8:0.7:0.35,32:1.2:0.6",
+    "cuda": "1:0.1:0.02,8:0.1:0.03,32:0.15:0.06,64:0.2:0.12",
+}
 LARGEST_COST = 1000.0
 MOST_ROWS = 64
 

@@ -47,6 +47,8 @@ def print_geometry(
         cost = f", as much as the KV of {geometry.state_in_kv_tokens} tokens" if geometry.state_in_kv_tokens else ""
         table.add_row("live states", f"{geometry.live_states:,} of {geometry.state_bytes:,} bytes each{cost}")
         table.add_row("snapshots", f"{geometry.snapshot_slots:,} slots of the same size")
+    if geometry.draft_states:
+        table.add_row("states behind drafts", f"{geometry.draft_states:,} of the same size")
     drafts = geometry.draft_model
     if drafts is not None:
         states = f", {drafts.states:,} states of {drafts.state_bytes:,} bytes" if drafts.states else ""

@@ -28,6 +28,7 @@ class FleetMetrics(Collector):
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._registry = registry = CollectorRegistry()
+        self._taken: dict[str, tuple[int, float]] = {}  # decisions and their seconds, by the replica
         self._decisions = Histogram(
             f"{PREFIX}_decision_seconds",
             "What choosing the replica took, by the replica that was chosen",
@@ -51,6 +52,8 @@ class FleetMetrics(Collector):
     def decided(self, decision: Decision, seconds: float) -> None:
         """A replica has been chosen."""
         self._decisions.labels(decision.replica).observe(seconds)
+        count, total = self._taken.get(decision.replica, (0, 0.0))
+        self._taken[decision.replica] = count + 1, total + seconds
         self._chosen.labels(decision.replica, decision.reason.value).inc()
 
     def moved(self, url: str, reason: str) -> None:
@@ -60,17 +63,12 @@ class FleetMetrics(Collector):
 
     def decision_seconds(self, url: str) -> float | None:
         """The mean of those that chose this replica; None if none did."""
-        samples = {
-            sample.name: sample.value
-            for family in self._decisions.collect()
-            for sample in family.samples
-            if sample.labels.get(_REPLICA) == url and "le" not in sample.labels
-        }
-        count = samples.get(f"{PREFIX}_decision_seconds_count", 0)
-        return samples[f"{PREFIX}_decision_seconds_sum"] / count if count else None
+        count, seconds = self._taken.get(url, (0, 0.0))
+        return seconds / count if count else None
 
     def forget(self, url: str) -> None:
         """A replica has been taken away."""
+        self._taken.pop(url, None)
         for metric in (self._decisions, self._chosen, self._moved):
             labels = [one.labels for family in metric.collect() for one in family.samples]
             reasons = {one.get("reason") for one in labels if one.get(_REPLICA) == url}

@@ -85,9 +85,9 @@ class Engine:
         self.intake = Intake(door)
         self.output = OutputProcessor(scheduler, door.vocabulary, self.faults)
         self.step_count = 0
-        self._proposals = proposals
         self.while_computing: Callable[[], None] = _nothing  # may add requests, and do nothing else
         self._executor, self._launch = executor, launcher(executor)
+        self._proposals = proposals
 
     # Requests come and go
 

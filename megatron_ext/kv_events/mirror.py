@@ -16,7 +16,7 @@ from megatron_ext.kv_events.events import (
     StateRemoved,
     StateStored,
 )
-from megatron_ext.prefix_cache.hash_chain import Digest
+from megatron_ext.prefix_cache.hash_chain import Digest, packed_tokens
 from megatron_ext.prefix_cache.shown import published_hash, published_salt
 
 MOST_BLOCKS = 64  # of one event: encoding it keeps other threads from running
@@ -140,7 +140,9 @@ class Mirror:
 
     def _run(self, digests: list[Digest]) -> BlockStored:
         blocks = [self._blocks[digest] for digest in digests]
-        tokens = [token for block in blocks for token in block.tokens]
+        tokens = packed_tokens(())
+        for block in blocks:
+            tokens += block.tokens
         parent, salt = blocks[0].parent, blocks[0].salt
         extra = None if salt is None else [[published_salt(salt)], *[None] * (len(blocks) - 1)]
         before = None if parent is None else self._hashes[parent]

@@ -96,7 +96,7 @@ class Publisher:
         self._bell.close()
         self._ear.close()
 
-    def _socket(self, kind: int, most: int, flag: str, endpoint: TcpEndpoint) -> zmq.Socket:
+    def _socket(self, kind: int, most: int, flag: str, endpoint: TcpEndpoint) -> zmq.Socket[bytes]:
         address = endpoint.of_replica(self._rank)
         one = self._context.socket(kind)
         one.setsockopt(zmq.SNDHWM, most)
@@ -159,7 +159,7 @@ class Publisher:
             if events:
                 yield topic, encode(now, events, self._rank)
 
-    def _answer(self, replay: zmq.Socket, mirror: Mirror) -> None:
+    def _answer(self, replay: zmq.Socket[bytes], mirror: Mirror) -> None:
         """Send what an asker lacks; one that does not read gets no more."""
         frames = replay.recv_multipart()
         if len(frames) != 3 or frames[1] or len(frames[2]) != SEQUENCE_BYTES:

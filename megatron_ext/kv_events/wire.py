@@ -20,6 +20,7 @@ from megatron_ext.kv_events.events import (
     StateRemoved,
     StateStored,
 )
+from megatron_ext.prefix_cache.hash_chain import packed_tokens
 
 MEDIUM = "GPU"  # the first tier of KV, whatever the device: routers weigh by it
 SEQUENCE_BYTES = 8
@@ -27,7 +28,11 @@ END_OF_REPLAY = (-1).to_bytes(SEQUENCE_BYTES, "big", signed=True)
 _STORED_FIELDS = ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name",
                   "extra_keys")  # fmt: skip
 _HASHES_FIELDS = ("block_hashes", "medium")
-_WITH_HASHES = {"BlockRemoved": BlockRemoved, "StateStored": StateStored, "StateRemoved": StateRemoved}
+_WITH_HASHES: dict[str, type[BlockRemoved | StateStored | StateRemoved]] = {
+    "BlockRemoved": BlockRemoved,
+    "StateStored": StateStored,
+    "StateRemoved": StateRemoved,
+}
 
 
 class WireError(ValueError):
@@ -67,7 +72,7 @@ def _map_of(event: Event) -> dict[str, object]:
         "type": name,
         "block_hashes": event.hashes,
         "parent_block_hash": event.parent,
-        "token_ids": event.tokens,
+        "token_ids": list(event.tokens),
         "block_size": event.block_size,
         "lora_id": None,
         "medium": MEDIUM,
@@ -86,7 +91,7 @@ def decode(payload: bytes) -> EventBatch:
         batch = msgpack.unpackb(payload, strict_map_key=False)
         timestamp, events = float(batch[0]), [_event(_fields_of(one)) for one in batch[1]]
         rank = batch[2] if len(batch) > 2 else None
-    except (ValueError, TypeError, KeyError, IndexError, msgpack.UnpackException) as error:
+    except (ValueError, TypeError, KeyError, IndexError, OverflowError, msgpack.UnpackException) as error:
         raise WireError(f"no batch of KV events: {error!r}") from None
     if rank is not None and not isinstance(rank, int):
         raise WireError(f"no batch of KV events: the data-parallel rank is {rank!r}")
@@ -109,7 +114,7 @@ def _event(fields: Mapping[object, object]) -> Event | None:
         return BlockStored(
             _hashes(fields["block_hashes"]),
             _hash(fields.get("parent_block_hash")),
-            _list(fields["token_ids"]),
+            _tokens(fields["token_ids"]),
             _size(fields["block_size"]),
             None if fields.get("extra_keys") is None else _list(fields["extra_keys"]),
         )
@@ -118,10 +123,15 @@ def _event(fields: Mapping[object, object]) -> Event | None:
     return AllBlocksCleared() if name == "AllBlocksCleared" else None
 
 
-def _list(value: object) -> list:
+def _list(value: object) -> list[object]:
     if not isinstance(value, list):
         raise TypeError(f"a list is missing: {type(value).__name__}")
     return value
+
+
+def _tokens(value: object) -> Sequence[int]:
+    """Packed, which sees that each is a token id."""
+    return packed_tokens(_list(value))  # type: ignore[arg-type]  # it raises for what is no integer
 
 
 def _size(value: object) -> int:

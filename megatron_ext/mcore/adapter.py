@@ -71,8 +71,7 @@ class InferenceEngine(DynamicInferenceEngine):
         """Make the programs of steps where the settings ask for them; a model that asks for upstream's is refused."""
         if self.cuda_graph_impl == "local":
             raise ConfigError("cuda_graph_impl 'local' is not supported by this engine; BatchingConfig has its own")
-        if self.context.fixed_steps is not None:
-            self.context.fixed_steps.prepare()
+        self.context.prepare_programs()
 
     engine: Engine | Fleet  # a new one after each `reset`
 
@@ -317,8 +316,10 @@ class InferenceEngine(DynamicInferenceEngine):
         self._notice_new_weights()
 
     def _notice_new_weights(self) -> None:
-        if self.engine.is_caching and self.weights.has_changed():
+        is_watching = self.engine.is_caching or self.context.fixed_steps is not None
+        if is_watching and self.weights.has_changed():
             self.engine.weights_changed()
+            self.context.notice_new_weights()
 
     @property
     def _model(self) -> nn.Module:

@@ -103,6 +103,8 @@ class InferenceContext(DynamicInferenceContext):
     def deallocate_all_tensors(self) -> None:
         """Free the pools' memory. Their contents are lost: the scheduler must have been suspended."""
         self.pools = self.step = None
+        if self.fixed_steps is not None:
+            self.fixed_steps.forget()
         if self.drafting is not None:
             self.drafting.suspend()
         give_back_freed_memory()
@@ -160,6 +162,16 @@ class InferenceContext(DynamicInferenceContext):
         self._rotation = None
         self._restore_states(step.chunks)
         self.step = stage_step(step, self._staging_rules, last_sampled, self._block_rows)
+
+    def prepare_programs(self) -> None:
+        """Make what computes steps in fixed places, if there is any and it takes long."""
+        if self.fixed_steps is not None:
+            self.fixed_steps.prepare()
+
+    def notice_new_weights(self) -> None:
+        """Weights have changed, and may lie elsewhere."""
+        if self.fixed_steps is not None:
+            self.fixed_steps.notice_new_weights()
 
     def begin(self, staged: ModelInput) -> None:
         """Make a step that is staged already the one that the next forward computes."""

@@ -107,6 +107,11 @@ class InferenceController(TextGenerationController):
             )
         return logits
 
+    def weight_addresses(self) -> tuple[int, ...]:
+        """Where the model's parameters and buffers lie."""
+        model = self.inference_wrapped_model.model
+        return tuple(one.data_ptr() for tensors in (model.parameters(), model.buffers()) for one in tensors)
+
     def chosen_operators(self) -> dict[str, tuple[str, ...]]:
         """What computes the operators: backend -> operators; see `ops.choice.chosen`."""
         parameter = next(self.inference_wrapped_model.model.parameters())

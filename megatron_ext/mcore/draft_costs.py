@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import statistics
 import time
 
 from megatron_ext.config import RequestParams
@@ -18,7 +17,7 @@ logger = logging.getLogger(__name__)
 _LONGEST_TABLE = 64 * 1024  # bytes
 _REQUESTS = (1, 2, 4, 8, 16, 32, 64)
 _PROMPT = 24  # tokens
-_STEPS = 7  # that are timed, of each kind; the median counts
+_STEPS = 7  # that are timed, of each kind
 
 
 def chosen_costs(config: SpeculationConfig, device_type: str) -> CostTable:
@@ -44,10 +43,10 @@ def measure_costs(engine: InferenceEngine, drafting: Drafting) -> None:
     timings: list[Timing] = []
     for requests in sizes:
         kinds = tuple(dict.fromkeys((0, 1, limits.most_drafts)))
-        found = [_step_seconds(engine, drafting, requests, drafts) for drafts in kinds]
-        if None in found:  # the pools do not hold so many
+        found = [(drafts, _step_seconds(engine, drafting, requests, drafts)) for drafts in kinds]
+        if any(seconds is None for _, seconds in found):  # the pools do not hold so many
             break
-        timings += [Timing(requests, *one) for one in zip(kinds, found, strict=True) if one[1] is not None]
+        timings += [Timing(requests, drafts, seconds) for drafts, seconds in found if seconds is not None]
     if timings:
         drafting.use(fitted(timings))
         logger.info("verifying drafts costs, in plain steps: --speculative-cost-table %s", drafting.costs)
@@ -57,7 +56,10 @@ def measure_costs(engine: InferenceEngine, drafting: Drafting) -> None:
 
 
 def _step_seconds(engine: InferenceEngine, drafting: Drafting, requests: int, drafts: int) -> float | None:
-    """Median of the steps in which so many requests decode with so many drafts each; None if there are too few."""
+    """The shortest step in which so many requests decode with so many drafts each; None if there are too few.
+
+    What a neighbour on the machine adds to a step is not what drafts cost.
+    """
     engine.reset()
     drafting.probe(drafts)
     steps = _STEPS + requests + 3  # at most so many begin one after the other
@@ -76,4 +78,4 @@ def _step_seconds(engine: InferenceEngine, drafting: Drafting, requests: int, dr
         took = time.perf_counter() - started
         if all_decode and engine.engine.counters.drafted - before == requests * drafts:
             seconds.append(took)
-    return statistics.median(seconds[1:]) if len(seconds) > _STEPS // 2 else None
+    return min(seconds) if len(seconds) > _STEPS // 2 else None

@@ -65,14 +65,15 @@ class FixedSteps:
         self._context, self._controller = context, controller
         self._buckets, self._graphs = buckets, graphs
         self._rules = context.staging_rules
-        geometry = context.plan.geometry
-        self._spare = SpareSlots(context.plan.limits.max_requests, geometry.snapshot_slots + geometry.draft_states)
+        plan = context.plan
+        self._spare = SpareSlots(plan.limits.max_requests, plan.geometry.snapshot_slots + plan.geometry.draft_states)
         self._writer = StepWriter(self._rules, buckets, self._spare)
         self._layouts: dict[Bucket, Layout] = {one: layout_of(one, self._rules) for one in buckets.all()}
         self._places = FixedPlaces(self._layouts.values(), self._rules.device)
         self._answers = Answers(max(one.rows for one in self._layouts), self._rules.device)
         self._programs: dict[Bucket, Programs] = {}
-        self._pools: Pools | None = None  # that the programs were made for
+        self._pools: Pools | None = None  # that the programs were made for, as the next
+        self._weights: tuple[int, ...] = ()
         self._chunks: tuple[ScheduledChunk, ...] = ()  # of the step that is written
         self._said: set[str] = set()
 
@@ -88,9 +89,14 @@ class FixedSteps:
             self._program(bucket)
 
     def forget(self) -> None:
-        """Pools or weights lie elsewhere now: programs are made anew."""
+        """Pools or weights lie elsewhere now, or nowhere: programs are made anew, and keep no memory until then."""
         self._programs.clear()
-        self._pools = self._context.pools
+        self._pools, self._weights = self._context.pools, self._controller.weight_addresses()
+
+    def notice_new_weights(self) -> None:
+        """Weights have changed; where they were not written in place, programs read what is no longer theirs."""
+        if self._programs and self._weights != self._controller.weight_addresses():
+            self.forget()
 
     def _program(self, bucket: Bucket) -> Programs:
         if self._context.pools is not self._pools:
@@ -100,6 +106,7 @@ class FixedSteps:
             self._programs[bucket] = self._make(bucket)
         return self._programs[bucket]
 
+    @torch.inference_mode()
     def _make(self, bucket: Bucket) -> Programs:
         parts, capture = self._places.parts(self._layouts[bucket]), self._graphs.capture
         forward = capture(partial(self._forward, bucket))

@@ -164,8 +164,8 @@ def _block_count(model: ModelMemory, batching: BatchingConfig, device_type: str)
         return batching.block_count
     buffer_gb = batching.buffer_gb_on(device_type)
     block_bytes = batching.block_size * (model.kv_bytes_per_token + model.draft.kv_bytes_per_token)
-    live_bytes = _live_states(model, batching) * model.state_bytes + model.draft.request_bytes(batching.most_requests)
-    live_bytes += batching.most_requests * model.speculative_tokens * model.state_bytes
+    states = _live_states(model, batching) + batching.most_requests * model.speculative_tokens
+    live_bytes = states * model.state_bytes + model.draft.request_bytes(batching.most_requests)
     kv_bytes = int(buffer_gb * GIB) - live_bytes
     if kv_bytes < 2 * block_bytes:  # one is the dummy that padding points to
         drafts = model.speculative_tokens if model.state_bytes else 0

@@ -49,5 +49,5 @@ def _allocate(plan: EnginePlan, device: torch.device) -> Pools:
     if shape.states is None:
         return Pools(kv, None, None)
     live = StatePool(shape.states, plan.limits.max_requests + plan.spare_slots, device)
-    kept = geometry.snapshot_slots + geometry.draft_states + plan.spare_slots
-    return Pools(kv, live, SnapshotPool(shape.states, kept, device))
+    slots = geometry.snapshot_slots + geometry.draft_states + plan.spare_slots
+    return Pools(kv, live, SnapshotPool(shape.states, slots, device))

@@ -67,7 +67,7 @@ class StateIndex:
         self, total: int, order: SnapshotOrder | None = None, listener: SnapshotListener | None = None
     ) -> None:
         self.total = total
-        self.slots = frozenset(map(SlotId, range(total)))
+        self.slots = set(map(SlotId, range(total)))
         self._listener = listener
         self._order = ProvisionalFirst(LruSnapshots() if order is None else order)
         self._free = sorted(self.slots, reverse=True)
@@ -201,7 +201,8 @@ class StateIndex:
         assert slot not in self.slots, f"slot {slot} is here already"
         reserved, rank = self._reserved[digest]
         self._reserved[digest] = (slot, rank)
-        self.slots = self.slots - {reserved} | {slot}
+        self.slots.remove(reserved)
+        self.slots.add(slot)
         return reserved
 
     def cancel(self, digest: Digest) -> None:

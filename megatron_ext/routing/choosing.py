@@ -3,6 +3,11 @@
 What it costs to run a prompt somewhere, in tokens: alpha * (tokens of it that are computed there)
 + (1 - alpha) * (tokens that are yet to be computed there for others). The least is taken; among equal ones that which
 skips more, then the less loaded one, then the one that was given less so far.
+
+A match of less than half of the prompt is mostly what many conversations begin with, and the prompt a new one that
+will grow where it begins. Were the match all that counts, an idle fleet would put them all on the first replica, whose
+memory does not hold them. So where that replica holds more than the least loaded one, a short match costs `CROWDING`
+times the prompt for the share that it holds more.
 """
 
 from __future__ import annotations
@@ -14,6 +19,8 @@ from megatron_ext.config.routing import RoutingConfig, RoutingPolicyName
 from megatron_ext.routing.index import PrefixIndex
 from megatron_ext.routing.loads import Loads
 from megatron_ext.routing.prompt import Prompt
+
+CROWDING = 2.0
 
 
 @dataclass
@@ -33,6 +40,14 @@ class Fleet:
     members: dict[int, int] = field(default_factory=dict)
     open: int = 0
     last: int = -1
+    held: Callable[[int], int] = lambda number: 0  # tokens that the replica of a bit's number holds, by its events
+
+    def crowding(self, one: int, other: int, length: int, tokens: int) -> float:
+        """What it costs, in tokens, to begin at `one` and not at `other` for the sake of a short match."""
+        if 2 * tokens >= length:
+            return 0.0
+        mine, others = self.held(one), self.held(other)
+        return CROWDING * length * (mine - others) / mine if mine > others else 0.0
 
     def most_skipped(self, prompt: Prompt, replicas: int) -> int:
         """Tokens that the best of some skips."""
@@ -72,14 +87,16 @@ def chooser(settings: RoutingConfig) -> Chooser:
 def _longest(fleet: Fleet, prompt: Prompt, replicas: int, alpha: float) -> Choice:
     """Of each level of skipped tokens the least loaded one; levels that cannot win any more are not looked at."""
     loads, length = fleet.loads, len(prompt)
-    number, skipped, most = loads.least(replicas), 0, 0
+    least = loads.least(replicas)
+    number, skipped, most = least, 0, 0
     cost = alpha * length + (1 - alpha) * loads.load(number)
     floor = (1 - alpha) * loads.lowest()
     for size, index in fleet.indexes.items():
         for tokens, bits in index.levels(prompt, replicas & fleet.members[size]):
             most = max(most, tokens)
             one = loads.least(bits)
-            its = alpha * (length - tokens) + (1 - alpha) * loads.load(one)
+            computed = length - tokens + fleet.crowding(one, least, length, tokens)
+            its = alpha * computed + (1 - alpha) * loads.load(one)
             if its < cost or (its == cost and tokens > skipped):
                 number, skipped, cost = one, tokens, its
             if alpha * (length - tokens + 1) + floor > cost:

@@ -70,12 +70,16 @@ class Router:
 
     def __init__(self, settings: RoutingConfig | None = None) -> None:
         self._settings = settings or RoutingConfig()
-        self._fleet = Fleet()
+        self._fleet = Fleet(held=self._held)
         self._choose = chooser(self._settings)
         self._replicas: dict[str, Replica] = {}
         self._names: dict[int, str] = {}  # by number of the bit
         self._flights: dict[Hashable, Flight] = {}
         self._mean_generated = _FIRST_GUESS
+
+    def _held(self, number: int) -> int:
+        one = self._replicas[self._names[number]]
+        return one.blocks * one.index.block_size
 
     # Replicas
 

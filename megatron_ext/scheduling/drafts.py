@@ -46,6 +46,7 @@ class Drafts:
     """
 
     def __init__(self, limits: SchedulerLimits, cache: PrefixCache, counters: Counters) -> None:
+        self._is_on = limits.most_drafts > 0
         self._block_size = limits.block_size
         self._cache = cache
         self._counters = counters
@@ -65,6 +66,8 @@ class Drafts:
 
         What a request goes on from is copied to its live slot before any slot is written, so its own is free by then.
         """
+        if not self._is_on:
+            return
         self.proposals = NO_TOKENS
         for chunk in chunks:
             self.release(chunk.request)
@@ -85,7 +88,7 @@ class Drafts:
         chunks: Sequence[ScheduledChunk],
         sampled: Mapping[int, int],
         behind_drafts: TokensById,
-    ) -> tuple[list[int], dict[int, int]]:
+    ) -> tuple[list[int], Mapping[int, int]]:
         """The drafts that came are tokens of their requests, as if each had come in a step of its own.
 
         Args:
@@ -97,8 +100,11 @@ class Drafts:
         Returns:
             Where each chunk ends, what came of it counted, and the last token of each request that got any.
         """
-        ends, last = [chunk.end for chunk in chunks], dict(sampled)
         self.verified = []
+        if not self._is_on:
+            assert not behind_drafts, "this engine verifies none"
+            return [chunk.end for chunk in chunks], sampled
+        ends, last = [chunk.end for chunk in chunks], dict(sampled)
         for i, (request, chunk) in enumerate(zip(requests, chunks, strict=True)):
             assert len(chunk.behind_drafts) == len(behind_drafts.get(chunk.request_id, ())), "a token behind each draft"
             if not chunk.behind_drafts:
@@ -119,6 +125,10 @@ class Drafts:
         self.verified.append(Verified(request.request_id, drafted, accepted))
         self._unsettled.add(request.request_id)
 
+    def has_to_settle(self, request: Request) -> bool:
+        """Whether the step that is being committed has verified drafts of it."""
+        return bool(self._unsettled) and request.request_id in self._unsettled
+
     def settle(self, request: Request) -> list[Digest]:
         """The request stands behind its last accepted token, and its blocks are published: what it keeps.
 
@@ -128,8 +138,6 @@ class Drafts:
         Returns:
             Digests of the snapshots that can be found now.
         """
-        if request.request_id not in self._unsettled:
-            return []
         self._unsettled.remove(request.request_id)
         self._trim(request)
         return self._keep_states(request)
@@ -171,7 +179,7 @@ class Drafts:
             return None
         assert request.digests[state.position // self._block_size - 1] == state.digest, "the drafts did not come"
         before = sequence.trail.decode
-        wanted = SnapshotRequest(request, state.position, state.digest, Rank.OPTIONAL, instead_of=before)
+        wanted = SnapshotRequest(request, state.position, state.digest, rank=Rank.OPTIONAL, instead_of=before)
         if states.reserve_all([wanted]) == [None]:
             return None
         sequence.trail.decode = state.digest

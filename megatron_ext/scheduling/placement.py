@@ -36,13 +36,14 @@ class ProvisionalRules:
         most: In all, at a time; None is as many as slots are free, 0 is off.
         spacing: Blocks for each of them, on average at least. A snapshot costs a copy of the states, which is to be
             little beside what the tokens between two of them cost.
-        most_a_prompt: However long it is; longer ones are spaced wider.
+        most_a_prompt: However long it is, beside declared ones: longer ones are spaced wider, so that whoever parts
+            computes at most a share of the prompt again, and the slots last for more prompts (docs/policies.md).
         is_learned: Whether it counts where requests have parted.
     """
 
     most: int | None = None
     spacing: int = 4
-    most_a_prompt: int = 64
+    most_a_prompt: int = 10
     is_learned: bool = True
 
 
@@ -63,9 +64,8 @@ def place(
         rules: See there.
     """
     most = (last - first) // rules.spacing
-    room = min(room, rules.most_a_prompt)
     named = [block for block in dict.fromkeys(declared) if first < block < last][: min(room, max(FEW, most))]
-    count = min(room, most) - len(named)
+    count = min(rules.most_a_prompt, min(room, most) - len(named))
     found = _best(first, last, count, known if rules.is_learned else (), rules) if count > 0 else ()
     apart = [block for block in found if all(abs(block - one) >= rules.spacing for one in named)]
     return [*_thinned(apart), *reversed(named)]
@@ -80,7 +80,7 @@ def _thinned(blocks: Sequence[int]) -> list[int]:
 @lru_cache(maxsize=256)
 def _best(first: int, last: int, count: int, known: Depths, rules: ProvisionalRules) -> tuple[int, ...]:
     """`count` boundaries between `first` and `last`, or fewer if there are no more to choose from."""
-    step = max(rules.spacing, -(-last // rules.most_a_prompt))
+    step = max(rules.spacing, -(-(last - first) // min(rules.most_a_prompt, count + 1)))
     grid = range((first // step + 1) * step, last, step)
     seen = [(depth, times) for depth, times in known if first < depth < last]
     weights = dict.fromkeys(grid, PRIOR)

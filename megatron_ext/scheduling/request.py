@@ -176,6 +176,7 @@ class Request:
         surplus = self.generated_count - count
         if self.params.track_generated_token_events:
             self.timeline.take_back_tokens(surplus)
+        self.timeline.accepted -= surplus  # they came as drafts, all but the last one
         self.sequence.cut(surplus)
 
     def end(

@@ -210,7 +210,8 @@ class Scheduler:
             self.counters.prefill_tokens += request.advance(end)
             self._publish(request)
             self._show_snapshots(request)
-            self.queues.waiting.published(self.drafts.settle(request))
+            if self.drafts.has_to_settle(request):
+                self.queues.waiting.published(self.drafts.settle(request))
 
     def _extend(self, requests: Sequence[Request], sampled: Mapping[int, int]) -> list[Request]:
         """Give each request its new token, when all that the step computed can be found; who ends with it.

@@ -44,9 +44,9 @@ class Sequence:
         live_slot: Where its recurrent states are; None while it waits.
         restore: What to copy into the live slot before the first chunk.
         snapshots: Slots are reserved for them; none is taken yet.
+        trail: Which snapshots it leaves on its way, beside those that follow from where it stands.
         draft_states: While drafts are verified, where the states behind its tokens go; then the one that it goes on
             from, unless that is the live one (`restore` says so, too).
-        trail: Which snapshots it leaves on its way, beside those that follow from where it stands.
         ledger: Its account of prompt tokens.
         draws: The numbers that its tokens are drawn with.
     """
@@ -63,8 +63,8 @@ class Sequence:
         self.live_slot: LiveSlot | None = None
         self.restore: Restore | None = None
         self.snapshots: list[Snapshot] = []
-        self.draft_states: tuple[Snapshot, ...] = ()
         self.trail = Trail()
+        self.draft_states: tuple[Snapshot, ...] = ()
         self.ledger = PrefillLedger(len(prompt_tokens))
         self.draws = Draws(seed)
 
@@ -127,7 +127,7 @@ class Sequence:
         """
         owned = self.block_table, self.snapshots, self.live_slot
         self.block_table, self.snapshots, self.live_slot, self.restore = (), [], None, None
-        self.draft_states = ()
         self.trail.provisional = ()
+        self.draft_states = ()
         self.computed_end = self.shared_end = self.published_blocks = 0
         return owned

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import cached_property
 
-from megatron_ext.config.request import MOST_CHECKPOINTS
 from megatron_ext.errors import ConfigError
 from megatron_ext.server.protocol import Message
 from megatron_ext.server.tool_calls import OPENING
@@ -14,6 +13,7 @@ from megatron_ext.text.chat_template import ChatOptions
 from megatron_ext.text.chat_tokens import RenderedChat
 from megatron_ext.text.tokenizer import TextTokenizer, Tokenizer, ends_of
 
+_MOST_TURNS = 8  # whose ends are where others may go on: more would take the slots of other conversations
 _ANSWER = "0123456789"
 _CONVERSATION = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": _ANSWER}]
 
@@ -59,7 +59,7 @@ class ChatFormat:
         return tokens[0] if is_special else None
 
     def ends_of_turns(self, prompt: Sequence[int]) -> list[int]:
-        """Tokens of a rendered conversation up to the end of each turn: the system prompt's first, then the latest.
+        """Tokens of a rendered conversation up to the end of each turn: the system prompt's first, then the latest few.
 
         Others may go on from there. None of a template whose turns end without a special token; what a message spells
         ends none.
@@ -70,7 +70,7 @@ class ChatFormat:
         with suppress(ValueError):  # there are no more
             while True:
                 ends.append(prompt.index(self.end_of_turn, ends[-1] if ends else 0) + 1)
-        return [*ends[:1], *reversed(ends[1:])][:MOST_CHECKPOINTS]
+        return [*ends[:1], *reversed(ends[1:])][:_MOST_TURNS]
 
     @cached_property
     def calls_are_special(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_ext.config.costs import EntryCosts
@@ -33,3 +33,15 @@ class Machine:
             if chunk.is_decode:
                 read += chunk.end / costs.block_size * costs.block_bytes + costs.state_bytes
         return self.overhead + max(operations / self.flops, read / self.bytes)
+
+    def decoding(self, starts: Sequence[int], costs: EntryCosts) -> Iterator[float]:
+        """Of step after step in which requests that stand at `starts` decode a token each; without an end."""
+        count, block = len(starts), costs.block_size
+        operations = sum(costs.flops(start, start + 1) for start in starts)
+        read = self.parameter_bytes + sum(
+            (start + 1) / block * costs.block_bytes + costs.state_bytes for start in starts
+        )
+        while True:
+            yield self.overhead + max(operations / self.flops, read / self.bytes)
+            operations += count * costs.position_flops
+            read += count * costs.block_bytes / block

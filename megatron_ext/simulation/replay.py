@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -11,6 +12,7 @@ from itertools import pairwise
 from megatron_ext.config import EvictionPolicyName, RequestParams
 from megatron_ext.engine.statistics import EngineStatistics
 from megatron_ext.scheduling.chunk import Chunk
+from megatron_ext.scheduling.leap import leap, steps_alike
 from megatron_ext.scheduling.plan import SchedulerLimits
 from megatron_ext.scheduling.planner import check_admissible
 from megatron_ext.scheduling.request import Request
@@ -88,7 +90,7 @@ class Replay:
                 self._now = max(self._now, self.coming[0][0])
             while self.coming and self.coming[0][0] <= self._now:
                 self.submit(heappop(self.coming)[1])
-            if len(queues):
+            if len(queues) and not self.leap():
                 self.step()
         self.outcome.seconds = self._now
         self.outcome.statistics = self.statistics()
@@ -123,6 +125,30 @@ class Replay:
         self.outcome.steps += 1
         for request in scheduler.commit(step, self._sample(plan.chunks)):
             self._end(request)
+
+    def leap(self) -> bool:
+        """Take the steps before the next one in which anything happens, or somebody arrives, all at once.
+
+        Returns:
+            Whether there are any.
+        """
+        scheduler, running = self.scheduler, self.scheduler.queues.running
+        most = steps_alike(scheduler)
+        if most < 1:
+            return False
+        count, arrival = 0, self.coming[0][0] if self.coming else math.inf
+        for seconds in self._machine.decoding([one.computed_end for one in running], scheduler.limits.costs):
+            if count == most or arrival <= self._now:
+                break
+            self._now += seconds
+            count += 1
+        self.outcome.steps += count
+        leap(scheduler, {one.request_id: self._next_tokens(one, count) for one in running})
+        return True
+
+    def _next_tokens(self, request: Request, count: int) -> Sequence[int]:
+        known = request.generated_count
+        return self._turns[request.request_id].answer[known : known + count]
 
     def _sample(self, chunks: Sequence[Chunk]) -> dict[int, int]:
         """What the trace says that comes next."""

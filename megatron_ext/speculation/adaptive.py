@@ -20,7 +20,7 @@ from megatron_ext.config.draft_costs import CostTable
 from megatron_ext.speculation.drafter import DraftAsk, Drafter
 
 _MEMORY = 4.0  # drafts: what is known from before weighs as much as so many, beside those of a verification
-_ASSUMED, _ASSUMED_WEIGHT = 0.7, 2.0  # how likely a draft is taken to come before anything is known, and its weight
+_ASSUMED, _ASSUMED_WEIGHT = 0.5, 2.0  # how likely a draft is taken to come before anything is known, and its weight
 FIRST_PAUSE, LONGEST_PAUSE = 16, 1024  # steps
 TRIAL_SHARE = 0.01  # of all steps, what trials may cost
 _MOST_SAVED = 1.0  # steps

@@ -100,6 +100,11 @@ RESULTS = {
     "host_path": {"cold": 1.9, "cached": 1.7},
     "host_step": {"64 greedy": {"goal": 1.2}},
     "sampling": {words: {"neither": 1.0, "top_p 0.9": 9.0} for words in ("32000", "131072")},
+    "speculation": {
+        **{f"attention, {text}, {n}": {"ratio": 2.0 - n / 32} for text in ("editing", "new") for n in (1, 32)},
+        "attention, extraction, 1": {"ratio": 1.7},
+        "transformers, editing": {"plain": 1.0, "lookup": 0.5},
+    },
 }
 
 
@@ -108,12 +113,14 @@ def judged(results: dict) -> dict[str, Goal]:
 
 
 def test_every_goal_is_judged():
-    """The rows of the issue of speed: 13 of workloads, 4 turns, 1 that must hold, kinds, context, host and sampling."""
+    """The rows of the issue of speed: 13 of workloads, 4 turns, 1 that must hold, kinds, context, host, drafts."""
     found = judged(RESULTS)
-    assert len(found) == 2 * 5 + 1 + TURNS + 2 + 3 + 3 + 4
+    assert len(found) == 2 * 5 + 1 + TURNS + 2 + 3 + 3 + 4 + 2
     assert all(goal.measured is not None for goal in found.values())
     verdicts = {name: goal.verdict() for name, goal in found.items()}
     assert verdicts["8,192 shared, 1 at once: cold ttft / floor"] == "met"
+    drafts = [found[name].measured for name in found if "with drafts / without" in name]
+    assert drafts == [1.7, 1.0]
     assert verdicts["2,048 shared, 1 at once: cold ttft / floor"] == "missed by 33 %"
     assert verdicts["2,048 shared, 1 at once: warm ttft / floor"] == "missed by 127 %"
     assert verdicts["8,192 shared, 1 at once: warm ttft / floor"] == "met"

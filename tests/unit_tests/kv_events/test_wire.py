@@ -7,9 +7,16 @@ import pytest
 
 from megatron_ext.kv_events.events import AllBlocksCleared, BlockRemoved, BlockStored, StateRemoved, StateStored
 from megatron_ext.kv_events.wire import WireError, decode, encode
+from megatron_ext.prefix_cache.hash_chain import packed_tokens
 
-STORED = BlockStored([2**64 - 1, 7], None, [1, 2, 3, 4], 2, [["salt"], None])
-EVENTS = [AllBlocksCleared(), STORED, BlockStored([8], 7, [5, 6], 2), BlockRemoved([8]), StateStored([7])]
+STORED = BlockStored([2**64 - 1, 7], None, packed_tokens([1, 2, 3, 4]), 2, [["salt"], None])
+EVENTS = [
+    AllBlocksCleared(),
+    STORED,
+    BlockStored([8], 7, packed_tokens([5, 6]), 2),
+    BlockRemoved([8]),
+    StateStored([7]),
+]
 
 
 def test_bytes_are_those_of_the_format():
@@ -41,7 +48,7 @@ def test_events_as_arrays_and_unknown_ones():
     """Older versions of vLLM wrote the name in front; names that nobody knows are left out."""
     events = [["BlockStored", [1], None, [5, 6], 2, None, "GPU", None], ["AllBlocksCleared"], {"type": "New", "x": 1}]
     batch = decode(msgpack.packb([1.0, events]))
-    assert list(batch.events) == [BlockStored([1], None, [5, 6], 2), AllBlocksCleared()]
+    assert list(batch.events) == [BlockStored([1], None, packed_tokens([5, 6]), 2), AllBlocksCleared()]
     assert batch.data_parallel_rank is None
 
 
@@ -54,6 +61,8 @@ def test_events_as_arrays_and_unknown_ones():
         msgpack.packb([1.0, 5]),
         msgpack.packb([1.0, [{"type": "BlockStored"}]]),
         msgpack.packb([1.0, [{"type": "BlockRemoved", "block_hashes": [[1]]}]]),
+        msgpack.packb([1.0, [["BlockStored", [1], None, ["x"], 1]]]),
+        msgpack.packb([1.0, [["BlockStored", [1], None, [-1], 1]]]),
         msgpack.packb([1.0, [[]]]),
         msgpack.packb([1.0, [5]]),
         msgpack.packb([1.0, [], "x"]),

@@ -11,12 +11,14 @@ import torch
 
 from megatron_ext.config import BatchingConfig, CacheConfig, RequestParams
 from megatron_ext.errors import ConfigError
+from megatron_ext.ops.paged_attention import PAGED_ATTENTION
 from megatron_ext.scheduling.record import Status
 from tests.priority import TestPriority
 from tests.unit_tests.mcore.test_snapshots_random_lives import Life, check_life
 from tests.unit_tests.support.driver import Driver, assert_equals_oracle, assert_logits_close, make_prompt
+from tests.unit_tests.support.hybrid_caching import assert_snapshots_equal_oracle
 from tests.unit_tests.support.models import CONFIGS
-from tests.unit_tests.support.padded import PaddedDriver, PaddedHybridDriver, reference_operators
+from tests.unit_tests.support.padded import PaddedDriver, PaddedHybridDriver, operators_by
 
 pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
@@ -47,7 +49,7 @@ def new_driver(kind, get_oracle, driver=PaddedDriver, *, is_caching=True, **sett
 @pytest.mark.parametrize("kind", KINDS)
 def test_padded_runs_equal_plain_ones(get_oracle, kind, backend):
     """CU-4, CU-5, HY-10: tokens and logits, with the cache on and off, and no step that was not padded."""
-    operators = reference_operators() if backend == "reference" else contextlib.nullcontext()
+    operators = operators_by("reference") if backend == "reference" else contextlib.nullcontext()
     with operators:
         for is_caching in (True, False):
             padded = new_driver(kind, get_oracle, is_caching=is_caching)
@@ -62,6 +64,21 @@ def test_padded_runs_equal_plain_ones(get_oracle, kind, backend):
                 assert own.keys() == others.keys()
                 for position, (logits, *_) in others.items():
                     assert_logits_close(own[position][0], logits, f"request {request_id} after {position} tokens")
+
+
+@pytest.mark.kernels
+@pytest.mark.skipif("triton" not in PAGED_ATTENTION.names, reason="no kernels without triton")
+def test_kernels_take_padding(get_oracle):
+    """CU-4: Triton's kernels, interpreted, in padded steps: attention, convolution, SSD; behind a hit, too."""
+    driver = new_driver("hybrid", get_oracle, max_requests=2, num_cuda_graphs=1, max_sequence_length=32)
+    with operators_by("triton"):
+        for request_id, length in enumerate((17, 18)):
+            driver.add(request_id, make_prompt(18)[:length], num_tokens_to_generate=2)
+            driver.run()
+    assert driver.eager_steps == 0
+    assert driver.engine.lifetime_skipped_token_count == 16
+    for request_id in range(2):
+        assert_equals_oracle(driver, request_id, get_oracle("hybrid"))
 
 
 def test_a_run_that_reads_padding_is_seen(get_oracle, monkeypatch):
@@ -90,6 +107,19 @@ def test_random_lives(get_oracle, seed, kind, settings):
     life.live(60)
     check_life(life, get_oracle(kind))
     assert len(driver.buckets) > driver.eager_steps
+
+
+def test_more_snapshots_than_a_program_copies(get_oracle):
+    """CU-4: six requests end a block in the same step; every snapshot is there, and is what a recurrence gives."""
+    settings = {"max_requests": 6, "max_sequence_length": 64}
+    driver = PaddedHybridDriver(get_oracle("hybrid").model, CONFIGS["hybrid"], **settings)
+    for request_id in range(6):
+        driver.add(request_id, make_prompt(29, request_id), num_tokens_to_generate=6)
+    driver.run()
+    assert driver.eager_steps <= 1  # all six prompts together
+    for record in driver.records.values():
+        tokens = [*record.prompt_tokens, *record.generated_tokens]
+        assert assert_snapshots_equal_oracle(driver, tokens[:32], get_oracle("hybrid")) == [16, 32]
 
 
 def test_what_leaves_the_program_says_so_once(get_oracle, caplog):

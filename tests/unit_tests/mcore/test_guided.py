@@ -16,6 +16,7 @@ from megatron_ext.scheduling.events import EventType
 from megatron_ext.scheduling.record import Status
 from megatron_ext.text.grammars import Matcher
 from tests.priority import TestPriority
+from tests.unit_tests.support.drafters import Knowing, right_for_a_while
 from tests.unit_tests.support.schemas import random_schema
 
 pytestmark = pytest.mark.priority(TestPriority.HIGH)
@@ -31,10 +32,11 @@ def loaded() -> LoadedModel:
     return load_model(SourceConfig(), {})
 
 
-def engine_of(loaded: LoadedModel, **batching: object):
+def engine_of(loaded: LoadedModel, drafter: object | None = None, **batching: object):
     settings = BatchingConfig(**({"block_size": 16, "block_count": 1200, "max_requests": 64} | batching))
     cache = CacheConfig(snapshot_slots=8)
-    return build_engine(loaded.model, loaded.config, loaded.tokenizer, settings, cache, dtype=loaded.dtype)
+    drafts = {"drafter": drafter, "speculative_tokens": 5 if drafter else 0}
+    return build_engine(loaded.model, loaded.config, loaded.tokenizer, settings, cache, dtype=loaded.dtype, **drafts)
 
 
 def wish(seed: int, count: int = 96) -> RequestParams:
@@ -100,6 +102,23 @@ def test_the_same_request_in_any_batch(answers, loaded, life):
     assert [one.generated_tokens for one in records] == [answers[0][seed].generated_tokens for seed in SOME]
     evicted = any(event.type is EventType.EVICT for one in records for event in one.events)
     assert evicted == (life == "preempted")
+
+
+def test_with_drafts(answers, loaded):
+    """SP-3: drafts that have the form and drafts that have not; each row's mask is that of the drafts before it."""
+    drafter = Knowing(right_for_a_while)
+    drafter.truth = {i: (*answers[0][i].prompt_tokens, *answers[0][i].generated_tokens) for i in SOME}
+    engine = engine_of(loaded, drafter)
+    futures = [engine.add_request(seed, PROMPT, wish(seed)) for seed in SOME]
+    while engine.has_unfinished_requests():
+        engine.step_modern()
+    for seed, future in zip(SOME, futures, strict=True):
+        record, expected = future.result(), answers[0][seed]
+        assert record.generated_tokens == expected.generated_tokens
+        assert record.finish_reason == expected.finish_reason
+        assert record.generated_log_probs == pytest.approx(expected.generated_log_probs, abs=1e-3)
+    assert engine.scheduler.counters.accepted > 50
+    assert engine.scheduler.counters.drafted > engine.scheduler.counters.accepted + 50
 
 
 def test_log_probs_are_of_all_tokens_not_of_those_that_may_come(answers, loaded):

@@ -11,7 +11,7 @@ from megatron_ext.config import CacheConfig
 from tests.priority import TestPriority
 from tests.unit_tests.support.driver import Driver, make_prompt
 from tests.unit_tests.support.models import CONFIGS
-from tests.unit_tests.support.padded import PaddedDriver, reference_operators
+from tests.unit_tests.support.padded import PaddedDriver, operators_by
 from tests.unit_tests.support.programs import ProgramRecorder, differences
 
 pytestmark = pytest.mark.priority(TestPriority.HIGH)
@@ -101,7 +101,7 @@ def decode_steps(run: Recorded, **params: object) -> tuple[ProgramRecorder, Prog
 @pytest.mark.parametrize("backend", ["default", "reference"])
 def test_decode_steps_are_the_same_program(get_oracle, kind, backend):
     """CU-4: whoever decodes, at whatever length, with a snapshot in one of them; nothing is read back."""
-    with reference_operators() if backend == "reference" else contextlib.nullcontext():
+    with operators_by("reference") if backend == "reference" else contextlib.nullcontext():
         run = recorded(get_oracle, kind)
         first, second = decode_steps(run)
     assert len(set(run.driver.buckets)) >= 2, "prefill and decode"
@@ -132,7 +132,7 @@ def test_plain_steps_are_not(get_oracle):
 @pytest.mark.parametrize("kind", KINDS)
 def test_mixed_steps_of_a_bucket_are_the_same_program(get_oracle, kind):
     """CU-4, CU-5: one prefill behind a restored snapshot; two from their beginnings, cut at snapshots elsewhere."""
-    with reference_operators():
+    with operators_by("reference"):
         run = recorded(get_oracle, kind)
         driver = run.driver
         stem = make_prompt(33)

@@ -56,6 +56,7 @@ def check(pair: Pair, wishes: list[dict], answer=right_for_a_while) -> Driver:
         events = [event.payload for event in record.events if event.type is EventType.GENERATED_TOKEN]
         plain = [event.payload for event in pair.plain.records[name].events if event.type is EventType.GENERATED_TOKEN]
         assert events == plain
+        assert record.accepted_token_count <= max(0, len(record.generated_tokens) - 1)
     assert driver.scheduler.counters.accepted > 20
     return driver
 

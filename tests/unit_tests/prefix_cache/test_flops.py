@@ -130,6 +130,9 @@ class Lives(RuleBasedStateMachine):
         self.slots = slots
         self.owners: list[Owner] = []
         self.model = Model()
+        self.guesses: list[
+            str
+        ] = []  # provisional ones, the oldest first: the model of the others knows nothing of them
 
     @rule(word=WORDS)
     def enter(self, word: str) -> None:
@@ -151,9 +154,13 @@ class Lives(RuleBasedStateMachine):
 
     def consume(self, matched: str) -> None:
         """From the last snapshot in the run."""
-        found = next((p for p in reversed(prefixes(matched)) if p in self.model.taken), None)
+        known = {*self.model.taken, *self.guesses}
+        found = next((p for p in reversed(prefixes(matched)) if p in known), None)
         if found is not None:
             self.cache.states.consume(key(found))
+            if found in self.guesses:
+                self.guesses.remove(found)
+                self.note_taken(found, optional=False)
             taken, model = self.model.taken[found], self.model
             taken.optional, taken.before, taken.age = False, model.before(found), model.slot_age
             taken.uses += 1
@@ -170,16 +177,18 @@ class Lives(RuleBasedStateMachine):
             del model.left_at[first[0]], model.ranks[first[0]]
             if first[0] in model.taken:
                 model.forget(first[0])
+            if first[0] in self.guesses:
+                self.guesses.remove(first[0])
             model.line_up()
 
     @precondition(lambda self: self.owners)
-    @rule(data=st.data(), optional=st.booleans(), takes=st.booleans())
-    def publish_next(self, data: st.DataObject, optional: bool, takes: bool) -> None:
+    @rule(data=st.data(), rank=st.sampled_from(Rank), takes=st.booleans())
+    def publish_next(self, data: st.DataObject, rank: Rank, takes: bool) -> None:
         owner = data.draw(st.sampled_from(self.owners))
         if owner.published < len(owner.word):
-            self.publish(owner, optional, takes)
+            self.publish(owner, rank, takes)
 
-    def publish(self, owner: Owner, optional: bool, takes: bool) -> None:
+    def publish(self, owner: Owner, rank: Rank, takes: bool) -> None:
         i = owner.published
         prefix = owner.word[: i + 1]
         parent = key(owner.word[:i]) if i else None
@@ -188,11 +197,27 @@ class Lives(RuleBasedStateMachine):
         self.model.cached.add(prefix)
         self.model.left_at.pop(prefix, None)
         self.model.line_up()
-        if takes and prefix not in self.model.taken:
-            self.take(prefix, optional)
+        if takes and rank is Rank.PROVISIONAL:
+            self.guess(prefix)
+        elif takes and prefix not in self.model.taken:
+            self.take(prefix, optional=rank is Rank.OPTIONAL)
+
+    def guess(self, prefix: str) -> None:
+        """SI-1: in a free slot only, and where nothing is."""
+        if prefix in self.guesses or prefix in self.model.taken:
+            return
+        slot = self.cache.states.reserve(key(prefix), Rank.PROVISIONAL)
+        assert (slot is None) == (len(self.model.taken) + len(self.guesses) == self.slots)
+        if slot is not None:
+            self.cache.states.commit(key(prefix))
+            self.guesses.append(prefix)
 
     def take(self, prefix: str, optional: bool) -> None:
         model, states = self.model, self.cache.states
+        if prefix in self.guesses:
+            self.guesses.remove(prefix)  # asked for, it is taken again
+        elif self.guesses and len(model.taken) + len(self.guesses) == self.slots:
+            del self.guesses[0]
         victims = [p for p, one in model.taken.items() if one.optional] or ([] if optional else list(model.taken))
         is_full = len(model.taken) == self.slots
         rank = Rank.OPTIONAL if optional else Rank.ORDINARY
@@ -208,6 +233,10 @@ class Lives(RuleBasedStateMachine):
             model.slot_age = max(model.slot_age, least)
             model.forget(gone[0])
         states.commit(key(prefix))
+        self.note_taken(prefix, optional=optional)
+
+    def note_taken(self, prefix: str, *, optional: bool) -> None:
+        model = self.model
         before = model.before(prefix)
         if before is not None:
             before.continued = True
@@ -226,8 +255,8 @@ class Lives(RuleBasedStateMachine):
             self.model.left_at[prefix] = self.model.block_age
         self.model.line_up()
 
-    @rule(word=WORDS, at=st.sets(st.integers(1, 5)), optional=st.booleans())
-    def serve(self, word: str, at: set[int], optional: bool) -> None:
+    @rule(word=WORDS, at=st.sets(st.integers(1, 5)), rank=st.sampled_from(Rank))
+    def serve(self, word: str, at: set[int], rank: Rank) -> None:
         """A whole life at once."""
         count = len(self.owners)
         self.enter(word)
@@ -235,7 +264,7 @@ class Lives(RuleBasedStateMachine):
             return
         owner = self.owners[-1]
         while owner.published < len(word):
-            self.publish(owner, optional, owner.published + 1 in at)
+            self.publish(owner, rank, owner.published + 1 in at)
         self.go(owner)
 
     @precondition(lambda self: self.model.taken)
@@ -253,7 +282,8 @@ class Lives(RuleBasedStateMachine):
         self.cache.check()
         assert set(self.cache._index.digests()) == {key(p) for p in self.model.cached}
         assert self.cache.use().blocks_evictable == len(self.model.left_at)
-        assert {key(p) for p in self.model.taken} == set(self.cache.states._visible)
+        assert {key(p) for p in [*self.model.taken, *self.guesses]} == set(self.cache.states._visible)
+        assert self.cache.use().provisional_slots == len(self.guesses)
 
 
 QUIET = {"deadline": None, "stateful_step_count": 30, "database": None}

@@ -1,26 +1,274 @@
-"""Where requests go, and what the router is told for that."""
+"""Where requests go, and what the router is told for that; test_router_machine.py has any life of a fleet."""
 
 from __future__ import annotations
 
-from megatron_ext.routing.router import Reason, Router
+from collections import Counter
+
+import pytest
+
+from megatron_ext.config.routing import RoutingConfig
+from megatron_ext.errors import ConfigError
+from megatron_ext.prefix_cache.shown import published_salt
+from megatron_ext.routing.router import Decision, Reason, Router
 
 SIZE = 4
 
 
+def fleet(policy: str = "longest_prefix", alpha: float = 0.5, count: int = 3, **options: object) -> Router:
+    """Replicas 0, 1, ... with blocks of four tokens."""
+    router = Router(RoutingConfig(policy, alpha))
+    for i in range(count):
+        router.join(str(i), SIZE, **options)
+    return router
+
+
+def hold(router: Router, replica: str, length: int, salt: str | None = None) -> list[str]:
+    """A replica holds the first `length` of the tokens 0, 1, ...; what it calls the blocks."""
+    names = [f"{replica}.{salt}.{i}" for i in range(length // SIZE)]
+    assert router.stored(replica, names, None, range(length), salt and [[salt], *[None] * (len(names) - 1)])
+    return names
+
+
+def busy(router: Router, replica: str, tokens: int) -> None:
+    """Give a replica so many tokens to compute that nobody else shares."""
+    prompt = router.prompt([10**6 + i for i in range(tokens)])
+    router.began(object(), Decision(replica, 0, 0, Reason.LOAD), prompt)
+
+
 def test_events_and_flights_make_affinity():
-    """A run that one replica holds and another is about to hold draws the prompt; the last token is never skipped."""
-    router = Router()
-    router.join("idle", SIZE)
-    router.join("holder", SIZE)
+    """RP-2: a run that one replica holds, and then is about to, draws the prompt; the last token is never skipped."""
+    router = fleet()
     prompt = router.prompt(range(16))
     assert router.route(prompt).reason is Reason.NOTHING_KNOWN
-    assert router.stored("holder", [11, 12], None, range(8))
-    assert router.stored("holder", [13, 14], 12, range(8, 16))
+    hold(router, "2", 16)
     decision = router.route(prompt)
-    assert (decision.replica, decision.skipped, decision.reason) == ("holder", 15, Reason.PREFIX)
+    assert decision == Decision("2", 15, 15, Reason.PREFIX)
     router.began("one", decision, prompt)
-    router.cleared("holder")
+    router.cleared("2")
     assert router.route(prompt).skipped == 15, "it is in flight there"
     router.ended("one")
     router.check()
     assert router.route(prompt).skipped == 0
+
+
+def test_load_is_tokens_not_requests():
+    """RP-2: ten short requests weigh less than a long one."""
+    router = fleet(count=2)
+    busy(router, "0", 1000)
+    for _ in range(10):
+        busy(router, "1", 10)
+    assert router.route(router.prompt(range(8))).replica == "1"
+    assert [view.load for view in router.replicas()] == [1000, 100]
+    assert router.least_load() == 100
+
+
+@pytest.mark.parametrize(("alpha", "replica", "reason"), [(1.0, "0", Reason.PREFIX), (0.5, "1", Reason.LOAD)])
+def test_alpha_weighs_affinity_against_load(alpha, replica, reason):
+    """RP-2: 96 tokens could be skipped where 200 are to be computed before."""
+    router = fleet(alpha=alpha, count=2)
+    hold(router, "0", 96)
+    busy(router, "0", 200)
+    decision = router.route(router.prompt(range(100)))
+    assert (decision.replica, decision.most_skipped, decision.reason) == (replica, 96, reason)
+
+
+def test_with_states_only_snapshots_count():
+    """RP-2: the deepest boundary with a visible snapshot, and none behind the prompt's last token."""
+    router = fleet(count=1, has_states=True)
+    names = hold(router, "0", 16)
+    assert router.route(router.prompt(range(16))).skipped == 0
+    assert router.state_stored("0", [names[1], names[3]])
+    assert router.route(router.prompt(range(17))).skipped == 16
+    assert router.route(router.prompt(range(16))).skipped == 8, "behind 16 nothing is left to compute"
+    router.state_removed("0", [names[1]])
+    assert router.route(router.prompt(range(16))).skipped == 0
+
+
+def test_a_leader_in_flight_leaves_a_state_where_others_part_from_it():
+    """RP-2: until its first token has come; afterwards the replica's events say where it left one."""
+    router = fleet(count=1, has_states=True)
+    prompt = router.prompt(range(16))
+    router.began("leader", router.route(prompt), prompt)
+    follower = router.prompt([*range(8), 99, 98, 97])
+    assert router.route(follower).skipped == 8
+    router.prefilled("leader")
+    assert router.route(follower).skipped == 0
+    router.ended("leader")
+    router.check()
+
+
+def test_salts_keep_tenants_apart():
+    """RP-3: equal tokens under another salt, or none, have nothing in common."""
+    router = fleet()
+    ours, others = published_salt("a"), published_salt("b")
+    hold(router, "1", 16, ours)
+    skipped = [router.route(router.prompt(range(16), salt)).skipped for salt in (ours, others, None)]
+    assert skipped == [15, 0, 0]
+
+
+def test_one_who_leaves_is_forgotten():
+    """RP-3: its blocks, its requests and its place; the next one who joins begins anew."""
+    router = fleet(count=2)
+    hold(router, "1", 16)
+    prompt = router.prompt(range(16))
+    router.began("one", router.route(prompt), prompt)
+    assert router.leave("1") == ["one"]
+    router.check()
+    assert router.route(prompt) == Decision("0", 0, 0, Reason.NOTHING_KNOWN)
+    router.join("1", SIZE)
+    assert router.replicas()[1].blocks == router.replicas()[1].load == 0
+    assert router.route(prompt, exclude=["0"]).skipped == 0
+
+
+def test_who_is_full_or_draining_gets_nothing():
+    """RP-2: and where all are, there is no decision."""
+    router = fleet(count=2, most_requests=1)
+    prompt = router.prompt(range(8))
+    for request in ("a", "b"):
+        router.began(request, router.route(prompt), prompt)
+    assert router.route(prompt) is None
+    router.ended("a")
+    router.drain("0")
+    assert router.route(prompt) is None
+    router.drain("0", is_draining=False)
+    assert router.route(prompt, exclude=["1", "unknown"]).replica == "0"
+
+
+def test_first_prefix_block():
+    """RP-2: who has the first block is taken to have all; of those the least loaded one."""
+    router = fleet("first_prefix_block")
+    hold(router, "0", 40)
+    hold(router, "2", 4)
+    busy(router, "0", 20)
+    decision = router.route(router.prompt(range(40)))
+    assert decision == Decision("2", 4, 39, Reason.LOAD)
+    busy(router, "2", 30)
+    assert router.route(router.prompt(range(40))).replica == "0"
+    busy(router, "0", 1000)
+    busy(router, "2", 1000)
+    assert router.route(router.prompt(range(40))).replica == "1", "too much is to be computed there"
+
+
+def test_load_balanced_and_round_robin():
+    """RP-2: prefixes decide nothing, and what will be skipped is counted all the same."""
+    router = fleet("load_balanced")
+    hold(router, "0", 40)
+    busy(router, "0", 10)
+    assert router.route(router.prompt(range(40))) == Decision("1", 0, 0, Reason.LOAD)
+    router = fleet("round_robin")
+    hold(router, "1", 40)
+    decisions = [router.route(router.prompt(range(40))) for _ in range(6)]
+    assert [(one.replica, one.skipped) for one in decisions[:3]] == [("0", 0), ("1", 39), ("2", 0)]
+    assert Counter(one.replica for one in decisions) == dict.fromkeys("012", 2)
+    assert decisions[0].reason is Reason.ROUND_ROBIN
+
+
+def test_an_idle_fleet_fills_evenly():
+    """RP-2: of equally loaded ones the one that was given the least so far; who joins does not catch up."""
+    router = fleet()
+    given = Counter()
+    for i in range(30):
+        if i == 21:
+            router.join("new", SIZE)
+        prompt = router.prompt([1000 * i + j for j in range(8)])
+        decision = router.route(prompt)
+        router.began(i, decision, prompt)
+        router.ended(i)
+        given[decision.replica] += 1
+    assert given["new"] <= 3
+    assert max(given[name] for name in "012") - min(given[name] for name in "012") <= 1
+
+
+def test_what_others_generated_is_expected():
+    """RP-2: a limit of 10,000 tokens is no load of 10,000 tokens."""
+    router = fleet(count=1)
+    for i in range(500):
+        prompt = router.prompt([i])
+        router.began(i, router.route(prompt), prompt, 10_000)
+        router.ended(i, generated=40)
+    router.began("next", router.route(prompt), prompt, 10_000)
+    assert 40 <= router.replicas()[0].load <= 45
+    router.generated("next", 30)
+    assert router.replicas()[0].load <= 15
+    router.ended("next")
+    router.check()
+
+
+def test_events_that_make_no_sense():
+    """RP-3: what continues nothing known is left out; a run of the wrong length is the caller's mistake."""
+    router = fleet(count=1)
+    assert not router.stored("0", [5], 4, range(4))
+    assert not router.state_stored("0", [5])
+    router.removed("0", [5])
+    names = hold(router, "0", 8)
+    assert router.stored("0", names, None, range(8)), "told twice"
+    assert router.stored("0", names[:1], None, range(4, 8)), "another block under a known name"
+    router.check()
+    assert router.replicas()[0].blocks == 2
+    with pytest.raises(ValueError, match="1 blocks of 4 tokens come with 3"):
+        router.stored("0", [9], None, range(3))
+    with pytest.raises(ValueError, match="token ids must be"):
+        router.stored("0", [9], None, [-1, 0, 0, 0])
+
+
+def test_holes_cost_a_guess_and_nothing_else():
+    """RP-3: a replica that takes back a block before those that continue it."""
+    router = fleet(count=1)
+    names = hold(router, "0", 32)
+    router.removed("0", [names[2]])
+    router.check()
+    assert router.route(router.prompt(range(32))).skipped <= 31
+    router.removed("0", names)
+    assert router.replicas()[0].blocks == 0
+    router.check()
+
+
+def test_mistakes_of_the_caller():
+    router = fleet(count=1)
+    prompt = router.prompt([1])
+    with pytest.raises(ValueError, match="is there already"):
+        router.join("0", SIZE)
+    with pytest.raises(ValueError, match="must be positive"):
+        router.join("1", 0)
+    with pytest.raises(ValueError, match="at least one token"):
+        router.prompt([])
+    with pytest.raises(ValueError, match="token ids must be"):
+        router.prompt([2**32])
+    router.began("one", router.route(prompt), prompt)
+    with pytest.raises(ValueError, match="is in flight to '0'"):
+        router.began("one", router.route(prompt), prompt)
+    with pytest.raises(KeyError):
+        router.leave("unknown")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({"policy": "best"}, "'best' is unknown"), ({"alpha": 1.5}, "alpha 1.5"), ({"alpha": float("nan")}, "alpha nan")],
+)
+def test_settings(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        RoutingConfig(**settings)
+
+
+def test_new_conversations_with_one_beginning_do_not_crowd_one_replica():
+    """What they share draws them as long as the replica holds no more than others; what is their own always does."""
+    router = Router()
+    homes: dict[int, str] = {}
+    for name in ("a", "b"):
+        router.join(name, SIZE)
+    beginning = list(range(3 * SIZE))
+    for chat in range(40):
+        first = router.prompt([*beginning, *range(1000 * chat, 1000 * chat + 5 * SIZE)])
+        decision = router.route(first)
+        homes[chat] = decision.replica
+        router.began(chat, decision, first)
+        router.ended(chat)
+        hashes = [("block", decision.replica, key) for key in first.keys(SIZE)]
+        router.stored(decision.replica, hashes, None, [*beginning, *range(1000 * chat, 1000 * chat + 5 * SIZE)])
+    held = [view.blocks for view in router.replicas()]
+    assert max(held) < 1.25 * min(held)
+    for chat, home in homes.items():
+        second = router.prompt([*beginning, *range(1000 * chat, 1000 * chat + 6 * SIZE)])
+        assert router.route(second).replica == home
+    router.join("new", SIZE)
+    assert router.route(second).replica == home, "a conversation does not move to where memory is free"

@@ -57,7 +57,8 @@ def test_evenly_without_a_record():
 def test_no_more_than_a_prompt_is_worth():
     """However many slots there are."""
     assert len(place(0, 39, 10_000, (), (), RULES)) == 9
-    assert len(place(0, 100_000, 10_000, (), (), RULES)) == RULES.most_a_prompt - 1
+    assert sorted(place(0, 100_000, 10_000, (), (), RULES)) == list(range(10_000, 100_000, 10_000))
+    assert len(place(0, 100_000, 10_000, range(0, 900, 30), (), RULES)) == 29 + 9
     assert place(0, 4, 10, (), (), RULES) == []
     assert place(0, 39, 0, (7,), ((9, 9),), RULES) == []
 

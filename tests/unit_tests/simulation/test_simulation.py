@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ext.config import EvictionPolicyName
 from megatron_ext.config.costs import EntryCosts
 from megatron_ext.errors import ConfigError
+from megatron_ext.scheduling import leap
 from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.simulation import command
 from megatron_ext.simulation.command import alternating
@@ -18,6 +20,7 @@ from megatron_ext.simulation.formats import MOONCAKE_BLOCK, read_trace
 from megatron_ext.simulation.generators import GENERATORS, Size
 from megatron_ext.simulation.machine import Machine
 from megatron_ext.simulation.models import MODELS, SimulatedModel
+from megatron_ext.simulation.replay import Replay
 from megatron_ext.simulation.sweep import GIB, Batch, Settings, advise, grid, limits_of, run_point, sweep
 from megatron_ext.simulation.trace import Ids, Turn, by_session, cut
 from tests.unit_tests.scheduling.builders import make_request
@@ -188,6 +191,53 @@ class TestPoints:
         assert len({one for (mode, *_), one in skipped.items() if mode == "align"}) == 1
         taken = {(p.settings.placement, p.settings.spacing): p.provisional_taken for p in points[:6]}
         assert taken["even", 4] > taken["even", 8] > taken["off", 4] == 0
+
+
+class Leaps(Replay):
+    """Counts the steps that are planned."""
+
+    planned = 0
+
+    def step(self) -> None:
+        """One more."""
+        self.planned += 1
+        super().step()
+
+
+class Walk(Replay):
+    """Every step by itself."""
+
+    def leap(self) -> bool:
+        """Never."""
+        return False
+
+
+@pytest.mark.parametrize("name", ["agents", "chat", "mixed", "rl"])
+@pytest.mark.parametrize("policy", ["lru", "flops", "ref_zero"])
+def test_steps_that_are_alike_are_taken_at_once(name: str, policy: str):
+    """SI-3: everything is the same as step by step, request by request; times but for rounding."""
+    turns = list(GENERATORS[name](Size(40, 3.0, 0.2, seed=5)))
+    batch = Batch(max_requests=6, max_tokens=512)
+    limits, slots = limits_of(HYBRID, Settings(0.6, 0.5, 64, policy), batch)
+    limits = dataclasses.replace(limits, total_blocks=70)
+    leaps, walks = (kind(turns, limits, EvictionPolicyName(policy), slots) for kind in (Leaps, Walk))
+    leaping, walking = leaps.run(), walks.run()
+    leaps.scheduler.check()
+    assert leaping.statistics == walking.statistics
+    assert leaping.skipped == walking.skipped
+    assert leaping.steps == walking.steps
+    assert leaping.ttft == pytest.approx(walking.ttft)
+    assert leaping.seconds == pytest.approx(walking.seconds)
+    counters, use = leaping.statistics.counters, leaping.statistics.use
+    assert use.blocks_evicted or counters.lost_slot_tokens or policy == "ref_zero" or name == "rl", "nothing was short"
+    assert leaps.planned < 0.6 * walking.steps, "it hardly leaps"
+
+
+def test_a_leap_over_the_end_of_a_block_would_be_seen(monkeypatch: pytest.MonkeyPatch):
+    alike = leap._alike
+    monkeypatch.setattr(leap, "_alike", lambda request, size: alike(request, size) and alike(request, size) + 1)
+    with pytest.raises((AssertionError, IndexError)):
+        test_steps_that_are_alike_are_taken_at_once("chat", "lru")
 
 
 def test_advice_is_the_best_point_of_each_memory():

@@ -25,12 +25,12 @@ _OPERATORS = (CAUSAL_CONV1D, SSD, SELECTIVE_SCAN, GATED_DELTA_RULE)
 
 
 @contextlib.contextmanager
-def reference_operators() -> Iterator[None]:
-    """Plain torch, whose shapes show what a program is made for."""
+def operators_by(backend: str) -> Iterator[None]:
+    """With this backend wherever an operator has it; shapes of the reference show what a program is made for."""
     with contextlib.ExitStack() as stack:
-        for operator in _OPERATORS:
-            stack.enter_context(operator.backends.forced("reference"))
-        stack.enter_context(PAGED_ATTENTION.forced("reference"))
+        for backends in (PAGED_ATTENTION, *(operator.backends for operator in _OPERATORS)):
+            if backend in backends.names:
+                stack.enter_context(backends.forced(backend))
         yield
 
 
@@ -71,13 +71,13 @@ class Padded:
         return super().step()
 
     def poison_padding(self) -> None:
-        context, limits = self.context, self.context.plan.limits
+        context, limits, geometry = self.context, self.context.plan.limits, self.context.plan.geometry
         if context.pools is None:
             return
         if context.plan.shape.attention_layers:
-            context.memory_buffer[:, :, context.plan.geometry.blocks] = torch.nan
-        last = context.plan.geometry.snapshot_slots + context.plan.geometry.draft_states
-        pools = (context.live_states, limits.max_requests), (context.snapshots, last)
+            context.memory_buffer[:, :, geometry.blocks] = torch.nan
+        spare = geometry.snapshot_slots + geometry.draft_states
+        pools = (context.live_states, limits.max_requests), (context.snapshots, spare)
         for pool, slot in pools:
             if pool is not None:
                 pool.conv[:, slot], pool.ssm[:, slot] = torch.nan, torch.nan

@@ -1,0 +1,1 @@
+"""Replicas under Ray Serve; see docs/fleet.md."""

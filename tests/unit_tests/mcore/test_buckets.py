@@ -1,0 +1,153 @@
+"""Sizes that steps are padded to, and the places that they are sent to (CU-4)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_ext.mcore.buckets import Bucket, Buckets, decode_sizes, why_eager
+from megatron_ext.mcore.fixed_places import Answers, FixedPlaces, Layout
+from megatron_ext.mcore.fixed_step import layout_of
+from megatron_ext.mcore.staging import StagingRules
+from megatron_ext.scheduling.plan import SchedulerLimits
+from megatron_ext.scheduling.snapshots import Snapshot
+from megatron_ext.scheduling.step import LAST_SAMPLED, Sampling, ScheduledChunk, ScheduledStep, Scoring
+
+LIMITS = SchedulerLimits(
+    block_size=16,
+    total_blocks=100,
+    paused_blocks=None,
+    max_requests=12,
+    max_tokens=400,
+    max_sequence_length=200,
+    chunked_prefill=True,
+)
+GREEDY = Sampling(1.0, 0, 0.0, None, (), None)
+
+
+def buckets(**settings: object) -> Buckets:
+    return Buckets(
+        LIMITS, **({"count": 3, "kernel_chunk": 64, "snapshots_in_prefill": True, "one_width": False} | settings)
+    )
+
+
+def step(decodes: list[int], prefills: list[tuple[int, int]] = (), **fields: object) -> ScheduledStep:
+    """Decodes at these positions, prefills of [start, end)."""
+    spans = [*((end - 1, end) for end in decodes), *prefills]
+    chunks = tuple(
+        ScheduledChunk(
+            i, (5,) * (end - start), start, end, i < len(decodes), tuple(range(-(-end // 16))), 0, i, sampling=GREEDY
+        )
+        for i, (start, end) in enumerate(spans)
+    )
+    return ScheduledStep((dataclasses.replace(chunks[0], **fields), *chunks[1:]), len(decodes))
+
+
+@pytest.mark.parametrize(
+    ("most", "count", "sizes"), [(12, 3, (4, 8, 12)), (5, 16, (1, 2, 3, 4, 5)), (7, 3, (3, 5, 7)), (9, 1, (9,))]
+)
+def test_sizes_are_capped_by_the_slots(most, count, sizes):
+    """CU-5: evenly apart, the largest what may run at once."""
+    assert decode_sizes(most, count) == sizes
+
+
+def test_the_smallest_that_holds_a_step():
+    """CU-4: rows, tokens with one for each row of padding, and blocks of the longest request."""
+    found = buckets()
+    assert found.widths == (1, 2, 4, 7, 13)
+    assert buckets(one_width=True).widths == (13,)
+    assert found.find(step([3])) == Bucket(4, 0, 0, 1)
+    assert found.find(step([3, 17, 40, 1, 1])) == Bucket(8, 0, 0, 4)
+    assert found.find(step([3] * 13)) is None
+    assert found.find(step([], [(0, 60)])) == Bucket(4, 4, 64, 4)
+    assert found.find(step([], [(0, 61)])) == Bucket(4, 4, 64, 4)
+    assert found.find(step([], [(0, 62)])) == Bucket(4, 4, 256, 4)  # three rows of padding have a token each
+    assert found.find(step([2], [(0, 10)] * 4)) == Bucket(4, 4, 64, 1)
+    assert found.find(step([2], [(0, 10)] * 5)) is None
+    assert len(found.all()) == len(set(found.all())) == 3 * 3 * 5
+
+
+def test_cuts_have_to_fit():
+    """CU-4: more states inside a prefill than there is room for are kept by a plain step."""
+    found = buckets()
+    for count, fits in ((3, True), (8, False)):
+        snapshots = tuple(Snapshot(16 * (i + 1), b"", i) for i in range(count))
+        chunk = dataclasses.replace(step([], [(0, 150)]).chunks[0], snapshots=snapshots)
+        assert (found.find(ScheduledStep((chunk,), 0)) is not None) is fits
+    assert buckets(snapshots_in_prefill=False).find(ScheduledStep((chunk,), 0)) is not None
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({}, None),
+        ({"token_ids": (LAST_SAMPLED,)}, "tokens that are not on the host yet"),
+        ({"scoring": Scoring(0, 1, (3,), 0)}, "log-probs of prompts"),
+        ({"sampling": dataclasses.replace(GREEDY, top_n=0)}, "log-probs"),
+        ({"sampling": dataclasses.replace(GREEDY, forbidden=(1,))}, "tokens that must not come yet"),
+        ({"token_ids": (5, 6), "start": 1, "behind_drafts": (GREEDY,)}, "drafts are verified"),
+    ],
+)
+def test_what_no_program_computes(fields, reason):
+    """CU-5: such a step is computed as it is."""
+    assert why_eager(step([3], **fields)) == reason
+
+
+class Event:
+    """A stand-in for an event of CUDA: what is waited for has to be marked first."""
+
+    notes: list[str]
+
+    def record(self) -> None:
+        self.notes.append(f"mark {id(self)}")
+
+    def synchronize(self) -> None:
+        self.notes.append(f"wait {id(self)}")
+
+
+def test_the_host_waits_for_the_copy_before_the_last_one(monkeypatch):
+    """CU-6: buffers take turns behind events: one is written while the other may still be read."""
+    notes: list[str] = []
+    event = type("Noted", (Event,), {"notes": notes})
+    zeros = torch.zeros
+    monkeypatch.setattr(torch.cuda, "Event", event)
+    monkeypatch.setattr(
+        torch, "zeros", lambda *shape, pin_memory=False, device=None, **options: zeros(*shape, **options)
+    )
+    layout = Layout({"a": (2, 3), "b": (4,)}, frozenset({"b"}))
+    places = FixedPlaces([layout], torch.device("cuda"))
+    targets = places.parts(layout)
+    assert (targets["a"].dtype, targets["b"].dtype) == (torch.int64, torch.float64)
+    for turn in range(3):
+        arrays = places.open(layout)
+        arrays["a"][:], arrays["b"][:] = turn, turn + 0.5
+        places.send(layout)
+        assert targets["a"].unique().tolist() == [turn]
+        assert targets["b"].unique().tolist() == [turn + 0.5]
+    kinds, events = zip(*(note.split() for note in notes), strict=True)
+    assert kinds == ("wait", "mark") * 3
+    assert events[0] == events[1] == events[4] == events[5] != events[2] == events[3]
+    notes.clear()
+    answers = Answers(4, torch.device("cuda"))
+    first = answers.fetch(torch.tensor([1, 2, 3]))
+    second = answers.fetch(torch.tensor([4, 5]))
+    assert (first.read(), second.read()) == ([1, 2, 3], [4, 5])
+    assert [note.split()[0] for note in notes] == ["mark", "mark", "wait", "wait"]
+
+
+def test_every_number_of_a_layout_has_a_place_of_its_own():
+    """CU-4: whatever the bucket: no two names share a number, and the largest bucket is the longest."""
+    rules = StagingRules(16, 100, 64, True, 1, True, torch.device("cpu"))
+    for bucket in buckets().all():
+        layout = layout_of(bucket, rules)
+        arrays = {
+            name: part.numpy() for name, part in layout.parts(torch.zeros(layout.count, dtype=torch.int64)).items()
+        }
+        for i, array in enumerate(arrays.values()):
+            assert not array.any()
+            array[...] = i + 1
+        assert sum(array.size for array in arrays.values()) == layout.count
+        assert all(np.unique(array).tolist() == [i + 1] for i, array in enumerate(arrays.values()) if array.size)

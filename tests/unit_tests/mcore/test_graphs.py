@@ -1,0 +1,166 @@
+"""Graphs are captured at the start, of padding alone, and replayed for whatever requests come (CU-5).
+
+There is no GPU here. `ReplayedGraphs` runs what it captured as a graph would, and the one class that calls CUDA is seen
+to make the calls that it should.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+
+import pytest
+import torch
+
+from megatron_ext.config import CacheConfig
+from megatron_ext.mcore import buckets as sizes
+from megatron_ext.mcore.buckets import Buckets
+from megatron_ext.mcore.fixed_steps import FixedSteps
+from megatron_ext.mcore.graphs import CudaGraphs
+from megatron_ext.scheduling.record import Status
+from tests.unit_tests.mcore.test_fixed_steps import serve
+from tests.unit_tests.support.driver import Driver, assert_states_close, make_prompt
+from tests.unit_tests.support.models import CONFIGS
+from tests.unit_tests.support.padded import PaddedDriver
+from tests.unit_tests.support.replay import ReplayedGraphs
+
+
+class Captured(PaddedDriver):
+    """Steps are graphs; nothing of Python runs in them, so logits cannot be watched.
+
+    Attributes:
+        graphs: That were captured.
+    """
+
+    def __init__(self, *args: object, **settings: object) -> None:
+        super().__init__(*args, **settings)
+        context, rules = self.context, self.context.staging_rules
+        found = Buckets(
+            context.plan.limits, 2, rules.kernel_chunk, snapshots_in_prefill=rules.snapshots_in_prefill, one_width=True
+        )
+        self.graphs = ReplayedGraphs()
+        context.fixed_steps = FixedSteps(context, self.engine.controller, found, self.graphs)
+        self._watch_programs(context.fixed_steps)
+        self.engine.create_cuda_graphs()
+
+    def _watch_forward(self) -> None:
+        pass
+
+
+SETTINGS = {"max_requests": 6, "max_sequence_length": 96, "cache": CacheConfig()}
+
+
+@pytest.fixture(autouse=True)
+def one_mixed_size(monkeypatch):
+    monkeypatch.setattr(sizes, "MIXED_STEPS", ((4, 96),))
+
+
+@pytest.mark.parametrize("kind", ["hybrid", "mamba1", "gated_delta_net"])
+def test_graphs_give_what_plain_steps_give(get_oracle, kind):
+    """CU-5: tokens, and the states that every step leaves; hits, restores, snapshots and drawn tokens inside."""
+    captured = Captured(get_oracle(kind).model, CONFIGS[kind], **SETTINGS)
+    assert captured.graphs.captured == 3 * 2 * 2  # parts of a program; with prefills and without; sizes
+    captured.graphs.replayed = 0
+    serve(captured, is_caching=True)
+    assert captured.graphs.captured == 12, "something was captured while requests waited"
+    assert captured.graphs.replayed == 2 * len(captured.buckets) > 40
+    assert captured.eager_steps == 0
+    plain = Driver(get_oracle(kind).model, CONFIGS[kind], **SETTINGS)
+    serve(plain, is_caching=True)
+    for request_id, record in plain.records.items():
+        assert captured.records[request_id].generated_tokens == record.generated_tokens
+        own, others = captured.seen[request_id].states, plain.seen[request_id].states
+        assert own.keys() == others.keys()
+        for position, [(conv, ssm), *_] in others.items():
+            assert_states_close(own[position][0][0], conv, f"request {request_id} after {position} tokens")
+            assert_states_close(own[position][0][1], ssm, f"request {request_id} after {position} tokens")
+
+
+def test_new_pools_need_new_graphs(get_oracle):
+    """CU-5: after a suspend nothing lies where it lay; the resume captures again, before anything is computed."""
+    driver = Captured(get_oracle("hybrid").model, CONFIGS["hybrid"], **SETTINGS)
+    before = driver.graphs.captured
+    driver.add(0, make_prompt(30), num_tokens_to_generate=8)
+    for _ in range(3):
+        driver.step()
+    pools = weakref.ref(driver.context.pools)
+    driver.engine.suspend()
+    assert pools() is None, "a program keeps memory that was to be given back"
+    driver.engine.resume()
+    assert driver.graphs.captured == 2 * before
+    driver.run()
+    record = driver.records[0]
+    assert record.status is Status.COMPLETED
+    assert record.generated_tokens == get_oracle("hybrid").greedy(make_prompt(30), 8).tokens
+
+
+def test_new_weights_elsewhere_need_new_graphs(get_oracle):
+    """CU-5: weights that were written in place do not; a tensor that took another one's place does."""
+    driver = Captured(get_oracle("hybrid").model, CONFIGS["hybrid"], **SETTINGS)
+    fixed, before = driver.context.fixed_steps, driver.graphs.captured
+    driver.engine.weights_changed()
+    assert driver.graphs.captured == before
+    weight = next(driver.engine._model.parameters())
+    old = weight.data
+    try:
+        weight.data = old.clone()
+        driver.engine.weights_changed()
+        driver.add(0, make_prompt(20), num_tokens_to_generate=2)
+        driver.run()
+        assert driver.graphs.captured > before
+    finally:
+        weight.data = old
+        fixed.forget()
+
+
+def test_the_stand_in_sees_what_is_baked_in():
+    """The negative control: a number from the host stays what it was when the program was captured."""
+    place, numbers = torch.tensor([1.0, 2.0]), [1.0]
+    replay = ReplayedGraphs().capture(lambda: place * numbers[0] + place.sum())
+    place.copy_(torch.tensor([3.0, 4.0]))
+    with torch.inference_mode():
+        assert replay().tolist() == [10.0, 11.0]
+        numbers[0] = 5.0
+        assert replay().tolist() == [10.0, 11.0], "a graph cannot know"
+
+
+def test_calls_of_cuda(monkeypatch):
+    """CU-5: run beside the stream first, captured once into memory that graphs share, then replayed, never run."""
+    calls: list[str] = []
+
+    class Stream:
+        def __init__(self, name: str = "side") -> None:
+            self.name = name
+
+        def wait_stream(self, other: Stream) -> None:
+            calls.append(f"{self.name} waits for {other.name}")
+
+    @contextlib.contextmanager
+    def within(name: str):
+        calls.append(f"begin {name}")
+        yield
+        calls.append(f"end {name}")
+
+    class Graph:
+        def replay(self) -> None:
+            calls.append("replay")
+
+    main = Stream("main")
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: main)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: within(stream.name))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (7, 7))
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, pool: within(f"graph in {pool}"))
+    graphs, answer = CudaGraphs(), torch.ones(2)
+
+    def run():
+        calls.append("run")
+        return answer
+
+    program = graphs.capture(run)
+    warmed = ["side waits for main", "begin side", "run", "run", "end side", "main waits for side"]
+    assert calls == [*warmed, "begin graph in (7, 7)", "run", "end graph in (7, 7)"]
+    calls.clear()
+    assert program() is answer
+    assert calls == ["replay"]

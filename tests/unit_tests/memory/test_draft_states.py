@@ -1,0 +1,49 @@
+"""LA-4, SP-2: states behind drafts are in the budget, the geometry, the errors, and in what ranks agree on."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from megatron_ext.config import BatchingConfig, CacheConfig
+from megatron_ext.errors import ConfigError
+from megatron_ext.memory.agreement import Room, agree
+from megatron_ext.memory.budget import ModelMemory, plan_memory
+from megatron_ext.memory.world import world_geometry
+from tests.unit_tests.memory.test_budget import number_that_would_do
+
+MODEL = ModelMemory(kv_bytes_per_token=1024, state_bytes=100_000, chunk_size=128, max_sequence_length=4096)
+DRAFTING = dataclasses.replace(MODEL, speculative_tokens=5)
+OFF = CacheConfig(enable_prefix_caching=False)
+
+
+def test_they_come_off_the_buffer():
+    """64 requests have 5 states more each: 32,000,000 bytes, 489 blocks of 64 KiB."""
+    plain, drafting = (plan_memory(model, BatchingConfig(), OFF, "cpu") for model in (MODEL, DRAFTING))
+    assert (plain.draft_states, drafting.draft_states) == (0, 320)
+    assert 0 <= plain.blocks - drafting.blocks - 488 <= 1
+    assert plain.pool_bytes - drafting.pool_bytes < 65_536, "the budget is the same"
+
+
+def test_attention_needs_none():
+    model = dataclasses.replace(DRAFTING, state_bytes=0)
+    assert plan_memory(model, BatchingConfig(), OFF, "cpu").draft_states == 0
+
+
+def test_a_buffer_that_is_too_small():
+    """The error says what they take, and its number would do."""
+    with pytest.raises(ConfigError, match=r"64 requests, each with 5 more behind drafts.*--num-speculative") as caught:
+        plan_memory(DRAFTING, BatchingConfig(buffer_size_gb=0.03), OFF, "cpu")
+    enough = number_that_would_do(caught.value)
+    plan_memory(DRAFTING, BatchingConfig(buffer_size_gb=enough), OFF, "cpu")
+
+
+def test_ranks_agree():
+    """A rank without recurrent layers has none, and the world as many as those that have."""
+    config = BatchingConfig(block_count=10, max_requests=3)
+    models = (DRAFTING, dataclasses.replace(DRAFTING, state_bytes=0))
+    rooms = [Room(plan_memory(model, config, CacheConfig(snapshot_slots=2), "cpu"), None) for model in models]
+    agreed = [room.geometry for room in agree(rooms, slots_within_blocks=False)]
+    assert [one.draft_states for one in agreed] == [15, 0]
+    assert world_geometry(agreed, (0, 1)).draft_states == 15

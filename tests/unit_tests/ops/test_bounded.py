@@ -1,0 +1,161 @@
+"""Operators whose lengths only the device knows give what they give where the host knows them (CU-4)."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_ext.mcore.fixed_step import write_grid
+from megatron_ext.mixers.chunk_metadata import cut_between, cut_prefill
+from megatron_ext.ops import bounded_chunks as in_grids  # the function itself would lose what it provides, see conftest
+from megatron_ext.ops.causal_conv1d import PLAIN_CONV1D
+from megatron_ext.ops.gated_delta_rule import GATED_DELTA_RULE
+from megatron_ext.ops.paged_attention import PAGED_ATTENTION, BoundedBatch, build_paged_batch, paged_attention
+from megatron_ext.ops.sampling import SAMPLING, sample_tokens, sampling_batch
+from megatron_ext.ops.sampling.in_place import Wishes, best_tokens_of, draw_tokens
+from megatron_ext.ops.selective_scan import SELECTIVE_SCAN
+from megatron_ext.ops.ssd import SSD
+from megatron_ext.ops.state_slots import SnapshotPlaces, StateSlots
+from tests.unit_tests.ops.backends import usable
+from tests.unit_tests.ops.test_paged_attention import BLOCK, SCALE, Step
+
+# Two sequences and a token of padding, with room for three of 150 tokens in chunks of 64.
+STARTS, LENGTHS, STOPS = [7, 0, 0], [100, 3, 1], [[64], [], []]
+GRID = in_grids.ChunkGrid(sequences=3, chunks=3, places=64, tokens=150)
+
+
+def _ssd(normal, positive, t):
+    return normal(t, 4, 6), positive(t, 4), -positive(4), normal(t, 2, 5), normal(t, 2, 5)
+
+
+def _selective(normal, positive, t):
+    return normal(t, 6), positive(t, 6), -positive(6, 5), normal(t, 5), normal(t, 5)
+
+
+def _delta(normal, positive, t):
+    return normal(t, 2, 5) / 4, normal(t, 2, 5) / 4, normal(t, 4, 6), -positive(t, 4), positive(t, 4)
+
+
+def _conv(normal, _, t):
+    return (normal(t, 6),)
+
+
+INPUTS = {
+    "ssd": (SSD, _ssd, (4, 6, 5)),
+    "selective_scan": (SELECTIVE_SCAN, _selective, (6, 5)),
+    "gated_delta_rule": (GATED_DELTA_RULE, _delta, (4, 5, 6)),
+    "convolution": (PLAIN_CONV1D, _conv, (6, 3)),
+}
+
+
+def assert_close(found, expected) -> None:
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+
+
+def padded_chunks():
+    """What a step in fixed places says of these sequences."""
+    cuts = np.zeros((GRID.sequences, GRID.chunks), dtype=np.int64)
+    for row, *prefill in zip(cuts, STARTS, LENGTHS, STOPS, strict=True):
+        start, length, stops = prefill
+        pieces = cut_between(start, length, GRID.places, stops)
+        row[: len(pieces)] = pieces
+    sizes = {"cu_chunk_seqlens": GRID.count + 1, "place_of_token": GRID.tokens}
+    sizes |= dict.fromkeys(("place_tokens", "place_is_padding"), GRID.count * GRID.places)
+    arrays = {name: np.full(size, 77, dtype=np.int64) for name, size in sizes.items()}
+    write_grid(cuts, GRID, arrays)
+    staged = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    return in_grids.bounded_chunks(
+        GRID,
+        torch.tensor([0, 100, 103, 104]),
+        torch.tensor([0] * 100 + [1] * 3 + [2] * 47),
+        staged["cu_chunk_seqlens"],
+        staged["place_tokens"],
+        staged["place_is_padding"].bool(),
+        staged["place_of_token"],
+    )
+
+
+@pytest.mark.parametrize("name", INPUTS)
+def test_prefills_in_a_grid_of_chunks(name):
+    """CU-4: outputs, last states and a snapshot inside; empty chunks pass states on, and other tokens may be NaN."""
+    operator, make, shape = INPUTS[name]
+    generator = torch.Generator().manual_seed(1)
+
+    def normal(*sizes: int):
+        return torch.randn(*sizes, generator=generator)
+
+    def positive(*sizes: int):
+        return torch.rand(*sizes, generator=generator) * 0.2 + 0.05
+
+    inputs, weight = make(normal, positive, 150), normal(6, 4)
+    for one in inputs:
+        if len(one) == 150:
+            one[104:] = torch.nan  # behind the last sequence
+    live = normal(4, *shape)
+    tokens = inputs if name != "convolution" else (*inputs, weight, None)
+    found = []
+    for chunks in (padded_chunks(), cut_prefill(STARTS, LENGTHS, 64, STOPS, None)):
+        piece = 0 if len(chunks.chunk_lengths) == GRID.count else int(np.cumsum(chunks.chunk_lengths).searchsorted(57))
+        kept = SnapshotPlaces(torch.tensor([1]), torch.tensor([0]), torch.tensor([piece]), torch.tensor([57]))
+        slots = StateSlots(torch.tensor([2, 0, 3]), torch.tensor([True, False, False]), kept)
+        pool, snapshots = live.clone(), torch.full((2, *shape), torch.nan)
+        with operator.backends.forced("reference"):
+            y = operator.prefill(*tokens, chunks=chunks, slots=slots, live=pool, snapshots=snapshots)
+        found.append((y, pool, snapshots))
+    (y, pool, snapshots), (other_y, other_pool, other_snapshots) = found
+    assert_close(y[:104], other_y[:104])
+    assert_close(pool, other_pool)
+    assert_close(snapshots[1], other_snapshots[1])
+    assert snapshots[0].isnan().all()
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("backend", usable(PAGED_ATTENTION))
+def test_attention_by_lengths_on_the_device(backend, window):
+    """CU-4: decodes and prefills, tables wider than need be, tokens behind the last sequence."""
+    step = Step([(1, 40), (1, 17), (1, 1), (9, 33), (20, 20), (1, 5)], decode_rows=3)
+    queries, keys = zip(*step.rows, strict=True)
+    plain = build_paged_batch(step.tables, queries, keys, 3, BLOCK, "cpu")
+    padding = torch.full((6, 5 - plain.block_table.shape[1]), len(step.key_cache) - 1)
+    bounded = BoundedBatch(
+        num_decode=3,
+        query_lengths=(1, 1, 1, 40, 40, 40),
+        kv_lengths=(80,) * 6,
+        block_size=BLOCK,
+        block_table=torch.cat([plain.block_table, padding], dim=1),
+        cu_seqlens_q=plain.cu_seqlens_q,
+        seqlens_k=plain.seqlens_k,
+    )
+    q = torch.cat([step.q, torch.full((10, 4, 8), torch.nan)])
+    with PAGED_ATTENTION.forced(backend):
+        found, expected = (
+            paged_attention(q, step.key_cache, step.value_cache, batch, scale=SCALE, window=window)
+            for batch in (bounded, plain)
+        )
+    assert_close(found[:33], expected[:33])
+    assert not found[33:].any()
+
+
+def test_drawing_in_place_gives_the_same_tokens():
+    """CU-4: every kind of cut and greedy rows in one pass; equal logits by their ids; rows of NaN harm nobody."""
+    generator = torch.Generator().manual_seed(2)
+    rows, words = 600, 50
+    logits = torch.randn(rows, words, generator=generator) * 3
+    logits[::5] = logits[::5].round()  # ties
+    top_k = torch.randint(0, 8, (rows,), generator=generator) * torch.randint(0, 2, (rows,), generator=generator)
+    top_p = torch.rand(rows, generator=generator, dtype=torch.float64) * (torch.arange(rows) % 3 > 0)
+    temperature = torch.rand(rows, generator=generator, dtype=torch.float64) + 0.2
+    uniform = torch.rand(rows, generator=generator, dtype=torch.float64)
+    columns = (temperature.tolist(), top_k.tolist(), top_p.tolist(), uniform.tolist())
+    with SAMPLING.forced("reference"):
+        expected = sample_tokens(logits, sampling_batch(*columns))
+    is_greedy = torch.arange(rows) % 7 == 0
+    expected = best_tokens_of(logits).where(is_greedy, expected)
+    uniform[is_greedy] = -1.0
+    logits[3] = torch.nan
+    found = draw_tokens(logits, Wishes(temperature, top_k, top_p, uniform))
+    assert 0 <= int(found[3]) < words
+    different = (found != expected).nonzero().flatten().tolist()
+    assert set(different) <= {3}
+    assert len(set(expected.tolist())) > 40

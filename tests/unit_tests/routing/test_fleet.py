@@ -1,0 +1,79 @@
+"""RP-7: the simulated fleet, and what the router is worth in front of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks import routing
+from benchmarks.fleet.balancers import BALANCERS, CostRule, Ours
+from benchmarks.fleet.plots import bars
+from benchmarks.fleet.world import Scale, World
+from megatron_ext.routing.prompt import Prompt
+
+
+@pytest.mark.parametrize("name", BALANCERS)
+def test_every_request_is_served_though_replicas_die(name):
+    """Whatever the rule, each turn has its first token, those that were retried too, and books balance."""
+    scale = Scale(6, 250, capacity=900, failures=0.5)
+    balancer = BALANCERS[name](6)
+    world = World(scale, balancer)
+    outcome = world.run()
+    assert len(world.served) == len(set(world.served)) == 250
+    assert len(outcome.firsts) >= 250
+    assert outcome.retried > 0
+    assert sum(outcome.computed) >= outcome.prompt_units - outcome.skipped_units
+    for replica in world.replicas:
+        assert not replica.present
+        assert not replica.used
+        assert replica.free + len(replica.idle) == replica.capacity
+    if isinstance(balancer, Ours):
+        balancer.router.check()
+        assert all(view.load == view.in_flight == 0 for view in balancer.router.replicas())
+        held = {view.name: view.blocks for view in balancer.router.replicas()}
+        assert held == {str(one.number): len(one.idle) for one in world.replicas}
+    if isinstance(balancer, CostRule):
+        assert not balancer._active.bits
+        assert abs(balancer._decode).max() == abs(balancer._prefill).max() == 0
+
+
+def test_the_router_skips_more_than_taking_turns():
+    """RP-2: on the same traffic."""
+    shares = {
+        name: World(Scale(8, 600), BALANCERS[name](8)).run().skipped for name in ("round_robin", "longest_prefix")
+    }
+    assert shares["longest_prefix"] > shares["round_robin"] + 0.3
+
+
+def test_two_replicas_skip_what_one_of_twice_the_memory_does():
+    """RP-2: without load, chats one turn after the other; within two points, when caches are too small for all."""
+    shares = []
+    for replicas, capacity in ((1, 1600), (2, 800)):
+        scale = Scale(replicas, 500, capacity=capacity, offered=0.02 / replicas, failures=0.0)
+        shares.append(World(scale, Ours(replicas)).run().skipped)
+    assert abs(shares[0] - shares[1]) < 0.02
+    assert shares[0] < 0.95, "caches are large enough for all, so nothing was tested"
+
+
+def test_rows_and_plots(tmp_path, capsys):
+    """Every column has its number, and every bar its place."""
+    rows = [routing.measure(name, Scale(2, 40)) for name in ("round_robin", "longest_prefix")]
+    assert all(row["requests"] == 40 for row in rows)
+    assert "skipped" in routing.line(rows[1])
+    routing.plot(rows, tmp_path)
+    assert len(list(tmp_path.glob("*.svg"))) == 3
+    assert (tmp_path / "routing_skipped.svg").read_text().count("<title>") == 2
+    bars(tmp_path / "x.svg", "t", ["a"], {"s": [0.0]}, logarithmic=True)
+    assert "decisions/s" in routing.speed(4, 3, 100, replicas=4)
+
+
+def test_the_cost_rule_counts_blocks_once():
+    """Of two requests with the same prompt the second adds nothing to what is in use."""
+    rule, prompt = CostRule(2), Prompt(range(10), "x")
+    for request in ("a", "b"):
+        rule.choose(prompt)
+        rule.began(request, 0, prompt)
+    assert rule._decode.tolist() == [10, 0]
+    rule.ended("a", 1)
+    assert rule._decode.tolist() == [10, 0]
+    rule.ended("b", 1)
+    assert rule._decode.tolist() == [0, 0]

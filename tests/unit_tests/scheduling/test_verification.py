@@ -1,0 +1,218 @@
+"""Which drafts a step verifies, which of them came, and where the states behind them lie; by hand."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from megatron_ext.config import EvictionPolicyName, RequestParams
+from megatron_ext.prefix_cache.hash_chain import Digest
+from megatron_ext.prefix_cache.state_index import SlotId, StateIndex
+from megatron_ext.scheduling.draft_slots import DraftSlots
+from megatron_ext.scheduling.draws import Draws
+from megatron_ext.scheduling.request import Request
+from megatron_ext.scheduling.scheduler import Scheduler
+from megatron_ext.scheduling.step import describe_step
+from megatron_ext.scheduling.submission import Submission
+from megatron_ext.scheduling.verification import NO_TOKEN, most_drafts, tokens_that_came
+from megatron_ext.speculation.proposals import DraftError, Proposals
+from tests.unit_tests.scheduling.builders import make_limits
+
+DRAFTS = {"most_drafts": 3, "draft_states": 12}
+
+
+def decoding(prompt: int = 5, *, slots: int | None = None, policy: object = None, **limits: object):
+    """A scheduler (blocks of 4) with one request that has its first token."""
+    params = limits.pop("params", {})
+    scheduler = Scheduler(make_limits(**(DRAFTS | limits)), policy, b"model", slots)
+    wishes = RequestParams(**({"num_tokens_to_generate": 20} | params))
+    request = Request(Submission(7, tuple(range(prompt)), wishes, arrival=0, seed=0, end_ids=(99,)))
+    scheduler.add(request)
+    while not request.generated_count:
+        step_of(scheduler, 50)
+    return scheduler, request
+
+
+def step_of(scheduler: Scheduler, token: int, *behind: int):
+    """A step of one request, which draws these."""
+    step = describe_step(scheduler.schedule().chunks, scheduler.limits.block_size)
+    (chunk,) = step.chunks
+    scheduler.commit(step, {7: token} if chunk.sampling else {}, {7: behind} if chunk.behind_drafts else {})
+    scheduler.check()
+    return chunk
+
+
+class TestDraws:
+    def test_looking_ahead_changes_nothing(self):
+        """SP-3: a token has the number that it has without speculation, however often somebody looked."""
+        plain, looking, source = Draws(5), Draws(5), random.Random(1)
+        for _ in range(50):
+            ahead = [looking.current(i) for i in range(source.randint(0, 4))]
+            assert ahead[:1] in ([], [plain.current()])
+            assert looking.current() == plain.current()
+            plain.advance()
+            looking.advance()
+
+    def test_who_never_draws_uses_none_up(self):
+        draws = Draws(5)
+        draws.advance()
+        assert draws.current() == Draws(5).current()
+
+
+class TestWhatCame:
+    @pytest.mark.parametrize(
+        ("drafts", "drawn", "came"),
+        [
+            ((1, 2, 3), (1, 2, 3, 4), [1, 2, 3, 4]),
+            ((1, 2, 3), (1, 9, 3, 4), [1, 9]),
+            ((1, 2, 3), (9, 2, 3, 4), [9]),
+            ((1, 99, 3), (1, 99, 3, 4), [1, 99]),
+            ((99,), (99, 1), [99]),
+            ((1, 2), (1, NO_TOKEN, 3), [1]),
+            ((1, 2), (1, 2, NO_TOKEN), [1, 2]),
+        ],
+    )
+    def test_until_one_is_another_or_the_end(self, drafts, drawn, came):
+        _, request = decoding()
+        assert tokens_that_came(request, drafts, drawn) == came
+
+    def test_an_end_before_the_least_number_goes_on(self):
+        _, request = decoding(params={"min_tokens": 3})
+        assert tokens_that_came(request, (1, 99, 3), (1, 99, 3, 4)) == [1, 99, 3, 4]
+        assert tokens_that_came(request, (1, 2, 99), (1, 2, 99, 4)) == [1, 2, 99]
+
+
+class TestLimits:
+    @pytest.mark.parametrize(
+        ("params", "limits", "expected"),
+        [
+            ({}, {}, 3),
+            ({"num_tokens_to_generate": 3}, {}, 1),  # one is there, and one comes behind the draft
+            ({"num_tokens_to_generate": 2}, {}, 0),
+            ({"num_speculative_tokens": 1}, {}, 1),
+            ({"num_speculative_tokens": 0}, {}, 0),
+            ({}, {"aligned_chunks": True}, 2),  # the known token is at 5, its block ends behind 7
+            ({"stop_words": ("x",)}, {}, 1),  # and does not end with a draft
+        ],
+    )
+    def test_by_hand(self, params, limits, expected):
+        scheduler, request = decoding(slots=4, policy=EvictionPolicyName.LRU, params=params, **limits)
+        assert most_drafts(request, scheduler.limits) == expected
+
+    def test_without_keys_no_boundary_matters(self):
+        scheduler, request = decoding(aligned_chunks=True)
+        assert most_drafts(request, scheduler.limits) == 3
+
+    @pytest.mark.parametrize(
+        ("limits", "expected"),
+        [
+            ({}, 3),
+            ({"max_tokens": 4, "max_requests": 1}, 3),
+            ({"max_tokens": 3, "max_requests": 1}, 2),
+            ({"max_tokens": 1, "max_requests": 1}, 0),
+            ({"total_blocks": 2}, 2),  # of 4 tokens each; the known one is at 5
+            ({"draft_states": 2}, 1),  # one behind each token but the last, and one at 8 if that is reached
+            ({"draft_states": 1}, 1),
+            ({"draft_states": 0}, 0),
+        ],
+    )
+    def test_what_is_left_of_a_step(self, limits, expected):
+        """SP-5: tokens, free blocks, slots for states."""
+        scheduler, _ = decoding(slots=4, policy=EvictionPolicyName.LRU, **({"max_tokens": 16} | limits))
+        scheduler.propose({7: (1, 2, 3)})
+        chunk = step_of(scheduler, 9, *[8] * expected)
+        assert len(chunk.behind_drafts) == expected
+
+
+class TestStates:
+    def test_a_rejected_draft_is_restored_from_its_own_slot(self):
+        """SP-2: the state behind the last accepted token, by name; all other slots are free."""
+        scheduler, request = decoding(slots=4, policy=EvictionPolicyName.LRU)
+        scheduler.propose({7: (1, 2, 3)})
+        chunk = step_of(scheduler, 1, 9, 9, 9)
+        assert (chunk.start, chunk.end, chunk.drafts, request.computed_end) == (5, 9, (1, 2, 3), 7)
+        named = {one.position: one for one in chunk.snapshots if DraftSlots.is_name(one.digest)}
+        assert sorted(named) == [6, 7, 8]
+        assert [one.position for one in chunk.snapshots if not DraftSlots.is_name(one.digest)] == [8]
+        assert request.sequence.draft_states == (named[7],)
+        assert scheduler.drafts.slots.free_count == DRAFTS["draft_states"] - 1
+        assert len(request.block_table) == 2, "the block of the third draft is free"
+        following = step_of(scheduler, 50)
+        assert (following.restore.slot, following.restore.digest) == (named[7].slot, named[7].digest)
+        assert scheduler.drafts.slots.free_count == DRAFTS["draft_states"]
+
+    def test_a_boundary_inside_an_accepted_run_is_a_snapshot(self):
+        """SP-4: where it was written, under the digest of the block, and the index has as many slots as before."""
+        scheduler, request = decoding(slots=4, policy=EvictionPolicyName.LRU)
+        states = scheduler.cache.states
+        scheduler.propose({7: (1, 2, 3)})
+        chunk = step_of(scheduler, 1, 2, 3, 4)
+        assert request.computed_end == 9
+        (wanted,) = [one for one in chunk.snapshots if not DraftSlots.is_name(one.digest)]
+        assert wanted.digest == request.digests[1]
+        assert states.find(wanted.digest) == wanted.slot
+        assert len(states.slots) == 4
+        assert request.sequence.restore is None, "the live state is right"
+
+    def test_a_boundary_behind_a_rejected_draft_is_none(self):
+        scheduler, request = decoding(slots=4, policy=EvictionPolicyName.LRU)
+        scheduler.propose({7: (1, 2, 3)})
+        step_of(scheduler, 1, 9, 9, 9)
+        assert scheduler.cache.states.used_count == 1, "that of the prompt"
+        assert request.sequence.trail.decode is None
+        assert scheduler.cache.use().blocks_cached == 1
+
+    def test_slots_come_back_whatever_happens(self):
+        """SP-5: a failing step, a preemption, an end, a suspend."""
+        for happens in ("abandon", "end", "suspend", "reset_prefix_cache"):
+            scheduler, request = decoding(slots=4, policy=EvictionPolicyName.LRU)
+            scheduler.propose({7: (1, 2, 3)})
+            if happens == "abandon":
+                scheduler.abandon(scheduler.schedule().chunks, "planted")
+            else:
+                step_of(scheduler, 9, 9, 9, 9)
+                if happens == "end":
+                    scheduler.end(request, None)
+                else:
+                    getattr(scheduler, happens)()
+            scheduler.check()
+            kept = 1 if happens == "reset_prefix_cache" else 0
+            assert scheduler.drafts.slots.free_count == DRAFTS["draft_states"] - kept
+
+    def test_the_index_takes_a_slot_for_another(self):
+        index = StateIndex(2)
+        digest = Digest(b"d" * 32)
+        slot = index.reserve(digest)
+        assert index.exchange(digest, SlotId(9)) == slot
+        index.commit(digest)
+        assert index.find(digest) == 9
+        index.check([digest])
+        index.clear()
+        assert {index.reserve(Digest(bytes([i]) * 32)) for i in range(2)} == {9, 1 - slot}
+
+
+class Saying:
+    """A drafter with one answer."""
+
+    def __init__(self, answer: object) -> None:
+        self.answer = answer
+
+    def propose(self, asks):
+        return {asks[0].request_id: self.answer}
+
+
+class TestProposals:
+    @pytest.mark.parametrize("answer", [(97,), (-1,), (1.5,), ("a",), None, 5, (1, 2, 3, 4)])
+    def test_what_no_drafts_are(self, answer):
+        scheduler, _ = decoding()
+        proposals = Proposals(Saying(answer), lambda ids: all(0 <= one < 97 for one in ids))
+        drafts, errors = proposals.ask(scheduler)
+        assert drafts == {}
+        assert [type(error) for error in errors] == [DraftError]
+
+    def test_nobody_is_asked_who_cannot_have_any(self):
+        scheduler, _ = decoding(params={"num_tokens_to_generate": 2})
+        assert Proposals(Saying((1,)), lambda ids: True).ask(scheduler) == ({}, [])
+        scheduler, _ = decoding()
+        assert Proposals(Saying([1, 2]), lambda ids: True).ask(scheduler) == ({7: (1, 2)}, [])

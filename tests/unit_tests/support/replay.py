@@ -1,0 +1,64 @@
+"""A stand-in for CUDA graphs on a CPU: what is captured is run again with the very tensors and numbers of the capture.
+
+As in a graph nothing of the Python code runs again, so whatever it baked in is seen: a number from the host, a shape,
+an address that was the step's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class _Tape(TorchDispatchMode):
+    """Keeps every operation with its arguments and what it gave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._operations: list[tuple[Callable, tuple, dict, list[Tensor]]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        given = {one.untyped_storage().data_ptr() for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)}
+        made = [one for one in tree_leaves(found) if isinstance(one, Tensor)]
+        is_new = not any(one.untyped_storage().data_ptr() in given for one in made)
+        self._operations.append((func, args, kwargs or {}, made if is_new else []))  # others are views, or in place
+        return found
+
+    def replay(self) -> None:
+        for func, args, kwargs, made in self._operations:
+            again = [one for one in tree_leaves(func(*args, **kwargs)) if isinstance(one, Tensor)]
+            for old, new in zip(made, again, strict=False):
+                old.copy_(new)
+
+
+class ReplayedGraphs:
+    """See `Capture`.
+
+    Attributes:
+        captured: How many programs there are.
+        replayed: How often one ran again.
+    """
+
+    takes_long = True
+
+    def __init__(self) -> None:
+        self.captured = self.replayed = 0
+
+    @torch.inference_mode()
+    def capture(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        run()
+        with (tape := _Tape()):
+            answer = run()
+        self.captured += 1
+
+        def replay() -> Tensor:
+            self.replayed += 1
+            tape.replay()
+            return answer
+
+        return replay
