@@ -24,7 +24,6 @@ from megatron_ext.mcore.leading import make_engine
 from megatron_ext.mcore.params import to_request_params
 from megatron_ext.mcore.weights import WeightsWatch, mark_weights_changed
 from megatron_ext.memory.budget import Geometry
-from megatron_ext.ops import choice
 from megatron_ext.prefix_cache.block_index import CachedPrefix
 from megatron_ext.ranks.fleet import Fleet, FleetStep
 from megatron_ext.ranks.team import Team
@@ -118,12 +117,6 @@ class InferenceEngine(DynamicInferenceEngine):
     def longest_request_state_bytes(self) -> int:
         """Bytes of recurrent states that a request of the longest possible prompt takes at most."""
         return self.context.plan.request_state_bytes(self.context.max_sequence_length)
-
-    @property
-    def operators(self) -> dict[str, tuple[str, ...]]:
-        """What computes the operators: backend -> operators; see `ops.choice.chosen`."""
-        x = next(self.controller.inference_wrapped_model.model.parameters())
-        return choice.chosen(self.controller.operators or choice.AUTO, x.detach())
 
     @property
     def scheduler(self) -> Scheduler:

@@ -21,6 +21,7 @@ from megatron_ext.mcore.out_of_memory import is_out_of_memory
 from megatron_ext.mcore.scoring import score_rows
 from megatron_ext.mcore.shaping import shape_logits
 from megatron_ext.mcore.staging import ModelInput, PromptScore, SampledTokens, SamplingRow
+from megatron_ext.ops import choice
 from megatron_ext.ops.backends import preferring
 from megatron_ext.ops.sampling import sample_tokens, sampling_batch
 from megatron_ext.scheduling.step import Sampling
@@ -110,6 +111,11 @@ class InferenceController(TextGenerationController):
         """Where the model's parameters and buffers lie."""
         model = self.inference_wrapped_model.model
         return tuple(one.data_ptr() for tensors in (model.parameters(), model.buffers()) for one in tensors)
+
+    def chosen_operators(self) -> dict[str, tuple[str, ...]]:
+        """What computes the operators: backend -> operators; see `ops.choice.chosen`."""
+        parameter = next(self.inference_wrapped_model.model.parameters())
+        return choice.chosen(self.operators or choice.AUTO, parameter.detach())
 
     def _scored_logits(self, rows: slice) -> Tensor:
         """Logits of some of the step's scored tokens, as the model's forward would give them: [k, h] -> [rows, V]."""

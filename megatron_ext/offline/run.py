@@ -138,7 +138,7 @@ class _Offline:
         """Run the prompts. Whether every request completed."""
         engine = self._build_engine(self._settings.cache)
         states = engine.longest_request_state_bytes
-        print_geometry(engine.geometry, self._loaded.name, self._console, states, engine.operators)
+        print_geometry(engine.geometry, self._loaded.name, self._console, states, engine.controller.chosen_operators())
         self._interruption.hold()
         with profiled(engine, self._settings.run.profile):
             passes = self._serve(engine)

@@ -131,7 +131,7 @@ def build_serving(settings: ServerSettings, keys: Keys | None = None, team: Team
         loaded.name,
         make_console(quiet=False),
         engine.longest_request_state_bytes,
-        engine.operators,
+        engine.controller.chosen_operators(),
     )
     name = model_name(settings.source, settings.server, loaded.name)
     updater = None

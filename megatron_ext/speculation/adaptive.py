@@ -6,8 +6,8 @@ that, and the first so many are taken whose tokens a step are most, for what the
 
     tokens per cost = (R + sum of the m likeliest) / (1 + fixed + each / R * m),  against R / 1 for none
 
-A request whose drafts are not worth it is tried again after 16, 32, ... of its steps, with one draft, which shows when
-its text begins to repeat itself. Trials of all requests together cost a hundredth of the steps at most, and what they
+A request whose drafts are not worth it is tried with one draft, and again after 32, 64, ... steps, which shows when its
+text begins to repeat itself. Trials of all requests together cost a hundredth of the steps at most, and what they
 bring: they are put off until that is saved up, so that a large batch pays for them no more than a small one.
 """
 
@@ -20,10 +20,10 @@ from megatron_ext.config.draft_costs import CostTable
 from megatron_ext.speculation.drafter import DraftAsk, Drafter
 
 _MEMORY = 4.0  # drafts: what is known from before weighs as much as so many, beside those of a verification
-_ASSUMED, _ASSUMED_WEIGHT = 0.5, 2.0  # how likely a draft is taken to come before anything is known, and its weight
+_ASSUMED, _ASSUMED_WEIGHT = 0.5, 1.0  # how likely a draft is taken to come before anything is known, and its weight
 FIRST_PAUSE, LONGEST_PAUSE = 16, 1024  # steps
 TRIAL_SHARE = 0.01  # of all steps, what trials may cost
-_MOST_SAVED = 1.0  # steps
+_MOST_SAVED = 2.0  # steps, or what a trial of everybody costs; an engine begins with them
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Acceptance:
     came: float = _ASSUMED * _ASSUMED_WEIGHT
     tried: float = _ASSUMED_WEIGHT
     pause: int = FIRST_PAUSE
-    due: int = FIRST_PAUSE
+    due: int = 0
 
     @property
     def likelihood(self) -> float:
@@ -49,7 +49,7 @@ class Acceptance:
 
     def as_assumption(self, now: int) -> Acceptance:
         """What to assume in step `now` of a request that nothing is known of, if this is known of others."""
-        return Acceptance(self.likelihood * _ASSUMED_WEIGHT, _ASSUMED_WEIGHT, FIRST_PAUSE, now + FIRST_PAUSE)
+        return Acceptance(self.likelihood * _ASSUMED_WEIGHT, _ASSUMED_WEIGHT, FIRST_PAUSE, now)
 
     def verified(self, drafted: int, accepted: int, now: int) -> Acceptance:
         """After a verification of `drafted` drafts in step `now`, of which the first `accepted` came.
@@ -116,7 +116,7 @@ class AdaptiveDrafter:
         """See `Drafter`. How many drafts one request has rests on what became of others' drafts, too."""
         self._now += 1
         self._requests = max(1, len(asks))
-        self._saved = min(_MOST_SAVED, self._saved + TRIAL_SHARE)
+        self._save(TRIAL_SHARE)
         for ask in asks:
             if ask.request_id not in self._known:
                 self._known[ask.request_id] = self._everybody.as_assumption(self._now)
@@ -134,25 +134,29 @@ class AdaptiveDrafter:
         return dict(self._drafter.propose(cut)) if cut else {}
 
     def _counts(self, asks: Sequence[DraftAsk], limits: Sequence[int]) -> list[int]:
-        """How many drafts each has: what is worth it, and one for each trial that is due and can be paid for."""
+        """How many drafts each has: what is worth it, and one for each trial that is due, if they can be paid for."""
         if not any(limits):
             return list(limits)
         known = [self._known[ask.request_id] for ask in asks]
         counts = allot([one.likelihood for one in known], limits, len(asks), self._costs)
+        due = [i for i, one in enumerate(known) if limits[i] and not counts[i] and one.due <= self._now]
         row = self._costs.at(self._requests)
-        entry = 0.0 if any(counts) else row.fixed
-        for i, one in enumerate(known):
-            cost = entry + row.each / len(asks)
-            if not counts[i] and limits[i] and one.due <= self._now and cost <= self._saved:
-                counts[i], entry = 1, 0.0
-                self._saved -= cost
+        cost = (0.0 if any(counts) else row.fixed) + row.each * len(due) / self._requests
+        if due and cost <= self._saved:
+            self._saved -= cost
+            for i in due:
+                counts[i] = 1
         return counts
+
+    def _save(self, steps: float) -> None:
+        row = self._costs.at(self._requests)
+        self._saved = min(max(_MOST_SAVED, row.fixed + row.each), self._saved + steps)
 
     def accepted(self, request_id: int, drafted: int, accepted: int) -> None:
         """See `Drafter`."""
         known, now = self._known.get(request_id) or self._everybody.as_assumption(self._now), self._now
         if now >= known.due:
-            self._saved = min(_MOST_SAVED, self._saved + accepted / self._requests)
+            self._save(accepted / self._requests)
         self._known[request_id] = known.verified(drafted, accepted, now)
         self._everybody = self._everybody.verified(drafted, accepted, now)
         self._drafter.accepted(request_id, drafted, accepted)

@@ -45,14 +45,17 @@ def test_kernels_in_an_engine_equal_a_recompute_with_the_cache_and_without(get_o
 
 def test_the_reference_alone_computes_where_it_is_asked_for(get_driver):
     """CU-3."""
-    asked, auto = (get_driver("hybrid", operator_backend=name).engine.operators for name in ("reference", "auto"))
+    asked, auto = (
+        get_driver("hybrid", operator_backend=name).engine.controller.chosen_operators()
+        for name in ("reference", "auto")
+    )
     assert list(asked) == ["reference"]
     assert sum(map(len, auto.values())) == len(asked["reference"]), "every operator, by one of its backends"
 
 
 @needs_triton
 def test_the_chosen_backends_are_named(get_driver):
-    operators = get_driver("hybrid", operator_backend="triton").engine.operators
+    operators = get_driver("hybrid", operator_backend="triton").engine.controller.chosen_operators()
     assert {"causal_conv1d", "ssd", "selective_scan"} <= set(operators["triton"])
 
 

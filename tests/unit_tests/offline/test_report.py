@@ -66,6 +66,9 @@ def test_geometry():
     text = printed(lambda console: print_geometry(HYBRID, "a model", console, 1_234_567))
     assert "a model" in text
     assert "at most 1,234,567 bytes" in text
+    operators = {"triton": ("ssd", "paged_attention"), "reference": ("sampling",)}
+    text = printed(lambda console: print_geometry(HYBRID, "a model", console, operators=operators))
+    assert "triton; reference for sampling" in text, "CU-3"
 
 
 def test_geometry_of_several_ranks():

@@ -14,6 +14,7 @@ from megatron_ext.ops.state_copy import STATE_COPY, copy_rows
 from megatron_ext.ops.triton.registry import watch
 from tests.unit_tests.ops.backends import usable
 
+COVERED = ("copy_states",)
 DEVICE = platform.device()
 LAYERS, SLOTS, TARGETS = 3, 6, 5
 TYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
