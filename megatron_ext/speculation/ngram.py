@@ -58,6 +58,7 @@ class NgramIndex:
         self._lengths = lengths
         self._young: dict[int, int] = {}  # hash of an n-gram -> the position behind it
         self._old: dict[int, int] = {}
+        self._ending: tuple[int, list[int]] = 0, []  # where `guess` looked last, and the hashes of the n-grams there
         self._begun_at = 0  # the first position of the young generation
         self._end = 0  # n-grams that end at it or before it are known, and all of them are followed by a token
 
@@ -71,6 +72,10 @@ class NgramIndex:
             return
         if end - self._begun_at > KEPT_TOKENS:
             self._old, self._young, self._begun_at = self._young, {}, self._end
+        if self._ending[0] == end == self._end + 1:  # as it is when a token a step comes
+            self._young.update(dict.fromkeys(self._ending[1], end))
+            self._end = end
+            return
         for n in self._lengths:
             first = max(n, self._end + 1)  # the position behind the first new n-gram of n tokens
             if first <= end:
@@ -84,13 +89,13 @@ class NgramIndex:
 
         A repetition that reaches up to the end is taken to go on: behind "a b a b" comes "a b a b".
         """
-        for n in self._lengths:
-            if n >= len(tokens):
-                continue
-            ending = tuple(tokens[len(tokens) - n :])
-            key = hash(ending)
+        last = tuple(tokens[-self._lengths[0] :])
+        endings = [last[len(last) - n :] for n in self._lengths if n <= len(last)]
+        keys = [hash(ending) for ending in endings]
+        self._ending = len(tokens), keys
+        for ending, key in zip(endings, keys, strict=True):
             position = self._young.get(key) or self._old.get(key)
-            if position is not None and tuple(tokens[position - n : position]) == ending:  # no other one of that hash
+            if position is not None and tuple(tokens[position - len(ending) : position]) == ending:  # not the hash only
                 return _going_on(tokens[position : position + limit], limit)
         return ()
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from megatron_ext.config.draft_costs import CostRow, CostTable, Timing, fitted
+from megatron_ext.config.draft_costs import DEFAULT_COSTS, CostRow, CostTable, Timing, fitted
 from megatron_ext.errors import ConfigError
 from megatron_ext.speculation.adaptive import FIRST_PAUSE, LONGEST_PAUSE, Acceptance, AdaptiveDrafter, allot
 from megatron_ext.speculation.drafter import DraftAsk
@@ -73,30 +73,29 @@ def test_large_batches_draft_less():
 def test_acceptance_follows_what_comes():
     known = Acceptance()
     for _ in range(8):
-        known = known.verified(4, 4)
+        known = known.verified(4, 4, 0)
     assert known.likelihood > 0.95
     for _ in range(8):
-        known = known.verified(4, 0)
+        known = known.verified(4, 0, 0)
     assert known.likelihood < 0.3
     for _ in range(4):
-        known = known.verified(1, 1)
+        known = known.verified(1, 1, 0)
     assert known.likelihood > 0.6
 
 
 def test_pauses_grow_and_a_success_ends_them():
-    known = Acceptance()
+    known, now = Acceptance(), 0
     pauses = []
     for _ in range(10):
-        known = known.verified(1, 0)
-        pauses.append(known.pause)
+        now = known.due
+        known = known.verified(1, 0, now)
+        pauses.append(known.due - now)
     assert pauses == [min(FIRST_PAUSE * 2**i, LONGEST_PAUSE) for i in range(1, 11)]
-    for _ in range(LONGEST_PAUSE):
-        assert not known.is_due
-        known = known.passed_over()
-    assert known.is_due
-    after = known.verified(1, 1)
+    after = known.verified(1, 1, known.due)
     assert after.pause == FIRST_PAUSE
-    assert after.is_due  # it goes on trying at once
+    assert after.due == known.due  # it goes on trying at once
+    early = known.verified(1, 1, known.due - 1)  # not a trial
+    assert early.due == known.due - 1 + FIRST_PAUSE
 
 
 @pytest.mark.parametrize("guesses_are_free", [True, False])
@@ -124,6 +123,22 @@ def test_it_goes_down_to_none_and_comes_back(guesses_are_free):
     assert warm[first + 12] == 7
     drafter.forget(0)
     assert inner.forgotten == [0]
+
+
+@pytest.mark.parametrize(("requests", "table"), [(8, DEFAULT_COSTS["cpu"]), (16, "1:0.9:0.3")])
+def test_costs_that_keep_it_from_beginning_are_tried(requests, table):
+    """SP-6: where nobody knows yet that all drafts come, trials show it within few steps, and then there are many."""
+    drafter = AdaptiveDrafter(Knowing(), CostTable.parse(table), guesses_are_free=True)
+    counts = []
+    for _ in range(300):
+        found = drafter.propose([DraftAsk(i, (1,), 7) for i in range(requests)])
+        counts.append(sum(map(len, found.values())))
+        for i, tokens in found.items():
+            if tokens:
+                drafter.accepted(i, len(tokens), len(tokens))
+    assert counts[0] <= requests
+    assert next(i for i, count in enumerate(counts) if count == 7 * requests) < 200
+    assert counts[-1] == 7 * requests
 
 
 @pytest.mark.parametrize("requests", [1, 8, 32])
@@ -188,7 +203,7 @@ class Drafting(RuleBasedStateMachine):
     @invariant()
     def keeps_only_the_living(self):
         assert set(self.drafter._known) <= set(self.living)
-        assert 0 <= self.drafter._saved <= 1
+        assert 0 <= self.drafter._saved <= 2
         for known in self.drafter._known.values():
             assert 0 <= known.likelihood <= 1
             assert FIRST_PAUSE <= known.pause <= LONGEST_PAUSE

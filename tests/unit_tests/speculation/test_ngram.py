@@ -90,6 +90,12 @@ class TestBounds:
             tokens.append(token)
             index.take_in(tokens)
         assert len(hashed) == len(set(hashed)) == (29 - 1) + (29 - 2)
+        hashed.clear()
+        drafter, tokens = NgramDrafter(3, 2), []
+        for token in range(30):  # what is looked for is what is known when a token has come behind it
+            tokens.append(token)
+            guesses(drafter, tokens, 4)
+        assert len(hashed) == len(set(hashed)) == (30 - 1) + (30 - 2)
 
     def test_a_long_prompt_is_taken_in_bit_by_bit(self):
         tokens = [*range(70), 0, 1]
