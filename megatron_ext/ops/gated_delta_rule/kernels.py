@@ -18,6 +18,7 @@ import triton.language as tl
 from megatron_ext.ops.triton.device import find_piece, next_kept, store_kept
 from megatron_ext.ops.triton.registry import FLOATS, MOST_REGISTERS, STATE_TYPES, config, kernel
 
+MOST_ODD_KEYS = 64  # of more, elements that are loaded one by one take more registers than there are
 WIDE, NARROW = FLOATS[:1], FLOATS[1:]
 TILES = {WIDE: 16, NARROW: 32}  # tokens; products in full fp32 have no registers for more
 NORM_EPSILON = tl.constexpr(1e-6)  # that of `reference.py`
@@ -138,7 +139,15 @@ def fading(elapsed, count, lengths, TILE: tl.constexpr):
     counts="kept heads heads_per_group",
     types=STATE_TYPES,
     configs=[
-        config(TILE=tile, K=keys, V=16, num_warps=warps, only=types, registers=MOST_REGISTERS)
+        config(
+            TILE=tile,
+            K=keys,
+            V=16,
+            num_warps=warps,
+            only=types,
+            registers=MOST_REGISTERS,
+            aligned=keys > MOST_ODD_KEYS,
+        )
         for types, tile in TILES.items()
         for keys, warps in ((16, 4), (32, 4), (64, 4), (128, 8))
     ],

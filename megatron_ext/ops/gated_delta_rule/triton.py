@@ -26,17 +26,26 @@ from megatron_ext.ops.varlen import PackedChunks
 MOST_KEYS = 128
 
 
-def _lacks(q: Tensor, v: Tensor, live: Tensor) -> str | None:
+def _lacks(q: Tensor, k: Tensor, v: Tensor, live: Tensor) -> str | None:
     """Why there is no kernel for these; None if there is one."""
     from megatron_ext.ops.gated_delta_rule import kernels
 
     if q.shape[-1] > MOST_KEYS:
         return f"the gated delta rule has no kernel for keys of {q.shape[-1]} channels, but for {MOST_KEYS} at most"
+    if q.shape[-1] > kernels.MOST_ODD_KEYS and not _is_aligned(q, k, v):
+        return (
+            f"the gated delta rule has no kernel for {q.shape[-1]} and {v.shape[-1]} channels, but for multiples of 16"
+        )
     if q.dtype != v.dtype:
         return f"the gated delta rule has no kernel for keys of {q.dtype} and values of {v.dtype}"
     if not own_rows(live):
         return "the gated delta rule has no kernel for states that do not lie in one piece"
     return kernels.delta_prefill.lacks(T=q.dtype, S=live.dtype)
+
+
+def _is_aligned(*inputs: Tensor) -> bool:
+    """Whether heads and tokens begin at multiples of 16."""
+    return not any(number % 16 for t in map(rows_of, inputs) for number in (t.shape[-1], t.stride(0), t.data_ptr()))
 
 
 def _arguments(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, normalize: bool) -> dict[str, Argument]:
@@ -81,7 +90,7 @@ def prefill(
     normalize: bool = False,
 ) -> Tensor:
     """As `Recurrence.prefill`; inputs are those of `reference.gated_delta_scan`."""
-    lack = _lacks(q, v, live)
+    lack = _lacks(q, k, v, live)
     if lack is not None:
         say_reference_computes(lack)
         inputs, options = (q, k, v, g, beta), {"normalize": normalize}
@@ -116,7 +125,7 @@ def decode(
     normalize: bool = False,
 ) -> Tensor:
     """As `Recurrence.decode`; inputs are those of `reference.gated_delta_step`."""
-    lack = _lacks(q, v, live)
+    lack = _lacks(q, k, v, live)
     if lack is not None:
         say_reference_computes(lack)
         inputs, options = (q, k, v, g, beta), {"normalize": normalize}

@@ -30,7 +30,7 @@ MANY = {
         EXACT=int(types is WIDE),
         num_warps=warps,
         only=types,
-        aligned=types is NARROW,  # elements of 16 bits one by one take more registers than there are
+        aligned=True,  # elements one by one take more registers than there are
     )
     for types, channels, rows, keys, warps in (
         (NARROW, 16, 64, 64, 4),
@@ -39,14 +39,16 @@ MANY = {
         (NARROW, 128, 64, 32, 8),
         (NARROW, 256, 32, 32, 4),
         (WIDE, 16, 64, 32, 4),
-        (WIDE, 32, 64, 32, 4),
+        (WIDE, 32, 32, 32, 4),
         (WIDE, 64, 32, 32, 4),
         (WIDE, 128, 32, 32, 8),
         (WIDE, 256, 32, 16, 8),
     )
 }
 FEW = {
-    (types, channels): config(SPAN=SPAN, M=ROWS_OF_FEW, N=keys, DP=channels, EXACT=int(types is WIDE), only=types)
+    (types, channels): config(
+        SPAN=SPAN, M=ROWS_OF_FEW, N=keys, DP=channels, EXACT=int(types is WIDE), only=types, aligned=True
+    )
     for types, channels, keys in (
         (NARROW, 16, 32),
         (NARROW, 32, 64),
@@ -61,7 +63,7 @@ FEW = {
     )
 }
 """Of both: by types of the inputs and padded head size."""
-SUMS = {channels: config(SPAN=SPAN, TILE=16, DP=channels) for channels in (16, 32, 64, 128, 256)}
+SUMS = {channels: config(SPAN=SPAN, TILE=16, DP=channels, aligned=True) for channels in (16, 32, 64, 128, 256)}
 TYPES = [{"T": name} for name in FLOATS]
 
 

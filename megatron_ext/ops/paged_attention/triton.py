@@ -107,8 +107,8 @@ def _lacks(q: Tensor, key_cache: Tensor, value_cache: Tensor) -> str | None:
         return "paged attention has no kernel for keys and values whose blocks are laid out differently"
     if q.shape[2] > MOST_CHANNELS:
         return f"paged attention has no kernel for heads of {q.shape[2]} channels, but for {MOST_CHANNELS} at most"
-    if q.element_size() < 4 and not _is_aligned(q, key_cache, value_cache):
-        return f"paged attention in 16 bits has no kernel for heads of {q.shape[2]} channels, but for multiples of 16"
+    if not _is_aligned(q, key_cache, value_cache):
+        return f"paged attention has no kernel for heads of {q.shape[2]} channels, but for multiples of 16"
     return _kernels().attend_many.lacks(T=q.dtype)
 
 

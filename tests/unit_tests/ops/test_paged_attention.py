@@ -35,7 +35,7 @@ class Step:
     decode_rows: int
     query_heads: int = 4
     kv_heads: int = 2
-    head_size: int = 8
+    head_size: int = 16
     dtype: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
@@ -105,7 +105,7 @@ def test_a_decode_row_may_be_attended_as_prefill(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("head_size", [8, 33])
+@pytest.mark.parametrize("head_size", [8, 16, 33])
 def test_16_bits(dtype: torch.dtype, head_size: int) -> None:
     step = Step(MIXED, 4, dtype=dtype, head_size=head_size)
     got = step.attend()

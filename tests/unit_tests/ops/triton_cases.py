@@ -73,7 +73,7 @@ def operator(name: str, size: int, dtype: torch.dtype) -> Operator:
         truth: Truth = lambda t, n: recurrence(t[0], t[1], A, t[2], t[3], D, n)  # noqa: E731
         return Operator(SSD, tokens, lambda x, dt, b, c: (x, dt, A, b, c), {"D": D}, truth)
     if name == "gated_delta_rule":
-        tokens = [normal(total, 2, size), normal(total, 2, size), normal(total, 4, 18)]
+        tokens = [normal(total, 2, size), normal(total, 2, size), normal(total, 4, 18 if size < 65 else 32)]
         tokens += [-uniform(total, 4) * 0.01, uniform(total, 4) * 0.3]
         return Operator(GATED_DELTA_RULE, tokens, lambda *t: t, {"normalize": True}, _delta)
     A, D = -uniform(20, size) * 0.05, uniform(20)
