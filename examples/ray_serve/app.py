@@ -18,7 +18,7 @@ import random
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import httpx
@@ -32,7 +32,10 @@ from starlette.responses import Response, StreamingResponse
 from examples.ray_serve.prefix_router import PrefixRouter
 
 ROOT = Path(__file__).parents[2]
-SMALL = ("--inference-dynamic-batching-block-size", "16", "--inference-dynamic-batching-block-count", "400")
+SMALL = """
+--inference-dynamic-batching-block-size 16 --inference-dynamic-batching-block-count 400
+--inference-dynamic-batching-prefix-caching-mamba-slots 64 --inference-dynamic-batching-max-requests 16
+""".split()
 CHATS, TURNS = 8, 3
 PATIENCE = 120.0  # seconds
 
@@ -46,7 +49,7 @@ class Replica:
         flags: Of `tools/run_server.py`.
     """
 
-    def __init__(self, flags: tuple[str, ...]) -> None:
+    def __init__(self, flags: Sequence[str]) -> None:
         command = [sys.executable, str(ROOT / "tools/run_server.py"), *flags, "--port", "0"]
         variables = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=variables)

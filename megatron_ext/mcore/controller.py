@@ -163,19 +163,22 @@ def _by_request(
     failures: dict[int, str],
 ) -> StepResult:
     """What the rows of a step gave; a request with drafts has several, one behind the other."""
-    drawn, first = tokens.tolist(), {row.request_id: i for i, row in enumerate(rows) if not row.drafts}
+    drawn = tokens.tolist()
+    behind = [i for i, row in enumerate(rows) if row.drafts]
+    first = [i for i, row in enumerate(rows) if not row.drafts] if behind else range(len(rows))
+    names = [rows[i].request_id for i in first]
     result = StepResult(
-        {name: drawn[i] for name, i in first.items()}, {}, prompt, failures, SampledTokens(tokens, first)
+        tokens={name: drawn[i] for name, i in zip(names, first, strict=True)},
+        generated={rows[i].request_id: score for i, score in generated.items() if not rows[i].drafts},
+        prompt=prompt,
+        failures=failures,
+        sampled=SampledTokens(tokens, dict(zip(names, first, strict=True))),
     )
-    for name, i in first.items():
+    for i in behind:
+        name = rows[i].request_id
+        result.behind_drafts[name] = (*result.behind_drafts.get(name, ()), drawn[i])
         if i in generated:
-            result.generated[name] = generated[i]
-    for i, row in enumerate(rows):
-        if row.drafts:
-            result.behind_drafts[row.request_id] = (*result.behind_drafts.get(row.request_id, ()), drawn[i])
-            if i in generated:
-                scores = result.generated_behind.get(row.request_id, ())
-                result.generated_behind[row.request_id] = (*scores, generated[i])
+            result.generated_behind[name] = (*result.generated_behind.get(name, ()), generated[i])
     return result
 
 

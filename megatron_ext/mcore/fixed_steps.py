@@ -79,13 +79,13 @@ class FixedSteps:
 
     # What there is
 
-    def prepare(self, *, is_shown: bool = True) -> None:
+    def prepare(self) -> None:
         """Make the program of every bucket, where that takes long and pools have come since it was done."""
         if not self._graphs.takes_long or self._context.pools is self._pools:
             return
         self.forget()
         buckets = self._buckets.all()
-        for bucket in tqdm(buckets, desc="programs of steps", unit="size", leave=False, disable=not is_shown):
+        for bucket in tqdm(buckets, desc="programs of steps", unit="size", leave=False, disable=None):
             self._program(bucket)
 
     def forget(self) -> None:

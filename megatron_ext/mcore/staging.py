@@ -142,7 +142,7 @@ def stage_step(
         paged_batch=PagedBatch(num_decode, tuple(lengths), tuple(ends), rules.block_size, **where),
         recurrent=_stage_recurrent(chunks, num_decode, slots, staged, rules) if rules.has_states else None,
         sample_tokens=staged["sample_tokens"],
-        sampling=tuple(row for i in sampled for row in _sampling_rows(chunks[i])),
+        sampling=tuple([row for i in sampled for row in _sampling_rows(chunks[i])]),
         score_tokens=staged["score_tokens"],
         prompt_scores=tuple(scores),
     )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.ops import triton
-from megatron_ext.ops.backends import Backend, Backends, preferring
+from megatron_ext.ops.backends import Backends, preferring
 from megatron_ext.ops.causal_conv1d import CAUSAL_CONV1D, PLAIN_CONV1D
 from megatron_ext.ops.gated_delta_rule import GATED_DELTA_RULE
 from megatron_ext.ops.gated_norm import GATED_NORM
@@ -19,9 +21,9 @@ from megatron_ext.ops.state_copy import STATE_COPY
 AUTO = "auto"
 
 
-def _all_backends() -> tuple[Backends[Backend], ...]:
+def _all_backends() -> tuple[Backends[Any], ...]:
     recurrences = (CAUSAL_CONV1D, PLAIN_CONV1D, SSD, SELECTIVE_SCAN, GATED_DELTA_RULE)
-    return (PAGED_ATTENTION, *(one.backends for one in recurrences), GATED_NORM, SAMPLING, STATE_COPY)  # type: ignore[return-value]
+    return (PAGED_ATTENTION, *(one.backends for one in recurrences), GATED_NORM, SAMPLING, STATE_COPY)
 
 
 def check(wanted: str, device: torch.device) -> None:

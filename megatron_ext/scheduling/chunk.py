@@ -39,5 +39,5 @@ class Chunk:
 
         True until that one has come; the step's message keeps it (see `ScheduledChunk.sampling`).
         """
-        known_end = self.end - len(self.drafts)
+        known_end = self.end - len(self.drafts) if self.drafts else self.end
         return known_end == len(self.request.sequence.tokens) and self.request.params.num_tokens_to_generate > 0

@@ -41,6 +41,7 @@ class Drafts:
     Attributes:
         proposals: Drafts for the next step.
         verified: What the last step verified.
+        unsettled: Requests with drafts in the step that is being committed, until each is settled.
         slots: For states behind drafts.
         by_position: What became of drafts.
     """
@@ -53,7 +54,7 @@ class Drafts:
         self.proposals = NO_TOKENS
         self.verified: list[Verified] = []
         self.by_position = DraftCounts(limits.most_drafts)
-        self._unsettled: set[int] = set()
+        self.unsettled: set[int] = set()
         self.slots = DraftSlots(0 if cache.states is None else cache.states.total, limits.draft_states)
 
     @property
@@ -123,11 +124,7 @@ class Drafts:
             counts.accepted += accepted
         self.by_position.note(drafted, accepted)
         self.verified.append(Verified(request.request_id, drafted, accepted))
-        self._unsettled.add(request.request_id)
-
-    def has_to_settle(self, request: Request) -> bool:
-        """Whether the step that is being committed has verified drafts of it."""
-        return bool(self._unsettled) and request.request_id in self._unsettled
+        self.unsettled.add(request.request_id)
 
     def settle(self, request: Request) -> list[Digest]:
         """The request stands behind its last accepted token, and its blocks are published: what it keeps.
@@ -138,7 +135,7 @@ class Drafts:
         Returns:
             Digests of the snapshots that can be found now.
         """
-        self._unsettled.remove(request.request_id)
+        self.unsettled.remove(request.request_id)
         self._trim(request)
         return self._keep_states(request)
 

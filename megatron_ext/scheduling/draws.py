@@ -28,4 +28,5 @@ class Draws:
 
     def advance(self) -> None:
         """The token has come; the next one gets another number."""
-        del self._next[:1]
+        if self._next:
+            del self._next[0]

@@ -144,7 +144,7 @@ class Request:
         count, limit = self.generated_count, self.params.num_tokens_to_generate
         if limit == 0:  # it was to be computed, and scored if somebody asked
             return "length" if self.computed_end == self.prompt_length else None
-        if count and self.ends_with(self.tokens[-1], 0):
+        if count and self.tokens[-1] in self.submission.end_ids and self.may_have_stopped:
             return "stop"
         return "length" if count >= limit else None
 

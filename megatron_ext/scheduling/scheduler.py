@@ -206,11 +206,12 @@ class Scheduler:
 
     def _advance(self, requests: Sequence[Request], ends: Sequence[int]) -> None:
         """The requests' tokens up to `ends` are computed, and complete blocks can be found."""
+        unsettled = self.drafts.unsettled
         for request, end in zip(requests, ends, strict=True):
             self.counters.prefill_tokens += request.advance(end)
             self._publish(request)
             self._show_snapshots(request)
-            if self.drafts.has_to_settle(request):
+            if unsettled and request.request_id in unsettled:
                 self.queues.waiting.published(self.drafts.settle(request))
 
     def _extend(self, requests: Sequence[Request], sampled: Mapping[int, int]) -> list[Request]:

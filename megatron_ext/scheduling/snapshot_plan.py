@@ -38,9 +38,9 @@ def plan_snapshots(
     of_decodes: list[SnapshotRequest] = []
     for chunk in chunks:
         is_decode = chunk.is_decode
-        if chunk.drafts:  # whether they come is not known; see `Drafts.settle`
-            continue
         if is_decode and chunk.end % limits.block_size != 0:
+            continue
+        if chunk.drafts:  # whether they come is not known; see `Drafts.settle`
             continue
         sequence = chunk.request.sequence
         if sequence.chain is None:

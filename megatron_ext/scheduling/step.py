@@ -141,25 +141,30 @@ def _describe(chunk: Chunk, block_size: int) -> ScheduledChunk:
         shared_end=sequence.shared_end,
         live_slot=sequence.live_slot,
         restore=sequence.restore,
-        snapshots=_snapshots(chunk),
+        snapshots=_snapshots(chunk) if sequence.snapshots or chunk.drafts else (),
         sampling=_sampling(request) if chunk.yields_token else None,
         scoring=None if is_decode else _scoring(chunk),
-        behind_drafts=tuple(_sampling(request, chunk.drafts[: i + 1]) for i in range(len(chunk.drafts))),
+        behind_drafts=_behind_drafts(chunk) if chunk.drafts else (),
     )
 
 
+def _behind_drafts(chunk: Chunk) -> tuple[Sampling, ...]:
+    return tuple(_sampling(chunk.request, chunk.drafts[: i + 1]) for i in range(len(chunk.drafts)))
+
+
 def _snapshots(chunk: Chunk) -> tuple[Snapshot, ...]:
+    sequence = chunk.request.sequence
     if chunk.drafts:
-        return chunk.request.sequence.draft_states
-    snapshots = chunk.request.sequence.snapshots
-    return tuple([one for one in snapshots if chunk.start < one.position <= chunk.end]) if snapshots else ()
+        return sequence.draft_states
+    return tuple([one for one in sequence.snapshots if chunk.start < one.position <= chunk.end])
 
 
 def _token_ids(chunk: Chunk) -> tuple[int, ...]:
     sequence = chunk.request.sequence
     if chunk.end <= sequence.prompt_length:
         return chunk.request.prompt_tokens[chunk.start : chunk.end]  # of a whole prompt, no copy
-    return (*sequence.tokens[chunk.start : chunk.end], *chunk.drafts)
+    known = tuple(sequence.tokens[chunk.start : chunk.end])
+    return known + chunk.drafts if chunk.drafts else known
 
 
 def _sampling(request: Request, drafts: tuple[int, ...] = ()) -> Sampling:

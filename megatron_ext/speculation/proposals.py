@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from megatron_ext.scheduling.drafts import Verified
@@ -10,6 +11,9 @@ from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.verification import most_drafts
 from megatron_ext.speculation.drafter import DraftAsk, Drafter
+
+PATIENCE = 10.0  # seconds that a drafter may take for a step; a long prompt that a model reads takes some
+FIRST_REST, LONGEST_REST = 16, 4096  # steps in which one that took longer is not asked
 
 
 class DraftError(ValueError):
@@ -22,11 +26,20 @@ class Proposals:
     Args:
         drafter: May raise, and answer anything.
         has_tokens: Whether all of these ids, plain integers, are tokens of the model.
+        clock: Seconds.
     """
 
-    def __init__(self, drafter: Drafter, has_tokens: Callable[[Sequence[int]], bool]) -> None:
+    def __init__(
+        self,
+        drafter: Drafter,
+        has_tokens: Callable[[Sequence[int]], bool],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._drafter = drafter
         self._has_tokens = has_tokens
+        self._clock = clock
+        self._rest = 0  # steps in which it is not asked
+        self._next_rest = FIRST_REST
 
     def ask(self, scheduler: Scheduler) -> tuple[dict[int, tuple[int, ...]], list[DraftError]]:
         """Drafts for the requests that decode in the next step.
@@ -40,7 +53,16 @@ class Proposals:
         asks = [ask for request in _decoding(scheduler) if (ask := _ask(request, scheduler)) is not None]
         if not asks:
             return {}, []
+        if self._rest:
+            self._rest -= 1
+            return {}, []
+        started = self._clock()
         answers = self._drafter.propose(asks)
+        seconds = self._clock() - started
+        if seconds > PATIENCE:
+            self._rest, self._next_rest = self._next_rest, min(LONGEST_REST, 2 * self._next_rest)
+            late = f"drafts came after {seconds:.1f} seconds; none are asked for in the next {self._rest} steps"
+            return {}, [DraftError(late)]
         drafts, errors = {}, []
         for ask in asks:
             try:

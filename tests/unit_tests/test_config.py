@@ -172,6 +172,7 @@ REFUSED = [
     (RequestParams, {"num_tokens_to_generate": -1}, ["num_tokens_to_generate -1", "zero"]),
     (RequestParams, {"min_tokens": -1}, ["min_tokens -1", "between 0"]),
     (RequestParams, {"min_tokens": 5, "num_tokens_to_generate": 4}, ["min_tokens 5", "which is 4"]),
+    (RequestParams, {"num_speculative_tokens": -1}, ["num_speculative_tokens -1", "zero"]),
     (RequestParams, {"temperature": -0.1}, ["temperature -0.1", "greedy"]),
     (RequestParams, {"temperature": NAN}, ["temperature nan"]),
     (RequestParams, {"temperature": INF}, ["temperature inf"]),

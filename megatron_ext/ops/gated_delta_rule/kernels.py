@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from megatron_ext.ops.triton.device import find_piece, next_kept, store_kept
-from megatron_ext.ops.triton.registry import FLOATS, STATE_TYPES, config, kernel
+from megatron_ext.ops.triton.registry import FLOATS, MOST_REGISTERS, STATE_TYPES, config, kernel
 
 WIDE, NARROW = FLOATS[:1], FLOATS[1:]
 TILES = {WIDE: 16, NARROW: 32}  # tokens; products in full fp32 have no registers for more
@@ -62,7 +62,7 @@ def invert(lower, TILE: tl.constexpr):
     counts="sequences heads heads_per_group normalize",
     scalars="scale",
     types=INPUTS,
-    configs=[config(TILE=tile, CHANNELS=32, only=types) for types, tile in TILES.items()],
+    configs=[config(TILE=tile, CHANNELS=16, only=types, registers=MOST_REGISTERS) for types, tile in TILES.items()],
 )
 def delta_tiles(
     q, k, g, beta, solved, mixed, key_lengths, query_lengths, cu_seqlens, q_row, k_row, g_row, beta_row, key_dim,
@@ -138,7 +138,7 @@ def fading(elapsed, count, lengths, TILE: tl.constexpr):
     counts="kept heads heads_per_group",
     types=STATE_TYPES,
     configs=[
-        config(TILE=tile, K=keys, V=16, num_warps=warps, only=types)
+        config(TILE=tile, K=keys, V=16, num_warps=warps, only=types, registers=MOST_REGISTERS)
         for types, tile in TILES.items()
         for keys, warps in ((16, 4), (32, 4), (64, 4), (128, 8))
     ],

@@ -23,12 +23,20 @@ SPAN = 512  # keys of a program of `attend_few`, always: what a decode gets depe
 ROWS_OF_FEW = 16  # the fewest that a matrix product takes
 WIDE, NARROW = ("fp32",), ("bf16", "fp16")
 MANY = {
-    (types, channels): config(M=rows, N=keys, DP=channels, EXACT=int(types is WIDE), num_warps=warps, only=types)
+    (types, channels): config(
+        M=rows,
+        N=keys,
+        DP=channels,
+        EXACT=int(types is WIDE),
+        num_warps=warps,
+        only=types,
+        aligned=types is NARROW,  # elements of 16 bits one by one take more registers than there are
+    )
     for types, channels, rows, keys, warps in (
         (NARROW, 16, 64, 64, 4),
         (NARROW, 32, 64, 64, 4),
         (NARROW, 64, 128, 64, 8),
-        (NARROW, 128, 64, 32, 4),
+        (NARROW, 128, 64, 32, 8),
         (NARROW, 256, 32, 32, 4),
         (WIDE, 16, 64, 32, 4),
         (WIDE, 32, 64, 32, 4),
@@ -135,8 +143,8 @@ def attend_keys(
 
 @kernel(
     pointers={"T": "q key_cache value_cache out", "i64": "block_table cu_seqlens_q seqlens_k"},
-    strides="head_size table_row q_row block_stride token_stride",
-    counts="num_sequences shared window block_size",
+    strides="head_size q_row block_stride token_stride",
+    counts="num_sequences shared window block_size table_row",
     scalars="scale",
     types=TYPES,
     configs=tuple(MANY.values()),
@@ -200,8 +208,8 @@ def attend_many(
         "fp32": "sums parts",
         "i64": "block_table cu_seqlens_q seqlens_k",
     },
-    strides="head_size table_row q_row block_stride token_stride",
-    counts="tiles shared window block_size",
+    strides="head_size q_row block_stride token_stride",
+    counts="tiles shared window block_size table_row",
     scalars="scale",
     types=TYPES,
     configs=tuple(FEW.values()),

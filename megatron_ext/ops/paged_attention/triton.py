@@ -89,7 +89,7 @@ def paged_attention(
         if window is None:
             return reference.paged_attention(q, key_cache, value_cache, batch, scale=scale)
         return windowed.windowed_attention(q, key_cache, value_cache, batch, scale=scale, window=window)
-    call = _Call(rows_of(q), key_cache, value_cache, batch, scale, NO_WINDOW if window is None else window)
+    call = _Call(_aligned(q), key_cache, value_cache, batch, scale, NO_WINDOW if window is None else window)
     decoded = sum(batch.query_lengths[: batch.num_decode])
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if decoded:
@@ -107,7 +107,21 @@ def _lacks(q: Tensor, key_cache: Tensor, value_cache: Tensor) -> str | None:
         return "paged attention has no kernel for keys and values whose blocks are laid out differently"
     if q.shape[2] > MOST_CHANNELS:
         return f"paged attention has no kernel for heads of {q.shape[2]} channels, but for {MOST_CHANNELS} at most"
+    if q.element_size() < 4 and not _is_aligned(q, key_cache, value_cache):
+        return f"paged attention in 16 bits has no kernel for heads of {q.shape[2]} channels, but for multiples of 16"
     return _kernels().attend_many.lacks(T=q.dtype)
+
+
+def _is_aligned(q: Tensor, *caches: Tensor) -> bool:
+    """Whether keys and values begin at multiples of 16 bytes, and queries can."""
+    at = [q.shape[2], *(number for cache in caches for number in (*cache.stride()[:2], cache.data_ptr()))]
+    return not any(number % 16 for number in at)
+
+
+def _aligned(q: Tensor) -> Tensor:
+    """Queries whose heads follow each other, beginning at multiples of 16 bytes."""
+    q = rows_of(q)
+    return q if q.stride(0) % 16 == 0 and q.data_ptr() % 16 == 0 else q.clone(memory_format=torch.contiguous_format)
 
 
 def _attend_many(call: _Call, out: Tensor, first_token: int) -> None:

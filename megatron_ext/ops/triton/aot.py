@@ -83,7 +83,7 @@ def cases(kernels: Sequence[Kernel], *, quick: bool = False) -> Iterator[Case]:
             yield Case(kernel, *variants[0], True, max(SHARED_BYTES))
             continue
         for config, types in variants:
-            for aligned in (True,) if config in seen else (True, False):
+            for aligned in (True,) if config.aligned or config in seen else (True, False):
                 yield from (Case(kernel, config, types, aligned, arch) for arch in SHARED_BYTES)
             seen.add(config)
 

@@ -53,6 +53,8 @@ class Config:
         registers: Of a thread at most. Left to itself ptxas at times spills where it finds occupancy to be worth it;
             with a limit it at times needs more registers than without.
         only: Types of inputs, letter T, that it is for, if not for all: 32 bits take other tiles than 16.
+        aligned: Whether tensors begin at, and strides are, multiples of 16 wherever it is chosen; it is compiled for
+            nothing else.
     """
 
     constants: tuple[tuple[str, int], ...]
@@ -60,6 +62,7 @@ class Config:
     num_stages: int = 2
     only: tuple[str, ...] = ()
     registers: int | None = None
+    aligned: bool = False
 
     @property
     def options(self) -> dict[str, int]:
@@ -86,10 +89,11 @@ def config(
     num_stages: int = 2,
     only: Sequence[str] = (),
     registers: int | None = None,
+    aligned: bool = False,
     **constants: int,
 ) -> Config:
     """A configuration; constants by their names in the kernel."""
-    return Config(tuple(constants.items()), num_warps, num_stages, tuple(only), registers)
+    return Config(tuple(constants.items()), num_warps, num_stages, tuple(only), registers, aligned)
 
 
 class Function(Protocol):

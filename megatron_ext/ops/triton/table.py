@@ -54,7 +54,7 @@ def _most(one: Row, other: Row) -> Row:
 def as_text(table: Sequence[Row]) -> str:
     """Columns of text, with a line of titles."""
     titles = ("kernel", "configuration", "device", "types", "registers", "spills", "shared memory")
-    lines = [titles]
+    lines: list[tuple[str, ...]] = [titles]
     for row in table:
         numbers = (row.variants, row.registers, row.spilled_bytes, f"{row.shared_bytes:,}")
         lines.append((row.kernel, row.config, f"sm_{row.arch}", *map(str, numbers)))

@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_ext.ops import triton
 from megatron_ext.ops.paged_attention import PAGED_ATTENTION, PagedBatch, build_paged_batch, paged_attention, reference
 from megatron_ext.ops.triton import places
-from megatron_ext.ops.triton.registry import watch
+from megatron_ext.ops.triton.registry import TYPE_NAMES, Config, watch
 from tests.unit_tests.ops.backends import usable
 from tests.unit_tests.ops.oracles import assert_close, attention
 
@@ -96,6 +96,36 @@ def test_head_sizes_and_types(head_size: int, heads: tuple[int, int], block: int
     pool = Pool(MIXED, block, heads, head_size, dtype)
     tolerance = 1e-5 if dtype == torch.float32 else 0.02
     assert_close("mixed", pool.attend(2).float(), pool.expected().float(), atol=tolerance, rtol=tolerance)
+
+
+DTYPES = {name: dtype for dtype, name in TYPE_NAMES.items()}
+SIZES = [(name, channels) for types, channels in kernels.MANY for name in types]
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize(("name", "channels"), SIZES)
+def test_every_configuration(name: str, channels: int) -> None:
+    """CU-2: all that is compiled."""
+    pool = Pool(MIXED, head_size=max(channels - (3 if name == "fp32" else 16), 16), dtype=DTYPES[name])
+    with watch() as launches:
+        got = pool.attend(2)
+    assert {(launch.kernel, launch.config) for launch in launches} == set(launched(name, channels))
+    tolerance = 1e-5 if name == "fp32" else 0.02
+    assert_close("mixed", got.float(), pool.expected().float(), atol=tolerance, rtol=tolerance)
+
+
+def launched(name: str, channels: int) -> Iterator[tuple[str, Config]]:
+    """What heads of that size launch."""
+    key = next(types for types, _ in kernels.MANY if name in types), channels
+    yield from (("attend_many", kernels.MANY[key]), ("attend_few", kernels.FEW[key]))
+    yield "add_spans", kernels.SUMS[channels]
+
+
+def test_those_are_all_configurations() -> None:
+    """CU-3: nothing is compiled that is not tested."""
+    tested = {(*one, name) for name, channels in SIZES for one in launched(name, channels)}
+    every = (kernels.attend_few, kernels.add_spans, kernels.attend_many)
+    assert {(kernel.name, config, types["T"]) for kernel in every for config, types in kernel.variants()} == tested
 
 
 def test_lengths_of_decodes() -> None:

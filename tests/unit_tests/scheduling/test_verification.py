@@ -211,6 +211,22 @@ class TestProposals:
         assert drafts == {}
         assert [type(error) for error in errors] == [DraftError]
 
+    def test_one_that_stalls_is_left_alone_for_a_while(self):
+        """It costs the drafts that came too late, and those of some steps; twice as many each time."""
+        scheduler, _ = decoding()
+        times, asked = iter(range(0, 10_000, 11)), []
+        saying = Saying((1,))
+        saying.propose = lambda asks: asked.append(step) or {7: (1,)}
+        proposals = Proposals(saying, lambda ids: True, clock=lambda: next(times))
+        said = []
+        for step in range(120):
+            drafts, errors = proposals.ask(scheduler)
+            assert drafts == {}
+            said += [(step, str(error)) for error in errors]
+        assert asked == [0, 17, 50, 115]
+        assert [step for step, _ in said] == asked
+        assert "after 11.0 seconds; none are asked for in the next 16 steps" in said[0][1]
+
     def test_nobody_is_asked_who_cannot_have_any(self):
         scheduler, _ = decoding(params={"num_tokens_to_generate": 2})
         assert Proposals(Saying((1,)), lambda ids: True).ask(scheduler) == ({}, [])
