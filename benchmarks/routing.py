@@ -53,7 +53,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=100_000)
     parser.add_argument("--rules", nargs="+", choices=sorted(BALANCERS), default=list(BALANCERS))
     parser.add_argument("--alpha", type=float, default=0.5, help="of longest_prefix")
-    parser.add_argument("--offered", type=float, default=1.5, help="prompt tokens over what could be computed uncached")
+    parser.add_argument("--offered", type=float, default=2.0, help="prompt tokens over what could be computed uncached")
     parser.add_argument("--output", help="a file that JSON lines are added to")
     parser.add_argument("--plot", type=Path, help="a directory for plots")
     parser.add_argument("--decisions", action="store_true", help="only how fast decisions are")

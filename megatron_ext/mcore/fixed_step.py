@@ -1,7 +1,7 @@
 """One step in fixed places: what of it is written where, and what the model is given of that.
 
 Padding is requests that are nobody's: they decode or prefill token 0 at position 0, in the dummy block and in the spare
-state slot, and what they sample is not read. States that no request wants go from spare slot to spare slot.
+state slot, and what they sample is not read. States that no request wants kept go to a spare slot for snapshots.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from megatron_ext.scheduling.live_slots import LiveSlot
 from megatron_ext.scheduling.step import ScheduledChunk, ScheduledStep
 
 NOBODY: Final = -1
+_NO_COPY: Final = (-1, -1)  # see `ops.state_copy`
 _FRACTIONS: Final = frozenset({"temperature", "top_p", "uniform"})
 Arrays = Mapping[str, np.ndarray]
 Copies = Sequence[tuple[int, int]]
@@ -131,7 +132,7 @@ class StepWriter:
         self._write_wishes(chunks, arrays)
         if rules.has_states:
             arrays["slots"][:] = slots
-            self._write_pairs(arrays, "copy_from", "copy_to", copies, (self._spare.live, self._spare.snapshot))
+            self._write_pairs(arrays, "copy_from", "copy_to", copies)
             if bucket.prefills:
                 self._write_prefills(chunks[bucket.decodes :], bucket, arrays)
 
@@ -145,17 +146,17 @@ class StepWriter:
         arrays["uniform"][:] = [-1.0 if one is None or one.uniform is None else one.uniform for one in wishes]
 
     @staticmethod
-    def _write_pairs(arrays: Arrays, sources: str, targets: str, pairs: Copies, spare: tuple[int, int]) -> None:
+    def _write_pairs(arrays: Arrays, sources: str, targets: str, pairs: Copies) -> None:
+        """Copies, and padding as the operator knows it."""
         missing = len(arrays[sources]) - len(pairs)
         assert missing >= 0, "a bucket has room for its copies"
-        numbers = np.asarray([*pairs, *[spare] * missing], dtype=np.int64)
+        numbers = np.asarray([*pairs, *[_NO_COPY] * missing], dtype=np.int64)
         arrays[sources][:], arrays[targets][:] = numbers[:, 0], numbers[:, 1]
 
     def _write_prefills(self, prefills: Sequence[ScheduledChunk], bucket: Bucket, arrays: Arrays) -> None:
         grid = bucket.grid(self._rules.kernel_chunk)
         restores = [(one.restore.slot, one.live_slot) for one in prefills if one.restore is not None]
-        spare = (self._spare.snapshot, self._spare.live)
-        self._write_pairs(arrays, "restore_from", "restore_to", restores, spare)
+        self._write_pairs(arrays, "restore_from", "restore_to", restores)
         lengths = [one.length for one in prefills]
         total = sum(lengths)
         arrays["has_state"][:] = [one.start > 0 for one in prefills]

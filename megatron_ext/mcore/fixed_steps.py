@@ -20,6 +20,7 @@ from megatron_ext.mcore.fixed_step import SpareSlots, StepWriter, layout_of, mod
 from megatron_ext.mcore.graphs import Capture, Program
 from megatron_ext.memory.pools import Pools
 from megatron_ext.memory.state_pool import copy_rows, copy_states
+from megatron_ext.ops.backends import preferring
 from megatron_ext.ops.sampling.in_place import best_tokens_of, draw_tokens
 from megatron_ext.scheduling.step import ScheduledChunk, ScheduledStep
 
@@ -103,7 +104,8 @@ class FixedSteps:
             self.forget()
         if bucket not in self._programs:
             self._send(_EMPTY, bucket, [])  # whatever is computed while it is captured is nobody's
-            self._programs[bucket] = self._make(bucket)
+            with preferring(self._controller.operators):  # also at the start, before any launch
+                self._programs[bucket] = self._make(bucket)
         return self._programs[bucket]
 
     @torch.inference_mode()

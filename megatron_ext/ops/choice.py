@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.ops import triton
-from megatron_ext.ops.backends import Backends, preferring
+from megatron_ext.ops.backends import B, Backends, preferring
 from megatron_ext.ops.causal_conv1d import CAUSAL_CONV1D, PLAIN_CONV1D
 from megatron_ext.ops.gated_delta_rule import GATED_DELTA_RULE
 from megatron_ext.ops.gated_norm import GATED_NORM
@@ -19,11 +19,6 @@ from megatron_ext.ops.ssd import SSD
 from megatron_ext.ops.state_copy import STATE_COPY
 
 AUTO = "auto"
-
-
-def _all_backends() -> tuple[Backends[Any], ...]:
-    recurrences = (CAUSAL_CONV1D, PLAIN_CONV1D, SSD, SELECTIVE_SCAN, GATED_DELTA_RULE)
-    return (PAGED_ATTENTION, *(one.backends for one in recurrences), GATED_NORM, SAMPLING, STATE_COPY)
 
 
 def check(wanted: str, device: torch.device) -> None:
@@ -53,6 +48,20 @@ def chosen(wanted: str, x: torch.Tensor) -> dict[str, tuple[str, ...]]:
     """
     found: dict[str, list[str]] = {}
     with preferring(preferred(wanted)):
-        for one in _all_backends():
-            found.setdefault(one.choose(x).name, []).append(one.operator)
+        for operator, name in _names(x):
+            found.setdefault(name, []).append(operator)
     return {name: tuple(found[name]) for name in sorted(found, key=lambda name: -len(found[name]))}
+
+
+def _names(x: torch.Tensor) -> Iterator[tuple[str, str]]:
+    """Every operator, and the backend that it chooses now."""
+    yield _name(PAGED_ATTENTION, x)
+    yield from (_name(convolution.backends, x) for convolution in (CAUSAL_CONV1D, PLAIN_CONV1D))
+    yield from (_name(recurrence.backends, x) for recurrence in (SSD, SELECTIVE_SCAN, GATED_DELTA_RULE))
+    yield _name(GATED_NORM, x)
+    yield _name(SAMPLING, x)
+    yield _name(STATE_COPY, x)
+
+
+def _name(backends: Backends[B], x: torch.Tensor) -> tuple[str, str]:
+    return backends.operator, backends.choose(x).name

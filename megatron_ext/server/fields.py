@@ -57,6 +57,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "reasoning_effort": (),
     "verbosity": (),
     "web_search_options": (),
+    **dict.fromkeys(("no_stop_trim", "return_hidden_states"), (False,)),  # SGLang's gateway adds these four
+    **dict.fromkeys(("separate_reasoning", "stream_reasoning"), (True, False)),
 }
 
 

@@ -16,7 +16,14 @@ MOST_VARIABLES = 64  # of a chat template
 LONGEST_TOOL_NAME = 128  # characters
 
 
-class CompletionRequest(GenerationRequest):
+class GatewayFields(Body):
+    """What SGLang's gateway adds to every body; taken as long as it asks for nothing."""
+
+    no_stop_trim: object = None
+    return_hidden_states: object = None
+
+
+class CompletionRequest(GatewayFields, GenerationRequest):
     """The body of `/v1/completions`."""
 
     prompt: Prompts
@@ -165,7 +172,7 @@ class TemplateFields(Body):
         )
 
 
-class ChatRequest(TemplateFields, GenerationRequest):
+class ChatRequest(GatewayFields, TemplateFields, GenerationRequest):
     """The body of `/v1/chat/completions`."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
@@ -183,6 +190,8 @@ class ChatRequest(TemplateFields, GenerationRequest):
     audio: object = None
     prediction: object = None
     reasoning_effort: object = None
+    separate_reasoning: object = None
+    stream_reasoning: object = None
     verbosity: object = None
     web_search_options: object = None
 

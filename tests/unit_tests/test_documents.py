@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from arguments.coordinator import build_coordinator_parser
 from arguments.parser import build_parser, build_server_parser
 from megatron_ext.prefix_cache.matching import Restore, ResumePoint, resume_point
 from megatron_ext.prefix_cache.state_index import StateIndex
@@ -82,9 +83,8 @@ def test_each_question_is_answered_within_three_files():
 
 
 def test_each_flag_of_the_readme_is_there():
-    options = {
-        o for parser in (build_parser(), build_server_parser()) for a in parser._actions for o in a.option_strings
-    }
+    parsers = build_parser(), build_server_parser(), build_coordinator_parser()
+    options = {option for parser in parsers for action in parser._actions for option in action.option_strings}
     text = text_of("README.md")
     named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*\w", text))
     short = re.findall(r"`(-[a-z][\w-]*)", "".join(line for line in text.splitlines(True) if line.startswith("| `-")))

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +19,7 @@ from megatron_ext.coordinator.launch import DEVICES_VARIABLE, Launcher, LaunchPl
 from megatron_ext.errors import ConfigError
 from megatron_ext.routing.router import Router
 from tests.unit_tests.support.fleet import eventually
+from tests.unit_tests.support.source import ROOT
 from tools import run_coordinator
 
 # A replica that says it is ready, and writes what it was started with.
@@ -78,6 +82,34 @@ class TestLauncher:
         assert len(list((script.parent / "started").iterdir())) == 1
         assert "replica 0: run_server.py: error: it is wrong" in capsys.readouterr().err
         await launcher.close()
+
+    def test_replicas_do_not_outlive_a_coordinator_that_is_killed(self, script):
+        code = f"""
+import asyncio, pathlib
+from megatron_ext.config.routing import RoutingConfig
+from megatron_ext.coordinator.fleet import Fleet
+from megatron_ext.coordinator.launch import Launcher, LaunchPlan
+from megatron_ext.routing.router import Router
+async def main():
+    script = pathlib.Path({str(script)!r})
+    launcher = Launcher(LaunchPlan(script, (str(script.parent / "started"),), 1))
+    launcher.start(Fleet(Router(RoutingConfig()), 5.0))
+    await launcher.all_ready()
+    print("pid", launcher.pids[0], flush=True)
+    await asyncio.sleep(60)
+asyncio.run(main())
+"""
+        with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
+            pid = next(int(line.split()[1]) for line in parent.stdout if line.startswith("pid "))
+            os.kill(pid, 0)
+            parent.kill()
+        for _ in range(500):
+            state = Path(f"/proc/{pid}/stat")
+            if not state.exists() or state.read_text().rpartition(") ")[2].startswith("Z"):
+                return
+            time.sleep(0.01)
+        os.kill(pid, signal.SIGKILL)
+        raise AssertionError("the replica lives")
 
 
 class TestPlan:

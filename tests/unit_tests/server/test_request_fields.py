@@ -202,6 +202,7 @@ class TestTemplates:
         assert name in check_error(embedded.http.post(CHAT, json=body), 400)["message"]
 
 
+GATEWAYS = {"no_stop_trim": False, "return_hidden_states": False, "ignore_eos": False}  # RP-6: SGLang's adds these
 HARMLESS = {
     COMPLETIONS: {
         "min_p": 0.0,
@@ -211,8 +212,13 @@ HARMLESS = {
         "priority": 0,
         "use_beam_search": False,
         "user": "me",
+        **GATEWAYS,
     },
-    CHAT: {"min_p": 0, "skip_special_tokens": True, "add_generation_prompt": True, "tool_choice": "none", "tools": []},
+    CHAT: {
+        **{"min_p": 0, "skip_special_tokens": True, "add_generation_prompt": True, "tool_choice": "none", "tools": []},
+        **GATEWAYS,
+        **{"separate_reasoning": True, "stream_reasoning": True, "continue_final_message": False, "logprobs": False},
+    },
 }
 
 
