@@ -60,12 +60,18 @@ async def prefix_cache(serving: ServerDependency) -> dict[str, object]:
     return await serving.cache.describe()
 
 
-@router.get("/prefix_cache/trace", response_class=PlainTextResponse)
+class JsonLines(Response):
+    """A line of JSON for each of many things."""
+
+    media_type = "application/x-ndjson"
+
+
+@router.get("/prefix_cache/trace", response_class=JsonLines)
 async def prefix_cache_trace(serving: ServerDependency) -> Response:
     """The requests of the recent past as JSON lines for `tools/simulate_cache.py`: keyed hashes of blocks, no text."""
     recent = serving.loop.recent
     content = await asyncio.to_thread(recent.lines, recent.snapshot())
-    return Response(content, media_type="application/x-ndjson")
+    return JsonLines(content)
 
 
 @router.post("/reset_prefix_cache")

@@ -92,7 +92,7 @@ def inject_matcher_at_the_last_token(driver, patch, error) -> None:
 
 def inject_scores(driver, patch, error) -> None:
     patch.setattr(
-        output, "_note_scores", at_call(output._note_scores, 4, error, of=lambda r, _: r.request_id == VICTIM)
+        output, "_note_scores", at_call(output._note_scores, 4, error, of=lambda r, *_: r.request_id == VICTIM)
     )
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from megatron_ext.config import RequestParams
 from megatron_ext.ranks import commands, wire
-from megatron_ext.ranks.commands import Action, Add, Batch, End, ResetPrefixCache, Resume, StartAnew, Suspend
+from megatron_ext.ranks.commands import Action, Add, Batch, End, Propose, ResetPrefixCache, Resume, StartAnew, Suspend
 from megatron_ext.ranks.commands import WeightsChanged as Changed
 from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.submission import Submission
@@ -24,6 +24,7 @@ TWO_MESSAGES = {
     "more than fit, in order": ((0, End(2, Status.ABORTED)), (1, StartAnew()), (0, ResetPrefixCache())),
     "an id beyond words": ((0, End(2**32, Status.ABORTED)),),
     "an id below words": ((0, End(-1, Status.ABORTED)),),
+    "drafts": ((0, Propose(((3, (5, 6)),))),),
     "a replica beyond words": ((2**16, Suspend()),),
 }
 
@@ -48,4 +49,4 @@ def test_what_takes_a_second_one(told: str):
 
 def test_every_command_but_a_new_request_is_small():
     """A command that is added to the list has to find its place, or be said to be large."""
-    assert {*wire._SMALL, Add} == {*commands.Command.__args__}
+    assert {*wire._SMALL, Add, Propose} == {*commands.Command.__args__}
