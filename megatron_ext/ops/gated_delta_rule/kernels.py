@@ -215,7 +215,7 @@ def delta_prefill(
         config(K=16, V=32),
         config(K=32, V=32),
         config(K=64, V=32),
-        config(K=128, V=32),
+        config(K=128, V=16),
     ],
 )
 def delta_decode(
