@@ -3,51 +3,17 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
-from megatron_ext.config import BatchingConfig, CacheConfig
-from megatron_ext.mcore.assemble import build_draft_model
-from megatron_ext.mcore.drafting import DraftModel, DraftParts
-from megatron_ext.mcore.layer_map import model_shape
-from megatron_ext.memory.plan import plan_engine
 from megatron_ext.speculation.drafter import DraftAsk
-from megatron_ext.text.tokenizer import NullTokenizer
+from tests.unit_tests.support.draft_models import make_draft_model
 from tests.unit_tests.support.driver import equal_tokens, make_prompt
-from tests.unit_tests.support.models import CONFIGS, VOCABULARY
-
-BATCHING = BatchingConfig(block_size=16, block_count=24, max_requests=3, max_tokens=64)
+from tests.unit_tests.support.models import VOCABULARY
 
 
 @pytest.fixture
 def make(get_oracle):
-    """A draft model of a kind, its pools full of NaN, and what its drafts must be."""
-
-    def build(kind: str) -> tuple[DraftModel, object]:
-        model = get_oracle(kind).model
-        parts = DraftParts(model, CONFIGS[kind], NullTokenizer(VOCABULARY), torch.float32)
-        large = get_oracle("hybrid").model
-        plan = plan_engine(
-            model_shape(large, BATCHING, torch.float32),
-            CONFIGS["hybrid"],
-            BATCHING,
-            CacheConfig(),
-            device_type="cpu",
-            available_bytes=2**30,
-            draft=parts.memory(BATCHING),
-        )
-        draft = build_draft_model(parts, plan, BATCHING)
-        pools = draft._context.allocated
-        pools.kv.fill_(torch.nan)
-        for pool in (pools.live_states, pools.snapshots):
-            if pool is not None:
-                pool.conv.fill_(torch.nan), pool.ssm.fill_(torch.nan)
-        kv, states = pools.kv.nbytes, 0
-        if pools.live_states is not None:
-            states = sum(one.nbytes for p in (pools.live_states, pools.snapshots) for one in (p.conv, p.ssm))
-        assert kv + states == plan.geometry.draft_model.pool_bytes(plan.geometry.blocks)
-        return draft, get_oracle(kind)
-
-    return build
+    """A draft model of a kind, and what its drafts must be."""
+    return lambda kind: (make_draft_model(get_oracle, kind), get_oracle(kind))
 
 
 def drafts_are_expected(found, ask: DraftAsk, oracle) -> None:
