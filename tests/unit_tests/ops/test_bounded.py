@@ -127,7 +127,7 @@ def test_attention_by_lengths_on_the_device(backend, window):
         cu_seqlens_q=plain.cu_seqlens_q,
         seqlens_k=plain.seqlens_k,
     )
-    q = torch.cat([step.q, torch.full((10, 4, 8), torch.nan)])
+    q = torch.cat([step.q, torch.full((10, 4, step.head_size), torch.nan)])
     with PAGED_ATTENTION.forced(backend):
         found, expected = (
             paged_attention(q, step.key_cache, step.value_cache, batch, scale=SCALE, window=window)

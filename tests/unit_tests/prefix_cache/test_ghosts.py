@@ -8,6 +8,7 @@ from hypothesis import given, settings
 
 from megatron_ext.config import EvictionPolicyName
 from megatron_ext.prefix_cache.ghosts import MOST_GHOSTS, Ghosts
+from megatron_ext.scheduling.placement import ProvisionalRules
 from megatron_ext.scheduling.scheduler import Scheduler
 from tests.unit_tests.scheduling.builders import add, make_limits, request_of, step
 
@@ -16,7 +17,9 @@ POLICIES = st.sampled_from([EvictionPolicyName.LRU, EvictionPolicyName.FLOPS])
 
 
 def scheduler_of(blocks: int, policy: EvictionPolicyName, slots: int | None) -> Scheduler:
-    return Scheduler(make_limits(block_size=2, total_blocks=blocks), policy, b"model", slots)
+    """Without snapshots that nobody asked for: one that is not taken, or given up, is not lost."""
+    asked_for = ProvisionalRules(most=0)
+    return Scheduler(make_limits(block_size=2, total_blocks=blocks, provisional=asked_for), policy, b"model", slots)
 
 
 def serve(scheduler: Scheduler, prompts: list[list[int]]) -> list[tuple[int, int]]:
