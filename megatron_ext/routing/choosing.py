@@ -97,7 +97,12 @@ def _longest(fleet: Fleet, prompt: Prompt, replicas: int, alpha: float) -> Choic
             one = loads.least(bits)
             computed = length - tokens + fleet.crowding(one, least, length, tokens)
             its = alpha * computed + (1 - alpha) * loads.load(one)
-            if its < cost or (its == cost and tokens > skipped):
+            is_alike = its == cost and tokens == skipped  # in blocks of another size
+            if (
+                its < cost
+                or (its == cost and tokens > skipped)
+                or (is_alike and loads.least(1 << one | 1 << number) == one)
+            ):
                 number, skipped, cost = one, tokens, its
             if alpha * (length - tokens + 1) + floor > cost:
                 break
