@@ -10,6 +10,7 @@ from hypothesis import Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from megatron_ext.config.routing import RoutingConfig
+from megatron_ext.routing.choosing import CROWDING
 from megatron_ext.routing.holders import Holders
 from megatron_ext.routing.index import PrefixIndex
 from megatron_ext.routing.loads import Loads
@@ -177,12 +178,12 @@ class RouterMachine(RuleBasedStateMachine):
         prompt = self.router.prompt(tokens, salt)
         decision = self.router.route(prompt, exclude)
         possible = [name for name in self.copies if self.is_open(name) and name not in exclude]
-        costs = sorted((*self.cost(name, (salt, tokens)), name) for name in possible)
-        if not costs:
+        if not possible:
             assert decision is None
             return
-        _, skipped, *_, name = costs[0]
-        assert (decision.replica, decision.skipped) == (name, -skipped), costs
+        costs = self.costs(possible, (salt, tokens))
+        name = costs[0][-1]
+        assert (decision.replica, decision.skipped) == (name, self.skipped(name, (salt, tokens))), costs
         if not goes:
             return
         self.requests += 1
@@ -199,10 +200,28 @@ class RouterMachine(RuleBasedStateMachine):
     def load(self, name: str) -> int:
         return sum(one.to_compute + one.to_generate for one in self.sent.values() if one.replica == name)
 
-    def cost(self, name: str, prompt: Prefix) -> tuple[float, int, int, int, int]:
-        copy, skipped, load = self.copies[name], self.skipped(name, prompt), self.load(name)
-        cost = self.alpha * (len(prompt[1]) - skipped) + (1 - self.alpha) * load
-        return cost, -skipped, load, copy.given, copy.number
+    def costs(self, possible: list[str], prompt: Prefix) -> list[tuple[object, ...]]:
+        """Of the least loaded one as if it skipped nothing, and of the least loaded of those that skip as much."""
+        length, alike = len(prompt[1]), {}
+        for name in possible:
+            alike.setdefault((self.copies[name].size, self.skipped(name, prompt)), []).append(name)
+        least = min(possible, key=self.order)
+        found = [(self.alpha * length + (1 - self.alpha) * self.load(least), 0, *self.order(least), least)]
+        for (_, skipped), names in alike.items():
+            if skipped:
+                one = min(names, key=self.order)
+                computed = length - skipped + self.crowding(one, least, length, skipped)
+                cost = self.alpha * computed + (1 - self.alpha) * self.load(one)
+                found.append((cost, -skipped, *self.order(one), one))
+        return sorted(found)
+
+    def order(self, name: str) -> tuple[int, int, int]:
+        return self.load(name), self.copies[name].given, self.copies[name].number
+
+    def crowding(self, one: str, least: str, length: int, skipped: int) -> float:
+        """A match of less than half is dear where more is held than at the least loaded one."""
+        mine, others = (len(self.copies[name].held) * self.copies[name].size for name in (one, least))
+        return CROWDING * length * (mine - others) / mine if 2 * skipped < length and mine > others else 0.0
 
     def skipped(self, name: str, prompt: Prefix) -> int:
         copy, length = self.copies[name], len(prompt[1])
