@@ -20,7 +20,7 @@ from tests.unit_tests.support.driver import Driver, make_prompt
 pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 KINDS = ["hybrid", "gated_delta_net", "mamba1", "short_conv", "attention_only"]
-MODES = ["kernel", "align", None]
+MODES = ["kernel", "align"]  # in turns; and with the cache off each time
 SAMPLED = {"temperature": 1.0, "top_k": 20, "seed": 3}
 
 
@@ -54,7 +54,7 @@ CASES = [
     for (i, kind), (j, count), (k, name) in itertools.product(
         enumerate(KINDS), enumerate((1, 3, 7)), enumerate(ANSWERS)
     )
-    for mode in [MODES[(i + j + k) % 3]]
+    for mode in [MODES[(i + j + k) % 2], None]
 ]
 
 

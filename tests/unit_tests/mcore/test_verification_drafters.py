@@ -15,12 +15,12 @@ from tests.unit_tests.support.driver import Driver, make_prompt
 pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 KINDS = ["hybrid", "gated_delta_net", "mamba1", "short_conv", "attention_only"]
-MODES = ["kernel", "align", None]
+MODES = ["kernel", "align"]  # in turns; and with the cache off each time
 SAMPLED = {"temperature": 1.0, "top_k": 20, "seed": 3}
 CASES = [
     pytest.param(kind, count, who, mode, id=f"{kind}-{count}-{who}-{mode}")
     for (i, kind), (j, count), who in itertools.product(enumerate(KINDS), enumerate((1, 3, 7)), ("ngram", "model"))
-    for mode in [MODES[(i + j + (who == "model")) % 3]]
+    for mode in [MODES[(i + j + (who == "model")) % 2], None]
 ]
 
 
