@@ -60,7 +60,7 @@ CASES = [
 
 @pytest.mark.parametrize(("kind", "count", "name", "mode"), CASES)
 def test_nothing_changes(pairs, kind, count, name, mode):
-    """SP-2, SP-3, SP-4: logits, states, blocks, snapshots and counts, for any drafts."""
+    """SP-2, SP-3, SP-4, EX-12, LA-6: logits, states, blocks, snapshots and counts, for any drafts."""
     pair, drafter = pairs(kind, mode), Knowing(ANSWERS[name])
     drafter.truth = pair.truth()
     driver = pair.speculating(drafter, count)

@@ -53,7 +53,7 @@ class Users:
 @pytest.mark.parametrize(("shared", "slots", "least"), [(2048, 40, 1792), (8192, 64, 7168), (2000, 40, 1744)])
 @pytest.mark.parametrize("max_tokens", [80_000, 700])
 def test_the_second_sighting_hits(shared: int, slots: int, least: int, policy: EvictionPolicyName, max_tokens: int):
-    """The third skips all that blocks can, as ever; cut into chunks or not."""
+    """SI-1, EX-9: the third skips all that blocks can, as ever; cut into chunks or not."""
     first, second, third = Users(make_scheduler(slots, policy=policy, max_tokens=max_tokens)).sightings(shared)
     assert first == 0
     assert second >= least
