@@ -7,7 +7,7 @@ All numbers have eight bytes, so whole ones and others share a buffer.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -79,37 +79,41 @@ class FixedPlaces:
         self._host[0].wait()
         return {name: part.numpy() for name, part in layout.parts(self._host[0].whole).items()}
 
-    def send(self, layout: Layout) -> None:
-        """Enqueue the one copy of a step."""
-        count, buffer = layout.count, self._host[0]
+    def send(self, layout: Layout, *, unused: int = 0) -> None:
+        """Enqueue the one copy of a step, but for so many numbers at the end that nobody looks at."""
+        count, buffer = layout.count - unused, self._host[0]
         self._device[:count].copy_(buffer.whole[:count], non_blocking=True)
         buffer.mark()
         self._host.reverse()
 
 
 class Answers:
-    """Sampled tokens on their way back, one copy a step, into one of two pinned buffers."""
+    """What programs answer, always in the same place, and on its way back: one copy a step, into one of two buffers.
+
+    Attributes:
+        whole: [n] int64, where programs write it.
+    """
 
     def __init__(self, most: int, device: torch.device) -> None:
+        self.whole = torch.zeros(most, dtype=torch.int64, device=device)
         self._host = [_HostBuffer(most, device) for _ in range(2)]
 
-    def fetch(self, tokens: Tensor) -> Answer:
-        """Enqueue the copy of [m] int64."""
+    def fetch(self, count: int) -> Answer:
+        """Enqueue the copy of the first so many numbers."""
         buffer = self._host[0]
-        buffer.whole[: len(tokens)].copy_(tokens, non_blocking=True)
+        buffer.whole[:count].copy_(self.whole[:count], non_blocking=True)
         buffer.mark()
         self._host.reverse()
-        return Answer(buffer, len(tokens))
+        return Answer(buffer, count)
 
 
 class Answer:
-    """Tokens that may still be computed; to be read before the answer after the next one is fetched."""
+    """Numbers that may still be computed; to be read before the answer after the next one is fetched."""
 
     def __init__(self, buffer: _HostBuffer, count: int) -> None:
         self._buffer, self._count = buffer, count
 
-    def read(self) -> Sequence[int]:
-        """Wait for them."""
+    def read(self) -> Tensor:
+        """Wait for them: [count] int64, on the host."""
         self._buffer.wait()
-        tokens: list[int] = self._buffer.whole[: self._count].tolist()
-        return tokens
+        return self._buffer.whole[: self._count]
