@@ -46,12 +46,13 @@ class StepExecutor:
         Raises:
             RestoreError: A snapshot is not the one that its request was to resume from.
         """
-        try:
-            self._context.stage(step)
-            result = self._controller.compute_step()
-            self._context.finish_snapshots()
-        finally:
-            self._context.clear_step()
+        with preferring(self._controller.operators):  # restores and snapshots are operators, too
+            try:
+                self._context.stage(step)
+                result = self._controller.compute_step()
+                self._context.finish_snapshots()
+            finally:
+                self._context.clear_step()
         return result
 
     def idle(self) -> None:

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-class _Tape(TorchDispatchMode):
+class Tape(TorchDispatchMode):
     """Keeps every operation with its arguments and what it gave."""
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class ReplayedGraphs:
     @torch.inference_mode()
     def capture(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
         run()
-        with (tape := _Tape()):
+        with (tape := Tape()):
             answer = run()
         self.captured += 1
 
