@@ -18,6 +18,7 @@ from megatron_ext.mcore.controller import InferenceController
 from megatron_ext.mcore.fixed_places import Answer, Answers, FixedPlaces, Layout
 from megatron_ext.mcore.fixed_step import SpareSlots, StepWriter, layout_of, model_input, wishes_of
 from megatron_ext.mcore.graphs import Capture, Program
+from megatron_ext.mcore.last_tokens import LastTokens
 from megatron_ext.memory.pools import Pools
 from megatron_ext.memory.state_pool import copy_rows, copy_states
 from megatron_ext.ops.backends import preferring
@@ -70,8 +71,10 @@ class FixedSteps:
         self._spare = SpareSlots(plan.limits.max_requests, plan.geometry.snapshot_slots + plan.geometry.draft_states)
         self._writer = StepWriter(self._rules, buckets, self._spare)
         self._layouts: dict[Bucket, Layout] = {one: layout_of(one, self._rules) for one in buckets.all()}
-        self._places = FixedPlaces(self._layouts.values(), self._rules.device)
-        self._answers = Answers(max(one.rows for one in self._layouts), self._rules.device)
+        most = max(one.rows for one in self._layouts)
+        self._places = FixedPlaces(self._layouts.values(), self._rules.device, most)
+        self._answers = Answers(most, self._rules.device)
+        self._last_tokens = LastTokens(self._places)
         self._programs: dict[Bucket, Programs] = {}
         self._pools: Pools | None = None  # that the programs were made for, as the next
         self._weights: tuple[int, ...] = ()
@@ -92,6 +95,7 @@ class FixedSteps:
     def forget(self) -> None:
         """Pools or weights lie elsewhere now, or nowhere: programs are made anew, and keep no memory until then."""
         self._programs.clear()
+        self._last_tokens.forget()
         self._pools, self._weights = self._context.pools, self._controller.weight_addresses()
 
     def notice_new_weights(self) -> None:
@@ -110,11 +114,11 @@ class FixedSteps:
 
     @torch.inference_mode()
     def _make(self, bucket: Bucket) -> Programs:
-        parts, capture = self._places.parts(self._layouts[bucket]), self._graphs.capture
+        parts, capture, keep = self._places.parts(self._layouts[bucket]), self._graphs.capture, self._last_tokens.keep
         forward = capture(partial(self._forward, bucket))
         logits = _Held(forward)
-        best = capture(lambda: best_tokens_of(logits.value))
-        draw = capture(lambda: draw_tokens(logits.value, wishes_of(parts)))
+        best = capture(lambda: keep(best_tokens_of(logits.value)))
+        draw = capture(lambda: keep(draw_tokens(logits.value, wishes_of(parts))))
         return Programs(logits.run, best, draw)
 
     # Steps
@@ -128,6 +132,24 @@ class FixedSteps:
             self._said.add(reason)
             logger.warning("steps that ask for this are computed eagerly, not by a program: %s", reason)
         return None
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether the step that was launched last was one of these, so that its tokens are where a program has them."""
+        return self._last_tokens.are_there
+
+    def forget_tokens(self) -> None:
+        """A step is computed eagerly: what lies there is of no use behind it."""
+        self._last_tokens.forget()
+
+    def find_behind(self, step: ScheduledStep) -> Bucket | None:
+        """The bucket of a step that may take tokens from the one before; None if no program is there for it.
+
+        To make one computes padding, which would write over these tokens.
+        """
+        bucket = self._buckets.find(step) if why_eager(step) is None else None
+        is_made = bucket in self._programs and self._context.pools is self._pools
+        return bucket if is_made else None
 
     def launch(self, step: ScheduledStep, bucket: Bucket) -> Launched:
         """Enqueue a step. If anything raises, nothing of it counts.
@@ -143,8 +165,10 @@ class FixedSteps:
             self._close(copies[bucket.copies :], digests)
             answer = self._answers.fetch(tokens)
         finally:
+            self._last_tokens.forget()
             self._context.clear_step()
         rows = [(chunk.request_id, row) for row, chunk in enumerate(chunks) if chunk.sampling is not None]
+        self._last_tokens.note(rows)
         return Launched(answer, rows)
 
     @torch.inference_mode()
@@ -159,7 +183,9 @@ class FixedSteps:
     ) -> tuple[ScheduledChunk, ...]:
         layout = self._layouts[bucket]
         chunks = self._writer.pad(step, bucket)
-        self._writer.write(chunks, bucket, self._places.open(layout), copies)
+        arrays = self._places.open(layout)
+        self._writer.write(chunks, bucket, arrays, copies)
+        arrays["token_places"][:] = self._last_tokens.places_of(chunks[: bucket.decodes], layout)
         self._places.send(layout)
         self._chunks = chunks
         return chunks
@@ -203,6 +229,7 @@ class FixedSteps:
         live, snapshots = self._context.live_states, self._context.snapshots
         if bucket.prefills and live is not None and snapshots is not None:
             copy_rows(snapshots, parts["restore_from"], live, parts["restore_to"])
+        parts["input_ids"] = self._last_tokens.fill_in(bucket, parts)
         self._context.begin(model_input(self._chunks, bucket, parts, self._rules))
         logits = self._controller.forward()
         assert logits is not None, "the last stage is here"

@@ -84,7 +84,7 @@ def test_cuts_have_to_fit():
     ("fields", "reason"),
     [
         ({}, None),
-        ({"token_ids": (LAST_SAMPLED,)}, "tokens that are not on the host yet"),
+        ({"token_ids": (LAST_SAMPLED,)}, None),
         ({"scoring": Scoring(0, 1, (3,), 0)}, "log-probs of prompts"),
         ({"sampling": dataclasses.replace(GREEDY, top_n=0)}, "log-probs"),
         ({"sampling": dataclasses.replace(GREEDY, forbidden=(1,))}, "tokens that must not come yet"),
