@@ -46,6 +46,22 @@ class Launching(Protocol):
         """Begin a step. If anything raises, nothing of it counts; steps are computed in the order of their launches."""
 
 
+@runtime_checkable
+class Following(Launching, Protocol):
+    """One that can begin a step while the one before is computed, whose tokens it then takes from where they are."""
+
+    @property
+    def can_follow(self) -> bool:
+        """Whether the step that was launched last leaves its tokens where another one finds them."""
+
+    def launch_behind(self, step: ScheduledStep) -> Computing | None:
+        """Begin a step of decodes of `LAST_SAMPLED`, each a request's of the step that was launched last.
+
+        Returns:
+            None if this step cannot be begun before that one's tokens are known; then nothing has been done.
+        """
+
+
 def launcher(executor: Executor) -> Callable[[ScheduledStep], Computing]:
     """How steps are begun; with an executor that knows no launch a step has been computed when it has been begun."""
     if isinstance(executor, Launching):

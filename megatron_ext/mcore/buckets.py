@@ -15,7 +15,7 @@ from megatron_ext.config.batching import MIXED_STEPS
 from megatron_ext.mixers.chunk_metadata import cut_between
 from megatron_ext.ops.bounded_chunks import ChunkGrid
 from megatron_ext.scheduling.plan import SchedulerLimits
-from megatron_ext.scheduling.step import LAST_SAMPLED, ScheduledChunk, ScheduledStep
+from megatron_ext.scheduling.step import ScheduledChunk, ScheduledStep
 
 CUTS = 3
 """States that one prefill may be cut at inside a step, beside its end."""
@@ -147,8 +147,6 @@ def why_eager(step: ScheduledStep) -> str | None:
         return "a decode goes on behind drafts that did not come"
     if any(chunk.scoring is not None for chunk in step.chunks):
         return "log-probs of prompts"
-    if any(LAST_SAMPLED in chunk.token_ids for chunk in step.chunks):
-        return "tokens that are not on the host yet"
     for sampling in (chunk.sampling for chunk in step.chunks):
         if sampling is None:
             continue

@@ -29,6 +29,11 @@ class Layout:
         """Numbers of all together."""
         return sum(math.prod(shape) for shape in self.shapes.values())
 
+    def first(self, name: str) -> int:
+        """Where the numbers of a name begin."""
+        before = list(self.shapes)[: list(self.shapes).index(name)]
+        return sum(math.prod(self.shapes[one]) for one in before)
+
     def parts(self, whole: Tensor) -> dict[str, Tensor]:
         """Views of a buffer of int64."""
         parts = whole[: self.count].split([math.prod(shape) for shape in self.shapes.values()])
@@ -58,21 +63,28 @@ class _HostBuffer:
 
 
 class FixedPlaces:
-    """Buffers for the largest of some layouts.
+    """Buffers for the largest of some layouts; on the device there is room behind it for the tokens of a step.
 
     Args:
         layouts: Of all steps.
         device: Where they are computed.
+        tokens: That a step samples at most.
     """
 
-    def __init__(self, layouts: Iterable[Layout], device: torch.device) -> None:
+    def __init__(self, layouts: Iterable[Layout], device: torch.device, tokens: int = 0) -> None:
         count = max(layout.count for layout in layouts)
-        self._device = torch.zeros(count, dtype=torch.int64, device=device)
+        self._device = torch.zeros(count + tokens, dtype=torch.int64, device=device)
+        self.last_tokens = self._device[count:]  # what the last step sampled, by its rows
+        self.first_token = count  # where they begin, for `gather`
         self._host = [_HostBuffer(count, device) for _ in range(2)]
 
     def parts(self, layout: Layout) -> dict[str, Tensor]:
         """Where the device finds what was sent."""
         return layout.parts(self._device)
+
+    def gather(self, index: Tensor) -> Tensor:
+        """Numbers by their places in the whole buffer, the last tokens behind all layouts: [n] -> [n]."""
+        return self._device.index_select(0, index)
 
     def open(self, layout: Layout) -> dict[str, np.ndarray]:
         """Where the host writes what is to be sent next; waits until the copy before the last one is done."""

@@ -20,6 +20,7 @@ from megatron_ext.mcore.fixed_places import Answers, FixedPlaces, Layout
 from megatron_ext.mcore.fixed_shaping import has_room, with_shaping, write_shaping
 from megatron_ext.mcore.fixed_step import SpareSlots, StepWriter, layout_of, model_input
 from megatron_ext.mcore.graphs import Capture, Program
+from megatron_ext.mcore.last_tokens import LastTokens
 from megatron_ext.memory.pools import Pools
 from megatron_ext.memory.state_pool import copy_rows, copy_states
 from megatron_ext.ops.backends import preferring
@@ -59,11 +60,12 @@ class FixedSteps:
         self._writer = StepWriter(self._rules, buckets, self._spare)
         self._layouts: dict[Bucket, Layout] = {one: layout_of(one, self._rules) for one in buckets.all()}
         self._shaped = {one: with_shaping(layout, one.rows) for one, layout in self._layouts.items()}
-        self._places = FixedPlaces(self._shaped.values(), self._rules.device)
         most = max(one.rows for one in self._layouts)
+        self._places = FixedPlaces(self._shaped.values(), self._rules.device, most)
         self._vocabulary = controller.vocabulary_size
         self._answers = Answers(answer_layout(most, self._vocabulary).count, self._rules.device)
         self._logits: Tensor | None = None  # [most rows, V], where every forward leaves them
+        self._last_tokens = LastTokens(self._places)
         self._programs: dict[Bucket, Programs] = {}
         self._pools: Pools | None = None  # that the programs were made for, as the next
         self._weights: tuple[int, ...] = ()
@@ -86,6 +88,7 @@ class FixedSteps:
         self._programs.clear()
         self._graphs.forget()
         self._logits = None
+        self._last_tokens.forget()
         self._pools, self._weights = self._context.pools, self._controller.weight_addresses()
 
     def notice_new_weights(self) -> None:
@@ -112,21 +115,44 @@ class FixedSteps:
             self._logits = logits.new_zeros(max(one.rows for one in self._layouts), logits.shape[1])
         logits, layout = self._logits[: bucket.rows], answer_layout(bucket.rows, self._vocabulary)
         forward = self._graphs.capture(partial(self._forward, bucket, logits))
-        parts = self._places.parts(self._shaped[bucket])
-        return Programs(forward, ChoicePrograms(self._graphs, logits, parts, layout.parts(self._answers.whole)))
+        parts, answer = self._places.parts(self._shaped[bucket]), layout.parts(self._answers.whole)
+        return Programs(forward, ChoicePrograms(self._graphs, logits, parts, answer, self._last_tokens.keep))
 
     # Steps
 
     def find(self, step: ScheduledStep) -> Bucket | None:
         """The bucket that computes a step; None if it is to be computed as it is. Why is said once, but for sizes."""
-        reason = why_eager(step)
-        bucket = self._buckets.find(step) if reason is None else None
-        if bucket is not None and not has_room(samplings_of(step.chunks), bucket.rows):
-            reason, bucket = "more penalized tokens, biases or words than there is room for", None
+        bucket, reason = self._bucket_of(step)
         if reason is not None and reason not in self._said:
             self._said.add(reason)
             logger.warning("steps that ask for this are computed eagerly, not by a program: %s", reason)
         return bucket
+
+    def _bucket_of(self, step: ScheduledStep) -> tuple[Bucket | None, str | None]:
+        """The bucket, or what keeps the step from having one, but for its size."""
+        reason = why_eager(step)
+        bucket = self._buckets.find(step) if reason is None else None
+        if bucket is not None and not has_room(samplings_of(step.chunks), bucket.rows):
+            return None, "more penalized tokens, biases or words than there is room for"
+        return bucket, reason
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether the step that was launched last was one of these, so that its tokens are where a program has them."""
+        return self._last_tokens.are_there
+
+    def forget_tokens(self) -> None:
+        """A step is computed eagerly: what lies there is of no use behind it."""
+        self._last_tokens.forget()
+
+    def find_behind(self, step: ScheduledStep) -> Bucket | None:
+        """The bucket of a step that may take tokens from the one before; None if no program is there for it.
+
+        To make one computes padding, which would write over these tokens.
+        """
+        bucket, _ = self._bucket_of(step)
+        is_made = bucket in self._programs and self._context.pools is self._pools
+        return bucket if is_made else None
 
     def launch(self, step: ScheduledStep, bucket: Bucket) -> Launched:
         """Enqueue a step. If anything raises, nothing of it counts.
@@ -142,9 +168,12 @@ class FixedSteps:
             self._compute(bucket, wanted)
             self._close(copies[bucket.copies :], digests)
             layout = answer_layout(bucket.rows, self._vocabulary)
-            return fetch(self._answers, layout, chunks, is_scored=wanted.is_scored)
+            launched = fetch(self._answers, layout, chunks, is_scored=wanted.is_scored)
         finally:
+            self._last_tokens.forget()
             self._context.clear_step()
+        self._last_tokens.note([(one.request_id, one.row) for one in launched.rows])
+        return launched
 
     @torch.inference_mode()
     def _compute(self, bucket: Bucket, wanted: Wanted) -> None:
@@ -158,6 +187,7 @@ class FixedSteps:
         layout = (self._shaped if is_shaped else self._layouts)[bucket]
         chunks, arrays = self._writer.pad(step, bucket), self._places.open(layout)
         self._writer.write(chunks, bucket, arrays, copies)
+        arrays["token_places"][:] = self._last_tokens.places_of(chunks[: bucket.decodes], layout)
         unused = write_shaping(chunks, self._vocabulary, arrays) if is_shaped else 0
         self._places.send(layout, unused=unused)
         self._chunks = chunks
@@ -206,6 +236,7 @@ class FixedSteps:
         live, snapshots = self._context.live_states, self._context.snapshots
         if bucket.prefills and live is not None and snapshots is not None:
             copy_rows(snapshots, parts["restore_from"], live, parts["restore_to"])
+        parts["input_ids"] = self._last_tokens.fill_in(bucket, parts)
         self._context.begin(model_input(self._chunks, bucket, parts, self._rules))
         logits = self._controller.forward()
         assert logits is not None, "the last stage is here"

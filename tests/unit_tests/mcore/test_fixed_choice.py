@@ -102,7 +102,7 @@ class Fixed:
         self.logits = torch.zeros(ROWS, WORDS, dtype=dtype)
         self.write(chunks_of(0)[:1] + [chunk(row, None) for row in range(1, ROWS)])
         parts = self.places.parts(self.layout), self.answer.parts(self.answers.whole)
-        self.programs = ChoicePrograms(graphs or NoGraphs(), self.logits, *parts)
+        self.programs = ChoicePrograms(graphs or NoGraphs(), self.logits, *parts, lambda tokens: tokens)
 
     def write(self, chunks: list[ScheduledChunk]) -> None:
         is_shaped = wanted_of(samplings_of(chunks)).is_shaped

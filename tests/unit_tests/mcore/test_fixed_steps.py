@@ -231,22 +231,24 @@ def test_what_makes_no_sense_is_refused(settings):
 
 
 def test_tokens_are_read_after_the_launch(get_oracle):
-    """CU-6: nothing of a step is read before its result is asked for."""
+    """CU-6: a step is launched before the tokens of the one before are read; none are read before somebody asks."""
     driver = new_driver("hybrid", get_oracle)
-    driver.engine.add_request(0, make_prompt(20), RequestParams(num_tokens_to_generate=4))
+    driver.engine.add_request(0, make_prompt(20), RequestParams(num_tokens_to_generate=8))
     driver.step()
     fixed, read = driver.context.fixed_steps, []
     launch = fixed.launch
 
     def launch_noted(step, bucket):
         computing = launch(step, bucket)
-        result = computing.result
-        computing.result = lambda: (read.append("result"), result())[1]
-        read.append("launch")
+        result, (chunk,) = computing.result, step.chunks
+        computing.result = lambda: (read.append(f"read {chunk.end}"), result())[1]
+        read.append(f"launch {chunk.end}")
         return computing
 
     fixed.launch = launch_noted
     driver.engine.engine.while_computing = lambda: read.append("host")
-    driver.step()
-    assert read == ["launch", "host", "result"]
+    for _ in range(3):
+        driver.step()
+    first, second = ["launch 21", "launch 22", "host", "read 21"], ["launch 23", "host", "read 22"]
+    assert read == [*first, *second, "launch 24", "host", "read 23"]
     assert torch.is_inference_mode_enabled() is False

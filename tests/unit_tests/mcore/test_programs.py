@@ -71,9 +71,12 @@ class Recorded:
         return program
 
 
-def recorded(get_oracle, kind: str, driver=PaddedUnwatched, **settings: object) -> Recorded:
+def recorded(get_oracle, kind: str, driver=PaddedUnwatched, *, is_ahead: bool = False, **settings: object) -> Recorded:
     settings = (SETTINGS if driver is PaddedUnwatched else {"max_requests": 8}) | settings
-    return Recorded(driver(get_oracle(kind).model, CONFIGS[kind], cache=CacheConfig(), **settings))
+    run = Recorded(driver(get_oracle(kind).model, CONFIGS[kind], cache=CacheConfig(), **settings))
+    if driver is PaddedUnwatched and not is_ahead:
+        run.driver.wait_for_tokens()
+    return run
 
 
 def decode_steps(run: Recorded, **params: object) -> tuple[ProgramRecorder, ProgramRecorder]:
@@ -128,6 +131,25 @@ def test_scored_and_shaped_steps_are_the_same_program(get_oracle):
     assert run.driver.eager_steps == 0
     assert not differences(first, second)
     assert not first.unfit
+
+
+@pytest.mark.parametrize("kind", ["hybrid", "attention_only"])
+def test_steps_that_are_launched_ahead_are_the_same_program(get_oracle, kind):
+    """CU-4, CU-6: tokens from the host, or from wherever the step before left them; nothing is read back."""
+    run = recorded(get_oracle, kind, is_ahead=True)
+    driver = run.driver
+    for request_id, length in enumerate((35, 40)):
+        driver.add(request_id, make_prompt(length), num_tokens_to_generate=12, **PLAIN)
+    driver.step()
+    run.programs.clear()
+    driver.step()
+    known, ahead = run.programs
+    assert driver.steps_ahead == 0, "the step that was launched ahead is the next one"
+    moved = run.step()
+    assert driver.steps_ahead == 1
+    for one in (ahead, moved):
+        assert not differences(known, one)
+        assert not one.unfit
 
 
 def test_plain_steps_are_not(get_oracle):

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-class _Tape(TorchDispatchMode):
+class Tape(TorchDispatchMode):
     """Keeps every operation with its arguments and what it gave."""
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class ReplayedGraphs:
     @torch.inference_mode()
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         run()
-        with (tape := _Tape()):
+        with (tape := Tape()):
             run()
         self.captured += 1
 
