@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import torch
 
-from tests.unit_tests.support.pretended_cuda import graphs, streams, watching
+from tests.unit_tests.support.pretended_cuda import graphs, kernels, streams, watching
 
 GIB = 2**30
 NAME = "pretended CUDA device"
@@ -27,6 +27,7 @@ def install() -> None:
     torch.cuda._initialized = True
     torch.version.cuda = "13.0"
     _without_nccl()
+    kernels.install()
 
 
 def _nothing(*_: object, **__: object) -> None:
