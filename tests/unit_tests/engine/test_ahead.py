@@ -14,6 +14,7 @@ from megatron_ext.config import EvictionPolicyName, RequestParams
 from megatron_ext.engine.engine import Engine
 from megatron_ext.engine.flight import Flight
 from megatron_ext.engine.intake import Door
+from megatron_ext.errors import RestoreError
 from megatron_ext.scheduling.record import RequestRecord, Status
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.text.vocabulary import Vocabulary
@@ -33,7 +34,7 @@ pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 BLOCK, END = 4, 7
 SETTINGS = {"block_size": BLOCK, "total_blocks": 200, "max_requests": 4, "max_tokens": 24, "max_sequence_length": 200}
-SETTINGS |= {"enough_prefill_tokens": None}
+SETTINGS |= {"enough_prefill_tokens": None, "ahead_states": 2}
 
 
 class Paper:
@@ -118,7 +119,7 @@ class Life:
         self._names = iter(range(10_000))
 
     def live(self, actions: int) -> None:
-        weights = {self._add: 3, self._step: 14, self._abort: 1}
+        weights = {self._add: 2.5, self._turn: 1, self._step: 14, self._abort: 1}
         weights |= {self._again: 0.6, self._call: 0.5} if self.is_rough else {}
         for action in self.source.choices(list(weights), list(weights.values()), k=actions):
             for call in action():
@@ -139,6 +140,14 @@ class Life:
     def _prompt(self) -> tuple[int, ...]:
         stem = self.source.choice(self._stems)[: self.source.choice([0, 3, 4, 8, 15, 24])]
         return (*stem, *(self.source.randrange(WORDS) for _ in range(self.source.randint(1, 20))))
+
+    def _turn(self) -> Iterator[tuple[object, ...]]:
+        """Something that was said before goes on."""
+        records = list(self.paper.records.values())
+        if records:
+            record = self.source.choice(records)
+            prompt = (*record.prompt_tokens, *record.generated_tokens, self.source.randrange(WORDS))[:120]
+            yield "add", next(self._names), prompt, (("num_tokens_to_generate", 20),)
 
     def _add(self) -> Iterator[tuple[object, ...]]:
         choose = self.source.choice
@@ -221,7 +230,9 @@ LIVES = [
     {"slots": None},
     {"slots": 3, "total_blocks": 40},
     {"slots": None, "total_blocks": 14, "paused_blocks": 4},
-    {"max_requests": 2, "total_blocks": 30},
+    {"max_requests": 2, "total_blocks": 30, "slots": 1},
+    {"ahead_states": 0},
+    {"ahead_states": 1, "slots": 6},
     {"slots": 4, "aligned_chunks": True, "max_requests": 6, "max_tokens": 16},
 ]
 
@@ -338,6 +349,20 @@ def test_who_lacks_blocks_stops_nobody():
     paper.check_tokens()
 
 
+def test_blocks_that_end_in_a_step_ahead_leave_their_states():
+    """CU-6: no step of decode waits but the first; the next turn resumes from the last of these snapshots."""
+    paper = Paper()
+    paper.add(0, tuple(range(9)), num_tokens_to_generate=25, ignore_eos=True)
+    paper.run()
+    assert paper.ahead == 24
+    assert paper.scheduler.cache.use().snapshots_replaced > 3
+    record = paper.records[0]
+    paper.add(1, (*record.prompt_tokens, *record.generated_tokens), num_tokens_to_generate=5, ignore_eos=True)
+    paper.run()
+    assert paper.records[1].skipped_prefill_token_count == 32
+    paper.check_tokens()
+
+
 @pytest.mark.parametrize("asked", [{"presence_penalty": 0.5}, {"num_tokens_to_generate": 1}])
 def test_steps_that_need_the_token_wait_for_it(asked):
     """CU-6: logits that are shaped by what was generated; and nobody goes on."""
@@ -411,13 +436,18 @@ def test_rows_are_told_apart_by_requests():
     assert left.result().tokens.keys() == {4}
 
 
-@pytest.mark.parametrize("mistake", ["void rows count", "blocks of the next step are others'", "tokens of other rows"])
+MISTAKES = ["void rows count", "blocks of the next step are others'", "tokens of other rows", "states without names"]
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
 def test_planted_mistakes_are_seen(monkeypatch, mistake):
     """The negative controls: each shows in a life."""
     if mistake == "void rows count":
         monkeypatch.setattr(Flight, "living", lambda flight: flight)
     elif mistake == "blocks of the next step are others'":
         monkeypatch.setattr("megatron_ext.scheduling.foresight.Foresight._missing", lambda self, chunk: 0)
+    elif mistake == "states without names":
+        monkeypatch.setattr(FollowingDevice, "name_states", lambda device, states: None)
     else:
         compute = FollowingDevice._compute
 
@@ -434,5 +464,5 @@ def test_planted_mistakes_are_seen(monkeypatch, mistake):
             life.live(150)
             life.paper.check_tokens()
 
-    with pytest.raises((AssertionError, KeyError, IndexError)):
+    with pytest.raises((AssertionError, KeyError, IndexError, RestoreError)):
         live()

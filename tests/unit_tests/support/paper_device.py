@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from megatron_ext.engine.result import StepResult
 from megatron_ext.errors import RestoreError
 from megatron_ext.scheduling.scheduler import Scheduler
+from megatron_ext.scheduling.snapshots import Snapshot
 from megatron_ext.scheduling.step import LAST_SAMPLED, ScheduledChunk, ScheduledStep
 
 WORDS = 40
@@ -177,3 +178,6 @@ class FollowingDevice(PaperDevice):
     def launch_behind(self, step: ScheduledStep) -> PaperStep:
         self._may_break()
         return self._launch(step)
+
+    def name_states(self, states: Sequence[Snapshot]) -> None:
+        self._contents.update({one.slot: one.digest for one in states})
