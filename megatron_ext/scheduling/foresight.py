@@ -75,8 +75,9 @@ class Foresight:
     def foresee(self, computed: Sequence[Chunk]) -> Chunks:
         """The step behind the one that computes these chunks, and what it needs; empty if that is not certain.
 
-        Blocks are free ones, and stay with their requests whatever comes of the step. Slots are lent until it is
-        adopted or forgone.
+        Blocks stay with their requests whatever comes of the step. Where none is free one is evicted, as planning the
+        step would do; if the request ends before, the next one who needs a block finds that one free. Slots are lent
+        until the step is adopted or forgone.
 
         Args:
             computed: Chunks of living requests.
@@ -84,7 +85,7 @@ class Foresight:
         chunks = self._certain(computed)
         missing = [self._missing(chunk) for chunk in chunks]
         ending = [chunk for chunk in chunks if self._leaves_states(chunk)]
-        if sum(missing) > self._cache.pool.free_count or len(ending) > self._slots.free_count:
+        if sum(missing) > self._cache.available_count or len(ending) > self._slots.free_count:
             return ()
         for chunk, count in zip(chunks, missing, strict=True):
             if count:

@@ -24,6 +24,7 @@ from tests.unit_tests.support.paper_device import (
     WORDS,
     FollowingDevice,
     PaperDevice,
+    RefusingDevice,
     next_token,
     state_behind,
 )
@@ -209,11 +210,13 @@ def replayed(script: list[tuple[object, ...]], paper: Paper) -> list[object]:
     seen = []
     for call in script:
         if call[0] == "step":
-            limits = paper.scheduler.limits
+            limits, foresight = paper.scheduler.limits, paper.scheduler.foresight
             if call[1]:
                 paper.scheduler.limits = dataclasses.replace(limits, max_requests=0)
+                foresight.note = lambda plan: None
             seen.append(what_there_is(paper, paper.step()))
             paper.scheduler.limits = limits
+            vars(foresight).pop("note", None)
         else:
             tell(paper, call)
     return seen
@@ -240,14 +243,17 @@ LIVES = [
 @pytest.mark.parametrize("number", range(len(LIVES)))
 @pytest.mark.parametrize("seed", range(3))
 def test_lives_are_those_of_an_engine_that_waits(number, seed):
-    """CU-6: the same steps, counts, blocks, snapshots, records and tokens, but that who comes waits a step longer."""
+    """CU-6: the same steps, counts, blocks, snapshots, records and tokens, but that who comes waits a step longer.
+
+    Where blocks are short they are evicted a step earlier, by both.
+    """
     settings = LIVES[number]
     life = Life(Paper(**settings), random.Random(f"{seed} {number}"))
     life.live(220)
     paper = life.paper
     paper.check_tokens()
     assert paper.ahead > 10, "hardly any step was launched ahead"
-    plain = Paper(PaperDevice, **settings)
+    plain = Paper(RefusingDevice if "total_blocks" in settings else PaperDevice, **settings)
     for i, (own, others) in enumerate(zip(life.seen, replayed(life.script, plain), strict=True)):
         assert own == others, f"step {i}"
     assert plain.ahead == 0
@@ -360,6 +366,18 @@ def test_blocks_that_end_in_a_step_ahead_leave_their_states():
     paper.add(1, (*record.prompt_tokens, *record.generated_tokens), num_tokens_to_generate=5, ignore_eos=True)
     paper.run()
     assert paper.records[1].skipped_prefill_token_count == 32
+    paper.check_tokens()
+
+
+def test_a_full_pool_stops_nobody():
+    """CU-6: where no block is free, one that is cached and nobody's goes for a step ahead, as it would for a plan."""
+    paper = Paper(total_blocks=14)
+    paper.add(0, tuple(range(30)), num_tokens_to_generate=2, ignore_eos=True)
+    paper.run()
+    paper.add(1, (9, 9, 9), num_tokens_to_generate=40, ignore_eos=True)
+    paper.run()
+    assert paper.ahead == 1 + 39
+    assert paper.scheduler.cache.use().blocks_evicted >= 3
     paper.check_tokens()
 
 

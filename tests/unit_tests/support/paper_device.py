@@ -170,6 +170,18 @@ class PaperStep:
         return result
 
 
+class RefusingDevice(PaperDevice):
+    """One that never begins a step before the tokens are known; blocks are taken for it all the same."""
+
+    can_follow = True
+
+    def launch_behind(self, step: ScheduledStep) -> None:
+        """Nothing."""
+
+    def name_states(self, states: Sequence[Snapshot]) -> None:
+        raise AssertionError("nothing was launched ahead")
+
+
 class FollowingDevice(PaperDevice):
     """One that computes a step behind another one."""
 
