@@ -81,6 +81,7 @@ def test_graphs_give_what_plain_steps_give(get_oracle, kind):
     assert captured.graphs.captured == 24, "something was captured while requests waited"
     assert captured.graphs.replayed == 2 * len(captured.buckets) > 40
     assert captured.eager_steps == 0
+    assert captured.steps_ahead > 10
     plain = Driver(get_oracle(kind).model, CONFIGS[kind], **SETTINGS)
     serve(plain, is_caching=True)
     for request_id, record in plain.records.items():

@@ -144,12 +144,16 @@ class Driver:
         pool, states = self.context.snapshots, self.scheduler.cache.states
         if pool is None:
             return
-        found = set(states._visible.values())
+        found = set(states._visible.values()) | self._held_slots()
         found |= {state.slot for request in owners for state in request.sequence.draft_states}
         slots = states.total + self.scheduler.limits.draft_states
         lost = [slot for slot in range(slots) if slot not in found]
         pool.conv[:, lost] = torch.nan
         pool.ssm[:, lost] = torch.nan
+
+    def _held_slots(self) -> set[int]:
+        """Others whose contents count."""
+        return set()
 
     def _poison_block(self, block: int) -> None:
         is_there = self.context.is_tensor_state_allocated and self.context.plan.shape.attention_layers

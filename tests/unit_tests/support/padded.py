@@ -83,6 +83,10 @@ class Padded:
         if left is not None:
             self.seen[request.request_id].states[end][-1] = left
 
+    def _held_slots(self) -> set[int]:
+        """On a CPU the step that was launched ahead has been computed."""
+        return {state.slot for state in self.scheduler.foresight.states.values()}
+
     @property
     def steps_ahead(self) -> int:
         """Steps that were launched before the tokens of the one before were known."""
