@@ -21,6 +21,8 @@ CUTS = 3
 """States that one prefill may be cut at inside a step, beside its end."""
 COPIES = 4
 """Live states that a decode step copies into snapshots itself; what is beyond that is copied behind it."""
+MOST_LISTED = 20
+"""Best tokens that a program lists of each row, as many as OpenAI's interface has at most."""
 
 
 @dataclass(frozen=True, order=True)
@@ -148,12 +150,10 @@ def why_eager(step: ScheduledStep) -> str | None:
     for sampling in (chunk.sampling for chunk in step.chunks):
         if sampling is None:
             continue
-        if sampling.top_n is not None:
-            return "log-probs"
-        if sampling.shaping is not None:
-            return "penalties, biases, bad words, min_p or a form of the answer"
-        if sampling.forbidden:
-            return "tokens that must not come yet"
+        if sampling.top_n is not None and sampling.top_n > MOST_LISTED:
+            return f"log-probs of more than {MOST_LISTED} best tokens"
+        if sampling.shaping is not None and sampling.shaping.form is not None:
+            return "forms of answers"
     return None
 
 

@@ -72,12 +72,13 @@ class StepExecutor:
         """
         if self._context.fixed_steps is not None:
             self._context.fixed_steps.forget_tokens()
-        try:
-            self._context.stage(step)
-            result = self._controller.compute_step()
-            self._context.finish_snapshots()
-        finally:
-            self._context.clear_step()
+        with preferring(self._controller.operators):  # restores and snapshots are operators, too
+            try:
+                self._context.stage(step)
+                result = self._controller.compute_step()
+                self._context.finish_snapshots()
+            finally:
+                self._context.clear_step()
         return result
 
     def idle(self) -> None:

@@ -83,13 +83,13 @@ def decode_steps(run: Recorded, **params: object) -> tuple[ProgramRecorder, Prog
     """Of two requests; of three others at other lengths, one of which leaves a snapshot."""
     driver = run.driver
     for request_id, length in enumerate((35, 40)):
-        driver.add(request_id, make_prompt(length), num_tokens_to_generate=7, **PLAIN, **params)
+        driver.add(request_id, make_prompt(length), num_tokens_to_generate=7, **(PLAIN | params))
     driver.step()
     run.step()
     first = run.step()
     driver.run()
     for request_id, length in enumerate((45, 37, 50), start=10):
-        driver.add(request_id, make_prompt(length), num_tokens_to_generate=9, **PLAIN, **params)
+        driver.add(request_id, make_prompt(length), num_tokens_to_generate=9, **(PLAIN | params))
     driver.step()
     taken = 0 if driver.context.live_states is None else driver.scheduler.cache.states.taken
     for _ in range(3):  # the first of them ends a block in the third
@@ -139,6 +139,19 @@ def test_steps_that_are_launched_ahead_are_the_same_program(get_oracle, kind):
         assert not one.unfit
 
 
+def test_scored_and_shaped_steps_are_the_same_program(get_oracle):
+    """CU-5: log-probs with the best tokens, penalties, biases, bad words, min_p and min_tokens are in fixed places."""
+    scored = {"return_log_probs": True, "skip_prompt_log_probs": True, "top_n_logprobs": 4}
+    penalties = {"presence_penalty": 0.4, "frequency_penalty": 0.2, "repetition_penalty": 1.2}
+    words = {"bad_words": ("<5>", "<7><9>"), "logit_bias": {3: 1.5}, "min_tokens": 7}
+    drawn = {"temperature": 0.9, "min_p": 0.05}
+    run = recorded(get_oracle, "hybrid")
+    first, second = decode_steps(run, **scored, **penalties, **words, **drawn)
+    assert run.driver.eager_steps == 0
+    assert not differences(first, second)
+    assert not first.unfit
+
+
 def test_plain_steps_are_not(get_oracle):
     """The negative control: today's path bakes in lengths, rows and addresses, and makes tensors on the host."""
     run = recorded(get_oracle, "hybrid", PlainUnwatched)
@@ -183,9 +196,9 @@ def test_a_step_is_sent_in_one_copy(get_oracle):
     send, fetch = places.send, driver.context.fixed_steps._answers.fetch
 
     def watched(function):
-        def call(*arguments):
+        def call(*arguments, **options):
             with (copies := ProgramRecorder()):
-                found = function(*arguments)
+                found = function(*arguments, **options)
             sent.append([one for one in copies.operations if "copy" in one[0]])
             return found
 
