@@ -70,7 +70,8 @@ class Ahead:
         """Nothing of the step counts: its requests have ended, or compute anew what it computed."""
         self._scheduler.foresight.forgo()
         if self._flight is not None:
-            self._flight, self._unread = None, self._flight.computing
+            self._unread = self._flight.computing
+            self._flight = None
 
     def forget_void(self) -> None:
         """Keep nothing of requests that have ended, if all have."""
