@@ -45,7 +45,7 @@ def fixed_steps_for(
         snapshots_in_prefill=rules.snapshots_in_prefill,
         one_width=is_cuda,
     )
-    return FixedSteps(context, controller, buckets, CudaGraphs() if is_cuda else NoGraphs())
+    return FixedSteps(context, controller, buckets, CudaGraphs(rules.device) if is_cuda else NoGraphs())
 
 
 def _problem(model: nn.Module, *, is_alone: bool) -> str | None:

@@ -84,9 +84,14 @@ def _bits_anywhere(masks: Tensor) -> Tensor:
 
 def rule_out(logits: Tensor, rows: Tensor, tokens: Tensor) -> None:
     """Take n tokens away from rows of [r, V]; a row that would have none left keeps what it has."""
-    without = logits.index_put((rows, tokens), logits.new_tensor(-torch.inf))
+    without = logits.index_put((rows, tokens), logits.new_full((), -torch.inf))
     is_empty = without.amax(-1, keepdim=True) == -torch.inf
     logits.copy_(torch.where(is_empty, logits, without))
+
+
+def forbid(logits: Tensor, rows: Tensor, tokens: Tensor) -> None:
+    """Take n tokens away from rows of [r, V], whatever is left."""
+    logits.index_put_((rows, tokens), logits.new_full((), -torch.inf))
 
 
 def drop_improbable(logits: Tensor, temperature: Tensor, min_p: Tensor) -> None:
