@@ -36,7 +36,9 @@ class Ahead:
         flight, self._flight = self._flight, None
         if flight is None:
             return None
-        self._scheduler.foresight.adopt()
+        named = self._scheduler.foresight.adopt()
+        assert self._executor is not None, "it has launched a step ahead"
+        self._executor.name_states(named)
         return flight.living()
 
     def launch_behind(self, flight: Flight) -> None:
@@ -44,12 +46,15 @@ class Ahead:
         executor = self._executor
         if executor is None or not executor.can_follow:
             return
-        chunks = self._scheduler.foresight.foresee(flight.chunks)
+        foresight = self._scheduler.foresight
+        chunks = foresight.foresee(flight.chunks)
         if not chunks:
             return
-        step = describe_ahead(chunks, self._scheduler.limits.block_size)
+        step = describe_ahead(chunks, self._scheduler.limits.block_size, foresight.states)
         computing = executor.launch_behind(step)
-        if computing is not None:
+        if computing is None:
+            foresight.forgo()
+        else:
             self._flight = Flight(plan_of(chunks), step, computing)
 
     def land(self) -> None:
@@ -63,8 +68,10 @@ class Ahead:
 
     def drop(self) -> None:
         """Nothing of the step counts: its requests have ended, or compute anew what it computed."""
+        self._scheduler.foresight.forgo()
         if self._flight is not None:
-            self._flight, self._unread = None, self._flight.computing
+            self._unread = self._flight.computing
+            self._flight = None
 
     def forget_void(self) -> None:
         """Keep nothing of requests that have ended, if all have."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from megatron_ext.engine.result import StepResult
+from megatron_ext.scheduling.snapshots import Snapshot
 from megatron_ext.scheduling.step import ScheduledStep
 
 
@@ -60,6 +61,9 @@ class Following(Launching, Protocol):
         Returns:
             None if this step cannot be begun before that one's tokens are known; then nothing has been done.
         """
+
+    def name_states(self, states: Sequence[Snapshot]) -> None:
+        """Snapshots of a step that has been launched, whose digests were not known then."""
 
 
 def launcher(executor: Executor) -> Callable[[ScheduledStep], Computing]:

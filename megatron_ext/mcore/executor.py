@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from megatron_ext.engine.executor import Computed, Computing
 from megatron_ext.engine.result import StepResult
 from megatron_ext.mcore.context import InferenceContext
 from megatron_ext.mcore.controller import InferenceController
 from megatron_ext.ops.backends import preferring
+from megatron_ext.scheduling.snapshots import Snapshot
 from megatron_ext.scheduling.step import ScheduledStep
 
 
@@ -51,6 +54,12 @@ class StepExecutor:
             return None
         with preferring(self._controller.operators):
             return fixed.launch(step, bucket)
+
+    def name_states(self, states: Sequence[Snapshot]) -> None:
+        """See `Following.name_states`."""
+        if states:
+            assert self._context.snapshots is not None, "only a model with states has any to name"
+            self._context.snapshots.close([one.slot for one in states], [one.digest for one in states])
 
     def compute(self, step: ScheduledStep) -> StepResult | None:
         """Compute a step. If anything raises, nothing of it counts, and the pools may hold anything for its requests.

@@ -43,23 +43,23 @@ def fetch(answers: Answers, layout: Layout, chunks: Sequence[ScheduledChunk], *,
 
 
 class Launched:
-    """A step that the device may still be computing.
-
-    Attributes:
-        rows: Those that somebody waits for.
-    """
+    """A step that the device may still be computing."""
 
     def __init__(self, answer: Answer, layout: Layout, rows: Sequence[AnswerRow]) -> None:
-        self.rows = rows
-        self._answer, self._layout = answer, layout
+        self._answer, self._layout, self._asked = answer, layout, rows
+
+    @property
+    def rows(self) -> list[tuple[int, int]]:
+        """Whose token is in which row."""
+        return [(one.request_id, one.row) for one in self._asked]
 
     def result(self) -> StepResult:
         """Wait for its tokens."""
         numbers = self._answer.read()
         tokens = numbers[: self._layout.shapes["tokens"][0]].tolist()
-        asked = [one for one in self.rows if one.top_n is not None]
+        asked = [one for one in self._asked if one.top_n is not None]
         scores = _scores(self._layout.parts(numbers), asked) if asked else {}
-        return StepResult({one.request_id: tokens[one.row] for one in self.rows}, scores, {}, {})
+        return StepResult({one.request_id: tokens[one.row] for one in self._asked}, scores, {}, {})
 
 
 def _scores(parts: dict[str, Tensor], asked: Sequence[AnswerRow]) -> dict[int, Score]:

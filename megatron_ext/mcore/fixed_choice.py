@@ -6,7 +6,7 @@ programs that choose, and the one that scores if somebody asks for log-probs; wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -60,19 +60,12 @@ class ChoicePrograms:
         logits: [R, V], where they will be.
         parts: What was sent, the wishes about shaping among it.
         answer: Where tokens and log-probs go, by the names of `answer_layout`.
-        keep: Leaves tokens for the next step, and gives them back.
     """
 
-    def __init__(
-        self, graphs: Capture, logits: Tensor, parts: Parts, answer: Parts, keep: Callable[[Tensor], Tensor]
-    ) -> None:
+    def __init__(self, graphs: Capture, logits: Tensor, parts: Parts, answer: Parts) -> None:
         kinds = [(is_shaped, is_drawn) for is_shaped in (False, True) for is_drawn in (False, True)]
-
-        def choose(*kind: bool) -> None:
-            answer["tokens"].copy_(keep(_choose(*kind, logits, parts)))
-
         self._choose: dict[tuple[bool, bool], Program] = {
-            kind: graphs.capture(partial(choose, *kind)) for kind in kinds
+            kind: graphs.capture(partial(_choose, *kind, logits, parts, answer["tokens"])) for kind in kinds
         }
         self._score: Program = graphs.capture(partial(_score, logits, answer))
 
@@ -83,9 +76,9 @@ class ChoicePrograms:
             self._score()
 
 
-def _choose(is_shaped: bool, is_drawn: bool, logits: Tensor, parts: Parts) -> Tensor:
+def _choose(is_shaped: bool, is_drawn: bool, logits: Tensor, parts: Parts, tokens: Tensor) -> None:
     values = shape_logits(logits, shaping_wishes(parts)) if is_shaped else logits
-    return draw_tokens(values, wishes_of(parts)) if is_drawn else best_tokens_of(values)
+    tokens.copy_(draw_tokens(values, wishes_of(parts)) if is_drawn else best_tokens_of(values))
 
 
 def _score(logits: Tensor, answer: Parts) -> None:

@@ -63,19 +63,19 @@ class _HostBuffer:
 
 
 class FixedPlaces:
-    """Buffers for the largest of some layouts; on the device there is room behind it for the tokens of a step.
+    """Buffers for the largest of some layouts; on the device there is room behind it for what a step answers.
 
     Args:
         layouts: Of all steps.
         device: Where they are computed.
-        tokens: That a step samples at most.
+        answer: Numbers of an answer at most; it begins with the sampled tokens, by rows.
     """
 
-    def __init__(self, layouts: Iterable[Layout], device: torch.device, tokens: int = 0) -> None:
+    def __init__(self, layouts: Iterable[Layout], device: torch.device, answer: int = 0) -> None:
         count = max(layout.count for layout in layouts)
-        self._device = torch.zeros(count + tokens, dtype=torch.int64, device=device)
-        self.last_tokens = self._device[count:]  # what the last step sampled, by its rows
-        self.first_token = count  # where they begin, for `gather`
+        self._device = torch.zeros(count + answer, dtype=torch.int64, device=device)
+        self.answer = self._device[count:]
+        self.first_token = count  # where the last step's tokens begin, for `gather`
         self._host = [_HostBuffer(count, device) for _ in range(2)]
 
     def parts(self, layout: Layout) -> dict[str, Tensor]:
@@ -83,7 +83,7 @@ class FixedPlaces:
         return layout.parts(self._device)
 
     def gather(self, index: Tensor) -> Tensor:
-        """Numbers by their places in the whole buffer, the last tokens behind all layouts: [n] -> [n]."""
+        """Numbers by their places in the whole buffer, the last answer behind all layouts: [n] -> [n]."""
         return self._device.index_select(0, index)
 
     def open(self, layout: Layout) -> dict[str, np.ndarray]:
@@ -100,20 +100,21 @@ class FixedPlaces:
 
 
 class Answers:
-    """What programs answer, always in the same place, and on its way back: one copy a step, into one of two buffers.
+    """What programs answer on its way back: one copy a step, into one of two buffers.
 
-    Attributes:
+    Args:
         whole: [n] int64, where programs write it.
+        device: Where that is.
     """
 
-    def __init__(self, most: int, device: torch.device) -> None:
-        self.whole = torch.zeros(most, dtype=torch.int64, device=device)
-        self._host = [_HostBuffer(most, device) for _ in range(2)]
+    def __init__(self, whole: Tensor, device: torch.device) -> None:
+        self._whole = whole
+        self._host = [_HostBuffer(len(whole), device) for _ in range(2)]
 
     def fetch(self, count: int) -> Answer:
         """Enqueue the copy of the first so many numbers."""
         buffer = self._host[0]
-        buffer.whole[:count].copy_(self.whole[:count], non_blocking=True)
+        buffer.whole[:count].copy_(self._whole[:count], non_blocking=True)
         buffer.mark()
         self._host.reverse()
         return Answer(buffer, count)

@@ -61,12 +61,12 @@ class FixedSteps:
         self._writer = StepWriter(self._rules, buckets, self._spare)
         self._layouts: dict[Bucket, Layout] = {one: layout_of(one, self._rules) for one in buckets.all()}
         self._shaped = {one: with_shaping(layout, one.rows) for one, layout in self._layouts.items()}
-        most = max(one.rows for one in self._layouts)
-        self._places = FixedPlaces(self._shaped.values(), self._rules.device, most)
         self._vocabulary = controller.vocabulary_size
-        self._answers = Answers(answer_layout(most, self._vocabulary).count, self._rules.device)
-        self._logits: Tensor | None = None  # [most rows, V], where every forward leaves them
+        answer = answer_layout(max(one.rows for one in self._layouts), self._vocabulary)
+        self._places = FixedPlaces(self._shaped.values(), self._rules.device, answer.count)
+        self._answers = Answers(self._places.answer, self._rules.device)
         self._last_tokens = LastTokens(self._places)
+        self._logits: Tensor | None = None  # [most rows, V], where every forward leaves them
         self._programs: dict[Bucket, Programs] = {}
         self._pools: Pools | None = None  # that the programs were made for, as the next
         self._weights: tuple[int, ...] = ()
@@ -87,9 +87,9 @@ class FixedSteps:
     def forget(self) -> None:
         """Pools or weights lie elsewhere now, or nowhere: programs are made anew, and keep no memory until then."""
         self._programs.clear()
+        self._last_tokens.forget()
         self._graphs.forget()
         self._logits = None
-        self._last_tokens.forget()
         self._pools, self._weights = self._context.pools, self._controller.weight_addresses()
 
     def notice_new_weights(self) -> None:
@@ -117,21 +117,21 @@ class FixedSteps:
             self._logits = logits.new_zeros(max(one.rows for one in self._layouts), logits.shape[1])
         logits, layout = self._logits[: bucket.rows], answer_layout(bucket.rows, self._vocabulary)
         forward = self._graphs.capture(partial(self._forward, bucket, logits))
-        parts, answer = self._places.parts(self._shaped[bucket]), layout.parts(self._answers.whole)
-        return Programs(forward, ChoicePrograms(self._graphs, logits, parts, answer, self._last_tokens.keep))
+        parts = self._places.parts(self._shaped[bucket])
+        return Programs(forward, ChoicePrograms(self._graphs, logits, parts, layout.parts(self._places.answer)))
 
     # Steps
 
     def find(self, step: ScheduledStep) -> Bucket | None:
         """The bucket that computes a step; None if it is to be computed as it is. Why is said once, but for sizes."""
-        bucket, reason = self._bucket_of(step)
+        bucket, reason = self._find(step)
         if reason is not None and reason not in self._said:
             self._said.add(reason)
             logger.warning("steps that ask for this are computed eagerly, not by a program: %s", reason)
         return bucket
 
-    def _bucket_of(self, step: ScheduledStep) -> tuple[Bucket | None, str | None]:
-        """The bucket, or what keeps the step from having one, but for its size."""
+    def _find(self, step: ScheduledStep) -> tuple[Bucket | None, str | None]:
+        """The bucket of a step, or why it has none; neither where it is larger than all of them."""
         reason = why_eager(step)
         bucket = self._buckets.find(step) if reason is None else None
         if bucket is not None and not has_room(samplings_of(step.chunks), bucket.rows):
@@ -152,7 +152,7 @@ class FixedSteps:
 
         To make one computes padding, which would write over these tokens.
         """
-        bucket, _ = self._bucket_of(step)
+        bucket, _ = self._find(step)
         is_made = bucket in self._programs and self._context.pools is self._pools
         return bucket if is_made else None
 
@@ -174,7 +174,7 @@ class FixedSteps:
         finally:
             self._last_tokens.forget()
             self._context.clear_step()
-        self._last_tokens.note([(one.request_id, one.row) for one in launched.rows])
+        self._last_tokens.note(launched.rows)
         return launched
 
     @torch.inference_mode()

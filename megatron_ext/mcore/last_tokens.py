@@ -1,8 +1,8 @@
 """Tokens that stay on the device from one step in fixed places to the next (CU-6).
 
-A program writes what it samples behind the places of its step, row by row. The one behind it takes the token of each
-decoding row from there, or from where the host wrote it, as a number in its places says: rows may move between the two,
-and a step is the same program wherever its tokens come from.
+A program writes what it samples into its answer, behind the places of its step, row by row. The one behind it takes the
+token of each decoding row from there, or from where the host wrote it, as a number in its places says: rows may move
+between the two, and a step is the same program wherever its tokens come from.
 """
 
 from __future__ import annotations
@@ -61,8 +61,3 @@ class LastTokens:
         if not bucket.prefills:
             return decoding
         return torch.cat([decoding, parts["input_ids"][bucket.decodes :]])
-
-    def keep(self, tokens: Tensor) -> Tensor:
-        """Leave the sampled tokens, [rows], for the step behind this one."""
-        self._places.last_tokens[: len(tokens)].copy_(tokens)
-        return tokens

@@ -14,7 +14,7 @@ from megatron_ext.config.costs import EntryCosts, entry_costs
 from megatron_ext.config.layers.positions import LEARNED_POSITIONS
 from megatron_ext.errors import ConfigError
 from megatron_ext.memory.agreement import NO_PEERS, Peers, Room, agree
-from megatron_ext.memory.budget import Geometry, ModelMemory, kernel_chunk, request_state_bytes
+from megatron_ext.memory.budget import Geometry, ModelMemory, ahead_states, kernel_chunk, request_state_bytes
 from megatron_ext.memory.draft import NO_DRAFT_MODEL, DraftMemory
 from megatron_ext.memory.fitting import plan_within, what_fits
 from megatron_ext.memory.state_pool import StateShape
@@ -141,6 +141,8 @@ def plan_engine(
     if speculative_tokens:
         draft_states = world.draft_states if config.is_hybrid else 0
         limits = replace(limits, most_drafts=speculative_tokens, draft_states=draft_states)
+    if config.is_hybrid and batching.has_fixed_places:
+        limits = replace(limits, ahead_states=ahead_states(world.live_states, limits.max_requests))
     if limits.aligned_chunks:
         check_aligned(limits)
     plan = EnginePlan(
@@ -236,7 +238,7 @@ def plan_draft_model(plan: EnginePlan, shape: ModelShape, config: ModelConfig, d
         draft_states=0,
         draft_model=None,
     )
-    limits = replace(plan.limits, aligned_chunks=True, most_drafts=0, draft_states=0)
+    limits = replace(plan.limits, aligned_chunks=True, most_drafts=0, draft_states=0, ahead_states=0)
     return replace(
         plan, shape=shape, geometry=geometry, world=geometry, limits=limits, policy=None, is_hybrid=config.is_hybrid
     )

@@ -16,12 +16,15 @@ from collections.abc import Sequence
 from operator import attrgetter
 
 from megatron_ext.prefix_cache.cache import PrefixCache
+from megatron_ext.prefix_cache.snapshot_order import Rank
 from megatron_ext.scheduling.ahead import AheadHashing
 from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.counters import Counters
-from megatron_ext.scheduling.plan import SchedulerLimits, StepPlan
+from megatron_ext.scheduling.draft_slots import DraftSlots
+from megatron_ext.scheduling.plan import SchedulerLimits, SnapshotRequest, StepPlan
 from megatron_ext.scheduling.queue import Queues
 from megatron_ext.scheduling.request import Request
+from megatron_ext.scheduling.snapshots import Snapshot
 
 _ARRIVAL = attrgetter("request.arrival")
 Chunks = tuple[Chunk, ...]
@@ -54,6 +57,14 @@ class Foresight:
         self._hashing = hashing
         self._counters = counters
         self._turned_away: tuple[Request, int] | None = None  # for want of blocks, and how many there were
+        first = 0 if cache.states is None else cache.states.total + limits.draft_states + 1  # behind that of padding
+        self._slots = DraftSlots(first, limits.ahead_states)
+        self._lent: list[tuple[Request, Snapshot]] = []
+
+    @property
+    def states(self) -> dict[int, Snapshot]:
+        """Request id -> where its states go in the step that was foreseen last, if they are to be kept."""
+        return {request.request_id: state for request, state in self._lent}
 
     def note(self, plan: StepPlan) -> None:
         """A step has been planned, and the plan put into effect: who is turned away until something is released."""
@@ -62,26 +73,75 @@ class Foresight:
         self._turned_away = (first.request, self._cache.available_count) if first is not None and is_stuck else None
 
     def foresee(self, computed: Sequence[Chunk]) -> Chunks:
-        """The step behind the one that computes these chunks, and blocks for it; empty if that is not certain.
+        """The step behind the one that computes these chunks, and what it needs; empty if that is not certain.
 
-        Blocks are free ones, and stay with their requests whatever comes of the step.
+        Blocks stay with their requests whatever comes of the step. Where none is free one is evicted, as planning the
+        step would do; if the request ends before, the next one who needs a block finds that one free. Slots are lent
+        until the step is adopted or forgone.
 
         Args:
             computed: Chunks of living requests.
         """
         chunks = self._certain(computed)
         missing = [self._missing(chunk) for chunk in chunks]
-        if sum(missing) > self._cache.pool.free_count:
+        ending = [chunk for chunk in chunks if self._leaves_states(chunk)]
+        if sum(missing) > self._cache.available_count or len(ending) > self._slots.free_count:
             return ()
         for chunk, count in zip(chunks, missing, strict=True):
             if count:
                 chunk.request.sequence.block_table += tuple(self._cache.allocate(count))
+        for chunk in ending:
+            state = Snapshot(chunk.end, self._slots.name(), self._slots.take())
+            self._lent.append((chunk.request, state))
         return chunks
 
-    def adopt(self) -> None:
-        """The step that was foreseen is the one that is computed now: what planning it would have done beside."""
+    def adopt(self) -> list[Snapshot]:
+        """The step that was foreseen is the one that is computed now: what planning it would have done beside.
+
+        Returns:
+            Its snapshots, whose digests are known by now.
+        """
         self._hashing.go_on()
         self._counters.launched_ahead += 1
+        lent, self._lent = self._lent, []
+        named = []
+        for request, state in lent:
+            found = self._named(request, state)
+            if found is None:
+                self._slots.give_back([state.slot])
+            else:
+                named.append(found)
+        return named
+
+    def forgo(self) -> None:
+        """Nothing comes of the step that was foreseen."""
+        self._slots.give_back(state.slot for _, state in self._lent)
+        self._lent.clear()
+
+    def _named(self, request: Request, state: Snapshot) -> Snapshot | None:
+        """The snapshot by its digest, reserved as if its step were planned now; None if it is not worth a slot.
+
+        The slot that is reserved for it is lent from now on, and the one that is written is the index's (see
+        `StateIndex.exchange`).
+        """
+        sequence, index = request.sequence, self._cache.states
+        assert index is not None, "states of a model without recurrent layers"
+        if request.is_ended or sequence.cache_epoch != self._cache.epoch:
+            return None
+        digest = request.digests[state.position // self._limits.block_size - 1]
+        wanted = SnapshotRequest(request, state.position, digest, Rank.OPTIONAL, instead_of=sequence.trail.decode)
+        if index.reserve_all([wanted]) == [None]:
+            return None
+        sequence.trail.decode = digest
+        self._slots.give_back([index.exchange(digest, state.slot)])
+        found = Snapshot(state.position, digest, state.slot)
+        sequence.snapshots.append(found)
+        return found
+
+    def check(self) -> None:
+        """Assert that every slot is lent once, or free, and none is the index's (between steps)."""
+        index = () if self._cache.states is None else self._cache.states.slots
+        self._slots.check([state.slot for _, state in self._lent], index)
 
     def _certain(self, computed: Sequence[Chunk]) -> Chunks:
         """Who decodes then, in order of arrival; empty if anything else might happen, or if nobody does."""
@@ -89,7 +149,7 @@ class Foresight:
         if len(queues.paused) or len(queues.running) != len(computed) or not all(map(_has_simple_token, computed)):
             return ()
         going_on = [chunk for chunk in computed if _goes_on(chunk.request)]
-        if self._may_admit(len(going_on)) or any(map(self._leaves_states, going_on)):
+        if self._may_admit(len(going_on)):
             return ()
         return tuple(Chunk(one.request, one.end, one.end + 1) for one in sorted(going_on, key=_ARRIVAL))
 
@@ -104,11 +164,11 @@ class Foresight:
         return request is not first or self._cache.available_count > available
 
     def _leaves_states(self, chunk: Chunk) -> bool:
-        """Whether the token behind `chunk` ends a block whose states are to be kept; its digest is not known yet."""
+        """Whether `chunk` ends a block whose states are to be kept; its digest is not known yet."""
         sequence = chunk.request.sequence
         if self._cache.states is None or sequence.chain is None or sequence.cache_epoch != self._cache.epoch:
             return False
-        return (chunk.end + 1) % self._limits.block_size == 0
+        return chunk.end % self._limits.block_size == 0
 
     def _missing(self, chunk: Chunk) -> int:
         return max(0, self._limits.blocks_for(chunk.end) - len(chunk.request.block_table))

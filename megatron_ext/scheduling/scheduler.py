@@ -256,12 +256,11 @@ class Scheduler:
         shared = self.cache.publish(digests, own, parent)
         if shared != own:  # somebody has published the same before
             sequence.block_table = (*table[:first], *shared, *table[complete:])
+        size = self.limits.block_size
         if self.cache.kept is not None:
-            size = self.limits.block_size
             self.cache.kept.keep_run(digests, parent or sequence.chain.root, sequence.packed, size, complete * size)
         if self.cache.observer is not None:
-            size, salt = self.limits.block_size, request.params.cache_salt
-            run = PublishedRun(digests, parent, sequence.packed, size, complete * size, salt)
+            run = PublishedRun(digests, parent, sequence.packed, size, complete * size, request.params.cache_salt)
             self.cache.observer.blocks_there(run)
         self.pending_blocks.published(request.request_id, digests)
         self.queues.waiting.published(digests)
@@ -347,4 +346,5 @@ class Scheduler:
         self.cache.check()
         check_ownership(self.queues, self.limits, self.cache, self.live_slots)
         self.drafts.check(self.queues)
+        self.foresight.check()
         check_sleepers(self.queues, self.limits.block_size, self.cache, self.pending_blocks)

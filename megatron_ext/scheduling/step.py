@@ -6,7 +6,7 @@ same commands write equal ones, so that ranks can act on their own copies.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
@@ -149,18 +149,19 @@ def _describe(chunk: Chunk, block_size: int) -> ScheduledChunk:
     )
 
 
-def describe_ahead(chunks: Iterable[Chunk], block_size: int) -> ScheduledStep:
+def describe_ahead(chunks: Iterable[Chunk], block_size: int, states: Mapping[int, Snapshot]) -> ScheduledStep:
     """The message of a step that decodes a token of each request which the step before is about to give it.
 
     Args:
         chunks: One token each, behind all that is known of their requests (see `Foresight`).
         block_size: Tokens.
+        states: Request id -> where its states are kept, if they are; of a name that is no digest.
     """
-    described = tuple(_describe_ahead(chunk, block_size) for chunk in chunks)
+    described = tuple(_describe_ahead(chunk, block_size, states) for chunk in chunks)
     return ScheduledStep(described, len(described))
 
 
-def _describe_ahead(chunk: Chunk, block_size: int) -> ScheduledChunk:
+def _describe_ahead(chunk: Chunk, block_size: int, states: Mapping[int, Snapshot]) -> ScheduledChunk:
     request, sequence = chunk.request, chunk.request.sequence
     assert sequence.live_slot is not None, f"request {request.request_id} runs and has no live slot"
     return ScheduledChunk(
@@ -172,6 +173,7 @@ def _describe_ahead(chunk: Chunk, block_size: int) -> ScheduledChunk:
         block_ids=sequence.block_table[: -(-chunk.end // block_size)],
         shared_end=sequence.shared_end,
         live_slot=sequence.live_slot,
+        snapshots=(states[request.request_id],) if request.request_id in states else (),
         sampling=_sampling(request, _UNKNOWN),
     )
 

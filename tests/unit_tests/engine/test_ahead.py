@@ -14,6 +14,7 @@ from megatron_ext.config import EvictionPolicyName, RequestParams
 from megatron_ext.engine.engine import Engine
 from megatron_ext.engine.flight import Flight
 from megatron_ext.engine.intake import Door
+from megatron_ext.errors import RestoreError
 from megatron_ext.scheduling.record import RequestRecord, Status
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.text.vocabulary import Vocabulary
@@ -23,6 +24,7 @@ from tests.unit_tests.support.paper_device import (
     WORDS,
     FollowingDevice,
     PaperDevice,
+    RefusingDevice,
     next_token,
     state_behind,
 )
@@ -33,7 +35,7 @@ pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 BLOCK, END = 4, 7
 SETTINGS = {"block_size": BLOCK, "total_blocks": 200, "max_requests": 4, "max_tokens": 24, "max_sequence_length": 200}
-SETTINGS |= {"enough_prefill_tokens": None}
+SETTINGS |= {"enough_prefill_tokens": None, "ahead_states": 2}
 
 
 class Paper:
@@ -118,7 +120,7 @@ class Life:
         self._names = iter(range(10_000))
 
     def live(self, actions: int) -> None:
-        weights = {self._add: 3, self._step: 14, self._abort: 1}
+        weights = {self._add: 2.5, self._turn: 1, self._step: 14, self._abort: 1}
         weights |= {self._again: 0.6, self._call: 0.5} if self.is_rough else {}
         for action in self.source.choices(list(weights), list(weights.values()), k=actions):
             for call in action():
@@ -139,6 +141,14 @@ class Life:
     def _prompt(self) -> tuple[int, ...]:
         stem = self.source.choice(self._stems)[: self.source.choice([0, 3, 4, 8, 15, 24])]
         return (*stem, *(self.source.randrange(WORDS) for _ in range(self.source.randint(1, 20))))
+
+    def _turn(self) -> Iterator[tuple[object, ...]]:
+        """Something that was said before goes on."""
+        records = list(self.paper.records.values())
+        if records:
+            record = self.source.choice(records)
+            prompt = (*record.prompt_tokens, *record.generated_tokens, self.source.randrange(WORDS))[:120]
+            yield "add", next(self._names), prompt, (("num_tokens_to_generate", 20),)
 
     def _add(self) -> Iterator[tuple[object, ...]]:
         choose = self.source.choice
@@ -200,11 +210,13 @@ def replayed(script: list[tuple[object, ...]], paper: Paper) -> list[object]:
     seen = []
     for call in script:
         if call[0] == "step":
-            limits = paper.scheduler.limits
+            limits, foresight = paper.scheduler.limits, paper.scheduler.foresight
             if call[1]:
                 paper.scheduler.limits = dataclasses.replace(limits, max_requests=0)
+                foresight.note = lambda plan: None
             seen.append(what_there_is(paper, paper.step()))
             paper.scheduler.limits = limits
+            vars(foresight).pop("note", None)
         else:
             tell(paper, call)
     return seen
@@ -221,7 +233,9 @@ LIVES = [
     {"slots": None},
     {"slots": 3, "total_blocks": 40},
     {"slots": None, "total_blocks": 14, "paused_blocks": 4},
-    {"max_requests": 2, "total_blocks": 30},
+    {"max_requests": 2, "total_blocks": 30, "slots": 1},
+    {"ahead_states": 0},
+    {"ahead_states": 1, "slots": 6},
     {"slots": 4, "aligned_chunks": True, "max_requests": 6, "max_tokens": 16},
 ]
 
@@ -229,14 +243,17 @@ LIVES = [
 @pytest.mark.parametrize("number", range(len(LIVES)))
 @pytest.mark.parametrize("seed", range(3))
 def test_lives_are_those_of_an_engine_that_waits(number, seed):
-    """CU-6: the same steps, counts, blocks, snapshots, records and tokens, but that who comes waits a step longer."""
+    """CU-6: the same steps, counts, blocks, snapshots, records and tokens, but that who comes waits a step longer.
+
+    Where blocks are short they are evicted a step earlier, by both.
+    """
     settings = LIVES[number]
     life = Life(Paper(**settings), random.Random(f"{seed} {number}"))
     life.live(220)
     paper = life.paper
     paper.check_tokens()
     assert paper.ahead > 10, "hardly any step was launched ahead"
-    plain = Paper(PaperDevice, **settings)
+    plain = Paper(RefusingDevice if "total_blocks" in settings else PaperDevice, **settings)
     for i, (own, others) in enumerate(zip(life.seen, replayed(life.script, plain), strict=True)):
         assert own == others, f"step {i}"
     assert plain.ahead == 0
@@ -338,6 +355,32 @@ def test_who_lacks_blocks_stops_nobody():
     paper.check_tokens()
 
 
+def test_blocks_that_end_in_a_step_ahead_leave_their_states():
+    """CU-6: no step of decode waits but the first; the next turn resumes from the last of these snapshots."""
+    paper = Paper()
+    paper.add(0, tuple(range(9)), num_tokens_to_generate=25, ignore_eos=True)
+    paper.run()
+    assert paper.ahead == 24
+    assert paper.scheduler.cache.use().snapshots_replaced > 3
+    record = paper.records[0]
+    paper.add(1, (*record.prompt_tokens, *record.generated_tokens), num_tokens_to_generate=5, ignore_eos=True)
+    paper.run()
+    assert paper.records[1].skipped_prefill_token_count == 32
+    paper.check_tokens()
+
+
+def test_a_full_pool_stops_nobody():
+    """CU-6: where no block is free, one that is cached and nobody's goes for a step ahead, as it would for a plan."""
+    paper = Paper(total_blocks=14)
+    paper.add(0, tuple(range(30)), num_tokens_to_generate=2, ignore_eos=True)
+    paper.run()
+    paper.add(1, (9, 9, 9), num_tokens_to_generate=40, ignore_eos=True)
+    paper.run()
+    assert paper.ahead == 1 + 39
+    assert paper.scheduler.cache.use().blocks_evicted >= 3
+    paper.check_tokens()
+
+
 @pytest.mark.parametrize("asked", [{"presence_penalty": 0.5}, {"num_tokens_to_generate": 1}])
 def test_steps_that_need_the_token_wait_for_it(asked):
     """CU-6: logits that are shaped by what was generated; and nobody goes on."""
@@ -411,13 +454,18 @@ def test_rows_are_told_apart_by_requests():
     assert left.result().tokens.keys() == {4}
 
 
-@pytest.mark.parametrize("mistake", ["void rows count", "blocks of the next step are others'", "tokens of other rows"])
+MISTAKES = ["void rows count", "blocks of the next step are others'", "tokens of other rows", "states without names"]
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
 def test_planted_mistakes_are_seen(monkeypatch, mistake):
     """The negative controls: each shows in a life."""
     if mistake == "void rows count":
         monkeypatch.setattr(Flight, "living", lambda flight: flight)
     elif mistake == "blocks of the next step are others'":
         monkeypatch.setattr("megatron_ext.scheduling.foresight.Foresight._missing", lambda self, chunk: 0)
+    elif mistake == "states without names":
+        monkeypatch.setattr(FollowingDevice, "name_states", lambda device, states: None)
     else:
         compute = FollowingDevice._compute
 
@@ -434,5 +482,5 @@ def test_planted_mistakes_are_seen(monkeypatch, mistake):
             life.live(150)
             life.paper.check_tokens()
 
-    with pytest.raises((AssertionError, KeyError, IndexError)):
+    with pytest.raises((AssertionError, KeyError, IndexError, RestoreError)):
         live()

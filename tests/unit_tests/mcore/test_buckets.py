@@ -138,10 +138,10 @@ def test_the_host_waits_for_the_copy_before_the_last_one(monkeypatch):
     assert kinds == ("wait", "mark") * 3
     assert events[0] == events[1] == events[4] == events[5] != events[2] == events[3]
     notes.clear()
-    answers = Answers(4, torch.device("cuda"))
-    answers.whole.copy_(torch.tensor([1, 2, 3, 0]))
+    whole = torch.tensor([1, 2, 3, 0])
+    answers = Answers(whole, torch.device("cuda"))
     first = answers.fetch(3)
-    answers.whole[:2] = torch.tensor([4, 5])
+    whole[:2] = torch.tensor([4, 5])
     second = answers.fetch(2)
     assert (first.read().tolist(), second.read().tolist()) == ([1, 2, 3], [4, 5])
     assert [note.split()[0] for note in notes] == ["mark", "mark", "wait", "wait"]

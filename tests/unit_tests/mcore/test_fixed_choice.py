@@ -96,13 +96,14 @@ class Fixed:
 
     def __init__(self, graphs: object = None, dtype: torch.dtype = torch.float32) -> None:
         self.layout, self.answer = with_shaping(BASE, ROWS), answer_layout(ROWS, WORDS)
-        self.places, self.answers = FixedPlaces([self.layout], CPU), Answers(self.answer.count, CPU)
+        self.places = FixedPlaces([self.layout], CPU, self.answer.count)
+        self.answers = Answers(self.places.answer, CPU)
         for whole in (self.places._device, *(one.whole for one in self.places._host)):
             whole.fill_((5 << 32) + 77)
         self.logits = torch.zeros(ROWS, WORDS, dtype=dtype)
         self.write(chunks_of(0)[:1] + [chunk(row, None) for row in range(1, ROWS)])
-        parts = self.places.parts(self.layout), self.answer.parts(self.answers.whole)
-        self.programs = ChoicePrograms(graphs or NoGraphs(), self.logits, *parts, lambda tokens: tokens)
+        parts = self.places.parts(self.layout), self.answer.parts(self.places.answer)
+        self.programs = ChoicePrograms(graphs or NoGraphs(), self.logits, *parts)
 
     def write(self, chunks: list[ScheduledChunk]) -> None:
         is_shaped = wanted_of(samplings_of(chunks)).is_shaped

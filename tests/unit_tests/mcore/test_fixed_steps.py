@@ -65,6 +65,7 @@ def test_padded_runs_equal_plain_ones(get_oracle, kind, backend):
             padded = new_driver(kind, get_oracle, is_caching=is_caching)
             serve(padded, is_caching=is_caching)
             assert padded.eager_steps == 0
+            assert padded.steps_ahead > 5
             assert {bucket.prefills > 0 for bucket in padded.buckets} == {True, False}
             plain = new_driver(kind, get_oracle, Driver, is_caching=is_caching)
             serve(plain, is_caching=is_caching)
@@ -117,6 +118,7 @@ def test_random_lives(get_oracle, seed, kind, settings):
     life.live(60)
     check_life(life, get_oracle(kind))
     assert len(driver.buckets) > driver.eager_steps
+    assert driver.steps_ahead > 5
 
 
 def test_more_snapshots_than_a_program_copies(get_oracle):
@@ -245,13 +247,16 @@ def test_a_lost_snapshot_is_refused_before_anything_is_computed(get_oracle):
 
 
 def test_padding_has_memory_of_its_own(get_oracle):
-    """Two states beside those of requests, in pools and in the sizes that people are told; none without programs."""
+    """Two states beside those of requests, and four for snapshots of steps launched ahead; none without programs.
+
+    They are in the pools, and in the sizes that people are told.
+    """
     padded, plain = (new_driver("hybrid", get_oracle, kind).context for kind in (PaddedDriver, Driver))
-    assert padded.plan.geometry.live_states == plain.plan.geometry.live_states + 2
-    assert padded.plan.geometry.pool_bytes - plain.plan.geometry.pool_bytes == 2 * plain.plan.geometry.state_bytes
-    for name in ("live_states", "snapshots"):
+    assert padded.plan.geometry.live_states == plain.plan.geometry.live_states + 6
+    assert padded.plan.geometry.pool_bytes - plain.plan.geometry.pool_bytes == 6 * plain.plan.geometry.state_bytes
+    for name, more in (("live_states", 1), ("snapshots", 5)):
         own, others = (getattr(context, name).ssm.shape[1] for context in (padded, plain))
-        assert own == others + 1
+        assert own == others + more
 
 
 @pytest.mark.parametrize("settings", [{"cuda_graph_impl": "graphs"}, {"num_cuda_graphs": 0}, {"num_cuda_graphs": -2}])

@@ -1,7 +1,7 @@
 """Graphs are captured at the start, of padding alone, and replayed for whatever requests come (CU-5).
 
-There is no GPU here. `ReplayedGraphs` runs what it captured as a graph would, and the one class that calls CUDA is seen
-to make the calls that it should.
+On a CPU `ReplayedGraphs` runs what it captured as a graph would, and the one class that calls CUDA is seen to make the
+calls that it should. Where there is a device, or a pretended one, its graphs are captured and replayed.
 """
 
 from __future__ import annotations
@@ -26,6 +26,21 @@ from tests.unit_tests.support.padded import PaddedDriver
 from tests.unit_tests.support.replay import ReplayedGraphs
 
 
+class CountedGraphs(CudaGraphs):
+    """The device's own, counted as `ReplayedGraphs` counts."""
+
+    captured = replayed = 0
+
+    def capture(self, run):
+        program, self.captured = super().capture(run), self.captured + 1
+
+        def replay():
+            self.replayed += 1
+            return program()
+
+        return replay
+
+
 class Captured(PaddedDriver):
     """Steps are graphs; nothing of Python runs in them, so logits cannot be watched.
 
@@ -39,7 +54,7 @@ class Captured(PaddedDriver):
         found = Buckets(
             context.plan.limits, 2, rules.kernel_chunk, snapshots_in_prefill=rules.snapshots_in_prefill, one_width=True
         )
-        self.graphs = ReplayedGraphs()
+        self.graphs = CountedGraphs() if torch.cuda.is_available() else ReplayedGraphs()
         context.fixed_steps = FixedSteps(context, self.engine.controller, found, self.graphs)
         self._watch_programs(context.fixed_steps)
         self.engine.create_cuda_graphs()
@@ -66,6 +81,7 @@ def test_graphs_give_what_plain_steps_give(get_oracle, kind):
     assert captured.graphs.captured == 24, "something was captured while requests waited"
     assert captured.graphs.replayed == 2 * len(captured.buckets) > 40
     assert captured.eager_steps == 0
+    assert captured.steps_ahead > 10
     plain = Driver(get_oracle(kind).model, CONFIGS[kind], **SETTINGS)
     serve(plain, is_caching=True)
     for request_id, record in plain.records.items():
@@ -91,6 +107,7 @@ def test_new_pools_need_new_graphs(get_oracle):
         driver.step()
     pools = weakref.ref(driver.context.pools)
     driver.engine.suspend()
+    gc.collect()
     assert pools() is None, "a program keeps memory that was to be given back"
     driver.engine.resume()
     assert driver.graphs.captured == 2 * before

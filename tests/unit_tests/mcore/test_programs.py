@@ -120,19 +120,6 @@ def test_drawn_steps_are_the_same_program(get_oracle):
     assert not first.unfit
 
 
-def test_scored_and_shaped_steps_are_the_same_program(get_oracle):
-    """CU-5: log-probs with the best tokens, penalties, biases, bad words, min_p and min_tokens are in fixed places."""
-    scored = {"return_log_probs": True, "skip_prompt_log_probs": True, "top_n_logprobs": 4}
-    penalties = {"presence_penalty": 0.4, "frequency_penalty": 0.2, "repetition_penalty": 1.2}
-    words = {"bad_words": ("<5>", "<7><9>"), "logit_bias": {3: 1.5}, "min_tokens": 7}
-    drawn = {"temperature": 0.9, "min_p": 0.05}
-    run = recorded(get_oracle, "hybrid")
-    first, second = decode_steps(run, **scored, **penalties, **words, **drawn)
-    assert run.driver.eager_steps == 0
-    assert not differences(first, second)
-    assert not first.unfit
-
-
 @pytest.mark.parametrize("kind", ["hybrid", "attention_only"])
 def test_steps_that_are_launched_ahead_are_the_same_program(get_oracle, kind):
     """CU-4, CU-6: tokens from the host, or from wherever the step before left them; nothing is read back."""
@@ -150,6 +137,19 @@ def test_steps_that_are_launched_ahead_are_the_same_program(get_oracle, kind):
     for one in (ahead, moved):
         assert not differences(known, one)
         assert not one.unfit
+
+
+def test_scored_and_shaped_steps_are_the_same_program(get_oracle):
+    """CU-5: log-probs with the best tokens, penalties, biases, bad words, min_p and min_tokens are in fixed places."""
+    scored = {"return_log_probs": True, "skip_prompt_log_probs": True, "top_n_logprobs": 4}
+    penalties = {"presence_penalty": 0.4, "frequency_penalty": 0.2, "repetition_penalty": 1.2}
+    words = {"bad_words": ("<5>", "<7><9>"), "logit_bias": {3: 1.5}, "min_tokens": 7}
+    drawn = {"temperature": 0.9, "min_p": 0.05}
+    run = recorded(get_oracle, "hybrid")
+    first, second = decode_steps(run, **scored, **penalties, **words, **drawn)
+    assert run.driver.eager_steps == 0
+    assert not differences(first, second)
+    assert not first.unfit
 
 
 def test_plain_steps_are_not(get_oracle):

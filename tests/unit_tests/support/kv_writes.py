@@ -27,7 +27,7 @@ class _Catch(TorchDispatchMode):
             return args[0]  # onto itself: what Triton's interpreter does with every tensor that a kernel was given
         if func._schema.is_mutable and self._writes_pool(func, args, kwargs or {}):
             assert func is torch.ops.aten.index_copy_.default, f"{func} writes to the KV cache"
-            self.places.append(args[2].numpy().copy())
+            self.places.append(args[2].cpu().numpy().copy())
         return func(*args, **(kwargs or {}))
 
     def _writes_pool(self, func, args: tuple, kwargs: dict) -> bool:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from unittest import mock
 
 import torch
 from torch import Tensor
 
+from megatron_ext.mcore import fixed_setup
 from megatron_ext.mcore.buckets import Bucket
 from megatron_ext.mcore.fixed_step import NOBODY
 from megatron_ext.mcore.fixed_steps import FixedSteps, Launched
+from megatron_ext.mcore.graphs import NoGraphs
 from megatron_ext.mcore.staging import ModelInput
 from megatron_ext.ops.causal_conv1d import CAUSAL_CONV1D
 from megatron_ext.ops.gated_delta_rule import GATED_DELTA_RULE
@@ -47,7 +50,8 @@ class Padded:
         self.buckets: list[Bucket] = []
         self.eager_steps = 0
         self._left: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # by request and its end
-        super().__init__(*args, **({"cuda_graph_impl": "local", "num_cuda_graphs": 3} | batching))
+        with mock.patch.object(fixed_setup, "CudaGraphs", NoGraphs):  # so that each forward is seen on a device, too
+            super().__init__(*args, **({"cuda_graph_impl": "local", "num_cuda_graphs": 3} | batching))
         self._watch_programs(self.context.fixed_steps)
 
     def _watch_programs(self, fixed: FixedSteps) -> None:
@@ -78,6 +82,10 @@ class Padded:
         super()._note_states(request, start, end)
         if left is not None:
             self.seen[request.request_id].states[end][-1] = left
+
+    def _held_slots(self) -> set[int]:
+        """On a CPU the step that was launched ahead has been computed."""
+        return {state.slot for state in self.scheduler.foresight.states.values()}
 
     @property
     def steps_ahead(self) -> int:
@@ -123,7 +131,7 @@ class Padded:
         def forward_watched(inputs: dict) -> Tensor:
             logits = forward(inputs)
             for row, chunk in rows_of(self.context.step):
-                self.seen[chunk.request_id].logits[chunk.end].append(logits[0, row].clone())
+                self.seen[chunk.request_id].logits[chunk.end].append(logits[0, row].clone().cpu())
             return logits
 
         wrapper.run_one_forward_step = forward_watched

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from megatron_ext.engine.result import StepResult
 from megatron_ext.errors import RestoreError
 from megatron_ext.scheduling.scheduler import Scheduler
+from megatron_ext.scheduling.snapshots import Snapshot
 from megatron_ext.scheduling.step import LAST_SAMPLED, ScheduledChunk, ScheduledStep
 
 WORDS = 40
@@ -169,6 +170,18 @@ class PaperStep:
         return result
 
 
+class RefusingDevice(PaperDevice):
+    """One that never begins a step before the tokens are known; blocks are taken for it all the same."""
+
+    can_follow = True
+
+    def launch_behind(self, step: ScheduledStep) -> None:
+        """Nothing."""
+
+    def name_states(self, states: Sequence[Snapshot]) -> None:
+        raise AssertionError("nothing was launched ahead")
+
+
 class FollowingDevice(PaperDevice):
     """One that computes a step behind another one."""
 
@@ -177,3 +190,6 @@ class FollowingDevice(PaperDevice):
     def launch_behind(self, step: ScheduledStep) -> PaperStep:
         self._may_break()
         return self._launch(step)
+
+    def name_states(self, states: Sequence[Snapshot]) -> None:
+        self._contents.update({one.slot: one.digest for one in states})

@@ -208,7 +208,7 @@ Tensor& copy(Tensor& self, const Tensor& source, bool non_blocking) {
   Call call;
   const Tensor target = call.to_host(self), from = call.to_host(source).expand_as(target);
   const bool to_device = self.is_cuda(), from_device = source.is_cuda();
-  if (to_device && from_device) {
+  if ((to_device && from_device) || target.numel() == 0) {
     target.copy_(from);
     return self;
   }
@@ -272,6 +272,5 @@ TORCH_LIBRARY(pretended, m) {
   m.def("note(str kind, str what) -> ()");
   m.def("last_copy() -> int", [] { return pretended::last_copy; });
   m.def("complete(int number) -> ()", [](int64_t number) { pretended::complete(number); });
-  m.def("watch_faults() -> ()", [] { pretended::watch_faults(); });
   m.def("take_faults() -> str[]", &pretended::take_faults);
 }

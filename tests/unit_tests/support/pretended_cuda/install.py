@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import torch
 
-from tests.unit_tests.support.pretended_cuda import graphs, streams, watching
+from tests.unit_tests.support.pretended_cuda import graphs, kernels, streams, watching
 
 GIB = 2**30
 NAME = "pretended CUDA device"
@@ -18,7 +18,6 @@ _library = torch.library.Library("pretended", "IMPL")
 def install() -> None:
     """Let torch find the device; its library is loaded."""
     _library.impl("note", watching.note, "CompositeExplicitAutograd")
-    torch.ops.pretended.watch_faults()
     for name, found in _PLAIN.items():
         setattr(torch.cuda, name, found)
     for name in ("range_push", "range_pop", "mark"):
@@ -27,6 +26,7 @@ def install() -> None:
     torch.cuda._initialized = True
     torch.version.cuda = "13.0"
     _without_nccl()
+    kernels.install()
 
 
 def _nothing(*_: object, **__: object) -> None:

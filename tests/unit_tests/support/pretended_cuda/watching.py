@@ -13,6 +13,7 @@ import torch
 
 ROOT = Path(__file__).parents[4]
 _OWN = str(Path(__file__).parent)
+_ON_ITS_WAY = str(ROOT / "megatron_ext" / "ops" / "transfer.py")  # whoever calls it is of interest
 _COPIES = "asynchronous copy"
 # As `torch.cuda.set_sync_debug_mode` sees it: what makes the host wait.
 _WAITS = ("waits", "copy to the device that waits", "copy to the host that waits", "index from the host")
@@ -107,7 +108,7 @@ def _place() -> str:
     outside = None
     while frame is not None:
         path = frame.f_code.co_filename
-        if path.startswith(str(ROOT / "megatron_ext")):
+        if path.startswith(str(ROOT / "megatron_ext")) and path != _ON_ITS_WAY:
             return f"{Path(path).relative_to(ROOT)}:{frame.f_code.co_name}"
         if outside is None and not path.startswith(_OWN) and "/torch/" not in path:
             outside = f"{path}:{frame.f_code.co_name}"
