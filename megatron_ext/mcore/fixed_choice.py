@@ -56,7 +56,7 @@ class ChoicePrograms:
     """Programs of a bucket that read logits and write its answer.
 
     Args:
-        capture: Makes a program.
+        graphs: Makes a program.
         logits: [R, V], where they will be.
         parts: What was sent, the wishes about shaping among it.
         answer: Where tokens and log-probs go, by the names of `answer_layout`.

@@ -191,6 +191,26 @@ def test_wishes_of_all_kinds_in_one_step(get_oracle, is_caching):
     check_wishes(get_oracle, PaddedDriver, is_caching=is_caching)
 
 
+def test_log_probs_and_min_tokens_are_launched_ahead(get_oracle):
+    """CU-5, CU-6: they need no token on the host; which ones must not come yet is known before."""
+    prompt, scored = make_prompt(20), {"return_log_probs": True, "skip_prompt_log_probs": True, "top_n_logprobs": 2}
+    end = get_oracle("hybrid").greedy(prompt, 3).tokens[2]
+    records = []
+    for kind in (PaddedDriver, Driver):
+        driver = new_driver("hybrid", get_oracle, kind)
+        driver.add(0, prompt, num_tokens_to_generate=14, min_tokens=9, termination_id=end, **scored)
+        driver.add(1, prompt[:17], num_tokens_to_generate=9, **(scored if kind is PaddedDriver else {}))
+        driver.run()
+        records.append(driver.records)
+        if kind is PaddedDriver:
+            assert driver.eager_steps == 0
+            assert driver.steps_ahead > 5
+    assert end not in records[0][0].generated_tokens[:9]
+    for found, expected in zip(*(one.values() for one in records), strict=True):
+        assert found.generated_tokens == expected.generated_tokens
+        assert found.generated_log_probs == pytest.approx(expected.generated_log_probs, abs=1e-4)
+
+
 def test_experts_are_computed_eagerly(get_oracle, caplog):
     """CU-5: what cannot be captured says so, and gives what it gave."""
     with caplog.at_level(logging.WARNING):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -101,7 +101,7 @@ def served(
         if between is not None:
             between(steps)
     records = [one.result() for one in added]
-    return {"requests": [told(one) for one in records], "skipped": engine.lifetime_skipped_token_count}
+    return {"requests": [told(one) for one in records], "skipped": engine.lifetime_skipped_token_count, "steps": steps}
 
 
 def told(record: RequestRecord) -> dict[str, object]:
@@ -170,7 +170,8 @@ def drafted(method: str) -> Life:
         name, tokenizer = "mamba1", NullTokenizer(VOCABULARY)
         is_model = method == "draft_model"
         parts = DraftParts(model_of(name), CONFIGS[name], tokenizer, torch.float32) if is_model else None
-        asked = [(prompt * 2, wish) for prompt, wish in list(requests())[:3]]
+        asked = [(prompt, wish) for prompt, wish in requests() if "presence_penalty" not in wish]
+        asked.append((make_prompt(20), {"num_tokens_to_generate": 12, "logit_bias": {5: 100.0}}))  # again and again
         return served(engine_of("hybrid", speculation=speculation, draft=parts), iter(asked), watch)
 
     return live
@@ -208,8 +209,3 @@ LIVES: dict[str, Life] = {
     "draft model": drafted("draft_model"),
     "embedded": embedded,
 }
-
-
-def run(names: Sequence[str], watch: Callable[[], AbstractContextManager[object]] = nullcontext) -> dict[str, object]:
-    """What these lives give."""
-    return {name: LIVES[name](watch()) for name in names}

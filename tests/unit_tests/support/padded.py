@@ -97,7 +97,7 @@ class Padded:
         self.engine.engine._ahead._executor = None
 
     def add(self, request_id: int, prompt: str | Sequence[int], **params: object):
-        """Without log-probs unless they are asked for: who wants them leaves the program."""
+        """Without log-probs unless they are asked for: those of prompts leave the program."""
         return super().add(request_id, prompt, **({"return_log_probs": False} | params))
 
     def step(self) -> dict:

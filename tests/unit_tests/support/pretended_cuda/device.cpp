@@ -272,6 +272,5 @@ TORCH_LIBRARY(pretended, m) {
   m.def("note(str kind, str what) -> ()");
   m.def("last_copy() -> int", [] { return pretended::last_copy; });
   m.def("complete(int number) -> ()", [](int64_t number) { pretended::complete(number); });
-  m.def("watch_faults() -> ()", [] { pretended::watch_faults(); });
   m.def("take_faults() -> str[]", &pretended::take_faults);
 }

@@ -1,4 +1,4 @@
-"""Triton's kernels on the pretended device: interpreted, on the memory itself, where the process interprets; else none."""
+"""Triton's kernels on the pretended device: interpreted, on the memory itself; none in a process that compiles."""
 
 from __future__ import annotations
 

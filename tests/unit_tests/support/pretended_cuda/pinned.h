@@ -61,8 +61,11 @@ inline void on_fault(int signal, siginfo_t* info, void* context) {
   mprotect(found->first, found->second.bytes, PROT_READ | PROT_WRITE);
 }
 
+// Again with each copy: faulthandler, which libraries enable, may have taken our place.
 inline void watch_faults() {
-  struct sigaction ours;
+  struct sigaction now, ours;
+  sigaction(SIGSEGV, nullptr, &now);
+  if ((now.sa_flags & SA_SIGINFO) && now.sa_sigaction == on_fault) return;
   std::memset(&ours, 0, sizeof(ours));
   ours.sa_sigaction = on_fault;
   ours.sa_flags = SA_SIGINFO | SA_NODEFER | SA_ONSTACK;
@@ -75,6 +78,7 @@ inline void protect(const at::Tensor& buffer, int how) {
 }
 
 inline void begin(const at::Tensor& buffer, const at::Tensor& arrives) {
+  watch_faults();
   pending.push_back({++last_copy, buffer, arrives});
   block_of(buffer.data_ptr())->second.busy++;
   if (arrives.defined()) std::memset(buffer.data_ptr(), 0xA5, buffer.nbytes());

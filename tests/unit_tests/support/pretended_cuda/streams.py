@@ -1,4 +1,4 @@
-"""Events and streams of the pretended device: it computes at once; copies that do not wait arrive when waited for."""
+"""Events and streams of the pretended device: it computes at once; copies that do not wait arrive with their event."""
 
 from __future__ import annotations
 
