@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from unittest import mock
 
+from megatron_ext.engine import ahead as ahead_module
 from megatron_ext.engine import engine as engine_module
 from megatron_ext.engine.engine import Engine
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.mcore.fixed_places import Answer
 from megatron_ext.mcore.fixed_steps import FixedSteps
+from megatron_ext.scheduling.foresight import Foresight
 from megatron_ext.scheduling.scheduler import Scheduler
 
 WHOLE = "step"
@@ -20,7 +22,9 @@ WHOLE = "step"
 PLACES: dict[str, tuple[object, str]] = {
     WHOLE: (InferenceEngine, "step_modern"),
     "plan": (Scheduler, "schedule"),
+    "foresee": (Foresight, "foresee"),  # in the place of a plan, where a step is launched ahead of tokens
     "describe": (engine_module, "describe_step"),
+    "describe ahead": (ahead_module, "describe_ahead"),
     "write and send": (FixedSteps, "_send"),
     "launch": (FixedSteps, "launch"),
     "wait": (Answer, "read"),

@@ -287,3 +287,26 @@ def test_tokens_are_read_after_the_launch(get_oracle):
     first, second = ["launch 21", "launch 22", "host", "read 21"], ["launch 23", "host", "read 22"]
     assert read == [*first, *second, "launch 24", "host", "read 23"]
     assert torch.is_inference_mode_enabled() is False
+
+
+def test_records_do_not_depend_on_when_a_step_is_launched(get_oracle):
+    """CU-6: tokens, log-probs, the best tokens and counts, of greedy and drawn requests, to the last bit."""
+    found = []
+    for waits in (False, True):
+        driver = new_driver("hybrid", get_oracle)
+        if waits:
+            driver.wait_for_tokens()
+        scored = {"return_log_probs": True, "skip_prompt_log_probs": True, "top_n_logprobs": 2}
+        driver.add(0, make_prompt(40), num_tokens_to_generate=30, **scored)
+        driver.add(1, make_prompt(17), num_tokens_to_generate=21, temperature=0.9, min_p=0.05, seed=3, **scored)
+        driver.add(2, make_prompt(9), num_tokens_to_generate=25, min_tokens=12, termination_id=5)
+        driver.run()
+        assert (driver.steps_ahead > 20) is not waits
+        assert driver.eager_steps == 0
+        records = driver.records.values()
+        found.append(
+            [(one.generated_tokens, one.generated_log_probs, one.generated_top_n_log_probs) for one in records]
+            + [(one.step_count, one.prefill_reasons) for one in records]
+            + [driver.scheduler.cache.use()]
+        )
+    assert found[0] == found[1]
