@@ -129,7 +129,9 @@ def serve_programs(kind: str) -> Life:
     def live(watch: AbstractContextManager[object]) -> dict[str, object]:
         engine = engine_of(kind, cuda_graph_impl="local", num_cuda_graphs=1)
         engine.create_cuda_graphs()
-        return served(engine, plain_requests(), watch)
+        found = served(engine, plain_requests(), watch)
+        assert engine.statistics().counters.launched_ahead > 0, "no step was launched ahead (CU-6)"
+        return found
 
     return live
 
