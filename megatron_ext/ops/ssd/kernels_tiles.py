@@ -23,6 +23,8 @@ from megatron_ext.ops.triton.device import next_kept, product, store_kept
 from megatron_ext.ops.triton.registry import config, kernel
 
 TILE = 64
+THREE_BLOCKS = 168
+"""Registers of a thread, with which three blocks of 4 warps fit a multiprocessor."""
 TYPES = ({"T": "bf16", "Z": "bf16"}, {"T": "fp16", "Z": "fp32"})
 """Inputs T, and states Z as they are written down for the outputs; fp16 would not hold all."""
 
@@ -221,8 +223,8 @@ def weighted_sum(weights, x):
     counts="sequences heads heads_per_group heads_each has_skip",
     types=TYPES,
     configs=[
-        config(TILE=TILE, P=64, N=64, only=("bf16",), aligned=True),
-        config(TILE=TILE, P=64, N=128, only=("bf16",), aligned=True),
+        config(TILE=TILE, P=64, N=64, only=("bf16",), registers=THREE_BLOCKS, aligned=True),
+        config(TILE=TILE, P=64, N=128, only=("bf16",), registers=THREE_BLOCKS, aligned=True),
         config(TILE=TILE, P=64, N=256, num_warps=8, only=("bf16",), aligned=True),
         config(TILE=TILE, P=32, N=64, only=("fp16",), aligned=True),
         config(TILE=TILE, P=32, N=128, num_warps=8, only=("fp16",), aligned=True),
@@ -259,13 +261,13 @@ def ssd_outputs(
             inputs = load_tokens(x, first, begin, end, x_row, h * head_dim + p, is_p, TILE)
             at = row * TILE + place
             elapsed, rest = tl.load(high + at), tl.load(low + at)
-            gap = (elapsed[:, None] - elapsed[None, :]) + (rest[:, None] - rest[None, :])
-            weights = between * tl.exp(tl.minimum(gap, 0.0)) * tl.load(steps + at)[None, :]
             if state.dtype == c.dtype:
                 read = product(c, tl.trans(state), False)
             else:
                 read = tl.dot(c.to(tl.float32), tl.trans(state), input_precision="tf32")
+            gap = (elapsed[:, None] - elapsed[None, :]) + (rest[:, None] - rest[None, :])
+            weights = between * tl.exp(tl.minimum(gap, 0.0)) * tl.load(steps + at)[None, :]
             skip = tl.load(D + h, mask=has_skip != 0, other=0.0)
-            outputs = read * tl.exp(elapsed)[:, None] + weighted_sum(weights, inputs) + skip * inputs.to(tl.float32)
+            outputs = read * tl.exp(elapsed)[:, None] + skip * inputs.to(tl.float32) + weighted_sum(weights, inputs)
             outputs = tl.where(is_there, outputs, 0.0).to(y.dtype.element_ty)
             tl.store(target + h * head_dim, outputs, mask=is_output)

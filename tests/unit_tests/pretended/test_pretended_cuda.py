@@ -60,6 +60,10 @@ FAULTS = {
     "copy while captured": CAPTURING,
     "sync debug mode": "called a synchronizing CUDA operation",
     "replayed": "[2.0, 4.0, 6.0]",
+    "suspended": "True",
+    "one after the other": "True",
+    "too large": "--inference-dynamic-batching-block-count 2",
+    "buffer of the default": "--inference-dynamic-batching-buffer-size-gb 6.",
     "engine: index on the host": DEVICES,
     "engine: wait in a step": "waits: _local_scalar_dense",
     "engine: wait in a program": CAPTURING,
@@ -157,7 +161,10 @@ def test_tokens_come_back_once_a_step(child):
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_what_a_device_would_punish_is_found(child, name):
-    """CU-9: the negative controls: tensors of two devices, waits, buffers touched early, also within an engine."""
+    """CU-9: the negative controls: tensors of two devices, waits, buffers touched early, also within an engine.
+
+    And what pools take of the device's memory, and give back.
+    """
     found = child["faults"][name]
     assert FAULTS[name] in found if FAULTS[name] else not found, found
 
