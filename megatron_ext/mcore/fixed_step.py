@@ -52,6 +52,7 @@ def layout_of(bucket: Bucket, rules: StagingRules) -> Layout:
         "block_table": (rows, bucket.blocks),
         "cu_seqlens_q": (rows + 1,),
         "seqlens_k": (rows,),
+        "token_places": (bucket.decodes,),
         "sample_tokens": (rows,),
         "top_k": (rows,),
         **dict.fromkeys(sorted(_FRACTIONS), (rows,)),

@@ -17,6 +17,7 @@ from megatron_ext.mixers.chunk_metadata import cut_prefill
 from megatron_ext.mixers.recurrent import RecurrentStep
 from megatron_ext.ops.paged_attention import PagedBatch
 from megatron_ext.ops.state_slots import SnapshotPlaces, StateSlots
+from megatron_ext.ops.transfer import to_device
 from megatron_ext.ops.varlen import PackedChunks, Resumes, stage_arrays
 from megatron_ext.ops.varlen import starts as running_starts
 from megatron_ext.scheduling.step import LAST_SAMPLED, Sampling, ScheduledChunk, ScheduledStep
@@ -273,4 +274,4 @@ def _choose_scored(
 def _to_device(arrays: Sequence[np.ndarray], device: torch.device) -> Sequence[Tensor]:
     """Integer arrays as int64 tensors, in one copy."""
     flat = torch.from_numpy(np.concatenate([array.astype(np.int64) for array in arrays]))
-    return flat.to(device, non_blocking=True).split([len(array) for array in arrays])
+    return to_device(flat, device).split([len(array) for array in arrays])

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.ops.facts import Facts
+from megatron_ext.ops.transfer import to_device
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ def pack_chunks(pieces: Sequence[Sequence[int]], device: torch.device | str | No
 def stage_arrays(arrays: dict[str, np.ndarray], device: torch.device | str | None) -> dict[str, Tensor]:
     """Send integer arrays to the device in one copy; the answers are int64 views of one buffer, in the same shapes."""
     buffer = np.concatenate([array.reshape(-1).astype(np.int64, copy=False) for array in arrays.values()])
-    parts = torch.from_numpy(buffer).to(device).split([array.size for array in arrays.values()])
+    parts = to_device(torch.from_numpy(buffer), device).split([array.size for array in arrays.values()])
     return {name: part.view(array.shape) for (name, array), part in zip(arrays.items(), parts, strict=True)}
 
 
