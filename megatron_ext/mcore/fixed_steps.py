@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from megatron_ext.mcore.all_experts import fixed_shapes
 from megatron_ext.mcore.buckets import Bucket, Buckets, why_eager
 from megatron_ext.mcore.context import InferenceContext
 from megatron_ext.mcore.controller import InferenceController
@@ -104,6 +105,7 @@ class FixedSteps:
             try:
                 with preferring(self._controller.operators):  # also at the start, before any launch
                     self._programs[bucket] = self._make(bucket)
+                self._weights = self._controller.weight_addresses()  # experts' may lie behind each other now
             finally:
                 self._context.clear_step()
         return self._programs[bucket]
@@ -238,7 +240,8 @@ class FixedSteps:
             copy_rows(snapshots, parts["restore_from"], live, parts["restore_to"])
         parts["input_ids"] = self._last_tokens.fill_in(bucket, parts)
         self._context.begin(model_input(self._chunks, bucket, parts, self._rules))
-        logits = self._controller.forward()
+        with fixed_shapes():
+            logits = self._controller.forward()
         assert logits is not None, "the last stage is here"
         if live is not None and snapshots is not None:
             copy_rows(live, parts["copy_from"], snapshots, parts["copy_to"])

@@ -40,7 +40,9 @@ def score_rows(
         parts.append(log_probs_of(logits_of(rows), targets[rows], most))
     if not parts:
         return ()
-    chosen, best, listed = (torch.cat(kind).tolist() for kind in zip(*parts, strict=True))
+    chosen = torch.cat([part.chosen for part in parts]).tolist()
+    best = torch.cat([part.best for part in parts]).tolist()
+    listed = torch.cat([part.listed for part in parts]).tolist()
     return tuple(
         Score(log_prob, dict(zip(row_ids[:n], row_values[:n], strict=True)))
         for log_prob, row_ids, row_values, n in zip(chosen, best, listed, top_n, strict=True)

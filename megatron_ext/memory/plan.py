@@ -138,11 +138,9 @@ def plan_engine(
     world = world_geometry([room.geometry for room in agreed], peers.replica)
     costs = entry_costs(config, world.block_size_tokens, world.block_bytes, world.state_bytes)
     limits = _limits(agreed[peers.rank], batching, cache, longest, device_type, costs)
-    if speculative_tokens:
-        draft_states = world.draft_states if config.is_hybrid else 0
-        limits = replace(limits, most_drafts=speculative_tokens, draft_states=draft_states)
-    if config.is_hybrid and batching.has_fixed_places:
-        limits = replace(limits, ahead_states=ahead_states(world.live_states, limits.max_requests))
+    limits = replace(limits, most_drafts=speculative_tokens)
+    if config.is_hybrid:
+        limits = _with_states(limits, world, batching)
     if limits.aligned_chunks:
         check_aligned(limits)
     plan = EnginePlan(
@@ -158,6 +156,12 @@ def plan_engine(
     if cache.policy is not None and peers.rank == 0:
         _say_what_is_off(plan, cache)
     return plan
+
+
+def _with_states(limits: SchedulerLimits, world: Geometry, batching: BatchingConfig) -> SchedulerLimits:
+    """The same, with slots for the states behind drafts, and for those of steps that are launched ahead of tokens."""
+    ahead = ahead_states(world.live_states, limits.max_requests) if batching.has_fixed_places else 0
+    return replace(limits, draft_states=world.draft_states, ahead_states=ahead)
 
 
 def _fingerprint(config: ModelConfig, dtype: torch.dtype, batching: BatchingConfig) -> bytes:

@@ -24,6 +24,7 @@ from megatron_ext.scheduling.draft_slots import DraftSlots
 from megatron_ext.scheduling.plan import SchedulerLimits, SnapshotRequest, StepPlan
 from megatron_ext.scheduling.queue import Queues
 from megatron_ext.scheduling.request import Request
+from megatron_ext.scheduling.shaping import reads_tokens
 from megatron_ext.scheduling.snapshots import Snapshot
 
 _ARRIVAL = attrgetter("request.arrival")
@@ -176,7 +177,7 @@ class Foresight:
 
 def _has_simple_token(chunk: Chunk) -> bool:
     """Whether the chunk yields a token, and what is done to the logits behind that does not depend on it."""
-    return chunk.yields_token and not chunk.drafts and not chunk.request.submission.shapes_logits
+    return chunk.yields_token and not chunk.drafts and not reads_tokens(chunk.request.params)
 
 
 def _goes_on(request: Request) -> bool:

@@ -381,7 +381,23 @@ def test_a_full_pool_stops_nobody():
     paper.check_tokens()
 
 
-@pytest.mark.parametrize("asked", [{"presence_penalty": 0.5}, {"num_tokens_to_generate": 1}])
+@pytest.mark.parametrize("asked", [{"min_p": 0.1, "temperature": 0.8, "seed": 3}, {"min_tokens": 4}, {"seed": 9}])
+def test_what_does_not_depend_on_the_token_stops_nobody(asked):
+    """CU-6: the message of a step ahead is that of the plan but for the token: tokens ruled out, random numbers."""
+    messages = []
+    for device in (FollowingDevice, PaperDevice):
+        paper = Paper(device, slots=None)
+        paper.add(0, (1, 2, 3), stop_token_ids=(END,), ignore_eos=True, **asked)
+        paper.run()
+        steps = paper.device.steps
+        messages.append([dataclasses.replace(one.chunks[0], token_ids=()) for one in steps])
+        assert (paper.ahead > 0) is (device is FollowingDevice)
+    shared = min(map(len, messages))
+    assert shared > 3
+    assert messages[0][:shared] == messages[1][:shared]
+
+
+@pytest.mark.parametrize("asked", [{"presence_penalty": 0.5}, {"bad_words": ("<3>",)}, {"num_tokens_to_generate": 1}])
 def test_steps_that_need_the_token_wait_for_it(asked):
     """CU-6: logits that are shaped by what was generated; and nobody goes on."""
     paper = Paper()

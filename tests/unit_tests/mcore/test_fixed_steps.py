@@ -11,7 +11,7 @@ import torch
 
 from megatron_ext.config import BatchingConfig, CacheConfig, RequestParams
 from megatron_ext.errors import ConfigError
-from megatron_ext.mcore import fixed_shaping
+from megatron_ext.mcore import fixed_setup, fixed_shaping
 from megatron_ext.ops.paged_attention import PAGED_ATTENTION
 from megatron_ext.scheduling.record import Status
 from tests.priority import TestPriority
@@ -23,7 +23,16 @@ from tests.unit_tests.support.padded import PaddedDriver, PaddedHybridDriver, op
 
 pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
-KINDS = ["hybrid", "mamba1", "gated_delta_net", "short_conv", "side_by_side", "attention_only", "attention_free"]
+KINDS = [
+    "hybrid",
+    "mamba1",
+    "gated_delta_net",
+    "short_conv",
+    "side_by_side",
+    "attention_only",
+    "attention_free",
+    "experts",
+]
 
 
 def serve(driver: Driver, *, is_caching: bool) -> None:
@@ -211,12 +220,13 @@ def test_log_probs_and_min_tokens_are_launched_ahead(get_oracle):
         assert found.generated_log_probs == pytest.approx(expected.generated_log_probs, abs=1e-4)
 
 
-def test_experts_are_computed_eagerly(get_oracle, caplog):
+def test_experts_that_no_program_computes(get_oracle, caplog, monkeypatch):
     """CU-5: what cannot be captured says so, and gives what it gave."""
+    monkeypatch.setattr(fixed_setup, "problem_of", lambda _: "its experts are of another kind")
     with caplog.at_level(logging.WARNING):
         driver = Driver(get_oracle("experts").model, CONFIGS["experts"], cuda_graph_impl="local")
     assert driver.context.fixed_steps is None
-    assert "each expert of an MoE layer" in caplog.text
+    assert "experts are of another kind" in caplog.text
     driver.add(0, make_prompt(20))
     driver.run()
     assert_equals_oracle(driver, 0, get_oracle("experts"))
@@ -277,3 +287,26 @@ def test_tokens_are_read_after_the_launch(get_oracle):
     first, second = ["launch 21", "launch 22", "host", "read 21"], ["launch 23", "host", "read 22"]
     assert read == [*first, *second, "launch 24", "host", "read 23"]
     assert torch.is_inference_mode_enabled() is False
+
+
+def test_records_do_not_depend_on_when_a_step_is_launched(get_oracle):
+    """CU-6: tokens, log-probs, the best tokens and counts, of greedy and drawn requests, to the last bit."""
+    found = []
+    for waits in (False, True):
+        driver = new_driver("hybrid", get_oracle)
+        if waits:
+            driver.wait_for_tokens()
+        scored = {"return_log_probs": True, "skip_prompt_log_probs": True, "top_n_logprobs": 2}
+        driver.add(0, make_prompt(40), num_tokens_to_generate=30, **scored)
+        driver.add(1, make_prompt(17), num_tokens_to_generate=21, temperature=0.9, min_p=0.05, seed=3, **scored)
+        driver.add(2, make_prompt(9), num_tokens_to_generate=25, min_tokens=12, termination_id=5)
+        driver.run()
+        assert (driver.steps_ahead > 20) is not waits
+        assert driver.eager_steps == 0
+        records = driver.records.values()
+        found.append(
+            [(one.generated_tokens, one.generated_log_probs, one.generated_top_n_log_probs) for one in records]
+            + [(one.step_count, one.prefill_reasons) for one in records]
+            + [driver.scheduler.cache.use()]
+        )
+    assert found[0] == found[1]

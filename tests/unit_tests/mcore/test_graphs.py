@@ -71,7 +71,7 @@ def one_mixed_size(monkeypatch):
     monkeypatch.setattr(sizes, "MIXED_STEPS", ((4, 96),))
 
 
-@pytest.mark.parametrize("kind", ["hybrid", "mamba1", "gated_delta_net"])
+@pytest.mark.parametrize("kind", ["hybrid", "mamba1", "gated_delta_net", "experts"])
 def test_graphs_give_what_plain_steps_give(get_oracle, kind):
     """CU-5: tokens, and the states that every step leaves; hits, restores, snapshots and drawn tokens inside."""
     captured = Captured(get_oracle(kind).model, CONFIGS[kind], **SETTINGS)

@@ -16,7 +16,7 @@ from tests.unit_tests.support.programs import ProgramRecorder, differences
 
 pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
-KINDS = ["hybrid", "mamba1", "gated_delta_net", "short_conv", "attention_only"]
+KINDS = ["hybrid", "mamba1", "gated_delta_net", "short_conv", "attention_only", "experts"]
 SETTINGS = {"max_requests": 8, "num_cuda_graphs": 2, "max_sequence_length": 64}  # 4 or 8 decodes; 1, 2 or 4 blocks
 PLAIN = {"return_log_probs": False}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from contextlib import nullcontext
 from unittest import mock
@@ -20,7 +21,7 @@ def outcome(work: Callable[[], object]) -> str:
     """What it gives, or its error in words."""
     try:
         return str(work())
-    except (RuntimeError, TypeError, OverflowError) as error:
+    except (RuntimeError, TypeError, ValueError, OverflowError) as error:
         return f"{type(error).__name__}: {error}"
 
 
@@ -53,7 +54,8 @@ def _written_early() -> object:
 
 def _read_early() -> object:
     answers = Answers(4, CUDA)
-    return answers.fetch(torch.arange(3, device=CUDA)).read()
+    answers.whole[:3] = torch.arange(3, device=CUDA)
+    return answers.fetch(3).read().tolist()
 
 
 def _without_waiting(work: Callable[[], object]) -> Callable[[], object]:
@@ -129,6 +131,53 @@ def _places_written_early() -> object:
         return requests_fail("programs")
 
 
+# Memory
+
+
+def _free() -> int:
+    return torch.cuda.mem_get_info()[0]
+
+
+def _suspended() -> object:
+    """What a suspend gives back to other processes, and a resume takes again: in blocks' bytes, at least."""
+    engine = lives.engine_of("hybrid", block_count=4000)
+    pools, full = engine.context.allocated.kv.nbytes, _free()
+    engine.suspend()
+    empty = _free()
+    engine.resume()
+    return empty - full >= pools and empty - _free() >= pools
+
+
+def _one_after_the_other() -> object:
+    """Pools of half of the device and more, of engines that are gone when the next one comes."""
+    before = _memory_of(200 << 20)
+    try:
+        for _ in range(3):
+            engine = lives.engine_of("attention_only", block_count=20_000)
+            share = engine.context.allocated.kv.nbytes / (200 << 20)
+            engine.suspend()
+            del engine
+            gc.collect()
+        return share > 0.5
+    finally:
+        _memory_of(before)
+
+
+def _too_large() -> object:
+    before = _memory_of(200 << 20)
+    try:
+        return lives.engine_of("attention_only", block_count=60_000)
+    finally:
+        _memory_of(before)
+
+
+def _memory_of(size: int) -> int:
+    """Let the device have so many bytes; how many it had."""
+    before: int = torch.cuda.mem_get_info()[1]
+    torch.ops.pretended.set_total(size)
+    return before
+
+
 def _cpu(size: int) -> torch.Tensor:
     return torch.zeros(size, dtype=torch.int64)
 
@@ -156,6 +205,10 @@ FAULTS: dict[str, Callable[[], object]] = {
     "copy while captured": _captured_copy,
     "sync debug mode": _sync_mode,
     "replayed": _replayed,
+    "suspended": _suspended,
+    "one after the other": _one_after_the_other,
+    "too large": _too_large,
+    "buffer of the default": lambda: lives.engine_of("attention_only", block_count=None, max_tokens=None),
     "engine: index on the host": _index_on_the_host,
     "engine: wait in a step": _wait_in_a_step,
     "engine: wait in a program": _wait_in_a_program,

@@ -59,7 +59,7 @@ class Driver:
     Args:
         model: Shared between tests; the engine changes nothing of it.
         cache: Off unless given.
-        speculative_tokens: See `build_engine`, as `drafter`.
+        speculative_tokens: See `build_engine`, as `drafter` and `dtype`, the model's.
         batching: Fields of `BatchingConfig`.
     """
 
@@ -74,6 +74,7 @@ class Driver:
         cache: CacheConfig | None = None,
         speculative_tokens: int = 0,
         drafter: object | None = None,
+        dtype: torch.dtype = torch.float32,
         **batching: object,
     ) -> None:
         self.engine: InferenceEngine = build_engine(
@@ -82,7 +83,7 @@ class Driver:
             tokenizer or PieceTokenizer(config.vocab_size),
             BatchingConfig(**(SETTINGS | batching)),
             cache or CacheConfig(enable_prefix_caching=False),
-            dtype=torch.float32,
+            dtype=dtype,
             seed=seed,
             token_rounder=token_rounder,
             speculative_tokens=speculative_tokens,

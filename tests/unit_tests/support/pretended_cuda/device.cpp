@@ -8,6 +8,7 @@
 
 #include <set>
 
+#include "memory.h"
 #include "notes.h"
 #include "pinned.h"
 #include "runtime.h"
@@ -22,8 +23,9 @@ using Stack = torch::jit::Stack;
 constexpr size_t MOST_POISONED = 64 << 20;  // bytes; pools of gigabytes stay as they came
 
 at::DataPtr shared_memory(const c10::Storage& storage, at::Device on) {
-  const auto drop = [](void* held) { delete static_cast<c10::Storage*>(held); };
-  return {const_cast<void*>(storage.data()), new c10::Storage(storage), drop, on};
+  const auto drop = [](void* held) { delete static_cast<Taken*>(held); };
+  const int64_t counted = on.is_cuda() ? storage.nbytes() : 0;
+  return {const_cast<void*>(storage.data()), new Taken(storage, counted), drop, on};
 }
 
 c10::Storage shared_storage(const c10::Storage& storage, at::Device on) {
@@ -176,6 +178,18 @@ void poison(const IValue& made) {
   if (storage.nbytes() <= MOST_POISONED) std::memset(storage.mutable_data(), 0xFF, storage.nbytes());
 }
 
+// Of a factory; strides count as if there were no gaps.
+int64_t bytes_of(const c10::FunctionSchema& schema, const Stack& arguments) {
+  int64_t count = 1, size = c10::elementSize(at::typeMetaToScalarType(at::get_default_dtype()));
+  for (size_t i = 0; i < arguments.size(); i++) {
+    if (schema.arguments()[i].name() == "size")
+      for (int64_t one : arguments[i].toIntVector()) count *= one;
+    if (schema.arguments()[i].name() == "dtype" && !arguments[i].isNone())
+      size = c10::elementSize(arguments[i].toScalarType());
+  }
+  return count * size;
+}
+
 void run_on_host(const c10::OperatorHandle& op, Stack* stack) {
   const auto& schema = op.schema();
   const std::string full = schema.name(), name = full.substr(full.find("::") + 2);
@@ -188,6 +202,7 @@ void run_on_host(const c10::OperatorHandle& op, Stack* stack) {
     note("waits", name);
     complete(last_copy);
   }
+  if (name == "empty" || name == "empty_strided") check_room(bytes_of(schema, arguments));
   for (size_t i = 0; i < count; i++)  // a factory's
     if (schema.arguments()[i].name() == "pin_memory") arguments[i] = IValue();
   {
@@ -272,5 +287,11 @@ TORCH_LIBRARY(pretended, m) {
   m.def("note(str kind, str what) -> ()");
   m.def("last_copy() -> int", [] { return pretended::last_copy; });
   m.def("complete(int number) -> ()", [](int64_t number) { pretended::complete(number); });
+  m.def("memory() -> int[]", [] {
+    return std::vector<int64_t>{pretended::total_bytes, pretended::allocated_bytes, pretended::reserved_bytes, pretended::peak_bytes};
+  });
+  m.def("set_total(int bytes) -> ()", [](int64_t bytes) { pretended::total_bytes = bytes; });
+  m.def("empty_cache() -> ()", [] { pretended::reserved_bytes = pretended::allocated_bytes.load(); });
+  m.def("reset_peak() -> ()", [] { pretended::peak_bytes = pretended::allocated_bytes.load(); });
   m.def("take_faults() -> str[]", &pretended::take_faults);
 }

@@ -9,9 +9,7 @@ import torch
 
 from tests.unit_tests.support.pretended_cuda import graphs, kernels, streams, watching
 
-GIB = 2**30
 NAME = "pretended CUDA device"
-FREE, TOTAL = 4 * GIB, 8 * GIB  # bytes
 _library = torch.library.Library("pretended", "IMPL")
 
 
@@ -44,14 +42,24 @@ def _set_sync_debug_mode(mode: str | int) -> None:
 
 
 def _properties(device: object = None) -> SimpleNamespace:
-    return SimpleNamespace(
-        name=NAME, major=9, minor=0, total_memory=TOTAL, multi_processor_count=132, max_threads_per_multi_processor=2048
-    )
+    return SimpleNamespace(name=NAME, major=9, minor=0, total_memory=_memory()[0], multi_processor_count=132)
+
+
+def _memory() -> list[int]:
+    """Bytes in all, allocated, reserved by the allocator, and the most that were allocated."""
+    found: list[int] = torch.ops.pretended.memory()
+    return found
+
+
+def _mem_get_info(device: object = None) -> tuple[int, int]:
+    total, _, reserved, _ = _memory()
+    return total - reserved, total
 
 
 def _stats(device: object = None) -> dict[str, int]:
-    names = ("allocation.all.current", "allocated_bytes.all.current", "allocated_bytes.all.peak")
-    return dict.fromkeys((*names, "reserved_bytes.all.current", "reserved_bytes.all.peak"), 0)
+    _, allocated, reserved, peak = _memory()
+    bytes_of = {"allocated_bytes.all.current": allocated, "allocated_bytes.all.peak": peak}
+    return {"allocation.all.current": 0, "reserved_bytes.all.current": reserved, **bytes_of}
 
 
 def _without_nccl() -> None:
@@ -81,14 +89,13 @@ _PLAIN: dict[str, object] = {
     "get_device_name": lambda device=None: NAME,
     "get_device_properties": _properties,
     "is_bf16_supported": lambda including_emulation=True: True,
-    "mem_get_info": lambda device=None: (FREE, TOTAL),
+    "mem_get_info": _mem_get_info,
     "memory_stats": _stats,
-    "memory_allocated": lambda device=None: 0,
-    "max_memory_allocated": lambda device=None: 0,
-    "memory_reserved": lambda device=None: 0,
-    "max_memory_reserved": lambda device=None: 0,
-    "reset_peak_memory_stats": _nothing,
-    "empty_cache": _nothing,
+    "memory_allocated": lambda device=None: _memory()[1],
+    "max_memory_allocated": lambda device=None: _memory()[3],
+    "memory_reserved": lambda device=None: _memory()[2],
+    "reset_peak_memory_stats": lambda device=None: torch.ops.pretended.reset_peak(),
+    "empty_cache": lambda: torch.ops.pretended.empty_cache(),
     "set_sync_debug_mode": _set_sync_debug_mode,
     "Event": streams.Event,
     "Stream": streams.Stream,

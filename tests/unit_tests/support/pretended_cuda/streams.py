@@ -17,6 +17,7 @@ class Event:
     def __init__(self, enable_timing: bool = False, blocking: bool = False, **_: object) -> None:
         self._copies: int | None = None
         self._time = 0.0
+        self._is_timed = enable_timing
 
     def record(self, stream: object = None) -> None:
         self._copies, self._time = torch.ops.pretended.last_copy(), time.perf_counter()
@@ -36,6 +37,8 @@ class Event:
 
     def elapsed_time(self, end: Event) -> float:
         """Milliseconds."""
+        if not (self._is_timed and end._is_timed) or self._copies is None or end._copies is None:
+            raise RuntimeError("CUDA error: both events must be recorded, with enable_timing=True (pretended)")
         return 1e3 * (end._time - self._time)
 
 

@@ -18,7 +18,7 @@ _COPIES = "asynchronous copy"
 # As `torch.cuda.set_sync_debug_mode` sees it: what makes the host wait.
 _WAITS = ("waits", "copy to the device that waits", "copy to the host that waits", "index from the host")
 # A graph would keep the address of memory that is somebody else's by the time it runs.
-_NOT_IN_A_GRAPH = (*_WAITS, "copy from memory that is not pinned")
+_NOT_IN_A_GRAPH = (*_WAITS, "copy from memory that is not pinned", f"{_COPIES} to the device", f"{_COPIES} to the host")
 
 
 class Note(NamedTuple):
