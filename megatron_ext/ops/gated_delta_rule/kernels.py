@@ -149,7 +149,7 @@ def fading(elapsed, count, lengths, TILE: tl.constexpr):
             aligned=keys > MOST_ODD_KEYS,
         )
         for types, tile in TILES.items()
-        for keys, warps in ((16, 4), (32, 4), (64, 4), (128, 8))
+        for keys, warps in ((16, 4), (32, 4), (64, 8 if types == WIDE else 4), (128, 8))
     ],
 )
 def delta_prefill(
