@@ -24,7 +24,7 @@ from megatron_ext.ops.triton.registry import FLOATS, MOST_REGISTERS, STATE_TYPES
 MOST_ODD_KEYS = 64  # of more, elements that are loaded one by one take more registers than there are
 TILES = dict(zip(FLOATS, (16, 32, 32), strict=True))  # tokens; products in full fp32 have no registers for more
 CHANNELS = dict(zip(FLOATS, (16, 32, 32), strict=True))  # of keys at once in `delta_tiles`
-WARPS = dict(zip(FLOATS, ((4, 8), (4, 4), (8, 8)), strict=True))  # of 64 and 128 keys: as few as have the registers
+WARPS = dict(zip(FLOATS, ((8, 8), (4, 4), (8, 8)), strict=True))  # of 64 and 128 keys: as few as have the registers
 NORM_EPSILON = tl.constexpr(1e-6)  # that of `reference.py`
 INPUTS = [{"T": inputs} for inputs in FLOATS]
 
