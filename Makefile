@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup demo test test-kernels test-gpu kernels bench lint golden check-pins lock
+.PHONY: help setup demo test test-kernels test-gpu kernels oracles bench lint golden check-pins lock
 .DEFAULT_GOAL := help
 
 help: ## Show this list.
@@ -50,6 +50,9 @@ test-gpu: $(STAMP) ## Run all tests on the CUDA device (GPU_WORKERS=1 if its mem
 
 kernels: $(STAMP) ## Compile every Triton kernel for sm_80 and sm_90 without a GPU: registers, spills, shared memory.
 	$(BIN)/python tools/compile_kernels.py $(ARGS)
+
+oracles: $(STAMP) ## Fetch libraries whose kernels `make test-kernels` then compares ours with, into out/oracles.
+	$(BIN)/python tools/oracles.py
 
 # VLLM_PYTHON=/path/to/python measures vLLM beside us; see benchmarks/peers/README.md. ARGS=--quick sees that all of it runs.
 bench: $(STAMP) ## Measure speed, beside peers and by itself: each goal as met or missed, and where a step's time goes.

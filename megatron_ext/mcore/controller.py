@@ -45,13 +45,14 @@ class InferenceController(TextGenerationController):
         options: Upstream's.
 
     Attributes:
+        vocabulary_size: V, words of logits.
         drafter: Of engines around the model; None proposes nothing.
         operators: What computes operators: a backend's name, or None; see `ops.choice`.
     """
 
     def __init__(self, wrapper: AbstractModelInferenceWrapper, tokenizer: object, **options: object) -> None:
         super().__init__(wrapper, tokenizer, **options)
-        size = wrapper.inference_wrapper_config.padded_vocab_size
+        self.vocabulary_size = size = wrapper.inference_wrapper_config.padded_vocab_size
         self.vocabulary = Vocabulary(tokenizer, size)
         self.drafter: Drafter | None = None
         self.operators: str | None = None

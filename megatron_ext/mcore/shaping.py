@@ -14,6 +14,7 @@ from megatron_ext.ops.sampling.shaping import (
     CameBefore,
     add_biases,
     drop_improbable,
+    forbid,
     keep_allowed,
     penalize,
     rule_out,
@@ -41,6 +42,7 @@ def shape_logits(values: Tensor, rows: Sequence[SamplingRow], guides: Guides, fa
     if guided:
         keep_allowed(values, to_device(torch.tensor(guided), values.device), to_device(masks, values.device))
     _rule_out(values, wishes)
+    _forbid(values, rows)
     _drop_improbable(values, rows, wishes)
     return hopeless
 
@@ -82,6 +84,15 @@ def _rule_out(values: Tensor, wishes: Sequence[Shaping]) -> None:
     if entries:
         rows, tokens = zip(*entries, strict=True)
         rule_out(values, *_places(rows, tokens, values))
+
+
+def _forbid(values: Tensor, rows: Sequence[SamplingRow]) -> None:
+    """Tokens that must not come yet, before shares of the best one's probability are taken: it may be one of them."""
+    words = values.shape[1]
+    entries = [(i, token) for i, row in enumerate(rows) for token in row.sampling.forbidden if 0 <= token < words]
+    if entries:
+        chosen, tokens = zip(*entries, strict=True)
+        forbid(values, *_places(chosen, tokens, values))
 
 
 def _drop_improbable(values: Tensor, rows: Sequence[SamplingRow], wishes: Sequence[Shaping]) -> None:

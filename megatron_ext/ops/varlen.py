@@ -50,6 +50,19 @@ class BoundedSequences(PackedSequences):
 
 
 @dataclass(frozen=True)
+class Resumes:
+    """Where states may be resumed: sequences are cut there in one step and not in another, with the same results.
+
+    Attributes:
+        multiple: Tokens of the absolute position that such a place is a multiple of: those of a block.
+        ends: [S] int64, absolute position behind the last token of each sequence in this step.
+    """
+
+    multiple: int
+    ends: Tensor
+
+
+@dataclass(frozen=True)
 class PackedChunks(Facts):
     """Sequences cut into kernel chunks; no chunk holds tokens of two sequences.
 
@@ -60,6 +73,7 @@ class PackedChunks(Facts):
         cu_chunk_seqlens: [n+1] int64, first token of each chunk, then T.
         chunk_seq_idx: [n] int64, the sequence of each chunk.
         last_chunk_indices: [S] int64, the last chunk of each sequence.
+        resumes: Where states may be resumed; None if that is not known.
     """
 
     sequences: PackedSequences
@@ -68,6 +82,7 @@ class PackedChunks(Facts):
     cu_chunk_seqlens: Tensor
     chunk_seq_idx: Tensor
     last_chunk_indices: Tensor
+    resumes: Resumes | None = None
 
     @property
     def longest(self) -> int:

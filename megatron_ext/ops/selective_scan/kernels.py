@@ -3,6 +3,10 @@
 A program has some channels with all their N states, which stay in registers from a sequence's first token of the step
 to its last. Every token is computed alike whatever comes beside, before or after it: bits do not depend on where a
 sequence is cut.
+
+A prefill reads tokens in groups: the next one's inputs are on their way while this one is computed, so that a token
+costs its arithmetic and not the memory's latency. Places behind a sequence's last token, or behind one whose state is
+kept, are steps of zero, which leave a state as it is.
 """
 
 import triton
@@ -13,13 +17,32 @@ from megatron_ext.ops.triton.registry import MOST_REGISTERS, STATE_TYPES, config
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 STATES = (16, 32, 64)
+GROUP = 4  # tokens; two groups are in registers, and of 32 bits there is no room for more
 
 
 @triton.jit
 def _advance(state, u, delta, rate, b, c, skip):
-    """The state behind a token, [CHANNELS, N], and the token's output [CHANNELS]."""
-    state = state * tl.exp2(delta[:, None] * rate) + (delta * u)[:, None] * b[None, :]
-    return state, tl.sum(state * c[None, :], 1) + skip * u
+    """The state [CHANNELS, N] behind a token, and its output [CHANNELS, 1]; u and delta likewise, b and c [1, N]."""
+    state = tl.fma(state, tl.exp2(delta * rate), delta * u * b)  # one rounding, at whichever place of a group
+    return state, tl.sum(state * c, 1)[:, None] + skip * u
+
+
+@triton.jit
+def _load_group(u, delta, B, C, u_row, delta_row, b_row, c_row, first, until, d, n, is_d, is_n, TOKENS: tl.constexpr):
+    """Of the tokens from `first` on and before `until`, at most TOKENS: (u, delta, b, c); zeros behind them.
+
+    With the dimensions that `_advance` wants, so that they are loaded in the layout that it computes in.
+    """
+    group = ()
+    for i in tl.static_range(TOKENS):
+        row, is_token = first.to(tl.int64) + i, first + i < until
+        inputs = tl.load(u + row * u_row + d, mask=is_d & is_token, other=0.0)
+        step = tl.load(delta + row * delta_row + d, mask=is_d & is_token, other=0.0)
+        b = tl.load(B + row * b_row + n, mask=is_n & is_token, other=0.0)
+        c = tl.load(C + row * c_row + n, mask=is_n & is_token, other=0.0)
+        token = inputs[:, None], step[:, None], b[None, :], c[None, :]
+        group = group + (token,)  # type: ignore[assignment]  # noqa: RUF005 - Triton has no *
+    return group
 
 
 @kernel(
@@ -33,12 +56,12 @@ def _advance(state, u, delta, rate, b, c, skip):
     strides="u_row delta_row b_row c_row live_row snapshot_row channels state_size",
     counts="kept has_skip",
     types=STATE_TYPES,
-    configs=[config(registers=MOST_REGISTERS, num_warps=1, CHANNELS=256 // n, N=n) for n in STATES],
+    configs=[config(registers=MOST_REGISTERS, num_warps=1, CHANNELS=256 // n, N=n, TOKENS=GROUP) for n in STATES],
 )
 def selective_prefill(
     u, delta, A, B, C, D, y, live, snapshots, cu_seqlens, slots, kept_slots, kept_sequences, kept_tokens,
     has_initial, u_row, delta_row, b_row, c_row, live_row, snapshot_row, channels, state_size, kept, has_skip,
-    CHANNELS: tl.constexpr, N: tl.constexpr,
+    CHANNELS: tl.constexpr, N: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """A sequence's tokens of some channels: outputs, states that are to be kept, and the last one, in place."""
     sequence = tl.program_id(0)
@@ -52,23 +75,33 @@ def selective_prefill(
         has_state = tl.load(has_initial + sequence).to(tl.int1)
         state = tl.load(live + slot * live_row + cell, mask=is_state & has_state, other=0.0).to(tl.float32)
         rate = tl.load(A + cell, mask=is_state, other=0.0) * LOG2_E
-        skip = tl.load(D + d, mask=is_d & (has_skip != 0), other=0.0)
+        skip = tl.load(D + d, mask=is_d & (has_skip != 0), other=0.0)[:, None]
         stop = next_kept(kept_sequences, kept_tokens, kept, sequence, begin)
-        row = begin.to(tl.int64)
-        for token in range(begin, end):
-            step = tl.load(delta + row * delta_row + d, mask=is_d, other=0.0)
-            inputs = tl.load(u + row * u_row + d, mask=is_d, other=0.0).to(tl.float32)
-            b = tl.load(B + row * b_row + n, mask=is_n, other=0.0).to(tl.float32)
-            c = tl.load(C + row * c_row + n, mask=is_n, other=0.0).to(tl.float32)
-            state, outputs = _advance(state, inputs, step, rate, b, c, skip)
-            tl.store(y + row * channels + d, outputs.to(y.dtype.element_ty), mask=is_d)
-            row += 1
-            if stop == token + 1:
+        while begin < end:
+            until, first = min(stop, end), begin
+            group = _load_group(
+                u, delta, B, C, u_row, delta_row, b_row, c_row, first, until, d, n, is_d, is_n, TOKENS=TOKENS
+            )
+            for _ in range(begin, until, TOKENS):
+                following = _load_group(
+                    u, delta, B, C, u_row, delta_row, b_row, c_row, first + TOKENS, until, d, n, is_d, is_n,
+                    TOKENS=TOKENS,
+                )  # fmt: skip
+                for i in tl.static_range(TOKENS):
+                    inputs, step, b, c = group[i]
+                    inputs, b, c = inputs.to(tl.float32), b.to(tl.float32), c.to(tl.float32)
+                    state, outputs = _advance(state, inputs, step, rate, b, c, skip)
+                    target = y + (first.to(tl.int64) + i) * channels + d[:, None]
+                    tl.store(target, outputs.to(y.dtype.element_ty), mask=is_d[:, None] & (first + i < until))
+                first += TOKENS
+                group = following
+            if until == stop:
                 store_kept(
                     snapshots, snapshot_row, state, cell, is_state,
                     kept_slots, kept_sequences, kept_tokens, kept, sequence, stop,
                 )  # fmt: skip
                 stop = next_kept(kept_sequences, kept_tokens, kept, sequence, stop)
+            begin = until
         tl.store(live + slot * live_row + cell, state.to(live.dtype.element_ty), mask=is_state)
 
 
@@ -95,11 +128,11 @@ def selective_decode(
         cell = d[:, None] * state_size + n[None, :]
         state = tl.load(live + slot * live_row + cell, mask=is_state, other=0.0).to(tl.float32)
         rate = tl.load(A + cell, mask=is_state, other=0.0) * LOG2_E
-        skip = tl.load(D + d, mask=is_d & (has_skip != 0), other=0.0)
-        step = tl.load(delta + row * delta_row + d, mask=is_d, other=0.0)
-        inputs = tl.load(u + row * u_row + d, mask=is_d, other=0.0).to(tl.float32)
-        b = tl.load(B + row * b_row + n, mask=is_n, other=0.0).to(tl.float32)
-        c = tl.load(C + row * c_row + n, mask=is_n, other=0.0).to(tl.float32)
+        skip = tl.load(D + d, mask=is_d & (has_skip != 0), other=0.0)[:, None]
+        step = tl.load(delta + row * delta_row + d, mask=is_d, other=0.0)[:, None]
+        inputs = tl.load(u + row * u_row + d, mask=is_d, other=0.0).to(tl.float32)[:, None]
+        b = tl.load(B + row * b_row + n, mask=is_n, other=0.0).to(tl.float32)[None, :]
+        c = tl.load(C + row * c_row + n, mask=is_n, other=0.0).to(tl.float32)[None, :]
         state, outputs = _advance(state, inputs, step, rate, b, c, skip)
-        tl.store(y + row * channels + d, outputs.to(y.dtype.element_ty), mask=is_d)
+        tl.store(y + row * channels + d[:, None], outputs.to(y.dtype.element_ty), mask=is_d[:, None])
         tl.store(live + slot * live_row + cell, state.to(live.dtype.element_ty), mask=is_state)

@@ -19,7 +19,7 @@ from megatron_ext.mcore.buckets import Buckets
 from megatron_ext.mcore.fixed_steps import FixedSteps
 from megatron_ext.mcore.graphs import CudaGraphs
 from megatron_ext.scheduling.record import Status
-from tests.unit_tests.mcore.test_fixed_steps import serve
+from tests.unit_tests.mcore.test_fixed_steps import check_wishes, serve
 from tests.unit_tests.support.driver import Driver, assert_states_close, make_prompt
 from tests.unit_tests.support.models import CONFIGS
 from tests.unit_tests.support.padded import PaddedDriver
@@ -71,16 +71,17 @@ def one_mixed_size(monkeypatch):
     monkeypatch.setattr(sizes, "MIXED_STEPS", ((4, 96),))
 
 
-@pytest.mark.parametrize("kind", ["hybrid", "mamba1", "gated_delta_net"])
+@pytest.mark.parametrize("kind", ["hybrid", "mamba1", "gated_delta_net", "experts"])
 def test_graphs_give_what_plain_steps_give(get_oracle, kind):
     """CU-5: tokens, and the states that every step leaves; hits, restores, snapshots and drawn tokens inside."""
     captured = Captured(get_oracle(kind).model, CONFIGS[kind], **SETTINGS)
-    assert captured.graphs.captured == 3 * 2 * 2  # parts of a program; with prefills and without; sizes
+    assert captured.graphs.captured == 6 * 2 * 2  # the forward, four that choose, scores; with prefills or not; sizes
     captured.graphs.replayed = 0
     serve(captured, is_caching=True)
-    assert captured.graphs.captured == 12, "something was captured while requests waited"
+    assert captured.graphs.captured == 24, "something was captured while requests waited"
     assert captured.graphs.replayed == 2 * len(captured.buckets) > 40
     assert captured.eager_steps == 0
+    assert captured.steps_ahead > 10
     plain = Driver(get_oracle(kind).model, CONFIGS[kind], **SETTINGS)
     serve(plain, is_caching=True)
     for request_id, record in plain.records.items():
@@ -90,6 +91,11 @@ def test_graphs_give_what_plain_steps_give(get_oracle, kind):
         for position, [(conv, ssm), *_] in others.items():
             assert_states_close(own[position][0][0], conv, f"request {request_id} after {position} tokens")
             assert_states_close(own[position][0][1], ssm, f"request {request_id} after {position} tokens")
+
+
+def test_graphs_take_all_wishes(get_oracle):
+    """CU-5: log-probs and shaped logits, in any mix, by programs that were captured of padding."""
+    check_wishes(get_oracle, Captured, is_caching=True)
 
 
 def test_new_pools_need_new_graphs(get_oracle):
@@ -105,6 +111,7 @@ def test_new_pools_need_new_graphs(get_oracle):
     assert pools() is None, "a program keeps memory that was to be given back"
     driver.engine.resume()
     assert driver.graphs.captured == 2 * before
+    assert driver.graphs.forgotten == 3, "at start, suspend and resume: each time another pool"
     driver.run()
     record = driver.records[0]
     assert record.status is Status.COMPLETED
@@ -132,52 +139,85 @@ def test_new_weights_elsewhere_need_new_graphs(get_oracle):
 
 def test_the_stand_in_sees_what_is_baked_in():
     """The negative control: a number from the host stays what it was when the program was captured."""
-    place, numbers = torch.tensor([1.0, 2.0]), [1.0]
-    replay = ReplayedGraphs().capture(lambda: place * numbers[0] + place.sum())
+    place, answer, numbers = torch.tensor([1.0, 2.0]), torch.zeros(2), [1.0]
+    replay = ReplayedGraphs().capture(lambda: answer.copy_(place * numbers[0] + place.sum()))
     place.copy_(torch.tensor([3.0, 4.0]))
     with torch.inference_mode():
-        assert replay().tolist() == [10.0, 11.0]
+        replay()
+        assert answer.tolist() == [10.0, 11.0]
         numbers[0] = 5.0
-        assert replay().tolist() == [10.0, 11.0], "a graph cannot know"
+        replay()
+        assert answer.tolist() == [10.0, 11.0], "a graph cannot know"
+
+
+class Calls:
+    """In the place of what `CudaGraphs` uses of `torch.cuda`.
+
+    Attributes:
+        made: What was called, in words.
+        pools: Handles that were given out.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.made: list[str] = []
+        self.pools = 0
+        calls = self
+
+        class Stream:
+            def __init__(self, device: object) -> None:
+                self.name = f"side of {device}"
+
+            def wait_stream(self, other: Stream) -> None:
+                calls.made.append(f"{self.name} waits for {other.name}")
+
+        class Graph:
+            def replay(self) -> None:
+                calls.made.append("replay")
+
+        def graph(_: Graph, *, pool: int, stream: Stream, capture_error_mode: str):
+            return self.within(f"graph on {stream.name} in pool {pool}, {capture_error_mode}")
+
+        main = Stream("main")
+        for name, value in {"Stream": Stream, "CUDAGraph": Graph, "graph": graph}.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: main)
+        monkeypatch.setattr(torch.cuda, "stream", lambda stream: self.within(stream.name))
+        monkeypatch.setattr(torch.cuda, "graph_pool_handle", self.new_pool)
+
+    def new_pool(self) -> int:
+        self.pools += 1
+        return self.pools
+
+    @contextlib.contextmanager
+    def within(self, name: str):
+        self.made.append(f"begin {name}")
+        yield
+        self.made.append(f"end {name}")
 
 
 def test_calls_of_cuda(monkeypatch):
-    """CU-5: run beside the stream first, captured once into memory that graphs share, then replayed, never run."""
-    calls: list[str] = []
+    """CU-5: run beside the stream first, captured once into memory that graphs share, then replayed, never run.
 
-    class Stream:
-        def __init__(self, name: str = "side") -> None:
-            self.name = name
+    Everything on one stream of its own, since cuBLAS has a workspace for each; other threads may go on; no collection
+    of garbage while something is captured; another pool for those that come when all are gone.
+    """
+    calls = Calls(monkeypatch)
+    graphs, main, side = CudaGraphs(torch.device("cuda", 1)), "side of main", "side of cuda:1"
+    collects: list[bool] = []
 
-        def wait_stream(self, other: Stream) -> None:
-            calls.append(f"{self.name} waits for {other.name}")
+    def run() -> None:
+        calls.made.append("run")
+        collects.append(gc.isenabled())
 
-    @contextlib.contextmanager
-    def within(name: str):
-        calls.append(f"begin {name}")
-        yield
-        calls.append(f"end {name}")
-
-    class Graph:
-        def replay(self) -> None:
-            calls.append("replay")
-
-    main = Stream("main")
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: main)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: within(stream.name))
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (7, 7))
-    monkeypatch.setattr(torch.cuda, "graph", lambda graph, pool: within(f"graph in {pool}"))
-    graphs, answer = CudaGraphs(), torch.ones(2)
-
-    def run():
-        calls.append("run")
-        return answer
-
-    program = graphs.capture(run)
-    warmed = ["side waits for main", "begin side", "run", "run", "end side", "main waits for side"]
-    assert calls == [*warmed, "begin graph in (7, 7)", "run", "end graph in (7, 7)"]
-    calls.clear()
-    assert program() is answer
-    assert calls == ["replay"]
+    for pool in (1, 2):
+        program = graphs.capture(run)
+        warmed = [f"{side} waits for {main}", f"begin {side}", "run", "run", f"end {side}", f"{main} waits for {side}"]
+        captured = f"graph on {side} in pool {pool}, thread_local"
+        assert calls.made == [*warmed, f"begin {captured}", "run", f"end {captured}"]
+        calls.made.clear()
+        program()
+        assert calls.made == ["replay"]
+        calls.made.clear()
+        graphs.forget()
+    assert collects == [True, True, False] * 2
+    assert gc.isenabled()

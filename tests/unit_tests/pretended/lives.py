@@ -26,6 +26,7 @@ from tests.unit_tests.support.driver import make_prompt
 from tests.unit_tests.support.models import CONFIGS, VOCABULARY, build_slow_decay
 
 Life = Callable[[AbstractContextManager[object]], dict[str, object]]
+Requests = Iterator[tuple[Sequence[int], dict[str, object]]]
 STEM = make_prompt(40)
 SCORED = {"return_log_probs": True, "top_n_logprobs": 2}
 DRAWN = {"temperature": 0.8, "seed": 7}
@@ -67,7 +68,7 @@ def engine_of(
     )
 
 
-def plain_requests() -> Iterator[tuple[Sequence[int], dict[str, object]]]:
+def plain_requests() -> Requests:
     """What every program computes."""
     yield [*STEM, *make_prompt(7, 1)], {"num_tokens_to_generate": 9}
     yield make_prompt(17), {"num_tokens_to_generate": 5}
@@ -76,7 +77,7 @@ def plain_requests() -> Iterator[tuple[Sequence[int], dict[str, object]]]:
     yield [*STEM, *make_prompt(11, 2), 5, 6], {"num_tokens_to_generate": 7}
 
 
-def requests() -> Iterator[tuple[Sequence[int], dict[str, object]]]:
+def requests() -> Requests:
     """What a step may be asked for beside greedy tokens."""
     yield [*STEM, *make_prompt(7, 1)], {"num_tokens_to_generate": 9, **SCORED}
     yield make_prompt(17), {"num_tokens_to_generate": 6, **DRAWN, "top_k": 9, "min_p": 0.01, "return_log_probs": True}
@@ -86,9 +87,15 @@ def requests() -> Iterator[tuple[Sequence[int], dict[str, object]]]:
     yield [*STEM, 3], {"num_tokens_to_generate": 5, **SHAPED, **SCORED, "skip_prompt_log_probs": True}
 
 
+def wished() -> Requests:
+    """The same, without log-probs of prompts, and prompts that are short: what programs take."""
+    for prompt, wish in requests():
+        yield prompt[-30:], wish | ({"skip_prompt_log_probs": True} if "return_log_probs" in wish else {})
+
+
 def served(
     engine: InferenceEngine,
-    asked: Iterator[tuple[Sequence[int], dict[str, object]]],
+    asked: Requests,
     watch: AbstractContextManager[object],
     between: Callable[[int], None] | None = None,
 ) -> dict[str, object]:
@@ -129,13 +136,13 @@ def serve(kind: str, **settings: object) -> Life:
     return lambda watch: served(engine_of(kind, **settings), requests(), watch)
 
 
-def serve_programs(kind: str) -> Life:
+def serve_programs(kind: str, asked: Callable[[], Requests] = plain_requests, **settings: object) -> Life:
     """Steps of buckets, by graphs where there are some."""
 
     def live(watch: AbstractContextManager[object]) -> dict[str, object]:
-        engine = engine_of(kind, cuda_graph_impl="local", num_cuda_graphs=1)
+        engine = engine_of(kind, cuda_graph_impl="local", num_cuda_graphs=1, **settings)
         engine.create_cuda_graphs()
-        return served(engine, plain_requests(), watch)
+        return served(engine, asked(), watch)
 
     return live
 
@@ -209,6 +216,7 @@ LIVES: dict[str, Life] = {
     "no cache": serve("hybrid", cache=CacheConfig(enable_prefix_caching=False)),
     "programs": serve_programs("hybrid"),
     "programs of a delta net": serve_programs("gated_delta_net"),
+    "programs with all wishes": serve_programs("experts", wished, max_tokens=80),
     "interrupted": interrupted,
     "new weights": new_weights,
     "n-grams": drafted("ngram"),

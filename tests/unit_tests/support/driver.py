@@ -59,7 +59,7 @@ class Driver:
     Args:
         model: Shared between tests; the engine changes nothing of it.
         cache: Off unless given.
-        speculative_tokens: See `build_engine`, as `drafter`.
+        speculative_tokens: See `build_engine`, as `drafter` and `dtype`, the model's.
         batching: Fields of `BatchingConfig`.
     """
 
@@ -74,6 +74,7 @@ class Driver:
         cache: CacheConfig | None = None,
         speculative_tokens: int = 0,
         drafter: object | None = None,
+        dtype: torch.dtype = torch.float32,
         **batching: object,
     ) -> None:
         self.engine: InferenceEngine = build_engine(
@@ -82,7 +83,7 @@ class Driver:
             tokenizer or PieceTokenizer(config.vocab_size),
             BatchingConfig(**(SETTINGS | batching)),
             cache or CacheConfig(enable_prefix_caching=False),
-            dtype=torch.float32,
+            dtype=dtype,
             seed=seed,
             token_rounder=token_rounder,
             speculative_tokens=speculative_tokens,
@@ -144,12 +145,16 @@ class Driver:
         pool, states = self.context.snapshots, self.scheduler.cache.states
         if pool is None:
             return
-        found = set(states._visible.values())
+        found = set(states._visible.values()) | self._held_slots()
         found |= {state.slot for request in owners for state in request.sequence.draft_states}
         slots = states.total + self.scheduler.limits.draft_states
         lost = [slot for slot in range(slots) if slot not in found]
         pool.conv[:, lost] = torch.nan
         pool.ssm[:, lost] = torch.nan
+
+    def _held_slots(self) -> set[int]:
+        """Others whose contents count."""
+        return set()
 
     def _poison_block(self, block: int) -> None:
         is_there = self.context.is_tensor_state_allocated and self.context.plan.shape.attention_layers

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_ext.mcore.context import InferenceContext
+from megatron_ext.ops.triton.registry import Config, Kernel
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
 
@@ -36,6 +39,21 @@ class _Catch(TorchDispatchMode):
         return any(isinstance(t, Tensor) and t.untyped_storage().data_ptr() == self._pool for t in written)
 
 
+@contextlib.contextmanager
+def _kernels_noted(catch: _Catch) -> Iterator[None]:
+    """Note what the one kernel writes that keys and values come by; it writes both."""
+    launch = Kernel.launch
+
+    def noted(kernel: Kernel, grid: tuple[int, ...], config: Config, **arguments) -> None:
+        if kernel.name == "rotate_and_write":
+            catch.places += [arguments["slots"].numpy().copy()] * 2
+        launch(kernel, grid, config, **arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Kernel, "launch", noted)
+        yield
+
+
 class KvWrites:
     """Checks each forward of an engine: K and V of every layer go to blocks that are their request's alone.
 
@@ -57,7 +75,7 @@ class KvWrites:
     def watch(self, forward: Callable[[dict], Tensor], inputs: dict) -> Tensor:
         """Run `forward` under watch."""
         catch = _Catch(self._context.memory_buffer)
-        with catch:
+        with catch, _kernels_noted(catch):
             result = forward(inputs)
         assert len(catch.places) == 2 * self._context.plan.shape.attention_layers
         protected = self._protected()

@@ -46,23 +46,26 @@ class ReplayedGraphs:
     Attributes:
         captured: How many programs there are.
         replayed: How often one ran again.
+        forgotten: How often all of them were dropped.
     """
 
     takes_long = True
 
     def __init__(self) -> None:
-        self.captured = self.replayed = 0
+        self.captured = self.replayed = self.forgotten = 0
 
     @torch.inference_mode()
-    def capture(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         run()
         with (tape := Tape()):
-            answer = run()
+            run()
         self.captured += 1
 
-        def replay() -> Tensor:
+        def replay() -> None:
             self.replayed += 1
             tape.replay()
-            return answer
 
         return replay
+
+    def forget(self) -> None:
+        self.forgotten += 1

@@ -1,0 +1,76 @@
+"""How long each operator takes at the sizes of the large models, beside plain torch and what the device can do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from benchmarks.gpu.cases import TINY, Case, Extents, Maker
+from benchmarks.gpu.notes import Notes
+from benchmarks.gpu.speed import busy_seconds
+from benchmarks.gpu.work import Figures
+from benchmarks.measuring import synchronize
+from megatron_ext.ops.backends import preferring
+
+REFERENCE = "reference"
+ENOUGH = 0.05  # seconds that calls are repeated for; at least
+FEWEST, MOST = 3, 200  # and at most so many calls
+
+
+def measure(notes: Notes, device: torch.device, quick: bool) -> None:
+    """Every operator, its kernel first."""
+    dtype, extents = (torch.float32, TINY) if quick else (torch.bfloat16, Extents())
+    made = Maker(extents, dtype, device).cases()
+    for name, make in made.items():
+        notes.attempt(name, partial(_kernel, name, make))
+    for name, make in made.items():
+        notes.attempt(f"{name}, by plain torch", partial(_reference, name, make))
+
+
+def row(name: str, column: str) -> str:
+    """Of a figure."""
+    return f"{name}: {column}"
+
+
+@torch.inference_mode()
+def _kernel(name: str, make: Callable[[], Case]) -> Figures:
+    case = make()
+    taken, called = seconds_of(case.work)
+    rate = case.amount / taken / 1e12
+    return {row(name, "us"): 1e6 * taken, row(name, "us a call"): 1e6 * called, row(name, f"{case.unit}/s"): rate}
+
+
+@torch.inference_mode()
+def _reference(name: str, make: Callable[[], Case]) -> Figures:
+    case = make()
+    if not case.has_reference:
+        return {}
+    with preferring(REFERENCE):
+        return {row(name, "plain torch us"): 1e6 * seconds_of(case.work)[0]}
+
+
+def seconds_of(work: Callable[[], object]) -> tuple[float, float]:
+    """Of one call: that the device computes, and that pass where calls follow each other; on a CPU the same."""
+    work()
+    once = _passed(work, 1)
+    times = min(MOST, max(FEWEST, int(ENOUGH / once)))
+    called = _passed(work, times) / times
+    if not torch.cuda.is_available():
+        return called, called
+    return busy_seconds(lambda: _repeat(work, times)) / times, called
+
+
+def _passed(work: Callable[[], object], times: int) -> float:
+    synchronize()
+    start = time.perf_counter()
+    _repeat(work, times)
+    synchronize()
+    return time.perf_counter() - start
+
+
+def _repeat(work: Callable[[], object], times: int) -> None:
+    for _ in range(times):
+        work()

@@ -1,0 +1,125 @@
+#!/usr/bin/env python
+"""Fetch libraries whose kernels compute what ours do, to compare with: `make oracles`, then `make test-kernels`.
+
+Files of fixed versions and hashes, unpacked below out/oracles, a folder each. Nothing is installed: one of them is
+another version of megatron-core than ours, and the tests load them in processes of their own.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parents[1] / "out/oracles"
+
+
+@dataclass(frozen=True)
+class Library:
+    """What is fetched of one.
+
+    Attributes:
+        name: Of the project on the package index.
+        version: The only one that the tests know.
+        digest: SHA-256 of its file.
+        options: For pip, beside those that all have.
+        top: Folder inside the unpacked file that packages lie in.
+    """
+
+    name: str
+    version: str
+    digest: str
+    options: tuple[str, ...] = ("--only-binary=:all:",)
+    top: str = "."
+
+    @property
+    def folder(self) -> Path:
+        """Where it is unpacked."""
+        return FOLDER / f"{self.name}-{self.version}"
+
+    @property
+    def packages(self) -> Path:
+        """Where its packages are, once it is there."""
+        return self.folder / self.top
+
+
+# The wheel is for one Python and one kind of machine; what is read of it is neither.
+WHEEL_FOR = ("--only-binary=:all:", "--python-version=3.12", "--platform=manylinux_2_28_x86_64")
+LIBRARIES = (
+    Library("megatron-core", "0.19.2", "8e3e486f13f559450415b9b9dc0ff3331a0bb83dd154553f7f350a75ff9c42b5", WHEEL_FOR),
+    Library(
+        "mamba-ssm",
+        "2.3.2.post1",
+        "104cc47e9101e5401a675fa2b784f2952b9b037f3b1dd83b5ac544394e95d028",
+        ("--no-binary=:all:", "--no-build-isolation"),
+        "mamba_ssm-2.3.2.post1",
+    ),
+    Library("fla-core", "0.6.0", "b0708b70e0b119cd58a0a5146ea56cb175cef6ed969d8ac60267e3e077ce3ebd"),
+)
+
+
+def download(library: Library, folder: Path) -> Path:
+    """The library's file, in `folder`, with the hash that it has to have.
+
+    Raises:
+        ValueError: pip cannot get it, or it is another file; pip's words.
+    """
+    wanted = folder / "wanted.txt"
+    wanted.write_text(f"{library.name}=={library.version} --hash=sha256:{library.digest}\n", "utf-8")
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes", f"--dest={folder}"]
+    command += [*library.options, f"--requirement={wanted}"]
+    # pip asks an archive of sources what it requires; mamba-ssm's then looks for a CUDA compiler, unless told not to.
+    environment = {**os.environ, "MAMBA_SKIP_CUDA_BUILD": "TRUE"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    if done.returncode:
+        errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
+        raise ValueError(f"{library.name} {library.version}: {' '.join(errors) or done.stderr.strip()}")
+    return next(path for path in folder.iterdir() if path != wanted)
+
+
+def unpack(path: Path, folder: Path) -> None:
+    """A wheel, or an archive of sources."""
+    if path.suffix == ".whl":
+        with zipfile.ZipFile(path) as wheel:
+            wheel.extractall(folder)
+    else:
+        with tarfile.open(path) as archive:
+            archive.extractall(folder, filter="data")
+
+
+def fetch(library: Library) -> None:
+    """Have it in its folder, whole: what is broken off leaves no folder.
+
+    Raises:
+        ValueError: As `download`.
+    """
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=FOLDER, prefix=".") as scratch:
+        downloads, unpacked = Path(scratch) / "downloads", Path(scratch) / "unpacked"
+        downloads.mkdir()
+        unpack(download(library, downloads), unpacked)
+        unpacked.rename(library.folder)
+
+
+def main() -> int:
+    """Fetch what is not there; the exit code is that of failure if one cannot be had."""
+    failures = 0
+    for library in LIBRARIES:
+        try:
+            if not library.folder.exists():
+                fetch(library)
+        except ValueError as error:
+            failures += 1
+            print(f"oracles.py: error: {error}", file=sys.stderr)
+        else:
+            print(f"{library.name} {library.version}: {library.folder}")
+    return int(failures > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
