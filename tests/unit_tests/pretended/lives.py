@@ -142,7 +142,9 @@ def serve_programs(kind: str, asked: Callable[[], Requests] = plain_requests, **
     def live(watch: AbstractContextManager[object]) -> dict[str, object]:
         engine = engine_of(kind, cuda_graph_impl="local", num_cuda_graphs=1, **settings)
         engine.create_cuda_graphs()
-        return served(engine, asked(), watch)
+        found = served(engine, asked(), watch)
+        assert engine.statistics().counters.launched_ahead > 0, "no step was launched ahead (CU-6)"
+        return found
 
     return live
 
