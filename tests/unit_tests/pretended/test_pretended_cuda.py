@@ -31,6 +31,7 @@ ROTARY = "frequencies of rotary embeddings, which upstream moves with the first 
 WAITS = {
     (TO_HOST, "megatron_ext/mcore/controller.py:_by_request"): "sampled tokens, which the scheduler needs",
     (TO_HOST, "megatron_ext/mcore/scoring.py:score_rows"): SCORED,
+    ("copy to the device that waits", "megatron_ext/mcore/controller.py:forward"): ROTARY,
     (TO_HOST, "megatron_ext/mcore/moe.py:routed_experts_compute"): EXPERTS,
     ("waits", "megatron_ext/mcore/moe.py:routed_experts_compute"): EXPERTS,
     ("copy to the device that waits", "megatron_ext/mcore/controller.py:forward"): ROTARY,
