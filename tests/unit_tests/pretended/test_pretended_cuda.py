@@ -34,7 +34,6 @@ WAITS = {
     ("copy to the device that waits", "megatron_ext/mcore/controller.py:forward"): ROTARY,
     (TO_HOST, "megatron_ext/mcore/moe.py:routed_experts_compute"): EXPERTS,
     ("waits", "megatron_ext/mcore/moe.py:routed_experts_compute"): EXPERTS,
-    ("copy to the device that waits", "megatron_ext/mcore/controller.py:forward"): ROTARY,
 }
 """Everything that a step may wait for: kind and place -> why."""
 PROGRAMS = ("programs", "programs of a delta net", "programs with all wishes")
