@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import weakref
 
 import pytest
 import torch
 
 from megatron_ext.config import CacheConfig
+from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import buckets as sizes
 from megatron_ext.mcore.buckets import Buckets
 from megatron_ext.mcore.fixed_steps import FixedSteps
@@ -111,6 +113,26 @@ def test_a_decode_follows_its_prefill_at_once(get_oracle):
     driver.run()
     assert driver.records[1].skipped_prefill_token_count == 48
     assert driver.records[1].generated_tokens == get_oracle("hybrid").greedy(tokens, 6).tokens
+
+
+def test_too_little_memory_for_graphs(get_oracle, monkeypatch):
+    """CU-5: one line with what would do, and nothing is kept; where there is room again it goes on."""
+    driver = Captured(get_oracle("hybrid").model, CONFIGS["hybrid"], **SETTINGS)
+    driver.engine.suspend()
+    capture, count = driver.graphs.capture, itertools.count()
+
+    def failing(run):
+        if next(count) == 8:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return capture(run)
+
+    monkeypatch.setattr(driver.graphs, "capture", failing)
+    with pytest.raises(ConfigError, match=r"programs of 4 sizes of steps.*--cuda-graph-impl none"):
+        driver.engine.resume()
+    assert not driver.context.fixed_steps._programs
+    assert driver.context.fixed_steps._logits is None
+    driver.engine.resume()
+    assert len(driver.context.fixed_steps._programs) == 4
 
 
 def test_new_pools_need_new_graphs(get_oracle):
