@@ -13,12 +13,8 @@ UNIT = ROOT / "tests/unit_tests"
 
 
 def item(name: str, function: str = "test_something", marks: tuple[str, ...] = ()) -> SimpleNamespace:
-    return SimpleNamespace(
-        path=UNIT / name,
-        name=function,
-        originalname=function,
-        get_closest_marker=lambda mark: mark if mark in marks else None,
-    )
+    facts = {"path": UNIT / name, "name": function, "originalname": function}
+    return SimpleNamespace(**facts, get_closest_marker=lambda mark: mark if mark in marks else None)
 
 
 @pytest.mark.parametrize("name", on_device.HOST)
