@@ -19,12 +19,10 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import os
+import shutil
 import subprocess
 import sys
-import tarfile
 import tempfile
-import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -32,13 +30,25 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from tools.check_python import MACHINES
-from tools.pins import GLIBC_TAGS, PROJECT, Wheel, applies, find_wheels, pins_for, pythons, read_pins
+from tools.oracles import LIBRARIES, Library, unpack
+from tools.oracles import download as fetch
+from tools.pins import GLIBC_TAGS, NEWER_GLIBC, PROJECT, Wheel, applies, find_wheels, pins_for, pythons, read_pins
 
 NEVER = frozenset({"torch", "triton"})  # large, and made for the machine's driver
-PEER = "megatron-core==0.19.2"
-PEER_KERNELS = ("mamba-ssm==2.3.2.post1", "causal-conv1d==1.7.0")
-# Their archives would compile for hours where they find a compiler; asked like this they only say who they are.
-NOT_COMPILED = {"MAMBA_SKIP_CUDA_BUILD": "TRUE", "CAUSAL_CONV1D_SKIP_CUDA_BUILD": "TRUE"}
+TAGS = (*GLIBC_TAGS, *NEWER_GLIBC.values())
+ALSO = Library(
+    "causal-conv1d",
+    "1.7.0",
+    "3202758494eaa7b597ce1c282dfa188889506bfcb92cad3c407d26736bfcd32b",
+    ("--no-binary=:all:", "--no-build-isolation"),
+    "causal_conv1d-1.7.0",
+)
+PEER: dict[str, tuple[str, ...]] = {
+    "megatron-core": ("megatron", "megatron_core-0.19.2.dist-info"),
+    "mamba-ssm": ("mamba_ssm",),
+    "causal-conv1d": ("causal_conv1d",),
+}
+"""Folders of each library that the peer is made of."""
 
 
 def main() -> int:
@@ -62,7 +72,7 @@ def main() -> int:
         download(wanted, options.python, options.machine, options.folder)
         report(options.folder)
     if options.peer is not None:
-        make_peer(options.python, options.machine, options.peer)
+        make_peer(options.peer)
         report(options.peer)
     return 0
 
@@ -76,7 +86,7 @@ def present_in(text: str) -> dict[str, str]:
 def carried(python: str, machine: str, present: Mapping[str, str]) -> list[str]:
     """The pins of what is missing there."""
     pins = [pin for pin in pins_for(python, read_pins()) if Requirement(pin).name not in NEVER]
-    wheels = find_wheels(python, pins, machine, (*GLIBC_TAGS, "manylinux_2_31"))
+    wheels = find_wheels(python, pins, machine, TAGS)
     roots = [Requirement(line) for line in importlib.metadata.requires(PROJECT) or ()]
     return [f"{name}=={wheels[name].version}" for name in missing(python, wheels, roots, present)]
 
@@ -117,34 +127,26 @@ def download(pins: Sequence[str], python: str, machine: str, folder: Path) -> No
     if others := sorted(path.name for path in folder.glob("*.whl")):
         raise SystemExit(f"carry.py: {folder} has wheels already, such as {others[0]}; name an empty folder")
     if pins:
-        tags = [f"--platform={tag}_{machine}" for tag in (*GLIBC_TAGS, "manylinux_2_31")]
-        _pip(folder, "--only-binary=:all:", f"--python-version={python}", *tags, *pins)
+        tags = [f"--platform={tag}_{machine}" for tag in TAGS]
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", f"--dest={folder}"]
+        command += ["--only-binary=:all:", f"--python-version={python}", *tags, *pins]
+        subprocess.run(command, check=True)
 
 
-def make_peer(python: str, machine: str, folder: Path) -> None:
-    """The packages of the peer side by side."""
-    with tempfile.TemporaryDirectory() as scratch:
-        there = Path(scratch)
-        download([PEER], python, machine, there)
-        for wheel in there.glob("*.whl"):
-            zipfile.ZipFile(wheel).extractall(folder)
-        _pip(there, "--no-binary=:all:", "--no-build-isolation", *PEER_KERNELS)
-        for archive in there.glob("*.tar.gz"):
-            extract_package(archive, folder)
+def make_peer(folder: Path) -> None:
+    """The packages of the peer side by side.
 
-
-def extract_package(archive: Path, folder: Path) -> None:
-    """Of a source archive only the package itself: NAME-VERSION/PACKAGE/..., the Python files."""
-    package = archive.name.partition("-")[0]
-    with tarfile.open(archive) as source:
-        for member in source.getmembers():
-            _, _, inner = member.name.partition("/")
-            if member.isfile() and inner.startswith(f"{package}/") and inner.endswith(".py") and ".." not in inner:
-                target = folder / inner
-                target.parent.mkdir(parents=True, exist_ok=True)
-                content = source.extractfile(member)
-                assert content is not None, "it is a file"
-                target.write_bytes(content.read())
+    Raises:
+        ValueError: One cannot be had, or it is another file than it was; pip's words.
+    """
+    for library in (*LIBRARIES, ALSO):
+        with tempfile.TemporaryDirectory() as scratch:
+            downloads, unpacked = Path(scratch) / "downloads", Path(scratch) / "unpacked"
+            downloads.mkdir()
+            if library.name in PEER:
+                unpack(fetch(library, downloads), unpacked)
+            for package in PEER.get(library.name, ()):
+                shutil.copytree(unpacked / library.top / package, folder / package, dirs_exist_ok=True)
 
 
 def report(folder: Path) -> None:
@@ -157,11 +159,6 @@ def report(folder: Path) -> None:
 
 def _files(path: Path) -> Iterable[Path]:
     return [one for one in path.rglob("*") if one.is_file()] if path.is_dir() else [path]
-
-
-def _pip(folder: Path, *arguments: str) -> None:
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", f"--dest={folder}", *arguments]
-    subprocess.run(command, check=True, env={**os.environ, **NOT_COMPILED})
 
 
 if __name__ == "__main__":

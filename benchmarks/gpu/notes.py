@@ -13,7 +13,8 @@ from typing import TypedDict
 
 from benchmarks.gpu.work import Figures
 
-SAFETY = 1.3  # of what the slowest piece so far took, for the next one
+SAFETY = 1.3  # of what the slowest piece of its kind took so far, for the next one
+LEAST = 3.0  # seconds; with less nothing is begun
 
 
 class Page(TypedDict):
@@ -30,29 +31,30 @@ class Notes:
 
     Args:
         path: Of the file.
-        seconds: After which no piece is begun; one that may take longer than what is left is not begun either.
+        seconds: That there are; a piece that may take longer than what is left is not begun.
         now: The clock, in seconds.
     """
 
     def __init__(self, path: Path, seconds: float, now: Callable[[], float] = time.monotonic) -> None:
         self._path, self._now, self._start, self._seconds = path, now, now(), seconds
-        self._slowest = 0.0
+        self._slowest: dict[str, float] = {}
         self.page = Page(found={}, left_out=[], failed=[], seconds=0.0)
         self._keep()
 
-    def attempt(self, name: str, work: Callable[[], Figures], needs: float = 0.0) -> bool:
+    def attempt(self, name: str, work: Callable[[], Figures], like: str = "") -> bool:
         """Do a piece, and keep what it finds. What it raises is kept in the place of figures, and nothing else ends.
 
         Args:
             name: Of the piece.
             work: Gives figures by the names of their rows.
-            needs: Seconds that it takes, if more than the slowest one so far.
+            like: Its kind: it is expected to take as long as the slowest one of that kind did.
 
         Returns:
             Whether it came to its end.
         """
         start = self._now()
-        if self._start + self._seconds - start < max(needs, SAFETY * self._slowest):
+        needs = SAFETY * self._slowest.get(like, 0.0) if like else 0.0
+        if self._start + self._seconds - start < max(LEAST, needs):
             self.page["left_out"].append(name)
             self._keep()
             return False
@@ -63,7 +65,7 @@ class Notes:
             lines = str(error).strip().splitlines() or [""]
             self.page["found"][name] = f"{type(error).__name__}: {lines[0][:120]}"
             self.page["failed"].append(name)
-        self._slowest = max(self._slowest, self._now() - start)
+        self._slowest[like] = max(self._slowest.get(like, 0.0), self._now() - start)
         self._keep()
         return name not in self.page["failed"]
 

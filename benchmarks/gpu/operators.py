@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from functools import partial
 
 import torch
 
 from benchmarks.gpu.cases import TINY, Case, Extents, Maker
+from benchmarks.gpu.device_time import busy_seconds, passed_seconds
 from benchmarks.gpu.notes import Notes
-from benchmarks.gpu.speed import busy_seconds
 from benchmarks.gpu.work import Figures
-from benchmarks.measuring import synchronize
 from megatron_ext.ops.backends import preferring
 
 REFERENCE = "reference"
@@ -25,9 +23,9 @@ def measure(notes: Notes, device: torch.device, quick: bool) -> None:
     dtype, extents = (torch.float32, TINY) if quick else (torch.bfloat16, Extents())
     made = Maker(extents, dtype, device).cases()
     for name, make in made.items():
-        notes.attempt(name, partial(_kernel, name, make))
+        notes.attempt(name, partial(_kernel, name, make), like="kernel")
     for name, make in made.items():
-        notes.attempt(f"{name}, by plain torch", partial(_reference, name, make))
+        notes.attempt(f"{name}, by plain torch", partial(_reference, name, make), like="plain")
 
 
 def row(name: str, column: str) -> str:
@@ -53,22 +51,15 @@ def _reference(name: str, make: Callable[[], Case]) -> Figures:
 
 
 def seconds_of(work: Callable[[], object]) -> tuple[float, float]:
-    """Of one call: that the device computes, and that pass where calls follow each other; on a CPU the same."""
+    """Of one call: that the device computes, and that pass where calls follow each other.
+
+    Without a profiler, as on a CPU, the second is both.
+    """
     work()
-    once = _passed(work, 1)
-    times = min(MOST, max(FEWEST, int(ENOUGH / once)))
-    called = _passed(work, times) / times
-    if not torch.cuda.is_available():
-        return called, called
-    return busy_seconds(lambda: _repeat(work, times)) / times, called
-
-
-def _passed(work: Callable[[], object], times: int) -> float:
-    synchronize()
-    start = time.perf_counter()
-    _repeat(work, times)
-    synchronize()
-    return time.perf_counter() - start
+    times = min(MOST, max(FEWEST, int(ENOUGH / passed_seconds(work))))
+    many = partial(_repeat, work, times)
+    called, busy = passed_seconds(many) / times, busy_seconds(many) / times
+    return (busy if busy == busy else called), called
 
 
 def _repeat(work: Callable[[], object], times: int) -> None:

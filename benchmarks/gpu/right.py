@@ -2,6 +2,7 @@
 
 - log-probs beside those of plain torch, up to the first tokens that differ, which must be about as likely;
 - tokens by the programs of steps, replayed as graphs, beside those of plain steps;
+- log-probs, shaped logits and draws by programs beside those of plain steps;
 - steps of decode launched with `torch.cuda.set_sync_debug_mode("error")`: none of them waits for the device;
 - tokens behind a cached prefix beside those without any cache.
 """
@@ -9,9 +10,11 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 from unittest import mock
 
 import torch
@@ -20,6 +23,7 @@ from benchmarks.gpu.notes import Notes
 from benchmarks.gpu.shapes import SMALL, engine_for, model_config
 from benchmarks.gpu.work import Figures, Prompt, prompt
 from megatron_ext.config import ModelConfig, RequestParams
+from megatron_ext.config.token_biases import TokenBiases
 from megatron_ext.mcore.fixed_steps import FixedSteps
 from megatron_ext.models.build import build_model
 from megatron_ext.scheduling.record import RequestRecord
@@ -28,6 +32,16 @@ PARITY = 2e-3  # of log-probs in fp32, whose products may be rounded to tf32
 LENGTHS = (200, 65, 64, 7)
 WITHOUT_PROGRAMS = {"cuda_graph_impl": "none"}
 WITH_PROGRAMS = {"cuda_graph_impl": "local"}
+WISHES: dict[str, Any] = {
+    "top_n_logprobs": 3,
+    "temperature": 0.8,
+    "seed": 11,
+    "min_p": 0.01,
+    "top_p": 0.95,
+    "repetition_penalty": 1.2,
+    "presence_penalty": 0.3,
+    "logit_bias": TokenBiases.of({5: 1.5}),
+}
 GENERATED = 24
 
 
@@ -61,6 +75,16 @@ class Checks:
         graphs = self._served(self._plain, **WITH_PROGRAMS)
         return {"graphs give the same tokens": all(map(_is_like, graphs, eager))}
 
+    def wishes(self) -> Figures:
+        """Of replayed steps with log-probs, shaped logits and draws beside plain ones."""
+        asking = dataclasses.replace(self._asking, **WISHES)
+        plain = self._served(asking, **WITHOUT_PROGRAMS)
+        ours = self._served(asking, **WITH_PROGRAMS)
+        found = max(difference(one, other) for one, other in zip(ours, plain, strict=True))
+        alike = min(_alike(one, other) for one, other in zip(ours, plain, strict=True))
+        right = {"programs with wishes are right": found <= PARITY and alike > 0}
+        return {"wishes: log-probs differ by": found, "wishes: tokens alike at least": alike, **right}
+
     def cached(self) -> Figures:
         """Behind a cached prefix beside the same request served before."""
         engine = self._engine(**WITHOUT_PROGRAMS)
@@ -89,10 +113,16 @@ class Checks:
 def check(kind: str, device: torch.device, notes: Notes) -> None:
     """All of it, as figures of the notes; the last one says whether all is right."""
     checks = Checks(kind, device)
-    rows = ("log_probs", "cached", "graphs", "silence")
+    rows = ("log_probs", "cached", "graphs", "wishes", "silence")
     came = [notes.attempt(f"right: {row}", getattr(checks, row)) for row in rows]
     found = notes.page["found"]
-    wanted = ("log-probs are right", "cached prefix is right", "graphs give the same tokens", "no step of decode waits")
+    wanted = (
+        "log-probs are right",
+        "cached prefix is right",
+        "graphs give the same tokens",
+        "programs with wishes are right",
+        "no step of decode waits",
+    )
     notes.tell("ok", all(came) and all(bool(found[row]) for row in wanted))
 
 
@@ -109,6 +139,12 @@ def difference(one: RequestRecord, other: RequestRecord) -> float:
 
 def _is_like(replayed: RequestRecord, eager: RequestRecord) -> bool:
     return replayed.generated_tokens == eager.generated_tokens
+
+
+def _alike(one: RequestRecord, other: RequestRecord) -> int:
+    """Tokens up to the first that differ; random weights have near ties, and draws borders."""
+    pairs = zip(one.generated_tokens, other.generated_tokens, strict=True)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def launches_without_waiting(model: torch.nn.Module, config: ModelConfig, prompts: Sequence[Prompt]) -> bool:

@@ -9,6 +9,7 @@ from functools import partial
 
 import torch
 
+from benchmarks.gpu.device_time import idle_share
 from benchmarks.gpu.notes import Notes
 from benchmarks.gpu.phases import phases_of
 from benchmarks.gpu.shapes import BLOCK, engine_for, filled_model, longest
@@ -45,10 +46,11 @@ class Speed:
         work, notes = self._work, self._notes
         for how in HOW:
             for count in work.decodes:
-                notes.attempt(decode_row(count, how), partial(self.decode, count, how))
+                notes.attempt(f"{count} decode, {how}", partial(self.decode, count, how), like="decode")
         for prefix in work.prefixes:
             for count in work.counts:
-                notes.attempt(f"{prefix} tokens, {count} at once", partial(self.first_tokens, prefix, count))
+                piece = partial(self.first_tokens, prefix, count)
+                notes.attempt(f"{prefix} tokens, {count} at once", piece, like=f"{prefix}")
         if torch.cuda.is_available():
             notes.tell("most memory, GiB", torch.cuda.max_memory_allocated() / 2**30)
 
@@ -70,12 +72,14 @@ class Speed:
         try:
             self._begin(engine, count)
             step, steps = engine.step_modern, work.steps
-            rate = tokens_a_second(step, synchronize, count, steps)
-            rows: dict[str, float | str] = {decode_row(count, how): rate}
-            rows[f"{count} decode, {how}, device idle"] = idle_share(partial(_repeat, step, max(1, steps // 2)))
+            rate, few = tokens_a_second(step, synchronize, count, steps), max(1, steps // 2)
+            self._notes.tell(decode_row(count, how), rate)  # whatever comes of the rest
+            rows: dict[str, float | str] = {
+                f"{count} decode, {how}, device idle": idle_share(partial(_repeat, step, few))
+            }
             if how == "graphs":
                 rows[f"{count} decode, graphs, engine made in s"] = made
-                rows |= {f"{count} decode, {name}": ms for name, ms in phases_of(step, max(1, steps // 2)).items()}
+                rows |= {f"{count} decode, {name}": ms for name, ms in phases_of(step, few).items()}
             return rows
         finally:
             _end(engine)
@@ -111,26 +115,3 @@ def _end(engine: InferenceEngine) -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def idle_share(work: Callable[[], None]) -> float:
-    """1 - the time that kernels run, of the time that passes without a profiler; those of one stream do not overlap."""
-    if not torch.cuda.is_available():
-        return float("nan")
-    synchronize()
-    start = time.perf_counter()
-    work()
-    synchronize()
-    passed = time.perf_counter() - start
-    return max(0.0, 1 - busy_seconds(work) / passed)
-
-
-def busy_seconds(work: Callable[[], None]) -> float:
-    """That the device computes and copies during it."""
-    from torch.profiler import ProfilerActivity, profile
-
-    synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        work()
-        synchronize()
-    return sum(event.self_device_time_total for event in profiler.key_averages()) / 1e6

@@ -55,7 +55,7 @@ class Ahead:
         if computing is None:
             foresight.forgo()
         else:
-            self._flight = Flight(plan_of(chunks), step, computing)
+            self._flight, self._unread = Flight(plan_of(chunks), step, computing), None  # computed before this one
 
     def land(self) -> None:
         """Wait until the device is at rest; what comes of the step is taken by the next call of the engine's step."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from torch import Tensor
 
@@ -16,12 +16,13 @@ from megatron_ext.mcore.fixed_shaping import shaping_wishes, wants_shaping
 from megatron_ext.mcore.fixed_step import wishes_of
 from megatron_ext.mcore.graphs import Capture, Program
 from megatron_ext.mcore.scoring import rows_at_once
-from megatron_ext.ops.sampling.in_place import best_tokens_of, draw_tokens
+from megatron_ext.ops.sampling.in_place import Wishes, best_tokens_of, draw_tokens
 from megatron_ext.ops.sampling.log_probs import log_probs_of
 from megatron_ext.ops.sampling.shaping_in_place import shape_logits
 from megatron_ext.scheduling.step import Sampling, ScheduledChunk
 
 Parts = Mapping[str, Tensor]
+_DRAWN: Final = 4  # times as much memory as scoring a row, since its words are ordered, and weighed in fp64
 
 
 class Wanted(NamedTuple):
@@ -78,7 +79,13 @@ class ChoicePrograms:
 
 def _choose(is_shaped: bool, is_drawn: bool, logits: Tensor, parts: Parts, tokens: Tensor) -> None:
     values = shape_logits(logits, shaping_wishes(parts)) if is_shaped else logits
-    tokens.copy_(draw_tokens(values, wishes_of(parts)) if is_drawn else best_tokens_of(values))
+    if not is_drawn:
+        tokens.copy_(best_tokens_of(values))
+        return
+    wishes, at_once = wishes_of(parts), max(1, rows_at_once(logits.shape[1]) // _DRAWN)
+    for start in range(0, len(logits), at_once):
+        rows = slice(start, start + at_once)
+        tokens[rows].copy_(draw_tokens(values[rows], Wishes(*(one[rows] for one in wishes))))
 
 
 def _score(logits: Tensor, answer: Parts) -> None:

@@ -6,6 +6,7 @@ Only steps that ask send them, and of the longest list, which is the last, no mo
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
 from typing import Final
 
 import numpy as np
@@ -26,6 +27,7 @@ _ROOM: Final = {
 _OF_ROWS: Final = ("repetition", "presence", "frequency", "min_p")
 _LONGEST: Final = "came"
 _NEUTRAL: Final = {"repetition": 1.0}  # others are 0
+_WISHES: Final = tuple(one.name for one in fields(ShapingWishes))
 Arrays = Mapping[str, np.ndarray]
 
 
@@ -88,7 +90,7 @@ def write_shaping(chunks: Sequence[ScheduledChunk], vocabulary: int, arrays: Arr
 
 def shaping_wishes(parts: Mapping[str, Tensor]) -> ShapingWishes:
     """What the device finds of it."""
-    return ShapingWishes(**{name: parts[name] for name in ShapingWishes._fields})
+    return ShapingWishes(**{name: parts[name] for name in _WISHES})
 
 
 class _Lists:

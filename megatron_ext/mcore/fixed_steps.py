@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from megatron_ext.errors import ConfigError
 from megatron_ext.mcore.all_experts import fixed_shapes
 from megatron_ext.mcore.buckets import Bucket, Buckets, why_eager
 from megatron_ext.mcore.context import InferenceContext
@@ -22,6 +23,7 @@ from megatron_ext.mcore.fixed_shaping import has_room, with_shaping, write_shapi
 from megatron_ext.mcore.fixed_step import SpareSlots, StepWriter, layout_of, model_input
 from megatron_ext.mcore.graphs import Capture, Program
 from megatron_ext.mcore.last_tokens import LastTokens
+from megatron_ext.memory.limits import allocating
 from megatron_ext.memory.pools import Pools
 from megatron_ext.memory.state_pool import copy_rows, copy_states
 from megatron_ext.ops.backends import preferring
@@ -30,6 +32,10 @@ from megatron_ext.scheduling.step import ScheduledChunk, ScheduledStep
 logger = logging.getLogger(__name__)
 
 _EMPTY = ScheduledStep((), 0)
+_LESS = (
+    "a smaller --inference-dynamic-batching-buffer-size-gb or --inference-dynamic-batching-max-requests would do, "
+    "or --cuda-graph-impl none"
+)
 
 
 @dataclass(frozen=True)
@@ -76,13 +82,23 @@ class FixedSteps:
     # What there is
 
     def prepare(self) -> None:
-        """Make the program of every bucket, where that takes long and pools have come since it was done."""
+        """Make the program of every bucket, where that takes long and pools have come since it was done.
+
+        Raises:
+            ConfigError: The pools leave too little memory for them; none is kept then.
+        """
         if not self._graphs.takes_long or self._context.pools is self._pools:
             return
         self.forget()
         buckets = self._buckets.all()
-        for bucket in tqdm(buckets, desc="programs of steps", unit="size", leave=False, disable=None):
-            self._program(bucket)
+        try:
+            with allocating(f"programs of {len(buckets)} sizes of steps", lambda: _LESS):
+                for bucket in tqdm(buckets, desc="programs of steps", unit="size", leave=False, disable=None):
+                    self._program(bucket)
+        except ConfigError:
+            self.forget()
+            self._pools = None  # so that the next call tries again
+            raise
 
     def forget(self) -> None:
         """Pools or weights lie elsewhere now, or nowhere: programs are made anew, and keep no memory until then."""

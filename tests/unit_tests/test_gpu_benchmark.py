@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 
 from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu import cases, operators, peer, phases, processes, right, shapes, speed, tables, work
+from benchmarks.gpu import cases, device_time, operators, peer, phases, processes, right, shapes, speed, tables, work
 from benchmarks.gpu.megatron_0_19 import stand_ins
 from benchmarks.gpu.notes import Notes, read
 from megatron_ext.ops.paged_attention import build_paged_batch, paged_attention
@@ -66,14 +66,22 @@ def test_an_error_is_a_figure_and_the_rest_goes_on(tmp_path, capsys):
 
 
 def test_what_there_is_no_time_for_is_left_out(tmp_path):
-    """The next piece may take as long as the slowest one so far, and more."""
-    clock = iter([0.0, 0.0, 0.0, 5.0, 5.0, 6.0, 6.0])
-    notes = Notes(tmp_path / "figures.json", 10.0, lambda: next(clock))
-    assert notes.attempt("first", lambda: {"a": 1.0})
-    assert not notes.attempt("second", lambda: {"b": 1.0})
+    """The next piece may take as long as the slowest one of its kind, and more."""
+    clock = SimpleNamespace(now=0.0)
+
+    def takes(seconds: float) -> dict[str, float]:
+        clock.now += seconds
+        return {str(seconds): 1.0}
+
+    notes = Notes(tmp_path / "figures.json", 10.0, lambda: clock.now)
+    assert notes.attempt("first", lambda: takes(5.0), like="long")
+    assert not notes.attempt("second", lambda: takes(1.0), like="long")
+    assert notes.attempt("third", lambda: takes(4.0), like="short")
+    assert not notes.attempt("fourth", lambda: takes(0.1))
     kept = read(tmp_path / "figures.json")
     assert kept is not None
-    assert (kept["found"], kept["left_out"], kept["failed"]) == ({"a": 1.0}, ["second"], [])
+    assert (kept["found"], kept["left_out"]) == ({"5.0": 1.0, "4.0": 1.0}, ["second", "fourth"])
+    assert kept["failed"] == []
 
 
 WRITES = """
@@ -107,6 +115,22 @@ def test_without_time_nothing_is_begun(tmp_path):
 
 
 # What is timed
+
+
+def test_without_a_profiler_there_is_the_time_that_passes(monkeypatch, capsys):
+    """Its library may be missing, or refuse the device; nothing else is lost by that."""
+
+    def refuses(**_: object) -> None:
+        raise RuntimeError("no CUPTI")
+
+    monkeypatch.setattr("torch.profiler.profile", refuses)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(device_time, "_said", set())
+    taken, called = operators.seconds_of(lambda: None)
+    assert taken == called > 0
+    assert device_time.idle_share(lambda: None) != device_time.idle_share(lambda: None), "not a number"
+    assert capsys.readouterr().err == "no profiler: no CUPTI\n"
 
 
 def test_warm_prompts_share_what_cold_ones_do_not():

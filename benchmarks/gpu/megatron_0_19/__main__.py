@@ -88,11 +88,11 @@ def _measure_engine(peer: Peer, job: Job, notes: Notes, how: str, is_first: bool
     for prefix in work.prefixes if is_first else ():
         for count in work.counts:
             piece = partial(first_tokens, peer.serve, wait, prefix, count, work.vocabulary)
-            notes.attempt(f"{prefix} tokens, {count} at once", piece)
+            notes.attempt(f"{prefix} tokens, {count} at once", piece, like=f"{prefix}")
     if is_first:
         notes.tell("prompt tokens that its cache saved", peer.skipped())
     for count in work.decodes:
-        notes.attempt(decode_row(count, how), partial(_decode, peer, work, count, how))
+        notes.attempt(decode_row(count, how), partial(_decode, peer, work, count, how), like="decode")
 
 
 def _decode(peer: Peer, work: Work, count: int, how: str) -> Figures:

@@ -7,36 +7,70 @@ token of the step. Where states are kept on the way is nothing to them: outputs 
 sequence is cut at multiples of TILE neither do they, nor the states, to the bit.
 
 Sums of log decays are fp64 and split in two fp32 numbers before differences are taken: of fast decay they reach
-thousands. (I + L) is inverted by blocks, which is stable where powers of L are not. Products are of fp32 numbers: with
-fp32 inputs in full, with those of 16 bits on tensor cores, nearly fp32's (tf32x3) for what states are made of and in
-tf32 for outputs.
+thousands. (I + L) is inverted by blocks, which is stable where powers of L are not.
+
+Products: between inputs of 16 bits exact, summed in fp32; of fp32 inputs in full. Of fp32 numbers with others, where
+states are made of them, in full, or as good as that: see `precise_product`, and tf32x3. For outputs, in tf32 at least.
+
+What the state waits for of the next tile is loaded while this one is computed.
 """
 
 import triton
 import triton.language as tl
 
-from megatron_ext.ops.triton.device import find_piece, next_kept, store_kept
+from megatron_ext.ops.triton.device import find_piece, next_kept, product, store_kept
 from megatron_ext.ops.triton.registry import FLOATS, MOST_REGISTERS, STATE_TYPES, config, kernel
 
 MOST_ODD_KEYS = 64  # of more, elements that are loaded one by one take more registers than there are
-WIDE, NARROW = FLOATS[:1], FLOATS[1:]
-TILES = {WIDE: 16, NARROW: 32}  # tokens; products in full fp32 have no registers for more
+TILES = dict(zip(FLOATS, (16, 32, 32), strict=True))  # tokens; products in full fp32 have no registers for more
+CHANNELS = dict(zip(FLOATS, (16, 32, 32), strict=True))  # of keys at once in `delta_tiles`
+WARPS = dict(zip(FLOATS, ((8, 8), (4, 4), (8, 8)), strict=True))  # of 64 and 128 keys: as few as have the registers
 NORM_EPSILON = tl.constexpr(1e-6)  # that of `reference.py`
 INPUTS = [{"T": inputs} for inputs in FLOATS]
 
 
 @triton.jit
 def load_keys(keys, row, row_stride, group, key_dim, is_token, K: tl.constexpr):
-    """Keys, or queries, of the tokens `row` in fp32: [tokens, K]; zero where there are none."""
+    """Keys, or queries, of the tokens `row`: [tokens, K]; zero where there are none."""
     channel = tl.arange(0, K)
     at = row[:, None] * row_stride + (group * key_dim + channel)[None, :]
-    return tl.load(keys + at, mask=is_token[:, None] & (channel < key_dim)[None, :], other=0.0).to(tl.float32)
+    return tl.load(keys + at, mask=is_token[:, None] & (channel < key_dim)[None, :], other=0.0)
 
 
 @triton.jit
-def load_elapsed(g, row, g_row, head, is_token):
-    """Logarithm of the decay from the tile's start to behind each token, fp64 [tokens]; constant behind the end."""
-    return tl.cumsum(tl.load(g + row * g_row + head, mask=is_token, other=0.0).to(tl.float64), 0)
+def precise_product(a, b):
+    """Inputs `a`, as they were loaded, times fp32 `b`, as precise as fp32 or nearly: 16 bits are exact in any operand.
+
+    With bf16 `b` is cut into three numbers of 8 bits. The second and third are multiplied by 2**8 and 2**16, so that
+    their sums are sums of their own and the three run beside each other. With fp16, whose exponents are too few for
+    that, it is cut into two in tf32.
+    """
+    if a.dtype == tl.bfloat16:
+        high = b.to(tl.bfloat16)
+        rest = (b - high.to(tl.float32)) * 256.0
+        middle = rest.to(tl.bfloat16)
+        low = ((rest - middle.to(tl.float32)) * 256.0).to(tl.bfloat16)
+        small = product(a, middle, EXACT=False) + product(a, low, EXACT=False) * 2.0**-8
+        total = product(a, high, EXACT=False) + small * 2.0**-8
+    elif a.dtype == tl.float16:
+        high = (b.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)  # tf32 has 13 bits less
+        wide = a.to(tl.float32)
+        total = tl.dot(wide, b - high, input_precision="tf32") + tl.dot(wide, high, input_precision="tf32")
+    else:
+        total = tl.dot(a, b, input_precision="ieee")
+    return total
+
+
+@triton.jit
+def output_product(a, b):
+    """The same for outputs, where 11 bits of `b` are enough if `a` has 16."""
+    if a.dtype == tl.bfloat16:
+        high = b.to(tl.bfloat16)
+        rest = ((b - high.to(tl.float32)) * 256.0).to(tl.bfloat16)
+        total = product(a, high, EXACT=False) + product(a, rest, EXACT=False) * 2.0**-8
+    else:
+        total = tl.dot(a.to(tl.float32), b, input_precision="ieee" if a.dtype == tl.float32 else "tf32")
+    return total
 
 
 @triton.jit
@@ -46,8 +80,9 @@ def invert(lower, TILE: tl.constexpr):
     By blocks of twice the size each time: that of [[A, 0], [C, B]] is [[A^-1, 0], [-B^-1 C A^-1, B^-1]].
     """
     place = tl.arange(0, TILE)
-    inverse = tl.where(place[:, None] == place[None, :], 1.0, 0.0)
-    size = 1
+    is_c = (place[:, None] % 2 == 1) & (place[None, :] == place[:, None] - 1)
+    inverse = tl.where(place[:, None] == place[None, :], 1.0, 0.0) - tl.where(is_c, lower, 0.0)  # blocks of 2
+    size = 2
     while size < TILE:
         block = place // size
         is_c = (block[:, None] % 2 == 1) & (block[None, :] == block[:, None] - 1)
@@ -63,7 +98,9 @@ def invert(lower, TILE: tl.constexpr):
     counts="sequences heads heads_per_group normalize",
     scalars="scale",
     types=INPUTS,
-    configs=[config(TILE=tile, CHANNELS=16, only=types, registers=MOST_REGISTERS) for types, tile in TILES.items()],
+    configs=[
+        config(TILE=tile, CHANNELS=CHANNELS[one], only=(one,), registers=MOST_REGISTERS) for one, tile in TILES.items()
+    ],
 )
 def delta_tiles(
     q, k, g, beta, solved, mixed, key_lengths, query_lengths, cu_seqlens, q_row, k_row, g_row, beta_row, key_dim,
@@ -75,7 +112,7 @@ def delta_tiles(
     The grid is (tiles of `find_piece`, heads); solved and mixed are [T, H, TILE], a row for each token. Of its keys and
     queries [T, H] says what they are multiplied with before anything else; the scale is in that of queries.
     """
-    PRECISION: tl.constexpr = "ieee" if q.dtype.element_ty == tl.float32 else "tf32"
+    EXACT: tl.constexpr = q.dtype.element_ty == tl.float32  # products of numbers of 16 bits are, on tensor cores too
     sequence, first = find_piece(cu_seqlens, sequences, tl.program_id(0), 1, TILE)
     start = tl.load(cu_seqlens + sequence) + first
     end = tl.load(cu_seqlens + sequence + 1)
@@ -91,16 +128,17 @@ def delta_tiles(
             channel = first_channel + tl.arange(0, CHANNELS)
             column = (head // heads_per_group * key_dim + channel)[None, :]
             is_real = is_token[:, None] & (channel < key_dim)[None, :]
-            keys = tl.load(k + row[:, None] * k_row + column, mask=is_real, other=0.0).to(tl.float32)
-            queries = tl.load(q + row[:, None] * q_row + column, mask=is_real, other=0.0).to(tl.float32)
+            keys = tl.load(k + row[:, None] * k_row + column, mask=is_real, other=0.0)
+            queries = tl.load(q + row[:, None] * q_row + column, mask=is_real, other=0.0)
+            between_keys += product(keys, tl.trans(keys), EXACT=EXACT)
+            to_queries += product(queries, tl.trans(keys), EXACT=EXACT)
+            keys, queries = keys.to(tl.float32), queries.to(tl.float32)
             key_squares += tl.sum(keys * keys, 1)
             query_squares += tl.sum(queries * queries, 1)
-            between_keys += tl.dot(keys, tl.trans(keys), input_precision="tf32x3")
-            to_queries += tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
         key_length = tl.where(normalize != 0, tl.rsqrt(key_squares + NORM_EPSILON), 1.0)
         query_length = tl.where(normalize != 0, tl.rsqrt(query_squares + NORM_EPSILON), 1.0) * scale
         strength = tl.load(beta + row * beta_row + head, mask=is_token, other=0.0)
-        elapsed = load_elapsed(g, row, g_row, head, is_token)
+        elapsed = tl.cumsum(tl.load(g + row * g_row + head, mask=is_token, other=0.0).to(tl.float64), 0)
         high = elapsed.to(tl.float32)
         low = (elapsed - high.to(tl.float64)).to(tl.float32)
         gap = (high[:, None] - high[None, :]) + (low[:, None] - low[None, :])
@@ -115,6 +153,29 @@ def delta_tiles(
         tl.store(mixed + at, weights, mask=is_token[:, None])
         tl.store(key_lengths + token, key_length, mask=is_token)
         tl.store(query_lengths + token, query_length, mask=is_token)
+
+
+@triton.jit
+def load_tile(
+    k, v, g, solved, key_lengths, k_row, v_row, g_row, key_dim, value_dim,
+    start, end, head, heads, heads_per_group, value,
+    TILE: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """What the state waits for of a tile, as stored, zeros behind the end.
+
+    Log decays, keys and their lengths, some values, and the inverse that `delta_tiles` made.
+    """
+    place = tl.arange(0, TILE)
+    row = (start + place).to(tl.int64)
+    is_token, token = row < end, row * heads + head
+    is_value = is_token[:, None] & (value < value_dim)[None, :]
+    return (
+        tl.load(g + row * g_row + head, mask=is_token, other=0.0),
+        load_keys(k, row, k_row, head // heads_per_group, key_dim, is_token, K=K),
+        tl.load(key_lengths + token, mask=is_token, other=0.0),
+        tl.load(v + row[:, None] * v_row + (head * value_dim + value)[None, :], mask=is_value, other=0.0),
+        tl.load(solved + token[:, None] * TILE + place[None, :], mask=is_token[:, None], other=0.0),
+    )
 
 
 @triton.jit
@@ -144,12 +205,12 @@ def fading(elapsed, count, lengths, TILE: tl.constexpr):
             K=keys,
             V=16,
             num_warps=warps,
-            only=types,
+            only=(one,),
             registers=MOST_REGISTERS,
             aligned=keys > MOST_ODD_KEYS,
         )
-        for types, tile in TILES.items()
-        for keys, warps in ((16, 4), (32, 4), (64, 4), (128, 8))
+        for one, tile in TILES.items()
+        for keys, warps in zip((16, 32, 64, 128), (4, 4, *WARPS[one]), strict=True)
     ],
 )
 def delta_prefill(
@@ -163,45 +224,49 @@ def delta_prefill(
     slot = tl.load(slots + sequence)
     begin, end = tl.load(cu_seqlens + sequence).to(tl.int32), tl.load(cu_seqlens + sequence + 1).to(tl.int32)
     if (slot >= 0) & (begin < end):
-        PRECISE: tl.constexpr = "ieee" if q.dtype.element_ty == tl.float32 else "tf32x3"
-        PRECISION: tl.constexpr = "ieee" if q.dtype.element_ty == tl.float32 else "tf32"
+        IS_WIDE: tl.constexpr = q.dtype.element_ty == tl.float32
         value, key, place = tl.program_id(2) * V + tl.arange(0, V), tl.arange(0, K), tl.arange(0, TILE)
         is_value = (value < value_dim)[None, :]
         is_state = (key < key_dim)[:, None] & is_value
         cell = (head * key_dim + key)[:, None] * value_dim + value[None, :]
         has_state = tl.load(has_initial + sequence).to(tl.int1)
         state = tl.load(live + slot * live_row + cell, mask=is_state & has_state, other=0.0).to(tl.float32)
-        group = head // heads_per_group
         stop = next_kept(kept_sequences, kept_tokens, kept, sequence, begin)
+        tile = load_tile(
+            k, v, g, solved, key_lengths, k_row, v_row, g_row, key_dim, value_dim,
+            begin, end, head, heads, heads_per_group, value, TILE=TILE, K=K,
+        )  # fmt: skip
         for start in range(begin, end, TILE):
-            row, is_token = (start + place).to(tl.int64), start + place < end
-            token = row * heads + head
-            tile, is_output = token[:, None] * TILE + place[None, :], is_token[:, None] & is_value
-            elapsed = load_elapsed(g, row, g_row, head, is_token)
-            decay = tl.exp(elapsed.to(tl.float32))
-            key_length = tl.load(key_lengths + token, mask=is_token, other=0.0)
-            keys = load_keys(k, row, k_row, group, key_dim, is_token, K)
-            read = tl.dot(keys, state, input_precision=PRECISE) * (decay * key_length)[:, None]
-            column = (head * value_dim + value)[None, :]
-            values = tl.load(v + row[:, None] * v_row + column, mask=is_output, other=0.0).to(tl.float32)
-            inverse = tl.load(solved + tile, mask=is_token[:, None], other=0.0)
-            written = tl.dot(inverse, values - read, input_precision=PRECISE)
-            queries = load_keys(q, row, q_row, group, key_dim, is_token, K)
+            row = (start + place).to(tl.int64)
+            is_token, token = row < end, row * heads + head
+            queries = load_keys(q, row, q_row, head // heads_per_group, key_dim, is_token, K=K)
             query_length = tl.load(query_lengths + token, mask=is_token, other=0.0)
-            outputs = tl.dot(queries, state, input_precision=PRECISION) * (decay * query_length)[:, None]
-            weights = tl.load(mixed + tile, mask=is_token[:, None], other=0.0)
-            outputs += tl.dot(weights, written, input_precision=PRECISION)
-            tl.store(y + token[:, None] * value_dim + value[None, :], outputs.to(y.dtype.element_ty), mask=is_output)
+            weights = tl.load(mixed + token[:, None] * TILE + place[None, :], mask=is_token[:, None], other=0.0)
+            following = load_tile(
+                k, v, g, solved, key_lengths, k_row, v_row, g_row, key_dim, value_dim,
+                start + TILE, end, head, heads, heads_per_group, value, TILE=TILE, K=K,
+            )  # fmt: skip
+            decays, keys, key_length, values, inverse = tile
+            elapsed = tl.cumsum(decays.to(tl.float64), 0)
+            decay = tl.exp(elapsed.to(tl.float32))
+            read = precise_product(keys, state) * (decay * key_length)[:, None]
+            missing = values.to(tl.float32) - read
+            written = tl.dot(inverse, missing, input_precision="ieee" if IS_WIDE else "tf32x3")
+            outputs = output_product(queries, state) * (decay * query_length)[:, None]
+            outputs += tl.dot(weights, written, input_precision="ieee" if IS_WIDE else "tf32")
+            target = y + token[:, None] * value_dim + value[None, :]
+            tl.store(target, outputs.to(y.dtype.element_ty), mask=is_token[:, None] & is_value)
             while stop <= start + TILE:
                 fade, lasting = fading(elapsed, stop - start, key_length, TILE)
-                there = state * fade + tl.dot(tl.trans(keys * lasting[:, None]), written, input_precision=PRECISE)
+                there = state * fade + precise_product(tl.trans(keys), written * lasting[:, None])
                 store_kept(
                     snapshots, snapshot_row, there, cell, is_state,
                     kept_slots, kept_sequences, kept_tokens, kept, sequence, stop,
                 )  # fmt: skip
                 stop = next_kept(kept_sequences, kept_tokens, kept, sequence, stop)
             fade, lasting = fading(elapsed, TILE, key_length, TILE)
-            state = state * fade + tl.dot(tl.trans(keys * lasting[:, None]), written, input_precision=PRECISE)
+            state = state * fade + precise_product(tl.trans(keys), written * lasting[:, None])
+            tile = following
         tl.store(live + slot * live_row + cell, state.to(live.dtype.element_ty), mask=is_state)
 
 

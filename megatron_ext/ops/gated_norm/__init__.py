@@ -68,4 +68,28 @@ def rms_norm(x: Tensor, norm: RowNorm, plain: Callable[[Tensor], Tensor]) -> Ten
     return plain(x)
 
 
-__all__ = ["GATED_NORM", "NamedNorm", "RowNorm", "gated_norm", "norm_then_gate", "rms_norm", "silu_gate"]
+def add_and_norm(output: Tensor, residual: Tensor, norm: object, factor: float) -> tuple[Tensor, Tensor] | None:
+    """Residual + factor * output, and a norm of that, in one go; None where that is to be computed one by one.
+
+    Args:
+        output: [..., Cn].
+        residual: The same.
+        norm: A module; one that is no `NamedNorm` is computed by itself.
+        factor: Of the output.
+    """
+    backend = GATED_NORM.choose(output)
+    if backend.add_norm is None or not isinstance(norm, NamedNorm):
+        return None
+    return backend.add_norm(output, residual, norm.row_norm, factor)
+
+
+__all__ = [
+    "GATED_NORM",
+    "NamedNorm",
+    "RowNorm",
+    "add_and_norm",
+    "gated_norm",
+    "norm_then_gate",
+    "rms_norm",
+    "silu_gate",
+]

@@ -68,3 +68,40 @@ def gate_rows(x, gate, y, x_row, gate_row, channels, BLOCK: tl.constexpr):
     values = tl.load(x + row * x_row + channel, mask=is_channel, other=0.0).to(tl.float32)
     z = tl.load(gate + row * gate_row + channel, mask=is_channel, other=0.0).to(tl.float32)
     tl.store(y + row * channels + channel, (values * (z * tl.sigmoid(z))).to(y.dtype.element_ty), mask=is_channel)
+
+
+@kernel(
+    pointers={"T": "output residual weight added y"},
+    strides="channels",
+    counts="has_weight",
+    scalars="factor eps offset",
+    types=TYPES,
+    configs=BY_SIZE,
+)
+def add_norm_rows(
+    output, residual, weight, added, y, channels, has_weight, factor, eps, offset,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Residual + factor * output, and the RMS norm of that; the grid is the rows, all of them in one piece.
+
+    Rounded where plain torch rounds: behind the factor, behind the sum, behind the norm.
+    """
+    row = tl.program_id(0).to(tl.int64) * channels
+    squares = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, channels, BLOCK):
+        channel = start + tl.arange(0, BLOCK)
+        is_channel = channel < channels
+        own = tl.load(output + row + channel, mask=is_channel, other=0.0).to(tl.float32) * factor
+        before = tl.load(residual + row + channel, mask=is_channel, other=0.0).to(tl.float32)
+        total = (own.to(added.dtype.element_ty).to(tl.float32) + before).to(added.dtype.element_ty)
+        tl.store(added + row + channel, total, mask=is_channel)
+        squares += total.to(tl.float32) * total.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(squares, 0) / channels + eps)
+    for start in range(0, channels, BLOCK):  # added anew: what was stored above other threads may not see yet
+        channel = start + tl.arange(0, BLOCK)
+        is_channel = channel < channels
+        own = tl.load(output + row + channel, mask=is_channel, other=0.0).to(tl.float32) * factor
+        before = tl.load(residual + row + channel, mask=is_channel, other=0.0).to(tl.float32)
+        total = (own.to(added.dtype.element_ty).to(tl.float32) + before).to(added.dtype.element_ty)
+        weights = tl.load(weight + channel, mask=is_channel & (has_weight != 0), other=1.0).to(tl.float32) + offset
+        tl.store(y + row + channel, (total.to(tl.float32) * scale * weights).to(y.dtype.element_ty), mask=is_channel)

@@ -56,6 +56,7 @@ class GateBackend:
         gate: As `silu_gate`.
         norm_rows: (x [T, Cn], gate [T, Cn] or None, norm, group_size, order) -> [T, Cn], of the same type, for
             backends that compute any norm in one go; None where they do not compute that one. Not differentiable.
+        add_norm: As `add_and_norm`, for the same backends.
     """
 
     name: str
@@ -63,6 +64,7 @@ class GateBackend:
     norm: Callable[..., Tensor]
     gate: Callable[[Tensor, Tensor], Tensor]
     norm_rows: Callable[..., Tensor | None] | None = None
+    add_norm: Callable[[Tensor, Tensor, RowNorm, float], tuple[Tensor, Tensor] | None] | None = None
 
 
 def gated_norm(y: Tensor, gate: Tensor, weight: Tensor, *, group_size: int, eps: float) -> Tensor:

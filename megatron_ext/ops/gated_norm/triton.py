@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from megatron_ext.ops import triton
@@ -63,6 +64,34 @@ def _launch_norm(x: Tensor, gate: Tensor | None, norm: RowNorm, group_size: int,
     return y
 
 
+def add_and_norm(output: Tensor, residual: Tensor, norm: RowNorm, factor: float) -> tuple[Tensor, Tensor] | None:
+    """See `GateBackend.add_norm`."""
+    lack = _lacks(output, residual, norm.weight)
+    if lack is None and not (output.is_contiguous() and residual.is_contiguous() and output.shape == residual.shape):
+        lack = "sums and norms have no kernel for numbers that do not lie in one piece"
+    if lack is not None:
+        say_reference_computes(lack)
+        return None
+    from megatron_ext.ops.gated_norm import kernels
+
+    added, normed, channels = torch.empty_like(output), torch.empty_like(output), output.shape[-1]
+    kernels.add_norm_rows.launch(
+        (output.numel() // channels,),
+        _config(channels),
+        output=output,
+        residual=residual,
+        weight=output if norm.weight is None else norm.weight.contiguous(),  # what stands for none is not read
+        added=added,
+        y=normed,
+        channels=channels,
+        has_weight=int(norm.weight is not None),
+        factor=factor,
+        eps=norm.eps,
+        offset=norm.offset,
+    )
+    return added, normed
+
+
 def gated_norm(y: Tensor, gate: Tensor, weight: Tensor, *, group_size: int, eps: float) -> Tensor:
     """See the package."""
     found = norm_rows(y, gate, RowNorm(weight, eps), group_size=group_size, order=Order.GATE_FIRST)
@@ -93,4 +122,4 @@ def silu_gate(y: Tensor, gate: Tensor) -> Tensor:
     return gated
 
 
-BACKEND = GateBackend(triton.NAME, triton.takes, gated_norm, silu_gate, norm_rows)
+BACKEND = GateBackend(triton.NAME, triton.takes, gated_norm, silu_gate, norm_rows, add_and_norm)

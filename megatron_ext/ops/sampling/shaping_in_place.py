@@ -6,6 +6,7 @@ number: a row, a token, and one bit. Letters: R rows, V words, n places of a lis
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +19,8 @@ _ROW_BITS = 32
 _TOKEN_MASK = (1 << (_ROW_BITS - 1)) - 1
 
 
-class ShapingWishes(NamedTuple):
+@dataclass(frozen=True)
+class ShapingWishes:
     """What rows ask for, on the device; entries are those of `pack`, and what is behind the used ones does not matter.
 
     Attributes:

@@ -44,12 +44,19 @@ class Paper:
     Args:
         device: Its class.
         slots: For snapshots; None: the model has no states.
+        policy: Of eviction; None caches nothing.
         limits: Of the scheduler.
     """
 
-    def __init__(self, device: type[PaperDevice] = FollowingDevice, slots: int | None = 50, **limits: object) -> None:
+    def __init__(
+        self,
+        device: type[PaperDevice] = FollowingDevice,
+        slots: int | None = 50,
+        policy: EvictionPolicyName | None = EvictionPolicyName.LRU,
+        **limits: object,
+    ) -> None:
         self.limits = dataclasses.replace(LIMITS, **(SETTINGS | limits))
-        self.scheduler = Scheduler(self.limits, EvictionPolicyName.LRU, b"ahead", slots)
+        self.scheduler = Scheduler(self.limits, policy, b"ahead", slots)
         self.device = device(self.scheduler, BLOCK)
         tokenizer = PieceTokenizer(WORDS)
         door = Door(tokenizer.tokenize, Vocabulary(tokenizer, WORDS), (END,), 1, lambda word: (), lambda form: None)
@@ -236,6 +243,9 @@ LIVES = [
     {"max_requests": 2, "total_blocks": 30, "slots": 1},
     {"ahead_states": 0},
     {"ahead_states": 1, "slots": 6},
+    {"policy": EvictionPolicyName.REF_ZERO, "total_blocks": 30, "explains": True},
+    {"policy": EvictionPolicyName.FLOPS, "total_blocks": 36, "slots": 5},
+    {"policy": None, "total_blocks": 24, "paused_blocks": 6},
     {"slots": 4, "aligned_chunks": True, "max_requests": 6, "max_tokens": 16},
 ]
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_ext.config.token_biases import TokenBiases
 from megatron_ext.engine.result import StepResult
-from megatron_ext.mcore import fixed_shaping
+from megatron_ext.mcore import fixed_choice, fixed_shaping, scoring
 from megatron_ext.mcore.buckets import MOST_LISTED
 from megatron_ext.mcore.controller import choose_tokens
 from megatron_ext.mcore.fixed_answers import answer_layout, fetch
@@ -145,6 +145,26 @@ def test_any_mix_of_wishes_to_the_bit(dtype: torch.dtype, graphs: type) -> None:
         seen.append(expected)
     assert any(len(score.top_n) == MOST_LISTED for result in seen for score in result.generated.values())
     assert any(not result.generated for result in seen)
+
+
+def test_a_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SE-2: neither scores nor draws take more memory than is stated, whatever the rows; nothing else changes."""
+    sizes = []
+    for name in ("draw_tokens", "log_probs_of"):
+        function = getattr(fixed_choice, name)
+
+        def noted(logits: Tensor, *rest: object, function: object = function) -> object:
+            sizes.append(len(logits))
+            return function(logits, *rest)
+
+        monkeypatch.setattr(fixed_choice, name, noted)
+    monkeypatch.setattr(scoring, "SCORING_BYTES", 5 * 12 * WORDS)
+    chunks, logits = chunks_of(3), logits_of(3, torch.float32)
+    fixed = Fixed()
+    sizes.clear()
+    found, expected = fixed.choose(logits, chunks), plain(logits, chunks)
+    assert (found.tokens, found.generated) == (expected.tokens, expected.generated)
+    assert sizes == [1] * ROWS + [5, 5, 2]
 
 
 @pytest.mark.parametrize("name", ["came", "biased", "ruled_out", "forbidden"])

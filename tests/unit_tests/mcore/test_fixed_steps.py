@@ -12,6 +12,7 @@ import torch
 from megatron_ext.config import BatchingConfig, CacheConfig, RequestParams
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import fixed_setup, fixed_shaping
+from megatron_ext.mcore.last_tokens import LastTokens
 from megatron_ext.ops.paged_attention import PAGED_ATTENTION
 from megatron_ext.scheduling.record import Status
 from tests.priority import TestPriority
@@ -287,6 +288,18 @@ def test_tokens_are_read_after_the_launch(get_oracle):
     first, second = ["launch 21", "launch 22", "host", "read 21"], ["launch 23", "host", "read 22"]
     assert read == [*first, *second, "launch 24", "host", "read 23"]
     assert torch.is_inference_mode_enabled() is False
+
+
+def test_a_run_that_takes_the_tokens_of_others_is_seen(get_oracle, monkeypatch):
+    """The negative control: every row finds the token of the first one."""
+    monkeypatch.setattr(LastTokens, "_place", lambda last, request_id: last._places.first_token)
+    driver = new_driver("attention_only", get_oracle)
+    for request_id in range(2):
+        driver.add(request_id, make_prompt(20, request_id), num_tokens_to_generate=8)
+    driver.run()
+    assert_equals_oracle(driver, 0, get_oracle("attention_only"))
+    with pytest.raises(AssertionError):
+        assert_equals_oracle(driver, 1, get_oracle("attention_only"))
 
 
 def test_records_do_not_depend_on_when_a_step_is_launched(get_oracle):

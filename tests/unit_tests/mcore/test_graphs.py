@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import weakref
 
 import pytest
 import torch
 
 from megatron_ext.config import CacheConfig
+from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import buckets as sizes
 from megatron_ext.mcore.buckets import Buckets
 from megatron_ext.mcore.fixed_steps import FixedSteps
@@ -96,6 +98,41 @@ def test_graphs_give_what_plain_steps_give(get_oracle, kind):
 def test_graphs_take_all_wishes(get_oracle):
     """CU-5: log-probs and shaped logits, in any mix, by programs that were captured of padding."""
     check_wishes(get_oracle, Captured, is_caching=True)
+
+
+def test_a_decode_follows_its_prefill_at_once(get_oracle):
+    """CU-6: with every program there, no step but the first waits for a token; blocks that end leave their states."""
+    driver = Captured(get_oracle("hybrid").model, CONFIGS["hybrid"], **SETTINGS)
+    driver.add(0, make_prompt(20), num_tokens_to_generate=30)
+    driver.run()
+    assert (driver.records[0].step_count, driver.steps_ahead) == (30, 29)
+    assert driver.records[0].generated_tokens == get_oracle("hybrid").greedy(make_prompt(20), 30).tokens
+    assert driver.scheduler.cache.use().snapshots_replaced > 0
+    tokens = [*driver.records[0].prompt_tokens, *driver.records[0].generated_tokens]
+    driver.add(1, tokens, num_tokens_to_generate=6)
+    driver.run()
+    assert driver.records[1].skipped_prefill_token_count == 48
+    assert driver.records[1].generated_tokens == get_oracle("hybrid").greedy(tokens, 6).tokens
+
+
+def test_too_little_memory_for_graphs(get_oracle, monkeypatch):
+    """CU-5: one line with what would do, and nothing is kept; where there is room again it goes on."""
+    driver = Captured(get_oracle("hybrid").model, CONFIGS["hybrid"], **SETTINGS)
+    driver.engine.suspend()
+    capture, count = driver.graphs.capture, itertools.count()
+
+    def failing(run):
+        if next(count) == 8:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return capture(run)
+
+    monkeypatch.setattr(driver.graphs, "capture", failing)
+    with pytest.raises(ConfigError, match=r"programs of 4 sizes of steps.*--cuda-graph-impl none"):
+        driver.engine.resume()
+    assert not driver.context.fixed_steps._programs
+    assert driver.context.fixed_steps._logits is None
+    driver.engine.resume()
+    assert len(driver.context.fixed_steps._programs) == 4
 
 
 def test_new_pools_need_new_graphs(get_oracle):

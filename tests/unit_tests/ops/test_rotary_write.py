@@ -43,7 +43,9 @@ class Case:
 
     def rotated(self, states: Tensor) -> Tensor:
         """Plain torch, of [T, heads, D]."""
-        return states if self.rotation is None else rotate(states.unsqueeze(1), self.rotation).squeeze(1)
+        if self.rotation is None:
+            return states
+        return rotate(states.unsqueeze(1), self.rotation).squeeze(1).to(states.device)
 
 
 def case(
@@ -65,7 +67,7 @@ def check(one: Case, query: Tensor, slots: list[int] = SLOTS, *, is_exact: bool)
     for cache, states in zip(wanted[:, 1], (one.rotated(one.heads.key), one.heads.value), strict=True):
         cache.flatten(0, 1)[slots] = states[: len(slots)]
     close = {"rtol": 0, "atol": 0} if is_exact else {"rtol": 2**-6, "atol": 2**-6}
-    torch.testing.assert_close(query, one.rotated(one.heads.query.flatten(1, 2)), **close)
+    torch.testing.assert_close(query, one.rotated(one.heads.query.flatten(1, 2)).cpu(), **close)
     torch.testing.assert_close(one.pools, wanted, equal_nan=True, **close)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from megatron_ext.ops.triton import registry
 from tests.unit_tests.pretended import faults, lives
 from tests.unit_tests.support.pretended_cuda import watching
 from tests.unit_tests.support.pretended_cuda.graphs import CUDAGraph
@@ -37,10 +38,12 @@ class Watch:
 def live(name: str) -> dict[str, object]:
     """One life's answers, with what its steps waited for and how many graphs ran."""
     watch, before = Watch(), CUDAGraph.replayed
-    found = lives.LIVES[name](watch)
+    with registry.watch() as launches:
+        found = (lives.LIVES | lives.KERNEL_LIVES)[name](watch)
     return found | {
         "notes": [[*one, count] for one, count in watch.notes.items()],
         "replayed": CUDAGraph.replayed - before,
+        "kernels": sorted({launch.kernel for launch in launches}),
     }
 
 

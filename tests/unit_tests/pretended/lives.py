@@ -9,10 +9,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 
 import torch
 
-from megatron_ext.config import BatchingConfig, CacheConfig, RequestParams, SourceConfig
+from megatron_ext.config import BatchingConfig, CacheConfig, ModelConfig, RequestParams, SourceConfig
 from megatron_ext.config.speculation import NO_SPECULATION, SpeculationConfig
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.adapter import InferenceEngine
@@ -36,7 +37,12 @@ SHAPED = {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty
 def model_of(kind: str) -> torch.nn.Module:
     """Of a kind, on the device."""
     platform.initialize()
-    return build_slow_decay(CONFIGS[kind])
+    return build_slow_decay(config_of(kind))
+
+
+def config_of(kind: str) -> ModelConfig:
+    """Of the tiny models; "wide" has heads that attention has kernels for."""
+    return replace(CONFIGS["hybrid"], kv_channels=16) if kind == "wide" else CONFIGS[kind]
 
 
 def engine_of(
@@ -52,7 +58,7 @@ def engine_of(
     settings |= {"operator_backend": "reference"}
     return build_engine(
         model_of(kind),
-        CONFIGS[kind],
+        config_of(kind),
         NullTokenizer(VOCABULARY),
         BatchingConfig(**(settings | batching)),
         cache or CacheConfig(snapshot_slots=6),
@@ -136,7 +142,9 @@ def serve_programs(kind: str, asked: Callable[[], Requests] = plain_requests, **
     def live(watch: AbstractContextManager[object]) -> dict[str, object]:
         engine = engine_of(kind, cuda_graph_impl="local", num_cuda_graphs=1, **settings)
         engine.create_cuda_graphs()
-        return served(engine, asked(), watch)
+        found = served(engine, asked(), watch)
+        assert engine.statistics().counters.launched_ahead > 0, "no step was launched ahead (CU-6)"
+        return found
 
     return live
 
@@ -205,7 +213,7 @@ def embedded(watch: AbstractContextManager[object]) -> dict[str, object]:
 
 
 LIVES: dict[str, Life] = {
-    **{kind: serve(kind) for kind in ("hybrid", "mamba1", "gated_delta_net", "short_conv", "experts")},
+    **{kind: serve(kind) for kind in ("hybrid", "mamba1", "gated_delta_net", "short_conv", "side_by_side", "experts")},
     "align": serve("hybrid", cache=CacheConfig(snapshot_slots=6, snapshot_mode="align")),
     "no cache": serve("hybrid", cache=CacheConfig(enable_prefix_caching=False)),
     "programs": serve_programs("hybrid"),
@@ -217,3 +225,33 @@ LIVES: dict[str, Life] = {
     "draft model": drafted("draft_model"),
     "embedded": embedded,
 }
+"""That run with every run of the tests."""
+
+
+def few(kind: str, **settings: object) -> Life:
+    """Some steps of everything, for backends that take their time."""
+
+    def live(watch: AbstractContextManager[object]) -> dict[str, object]:
+        short = {"num_tokens_to_generate": 3, "min_tokens": 0}
+        asked = [(prompt, wish | short) for prompt, wish in list(requests())[:4]]
+        return served(engine_of(kind, **settings), iter(asked), watch)
+
+    return live
+
+
+def few_programs(kind: str) -> Life:
+    """The same by programs of one size."""
+
+    def live(watch: AbstractContextManager[object]) -> dict[str, object]:
+        settings = {"cuda_graph_impl": "local", "num_cuda_graphs": 1, "max_requests": 2, "operator_backend": "triton"}
+        return served(engine_of(kind, **settings), iter(list(plain_requests())[:3]), watch)
+
+    return live
+
+
+KERNEL_LIVES: dict[str, Life] = {
+    **{f"{kind} by kernels": few(kind, operator_backend="triton") for kind in ("wide", "mamba1", "gated_delta_net")},
+    "unasked": few("wide", operator_backend="auto"),
+    "programs of kernels": few_programs("wide"),
+}
+"""With kernels, interpreted: `make test-kernels`."""

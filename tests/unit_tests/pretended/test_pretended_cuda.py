@@ -27,11 +27,13 @@ LONGEST_RUN = 280.0  # seconds; it takes seven, and ten once to compile the devi
 TO_HOST = "copy to the host that waits"
 SCORED = "log-probs, for whoever asked for them"
 EXPERTS = "how many tokens each expert of an MoE layer has, as upstream's dispatcher asks for it"
+ROTARY = "frequencies of rotary embeddings, which upstream moves with the first forward of a model"
 WAITS = {
     (TO_HOST, "megatron_ext/mcore/controller.py:_by_request"): "sampled tokens, which the scheduler needs",
     (TO_HOST, "megatron_ext/mcore/scoring.py:score_rows"): SCORED,
-    (TO_HOST, "megatron_ext/mcore/layers.py:forward"): EXPERTS,
-    ("waits", "megatron_ext/mcore/layers.py:forward"): EXPERTS,
+    ("copy to the device that waits", "megatron_ext/mcore/controller.py:forward"): ROTARY,
+    (TO_HOST, "megatron_ext/mcore/moe.py:routed_experts_compute"): EXPERTS,
+    ("waits", "megatron_ext/mcore/moe.py:routed_experts_compute"): EXPERTS,
 }
 """Everything that a step may wait for: kind and place -> why."""
 PROGRAMS = ("programs", "programs of a delta net", "programs with all wishes")
@@ -171,3 +173,14 @@ def test_what_a_device_would_punish_is_found(child, name):
 
 def test_every_fault_is_looked_at(child):
     assert set(child["faults"]) == set(FAULTS)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("name", lives.KERNEL_LIVES)
+def test_a_life_by_kernels(tmp_path, name):
+    """CU-9, CU-1: interpreted on the device's memory, asked for and not; in programs as launches of a graph."""
+    run_child(tmp_path / "found.json", name, TRITON_INTERPRET="1")
+    found = json.loads((tmp_path / "found.json").read_text("utf-8"))["lives"][name]
+    assert {"copy_states", "conv_prefill"} <= set(found["kernels"])
+    assert "attend_few" in found["kernels"] or name.startswith(("mamba1", "gated_delta_net"))
+    assert_same(found, lives.KERNEL_LIVES[name](nullcontext()))

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_ext.ops.triton.registry import Kernel
 
 OUTSIDE = "step"
-"""Of what no layer computes."""
+"""Of what no mixer computes."""
 _ALLOCATE = {"aten::empty", "aten::empty_like", "aten::new_empty", "aten::empty_strided", "aten::new_empty_strided"}
 _VIEWS = {"aten::_unsafe_view", "aten::_reshape_alias", "aten::lift_fresh"}
 
@@ -26,8 +26,8 @@ class LaunchCounter(TorchDispatchMode):
     """Counts what runs within it.
 
     Attributes:
-        launches: By layer and name.
-        where: The layer that computes.
+        launches: By mixer and name.
+        where: The mixer that computes.
     """
 
     def __init__(self) -> None:
@@ -65,8 +65,8 @@ class LaunchCounter(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def of(self, where: str) -> int:
-        """Launches of a layer."""
-        return sum(count for (layer, _), count in self.launches.items() if layer == where)
+        """Launches of a mixer."""
+        return sum(count for (mixer, _), count in self.launches.items() if mixer == where)
 
 
 def _is_one_kernel(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> bool:
@@ -75,11 +75,13 @@ def _is_one_kernel(x: Tensor, shape: list[int], weight: Tensor | None = None, ep
 
 
 @contextlib.contextmanager
-def counted(layers: dict[str, nn.Module]) -> Iterator[LaunchCounter]:
+def counted(mixers: dict[str, nn.Module], last: nn.Module | None = None) -> Iterator[LaunchCounter]:
     """Count what is launched meanwhile.
 
     Args:
-        layers: Whose launches are told apart, by name; what no layer computes is `OUTSIDE`.
+        mixers: Whose launches are told apart, by name. What comes behind one is its own up to the next one: its sum,
+            and the norm behind that.
+        last: Module behind which `OUTSIDE` begins again, as it is before the first mixer.
     """
     counter, hooks = LaunchCounter(), []
 
@@ -94,8 +96,10 @@ def counted(layers: dict[str, nn.Module]) -> Iterator[LaunchCounter]:
         return note
 
     plain = Kernel.launch
-    for name, layer in layers.items():
-        hooks += [layer.register_forward_pre_hook(enter(name)), layer.register_forward_hook(enter(OUTSIDE))]
+    for name, mixer in mixers.items():
+        hooks.append(mixer.register_forward_pre_hook(enter(name)))
+    if last is not None:
+        hooks.append(last.register_forward_hook(enter(OUTSIDE)))
     with pytest.MonkeyPatch.context() as patch, counter:
         patch.setattr(Kernel, "launch", launch)
         try:

@@ -29,6 +29,10 @@ class Tape(TorchDispatchMode):
         self._operations.append((func, args, kwargs or {}, made if is_new else []))  # others are views, or in place
         return found
 
+    def note(self, launch: Callable[[], object]) -> None:
+        """Something else that a graph would have: a kernel, with the very tensors that it was given."""
+        self._operations.append((launch, (), {}, []))
+
     def replay(self) -> None:
         for func, args, kwargs, made in self._operations:
             again = [one for one in tree_leaves(func(*args, **kwargs)) if isinstance(one, Tensor)]

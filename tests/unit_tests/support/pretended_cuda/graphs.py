@@ -36,10 +36,10 @@ class graph:  # noqa: N801 - its name in torch
         self._graph.tape = Tape()
         self._beside.__enter__()
         self._graph.tape.__enter__()
-        watching.STATE.is_capturing = True
+        watching.STATE.tape = self._graph.tape
 
     def __exit__(self, *why: object) -> None:
-        watching.STATE.is_capturing = False
+        watching.STATE.tape = None
         assert self._graph.tape is not None
         self._graph.tape.__exit__(*why)
         self._beside.__exit__(*why)

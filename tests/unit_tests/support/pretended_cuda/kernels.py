@@ -7,6 +7,7 @@ import os
 import torch
 
 from megatron_ext.ops import triton
+from tests.unit_tests.support.pretended_cuda import watching
 
 
 def install() -> None:
@@ -27,5 +28,12 @@ def _interpret_in_place() -> None:
     """The interpreter would copy every tensor to the host and back."""
     from triton.runtime.interpreter import GridExecutor
 
+    run = GridExecutor.__call__
+
+    def launch(self: GridExecutor, *arguments: object, **more: object) -> None:
+        watching.STATE.launched(lambda: run(self, *arguments, **more))
+        run(self, *arguments, **more)
+
+    GridExecutor.__call__ = launch
     GridExecutor._init_args_hst = lambda self, arguments, more: (arguments, more)
     GridExecutor._restore_args_dev = lambda self, arguments, on_host, more, more_on_host: None

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+
+from tests.unit_tests.support.replay import Tape
 
 ROOT = Path(__file__).parents[4]
 _OWN = str(Path(__file__).parent)
@@ -44,9 +46,19 @@ class _State:
 
     def __init__(self) -> None:
         self.notes: Counter[Note] = Counter()
-        self.is_capturing = False
+        self.tape: Tape | None = None  # of the graph that is being captured
         self.sync_mode = "default"
         self.unseen = 0  # depth of what is the tests' own
+
+    @property
+    def is_capturing(self) -> bool:
+        """Whether what runs becomes part of a graph."""
+        return self.tape is not None
+
+    def launched(self, kernel: Callable[[], object]) -> None:
+        """A kernel runs, which is no operation of torch's."""
+        if self.tape is not None:
+            self.tape.note(kernel)
 
 
 STATE = _State()
