@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import os
 import subprocess
@@ -112,6 +113,29 @@ def test_what_a_part_found_is_there_however_it_ends(program, found, failed, tmp_
 def test_without_time_nothing_is_begun(tmp_path):
     ended = processes.run(["/does/not/exist"], tmp_path / "figures.json", 1.0, {})
     assert ended["left_out"] == ["all of it"]
+
+
+def test_time_is_kept_for_what_comes_later(tmp_path, monkeypatch):
+    """A part gets all that is not kept for others; the peer comes last, and is left out where there is none."""
+    given: dict[str, float] = {}
+
+    def run_part(name: str, seconds: float, *_: object) -> dict:
+        given[name] = seconds
+        return page()
+
+    monkeypatch.setattr(gpu, "run_part", run_part)
+    options = gpu.arguments().parse_args(["--minutes", "9.5", "--figures", str(tmp_path / "all.json")])
+    options.megatron_0_19 = None
+    pages = gpu.measure(options, tmp_path, Console(file=io.StringIO()))
+    assert list(pages) == [*shapes.KINDS, "operators"] == list(given)
+    assert json.loads((tmp_path / "all.json").read_text()).keys() == pages.keys()
+    given.clear()
+    options.megatron_0_19 = tmp_path
+    gpu.measure(options, tmp_path, Console(file=io.StringIO()))
+    assert list(given)[-2:] == [peer.NAME, peer.WIDE]
+    left = 60 * 9.5 - sum(gpu.LEAST[name] for name in list(given)[1:])
+    assert given["mamba2"] == pytest.approx(left, abs=5)
+    assert left > 2 * gpu.LEAST["mamba2"]
 
 
 # What is timed
