@@ -19,7 +19,10 @@ from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import cases, device_time, operators, peer, phases, processes, right, shapes, speed, tables, work
 from benchmarks.gpu.megatron_0_19 import stand_ins
 from benchmarks.gpu.notes import Notes, read
+from megatron_ext.ops import triton
+from megatron_ext.ops.backends import preferring
 from megatron_ext.ops.paged_attention import build_paged_batch, paged_attention
+from megatron_ext.ops.triton import registry
 from tests.unit_tests.support.source import ROOT
 
 CPU = torch.device("cpu")
@@ -228,6 +231,18 @@ def test_operators_are_called_as_they_are(tmp_path):
     for name, make in made.items():
         rate = f"{name}: {make().unit}/s"
         assert notes.page["found"][rate] > 0, name
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("name", cases.Maker(cases.TINY, torch.bfloat16, CPU).cases())
+def test_operators_have_kernels(name):
+    """In the type that is timed every operator is computed by Triton, whatever has a kernel: none is left to torch."""
+    if not triton.can_be_imported():
+        pytest.skip("triton cannot be imported")
+    case = cases.Maker(cases.TINY, torch.bfloat16, CPU).cases()[name]()
+    with torch.inference_mode(), preferring(triton.NAME), registry.watch() as launches:
+        case.work()
+    assert bool(launches) == case.has_reference
 
 
 # The peer beside us
