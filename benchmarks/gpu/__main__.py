@@ -65,7 +65,7 @@ def arguments() -> argparse.ArgumentParser:
     """Of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="so little that only errors show")
-    parser.add_argument("--minutes", type=float, default=9.5, help="after which everything has ended")
+    parser.add_argument("--minutes", type=float, default=9.0, help="after which everything has ended")
     parser.add_argument("--only", nargs="+", choices=tuple(LEAST), help="these parts; the rest is not measured")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--figures", type=Path, metavar="FILE.json", help="write what is found there as it comes, too")
