@@ -17,7 +17,8 @@ from megatron_ext.ops.gated_delta_rule import GATED_DELTA_RULE
 from megatron_ext.ops.gated_norm import gated_norm
 from megatron_ext.ops.paged_attention import build_paged_batch, paged_attention
 from megatron_ext.ops.rotary import Heads, rotate_and_write
-from megatron_ext.ops.sampling.in_place import Wishes, best_tokens_of, draw_tokens
+from megatron_ext.ops.sampling.in_place import best_tokens_of, draw_tokens
+from megatron_ext.ops.sampling.wishes import Wishes
 from megatron_ext.ops.selective_scan import SELECTIVE_SCAN
 from megatron_ext.ops.ssd import SSD
 from megatron_ext.ops.state_copy import copy_rows
