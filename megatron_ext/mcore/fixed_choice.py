@@ -16,9 +16,10 @@ from megatron_ext.mcore.fixed_shaping import shaping_wishes, wants_shaping
 from megatron_ext.mcore.fixed_step import wishes_of
 from megatron_ext.mcore.graphs import Capture, Program
 from megatron_ext.mcore.scoring import rows_at_once
-from megatron_ext.ops.sampling.in_place import Wishes, best_tokens_of, draw_tokens
+from megatron_ext.ops.sampling.in_place import best_tokens_of, draw_tokens
 from megatron_ext.ops.sampling.log_probs import log_probs_of
 from megatron_ext.ops.sampling.shaping_in_place import shape_logits
+from megatron_ext.ops.sampling.wishes import Wishes
 from megatron_ext.scheduling.step import Sampling, ScheduledChunk
 
 Parts = Mapping[str, Tensor]

@@ -24,12 +24,7 @@ struct Pending {
   at::Tensor arrives;  // what will be in it; undefined for copies to the device
 };
 
-struct Block {
-  size_t bytes;  // whole pages
-  int64_t busy;  // copies that have not been waited for
-};
-
-inline std::map<char*, Block> blocks;
+inline std::map<char*, size_t> blocks;  // bytes of each, whole pages
 inline std::deque<Pending> pending;
 inline int64_t last_copy = 0;
 // Written by the handler of a signal.
@@ -37,11 +32,11 @@ inline volatile int64_t fault_count = 0;
 inline volatile bool fault_is_write = false;
 inline struct sigaction before_us;
 
-inline std::map<char*, Block>::iterator block_of(const void* address) {
+inline std::map<char*, size_t>::iterator block_of(const void* address) {
   auto found = blocks.upper_bound(static_cast<char*>(const_cast<void*>(address)));
   if (found == blocks.begin()) return blocks.end();
   --found;
-  return static_cast<const char*>(address) < found->first + found->second.bytes ? found : blocks.end();
+  return static_cast<const char*>(address) < found->first + found->second ? found : blocks.end();
 }
 
 inline bool is_pinned(const void* address) {
@@ -58,7 +53,7 @@ inline void on_fault(int signal, siginfo_t* info, void* context) {
 #ifdef __x86_64__
   fault_is_write = static_cast<ucontext_t*>(context)->uc_mcontext.gregs[REG_ERR] & 2;
 #endif
-  mprotect(found->first, found->second.bytes, PROT_READ | PROT_WRITE);
+  mprotect(found->first, found->second, PROT_READ | PROT_WRITE);
 }
 
 // Again with each copy: faulthandler, which libraries enable, may have taken our place.
@@ -74,13 +69,13 @@ inline void watch_faults() {
 
 inline void protect(const at::Tensor& buffer, int how) {
   auto found = block_of(buffer.data_ptr());
-  mprotect(found->first, found->second.bytes, how);
+  mprotect(found->first, found->second, how);
 }
 
 inline void begin(const at::Tensor& buffer, const at::Tensor& arrives) {
   watch_faults();
   pending.push_back({++last_copy, buffer, arrives});
-  block_of(buffer.data_ptr())->second.busy++;
+  protect(buffer, PROT_READ | PROT_WRITE);  // copies of one stream come one after the other: another one may be due
   if (arrives.defined()) std::memset(buffer.data_ptr(), 0xA5, buffer.nbytes());
   protect(buffer, arrives.defined() ? PROT_NONE : PROT_READ);
 }
@@ -92,7 +87,6 @@ inline void complete(int64_t number) {
     pending.pop_front();
     protect(one.buffer, PROT_READ | PROT_WRITE);
     if (one.arrives.defined()) std::memcpy(one.buffer.data_ptr(), one.arrives.data_ptr(), one.buffer.nbytes());
-    block_of(one.buffer.data_ptr())->second.busy--;
     for (const Pending& other : pending)  // the same pages may wait for another one
       if (block_of(other.buffer.data_ptr()) == block_of(one.buffer.data_ptr()))
         protect(other.buffer, other.arrives.defined() ? PROT_NONE : PROT_READ);
@@ -102,7 +96,7 @@ inline void complete(int64_t number) {
 struct PinnedAllocator final : at::Allocator {
   static void release(void* address) {
     auto found = blocks.find(static_cast<char*>(address));
-    munmap(found->first, found->second.bytes);
+    munmap(found->first, found->second);
     blocks.erase(found);
   }
   at::DataPtr allocate(size_t bytes) override {
@@ -110,7 +104,7 @@ struct PinnedAllocator final : at::Allocator {
     void* address = mmap(nullptr, whole, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     TORCH_CHECK(address != MAP_FAILED, "CUDA error: out of memory (pinned)");
     std::memset(address, 0xA5, whole);
-    blocks[static_cast<char*>(address)] = {whole, 0};
+    blocks[static_cast<char*>(address)] = whole;
     return {address, address, &release, at::Device(at::kCPU)};
   }
   at::DeleterFnPtr raw_deleter() const override { return &release; }
