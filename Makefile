@@ -43,8 +43,8 @@ test-kernels: $(STAMP) ## Run every configuration of every Triton kernel beside 
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false \
 		$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m kernels $(ARGS)
 
-test-gpu: $(STAMP) ## Run all tests on the CUDA device (GPU_WORKERS=1 if its memory is small).
-	@$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "torch sees no CUDA device here: make test runs the same tests on the CPU")'
+test-gpu: $(STAMP) ## Run the tests that say something of the CUDA device, on it (GPU_WORKERS=1 if its memory is small).
+	@$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "torch sees no CUDA device here: make test runs the same tests on the CPU, and more")'
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false \
 		$(BIN)/python -m pytest -n $(GPU_WORKERS) --dist worksteal $(ARGS)
 

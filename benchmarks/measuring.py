@@ -9,12 +9,12 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
-PACKAGES = ("torch", "transformers", "megatron-core", "megatron-ext")
+PACKAGES = ("torch", "triton", "numpy", "transformers", "megatron-core", "megatron-ext")
 
 
 def part_arguments(text: str | None) -> argparse.ArgumentParser:
@@ -59,9 +59,31 @@ def matmul_rate(dtype: torch.dtype, device: torch.device, size: int = 1024) -> f
 def header(device: torch.device, dtype: torch.dtype) -> str:
     """Device, versions, threads, command: what a reader needs to judge the figures."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({platform.machine()})"
-    versions = ", ".join(f"{package} {version(package)}" for package in PACKAGES)
+    versions = ", ".join(f"{package} {_version(package)}" for package in PACKAGES)
     return (
         f"device: {name}, {torch.get_num_threads()} threads, {dtype}\n"
-        f"versions: Python {platform.python_version()}, {versions}\n"
-        f"command: python -m benchmarks.{' '.join([Path(sys.argv[0]).stem, *sys.argv[1:]])}"
+        f"versions: Python {platform.python_version()}, {versions}{_cuda(device)}\n"
+        f"command: python -m benchmarks.{' '.join([_module(Path(sys.argv[0])), *sys.argv[1:]])}"
     )
+
+
+def _version(package: str) -> str:
+    """A checkout on PYTHONPATH has none."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "(not installed)"
+
+
+def _cuda(device: torch.device) -> str:
+    if device.type != "cuda":
+        return ""
+    capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
+    return f", CUDA {torch.version.cuda}, compute capability {capability}"
+
+
+def _module(path: Path) -> str:
+    """Below `benchmarks`, as `python -m` is told it."""
+    parts = path.with_suffix("").parts
+    below = parts[len(parts) - parts[::-1].index("benchmarks") :] if "benchmarks" in parts else parts[-1:]
+    return ".".join(below[:-1] if len(below) > 1 and below[-1] == "__main__" else below)

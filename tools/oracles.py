@@ -61,6 +61,7 @@ LIBRARIES = (
     ),
     Library("fla-core", "0.6.0", "b0708b70e0b119cd58a0a5146ea56cb175cef6ed969d8ac60267e3e077ce3ebd"),
 )
+NOT_COMPILED = {"MAMBA_SKIP_CUDA_BUILD": "TRUE", "CAUSAL_CONV1D_SKIP_CUDA_BUILD": "TRUE"}
 
 
 def download(library: Library, folder: Path) -> Path:
@@ -73,8 +74,8 @@ def download(library: Library, folder: Path) -> Path:
     wanted.write_text(f"{library.name}=={library.version} --hash=sha256:{library.digest}\n", "utf-8")
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes", f"--dest={folder}"]
     command += [*library.options, f"--requirement={wanted}"]
-    # pip asks an archive of sources what it requires; mamba-ssm's then looks for a CUDA compiler, unless told not to.
-    environment = {**os.environ, "MAMBA_SKIP_CUDA_BUILD": "TRUE"}
+    # pip asks an archive of sources what it requires; it then looks for a CUDA compiler, unless told not to.
+    environment = {**os.environ, **NOT_COMPILED}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
         errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]

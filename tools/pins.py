@@ -132,7 +132,7 @@ def problems(python: str, wheels: Mapping[str, Wheel], roots: Iterable[Requireme
         roots: What the project itself requires; their markers may ask for its extras.
     """
     found: list[str] = []
-    todo = [(PROJECT, one) for one in roots if any(_applies(one, python, extra) for extra in ("", *EXTRAS))]
+    todo = [(PROJECT, one) for one in roots if any(applies(one, python, extra) for extra in ("", *EXTRAS))]
     needed: set[tuple[str, str]] = set()
     while todo:
         parent, requirement = todo.pop()
@@ -147,14 +147,15 @@ def problems(python: str, wheels: Mapping[str, Wheel], roots: Iterable[Requireme
         else:
             new = {("", name), *((extra, name) for extra in requirement.extras)} - needed
             needed |= new
-            todo += [(name, one) for extra, _ in new for one in wheel.requires if _applies(one, python, extra)]
+            todo += [(name, one) for extra, _ in new for one in wheel.requires if applies(one, python, extra)]
     unfit = [name for name, wheel in wheels.items() if not wheel.pythons.contains(f"{python}.0")]
     found += [f"Python {python}: {name}=={wheels[name].version} is for {wheels[name].pythons}" for name in unfit]
     surplus = sorted(set(wheels) - {name for _, name in needed})
     return found + [f"Python {python}: {name} is pinned, and nothing requires it" for name in surplus]
 
 
-def _applies(requirement: Requirement, python: str, extra: str) -> bool:
+def applies(requirement: Requirement, python: str, extra: str) -> bool:
+    """Whether a Python with an extra, "" for none, has to have it."""
     return requirement.marker is None or requirement.marker.evaluate(environment(python, extra))
 
 

@@ -8,8 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron_ext.config import RequestParams
+from megatron_ext.engine.ahead import Ahead
 from megatron_ext.engine.executor import Executor, launcher
 from megatron_ext.engine.faults import Faults, describe
+from megatron_ext.engine.flight import Flight
 from megatron_ext.engine.intake import Door, Intake
 from megatron_ext.engine.output import OutputProcessor
 from megatron_ext.engine.result import StepResult
@@ -19,6 +21,7 @@ from megatron_ext.prefix_cache.block_index import CachedPrefix
 from megatron_ext.prefix_cache.hash_chain import Digest
 from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.counters import Counters
+from megatron_ext.scheduling.foresight import plan_of
 from megatron_ext.scheduling.plan import StepPlan
 from megatron_ext.scheduling.planner import check_admissible
 from megatron_ext.scheduling.record import RequestRecord, Status
@@ -48,10 +51,7 @@ class Step:
         return self.plan.chunks
 
 
-_NOTHING = StepPlan(
-    preemptions=(), pauses=(), resumes=(), failures=(), admissions=(), chunks=(), snapshots=(), deferrals=()
-)
-NO_STEP = Step(_NOTHING, None, 0.0)
+NO_STEP = Step(plan_of(()), None, 0.0)
 
 
 def _nothing() -> None:
@@ -88,6 +88,7 @@ class Engine:
         self.while_computing: Callable[[], None] = _nothing  # may add requests, and do nothing else
         self._executor, self._launch = executor, launcher(executor)
         self._proposals = proposals
+        self._ahead = Ahead(scheduler, executor, is_on=proposals is None)
 
     # Requests come and go
 
@@ -176,6 +177,7 @@ class Engine:
 
     def cancel(self) -> None:
         """Forget all requests; their futures are cancelled, and the engine is not used any more."""
+        self._ahead.drop()
         self.output.cancel()
 
     def waiting(self) -> Sequence[Request]:
@@ -206,36 +208,52 @@ class Engine:
         Args:
             has_proposed: `propose` was called for this step.
 
+        Where the executor can, the next step is launched before the tokens of this one are waited for.
+
         If executing raises, the step's requests go back to wait (their pools may hold anything) and the error is passed
-        on; a later step computes them again.
+        on; a later step computes them again. Nothing of a step that was launched behind it counts then.
         """
         started = time.perf_counter()
-        if not has_proposed:
-            self.propose()
-        plan = self.scheduler.schedule()
-        self.output.ended += [request for request, _ in plan.failures]
+        flight = self._ahead.take()
+        plan = self._plan(has_proposed=has_proposed) if flight is None else flight.plan
         if not plan.chunks:
             assert len(self.scheduler.queues) == 0, "requests are alive, but none can run"
             self._executor.idle()
             return Step(plan, None, 0.0)
         try:
-            step = describe_step(plan.chunks, self.scheduler.limits.block_size)
-            computing = self._launch(step)
+            flight = flight or self._take_off(plan)
+            self._ahead.launch_behind(flight)
             self._use_the_wait()
-            result = computing.result()
+            result = flight.result()
         except BaseException as error:
-            self.scheduler.abandon(plan.chunks, describe(error))
-            if isinstance(error, RestoreError):  # the next step computes what this snapshot was to save
-                states = self.scheduler.cache.states
-                assert states is not None, "only states are restored"
-                states.drop(Digest(error.digest))
+            self._abandon(plan.chunks, flight, error)
             raise
-        self.output.ended += self.scheduler.commit(step, result.tokens, result.behind_drafts)
+        self.output.ended += self.scheduler.commit(flight.step, result.tokens, result.behind_drafts)
         self.step_count += 1
         if self._proposals is not None:
             with self.faults.absorbed("the drafter"):
                 self._proposals.tell(self.scheduler.drafts.verified)
         return Step(plan, result, time.perf_counter() - started)
+
+    def _plan(self, *, has_proposed: bool) -> StepPlan:
+        if not has_proposed:
+            self.propose()
+        plan = self.scheduler.schedule()
+        self.output.ended += [request for request, _ in plan.failures]
+        return plan
+
+    def _take_off(self, plan: StepPlan) -> Flight:
+        step = describe_step(plan.chunks, self.scheduler.limits.block_size)
+        return Flight(plan, step, self._launch(step))
+
+    def _abandon(self, chunks: Sequence[Chunk], flight: Flight | None, error: BaseException) -> None:
+        """A step has failed, and who is in the one behind it is in this one, too."""
+        self._ahead.drop(flight)
+        self.scheduler.abandon(chunks, describe(error))
+        if isinstance(error, RestoreError):  # the next step computes what this snapshot was to save
+            states = self.scheduler.cache.states
+            assert states is not None, "only states are restored"
+            states.drop(Digest(error.digest))
 
     def _use_the_wait(self) -> None:
         """While a step is computed: hash what waits, and take in who has come (CU-6).
@@ -260,6 +278,7 @@ class Engine:
             self.output.take([chunk.request for chunk in step.plan.chunks], step.result)
         ended = list(self.output.ended)
         records = self.output.report()
+        self._ahead.forget_void()
         if self._proposals is not None:
             with self.faults.absorbed("the drafter"):
                 self._proposals.forget(ended)
@@ -276,6 +295,8 @@ class Engine:
 
     def close(self) -> None:
         """No step will follow; other ranks, if there are any, are told so."""
+        self._ahead.land()
+        self._ahead.drop()
 
     # The cache and the pools
 
@@ -284,11 +305,14 @@ class Engine:
         self.scheduler.reset_prefix_cache()
 
     def weights_changed(self) -> None:
-        """The same, and keys made from now on are of other weights."""
+        """The same, and keys made from now on are of other weights; the device is at rest then."""
+        self._ahead.land()
         self.scheduler.weights_changed()
 
     def suspend(self) -> None:
-        """The pools are about to be freed: everybody waits."""
+        """The pools are about to be freed: everybody waits, and what is under way is computed anew."""
+        self._ahead.land()
+        self._ahead.drop()
         self.scheduler.suspend()
 
     def resume(self) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from megatron_ext.engine.result import StepResult
+from megatron_ext.scheduling.snapshots import Snapshot
 from megatron_ext.scheduling.step import ScheduledStep
 
 
@@ -44,6 +45,25 @@ class Launching(Protocol):
 
     def launch(self, step: ScheduledStep) -> Computing:
         """Begin a step. If anything raises, nothing of it counts; steps are computed in the order of their launches."""
+
+
+@runtime_checkable
+class Following(Launching, Protocol):
+    """One that can begin a step while the one before is computed, whose tokens it then takes from where they are."""
+
+    @property
+    def can_follow(self) -> bool:
+        """Whether the step that was launched last leaves its tokens where another one finds them."""
+
+    def launch_behind(self, step: ScheduledStep) -> Computing | None:
+        """Begin a step of decodes of `LAST_SAMPLED`, each a request's of the step that was launched last.
+
+        Returns:
+            None if this step cannot be begun before that one's tokens are known; then nothing has been done.
+        """
+
+    def name_states(self, states: Sequence[Snapshot]) -> None:
+        """Snapshots of a step that has been launched, whose digests were not known then."""
 
 
 def launcher(executor: Executor) -> Callable[[ScheduledStep], Computing]:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from megatron_ext.scheduling.output import TopN
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -37,3 +41,19 @@ class StepResult:
     sampled: object = None
     behind_drafts: dict[int, tuple[int, ...]] = field(default_factory=dict)
     generated_behind: dict[int, tuple[Score, ...]] = field(default_factory=dict)
+
+    def of(self, names: Container[int]) -> StepResult:
+        """What it gave to some of the requests."""
+        return StepResult(
+            tokens=_only(self.tokens, names),
+            generated=_only(self.generated, names),
+            prompt=_only(self.prompt, names),
+            failures=_only(self.failures, names),
+            sampled=self.sampled,
+            behind_drafts=_only(self.behind_drafts, names),
+            generated_behind=_only(self.generated_behind, names),
+        )
+
+
+def _only(table: Mapping[int, Value], names: Container[int]) -> dict[int, Value]:
+    return {name: value for name, value in table.items() if name in names}

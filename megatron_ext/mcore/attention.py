@@ -6,12 +6,13 @@ import torch
 from megatron.core.inference.contexts import BaseInferenceContext
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.utils import get_pg_rank
 from torch import Tensor
 
 from megatron_ext.mcore.layer_config import LayerConfig, with_biases
 from megatron_ext.ops.paged_attention import paged_attention
-from megatron_ext.ops.rotary import rotate
+from megatron_ext.ops.rotary import Heads
 
 
 class PagedSelfAttention(SelfAttention):
@@ -58,21 +59,35 @@ class PagedSelfAttention(SelfAttention):
     def _forward_paged(
         self, hidden_states: Tensor, context: BaseInferenceContext, rotary_pos_emb: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        is_gated = self.config.attention_output_gate
-        query, key, value, *gate = self.get_query_key_value_tensors(hidden_states, None, output_gate=is_gated)
-        if rotary_pos_emb is not None:
-            rotation = context.rotation(rotary_pos_emb, self._magnitude)
-            query, key = rotate(query, rotation), rotate(key, rotation)
-        # query [T, 1, heads, D]; key and value [T, 1, KV heads, D]; gate, if any, as query
+        heads, gate = self._heads(hidden_states)
+        rotation = None if rotary_pos_emb is None else context.rotation(rotary_pos_emb, self._magnitude)
         layer = self.layer_number - self._get_pp_layer_offset_for_inference()
-        context.append_key_value_cache(layer, key, value)
+        query = context.append_rotated(layer, heads, rotation)
         key_cache, value_cache, _ = context.key_value_cache(layer)
         scale = self.config.softmax_scale or self.hidden_size_per_attention_head**-0.5
-        output = paged_attention(
-            query.squeeze(1), key_cache, value_cache, context.paged_batch, scale=scale, window=self.window
-        )
+        output = paged_attention(query, key_cache, value_cache, context.paged_batch, scale=scale, window=self.window)
         output = output.flatten(1).unsqueeze(1)
-        return self.linear_proj(self._apply_output_gate(output, *gate) if is_gated else output)
+        return self.linear_proj(output if gate is None else self._apply_output_gate(output, gate))
+
+    def _heads(self, hidden_states: Tensor) -> tuple[Heads, Tensor | None]:
+        """Queries, keys and values of [T, 1, h], and the gate of the outputs, [T, 1, heads, D], if there is one.
+
+        Where nothing is done to heads they are views of the projection; upstream copies queries.
+        """
+        if self._has_plain_heads():
+            mixed, sizes = self.get_query_key_value_tensors(hidden_states, None, split_qkv=False)
+            query, key, value = mixed.squeeze(1).split(sizes, dim=-1)  # [T, groups, .]
+            return Heads(query.unflatten(-1, (-1, key.shape[-1])), key, value), None
+        is_gated = self.config.attention_output_gate
+        query, key, value, *gate = self.get_query_key_value_tensors(hidden_states, None, output_gate=is_gated)
+        query, key, value = (one.squeeze(1) for one in (query, key, value))
+        return Heads(query.unsqueeze(1), key, value), gate[0] if is_gated else None
+
+    def _has_plain_heads(self) -> bool:
+        """Whether queries and keys are neither normed nor shared with other ranks, and outputs have no gate."""
+        is_normed = any(not isinstance(one, IdentityOp | None) for one in (self.q_layernorm, self.k_layernorm))
+        is_shared = (self.config.num_query_groups or self.config.num_attention_heads) < self.world_size
+        return not (is_normed or is_shared or self.config.attention_output_gate or self.config.test_mode)
 
     def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
         """Outputs [s, b, heads * D] times the sigmoid of [s, b, heads, D]; upstream's is under `torch.compile`.

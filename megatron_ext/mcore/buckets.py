@@ -15,12 +15,14 @@ from megatron_ext.config.batching import MIXED_STEPS
 from megatron_ext.mixers.chunk_metadata import cut_between
 from megatron_ext.ops.bounded_chunks import ChunkGrid
 from megatron_ext.scheduling.plan import SchedulerLimits
-from megatron_ext.scheduling.step import LAST_SAMPLED, ScheduledChunk, ScheduledStep
+from megatron_ext.scheduling.step import ScheduledChunk, ScheduledStep
 
 CUTS = 3
 """States that one prefill may be cut at inside a step, beside its end."""
 COPIES = 4
 """Live states that a decode step copies into snapshots itself; what is beyond that is copied behind it."""
+MOST_LISTED = 20
+"""Best tokens that a program lists of each row, as many as OpenAI's interface has at most."""
 
 
 @dataclass(frozen=True, order=True)
@@ -145,17 +147,13 @@ def why_eager(step: ScheduledStep) -> str | None:
         return "a decode goes on behind drafts that did not come"
     if any(chunk.scoring is not None for chunk in step.chunks):
         return "log-probs of prompts"
-    if any(LAST_SAMPLED in chunk.token_ids for chunk in step.chunks):
-        return "tokens that are not on the host yet"
     for sampling in (chunk.sampling for chunk in step.chunks):
         if sampling is None:
             continue
-        if sampling.top_n is not None:
-            return "log-probs"
-        if sampling.shaping is not None:
-            return "penalties, biases, bad words, min_p or a form of the answer"
-        if sampling.forbidden:
-            return "tokens that must not come yet"
+        if sampling.top_n is not None and sampling.top_n > MOST_LISTED:
+            return f"log-probs of more than {MOST_LISTED} best tokens"
+        if sampling.shaping is not None and sampling.shaping.form is not None:
+            return "forms of answers"
     return None
 
 

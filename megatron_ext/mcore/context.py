@@ -20,7 +20,7 @@ from megatron_ext.memory.pools import Pools, allocate_pools
 from megatron_ext.memory.state_pool import SnapshotPool, StatePool, copy_states
 from megatron_ext.mixers.recurrent import RecurrentStep
 from megatron_ext.ops.paged_attention import PagedBatch
-from megatron_ext.ops.rotary import Rotation, rotation_at
+from megatron_ext.ops.rotary import Heads, Rotation, rotate_and_write, rotation_at
 from megatron_ext.scheduling.queue import Queues
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.step import ScheduledChunk, ScheduledStep
@@ -257,11 +257,10 @@ class InferenceContext(DynamicInferenceContext):
         assert recurrent is not None, "a step of a model with recurrent layers has it"
         return recurrent
 
-    def append_key_value_cache(self, layer_number: int, key: Tensor, value: Tensor) -> None:
-        """Write the step's keys and values, [T, 1, KV heads, D] each, to their places; padding is dropped."""
-        count = self.staged.num_tokens
-        for cache, states in zip(self._caches(layer_number), (key, value), strict=True):
-            cache.flatten(0, 1).index_copy_(0, self.staged.slot_mapping, states[:count, 0])
+    def append_rotated(self, layer_number: int, heads: Heads, rotation: Rotation | None) -> Tensor:
+        """Write the step's keys, rotated, and values to their places, padding's nowhere: the queries [T, Hq, D]."""
+        key_cache, value_cache = self._caches(layer_number)
+        return rotate_and_write(heads, rotation, key_cache, value_cache, self.staged.slot_mapping)
 
     def key_value_cache(self, layer_number: int) -> tuple[Tensor, Tensor, None]:
         """Key and value cache of a layer, [blocks + 1, B, KV heads, D]; the block table is in `paged_batch`."""

@@ -24,6 +24,7 @@ from megatron_ext.mcore.staging import ModelInput, PromptScore, SampledTokens, S
 from megatron_ext.ops import choice
 from megatron_ext.ops.backends import preferring
 from megatron_ext.ops.sampling import sample_tokens, sampling_batch
+from megatron_ext.ops.transfer import to_device
 from megatron_ext.scheduling.step import Sampling
 from megatron_ext.scheduling.verification import NO_TOKEN
 from megatron_ext.speculation.drafter import Drafter
@@ -44,13 +45,14 @@ class InferenceController(TextGenerationController):
         options: Upstream's.
 
     Attributes:
+        vocabulary_size: V, words of logits.
         drafter: Of engines around the model; None proposes nothing.
         operators: What computes operators: a backend's name, or None; see `ops.choice`.
     """
 
     def __init__(self, wrapper: AbstractModelInferenceWrapper, tokenizer: object, **options: object) -> None:
         super().__init__(wrapper, tokenizer, **options)
-        size = wrapper.inference_wrapper_config.padded_vocab_size
+        self.vocabulary_size = size = wrapper.inference_wrapper_config.padded_vocab_size
         self.vocabulary = Vocabulary(tokenizer, size)
         self.drafter: Drafter | None = None
         self.operators: str | None = None
@@ -184,7 +186,7 @@ def _by_request(
 
 def _score_prompt(scored_logits: Callable[[slice], Tensor], part: PromptScore, logits: Tensor) -> tuple[Score, ...]:
     first, count = part.rows.start, len(part.targets)
-    targets = torch.tensor(part.targets).to(logits.device, non_blocking=True)
+    targets = to_device(torch.tensor(part.targets), logits.device)
 
     def logits_of(rows: slice) -> Tensor:
         return scored_logits(slice(first + rows.start, first + min(rows.stop, count)))
@@ -214,11 +216,13 @@ def _score_generated(
 
 
 def _score_sampled(logits: Tensor, tokens: Tensor, rows: Sequence[SamplingRow], asked: list[int]) -> tuple[Score, ...]:
+    index = to_device(torch.tensor(asked), logits.device)
+
     def logits_of(part: slice) -> Tensor:
-        return logits[asked[part]]
+        return logits.index_select(0, index[part])
 
     top_n = [rows[i].sampling.top_n or 0 for i in asked]
-    return score_rows(logits_of, logits.shape[-1], tokens[asked].clamp(min=0), top_n)
+    return score_rows(logits_of, logits.shape[-1], tokens.index_select(0, index).clamp(min=0), top_n)
 
 
 @contextlib.contextmanager
@@ -238,12 +242,12 @@ def _choose(logits: Tensor, rows: Sequence[SamplingRow], guides: Guides, failure
     asking = [i for i, row in enumerate(rows) if row.sampling.shaping is not None]
     if not asking:
         return _sample(logits, rows)
-    index = torch.tensor(asking).to(logits.device, non_blocking=True)
+    index = to_device(torch.tensor(asking), logits.device)
     chosen, values = [rows[i] for i in asking], logits.index_select(0, index).float()
     hopeless = shape_logits(values, chosen, guides, failures)
     tokens = _sample(values, chosen)
     if hopeless:
-        tokens[torch.tensor(hopeless).to(logits.device)] = NO_TOKEN
+        tokens.index_fill_(0, to_device(torch.tensor(hopeless), logits.device), NO_TOKEN)
     return tokens if len(asking) == len(rows) else _sample(logits, rows).index_copy(0, index, tokens)
 
 
@@ -256,7 +260,7 @@ def _sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
         if len(drawn) == len(rows):
             return _draw(logits, drawn)
         index = torch.tensor([i for i, row in enumerate(rows) if row.sampling.uniform is not None])
-        index = index.to(logits.device, non_blocking=True)
+        index = to_device(index, logits.device)
         return _best(logits).index_copy(0, index, _draw(logits.index_select(0, index), drawn))
 
 
@@ -282,7 +286,7 @@ def _forbidden(logits: Tensor, tokens: Sequence[Sequence[int]]) -> Iterator[None
     if not possible:
         yield
         return
-    places = tuple(torch.tensor(possible).to(logits.device, non_blocking=True).unbind(1))
+    places = tuple(to_device(torch.tensor(possible), logits.device).unbind(1))
     before = logits[places]
     logits[places] = -torch.inf
     try:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from megatron_ext.engine.executor import Computed, Computing
 from megatron_ext.engine.result import StepResult
 from megatron_ext.mcore.context import InferenceContext
 from megatron_ext.mcore.controller import InferenceController
 from megatron_ext.ops.backends import preferring
+from megatron_ext.scheduling.snapshots import Snapshot
 from megatron_ext.scheduling.step import ScheduledStep
 
 
@@ -37,6 +40,27 @@ class StepExecutor:
         with preferring(self._controller.operators):
             return fixed.launch(step, bucket)
 
+    @property
+    def can_follow(self) -> bool:
+        """See `Following.can_follow`."""
+        fixed = self._context.fixed_steps
+        return fixed is not None and fixed.has_tokens
+
+    def launch_behind(self, step: ScheduledStep) -> Computing | None:
+        """See `Following.launch_behind`; a step that no program computes waits until the tokens are known."""
+        fixed = self._context.fixed_steps
+        bucket = None if fixed is None else fixed.find_behind(step)
+        if fixed is None or bucket is None:
+            return None
+        with preferring(self._controller.operators):
+            return fixed.launch(step, bucket)
+
+    def name_states(self, states: Sequence[Snapshot]) -> None:
+        """See `Following.name_states`."""
+        if states:
+            assert self._context.snapshots is not None, "only a model with states has any to name"
+            self._context.snapshots.close([one.slot for one in states], [one.digest for one in states])
+
     def compute(self, step: ScheduledStep) -> StepResult | None:
         """Compute a step. If anything raises, nothing of it counts, and the pools may hold anything for its requests.
 
@@ -46,12 +70,15 @@ class StepExecutor:
         Raises:
             RestoreError: A snapshot is not the one that its request was to resume from.
         """
-        try:
-            self._context.stage(step)
-            result = self._controller.compute_step()
-            self._context.finish_snapshots()
-        finally:
-            self._context.clear_step()
+        if self._context.fixed_steps is not None:
+            self._context.fixed_steps.forget_tokens()
+        with preferring(self._controller.operators):  # restores and snapshots are operators, too
+            try:
+                self._context.stage(step)
+                result = self._controller.compute_step()
+                self._context.finish_snapshots()
+            finally:
+                self._context.clear_step()
         return result
 
     def idle(self) -> None:

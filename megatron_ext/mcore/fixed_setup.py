@@ -8,6 +8,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import nn
 
 from megatron_ext.config import BatchingConfig
+from megatron_ext.mcore.all_experts import problem_of
 from megatron_ext.mcore.buckets import Buckets
 from megatron_ext.mcore.context import InferenceContext
 from megatron_ext.mcore.controller import InferenceController
@@ -45,12 +46,11 @@ def fixed_steps_for(
         snapshots_in_prefill=rules.snapshots_in_prefill,
         one_width=is_cuda,
     )
-    return FixedSteps(context, controller, buckets, CudaGraphs() if is_cuda else NoGraphs())
+    return FixedSteps(context, controller, buckets, CudaGraphs(rules.device) if is_cuda else NoGraphs())
 
 
 def _problem(model: nn.Module, *, is_alone: bool) -> str | None:
     if not is_alone:
         return "several ranks send each other what a program has no place for"
-    if any(isinstance(module, MoELayer) for module in model.modules()):
-        return "how many tokens each expert of an MoE layer gets is read back from the device"
-    return None
+    problems = (problem_of(module.experts) for module in model.modules() if isinstance(module, MoELayer))
+    return next((one for one in problems if one is not None), None)

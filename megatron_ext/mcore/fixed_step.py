@@ -20,9 +20,9 @@ from megatron_ext.mcore.staging import ModelInput, StagingRules, stage_tokens
 from megatron_ext.mixers.recurrent import RecurrentStep
 from megatron_ext.ops.bounded_chunks import ChunkGrid, bounded_chunks
 from megatron_ext.ops.paged_attention import BoundedBatch
-from megatron_ext.ops.sampling.in_place import Wishes
+from megatron_ext.ops.sampling.wishes import Wishes
 from megatron_ext.ops.state_slots import SnapshotPlaces, StateSlots
-from megatron_ext.ops.varlen import starts
+from megatron_ext.ops.varlen import Resumes, starts
 from megatron_ext.prefix_cache.block_pool import BlockId
 from megatron_ext.scheduling.live_slots import LiveSlot
 from megatron_ext.scheduling.step import ScheduledChunk, ScheduledStep
@@ -52,6 +52,7 @@ def layout_of(bucket: Bucket, rules: StagingRules) -> Layout:
         "block_table": (rows, bucket.blocks),
         "cu_seqlens_q": (rows + 1,),
         "seqlens_k": (rows,),
+        "token_places": (bucket.decodes,),
         "sample_tokens": (rows,),
         "top_k": (rows,),
         **dict.fromkeys(sorted(_FRACTIONS), (rows,)),
@@ -240,6 +241,7 @@ def _recurrent(bucket: Bucket, parts: Mapping[str, Tensor], rules: StagingRules)
         parts["place_tokens"],
         parts["place_is_padding"].bool(),
         parts["place_of_token"],
+        Resumes(rules.block_size, parts["seqlens_k"][bucket.decodes :]),
     )
     kept = SnapshotPlaces(parts["kept_slots"], parts["kept_sequences"], parts["kept_chunks"], parts["kept_tokens"])
     snapshots = kept if rules.snapshots_in_prefill else None

@@ -1,9 +1,9 @@
-"""Steps in fixed places: padded, sent in one copy, computed by a program of their bucket, answered in one copy."""
+"""Steps in fixed places: padded, sent in one copy, computed by programs of their bucket, answered in one copy."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,43 +11,39 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from megatron_ext.engine.result import StepResult
+from megatron_ext.errors import ConfigError
+from megatron_ext.mcore.all_experts import fixed_shapes
 from megatron_ext.mcore.buckets import Bucket, Buckets, why_eager
 from megatron_ext.mcore.context import InferenceContext
 from megatron_ext.mcore.controller import InferenceController
-from megatron_ext.mcore.fixed_places import Answer, Answers, FixedPlaces, Layout
-from megatron_ext.mcore.fixed_step import SpareSlots, StepWriter, layout_of, model_input, wishes_of
+from megatron_ext.mcore.fixed_answers import Launched, answer_layout, fetch
+from megatron_ext.mcore.fixed_choice import ChoicePrograms, Wanted, samplings_of, wanted_of
+from megatron_ext.mcore.fixed_places import Answers, FixedPlaces, Layout
+from megatron_ext.mcore.fixed_shaping import has_room, with_shaping, write_shaping
+from megatron_ext.mcore.fixed_step import SpareSlots, StepWriter, layout_of, model_input
 from megatron_ext.mcore.graphs import Capture, Program
+from megatron_ext.mcore.last_tokens import LastTokens
+from megatron_ext.memory.limits import allocating
 from megatron_ext.memory.pools import Pools
 from megatron_ext.memory.state_pool import copy_rows, copy_states
 from megatron_ext.ops.backends import preferring
-from megatron_ext.ops.sampling.in_place import best_tokens_of, draw_tokens
 from megatron_ext.scheduling.step import ScheduledChunk, ScheduledStep
 
 logger = logging.getLogger(__name__)
 
 _EMPTY = ScheduledStep((), 0)
+_LESS = (
+    "a smaller --inference-dynamic-batching-buffer-size-gb or --inference-dynamic-batching-max-requests would do, "
+    "or --cuda-graph-impl none"
+)
 
 
 @dataclass(frozen=True)
 class Programs:
-    """What computes the steps of a bucket: restores, forward and snapshots, then a token a row."""
+    """What computes the steps of a bucket: restores, forward and snapshots, then tokens and log-probs."""
 
     forward: Program
-    choose_best: Program
-    draw: Program
-
-
-class Launched:
-    """A step that the device may still be computing."""
-
-    def __init__(self, answer: Answer, rows: Sequence[tuple[int, int]]) -> None:
-        self._answer, self._rows = answer, rows
-
-    def result(self) -> StepResult:
-        """Wait for its tokens."""
-        tokens = self._answer.read()
-        return StepResult({name: tokens[row] for name, row in self._rows}, {}, {}, {})
+    choice: ChoicePrograms
 
 
 class FixedSteps:
@@ -70,8 +66,13 @@ class FixedSteps:
         self._spare = SpareSlots(plan.limits.max_requests, plan.geometry.snapshot_slots + plan.geometry.draft_states)
         self._writer = StepWriter(self._rules, buckets, self._spare)
         self._layouts: dict[Bucket, Layout] = {one: layout_of(one, self._rules) for one in buckets.all()}
-        self._places = FixedPlaces(self._layouts.values(), self._rules.device)
-        self._answers = Answers(max(one.rows for one in self._layouts), self._rules.device)
+        self._shaped = {one: with_shaping(layout, one.rows) for one, layout in self._layouts.items()}
+        self._vocabulary = controller.vocabulary_size
+        answer = answer_layout(max(one.rows for one in self._layouts), self._vocabulary)
+        self._places = FixedPlaces(self._shaped.values(), self._rules.device, answer.count)
+        self._answers = Answers(self._places.answer, self._rules.device)
+        self._last_tokens = LastTokens(self._places)
+        self._logits: Tensor | None = None  # [most rows, V], where every forward leaves them
         self._programs: dict[Bucket, Programs] = {}
         self._pools: Pools | None = None  # that the programs were made for, as the next
         self._weights: tuple[int, ...] = ()
@@ -81,17 +82,30 @@ class FixedSteps:
     # What there is
 
     def prepare(self) -> None:
-        """Make the program of every bucket, where that takes long and pools have come since it was done."""
+        """Make the program of every bucket, where that takes long and pools have come since it was done.
+
+        Raises:
+            ConfigError: The pools leave too little memory for them; none is kept then.
+        """
         if not self._graphs.takes_long or self._context.pools is self._pools:
             return
         self.forget()
         buckets = self._buckets.all()
-        for bucket in tqdm(buckets, desc="programs of steps", unit="size", leave=False, disable=None):
-            self._program(bucket)
+        try:
+            with allocating(f"programs of {len(buckets)} sizes of steps", lambda: _LESS):
+                for bucket in tqdm(buckets, desc="programs of steps", unit="size", leave=False, disable=None):
+                    self._program(bucket)
+        except ConfigError:
+            self.forget()
+            self._pools = None  # so that the next call tries again
+            raise
 
     def forget(self) -> None:
         """Pools or weights lie elsewhere now, or nowhere: programs are made anew, and keep no memory until then."""
         self._programs.clear()
+        self._last_tokens.forget()
+        self._graphs.forget()
+        self._logits = None
         self._pools, self._weights = self._context.pools, self._controller.weight_addresses()
 
     def notice_new_weights(self) -> None:
@@ -103,31 +117,60 @@ class FixedSteps:
         if self._context.pools is not self._pools:
             self.forget()
         if bucket not in self._programs:
-            self._send(_EMPTY, bucket, [])  # whatever is computed while it is captured is nobody's
-            with preferring(self._controller.operators):  # also at the start, before any launch
-                self._programs[bucket] = self._make(bucket)
+            self._send(_EMPTY, bucket, [], is_shaped=True)  # whatever is computed while it is captured is nobody's
+            try:
+                with preferring(self._controller.operators):  # also at the start, before any launch
+                    self._programs[bucket] = self._make(bucket)
+                self._weights = self._controller.weight_addresses()  # experts' may lie behind each other now
+            finally:
+                self._context.clear_step()
         return self._programs[bucket]
 
     @torch.inference_mode()
     def _make(self, bucket: Bucket) -> Programs:
-        parts, capture = self._places.parts(self._layouts[bucket]), self._graphs.capture
-        forward = capture(partial(self._forward, bucket))
-        logits = _Held(forward)
-        best = capture(lambda: best_tokens_of(logits.value))
-        draw = capture(lambda: draw_tokens(logits.value, wishes_of(parts)))
-        return Programs(logits.run, best, draw)
+        if self._logits is None:
+            logits = self._forward_logits(bucket)
+            self._logits = logits.new_zeros(max(one.rows for one in self._layouts), logits.shape[1])
+        logits, layout = self._logits[: bucket.rows], answer_layout(bucket.rows, self._vocabulary)
+        forward = self._graphs.capture(partial(self._forward, bucket, logits))
+        parts = self._places.parts(self._shaped[bucket])
+        return Programs(forward, ChoicePrograms(self._graphs, logits, parts, layout.parts(self._places.answer)))
 
     # Steps
 
     def find(self, step: ScheduledStep) -> Bucket | None:
         """The bucket that computes a step; None if it is to be computed as it is. Why is said once, but for sizes."""
-        reason = why_eager(step)
-        if reason is None:
-            return self._buckets.find(step)
-        if reason not in self._said:
+        bucket, reason = self._find(step)
+        if reason is not None and reason not in self._said:
             self._said.add(reason)
             logger.warning("steps that ask for this are computed eagerly, not by a program: %s", reason)
-        return None
+        return bucket
+
+    def _find(self, step: ScheduledStep) -> tuple[Bucket | None, str | None]:
+        """The bucket of a step, or why it has none; neither where it is larger than all of them."""
+        reason = why_eager(step)
+        bucket = self._buckets.find(step) if reason is None else None
+        if bucket is not None and not has_room(samplings_of(step.chunks), bucket.rows):
+            return None, "more penalized tokens, biases or words than there is room for"
+        return bucket, reason
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether the step that was launched last was one of these, so that its tokens are where a program has them."""
+        return self._last_tokens.are_there
+
+    def forget_tokens(self) -> None:
+        """A step is computed eagerly: what lies there is of no use behind it."""
+        self._last_tokens.forget()
+
+    def find_behind(self, step: ScheduledStep) -> Bucket | None:
+        """The bucket of a step that may take tokens from the one before; None if no program is there for it.
+
+        To make one computes padding, which would write over these tokens.
+        """
+        bucket, _ = self._find(step)
+        is_made = bucket in self._programs and self._context.pools is self._pools
+        return bucket if is_made else None
 
     def launch(self, step: ScheduledStep, bucket: Bucket) -> Launched:
         """Enqueue a step. If anything raises, nothing of it counts.
@@ -136,31 +179,35 @@ class FixedSteps:
             RestoreError: A snapshot is not the one that its request was to resume from.
         """
         self._program(bucket)  # before the step is written: it may have to be made
+        wanted = wanted_of(samplings_of(step.chunks))
         copies, digests = self._open(step)
         try:
-            chunks = self._send(step, bucket, copies[: bucket.copies])
-            tokens = self._compute(bucket, chunks)
+            chunks = self._send(step, bucket, copies[: bucket.copies], is_shaped=wanted.is_shaped)
+            self._compute(bucket, wanted)
             self._close(copies[bucket.copies :], digests)
-            answer = self._answers.fetch(tokens)
+            layout = answer_layout(bucket.rows, self._vocabulary)
+            launched = fetch(self._answers, layout, chunks, is_scored=wanted.is_scored)
         finally:
+            self._last_tokens.forget()
             self._context.clear_step()
-        rows = [(chunk.request_id, row) for row, chunk in enumerate(chunks) if chunk.sampling is not None]
-        return Launched(answer, rows)
+        self._last_tokens.note(launched.rows)
+        return launched
 
     @torch.inference_mode()
-    def _compute(self, bucket: Bucket, chunks: Sequence[ScheduledChunk]) -> Tensor:
+    def _compute(self, bucket: Bucket, wanted: Wanted) -> None:
         programs = self._programs[bucket]
         programs.forward()
-        is_drawn = any(one.sampling is not None and one.sampling.uniform is not None for one in chunks)
-        return programs.draw() if is_drawn else programs.choose_best()
+        programs.choice.run(wanted)
 
     def _send(
-        self, step: ScheduledStep, bucket: Bucket, copies: Sequence[tuple[int, int]]
+        self, step: ScheduledStep, bucket: Bucket, copies: Sequence[tuple[int, int]], *, is_shaped: bool
     ) -> tuple[ScheduledChunk, ...]:
-        layout = self._layouts[bucket]
-        chunks = self._writer.pad(step, bucket)
-        self._writer.write(chunks, bucket, self._places.open(layout), copies)
-        self._places.send(layout)
+        layout = (self._shaped if is_shaped else self._layouts)[bucket]
+        chunks, arrays = self._writer.pad(step, bucket), self._places.open(layout)
+        self._writer.write(chunks, bucket, arrays, copies)
+        arrays["token_places"][:] = self._last_tokens.places_of(chunks[: bucket.decodes], layout)
+        unused = write_shaping(chunks, self._vocabulary, arrays) if is_shaped else 0
+        self._places.send(layout, unused=unused)
         self._chunks = chunks
         return chunks
 
@@ -197,28 +244,21 @@ class FixedSteps:
     # What is captured
 
     @torch.inference_mode()
-    def _forward(self, bucket: Bucket) -> Tensor:
-        """Restores, forward and snapshots of what lies in the places: logits [rows, V]."""
+    def _forward(self, bucket: Bucket, logits: Tensor) -> None:
+        """Restores, forward and snapshots of what lies in the places; logits [rows, V] go to theirs."""
+        logits.copy_(self._forward_logits(bucket))
+
+    @torch.inference_mode()
+    def _forward_logits(self, bucket: Bucket) -> Tensor:
         parts = self._places.parts(self._layouts[bucket])
         live, snapshots = self._context.live_states, self._context.snapshots
         if bucket.prefills and live is not None and snapshots is not None:
             copy_rows(snapshots, parts["restore_from"], live, parts["restore_to"])
+        parts["input_ids"] = self._last_tokens.fill_in(bucket, parts)
         self._context.begin(model_input(self._chunks, bucket, parts, self._rules))
-        logits = self._controller.forward()
+        with fixed_shapes():
+            logits = self._controller.forward()
         assert logits is not None, "the last stage is here"
         if live is not None and snapshots is not None:
             copy_rows(live, parts["copy_from"], snapshots, parts["copy_to"])
         return logits[0]
-
-
-class _Held:
-    """A program, and what it gave last: the same tensor each time where it is a graph."""
-
-    def __init__(self, program: Callable[[], Tensor]) -> None:
-        self._program = program
-        self.value = program()
-
-    def run(self) -> Tensor:
-        """Run it."""
-        self.value = self._program()
-        return self.value

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import torch
-from torch import Tensor
 
-Program = Callable[[], Tensor]
+Program = Callable[[], None]
+_WARM_UPS = 2
 
 
 class Capture(Protocol):
@@ -21,7 +23,10 @@ class Capture(Protocol):
     takes_long: bool
 
     def capture(self, run: Program) -> Program:
-        """What computes the same on whatever lies in fixed places by then; its answer is always the same tensor."""
+        """What computes the same on whatever lies in fixed places by then, and leaves its answer in others."""
+
+    def forget(self) -> None:
+        """All programs made so far have been dropped; those to come share nothing with them."""
 
 
 class NoGraphs:
@@ -33,33 +38,61 @@ class NoGraphs:
         """The very function."""
         return run
 
+    def forget(self) -> None:
+        """Nothing was kept."""
+
 
 class CudaGraphs:
-    """CUDA graphs that share their memory: only the answers of the step at hand are read.
+    """CUDA graphs that share their memory: what a program makes is overwritten by the next, its answers are elsewhere.
 
     Nothing of a step that is captured may read anything back or make tensors on the host; the recorder in
     `tests/support/programs.py` sees to that without a GPU.
+
+    All are warmed up and captured on one stream of this object's own. cuBLAS has a workspace for each stream (32 MiB on
+    a device of capability 9.0), whose address graphs keep; torch may free it when a graph of that stream is destroyed,
+    so graphs of a stream live and go together.
+
+    Args:
+        device: Where they run.
     """
 
     takes_long = True
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
 
     def capture(self, run: Program) -> Program:
-        """Run it a few times beside the current stream, so that libraries have what they need; then capture it."""
-        beside = torch.cuda.Stream()
-        beside.wait_stream(torch.cuda.current_stream())
+        """Run it a few times beside the current stream, so that libraries have what they need; then capture it.
+
+        Other threads may allocate and copy meanwhile, a server's among them: only this thread's calls are watched.
+        """
+        current, beside = torch.cuda.current_stream(), self._stream
+        beside.wait_stream(current)
         with torch.cuda.stream(beside):
-            for _ in range(2):
+            for _ in range(_WARM_UPS):
                 run()
-        torch.cuda.current_stream().wait_stream(beside)
+        current.wait_stream(beside)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            answer = run()
+        with (
+            _no_collection(),
+            torch.cuda.graph(graph, pool=self._pool, stream=beside, capture_error_mode="thread_local"),
+        ):
+            run()
+        return graph.replay
 
-        def replay() -> Tensor:
-            graph.replay()
-            return answer
+    def forget(self) -> None:
+        """Take another pool: torch refuses one whose graphs are gone while any of its memory is still in use."""
+        self._pool = torch.cuda.graph_pool_handle()
 
-        return replay
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Within it Python collects no garbage, whose finalizers might call CUDA in the thread that captures."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

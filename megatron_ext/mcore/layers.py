@@ -8,6 +8,9 @@ what came in. Parameters, names and checkpoints are upstream's.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol, runtime_checkable
 
 import torch
 from megatron.core.inference.contexts import BaseInferenceContext
@@ -49,6 +52,35 @@ def add_residual(mixed: MixerOutput, residual: Tensor, factor: float = 1.0) -> T
     return output.add_(residual)
 
 
+@dataclass(frozen=True)
+class Branch:
+    """A layer as x + factor * mix(norm(x)), for who computes a sum and the norm behind it together.
+
+    Attributes:
+        norm: [s, b, h] -> the same.
+        mix: What it gives -> what is added, and its bias.
+        factor: Of what is added.
+    """
+
+    norm: torch.nn.Module
+    mix: Callable[[Tensor], MixerOutput]
+    factor: float
+
+    def run(self, hidden_states: Tensor) -> Tensor:
+        """The layer, [s, b, h] -> the same."""
+        return add_residual(self.mix(self.norm(hidden_states)), hidden_states, self.factor)
+
+
+@runtime_checkable
+class Branching(Protocol):
+    """A layer that says what it is made of."""
+
+    def branch(
+        self, attention_mask: Tensor | None, context: BaseInferenceContext | None, angles: Tensor | None
+    ) -> Branch | None:
+        """What the layer is in a step; None where it is to be called as it is. `angles` are those of all positions."""
+
+
 def scaled_add(add: AddBuilder, factor: float) -> AddBuilder:
     """The same for outputs that are multiplied first."""
     if factor == 1.0:
@@ -84,9 +116,18 @@ class RecurrentLayer(MambaLayer):
         **options: object,
     ) -> Tensor:
         """[s, b, h] -> the same; see `RecurrentMixer.forward`."""
-        if not is_plain_inference(self) or self.residual_in_fp32:
+        branch = self.branch(attention_mask, inference_context, rotary_pos_emb)
+        if branch is None:
             return super().forward(hidden_states, attention_mask, inference_context, rotary_pos_emb, **options)
-        return add_residual(self.mixer(self.norm(hidden_states), inference_context), hidden_states, self.factor)
+        return branch.run(hidden_states)
+
+    def branch(
+        self, attention_mask: Tensor | None, context: BaseInferenceContext | None, angles: Tensor | None
+    ) -> Branch | None:
+        """See `Branching`."""
+        if not is_plain_inference(self) or self.residual_in_fp32:
+            return None
+        return Branch(self.norm, partial(self.mixer, inference_context=context), self.factor)
 
 
 class AttentionLayer(TransformerLayer):
@@ -108,7 +149,8 @@ class AttentionLayer(TransformerLayer):
         **options: object,
     ) -> tuple[Tensor, Tensor | None]:
         """[s, b, h] -> the same, and no context of cross-attention; see `PagedSelfAttention.forward`."""
-        if not is_plain_inference(self) or not isinstance(self.mlp, IdentityOp):
+        branch = self.branch(attention_mask, inference_context, rotary_pos_emb)
+        if branch is None:
             return super().forward(
                 hidden_states=hidden_states,
                 attention_mask=attention_mask,
@@ -116,13 +158,16 @@ class AttentionLayer(TransformerLayer):
                 rotary_pos_emb=rotary_pos_emb,
                 **options,
             )
-        mixed = self.self_attention(
-            self.input_layernorm(hidden_states),
-            attention_mask,
-            inference_context=inference_context,
-            rotary_pos_emb=rotary_pos_emb,
-        )
-        return add_residual(mixed, hidden_states, self.factor), None
+        return branch.run(hidden_states), None
+
+    def branch(
+        self, attention_mask: Tensor | None, context: BaseInferenceContext | None, angles: Tensor | None
+    ) -> Branch | None:
+        """See `Branching`."""
+        if not is_plain_inference(self) or not isinstance(self.mlp, IdentityOp):
+            return None
+        options = {"attention_mask": attention_mask, "inference_context": context, "rotary_pos_emb": angles}
+        return Branch(self.input_layernorm, partial(self.self_attention, **options), self.factor)
 
 
 class FeedForwardLayer(MLPLayer):
@@ -137,8 +182,15 @@ class FeedForwardLayer(MLPLayer):
 
     def forward(self, hidden_states: Tensor, *positional: object, **options: object) -> tuple[Tensor, Tensor | None]:
         """[s, b, h] -> the same, and no context of cross-attention."""
-        is_padded = options.get("padding_mask") is not None
-        if not is_plain_inference(self) or is_padded or not isinstance(self.self_attention, IdentityOp):
+        branch = None if options.get("padding_mask") is not None else self.branch(None, None, None)
+        if branch is None:
             return super().forward(hidden_states, *positional, **options)
-        mixed = self.mlp(self.pre_mlp_layernorm(hidden_states))
-        return add_residual(mixed, hidden_states, self.factor), None
+        return branch.run(hidden_states), None
+
+    def branch(
+        self, attention_mask: Tensor | None, context: BaseInferenceContext | None, angles: Tensor | None
+    ) -> Branch | None:
+        """See `Branching`."""
+        if not is_plain_inference(self) or not isinstance(self.self_attention, IdentityOp):
+            return None
+        return Branch(self.pre_mlp_layernorm, self.mlp, self.factor)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_ext.mcore.layer_config import with_biases
 from megatron_ext.mcore.linear import ColumnLinear, RowLinear
+from megatron_ext.ops.activation import gated_silu, squared_relu_
 
 
 def squared_relu(x: Tensor) -> Tensor:
@@ -32,7 +33,7 @@ class ScaledSilu:
 
 # What these compute, in place.
 _IN_PLACE: dict[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]] = {
-    squared_relu: lambda x: x.relu_().square_(),
+    squared_relu: squared_relu_,
     F.silu: lambda x: F.silu(x, inplace=True),
 }
 
@@ -71,5 +72,9 @@ class PlainMLP(MLP):
         activate = _IN_PLACE.get(function, function)
         if not self.config.gated_linear_unit:
             return activate(inner)
+        if function is F.silu:
+            return gated_silu(inner)
+        if isinstance(function, ScaledSilu):
+            return gated_silu(inner, function.factor)
         gate, up = inner.chunk(2, dim=-1)
         return function(gate).mul_(up)

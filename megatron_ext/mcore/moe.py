@@ -30,6 +30,7 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor, nn
 
+from megatron_ext.mcore.all_experts import compute_experts, has_fixed_shapes
 from megatron_ext.mcore.dispatch import SharedTokensDispatcher, is_alone
 from megatron_ext.mcore.linear import ColumnLinear, RowLinear
 
@@ -139,6 +140,13 @@ class LocalMoELayer(MoELayer):
             hidden = config.hidden_size
             self.fc1_latent_proj = LatentProjection(hidden, latent_size, config, config.init_method)
             self.fc2_latent_proj = LatentProjection(latent_size, hidden, config, config.output_layer_init_method)
+
+    def routed_experts_compute(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, None]:
+        """Dispatched tokens [n, i] by their experts; where shapes are fixed without counting whose they are."""
+        if not has_fixed_shapes():
+            output, _ = super().routed_experts_compute(hidden_states, probs)
+            return output, None
+        return compute_experts(self.experts, hidden_states, probs, self.token_dispatcher.routing_map), None
 
 
 def _submodules(latent_size: int | None) -> MoESubmodules:

@@ -10,6 +10,8 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch import Tensor
 
 from megatron_ext.mcore.layer_config import LayerConfig
+from megatron_ext.ops import gated_norm
+from megatron_ext.ops.gated_norm import RowNorm
 
 
 class LayerNormFromConfig:
@@ -40,6 +42,11 @@ class PlainRMSNorm(torch.nn.RMSNorm):
             return rms_norm(x, self.weight, self.eps)
         return super().forward(x)
 
+    @property
+    def row_norm(self) -> RowNorm:
+        """See `NamedNorm`."""
+        return RowNorm(self.weight, torch.finfo(self.weight.dtype).eps if self.eps is None else self.eps)
+
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float | None) -> Tensor:
     """RMSNorm over the last axis, by its length: |x|^2 / channels is the mean square. In x's type, which is fp32."""
@@ -62,6 +69,15 @@ class ZeroCenteredRMSNorm(torch.nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., channels] -> the same, in the same type."""
+        return gated_norm.rms_norm(hidden, self.row_norm, self._normed)
+
+    @property
+    def row_norm(self) -> RowNorm:
+        """See `NamedNorm`."""
+        return RowNorm(self.weight, self.eps, offset=1.0)
+
+    def _normed(self, hidden: Tensor) -> Tensor:
+        """In plain torch; differentiable."""
         normed = F.rms_norm(hidden.float(), self.weight.shape, eps=self.eps)
         return torch.addcmul(normed, normed, self.weight.float()).to(hidden.dtype)
 

@@ -12,7 +12,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from torch import Tensor
 
 from megatron_ext.mcore.layer_config import LayerConfig
-from megatron_ext.mcore.layers import MixerOutput, RecurrentLayer
+from megatron_ext.mcore.layers import Branch, MixerOutput, RecurrentLayer
 
 
 @dataclass
@@ -58,6 +58,12 @@ class ParallelLayer(RecurrentLayer):
         )
         added = _scaled(mixed, self.factor) + _scaled(attended, self.attention_factor)
         return hidden_states + added
+
+    def branch(
+        self, attention_mask: Tensor | None, context: BaseInferenceContext | None, angles: Tensor | None
+    ) -> Branch | None:
+        """None: two mixers with factors of their own are no branch."""
+        return None
 
 
 def _scaled(mixed: MixerOutput, factor: float) -> Tensor:

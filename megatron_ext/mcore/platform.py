@@ -82,10 +82,8 @@ def device() -> torch.device:
 
 def available_memory(on: torch.device) -> int:
     """Bytes that this process could still allocate on a device; on the host by the narrowest of its limits."""
-    if on.type == "cuda":
-        return torch.cuda.mem_get_info(on)[0]
     give_back_freed_memory()
-    return available_bytes()
+    return torch.cuda.mem_get_info(on)[0] if on.type == "cuda" else available_bytes()
 
 
 def install_cpu_stand_ins() -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megatron_ext.engine.result import Score
 from megatron_ext.memory.budget import SCORING_BYTES
+from megatron_ext.ops.sampling.log_probs import log_probs_of
 
 # Of one row, at most: the output layer's logits, their copy in fp32, and its log-softmax.
 _BYTES_PER_LOGIT = 12
@@ -33,21 +34,16 @@ def score_rows(
         top_n: How many of the best each row is to list, k numbers.
     """
     most, at_once = min(max(top_n, default=0), vocabulary), rows_at_once(vocabulary)
-    chosen, values, ids = [], [], []
+    parts = []
     for start in range(0, len(targets), at_once):
         rows = slice(start, start + at_once)
-        log_probs = logits_of(rows).float().log_softmax(-1)
-        chosen.append(log_probs.gather(1, targets[rows, None])[:, 0])
-        if most:
-            best = log_probs.topk(most, dim=-1)
-            values.append(best.values)
-            ids.append(best.indices)
-    listed = zip(torch.cat(ids).tolist(), torch.cat(values).tolist(), strict=True) if most else [((), ())] * len(top_n)
+        parts.append(log_probs_of(logits_of(rows), targets[rows], most))
+    if not parts:
+        return ()
+    chosen = torch.cat([part.chosen for part in parts]).tolist()
+    best = torch.cat([part.best for part in parts]).tolist()
+    listed = torch.cat([part.listed for part in parts]).tolist()
     return tuple(
         Score(log_prob, dict(zip(row_ids[:n], row_values[:n], strict=True)))
-        for log_prob, (row_ids, row_values), n in zip(_to_host(chosen), listed, top_n, strict=True)
+        for log_prob, row_ids, row_values, n in zip(chosen, best, listed, top_n, strict=True)
     )
-
-
-def _to_host(parts: Sequence[Tensor]) -> list[float]:
-    return torch.cat(list(parts)).tolist() if parts else []

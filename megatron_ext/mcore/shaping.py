@@ -14,10 +14,12 @@ from megatron_ext.ops.sampling.shaping import (
     CameBefore,
     add_biases,
     drop_improbable,
+    forbid,
     keep_allowed,
     penalize,
     rule_out,
 )
+from megatron_ext.ops.transfer import to_device
 from megatron_ext.scheduling.shaping import Shaping
 
 
@@ -38,8 +40,9 @@ def shape_logits(values: Tensor, rows: Sequence[SamplingRow], guides: Guides, fa
     _add_biases(values, wishes)
     guided, masks, hopeless = guides.masks(rows, failures)
     if guided:
-        keep_allowed(values, torch.tensor(guided).to(values.device), masks.to(values.device, non_blocking=True))
+        keep_allowed(values, to_device(torch.tensor(guided), values.device), to_device(masks, values.device))
     _rule_out(values, wishes)
+    _forbid(values, rows)
     _drop_improbable(values, rows, wishes)
     return hopeless
 
@@ -57,8 +60,8 @@ def _penalize(values: Tensor, wishes: Sequence[Shaping]) -> None:
     rows = np.repeat(asked, [len(tokens) for tokens, _ in counted])
     tokens, counts = (np.concatenate(parts) for parts in zip(*counted, strict=True))
     factors = [[wish.repetition, wish.presence, wish.frequency] for wish in wishes]
-    before = CameBefore(*(torch.from_numpy(one).to(values.device, non_blocking=True) for one in (rows, tokens, counts)))
-    penalize(values, before, *torch.tensor(factors, dtype=torch.float32).to(values.device).unbind(1))
+    before = CameBefore(*(to_device(torch.from_numpy(one), values.device) for one in (rows, tokens, counts)))
+    penalize(values, before, *to_device(torch.tensor(factors, dtype=torch.float32), values.device).unbind(1))
 
 
 def _count(wish: Shaping) -> tuple[np.ndarray, np.ndarray]:
@@ -73,7 +76,7 @@ def _add_biases(values: Tensor, wishes: Sequence[Shaping]) -> None:
     entries = [(i, token, bias) for i, wish in enumerate(wishes) for token, bias in wish.biases]
     if entries:
         rows, tokens, biases = zip(*entries, strict=True)
-        add_biases(values, *_places(rows, tokens, values), torch.tensor(biases, device=values.device))
+        add_biases(values, *_places(rows, tokens, values), to_device(torch.tensor(biases), values.device))
 
 
 def _rule_out(values: Tensor, wishes: Sequence[Shaping]) -> None:
@@ -83,14 +86,23 @@ def _rule_out(values: Tensor, wishes: Sequence[Shaping]) -> None:
         rule_out(values, *_places(rows, tokens, values))
 
 
+def _forbid(values: Tensor, rows: Sequence[SamplingRow]) -> None:
+    """Tokens that must not come yet, before shares of the best one's probability are taken: it may be one of them."""
+    words = values.shape[1]
+    entries = [(i, token) for i, row in enumerate(rows) for token in row.sampling.forbidden if 0 <= token < words]
+    if entries:
+        chosen, tokens = zip(*entries, strict=True)
+        forbid(values, *_places(chosen, tokens, values))
+
+
 def _drop_improbable(values: Tensor, rows: Sequence[SamplingRow], wishes: Sequence[Shaping]) -> None:
     if not any(wish.min_p for wish in wishes):
         return
     temperature = torch.tensor([row.sampling.temperature or 1.0 for row in rows], dtype=torch.float64)
     min_p = torch.tensor([wish.min_p for wish in wishes], dtype=torch.float64)
-    drop_improbable(values, temperature.to(values.device), min_p.to(values.device))
+    drop_improbable(values, to_device(temperature, values.device), to_device(min_p, values.device))
 
 
 def _places(rows: Sequence[int], tokens: Sequence[int], values: Tensor) -> tuple[Tensor, Tensor]:
-    index = torch.tensor([rows, tokens]).to(values.device, non_blocking=True)
+    index = to_device(torch.tensor([rows, tokens]), values.device)
     return index[0], index[1]

@@ -18,6 +18,7 @@ from megatron_ext.config.layers.letters import is_recurrent
 from megatron_ext.mcore.layer_config import LayerConfig
 from megatron_ext.mcore.layers import is_plain_inference
 from megatron_ext.mcore.norms import LayerNormFromConfig
+from megatron_ext.mcore.residual_stream import ResidualStream
 
 _SUBMODULES = {
     "M": "mamba_layer",
@@ -108,13 +109,10 @@ class HybridStack(MambaStack):
             hidden_states = self.input_tensor
         elif isinstance(hidden_states, WrappedTensor):
             hidden_states = hidden_states.unwrap()
+        stream = ResidualStream(hidden_states)
         for layer in self.layers:
-            hidden_states = layer(
-                hidden_states, attention_mask, inference_context=inference_context, rotary_pos_emb=rotary_pos_emb
-            )
-            if isinstance(hidden_states, tuple):
-                hidden_states = hidden_states[0]
-        return self.final_norm(hidden_states) if self.post_process and self.post_layer_norm else hidden_states
+            stream.through(layer, attention_mask, inference_context, rotary_pos_emb)
+        return stream.normed(self.final_norm) if self.post_process and self.post_layer_norm else stream.states()
 
 
 def _build_layer(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from operator import attrgetter
 from typing import Final, NamedTuple
@@ -17,7 +17,8 @@ from megatron_ext.mixers.chunk_metadata import cut_prefill
 from megatron_ext.mixers.recurrent import RecurrentStep
 from megatron_ext.ops.paged_attention import PagedBatch
 from megatron_ext.ops.state_slots import SnapshotPlaces, StateSlots
-from megatron_ext.ops.varlen import PackedChunks, stage_arrays
+from megatron_ext.ops.transfer import to_device
+from megatron_ext.ops.varlen import PackedChunks, Resumes, stage_arrays
 from megatron_ext.ops.varlen import starts as running_starts
 from megatron_ext.scheduling.step import LAST_SAMPLED, Sampling, ScheduledChunk, ScheduledStep
 
@@ -219,6 +220,7 @@ def _stage_recurrent(
     ]
     starts, lengths = [c.start for c in prefill], [c.length for c in prefill]
     packed = cut_prefill(starts, lengths, rules.kernel_chunk, stops, rules.device)
+    packed = replace(packed, resumes=Resumes(rules.block_size, staged["seqlens_k"][num_decode:]))
     snapshots = _stage_snapshots(prefill, keeps, packed, rules)
     prefill_slots = StateSlots(staged["slots"][num_decode:], staged["has_state"][num_decode:].bool(), snapshots)
     return RecurrentStep(num_decode, decode_slots, packed, prefill_slots)
@@ -272,4 +274,4 @@ def _choose_scored(
 def _to_device(arrays: Sequence[np.ndarray], device: torch.device) -> Sequence[Tensor]:
     """Integer arrays as int64 tensors, in one copy."""
     flat = torch.from_numpy(np.concatenate([array.astype(np.int64) for array in arrays]))
-    return flat.to(device, non_blocking=True).split([len(array) for array in arrays])
+    return to_device(flat, device).split([len(array) for array in arrays])

@@ -15,6 +15,7 @@ HYBRID_BLOCK_MULTIPLE = 16
 AUTOMATIC_SNAPSHOT_SHARE = 0.25  # of the buffer, on top of it
 FEWEST_AUTOMATIC_SLOTS = 2
 SPARE_STATES = 2  # for padding: a live one, and a snapshot
+AHEAD_STATES = 4  # snapshots of a step that is launched before their digests are known
 FASTEST_CHUNK = {"cpu": 64}  # tokens; by type of device, where it is less than what models are trained with
 # Log-probs are computed in pieces that take at most this, beside the pools: logits, a copy in fp32, its log-softmax.
 SCORING_BYTES = 256 * 1024**2
@@ -38,7 +39,8 @@ class ModelMemory:
 class Geometry:
     """Effective sizes (EX-6), as printed at start-up and in the JSON output.
 
-    `live_states` are those of running requests, and two for padding where steps are padded: a live one, a snapshot.
+    `live_states` are those of running requests, and where steps are padded two for padding, a live one and a snapshot,
+    and with a cache four that snapshots of steps launched ahead lie in until it is known what they are.
     """
 
     block_size_tokens: int
@@ -94,7 +96,7 @@ def plan_memory(model: ModelMemory, batching: BatchingConfig, cache: CacheConfig
         )
     block_bytes = block_size * model.kv_bytes_per_token
     per_token = model.kv_bytes_per_token
-    blocks = _block_count(model, batching, device_type)
+    blocks = _block_count(model, batching, cache, device_type)
     if block_bytes == 0 and blocks > MOST_UNITS:  # otherwise the device's memory is the limit
         raise ConfigError(
             f"{blocks} blocks are too many to keep account of; --inference-dynamic-batching-block-count {MOST_UNITS} "
@@ -108,7 +110,7 @@ def plan_memory(model: ModelMemory, batching: BatchingConfig, cache: CacheConfig
         state_in_kv_tokens=math.ceil(model.state_bytes / per_token) if per_token else None,
         blocks=blocks,
         snapshot_slots=slots if cache.snapshot_slots is not None else min(slots, blocks),
-        live_states=_live_states(model, batching),
+        live_states=_live_states(model, batching, cache),
         draft_states=batching.most_requests * model.speculative_tokens if model.state_bytes else 0,
         kernel_chunk=kernel_chunk(model.chunk_size, device_type),
         shortest_prompt_that_can_hit=_shortest_hit(model, cache, block_size, slots),
@@ -116,10 +118,26 @@ def plan_memory(model: ModelMemory, batching: BatchingConfig, cache: CacheConfig
     )
 
 
-def _live_states(model: ModelMemory, batching: BatchingConfig) -> int:
+def _live_states(model: ModelMemory, batching: BatchingConfig, cache: CacheConfig) -> int:
     if not model.state_bytes:
         return 0
-    return batching.most_requests + (SPARE_STATES if batching.has_fixed_places else 0)
+    if not batching.has_fixed_places:
+        return batching.most_requests
+    return batching.most_requests + SPARE_STATES + (AHEAD_STATES if _snapshots_ahead(model, cache) else 0)
+
+
+def _snapshots_ahead(model: ModelMemory, cache: CacheConfig) -> bool:
+    """Whether steps that are launched ahead may leave snapshots; with a drafter none are."""
+    return (
+        cache.policy is not None
+        and 0 not in (cache.snapshot_slots, cache.snapshot_buffer_gb)
+        and (not model.speculative_tokens)
+    )
+
+
+def ahead_states(live_states: int, requests: int) -> int:
+    """How many of the states that a `Geometry` counts as live ones are for steps launched ahead."""
+    return max(0, live_states - requests - SPARE_STATES)
 
 
 def kernel_chunk(model_chunk: int, device_type: str) -> int:
@@ -158,13 +176,13 @@ def _slot_count(
     return budget // model.state_bytes
 
 
-def _block_count(model: ModelMemory, batching: BatchingConfig, device_type: str) -> int:
+def _block_count(model: ModelMemory, batching: BatchingConfig, cache: CacheConfig, device_type: str) -> int:
     """Blocks that the buffer has room for beside live states; each has its like in a draft model's pool."""
     if batching.block_count is not None:
         return batching.block_count
     buffer_gb = batching.buffer_gb_on(device_type)
     block_bytes = batching.block_size * (model.kv_bytes_per_token + model.draft.kv_bytes_per_token)
-    states = _live_states(model, batching) + batching.most_requests * model.speculative_tokens
+    states = _live_states(model, batching, cache) + batching.most_requests * model.speculative_tokens
     live_bytes = states * model.state_bytes + model.draft.request_bytes(batching.most_requests)
     kv_bytes = int(buffer_gb * GIB) - live_bytes
     if kv_bytes < 2 * block_bytes:  # one is the dummy that padding points to

@@ -15,6 +15,8 @@ import os
 import platform
 from functools import cache
 
+import torch
+
 logger = logging.getLogger(__name__)
 
 KEPT_BYTES = 1 << 30  # what may stay at the end of the heap; larger tensors than that are still mapped by themselves
@@ -45,7 +47,12 @@ def keep_freed_memory() -> bool:
 
 
 def give_back_freed_memory() -> None:
-    """Send what was freed and kept back to the system: pools that are gone, or before free memory is measured."""
+    """Send what was freed and kept back to the system: pools that are gone, or before free memory is measured.
+
+    What torch keeps of a CUDA device, too: it counts as taken there, for other processes and for who asks what is free.
+    """
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
     library = _glibc()
     if library is not None:
         library.malloc_trim(0)

@@ -14,7 +14,7 @@ from megatron_ext.config.costs import EntryCosts, entry_costs
 from megatron_ext.config.layers.positions import LEARNED_POSITIONS
 from megatron_ext.errors import ConfigError
 from megatron_ext.memory.agreement import NO_PEERS, Peers, Room, agree
-from megatron_ext.memory.budget import Geometry, ModelMemory, kernel_chunk, request_state_bytes
+from megatron_ext.memory.budget import Geometry, ModelMemory, ahead_states, kernel_chunk, request_state_bytes
 from megatron_ext.memory.draft import NO_DRAFT_MODEL, DraftMemory
 from megatron_ext.memory.fitting import plan_within, what_fits
 from megatron_ext.memory.state_pool import StateShape
@@ -138,9 +138,9 @@ def plan_engine(
     world = world_geometry([room.geometry for room in agreed], peers.replica)
     costs = entry_costs(config, world.block_size_tokens, world.block_bytes, world.state_bytes)
     limits = _limits(agreed[peers.rank], batching, cache, longest, device_type, costs)
-    if speculative_tokens:
-        draft_states = world.draft_states if config.is_hybrid else 0
-        limits = replace(limits, most_drafts=speculative_tokens, draft_states=draft_states)
+    limits = replace(limits, most_drafts=speculative_tokens)
+    if config.is_hybrid:
+        limits = _with_states(limits, world, batching)
     if limits.aligned_chunks:
         check_aligned(limits)
     plan = EnginePlan(
@@ -156,6 +156,12 @@ def plan_engine(
     if cache.policy is not None and peers.rank == 0:
         _say_what_is_off(plan, cache)
     return plan
+
+
+def _with_states(limits: SchedulerLimits, world: Geometry, batching: BatchingConfig) -> SchedulerLimits:
+    """The same, with slots for the states behind drafts, and for those of steps that are launched ahead of tokens."""
+    ahead = ahead_states(world.live_states, limits.max_requests) if batching.has_fixed_places else 0
+    return replace(limits, draft_states=world.draft_states, ahead_states=ahead)
 
 
 def _fingerprint(config: ModelConfig, dtype: torch.dtype, batching: BatchingConfig) -> bytes:
@@ -236,7 +242,7 @@ def plan_draft_model(plan: EnginePlan, shape: ModelShape, config: ModelConfig, d
         draft_states=0,
         draft_model=None,
     )
-    limits = replace(plan.limits, aligned_chunks=True, most_drafts=0, draft_states=0)
+    limits = replace(plan.limits, aligned_chunks=True, most_drafts=0, draft_states=0, ahead_states=0)
     return replace(
         plan, shape=shape, geometry=geometry, world=geometry, limits=limits, policy=None, is_hybrid=config.is_hybrid
     )

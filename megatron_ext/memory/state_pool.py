@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron_ext.errors import RestoreError
 from megatron_ext.ops import state_copy
+from megatron_ext.ops.transfer import to_device
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def copy_states(source: StatePool, rows: Sequence[int], target: StatePool, targe
         target_rows: distinct ones.
     """
     device = source.conv.device
-    index = torch.tensor([rows, target_rows], dtype=torch.int64).to(device, non_blocking=True)
+    index = to_device(torch.tensor([rows, target_rows], dtype=torch.int64), device)
     copy_rows(source, index[0], target, index[1])
 
 

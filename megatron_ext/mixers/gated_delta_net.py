@@ -11,7 +11,6 @@ nothing else.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
@@ -22,7 +21,8 @@ from megatron_ext.config.recurrent.gated_delta_net import GATED_DELTA_CHUNK
 from megatron_ext.mixers.mixer import MixerSubmodules, Pass, Projected, RecurrentMixer, mark_split
 from megatron_ext.mixers.sharding import Metadata, Offsets, sharded_mixer_state
 from megatron_ext.ops.gated_delta_rule import GATED_DELTA_RULE
-from megatron_ext.ops.gated_norm import silu_gate
+from megatron_ext.ops.gated_norm import NamedNorm, norm_then_gate
+from megatron_ext.ops.step_size import decays
 
 A_INIT_RANGE = (1.0, 16.0)
 
@@ -95,27 +95,25 @@ class GatedDeltaNetMixer(RecurrentMixer):
     def mix(self, conv_inputs: Tensor, scan_inputs: tuple[Tensor, ...], through: Pass) -> Tensor:
         """Convolution and gated delta rule: [q | k | v] [T, Cn], beta and alpha [T, H] -> y [T, H * V]."""
         q, k, v = self._split_heads(through.convolve(conv_inputs, self.conv1d.weight, None))
-        strength, log_decay = self._strength(*scan_inputs)
+        beta, alpha = scan_inputs
+        log_decay, strength = decays(beta, alpha, self.dt_bias, self.A_log, most_strength=self.most_strength)
         return through.scan(GATED_DELTA_RULE, q, k, v, log_decay, strength, normalize=True).flatten(1)
 
     def gated(self, y: Tensor, gate: Tensor) -> Tensor:
         """The norm of each head, times SiLU of its gate."""
-        normed = self.out_norm(y.unflatten(-1, (self.value_heads_local, self.value_head_dim)))
-        return silu_gate(normed.flatten(-2), gate)
+        known = self.out_norm.row_norm if isinstance(self.out_norm, NamedNorm) else None
+        return norm_then_gate(y, gate, known, self._normed, group_size=self.value_head_dim)
+
+    def _normed(self, y: Tensor) -> Tensor:
+        """[T, H * V] -> the same; each head by itself."""
+        normed: Tensor = self.out_norm(y.unflatten(-1, (self.value_heads_local, self.value_head_dim)))
+        return normed.flatten(-2)
 
     def _split_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[T, Cn] -> q and k [T, G, K], v [T, H, V]; views."""
         q, k, v = qkv.split([self.qk_dim_local, self.qk_dim_local, self.v_dim_local], dim=-1)
         keys, values = (self.key_heads_local, self.key_head_dim), (self.value_heads_local, self.value_head_dim)
         return q.unflatten(-1, keys), k.unflatten(-1, keys), v.unflatten(-1, values)
-
-    def _strength(self, beta: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor]:
-        """How much each token overwrites, and the logarithm of the decay before it; [T, H] fp32 each."""
-        step_size = F.softplus(alpha.float() + self.dt_bias.float())
-        strength = beta.float().sigmoid()
-        if self.most_strength != 1.0:
-            strength = strength * self.most_strength
-        return strength, -self.A_log.float().exp() * step_size
 
     def mamba_state_shapes_per_request(self) -> tuple[tuple[int, int], tuple[int, int, int]]:
         """Shapes of one request's convolution state (Cn, window - 1) and recurrent matrix (H, K, V)."""

@@ -27,8 +27,9 @@ from megatron_ext.config.recurrent.mamba import MambaFields
 from megatron_ext.mixers.mixer import MixerSubmodules, Pass, Projected, RecurrentMixer, mark_split
 from megatron_ext.mixers.sharding import Metadata, Offsets, sharded_mixer_state
 from megatron_ext.mixers.step_size import random_step_bias
-from megatron_ext.ops.gated_norm import silu_gate
+from megatron_ext.ops.gated_norm import RowNorm, rms_norm, silu_gate
 from megatron_ext.ops.selective_scan import SELECTIVE_SCAN
+from megatron_ext.ops.step_size import step_sizes
 
 
 class Mamba1Mixer(RecurrentMixer):
@@ -99,14 +100,15 @@ class Mamba1Mixer(RecurrentMixer):
         """Convolution and selective scan: x [T, D] -> y [T, D]."""
         x = through.convolve(conv_inputs, self.conv1d.weight, self.conv1d.bias)
         dt, b, c = self._selected(x)
-        return through.scan(SELECTIVE_SCAN, x, dt, self._a(), b, c, D=self.D.float())
+        dt, A = step_sizes(dt, self.dt_proj.bias, self.A_log)
+        return through.scan(SELECTIVE_SCAN, x, dt, A, b, c, D=self.D.float())
 
     def gated(self, y: Tensor, gate: Tensor) -> Tensor:
         """Y * SiLU(z), in z's type."""
         return silu_gate(y, gate)
 
     def _selected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What the recurrence is told, from x [T, D]: step sizes [T, D] fp32, B [T, N] and C [T, N]."""
+        """What is said of each token of x [T, D]: what step sizes are made of [T, D], B [T, N] and C [T, N]."""
         projected, is_parallel = self.x_proj(x), self.tp_group.size() > 1
         if is_parallel:
             projected = reduce_from_tensor_model_parallel_region(projected, self.tp_group)
@@ -114,10 +116,7 @@ class Mamba1Mixer(RecurrentMixer):
         dt, b, c = self.dt_layernorm(dt), self.b_layernorm(b), self.c_layernorm(c)
         if is_parallel:
             dt, b, c = (copy_to_tensor_model_parallel_region(t, self.tp_group) for t in (dt, b, c))
-        return F.softplus(F.linear(dt, self.dt_proj.weight).float() + self.dt_proj.bias.float()), b, c
-
-    def _a(self) -> Tensor:
-        return -torch.exp(self.A_log.float())
+        return F.linear(dt, self.dt_proj.weight), b, c
 
     def mamba_state_shapes_per_request(self) -> tuple[tuple[int, int], tuple[int, int]]:
         """Shapes of one request's convolution state (D, K-1) and recurrent state (D, N)."""
@@ -147,6 +146,10 @@ class InnerNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, width] -> [T, width] in x's type."""
+        return rms_norm(x, RowNorm(self.weight, self.epsilon), self._normed)
+
+    def _normed(self, x: Tensor) -> Tensor:
+        """In plain torch; differentiable."""
         weight = None if self.weight is None else self.weight.float()
         return F.rms_norm(x.float(), (self.width,), weight, self.epsilon).to(x.dtype)
 

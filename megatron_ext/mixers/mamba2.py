@@ -23,8 +23,9 @@ from megatron_ext.config.recurrent.mamba2 import GATE_FIRST
 from megatron_ext.mixers.mixer import MixerSubmodules, Pass, Projected, RecurrentMixer, mark_split
 from megatron_ext.mixers.sharding import Metadata, Offsets, sharded_mixer_state
 from megatron_ext.mixers.step_size import random_step_bias
-from megatron_ext.ops.gated_norm import gated_norm, silu_gate
+from megatron_ext.ops.gated_norm import RowNorm, gated_norm, norm_then_gate, silu_gate
 from megatron_ext.ops.ssd import SSD
+from megatron_ext.ops.step_size import step_sizes
 
 A_INIT_RANGE = (1.0, 16.0)
 
@@ -109,7 +110,9 @@ class Mamba2Mixer(RecurrentMixer):
     def mix(self, conv_inputs: Tensor, scan_inputs: tuple[Tensor, ...], through: Pass) -> Tensor:
         """Convolution and SSD: xBC [T, Cn], dt [T, H] -> y [T, d_inner]."""
         x, b, c = self._split_heads(through.convolve(conv_inputs, self.conv1d.weight, self.conv1d.bias))
-        return through.scan(SSD, x, self._step_size(*scan_inputs), self._a(), b, c, D=self.D.float()).flatten(1)
+        (dt,) = scan_inputs
+        dt, A = step_sizes(dt, self.dt_bias, self.A_log)
+        return through.scan(SSD, x, dt, A, b, c, D=self.D.float()).flatten(1)
 
     def gated(self, y: Tensor, gate: Tensor) -> Tensor:
         """The gated norm, or the gate."""
@@ -121,12 +124,6 @@ class Mamba2Mixer(RecurrentMixer):
         x, b, c = xbc.split([self.d_inner_local, group_channels, group_channels], dim=-1)
         groups = (self.ngroups_local, self.d_state)
         return x.unflatten(-1, (self.nheads_local, self.headdim)), b.unflatten(-1, groups), c.unflatten(-1, groups)
-
-    def _step_size(self, dt: Tensor) -> Tensor:
-        return F.softplus(dt.float() + self.dt_bias.float())
-
-    def _a(self) -> Tensor:
-        return -torch.exp(self.A_log.float())
 
     def mamba_state_shapes_per_request(self) -> tuple[tuple[int, int], tuple[int, int, int]]:
         """Shapes of one request's convolution state (Cn, K-1) and SSM state (H, P, N).
@@ -168,6 +165,9 @@ class GroupRMSNormThenGate(GatedGroupRMSNorm):
 
     def forward(self, y: Tensor, z: Tensor) -> Tensor:
         """y, z [T, channels] -> [T, channels] in z's type."""
+        return norm_then_gate(y, z, RowNorm(self.weight, self.eps), self._normed, group_size=self.group_size)
+
+    def _normed(self, y: Tensor) -> Tensor:
+        """In plain torch; differentiable."""
         grouped = y.float().unflatten(-1, (-1, self.group_size))
-        normed = F.rms_norm(grouped, (self.group_size,), eps=self.eps).flatten(-2)
-        return silu_gate(normed * self.weight.float(), z)
+        return F.rms_norm(grouped, (self.group_size,), eps=self.eps).flatten(-2) * self.weight.float()

@@ -225,7 +225,8 @@ class RecurrentMixer(MegatronModule):
             parts.append(self.mix(own.conv_inputs, own.scan_inputs, _prefill_pass(step, live, context, layer)))
         y = parts[0] if len(parts) == 1 else torch.cat(parts)
         gated = self.gated(y, whole.gate[: y.shape[0]])
-        return F.pad(gated, (0, 0, 0, projected.shape[0] - y.shape[0]))
+        padding = projected.shape[0] - y.shape[0]
+        return F.pad(gated, (0, 0, 0, padding)) if padding else gated
 
 
 def mark_split(parameters: Iterable[nn.Parameter]) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.ops.spread import PIECE, PaddedPlaces, Pieces, SpreadChunks, cut_into_pieces, spread_chunks
-from megatron_ext.ops.varlen import BoundedSequences, PackedChunks
+from megatron_ext.ops.varlen import BoundedSequences, PackedChunks, Resumes
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ def bounded_chunks(
     tokens: Tensor,
     is_padding: Tensor,
     place_of_token: Tensor,
+    resumes: Resumes | None = None,
 ) -> PackedChunks:
     """The facts of a prefill over tensors that somebody fills anew for each step.
 
@@ -50,6 +51,7 @@ def bounded_chunks(
         tokens: [n*C] int64, the token at each place; one of the same sequence where there is none.
         is_padding: [n*C] bool, True at places without a token.
         place_of_token: [T] int64, the place of each token; behind the last sequence any.
+        resumes: See `PackedChunks`.
     """
     device, count = cu_seqlens.device, grid.count
     sequences = BoundedSequences((grid.tokens,) * grid.sequences, cu_seqlens, seq_idx)
@@ -61,6 +63,7 @@ def bounded_chunks(
         cu_chunk_seqlens=cu_chunk_seqlens,
         chunk_seq_idx=torch.div(numbers, grid.chunks, rounding_mode="floor"),
         last_chunk_indices=numbers[grid.chunks - 1 :: grid.chunks],
+        resumes=resumes,
     )
     chunks.provide(spread_chunks, _spread(grid.places, tokens, is_padding, place_of_token))
     width = PIECE if grid.places % PIECE == 0 else grid.places

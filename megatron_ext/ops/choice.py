@@ -8,15 +8,18 @@ import torch
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.ops import triton
+from megatron_ext.ops.activation import ACTIVATION
 from megatron_ext.ops.backends import B, Backends, preferring
 from megatron_ext.ops.causal_conv1d import CAUSAL_CONV1D, PLAIN_CONV1D
 from megatron_ext.ops.gated_delta_rule import GATED_DELTA_RULE
 from megatron_ext.ops.gated_norm import GATED_NORM
 from megatron_ext.ops.paged_attention import PAGED_ATTENTION
+from megatron_ext.ops.rotary import ROTARY_WRITE
 from megatron_ext.ops.sampling import SAMPLING
 from megatron_ext.ops.selective_scan import SELECTIVE_SCAN
 from megatron_ext.ops.ssd import SSD
 from megatron_ext.ops.state_copy import STATE_COPY
+from megatron_ext.ops.step_size import STEP_SIZE
 
 AUTO = "auto"
 
@@ -58,7 +61,10 @@ def _names(x: torch.Tensor) -> Iterator[tuple[str, str]]:
     yield _name(PAGED_ATTENTION, x)
     yield from (_name(convolution.backends, x) for convolution in (CAUSAL_CONV1D, PLAIN_CONV1D))
     yield from (_name(recurrence.backends, x) for recurrence in (SSD, SELECTIVE_SCAN, GATED_DELTA_RULE))
+    yield _name(STEP_SIZE, x)
     yield _name(GATED_NORM, x)
+    yield _name(ACTIVATION, x)
+    yield _name(ROTARY_WRITE, x)
     yield _name(SAMPLING, x)
     yield _name(STATE_COPY, x)
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.ops.facts import Facts
+from megatron_ext.ops.transfer import to_device
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,19 @@ class BoundedSequences(PackedSequences):
 
 
 @dataclass(frozen=True)
+class Resumes:
+    """Where states may be resumed: sequences are cut there in one step and not in another, with the same results.
+
+    Attributes:
+        multiple: Tokens of the absolute position that such a place is a multiple of: those of a block.
+        ends: [S] int64, absolute position behind the last token of each sequence in this step.
+    """
+
+    multiple: int
+    ends: Tensor
+
+
+@dataclass(frozen=True)
 class PackedChunks(Facts):
     """Sequences cut into kernel chunks; no chunk holds tokens of two sequences.
 
@@ -59,6 +73,7 @@ class PackedChunks(Facts):
         cu_chunk_seqlens: [n+1] int64, first token of each chunk, then T.
         chunk_seq_idx: [n] int64, the sequence of each chunk.
         last_chunk_indices: [S] int64, the last chunk of each sequence.
+        resumes: Where states may be resumed; None if that is not known.
     """
 
     sequences: PackedSequences
@@ -67,6 +82,7 @@ class PackedChunks(Facts):
     cu_chunk_seqlens: Tensor
     chunk_seq_idx: Tensor
     last_chunk_indices: Tensor
+    resumes: Resumes | None = None
 
     @property
     def longest(self) -> int:
@@ -105,7 +121,7 @@ def pack_chunks(pieces: Sequence[Sequence[int]], device: torch.device | str | No
 def stage_arrays(arrays: dict[str, np.ndarray], device: torch.device | str | None) -> dict[str, Tensor]:
     """Send integer arrays to the device in one copy; the answers are int64 views of one buffer, in the same shapes."""
     buffer = np.concatenate([array.reshape(-1).astype(np.int64, copy=False) for array in arrays.values()])
-    parts = torch.from_numpy(buffer).to(device).split([array.size for array in arrays.values()])
+    parts = to_device(torch.from_numpy(buffer), device).split([array.size for array in arrays.values()])
     return {name: part.view(array.shape) for (name, array), part in zip(arrays.items(), parts, strict=True)}
 
 

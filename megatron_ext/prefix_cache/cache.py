@@ -103,6 +103,10 @@ class PrefixCache:
         """Blocks of the longest cached run from the start. Changes nothing; pin them before anything is allocated."""
         return self._index.longest_run(digests)
 
+    def depth_of(self, digest: Digest) -> int:
+        """Blocks from the start of its sequence to the end of the cached one that holds `digest`."""
+        return self._index.depth(digest)
+
     def is_evictable(self, block: BlockId) -> bool:
         """Whether pinning `block` would make one block less available."""
         return block in self._policy

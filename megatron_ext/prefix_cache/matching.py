@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron_ext.prefix_cache.hash_chain import Digest
@@ -43,17 +43,49 @@ def last_boundary(length: int, block_size: int) -> int:
     return (length - 1) // block_size * block_size
 
 
-def resume_point(length: int, matched: Sequence[Digest], block_size: int, states: StateIndex | None) -> ResumePoint:
+def resume_point(
+    length: int,
+    matched: Sequence[Digest],
+    block_size: int,
+    states: StateIndex | None,
+    depth_of: Callable[[Digest], int],
+) -> ResumePoint:
     """Where to begin a sequence of `length` tokens whose first blocks, `matched`, are cached.
 
     With recurrent layers (`states` is not None) this is the last block boundary below the end that has a snapshot: one
     that has none is no candidate, however the position is clamped.
+
+    Args:
+        length: Known tokens, at least 1.
+        matched: The first so many digests of the sequence.
+        block_size: Tokens.
+        states: Of the cache; None in a model without recurrent layers.
+        depth_of: Blocks from the start of its sequence to the end of a cached one.
     """
     if states is None:
         return ResumePoint(resume_position(length, len(matched) * block_size))
-    for blocks in range(min(len(matched), last_boundary(length, block_size) // block_size), 0, -1):
-        digest = matched[blocks - 1]
-        slot = states.find(digest)
-        if slot is not None:
-            return ResumePoint(blocks * block_size, Restore(digest, slot))
-    return ResumePoint(0)
+    most = min(len(matched), last_boundary(length, block_size) // block_size)
+    blocks = _last_with_snapshot(matched, most, states, depth_of)
+    if not blocks:
+        return ResumePoint(0)
+    digest = matched[blocks - 1]
+    slot = states.find(digest)
+    assert slot is not None, "just found"
+    return ResumePoint(blocks * block_size, Restore(digest, slot))
+
+
+def _last_with_snapshot(
+    matched: Sequence[Digest], most: int, states: StateIndex, depth_of: Callable[[Digest], int]
+) -> int:
+    """Blocks of `matched`, at most so many, up to the last that has a snapshot; 0 if none has.
+
+    The snapshot of a prefix that is used stands near its end, so blocks are looked at from there; if as many as there
+    are snapshots have none, snapshots are looked at instead: each says where in this sequence it would be.
+    """
+    snapshots = states.visible()
+    nearest = max(0, most - len(snapshots))
+    for blocks in range(most, nearest, -1):
+        if matched[blocks - 1] in snapshots:
+            return blocks
+    depths = ((depth_of(digest), digest) for digest in snapshots) if nearest else ()
+    return max((depth for depth, digest in depths if depth <= nearest and matched[depth - 1] == digest), default=0)

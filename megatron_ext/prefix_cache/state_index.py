@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, KeysView
 from typing import NewType, Protocol
 
 from megatron_ext.prefix_cache.hash_chain import Digest
@@ -108,6 +108,10 @@ class StateIndex:
     def find(self, digest: Digest) -> SlotId | None:
         """The slot of the visible snapshot of `digest`, or None."""
         return self._visible.get(digest)
+
+    def visible(self) -> KeysView[Digest]:
+        """The snapshots that can be found."""
+        return self._visible.keys()
 
     def is_reserved(self, digest: Digest) -> bool:
         """Whether a snapshot of `digest` is being taken."""

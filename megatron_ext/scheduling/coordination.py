@@ -147,7 +147,7 @@ def wait_for_prefix(
     if cache.states is None:
         return deferral
     position = min(common, last_boundary(len(request.tokens), block_size))
-    resume = resume_point(len(request.tokens), digests[:matched], block_size, cache.states)
+    resume = resume_point(len(request.tokens), digests[:matched], block_size, cache.states, cache.depth_of)
     if position <= max(computed_end, resume.position):
         return None
     deferral = dataclasses.replace(deferral, until=position)

@@ -24,6 +24,7 @@ class Counters:
     lost_ago: int = 0  # requests admitted since what was wanted was given up; summed over `lost_requests`
     drafted: int = 0  # drafts that steps have verified
     accepted: int = 0  # those of them that came
+    launched_ahead: int = 0  # steps that were launched before the tokens of the one before were known
 
     def note_lost(self, slot_tokens: int, block_tokens: int, ago: int) -> None:
         """An admission would have skipped more."""

@@ -306,7 +306,8 @@ def plan_admission(
     blocks = new_blocks + len(matched) - in_use
     if blocks > budget.blocks:
         return Deferral(request, "blocks", blocks, budget.blocks), budget
-    resume = resume_point(length, request.digests[: len(matched)], limits.block_size, cache.states)
+    digests = request.digests[: len(matched)]
+    resume = resume_point(length, digests, limits.block_size, cache.states, cache.depth_of)
     start = resume.position
     may_cut = limits.chunked_prefill or length > limits.max_tokens
     end = _chunk_end(request, start, len(matched) * limits.block_size, limits, budget.tokens)

@@ -18,6 +18,7 @@ from megatron_ext.scheduling.counters import Counters
 from megatron_ext.scheduling.drafts import Drafts
 from megatron_ext.scheduling.events import EventType
 from megatron_ext.scheduling.explanation import explain_admission
+from megatron_ext.scheduling.foresight import Foresight
 from megatron_ext.scheduling.invariants import check_ownership
 from megatron_ext.scheduling.keys import CacheKeys
 from megatron_ext.scheduling.live_slots import LiveSlots
@@ -59,6 +60,7 @@ class Scheduler:
         self.drafts = Drafts(limits, self.cache, self.counters)
         self._hashing = AheadHashing(limits.block_size)
         self._keys = CacheKeys(fingerprint, limits.block_size)
+        self.foresight = Foresight(limits, self.queues, self.cache, self._hashing, self.counters)
 
     @property
     def blocks(self) -> BlockPool:
@@ -112,6 +114,7 @@ class Scheduler:
         self.drafts.lend(plan.chunks)
         put_to_sleep(plan.deferrals, self.queues, self.limits.block_size, self.cache, self.pending_blocks)
         self._hashing.go_on()
+        self.foresight.note(plan)
         return plan
 
     def hash_ahead(self) -> None:
@@ -253,12 +256,11 @@ class Scheduler:
         shared = self.cache.publish(digests, own, parent)
         if shared != own:  # somebody has published the same before
             sequence.block_table = (*table[:first], *shared, *table[complete:])
+        size = self.limits.block_size
         if self.cache.kept is not None:
-            size = self.limits.block_size
             self.cache.kept.keep_run(digests, parent or sequence.chain.root, sequence.packed, size, complete * size)
         if self.cache.observer is not None:
-            size, salt = self.limits.block_size, request.params.cache_salt
-            run = PublishedRun(digests, parent, sequence.packed, size, complete * size, salt)
+            run = PublishedRun(digests, parent, sequence.packed, size, complete * size, request.params.cache_salt)
             self.cache.observer.blocks_there(run)
         self.pending_blocks.published(request.request_id, digests)
         self.queues.waiting.published(digests)
@@ -344,4 +346,5 @@ class Scheduler:
         self.cache.check()
         check_ownership(self.queues, self.limits, self.cache, self.live_slots)
         self.drafts.check(self.queues)
+        self.foresight.check()
         check_sleepers(self.queues, self.limits.block_size, self.cache, self.pending_blocks)

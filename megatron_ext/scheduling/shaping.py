@@ -63,8 +63,8 @@ class Shaping:
 def shaping_of(request: Request, drafts: Sequence[int] = ()) -> Shaping:
     """What a request that shapes its logits does to those of its next token, or of the one behind these drafts."""
     params, sequence = request.params, request.sequence
-    tokens = sequence.packed[:] if _reads_tokens(params) else sequence.packed[:0]
-    if _reads_tokens(params):
+    tokens = sequence.packed[:] if reads_tokens(params) else sequence.packed[:0]
+    if reads_tokens(params):
         tokens.extend(drafts)
     return Shaping(
         tokens=tokens,
@@ -80,5 +80,6 @@ def shaping_of(request: Request, drafts: Sequence[int] = ()) -> Shaping:
     )
 
 
-def _reads_tokens(params: RequestParams) -> bool:
+def reads_tokens(params: RequestParams) -> bool:
+    """Whether what is done to its logits depends on the tokens that came."""
     return params.has_penalties or bool(params.bad_words or params.form)

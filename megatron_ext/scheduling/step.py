@@ -6,7 +6,7 @@ same commands write equal ones, so that ranks can act on their own copies.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
@@ -21,6 +21,7 @@ from megatron_ext.scheduling.snapshots import Snapshot
 
 LAST_SAMPLED: Final = -1
 """In place of a token id: the one that the step before sampled for this request, wherever it is by now."""
+_UNKNOWN: Final = (LAST_SAMPLED,)
 
 
 @dataclass(frozen=True)
@@ -145,6 +146,35 @@ def _describe(chunk: Chunk, block_size: int) -> ScheduledChunk:
         sampling=_sampling(request) if chunk.yields_token else None,
         scoring=None if is_decode else _scoring(chunk),
         behind_drafts=_behind_drafts(chunk) if chunk.drafts else (),
+    )
+
+
+def describe_ahead(chunks: Iterable[Chunk], block_size: int, states: Mapping[int, Snapshot]) -> ScheduledStep:
+    """The message of a step that decodes a token of each request which the step before is about to give it.
+
+    Args:
+        chunks: One token each, behind all that is known of their requests (see `Foresight`).
+        block_size: Tokens.
+        states: Request id -> where its states are kept, if they are; of a name that is no digest.
+    """
+    described = tuple(_describe_ahead(chunk, block_size, states) for chunk in chunks)
+    return ScheduledStep(described, len(described))
+
+
+def _describe_ahead(chunk: Chunk, block_size: int, states: Mapping[int, Snapshot]) -> ScheduledChunk:
+    request, sequence = chunk.request, chunk.request.sequence
+    assert sequence.live_slot is not None, f"request {request.request_id} runs and has no live slot"
+    return ScheduledChunk(
+        request_id=request.submission.request_id,
+        token_ids=_UNKNOWN,
+        start=chunk.start,
+        end=chunk.end,
+        is_decode=True,
+        block_ids=sequence.block_table[: -(-chunk.end // block_size)],
+        shared_end=sequence.shared_end,
+        live_slot=sequence.live_slot,
+        snapshots=(states[request.request_id],) if request.request_id in states else (),
+        sampling=_sampling(request, _UNKNOWN),
     )
 
 

@@ -101,6 +101,11 @@ class WaitingQueue:
         """Those awake, in order of arrival."""
         return Line(self._awake)
 
+    @property
+    def first_awake(self) -> Request | None:
+        """Who is looked at first; None if nobody is."""
+        return self._awake[0] if self._awake else None
+
     def is_asleep(self, request: Request) -> bool:
         """Whether it need not be looked at."""
         hope = self._hopes.get(request)

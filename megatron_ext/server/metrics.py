@@ -58,6 +58,7 @@ _COUNTERS = (
     ("accepted_draft_tokens", "Drafts that came", "counters.accepted"),
     ("request_pauses", "Requests paused for want of a block", "counters.pauses"),
     ("request_evictions", "Paused requests that gave up their blocks", "counters.preemptions"),
+    ("steps_launched_ahead", "Launched before the tokens of the step before were known", "counters.launched_ahead"),
 )
 
 

@@ -17,7 +17,7 @@ WINDOWS = (2, 3, 4)
     strides="x_row live_row channels",
     counts="rows sequences has_bias activate",
     types=STATE_TYPES,
-    configs=[config(registers=MOST_REGISTERS, WINDOW=window, ROWS=16, CHANNELS=128) for window in WINDOWS],
+    configs=[config(registers=MOST_REGISTERS, WINDOW=window, ROWS=8, CHANNELS=128) for window in WINDOWS],
 )
 def conv_prefill(
     x, weight, bias, y, live, seq_idx, cu_seqlens, slots, has_initial, x_row, live_row, channels, rows, sequences,

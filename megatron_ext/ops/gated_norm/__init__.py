@@ -1,13 +1,16 @@
-"""Gates behind a recurrence: y * SiLU(z), alone or with an RMS norm over groups of channels behind it."""
+"""Gates behind a recurrence: y * SiLU(z), alone or with an RMS norm over groups of channels; and such norms alone."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from torch import Tensor
 
 from megatron_ext.ops.backends import Backends
-from megatron_ext.ops.gated_norm import cpp, reference
+from megatron_ext.ops.gated_norm import cpp, reference, triton
+from megatron_ext.ops.gated_norm.reference import NamedNorm, Order, RowNorm
 
-GATED_NORM = Backends("gated_norm", cpp.BACKEND, reference.BACKEND)
+GATED_NORM = Backends("gated_norm", cpp.BACKEND, triton.BACKEND, reference.BACKEND)
 
 
 def gated_norm(y: Tensor, gate: Tensor, weight: Tensor, *, group_size: int, eps: float) -> Tensor:
@@ -31,4 +34,62 @@ def silu_gate(y: Tensor, gate: Tensor) -> Tensor:
     return GATED_NORM.choose(y).gate(y, gate)
 
 
-__all__ = ["GATED_NORM", "gated_norm", "silu_gate"]
+def norm_then_gate(
+    y: Tensor, gate: Tensor, norm: RowNorm | None, plain: Callable[[Tensor], Tensor], *, group_size: int
+) -> Tensor:
+    """RMS norm of y, times SiLU(gate) (gate behind the norm).
+
+    Args:
+        y: [T, Cn].
+        gate: [T, Cn], of the type that is wanted.
+        norm: What the norm is; None if it can be had by calling it only.
+        plain: Computes the norm, [T, Cn] -> [T, Cn] of any type, for backends that do not.
+        group_size: Channels that are normed together.
+    """
+    backend = GATED_NORM.choose(y)
+    if norm is not None and backend.norm_rows is not None:
+        found = backend.norm_rows(y, gate, norm, group_size=group_size, order=Order.NORM_FIRST)
+        if found is not None:
+            return found
+    return backend.gate(plain(y), gate)
+
+
+def rms_norm(x: Tensor, norm: RowNorm, plain: Callable[[Tensor], Tensor]) -> Tensor:
+    """RMS norm over the last axis, in fp32, for norms that torch has no kernel for: [..., Cn] -> the same.
+
+    `plain` computes it for backends that do not.
+    """
+    backend = GATED_NORM.choose(x)
+    if backend.norm_rows is not None:
+        rows = x.flatten(0, -2)
+        found = backend.norm_rows(rows, None, norm, group_size=x.shape[-1], order=Order.NO_GATE)
+        if found is not None:
+            return found.view(x.shape)
+    return plain(x)
+
+
+def add_and_norm(output: Tensor, residual: Tensor, norm: object, factor: float) -> tuple[Tensor, Tensor] | None:
+    """Residual + factor * output, and a norm of that, in one go; None where that is to be computed one by one.
+
+    Args:
+        output: [..., Cn].
+        residual: The same.
+        norm: A module; one that is no `NamedNorm` is computed by itself.
+        factor: Of the output.
+    """
+    backend = GATED_NORM.choose(output)
+    if backend.add_norm is None or not isinstance(norm, NamedNorm):
+        return None
+    return backend.add_norm(output, residual, norm.row_norm, factor)
+
+
+__all__ = [
+    "GATED_NORM",
+    "NamedNorm",
+    "RowNorm",
+    "add_and_norm",
+    "gated_norm",
+    "norm_then_gate",
+    "rms_norm",
+    "silu_gate",
+]

@@ -4,11 +4,45 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import IntEnum
+from typing import Protocol, runtime_checkable
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ext.ops.backends import anything
+
+
+class Order(IntEnum):
+    """Where a gate stands beside a norm."""
+
+    NO_GATE = 0
+    GATE_FIRST = 1
+    NORM_FIRST = 2
+
+
+@dataclass(frozen=True)
+class RowNorm:
+    """An RMS norm.
+
+    Attributes:
+        weight: Of each channel, or of those of one group for all groups; None for 1.
+        eps: Added to the mean square.
+        offset: Added to each weight.
+    """
+
+    weight: Tensor | None
+    eps: float
+    offset: float = 0.0
+
+
+@runtime_checkable
+class NamedNorm(Protocol):
+    """A norm that says what it computes, so that a kernel can do that beside other things."""
+
+    @property
+    def row_norm(self) -> RowNorm:
+        """What it computes of each row."""
 
 
 @dataclass(frozen=True)
@@ -20,12 +54,17 @@ class GateBackend:
         takes: Whether it computes for a y like that.
         norm: As `gated_norm`.
         gate: As `silu_gate`.
+        norm_rows: (x [T, Cn], gate [T, Cn] or None, norm, group_size, order) -> [T, Cn], of the same type, for
+            backends that compute any norm in one go; None where they do not compute that one. Not differentiable.
+        add_norm: As `add_and_norm`, for the same backends.
     """
 
     name: str
     takes: Callable[[Tensor], bool]
     norm: Callable[..., Tensor]
     gate: Callable[[Tensor, Tensor], Tensor]
+    norm_rows: Callable[..., Tensor | None] | None = None
+    add_norm: Callable[[Tensor, Tensor, RowNorm, float], tuple[Tensor, Tensor] | None] | None = None
 
 
 def gated_norm(y: Tensor, gate: Tensor, weight: Tensor, *, group_size: int, eps: float) -> Tensor:

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from megatron_ext.ops.triton.device import find_piece, product
-from megatron_ext.ops.triton.registry import FLOATS, config, kernel
+from megatron_ext.ops.triton.registry import FLOATS, MOST_REGISTERS, config, kernel
 
 SPAN = 512  # keys of a program of `attend_few`, always: what a decode gets depends on its own keys only
 ROWS_OF_FEW = 16  # the fewest that a matrix product takes
@@ -30,19 +30,20 @@ MANY = {
         EXACT=int(types is WIDE),
         num_warps=warps,
         only=types,
+        registers=limit,
         aligned=True,  # elements one by one take more registers than there are
     )
-    for types, channels, rows, keys, warps in (
-        (NARROW, 16, 64, 64, 4),
-        (NARROW, 32, 64, 64, 4),
-        (NARROW, 64, 128, 64, 8),
-        (NARROW, 128, 64, 32, 8),
-        (NARROW, 256, 32, 32, 4),
-        (WIDE, 16, 64, 32, 4),
-        (WIDE, 32, 32, 32, 4),
-        (WIDE, 64, 32, 32, 4),
-        (WIDE, 128, 32, 32, 8),
-        (WIDE, 256, 32, 16, 8),
+    for types, channels, rows, keys, warps, limit in (
+        (NARROW, 16, 64, 64, 4, None),
+        (NARROW, 32, 64, 64, 4, None),
+        (NARROW, 64, 128, 64, 8, None),
+        (NARROW, 128, 64, 32, 8, None),
+        (NARROW, 256, 32, 32, 4, None),
+        (WIDE, 16, 64, 32, 4, None),
+        (WIDE, 32, 32, 32, 4, None),
+        (WIDE, 64, 32, 32, 8, MOST_REGISTERS),
+        (WIDE, 128, 32, 32, 8, None),
+        (WIDE, 256, 32, 16, 8, None),
     )
 }
 FEW = {

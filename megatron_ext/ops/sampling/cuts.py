@@ -99,4 +99,4 @@ def drop_beyond_nucleus(weights: Tensor, scores: Tensor, logits: Tensor, top_p: 
 
 def _classes(scores: Tensor) -> Tensor:
     """The class of each score, 0 the best: [r, V] int64. A row of NaN must not leave the range, hence `fmin`."""
-    return scores.mul(-CLASSES_PER_SCORE).fmin(scores.new_tensor(CLASSES - 1.0)).to(torch.int64)
+    return scores.mul(-CLASSES_PER_SCORE).fmin(scores.new_full((), CLASSES - 1.0)).to(torch.int64)

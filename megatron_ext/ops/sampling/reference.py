@@ -13,6 +13,9 @@ from megatron_ext.ops.backends import anything
 from megatron_ext.ops.sampling.batch import SamplingBatch
 from megatron_ext.ops.sampling.cuts import best_tokens, drop_beyond_nucleus, kept_of_ordered
 from megatron_ext.ops.sampling.number_line import draw, draw_picked, scores
+from megatron_ext.ops.sampling.ordered import draw_ordered
+from megatron_ext.ops.sampling.wishes import Wishes
+from megatron_ext.ops.transfer import to_device
 
 # Logits that are drawn from in one go on a CPU: what several passes over them find in its cache.
 CACHED_LOGITS = 1 << 18
@@ -20,19 +23,32 @@ CACHED_LOGITS = 1 << 18
 
 @dataclass(frozen=True)
 class SamplingBackend:
-    """One way to draw tokens; `sample` has the signature of `sample_tokens`."""
+    """One way to draw tokens.
+
+    Attributes:
+        name: Unique among the backends.
+        takes: Whether it computes for logits like those.
+        sample: With the signature of `sample_tokens`.
+        draw: The same of wishes that the device has, greedy rows included, for backends that do not ask what these
+            are: (logits [R, V], `Wishes`) -> [R], or None where it does not compute for these logits.
+    """
 
     name: str
     takes: Callable[[Tensor], bool]
     sample: Callable[..., Tensor]
+    draw: Callable[[Tensor, Wishes], Tensor | None] | None = None
 
 
 def sample_tokens(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """See the operator."""
+    columns = to_device(
+        torch.from_numpy(np.stack([batch.temperature, batch.top_k, batch.top_p, batch.uniform])), logits.device
+    )
+    if logits.is_cuda:  # the ways below choose by what is read back
+        return draw_ordered(logits, Wishes(*columns))
     tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
-    columns = torch.from_numpy(np.stack([batch.temperature, batch.top_k, batch.top_p, batch.uniform])).to(logits.device)
     for rows, draw_rows in _parts(batch, logits):
-        place = _as_slice(rows) or torch.from_numpy(rows).to(logits.device)
+        place = _as_slice(rows) or torch.from_numpy(rows)
         tokens[place] = draw_rows(logits[place], int(batch.top_k[rows].max()), *columns[:, place])
     return tokens.clamp_(max=logits.shape[1] - 1)  # rows of NaN may point behind it
 

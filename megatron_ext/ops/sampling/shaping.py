@@ -50,8 +50,11 @@ def penalize(logits: Tensor, before: CameBefore, repetition: Tensor, presence: T
 
 
 def add_biases(logits: Tensor, rows: Tensor, tokens: Tensor, biases: Tensor) -> None:
-    """Add [n] numbers to the logits [r, V] of n tokens, of which no row has one twice."""
-    logits.index_put_((rows, tokens), biases, accumulate=True)
+    """Add [n] numbers to the logits [r, V] of n tokens, of which no row has one twice.
+
+    On CUDA `index_put_` would order them first, and in some versions of torch read back how large the indices are.
+    """
+    logits.view(-1).scatter_add_(0, rows * logits.shape[1] + tokens, biases)
 
 
 def keep_allowed(logits: Tensor, rows: Tensor, masks: Tensor) -> None:
@@ -84,9 +87,14 @@ def _bits_anywhere(masks: Tensor) -> Tensor:
 
 def rule_out(logits: Tensor, rows: Tensor, tokens: Tensor) -> None:
     """Take n tokens away from rows of [r, V]; a row that would have none left keeps what it has."""
-    without = logits.index_put((rows, tokens), logits.new_tensor(-torch.inf))
+    without = logits.index_put((rows, tokens), logits.new_full((), -torch.inf))
     is_empty = without.amax(-1, keepdim=True) == -torch.inf
     logits.copy_(torch.where(is_empty, logits, without))
+
+
+def forbid(logits: Tensor, rows: Tensor, tokens: Tensor) -> None:
+    """Take n tokens away from rows of [r, V], whatever is left."""
+    logits.index_put_((rows, tokens), logits.new_full((), -torch.inf))
 
 
 def drop_improbable(logits: Tensor, temperature: Tensor, min_p: Tensor) -> None:

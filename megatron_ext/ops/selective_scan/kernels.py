@@ -40,7 +40,8 @@ def _load_group(u, delta, B, C, u_row, delta_row, b_row, c_row, first, until, d,
         step = tl.load(delta + row * delta_row + d, mask=is_d & is_token, other=0.0)
         b = tl.load(B + row * b_row + n, mask=is_n & is_token, other=0.0)
         c = tl.load(C + row * c_row + n, mask=is_n & is_token, other=0.0)
-        group = group + ((inputs[:, None], step[:, None], b[None, :], c[None, :]),)  # noqa: RUF005 - Triton has no *
+        token = inputs[:, None], step[:, None], b[None, :], c[None, :]
+        group = group + (token,)  # type: ignore[assignment]  # noqa: RUF005 - Triton has no *
     return group
 
 

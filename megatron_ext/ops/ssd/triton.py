@@ -85,8 +85,11 @@ def prefill(
         say_reference_computes(lack)
         inputs = (x, dt, A, B, C)
         return prefill_by_scan(reference.ssd_scan, inputs, chunks, slots, live, snapshots, {"D": D})
-    from megatron_ext.ops.ssd import kernels
+    from megatron_ext.ops.ssd import kernels, tiles
 
+    arguments = _arguments(x, dt, A, B, C, D) | prefill_arguments(chunks, slots, live, snapshots)
+    if tiles.takes(x, B, C, chunks):
+        return tiles.prefill(arguments, x, B, chunks)
     state_size = B.shape[2]
     config = _config(kernels.ssd_prefill, x, min(state_size, kernels.MOST_STATES))
     parts, (rows, heads, head_dim) = -(-state_size // config["N"]), x.shape
@@ -96,8 +99,7 @@ def prefill(
         config,
         y=y,
         y_part=rows * heads * head_dim,
-        **_arguments(x, dt, A, B, C, D),
-        **prefill_arguments(chunks, slots, live, snapshots),
+        **arguments,
     )
     return y[0] if parts == 1 else y.sum(0).to(x.dtype)
 

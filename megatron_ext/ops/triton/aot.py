@@ -117,7 +117,7 @@ def _attributes(case: Case) -> dict[tuple[int], list[list[str | int]]]:
     if not case.aligned:
         return {}
     kernel, names = case.kernel, list(case.kernel.function.arg_names)
-    return {(names.index(name),): ALIGNED for name in (*kernel.pointers, *kernel.strides)}  # type: ignore[misc]
+    return {(names.index(name),): ALIGNED for name in kernel.aligned}  # type: ignore[misc]
 
 
 def _assemble(ptx: str, case: Case) -> tuple[int, int]:

@@ -27,6 +27,11 @@ def own_rows(pool: Tensor) -> bool:
     return rows_of(pool) is pool
 
 
+def is_aligned(*inputs: Tensor) -> bool:
+    """Whether inputs [T, heads, channels], their rows and heads begin at multiples of 16 (bytes, elements)."""
+    return not any(number % 16 for t in map(rows_of, inputs) for number in (t.shape[-1], t.stride(0), t.data_ptr()))
+
+
 @functools.lru_cache(maxsize=64)
 def _index(start: int, stop: int, device: torch.device) -> Tensor:
     return torch.arange(start, stop, device=device)

@@ -38,6 +38,9 @@ STATE_TYPES: tuple[Types, ...] = tuple(
 """Inputs T and states S that operators with states take: states of fp32, or of the inputs' type; of any with fp32."""
 MOST_REGISTERS = 255
 """Of a thread: all that it can have."""
+WHEREVER = ("i64", "i1")
+"""Types of tensors that say where things lie and how many there are. They are views of one buffer, whose parts begin
+now at a multiple of 16 bytes and now at 8: a kernel that was compiled for either would be compiled while it serves."""
 MODULES = "*/kernels*.py"
 """Where kernels are, below `ops/`."""
 
@@ -141,6 +144,11 @@ class Kernel:
     configs: tuple[Config, ...]
     fits: Callable[[Config, Types], bool]
 
+    @property
+    def aligned(self) -> tuple[str, ...]:
+        """Parameters that it is compiled for when they begin at, or are, multiples of 16."""
+        return (*(name for name, type_name in self.pointers.items() if type_name not in WHEREVER), *self.strides)
+
     def lacks(self, **letters: torch.dtype) -> str | None:
         """Why there is no kernel for tensors of these types, by letter; None if there is one."""
         wanted = {letter: TYPE_NAMES.get(dtype, str(dtype)) for letter, dtype in letters.items()}
@@ -223,9 +231,10 @@ def kernel(
     def register(function: Callable[..., None]) -> Kernel:
         name = function.__name__
         assert name not in _REGISTRY.kernels, f"two kernels are called {name}"
+        wherever = [one for type_name in WHEREVER for one in pointers.get(type_name, "").split()]
         made = Kernel(
             name,
-            triton.jit(function, do_not_specialize=counts.split()),
+            triton.jit(function, do_not_specialize=counts.split(), do_not_specialize_on_alignment=wherever),
             {parameter: type_name for type_name, names in pointers.items() for parameter in names.split()},
             tuple(strides.split()),
             tuple(counts.split()),

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+from array import array
 
 import numpy as np
 import pytest
 import torch
 
+from megatron_ext.config.response_format import ResponseFormat
+from megatron_ext.config.token_biases import TokenBiases
 from megatron_ext.mcore.buckets import Bucket, Buckets, decode_sizes, why_eager
 from megatron_ext.mcore.fixed_places import Answers, FixedPlaces, Layout
 from megatron_ext.mcore.fixed_step import layout_of
 from megatron_ext.mcore.staging import StagingRules
 from megatron_ext.scheduling.plan import SchedulerLimits
+from megatron_ext.scheduling.shaping import Shaping
 from megatron_ext.scheduling.snapshots import Snapshot
 from megatron_ext.scheduling.step import LAST_SAMPLED, Sampling, ScheduledChunk, ScheduledStep, Scoring
 
@@ -26,6 +30,8 @@ LIMITS = SchedulerLimits(
     chunked_prefill=True,
 )
 GREEDY = Sampling(1.0, 0, 0.0, None, (), None)
+SHAPING = Shaping(array("i"), 0, 1.1, 0.5, 0.5, TokenBiases.of({3: 1.0}), ((3,),), 0.0)
+FORMED = dataclasses.replace(SHAPING, form=ResponseFormat.of({"type": "json_object"}))
 
 
 def buckets(**settings: object) -> Buckets:
@@ -84,10 +90,11 @@ def test_cuts_have_to_fit():
     ("fields", "reason"),
     [
         ({}, None),
-        ({"token_ids": (LAST_SAMPLED,)}, "tokens that are not on the host yet"),
+        ({"token_ids": (LAST_SAMPLED,)}, None),
         ({"scoring": Scoring(0, 1, (3,), 0)}, "log-probs of prompts"),
-        ({"sampling": dataclasses.replace(GREEDY, top_n=0)}, "log-probs"),
-        ({"sampling": dataclasses.replace(GREEDY, forbidden=(1,))}, "tokens that must not come yet"),
+        ({"sampling": dataclasses.replace(GREEDY, top_n=20, forbidden=(1,), shaping=SHAPING)}, None),
+        ({"sampling": dataclasses.replace(GREEDY, top_n=21)}, "log-probs of more than 20 best tokens"),
+        ({"sampling": dataclasses.replace(GREEDY, shaping=FORMED)}, "forms of answers"),
         ({"token_ids": (5, 6), "start": 1, "behind_drafts": (GREEDY,)}, "drafts are verified"),
     ],
 )
@@ -131,10 +138,12 @@ def test_the_host_waits_for_the_copy_before_the_last_one(monkeypatch):
     assert kinds == ("wait", "mark") * 3
     assert events[0] == events[1] == events[4] == events[5] != events[2] == events[3]
     notes.clear()
-    answers = Answers(4, torch.device("cuda"))
-    first = answers.fetch(torch.tensor([1, 2, 3]))
-    second = answers.fetch(torch.tensor([4, 5]))
-    assert (first.read(), second.read()) == ([1, 2, 3], [4, 5])
+    whole = torch.tensor([1, 2, 3, 0])
+    answers = Answers(whole, torch.device("cuda"))
+    first = answers.fetch(3)
+    whole[:2] = torch.tensor([4, 5])
+    second = answers.fetch(2)
+    assert (first.read().tolist(), second.read().tolist()) == ([1, 2, 3], [4, 5])
     assert [note.split()[0] for note in notes] == ["mark", "mark", "wait", "wait"]
 
 
@@ -146,8 +155,8 @@ def test_every_number_of_a_layout_has_a_place_of_its_own():
         arrays = {
             name: part.numpy() for name, part in layout.parts(torch.zeros(layout.count, dtype=torch.int64)).items()
         }
-        for i, array in enumerate(arrays.values()):
-            assert not array.any()
-            array[...] = i + 1
+        for i, place in enumerate(arrays.values()):
+            assert not place.any()
+            place[...] = i + 1
         assert sum(array.size for array in arrays.values()) == layout.count
         assert all(np.unique(array).tolist() == [i + 1] for i, array in enumerate(arrays.values()) if array.size)

@@ -299,7 +299,7 @@ STEP_PARTS = {
     "sampling": "megatron_ext.mcore.controller._sample",
     "scoring": "megatron_ext.mcore.controller.score_rows",
     "snapshots": "megatron_ext.mcore.context.InferenceContext.finish_snapshots",
-    "forward": "megatron_ext.mcore.context.InferenceContext.append_key_value_cache",
+    "forward": "megatron_ext.mcore.context.InferenceContext.append_rotated",
 }
 
 

@@ -11,6 +11,8 @@ import torch
 
 from megatron_ext.config import BatchingConfig, CacheConfig, RequestParams
 from megatron_ext.errors import ConfigError
+from megatron_ext.mcore import fixed_setup, fixed_shaping
+from megatron_ext.mcore.last_tokens import LastTokens
 from megatron_ext.ops.paged_attention import PAGED_ATTENTION
 from megatron_ext.scheduling.record import Status
 from tests.priority import TestPriority
@@ -22,7 +24,16 @@ from tests.unit_tests.support.padded import PaddedDriver, PaddedHybridDriver, op
 
 pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
-KINDS = ["hybrid", "mamba1", "gated_delta_net", "short_conv", "side_by_side", "attention_only", "attention_free"]
+KINDS = [
+    "hybrid",
+    "mamba1",
+    "gated_delta_net",
+    "short_conv",
+    "side_by_side",
+    "attention_only",
+    "attention_free",
+    "experts",
+]
 
 
 def serve(driver: Driver, *, is_caching: bool) -> None:
@@ -55,6 +66,7 @@ def test_padded_runs_equal_plain_ones(get_oracle, kind, backend):
             padded = new_driver(kind, get_oracle, is_caching=is_caching)
             serve(padded, is_caching=is_caching)
             assert padded.eager_steps == 0
+            assert padded.steps_ahead > 5
             assert {bucket.prefills > 0 for bucket in padded.buckets} == {True, False}
             plain = new_driver(kind, get_oracle, Driver, is_caching=is_caching)
             serve(plain, is_caching=is_caching)
@@ -107,6 +119,7 @@ def test_random_lives(get_oracle, seed, kind, settings):
     life.live(60)
     check_life(life, get_oracle(kind))
     assert len(driver.buckets) > driver.eager_steps
+    assert driver.steps_ahead > 5
 
 
 def test_more_snapshots_than_a_program_copies(get_oracle):
@@ -122,36 +135,99 @@ def test_more_snapshots_than_a_program_copies(get_oracle):
         assert assert_snapshots_equal_oracle(driver, tokens[:32], get_oracle("hybrid")) == [16, 32]
 
 
-def test_what_leaves_the_program_says_so_once(get_oracle, caplog):
-    """CU-5: log-probs, penalties and long prompts are computed eagerly; sizes alone are not worth a word."""
+def test_what_leaves_the_program_says_so_once(get_oracle, caplog, monkeypatch):
+    """CU-5: what no program computes is computed eagerly; sizes alone are not worth a word."""
     driver = new_driver("hybrid", get_oracle, max_tokens=700, max_sequence_length=1000)
+    scored = {"num_tokens_to_generate": 2, "return_log_probs": True}
     with caplog.at_level(logging.WARNING):
-        driver.add(0, make_prompt(20), num_tokens_to_generate=3, return_log_probs=True)
+        for request_id in range(2):
+            driver.add(request_id, make_prompt(20, request_id), num_tokens_to_generate=1, return_log_probs=True)
+            driver.run()
+        driver.add(2, make_prompt(20, 2), top_n_logprobs=21, skip_prompt_log_probs=True, **scored)
         driver.run()
-        driver.add(1, make_prompt(20, 1), num_tokens_to_generate=3, return_log_probs=True)
-        driver.add(2, make_prompt(20, 2), num_tokens_to_generate=5, presence_penalty=0.5)
+        monkeypatch.setitem(fixed_shaping._ROOM, "biased", (0, 0))
+        driver.add(4, make_prompt(20, 4), num_tokens_to_generate=2, logit_bias={3: -1.0})
         driver.run()
         said = [record.getMessage() for record in caplog.records]
         assert not driver.buckets
-        driver.add(3, make_prompt(600), num_tokens_to_generate=2)
+        driver.add(5, make_prompt(600), num_tokens_to_generate=2)
         driver.run()
     assert [line.split(": ")[1] for line in said] == [
         "log-probs of prompts",
-        "log-probs",
-        "penalties, biases, bad words, min_p or a form of the answer",
+        "log-probs of more than 20 best tokens",
+        "more penalized tokens, biases or words than there is room for",
     ]
     assert len(caplog.records) == len(said)
     assert [bucket.prefills for bucket in driver.buckets] == [0], "the prompt of 600 tokens is in no bucket"
-    for request_id in (0, 1, 3):
+    for request_id in (0, 1, 5):
         assert_equals_oracle(driver, request_id, get_oracle("hybrid"))
 
 
-def test_experts_are_computed_eagerly(get_oracle, caplog):
+WISHES = [
+    {"return_log_probs": True, "top_n_logprobs": 20, "presence_penalty": 0.6, "temperature": 0.7, "seed": 1},
+    {"return_log_probs": True},
+    {"min_tokens": 12, "repetition_penalty": 1.4, "bad_words": ("<5>", "<7><9>")},
+    {"return_log_probs": True, "top_n_logprobs": 3, "logit_bias": {3: 4.0, 8: -100}, "frequency_penalty": -0.5},
+    {},
+    {"min_p": 0.2, "temperature": 1.3, "seed": 5, "min_tokens": 3, "return_log_probs": True},
+]
+
+
+def check_wishes(get_oracle, driver, *, is_caching: bool) -> None:
+    """Those above, in the same steps, by this driver and by a plain one."""
+    runs = []
+    for kind in (driver, Driver):
+        run = new_driver("hybrid", get_oracle, kind, is_caching=is_caching, max_sequence_length=96)
+        for request_id, wishes in enumerate(WISHES):
+            prompt, plain = make_prompt(20) + make_prompt(5, request_id), {"return_log_probs": False}
+            run.add(request_id, prompt, num_tokens_to_generate=14, **(plain | {"skip_prompt_log_probs": True} | wishes))
+            run.step()
+        run.run()
+        runs.append(run)
+    padded, plain = runs
+    assert padded.eager_steps == 0
+    for request_id, record in plain.records.items():
+        found = padded.records[request_id]
+        assert found.generated_tokens == record.generated_tokens
+        assert (found.generated_log_probs is None) is ("return_log_probs" not in WISHES[request_id])
+        assert found.generated_log_probs == pytest.approx(record.generated_log_probs, abs=1e-4)
+        pairs = zip(found.generated_top_n_log_probs or (), record.generated_top_n_log_probs or (), strict=True)
+        assert all(own == pytest.approx(other, abs=1e-4) for own, other in pairs)
+
+
+@pytest.mark.parametrize("is_caching", [True, False])
+def test_wishes_of_all_kinds_in_one_step(get_oracle, is_caching):
+    """CU-5, SA-1, SE-2: log-probs, penalties, biases, words, min_p and min_tokens, beside rows that want nothing."""
+    check_wishes(get_oracle, PaddedDriver, is_caching=is_caching)
+
+
+def test_log_probs_and_min_tokens_are_launched_ahead(get_oracle):
+    """CU-5, CU-6: they need no token on the host; which ones must not come yet is known before."""
+    prompt, scored = make_prompt(20), {"return_log_probs": True, "skip_prompt_log_probs": True, "top_n_logprobs": 2}
+    end = get_oracle("hybrid").greedy(prompt, 3).tokens[2]
+    records = []
+    for kind in (PaddedDriver, Driver):
+        driver = new_driver("hybrid", get_oracle, kind)
+        driver.add(0, prompt, num_tokens_to_generate=14, min_tokens=9, termination_id=end, **scored)
+        driver.add(1, prompt[:17], num_tokens_to_generate=9, **(scored if kind is PaddedDriver else {}))
+        driver.run()
+        records.append(driver.records)
+        if kind is PaddedDriver:
+            assert driver.eager_steps == 0
+            assert driver.steps_ahead > 5
+    assert end not in records[0][0].generated_tokens[:9]
+    for found, expected in zip(*(one.values() for one in records), strict=True):
+        assert found.generated_tokens == expected.generated_tokens
+        assert found.generated_log_probs == pytest.approx(expected.generated_log_probs, abs=1e-4)
+
+
+def test_experts_that_no_program_computes(get_oracle, caplog, monkeypatch):
     """CU-5: what cannot be captured says so, and gives what it gave."""
+    monkeypatch.setattr(fixed_setup, "problem_of", lambda _: "its experts are of another kind")
     with caplog.at_level(logging.WARNING):
         driver = Driver(get_oracle("experts").model, CONFIGS["experts"], cuda_graph_impl="local")
     assert driver.context.fixed_steps is None
-    assert "each expert of an MoE layer" in caplog.text
+    assert "experts are of another kind" in caplog.text
     driver.add(0, make_prompt(20))
     driver.run()
     assert_equals_oracle(driver, 0, get_oracle("experts"))
@@ -172,13 +248,16 @@ def test_a_lost_snapshot_is_refused_before_anything_is_computed(get_oracle):
 
 
 def test_padding_has_memory_of_its_own(get_oracle):
-    """Two states beside those of requests, in pools and in the sizes that people are told; none without programs."""
+    """Two states beside those of requests, and four for snapshots of steps launched ahead; none without programs.
+
+    They are in the pools, and in the sizes that people are told.
+    """
     padded, plain = (new_driver("hybrid", get_oracle, kind).context for kind in (PaddedDriver, Driver))
-    assert padded.plan.geometry.live_states == plain.plan.geometry.live_states + 2
-    assert padded.plan.geometry.pool_bytes - plain.plan.geometry.pool_bytes == 2 * plain.plan.geometry.state_bytes
-    for name in ("live_states", "snapshots"):
+    assert padded.plan.geometry.live_states == plain.plan.geometry.live_states + 6
+    assert padded.plan.geometry.pool_bytes - plain.plan.geometry.pool_bytes == 6 * plain.plan.geometry.state_bytes
+    for name, more in (("live_states", 1), ("snapshots", 5)):
         own, others = (getattr(context, name).ssm.shape[1] for context in (padded, plain))
-        assert own == others + 1
+        assert own == others + more
 
 
 @pytest.mark.parametrize("settings", [{"cuda_graph_impl": "graphs"}, {"num_cuda_graphs": 0}, {"num_cuda_graphs": -2}])
@@ -188,22 +267,59 @@ def test_what_makes_no_sense_is_refused(settings):
 
 
 def test_tokens_are_read_after_the_launch(get_oracle):
-    """CU-6: nothing of a step is read before its result is asked for."""
+    """CU-6: a step is launched before the tokens of the one before are read; none are read before somebody asks."""
     driver = new_driver("hybrid", get_oracle)
-    driver.engine.add_request(0, make_prompt(20), RequestParams(num_tokens_to_generate=4))
+    driver.engine.add_request(0, make_prompt(20), RequestParams(num_tokens_to_generate=8))
     driver.step()
     fixed, read = driver.context.fixed_steps, []
     launch = fixed.launch
 
     def launch_noted(step, bucket):
         computing = launch(step, bucket)
-        result = computing.result
-        computing.result = lambda: (read.append("result"), result())[1]
-        read.append("launch")
+        result, (chunk,) = computing.result, step.chunks
+        computing.result = lambda: (read.append(f"read {chunk.end}"), result())[1]
+        read.append(f"launch {chunk.end}")
         return computing
 
     fixed.launch = launch_noted
     driver.engine.engine.while_computing = lambda: read.append("host")
-    driver.step()
-    assert read == ["launch", "host", "result"]
+    for _ in range(3):
+        driver.step()
+    first, second = ["launch 21", "launch 22", "host", "read 21"], ["launch 23", "host", "read 22"]
+    assert read == [*first, *second, "launch 24", "host", "read 23"]
     assert torch.is_inference_mode_enabled() is False
+
+
+def test_a_run_that_takes_the_tokens_of_others_is_seen(get_oracle, monkeypatch):
+    """The negative control: every row finds the token of the first one."""
+    monkeypatch.setattr(LastTokens, "_place", lambda last, request_id: last._places.first_token)
+    driver = new_driver("attention_only", get_oracle)
+    for request_id in range(2):
+        driver.add(request_id, make_prompt(20, request_id), num_tokens_to_generate=8)
+    driver.run()
+    assert_equals_oracle(driver, 0, get_oracle("attention_only"))
+    with pytest.raises(AssertionError):
+        assert_equals_oracle(driver, 1, get_oracle("attention_only"))
+
+
+def test_records_do_not_depend_on_when_a_step_is_launched(get_oracle):
+    """CU-6: tokens, log-probs, the best tokens and counts, of greedy and drawn requests, to the last bit."""
+    found = []
+    for waits in (False, True):
+        driver = new_driver("hybrid", get_oracle)
+        if waits:
+            driver.wait_for_tokens()
+        scored = {"return_log_probs": True, "skip_prompt_log_probs": True, "top_n_logprobs": 2}
+        driver.add(0, make_prompt(40), num_tokens_to_generate=30, **scored)
+        driver.add(1, make_prompt(17), num_tokens_to_generate=21, temperature=0.9, min_p=0.05, seed=3, **scored)
+        driver.add(2, make_prompt(9), num_tokens_to_generate=25, min_tokens=12, termination_id=5)
+        driver.run()
+        assert (driver.steps_ahead > 20) is not waits
+        assert driver.eager_steps == 0
+        records = driver.records.values()
+        found.append(
+            [(one.generated_tokens, one.generated_log_probs, one.generated_top_n_log_probs) for one in records]
+            + [(one.step_count, one.prefill_reasons) for one in records]
+            + [driver.scheduler.cache.use()]
+        )
+    assert found[0] == found[1]

@@ -1,28 +1,46 @@
 """Graphs are captured at the start, of padding alone, and replayed for whatever requests come (CU-5).
 
-There is no GPU here. `ReplayedGraphs` runs what it captured as a graph would, and the one class that calls CUDA is seen
-to make the calls that it should.
+On a CPU `ReplayedGraphs` runs what it captured as a graph would, and the one class that calls CUDA is seen to make the
+calls that it should. Where there is a device, or a pretended one, its graphs are captured and replayed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
+import itertools
 import weakref
 
 import pytest
 import torch
 
 from megatron_ext.config import CacheConfig
+from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import buckets as sizes
 from megatron_ext.mcore.buckets import Buckets
 from megatron_ext.mcore.fixed_steps import FixedSteps
 from megatron_ext.mcore.graphs import CudaGraphs
 from megatron_ext.scheduling.record import Status
-from tests.unit_tests.mcore.test_fixed_steps import serve
+from tests.unit_tests.mcore.test_fixed_steps import check_wishes, serve
 from tests.unit_tests.support.driver import Driver, assert_states_close, make_prompt
 from tests.unit_tests.support.models import CONFIGS
 from tests.unit_tests.support.padded import PaddedDriver
 from tests.unit_tests.support.replay import ReplayedGraphs
+
+
+class CountedGraphs(CudaGraphs):
+    """The device's own, counted as `ReplayedGraphs` counts."""
+
+    captured = replayed = 0
+
+    def capture(self, run):
+        program, self.captured = super().capture(run), self.captured + 1
+
+        def replay():
+            self.replayed += 1
+            return program()
+
+        return replay
 
 
 class Captured(PaddedDriver):
@@ -38,7 +56,7 @@ class Captured(PaddedDriver):
         found = Buckets(
             context.plan.limits, 2, rules.kernel_chunk, snapshots_in_prefill=rules.snapshots_in_prefill, one_width=True
         )
-        self.graphs = ReplayedGraphs()
+        self.graphs = CountedGraphs() if torch.cuda.is_available() else ReplayedGraphs()
         context.fixed_steps = FixedSteps(context, self.engine.controller, found, self.graphs)
         self._watch_programs(context.fixed_steps)
         self.engine.create_cuda_graphs()
@@ -55,16 +73,17 @@ def one_mixed_size(monkeypatch):
     monkeypatch.setattr(sizes, "MIXED_STEPS", ((4, 96),))
 
 
-@pytest.mark.parametrize("kind", ["hybrid", "mamba1", "gated_delta_net"])
+@pytest.mark.parametrize("kind", ["hybrid", "mamba1", "gated_delta_net", "experts"])
 def test_graphs_give_what_plain_steps_give(get_oracle, kind):
     """CU-5: tokens, and the states that every step leaves; hits, restores, snapshots and drawn tokens inside."""
     captured = Captured(get_oracle(kind).model, CONFIGS[kind], **SETTINGS)
-    assert captured.graphs.captured == 3 * 2 * 2  # parts of a program; with prefills and without; sizes
+    assert captured.graphs.captured == 6 * 2 * 2  # the forward, four that choose, scores; with prefills or not; sizes
     captured.graphs.replayed = 0
     serve(captured, is_caching=True)
-    assert captured.graphs.captured == 12, "something was captured while requests waited"
+    assert captured.graphs.captured == 24, "something was captured while requests waited"
     assert captured.graphs.replayed == 2 * len(captured.buckets) > 40
     assert captured.eager_steps == 0
+    assert captured.steps_ahead > 10
     plain = Driver(get_oracle(kind).model, CONFIGS[kind], **SETTINGS)
     serve(plain, is_caching=True)
     for request_id, record in plain.records.items():
@@ -76,6 +95,46 @@ def test_graphs_give_what_plain_steps_give(get_oracle, kind):
             assert_states_close(own[position][0][1], ssm, f"request {request_id} after {position} tokens")
 
 
+def test_graphs_take_all_wishes(get_oracle):
+    """CU-5: log-probs and shaped logits, in any mix, by programs that were captured of padding."""
+    check_wishes(get_oracle, Captured, is_caching=True)
+
+
+def test_a_decode_follows_its_prefill_at_once(get_oracle):
+    """CU-6: with every program there, no step but the first waits for a token; blocks that end leave their states."""
+    driver = Captured(get_oracle("hybrid").model, CONFIGS["hybrid"], **SETTINGS)
+    driver.add(0, make_prompt(20), num_tokens_to_generate=30)
+    driver.run()
+    assert (driver.records[0].step_count, driver.steps_ahead) == (30, 29)
+    assert driver.records[0].generated_tokens == get_oracle("hybrid").greedy(make_prompt(20), 30).tokens
+    assert driver.scheduler.cache.use().snapshots_replaced > 0
+    tokens = [*driver.records[0].prompt_tokens, *driver.records[0].generated_tokens]
+    driver.add(1, tokens, num_tokens_to_generate=6)
+    driver.run()
+    assert driver.records[1].skipped_prefill_token_count == 48
+    assert driver.records[1].generated_tokens == get_oracle("hybrid").greedy(tokens, 6).tokens
+
+
+def test_too_little_memory_for_graphs(get_oracle, monkeypatch):
+    """CU-5: one line with what would do, and nothing is kept; where there is room again it goes on."""
+    driver = Captured(get_oracle("hybrid").model, CONFIGS["hybrid"], **SETTINGS)
+    driver.engine.suspend()
+    capture, count = driver.graphs.capture, itertools.count()
+
+    def failing(run):
+        if next(count) == 8:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return capture(run)
+
+    monkeypatch.setattr(driver.graphs, "capture", failing)
+    with pytest.raises(ConfigError, match=r"programs of 4 sizes of steps.*--cuda-graph-impl none"):
+        driver.engine.resume()
+    assert not driver.context.fixed_steps._programs
+    assert driver.context.fixed_steps._logits is None
+    driver.engine.resume()
+    assert len(driver.context.fixed_steps._programs) == 4
+
+
 def test_new_pools_need_new_graphs(get_oracle):
     """CU-5: after a suspend nothing lies where it lay; the resume captures again, before anything is computed."""
     driver = Captured(get_oracle("hybrid").model, CONFIGS["hybrid"], **SETTINGS)
@@ -85,9 +144,11 @@ def test_new_pools_need_new_graphs(get_oracle):
         driver.step()
     pools = weakref.ref(driver.context.pools)
     driver.engine.suspend()
+    gc.collect()
     assert pools() is None, "a program keeps memory that was to be given back"
     driver.engine.resume()
     assert driver.graphs.captured == 2 * before
+    assert driver.graphs.forgotten == 3, "at start, suspend and resume: each time another pool"
     driver.run()
     record = driver.records[0]
     assert record.status is Status.COMPLETED
@@ -115,52 +176,85 @@ def test_new_weights_elsewhere_need_new_graphs(get_oracle):
 
 def test_the_stand_in_sees_what_is_baked_in():
     """The negative control: a number from the host stays what it was when the program was captured."""
-    place, numbers = torch.tensor([1.0, 2.0]), [1.0]
-    replay = ReplayedGraphs().capture(lambda: place * numbers[0] + place.sum())
+    place, answer, numbers = torch.tensor([1.0, 2.0]), torch.zeros(2), [1.0]
+    replay = ReplayedGraphs().capture(lambda: answer.copy_(place * numbers[0] + place.sum()))
     place.copy_(torch.tensor([3.0, 4.0]))
     with torch.inference_mode():
-        assert replay().tolist() == [10.0, 11.0]
+        replay()
+        assert answer.tolist() == [10.0, 11.0]
         numbers[0] = 5.0
-        assert replay().tolist() == [10.0, 11.0], "a graph cannot know"
+        replay()
+        assert answer.tolist() == [10.0, 11.0], "a graph cannot know"
+
+
+class Calls:
+    """In the place of what `CudaGraphs` uses of `torch.cuda`.
+
+    Attributes:
+        made: What was called, in words.
+        pools: Handles that were given out.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.made: list[str] = []
+        self.pools = 0
+        calls = self
+
+        class Stream:
+            def __init__(self, device: object) -> None:
+                self.name = f"side of {device}"
+
+            def wait_stream(self, other: Stream) -> None:
+                calls.made.append(f"{self.name} waits for {other.name}")
+
+        class Graph:
+            def replay(self) -> None:
+                calls.made.append("replay")
+
+        def graph(_: Graph, *, pool: int, stream: Stream, capture_error_mode: str):
+            return self.within(f"graph on {stream.name} in pool {pool}, {capture_error_mode}")
+
+        main = Stream("main")
+        for name, value in {"Stream": Stream, "CUDAGraph": Graph, "graph": graph}.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: main)
+        monkeypatch.setattr(torch.cuda, "stream", lambda stream: self.within(stream.name))
+        monkeypatch.setattr(torch.cuda, "graph_pool_handle", self.new_pool)
+
+    def new_pool(self) -> int:
+        self.pools += 1
+        return self.pools
+
+    @contextlib.contextmanager
+    def within(self, name: str):
+        self.made.append(f"begin {name}")
+        yield
+        self.made.append(f"end {name}")
 
 
 def test_calls_of_cuda(monkeypatch):
-    """CU-5: run beside the stream first, captured once into memory that graphs share, then replayed, never run."""
-    calls: list[str] = []
+    """CU-5: run beside the stream first, captured once into memory that graphs share, then replayed, never run.
 
-    class Stream:
-        def __init__(self, name: str = "side") -> None:
-            self.name = name
+    Everything on one stream of its own, since cuBLAS has a workspace for each; other threads may go on; no collection
+    of garbage while something is captured; another pool for those that come when all are gone.
+    """
+    calls = Calls(monkeypatch)
+    graphs, main, side = CudaGraphs(torch.device("cuda", 1)), "side of main", "side of cuda:1"
+    collects: list[bool] = []
 
-        def wait_stream(self, other: Stream) -> None:
-            calls.append(f"{self.name} waits for {other.name}")
+    def run() -> None:
+        calls.made.append("run")
+        collects.append(gc.isenabled())
 
-    @contextlib.contextmanager
-    def within(name: str):
-        calls.append(f"begin {name}")
-        yield
-        calls.append(f"end {name}")
-
-    class Graph:
-        def replay(self) -> None:
-            calls.append("replay")
-
-    main = Stream("main")
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: main)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: within(stream.name))
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (7, 7))
-    monkeypatch.setattr(torch.cuda, "graph", lambda graph, pool: within(f"graph in {pool}"))
-    graphs, answer = CudaGraphs(), torch.ones(2)
-
-    def run():
-        calls.append("run")
-        return answer
-
-    program = graphs.capture(run)
-    warmed = ["side waits for main", "begin side", "run", "run", "end side", "main waits for side"]
-    assert calls == [*warmed, "begin graph in (7, 7)", "run", "end graph in (7, 7)"]
-    calls.clear()
-    assert program() is answer
-    assert calls == ["replay"]
+    for pool in (1, 2):
+        program = graphs.capture(run)
+        warmed = [f"{side} waits for {main}", f"begin {side}", "run", "run", f"end {side}", f"{main} waits for {side}"]
+        captured = f"graph on {side} in pool {pool}, thread_local"
+        assert calls.made == [*warmed, f"begin {captured}", "run", f"end {captured}"]
+        calls.made.clear()
+        program()
+        assert calls.made == ["replay"]
+        calls.made.clear()
+        graphs.forget()
+    assert collects == [True, True, False] * 2
+    assert gc.isenabled()

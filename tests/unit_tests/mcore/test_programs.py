@@ -16,7 +16,7 @@ from tests.unit_tests.support.programs import ProgramRecorder, differences
 
 pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
-KINDS = ["hybrid", "mamba1", "gated_delta_net", "short_conv", "attention_only"]
+KINDS = ["hybrid", "mamba1", "gated_delta_net", "short_conv", "attention_only", "experts"]
 SETTINGS = {"max_requests": 8, "num_cuda_graphs": 2, "max_sequence_length": 64}  # 4 or 8 decodes; 1, 2 or 4 blocks
 PLAIN = {"return_log_probs": False}
 
@@ -71,22 +71,25 @@ class Recorded:
         return program
 
 
-def recorded(get_oracle, kind: str, driver=PaddedUnwatched, **settings: object) -> Recorded:
+def recorded(get_oracle, kind: str, driver=PaddedUnwatched, *, is_ahead: bool = False, **settings: object) -> Recorded:
     settings = (SETTINGS if driver is PaddedUnwatched else {"max_requests": 8}) | settings
-    return Recorded(driver(get_oracle(kind).model, CONFIGS[kind], cache=CacheConfig(), **settings))
+    run = Recorded(driver(get_oracle(kind).model, CONFIGS[kind], cache=CacheConfig(), **settings))
+    if driver is PaddedUnwatched and not is_ahead:
+        run.driver.wait_for_tokens()
+    return run
 
 
 def decode_steps(run: Recorded, **params: object) -> tuple[ProgramRecorder, ProgramRecorder]:
     """Of two requests; of three others at other lengths, one of which leaves a snapshot."""
     driver = run.driver
     for request_id, length in enumerate((35, 40)):
-        driver.add(request_id, make_prompt(length), num_tokens_to_generate=7, **PLAIN, **params)
+        driver.add(request_id, make_prompt(length), num_tokens_to_generate=7, **(PLAIN | params))
     driver.step()
     run.step()
     first = run.step()
     driver.run()
     for request_id, length in enumerate((45, 37, 50), start=10):
-        driver.add(request_id, make_prompt(length), num_tokens_to_generate=9, **PLAIN, **params)
+        driver.add(request_id, make_prompt(length), num_tokens_to_generate=9, **(PLAIN | params))
     driver.step()
     taken = 0 if driver.context.live_states is None else driver.scheduler.cache.states.taken
     for _ in range(3):  # the first of them ends a block in the third
@@ -113,6 +116,38 @@ def test_decode_steps_are_the_same_program(get_oracle, kind, backend):
 def test_drawn_steps_are_the_same_program(get_oracle):
     """CU-4: temperature, top_k, top_p and uniform numbers are in fixed places, greedy rows beside them."""
     first, second = decode_steps(recorded(get_oracle, "hybrid"), temperature=0.7, top_k=5, top_p=0.9)
+    assert not differences(first, second)
+    assert not first.unfit
+
+
+@pytest.mark.parametrize("kind", ["hybrid", "attention_only"])
+def test_steps_that_are_launched_ahead_are_the_same_program(get_oracle, kind):
+    """CU-4, CU-6: tokens from the host, or from wherever the step before left them; nothing is read back."""
+    run = recorded(get_oracle, kind, is_ahead=True)
+    driver = run.driver
+    for request_id, length in enumerate((35, 40)):
+        driver.add(request_id, make_prompt(length), num_tokens_to_generate=12, **PLAIN)
+    driver.step()
+    run.programs.clear()
+    driver.step()
+    known, ahead = run.programs
+    assert driver.steps_ahead == 0, "the step that was launched ahead is the next one"
+    moved = run.step()
+    assert driver.steps_ahead == 1
+    for one in (ahead, moved):
+        assert not differences(known, one)
+        assert not one.unfit
+
+
+def test_scored_and_shaped_steps_are_the_same_program(get_oracle):
+    """CU-5: log-probs with the best tokens, penalties, biases, bad words, min_p and min_tokens are in fixed places."""
+    scored = {"return_log_probs": True, "skip_prompt_log_probs": True, "top_n_logprobs": 4}
+    penalties = {"presence_penalty": 0.4, "frequency_penalty": 0.2, "repetition_penalty": 1.2}
+    words = {"bad_words": ("<5>", "<7><9>"), "logit_bias": {3: 1.5}, "min_tokens": 7}
+    drawn = {"temperature": 0.9, "min_p": 0.05}
+    run = recorded(get_oracle, "hybrid")
+    first, second = decode_steps(run, **scored, **penalties, **words, **drawn)
+    assert run.driver.eager_steps == 0
     assert not differences(first, second)
     assert not first.unfit
 
@@ -161,9 +196,9 @@ def test_a_step_is_sent_in_one_copy(get_oracle):
     send, fetch = places.send, driver.context.fixed_steps._answers.fetch
 
     def watched(function):
-        def call(*arguments):
+        def call(*arguments, **options):
             with (copies := ProgramRecorder()):
-                found = function(*arguments)
+                found = function(*arguments, **options)
             sent.append([one for one in copies.operations if "copy" in one[0]])
             return found
 

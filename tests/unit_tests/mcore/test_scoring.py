@@ -162,3 +162,14 @@ def test_no_memory_in_the_forward_repeats_the_step(driver, get_oracle, monkeypat
     driver.run()
     for request_id in (0, 1):
         assert_equals_oracle(driver, request_id, get_oracle("hybrid"))
+
+
+def test_equal_log_probs_are_listed_by_their_ids() -> None:
+    """SE-2: which tokens a row lists depends on no other row: not on how many of the best that one lists."""
+    logits = torch.randn(40, VOCABULARY, generator=torch.Generator().manual_seed(3)).round()  # ties
+    targets = torch.zeros(40, dtype=torch.int64)
+    few = score_rows(lambda rows: logits[rows], VOCABULARY, targets, [3] * 40)
+    many = score_rows(lambda rows: logits[rows], VOCABULARY, targets, [3] * 39 + [100])
+    assert few[:39] == many[:39]
+    for row, score in zip(logits, few, strict=True):
+        assert list(score.top_n) == row.argsort(stable=True, descending=True)[:3].tolist()

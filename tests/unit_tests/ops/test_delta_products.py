@@ -1,4 +1,4 @@
-"""CU-2: what states of the gated delta rule are made of is multiplied as precisely as in fp32, for every type."""
+"""CU-2: what states of the gated delta rule are made of is multiplied as precisely as fp32, for inputs of any type."""
 
 from __future__ import annotations
 

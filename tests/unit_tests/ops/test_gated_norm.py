@@ -7,10 +7,21 @@ import torch
 from torch import Tensor
 
 from megatron_ext.mcore import platform
-from megatron_ext.ops.gated_norm import GATED_NORM, gated_norm, silu_gate
+from megatron_ext.ops import triton
+from megatron_ext.ops.gated_norm import (
+    GATED_NORM,
+    RowNorm,
+    add_and_norm,
+    gated_norm,
+    norm_then_gate,
+    rms_norm,
+    silu_gate,
+)
+from megatron_ext.ops.triton.registry import watch
 from tests.unit_tests.ops.backends import usable
 from tests.unit_tests.ops.oracles import assert_close
 
+COVERED = ("norm_rows", "gate_rows", "add_norm_rows")
 EPS = 1e-5
 DEVICE = platform.device()
 backends = pytest.mark.parametrize("backend", usable(GATED_NORM))
@@ -65,6 +76,104 @@ def test_16_bits_are_rounded_once(backend: str, dtype: torch.dtype) -> None:
         assert got.dtype == dtype
         spacing = torch.finfo(dtype).eps * want.abs() + 1e-6
         assert ((got.double() - want).abs() <= spacing).all()
+
+
+def plainly(weight: Tensor, size: int, offset: float = 0.0):
+    """The norm as a caller has it in plain torch."""
+
+    def run(y: Tensor) -> Tensor:
+        normed = torch.nn.functional.rms_norm(y.float().unflatten(-1, (-1, size)), (size,), eps=EPS)
+        return (normed * (weight.float() + offset).unflatten(0, (-1, size))).flatten(-2)
+
+    return run
+
+
+def near(got: Tensor, want: Tensor, tolerance: float) -> bool:
+    """Relative to each number; results come back to the CPU, wherever they were computed."""
+    return bool(((got.double() - want.cpu()).abs() <= tolerance * want.cpu().abs() + 2e-5).all())
+
+
+@backends
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("groups", "size", "offset"), [(3, 7, 0.0), (2, 16, 1.0), (1, 1500, 0.0), (1, 5000, 0.0)])
+def test_norms_before_gates_and_alone(backend: str, dtype: torch.dtype, groups: int, size: int, offset: float) -> None:
+    """CU-1, CU-2: weights of all channels and of those of a group; groups larger than a program's block; offsets."""
+    y, gate, weight = inputs(2, groups * size, dtype)
+    y, gate = y[:, : groups * size], gate[:, : groups * size]
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}[dtype]
+    for own in (weight, weight[:size]):
+        norm, every = RowNorm(own, EPS, offset), own.repeat(len(weight) // len(own))
+        with GATED_NORM.forced(backend):
+            got = norm_then_gate(y, gate, norm, plainly(every, size, offset), group_size=size)
+        want = gate_of(norm_of(y.double(), every.double() + offset, size), gate)
+        assert got.dtype is dtype
+        assert near(got, want, tolerance)
+    norm, heads = RowNorm(weight[:size], EPS, offset), y.unflatten(-1, (groups, size))
+    with GATED_NORM.forced(backend):
+        got = rms_norm(heads, norm, lambda x: plainly(weight[:size], size, offset)(x.flatten(1)).view_as(x).to(dtype))
+    want = norm_of(y.double(), (weight[:size].double() + offset).repeat(groups), size).view_as(heads)
+    assert near(got, want, tolerance)
+
+
+class Named:
+    """A norm that says what it is."""
+
+    def __init__(self, weight: Tensor | None, offset: float) -> None:
+        self.row_norm = RowNorm(weight, EPS, offset)
+
+
+@pytest.mark.skipif(triton.NAME not in usable(GATED_NORM), reason="no kernel runs here")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("size", "factor", "offset"), [(16, 1.0, 0.0), (1500, 0.3, 1.0), (5000, 1.0, 0.0)])
+def test_sums_and_the_norms_behind_them(dtype: torch.dtype, size: int, factor: float, offset: float) -> None:
+    """CU-1, CU-2: the sum as plain torch rounds it, and the norm of what was rounded; nothing is written over."""
+    output, _, weight = inputs(3, size, dtype)
+    residual = output.flip(0).contiguous()
+    before = output.clone(), residual.clone()
+    with GATED_NORM.forced(triton.NAME), watch() as launches:
+        found = add_and_norm(output, residual, Named(weight, offset), factor)
+        bare = add_and_norm(output, residual, Named(None, 0.0), factor)
+    assert [one.kernel for one in launches] == ["add_norm_rows"] * 2
+    assert found is not None
+    assert bare is not None
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 2**-6, torch.float16: 2**-9}[dtype]
+    assert_close("sum", found[0], (output * factor + residual).cpu().double(), atol=tolerance, rtol=tolerance)
+    if dtype is torch.float16 and factor == 1.0:  # the interpreter cuts bf16 off; a device may fuse a product and a sum
+        assert torch.equal(found[0], (output + residual).cpu())
+    assert near(found[1], norm_of(found[0].double(), weight.cpu().double() + offset, size), tolerance)
+    assert near(bare[1], norm_of(bare[0].double(), torch.ones(size), size), tolerance)
+    assert torch.equal(output, before[0])
+    assert torch.equal(residual, before[1])
+
+
+@backends
+def test_sums_and_norms_that_are_no_kernels(backend: str) -> None:
+    """Norms that do not say what they are, and backends without one: the caller computes one by one."""
+    y, _, weight = inputs(3, 16)
+    with GATED_NORM.forced(backend):
+        assert add_and_norm(y, y, torch.nn.LayerNorm(16), 1.0) is None
+        assert (add_and_norm(y, y, Named(weight, 0.0), 1.0) is None) == (backend != triton.NAME)
+        assert add_and_norm(y, y[:, :8], Named(weight, 0.0), 1.0) is None
+
+
+@backends
+def test_one_launch_each_and_plain_torch_where_there_is_none(backend: str) -> None:
+    """CU-1, CU-3: a gate of another type."""
+    y, gate, weight = inputs(3, 32)
+    norm = RowNorm(weight, EPS)
+    with GATED_NORM.forced(backend), watch() as launches:
+        gated_norm(y, gate, weight, group_size=16, eps=EPS)
+        norm_then_gate(y, gate, norm, plainly(weight, 16), group_size=16)
+        rms_norm(y, norm, plainly(weight, 32))
+        silu_gate(y, gate)
+    assert [one.kernel for one in launches] == ["norm_rows"] * 3 * (backend == triton.NAME) + ["gate_rows"] * (
+        backend == triton.NAME
+    )
+    if backend == triton.NAME:
+        with GATED_NORM.forced(backend), watch() as launches:
+            got = gated_norm(y, gate.half(), weight, group_size=16, eps=EPS)
+        assert not launches
+        assert got.dtype is torch.float16
 
 
 @backends

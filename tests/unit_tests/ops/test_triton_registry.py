@@ -85,6 +85,24 @@ def test_a_launch_that_was_not_compiled_is_an_error() -> None:
         kernel.launch((1,), kernel.configs[0], **wrong)
 
 
+@needs_triton
+def test_a_kernel_is_the_same_wherever_its_facts_begin() -> None:
+    """CU-3: launches key what is compiled by alignment, save for what lies anywhere in a step's buffer."""
+    script = """
+from megatron_ext.ops.triton.registry import all_kernels
+for kernel in all_kernels():
+    for parameter in kernel.function.params:
+        if parameter.name in (*kernel.pointers, *kernel.strides):
+            assert parameter.do_not_specialize_on_alignment == (parameter.name not in kernel.aligned), parameter.name
+        assert parameter.do_not_specialize == (parameter.name in kernel.counts), parameter.name
+        if parameter.name.endswith(("seqlens", "slots", "ends")):
+            assert parameter.name not in kernel.aligned, parameter.name
+"""
+    environment = {**os.environ}
+    environment.pop(triton.INTERPRET, None)
+    subprocess.run([sys.executable, "-c", script], env=environment, check=True, timeout=300)
+
+
 def test_types_that_have_no_kernel_are_named() -> None:
     plain = Kernel("a_kernel", None, {"x": "T"}, (), (), (), ({"T": "fp32"},), (config(N=16),), lambda *_: True)
     assert plain.lacks(T=torch.float32) is None

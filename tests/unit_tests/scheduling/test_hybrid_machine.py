@@ -160,8 +160,8 @@ def restores_any_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
 def resumes_behind_a_snapshot_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     resume = planner.resume_point
 
-    def clamp(length: int, matched: Sequence[Digest], block_size: int, states: StateIndex) -> ResumePoint:
-        point = resume(length, matched, block_size, states)
+    def clamp(length: int, matched: Sequence[Digest], block_size: int, *rest: object) -> ResumePoint:
+        point = resume(length, matched, block_size, *rest)
         return ResumePoint(max(0, point.position - block_size), point.restore)
 
     monkeypatch.setattr(planner, "resume_point", clamp)

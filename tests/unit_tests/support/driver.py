@@ -59,7 +59,7 @@ class Driver:
     Args:
         model: Shared between tests; the engine changes nothing of it.
         cache: Off unless given.
-        speculative_tokens: See `build_engine`, as `drafter`.
+        speculative_tokens: See `build_engine`, as `drafter` and `dtype`, the model's.
         batching: Fields of `BatchingConfig`.
     """
 
@@ -74,6 +74,7 @@ class Driver:
         cache: CacheConfig | None = None,
         speculative_tokens: int = 0,
         drafter: object | None = None,
+        dtype: torch.dtype = torch.float32,
         **batching: object,
     ) -> None:
         self.engine: InferenceEngine = build_engine(
@@ -82,7 +83,7 @@ class Driver:
             tokenizer or PieceTokenizer(config.vocab_size),
             BatchingConfig(**(SETTINGS | batching)),
             cache or CacheConfig(enable_prefix_caching=False),
-            dtype=torch.float32,
+            dtype=dtype,
             seed=seed,
             token_rounder=token_rounder,
             speculative_tokens=speculative_tokens,
@@ -144,12 +145,16 @@ class Driver:
         pool, states = self.context.snapshots, self.scheduler.cache.states
         if pool is None:
             return
-        found = set(states._visible.values())
+        found = set(states._visible.values()) | self._held_slots()
         found |= {state.slot for request in owners for state in request.sequence.draft_states}
         slots = states.total + self.scheduler.limits.draft_states
         lost = [slot for slot in range(slots) if slot not in found]
         pool.conv[:, lost] = torch.nan
         pool.ssm[:, lost] = torch.nan
+
+    def _held_slots(self) -> set[int]:
+        """Others whose contents count."""
+        return set()
 
     def _poison_block(self, block: int) -> None:
         is_there = self.context.is_tensor_state_allocated and self.context.plan.shape.attention_layers
@@ -198,7 +203,7 @@ class Driver:
             if request.sequence.draft_states:  # it goes on from there
                 (state,) = request.sequence.draft_states
                 pool, slot = self.context.snapshots, state.slot
-            seen.states[end].append((pool.conv[:, slot].clone(), pool.ssm[:, slot].clone()))
+            seen.states[end].append((pool.conv[:, slot].clone().cpu(), pool.ssm[:, slot].clone().cpu()))
 
     def _note_drawn(self, request: Request, start: int, end: int) -> None:
         """What was computed behind drafts that did not come is nobody's."""
@@ -213,7 +218,7 @@ class Driver:
         def forward_watched(inputs: dict) -> Tensor:
             logits = self._run_forward(forward, inputs)
             step = self.context.step
-            rows = iter(logits[0].clone())
+            rows = iter(logits[0].clone().cpu())
             for chunk in (one for one in step.chunks if one.sampling is not None):
                 if chunk.behind_drafts:
                     positions = range(chunk.end - len(chunk.behind_drafts), chunk.end + 1)
@@ -287,17 +292,21 @@ def check_record(record: RequestRecord) -> None:
     assert (record.status is Status.FAILED) == (names[-1] is EventType.FAIL) == (record.error is not None)
 
 
-# Comparisons; each can fail, see test_negative_controls.py
+# Comparisons, on the host; each can fail, see test_negative_controls.py
 
 
 def assert_logits_close(actual: Tensor, expected: Tensor, message: str = "") -> None:
     """Logits and log-probs are equal in the sense of requirements.md."""
-    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4, msg=lambda text: f"{message}: {text}")
+    torch.testing.assert_close(
+        actual.cpu(), expected.cpu(), atol=1e-4, rtol=1e-4, msg=lambda text: f"{message}: {text}"
+    )
 
 
 def assert_states_close(actual: Tensor, expected: Tensor, message: str = "") -> None:
     """States are equal in the sense of requirements.md."""
-    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4, msg=lambda text: f"{message}: {text}")
+    torch.testing.assert_close(
+        actual.cpu(), expected.cpu(), atol=1e-5, rtol=1e-4, msg=lambda text: f"{message}: {text}"
+    )
 
 
 def equal_tokens(actual: Sequence[int], expected: Expected) -> int:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_ext.mcore.context import InferenceContext
+from megatron_ext.ops.triton.registry import Config, Kernel
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
 
@@ -27,13 +30,28 @@ class _Catch(TorchDispatchMode):
             return args[0]  # onto itself: what Triton's interpreter does with every tensor that a kernel was given
         if func._schema.is_mutable and self._writes_pool(func, args, kwargs or {}):
             assert func is torch.ops.aten.index_copy_.default, f"{func} writes to the KV cache"
-            self.places.append(args[2].numpy().copy())
+            self.places.append(args[2].cpu().numpy().copy())
         return func(*args, **(kwargs or {}))
 
     def _writes_pool(self, func, args: tuple, kwargs: dict) -> bool:
         values = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
         written = [values.get(a.name) for a in func._schema.arguments if a.alias_info and a.alias_info.is_write]
         return any(isinstance(t, Tensor) and t.untyped_storage().data_ptr() == self._pool for t in written)
+
+
+@contextlib.contextmanager
+def _kernels_noted(catch: _Catch) -> Iterator[None]:
+    """Note what the one kernel writes that keys and values come by; it writes both."""
+    launch = Kernel.launch
+
+    def noted(kernel: Kernel, grid: tuple[int, ...], config: Config, **arguments) -> None:
+        if kernel.name == "rotate_and_write":
+            catch.places += [arguments["slots"].numpy().copy()] * 2
+        launch(kernel, grid, config, **arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Kernel, "launch", noted)
+        yield
 
 
 class KvWrites:
@@ -57,7 +75,7 @@ class KvWrites:
     def watch(self, forward: Callable[[dict], Tensor], inputs: dict) -> Tensor:
         """Run `forward` under watch."""
         catch = _Catch(self._context.memory_buffer)
-        with catch:
+        with catch, _kernels_noted(catch):
             result = forward(inputs)
         assert len(catch.places) == 2 * self._context.plan.shape.attention_layers
         protected = self._protected()

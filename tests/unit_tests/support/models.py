@@ -13,6 +13,7 @@ from megatron.core.models.mamba import MambaModel
 from torch import nn
 
 from megatron_ext.config import ModelConfig
+from megatron_ext.mcore import platform
 from megatron_ext.mixers.gated_delta_net import GatedDeltaNetMixer
 from megatron_ext.mixers.mamba1 import Mamba1Mixer
 from megatron_ext.mixers.mamba2 import Mamba2Mixer
@@ -94,7 +95,7 @@ CONFIGS = {
 
 
 def build_slow_decay(config: ModelConfig, *, seed: int = 5) -> MambaModel:
-    """A random model on the CPU in fp32, with lively logits and slowly decaying states."""
+    """A random model in fp32 on the device that engines use, with lively logits and slowly decaying states."""
     model = build_model(config, device=torch.device("cpu"), seed=seed)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -109,7 +110,7 @@ def build_slow_decay(config: ModelConfig, *, seed: int = 5) -> MambaModel:
                 slow_down_delta_net(module, generator)
             elif isinstance(module, Mamba1Mixer):
                 slow_down_mamba1(module, generator)
-    return model
+    return model.to(platform.device())
 
 
 def slow_down(mixer: Mamba2Mixer, generator: torch.Generator) -> None:

@@ -43,7 +43,7 @@ class Expected:
 
 
 class Oracle:
-    """Plain recomputation of one model; what it computed once it remembers."""
+    """Plain recomputation of one model, on its device; what it computed once it remembers, on the host."""
 
     def __init__(self, model: MambaModel) -> None:
         self.model = model
@@ -55,9 +55,13 @@ class Oracle:
         """[T, V] of one sequence from its beginning."""
         key = tuple(tokens)
         if key not in self._logits:
-            ids = torch.tensor([key])
-            self._logits[key] = self.model(ids, torch.arange(len(key))[None], None)[0].clone()
+            self._logits[key] = self._forward(key)[0].clone().cpu()
         return self._logits[key]
+
+    def _forward(self, tokens: Sequence[int]) -> Tensor:
+        ids = torch.tensor([tokens], device=next(self.model.parameters()).device)
+        found: Tensor = self.model(ids, torch.arange(len(tokens), device=ids.device)[None], None)
+        return found
 
     def greedy(self, prompt: Sequence[int], count: int) -> Expected:
         """Generate `count` tokens, each by a full forward over everything before it."""
@@ -88,8 +92,9 @@ class Oracle:
         ]
         try:
             with torch.inference_mode():
-                self.model(torch.tensor([tokens]), torch.arange(len(tokens))[None], None)
-                return [RECURRENCES[type(mixer)](mixer, hidden) for mixer, hidden in inputs]
+                self._forward(tokens)
+                found = [RECURRENCES[type(mixer)](mixer, hidden) for mixer, hidden in inputs]
+                return [(conv.cpu(), ssm.cpu()) for conv, ssm in found]
         finally:
             for hook in hooks:
                 hook.remove()

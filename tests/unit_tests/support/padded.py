@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from unittest import mock
 
 import torch
 from torch import Tensor
 
+from megatron_ext.mcore import fixed_setup
 from megatron_ext.mcore.buckets import Bucket
 from megatron_ext.mcore.fixed_step import NOBODY
-from megatron_ext.mcore.fixed_steps import FixedSteps
+from megatron_ext.mcore.fixed_steps import FixedSteps, Launched
+from megatron_ext.mcore.graphs import NoGraphs
 from megatron_ext.mcore.staging import ModelInput
 from megatron_ext.ops.causal_conv1d import CAUSAL_CONV1D
 from megatron_ext.ops.gated_delta_rule import GATED_DELTA_RULE
 from megatron_ext.ops.paged_attention import PAGED_ATTENTION
 from megatron_ext.ops.selective_scan import SELECTIVE_SCAN
 from megatron_ext.ops.ssd import SSD
+from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.step import ScheduledChunk, ScheduledStep
 from tests.unit_tests.support.driver import Driver
 from tests.unit_tests.support.hybrid_caching import HybridDriver
@@ -45,24 +49,55 @@ class Padded:
     def __init__(self, *args: object, **batching: object) -> None:
         self.buckets: list[Bucket] = []
         self.eager_steps = 0
-        super().__init__(*args, **({"cuda_graph_impl": "local", "num_cuda_graphs": 3} | batching))
+        self._left: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # by request and its end
+        with mock.patch.object(fixed_setup, "CudaGraphs", NoGraphs):  # so that each forward is seen on a device, too
+            super().__init__(*args, **({"cuda_graph_impl": "local", "num_cuda_graphs": 3} | batching))
         self._watch_programs(self.context.fixed_steps)
 
     def _watch_programs(self, fixed: FixedSteps) -> None:
-        find = fixed.find
+        find, launch = fixed.find, fixed.launch
 
         def find_noted(step: ScheduledStep) -> Bucket | None:
             bucket = find(step)
-            if bucket is None:
-                self.eager_steps += 1
-            else:
-                self.buckets.append(bucket)
+            self.eager_steps += bucket is None
             return bucket
 
-        fixed.find = find_noted
+        def launch_noted(step: ScheduledStep, bucket: Bucket) -> Launched:
+            launched = launch(step, bucket)
+            self.buckets.append(bucket)
+            self._keep_states(step.chunks)
+            return launched
+
+        fixed.find, fixed.launch = find_noted, launch_noted
+
+    def _keep_states(self, chunks: Sequence[ScheduledChunk]) -> None:
+        """As a step leaves them: when it is committed, the one behind it may have been computed."""
+        pool = self.context.live_states
+        for chunk in chunks if pool is not None else ():
+            states = pool.conv[:, chunk.live_slot].clone(), pool.ssm[:, chunk.live_slot].clone()
+            self._left[chunk.request_id, chunk.end] = states
+
+    def _note_states(self, request: Request, start: int, end: int) -> None:
+        left = self._left.pop((request.request_id, end), None)
+        super()._note_states(request, start, end)
+        if left is not None:
+            self.seen[request.request_id].states[end][-1] = left
+
+    def _held_slots(self) -> set[int]:
+        """On a CPU the step that was launched ahead has been computed."""
+        return {state.slot for state in self.scheduler.foresight.states.values()}
+
+    @property
+    def steps_ahead(self) -> int:
+        """Steps that were launched before the tokens of the one before were known."""
+        return self.scheduler.counters.launched_ahead
+
+    def wait_for_tokens(self) -> None:
+        """From now on every step is launched when the one before is over."""
+        self.engine.engine._ahead._executor = None
 
     def add(self, request_id: int, prompt: str | Sequence[int], **params: object):
-        """Without log-probs unless they are asked for: who wants them leaves the program."""
+        """Without log-probs unless they are asked for: those of prompts leave the program."""
         return super().add(request_id, prompt, **({"return_log_probs": False} | params))
 
     def step(self) -> dict:
@@ -96,7 +131,7 @@ class Padded:
         def forward_watched(inputs: dict) -> Tensor:
             logits = forward(inputs)
             for row, chunk in rows_of(self.context.step):
-                self.seen[chunk.request_id].logits[chunk.end].append(logits[0, row].clone())
+                self.seen[chunk.request_id].logits[chunk.end].append(logits[0, row].clone().cpu())
             return logits
 
         wrapper.run_one_forward_step = forward_watched

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-class _Tape(TorchDispatchMode):
+class Tape(TorchDispatchMode):
     """Keeps every operation with its arguments and what it gave."""
 
     def __init__(self) -> None:
@@ -29,6 +29,10 @@ class _Tape(TorchDispatchMode):
         self._operations.append((func, args, kwargs or {}, made if is_new else []))  # others are views, or in place
         return found
 
+    def note(self, launch: Callable[[], object]) -> None:
+        """Something else that a graph would have: a kernel, with the very tensors that it was given."""
+        self._operations.append((launch, (), {}, []))
+
     def replay(self) -> None:
         for func, args, kwargs, made in self._operations:
             again = [one for one in tree_leaves(func(*args, **kwargs)) if isinstance(one, Tensor)]
@@ -42,23 +46,26 @@ class ReplayedGraphs:
     Attributes:
         captured: How many programs there are.
         replayed: How often one ran again.
+        forgotten: How often all of them were dropped.
     """
 
     takes_long = True
 
     def __init__(self) -> None:
-        self.captured = self.replayed = 0
+        self.captured = self.replayed = self.forgotten = 0
 
     @torch.inference_mode()
-    def capture(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         run()
-        with (tape := _Tape()):
-            answer = run()
+        with (tape := Tape()):
+            run()
         self.captured += 1
 
-        def replay() -> Tensor:
+        def replay() -> None:
             self.replayed += 1
             tape.replay()
-            return answer
 
         return replay
+
+    def forget(self) -> None:
+        self.forgotten += 1

@@ -1,0 +1,133 @@
+"""What rows want done to their logits, in fixed places: lists of bounded length, behind all else that a step sends.
+
+Only steps that ask send them, and of the longest list, which is the last, no more than is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
+from typing import Final
+
+import numpy as np
+from torch import Tensor
+
+from megatron_ext.mcore.fixed_places import Layout, Shape
+from megatron_ext.ops.sampling.shaping_in_place import ShapingWishes, pack
+from megatron_ext.scheduling.shaping import Shaping
+from megatron_ext.scheduling.step import Sampling, ScheduledChunk
+
+# Entries of each list: of one row on average, and of a step at most. 8 bytes each are copied, 16 of biases.
+_ROOM: Final = {
+    "came": (4096, 1 << 18),
+    "biased": (512, 1 << 13),
+    "ruled_out": (256, 1 << 13),
+    "forbidden": (64, 1 << 12),
+}
+_OF_ROWS: Final = ("repetition", "presence", "frequency", "min_p")
+_LONGEST: Final = "came"
+_NEUTRAL: Final = {"repetition": 1.0}  # others are 0
+_WISHES: Final = tuple(one.name for one in fields(ShapingWishes))
+Arrays = Mapping[str, np.ndarray]
+
+
+def room_of(rows: int) -> dict[str, int]:
+    """Entries that a step of so many rows may have, by list."""
+    return {name: min(rows * each, most) for name, (each, most) in _ROOM.items()}
+
+
+def with_shaping(layout: Layout, rows: int) -> Layout:
+    """A layout, and behind it what shapes the logits of its rows."""
+    room = room_of(rows)
+    lists: dict[str, Shape] = {name: (room[name],) for name in (*[one for one in room if one != _LONGEST], _LONGEST)}
+    of_rows: dict[str, Shape] = {name: (rows + (name != "min_p"),) for name in _OF_ROWS}
+    shapes = {"used": (len(_ROOM),), **of_rows, "biases": (room["biased"],), **lists}
+    return Layout({**layout.shapes, **shapes}, layout.fractions | {*_OF_ROWS, "biases"})
+
+
+def wants_shaping(samplings: Iterable[Sampling]) -> bool:
+    """Whether any row wants something done to its logits."""
+    return any(one.shaping is not None or one.forbidden for one in samplings)
+
+
+def has_room(samplings: Sequence[Sampling], rows: int) -> bool:
+    """Whether what they want fits into a step of so many rows."""
+    needed = dict.fromkeys(_ROOM, 0)
+    for one in samplings:
+        needed["forbidden"] += len(one.forbidden)
+        if one.shaping is not None:
+            needed["came"] += len(one.shaping.tokens) - _first_token(one.shaping)
+            needed["biased"] += len(one.shaping.biases)
+            needed["ruled_out"] += len(one.shaping.bad_words)
+    room = room_of(rows)
+    return all(needed[name] <= room[name] for name in room)
+
+
+def write_shaping(chunks: Sequence[ScheduledChunk], vocabulary: int, arrays: Arrays) -> int:
+    """Fill the arrays of `with_shaping`.
+
+    Args:
+        chunks: One a row.
+        vocabulary: V; tokens that must not come and are none of them are left out.
+        arrays: By name.
+
+    Returns:
+        How many numbers at the end of the layout need not be sent.
+    """
+    for name in _OF_ROWS:
+        arrays[name][:] = _NEUTRAL.get(name, 0.0)
+    lists = _Lists(arrays)
+    for row, sampling in enumerate(chunk.sampling for chunk in chunks):
+        if sampling is None:
+            continue
+        possible = [token for token in sampling.forbidden if 0 <= token < vocabulary]
+        lists.add("forbidden", row, possible)
+        if sampling.shaping is not None:
+            _write_row(row, sampling.shaping, arrays, lists)
+    arrays["used"][:] = [lists.used[name] for name in _ROOM]
+    return len(arrays[_LONGEST]) - lists.used[_LONGEST]
+
+
+def shaping_wishes(parts: Mapping[str, Tensor]) -> ShapingWishes:
+    """What the device finds of it."""
+    return ShapingWishes(**{name: parts[name] for name in _WISHES})
+
+
+class _Lists:
+    """Lists that are filled one behind the other.
+
+    Attributes:
+        used: Entries of each.
+    """
+
+    def __init__(self, arrays: Arrays) -> None:
+        self._arrays = arrays
+        self.used = dict.fromkeys(_ROOM, 0)
+
+    def add(self, name: str, row: int, tokens: Sequence[int] | np.ndarray, bits: np.ndarray | int = 0) -> slice:
+        """Entries for tokens of a row; where they are now."""
+        if not len(tokens):
+            return slice(0, 0)
+        places = slice(self.used[name], self.used[name] + len(tokens))
+        self._arrays[name][places] = pack(row, np.asarray(tokens), bits)
+        self.used[name] = places.stop
+        return places
+
+
+def _write_row(row: int, wish: Shaping, arrays: Arrays, lists: _Lists) -> None:
+    arrays["min_p"][row] = wish.min_p
+    for name in ("repetition", "presence", "frequency"):
+        arrays[name][row] = getattr(wish, name)
+    first = _first_token(wish)
+    came = np.asarray(wish.tokens, dtype=np.int64)[first:]
+    lists.add("came", row, came, np.arange(first, first + len(came)) >= wish.prompt_length)
+    places = lists.add("biased", row, [token for token, _ in wish.biases])
+    arrays["biases"][places] = [bias for _, bias in wish.biases]
+    lists.add("ruled_out", row, wish.ruled_out)
+
+
+def _first_token(wish: Shaping) -> int:
+    """From which on tokens of the sequence count: those of the prompt do for repetition only."""
+    if not wish.has_penalties:
+        return len(wish.tokens)
+    return 0 if wish.repetition != 1 else wish.prompt_length

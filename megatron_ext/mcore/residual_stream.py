@@ -1,0 +1,54 @@
+"""What layers add to, one after the other. A sum waits for the norm that reads it: kernels compute both in one go."""
+
+from __future__ import annotations
+
+from megatron.core.inference.contexts import BaseInferenceContext
+from torch import Tensor, nn
+
+from megatron_ext.mcore.layers import Branching, MixerOutput, add_residual
+from megatron_ext.ops.gated_norm import add_and_norm
+
+
+class ResidualStream:
+    """Hidden states of a step on their way through the layers.
+
+    Args:
+        hidden_states: [s, b, h]; not written over.
+    """
+
+    def __init__(self, hidden_states: Tensor) -> None:
+        self._states = hidden_states
+        self._waiting: tuple[MixerOutput, float] | None = None  # what is to be added, and its factor
+
+    def through(
+        self,
+        layer: nn.Module,
+        attention_mask: Tensor | None,
+        context: BaseInferenceContext | None,
+        angles: Tensor | None,
+    ) -> None:
+        """Compute a layer; what it adds waits, if it is a branch."""
+        branch = layer.branch(attention_mask, context, angles) if isinstance(layer, Branching) else None
+        if branch is not None:
+            self._waiting = branch.mix(self.normed(branch.norm)), branch.factor
+            return
+        found = layer(self.states(), attention_mask, inference_context=context, rotary_pos_emb=angles)
+        self._states = found[0] if isinstance(found, tuple) else found
+
+    def states(self) -> Tensor:
+        """With all that was added, [s, b, h]."""
+        if self._waiting is not None:
+            mixed, factor = self._waiting
+            self._states, self._waiting = add_residual(mixed, self._states, factor), None
+        return self._states
+
+    def normed(self, norm: nn.Module) -> Tensor:
+        """A norm of all that was added, [s, b, h]."""
+        if self._waiting is not None:
+            (output, bias), factor = self._waiting
+            found = add_and_norm(output, self._states, norm, factor) if bias is None else None
+            if found is not None:
+                (self._states, normed), self._waiting = found, None
+                return normed
+        normed_states: Tensor = norm(self.states())
+        return normed_states

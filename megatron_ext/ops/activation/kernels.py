@@ -1,0 +1,27 @@
+"""Activations of MLPs on a CUDA device: in fp32, rounded once; a NaN stays one."""
+
+import triton.language as tl
+
+from megatron_ext.ops.triton.registry import FLOATS, config, kernel
+
+TYPES = [{"T": name} for name in FLOATS]
+
+
+@kernel(pointers={"T": "x"}, strides="width", types=TYPES, configs=[config(BLOCK=1024)])
+def relu_squared(x, width, BLOCK: tl.constexpr):
+    """relu(x)^2 in place; the grid is (rows, blocks of a row)."""
+    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    place, is_column = x + row * width + column, column < width
+    values = tl.load(place, mask=is_column, other=0.0).to(tl.float32)
+    values = tl.where(values < 0.0, 0.0, values)
+    tl.store(place, (values * values).to(x.dtype.element_ty), mask=is_column)
+
+
+@kernel(pointers={"T": "inner y"}, strides="width", scalars="factor", types=TYPES, configs=[config(BLOCK=1024)])
+def silu_times(inner, y, width, factor, BLOCK: tl.constexpr):
+    """SiLU(factor * gate) * up of rows [gates | ups] of 2 * width; the grid is (rows, blocks of a row of y)."""
+    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    source, is_column = inner + row * 2 * width + column, column < width
+    gate = tl.load(source, mask=is_column, other=0.0).to(tl.float32) * factor
+    up = tl.load(source + width, mask=is_column, other=0.0).to(tl.float32)
+    tl.store(y + row * width + column, (gate * tl.sigmoid(gate) * up).to(y.dtype.element_ty), mask=is_column)

@@ -1,0 +1,34 @@
+"""Rotary position embeddings of packed tokens, and the way of their keys and values into the blocks of the cache."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from megatron_ext.ops.backends import Backends
+from megatron_ext.ops.rotary import reference, triton
+from megatron_ext.ops.rotary.reference import Heads
+from megatron_ext.ops.rotary.rotation import Rotation, rotate, rotation_at
+
+ROTARY_WRITE = Backends("rotary_write", triton.BACKEND, reference.BACKEND)
+
+
+def rotate_and_write(
+    heads: Heads, rotation: Rotation | None, key_cache: Tensor, value_cache: Tensor, slots: Tensor
+) -> Tensor:
+    """Rotate queries and keys, and write keys and values to their places.
+
+    Args:
+        heads: Of T tokens.
+        rotation: Of each token; None leaves queries and keys as they are.
+        key_cache: [blocks, B, Hkv, D], written in place.
+        value_cache: The same.
+        slots: [t] int64, block * B + offset of each of the first t tokens; those behind them are padding, whose keys
+            and values go nowhere.
+
+    Returns:
+        Queries [T, Hq, D].
+    """
+    return ROTARY_WRITE.choose(heads.key).write(heads, rotation, key_cache, value_cache, slots)
+
+
+__all__ = ["ROTARY_WRITE", "Heads", "Rotation", "rotate", "rotate_and_write", "rotation_at"]

@@ -1,0 +1,50 @@
+"""Rotation and writes of keys and values in plain torch, on any device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from megatron_ext.ops.backends import anything
+from megatron_ext.ops.rotary.rotation import Rotation, rotate
+
+
+@dataclass(frozen=True)
+class Heads:
+    """What a layer's projection says of T tokens; views of it, mostly.
+
+    Attributes:
+        query: [T, G, J, D], J query heads of each of G groups.
+        key: [T, Hkv, D].
+        value: [T, Hkv, D].
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+
+@dataclass(frozen=True)
+class RotaryBackend:
+    """One way to rotate and write; `write` has the signature of `rotate_and_write`."""
+
+    name: str
+    takes: Callable[[Tensor], bool]
+    write: Callable[..., Tensor]
+
+
+def rotate_and_write(
+    heads: Heads, rotation: Rotation | None, key_cache: Tensor, value_cache: Tensor, slots: Tensor
+) -> Tensor:
+    """See the package."""
+    query, key = heads.query.flatten(1, 2), heads.key
+    if rotation is not None:
+        query, key = (rotate(one.unsqueeze(1), rotation).squeeze(1) for one in (query, key))
+    for cache, states in ((key_cache, key), (value_cache, heads.value)):
+        cache.flatten(0, 1).index_copy_(0, slots, states[: len(slots)])
+    return query
+
+
+BACKEND = RotaryBackend("reference", anything, rotate_and_write)

@@ -1,0 +1,40 @@
+"""What is told of tokens: their log-probs, and the best tokens there were. Fixed shapes, so fit for a CUDA graph.
+
+Letters: r rows, V words, n tokens that are listed of each row.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from megatron_ext.ops.sampling.cuts import best_tokens
+
+
+class LogProbs(NamedTuple):
+    """Of r rows.
+
+    Attributes:
+        chosen: [r] fp32, of the tokens that were asked about.
+        best: [r, n] int64, the best ones, best first; of equal ones the smaller id.
+        listed: [r, n] fp32, theirs.
+    """
+
+    chosen: Tensor
+    best: Tensor
+    listed: Tensor
+
+
+def log_probs_of(logits: Tensor, tokens: Tensor, listed: int) -> LogProbs:
+    """Log-probs by the logits as the model gave them; a row's depend on that row alone.
+
+    Args:
+        logits: [r, V] of any type.
+        tokens: [r] int64.
+        listed: n, at most V.
+    """
+    log_probs = logits.float().log_softmax(-1)
+    chosen = log_probs.gather(1, tokens[:, None])[:, 0]
+    best = best_tokens(log_probs, listed) if listed else tokens.new_empty(len(tokens), 0)
+    return LogProbs(chosen, best, log_probs.gather(1, best))

@@ -1,0 +1,102 @@
+"""Shaping logits where the device has what rows ask for: lists of fixed lengths, of which so much is used.
+
+The operations of `shaping.py` in their order, on every row of a step; fit for a CUDA graph. An entry of a list is one
+number: a row, a token, and one bit. Letters: R rows, V words, n places of a list.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_ext.ops.sampling.shaping import CameBefore, add_biases, drop_improbable, forbid, penalize, rule_out
+
+_ROW_BITS = 32
+_TOKEN_MASK = (1 << (_ROW_BITS - 1)) - 1
+
+
+@dataclass(frozen=True)
+class ShapingWishes:
+    """What rows ask for, on the device; entries are those of `pack`, and what is behind the used ones does not matter.
+
+    Attributes:
+        used: [4] int64, entries of the four lists in this order.
+        came: [n] int64, tokens of sequences, as often as they came; the bit says that one was generated.
+        biased: [n] int64; no row has a token twice.
+        ruled_out: [n] int64, unless they are all that a row has.
+        forbidden: [n] int64.
+        biases: [n] float64, of `biased`.
+        repetition: [R + 1] float64, positive; the last one, of nobody, is 1.
+        presence: [R + 1] float64.
+        frequency: [R + 1] float64.
+        min_p: [R] float64 from 0 (off) to 1.
+        temperature: [R] float64, positive.
+    """
+
+    used: Tensor
+    came: Tensor
+    biased: Tensor
+    ruled_out: Tensor
+    forbidden: Tensor
+    biases: Tensor
+    repetition: Tensor
+    presence: Tensor
+    frequency: Tensor
+    min_p: Tensor
+    temperature: Tensor
+
+
+def pack(row: int, tokens: np.ndarray, bit: np.ndarray | int = 0) -> np.ndarray:
+    """Entries of a list for tokens [m] of a row: [m] int64."""
+    return (row << _ROW_BITS) + (tokens.astype(np.int64) << 1) + bit
+
+
+def shape_logits(logits: Tensor, wishes: ShapingWishes) -> Tensor:
+    """Logits as the rows want them, rows that want nothing as they were: [R, V] -> [R, V] fp32."""
+    rows, words = logits.shape
+    values = torch.zeros(rows + 1, words, dtype=torch.float32, device=logits.device)  # the last row is nobody's
+    values[:rows].copy_(logits)
+    lists = (wishes.came, wishes.biased, wishes.ruled_out, wishes.forbidden)
+    came, biased, ruled_out, forbidden = (
+        _unpack(entries, count, rows, words) for entries, count in zip(lists, wishes.used.unbind(), strict=True)
+    )
+    factors = wishes.repetition.float(), wishes.presence.float(), wishes.frequency.float()
+    penalize(values, _counted(came, values), *factors)
+    add_biases(values, biased.rows, biased.tokens, wishes.biases.float())
+    rule_out(values, ruled_out.rows, ruled_out.tokens)
+    forbid(values, forbidden.rows, forbidden.tokens)
+    drop_improbable(values[:rows], wishes.temperature, wishes.min_p)
+    return values[:rows]
+
+
+class _Entries(NamedTuple):
+    """A list, [n] int64 each; unused entries are of the last row, spread over its words.
+
+    Spread, since a device adds one by one what goes to the same place.
+    """
+
+    rows: Tensor
+    tokens: Tensor
+    bits: Tensor
+
+
+def _unpack(entries: Tensor, count: Tensor, nobody: int, words: int) -> _Entries:
+    places = torch.arange(len(entries), device=entries.device)
+    is_unused = places >= count
+    return _Entries(
+        (entries >> _ROW_BITS).masked_fill(is_unused, nobody),
+        (places % words).where(is_unused, (entries >> 1) & _TOKEN_MASK),
+        (entries & 1).masked_fill(is_unused, 0),
+    )
+
+
+def _counted(came: _Entries, values: Tensor) -> CameBefore:
+    """How often each token was generated. One that came twice stands there twice, and gets the same value each time."""
+    places = came.rows * values.shape[1] + came.tokens
+    counts = torch.zeros(values.numel(), dtype=torch.float32, device=values.device)
+    counts.scatter_add_(0, places, came.bits.float())  # whole numbers: exact in any order
+    return CameBefore(came.rows, came.tokens, counts[places])

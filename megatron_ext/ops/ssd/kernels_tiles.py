@@ -1,0 +1,277 @@
+"""Mamba-2's prefill on a CUDA device with inputs of 16 bits: outputs of all tiles of tokens at once.
+
+A tile is TILE tokens at a multiple of TILE of the absolute position; a sequence's first and last may have fewer in this
+step. What is elapsed at each token of a tile comes first (`ssd_elapsed`). Then states go through their sequences, one
+product a tile, and are written down where they enter one (`ssd_states`); that is all that waits for the tile before.
+Last, every tile's outputs come of its own tokens and of the state that entered it (`ssd_outputs`).
+
+So a token's result depends on its own tile and on the fp32 state that enters it: not on what is kept on the way, nor on
+where its sequence is cut at absolute multiples of TILE, to the bit.
+
+Products of two inputs are exact, and summed in fp32. What states are made of is multiplied nearly in fp32: with bf16
+the factor that was computed is a sum of two bf16 numbers, with fp16, whose range is small, three products in tf32.
+Outputs round what was computed to bf16, as Mamba's own kernels do, or with fp16 to tf32.
+
+Letters: T tokens, S sequences, H heads, P channels of a head, N states of a channel. Tiles are numbered as `find_tile`
+has them, so that the grid and all buffers follow from shapes; some have no tokens.
+"""
+
+import triton
+import triton.language as tl
+
+from megatron_ext.ops.triton.device import next_kept, product, store_kept
+from megatron_ext.ops.triton.registry import config, kernel
+
+TILE = 64
+THREE_BLOCKS = 168
+"""Registers of a thread, with which three blocks of 4 warps fit a multiprocessor."""
+TYPES = ({"T": "bf16", "Z": "bf16"}, {"T": "fp16", "Z": "fp32"})
+"""Inputs T, and states Z as they are written down for the outputs; fp16 would not hold all."""
+
+
+@triton.jit
+def sequence_tiles(cu_seqlens, ends, sequence, TILE: tl.constexpr):
+    """Of a sequence: its first token of the packed step, its end, where its first tile begins, and that one's number.
+
+    `ends` [S] are absolute positions behind its last token. The tile may begin before the sequence does.
+    """
+    begin, end = tl.load(cu_seqlens + sequence).to(tl.int32), tl.load(cu_seqlens + sequence + 1).to(tl.int32)
+    number = (begin - tl.load(cu_seqlens).to(tl.int32)) // TILE + 2 * sequence
+    position = tl.load(ends + sequence).to(tl.int32) - (end - begin)
+    return begin, end, begin - position % TILE, number
+
+
+@triton.jit
+def find_tile(cu_seqlens, ends, sequences, tile, TILE: tl.constexpr):
+    """The sequence of a tile, the tile's first token, and the sequence's first one and end.
+
+    Sequence s has tiles from floor(tokens before it / TILE) + 2 s on: as many as it needs, wherever its first tile is
+    cut, or more, which begin at its end or behind it.
+    """
+    origin = tl.load(cu_seqlens)
+    low = tile * 0
+    high = low + sequences
+    while high - low > 1:
+        middle = (low + high) // 2
+        is_before = (tl.load(cu_seqlens + middle) - origin).to(tl.int32) // TILE + 2 * middle <= tile
+        low = tl.where(is_before, middle, low)
+        high = tl.where(is_before, high, middle)
+    begin, end, first, number = sequence_tiles(cu_seqlens, ends, low, TILE)
+    return low, first + (tile - number) * TILE, begin, end
+
+
+@kernel(
+    pointers={"fp32": "dt A high low steps weights", "i64": "cu_seqlens ends"},
+    strides="dt_row",
+    counts="sequences heads",
+    configs=[config(TILE=TILE, HEADS=16)],
+)
+def ssd_elapsed(
+    dt, A, high, low, steps, weights, cu_seqlens, ends, dt_row, sequences, heads,
+    TILE: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """What is elapsed at each token [tiles, H, TILE], its step, and its weight in the state behind the tile.
+
+    Elapsed is the logarithm of the decay from the tile's start to behind the token, summed in fp64 and split in two
+    numbers: with fast decay it reaches thousands, and differences are what counts. Tokens of others have a step of
+    zero. The grid is (tiles, heads / HEADS).
+    """
+    tile = tl.program_id(0)
+    _, first, begin, end = find_tile(cu_seqlens, ends, sequences, tile, TILE)
+    if (first < end) & (begin < end):
+        place, head = tl.arange(0, TILE), tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+        token, is_head = first + place, (head < heads)[None, :]
+        is_step = ((token >= begin) & (token < end))[:, None] & is_head
+        step = tl.load(dt + token.to(tl.int64)[:, None] * dt_row + head[None, :], mask=is_step, other=0.0)
+        rate = tl.load(A + head, mask=head < heads, other=0.0)
+        elapsed = tl.cumsum((step * rate[None, :]).to(tl.float64), 0)
+        whole = tl.sum(tl.where(place[:, None] == TILE - 1, elapsed, 0.0), 0)
+        rounded = elapsed.to(tl.float32)
+        at = (tile.to(tl.int64) * heads + head)[None, :] * TILE + place[:, None]
+        tl.store(high + at, rounded, mask=is_head)
+        tl.store(low + at, (elapsed - rounded.to(tl.float64)).to(tl.float32), mask=is_head)
+        tl.store(steps + at, step, mask=is_head)
+        tl.store(weights + at, step * tl.exp((whole[None, :] - elapsed).to(tl.float32)), mask=is_head)
+
+
+@triton.jit
+def added(x, b, weights):
+    """What tokens with these weights add to a state: [P, N] fp32, of x [TILE, P] and b [TILE, N]."""
+    weighted = b.to(tl.float32) * weights[:, None]
+    if b.dtype == tl.bfloat16:
+        coarse = weighted.to(tl.bfloat16)
+        fine = (weighted - coarse.to(tl.float32)).to(tl.bfloat16)
+        sums = product(tl.trans(x), fine, False) + product(tl.trans(x), coarse, False)
+    else:
+        sums = tl.dot(tl.trans(x.to(tl.float32)), weighted, input_precision="tf32x3")
+    return sums
+
+
+@triton.jit
+def weights_until(high, low, steps, row, count, TILE: tl.constexpr):
+    """How a state fades over the first `count` tokens of a tile, and their weights in the state behind them."""
+    place = tl.arange(0, TILE)
+    coarse, fine = tl.load(high + row + place), tl.load(low + row + place)
+    until, rest = tl.load(high + row + count - 1), tl.load(low + row + count - 1)
+    gap = tl.minimum((until - coarse) + (rest - fine), 0.0)
+    return tl.exp(until), tl.where(place < count, tl.load(steps + row + place) * tl.exp(gap), 0.0)
+
+
+@triton.jit
+def load_tokens(t, first, begin, end, row_stride, column, is_column, TILE: tl.constexpr):
+    """Some columns of the tile of tokens that begins at `first`, zero where they are not of the sequence."""
+    place = tl.arange(0, TILE)
+    is_token = (first + place >= begin) & (first + place < end)
+    own = t + first.to(tl.int64) * row_stride
+    at = place[:, None] * row_stride + column[None, :]
+    return tl.load(own + at, mask=is_token[:, None] & is_column[None, :], other=0.0)
+
+
+@kernel(
+    pointers={
+        "T": "x B",
+        "Z": "entering",
+        "S": "live snapshots",
+        "fp32": "high low steps weights",
+        "i64": "cu_seqlens ends slots kept_slots kept_sequences kept_tokens",
+        "i1": "has_initial",
+    },
+    strides="x_row b_row live_row snapshot_row head_dim state_size",
+    counts="kept heads heads_per_group",
+    types=[{**types, "S": states} for types in TYPES for states in ("fp32", types["T"])],
+    configs=[
+        config(TILE=TILE, P=64, N=32, only=("bf16",), aligned=True),
+        config(TILE=TILE, P=64, N=16, only=("fp16",), aligned=True),
+    ],
+)
+def ssd_states(
+    x, B, entering, live, snapshots, high, low, steps, weights, cu_seqlens, ends, slots, kept_slots, kept_sequences,
+    kept_tokens, has_initial, x_row, b_row, live_row, snapshot_row, head_dim, state_size, kept, heads, heads_per_group,
+    TILE: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """Pass P x N elements of a head's state through its sequence.
+
+    They are written into `entering` [tiles, H, P, N] before every tile, into snapshots where they are to be kept, and
+    at last into the live slot. The loop over tiles has no other within it, so that its loads are asked for ahead; it is
+    left where a state is kept. The grid is (parts of all heads' states, sequences).
+    """
+    sequence = tl.program_id(1)
+    slot = tl.load(slots + sequence)
+    begin, end, first, number = sequence_tiles(cu_seqlens, ends, sequence, TILE)
+    if (slot >= 0) & (begin < end):
+        n_parts, p_parts = tl.cdiv(state_size, N), tl.cdiv(head_dim, P)
+        part, place = tl.program_id(0), tl.arange(0, TILE)
+        head = part // (n_parts * p_parts)
+        p, n = part // n_parts % p_parts * P + tl.arange(0, P), part % n_parts * N + tl.arange(0, N)
+        is_p, is_n = p < head_dim, n < state_size
+        is_state, size = is_p[:, None] & is_n[None, :], head_dim * state_size
+        own = p[:, None] * state_size + n[None, :]
+        cell = head * size + own
+        has_state = tl.load(has_initial + sequence).to(tl.int1)
+        state = tl.load(live + slot * live_row + cell, mask=is_state & has_state, other=0.0).to(tl.float32)
+        of_x, of_b = head * head_dim + p, head // heads_per_group * state_size + n
+        stop = next_kept(kept_sequences, kept_tokens, kept, sequence, begin)
+        tile, tiles = 0, tl.cdiv(end - first, TILE)
+        while tile < tiles:
+            until = tl.where(stop >= end, tiles, (stop - first) // TILE)
+            for i in range(tile, until):
+                row = (number + i).to(tl.int64) * heads + head
+                tl.store(entering + row * size + own, state.to(entering.dtype.element_ty), mask=is_state)
+                whole, start = tl.load(high + row * TILE + TILE - 1), first + i * TILE
+                inputs = load_tokens(x, start, begin, end, x_row, of_x, is_p, TILE)
+                b = load_tokens(B, start, begin, end, b_row, of_b, is_n, TILE)
+                state = state * tl.exp(whole) + added(inputs, b, tl.load(weights + row * TILE + place))
+            tile = until
+            done = tl.minimum(first + tile * TILE, end)
+            if stop == done:
+                store_kept(
+                    snapshots, snapshot_row, state, cell, is_state,
+                    kept_slots, kept_sequences, kept_tokens, kept, sequence, stop,
+                )  # fmt: skip
+                stop = next_kept(kept_sequences, kept_tokens, kept, sequence, stop)
+            while stop < tl.minimum(done + TILE, end):
+                row = ((number + tile).to(tl.int64) * heads + head) * TILE
+                fade, lasting = weights_until(high, low, steps, row, stop - done, TILE)
+                inputs = load_tokens(x, done, begin, end, x_row, of_x, is_p, TILE)
+                b = load_tokens(B, done, begin, end, b_row, of_b, is_n, TILE)
+                store_kept(
+                    snapshots, snapshot_row, state * fade + added(inputs, b, lasting), cell, is_state,
+                    kept_slots, kept_sequences, kept_tokens, kept, sequence, stop,
+                )  # fmt: skip
+                stop = next_kept(kept_sequences, kept_tokens, kept, sequence, stop)
+        slot = tl.load(slots + sequence)  # once more: registers are short, and this one is not needed in between
+        tl.store(live + slot * live_row + cell, state.to(live.dtype.element_ty), mask=is_state)
+
+
+@triton.jit
+def weighted_sum(weights, x):
+    """Outputs [TILE, P] that weights [TILE, TILE], which were computed, make of inputs [TILE, P]."""
+    if x.dtype == tl.bfloat16:
+        sums = product(weights.to(tl.bfloat16), x, False)
+    else:
+        sums = tl.dot(weights, x.to(tl.float32), input_precision="tf32")
+    return sums
+
+
+@kernel(
+    pointers={
+        "T": "x B C y",
+        "Z": "entering",
+        "fp32": "D high low steps",
+        "i64": "cu_seqlens ends slots",
+    },
+    strides="x_row b_row c_row head_dim state_size",
+    counts="sequences heads heads_per_group heads_each has_skip",
+    types=TYPES,
+    configs=[
+        config(TILE=TILE, P=64, N=64, only=("bf16",), registers=THREE_BLOCKS, aligned=True),
+        config(TILE=TILE, P=64, N=128, only=("bf16",), registers=THREE_BLOCKS, aligned=True),
+        config(TILE=TILE, P=64, N=256, num_warps=8, only=("bf16",), aligned=True),
+        config(TILE=TILE, P=32, N=64, only=("fp16",), aligned=True),
+        config(TILE=TILE, P=32, N=128, num_warps=8, only=("fp16",), aligned=True),
+    ],
+)
+def ssd_outputs(
+    x, B, C, D, y, entering, high, low, steps, cu_seqlens, ends, slots, x_row, b_row, c_row, head_dim, state_size,
+    sequences, heads, heads_per_group, heads_each, has_skip,
+    TILE: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """A tile's outputs, of `heads_each` heads that share B and C; zeros where the sequence is padding.
+
+    The grid is (runs of heads, tiles, parts of P channels): programs that share inputs run beside each other.
+    """
+    tile = tl.program_id(1)
+    sequence, first, begin, end = find_tile(cu_seqlens, ends, sequences, tile, TILE)
+    if (first < end) & (begin < end):
+        runs = tl.cdiv(heads_per_group, heads_each)
+        group, place, n = tl.program_id(0) // runs, tl.arange(0, TILE), tl.arange(0, N)
+        head = group * heads_per_group + tl.program_id(0) % runs * heads_each
+        last = tl.minimum(head + heads_each, (group + 1) * heads_per_group)
+        p, token = tl.program_id(2) * P + tl.arange(0, P), first + place
+        is_p, is_n = p < head_dim, n < state_size
+        is_output = ((token >= begin) & (token < end))[:, None] & is_p[None, :]
+        c = load_tokens(C, first, begin, end, c_row, group * state_size + n, is_n, TILE)
+        b = load_tokens(B, first, begin, end, b_row, group * state_size + n, is_n, TILE)
+        between = tl.where(place[:, None] >= place[None, :], product(c, tl.trans(b), False), 0.0)
+        target = y + first.to(tl.int64) * heads * head_dim
+        target += place[:, None] * (heads * head_dim) + p[None, :]
+        if tl.load(slots + sequence) < 0:
+            for h in range(head, last):
+                tl.store(target + h * head_dim, tl.zeros([TILE, P], y.dtype.element_ty), mask=is_output)
+            last = head
+        for h in range(head, last):
+            row = tile.to(tl.int64) * heads + h
+            own = entering + row * (head_dim * state_size) + p[:, None] * state_size + n[None, :]
+            state = tl.load(own, mask=is_p[:, None] & is_n[None, :], other=0.0)
+            inputs = load_tokens(x, first, begin, end, x_row, h * head_dim + p, is_p, TILE)
+            at = row * TILE + place
+            elapsed, rest = tl.load(high + at), tl.load(low + at)
+            if state.dtype == c.dtype:
+                read = product(c, tl.trans(state), False)
+            else:
+                read = tl.dot(c.to(tl.float32), tl.trans(state), input_precision="tf32")
+            gap = (elapsed[:, None] - elapsed[None, :]) + (rest[:, None] - rest[None, :])
+            weights = between * tl.exp(tl.minimum(gap, 0.0)) * tl.load(steps + at)[None, :]
+            skip = tl.load(D + h, mask=has_skip != 0, other=0.0)
+            outputs = read * tl.exp(elapsed)[:, None] + skip * inputs.to(tl.float32) + weighted_sum(weights, inputs)
+            tl.store(target + h * head_dim, outputs.to(y.dtype.element_ty), mask=is_output)

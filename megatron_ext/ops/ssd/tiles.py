@@ -1,0 +1,93 @@
+"""Mamba-2's prefill in Triton, parallel over tiles of tokens: what launches `kernels_tiles.py`, and buffers between.
+
+It takes inputs of 16 bits where states are resumed at multiples of a tile (blocks of 64 tokens, and multiples of that);
+everything else goes in order (`kernels.py`). Which of the two computes depends on the model and on the block size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from megatron_ext.ops.triton.places import is_aligned
+from megatron_ext.ops.triton.registry import Argument, Config, Kernel
+from megatron_ext.ops.varlen import PackedChunks, PackedSequences
+
+WRITTEN_DOWN = {torch.bfloat16: torch.bfloat16, torch.float16: torch.float32}
+"""Inputs -> states between the kernels. The largest states are more than fp16 holds."""
+MOST_HEADS = 8
+"""Heads that a program of outputs computes one after the other: they share B and C, and the products of the two."""
+
+
+def takes(x: Tensor, B: Tensor, C: Tensor, chunks: PackedChunks) -> bool:
+    """Whether these kernels compute it. Results do not depend on cuts at multiples of a tile, as they must not."""
+    from megatron_ext.ops.ssd import kernels_tiles as kernels
+
+    if x.dtype not in WRITTEN_DOWN or chunks.resumes is None or chunks.resumes.multiple % kernels.TILE:
+        return False
+    return kernels.ssd_outputs.fitting(x.dtype, N=B.shape[2]) is not None and is_aligned(x, B, C)
+
+
+def prefill(arguments: Mapping[str, Argument], x: Tensor, B: Tensor, chunks: PackedChunks) -> Tensor:
+    """Outputs [T, H, P]; states are read and written in place.
+
+    Beside them there are, while it runs, a state of a head for every tile, T / 64 + 2 S of them, in `WRITTEN_DOWN`: at
+    16,384 tokens of 80 heads of 64 x 128 states in bf16 338 MB; and 16 bytes for each token and head.
+
+    Args:
+        arguments: Of the kernels, by name: inputs, their strides and sizes, and what `prefill_arguments` has.
+        x: [T, H, P].
+        B: [T, G, N].
+        chunks: With `resumes`.
+    """
+    from megatron_ext.ops.ssd import kernels_tiles as kernels
+
+    assert chunks.resumes is not None, "see `takes`"
+    (rows, heads, head_dim), (groups, state_size) = x.shape, B.shape[1:]
+    tile, ends = kernels.TILE, chunks.resumes.ends
+    sequences = ends.numel()
+    tiles = rows // tile + 2 * sequences
+    high, low, steps, weights = torch.empty(4, tiles, heads, tile, dtype=torch.float32, device=x.device)
+    runs = -(-(heads // groups) // MOST_HEADS)
+    y = _outputs(x, chunks.sequences)
+    given = {
+        **arguments,
+        "y": y,
+        "entering": x.new_empty(tiles, heads, head_dim, state_size, dtype=WRITTEN_DOWN[x.dtype]),
+        "high": high,
+        "low": low,
+        "steps": steps,
+        "weights": weights,
+        "ends": ends,
+        "sequences": sequences,
+        "heads_each": -(-(heads // groups) // runs),
+    }
+    config = _config(kernels.ssd_elapsed, x)
+    _launch(kernels.ssd_elapsed, (tiles, -(-heads // config["HEADS"])), config, given)
+    config = _config(kernels.ssd_states, x)
+    parts = -(-head_dim // config["P"]) * -(-state_size // config["N"])
+    _launch(kernels.ssd_states, (heads * parts, sequences), config, given)
+    config = _config(kernels.ssd_outputs, x, N=state_size)
+    _launch(kernels.ssd_outputs, (groups * runs, tiles, -(-head_dim // config["P"])), config, given)
+    return y
+
+
+def _outputs(x: Tensor, sequences: PackedSequences) -> Tensor:
+    """Room for them, with zeros behind the last sequence: everywhere if only the device knows where that is."""
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    y[0 if sequences.is_bounded else sequences.num_tokens :].zero_()
+    return y
+
+
+def _config(kernel: Kernel, x: Tensor, **sizes: int) -> Config:
+    found = kernel.fitting(x.dtype, **sizes)
+    assert found is not None, "see `takes`"
+    return found
+
+
+def _launch(kernel: Kernel, grid: tuple[int, ...], config: Config, given: Mapping[str, Argument]) -> None:
+    """With those of the arguments that the kernel has."""
+    taken = (*kernel.pointers, *kernel.strides, *kernel.counts, *kernel.scalars)
+    kernel.launch(grid, config, **{name: given[name] for name in taken})

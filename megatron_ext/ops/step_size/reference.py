@@ -1,0 +1,47 @@
+"""Step sizes and decays in plain torch, on any device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_ext.ops.backends import anything
+
+
+@dataclass(frozen=True)
+class StepSizeBackend:
+    """One way to compute them.
+
+    Attributes:
+        name: Unique among the operator's backends.
+        takes: Whether it computes for a projection like that.
+        sizes: As `step_sizes`.
+        decays: As `decays`.
+    """
+
+    name: str
+    takes: Callable[[Tensor], bool]
+    sizes: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+    decays: Callable[..., tuple[Tensor, Tensor]]
+
+
+def step_sizes(dt: Tensor, bias: Tensor, A_log: Tensor) -> tuple[Tensor, Tensor]:
+    """See the package."""
+    return F.softplus(dt.float() + bias.float()), -A_log.float().exp()
+
+
+def decays(
+    beta: Tensor, alpha: Tensor, bias: Tensor, A_log: Tensor, *, most_strength: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """See the package."""
+    sizes, rates = step_sizes(alpha, bias, A_log)
+    strength = beta.float().sigmoid()
+    if most_strength != 1.0:
+        strength = strength * most_strength
+    return rates * sizes, strength
+
+
+BACKEND = StepSizeBackend("reference", anything, step_sizes, decays)

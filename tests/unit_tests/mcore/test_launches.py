@@ -1,0 +1,99 @@
+"""How many kernels a decode program launches: of each mixer, and of what no mixer computes. Counted, never timed."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from megatron_ext.config import CacheConfig, ModelConfig
+from megatron_ext.mcore import platform
+from megatron_ext.mcore.fixed_choice import Wanted
+from megatron_ext.models.build import build_model
+from megatron_ext.ops import triton
+from megatron_ext.ops.backends import preferring
+from tests.priority import TestPriority
+from tests.unit_tests.support.launches import OUTSIDE, LaunchCounter, counted
+from tests.unit_tests.support.models import CONFIGS
+from tests.unit_tests.support.padded import PaddedDriver
+
+pytestmark = [
+    pytest.mark.priority(TestPriority.HIGH),
+    pytest.mark.skipif(
+        triton.problem(platform.device()) is not None,
+        reason=f"no kernel runs here: {triton.problem(platform.device())}",
+    ),
+]
+
+DTYPE = torch.bfloat16  # casts would not be seen in fp32
+PATTERN = "M*-M*-"
+SHAPE = {
+    "hybrid_override_pattern": PATTERN,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "kv_channels": 16,
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+}
+MIXERS = {"M": "mixer", "*": "self_attention", "-": "mlp"}
+ROTATION = 5  # angles of the step's tokens, which the first attention layer asks for
+# The most of each mixer with its sum and the norm behind it, by kind: of the recurrent one, of attention, of the MLP;
+# and of what no mixer computes.
+MOST = {
+    "hybrid": (7, 6, 4, 12),
+    "gated_delta_net": (8, 6, 4, 12),
+    "mamba1": (12, 6, 4, 12),  # three of them are the norms of dt, B and C
+}
+
+
+class Unwatched(PaddedDriver):
+    """Logits are not looked at, which would be operations of their own."""
+
+    def _watch_forward(self) -> None:
+        pass
+
+
+def config(kind: str) -> ModelConfig:
+    activation = {"squared_relu": True} if kind == "hybrid" else {"swiglu": True}
+    return dataclasses.replace(CONFIGS[kind], **SHAPE, **activation)
+
+
+def count_decode(kind: str, backend: str) -> LaunchCounter:
+    """What the smallest program launches that decodes, of padding alone."""
+    of = config(kind)
+    model = build_model(of, device=platform.device(), dtype=DTYPE)
+    settings = {"max_requests": 2, "num_cuda_graphs": 1, "max_sequence_length": 64, "operator_backend": backend}
+    fixed = Unwatched(model, of, cache=CacheConfig(), dtype=DTYPE, **settings).context.fixed_steps
+    bucket = next(one for one in fixed._buckets.all() if not one.prefills)
+    fixed._program(bucket)
+    mixers = {
+        f"{number}{letter}": getattr(model.decoder.layers[number], MIXERS[letter])
+        for number, letter in enumerate(PATTERN)
+    }
+    with preferring(backend), counted(mixers, model.decoder) as counter:
+        fixed._compute(bucket, Wanted(is_shaped=False, is_drawn=False, is_scored=False))
+    return counter
+
+
+@pytest.mark.parametrize("kind", MOST)
+def test_no_layer_launches_more_than_it_has_to(kind: str) -> None:
+    """CU-5: a small kernel costs as much as a large one where few tokens decode."""
+    counter, (recurrent, attention, mlp, outside) = count_decode(kind, triton.NAME), MOST[kind]
+    of = {name: counter.of(name) for name in ("0M", "1*", "2-", "3M", "4*", "5-", OUTSIDE)}
+    assert of["0M"] == of["3M"] <= recurrent, counter.launches
+    assert of["4*"] <= attention, counter.launches
+    assert of["1*"] <= attention + ROTATION, counter.launches
+    assert of["2-"] == of["5-"] <= mlp, counter.launches
+    assert of[OUTSIDE] <= outside, counter.launches
+
+
+def test_plain_torch_launches_several_times_as_much() -> None:
+    """Negative control: what is counted are casts, sums and copies, too, and no views."""
+    counter = count_decode("hybrid", "reference")
+    assert counter.of("0M") > 2 * MOST["hybrid"][0]
+    assert counter.of("4*") > 2 * MOST["hybrid"][1]
+    with counted({}) as plain:
+        torch.ones(4, 4).view(2, 8)[:, 1:].float().softmax(-1)
+    assert plain.launches == {(OUTSIDE, "aten::ones"): 1, (OUTSIDE, "aten::_softmax"): 1}

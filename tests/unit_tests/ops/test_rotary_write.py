@@ -1,0 +1,125 @@
+"""Rotated queries, and keys and values in their blocks, over every backend: layouts, padding, untouched places."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_ext.mcore import platform
+from megatron_ext.ops import triton
+from megatron_ext.ops.rotary import ROTARY_WRITE, Heads, Rotation, rotate, rotate_and_write
+from megatron_ext.ops.triton.registry import watch
+from tests.unit_tests.ops.backends import usable
+
+COVERED = ("rotate_and_write",)
+DEVICE = platform.device()
+TYPES = [torch.float32, torch.bfloat16, torch.float16]
+BLOCK, BLOCKS = 4, 5
+SLOTS = [17, 0, 6, 19, 7]  # of five tokens, in blocks of four
+
+
+@pytest.fixture(autouse=True, params=usable(ROTARY_WRITE))
+def backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Every backend keeps the whole contract."""
+    with ROTARY_WRITE.forced(request.param):
+        yield request.param
+
+
+@dataclass
+class Case:
+    """Tokens behind each other, of which some are padding, and pools of NaN of two layers."""
+
+    heads: Heads
+    rotation: Rotation | None
+    pools: Tensor
+
+    def write(self, slots: list[int] = SLOTS) -> Tensor:
+        where = torch.tensor(slots, dtype=torch.int64, device=DEVICE)
+        return rotate_and_write(self.heads, self.rotation, *self.pools[:, 1], where)
+
+    def rotated(self, states: Tensor) -> Tensor:
+        """Plain torch, of [T, heads, D]."""
+        if self.rotation is None:
+            return states
+        return rotate(states.unsqueeze(1), self.rotation).squeeze(1).to(states.device)
+
+
+def case(
+    dtype: torch.dtype = torch.float32, groups: int = 2, shared: int = 3, channels: int = 16, half: int = 5
+) -> Case:
+    """Queries, keys and values as a projection has them, side by side; seven tokens, the last two are padding."""
+    generator = torch.Generator().manual_seed(groups + shared)
+    mixed = torch.randn(7, groups, (shared + 2) * channels, generator=generator).to(dtype).to(DEVICE)
+    query, key, value = mixed.split([shared * channels, channels, channels], dim=-1)
+    angles = torch.rand(7, 1, 1, half, generator=generator) * 9
+    rotation = Rotation(*(one.to(dtype).to(DEVICE) for one in (angles.cos(), angles.sin()))) if half else None
+    pools = torch.full((2, 2, BLOCKS, BLOCK, groups, channels), torch.nan, dtype=dtype, device=DEVICE)
+    return Case(Heads(query.unflatten(-1, (shared, channels)), key, value), rotation, pools)
+
+
+def check(one: Case, query: Tensor, slots: list[int] = SLOTS, *, is_exact: bool) -> None:
+    """Against plain torch: to the bit, or within the rounding of 16 bits, and nothing else in the pools."""
+    wanted = torch.full_like(one.pools, torch.nan)
+    for cache, states in zip(wanted[:, 1], (one.rotated(one.heads.key), one.heads.value), strict=True):
+        cache.flatten(0, 1)[slots] = states[: len(slots)]
+    close = {"rtol": 0, "atol": 0} if is_exact else {"rtol": 2**-6, "atol": 2**-6}
+    torch.testing.assert_close(query, one.rotated(one.heads.query.flatten(1, 2)).cpu(), **close)
+    torch.testing.assert_close(one.pools, wanted, equal_nan=True, **close)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize(
+    ("groups", "shared", "channels", "half"), [(2, 3, 16, 5), (1, 1, 70, 35), (3, 4, 130, 20), (9, 1, 8, 0)]
+)
+def test_rotated_and_written(dtype: torch.dtype, groups: int, shared: int, channels: int, half: int) -> None:
+    """CU-1, CU-2: some channels turned, all, none; more heads than a program has; padding is not written.
+
+    Triton's interpreter cuts bf16 off where a device rounds; fused products of a device differ in fp32.
+    """
+    one = case(dtype, groups, shared, channels, half)
+    query = one.write()
+    check(one, query, is_exact=dtype is torch.float16 or (dtype is torch.float32 and DEVICE.type == "cpu"))
+
+
+def test_heads_that_were_normed_lie_elsewhere() -> None:
+    """Queries of one group, in pieces of their own."""
+    one = case()
+    heads = one.heads
+    one.heads = Heads(heads.query.flatten(1, 2).clone().unsqueeze(1), heads.key.clone(), heads.value)
+    check(one, one.write(), is_exact=DEVICE.type == "cpu")
+
+
+def test_no_tokens_that_are_written() -> None:
+    one = case()
+    check(one, one.write([]), [], is_exact=DEVICE.type == "cpu")
+
+
+def test_a_wrong_place_and_a_wrong_angle_are_seen() -> None:
+    """Negative controls."""
+    one = case()
+    query = one.write([*SLOTS[:-1], 8])
+    with pytest.raises(AssertionError):
+        check(one, query, is_exact=False)
+    one = case()
+    query = one.write()
+    assert one.rotation is not None
+    one.rotation = Rotation(one.rotation.cos.roll(1, 0), one.rotation.sin.roll(1, 0))
+    with pytest.raises(AssertionError):
+        check(one, query, is_exact=False)
+
+
+def test_one_launch_and_the_reference_where_there_is_none(backend: str) -> None:
+    """CU-1, CU-3: blocks that do not follow each other, as views of every second one."""
+    one = case()
+    with watch() as launches:
+        one.write()
+    assert [launch.kernel for launch in launches] == list(COVERED) * (backend == triton.NAME)
+    one.pools = one.pools.transpose(4, 5).contiguous().transpose(4, 5)
+    if backend == triton.NAME:
+        with watch() as launches:
+            check(one, one.write(), is_exact=True)
+        assert not launches

@@ -1,0 +1,89 @@
+"""Where computing begins: the last boundary with a snapshot, in few look-ups however long the prompt is (CU-6)."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+
+import pytest
+
+from megatron_ext.config import EvictionPolicyName
+from megatron_ext.prefix_cache.cache import PrefixCache
+from megatron_ext.prefix_cache.matching import Restore, ResumePoint, resume_point
+from tests.priority import TestPriority
+
+pytestmark = pytest.mark.priority(TestPriority.HIGH)
+BLOCK = 16
+
+
+class Watched(list):
+    """Digests, and how many of them were looked at."""
+
+    looks = 0
+
+    def __getitem__(self, index):
+        self.looks += 1
+        return super().__getitem__(index)
+
+
+def chain(name: str, length: int) -> list[bytes]:
+    return [hashlib.blake2b(f"{name} {i}".encode(), digest_size=32).digest() for i in range(length)]
+
+
+def cached(*chains: list[bytes], slots: int = 400) -> PrefixCache:
+    cache = PrefixCache(sum(map(len, chains)), EvictionPolicyName.LRU, slots)
+    for digests in chains:
+        cache.publish(digests, cache.allocate(len(digests)), None)
+    return cache
+
+
+def snapshot(cache: PrefixCache, digest: bytes) -> None:
+    cache.states.reserve(digest)
+    cache.states.commit(digest)
+
+
+def brute_force(length: int, matched: list[bytes], cache: PrefixCache) -> ResumePoint:
+    for blocks in range(len(matched), 0, -1):
+        slot = cache.states.find(matched[blocks - 1])
+        if slot is not None and blocks * BLOCK < length:
+            return ResumePoint(blocks * BLOCK, Restore(matched[blocks - 1], slot))
+    return ResumePoint(0)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_last_snapshot_is_found(seed):
+    """HY-3: in the match and below the end, wherever else there are snapshots, few or many."""
+    source = random.Random(seed)
+    own, others = chain("own", source.choice([1, 5, 40])), chain("others", 60)
+    cache = cached(own, others)
+    for digests, share in ((own, source.choice([0, 0.05, 0.5, 1])), (others, source.choice([0, 0.1, 1]))):
+        for digest in digests:
+            if source.random() < share:
+                snapshot(cache, digest)
+    for _ in range(20):
+        matched = own[: source.randint(0, len(own))]
+        length = max(1, len(matched) * BLOCK + source.choice([-BLOCK, -1, 0, 1, 30]))
+        found = resume_point(length, matched, BLOCK, cache.states, cache.depth_of)
+        assert found == brute_force(length, matched, cache)
+
+
+@pytest.mark.parametrize(("at", "most"), [(8_192, 1), (8_180, 13), (10, 110), (None, 110)])
+def test_few_are_looked_at(at, most):
+    """CU-6: as many blocks as there are snapshots and no more, if that is less; near the end hardly any."""
+    own, others = chain("own", 8_192), chain("others", 80)
+    cache = cached(own, others)
+    for digest in [*others[:50], *([own[at - 1]] if at else [])]:
+        snapshot(cache, digest)
+    matched = Watched(own)
+    found = resume_point(8_192 * BLOCK + 1, matched, BLOCK, cache.states, cache.depth_of)
+    assert found.position == (at or 0) * BLOCK
+    assert matched.looks - bool(at) <= most
+
+
+def test_a_match_ends_where_it_did_in_a_few_looks():
+    """CU-6: why no match is found ahead, and kept: 8,192 blocks cost fewer than thirty look-ups."""
+    own = chain("own", 8_192)
+    cache = cached(own[:6_000])
+    digests = Watched(own)
+    assert len(cache.match(digests)) == 6_000
+    assert digests.looks < 30

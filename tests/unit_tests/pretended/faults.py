@@ -1,0 +1,219 @@
+"""Mistakes that a device would punish, made on the pretended one: each says what came of it. Run by `child.py`."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from contextlib import nullcontext
+from unittest import mock
+
+import torch
+
+from megatron_ext.mcore.controller import InferenceController
+from megatron_ext.mcore.fixed_places import Answers, FixedPlaces, Layout, _HostBuffer
+from tests.unit_tests.pretended import lives
+from tests.unit_tests.support.pretended_cuda import watching
+
+CUDA = torch.device("cuda", 0)
+
+
+def outcome(work: Callable[[], object]) -> str:
+    """What it gives, or its error in words."""
+    try:
+        return str(work())
+    except (RuntimeError, TypeError, ValueError, OverflowError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def wait_noted(work: Callable[[], object]) -> str:
+    """The kinds of waits."""
+    with watching.watched() as notes:
+        work()
+    return ", ".join(sorted({f"{one.kind}: {one.what}" for one in watching.waits(notes)}))
+
+
+def requests_fail(life: str) -> str:
+    """What a life's requests were told."""
+    found = lives.LIVES[life](nullcontext())
+    return "; ".join(sorted({str(one["error"]) for one in found["requests"]}))
+
+
+# Without an engine
+
+
+def _written_early() -> object:
+    places = FixedPlaces([Layout({"a": (4,)}, frozenset())], CUDA)
+    layout = Layout({"a": (4,)}, frozenset())
+    for number in range(3):  # two buffers: the third is the first again
+        arrays = places.open(layout)
+        arrays["a"][:] = number
+        places.send(layout)
+    torch.cuda.synchronize()
+    return places.parts(layout)["a"].tolist()
+
+
+def _read_early() -> object:
+    answers = Answers(torch.arange(4, device=CUDA), CUDA)
+    return answers.fetch(3).read().tolist()
+
+
+def _without_waiting(work: Callable[[], object]) -> Callable[[], object]:
+    def broken() -> object:
+        with mock.patch.object(_HostBuffer, "wait"):
+            found = work()
+            watching.complete(torch.ops.pretended.last_copy())
+            return found
+
+    return broken
+
+
+def _captured_wait() -> object:
+    x = torch.ones(2, device=CUDA)
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        return float(x.sum())
+
+
+def _captured_copy() -> object:
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        return torch.tensor([1]).to(CUDA, non_blocking=True)
+
+
+def _sync_mode() -> object:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        return torch.ones(1, device=CUDA).item()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def _replayed() -> object:
+    place, graph = torch.ones(3, device=CUDA), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        answer = place * 2
+    place.copy_(torch.tensor([1.0, 2.0, 3.0]))
+    graph.replay()
+    return answer.tolist()
+
+
+# In an engine
+
+
+def _index_on_the_host() -> object:
+    with mock.patch("megatron_ext.memory.state_pool.to_device", lambda tensor, device: tensor):
+        return requests_fail("hybrid")
+
+
+def _reading_forward() -> Callable[[InferenceController], torch.Tensor | None]:
+    forward = InferenceController.forward
+
+    def reading(self: InferenceController) -> torch.Tensor | None:
+        logits = forward(self)
+        assert logits is not None
+        logits.max().item()
+        return logits
+
+    return reading
+
+
+def _wait_in_a_step() -> str:
+    with mock.patch.object(InferenceController, "forward", _reading_forward()):
+        return wait_noted(lambda: lives.LIVES["hybrid"](nullcontext()))
+
+
+def _wait_in_a_program() -> object:
+    with mock.patch.object(InferenceController, "forward", _reading_forward()):
+        return lives.LIVES["programs"](nullcontext())
+
+
+def _places_written_early() -> object:
+    with mock.patch.object(_HostBuffer, "wait"):
+        return requests_fail("programs")
+
+
+# Memory
+
+
+def _free() -> int:
+    return torch.cuda.mem_get_info()[0]
+
+
+def _suspended() -> object:
+    """What a suspend gives back to other processes, and a resume takes again: in blocks' bytes, at least."""
+    engine = lives.engine_of("hybrid", block_count=4000)
+    pools, full = engine.context.allocated.kv.nbytes, _free()
+    engine.suspend()
+    empty = _free()
+    engine.resume()
+    return empty - full >= pools and empty - _free() >= pools
+
+
+def _one_after_the_other() -> object:
+    """Pools of half of the device and more, of engines that are gone when the next one comes."""
+    before = _memory_of(200 << 20)
+    try:
+        for _ in range(3):
+            engine = lives.engine_of("attention_only", block_count=20_000)
+            share = engine.context.allocated.kv.nbytes / (200 << 20)
+            engine.suspend()
+            del engine
+            gc.collect()
+        return share > 0.5
+    finally:
+        _memory_of(before)
+
+
+def _too_large() -> object:
+    before = _memory_of(200 << 20)
+    try:
+        return lives.engine_of("attention_only", block_count=60_000)
+    finally:
+        _memory_of(before)
+
+
+def _memory_of(size: int) -> int:
+    """Let the device have so many bytes; how many it had."""
+    before: int = torch.cuda.mem_get_info()[1]
+    torch.ops.pretended.set_total(size)
+    return before
+
+
+def _cpu(size: int) -> torch.Tensor:
+    return torch.zeros(size, dtype=torch.int64)
+
+
+FAULTS: dict[str, Callable[[], object]] = {
+    "two devices": lambda: torch.ones(2, device=CUDA) + torch.ones(2),
+    "a number of the host": lambda: (torch.ones(2, device=CUDA) + torch.tensor(2.0)).tolist(),
+    "index_select by the host": lambda: torch.ones(2, device=CUDA).index_select(0, _cpu(1)),
+    "embedding by the host": lambda: torch.nn.functional.embedding(_cpu(1), torch.ones(2, 2, device=CUDA)),
+    "numpy of the device": lambda: torch.ones(2, device=CUDA).numpy(),
+    "new memory": lambda: bool(torch.empty(5, device=CUDA).isnan().all().item()),
+    "item": lambda: wait_noted(lambda: torch.ones(1, device=CUDA).item()),
+    "tolist": lambda: wait_noted(lambda: torch.ones(3, device=CUDA).tolist()),
+    "if": lambda: wait_noted(lambda: bool(torch.ones(1, device=CUDA) > 0)),
+    "mask": lambda: wait_noted(lambda: torch.ones(2, device=CUDA)[torch.ones(2, device=CUDA) > 0]),
+    "mask that is filled": lambda: wait_noted(lambda: torch.ones(2, device=CUDA).masked_fill_(_mask(), 0.0)),
+    "index of the host": lambda: wait_noted(lambda: torch.ones(2, device=CUDA)[_cpu(1)]),
+    "list": lambda: wait_noted(lambda: torch.ones(2, device=CUDA)[[0, 1]]),
+    "tensor": lambda: wait_noted(lambda: torch.tensor([1], device=CUDA)),
+    "written in time": _written_early,
+    "written early": _without_waiting(_written_early),
+    "read in time": _read_early,
+    "read early": _without_waiting(_read_early),
+    "wait while captured": _captured_wait,
+    "copy while captured": _captured_copy,
+    "sync debug mode": _sync_mode,
+    "replayed": _replayed,
+    "suspended": _suspended,
+    "one after the other": _one_after_the_other,
+    "too large": _too_large,
+    "buffer of the default": lambda: lives.engine_of("attention_only", block_count=None, max_tokens=None),
+    "engine: index on the host": _index_on_the_host,
+    "engine: wait in a step": _wait_in_a_step,
+    "engine: wait in a program": _wait_in_a_program,
+    "engine: places written early": _places_written_early,
+}
+
+
+def _mask() -> torch.Tensor:
+    return torch.ones(2, dtype=torch.bool, device=CUDA)

@@ -1,0 +1,257 @@
+"""Lives of engines on whatever device there is; what they give is plain data, so that two processes can compare it.
+
+A life is what a user could do: requests that overlap and hit, are paused and go on, want log-probs, draws, penalties,
+forms, drafts; suspends, new weights, other modes, steps by programs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+
+import torch
+
+from megatron_ext.config import BatchingConfig, CacheConfig, ModelConfig, RequestParams, SourceConfig
+from megatron_ext.config.speculation import NO_SPECULATION, SpeculationConfig
+from megatron_ext.mcore import platform
+from megatron_ext.mcore.adapter import InferenceEngine
+from megatron_ext.mcore.assemble import build_engine
+from megatron_ext.mcore.drafting import DraftParts
+from megatron_ext.models.load import load_model
+from megatron_ext.scheduling.record import RequestRecord
+from megatron_ext.text.tokenizer import NullTokenizer
+from tests.unit_tests.support.driver import make_prompt
+from tests.unit_tests.support.models import CONFIGS, VOCABULARY, build_slow_decay
+
+Life = Callable[[AbstractContextManager[object]], dict[str, object]]
+Requests = Iterator[tuple[Sequence[int], dict[str, object]]]
+STEM = make_prompt(40)
+SCORED = {"return_log_probs": True, "top_n_logprobs": 2}
+DRAWN = {"temperature": 0.8, "seed": 7}
+SHAPED = {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.2, "logit_bias": {5: 1.5}}
+
+
+@functools.cache
+def model_of(kind: str) -> torch.nn.Module:
+    """Of a kind, on the device."""
+    platform.initialize()
+    return build_slow_decay(config_of(kind))
+
+
+def config_of(kind: str) -> ModelConfig:
+    """Of the tiny models; "wide" has heads that attention has kernels for."""
+    return replace(CONFIGS["hybrid"], kv_channels=16) if kind == "wide" else CONFIGS[kind]
+
+
+def engine_of(
+    kind: str,
+    *,
+    speculation: SpeculationConfig = NO_SPECULATION,
+    draft: DraftParts | None = None,
+    cache: CacheConfig | None = None,
+    **batching: object,
+) -> InferenceEngine:
+    """A small one; plain torch computes its operators unless another backend is named."""
+    settings = {"block_size": 16, "block_count": 40, "max_requests": 4, "max_sequence_length": 128, "max_tokens": 64}
+    settings |= {"operator_backend": "reference"}
+    return build_engine(
+        model_of(kind),
+        config_of(kind),
+        NullTokenizer(VOCABULARY),
+        BatchingConfig(**(settings | batching)),
+        cache or CacheConfig(snapshot_slots=6),
+        dtype=torch.float32,
+        speculation=speculation,
+        draft=draft,
+    )
+
+
+def plain_requests() -> Requests:
+    """What every program computes."""
+    yield [*STEM, *make_prompt(7, 1)], {"num_tokens_to_generate": 9}
+    yield make_prompt(17), {"num_tokens_to_generate": 5}
+    yield [*STEM, *make_prompt(7, 1), 3], {"num_tokens_to_generate": 6}
+    yield [*STEM, *make_prompt(11, 2)], {"num_tokens_to_generate": 8, **DRAWN, "top_k": 9, "top_p": 0.9}
+    yield [*STEM, *make_prompt(11, 2), 5, 6], {"num_tokens_to_generate": 7}
+
+
+def requests() -> Requests:
+    """What a step may be asked for beside greedy tokens."""
+    yield [*STEM, *make_prompt(7, 1)], {"num_tokens_to_generate": 9, **SCORED}
+    yield make_prompt(17), {"num_tokens_to_generate": 6, **DRAWN, "top_k": 9, "min_p": 0.01, "return_log_probs": True}
+    yield [*STEM, *make_prompt(7, 1), 3], {"num_tokens_to_generate": 6, "min_tokens": 4}
+    yield [*STEM, *make_prompt(11, 2)], {"num_tokens_to_generate": 8, **DRAWN, "top_p": 0.9}
+    yield [*STEM, *make_prompt(11, 2), 5, 6], {"num_tokens_to_generate": 7, **SHAPED, **DRAWN}
+    yield [*STEM, 3], {"num_tokens_to_generate": 5, **SHAPED, **SCORED, "skip_prompt_log_probs": True}
+
+
+def wished() -> Requests:
+    """The same, without log-probs of prompts, and prompts that are short: what programs take."""
+    for prompt, wish in requests():
+        yield prompt[-30:], wish | ({"skip_prompt_log_probs": True} if "return_log_probs" in wish else {})
+
+
+def served(
+    engine: InferenceEngine,
+    asked: Requests,
+    watch: AbstractContextManager[object],
+    between: Callable[[int], None] | None = None,
+) -> dict[str, object]:
+    """Two requests at once at first, then one more every other step; `watch` is entered while steps run."""
+    waiting, added = list(enumerate(asked)), []
+    steps = 0
+    while waiting or engine.has_unfinished_requests():
+        while waiting and (len(added) < 2 or steps % 2):
+            number, (prompt, wish) = waiting.pop(0)
+            added.append(engine.add_request(number, list(prompt), RequestParams(ignore_eos=True, **wish)))
+            if len(added) > 2:
+                break
+        with watch:
+            engine.step_modern()
+        steps += 1
+        if between is not None:
+            between(steps)
+    records = [one.result() for one in added]
+    return {"requests": [told(one) for one in records], "skipped": engine.lifetime_skipped_token_count, "steps": steps}
+
+
+def told(record: RequestRecord) -> dict[str, object]:
+    """What a request was given."""
+    return {
+        "tokens": list(record.generated_tokens),
+        "log_probs": record.generated_log_probs,
+        "prompt_log_probs": record.prompt_log_probs,
+        "drafts": record.draft_token_count,
+        "error": record.error,
+    }
+
+
+# Lives
+
+
+def serve(kind: str, **settings: object) -> Life:
+    """Cold, warm, in pieces."""
+    return lambda watch: served(engine_of(kind, **settings), requests(), watch)
+
+
+def serve_programs(kind: str, asked: Callable[[], Requests] = plain_requests, **settings: object) -> Life:
+    """Steps of buckets, by graphs where there are some."""
+
+    def live(watch: AbstractContextManager[object]) -> dict[str, object]:
+        engine = engine_of(kind, cuda_graph_impl="local", num_cuda_graphs=1, **settings)
+        engine.create_cuda_graphs()
+        found = served(engine, asked(), watch)
+        assert engine.statistics().counters.launched_ahead > 0, "no step was launched ahead (CU-6)"
+        return found
+
+    return live
+
+
+def interrupted(watch: AbstractContextManager[object]) -> dict[str, object]:
+    """A suspend and a resume in the middle, and too few blocks, so that requests are paused."""
+    engine = engine_of("hybrid", block_count=14, max_requests=3, max_tokens=24)
+
+    def between(step: int) -> None:
+        if step == 4:
+            engine.suspend()
+            engine.resume()
+
+    return served(engine, plain_requests(), watch, between)
+
+
+def new_weights(watch: AbstractContextManager[object]) -> dict[str, object]:
+    """Written in place in the middle, and back again behind it."""
+    engine, model = engine_of("hybrid", cuda_graph_impl="local", num_cuda_graphs=1), model_of("hybrid")
+
+    def between(step: int) -> None:
+        if step in (4, 8):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.neg_()
+            engine.weights_changed()
+
+    return served(engine, plain_requests(), watch, between)
+
+
+def drafted(method: str) -> Life:
+    """With drafts by n-grams, or by a model."""
+
+    def live(watch: AbstractContextManager[object]) -> dict[str, object]:
+        source: dict[str, object] = {"speculative_load": "beside"} if method == "draft_model" else {}
+        source |= {"num_speculative_tokens": 3, "speculative_adaptive": False, "speculative_ngram_shortest": 1}
+        speculation = SpeculationConfig(speculative_method=method, **source)
+        name, tokenizer = "mamba1", NullTokenizer(VOCABULARY)
+        is_model = method == "draft_model"
+        parts = DraftParts(model_of(name), CONFIGS[name], tokenizer, torch.float32) if is_model else None
+        asked = [(prompt, wish) for prompt, wish in requests() if "presence_penalty" not in wish]
+        asked.append((make_prompt(20), {"num_tokens_to_generate": 12, "logit_bias": {5: 100.0}}))  # again and again
+        return served(engine_of("hybrid", speculation=speculation, draft=parts), iter(asked), watch)
+
+    return live
+
+
+def embedded(watch: AbstractContextManager[object]) -> dict[str, object]:
+    """A checkpoint from files, answers with a form, bad words, in bf16."""
+    loaded = load_model(SourceConfig(bf16=True), {})
+    batching = BatchingConfig(block_size=16, block_count=60, max_requests=4, operator_backend="reference")
+    engine = build_engine(
+        loaded.model, loaded.config, loaded.tokenizer, batching, CacheConfig(snapshot_slots=4), dtype=loaded.dtype
+    )
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    form = {"type": "json_schema", "json_schema": {"schema": schema}}
+    wishes = [
+        RequestParams(num_tokens_to_generate=12, response_format=form),
+        RequestParams(num_tokens_to_generate=6, bad_words=("Return",)),
+    ]
+    added = [engine.add_request(number, "What does json.loads do?", wish) for number, wish in enumerate(wishes)]
+    while engine.has_unfinished_requests():
+        with watch:
+            engine.step_modern()
+    return {"requests": [told(one.result()) for one in added], "skipped": engine.lifetime_skipped_token_count}
+
+
+LIVES: dict[str, Life] = {
+    **{kind: serve(kind) for kind in ("hybrid", "mamba1", "gated_delta_net", "short_conv", "side_by_side", "experts")},
+    "align": serve("hybrid", cache=CacheConfig(snapshot_slots=6, snapshot_mode="align")),
+    "no cache": serve("hybrid", cache=CacheConfig(enable_prefix_caching=False)),
+    "programs": serve_programs("hybrid"),
+    "programs of a delta net": serve_programs("gated_delta_net"),
+    "programs with all wishes": serve_programs("experts", wished, max_tokens=80),
+    "interrupted": interrupted,
+    "new weights": new_weights,
+    "n-grams": drafted("ngram"),
+    "draft model": drafted("draft_model"),
+    "embedded": embedded,
+}
+"""That run with every run of the tests."""
+
+
+def few(kind: str, **settings: object) -> Life:
+    """Some steps of everything, for backends that take their time."""
+
+    def live(watch: AbstractContextManager[object]) -> dict[str, object]:
+        short = {"num_tokens_to_generate": 3, "min_tokens": 0}
+        asked = [(prompt, wish | short) for prompt, wish in list(requests())[:4]]
+        return served(engine_of(kind, **settings), iter(asked), watch)
+
+    return live
+
+
+def few_programs(kind: str) -> Life:
+    """The same by programs of one size."""
+
+    def live(watch: AbstractContextManager[object]) -> dict[str, object]:
+        settings = {"cuda_graph_impl": "local", "num_cuda_graphs": 1, "max_requests": 2, "operator_backend": "triton"}
+        return served(engine_of(kind, **settings), iter(list(plain_requests())[:3]), watch)
+
+    return live
+
+
+KERNEL_LIVES: dict[str, Life] = {
+    **{f"{kind} by kernels": few(kind, operator_backend="triton") for kind in ("wide", "mamba1", "gated_delta_net")},
+    "unasked": few("wide", operator_backend="auto"),
+    "programs of kernels": few_programs("wide"),
+}
+"""With kernels, interpreted: `make test-kernels`."""

@@ -1,0 +1,186 @@
+"""CU-9: engines live on a pretended CUDA device as they do on the CPU, and wait for it where it is written here alone.
+
+The device is C++ that torch takes for a CUDA device (`support/pretended_cuda`); it has to be there before torch is
+imported, so what is looked at here has run in one other process.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import subprocess
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+
+from tests.forked import NO_NETWORK, ONE_THREAD
+from tests.unit_tests.pretended import lives
+from tests.unit_tests.support.pretended_cuda import library
+from tests.unit_tests.support.source import ROOT
+
+pytestmark = pytest.mark.skipif(library.why_not() is not None, reason=f"no pretended device: {library.why_not()}")
+
+LONGEST_RUN = 280.0  # seconds; it takes seven, and ten once to compile the device
+TO_HOST = "copy to the host that waits"
+SCORED = "log-probs, for whoever asked for them"
+EXPERTS = "how many tokens each expert of an MoE layer has, as upstream's dispatcher asks for it"
+ROTARY = "frequencies of rotary embeddings, which upstream moves with the first forward of a model"
+WAITS = {
+    (TO_HOST, "megatron_ext/mcore/controller.py:_by_request"): "sampled tokens, which the scheduler needs",
+    (TO_HOST, "megatron_ext/mcore/scoring.py:score_rows"): SCORED,
+    ("copy to the device that waits", "megatron_ext/mcore/controller.py:forward"): ROTARY,
+    (TO_HOST, "megatron_ext/mcore/moe.py:routed_experts_compute"): EXPERTS,
+    ("waits", "megatron_ext/mcore/moe.py:routed_experts_compute"): EXPERTS,
+}
+"""Everything that a step may wait for: kind and place -> why."""
+PROGRAMS = ("programs", "programs of a delta net", "programs with all wishes")
+DEVICES = "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!"
+CAPTURING = "operation not permitted when stream is capturing"
+FAULTS = {
+    "two devices": DEVICES,
+    "a number of the host": "[3.0, 3.0]",
+    "index_select by the host": DEVICES,
+    "embedding by the host": DEVICES,
+    "numpy of the device": "TypeError: can't convert cuda:0 device type tensor to numpy",
+    "new memory": "True",
+    "item": "waits: _local_scalar_dense",
+    "tolist": TO_HOST,
+    "if": "waits: _local_scalar_dense",
+    "mask": "waits: nonzero",
+    "mask that is filled": "",
+    "index of the host": "index from the host",
+    "list": "copy to the device that waits",
+    "tensor": "copy to the device that waits",
+    "written in time": "[2, 2, 2, 2]",
+    "written early": "PinnedMemoryError: pinned memory was written",
+    "read in time": "[0, 1, 2]",
+    "read early": "PinnedMemoryError: pinned memory was read",
+    "wait while captured": CAPTURING,
+    "copy while captured": CAPTURING,
+    "sync debug mode": "called a synchronizing CUDA operation",
+    "replayed": "[2.0, 4.0, 6.0]",
+    "suspended": "True",
+    "one after the other": "True",
+    "too large": "--inference-dynamic-batching-block-count 2",
+    "buffer of the default": "--inference-dynamic-batching-buffer-size-gb 6.",
+    "engine: index on the host": DEVICES,
+    "engine: wait in a step": "waits: _local_scalar_dense",
+    "engine: wait in a program": CAPTURING,
+    "engine: places written early": "Error: ",
+}
+
+
+@pytest.fixture(scope="module")
+def child(tmp_path_factory):
+    """What the process with the device says; all workers of one run share it."""
+    folder = tmp_path_factory.getbasetemp()
+    folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+    result = folder / "pretended_cuda.json"
+    with (folder / "pretended_cuda.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not result.exists():
+            run_child(result)
+    return json.loads(result.read_text("utf-8"))
+
+
+def run_child(result: Path, *names: str, **variables: str) -> None:
+    variables = {
+        **os.environ,
+        **ONE_THREAD,
+        **NO_NETWORK,
+        "PYTHONPATH": str(ROOT),
+        "TRITON_INTERPRET": "0",
+        **variables,
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "tests.unit_tests.support.pretended_cuda",
+        "-m",
+        "tests.unit_tests.pretended.child",
+    ]
+    done = subprocess.run(
+        [*command, str(result), *names],
+        cwd=ROOT,
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=LONGEST_RUN,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+@pytest.mark.parametrize("name", lives.LIVES)
+def test_a_life_on_the_device_is_that_on_the_host(child, name):
+    """CU-9, CU-4: tokens, log-probs, what is skipped, how many steps there are, errors."""
+    assert_same(child["lives"][name], lives.LIVES[name](nullcontext()))
+
+
+def assert_same(found: dict, expected: dict) -> None:
+    for own, other in zip(found["requests"], expected["requests"], strict=True):
+        assert other["error"] is None
+        assert other["tokens"]
+        for part in ("log_probs", "prompt_log_probs"):
+            assert own.pop(part) == pytest.approx(other.pop(part), abs=1e-4)
+    numbers = {"skipped", "steps", "requests"} & expected.keys()
+    assert {one: found[one] for one in numbers} == {one: expected[one] for one in numbers}
+
+
+def test_the_lives_have_everything_in_them(child):
+    """Hits, log-probs, drafts, graphs: none of it is compared without being there."""
+    told = child["lives"]
+    assert all(told[name]["skipped"] > 100 for name in ("hybrid", "mamba1", "gated_delta_net", "align", "programs"))
+    assert all(sum(one["drafts"] for one in told[name]["requests"]) > 3 for name in ("n-grams", "draft model"))
+    assert all(told[name]["replayed"] > 10 for name in (*PROGRAMS, "new weights"))
+
+
+def test_steps_wait_for_nothing_else(child):
+    """CU-9, CU-4: only where tokens and log-probs come back; no entry of the list is stale."""
+    found = set()
+    for name, one in child["lives"].items():
+        waits = {(kind, place) for kind, _, place, _ in one["notes"] if not kind.startswith("asynchronous copy")}
+        assert waits <= set(WAITS), name
+        assert name == "experts" or EXPERTS not in {WAITS[wait] for wait in waits}
+        found |= waits
+    assert found == set(WAITS)
+
+
+def test_tokens_come_back_once_a_step(child):
+    """CU-6: of programs behind an event, of other steps with the wait for them."""
+    for name in (*PROGRAMS, "new weights"):
+        told = child["lives"][name]
+        count = {(kind, place.rpartition(":")[2]): number for kind, _, place, number in told["notes"]}
+        fetched = count["asynchronous copy to the host", "fetch"]
+        assert fetched > 6
+        assert fetched + count.get((TO_HOST, "_by_request"), 0) == told["steps"]
+        assert count["asynchronous copy to the device", "send"] == fetched
+        assert name != "programs with all wishes" or fetched == told["steps"], "a step was computed eagerly"
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_what_a_device_would_punish_is_found(child, name):
+    """CU-9: the negative controls: tensors of two devices, waits, buffers touched early, also within an engine.
+
+    And what pools take of the device's memory, and give back.
+    """
+    found = child["faults"][name]
+    assert FAULTS[name] in found if FAULTS[name] else not found, found
+
+
+def test_every_fault_is_looked_at(child):
+    assert set(child["faults"]) == set(FAULTS)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("name", lives.KERNEL_LIVES)
+def test_a_life_by_kernels(tmp_path, name):
+    """CU-9, CU-1: interpreted on the device's memory, asked for and not; in programs as launches of a graph."""
+    run_child(tmp_path / "found.json", name, TRITON_INTERPRET="1")
+    found = json.loads((tmp_path / "found.json").read_text("utf-8"))["lives"][name]
+    assert {"copy_states", "conv_prefill"} <= set(found["kernels"])
+    assert "attend_few" in found["kernels"] or name.startswith(("mamba1", "gated_delta_net"))
+    assert_same(found, lives.KERNEL_LIVES[name](nullcontext()))

@@ -1,0 +1,109 @@
+"""What a program launches on a device, counted without one: every operation that computes, and every kernel of ours.
+
+Views and allocations launch nothing. torch's RMS norm is one kernel on CUDA and several operations on a CPU, so it is
+counted by its name; what Triton's interpreter does meanwhile is not counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_ext.ops.triton.registry import Kernel
+
+OUTSIDE = "step"
+"""Of what no mixer computes."""
+_ALLOCATE = {"aten::empty", "aten::empty_like", "aten::new_empty", "aten::empty_strided", "aten::new_empty_strided"}
+_VIEWS = {"aten::_unsafe_view", "aten::_reshape_alias", "aten::lift_fresh"}
+
+
+class LaunchCounter(TorchDispatchMode):
+    """Counts what runs within it.
+
+    Attributes:
+        launches: By mixer and name.
+        where: The mixer that computes.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches: Counter[tuple[str, str]] = Counter()
+        self.where = OUTSIDE
+        self._is_paused = False
+
+    def note(self, name: str) -> None:
+        """Something was launched."""
+        if not self._is_paused:
+            self.launches[self.where, name] += 1
+
+    @contextlib.contextmanager
+    def one(self, name: str) -> Iterator[None]:
+        """What runs within it is one launch."""
+        self.note(name)
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs, name = kwargs or {}, str(func._schema.name)
+        if name == "aten::rms_norm" and _is_one_kernel(*args, **kwargs):
+            with self.one(name):
+                return func(*args, **kwargs)
+        with self:  # what is made of other operations is these; in inference mode nobody has taken it apart yet
+            found = func.decompose(*args, **kwargs)
+        if found is not NotImplemented:
+            return found
+        if not (func.is_view or name in _ALLOCATE or name in _VIEWS):
+            self.note(name)
+        return func(*args, **kwargs)
+
+    def of(self, where: str) -> int:
+        """Launches of a mixer."""
+        return sum(count for (mixer, _), count in self.launches.items() if mixer == where)
+
+
+def _is_one_kernel(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> bool:
+    """Whether torch's RMS norm is, on CUDA; else it is made of others."""
+    return weight is None or weight.dtype == x.dtype
+
+
+@contextlib.contextmanager
+def counted(mixers: dict[str, nn.Module], last: nn.Module | None = None) -> Iterator[LaunchCounter]:
+    """Count what is launched meanwhile.
+
+    Args:
+        mixers: Whose launches are told apart, by name. What comes behind one is its own up to the next one: its sum,
+            and the norm behind that.
+        last: Module behind which `OUTSIDE` begins again, as it is before the first mixer.
+    """
+    counter, hooks = LaunchCounter(), []
+
+    def launch(kernel: Kernel, *arguments: object, **named: object) -> None:
+        with counter.one(kernel.name):
+            plain(kernel, *arguments, **named)
+
+    def enter(name: str):
+        def note(*_: object) -> None:
+            counter.where = name
+
+        return note
+
+    plain = Kernel.launch
+    for name, mixer in mixers.items():
+        hooks.append(mixer.register_forward_pre_hook(enter(name)))
+    if last is not None:
+        hooks.append(last.register_forward_hook(enter(OUTSIDE)))
+    with pytest.MonkeyPatch.context() as patch, counter:
+        patch.setattr(Kernel, "launch", launch)
+        try:
+            yield counter
+        finally:
+            for hook in hooks:
+                hook.remove()

@@ -1,0 +1,195 @@
+"""A device on paper: keys in blocks, states in slots, tokens that depend on all of them, and one queue of work.
+
+What is launched is computed when its result is asked for, or later; never earlier than what was launched before it.
+Whatever is freed is poisoned by work in the same queue, behind what was launched until then: a row that reads poison,
+or a place that somebody else has written meanwhile, shows in its tokens. Nothing is read back by whoever launches.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from megatron_ext.engine.result import StepResult
+from megatron_ext.errors import RestoreError
+from megatron_ext.scheduling.scheduler import Scheduler
+from megatron_ext.scheduling.snapshots import Snapshot
+from megatron_ext.scheduling.step import LAST_SAMPLED, ScheduledChunk, ScheduledStep
+
+WORDS = 40
+NOTHING = 0  # the states before the first token
+DUMMY = -1
+POISON = -9
+
+
+def state_behind(state: int, token: int) -> int:
+    """The states after one more token."""
+    assert state != POISON, "poisoned states were read"
+    return zlib.crc32(f"{state} {token}".encode())
+
+
+def next_token(keys: Sequence[int], state: int, uniform: float | None) -> int:
+    """What a model samples: it depends on every key, on the states, and on the number that is drawn."""
+    assert POISON not in keys, "poisoned keys were read"
+    drawn = 0 if uniform is None else int(uniform * WORDS)
+    return (zlib.crc32(f"{list(keys)} {state}".encode()) + drawn) % WORDS
+
+
+class PaperDevice:
+    """See the module; an executor for the engine.
+
+    Args:
+        scheduler: What it frees is poisoned.
+        block_size: Tokens.
+
+    Attributes:
+        steps: Messages, in the order of their launches.
+        breaks_at: The launch, or the result, with this number raises, once; launches and results are counted together.
+    """
+
+    def __init__(self, scheduler: Scheduler, block_size: int) -> None:
+        self._size = block_size
+        self.has_states = scheduler.cache.states is not None
+        self._keys: dict[tuple[int, int], int] = {}
+        self._live: dict[int, int] = {}
+        self._snapshots: dict[int, int] = {}
+        self._contents: dict[int, bytes] = {}  # of slots, as the host notes it
+        self._queue: deque[Callable[[], None]] = deque()
+        self._last: dict[int, int] = {}
+        self.steps: list[ScheduledStep] = []
+        self.breaks_at: int | None = None
+        self.calls = 0
+        self._watch(scheduler)
+
+    def _watch(self, scheduler: Scheduler) -> None:
+        free, give_back = scheduler.blocks.free, scheduler.live_slots.give_back
+
+        def free_poisoned(blocks: Sequence[int]) -> None:
+            free(blocks)
+            self._queue.append(lambda: self._poison(list(blocks)))
+
+        def give_back_poisoned(slot: int) -> None:
+            give_back(slot)
+            self._queue.append(lambda: self._live.update({slot: POISON}))
+
+        scheduler.blocks.free, scheduler.live_slots.give_back = free_poisoned, give_back_poisoned
+
+    def _poison(self, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            self._keys.update({(block, place): POISON for place in range(self._size)})
+
+    def lose_pools(self) -> None:
+        """All memory is given back, and new memory holds anything."""
+        assert not self.waits, "something is computed in memory that is given back"
+        self._keys, self._live, self._snapshots, self._contents = {}, {}, {}, {}
+
+    @property
+    def waits(self) -> bool:
+        """Whether something that was launched is still to be computed."""
+        return any(one.__name__ == "run_step" for one in self._queue)
+
+    # What an engine asks
+
+    def execute(self, step: ScheduledStep) -> StepResult:
+        return self.launch(step).result()
+
+    def idle(self) -> None:
+        """Nothing."""
+
+    def launch(self, step: ScheduledStep) -> PaperStep:
+        self._may_break()
+        assert all(LAST_SAMPLED not in chunk.token_ids for chunk in step.chunks), "tokens that nobody knows"
+        return self._launch(step)
+
+    def _launch(self, step: ScheduledStep) -> PaperStep:
+        restored = [one.restore for one in step.chunks if one.restore is not None]
+        for one in restored:
+            if self._contents.get(one.slot) != one.digest:
+                raise RestoreError("these are not the states", one.digest)
+        written = [one for chunk in step.chunks for one in chunk.snapshots]
+        self._contents.update({one.slot: one.digest for one in written})
+        self.steps.append(step)
+        answer: dict[int, int] = {}
+
+        def run_step() -> None:
+            self._compute(step, answer)
+
+        self._queue.append(run_step)
+        return PaperStep(self, answer)
+
+    def read(self, answer: dict[int, int]) -> StepResult:
+        while not answer:
+            self._queue.popleft()()
+        self._may_break()
+        return StepResult(dict(answer), {}, {}, {})
+
+    def _may_break(self) -> None:
+        self.calls += 1
+        if self.breaks_at is not None and self.calls >= self.breaks_at:
+            self.breaks_at = None
+            raise RuntimeError("the device is gone")
+
+    # In the order of the queue
+
+    def _compute(self, step: ScheduledStep, answer: dict[int, int]) -> None:
+        for chunk in step.chunks:  # all restores come before all writes
+            if chunk.restore is not None:
+                self._live[chunk.live_slot] = self._snapshots[chunk.restore.slot]
+        tokens = {chunk.request_id: self._compute_chunk(chunk) for chunk in step.chunks}
+        self._last = {one.request_id: tokens[one.request_id] for one in step.chunks if one.sampling is not None}
+        answer.update(self._last or {DUMMY: 0})
+
+    def _compute_chunk(self, chunk: ScheduledChunk) -> int:
+        state = self._live[chunk.live_slot] if chunk.start and self.has_states else NOTHING
+        known = [self._last[chunk.request_id] if one == LAST_SAMPLED else one for one in chunk.token_ids]
+        kept = {one.position: one.slot for one in chunk.snapshots}
+        for position, token in enumerate(known, start=chunk.start):
+            if position >= chunk.shared_end:
+                self._keys[self._place(chunk, position)] = token
+            state = state_behind(state, token) if self.has_states else NOTHING
+            if position + 1 in kept:
+                self._snapshots[kept[position + 1]] = state
+        self._live[chunk.live_slot] = state
+        keys = [self._keys.get(self._place(chunk, position), POISON) for position in range(chunk.end)]
+        return next_token(keys, state, None if chunk.sampling is None else chunk.sampling.uniform)
+
+    def _place(self, chunk: ScheduledChunk, position: int) -> tuple[int, int]:
+        return chunk.block_ids[position // self._size], position % self._size
+
+
+class PaperStep:
+    """A step in the queue."""
+
+    def __init__(self, device: PaperDevice, answer: dict[int, int]) -> None:
+        self._device, self._answer = device, answer
+
+    def result(self) -> StepResult:
+        result = self._device.read(self._answer)
+        result.tokens.pop(DUMMY, None)
+        return result
+
+
+class RefusingDevice(PaperDevice):
+    """One that never begins a step before the tokens are known; blocks are taken for it all the same."""
+
+    can_follow = True
+
+    def launch_behind(self, step: ScheduledStep) -> None:
+        """Nothing."""
+
+    def name_states(self, states: Sequence[Snapshot]) -> None:
+        raise AssertionError("nothing was launched ahead")
+
+
+class FollowingDevice(PaperDevice):
+    """One that computes a step behind another one."""
+
+    can_follow = True
+
+    def launch_behind(self, step: ScheduledStep) -> PaperStep:
+        self._may_break()
+        return self._launch(step)
+
+    def name_states(self, states: Sequence[Snapshot]) -> None:
+        self._contents.update({one.slot: one.digest for one in states})

@@ -1,0 +1,33 @@
+"""Run Python on the pretended device: `python -m tests.unit_tests.support.pretended_cuda [-m MODULE | FILE] ARGS`.
+
+For example `... -m pytest tests/unit_tests/mcore/test_graphs.py`, `... tools/run_inference.py`, or
+`... -m benchmarks.gpu --quick`.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+
+from tests.unit_tests.support.pretended_cuda import library
+
+
+def main() -> None:
+    """Load the device, then run what is asked for."""
+    problem = library.why_not()
+    if problem is not None:
+        sys.exit(f"no pretended device: {problem}")
+    library.load()
+    from tests.unit_tests.support.pretended_cuda.install import install
+
+    install()
+    _, *sys.argv = sys.argv
+    if sys.argv[0] == "-m":
+        _, *sys.argv = sys.argv
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

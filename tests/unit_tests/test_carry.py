@@ -1,0 +1,82 @@
+"""CU-8: what is carried to a machine that has torch and no index is what is missing there, and no more."""
+
+from __future__ import annotations
+
+import tarfile
+import zipfile
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from tools import carry
+from tools.pins import Wheel
+
+PYTHON = "3.12"
+ROOTS = [Requirement(line) for line in ("torch>=2.6", "a>=2", "b", 'c; extra == "dev"', 'd; python_version < "3.12"')]
+
+
+def wheel(version: str, *requires: str) -> Wheel:
+    return Wheel(version, tuple(map(Requirement, requires)), "", SpecifierSet())
+
+
+WHEELS = {
+    "a": wheel("2.5", "e", "numpy"),
+    "b": wheel("1.0"),
+    "c": wheel("1.0"),
+    "d": wheel("1.0"),
+    "e": wheel("3.0", "triton"),
+    "numpy": wheel("2.4"),
+}
+
+
+def test_what_is_missing():
+    """With what it needs in turn; neither extras, nor other Pythons' packages, nor torch and triton."""
+    assert carry.missing(PYTHON, WHEELS, ROOTS, {"torch": "2.11.0+cu130"}) == ["a", "b", "e", "numpy"]
+
+
+def test_what_is_there_stays():
+    """If it will do, whatever its version; then nothing that it needs is looked at."""
+    assert carry.missing(PYTHON, WHEELS, ROOTS, {"a": "2.1", "b": "0.1"}) == []
+    assert carry.missing(PYTHON, WHEELS, ROOTS, {"a": "1.9", "numpy": "2.5.2", "b": "7"}) == ["a", "e"]
+
+
+def test_what_nobody_has_is_said():
+    with pytest.raises(ValueError, match="b is needed there"):
+        carry.missing(PYTHON, {"a": WHEELS["a"], "e": WHEELS["e"]}, ROOTS, {"numpy": "2.5.2"})
+
+
+def test_lists_of_pip_are_read():
+    text = "# a comment\ntorch==2.11.0+cu130\nPyYAML==6.0.3\n-e git+https://example.org/x#egg=x\nlocal @ file:///y\n"
+    assert carry.present_in(text) == {"torch": "2.11.0+cu130", "pyyaml": "6.0.3"}
+
+
+def test_no_two_versions_in_one_folder(tmp_path):
+    """Two wheels of one project would stop the whole installation, over there."""
+    (tmp_path / "a-1.0-py3-none-any.whl").touch()
+    with pytest.raises(SystemExit, match="has wheels already"):
+        carry.download(["a==2.5"], PYTHON, "x86_64", tmp_path)
+
+
+def test_the_peer_is_its_packages_side_by_side(tmp_path, monkeypatch):
+    """Of archives of sources the package alone; what is fetched is what the table names."""
+
+    def fetched(library, folder):
+        path = folder / ("x.whl" if "--python-version=3.12" in library.options else "x.tar.gz")
+        names = [f"{library.top}/{package}/inner.py" for package in carry.PEER[library.name]]
+        names += [f"{library.top}/csrc/kernel.cu"]
+        source = tmp_path / "source.py"
+        source.write_text(library.name)
+        if path.suffix == ".whl":
+            with zipfile.ZipFile(path, "w") as archive:
+                [archive.write(source, name) for name in names]
+        else:
+            with tarfile.open(path, "w:gz") as archive:
+                [archive.add(source, name) for name in names]
+        return path
+
+    monkeypatch.setattr(carry, "fetch", fetched)
+    folder = tmp_path / "peer"
+    carry.make_peer(folder)
+    found = {path.relative_to(folder).parent.as_posix(): path.read_text() for path in folder.rglob("*.py")}
+    assert found == {package: name for name, packages in carry.PEER.items() for package in packages}
