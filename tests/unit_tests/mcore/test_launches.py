@@ -72,7 +72,7 @@ def count_decode(of: ModelConfig, backend: str) -> LaunchCounter:
         for number, letter in enumerate(of.hybrid_override_pattern)
     }
     with preferring(backend), counted(mixers, model.decoder) as counter:
-        fixed._compute(bucket, Wanted(is_shaped=False, is_drawn=False, is_scored=False))
+        fixed._compute(bucket, Wanted(is_shaped=False, is_drawn=False, is_scored=False, is_guided=False))
     return counter
 
 
