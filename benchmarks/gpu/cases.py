@@ -11,15 +11,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_ext.ops.activation import squared_relu_
 from megatron_ext.ops.causal_conv1d import CAUSAL_CONV1D
 from megatron_ext.ops.gated_delta_rule import GATED_DELTA_RULE
 from megatron_ext.ops.gated_norm import gated_norm
 from megatron_ext.ops.paged_attention import build_paged_batch, paged_attention
-from megatron_ext.ops.sampling.in_place import Wishes, best_tokens_of, draw_tokens
+from megatron_ext.ops.rotary import Heads, rotate_and_write
+from megatron_ext.ops.sampling.in_place import best_tokens_of, draw_tokens
+from megatron_ext.ops.sampling.wishes import Wishes
 from megatron_ext.ops.selective_scan import SELECTIVE_SCAN
 from megatron_ext.ops.ssd import SSD
 from megatron_ext.ops.state_copy import copy_rows
 from megatron_ext.ops.state_slots import StateSlots
+from megatron_ext.ops.step_size import step_sizes
 from megatron_ext.ops.varlen import pack_chunks
 
 WINDOW, CHUNK, BLOCK = 4, 128, 64
@@ -103,6 +107,9 @@ class Maker:
             f"attention, prefill of {e.tokens}": self.attention_prefill,
             f"attention, {e.long_requests} decode behind {e.tokens}": self.attention_decode,
             f"gated norm of {e.tokens}": self.norm,
+            f"squared relu of {e.tokens}": self.activation,
+            f"step sizes of {e.requests}": self.step_sizes,
+            f"keys and values of {e.requests} written": self.writes,
             f"states of {e.long_requests} copied, all layers": self.state_copy,
             f"best tokens of {e.requests}": self.best,
             f"tokens of {e.requests} drawn": self.draw,
@@ -215,6 +222,27 @@ class Maker:
         y, gate, weight = self._random(e.tokens, width), self._random(e.tokens, width), self._random(width)
         work = lambda: gated_norm(y, gate, weight, group_size=width // e.groups, eps=1e-5)  # noqa: E731
         return Case(work, 3.0 * y.numel() * self._bytes, "TB")
+
+    def activation(self) -> Case:
+        """Between the products of an MLP, in place."""
+        x = torch.rand(self._e.tokens, 2 * self._e.scan_channels, dtype=self._dtype, device=self._device)
+        return Case(lambda: squared_relu_(x), 2.0 * x.numel() * self._bytes, "TB")
+
+    def step_sizes(self) -> Case:
+        """Of a decode; what counts is the launch."""
+        rows, heads = self._e.requests, self._e.heads
+        dt, bias, rates = self._random(rows, heads), self._random(heads), self._steps(heads)
+        return Case(lambda: step_sizes(dt, bias, rates), float(dt.numel() * (self._bytes + 4)), "TB")
+
+    def writes(self) -> Case:
+        """Of a decode, without rotation."""
+        e, rows = self._e, self._e.requests
+        caches = [self._random(rows, BLOCK, e.keys, e.channels) for _ in range(2)]
+        query = self._random(rows, e.keys, e.queries // e.keys, e.channels)
+        heads = Heads(query, *(self._random(rows, e.keys, e.channels) for _ in range(2)))
+        slots = torch.arange(rows, device=self._device) * BLOCK
+        moved = 4.0 * rows * e.keys * e.channels * self._bytes
+        return Case(lambda: rotate_and_write(heads, None, *caches, slots), moved, "TB")
 
     def state_copy(self) -> Case:
         """Snapshots of so many requests, of all layers."""

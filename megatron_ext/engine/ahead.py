@@ -66,12 +66,17 @@ class Ahead:
         if self._flight is not None:
             self._flight = self._flight.landed()
 
-    def drop(self) -> None:
-        """Nothing of the step counts: its requests have ended, or compute anew what it computed."""
+    def drop(self, failed: Flight | None = None) -> None:
+        """Nothing of the step counts: its requests have ended, or compute anew what it computed.
+
+        Args:
+            failed: The step before it, of which nothing counts, either; it may still be computed.
+        """
         self._scheduler.foresight.forgo()
-        if self._flight is not None:
-            self._unread = self._flight.computing
-            self._flight = None
+        last = self._flight or failed
+        self._flight = None
+        if last is not None:
+            self._unread = last.computing
 
     def forget_void(self) -> None:
         """Keep nothing of requests that have ended, if all have."""

@@ -226,7 +226,7 @@ class Engine:
             self._use_the_wait()
             result = flight.result()
         except BaseException as error:
-            self._abandon(plan.chunks, error)
+            self._abandon(plan.chunks, flight, error)
             raise
         self.output.ended += self.scheduler.commit(flight.step, result.tokens, result.behind_drafts)
         self.step_count += 1
@@ -246,9 +246,9 @@ class Engine:
         step = describe_step(plan.chunks, self.scheduler.limits.block_size)
         return Flight(plan, step, self._launch(step))
 
-    def _abandon(self, chunks: Sequence[Chunk], error: BaseException) -> None:
+    def _abandon(self, chunks: Sequence[Chunk], flight: Flight | None, error: BaseException) -> None:
         """A step has failed, and who is in the one behind it is in this one, too."""
-        self._ahead.drop()
+        self._ahead.drop(flight)
         self.scheduler.abandon(chunks, describe(error))
         if isinstance(error, RestoreError):  # the next step computes what this snapshot was to save
             states = self.scheduler.cache.states

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ class Layout:
     shapes: Mapping[str, Shape]
     fractions: frozenset[str]
 
-    @property
+    @cached_property
     def count(self) -> int:
         """Numbers of all together."""
         return sum(math.prod(shape) for shape in self.shapes.values())
@@ -50,6 +51,13 @@ class _HostBuffer:
         is_cuda = device.type == "cuda"
         self.whole = torch.zeros(count, dtype=torch.int64, pin_memory=is_cuda)
         self._copied = torch.cuda.Event() if is_cuda else None
+        self._views: dict[int, tuple[Layout, dict[str, np.ndarray]]] = {}  # by the layout's identity
+
+    def views(self, layout: Layout) -> dict[str, np.ndarray]:
+        """Where the numbers of a layout are; made once: that takes as long as writing them."""
+        if id(layout) not in self._views:
+            self._views[id(layout)] = layout, {name: one.numpy() for name, one in layout.parts(self.whole).items()}
+        return self._views[id(layout)][1]
 
     def wait(self) -> None:
         """Until nothing reads or writes it any more."""
@@ -89,7 +97,7 @@ class FixedPlaces:
     def open(self, layout: Layout) -> dict[str, np.ndarray]:
         """Where the host writes what is to be sent next; waits until the copy before the last one is done."""
         self._host[0].wait()
-        return {name: part.numpy() for name, part in layout.parts(self._host[0].whole).items()}
+        return self._host[0].views(layout)
 
     def send(self, layout: Layout, *, unused: int = 0) -> None:
         """Enqueue the one copy of a step, but for so many numbers at the end that nobody looks at."""

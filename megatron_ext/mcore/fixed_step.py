@@ -20,7 +20,7 @@ from megatron_ext.mcore.staging import ModelInput, StagingRules, stage_tokens
 from megatron_ext.mixers.recurrent import RecurrentStep
 from megatron_ext.ops.bounded_chunks import ChunkGrid, bounded_chunks
 from megatron_ext.ops.paged_attention import BoundedBatch
-from megatron_ext.ops.sampling.in_place import Wishes
+from megatron_ext.ops.sampling.wishes import Wishes
 from megatron_ext.ops.state_slots import SnapshotPlaces, StateSlots
 from megatron_ext.ops.varlen import Resumes, starts
 from megatron_ext.prefix_cache.block_pool import BlockId

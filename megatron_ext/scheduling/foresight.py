@@ -57,7 +57,7 @@ class Foresight:
         self._cache = cache
         self._hashing = hashing
         self._counters = counters
-        self._turned_away: tuple[Request, int] | None = None  # for want of blocks, and how many there were
+        self._turned_away: tuple[Request, int, int] | None = None  # for want of blocks; see `_chances`
         first = 0 if cache.states is None else cache.states.total + limits.draft_states + 1  # behind that of padding
         self._slots = DraftSlots(first, limits.ahead_states)
         self._lent: list[tuple[Request, Snapshot]] = []
@@ -68,10 +68,10 @@ class Foresight:
         return {request.request_id: state for request, state in self._lent}
 
     def note(self, plan: StepPlan) -> None:
-        """A step has been planned, and the plan put into effect: who is turned away until something is released."""
+        """A step has been planned, and the plan put into effect: who lacks blocks, until there are more for it."""
         first = plan.deferral
         is_stuck = first is not None and first.resource == "blocks"
-        self._turned_away = (first.request, self._cache.available_count) if first is not None and is_stuck else None
+        self._turned_away = (first.request, *self._chances(first.request)) if first is not None and is_stuck else None
 
     def foresee(self, computed: Sequence[Chunk]) -> Chunks:
         """The step behind the one that computes these chunks, and what it needs; empty if that is not certain.
@@ -161,8 +161,15 @@ class Foresight:
             return False
         if self._turned_away is None:
             return True
-        request, available = self._turned_away
-        return request is not first or self._cache.available_count > available
+        request, available, matched = self._turned_away
+        if request is not first:
+            return True
+        now_available, now_matched = self._chances(first)
+        return now_available > available or now_matched > matched
+
+    def _chances(self, request: Request) -> tuple[int, int]:
+        """Blocks that it could have, and blocks that it would find; if neither grows it is turned away again."""
+        return self._cache.available_count, len(self._cache.match(request.digests))
 
     def _leaves_states(self, chunk: Chunk) -> bool:
         """Whether `chunk` ends a block whose states are to be kept; its digest is not known yet."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import os
 import subprocess
@@ -18,7 +19,10 @@ from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import cases, device_time, operators, peer, phases, processes, right, shapes, speed, tables, work
 from benchmarks.gpu.megatron_0_19 import stand_ins
 from benchmarks.gpu.notes import Notes, read
+from megatron_ext.ops import triton
+from megatron_ext.ops.backends import preferring
 from megatron_ext.ops.paged_attention import build_paged_batch, paged_attention
+from megatron_ext.ops.triton import registry
 from tests.unit_tests.support.source import ROOT
 
 CPU = torch.device("cpu")
@@ -114,6 +118,29 @@ def test_without_time_nothing_is_begun(tmp_path):
     assert ended["left_out"] == ["all of it"]
 
 
+def test_time_is_kept_for_what_comes_later(tmp_path, monkeypatch):
+    """A part gets all that is not kept for others; the peer comes last, and is left out where there is none."""
+    given: dict[str, float] = {}
+
+    def run_part(name: str, seconds: float, *_: object) -> dict:
+        given[name] = seconds
+        return page()
+
+    monkeypatch.setattr(gpu, "run_part", run_part)
+    options = gpu.arguments().parse_args(["--minutes", "9.5", "--figures", str(tmp_path / "all.json")])
+    options.megatron_0_19 = None
+    pages = gpu.measure(options, tmp_path, Console(file=io.StringIO()))
+    assert list(pages) == [*shapes.KINDS, "operators"] == list(given)
+    assert json.loads((tmp_path / "all.json").read_text()).keys() == pages.keys()
+    given.clear()
+    options.megatron_0_19 = tmp_path
+    gpu.measure(options, tmp_path, Console(file=io.StringIO()))
+    assert list(given)[-2:] == [peer.NAME, peer.WIDE]
+    left = 60 * 9.5 - sum(gpu.LEAST[name] for name in list(given)[1:])
+    assert given["mamba2"] == pytest.approx(left, abs=5)
+    assert left > 2 * gpu.LEAST["mamba2"]
+
+
 # What is timed
 
 
@@ -206,6 +233,18 @@ def test_operators_are_called_as_they_are(tmp_path):
         assert notes.page["found"][rate] > 0, name
 
 
+@pytest.mark.kernels
+@pytest.mark.parametrize("name", cases.Maker(cases.TINY, torch.bfloat16, CPU).cases())
+def test_operators_have_kernels(name):
+    """In the type that is timed every operator is computed by Triton, whatever has a kernel: none is left to torch."""
+    if not triton.can_be_imported():
+        pytest.skip("triton cannot be imported")
+    case = cases.Maker(cases.TINY, torch.bfloat16, CPU).cases()[name]()
+    with torch.inference_mode(), preferring(triton.NAME), registry.watch() as launches:
+        case.work()
+    assert bool(launches) == case.has_reference
+
+
 # The peer beside us
 
 
@@ -222,6 +261,16 @@ def test_the_peer_is_set_against_the_best_of_its_ways():
     table = tables.beside_table(ours, theirs, peer.NAME)
     assert list(table.columns[0].cells) == ["8 decode, graphs, tokens/s", "96 tokens, 1 at once, cold ms"]
     assert list(table.columns[3].cells) == ["2.00", "1.50"]
+
+
+def test_a_folder_without_the_peer_is_a_line(tmp_path):
+    """Its process is begun as it will be; it finds this project's megatron-core first, and says so."""
+    for name in ("mamba_ssm", "causal_conv1d"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").touch()
+    ended = peer.run_peer(peer.NAME, tmp_path, 60.0, tmp_path / "figures.json")
+    assert ended["failed"] == ["start"]
+    assert "is first on the path; 0.19 was expected" in str(ended["found"]["start"])
 
 
 def test_a_failed_peer_is_a_line(capsys):

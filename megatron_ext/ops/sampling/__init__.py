@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from megatron_ext.ops.backends import Backends
-from megatron_ext.ops.sampling import cpp, reference
+from megatron_ext.ops.sampling import cpp, reference, triton
 from megatron_ext.ops.sampling.batch import SamplingBatch, sampling_batch
 
-SAMPLING = Backends("sampling", cpp.BACKEND, reference.BACKEND)
+SAMPLING = Backends("sampling", cpp.BACKEND, triton.BACKEND, reference.BACKEND)
 
 
 def sample_tokens(logits: Tensor, batch: SamplingBatch) -> Tensor:

@@ -12,8 +12,9 @@ from torch import Tensor
 from megatron_ext.ops.backends import anything
 from megatron_ext.ops.sampling.batch import SamplingBatch
 from megatron_ext.ops.sampling.cuts import best_tokens, drop_beyond_nucleus, kept_of_ordered
-from megatron_ext.ops.sampling.in_place import Wishes, draw_tokens
 from megatron_ext.ops.sampling.number_line import draw, draw_picked, scores
+from megatron_ext.ops.sampling.ordered import draw_ordered
+from megatron_ext.ops.sampling.wishes import Wishes
 from megatron_ext.ops.transfer import to_device
 
 # Logits that are drawn from in one go on a CPU: what several passes over them find in its cache.
@@ -22,11 +23,20 @@ CACHED_LOGITS = 1 << 18
 
 @dataclass(frozen=True)
 class SamplingBackend:
-    """One way to draw tokens; `sample` has the signature of `sample_tokens`."""
+    """One way to draw tokens.
+
+    Attributes:
+        name: Unique among the backends.
+        takes: Whether it computes for logits like those.
+        sample: With the signature of `sample_tokens`.
+        draw: The same of wishes that the device has, greedy rows included, for backends that do not ask what these
+            are: (logits [R, V], `Wishes`) -> [R], or None where it does not compute for these logits.
+    """
 
     name: str
     takes: Callable[[Tensor], bool]
     sample: Callable[..., Tensor]
+    draw: Callable[[Tensor, Wishes], Tensor | None] | None = None
 
 
 def sample_tokens(logits: Tensor, batch: SamplingBatch) -> Tensor:
@@ -35,7 +45,7 @@ def sample_tokens(logits: Tensor, batch: SamplingBatch) -> Tensor:
         torch.from_numpy(np.stack([batch.temperature, batch.top_k, batch.top_p, batch.uniform])), logits.device
     )
     if logits.is_cuda:  # the ways below choose by what is read back
-        return draw_tokens(logits, Wishes(*columns))
+        return draw_ordered(logits, Wishes(*columns))
     tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     for rows, draw_rows in _parts(batch, logits):
         place = _as_slice(rows) or torch.from_numpy(rows)

@@ -199,6 +199,7 @@ def ssd_states(
                     kept_slots, kept_sequences, kept_tokens, kept, sequence, stop,
                 )  # fmt: skip
                 stop = next_kept(kept_sequences, kept_tokens, kept, sequence, stop)
+        slot = tl.load(slots + sequence)  # once more: registers are short, and this one is not needed in between
         tl.store(live + slot * live_row + cell, state.to(live.dtype.element_ty), mask=is_state)
 
 
@@ -246,14 +247,18 @@ def ssd_outputs(
         group, place, n = tl.program_id(0) // runs, tl.arange(0, TILE), tl.arange(0, N)
         head = group * heads_per_group + tl.program_id(0) % runs * heads_each
         last = tl.minimum(head + heads_each, (group + 1) * heads_per_group)
-        p, token, is_n = tl.program_id(2) * P + tl.arange(0, P), first + place, n < state_size
-        is_p, is_there = p < head_dim, tl.load(slots + sequence) >= 0
+        p, token = tl.program_id(2) * P + tl.arange(0, P), first + place
+        is_p, is_n = p < head_dim, n < state_size
         is_output = ((token >= begin) & (token < end))[:, None] & is_p[None, :]
         c = load_tokens(C, first, begin, end, c_row, group * state_size + n, is_n, TILE)
         b = load_tokens(B, first, begin, end, b_row, group * state_size + n, is_n, TILE)
         between = tl.where(place[:, None] >= place[None, :], product(c, tl.trans(b), False), 0.0)
         target = y + first.to(tl.int64) * heads * head_dim
         target += place[:, None] * (heads * head_dim) + p[None, :]
+        if tl.load(slots + sequence) < 0:
+            for h in range(head, last):
+                tl.store(target + h * head_dim, tl.zeros([TILE, P], y.dtype.element_ty), mask=is_output)
+            last = head
         for h in range(head, last):
             row = tile.to(tl.int64) * heads + h
             own = entering + row * (head_dim * state_size) + p[:, None] * state_size + n[None, :]
@@ -269,5 +274,4 @@ def ssd_outputs(
             weights = between * tl.exp(tl.minimum(gap, 0.0)) * tl.load(steps + at)[None, :]
             skip = tl.load(D + h, mask=has_skip != 0, other=0.0)
             outputs = read * tl.exp(elapsed)[:, None] + skip * inputs.to(tl.float32) + weighted_sum(weights, inputs)
-            outputs = tl.where(is_there, outputs, 0.0).to(y.dtype.element_ty)
-            tl.store(target + h * head_dim, outputs, mask=is_output)
+            tl.store(target + h * head_dim, outputs.to(y.dtype.element_ty), mask=is_output)

@@ -60,6 +60,7 @@ def test_tensors_of_a_message_alone():
     assert step.prefill_slots.live.tolist() == [0]
     assert step.prefill_slots.has_initial_state.tolist() == [True]
     assert step.chunks.chunk_lengths == (1, 2, 2)
+    assert (step.chunks.resumes.multiple, step.chunks.resumes.ends.tolist()) == (4, [8])
     places = step.prefill_slots.snapshots
     assert (places.slots.tolist(), places.chunks.tolist(), places.tokens.tolist()) == ([5, 6], [0, 2], [1, 5])
     assert staged.sample_tokens.tolist() == [0, 1]

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import platform
+from megatron_ext.models.build import build_model
 from megatron_ext.ops import choice, triton
 from megatron_ext.ops.triton.registry import watch
 from tests.unit_tests.support.caching import BLOCK
 from tests.unit_tests.support.driver import assert_equals_oracle, make_prompt
-from tests.unit_tests.support.hybrid_caching import assert_snapshots_equal_oracle, build_driver
+from tests.unit_tests.support.hybrid_caching import HybridDriver, assert_snapshots_equal_oracle, build_driver
+from tests.unit_tests.support.models import CONFIGS
+from tests.unit_tests.support.padded import PaddedHybridDriver
 
 PROMPT = make_prompt(2 * BLOCK + 3)
 BRANCH = [*PROMPT[: BLOCK + 5], *make_prompt(6, seed=1)]
@@ -41,6 +46,39 @@ def test_kernels_in_an_engine_equal_a_recompute_with_the_cache_and_without(get_o
         assert_equals_oracle(driver, request_id, get_oracle(kind))
     assert driver.records[1].generated_tokens == driver.records[0].generated_tokens
     assert_snapshots_equal_oracle(driver, PROMPT, get_oracle(kind))
+
+
+def bf16_driver(backend: str, driver: type = HybridDriver, **settings: object):
+    """Around a hybrid whose heads and states SSD computes by tiles, and blocks of a tile each."""
+    config = dataclasses.replace(CONFIGS["attention_free"], mamba_head_dim=16, hybrid_override_pattern="M-")
+    model = build_model(config, device=torch.device("cpu"), dtype=torch.bfloat16, seed=3)
+    settings = {"max_requests": 2, "block_size": 64, "max_sequence_length": 256} | settings
+    return driver(model, config, operator_backend=backend, **settings)
+
+
+@needs_triton
+@pytest.mark.parametrize("is_padded", [False, pytest.param(True, marks=pytest.mark.kernels)])
+def test_tiles_of_ssd_in_an_engine_give_what_the_reference_gives(is_padded):
+    """CU-1, CU-4, HY-4: bf16; a prompt in steps that end within a tile, then one that goes on from its snapshot."""
+    prompt = make_prompt(141)
+    other = [*prompt[:130], *make_prompt(20, seed=1)]
+    logits = {}
+    for backend in ("reference", "triton"):
+        padded = is_padded and backend == "triton"
+        kind = {"driver": PaddedHybridDriver, "num_cuda_graphs": 1} if padded else {}
+        driver = bf16_driver(backend, max_tokens=100, **kind)
+        with watch() as launches:
+            for request_id, tokens in enumerate((prompt, other)):
+                driver.add(request_id, tokens, num_tokens_to_generate=1, return_log_probs=False)
+                driver.run()
+        assert driver.engine.lifetime_skipped_token_count == 128
+        assert ("ssd_outputs" in {launch.kernel for launch in launches}) is (backend == "triton")
+        assert "ssd_prefill" not in {launch.kernel for launch in launches}
+        assert not padded or any(bucket.prefills for bucket in driver.buckets)
+        logits[backend] = torch.stack([driver.seen[i].logits[len(one)][0] for i, one in enumerate((prompt, other))])
+    found, expected = logits["triton"].float(), logits["reference"].float()
+    assert (found - expected).abs().max() < 0.05 * expected.abs().max()
+    assert (expected[0] - expected[1]).abs().max() > 0.5 * expected.abs().max(), "two prompts are told apart"
 
 
 def test_the_reference_alone_computes_where_it_is_asked_for(get_driver):

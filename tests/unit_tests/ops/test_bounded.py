@@ -13,7 +13,8 @@ from megatron_ext.ops.causal_conv1d import PLAIN_CONV1D
 from megatron_ext.ops.gated_delta_rule import GATED_DELTA_RULE
 from megatron_ext.ops.paged_attention import PAGED_ATTENTION, BoundedBatch, build_paged_batch, paged_attention
 from megatron_ext.ops.sampling import SAMPLING, sample_tokens, sampling_batch
-from megatron_ext.ops.sampling.in_place import Wishes, best_tokens_of, draw_tokens
+from megatron_ext.ops.sampling.in_place import best_tokens_of, draw_tokens
+from megatron_ext.ops.sampling.wishes import Wishes
 from megatron_ext.ops.selective_scan import SELECTIVE_SCAN
 from megatron_ext.ops.ssd import SSD
 from megatron_ext.ops.state_slots import SnapshotPlaces, StateSlots

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_ext.ops import triton
 from megatron_ext.ops.sampling import SAMPLING, SamplingBatch, sample_tokens, sampling_batch
 from tests.unit_tests.ops.backends import usable
 
@@ -16,7 +17,11 @@ NEXT_TO_ONE = math.nextafter(1.0, 0.0)
 GRID = 20_000
 
 
-@pytest.fixture(autouse=True, params=usable(SAMPLING))
+# The grids are too fine for Triton's interpreter; `test_sampling_triton.py` has what it can bear.
+BACKENDS = [name for name in usable(SAMPLING) if name != triton.NAME or not triton.is_interpreted()]
+
+
+@pytest.fixture(autouse=True, params=BACKENDS)
 def backend(request: pytest.FixtureRequest) -> Iterator[None]:
     """Every backend keeps the whole contract."""
     with SAMPLING.forced(request.param):

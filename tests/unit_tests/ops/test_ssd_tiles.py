@@ -171,7 +171,7 @@ def test_every_configuration_of_tiles_computes_the_same(
 ) -> None:
     """CU-2: all that is compiled, with more channels than a program has, and states that do not fill a tile."""
     with watch() as launches:
-        run(Layer(DTYPES[types["T"]], states, (4, 2, 80, config["N"] - 16)))
+        run(Layer(DTYPES[types["T"]], states, (2, 2, 80, config["N"] - 16)))
     assert ("ssd_outputs", config, tuple(sorted(types.items()))) in launches
     assert ("ssd_states", types["T"], TYPE_NAMES[states]) in {
         (launch.kernel, dict(launch.types).get("T"), dict(launch.types).get("S")) for launch in launches

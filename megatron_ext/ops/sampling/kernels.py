@@ -1,0 +1,157 @@
+"""Drawing a token of each row on a CUDA device: a program a row, in a few passes over it, and nothing is ordered.
+
+Words are compared by keys, integers in the order of their logits. The mass of a word, exp(score), is an integer of
+units of 2^-40, so sums of masses are exact, in whatever order they are made. What top_k and top_p keep is found by
+bisection: the least key that is kept, two bits of it a pass, and how many words of that very key, the first ones.
+"""
+
+import triton
+import triton.language as tl
+
+from megatron_ext.ops.triton.registry import config, kernel
+
+UNITS = tl.constexpr(2.0**40)
+"""A mass of 1; words of less than one of them never come."""
+LEAST, MOST = tl.constexpr(2.0**-126), tl.constexpr(3.4028234663852886e38)
+"""Positive and normal in fp32, as a temperature is used."""
+
+
+@triton.jit
+def words_at(source, start, words, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
+    """Some logits [BLOCK] in fp32 and their keys, of 32 - SHIFT bits; behind the last word keys that none has."""
+    at = start + tl.arange(0, BLOCK)
+    values = tl.load(source + at, mask=at < words, other=0.0).to(tl.float32)
+    values = tl.where(values == 0.0, 0.0, values)  # both zeros are one
+    bits = values.to(tl.int32, bitcast=True)
+    keys = (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> SHIFT
+    return at, values, tl.where(at < words, keys.to(tl.int64), -(1 << 40))
+
+
+@triton.jit
+def masses_of(values, greatest, divisor):
+    """Of words, of which the best has UNITS; a NaN has none."""
+    weights = tl.exp((values - greatest) / divisor)
+    return tl.where(weights == weights, weights * UNITS, 0.0).to(tl.int64)
+
+
+@triton.jit
+def shares(source, words, greatest, divisor, is_mass, first, step, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
+    """Masses, or numbers, of words whose keys are at least first, first + step and first + 2 * step."""
+    one = tl.zeros([BLOCK], tl.int64)
+    two = tl.zeros([BLOCK], tl.int64)
+    three = tl.zeros([BLOCK], tl.int64)
+    for start in range(0, words, BLOCK):
+        at, values, keys = words_at(source, start, words, SHIFT, BLOCK)
+        amounts = tl.where(is_mass, masses_of(values, greatest, divisor), (at < words).to(tl.int64))
+        one += tl.where(keys >= first, amounts, 0)
+        two += tl.where(keys >= first + step, amounts, 0)
+        three += tl.where(keys >= first + 2 * step, amounts, 0)
+    return tl.sum(one, 0), tl.sum(two, 0), tl.sum(three, 0)
+
+
+@triton.jit
+def threshold(source, words, greatest, divisor, is_mass, goal, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
+    """The greatest key such that words of it and better ones have `goal` (fp64) together, in mass or in number."""
+    BITS: tl.constexpr = 32 - SHIFT
+    low = tl.zeros([], tl.int64) - (1 << (BITS - 1))
+    step = tl.zeros([], tl.int64) + (1 << (BITS - 2))
+    for _ in range(BITS // 2):
+        one, two, three = shares(source, words, greatest, divisor, is_mass, low + step, step, SHIFT, BLOCK)
+        passed = (one.to(tl.float64) >= goal).to(tl.int64) + (two.to(tl.float64) >= goal).to(tl.int64)
+        low += (passed + (three.to(tl.float64) >= goal).to(tl.int64)) * step
+        step = step // 4
+    return low
+
+
+@triton.jit
+def best_word(source, words, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
+    """The first of the greatest logits: its place, and its value."""
+    best_key = tl.zeros([], tl.int64) - (1 << 40)
+    best, greatest = tl.zeros([], tl.int32), tl.zeros([], tl.float32)
+    for start in range(0, words, BLOCK):
+        at, values, keys = words_at(source, start, words, SHIFT, BLOCK)
+        key = tl.max(keys, 0)
+        first = tl.min(tl.where(keys == key, at, words), 0)
+        value = tl.sum(tl.where(at == first, values, 0.0), 0)
+        best = tl.where(key > best_key, first, best)
+        greatest = tl.where(key > best_key, value, greatest)
+        best_key = tl.maximum(best_key, key)
+    return best, greatest
+
+
+@triton.jit
+def word_at(source, words, greatest, divisor, low, ties, place, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
+    """The word that owns a place on the line of those that are kept, in order of their ids; `words` if none does.
+
+    Kept are words of keys above `low`, and the first `ties` of that very key.
+    """
+    found, start = words, words * 0
+    before = tl.zeros([], tl.int64)
+    equal = tl.zeros([], tl.int64)
+    while (start < words) & (found == words):
+        at, values, keys = words_at(source, start, words, SHIFT, BLOCK)
+        is_equal = (keys == low).to(tl.int64)
+        rank = equal + tl.cumsum(is_equal, 0)
+        is_kept = (keys > low) | ((keys == low) & (rank <= ties))
+        masses = tl.where(is_kept, masses_of(values, greatest, divisor), 0)
+        reached = before + tl.cumsum(masses, 0)
+        found = tl.min(tl.where((reached > place) & (at < words), at, words), 0)
+        before += tl.sum(masses, 0)
+        equal += tl.sum(is_equal, 0)
+        start += BLOCK
+    return found
+
+
+@kernel(
+    pointers={"T": "logits", "i64": "temperature top_k top_p uniform tokens"},
+    strides="row_stride",
+    counts="words",
+    types=[{"T": name} for name in ("fp32", "bf16", "fp16")],
+    configs=[
+        config(num_warps=16, only=("fp32",), SHIFT=0, BLOCK=4096),
+        config(num_warps=16, only=("bf16",), SHIFT=16, BLOCK=4096),
+        config(num_warps=16, only=("fp16",), SHIFT=12, BLOCK=4096),
+    ],
+)
+def draw_rows(
+    logits, temperature, top_k, top_p, uniform, tokens, row_stride, words,
+    SHIFT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A token of each row; the grid is the rows. Fractions are the bits of fp64; a `uniform` below 0 is greedy.
+
+    SHIFT is how many last bits of a logit in fp32 are the same in all numbers of its type and sign.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    source = logits + row * row_stride
+    u = tl.load(uniform + row).to(tl.float64, bitcast=True)
+    found, greatest = best_word(source, words, SHIFT, BLOCK)
+    if u >= 0.0:
+        warmth = tl.load(temperature + row).to(tl.float64, bitcast=True)
+        divisor = tl.minimum(tl.maximum(warmth, LEAST), MOST).to(tl.float32)
+        low = tl.zeros([], tl.int64) - (1 << 33)  # below all keys: everything is kept
+        ties = tl.zeros([], tl.int64)
+        k = tl.load(top_k + row)
+        if (k > 0) & (k < words):
+            low = threshold(source, words, greatest, divisor, False, k.to(tl.float64), SHIFT, BLOCK)
+            better, _, _ = shares(source, words, greatest, divisor, False, low + 1, 0, SHIFT, BLOCK)
+            ties = k - better
+        every, above, _ = shares(source, words, greatest, divisor, True, low, 1, SHIFT, BLOCK)
+        equal, less, _ = shares(source, words, greatest, divisor, False, low, 1, SHIFT, BLOCK)
+        mass = (every - above) // tl.maximum(equal - less, 1)  # of each word of that key
+        total = above + ties * mass
+        p = tl.load(top_p + row).to(tl.float64, bitcast=True)
+        if (p > 0.0) & (p < 1.0):
+            goal = p * total.to(tl.float64)
+            least = threshold(source, words, greatest, divisor, True, goal, SHIFT, BLOCK)
+            every, above, _ = shares(source, words, greatest, divisor, True, least, 1, SHIFT, BLOCK)
+            equal, less, _ = shares(source, words, greatest, divisor, False, least, 1, SHIFT, BLOCK)
+            mass = (every - above) // tl.maximum(equal - less, 1)
+            missing = goal - above.to(tl.float64)  # positive: words of this key come until it is there
+            needed = tl.ceil(missing / tl.maximum(mass, 1).to(tl.float64)).to(tl.int64)
+            ties = tl.where(least > low, needed, tl.minimum(ties, needed))
+            low = least
+            total = above + ties * mass
+        place = tl.minimum((u * total.to(tl.float64)).to(tl.int64), total - 1)
+        drawn = word_at(source, words, greatest, divisor, low, ties, place, SHIFT, BLOCK)
+        found = tl.where(drawn < words, drawn, found)
+    tl.store(tokens + row, found.to(tl.int64))

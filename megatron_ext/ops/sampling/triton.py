@@ -1,0 +1,64 @@
+"""Sampling in Triton, for CUDA devices: all rows in one launch, nothing sorted. `kernels.py` computes."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_ext.ops import triton
+from megatron_ext.ops.sampling import reference
+from megatron_ext.ops.sampling.batch import SamplingBatch
+from megatron_ext.ops.sampling.reference import SamplingBackend
+from megatron_ext.ops.sampling.wishes import Wishes
+from megatron_ext.ops.transfer import to_device
+from megatron_ext.ops.triton.places import rows_of, say_reference_computes
+from megatron_ext.ops.triton.registry import TYPE_NAMES
+
+MOST_WORDS = 1 << 22
+"""Of a vocabulary: so many masses are summed without overflow."""
+
+
+def _lacks(logits: Tensor) -> str | None:
+    """Why there is no kernel for these; None if there is one."""
+    from megatron_ext.ops.sampling import kernels
+
+    if not 0 < logits.shape[1] <= MOST_WORDS:
+        return f"sampling has no kernel for {logits.shape[1]} words, but for 1 to {MOST_WORDS}"
+    return kernels.draw_rows.lacks(T=logits.dtype)
+
+
+def draw_tokens(logits: Tensor, wishes: Wishes) -> Tensor | None:
+    """See `SamplingBackend.draw`."""
+    lack = _lacks(logits)
+    if lack is not None:
+        say_reference_computes(lack)
+        return None
+    from megatron_ext.ops.sampling import kernels
+
+    logits, tokens = rows_of(logits), torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    config = next(one for one in kernels.draw_rows.configs if one.suits({"T": TYPE_NAMES[logits.dtype]}))
+    fractions = {name: getattr(wishes, name).contiguous() for name in ("temperature", "top_p", "uniform")}
+    kernels.draw_rows.launch(
+        (len(logits),),
+        config,
+        logits=logits,
+        top_k=wishes.top_k.contiguous(),
+        tokens=tokens,
+        row_stride=logits.stride(0),
+        words=logits.shape[1],
+        **{name: column.view(torch.int64) for name, column in fractions.items()},
+    )
+    return tokens
+
+
+def sample_tokens(logits: Tensor, batch: SamplingBatch) -> Tensor:
+    """See the operator."""
+    fractions = np.stack([batch.temperature, batch.top_p, batch.uniform])
+    columns = to_device(torch.from_numpy(np.vstack([fractions.view(np.int64), batch.top_k])), logits.device)
+    temperature, top_p, uniform = columns[:3].view(torch.float64).unbind()
+    tokens = draw_tokens(logits, Wishes(temperature, columns[3], top_p, uniform))
+    return reference.sample_tokens(logits, batch) if tokens is None else tokens
+
+
+BACKEND = SamplingBackend(triton.NAME, triton.takes, sample_tokens, draw_tokens)

@@ -1,0 +1,119 @@
+"""The kernel that draws: beside plain torch, which orders every row, and beside distributions written out by hand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_ext.mcore import platform
+from megatron_ext.ops import triton
+from megatron_ext.ops.sampling import SAMPLING, sample_tokens, sampling_batch
+from megatron_ext.ops.sampling.in_place import draw_tokens
+from megatron_ext.ops.sampling.ordered import draw_ordered
+from megatron_ext.ops.sampling.wishes import Wishes
+from megatron_ext.ops.triton.registry import watch
+from tests.unit_tests.ops.backends import usable
+
+COVERED = ("draw_rows",)
+DEVICE = platform.device()
+pytestmark = pytest.mark.skipif(triton.NAME not in usable(SAMPLING), reason="no kernel runs here")
+TYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(autouse=True)
+def by_kernels() -> Iterator[None]:
+    """Whatever draws here is the kernel."""
+    with SAMPLING.forced(triton.NAME):
+        yield
+
+
+def wishes(rows: list[tuple[float, int, float, float]]) -> Wishes:
+    """Temperature, top_k, top_p and uniform number of each row."""
+    temperature, top_k, top_p, uniform = zip(*rows, strict=True)
+    fractions = (torch.tensor(one, dtype=torch.float64, device=DEVICE) for one in (temperature, top_p, uniform))
+    temperature, top_p, uniform = fractions
+    return Wishes(temperature, torch.tensor(top_k, device=DEVICE), top_p, uniform)
+
+
+KINDS = [(1.0, 0, 0.0), (0.7, 5, 0.0), (1.3, 0, 0.9), (0.9, 40, 0.8), (2.0, 1, 0.5), (0.5, 10**6, 1.0), (1.0, 0, 1e-9)]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "words"),
+    [
+        *((dtype, 7) for dtype in TYPES),
+        (torch.bfloat16, 5000),
+        *(pytest.param(dtype, 5000, marks=pytest.mark.kernels) for dtype in (torch.float32, torch.float16)),
+    ],
+    ids=str,
+)
+def test_tokens_are_those_of_rows_that_are_ordered(dtype: torch.dtype, words: int) -> None:
+    """EX-13, CU-1, CU-2: every kind of cut, alone and with another; greedy rows beside them; many equal logits."""
+    generator = torch.Generator().manual_seed(words)
+    uniforms = torch.rand(len(KINDS), 2, generator=generator, dtype=torch.float64).tolist()
+    rows = [(*kind, uniform) for kind, own in zip(KINDS, uniforms, strict=True) for uniform in own]
+    rows += [(1.0, 0, 0.0, -1.0), (1.0, 3, 0.5, -1.0)]
+    logits = (torch.randn(len(rows), words, generator=generator) * 3).to(dtype)
+    logits[::2] = logits[::2].round()  # ties at every cut
+    logits[1, : words // 2] = -math.inf
+    logits = logits.to(DEVICE)
+    with watch() as launches:
+        drawn = draw_tokens(logits, wishes(rows))
+    assert [one.kernel for one in launches] == list(COVERED)
+    assert drawn.tolist() == draw_ordered(logits, wishes(rows)).tolist()
+
+
+def frequencies(
+    logits: list[float], count: int, temperature: float = 1.0, top_k: int = 0, top_p: float = 0.0
+) -> Tensor:
+    """How often each token comes over a uniform grid, in numbers of `count`."""
+    grid = [(i + 0.5) / count for i in range(count)]
+    batch = sampling_batch([temperature] * count, [top_k] * count, [top_p] * count, grid)
+    tokens = sample_tokens(torch.tensor(logits, device=DEVICE).expand(count, -1), batch)
+    return torch.bincount(tokens, minlength=len(logits))
+
+
+def test_distributions_by_their_definition() -> None:
+    """EX-13: of masses .4 .3 .2 .1: shares, and which tokens are kept where a share is reached exactly."""
+    logits = [math.log(mass) for mass in (0.2, 0.4, 0.1, 0.3)]
+    assert frequencies(logits, 10).tolist() == [2, 4, 1, 3]
+    assert frequencies(logits, 7, top_k=2).tolist() == [0, 4, 0, 3]
+    assert frequencies(logits, 9, top_p=0.8).tolist() == [2, 4, 0, 3]
+    assert frequencies(logits, 3, top_k=2, top_p=0.5).tolist() == [0, 3, 0, 0], "of what top_k has left"
+    assert frequencies([0.0] * 4, 4, top_p=0.5).tolist() == [2, 2, 0, 0]
+    assert frequencies([0.0, -0.0, 0.0], 4, top_k=2).tolist() == [2, 2, 0], "of equal ones the first; zeros are one"
+    with pytest.raises(AssertionError):
+        assert frequencies(logits, 10, temperature=4.0).tolist() == [2, 4, 1, 3]
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-6, 1e308])
+def test_extreme_temperatures(temperature: float) -> None:
+    shares = frequencies([0.3, 2.0, -math.inf, 1.9], 3, temperature=temperature)
+    assert shares.tolist() == ([0, 3, 0, 0] if temperature < 1 else [1, 1, 0, 1])
+
+
+def test_rows_know_nothing_of_each_other_and_nan_gives_some_token() -> None:
+    """To the bit, at any place in a wider tensor; the last of uniform numbers has a token."""
+    generator = torch.Generator().manual_seed(2)
+    logits = torch.randn(5, 300, generator=generator).to(DEVICE)
+    rows = [(1.0, 0, 0.9, math.nextafter(1.0, 0.0))] * 5
+    alone = draw_tokens(logits[2:3], wishes(rows[:1]))
+    logits[1], logits[3] = torch.nan, -math.inf
+    wide = torch.full((5, 333), math.nan, device=DEVICE)
+    wide[:, 7:307] = logits
+    drawn = draw_tokens(wide[:, 7:307], wishes(rows))
+    assert drawn[2] == alone[0]
+    assert ((drawn >= 0) & (drawn < 300)).all()
+    assert draw_tokens(logits[:0], Wishes(*(one[:0] for one in wishes(rows)))).shape == (0,)
+
+
+def test_what_has_no_kernel_is_ordered() -> None:
+    """CU-3: fp64."""
+    logits = torch.tensor([[0.0, 3.0, 1.0]], dtype=torch.float64, device=DEVICE)
+    with watch() as launches:
+        assert draw_tokens(logits, wishes([(1.0, 1, 0.0, 0.5)])).tolist() == [1]
+    assert not launches
