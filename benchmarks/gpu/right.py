@@ -25,6 +25,7 @@ from benchmarks.gpu.shapes import SMALL, engine_for, model_config
 from benchmarks.gpu.work import Figures, Prompt, prompt
 from megatron_ext.config import ModelConfig, RequestParams
 from megatron_ext.config.token_biases import TokenBiases
+from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.mcore.fixed_steps import FixedSteps
 from megatron_ext.models.build import build_model
 from megatron_ext.scheduling.record import RequestRecord
@@ -105,7 +106,7 @@ class Checks:
             return {"no step of decode waits": float("nan")}
         return {"no step of decode waits": launches_without_waiting(self._model, self._config, self._prompts)}
 
-    def _engine(self, **batching: object):
+    def _engine(self, **batching: object) -> InferenceEngine:
         return engine_for(self._model, self._config, torch.float32, 8, 512, **batching)
 
     def _served(self, wish: RequestParams, **batching: object) -> list[RequestRecord]:

@@ -1,6 +1,6 @@
 """From logits in a fixed place to tokens and their log-probs in another: the programs of a bucket behind its forward.
 
-Logits that requests want shaped are shaped in a copy, so log-probs are those of the model. A step runs one of four
+Logits that requests want shaped are shaped in a copy, so log-probs are those of the model. A step runs one of six
 programs that choose, and the one that scores if somebody asks for log-probs; what nobody asks for costs nothing.
 """
 
@@ -12,6 +12,7 @@ from typing import Final, NamedTuple
 
 from torch import Tensor
 
+from megatron_ext.mcore.fixed_forms import masks_of, wants_form
 from megatron_ext.mcore.fixed_shaping import shaping_wishes, wants_shaping
 from megatron_ext.mcore.fixed_step import wishes_of
 from megatron_ext.mcore.graphs import Capture, Program
@@ -31,11 +32,13 @@ class Wanted(NamedTuple):
 
     Attributes:
         is_shaped: By some row.
+        is_guided: Some row's answer must have a form; then they are shaped, too.
         is_drawn: Some row is not greedy.
         is_scored: Somebody asks for log-probs.
     """
 
     is_shaped: bool
+    is_guided: bool
     is_drawn: bool
     is_scored: bool
 
@@ -49,6 +52,7 @@ def wanted_of(samplings: Sequence[Sampling]) -> Wanted:
     """What all rows together ask for."""
     return Wanted(
         is_shaped=wants_shaping(samplings),
+        is_guided=any(map(wants_form, samplings)),
         is_drawn=any(one.uniform is not None for one in samplings),
         is_scored=any(one.top_n is not None for one in samplings),
     )
@@ -65,21 +69,25 @@ class ChoicePrograms:
     """
 
     def __init__(self, graphs: Capture, logits: Tensor, parts: Parts, answer: Parts) -> None:
-        kinds = [(is_shaped, is_drawn) for is_shaped in (False, True) for is_drawn in (False, True)]
-        self._choose: dict[tuple[bool, bool], Program] = {
-            kind: graphs.capture(partial(_choose, *kind, logits, parts, answer["tokens"])) for kind in kinds
+        shapes = ((False, False), (True, False), (True, True))
+        self._choose: dict[tuple[bool, bool, bool], Program] = {
+            (*kind, is_drawn): graphs.capture(partial(_choose, *kind, is_drawn, logits, parts, answer["tokens"]))
+            for kind in shapes
+            for is_drawn in (False, True)
         }
         self._score: Program = graphs.capture(partial(_score, logits, answer))
 
     def run(self, wanted: Wanted) -> None:
         """Choose, and score if that is asked for."""
-        self._choose[wanted.is_shaped, wanted.is_drawn]()
+        self._choose[wanted.is_shaped, wanted.is_guided, wanted.is_drawn]()
         if wanted.is_scored:
             self._score()
 
 
-def _choose(is_shaped: bool, is_drawn: bool, logits: Tensor, parts: Parts, tokens: Tensor) -> None:
-    values = shape_logits(logits, shaping_wishes(parts)) if is_shaped else logits
+def _choose(is_shaped: bool, is_guided: bool, is_drawn: bool, logits: Tensor, parts: Parts, tokens: Tensor) -> None:
+    values = logits
+    if is_shaped:
+        values = shape_logits(logits, shaping_wishes(parts), masks_of(parts) if is_guided else None)
     if not is_drawn:
         tokens.copy_(best_tokens_of(values))
         return

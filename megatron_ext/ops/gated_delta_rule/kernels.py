@@ -38,6 +38,12 @@ def load_keys(keys, row, row_stride, group, key_dim, is_token, K: tl.constexpr):
 
 
 @triton.jit
+def first_bits(b, MASK: tl.constexpr):
+    """fp32 numbers with the last bits of their significands left out: `b` minus this is exact, and has the others."""
+    return (b.to(tl.int32, bitcast=True) & MASK).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def precise_product(a, b):
     """Inputs `a`, as they were loaded, times fp32 `b`, as precise as fp32 or nearly: 16 bits are exact in any operand.
 
@@ -46,15 +52,15 @@ def precise_product(a, b):
     that, it is cut into two in tf32.
     """
     if a.dtype == tl.bfloat16:
-        high = b.to(tl.bfloat16)
-        rest = (b - high.to(tl.float32)) * 256.0
-        middle = rest.to(tl.bfloat16)
-        low = ((rest - middle.to(tl.float32)) * 256.0).to(tl.bfloat16)
-        small = product(a, middle, EXACT=False) + product(a, low, EXACT=False) * 2.0**-8
-        total = product(a, high, EXACT=False) + small * 2.0**-8
+        high = first_bits(b, MASK=-65536)  # bf16 has 16 bits less
+        rest = (b - high) * 256.0
+        middle = first_bits(rest, MASK=-65536)
+        low = (rest - middle) * 256.0
+        small = product(a, middle.to(tl.bfloat16), EXACT=False)
+        small += product(a, low.to(tl.bfloat16), EXACT=False) * 2.0**-8
+        total = product(a, high.to(tl.bfloat16), EXACT=False) + small * 2.0**-8
     elif a.dtype == tl.float16:
-        high = (b.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)  # tf32 has 13 bits less
-        wide = a.to(tl.float32)
+        high, wide = first_bits(b, MASK=-8192), a.to(tl.float32)  # tf32 has 13 bits less
         total = tl.dot(wide, b - high, input_precision="tf32") + tl.dot(wide, high, input_precision="tf32")
     else:
         total = tl.dot(a, b, input_precision="ieee")
@@ -65,9 +71,9 @@ def precise_product(a, b):
 def output_product(a, b):
     """The same for outputs, where 11 bits of `b` are enough if `a` has 16."""
     if a.dtype == tl.bfloat16:
-        high = b.to(tl.bfloat16)
-        rest = ((b - high.to(tl.float32)) * 256.0).to(tl.bfloat16)
-        total = product(a, high, EXACT=False) + product(a, rest, EXACT=False) * 2.0**-8
+        high = first_bits(b, MASK=-65536)
+        rest = ((b - high) * 256.0).to(tl.bfloat16)
+        total = product(a, high.to(tl.bfloat16), EXACT=False) + product(a, rest, EXACT=False) * 2.0**-8
     else:
         total = tl.dot(a.to(tl.float32), b, input_precision="ieee" if a.dtype == tl.float32 else "tf32")
     return total
@@ -92,8 +98,18 @@ def invert(lower, TILE: tl.constexpr):
     return inverse
 
 
+@triton.jit
+def fading(elapsed, count, lengths, TILE: tl.constexpr):
+    """How the state fades over a tile's first `count` tokens, and what keys are multiplied with for behind them."""
+    place = tl.arange(0, TILE)
+    until = tl.sum(tl.where(place == count - 1, elapsed, 0.0), 0)
+    return tl.exp(until.to(tl.float32)), tl.where(
+        place < count, tl.exp((until - elapsed).to(tl.float32)), 0.0
+    ) * lengths
+
+
 @kernel(
-    pointers={"T": "q k", "fp32": "g beta solved mixed key_lengths query_lengths", "i64": "cu_seqlens"},
+    pointers={"T": "q k", "fp32": "g beta solved mixed key_lengths reads asks writes fades", "i64": "cu_seqlens"},
     strides="q_row k_row g_row beta_row key_dim",
     counts="sequences heads heads_per_group normalize",
     scalars="scale",
@@ -103,14 +119,15 @@ def invert(lower, TILE: tl.constexpr):
     ],
 )
 def delta_tiles(
-    q, k, g, beta, solved, mixed, key_lengths, query_lengths, cu_seqlens, q_row, k_row, g_row, beta_row, key_dim,
-    sequences, heads, heads_per_group, normalize, scale,
+    q, k, g, beta, solved, mixed, key_lengths, reads, asks, writes, fades, cu_seqlens, q_row, k_row, g_row, beta_row,
+    key_dim, sequences, heads, heads_per_group, normalize, scale,
     TILE: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """Of a tile of one head: (I + L)^-1 diag(beta), and what each token's output takes of what each token writes.
 
-    The grid is (tiles of `find_piece`, heads); solved and mixed are [T, H, TILE], a row for each token. Of its keys and
-    queries [T, H] says what they are multiplied with before anything else; the scale is in that of queries.
+    The grid is (tiles of `find_piece`, heads); solved and mixed are [T, H, TILE], a row for each token. The others are
+    [T, H]: what a token's key is multiplied with before anything else, and before it reads the tile's first state; what
+    its query is, before it reads that; its key, before it is written to the last one; how the first fades until then.
     """
     EXACT: tl.constexpr = q.dtype.element_ty == tl.float32  # products of numbers of 16 bits are, on tensor cores too
     sequence, first = find_piece(cu_seqlens, sequences, tl.program_id(0), 1, TILE)
@@ -152,46 +169,40 @@ def delta_tiles(
         tl.store(solved + at, inverse * strength[None, :], mask=is_token[:, None])
         tl.store(mixed + at, weights, mask=is_token[:, None])
         tl.store(key_lengths + token, key_length, mask=is_token)
-        tl.store(query_lengths + token, query_length, mask=is_token)
+        decay = tl.exp(high)
+        fade, lasting = fading(elapsed, TILE, key_length, TILE)
+        tl.store(reads + token, decay * key_length, mask=is_token)
+        tl.store(asks + token, decay * query_length, mask=is_token)
+        tl.store(writes + token, lasting, mask=is_token)
+        tl.store(fades + token, tl.zeros([TILE], tl.float32) + fade, mask=is_token)
 
 
 @triton.jit
 def load_tile(
-    k, v, g, solved, key_lengths, k_row, v_row, g_row, key_dim, value_dim,
-    start, end, head, heads, heads_per_group, value,
+    k, v, solved, reads, writes, k_row, v_row, key_dim, value_dim, start, end, head, heads, heads_per_group, value,
     TILE: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     """What the state waits for of a tile, as stored, zeros behind the end.
 
-    Log decays, keys and their lengths, some values, and the inverse that `delta_tiles` made.
+    Keys, what they are multiplied with to read and to write, some values, and the inverse that `delta_tiles` made.
     """
     place = tl.arange(0, TILE)
     row = (start + place).to(tl.int64)
     is_token, token = row < end, row * heads + head
     is_value = is_token[:, None] & (value < value_dim)[None, :]
     return (
-        tl.load(g + row * g_row + head, mask=is_token, other=0.0),
         load_keys(k, row, k_row, head // heads_per_group, key_dim, is_token, K=K),
-        tl.load(key_lengths + token, mask=is_token, other=0.0),
+        tl.load(reads + token, mask=is_token, other=0.0),
+        tl.load(writes + token, mask=is_token, other=0.0),
         tl.load(v + row[:, None] * v_row + (head * value_dim + value)[None, :], mask=is_value, other=0.0),
         tl.load(solved + token[:, None] * TILE + place[None, :], mask=is_token[:, None], other=0.0),
     )
 
 
-@triton.jit
-def fading(elapsed, count, lengths, TILE: tl.constexpr):
-    """How the state fades over a tile's first `count` tokens, and what keys are multiplied with for behind them."""
-    place = tl.arange(0, TILE)
-    until = tl.sum(tl.where(place == count - 1, elapsed, 0.0), 0)
-    return tl.exp(until.to(tl.float32)), tl.where(
-        place < count, tl.exp((until - elapsed).to(tl.float32)), 0.0
-    ) * lengths
-
-
 @kernel(
     pointers={
         "T": "q k v y",
-        "fp32": "g solved mixed key_lengths query_lengths",
+        "fp32": "g solved mixed key_lengths reads asks writes fades",
         "S": "live snapshots",
         "i64": "cu_seqlens slots kept_slots kept_sequences kept_tokens",
         "i1": "has_initial",
@@ -214,9 +225,9 @@ def fading(elapsed, count, lengths, TILE: tl.constexpr):
     ],
 )
 def delta_prefill(
-    q, k, v, g, solved, mixed, key_lengths, query_lengths, y, live, snapshots, cu_seqlens, slots, kept_slots,
-    kept_sequences, kept_tokens, has_initial, q_row, k_row, v_row, g_row, live_row, snapshot_row, key_dim, value_dim,
-    kept, heads, heads_per_group,
+    q, k, v, g, solved, mixed, key_lengths, reads, asks, writes, fades, y, live, snapshots, cu_seqlens, slots,
+    kept_slots, kept_sequences, kept_tokens, has_initial, q_row, k_row, v_row, g_row, live_row, snapshot_row, key_dim,
+    value_dim, kept, heads, heads_per_group,
     TILE: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
     """A sequence's tokens of one head: outputs, states that are to be kept, and the last one, in place."""
@@ -233,39 +244,38 @@ def delta_prefill(
         state = tl.load(live + slot * live_row + cell, mask=is_state & has_state, other=0.0).to(tl.float32)
         stop = next_kept(kept_sequences, kept_tokens, kept, sequence, begin)
         tile = load_tile(
-            k, v, g, solved, key_lengths, k_row, v_row, g_row, key_dim, value_dim,
-            begin, end, head, heads, heads_per_group, value, TILE=TILE, K=K,
+            k, v, solved, reads, writes, k_row, v_row, key_dim, value_dim, begin, end, head, heads, heads_per_group,
+            value, TILE=TILE, K=K,
         )  # fmt: skip
         for start in range(begin, end, TILE):
             row = (start + place).to(tl.int64)
             is_token, token = row < end, row * heads + head
+            fade = tl.load(fades + tl.min(token, 0))
             queries = load_keys(q, row, q_row, head // heads_per_group, key_dim, is_token, K=K)
-            query_length = tl.load(query_lengths + token, mask=is_token, other=0.0)
+            ask = tl.load(asks + token, mask=is_token, other=0.0)
             weights = tl.load(mixed + token[:, None] * TILE + place[None, :], mask=is_token[:, None], other=0.0)
             following = load_tile(
-                k, v, g, solved, key_lengths, k_row, v_row, g_row, key_dim, value_dim,
-                start + TILE, end, head, heads, heads_per_group, value, TILE=TILE, K=K,
+                k, v, solved, reads, writes, k_row, v_row, key_dim, value_dim, start + TILE, end, head, heads,
+                heads_per_group, value, TILE=TILE, K=K,
             )  # fmt: skip
-            decays, keys, key_length, values, inverse = tile
-            elapsed = tl.cumsum(decays.to(tl.float64), 0)
-            decay = tl.exp(elapsed.to(tl.float32))
-            read = precise_product(keys, state) * (decay * key_length)[:, None]
-            missing = values.to(tl.float32) - read
+            keys, read, write, values, inverse = tile
+            missing = values.to(tl.float32) - precise_product(keys, state) * read[:, None]
             written = tl.dot(inverse, missing, input_precision="ieee" if IS_WIDE else "tf32x3")
-            outputs = output_product(queries, state) * (decay * query_length)[:, None]
+            outputs = output_product(queries, state) * ask[:, None]
             outputs += tl.dot(weights, written, input_precision="ieee" if IS_WIDE else "tf32")
             target = y + token[:, None] * value_dim + value[None, :]
             tl.store(target, outputs.to(y.dtype.element_ty), mask=is_token[:, None] & is_value)
             while stop <= start + TILE:
-                fade, lasting = fading(elapsed, stop - start, key_length, TILE)
-                there = state * fade + precise_product(tl.trans(keys), written * lasting[:, None])
+                elapsed = tl.cumsum(tl.load(g + row * g_row + head, mask=is_token, other=0.0).to(tl.float64), 0)
+                key_length = tl.load(key_lengths + token, mask=is_token, other=0.0)
+                until_there, lasting = fading(elapsed, stop - start, key_length, TILE)
+                there = state * until_there + precise_product(tl.trans(keys), written * lasting[:, None])
                 store_kept(
                     snapshots, snapshot_row, there, cell, is_state,
                     kept_slots, kept_sequences, kept_tokens, kept, sequence, stop,
                 )  # fmt: skip
                 stop = next_kept(kept_sequences, kept_tokens, kept, sequence, stop)
-            fade, lasting = fading(elapsed, TILE, key_length, TILE)
-            state = state * fade + precise_product(tl.trans(keys), written * lasting[:, None])
+            state = state * fade + precise_product(tl.trans(keys), written * write[:, None])
             tile = following
         tl.store(live + slot * live_row + cell, state.to(live.dtype.element_ty), mask=is_state)
 

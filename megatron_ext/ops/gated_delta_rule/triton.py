@@ -24,6 +24,8 @@ from megatron_ext.ops.triton.registry import Argument, Config, Kernel
 from megatron_ext.ops.varlen import PackedChunks
 
 MOST_KEYS = 128
+SCALES = ("key_lengths", "reads", "asks", "writes", "fades")
+"""What `delta_tiles` says of each token and head, [T, H] each."""
 
 
 def _lacks(q: Tensor, k: Tensor, v: Tensor, live: Tensor) -> str | None:
@@ -102,9 +104,9 @@ def prefill(
     assert config is not None, "of this size"
     (tokens, heads, value_dim), sequences, tile = v.shape, slots.live.numel(), config["TILE"]
     solved, mixed = torch.empty(2, tokens, heads, tile, dtype=torch.float32, device=v.device)
-    key_lengths, query_lengths = torch.empty(2, tokens, heads, dtype=torch.float32, device=v.device)
+    scales = torch.empty(len(SCALES), tokens, heads, dtype=torch.float32, device=v.device)
     arguments = _arguments(q, k, v, g, beta, normalize) | prefill_arguments(chunks, slots, live, snapshots)
-    arguments |= {"solved": solved, "mixed": mixed, "key_lengths": key_lengths, "query_lengths": query_lengths}
+    arguments |= {"solved": solved, "mixed": mixed, **dict(zip(SCALES, scales, strict=True))}
     arguments["sequences"] = sequences
     _launch(kernels.delta_tiles, (tile_count(tokens, sequences, 1, tile), heads), tiling, arguments)
     _launch(kernels.delta_prefill, (sequences, heads, -(-value_dim // config["V"])), config, arguments)

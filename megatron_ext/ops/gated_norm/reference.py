@@ -44,6 +44,9 @@ class NamedNorm(Protocol):
     def row_norm(self) -> RowNorm:
         """What it computes of each row."""
 
+    def __call__(self, x: Tensor) -> Tensor:
+        """Of each row of x, which is its last dimension."""
+
 
 @dataclass(frozen=True)
 class GateBackend:

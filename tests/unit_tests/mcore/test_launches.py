@@ -60,9 +60,8 @@ def config(kind: str) -> ModelConfig:
     return dataclasses.replace(CONFIGS[kind], **SHAPE, **activation)
 
 
-def count_decode(kind: str, backend: str) -> LaunchCounter:
+def count_decode(of: ModelConfig, backend: str) -> LaunchCounter:
     """What the smallest program launches that decodes, of padding alone."""
-    of = config(kind)
     model = build_model(of, device=platform.device(), dtype=DTYPE)
     settings = {"max_requests": 2, "num_cuda_graphs": 1, "max_sequence_length": 64, "operator_backend": backend}
     fixed = Unwatched(model, of, cache=CacheConfig(), dtype=DTYPE, **settings).context.fixed_steps
@@ -70,7 +69,7 @@ def count_decode(kind: str, backend: str) -> LaunchCounter:
     fixed._program(bucket)
     mixers = {
         f"{number}{letter}": getattr(model.decoder.layers[number], MIXERS[letter])
-        for number, letter in enumerate(PATTERN)
+        for number, letter in enumerate(of.hybrid_override_pattern)
     }
     with preferring(backend), counted(mixers, model.decoder) as counter:
         fixed._compute(bucket, Wanted(is_shaped=False, is_drawn=False, is_scored=False))
@@ -80,7 +79,7 @@ def count_decode(kind: str, backend: str) -> LaunchCounter:
 @pytest.mark.parametrize("kind", MOST)
 def test_no_layer_launches_more_than_it_has_to(kind: str) -> None:
     """CU-5: a small kernel costs as much as a large one where few tokens decode."""
-    counter, (recurrent, attention, mlp, outside) = count_decode(kind, triton.NAME), MOST[kind]
+    counter, (recurrent, attention, mlp, outside) = count_decode(config(kind), triton.NAME), MOST[kind]
     of = {name: counter.of(name) for name in ("0M", "1*", "2-", "3M", "4*", "5-", OUTSIDE)}
     assert of["0M"] == of["3M"] <= recurrent, counter.launches
     assert of["4*"] <= attention, counter.launches
@@ -89,9 +88,16 @@ def test_no_layer_launches_more_than_it_has_to(kind: str) -> None:
     assert of[OUTSIDE] <= outside, counter.launches
 
 
+def test_norms_of_heads_are_in_the_launch_that_rotates() -> None:
+    """CU-5: as Qwen3 has them."""
+    of = dataclasses.replace(CONFIGS["attention_only"], **SHAPE | {"hybrid_override_pattern": "*-"}, qk_layernorm=True)
+    counter = count_decode(of, triton.NAME)
+    assert counter.of("0*") <= MOST["hybrid"][1] + ROTATION, counter.launches
+
+
 def test_plain_torch_launches_several_times_as_much() -> None:
     """Negative control: what is counted are casts, sums and copies, too, and no views."""
-    counter = count_decode("hybrid", "reference")
+    counter = count_decode(config("hybrid"), "reference")
     assert counter.of("0M") > 2 * MOST["hybrid"][0]
     assert counter.of("4*") > 2 * MOST["hybrid"][1]
     with counted({}) as plain:
