@@ -291,12 +291,12 @@ class Maker:
         return Case(lambda: best_tokens_of(logits), float(logits.numel() * self._bytes), "TB", has_reference=False)
 
     def draw(self) -> Case:
-        """As a program draws them: all rows are ordered."""
+        """As a program draws them, with a nucleus."""
         rows = self._e.requests
         logits = self._random(rows, self._e.words)
         one = torch.ones(rows, dtype=torch.float64, device=self._device)
         wishes = Wishes(0.8 * one, torch.zeros(rows, dtype=torch.int64, device=self._device), 0.9 * one, 0.5 * one)
-        return Case(lambda: draw_tokens(logits, wishes), float(logits.numel() * self._bytes), "TB", has_reference=False)
+        return Case(lambda: draw_tokens(logits, wishes), float(logits.numel() * self._bytes), "TB")
 
     # Inputs
 
