@@ -43,7 +43,7 @@ ROTATION = 5  # angles of the step's tokens, which the first attention layer ask
 # and of what no mixer computes.
 MOST = {
     "hybrid": (7, 6, 4, 12),
-    "gated_delta_net": (8, 6, 4, 12),
+    "gated_delta_net": (7, 6, 4, 12),
     "mamba1": (12, 6, 4, 12),  # three of them are the norms of dt, B and C
 }
 
