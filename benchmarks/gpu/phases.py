@@ -12,8 +12,8 @@ from megatron_ext.engine import ahead as ahead_module
 from megatron_ext.engine import engine as engine_module
 from megatron_ext.engine.engine import Engine
 from megatron_ext.mcore.adapter import InferenceEngine
-from megatron_ext.mcore.fixed_places import Answer
-from megatron_ext.mcore.fixed_steps import FixedSteps
+from megatron_ext.mcore.programs.fixed_steps import FixedSteps
+from megatron_ext.mcore.programs.places import Answer
 from megatron_ext.scheduling.foresight import Foresight
 from megatron_ext.scheduling.scheduler import Scheduler
 

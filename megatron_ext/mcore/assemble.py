@@ -16,9 +16,9 @@ from megatron_ext.mcore.context import InferenceContext
 from megatron_ext.mcore.controller import InferenceController
 from megatron_ext.mcore.draft_costs import chosen_costs, measure_costs
 from megatron_ext.mcore.drafting import DraftModel, DraftParts
-from megatron_ext.mcore.fixed_setup import fixed_steps_for
 from megatron_ext.mcore.layer_map import layer_places, model_shape
 from megatron_ext.mcore.leading import make_follower
+from megatron_ext.mcore.programs.setup import fixed_steps_for
 from megatron_ext.memory.agreement import NO_PEERS, Peers
 from megatron_ext.memory.draft import NO_DRAFT_MODEL, DraftMemory
 from megatron_ext.memory.plan import EnginePlan, plan_engine

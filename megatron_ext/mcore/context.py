@@ -27,7 +27,7 @@ from megatron_ext.scheduling.step import ScheduledChunk, ScheduledStep
 from megatron_ext.speculation.drafting import Drafting
 
 if TYPE_CHECKING:  # it is told of this context
-    from megatron_ext.mcore.fixed_steps import FixedSteps
+    from megatron_ext.mcore.programs.fixed_steps import FixedSteps
 
 
 class InferenceContext(DynamicInferenceContext):

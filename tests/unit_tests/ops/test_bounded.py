@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_ext.mcore.fixed_step import write_grid
+from megatron_ext.mcore.programs.writing import write_grid
 from megatron_ext.mixers.chunk_metadata import cut_between, cut_prefill
 from megatron_ext.ops import bounded_chunks as in_grids  # the function itself would lose what it provides, see conftest
 from megatron_ext.ops.causal_conv1d import PLAIN_CONV1D

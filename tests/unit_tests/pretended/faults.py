@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 
 from megatron_ext.mcore.controller import InferenceController
-from megatron_ext.mcore.fixed_places import Answers, FixedPlaces, Layout, _HostBuffer
+from megatron_ext.mcore.programs.places import Answers, FixedPlaces, Layout, _HostBuffer
 from tests.unit_tests.pretended import lives
 from tests.unit_tests.support.pretended_cuda import watching
 

@@ -9,11 +9,11 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from megatron_ext.mcore import fixed_setup
-from megatron_ext.mcore.buckets import Bucket
-from megatron_ext.mcore.fixed_step import NOBODY
-from megatron_ext.mcore.fixed_steps import FixedSteps, Launched
-from megatron_ext.mcore.graphs import NoGraphs
+from megatron_ext.mcore.programs import setup
+from megatron_ext.mcore.programs.buckets import Bucket
+from megatron_ext.mcore.programs.fixed_steps import FixedSteps, Launched
+from megatron_ext.mcore.programs.graphs import NoGraphs
+from megatron_ext.mcore.programs.writing import NOBODY
 from megatron_ext.mcore.staging import ModelInput
 from megatron_ext.ops.causal_conv1d import CAUSAL_CONV1D
 from megatron_ext.ops.gated_delta_rule import GATED_DELTA_RULE
@@ -50,7 +50,7 @@ class Padded:
         self.buckets: list[Bucket] = []
         self.eager_steps = 0
         self._left: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # by request and its end
-        with mock.patch.object(fixed_setup, "CudaGraphs", NoGraphs):  # so that each forward is seen on a device, too
+        with mock.patch.object(setup, "CudaGraphs", NoGraphs):  # so that each forward is seen on a device, too
             super().__init__(*args, **({"cuda_graph_impl": "local", "num_cuda_graphs": 3} | batching))
         self._watch_programs(self.context.fixed_steps)
 

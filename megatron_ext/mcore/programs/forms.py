@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_ext.mcore.fixed_places import Layout
 from megatron_ext.mcore.guides import Guides
+from megatron_ext.mcore.programs.places import Layout
 from megatron_ext.mcore.staging import SamplingRow
 from megatron_ext.scheduling.step import Sampling, ScheduledChunk
 

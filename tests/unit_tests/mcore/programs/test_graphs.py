@@ -16,12 +16,12 @@ import torch
 
 from megatron_ext.config import CacheConfig
 from megatron_ext.errors import ConfigError
-from megatron_ext.mcore import buckets as sizes
-from megatron_ext.mcore.buckets import Buckets
-from megatron_ext.mcore.fixed_steps import FixedSteps
-from megatron_ext.mcore.graphs import CudaGraphs
+from megatron_ext.mcore.programs import buckets as sizes
+from megatron_ext.mcore.programs.buckets import Buckets
+from megatron_ext.mcore.programs.fixed_steps import FixedSteps
+from megatron_ext.mcore.programs.graphs import CudaGraphs
 from megatron_ext.scheduling.record import Status
-from tests.unit_tests.mcore.test_fixed_steps import check_wishes, serve
+from tests.unit_tests.mcore.programs.test_fixed_steps import check_wishes, serve
 from tests.unit_tests.support.driver import Driver, assert_states_close, make_prompt
 from tests.unit_tests.support.models import CONFIGS
 from tests.unit_tests.support.padded import PaddedDriver

@@ -15,16 +15,17 @@ from torch import Tensor
 from megatron_ext.config.response_format import ResponseFormat
 from megatron_ext.config.token_biases import TokenBiases
 from megatron_ext.engine.result import StepResult
-from megatron_ext.mcore import fixed_choice, fixed_shaping, scoring
-from megatron_ext.mcore.buckets import MOST_LISTED
+from megatron_ext.mcore import scoring
 from megatron_ext.mcore.controller import choose_tokens
-from megatron_ext.mcore.fixed_answers import answer_layout, fetch
-from megatron_ext.mcore.fixed_choice import ChoicePrograms, samplings_of, wanted_of
-from megatron_ext.mcore.fixed_forms import with_masks, write_masks
-from megatron_ext.mcore.fixed_places import Answers, FixedPlaces, Layout
-from megatron_ext.mcore.fixed_shaping import has_room, with_shaping, write_shaping
-from megatron_ext.mcore.fixed_step import NOBODY, StepWriter
-from megatron_ext.mcore.graphs import NoGraphs
+from megatron_ext.mcore.programs import choice, shaping
+from megatron_ext.mcore.programs.answers import answer_layout, fetch
+from megatron_ext.mcore.programs.buckets import MOST_LISTED
+from megatron_ext.mcore.programs.choice import ChoicePrograms, samplings_of, wanted_of
+from megatron_ext.mcore.programs.forms import with_masks, write_masks
+from megatron_ext.mcore.programs.graphs import NoGraphs
+from megatron_ext.mcore.programs.places import Answers, FixedPlaces, Layout
+from megatron_ext.mcore.programs.shaping import has_room, with_shaping, write_shaping
+from megatron_ext.mcore.programs.writing import NOBODY, StepWriter
 from megatron_ext.mcore.staging import SamplingRow
 from megatron_ext.ops.sampling import SAMPLING, in_place
 from megatron_ext.scheduling.shaping import Shaping
@@ -173,7 +174,7 @@ def test_any_mix_of_wishes_to_the_bit(dtype: torch.dtype, graphs: type) -> None:
 def test_a_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """SE-2: neither scores nor draws take more memory than is stated, whatever the rows; nothing else changes."""
     sizes = []
-    for module, name in ((in_place, "draw_ordered"), (fixed_choice, "log_probs_of")):
+    for module, name in ((in_place, "draw_ordered"), (choice, "log_probs_of")):
         function = getattr(module, name)
 
         def noted(logits: Tensor, *rest: object, function: object = function) -> object:
@@ -193,7 +194,7 @@ def test_a_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", ["came", "biased", "ruled_out", "forbidden"])
 def test_each_list_matters(name: str) -> None:
     """The negative control: with a list left empty some token is another one."""
-    fixed, place = Fixed(), list(fixed_shaping._ROOM).index(name)
+    fixed, place = Fixed(), list(shaping._ROOM).index(name)
     fixed.choose(logits_of(1, torch.float32), chunks_of(1))
     differing = 0
     for seed in range(8):

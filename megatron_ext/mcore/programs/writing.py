@@ -14,8 +14,8 @@ import numpy as np
 from torch import Tensor
 
 from megatron_ext.mcore.block_rows import BlockRows
-from megatron_ext.mcore.buckets import Bucket, Buckets
-from megatron_ext.mcore.fixed_places import Layout, Shape
+from megatron_ext.mcore.programs.buckets import Bucket, Buckets
+from megatron_ext.mcore.programs.places import Layout, Shape
 from megatron_ext.mcore.staging import ModelInput, StagingRules, stage_tokens
 from megatron_ext.mixers.recurrent import RecurrentStep
 from megatron_ext.ops.bounded_chunks import ChunkGrid, bounded_chunks

@@ -11,9 +11,9 @@ import torch
 
 from megatron_ext.config.response_format import ResponseFormat
 from megatron_ext.config.token_biases import TokenBiases
-from megatron_ext.mcore.buckets import Bucket, Buckets, decode_sizes, why_eager
-from megatron_ext.mcore.fixed_places import Answers, FixedPlaces, Layout
-from megatron_ext.mcore.fixed_step import layout_of
+from megatron_ext.mcore.programs.buckets import Bucket, Buckets, decode_sizes, why_eager
+from megatron_ext.mcore.programs.places import Answers, FixedPlaces, Layout
+from megatron_ext.mcore.programs.writing import layout_of
 from megatron_ext.mcore.staging import StagingRules
 from megatron_ext.scheduling.plan import SchedulerLimits
 from megatron_ext.scheduling.shaping import Shaping

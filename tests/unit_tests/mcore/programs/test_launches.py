@@ -9,7 +9,7 @@ import torch
 
 from megatron_ext.config import CacheConfig, ModelConfig
 from megatron_ext.mcore import platform
-from megatron_ext.mcore.fixed_choice import Wanted
+from megatron_ext.mcore.programs.choice import Wanted
 from megatron_ext.models.build import build_model
 from megatron_ext.ops import triton
 from megatron_ext.ops.backends import preferring

@@ -12,10 +12,10 @@ from typing import Final, NamedTuple
 
 from torch import Tensor
 
-from megatron_ext.mcore.fixed_forms import masks_of, wants_form
-from megatron_ext.mcore.fixed_shaping import shaping_wishes, wants_shaping
-from megatron_ext.mcore.fixed_step import wishes_of
-from megatron_ext.mcore.graphs import Capture, Program
+from megatron_ext.mcore.programs.forms import masks_of, wants_form
+from megatron_ext.mcore.programs.graphs import Capture, Program
+from megatron_ext.mcore.programs.shaping import shaping_wishes, wants_shaping
+from megatron_ext.mcore.programs.writing import wishes_of
 from megatron_ext.mcore.scoring import rows_at_once
 from megatron_ext.ops.sampling.in_place import best_tokens_of, draw_tokens
 from megatron_ext.ops.sampling.log_probs import log_probs_of

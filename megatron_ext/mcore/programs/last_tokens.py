@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from megatron_ext.mcore.buckets import Bucket
-from megatron_ext.mcore.fixed_places import FixedPlaces, Layout
+from megatron_ext.mcore.programs.buckets import Bucket
+from megatron_ext.mcore.programs.places import FixedPlaces, Layout
 from megatron_ext.scheduling.step import LAST_SAMPLED, ScheduledChunk
 
 

@@ -13,17 +13,17 @@ from tqdm import tqdm
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore.all_experts import fixed_shapes
-from megatron_ext.mcore.buckets import Bucket, Buckets, why_eager
 from megatron_ext.mcore.context import InferenceContext
 from megatron_ext.mcore.controller import InferenceController
-from megatron_ext.mcore.fixed_answers import Launched, answer_layout, fetch
-from megatron_ext.mcore.fixed_choice import ChoicePrograms, Wanted, samplings_of, wanted_of
-from megatron_ext.mcore.fixed_forms import with_masks, write_masks
-from megatron_ext.mcore.fixed_places import Answers, FixedPlaces, Layout
-from megatron_ext.mcore.fixed_shaping import has_room, with_shaping, write_shaping
-from megatron_ext.mcore.fixed_step import SpareSlots, StepWriter, layout_of, model_input
-from megatron_ext.mcore.graphs import Capture, Program
-from megatron_ext.mcore.last_tokens import LastTokens
+from megatron_ext.mcore.programs.answers import Launched, answer_layout, fetch
+from megatron_ext.mcore.programs.buckets import Bucket, Buckets, why_eager
+from megatron_ext.mcore.programs.choice import ChoicePrograms, Wanted, samplings_of, wanted_of
+from megatron_ext.mcore.programs.forms import with_masks, write_masks
+from megatron_ext.mcore.programs.graphs import Capture, Program
+from megatron_ext.mcore.programs.last_tokens import LastTokens
+from megatron_ext.mcore.programs.places import Answers, FixedPlaces, Layout
+from megatron_ext.mcore.programs.shaping import has_room, with_shaping, write_shaping
+from megatron_ext.mcore.programs.writing import SpareSlots, StepWriter, layout_of, model_input
 from megatron_ext.memory.limits import allocating
 from megatron_ext.memory.pools import Pools
 from megatron_ext.memory.state_pool import copy_rows, copy_states

@@ -13,8 +13,8 @@ from typing import Final
 from torch import Tensor
 
 from megatron_ext.engine.result import Score, StepResult
-from megatron_ext.mcore.buckets import MOST_LISTED
-from megatron_ext.mcore.fixed_places import Answer, Answers, Layout
+from megatron_ext.mcore.programs.buckets import MOST_LISTED
+from megatron_ext.mcore.programs.places import Answer, Answers, Layout
 from megatron_ext.scheduling.step import ScheduledChunk
 
 NO_FAILURES: Final[Mapping[int, str]] = MappingProxyType({})

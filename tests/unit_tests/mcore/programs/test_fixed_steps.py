@@ -11,8 +11,8 @@ import torch
 
 from megatron_ext.config import BatchingConfig, CacheConfig, RequestParams
 from megatron_ext.errors import ConfigError
-from megatron_ext.mcore import fixed_setup, fixed_shaping
-from megatron_ext.mcore.last_tokens import LastTokens
+from megatron_ext.mcore.programs import setup, shaping
+from megatron_ext.mcore.programs.last_tokens import LastTokens
 from megatron_ext.ops.paged_attention import PAGED_ATTENTION
 from megatron_ext.scheduling.record import Status
 from tests.priority import TestPriority
@@ -145,7 +145,7 @@ def test_what_leaves_the_program_says_so_once(get_oracle, caplog, monkeypatch):
             driver.run()
         driver.add(2, make_prompt(20, 2), top_n_logprobs=21, skip_prompt_log_probs=True, **scored)
         driver.run()
-        monkeypatch.setitem(fixed_shaping._ROOM, "biased", (0, 0))
+        monkeypatch.setitem(shaping._ROOM, "biased", (0, 0))
         driver.add(4, make_prompt(20, 4), num_tokens_to_generate=2, logit_bias={3: -1.0})
         driver.run()
         said = [record.getMessage() for record in caplog.records]
@@ -223,7 +223,7 @@ def test_log_probs_and_min_tokens_are_launched_ahead(get_oracle):
 
 def test_experts_that_no_program_computes(get_oracle, caplog, monkeypatch):
     """CU-5: what cannot be captured says so, and gives what it gave."""
-    monkeypatch.setattr(fixed_setup, "problem_of", lambda _: "its experts are of another kind")
+    monkeypatch.setattr(setup, "problem_of", lambda _: "its experts are of another kind")
     with caplog.at_level(logging.WARNING):
         driver = Driver(get_oracle("experts").model, CONFIGS["experts"], cuda_graph_impl="local")
     assert driver.context.fixed_steps is None

@@ -9,11 +9,11 @@ from torch import nn
 
 from megatron_ext.config import BatchingConfig
 from megatron_ext.mcore.all_experts import problem_of
-from megatron_ext.mcore.buckets import Buckets
 from megatron_ext.mcore.context import InferenceContext
 from megatron_ext.mcore.controller import InferenceController
-from megatron_ext.mcore.fixed_steps import FixedSteps
-from megatron_ext.mcore.graphs import CudaGraphs, NoGraphs
+from megatron_ext.mcore.programs.buckets import Buckets
+from megatron_ext.mcore.programs.fixed_steps import FixedSteps
+from megatron_ext.mcore.programs.graphs import CudaGraphs, NoGraphs
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,1 @@
+"""Steps padded to sizes, in places that never move, computed by programs: CUDA graphs, or the same code uncaptured."""
