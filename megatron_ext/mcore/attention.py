@@ -79,7 +79,8 @@ class PagedSelfAttention(SelfAttention):
         if self._has_plain_heads():
             mixed, sizes = self.get_query_key_value_tensors(hidden_states, None, split_qkv=False)
             query, key, value = mixed.squeeze(1).split(sizes, dim=-1)  # [T, groups, .]
-            norms = (self.q_layernorm, self.k_layernorm) if isinstance(self.q_layernorm, NamedNorm) else None
+            is_normed = isinstance(self.q_layernorm, NamedNorm)
+            norms = (self.q_layernorm, self.k_layernorm) if is_normed else None
             return Heads(query.unflatten(-1, (-1, key.shape[-1])), key, value, norms), None
         is_gated = self.config.attention_output_gate
         query, key, value, *gate = self.get_query_key_value_tensors(hidden_states, None, output_gate=is_gated)

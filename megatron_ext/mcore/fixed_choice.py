@@ -20,11 +20,10 @@ from megatron_ext.mcore.scoring import rows_at_once
 from megatron_ext.ops.sampling.in_place import best_tokens_of, draw_tokens
 from megatron_ext.ops.sampling.log_probs import log_probs_of
 from megatron_ext.ops.sampling.shaping_in_place import shape_logits
-from megatron_ext.ops.sampling.wishes import Wishes
 from megatron_ext.scheduling.step import Sampling, ScheduledChunk
 
 Parts = Mapping[str, Tensor]
-_DRAWN: Final = 4  # times as much memory as scoring a row, since its words are ordered, and weighed in fp64
+_DRAWN: Final = 4  # times as much memory as scoring a row where its words are ordered, and weighed in fp64
 
 
 class Wanted(NamedTuple):
@@ -88,13 +87,8 @@ def _choose(is_shaped: bool, is_guided: bool, is_drawn: bool, logits: Tensor, pa
     values = logits
     if is_shaped:
         values = shape_logits(logits, shaping_wishes(parts), masks_of(parts) if is_guided else None)
-    if not is_drawn:
-        tokens.copy_(best_tokens_of(values))
-        return
-    wishes, at_once = wishes_of(parts), max(1, rows_at_once(logits.shape[1]) // _DRAWN)
-    for start in range(0, len(logits), at_once):
-        rows = slice(start, start + at_once)
-        tokens[rows].copy_(draw_tokens(values[rows], Wishes(*(one[rows] for one in wishes))))
+    together = max(1, rows_at_once(logits.shape[1]) // _DRAWN)
+    tokens.copy_(draw_tokens(values, wishes_of(parts), together) if is_drawn else best_tokens_of(values))
 
 
 def _score(logits: Tensor, answer: Parts) -> None:

@@ -26,7 +26,7 @@ from megatron_ext.mcore.fixed_shaping import has_room, with_shaping, write_shapi
 from megatron_ext.mcore.fixed_step import NOBODY, StepWriter
 from megatron_ext.mcore.graphs import NoGraphs
 from megatron_ext.mcore.staging import SamplingRow
-from megatron_ext.ops.sampling import SAMPLING
+from megatron_ext.ops.sampling import SAMPLING, in_place
 from megatron_ext.scheduling.shaping import Shaping
 from megatron_ext.scheduling.step import Sampling, ScheduledChunk
 from tests.priority import TestPriority
@@ -173,14 +173,14 @@ def test_any_mix_of_wishes_to_the_bit(dtype: torch.dtype, graphs: type) -> None:
 def test_a_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """SE-2: neither scores nor draws take more memory than is stated, whatever the rows; nothing else changes."""
     sizes = []
-    for name in ("draw_tokens", "log_probs_of"):
-        function = getattr(fixed_choice, name)
+    for module, name in ((in_place, "draw_ordered"), (fixed_choice, "log_probs_of")):
+        function = getattr(module, name)
 
         def noted(logits: Tensor, *rest: object, function: object = function) -> object:
             sizes.append(len(logits))
             return function(logits, *rest)
 
-        monkeypatch.setattr(fixed_choice, name, noted)
+        monkeypatch.setattr(module, name, noted)
     monkeypatch.setattr(scoring, "SCORING_BYTES", 5 * 12 * WORDS)
     chunks, logits = chunks_of(3), logits_of(3, torch.float32)
     fixed = Fixed()

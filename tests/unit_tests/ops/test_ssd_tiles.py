@@ -119,7 +119,7 @@ def close(name: str, got: Tensor, want: Tensor, tolerance: float) -> None:
     assert error <= tolerance, f"{name}: off by {error:.2e} of the largest, {tolerance:.0e} allowed"
 
 
-OUTPUTS = {BF16: 2**-6, FP16: 2**-10}  # the interpreter cuts bf16 off where devices round it
+OUTPUTS = {BF16: 2**-6, FP16: 2**-9}  # the interpreter cuts bf16 off where devices round it, and knows no tf32
 STATES = {BF16: 2**-15, FP16: 1e-5}  # by inputs
 ROUNDINGS = {FP32: 0.0, BF16: 2**-6, FP16: 2**-9}  # of what is stored; in each of two steps
 
