@@ -87,31 +87,21 @@ def child(tmp_path_factory):
 
 
 def run_child(result: Path, *names: str, **variables: str) -> None:
-    variables = {
-        **os.environ,
-        **ONE_THREAD,
-        **NO_NETWORK,
-        "PYTHONPATH": str(ROOT),
-        "TRITON_INTERPRET": "0",
-        **variables,
-    }
-    command = [
-        sys.executable,
-        "-m",
-        "tests.unit_tests.support.pretended_cuda",
-        "-m",
-        "tests.unit_tests.pretended.child",
-    ]
+    run_pretended("tests.unit_tests.pretended.child", str(result), *names, **variables)
+
+
+def run_pretended(module: str, *arguments: str, **variables: str) -> None:
+    own = {"PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "0"}
     done = subprocess.run(
-        [*command, str(result), *names],
+        [sys.executable, "-m", "tests.unit_tests.support.pretended_cuda", "-m", module, *arguments],
         cwd=ROOT,
-        env=variables,
+        env={**os.environ, **ONE_THREAD, **NO_NETWORK, **own, **variables},
         capture_output=True,
         text=True,
         timeout=LONGEST_RUN,
         check=False,
     )
-    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
 
 
 @pytest.mark.parametrize("name", lives.LIVES)
@@ -184,3 +174,10 @@ def test_a_life_by_kernels(tmp_path, name):
     assert {"copy_states", "conv_prefill"} <= set(found["kernels"])
     assert "attend_few" in found["kernels"] or name.startswith(("mamba1", "gated_delta_net"))
     assert_same(found, lives.KERNEL_LIVES[name](nullcontext()))
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("name", ["mcore/test_graphs.py", "mcore/test_negative_controls.py", "memory", "mixers"])
+def test_tests_of_a_device_run_there(name):
+    """CU-9, CU-8: what `make test-gpu` would run passes where the device is pretended; these are some of it."""
+    run_pretended("pytest", "-q", "-n", "0", "-p", "no:cacheprovider", f"tests/unit_tests/{name}")

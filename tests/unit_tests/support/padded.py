@@ -50,7 +50,8 @@ class Padded:
         self.buckets: list[Bucket] = []
         self.eager_steps = 0
         self._left: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # by request and its end
-        with mock.patch.object(setup, "CudaGraphs", NoGraphs):  # so that each forward is seen on a device, too
+        uncaptured = NoGraphs()  # so that each forward is seen on a device, too
+        with mock.patch.object(setup, "CudaGraphs", return_value=uncaptured):
             super().__init__(*args, **({"cuda_graph_impl": "local", "num_cuda_graphs": 3} | batching))
         self._watch_programs(self.context.fixed_steps)
 

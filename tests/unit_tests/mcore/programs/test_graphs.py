@@ -31,7 +31,11 @@ from tests.unit_tests.support.replay import ReplayedGraphs
 class CountedGraphs(CudaGraphs):
     """The device's own, counted as `ReplayedGraphs` counts."""
 
-    captured = replayed = 0
+    captured = replayed = forgotten = 0
+
+    def forget(self) -> None:
+        self.forgotten += 1
+        super().forget()
 
     def capture(self, run):
         program, self.captured = super().capture(run), self.captured + 1
@@ -56,7 +60,7 @@ class Captured(PaddedDriver):
         found = Buckets(
             context.plan.limits, 2, rules.kernel_chunk, snapshots_in_prefill=rules.snapshots_in_prefill, one_width=True
         )
-        self.graphs = CountedGraphs() if torch.cuda.is_available() else ReplayedGraphs()
+        self.graphs = CountedGraphs(rules.device) if rules.device.type == "cuda" else ReplayedGraphs()
         context.fixed_steps = FixedSteps(context, self.engine.controller, found, self.graphs)
         self._watch_programs(context.fixed_steps)
         self.engine.create_cuda_graphs()
