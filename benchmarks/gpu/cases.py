@@ -6,7 +6,7 @@ Letters: T tokens of a prefill, R requests that decode, H heads, P head dimensio
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from megatron_ext.ops.ssd import SSD
 from megatron_ext.ops.state_copy import copy_rows
 from megatron_ext.ops.state_slots import StateSlots
 from megatron_ext.ops.step_size import step_sizes
-from megatron_ext.ops.varlen import pack_chunks
+from megatron_ext.ops.varlen import Resumes, pack_chunks
 
 WINDOW, CHUNK, BLOCK = 4, 128, 64
 
@@ -99,6 +99,7 @@ class Maker:
             f"convolution, prefill of {e.tokens}": self.conv_prefill,
             f"convolution, {e.requests} decode": self.conv_decode,
             f"ssd, prefill of {e.tokens}": self.ssd_prefill,
+            f"ssd in order, prefill of {e.tokens}": self.ssd_in_order,
             f"ssd, {e.requests} decode": self.ssd_decode,
             f"selective scan, prefill of {e.tokens}": self.scan_prefill,
             f"selective scan, {e.requests} decode": self.scan_decode,
@@ -150,9 +151,16 @@ class Maker:
 
     def ssd_prefill(self) -> Case:
         """Four operations a token, a channel and a state: two to add to it, two to read it."""
+        return self._ssd_prefill(Resumes(BLOCK, torch.full((1,), self._e.tokens, device=self._device)))
+
+    def ssd_in_order(self) -> Case:
+        """The same as blocks of 16 would have it."""
+        return self._ssd_prefill(None)
+
+    def _ssd_prefill(self, resumes: Resumes | None) -> Case:
         e = self._e
         inputs, skip = self._ssd(e.tokens)
-        options = self._places((e.heads, e.head_dim, e.states), torch.float32)
+        options = self._places((e.heads, e.head_dim, e.states), torch.float32, resumes)
         work = lambda: SSD.prefill(*inputs, D=skip, **options)  # noqa: E731
         return Case(work, 4.0 * e.tokens * e.heads * e.head_dim * e.states, "TFLOP")
 
@@ -283,12 +291,12 @@ class Maker:
         return Case(lambda: best_tokens_of(logits), float(logits.numel() * self._bytes), "TB", has_reference=False)
 
     def draw(self) -> Case:
-        """As a program draws them: all rows are ordered."""
+        """As a program draws them, with a nucleus."""
         rows = self._e.requests
         logits = self._random(rows, self._e.words)
         one = torch.ones(rows, dtype=torch.float64, device=self._device)
         wishes = Wishes(0.8 * one, torch.zeros(rows, dtype=torch.int64, device=self._device), 0.9 * one, 0.5 * one)
-        return Case(lambda: draw_tokens(logits, wishes), float(logits.numel() * self._bytes), "TB", has_reference=False)
+        return Case(lambda: draw_tokens(logits, wishes), float(logits.numel() * self._bytes), "TB")
 
     # Inputs
 
@@ -299,13 +307,13 @@ class Maker:
         """Between 0.01 and 0.1, fp32."""
         return torch.rand(shape, device=self._device) * 0.09 + 0.01
 
-    def _places(self, state: tuple[int, ...], dtype: torch.dtype) -> dict[str, object]:
+    def _places(self, state: tuple[int, ...], dtype: torch.dtype, resumes: Resumes | None = None) -> dict[str, object]:
         """One sequence that begins in slot 0 with nothing; nothing is kept on the way."""
         tokens = self._e.tokens
         cuts = [CHUNK] * (tokens // CHUNK) + [tokens % CHUNK] * (tokens % CHUNK > 0)
         slot, nothing = torch.zeros(1, dtype=torch.int64, device=self._device), torch.zeros(1, device=self._device) > 0
         live = torch.zeros(1, *state, dtype=dtype, device=self._device)
-        chunks = pack_chunks([cuts], self._device)
+        chunks = replace(pack_chunks([cuts], self._device), resumes=resumes)
         return {"chunks": chunks, "slots": StateSlots(slot, nothing), "live": live, "snapshots": None}
 
     def _states(self, state: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:

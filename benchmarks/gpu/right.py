@@ -19,11 +19,13 @@ from unittest import mock
 
 import torch
 
+from benchmarks.gpu import tiles
 from benchmarks.gpu.notes import Notes
 from benchmarks.gpu.shapes import SMALL, engine_for, model_config
 from benchmarks.gpu.work import Figures, Prompt, prompt
 from megatron_ext.config import ModelConfig, RequestParams
 from megatron_ext.config.token_biases import TokenBiases
+from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.mcore.fixed_steps import FixedSteps
 from megatron_ext.models.build import build_model
 from megatron_ext.scheduling.record import RequestRecord
@@ -54,7 +56,7 @@ class Checks:
     """
 
     def __init__(self, kind: str, device: torch.device) -> None:
-        self._config = model_config(kind, SMALL)
+        self._config, self._device = model_config(kind, SMALL), device
         self._model = build_model(self._config, device=device, seed=3)
         vocabulary = self._config.vocab_size
         assert vocabulary is not None, "the shape says it"
@@ -94,13 +96,17 @@ class Checks:
         is_right = found <= PARITY and second.skipped_prefill_token_count > 0
         return {"cached prefix: log-probs differ by": found, "cached prefix is right": is_right}
 
+    def tiles(self) -> Figures:
+        """The kernels that small models in fp32 do not have; the same for every kind."""
+        return tiles.check(self._device)
+
     def silence(self) -> Figures:
         """Whether steps of decode are launched without waiting for the device; a CPU is always waited for."""
         if not torch.cuda.is_available():
             return {"no step of decode waits": float("nan")}
         return {"no step of decode waits": launches_without_waiting(self._model, self._config, self._prompts)}
 
-    def _engine(self, **batching: object):
+    def _engine(self, **batching: object) -> InferenceEngine:
         return engine_for(self._model, self._config, torch.float32, 8, 512, **batching)
 
     def _served(self, wish: RequestParams, **batching: object) -> list[RequestRecord]:
@@ -113,7 +119,7 @@ class Checks:
 def check(kind: str, device: torch.device, notes: Notes) -> None:
     """All of it, as figures of the notes; the last one says whether all is right."""
     checks = Checks(kind, device)
-    rows = ("log_probs", "cached", "graphs", "wishes", "silence")
+    rows = ("log_probs", "cached", "graphs", "wishes", "tiles", "silence")
     came = [notes.attempt(f"right: {row}", getattr(checks, row)) for row in rows]
     found = notes.page["found"]
     wanted = (
@@ -121,6 +127,7 @@ def check(kind: str, device: torch.device, notes: Notes) -> None:
         "cached prefix is right",
         "graphs give the same tokens",
         "programs with wishes are right",
+        "ssd by tiles is right",
         "no step of decode waits",
     )
     notes.tell("ok", all(came) and all(bool(found[row]) for row in wanted))

@@ -28,6 +28,7 @@ def show(console: Console, pages: Mapping[str, Page]) -> None:
     for name in (peer.NAME, peer.WIDE):
         if name in pages and BESIDE in pages:
             console.print(beside_table(pages[BESIDE], pages[name], name))
+    console.print("seconds: " + ", ".join(f"{name} {page['seconds']:.0f}" for name, page in pages.items()))
     for name, page in pages.items():
         for row in page["failed"]:
             console.print(f"{name}: {row} failed: {page['found'].get(row, '')}", markup=False)

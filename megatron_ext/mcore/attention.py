@@ -11,6 +11,8 @@ from megatron.core.utils import get_pg_rank
 from torch import Tensor
 
 from megatron_ext.mcore.layer_config import LayerConfig, with_biases
+from megatron_ext.mcore.norms import HeadsNorm
+from megatron_ext.ops.gated_norm import NamedNorm
 from megatron_ext.ops.paged_attention import paged_attention
 from megatron_ext.ops.rotary import Heads
 
@@ -72,22 +74,26 @@ class PagedSelfAttention(SelfAttention):
     def _heads(self, hidden_states: Tensor) -> tuple[Heads, Tensor | None]:
         """Queries, keys and values of [T, 1, h], and the gate of the outputs, [T, 1, heads, D], if there is one.
 
-        Where nothing is done to heads they are views of the projection; upstream copies queries.
+        Where nothing is done to heads but norms of each they are views of the projection; upstream copies queries.
         """
         if self._has_plain_heads():
             mixed, sizes = self.get_query_key_value_tensors(hidden_states, None, split_qkv=False)
             query, key, value = mixed.squeeze(1).split(sizes, dim=-1)  # [T, groups, .]
-            return Heads(query.unflatten(-1, (-1, key.shape[-1])), key, value), None
+            is_normed = isinstance(self.q_layernorm, NamedNorm)
+            norms = (self.q_layernorm, self.k_layernorm) if is_normed else None
+            return Heads(query.unflatten(-1, (-1, key.shape[-1])), key, value, norms), None
         is_gated = self.config.attention_output_gate
         query, key, value, *gate = self.get_query_key_value_tensors(hidden_states, None, output_gate=is_gated)
         query, key, value = (one.squeeze(1) for one in (query, key, value))
         return Heads(query.unsqueeze(1), key, value), gate[0] if is_gated else None
 
     def _has_plain_heads(self) -> bool:
-        """Whether queries and keys are neither normed nor shared with other ranks, and outputs have no gate."""
-        is_normed = any(not isinstance(one, IdentityOp | None) for one in (self.q_layernorm, self.k_layernorm))
+        """Whether heads have the norm of each or none, are not shared with other ranks, and outputs have no gate."""
+        norms = (self.q_layernorm, self.k_layernorm)
+        is_bare = all(isinstance(one, IdentityOp | None) for one in norms)
+        is_normed = all(isinstance(one, NamedNorm) and not isinstance(one, HeadsNorm) for one in norms)
         is_shared = (self.config.num_query_groups or self.config.num_attention_heads) < self.world_size
-        return not (is_normed or is_shared or self.config.attention_output_gate or self.config.test_mode)
+        return (is_bare or is_normed) and not (is_shared or self.config.attention_output_gate or self.config.test_mode)
 
     def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
         """Outputs [s, b, heads * D] times the sigmoid of [s, b, heads, D]; upstream's is under `torch.compile`.

@@ -152,8 +152,6 @@ def why_eager(step: ScheduledStep) -> str | None:
             continue
         if sampling.top_n is not None and sampling.top_n > MOST_LISTED:
             return f"log-probs of more than {MOST_LISTED} best tokens"
-        if sampling.shaping is not None and sampling.shaping.form is not None:
-            return "forms of answers"
     return None
 
 

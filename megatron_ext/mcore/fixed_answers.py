@@ -5,8 +5,10 @@ The tokens come first, so that a step of which nothing else is asked copies noth
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
 
 from torch import Tensor
 
@@ -14,6 +16,8 @@ from megatron_ext.engine.result import Score, StepResult
 from megatron_ext.mcore.buckets import MOST_LISTED
 from megatron_ext.mcore.fixed_places import Answer, Answers, Layout
 from megatron_ext.scheduling.step import ScheduledChunk
+
+NO_FAILURES: Final[Mapping[int, str]] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -32,21 +36,38 @@ def answer_layout(rows: int, vocabulary: int) -> Layout:
     return Layout(shapes, frozenset({"log_probs", "best_log_probs"}))
 
 
-def fetch(answers: Answers, layout: Layout, chunks: Sequence[ScheduledChunk], *, is_scored: bool) -> Launched:
-    """Enqueue the copy of a step's answer to the host; `chunks` are one a row."""
+def fetch(
+    answers: Answers,
+    layout: Layout,
+    chunks: Sequence[ScheduledChunk],
+    failures: Mapping[int, str] = NO_FAILURES,
+    *,
+    is_scored: bool,
+) -> Launched:
+    """Enqueue the copy of a step's answer to the host.
+
+    Args:
+        answers: Where it comes from.
+        layout: Of the answer.
+        chunks: One a row.
+        failures: Requests that end with this step, and why.
+        is_scored: Whether somebody asks for log-probs.
+    """
     rows = [
         AnswerRow(chunk.request_id, row, chunk.sampling.top_n)
         for row, chunk in enumerate(chunks)
         if chunk.sampling is not None
     ]
-    return Launched(answers.fetch(layout.count if is_scored else len(chunks)), layout, rows)
+    return Launched(answers.fetch(layout.count if is_scored else len(chunks)), layout, rows, failures)
 
 
 class Launched:
     """A step that the device may still be computing."""
 
-    def __init__(self, answer: Answer, layout: Layout, rows: Sequence[AnswerRow]) -> None:
-        self._answer, self._layout, self._asked = answer, layout, rows
+    def __init__(
+        self, answer: Answer, layout: Layout, rows: Sequence[AnswerRow], failures: Mapping[int, str] = NO_FAILURES
+    ) -> None:
+        self._answer, self._layout, self._asked, self._failures = answer, layout, rows, failures
 
     @property
     def rows(self) -> list[tuple[int, int]]:
@@ -59,7 +80,8 @@ class Launched:
         tokens = numbers[: self._layout.shapes["tokens"][0]].tolist()
         asked = [one for one in self._asked if one.top_n is not None]
         scores = _scores(self._layout.parts(numbers), asked) if asked else {}
-        return StepResult({one.request_id: tokens[one.row] for one in self._asked}, scores, {}, {})
+        drawn = {one.request_id: tokens[one.row] for one in self._asked}
+        return StepResult(drawn, scores, {}, dict(self._failures))
 
 
 def _scores(parts: dict[str, Tensor], asked: Sequence[AnswerRow]) -> dict[int, Score]:

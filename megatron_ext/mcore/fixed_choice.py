@@ -1,6 +1,6 @@
 """From logits in a fixed place to tokens and their log-probs in another: the programs of a bucket behind its forward.
 
-Logits that requests want shaped are shaped in a copy, so log-probs are those of the model. A step runs one of four
+Logits that requests want shaped are shaped in a copy, so log-probs are those of the model. A step runs one of six
 programs that choose, and the one that scores if somebody asks for log-probs; what nobody asks for costs nothing.
 """
 
@@ -12,6 +12,7 @@ from typing import Final, NamedTuple
 
 from torch import Tensor
 
+from megatron_ext.mcore.fixed_forms import masks_of, wants_form
 from megatron_ext.mcore.fixed_shaping import shaping_wishes, wants_shaping
 from megatron_ext.mcore.fixed_step import wishes_of
 from megatron_ext.mcore.graphs import Capture, Program
@@ -19,11 +20,10 @@ from megatron_ext.mcore.scoring import rows_at_once
 from megatron_ext.ops.sampling.in_place import best_tokens_of, draw_tokens
 from megatron_ext.ops.sampling.log_probs import log_probs_of
 from megatron_ext.ops.sampling.shaping_in_place import shape_logits
-from megatron_ext.ops.sampling.wishes import Wishes
 from megatron_ext.scheduling.step import Sampling, ScheduledChunk
 
 Parts = Mapping[str, Tensor]
-_DRAWN: Final = 4  # times as much memory as scoring a row, since its words are ordered, and weighed in fp64
+_DRAWN: Final = 4  # times as much memory as scoring a row where its words are ordered, and weighed in fp64
 
 
 class Wanted(NamedTuple):
@@ -31,11 +31,13 @@ class Wanted(NamedTuple):
 
     Attributes:
         is_shaped: By some row.
+        is_guided: Some row's answer must have a form; then they are shaped, too.
         is_drawn: Some row is not greedy.
         is_scored: Somebody asks for log-probs.
     """
 
     is_shaped: bool
+    is_guided: bool
     is_drawn: bool
     is_scored: bool
 
@@ -49,6 +51,7 @@ def wanted_of(samplings: Sequence[Sampling]) -> Wanted:
     """What all rows together ask for."""
     return Wanted(
         is_shaped=wants_shaping(samplings),
+        is_guided=any(map(wants_form, samplings)),
         is_drawn=any(one.uniform is not None for one in samplings),
         is_scored=any(one.top_n is not None for one in samplings),
     )
@@ -65,28 +68,27 @@ class ChoicePrograms:
     """
 
     def __init__(self, graphs: Capture, logits: Tensor, parts: Parts, answer: Parts) -> None:
-        kinds = [(is_shaped, is_drawn) for is_shaped in (False, True) for is_drawn in (False, True)]
-        self._choose: dict[tuple[bool, bool], Program] = {
-            kind: graphs.capture(partial(_choose, *kind, logits, parts, answer["tokens"])) for kind in kinds
+        shapes = ((False, False), (True, False), (True, True))
+        self._choose: dict[tuple[bool, bool, bool], Program] = {
+            (*kind, is_drawn): graphs.capture(partial(_choose, *kind, is_drawn, logits, parts, answer["tokens"]))
+            for kind in shapes
+            for is_drawn in (False, True)
         }
         self._score: Program = graphs.capture(partial(_score, logits, answer))
 
     def run(self, wanted: Wanted) -> None:
         """Choose, and score if that is asked for."""
-        self._choose[wanted.is_shaped, wanted.is_drawn]()
+        self._choose[wanted.is_shaped, wanted.is_guided, wanted.is_drawn]()
         if wanted.is_scored:
             self._score()
 
 
-def _choose(is_shaped: bool, is_drawn: bool, logits: Tensor, parts: Parts, tokens: Tensor) -> None:
-    values = shape_logits(logits, shaping_wishes(parts)) if is_shaped else logits
-    if not is_drawn:
-        tokens.copy_(best_tokens_of(values))
-        return
-    wishes, at_once = wishes_of(parts), max(1, rows_at_once(logits.shape[1]) // _DRAWN)
-    for start in range(0, len(logits), at_once):
-        rows = slice(start, start + at_once)
-        tokens[rows].copy_(draw_tokens(values[rows], Wishes(*(one[rows] for one in wishes))))
+def _choose(is_shaped: bool, is_guided: bool, is_drawn: bool, logits: Tensor, parts: Parts, tokens: Tensor) -> None:
+    values = logits
+    if is_shaped:
+        values = shape_logits(logits, shaping_wishes(parts), masks_of(parts) if is_guided else None)
+    together = max(1, rows_at_once(logits.shape[1]) // _DRAWN)
+    tokens.copy_(draw_tokens(values, wishes_of(parts), together) if is_drawn else best_tokens_of(values))
 
 
 def _score(logits: Tensor, answer: Parts) -> None:

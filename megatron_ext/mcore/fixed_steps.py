@@ -18,6 +18,7 @@ from megatron_ext.mcore.context import InferenceContext
 from megatron_ext.mcore.controller import InferenceController
 from megatron_ext.mcore.fixed_answers import Launched, answer_layout, fetch
 from megatron_ext.mcore.fixed_choice import ChoicePrograms, Wanted, samplings_of, wanted_of
+from megatron_ext.mcore.fixed_forms import with_masks, write_masks
 from megatron_ext.mcore.fixed_places import Answers, FixedPlaces, Layout
 from megatron_ext.mcore.fixed_shaping import has_room, with_shaping, write_shaping
 from megatron_ext.mcore.fixed_step import SpareSlots, StepWriter, layout_of, model_input
@@ -32,6 +33,7 @@ from megatron_ext.scheduling.step import ScheduledChunk, ScheduledStep
 logger = logging.getLogger(__name__)
 
 _EMPTY = ScheduledStep((), 0)
+_EVERYTHING = Wanted(is_shaped=True, is_guided=True, is_drawn=True, is_scored=True)
 _LESS = (
     "a smaller --inference-dynamic-batching-buffer-size-gb or --inference-dynamic-batching-max-requests would do, "
     "or --cuda-graph-impl none"
@@ -67,9 +69,10 @@ class FixedSteps:
         self._writer = StepWriter(self._rules, buckets, self._spare)
         self._layouts: dict[Bucket, Layout] = {one: layout_of(one, self._rules) for one in buckets.all()}
         self._shaped = {one: with_shaping(layout, one.rows) for one, layout in self._layouts.items()}
-        self._vocabulary = controller.vocabulary_size
+        self._vocabulary = size = controller.vocabulary_size
+        self._guided = {one: with_masks(layout, one.rows, size) for one, layout in self._shaped.items()}
         answer = answer_layout(max(one.rows for one in self._layouts), self._vocabulary)
-        self._places = FixedPlaces(self._shaped.values(), self._rules.device, answer.count)
+        self._places = FixedPlaces(self._guided.values(), self._rules.device, answer.count)
         self._answers = Answers(self._places.answer, self._rules.device)
         self._last_tokens = LastTokens(self._places)
         self._logits: Tensor | None = None  # [most rows, V], where every forward leaves them
@@ -117,7 +120,7 @@ class FixedSteps:
         if self._context.pools is not self._pools:
             self.forget()
         if bucket not in self._programs:
-            self._send(_EMPTY, bucket, [], is_shaped=True)  # whatever is computed while it is captured is nobody's
+            self._send(_EMPTY, bucket, [], _EVERYTHING)  # whatever is computed while it is captured is nobody's
             try:
                 with preferring(self._controller.operators):  # also at the start, before any launch
                     self._programs[bucket] = self._make(bucket)
@@ -133,7 +136,7 @@ class FixedSteps:
             self._logits = logits.new_zeros(max(one.rows for one in self._layouts), logits.shape[1])
         logits, layout = self._logits[: bucket.rows], answer_layout(bucket.rows, self._vocabulary)
         forward = self._graphs.capture(partial(self._forward, bucket, logits))
-        parts = self._places.parts(self._shaped[bucket])
+        parts = self._places.parts(self._guided[bucket])
         return Programs(forward, ChoicePrograms(self._graphs, logits, parts, layout.parts(self._places.answer)))
 
     # Steps
@@ -182,11 +185,11 @@ class FixedSteps:
         wanted = wanted_of(samplings_of(step.chunks))
         copies, digests = self._open(step)
         try:
-            chunks = self._send(step, bucket, copies[: bucket.copies], is_shaped=wanted.is_shaped)
+            chunks, failures = self._send(step, bucket, copies[: bucket.copies], wanted)
             self._compute(bucket, wanted)
             self._close(copies[bucket.copies :], digests)
             layout = answer_layout(bucket.rows, self._vocabulary)
-            launched = fetch(self._answers, layout, chunks, is_scored=wanted.is_scored)
+            launched = fetch(self._answers, layout, chunks, failures, is_scored=wanted.is_scored)
         finally:
             self._last_tokens.forget()
             self._context.clear_step()
@@ -200,16 +203,19 @@ class FixedSteps:
         programs.choice.run(wanted)
 
     def _send(
-        self, step: ScheduledStep, bucket: Bucket, copies: Sequence[tuple[int, int]], *, is_shaped: bool
-    ) -> tuple[ScheduledChunk, ...]:
-        layout = (self._shaped if is_shaped else self._layouts)[bucket]
+        self, step: ScheduledStep, bucket: Bucket, copies: Sequence[tuple[int, int]], wanted: Wanted
+    ) -> tuple[tuple[ScheduledChunk, ...], dict[int, str]]:
+        """Write and send it: a chunk for each row, and requests that end with this step and why."""
+        layouts = self._guided if wanted.is_guided else self._shaped if wanted.is_shaped else self._layouts
+        layout = layouts[bucket]
         chunks, arrays = self._writer.pad(step, bucket), self._places.open(layout)
         self._writer.write(chunks, bucket, arrays, copies)
         arrays["token_places"][:] = self._last_tokens.places_of(chunks[: bucket.decodes], layout)
-        unused = write_shaping(chunks, self._vocabulary, arrays) if is_shaped else 0
-        self._places.send(layout, unused=unused)
+        unused = write_shaping(chunks, self._vocabulary, arrays) if wanted.is_shaped else 0
+        failures = write_masks(chunks, self._controller.guides, arrays.get("masks"))
+        self._places.send(layout, unused=0 if wanted.is_guided else unused)
         self._chunks = chunks
-        return chunks
+        return chunks, failures
 
     def _open(self, step: ScheduledStep) -> tuple[list[tuple[int, int]], list[tuple[int, bytes]]]:
         """What the host notes of snapshots: those restored are there, those to be written are not.

@@ -263,6 +263,16 @@ def test_the_peer_is_set_against_the_best_of_its_ways():
     assert list(table.columns[3].cells) == ["2.00", "1.50"]
 
 
+def test_a_folder_without_the_peer_is_a_line(tmp_path):
+    """Its process is begun as it will be; it finds this project's megatron-core first, and says so."""
+    for name in ("mamba_ssm", "causal_conv1d"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").touch()
+    ended = peer.run_peer(peer.NAME, tmp_path, 60.0, tmp_path / "figures.json")
+    assert ended["failed"] == ["start"]
+    assert "is first on the path; 0.19 was expected" in str(ended["found"]["start"])
+
+
 def test_a_failed_peer_is_a_line(capsys):
     pages = {"mamba2": page(ok=1.0), peer.NAME: page(start="ImportError: mamba_ssm is not there")}
     pages[peer.NAME]["failed"] = ["start"]

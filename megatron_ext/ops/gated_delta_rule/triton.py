@@ -61,7 +61,7 @@ def _arguments(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, normali
         "v": v,
         "g": g,
         "beta": beta,
-        "y": torch.zeros(v.shape, dtype=v.dtype, device=v.device),
+        "y": torch.empty(v.shape, dtype=v.dtype, device=v.device),
         **strides,
         "key_dim": key_dim,
         "value_dim": value_dim,
@@ -108,10 +108,11 @@ def prefill(
     arguments = _arguments(q, k, v, g, beta, normalize) | prefill_arguments(chunks, slots, live, snapshots)
     arguments |= {"solved": solved, "mixed": mixed, **dict(zip(SCALES, scales, strict=True))}
     arguments["sequences"] = sequences
-    _launch(kernels.delta_tiles, (tile_count(tokens, sequences, 1, tile), heads), tiling, arguments)
-    _launch(kernels.delta_prefill, (sequences, heads, -(-value_dim // config["V"])), config, arguments)
     y = arguments["y"]
     assert isinstance(y, Tensor)
+    y.zero_()  # rows behind the last sequence; of a decode each row is written
+    _launch(kernels.delta_tiles, (tile_count(tokens, sequences, 1, tile), heads), tiling, arguments)
+    _launch(kernels.delta_prefill, (sequences, heads, -(-value_dim // config["V"])), config, arguments)
     return y
 
 

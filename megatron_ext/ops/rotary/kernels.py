@@ -1,6 +1,7 @@
-"""Rotation of queries and keys on a CUDA device, and writes of keys and values into blocks: all heads in one launch.
+"""Norms and rotation of queries and keys on a CUDA device, and writes of keys and values: all heads in one launch.
 
-Products are rounded to the type of what is rotated before they are added, as they are in plain torch.
+What comes out of a norm, and products before they are added, are rounded to the type of what is rotated, as they are in
+plain torch.
 """
 
 import triton
@@ -12,18 +13,33 @@ BY_CHANNELS = tuple(config(num_warps=warps, HEADS=8, CHANNELS=n) for warps, n in
 
 
 @triton.jit
-def rotated(source, states, is_head, cos, sin, head_size, half, CHANNELS: tl.constexpr):
-    """Heads of one token, [HEADS, CHANNELS] fp32: the first 2 * half channels of each turned, in pairs of channels.
+def normed(values, weight, channel, is_channel, scale, has_norm, offset, states):
+    """Some channels of heads [HEADS, CHANNELS], times the scale of their heads and their own weights."""
+    weights = tl.load(weight + channel, mask=is_channel & (has_norm != 0), other=1.0).to(tl.float32) + offset
+    found = (values * scale[:, None] * weights[None, :]).to(states.dtype.element_ty).to(tl.float32)
+    return tl.where(has_norm != 0, found, values)
+
+
+@triton.jit
+def rotated(
+    source, states, weight, is_head, cos, sin, head_size, half, has_norm, eps, offset,
+    CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """Heads of one token, [HEADS, CHANNELS] fp32, normed: the first 2 * half channels of each turned, in pairs.
 
     `source` [HEADS] says where heads begin, `cos` and `sin` where the token's are.
     """
     channel = tl.arange(0, CHANNELS)
-    is_real, is_first = is_head[:, None] & (channel < head_size)[None, :], channel < half
+    is_channel, is_first = channel < head_size, channel < half
     is_turned = channel < 2 * half
     other = tl.where(is_first, channel + half, channel - half)
     angle = tl.where(is_first, channel, channel - half)
+    is_real, is_pair = is_head[:, None] & is_channel[None, :], is_head[:, None] & is_turned[None, :]
     own = tl.load(source[:, None] + channel[None, :], mask=is_real, other=0.0).to(tl.float32)
-    pair = tl.load(source[:, None] + other[None, :], mask=is_real & is_turned[None, :], other=0.0).to(tl.float32)
+    pair = tl.load(source[:, None] + other[None, :], mask=is_pair, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(own * own, 1) / head_size + eps)
+    own = normed(own, weight, channel, is_channel, scale, has_norm, offset, states)
+    pair = normed(pair, weight, other, is_turned, scale, has_norm, offset, states)
     c = tl.load(cos + angle, mask=is_turned, other=1.0).to(tl.float32)
     s = tl.load(sin + angle, mask=is_turned, other=0.0).to(tl.float32)
     first = (own * c[None, :]).to(states.dtype.element_ty).to(tl.float32)
@@ -32,15 +48,17 @@ def rotated(source, states, is_head, cos, sin, head_size, half, CHANNELS: tl.con
 
 
 @kernel(
-    pointers={"T": "query key value cos sin out key_cache value_cache", "i64": "slots"},
+    pointers={"T": "query key value query_weight key_weight cos sin out key_cache value_cache", "i64": "slots"},
     strides="query_row query_group query_head key_row key_head value_row value_head token_stride head_size half",
-    counts="tokens query_heads shared key_heads",
+    counts="tokens query_heads shared key_heads has_norm",
+    scalars="eps offset",
     types=[{"T": name} for name in FLOATS],
     configs=BY_CHANNELS,
 )
 def rotate_and_write(
-    query, key, value, cos, sin, out, key_cache, value_cache, slots, query_row, query_group, query_head, key_row,
-    key_head, value_row, value_head, token_stride, head_size, half, tokens, query_heads, shared, key_heads,
+    query, key, value, query_weight, key_weight, cos, sin, out, key_cache, value_cache, slots, query_row, query_group,
+    query_head, key_row, key_head, value_row, value_head, token_stride, head_size, half, tokens, query_heads, shared,
+    key_heads, has_norm, eps, offset,
     HEADS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """Some heads of one token; the grid is (rows, tiles of query heads, then of key heads, then of value heads).
@@ -55,7 +73,8 @@ def rotate_and_write(
     if tile < query_tiles:
         head = tile * HEADS + tl.arange(0, HEADS)
         source = query + row * query_row + (head // shared) * query_group + (head % shared) * query_head
-        values = rotated(source, query, head < query_heads, cos, sin, head_size, half, CHANNELS)
+        is_head, norm = head < query_heads, query_weight
+        values = rotated(source, query, norm, is_head, cos, sin, head_size, half, has_norm, eps, offset, CHANNELS)
         target = out + (row * query_heads + head)[:, None] * head_size + channel[None, :]
         is_real = (head < query_heads)[:, None] & (channel < head_size)[None, :]
         tl.store(target, values.to(out.dtype.element_ty), mask=is_real)
@@ -66,7 +85,8 @@ def rotate_and_write(
         place = tl.load(slots + row) * token_stride + head[:, None] * head_size + channel[None, :]
         if is_key:
             source = key + row * key_row + head * key_head
-            keys = rotated(source, key, head < key_heads, cos, sin, head_size, half, CHANNELS)
+            is_head, norm = head < key_heads, key_weight
+            keys = rotated(source, key, norm, is_head, cos, sin, head_size, half, has_norm, eps, offset, CHANNELS)
             tl.store(key_cache + place, keys.to(key_cache.dtype.element_ty), mask=is_real)
         else:
             own = value + row * value_row + (head * value_head)[:, None] + channel[None, :]

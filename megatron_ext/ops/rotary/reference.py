@@ -10,6 +10,8 @@ from torch import Tensor
 from megatron_ext.ops.backends import anything
 from megatron_ext.ops.rotary.rotation import Rotation, rotate
 
+HeadNorms = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
+
 
 @dataclass(frozen=True)
 class Heads:
@@ -19,11 +21,13 @@ class Heads:
         query: [T, G, J, D], J query heads of each of G groups.
         key: [T, Hkv, D].
         value: [T, Hkv, D].
+        norms: Of each head of queries, and of keys, before they are rotated: [..., D] -> the same; None without.
     """
 
     query: Tensor
     key: Tensor
     value: Tensor
+    norms: HeadNorms | None = None
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,8 @@ def rotate_and_write(
 ) -> Tensor:
     """See the package."""
     query, key = heads.query.flatten(1, 2), heads.key
+    if heads.norms is not None:
+        query, key = (norm(one.unsqueeze(1)).squeeze(1) for norm, one in zip(heads.norms, (query, key), strict=True))
     if rotation is not None:
         query, key = (rotate(one.unsqueeze(1), rotation).squeeze(1) for one in (query, key))
     for cache, states in ((key_cache, key), (value_cache, heads.value)):

@@ -5,8 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from megatron_ext.ops import triton
+from megatron_ext.ops.gated_norm import NamedNorm, RowNorm
 from megatron_ext.ops.rotary import reference
-from megatron_ext.ops.rotary.reference import Heads, RotaryBackend
+from megatron_ext.ops.rotary.reference import HeadNorms, Heads, RotaryBackend
 from megatron_ext.ops.rotary.rotation import Rotation
 from megatron_ext.ops.triton.places import own_rows, say_reference_computes
 
@@ -24,7 +25,41 @@ def _lacks(heads: Heads, rotation: Rotation | None, key_cache: Tensor, value_cac
     most, channels = kernels.BY_CHANNELS[-1]["CHANNELS"], heads.key.shape[-1]
     if channels > most or any(one.stride(-1) != 1 for one in (heads.query, heads.key, heads.value)):
         return f"rotary writes have no kernel for heads of {channels} channels, but for {most} that follow each other"
-    return kernels.rotate_and_write.lacks(T=heads.key.dtype)
+    return _lacks_norms(heads) or kernels.rotate_and_write.lacks(T=heads.key.dtype)
+
+
+def _lacks_norms(heads: Heads) -> str | None:
+    """The same of the norms of heads."""
+    if heads.norms is None:
+        return None
+    if not all(isinstance(one, NamedNorm) for one in heads.norms):
+        return "rotary writes have no kernel for norms other than RMS norms"
+    query, key = _row_norms(heads.norms)
+    are_alike = (query.eps, query.offset) == (key.eps, key.offset)
+    weights = [one.weight for one in (query, key) if one.weight is not None]
+    are_plain = len(weights) == 2 and all(
+        (one.dtype, one.numel()) == (heads.key.dtype, heads.key.shape[-1]) for one in weights
+    )
+    return None if are_alike and are_plain else "rotary writes have no kernel for norms of such weights"
+
+
+def _row_norms(norms: HeadNorms) -> tuple[RowNorm, RowNorm]:
+    """What they compute."""
+    query, key = norms
+    assert isinstance(query, NamedNorm)
+    assert isinstance(key, NamedNorm)
+    return query.row_norm, key.row_norm
+
+
+def _norm_arguments(heads: Heads) -> dict[str, Tensor | int | float]:
+    """Weights of both norms, and what they have in common; what stands for none is not read."""
+    if heads.norms is None:
+        return {"query_weight": heads.key, "key_weight": heads.key, "has_norm": 0, "eps": 1.0, "offset": 0.0}
+    query, key = _row_norms(heads.norms)
+    assert query.weight is not None
+    assert key.weight is not None
+    weights = {"query_weight": query.weight.contiguous(), "key_weight": key.weight.contiguous()}
+    return weights | {"has_norm": 1, "eps": query.eps, "offset": query.offset}
 
 
 def _follow(cache: Tensor) -> bool:
@@ -62,6 +97,7 @@ def rotate_and_write(
         key_heads=key.shape[1],
         token_stride=key_cache.shape[2] * channels,
         head_size=channels,
+        **_norm_arguments(heads),
         **_rotation(rotation, query),
         **_strides(query, key, value),
     )

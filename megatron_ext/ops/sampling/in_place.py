@@ -6,6 +6,7 @@ keep. Letters: R rows, V words.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from megatron_ext.ops.sampling import SAMPLING
@@ -18,8 +19,19 @@ def best_tokens_of(logits: Tensor) -> Tensor:
     return logits.max(-1).indices
 
 
-def draw_tokens(logits: Tensor, wishes: Wishes) -> Tensor:
-    """As `sample_tokens`, greedy rows included: [R, V] -> [R]. Rows of NaN give some token."""
+def draw_tokens(logits: Tensor, wishes: Wishes, together: int | None = None) -> Tensor:
+    """As `sample_tokens`, greedy rows included: [R, V] -> [R]. Rows of NaN give some token.
+
+    Args:
+        logits: [R, V].
+        wishes: Of the rows.
+        together: So many rows are ordered at once where no kernel draws them, which takes memory; None is all.
+    """
     draw = SAMPLING.choose(logits).draw
     drawn = None if draw is None else draw(logits, wishes)
-    return draw_ordered(logits, wishes) if drawn is None else drawn
+    if drawn is not None:
+        return drawn
+    if together is None or together >= len(logits):
+        return draw_ordered(logits, wishes)
+    pieces = [slice(start, start + together) for start in range(0, len(logits), together)]
+    return torch.cat([draw_ordered(logits[rows], Wishes(*(one[rows] for one in wishes))) for rows in pieces])

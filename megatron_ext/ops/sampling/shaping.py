@@ -76,11 +76,11 @@ def _bits(masks: Tensor) -> Tensor:
     """[k, W] int32 -> [k, 32 W] bool."""
     if masks.device.type == "cpu":
         return torch.from_numpy(np.unpackbits(masks.numpy().view(np.uint8), axis=1, bitorder="little")).bool()
-    return _bits_anywhere(masks)
+    return bits_anywhere(masks)
 
 
-def _bits_anywhere(masks: Tensor) -> Tensor:
-    """The same on any device, in several times the time."""
+def bits_anywhere(masks: Tensor) -> Tensor:
+    """Bits of masks, [k, W] int32 -> [k, 32 W] bool, on any device; on a CPU in several times the time."""
     bits = torch.arange(_BITS, dtype=torch.int32, device=masks.device)
     return (masks[:, :, None] >> bits).bitwise_and_(1).flatten(1).bool()
 

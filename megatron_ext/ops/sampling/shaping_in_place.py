@@ -13,7 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_ext.ops.sampling.shaping import CameBefore, add_biases, drop_improbable, forbid, penalize, rule_out
+from megatron_ext.ops.sampling.shaping import (
+    CameBefore,
+    add_biases,
+    bits_anywhere,
+    drop_improbable,
+    forbid,
+    penalize,
+    rule_out,
+)
 
 _ROW_BITS = 32
 _TOKEN_MASK = (1 << (_ROW_BITS - 1)) - 1
@@ -55,8 +63,15 @@ def pack(row: int, tokens: np.ndarray, bit: np.ndarray | int = 0) -> np.ndarray:
     return (row << _ROW_BITS) + (tokens.astype(np.int64) << 1) + bit
 
 
-def shape_logits(logits: Tensor, wishes: ShapingWishes) -> Tensor:
-    """Logits as the rows want them, rows that want nothing as they were: [R, V] -> [R, V] fp32."""
+def shape_logits(logits: Tensor, wishes: ShapingWishes, masks: Tensor | None = None) -> Tensor:
+    """Logits as the rows want them, rows that want nothing as they were: [R, V] -> [R, V] fp32.
+
+    Args:
+        logits: [R, V].
+        wishes: Of all rows.
+        masks: [R, W] int32, W at least V / 32: token t may come where bit t % 32 of number t / 32 is set; None if all
+            may.
+    """
     rows, words = logits.shape
     values = torch.zeros(rows + 1, words, dtype=torch.float32, device=logits.device)  # the last row is nobody's
     values[:rows].copy_(logits)
@@ -67,6 +82,8 @@ def shape_logits(logits: Tensor, wishes: ShapingWishes) -> Tensor:
     factors = wishes.repetition.float(), wishes.presence.float(), wishes.frequency.float()
     penalize(values, _counted(came, values), *factors)
     add_biases(values, biased.rows, biased.tokens, wishes.biases.float())
+    if masks is not None:
+        values[:rows].masked_fill_(~bits_anywhere(masks)[:, :words], -torch.inf)
     rule_out(values, ruled_out.rows, ruled_out.tokens)
     forbid(values, forbidden.rows, forbidden.tokens)
     drop_improbable(values[:rows], wishes.temperature, wishes.min_p)

@@ -94,7 +94,7 @@ def test_cuts_have_to_fit():
         ({"scoring": Scoring(0, 1, (3,), 0)}, "log-probs of prompts"),
         ({"sampling": dataclasses.replace(GREEDY, top_n=20, forbidden=(1,), shaping=SHAPING)}, None),
         ({"sampling": dataclasses.replace(GREEDY, top_n=21)}, "log-probs of more than 20 best tokens"),
-        ({"sampling": dataclasses.replace(GREEDY, shaping=FORMED)}, "forms of answers"),
+        ({"sampling": dataclasses.replace(GREEDY, shaping=FORMED)}, None),
         ({"token_ids": (5, 6), "start": 1, "behind_drafts": (GREEDY,)}, "drafts are verified"),
     ],
 )

@@ -7,10 +7,12 @@ import random
 from array import array
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from megatron_ext.config.response_format import ResponseFormat
 from megatron_ext.config.token_biases import TokenBiases
 from megatron_ext.engine.result import StepResult
 from megatron_ext.mcore import fixed_choice, fixed_shaping, scoring
@@ -18,30 +20,30 @@ from megatron_ext.mcore.buckets import MOST_LISTED
 from megatron_ext.mcore.controller import choose_tokens
 from megatron_ext.mcore.fixed_answers import answer_layout, fetch
 from megatron_ext.mcore.fixed_choice import ChoicePrograms, samplings_of, wanted_of
+from megatron_ext.mcore.fixed_forms import with_masks, write_masks
 from megatron_ext.mcore.fixed_places import Answers, FixedPlaces, Layout
 from megatron_ext.mcore.fixed_shaping import has_room, with_shaping, write_shaping
 from megatron_ext.mcore.fixed_step import NOBODY, StepWriter
 from megatron_ext.mcore.graphs import NoGraphs
-from megatron_ext.mcore.guides import Guides
 from megatron_ext.mcore.staging import SamplingRow
-from megatron_ext.ops.sampling import SAMPLING
+from megatron_ext.ops.sampling import SAMPLING, in_place
 from megatron_ext.scheduling.shaping import Shaping
 from megatron_ext.scheduling.step import Sampling, ScheduledChunk
-from megatron_ext.text.grammars import Grammars
 from tests.priority import TestPriority
 from tests.unit_tests.support.programs import ProgramRecorder, differences
 from tests.unit_tests.support.replay import ReplayedGraphs
-from tests.unit_tests.support.tokenizers import PieceTokenizer
 
 pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 WORDS, ROWS = 150, 12
+MASK = -(-WORDS // 32)  # numbers of a mask
+FORM = ResponseFormat.of({"type": "json_object"})
 CPU = torch.device("cpu")
 _DRAWS = ("temperature", "top_p", "uniform")
 BASE = Layout({"top_k": (ROWS,), **dict.fromkeys(_DRAWS, (ROWS,))}, frozenset(_DRAWS))
 
 
-def shaping_of(source: random.Random) -> Shaping:
+def shaping_of(source: random.Random, *, forms: bool) -> Shaping:
     """Every wish in some rows, tokens that came more than once, words of two tokens whose first one has just come."""
     tokens = [source.randrange(WORDS // 3) for _ in range(30)]
     words = ((tokens[-1], 7), (source.randrange(WORDS),), (WORDS - 1, 3))
@@ -54,12 +56,28 @@ def shaping_of(source: random.Random) -> Shaping:
         biases=TokenBiases.of({source.randrange(WORDS): source.uniform(-5, 5) for _ in range(source.randrange(4))}),
         bad_words=words if source.random() < 0.5 else (),
         min_p=source.choice([0.0, 0.05, 0.5]),
+        form=FORM if forms and source.random() < 0.5 else None,
     )
 
 
-def sampling(source: random.Random, *, shapes: bool = True, scores: bool = True) -> Sampling:
+class SomeGuides:
+    """Masks by the request alone; one request's answer cannot be given its form."""
+
+    def keep(self, rows: object) -> None:
+        pass
+
+    def masks(self, rows: list[SamplingRow], failures: dict[int, str]) -> tuple[list[int], Tensor, list[int]]:
+        asking = [i for i, row in enumerate(rows) if row.sampling.shaping is not None and row.sampling.shaping.form]
+        if asking and rows[asking[-1]].request_id % 3 == 0:
+            failures[rows[asking.pop()].request_id] = "it cannot"
+        bits = [random.Random(rows[i].request_id).getrandbits(32 * MASK) for i in asking]
+        masks = np.stack([np.frombuffer(one.to_bytes(4 * MASK, "little"), np.int32) for one in bits] or [np.empty(0)])
+        return asking, torch.from_numpy(masks), []
+
+
+def sampling(source: random.Random, *, shapes: bool = True, scores: bool = True, forms: bool = False) -> Sampling:
     is_greedy = source.random() < 0.4
-    wish = shaping_of(source) if shapes and source.random() < 0.6 else None
+    wish = shaping_of(source, forms=forms) if shapes and source.random() < 0.6 else None
     if is_greedy and wish is not None:
         wish = dataclasses.replace(wish, min_p=0.0)
     return Sampling(
@@ -95,7 +113,8 @@ class Fixed:
     """Places full of garbage, and the programs of a bucket over them."""
 
     def __init__(self, graphs: object = None, dtype: torch.dtype = torch.float32) -> None:
-        self.layout, self.answer = with_shaping(BASE, ROWS), answer_layout(ROWS, WORDS)
+        self.shaped, self.answer = with_shaping(BASE, ROWS), answer_layout(ROWS, WORDS)
+        self.layout = with_masks(self.shaped, ROWS, WORDS)
         self.places = FixedPlaces([self.layout], CPU, self.answer.count)
         self.answers = Answers(self.places.answer, CPU)
         for whole in (self.places._device, *(one.whole for one in self.places._host)):
@@ -105,30 +124,32 @@ class Fixed:
         parts = self.places.parts(self.layout), self.answer.parts(self.places.answer)
         self.programs = ChoicePrograms(graphs or NoGraphs(), self.logits, *parts)
 
-    def write(self, chunks: list[ScheduledChunk]) -> None:
-        is_shaped = wanted_of(samplings_of(chunks)).is_shaped
-        layout = self.layout if is_shaped else BASE
+    def write(self, chunks: list[ScheduledChunk]) -> dict[int, str]:
+        wanted = wanted_of(samplings_of(chunks))
+        layout = self.layout if wanted.is_guided else self.shaped if wanted.is_shaped else BASE
         arrays = self.places.open(layout)
         StepWriter._write_wishes(chunks, arrays)
-        self.places.send(layout, unused=write_shaping(chunks, WORDS, arrays) if is_shaped else 0)
+        unused = write_shaping(chunks, WORDS, arrays) if wanted.is_shaped else 0
+        failures = write_masks(chunks, SomeGuides(), arrays.get("masks"))
+        self.places.send(layout, unused=0 if wanted.is_guided else unused)
+        return failures
 
     def choose(self, logits: Tensor, chunks: list[ScheduledChunk]) -> StepResult:
         wanted = wanted_of(samplings_of(chunks))
         self.logits.copy_(logits)
-        self.write(chunks)
+        failures = self.write(chunks)
         with torch.inference_mode():
             self.programs.run(wanted)
-        return fetch(self.answers, self.answer, chunks, is_scored=wanted.is_scored).result()
+        return fetch(self.answers, self.answer, chunks, failures, is_scored=wanted.is_scored).result()
 
 
 def plain(logits: Tensor, chunks: list[ScheduledChunk]) -> StepResult:
     asking = [one for one in chunks if one.sampling is not None]
     rows = [SamplingRow(one.request_id, one.sampling) for one in asking]
     step = SimpleNamespace(sampling=rows, prompt_scores=[])
-    guides = Guides(Grammars(PieceTokenizer(WORDS), WORDS))
     logits = logits[[i for i, one in enumerate(chunks) if one.sampling is not None]]
     with SAMPLING.forced("reference"):
-        return choose_tokens(logits, step, lambda _: None, guides)
+        return choose_tokens(logits, step, lambda _: None, SomeGuides())
 
 
 @pytest.mark.parametrize("graphs", [NoGraphs, ReplayedGraphs])
@@ -137,12 +158,14 @@ def test_any_mix_of_wishes_to_the_bit(dtype: torch.dtype, graphs: type) -> None:
     """CU-5, SA-1, SA-2: greedy and drawn rows, shaped and scored in any mix; ties of 16 bits; programs used again."""
     fixed, seen = Fixed(graphs(), dtype), []
     for seed in range(12):
-        chunks = chunks_of(seed, shapes=seed % 3 > 0, scores=seed % 4 > 0)
+        chunks = chunks_of(seed, shapes=seed % 3 > 0, scores=seed % 4 > 0, forms=seed % 2 > 0)
         logits = logits_of(seed, dtype)
         found, expected = fixed.choose(logits, chunks), plain(logits, chunks)
         assert found.tokens == expected.tokens
         assert found.generated == expected.generated
+        assert found.failures == expected.failures
         seen.append(expected)
+    assert any(result.failures for result in seen)
     assert any(len(score.top_n) == MOST_LISTED for result in seen for score in result.generated.values())
     assert any(not result.generated for result in seen)
 
@@ -150,14 +173,14 @@ def test_any_mix_of_wishes_to_the_bit(dtype: torch.dtype, graphs: type) -> None:
 def test_a_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """SE-2: neither scores nor draws take more memory than is stated, whatever the rows; nothing else changes."""
     sizes = []
-    for name in ("draw_tokens", "log_probs_of"):
-        function = getattr(fixed_choice, name)
+    for module, name in ((in_place, "draw_ordered"), (fixed_choice, "log_probs_of")):
+        function = getattr(module, name)
 
         def noted(logits: Tensor, *rest: object, function: object = function) -> object:
             sizes.append(len(logits))
             return function(logits, *rest)
 
-        monkeypatch.setattr(fixed_choice, name, noted)
+        monkeypatch.setattr(module, name, noted)
     monkeypatch.setattr(scoring, "SCORING_BYTES", 5 * 12 * WORDS)
     chunks, logits = chunks_of(3), logits_of(3, torch.float32)
     fixed = Fixed()
@@ -183,11 +206,21 @@ def test_each_list_matters(name: str) -> None:
     assert differing
 
 
+def test_masks_matter() -> None:
+    """The negative control: with every token allowed some token is another one."""
+    fixed, chunks, logits = Fixed(), chunks_of(1, forms=True), logits_of(1, torch.float32)
+    guided = fixed.choose(logits, chunks).tokens
+    fixed.places.parts(fixed.layout)["masks"].fill_(-1)
+    fixed.programs.run(wanted_of(samplings_of(chunks)))
+    found = fetch(fixed.answers, fixed.answer, chunks, is_scored=True).result().tokens
+    assert found != guided
+
+
 def test_two_steps_are_the_same_program() -> None:
     """CU-5: shaped, drawn and scored, whatever is asked; nothing is read back and nothing comes from the host."""
     fixed, programs = Fixed(), []
-    for seed in (1, 2):
-        chunks = chunks_of(seed)
+    for seed in (1, 3):
+        chunks = chunks_of(seed, forms=True)
         fixed.write(chunks)
         wanted = wanted_of(samplings_of(chunks))
         assert all(wanted)
@@ -210,7 +243,7 @@ def test_what_nobody_asks_for_is_neither_sent_nor_computed_nor_answered(monkeypa
         graphs.replayed = 0
         fixed.choose(logits_of(2, torch.float32), chunks_of(2, **kinds))
         fetched.append(graphs.replayed)
-    assert sent == [BASE, fixed.layout]
+    assert sent == [BASE, fixed.shaped]
     assert fetched == [ROWS, 1, fixed.answer.count, 2]
 
 

@@ -77,10 +77,10 @@ def one_mixed_size(monkeypatch):
 def test_graphs_give_what_plain_steps_give(get_oracle, kind):
     """CU-5: tokens, and the states that every step leaves; hits, restores, snapshots and drawn tokens inside."""
     captured = Captured(get_oracle(kind).model, CONFIGS[kind], **SETTINGS)
-    assert captured.graphs.captured == 6 * 2 * 2  # the forward, four that choose, scores; with prefills or not; sizes
+    assert captured.graphs.captured == 8 * 2 * 2  # the forward, six that choose, scores; with prefills or not; sizes
     captured.graphs.replayed = 0
     serve(captured, is_caching=True)
-    assert captured.graphs.captured == 24, "something was captured while requests waited"
+    assert captured.graphs.captured == 32, "something was captured while requests waited"
     assert captured.graphs.replayed == 2 * len(captured.buckets) > 40
     assert captured.eager_steps == 0
     assert captured.steps_ahead > 10

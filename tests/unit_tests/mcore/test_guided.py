@@ -184,3 +184,19 @@ def test_an_answer_needs_an_end(loaded):
     with pytest.raises(ValueError, match="needs a token that ends the answer"):
         engine.add_request(0, PROMPT, RequestParams(ignore_eos=True, response_format={"type": "json_object"}))
     assert not engine.has_unfinished_requests()
+
+
+def test_by_programs(loaded, answers):
+    """CU-5, SA-5: masks in fixed places give the answers of plain steps, beside one that may say anything."""
+    engine = engine_of(loaded, max_requests=4, cuda_graph_impl="local", num_cuda_graphs=1)
+    fixed, guided = engine.context.fixed_steps, []
+    compute = fixed._compute
+    fixed._compute = lambda bucket, wanted: (guided.append(wanted.is_guided), compute(bucket, wanted))
+    futures = [engine.add_request(seed, PROMPT, wish(seed, 40)) for seed in SOME[:3]]
+    free = engine.add_request(1000, PROMPT, NEIGHBOUR)
+    while engine.has_unfinished_requests():
+        engine.step_modern()
+    assert sum(guided) > 20
+    for future, seed in zip(futures, SOME, strict=False):
+        assert future.result().generated_tokens == answers[0][seed].generated_tokens[:40]
+    assert free.result().generated_tokens == answers[1].generated_tokens

@@ -13,9 +13,11 @@ from megatron_ext.mcore.fixed_choice import Wanted
 from megatron_ext.models.build import build_model
 from megatron_ext.ops import triton
 from megatron_ext.ops.backends import preferring
+from megatron_ext.ops.triton.registry import watch
 from tests.priority import TestPriority
+from tests.unit_tests.support.driver import Driver, make_prompt
 from tests.unit_tests.support.launches import OUTSIDE, LaunchCounter, counted
-from tests.unit_tests.support.models import CONFIGS
+from tests.unit_tests.support.models import CONFIGS, build_slow_decay
 from tests.unit_tests.support.padded import PaddedDriver
 
 pytestmark = [
@@ -43,7 +45,7 @@ ROTATION = 5  # angles of the step's tokens, which the first attention layer ask
 # and of what no mixer computes.
 MOST = {
     "hybrid": (7, 6, 4, 12),
-    "gated_delta_net": (8, 6, 4, 12),
+    "gated_delta_net": (7, 6, 4, 12),
     "mamba1": (12, 6, 4, 12),  # three of them are the norms of dt, B and C
 }
 
@@ -60,9 +62,8 @@ def config(kind: str) -> ModelConfig:
     return dataclasses.replace(CONFIGS[kind], **SHAPE, **activation)
 
 
-def count_decode(kind: str, backend: str) -> LaunchCounter:
+def count_decode(of: ModelConfig, backend: str) -> LaunchCounter:
     """What the smallest program launches that decodes, of padding alone."""
-    of = config(kind)
     model = build_model(of, device=platform.device(), dtype=DTYPE)
     settings = {"max_requests": 2, "num_cuda_graphs": 1, "max_sequence_length": 64, "operator_backend": backend}
     fixed = Unwatched(model, of, cache=CacheConfig(), dtype=DTYPE, **settings).context.fixed_steps
@@ -70,17 +71,17 @@ def count_decode(kind: str, backend: str) -> LaunchCounter:
     fixed._program(bucket)
     mixers = {
         f"{number}{letter}": getattr(model.decoder.layers[number], MIXERS[letter])
-        for number, letter in enumerate(PATTERN)
+        for number, letter in enumerate(of.hybrid_override_pattern)
     }
     with preferring(backend), counted(mixers, model.decoder) as counter:
-        fixed._compute(bucket, Wanted(is_shaped=False, is_drawn=False, is_scored=False))
+        fixed._compute(bucket, Wanted(is_shaped=False, is_drawn=False, is_scored=False, is_guided=False))
     return counter
 
 
 @pytest.mark.parametrize("kind", MOST)
 def test_no_layer_launches_more_than_it_has_to(kind: str) -> None:
     """CU-5: a small kernel costs as much as a large one where few tokens decode."""
-    counter, (recurrent, attention, mlp, outside) = count_decode(kind, triton.NAME), MOST[kind]
+    counter, (recurrent, attention, mlp, outside) = count_decode(config(kind), triton.NAME), MOST[kind]
     of = {name: counter.of(name) for name in ("0M", "1*", "2-", "3M", "4*", "5-", OUTSIDE)}
     assert of["0M"] == of["3M"] <= recurrent, counter.launches
     assert of["4*"] <= attention, counter.launches
@@ -89,9 +90,42 @@ def test_no_layer_launches_more_than_it_has_to(kind: str) -> None:
     assert of[OUTSIDE] <= outside, counter.launches
 
 
+def test_norms_of_heads_are_in_the_launch_that_rotates() -> None:
+    """CU-5: as Qwen3 has them."""
+    of = dataclasses.replace(CONFIGS["attention_only"], **SHAPE | {"hybrid_override_pattern": "*-"}, qk_layernorm=True)
+    counter = count_decode(of, triton.NAME)
+    assert counter.of("0*") <= MOST["hybrid"][1] + ROTATION, counter.launches
+
+
+def test_a_model_of_all_of_them_gives_what_plain_torch_gives() -> None:
+    """CU-1, CU-2: norms around one, norms of heads, positions, factors of residuals, gates behind norms; in fp32."""
+    of = dataclasses.replace(
+        CONFIGS["hybrid"],
+        **SHAPE | {"hybrid_override_pattern": "M*-"},
+        swiglu=True,
+        qk_layernorm=True,
+        apply_layernorm_1p=True,
+        residual_multiplier=0.6,
+        mamba_gated_norm="norm_first",
+    )
+    model, found = build_slow_decay(of), {}
+    for backend in ("reference", triton.NAME):
+        driver = Driver(model, of, operator_backend=backend, max_requests=2)
+        with watch() as launches:
+            driver.add(0, make_prompt(5), num_tokens_to_generate=3)
+            driver.run()
+        found[backend] = driver.records[0].generated_tokens, driver.seen[0].logits
+    names = {"norm_rows", "add_norm_rows", "step_sizes", "rotate_and_write", "silu_times"}
+    assert names <= {one.kernel for one in launches}
+    (tokens, logits), (others, own) = found["reference"], found[triton.NAME]
+    assert tokens == others
+    for position, [wanted] in logits.items():
+        torch.testing.assert_close(own[position][0], wanted, atol=1e-4, rtol=1e-4)
+
+
 def test_plain_torch_launches_several_times_as_much() -> None:
     """Negative control: what is counted are casts, sums and copies, too, and no views."""
-    counter = count_decode("hybrid", "reference")
+    counter = count_decode(config("hybrid"), "reference")
     assert counter.of("0M") > 2 * MOST["hybrid"][0]
     assert counter.of("4*") > 2 * MOST["hybrid"][1]
     with counted({}) as plain:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron_ext.mcore import platform
 from megatron_ext.ops import triton
+from megatron_ext.ops.gated_norm import RowNorm
 from megatron_ext.ops.rotary import ROTARY_WRITE, Heads, Rotation, rotate, rotate_and_write
 from megatron_ext.ops.triton.registry import watch
 from tests.unit_tests.ops.backends import usable
@@ -41,8 +42,10 @@ class Case:
         where = torch.tensor(slots, dtype=torch.int64, device=DEVICE)
         return rotate_and_write(self.heads, self.rotation, *self.pools[:, 1], where)
 
-    def rotated(self, states: Tensor) -> Tensor:
-        """Plain torch, of [T, heads, D]."""
+    def rotated(self, states: Tensor, which: int) -> Tensor:
+        """Plain torch, of queries or keys [T, heads, D]."""
+        if self.heads.norms is not None:
+            states = self.heads.norms[which](states)
         if self.rotation is None:
             return states
         return rotate(states.unsqueeze(1), self.rotation).squeeze(1).to(states.device)
@@ -64,10 +67,11 @@ def case(
 def check(one: Case, query: Tensor, slots: list[int] = SLOTS, *, is_exact: bool) -> None:
     """Against plain torch: to the bit, or within the rounding of 16 bits, and nothing else in the pools."""
     wanted = torch.full_like(one.pools, torch.nan)
-    for cache, states in zip(wanted[:, 1], (one.rotated(one.heads.key), one.heads.value), strict=True):
+    for cache, states in zip(wanted[:, 1], (one.rotated(one.heads.key, 1), one.heads.value), strict=True):
         cache.flatten(0, 1)[slots] = states[: len(slots)]
-    close = {"rtol": 0, "atol": 0} if is_exact else {"rtol": 2**-6, "atol": 2**-6}
-    torch.testing.assert_close(query, one.rotated(one.heads.query.flatten(1, 2)).cpu(), **close)
+    rounding = 1e-5 if query.dtype is torch.float32 else 2**-5
+    close = {"rtol": 0, "atol": 0} if is_exact else {"rtol": rounding, "atol": rounding}
+    torch.testing.assert_close(query, one.rotated(one.heads.query.flatten(1, 2), 0).cpu(), **close)
     torch.testing.assert_close(one.pools, wanted, equal_nan=True, **close)
 
 
@@ -83,6 +87,38 @@ def test_rotated_and_written(dtype: torch.dtype, groups: int, shared: int, chann
     one = case(dtype, groups, shared, channels, half)
     query = one.write()
     check(one, query, is_exact=dtype is torch.float16 or (dtype is torch.float32 and DEVICE.type == "cpu"))
+
+
+class Norm:
+    """An RMS norm of each head that says what it is."""
+
+    def __init__(self, weight: Tensor, offset: float, eps: float = 1e-3) -> None:
+        self.row_norm = RowNorm(weight, eps, offset)
+
+    def __call__(self, heads: Tensor) -> Tensor:
+        normed = torch.nn.functional.rms_norm(heads.float(), heads.shape[-1:], eps=self.row_norm.eps)
+        return ((self.row_norm.weight.float() + self.row_norm.offset) * normed).to(heads.dtype)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_norms_of_heads_come_before_the_rotation(backend: str, dtype: torch.dtype, offset: float) -> None:
+    """CU-1, CU-2: each head by itself, queries and keys with weights of their own; in the same launch."""
+    one = case(dtype, channels=24)
+    weights = torch.randn(2, 24, generator=torch.Generator().manual_seed(1)).to(dtype).to(DEVICE)
+    one.heads = replace(one.heads, norms=(Norm(weights[0], offset), Norm(weights[1], offset)))
+    with watch() as launches:
+        query = one.write()
+    assert [launch.kernel for launch in launches] == list(COVERED) * (backend == triton.NAME)
+    check(one, query, is_exact=backend != triton.NAME)
+    one.heads = replace(one.heads, norms=(one.heads.norms[1], one.heads.norms[0]))
+    with pytest.raises(AssertionError):
+        check(one, query, is_exact=False)
+    if backend == triton.NAME:
+        with watch() as launches:
+            one.heads = replace(one.heads, norms=(Norm(weights[0], offset), Norm(weights[1], offset, eps=0.5)))
+            check(one, one.write(), is_exact=True)
+        assert not launches
 
 
 def test_heads_that_were_normed_lie_elsewhere() -> None:

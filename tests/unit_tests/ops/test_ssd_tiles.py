@@ -119,7 +119,7 @@ def close(name: str, got: Tensor, want: Tensor, tolerance: float) -> None:
     assert error <= tolerance, f"{name}: off by {error:.2e} of the largest, {tolerance:.0e} allowed"
 
 
-OUTPUTS = {BF16: 2**-6, FP16: 2**-10}  # the interpreter cuts bf16 off where devices round it
+OUTPUTS = {BF16: 2**-6, FP16: 2**-9}  # the interpreter cuts bf16 off where devices round it, and knows no tf32
 STATES = {BF16: 2**-15, FP16: 1e-5}  # by inputs
 ROUNDINGS = {FP32: 0.0, BF16: 2**-6, FP16: 2**-9}  # of what is stored; in each of two steps
 
@@ -171,7 +171,7 @@ def test_every_configuration_of_tiles_computes_the_same(
 ) -> None:
     """CU-2: all that is compiled, with more channels than a program has, and states that do not fill a tile."""
     with watch() as launches:
-        run(Layer(DTYPES[types["T"]], states, (4, 2, 80, config["N"] - 16)))
+        run(Layer(DTYPES[types["T"]], states, (2, 2, 80, config["N"] - 16)))
     assert ("ssd_outputs", config, tuple(sorted(types.items()))) in launches
     assert ("ssd_states", types["T"], TYPE_NAMES[states]) in {
         (launch.kernel, dict(launch.types).get("T"), dict(launch.types).get("S")) for launch in launches

@@ -50,6 +50,9 @@ inline void on_fault(int signal, siginfo_t* info, void* context) {
     return;
   }
   fault_count = fault_count + 1;
+  fault_is_write = true;  // all that is forbidden while a copy reads the buffer
+  for (const Pending& one : pending)
+    if (one.arrives.defined() && block_of(one.buffer.data_ptr()) == found) fault_is_write = false;  // or either
 #ifdef __x86_64__
   fault_is_write = static_cast<ucontext_t*>(context)->uc_mcontext.gregs[REG_ERR] & 2;
 #endif
