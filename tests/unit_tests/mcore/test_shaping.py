@@ -197,6 +197,6 @@ class TestOperators:
         operators.keep_allowed(logits, torch.tensor([1]), masks)
         assert logits[0].tolist() == [0.0] * 70
         assert (logits[1] == 0).nonzero().flatten().tolist() == [1, 31, 69]
-        assert torch.equal(operators._bits(masks), operators._bits_anywhere(masks))
+        assert torch.equal(operators._bits(masks), operators.bits_anywhere(masks))
         operators.keep_allowed(logits, torch.tensor([0, 1]), masks.expand(2, -1).contiguous())
         assert torch.equal(logits[0], logits[1])
