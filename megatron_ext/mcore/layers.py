@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, runtime_checkable
 
 import torch
 from megatron.core.inference.contexts import BaseInferenceContext
@@ -71,14 +70,14 @@ class Branch:
         return add_residual(self.mix(self.norm(hidden_states)), hidden_states, self.factor)
 
 
-@runtime_checkable
-class Branching(Protocol):
+class Branching:
     """A layer that says what it is made of."""
 
     def branch(
         self, attention_mask: Tensor | None, context: BaseInferenceContext | None, angles: Tensor | None
     ) -> Branch | None:
         """What the layer is in a step; None where it is to be called as it is. `angles` are those of all positions."""
+        raise NotImplementedError
 
 
 def scaled_add(add: AddBuilder, factor: float) -> AddBuilder:
@@ -97,7 +96,7 @@ def scaled_add(add: AddBuilder, factor: float) -> AddBuilder:
     return build
 
 
-class RecurrentLayer(MambaLayer):
+class RecurrentLayer(MambaLayer, Branching):
     """A norm and a recurrent mixer."""
 
     mamba_bda: AddBuilder
@@ -130,7 +129,7 @@ class RecurrentLayer(MambaLayer):
         return Branch(self.norm, partial(self.mixer, inference_context=context), self.factor)
 
 
-class AttentionLayer(TransformerLayer):
+class AttentionLayer(TransformerLayer, Branching):
     """A norm and self-attention."""
 
     self_attn_bda: AddBuilder
@@ -170,7 +169,7 @@ class AttentionLayer(TransformerLayer):
         return Branch(self.input_layernorm, partial(self.self_attention, **options), self.factor)
 
 
-class FeedForwardLayer(MLPLayer):
+class FeedForwardLayer(MLPLayer, Branching):
     """A norm and an MLP, or a mixture of them."""
 
     mlp_bda: AddBuilder

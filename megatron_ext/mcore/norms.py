@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_ext.mcore.layer_config import LayerConfig
 from megatron_ext.ops import gated_norm
-from megatron_ext.ops.gated_norm import RowNorm
+from megatron_ext.ops.gated_norm import NamedNorm, RowNorm
 
 
 class LayerNormFromConfig:
@@ -33,7 +33,7 @@ class LayerNormFromConfig:
         return norm.to(config.params_dtype)
 
 
-class PlainRMSNorm(torch.nn.RMSNorm):
+class PlainRMSNorm(torch.nn.RMSNorm, NamedNorm):
     """`torch.nn.RMSNorm`; at inference in two passes over memory in place of five, where torch has no kernel for it."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float | None) -> Tensor:
     return normed if weight is None else normed.mul_(weight)
 
 
-class ZeroCenteredRMSNorm(torch.nn.Module):
+class ZeroCenteredRMSNorm(torch.nn.Module, NamedNorm):
     """RMSNorm that multiplies by 1 + weight, in fp32: in 16 bits a weight near 0 says more than one near 1.
 
     What Transformer Engine's norms compute with `zero_centered_gamma`.

@@ -27,8 +27,10 @@ class ResidualStream:
         context: BaseInferenceContext | None,
         angles: Tensor | None,
     ) -> None:
-        """Compute a layer; what it adds waits, if it is a branch."""
-        branch = layer.branch(attention_mask, context, angles) if isinstance(layer, Branching) else None
+        """Compute a layer; what it adds waits, if it is a branch. Who hooked into it sees its calls."""
+        branch = None
+        if isinstance(layer, Branching) and not _is_watched(layer):
+            branch = layer.branch(attention_mask, context, angles)
         if branch is not None:
             self._waiting = branch.mix(self.normed(branch.norm)), branch.factor
             return
@@ -52,3 +54,8 @@ class ResidualStream:
                 return normed
         normed_states: Tensor = norm(self.states())
         return normed_states
+
+
+def _is_watched(layer: nn.Module) -> bool:
+    """Whether somebody has hooked into it."""
+    return bool(layer._forward_pre_hooks or layer._forward_hooks)

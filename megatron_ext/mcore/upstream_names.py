@@ -27,5 +27,6 @@ UPSTREAM_NAMES = {
     "megatron.core.transformer.moe.router.TopKRouter": ("_apply_expert_bias",),
     "megatron.core.dist_checkpointing.strategies.torch": ("_replace_state_dict_keys_with_sharded_keys",),
     "torch.distributed.distributed_c10d.ProcessGroupGloo": ("_Options",),
+    "torch.nn.Module": ("_forward_hooks", "_forward_pre_hooks"),
     "torch.distributed.distributed_c10d.ProcessGroupGloo._Options": ("_devices", "_threads", "_timeout"),
 }

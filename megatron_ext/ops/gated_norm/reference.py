@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Protocol, runtime_checkable
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -36,13 +35,13 @@ class RowNorm:
     offset: float = 0.0
 
 
-@runtime_checkable
-class NamedNorm(Protocol):
+class NamedNorm:
     """A norm that says what it computes, so that a kernel can do that beside other things."""
 
     @property
     def row_norm(self) -> RowNorm:
         """What it computes of each row."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)

@@ -158,3 +158,15 @@ def test_rms_norm_by_length(scale):
     norm.weight.uniform_(0.5, 1.5)
     expected = torch.nn.functional.rms_norm(x.double(), (48,), norm.weight.double(), 1e-5)
     torch.testing.assert_close(norm(x).double(), expected, atol=1e-6 * min(scale, 1.0), rtol=2e-6)
+
+
+def test_who_hooks_into_a_layer_sees_its_calls():
+    """A step adds what layers give without calling them, unless somebody watches."""
+    model = build_slow_decay(HYBRID).eval()
+    with torch.inference_mode():
+        expected, seen = forward(model), []
+        for layer in model.decoder.layers:
+            layer.register_forward_hook(lambda layer, *_: seen.append(layer.layer_number))
+        found = forward(model)
+    assert seen == [layer.layer_number for layer in model.decoder.layers]
+    assert torch.equal(found, expected)

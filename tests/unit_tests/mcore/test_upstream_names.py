@@ -46,7 +46,7 @@ def attributes_of(cls: type) -> set[str]:
     Of a class of torch's own what it declares, parents included.
     """
     if cls.__module__.startswith("torch."):
-        return set(dir(cls))
+        return set(dir(cls)).union(*(vars(base).get("__annotations__", ()) for base in cls.__mro__))
     names: set[str] = set()
     for base in cls.__mro__:
         if is_megatrons(base.__module__):

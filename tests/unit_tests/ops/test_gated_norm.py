@@ -10,6 +10,7 @@ from megatron_ext.mcore import platform
 from megatron_ext.ops import triton
 from megatron_ext.ops.gated_norm import (
     GATED_NORM,
+    NamedNorm,
     RowNorm,
     add_and_norm,
     gated_norm,
@@ -115,11 +116,15 @@ def test_norms_before_gates_and_alone(backend: str, dtype: torch.dtype, groups: 
     assert near(got, want, tolerance)
 
 
-class Named:
+class Named(NamedNorm):
     """A norm that says what it is."""
 
     def __init__(self, weight: Tensor | None, offset: float) -> None:
-        self.row_norm = RowNorm(weight, EPS, offset)
+        self._row_norm = RowNorm(weight, EPS, offset)
+
+    @property
+    def row_norm(self) -> RowNorm:
+        return self._row_norm
 
 
 @pytest.mark.skipif(triton.NAME not in usable(GATED_NORM), reason="no kernel runs here")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_ext.mcore import platform
 from megatron_ext.ops import triton
-from megatron_ext.ops.gated_norm import RowNorm
+from megatron_ext.ops.gated_norm import NamedNorm, RowNorm
 from megatron_ext.ops.rotary import ROTARY_WRITE, Heads, Rotation, rotate, rotate_and_write
 from megatron_ext.ops.triton.registry import watch
 from tests.unit_tests.ops.backends import usable
@@ -89,11 +89,15 @@ def test_rotated_and_written(dtype: torch.dtype, groups: int, shared: int, chann
     check(one, query, is_exact=dtype is torch.float16 or (dtype is torch.float32 and DEVICE.type == "cpu"))
 
 
-class Norm:
+class Norm(NamedNorm):
     """An RMS norm of each head that says what it is."""
 
     def __init__(self, weight: Tensor, offset: float, eps: float = 1e-3) -> None:
-        self.row_norm = RowNorm(weight, eps, offset)
+        self._row_norm = RowNorm(weight, eps, offset)
+
+    @property
+    def row_norm(self) -> RowNorm:
+        return self._row_norm
 
     def __call__(self, heads: Tensor) -> Tensor:
         normed = torch.nn.functional.rms_norm(heads.float(), heads.shape[-1:], eps=self.row_norm.eps)
