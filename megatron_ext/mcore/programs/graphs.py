@@ -46,7 +46,7 @@ class CudaGraphs:
     """CUDA graphs that share their memory: what a program makes is overwritten by the next, its answers are elsewhere.
 
     Nothing of a step that is captured may read anything back or make tensors on the host; the recorder in
-    `tests/support/programs.py` sees to that without a GPU.
+    `tests/unit_tests/support/programs.py` sees to that on a CPU.
 
     All are warmed up and captured on one stream of this object's own. cuBLAS has a workspace for each stream (32 MiB on
     a device of capability 9.0), whose address graphs keep; torch may free it when a graph of that stream is destroyed,
