@@ -9,7 +9,7 @@ import pytest
 
 from tests.unit_tests.support.source import ROOT
 
-FAMILIES = "KV|HY|FX|LA|M1|EX|MF|MR|OB|PY|FA|SA|RP|CU|SP|SI|SE|SC"
+FAMILIES = "KV|HY|FX|LA|M1|EX|MF|MR|OB|PY|FA|SA|RP|CU|SP|SI|SE|SC|TE"
 ID = re.compile(rf"\b(?:{FAMILIES})-\d+\b")
 ROWS = re.findall(rf"^\| ((?:{FAMILIES})-\d+) \|", (ROOT / "docs/requirements.md").read_text("utf-8"), re.MULTILINE)
 FOLDERS = ("arguments", "benchmarks", "examples", "megatron_ext", "tests", "tools")
