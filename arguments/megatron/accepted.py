@@ -61,7 +61,8 @@ GRAPHS = group(
 SCHEDULING = group(
     "scheduling",
     Effect.ACCEPTED,
-    "has no counterpart: a step is planned after the one before, and the pools hold what they hold",
+    "has no counterpart: the engine decides by itself when a step is launched ahead of tokens, "
+    "and pools keep their size",
     bare=f"--async-mode --inference-use-synchronous-zmq-collectives {BATCHING}-track-paused-request-events",
     one=f"{BATCHING}-async-sched-mode {BATCHING}-mamba-memory-ratio --max-tokens-to-oom --inference-max-requests "
     "--rl-kv-cache-management-mode --suspend-timeout --exit-duration-in-mins",

@@ -30,13 +30,14 @@ ROUTING = group(
 SERVING = group(
     "several engines behind one address",
     Effect.REFUSED,
-    "one engine serves everything: there is no router, and prefill and decode are not apart; leave it out",
+    "tools/run_server.py serves one engine with its own front end, and prefill and decode run in the same one; "
+    "tools/run_coordinator.py routes between servers; leave it out",
     one="--inference-shards --disagg-role --disagg-kv-transport-backend --frontend --coordinator-schedule-output-path",
 )
 PARSERS = group(
     "parsers of answers",
     Effect.REFUSED,
-    "answers are not parsed for reasoning or calls of tools; leave it out, and the text is whole",
+    "calls of tools are parsed by the server as the model's chat template writes them, reasoning is not; leave it out",
     many="--parsers",
 )
 OLD = group(

@@ -287,7 +287,7 @@ class InferenceContext(DynamicInferenceContext):
         return self.step is not None and self.step.num_decode == len(self.step.chunks)
 
     def using_cuda_graph_this_step(self) -> bool:
-        """Never, so far."""
+        """Return False: captured steps are replayed by the step executor, never by upstream's graph code."""
         return False
 
     def has_unfinished_requests(self) -> bool:
