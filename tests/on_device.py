@@ -35,6 +35,7 @@ HOST = {
     "memory/test_heap.py": CPU,
     "ops/test_cpp_build.py": CPU,
     "ops/test_paged_attention_cpp.py": CPU,
+    "ops/test_trusted_path.py": CPU,
 }
 """By file, or file and function, below tests/unit_tests: why not on a device."""
 _LEFT_OUT = pytest.StashKey[int]()

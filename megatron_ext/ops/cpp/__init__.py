@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.ops.cpp.build import BuildError, compiler, library_file
+from megatron_ext.ops.cpp.build import BuildError, compiler, open_library
 
 SWITCH = "MEGATRON_EXT_CPP"
 """Environment variable: "auto" (default; without a library the reference computes), "off", or "required"."""
@@ -47,12 +47,14 @@ def say(line: str) -> None:
 def _problem() -> str | None:
     """Why this process has no library; None if it is loaded. Builds it where need be."""
     try:
-        path = library_file(say)
-        torch.ops.load_library(str(path))
+        library = open_library(say)
     except BuildError as error:
         return str(error)
+    try:
+        library.load()
     except OSError as error:
-        return f"{path} cannot be loaded ({error.__cause__ or error}); without that file it is compiled again"
+        library.close()
+        return f"{library.path} cannot be loaded ({error}); without that file it is compiled again"
     return None
 
 

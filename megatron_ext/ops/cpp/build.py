@@ -1,32 +1,31 @@
 """Compiling the kernels into one library in the user's cache, once for each source, torch, CPU and compiler.
 
-A build happens in a folder of its own and is renamed into its place, so that whoever sees a library sees a whole one.
-Processes that need the same build wait for the one that makes it; its lock is the kernel's and dies with its process.
+A build is found by the content of everything that it is made of, not by the places where that lies: checkouts and
+environments that are equal share it, and no path of the machine gets into the library. A build happens in a directory
+of its own and is renamed into its place, so a library in the cache is a whole one. Processes that need the same build
+wait for the one that makes it; its lock is the kernel's and ends with its process.
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
 import os
 import platform
 import shlex
 import shutil
 import subprocess
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from megatron_ext.ops.cpp.cache import LIBRARY, BuildCache, Library, cache_path
 from megatron_ext.ops.cpp.compilation import CompileError, compile_library
+from megatron_ext.ops.cpp.trusted_path import UntrustedPathError
 
 OPS = Path(__file__).parents[1]
-_NAME = "operators.so"
-_KEPT = 8  # builds in the cache, the ones used last
 _RETRY_AFTER = 600.0  # seconds; processes that start together do not all try what has just failed
 # What `at::vec` is compiled for, by what torch says of the CPU; anything else gets the portable vectors.
 _VECTOR_FLAGS = {
@@ -34,6 +33,7 @@ _VECTOR_FLAGS = {
     "AVX2": "-mavx2 -mfma -mf16c -DCPU_CAPABILITY_AVX2",
 }
 _FLAGS = "-std=c++20 -O3 -fPIC -fopenmp -fno-math-errno -fno-trapping-math -ffp-contract=off -DNDEBUG"
+_LINKED = ("-ltorch_cpu", "-lc10", "-Wl,-z,now")
 
 
 class BuildError(Exception):
@@ -45,12 +45,21 @@ class Toolchain:
     """What turns sources into a library.
 
     Attributes:
-        command: The compiler with its flags.
+        compiler: The compiler's command, as $CXX may give it: wrappers and flags included.
         version: What it says of itself.
+        flags: Flags that decide what comes out.
+        folders: Flags that name folders of this machine. The sources and torch's version say what lies there.
     """
 
-    command: tuple[str, ...]
+    compiler: tuple[str, ...]
     version: str
+    flags: tuple[str, ...]
+    folders: tuple[str, ...]
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """The command that compiles."""
+        return (*self.compiler, *self.flags, *self.folders)
 
 
 def compiler() -> tuple[str, ...] | None:
@@ -65,28 +74,31 @@ def sources() -> list[Path]:
     return sorted(OPS.glob("*/*.cpp"))
 
 
-def library_file(say: Callable[[str], None]) -> Path:
-    """The library for this machine, compiled if it is not in the cache.
+def open_library(say: Callable[[str], None]) -> Library:
+    """Open the library for this machine, compiled if it is not in the cache.
 
     Args:
         say: Told when something takes long.
 
     Raises:
-        BuildError: There is no compiler, it fails, or the cache cannot be written.
+        BuildError: There is no compiler, it fails, the cache cannot be written, or others can write to it.
     """
     tools = toolchain()
     key = build_key(tools)
+    path = cache_path()
     try:
-        folder = cache_folder()
-        place = folder / key
-        if not (place / _NAME).exists():
-            with locked(folder / f"{key}.lock", say):
-                if not (place / _NAME).exists():
-                    _build(tools, place, say)
-        os.utime(place)  # used last: now
+        with BuildCache(path) as cache:
+            library = cache.find(key)
+            if library is None:
+                with cache.lock(key, say):
+                    library = cache.find(key) or _build(tools, cache, key, say)
+            return library
+    except UntrustedPathError as error:
+        raise BuildError(str(error)) from None
     except OSError as error:
-        raise BuildError(f"{error.filename}: {error.strerror}; XDG_CACHE_HOME names another place for caches") from None
-    return place / _NAME
+        named = str(error.filename or "")
+        place = path if named.startswith("/proc/self/fd/") else path / named
+        raise BuildError(f"{place}: {error.strerror}; XDG_CACHE_HOME names another place for caches") from None
 
 
 def toolchain() -> Toolchain:
@@ -100,104 +112,68 @@ def toolchain() -> Toolchain:
         named = os.environ.get("CXX")
         problem = f"CXX={named} is not there" if named else "there is no C++ compiler (c++, g++, clang++)"
         raise BuildError(f"{problem}; with one, operators are compiled once")
-    asked = subprocess.run([*command, "--version"], capture_output=True, text=True, check=False)
+    plain = os.environ | {"LC_ALL": "C"}  # in every language the same
+    asked = subprocess.run([*command, "--version"], capture_output=True, text=True, check=False, env=plain)
     if asked.returncode != 0:
         raise BuildError(f"{shlex.join(command)} --version: exit code {asked.returncode}")
-    return Toolchain((*command, *_flags()), asked.stdout)
+    return Toolchain(command, asked.stdout, _flags(), _folders())
 
 
-def _flags() -> list[str]:
+def _flags() -> tuple[str, ...]:
     capability = torch.backends.cpu.get_cpu_capability()
     vectors = _VECTOR_FLAGS.get(capability, "")
-    headers = Path(torch.__file__).parent / "include"
-    include = [f"-isystem{headers}", f"-isystem{headers / 'torch/csrc/api/include'}", f"-I{OPS / 'cpp'}"]
     name = capability if vectors else "DEFAULT"
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
-    return [*_FLAGS.split(), *vectors.split(), f"-DCPU_CAPABILITY={name}", abi, *include]
+    return (*_FLAGS.split(), *vectors.split(), f"-DCPU_CAPABILITY={name}", abi)
+
+
+def _folders() -> tuple[str, ...]:
+    headers = Path(torch.__file__).parent / "include"
+    # __FILE__, which every TORCH_CHECK keeps, is of the package and of torch, wherever they are installed.
+    mapped = (f"-ffile-prefix-map={OPS}=megatron_ext/ops", f"-ffile-prefix-map={headers}=torch/include")
+    return (f"-isystem{headers}", f"-isystem{headers / 'torch/csrc/api/include'}", f"-I{OPS / 'cpp'}", *mapped)
 
 
 def build_key(tools: Toolchain) -> str:
-    """Of everything that a build is made of: sources, torch, compiler, flags, machine."""
+    """The digest of everything that a build is made of: sources, torch, compiler, flags, machine; of no folder."""
     digest = hashlib.sha256()
     for path in [*sources(), *sorted(OPS.glob("*/*.h"))]:
         content = path.read_bytes()
-        digest.update(f"{path.relative_to(OPS)} {len(content)}\n".encode() + content)
-    about = (torch.__version__, torch.version.git_version, platform.machine(), tools.version, *tools.command)
-    digest.update(repr(about).encode())
+        digest.update(f"{path.relative_to(OPS).as_posix()} {len(content)}\n".encode() + content)
+    # A compiler is known by its version; of a wrapper's command line the names count, and flags as they are.
+    command = [word if word.startswith("-") else Path(word).name for word in tools.compiler]
+    version = [line for line in tools.version.splitlines() if not line.startswith("InstalledDir:")]  # of clang
+    linked = (platform.machine(), torch.__version__, torch.version.git_version, *_LINKED)
+    digest.update(repr((command, version, tools.flags, linked)).encode())
     return digest.hexdigest()[:24]
 
 
-def cache_folder() -> Path:
-    """Where builds are kept; made if missing.
-
-    Raises:
-        BuildError: It belongs to somebody else, or others may write there: what lies there would run as us.
-    """
-    # The XDG base directory specification: a path that is not absolute counts as none.
-    home = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    folder = (home if home.is_absolute() else Path.home() / ".cache") / "megatron_ext" / "operators"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = folder.stat()
-    if status.st_uid != os.geteuid() or status.st_mode & 0o022:
-        raise BuildError(f"{folder} is not this user's alone to write; XDG_CACHE_HOME names another place for caches")
-    return folder
-
-
-@contextlib.contextmanager
-def locked(path: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """Hold an exclusive lock; it is gone with this process, however that ends."""
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
+def _build(tools: Toolchain, cache: BuildCache, key: str, say: Callable[[str], None]) -> Library:
+    """Compile in a folder of the cache and publish it; the build's lock is held."""
+    log = f"{key}.log"
+    if _has_failed_lately(cache.folder / log):
+        shown = cache.path / log
+        raise BuildError(f"compiling the operators has failed before, see {shown}; without that file it is tried again")
+    began = time.monotonic()
+    say("compiling the operators for this CPU, once; half a minute or so")
+    with cache.work_folder(key) as work:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            say("waiting for another process, which compiles the operators")
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
+            compile_library(tools.command, sources(), work, LIBRARY, _linked())
+        except CompileError as error:
+            (cache.folder / log).write_text(error.output, "utf-8")
+            raise BuildError(f"the operators could not be compiled, see {cache.path / log}") from None
+        cache.publish(work, key)
+    (cache.folder / log).unlink(missing_ok=True)
+    say(f"compiled the operators in {time.monotonic() - began:.0f} s: {cache.path / key}")
+    library = cache.find(key)
+    if library is None:
+        raise BuildError(f"{cache.path / key} was removed as soon as it was there; start again")
+    return library
 
 
-def _build(tools: Toolchain, place: Path, say: Callable[[str], None]) -> None:
-    """Compile in a folder beside `place`, and rename it; the lock is ours."""
-    log = place.with_suffix(".log")
-    if log.exists() and 0 <= time.time() - log.stat().st_mtime < _RETRY_AFTER:
-        raise BuildError(f"compiling the operators has failed before, see {log}; without that file it is tried again")
-    for left in place.parent.glob(f"{place.name}.building-*"):  # by a process that was killed
-        shutil.rmtree(left, ignore_errors=True)
-    work = Path(tempfile.mkdtemp(prefix=f"{place.name}.building-", dir=place.parent))
-    try:
-        began = time.monotonic()
-        say("compiling the operators for this CPU, once; half a minute or so")
-        compile_library(tools.command, sources(), work, _NAME, _linked())
-        _remove_oldest(place.parent)
-        work.rename(place)
-        log.unlink(missing_ok=True)
-        say(f"compiled the operators in {time.monotonic() - began:.0f} s: {place}")
-    except CompileError as error:
-        log.write_text(error.output, "utf-8")
-        raise BuildError(f"the operators could not be compiled, see {log}") from None
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
+def _has_failed_lately(log: Path) -> bool:
+    return log.exists() and 0 <= time.time() - log.stat().st_mtime < _RETRY_AFTER
 
 
 def _linked() -> list[str]:
-    libraries = Path(torch.__file__).parent / "lib"
-    return [f"-L{libraries}", "-ltorch_cpu", "-lc10", "-Wl,-z,now"]
-
-
-def _remove_oldest(folder: Path) -> None:
-    """Leave room for one more build; who has an old one loaded keeps it."""
-    whole = (library for library in folder.glob(f"*/{_NAME}") if not library.parent.suffix)
-    builds = sorted(whole, key=_used)
-    for library in builds[: max(len(builds) - _KEPT + 1, 0)]:
-        shutil.rmtree(library.parent, ignore_errors=True)
-        library.parent.with_suffix(".lock").unlink(missing_ok=True)
-
-
-def _used(library: Path) -> float:
-    """When; long ago if another process has just removed it."""
-    try:
-        return library.parent.stat().st_mtime
-    except FileNotFoundError:
-        return 0.0
+    return [f"-L{Path(torch.__file__).parent / 'lib'}", *_LINKED]

@@ -41,10 +41,11 @@ def compile_library(
     """
     source, made = folder / "all.cpp", folder / "all.o"
     source.write_text("".join(f'#include "{path}"\n' for path in sources), "utf-8")
-    _run([*command, "-c", str(source), "-o", str(made)], folder)
+    # Names are relative to the folder: its path may be one through a handle of this process.
+    _run([*command, "-c", source.name, "-o", made.name], folder)
     # No OpenMP is linked: torch has loaded one for the whole process, and a second one would count threads for itself.
     plain = [flag for flag in command if flag != "-fopenmp"]
-    _run([*plain, "-shared", str(made), "-o", str(folder / name), *linked], folder)
+    _run([*plain, "-shared", made.name, "-o", name, *linked], folder)
     source.unlink()
     made.unlink()
 

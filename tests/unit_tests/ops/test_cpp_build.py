@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import fcntl
 import functools
 import os
 import shutil
@@ -9,6 +11,7 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,8 +23,11 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.ops import cpp
 from megatron_ext.ops.causal_conv1d import CAUSAL_CONV1D
 from megatron_ext.ops.cpp import build, compilation
-from megatron_ext.ops.cpp.build import BuildError, library_file
+from megatron_ext.ops.cpp import cache as builds
+from megatron_ext.ops.cpp.build import BuildError, open_library
+from megatron_ext.ops.cpp.cache import BuildCache
 from megatron_ext.ops.cpp.compilation import CompileError, compile_library
+from tests.unit_tests.support.foreign import ForeignFiles
 from tests.unit_tests.support.source import PACKAGE, ROOT
 
 needs_compiler = pytest.mark.skipif(not cpp.can_be_built(), reason="there is no C++ compiler")
@@ -33,7 +39,7 @@ class FakeCompiler:
     def __init__(self, folder: Path, then: str = "true", version: str = "fake 1") -> None:
         self.calls, self.path = folder / "calls", folder / "cxx"
         script = f"""#!/bin/sh
-[ "$1" = --version ] && {{ echo "{version}"; exit 0; }}
+case " $* " in *" --version "*) echo "{version}"; exit 0;; esac
 echo call >> {self.calls}
 {then} || exit 3
 while [ "$1" != -o ]; do shift; done
@@ -72,6 +78,13 @@ def fake(tmp_path, monkeypatch):
 CALLS = 2  # the compiler and the linker
 
 
+def library_file(say) -> Path:
+    """Where the library is found or built; it is not kept open."""
+    library = open_library(say)
+    library.close()
+    return library.path
+
+
 class TestOnce:
     def test_the_second_time_it_is_there(self, cache, fake):
         compiler, said = fake(), []
@@ -98,11 +111,11 @@ class TestOnce:
         code = f"""
 import os, signal
 from pathlib import Path
-from megatron_ext.ops.cpp.build import cache_folder, locked
-folder = cache_folder()
-with locked(folder / "{key}.lock", print):
-    (folder / "{key}.building-half").mkdir()
-    (folder / "{key}.building-half" / "operators.so").touch()
+from megatron_ext.ops.cpp.cache import BuildCache, cache_path
+cache = BuildCache(cache_path())
+with cache.lock("{key}", print):
+    (cache.folder / "{key}.building-half").mkdir()
+    (cache.folder / "{key}.building-half" / "operators.so").touch()
     print("held", flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -112,23 +125,89 @@ with locked(folder / "{key}.lock", print):
         assert compiler.count() == CALLS
         assert not list(cache.glob("*.building-*"))
 
-    def test_the_cache_has_an_end(self, cache, fake):
-        for version in range(build._KEPT + 3):
+    def test_a_lock_removed_meanwhile_is_taken_anew(self, tmp_path):
+        """Removed with its build while another process waits for it, which must not be alone with the old file."""
+        key, waits, has, ends = "0123", threading.Event(), threading.Event(), threading.Event()
+
+        def hold() -> None:
+            with cache.lock(key, lambda line: waits.set()):
+                has.set()
+                ends.wait()
+
+        with BuildCache(tmp_path / "cache") as cache:
+            thread = threading.Thread(target=hold)
+            with cache.lock(key, pytest.fail):
+                thread.start()
+                waits.wait()
+                (tmp_path / "cache" / "0123.lock").unlink()
+            has.wait()
+            with (tmp_path / "cache" / "0123.lock").open() as file, pytest.raises(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            ends.set()
+            thread.join()
+
+
+def copy_sources(folder: Path) -> Path:
+    """What the package has in C++, below another folder."""
+    shutil.copytree(PACKAGE / "ops", folder / "ops", ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    return folder / "ops"
+
+
+class TestKept:
+    """TE-5: the builds used last, and those in use."""
+
+    @pytest.fixture
+    def build_version(self, cache, fake, monkeypatch):
+        """Build for a compiler of this version, used at that second; opened, not loaded."""
+        monkeypatch.setattr(builds, "MAX_BUILDS", 4)
+
+        def make(version: int) -> builds.Library:
             fake(version=f"fake {version}")
-            place = library_file(lambda line: None).parent
-            os.utime(place, (version, version))
-        kept = {path.parent.stat().st_mtime for path in cache.glob("*/operators.so")}
-        assert kept == set(range(3, build._KEPT + 3))
+            library = open_library(lambda line: None)
+            os.utime(library.path.parent, (version, version))
+            return library
+
+        return make
+
+    @staticmethod
+    def kept(cache: Path) -> set[float]:
+        return {path.parent.stat().st_mtime for path in cache.glob("*/operators.so")}
+
+    def test_the_last_ones(self, cache, build_version):
+        for version in range(7):
+            build_version(version).close()
+        assert self.kept(cache) == {3, 4, 5, 6}
+        assert len(list(cache.glob("*.lock"))) == 4
+
+    def test_a_use_counts(self, cache, build_version, fake):
+        for version in range(4):
+            build_version(version).close()
+        fake(version="fake 0")
+        library_file(pytest.fail)
+        build_version(4).close()
+        now = self.kept(cache) - {2, 3, 4}
+        assert len(now) == 1
+        assert now.pop() > 4
+
+    def test_none_in_use_is_removed(self, cache, build_version):
+        used = [build_version(version) for version in range(6)]
+        assert self.kept(cache) == {0, 1, 2, 3, 4, 5}
+        for library in used[:2]:
+            library.close()
+        for version in range(6, 8):
+            build_version(version).close()
+        assert self.kept(cache) == {2, 3, 4, 5, 7}
+        for library in used[2:]:
+            library.close()
 
 
 class TestKey:
-    """Another source, compiler, flag or torch is another build."""
+    """TE-5: another source, compiler, flag, CPU or torch is another build; another folder is not."""
 
     @pytest.fixture
     def copied(self, tmp_path, monkeypatch) -> Path:
-        shutil.copytree(PACKAGE / "ops", tmp_path / "ops", ignore=shutil.ignore_patterns("*.py", "__pycache__"))
-        monkeypatch.setattr(build, "OPS", tmp_path / "ops")
-        return tmp_path / "ops"
+        monkeypatch.setattr(build, "OPS", copy_sources(tmp_path))
+        return build.OPS
 
     def test_each_part_counts(self, copied, fake, monkeypatch):
         def key() -> str:
@@ -150,7 +229,25 @@ class TestKey:
         another = "AVX512" if torch.backends.cpu.get_cpu_capability() != "AVX512" else "AVX2"
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: another)
         keys.append(key())
+        for name, value in (("_FLAGS", f"{build._FLAGS} -g0"), ("_LINKED", ())):
+            monkeypatch.setattr(build, name, value)
+            keys.append(key())
+        monkeypatch.setenv("CXX", f"{os.environ['CXX']} -O1")
+        keys.append(key())
         assert len(set(keys)) == len(keys)
+
+    def test_no_folder_counts(self, tmp_path, monkeypatch):
+        """Sources, compiler and torch in other places: two checkouts with an environment each."""
+        keys = []
+        for name in ("one", "two"):
+            folder = tmp_path / name
+            folder.mkdir()
+            compiler = FakeCompiler(folder, version=f"clang 19\nInstalledDir: {folder}")
+            monkeypatch.setenv("CXX", str(compiler.path))
+            monkeypatch.setattr(build, "OPS", copy_sources(folder))
+            monkeypatch.setattr(torch, "__file__", str(folder / "torch" / "__init__.py"))
+            keys.append(build.build_key(build.toolchain()))
+        assert keys[0] == keys[1]
 
     @pytest.mark.parametrize(
         ("capability", "name", "flag"),
@@ -204,8 +301,16 @@ class TestWithout:
         fake()
         cache.mkdir(parents=True)
         cache.chmod(0o777)
-        with pytest.raises(BuildError, match="not this user's alone to write; XDG_CACHE_HOME names another place"):
+        with pytest.raises(BuildError, match=f"^{cache}: other users can write to the directory .mode 0777"):
             library_file(pytest.fail)
+
+    def test_another_users_library(self, cache, fake, monkeypatch, capsys):
+        """SE-7."""
+        fake()
+        path = library_file(lambda line: None)
+        ForeignFiles(monkeypatch).add(path)
+        self.assert_the_reference_computes(monkeypatch)
+        assert f"slower: {path}: the file belongs to another user" in capsys.readouterr().err
 
     def test_a_cache_that_cannot_be_written(self, tmp_path, cache, fake, monkeypatch):
         fake()
@@ -216,8 +321,14 @@ class TestWithout:
 
     def test_the_folder_is_made_for_the_user_alone(self, cache, fake):
         fake()
-        library_file(lambda line: None)
-        assert stat.S_IMODE(cache.stat().st_mode) == 0o700
+        before = os.umask(0)
+        try:
+            path = library_file(lambda line: None)
+        finally:
+            os.umask(before)
+        for made in (cache, path.parent, path):
+            assert stat.S_IMODE(made.stat().st_mode) == 0o700
+        assert library_file(pytest.fail) == path
 
     @staticmethod
     def assert_the_reference_computes(monkeypatch) -> None:
@@ -283,6 +394,48 @@ def test_a_compiler_that_does_not_end_is_ended(tmp_path, monkeypatch):
     monkeypatch.setattr(compilation, "_LONGEST_RUN", 0.1)
     with pytest.raises(CompileError, match="still running after 0 s"):
         compile_library([str(script)], [tmp_path / "x.cpp"], tmp_path, "library", [])
+
+
+@needs_compiler
+class TestSmallLibrary:
+    """Of a few lines, by the real compiler."""
+
+    @pytest.fixture
+    def compiled(self, tmp_path, cache, monkeypatch):
+        """Compile one source, that lies in a folder of this name."""
+
+        def make(name: str, line: str) -> builds.Library:
+            source = tmp_path / name / "ops" / "one" / "kernels.cpp"
+            source.parent.mkdir(parents=True)
+            source.write_text(f'#include <c10/util/Exception.h>\nextern "C" {line}\n')
+            monkeypatch.setattr(build, "OPS", source.parents[1])
+            monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / name / "cache"))
+            return open_library(lambda line: None)
+
+        return make
+
+    def test_no_path_gets_into_it(self, tmp_path, compiled):
+        """TE-5: what two checkouts share says nothing of the one that it was compiled in."""
+        line = 'const char* place(int x) { TORCH_CHECK(x); TORCH_INTERNAL_ASSERT(x > 1, "no"); return __FILE__; }'
+        libraries = [compiled(name, line) for name in ("one", "two")]
+        one, two = (library.path.read_bytes() for library in libraries)
+        assert one == two
+        assert b"megatron_ext/ops/one/kernels.cpp" in one
+        for path in (tmp_path, Path(torch.__file__).parent):
+            assert str(path).encode() not in one
+        for library in libraries:
+            library.close()
+
+    def test_what_was_checked_is_what_is_loaded(self, compiled):
+        """SE-7: another file in its place after it was opened changes nothing."""
+        libraries = [compiled(name, f"int number() {{ return {name}; }}") for name in ("1", "2")]
+        os.replace(libraries[1].path, libraries[0].path)
+        libraries[0].load()
+        handle = libraries[0].handle
+        assert ctypes.CDLL(f"/proc/self/fd/{handle}").number() == 1
+        mapped = {line.split()[4] for line in Path("/proc/self/maps").read_text().splitlines()}
+        assert str(os.fstat(handle).st_ino) in mapped
+        libraries[1].close()
 
 
 @needs_compiler
