@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Sequence
 from types import ModuleType
 
+from megatron_ext.console.threads import limit_spinning
 from megatron_ext.errors import ConfigError, OutputError, RankError
 from megatron_ext.interruption import NOTHING_YET, Interrupted, Interruption
 from megatron_ext.memory.limits import check_address_space
@@ -84,6 +85,7 @@ def _run(argv: Sequence[str] | None, interruption: Interruption) -> int:
 
         settings = parse_arguments(argv, prog=PROGRAM)
         os.environ.update(settings.start.environment)
+        limit_spinning()
         check_address_space()
         run_offline = _import_heavy(interruption).run_offline
         return DONE if run_offline(settings, interruption) else REQUEST_FAILED

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Sequence
 
 from arguments import parse_server_arguments
+from megatron_ext.console.threads import limit_spinning
 from megatron_ext.errors import ConfigError, MachineError, RankError
 from megatron_ext.memory.limits import check_address_space
 from megatron_ext.ranks.world import is_first_rank, said_here
@@ -36,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             logging.disable()
         _check_packages()
         os.environ.update(settings.start.environment)
+        limit_spinning()
         check_address_space()
         # Imported here so that --help and a wrong flag are answered at once: torch takes seconds.
         from megatron_ext.server.run import run_server

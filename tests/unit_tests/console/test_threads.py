@@ -1,0 +1,59 @@
+"""TE-4: how OpenMP's threads wait in processes that the tools start, and that a user's variables decide it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from megatron_ext.console.threads import WAITING, limit_spinning
+from tests.unit_tests.support.source import ROOT
+
+BAD_USAGE = 2
+FOREVER = 30_000_000_000  # spins, about a quarter of an hour: what ACTIVE means to GNU's OpenMP
+
+
+def spin_count(*command: str, **variables: str) -> int:
+    """What OpenMP has read in a tool that ends at a missing checkpoint, after torch was imported."""
+    kept = {name: value for name, value in os.environ.items() if name not in WAITING}
+    environment = kept | {"OMP_DISPLAY_ENV": "VERBOSE"} | variables
+    whole = [sys.executable, *command, "--load", "/nowhere"]
+    done = subprocess.run(whole, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == BAD_USAGE, done.stderr
+    (found,) = re.findall(r"GOMP_SPINCOUNT = '(\d+)'", done.stderr)
+    return int(found)
+
+
+@pytest.mark.parametrize("tool", ["tools/run_inference.py", "tools/run_server.py"])
+class TestTools:
+    def test_threads_hardly_spin_by_default(self, tool):
+        """OpenMP's own default is 300,000."""
+        assert spin_count(tool) == 1000
+
+    def test_the_users_choice_stands(self, tool):
+        assert spin_count(tool, OMP_WAIT_POLICY="ACTIVE") == FOREVER
+
+
+class TestVariables:
+    @pytest.mark.parametrize("name", WAITING)
+    def test_each_of_them_decides(self, monkeypatch, name):
+        monkeypatch.delitem(sys.modules, "torch")
+        environment = {name: "1"}
+        limit_spinning(environment)
+        assert environment == {name: "1"}
+
+    def test_none_is_set(self, monkeypatch):
+        monkeypatch.delitem(sys.modules, "torch")
+        environment = {"OMP_NUM_THREADS": "4"}
+        limit_spinning(environment)
+        assert environment == {"OMP_NUM_THREADS": "4", "OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}
+
+    def test_too_late(self):
+        """OpenMP has read its variables; processes that this one starts must not get what holds nowhere else."""
+        assert "torch" in sys.modules
+        environment: dict[str, str] = {}
+        limit_spinning(environment)
+        assert environment == {}
