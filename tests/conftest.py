@@ -12,7 +12,7 @@ import torch
 
 from megatron_ext.ops import cpp
 from megatron_ext.ops.triton import INTERPRET
-from tests import kernels, on_device, priority, worlds
+from tests import durations, kernels, on_device, priority, worlds
 
 # Libraries that are not installed, arguments that megatron-core passes to itself: nothing that we could do differently.
 UPSTREAM_WARNINGS = (
@@ -35,6 +35,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(kernels, "kernels")
     config.pluginmanager.register(worlds, "worlds")
     config.pluginmanager.register(on_device, "on_device")
+    config.pluginmanager.register(durations, "durations")
 
 
 def pytest_sessionstart() -> None:

@@ -1,0 +1,119 @@
+"""TE-7: a run ends with its slowest tests and the tests of each package, in CPU and wall seconds."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.durations import SLOWEST, package_of
+
+ROOT = Path(__file__).resolve().parents[2]
+SECONDS = 0.3
+BURN = f"import time\nwhile time.process_time() < {SECONDS}: pass\n"
+FILES = {
+    "tests/unit_tests/engine/test_engine.py": f"""
+import subprocess, sys, time
+
+def test_computes():
+    end = time.process_time() + {SECONDS}
+    while time.process_time() < end: pass
+
+def test_computes_in_a_child():
+    subprocess.run([sys.executable, "-c", {BURN!r}], check=True)
+""",
+    "tests/unit_tests/engine/wings/test_wings.py": f"""
+import pytest, threading
+
+@pytest.fixture
+def slow():
+    threading.Event().wait({SECONDS})
+
+def test_waits(slow): pass
+""",
+    "tests/unit_tests/test_house.py": f"""
+import pytest
+
+@pytest.mark.parametrize("number", range({SLOWEST}))
+def test_quick(number): pass
+""",
+    "tests/functional_tests/test_golden.py": """
+import os, pytest
+
+def test_fails(): raise AssertionError
+
+@pytest.mark.skip
+def test_skipped(): pass
+
+def test_ends_its_process():
+    if "PYTEST_XDIST_WORKER" in os.environ: os._exit(1)
+""",
+}
+TEST_LINE = re.compile(r"^ *(\d+\.\d\d) +(\d+\.\d\d)  (tests/\S+::\S+)$", re.MULTILINE)
+PACKAGE_LINE = re.compile(r"^ *(\d+) +(\d+\.\d\d) +(\d+\.\d\d)  (\S+)$", re.MULTILINE)
+
+
+def run(folder: Path, *arguments: str) -> str:
+    """Output of pytest over the files above, with the plugin alone."""
+    for name, text in FILES.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    alone = ("-p", "no:cacheprovider", "-p", "tests.durations", "-c", os.devnull, "--rootdir", ".")
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "--import-mode=importlib", *alone, *arguments],
+        cwd=folder,
+        env=variables | {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.stdout
+
+
+@pytest.mark.parametrize("workers", [(), ("-p", "xdist.plugin", "-n", "2")], ids=["one process", "two workers"])
+def test_tables(tmp_path, workers):
+    """The times of workers arrive; computing counts as CPU time, in child processes too, and waiting does not."""
+    output = run(tmp_path, *workers)
+    lines = [(float(cpu), float(wall), nodeid) for cpu, wall, nodeid in TEST_LINE.findall(output)]
+    times = {nodeid.rpartition("::")[2]: (cpu, wall) for cpu, wall, nodeid in lines}
+    assert len(lines) == SLOWEST
+    assert [wall for _, wall, _ in lines] == sorted((wall for _, wall, _ in lines), reverse=True)
+    assert times["test_computes"][0] >= SECONDS
+    assert times["test_computes_in_a_child"][0] >= SECONDS
+    assert times["test_waits"][0] < SECONDS <= times["test_waits"][1]
+
+    packages = {name: (int(tests), float(cpu), float(wall)) for tests, cpu, wall, name in PACKAGE_LINE.findall(output)}
+    counts = {name: tests for name, (tests, _, _) in packages.items()}
+    assert counts == {
+        "tests/unit_tests": SLOWEST,
+        "tests/unit_tests/engine": 3,
+        "tests/functional_tests": 3,
+        "all": SLOWEST + 6,
+    }
+    assert packages["tests/unit_tests/engine"][1] >= 2 * SECONDS
+    assert packages["all"][1] >= packages["tests/unit_tests/engine"][1]
+    assert f"{SLOWEST} slowest of {SLOWEST + 6} tests" in output
+
+
+@pytest.mark.parametrize("arguments", [("-q",), ("--collect-only",)], ids=str)
+def test_no_tables(tmp_path, arguments):
+    assert "slowest" not in run(tmp_path, *arguments)
+
+
+def test_packages():
+    assert package_of("tests/unit_tests/ops/ssd/test_x.py::TestA::test_b[a/b]") == "tests/unit_tests/ops"
+    assert package_of("tests/functional_tests/test_x.py::test_b") == "tests/functional_tests"
+    assert package_of("test_x.py::test_b") == "."
+
+
+def test_this_project_reports(pytestconfig):
+    """The plugin is in place, and `make test` is not so quiet that nothing is printed."""
+    assert pytestconfig.pluginmanager.has_plugin("durations")
+    recipe = (ROOT / "Makefile").read_text("utf-8").partition("\ntest:")[2].partition("\n\n")[0]
+    assert "pytest" in recipe
+    assert " -q" not in recipe
