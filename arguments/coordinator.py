@@ -64,8 +64,6 @@ OUR_LIMITS, OUR_ACCESS = _ours(LIMITS), _ours(ACCESS)
 GROUPS = (COORDINATOR, ROUTING, OUR_LIMITS, OUR_ACCESS)
 # What holds for a coordinator holds for the replicas that it launches. An API key goes to them by the environment.
 _SHARED = ("api_key_file", "admin_key_file", "max_body_mb", "shutdown_timeout", "log_level")
-_ANY_PORT = "tcp://127.0.0.1:0"
-_EVENTS = ("--kv-events-endpoint", _ANY_PORT, "--kv-events-replay-endpoint", _ANY_PORT)  # this machine's own
 _SHARED_SWITCHES = ("hide_cache_counts", "enable_admin_routes", "access_log")
 
 
@@ -111,9 +109,8 @@ def parse_coordinator_arguments(argv: Sequence[str] | None = None, prog: str | N
         replicas = parse_server_arguments(flags)
     except ConfigError as error:
         raise ConfigError(f"of the replicas: {error}") from None
-    if replicas.server.kv_events.endpoint is None:
-        flags += _EVENTS
-    return CoordinatorSettings(config, flags, replicas.parallel.smallest_world)
+    private_events = replicas.cache.enable_prefix_caching and replicas.server.kv_events.endpoint is None
+    return CoordinatorSettings(config, flags, replicas.parallel.smallest_world, private_events)
 
 
 def _passed_on(values: FieldValues) -> list[str]:

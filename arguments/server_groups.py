@@ -45,7 +45,8 @@ KV_EVENTS = FlagGroup(
         Flag(
             "kv_events_endpoint",
             "Publish what is cached as it changes, token ids too, as in tcp://127.0.0.1:5557: vLLM's events over "
-            "ZeroMQ. A loopback address or * is listened to, another host connected to; default: nothing is published",
+            "ZeroMQ. A loopback address or * is listened to, another host connected to; ipc:///PATH is a socket file, "
+            "which only those read that can enter its directory. Default: nothing is published",
             metavar="tcp://HOST:PORT",
         ),
         Flag("kv_events_topic", "Topic of the events; those of recurrent states have .states behind it"),

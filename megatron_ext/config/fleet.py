@@ -68,8 +68,10 @@ class CoordinatorSettings:
         coordinator: Its own settings.
         replica_flags: What `tools/run_server.py` is started with, for each replica that is launched.
         replica_world: Ranks of each of those.
+        has_private_events: Whether they publish KV events to the coordinator alone; otherwise where their flags say.
     """
 
     coordinator: CoordinatorConfig
     replica_flags: tuple[str, ...] = ()
     replica_world: int = 1
+    has_private_events: bool = False

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from megatron_ext.config.checks import require
 from megatron_ext.config.hosts import is_loopback, parse_host
 
 MOST_BUFFERED = 2**20
+LONGEST_SOCKET_PATH = 107  # bytes, of Linux: a socket's address has 108 with the zero at its end
+LONGEST_IPC_PATH = LONGEST_SOCKET_PATH - 5  # the rank of a replica is appended, as in .1023
+_EXAMPLES = "tcp://HOST:PORT, as in tcp://127.0.0.1:5557, or ipc:///PATH of a socket in a directory of yours"
 _ALL_NETWORKS = ("*", "0.0.0.0", "[::]")
 
 
@@ -38,9 +43,35 @@ class TcpEndpoint:
         return f"tcp://{self.host}:{self.port + rank if self.port else '*'}"
 
 
-def parse_endpoint(text: str) -> TcpEndpoint | None:
-    """An endpoint; None for what is none."""
+@dataclass(frozen=True)
+class IpcEndpoint:
+    """A socket file, as in `ipc:///run/user/1000/events`: read by those that can enter its directory.
+
+    Attributes:
+        path: Absolute.
+    """
+
+    path: str
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether to listen there: always."""
+        return True
+
+    def of_replica(self, rank: int) -> str:
+        """The address of a replica of this world: the first one's is the path itself."""
+        return f"ipc://{self.path}.{rank}" if rank else f"ipc://{self.path}"
+
+
+Endpoint: TypeAlias = TcpEndpoint | IpcEndpoint
+
+
+def parse_endpoint(text: str) -> Endpoint | None:
+    """Parse an address of ZeroMQ's; None if it is not one that events can be published at."""
     scheme, mark, rest = text.partition("://")
+    if mark and scheme == "ipc":
+        is_file = rest.startswith("/") and not rest.endswith("/") and rest.isprintable()
+        return IpcEndpoint(rest) if is_file else None
     if not mark or scheme != "tcp":
         return None
     host, _, port = rest.rpartition(":")
@@ -60,7 +91,7 @@ def _is_port(text: str) -> bool:
 class KvEventsConfig:
     """KV events (RP-1), in vLLM's format; off unless there is an endpoint."""
 
-    kv_events_endpoint: str | None = None  # tcp://HOST:PORT
+    kv_events_endpoint: str | None = None  # tcp://HOST:PORT or ipc:///PATH
     kv_events_topic: str = "kv-events"
     kv_events_replay_endpoint: str | None = None  # default: nothing is replayed
     kv_events_buffer_steps: int = 10_000  # messages that can be replayed one by one
@@ -70,26 +101,31 @@ class KvEventsConfig:
             ("--kv-events-endpoint", self.kv_events_endpoint),
             ("--kv-events-replay-endpoint", self.kv_events_replay_endpoint),
         ):
-            valid = endpoint is None or parse_endpoint(endpoint) is not None
-            require(valid, f"{flag} {endpoint!r} must be tcp://HOST:PORT, as in tcp://127.0.0.1:5557")
+            parsed = None if endpoint is None else parse_endpoint(endpoint)
+            require(endpoint is None or parsed is not None, f"{flag} {endpoint!r} must be {_EXAMPLES}")
+            length = len(os.fsencode(parsed.path)) if isinstance(parsed, IpcEndpoint) else 0
+            require(
+                length <= LONGEST_IPC_PATH,
+                f"{flag} {endpoint!r}: the path has {length} bytes and may have {LONGEST_IPC_PATH}; give a shorter one",
+            )
         require(
             self.kv_events_endpoint is not None or self.kv_events_replay_endpoint is None,
             f"--kv-events-replay-endpoint {self.kv_events_replay_endpoint} needs --kv-events-endpoint; give both",
         )
         replay = self.kv_events_replay_endpoint
-        port = None if replay is None else parse_endpoint(replay)
-        bound = port is None or port.is_bound
-        require(bound, f"--kv-events-replay-endpoint {replay} must be this machine's: a loopback address, or *")
+        address = None if replay is None else parse_endpoint(replay)
+        bound = address is None or address.is_bound
+        require(bound, f"--kv-events-replay-endpoint {replay} must be this machine's: a loopback address, * or ipc://")
         steps = self.kv_events_buffer_steps
         valid_steps = 1 <= steps <= MOST_BUFFERED
         require(valid_steps, f"--kv-events-buffer-steps {steps} must be between 1 and {MOST_BUFFERED}")
 
     @property
-    def endpoint(self) -> TcpEndpoint | None:
+    def endpoint(self) -> Endpoint | None:
         """Where events are published; None if they are not."""
         return None if self.kv_events_endpoint is None else parse_endpoint(self.kv_events_endpoint)
 
     @property
-    def replay_endpoint(self) -> TcpEndpoint | None:
+    def replay_endpoint(self) -> Endpoint | None:
         """Where they are asked for again."""
         return None if self.kv_events_replay_endpoint is None else parse_endpoint(self.kv_events_replay_endpoint)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -11,6 +12,7 @@ from typing import Annotated
 from fastapi import Depends, Request
 
 from megatron_ext.config.fleet import CoordinatorConfig
+from megatron_ext.config.hosts import is_loopback
 from megatron_ext.config.routing import RoutingPolicyName
 from megatron_ext.coordinator.client import CallFailed, Headers, Whole, fetch
 from megatron_ext.coordinator.event_reader import EventReader
@@ -24,6 +26,8 @@ from megatron_ext.coordinator.replicas_file import ReplicasFile
 from megatron_ext.coordinator.tries import no_replica
 from megatron_ext.routing.router import ReplicaView, Router
 from megatron_ext.server.keys import Keys, load_keys
+
+logger = logging.getLogger(__name__)
 
 EVERYBODY = 60.0  # seconds that a call to all replicas may take: a reset waits for a step, a wake-up for memory
 
@@ -83,7 +87,14 @@ class Coordination:
         """Learn what it holds: from its events, or from what it answers."""
         beat = member.beat
         assert beat is not None, "it has answered"
-        if beat.events:
+        can_be_read = is_loopback(member.address.host) or not any(one.is_of_this_machine for one in beat.events)
+        if not can_be_read:
+            logger.warning(
+                "replica %s publishes its KV events over ipc://, which only its own machine can read: what it holds is "
+                "guessed from its answers; give it a tcp:// endpoint",
+                member.url,
+            )
+        if beat.events and can_be_read:
             self._readers[member.url] = EventReader(self.router, member.url, beat.events)
         else:
             self._remembered[member.url] = Remembered(

@@ -23,6 +23,11 @@ class EventSource:
     replay: str | None
     topic: str
 
+    @property
+    def is_of_this_machine(self) -> bool:
+        """Whether it can be read on its own machine alone."""
+        return any(one is not None and one.startswith("ipc://") for one in (self.endpoint, self.replay))
+
 
 @dataclass(frozen=True)
 class Heartbeat:

@@ -10,11 +10,14 @@ import os
 import re
 import signal
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_ext.config.fleet import CoordinatorSettings
+from megatron_ext.config.kv_events import LONGEST_IPC_PATH
 from megatron_ext.coordinator.fleet import Fleet
 from megatron_ext.coordinator.member import Source
 from megatron_ext.errors import ConfigError
@@ -30,6 +33,8 @@ DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
 _GPUS = Path("/proc/driver/nvidia/gpus")
 _READY = re.compile(r"^ready: (http://\S+)$")
 _LONGEST_LINE = 1 << 16
+_EVENTS, _REPLAY = "events", "replay"  # sockets of a replica's KV events, in a directory of its own
+_DIRECTORY_PREFIX = "kv-events-"
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -46,6 +51,7 @@ class LaunchPlan:
         api_key: Where the coordinator has one that is in no file; None otherwise.
         shutdown_timeout: Seconds that a replica has to end.
         devices: GPUs of the machine, as CUDA names them; empty without.
+        has_private_events: Whether each publishes its KV events in a directory that this user alone can enter.
     """
 
     script: Path
@@ -55,6 +61,7 @@ class LaunchPlan:
     api_key: str | None = None
     shutdown_timeout: float = 30.0
     devices: tuple[str, ...] = ()
+    has_private_events: bool = False
 
     def __post_init__(self) -> None:
         needed = self.count * self.world
@@ -64,10 +71,13 @@ class LaunchPlan:
                 f"are visible; launch fewer, or set {DEVICES_VARIABLE}= to compute on the CPU"
             )
 
-    def command(self) -> list[str]:
-        """Of one replica."""
+    def command(self, events: Path | None = None) -> list[str]:
+        """Command line of one replica, which publishes its KV events over sockets in `events`, if that is given."""
         runner = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.world)]
         own = ["--host", "127.0.0.1", "--port", "0"]
+        if events is not None:
+            own += ["--kv-events-endpoint", f"ipc://{events / _EVENTS}"]
+            own += ["--kv-events-replay-endpoint", f"ipc://{events / _REPLAY}"]
         return [sys.executable, *(runner if self.world > 1 else ()), str(self.script), *self.flags, *own]
 
     def environment(self, index: int) -> dict[str, str]:
@@ -86,6 +96,30 @@ def visible_devices(environment: Mapping[str, str] | None = None) -> tuple[str, 
     if told is not None:
         return tuple(one.strip() for one in told.split(",") if one.strip() and one.strip() != "-1")
     return tuple(str(number) for number in range(len(list(_GPUS.iterdir())))) if _GPUS.is_dir() else ()
+
+
+@contextlib.contextmanager
+def private_directory() -> Iterator[Path]:
+    """A directory of mode 0700 for sockets, deleted at the end with all that is in it.
+
+    Raises:
+        ConfigError: It cannot be created, or its path is too long for a socket's.
+    """
+    try:
+        place = tempfile.TemporaryDirectory(prefix=_DIRECTORY_PREFIX, ignore_cleanup_errors=True)
+    except OSError as error:
+        raise ConfigError(
+            f"no directory for the sockets of KV events: {error.strerror}: {error.filename}; "
+            "let TMPDIR name a directory that can be written"
+        ) from None
+    with place as name:
+        length = len(os.fsencode(os.path.join(name, _EVENTS)))
+        if length > LONGEST_IPC_PATH:
+            raise ConfigError(
+                f"TMPDIR: a socket of KV events in {name} would have a path of {length} bytes, and {LONGEST_IPC_PATH} "
+                "is the limit; let TMPDIR name a directory with a shorter path"
+            )
+        yield Path(name)
 
 
 def _end_with_parent() -> None:
@@ -128,11 +162,15 @@ class Launcher:
         pause = FIRST_PAUSE
         while True:
             started = time.monotonic()
-            code = await self._run_once(index, fleet)
+            try:
+                code = await self._run_once(index, fleet)
+                problem = f"has ended with code {code}"
+            except ConfigError as error:  # there was room for its directory when the plan was made
+                code, problem = None, f"is not started: {error}"
             if code == BAD_USAGE and not self._is_ready[index].is_set():
                 self._give_up(ConfigError(f"replica {index} does not start, as it says above; see --launch"))
                 return
-            logger.error("replica %d has ended with code %d; it is started again in %g s", index, code, pause)
+            logger.error("replica %d %s; it is started again in %g s", index, problem, pause)
             await asyncio.sleep(pause)
             has_lived = time.monotonic() - started > LIVED_LONG
             pause = FIRST_PAUSE if has_lived else min(LONGEST_PAUSE, 2 * pause)
@@ -145,8 +183,12 @@ class Launcher:
 
     async def _run_once(self, index: int, fleet: Fleet) -> int:
         """From the start of a process to its end; its exit code."""
+        with private_directory() if self._plan.has_private_events else contextlib.nullcontext() as events:
+            return await self._run_in(events, index, fleet)
+
+    async def _run_in(self, events: Path | None, index: int, fleet: Fleet) -> int:
         process = await asyncio.create_subprocess_exec(
-            *self._plan.command(),
+            *self._plan.command(events),
             env=self._plan.environment(index),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
@@ -213,12 +255,23 @@ async def _tell(
         heard(text)
 
 
-def plan_of(
-    script: Path, flags: Sequence[str], count: int, world: int, api_key: str | None, shutdown_timeout: float
-) -> LaunchPlan:
+def plan_of(settings: CoordinatorSettings, script: Path) -> LaunchPlan:
     """A plan for this machine.
 
     Raises:
-        ConfigError: It has GPUs, and too few.
+        ConfigError: It has GPUs, and too few; or no directory for the sockets of KV events.
     """
-    return LaunchPlan(script, tuple(flags), count, world, api_key, shutdown_timeout, visible_devices())
+    config = settings.coordinator
+    if settings.has_private_events:
+        with private_directory():  # known before anything is started
+            pass
+    return LaunchPlan(
+        script,
+        settings.replica_flags,
+        config.launch,
+        settings.replica_world,
+        config.api_key,
+        config.shutdown_timeout,
+        visible_devices(),
+        settings.has_private_events,
+    )

@@ -36,12 +36,7 @@ def run_coordinator(settings: CoordinatorSettings, server_script: Path) -> None:
     most_connections(config.limits)
     launcher = None
     if config.launch:
-        flags = settings.replica_flags
-        launcher = Launcher(
-            plan_of(
-                server_script, flags, config.launch, settings.replica_world, config.api_key, config.shutdown_timeout
-            )
-        )
+        launcher = Launcher(plan_of(settings, server_script))
     with bind(config.host, config.port) as listener:
         run_until_signal(build_coordinator(coordination, announce, launcher), listener)
     if launcher is not None and launcher.failure is not None:

@@ -11,7 +11,9 @@ last batch.
 from __future__ import annotations
 
 import logging
+import os
 import socket
+import stat
 import threading
 import time
 from collections import deque
@@ -19,7 +21,7 @@ from collections.abc import Iterator
 
 import zmq
 
-from megatron_ext.config.kv_events import KvEventsConfig, TcpEndpoint
+from megatron_ext.config.kv_events import Endpoint, IpcEndpoint, KvEventsConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.kv_events.changes import Changes
 from megatron_ext.kv_events.events import AllBlocksCleared, Event
@@ -96,8 +98,10 @@ class Publisher:
         self._bell.close()
         self._ear.close()
 
-    def _socket(self, kind: int, most: int, flag: str, endpoint: TcpEndpoint) -> zmq.Socket[bytes]:
+    def _socket(self, kind: int, most: int, flag: str, endpoint: Endpoint) -> zmq.Socket[bytes]:
         address = endpoint.of_replica(self._rank)
+        if isinstance(endpoint, IpcEndpoint):
+            _check_free(flag, address.removeprefix("ipc://"))
         one = self._context.socket(kind)
         one.setsockopt(zmq.SNDHWM, most)
         one.setsockopt(zmq.LINGER, 0)
@@ -179,3 +183,26 @@ class Publisher:
             yield from ((number, payload) for number, payload in self._kept if number >= start)
         else:
             yield from ((self._next - 1, payload) for _, payload in self._payloads(mirror.present()))
+
+
+def _check_free(flag: str, path: str) -> None:
+    """Refuse the path of a file, or of a socket in use: libzmq deletes what is there before it listens.
+
+    Raises:
+        ConfigError: Something is there that is not a socket of a process that has ended.
+    """
+    try:
+        mode = os.lstat(path).st_mode
+    except OSError:  # nothing is there, or nothing can be; libzmq says which
+        return
+    if not stat.S_ISSOCK(mode):
+        raise ConfigError(f"{flag}: {path} exists and is not a socket; give another path")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            return
+        except OSError:  # a full queue is of a process that listens
+            pass
+    raise ConfigError(f"{flag}: {path} is in use by another process; give another path")

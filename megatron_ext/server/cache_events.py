@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 from types import TracebackType
 
-from megatron_ext.config.kv_events import KvEventsConfig, TcpEndpoint
+from megatron_ext.config.kv_events import Endpoint, IpcEndpoint, KvEventsConfig
 from megatron_ext.engine.engine import Engine
 from megatron_ext.kv_events.mirror import Mirror
 from megatron_ext.kv_events.publisher import Publisher
@@ -76,11 +77,22 @@ class CacheEvents:
             publisher.close()
 
 
-def _warn(endpoint: TcpEndpoint | None) -> None:
-    if endpoint is not None and not endpoint.is_loopback:
-        logger.warning(
-            "KV events leave this machine by tcp://%s:%d: whoever reads them reads the token ids of all prompts and "
-            "answers that are cached; a loopback address keeps them here",
-            endpoint.host,
-            endpoint.port,
-        )
+def _warn(endpoint: Endpoint | None) -> None:
+    """Say which other users and machines can read an address."""
+    if endpoint is None:
+        return
+    address = endpoint.of_replica(0)
+    if isinstance(endpoint, IpcEndpoint):
+        directory = os.path.dirname(endpoint.path)
+        if not os.stat(directory).st_mode & 0o077:
+            return
+        where, remedy = f"{address} is in a directory that other users can enter", f"chmod 700 {directory}"
+    elif endpoint.is_loopback:
+        where, remedy = f"every user of this machine can read {address}", "ipc:///PATH in a directory of mode 0700"
+    else:
+        where, remedy = f"{address} leaves this machine", "a loopback address, or ipc:///PATH"
+    logger.warning(
+        "KV events have the token ids of all prompts and answers that are cached, and %s; to keep them here: %s",
+        where,
+        remedy,
+    )

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
+import dataclasses
 import os
 import signal
+import socket
+import stat
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
+import httpx
+import psutil
 import pytest
 
 from arguments import parse_coordinator_arguments
+from megatron_ext.config.kv_events import LONGEST_IPC_PATH, KvEventsConfig
 from megatron_ext.config.routing import RoutingConfig
 from megatron_ext.coordinator.fleet import Fleet
-from megatron_ext.coordinator.launch import DEVICES_VARIABLE, Launcher, LaunchPlan, visible_devices
+from megatron_ext.coordinator.launch import DEVICES_VARIABLE, Launcher, LaunchPlan, plan_of, visible_devices
 from megatron_ext.errors import ConfigError
+from megatron_ext.kv_events.publisher import Publisher
 from megatron_ext.routing.router import Router
-from tests.unit_tests.support.fleet import eventually
+from tests.unit_tests.support.fleet import PATIENCE, FakeReplica, coordinator, eventually
 from tests.unit_tests.support.source import ROOT
 from tools import run_coordinator
 
@@ -112,6 +121,122 @@ asyncio.run(main())
         raise AssertionError("the replica lives")
 
 
+class TestPrivateEvents:
+    """SE-8: events of replicas that are started here go through a directory that no other user can enter."""
+
+    async def test_each_process_has_a_directory_of_its_own_which_goes_with_it(self, script, monkeypatch):
+        monkeypatch.setattr("megatron_ext.coordinator.launch.FIRST_PAUSE", 0.01)
+        fleet = Fleet(Router(RoutingConfig()), 5.0)
+        launcher = Launcher(plan(script, 2, has_private_events=True))
+        before = os.umask(0)
+        try:
+            launcher.start(fleet)
+            await launcher.all_ready()
+        finally:
+            os.umask(before)
+
+        def directory(number: int) -> Path:
+            flags, _ = ast.literal_eval((script.parent / "started" / str(launcher.pids[number])).read_text())
+            assert flags[-4::2] == ["--kv-events-endpoint", "--kv-events-replay-endpoint"]
+            events, replay = (Path(address.removeprefix("ipc://")) for address in flags[-3::2])
+            assert events.parent == replay.parent
+            assert events != replay
+            return events.parent
+
+        first, second = directory(0), directory(1)
+        assert first != second
+        assert {stat.S_IMODE(one.stat().st_mode) for one in (first, second)} == {0o700}
+        (first / "events").touch()  # as a process leaves it that is killed
+        dead = launcher.pids[0]
+        os.kill(dead, signal.SIGKILL)
+        await eventually(lambda: launcher.pids.get(0, dead) != dead and len(fleet.members) == 2)
+        assert not first.exists()
+        third = directory(0)
+        assert third.is_dir()
+        await launcher.close()
+        assert not second.exists()
+        assert not third.exists()
+        await fleet.close()
+
+    async def test_a_directory_that_cannot_be_created_is_tried_again(self, script, monkeypatch, caplog):
+        monkeypatch.setattr("megatron_ext.coordinator.launch.FIRST_PAUSE", 0.01)
+        monkeypatch.setattr(tempfile, "tempdir", str(script.parent / "missing"))
+        fleet = Fleet(Router(RoutingConfig()), 5.0)
+        launcher = Launcher(plan(script, 1, has_private_events=True))
+        launcher.start(fleet)
+        await eventually(lambda: "let TMPDIR name a directory that can be written" in caplog.text)
+        monkeypatch.setattr(tempfile, "tempdir", "/tmp")
+        await launcher.all_ready()
+        assert launcher.failure is None
+        await launcher.close()
+        await fleet.close()
+
+    def test_a_path_that_is_too_long(self, script, tmp_path, monkeypatch):
+        place = tmp_path / ("x" * LONGEST_IPC_PATH)
+        place.mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", str(place))
+        settings = parse_coordinator_arguments(["--launch", "1"])
+        with pytest.raises(ConfigError, match=r"^TMPDIR: .* let TMPDIR name a directory with a shorter path$"):
+            plan_of(settings, script)
+        assert not list(place.iterdir())
+        assert not plan_of(dataclasses.replace(settings, has_private_events=False), script).has_private_events
+
+    async def test_requests_go_where_events_say_and_no_port_publishes_them(self):
+        """Prompts that a launched replica was sent directly are routed to it, beside a replica without events."""
+        other = await FakeReplica(name="other", beat={"block_size": 16}).start()
+        words = ("--launch", "1", "--replica", other.url, "--inference-dynamic-batching-block-size", "16")
+        settings = parse_coordinator_arguments([*words, "--no-access-log"])
+        launcher = Launcher(plan_of(settings, ROOT / "tools/run_server.py"))
+        async with coordinator(other, launcher=launcher) as front:
+            (url,) = set(front.coordination.fleet.members) - {other.url}
+            launched = front.coordination.fleet.members[url]
+            (source,) = launched.beat.events
+            ports = listening(launcher.pids[0])
+            assert launched.address.port in ports
+            assert not [port for port in ports if speaks_zeromq(port)]
+            directory = Path(source.endpoint.removeprefix("ipc://")).parent
+            assert Path(source.replay.removeprefix("ipc://")).parent == directory
+            assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+
+            prompts = [[number] * 64 for number in range(3, 7)]
+            async with httpx.AsyncClient(base_url=url, timeout=PATIENCE) as client:
+                for prompt in prompts:
+                    answer = await client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 1})
+                    assert answer.status_code == 200, answer.text
+            views = front.coordination.router.replicas
+            await eventually(lambda: {one.name: one.blocks for one in views()}[url] >= len(prompts))
+            for prompt in prompts:
+                await front.complete(prompt, max_tokens=1)
+            assert not other.requests
+            for number in range(7, 11):
+                await front.complete([number] * 64, max_tokens=1)
+            assert other.requests, "prompts that are cached nowhere go to both"
+        assert not directory.exists()
+        await other.stop()
+
+
+def speaks_zeromq(port: int) -> bool:
+    """Whether a port greets as ZMTP has it: at once, with 0xff first. HTTP and gloo wait for the client."""
+    with socket.create_connection(("127.0.0.1", port), timeout=1.0) as client:
+        try:
+            return client.recv(1) == b"\xff"
+        except TimeoutError:
+            return False
+
+
+def test_zeromq_is_recognized():
+    one = Publisher(KvEventsConfig("tcp://127.0.0.1:0"))
+    assert speaks_zeromq(int(one.endpoint.rpartition(":")[2]))
+    one.close()
+
+
+def listening(pid: int) -> list[int]:
+    """TCP ports of a process and its children."""
+    processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    connections = [one for process in processes for one in process.net_connections("tcp")]
+    return [one.laddr.port for one in connections if one.status == psutil.CONN_LISTEN]
+
+
 class TestPlan:
     def test_several_ranks_are_a_world_of_their_own(self):
         command = LaunchPlan(Path("run_server.py"), ("--tensor-model-parallel-size", "2"), 3, world=2).command()
@@ -135,12 +260,24 @@ class TestCommandLine:
         words = "--launch 2 --port 9 --load ckpt --tensor-model-parallel-size 2 --hide-cache-counts --max-body-mb 1"
         settings = parse_coordinator_arguments([*words.split(), "--replica-timeout", "3", "--api-key", "secret"])
         assert settings.replica_world == 2
-        any_port = "tcp://127.0.0.1:0"
         assert settings.replica_flags == (
             *("--load", "ckpt", "--tensor-model-parallel-size", "2", "--max-body-mb", "1.0", "--hide-cache-counts"),
-            *("--kv-events-endpoint", any_port, "--kv-events-replay-endpoint", any_port),
         )
         assert (settings.coordinator.port, settings.coordinator.replica_timeout) == (9, 3.0)
+
+    @pytest.mark.parametrize(
+        ("words", "are_private"),
+        [
+            ("", True),
+            ("--kv-events-endpoint tcp://127.0.0.1:5557", False),
+            ("--no-inference-dynamic-batching-enable-prefix-caching", False),
+        ],
+    )
+    def test_where_replicas_publish_their_events(self, words, are_private):
+        """SE-8: to the coordinator alone, unless an endpoint is named, or nothing is cached that could be published."""
+        settings = parse_coordinator_arguments(["--launch", "1", *words.split()])
+        assert settings.has_private_events == are_private
+        assert settings.replica_flags == tuple(words.split())
 
     def test_policy_and_alpha_under_megatrons_names(self):
         caching = "--inference-dynamic-batching-prefix-caching"

@@ -9,8 +9,10 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from megatron_ext.config.fleet import CoordinatorConfig
+from megatron_ext.coordinator.coordination import Coordination
 from megatron_ext.coordinator.heartbeat import Heartbeat, reachable
-from megatron_ext.coordinator.member import Status
+from megatron_ext.coordinator.member import Member, Source, Status
 from megatron_ext.coordinator.replicas_file import read_replicas
 from megatron_ext.errors import ConfigError
 from tests.unit_tests.support.fleet import PATIENCE, FakeReplica, answers, coordinator, eventually, fleet
@@ -121,6 +123,20 @@ class TestJoining:
         for wrong in ({"block_size": "4"}, {"prompt_tokens": 5}, {"kv_events": [{}]}, {"steps": None}):
             with pytest.raises(ValueError, match="does not answer as a replica does"):
                 Heartbeat.of(fake.beat | wrong, "host")
+
+    @pytest.mark.parametrize(("host", "is_read"), [("127.0.0.1", True), ("10.0.0.5", False)])
+    async def test_socket_files_are_read_on_their_machine(self, caplog, host, is_read):
+        """SE-8: a path means nothing on another machine; what that replica holds is guessed, with a warning."""
+        url = f"http://{host}:8000"
+        events = [{"endpoint": "ipc:///nowhere/events", "replay": "ipc:///nowhere/replay", "topic": "t"}]
+        beat = Heartbeat.of(FakeReplica(beat={"kv_events": events}).beat, host)
+        coordination = Coordination(CoordinatorConfig(replica=(url,)))
+        member = coordination.fleet.members[url] = Member(url, Source.FLAG, beat)
+        coordination.router.join(url, beat.block_size)
+        coordination.fleet.on_join(member)
+        assert coordination.rows()[0]["has_events"] == is_read
+        assert ("give it a tcp:// endpoint" in caplog.text) != is_read
+        coordination.fleet.on_leave(member)
 
 
 class TestObserving:

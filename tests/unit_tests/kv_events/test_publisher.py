@@ -219,3 +219,41 @@ def test_an_address_that_is_taken():
     with pytest.raises(ConfigError, match=r"--kv-events-endpoint.*cannot be had"):
         Publisher(taken)
     world.close()
+
+
+class TestSocketFiles:
+    """SE-8: events over a path in place of a port."""
+
+    def test_events_and_replays(self, short_path):
+        config = KvEventsConfig(f"ipc://{short_path}/events", kv_events_replay_endpoint=f"ipc://{short_path}/replay")
+        scheduler = Scheduler(make_limits(), EvictionPolicyName.LRU, b"model", None)
+        one = Publisher(config, 1)
+        scheduler.cache.observer = one.changes
+        one.start(Mirror(scheduler.limits.block_size, has_states=False))
+        assert (one.endpoint, one.replay_endpoint) == (
+            f"ipc://{short_path}/events.1",
+            f"ipc://{short_path}/replay.1",
+        )
+        follower = Follower(one.replay_endpoint, scheduler.cache)
+        until(follower.has_all)
+        one.close()
+
+    def test_a_file_is_not_replaced(self, short_path):
+        file = short_path / "events"
+        file.write_text("precious")
+        with pytest.raises(ConfigError, match="exists and is not a socket; give another path"):
+            Publisher(KvEventsConfig(f"ipc://{file}"))
+        assert file.read_text() == "precious"
+
+    def test_a_socket_in_use_is_not_replaced_and_one_of_a_dead_process_is(self, short_path):
+        config = KvEventsConfig(f"ipc://{short_path}/events")
+        first = Publisher(config)
+        with pytest.raises(ConfigError, match="is in use by another process"):
+            Publisher(config)
+        first.close()
+        assert (short_path / "events").is_socket(), "libzmq leaves it"
+        Publisher(config).close()
+
+    def test_a_directory_that_is_not_there(self, short_path):
+        with pytest.raises(ConfigError, match=r"--kv-events-endpoint: ipc://.*cannot be had"):
+            Publisher(KvEventsConfig(f"ipc://{short_path}/nowhere/events"))

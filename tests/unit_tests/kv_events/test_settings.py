@@ -9,7 +9,7 @@ import pytest
 
 from arguments import parse_server_arguments
 from megatron_ext.config import EvictionPolicyName, RequestParams
-from megatron_ext.config.kv_events import KvEventsConfig, TcpEndpoint, parse_endpoint
+from megatron_ext.config.kv_events import LONGEST_IPC_PATH, IpcEndpoint, KvEventsConfig, TcpEndpoint, parse_endpoint
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.prefix_cache.shown import published_salt
@@ -52,8 +52,33 @@ def test_endpoints(text, bound, loopback, second):
     assert (endpoint.is_bound, endpoint.is_loopback, endpoint.of_replica(1)) == (bound, loopback, second)
 
 
+def test_socket_files():
+    """SE-8: a path of this machine; other replicas of the same world have their rank behind it."""
+    endpoint = parse_endpoint("ipc:///run/user/1000/events")
+    assert endpoint == IpcEndpoint("/run/user/1000/events")
+    assert endpoint.is_bound
+    assert [endpoint.of_replica(rank) for rank in (0, 3)] == [
+        "ipc:///run/user/1000/events",
+        "ipc:///run/user/1000/events.3",
+    ]
+
+
+def test_longest_socket_file():
+    """SE-8: a path that the kernel would cut off is refused, in bytes."""
+    longest = "ipc:///" + "x" * (LONGEST_IPC_PATH - 1)
+    assert KvEventsConfig(longest, kv_events_replay_endpoint=longest).endpoint is not None
+    for field in ("kv_events_endpoint", "kv_events_replay_endpoint"):
+        for too_long in (longest + "x", longest[:-1] + "é"):
+            with pytest.raises(ConfigError, match=rf"the path has {LONGEST_IPC_PATH + 1} bytes and may have"):
+                KvEventsConfig(**{"kv_events_endpoint": longest, field: too_long})
+
+
 @pytest.mark.parametrize(
-    "text", ["", "5557", "tcp://", "tcp://host", "tcp://:5557", "http://h:1", "tcp://*:x", "tcp://h:99999", "tcp://*:"]
+    "text",
+    [
+        *("", "5557", "tcp://", "tcp://host", "tcp://:5557", "http://h:1", "tcp://*:x", "tcp://h:99999", "tcp://*:"),
+        *("ipc://", "ipc://*", "ipc://events", "ipc://@abstract", "ipc:///tmp/", "ipc:///tmp/a\nb"),
+    ],
 )
 def test_what_is_no_endpoint(text):
     with pytest.raises(ConfigError, match=r"--kv-events-endpoint.*must be tcp://HOST:PORT"):
@@ -79,11 +104,25 @@ def test_contradictions(words, message):
 
 def test_what_leaves_the_machine_is_warned_of(caplog):
     """RP-1: token ids leave the process."""
-    with caplog.at_level(logging.WARNING), CacheEvents(KvEventsConfig("tcp://127.0.0.1:0")):
-        assert caplog.text == ""
     with caplog.at_level(logging.WARNING), CacheEvents(KvEventsConfig("tcp://*:0"), 2) as events:
         assert "token ids of all prompts" in caplog.text
+        assert "tcp://*:* leaves this machine" in caplog.text
         assert len({publisher.endpoint for publisher in events.publishers}) == 2
+
+
+@pytest.mark.parametrize(
+    ("mode", "endpoint", "said"),
+    [
+        (0o700, "tcp://127.0.0.1:0", "every user of this machine can read tcp://127.0.0.1:*"),
+        (0o710, "ipc://{}/events", "chmod 700"),
+        (0o700, "ipc://{}/events", None),
+    ],
+)
+def test_what_other_users_can_read_is_warned_of(short_path, caplog, mode, endpoint, said):
+    """SE-8: the loopback address is every user's; a socket file is that of those who can enter its directory."""
+    short_path.chmod(mode)
+    with caplog.at_level(logging.WARNING), CacheEvents(KvEventsConfig(endpoint.format(short_path))):
+        assert (said in caplog.text) if said else (caplog.text == "")
 
 
 def test_endpoint_of_any_free_port():

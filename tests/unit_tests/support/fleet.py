@@ -15,11 +15,13 @@ import httpx
 from megatron_ext.config.fleet import CoordinatorConfig
 from megatron_ext.config.routing import RoutingConfig
 from megatron_ext.coordinator.coordination import Coordination
+from megatron_ext.coordinator.launch import Launcher
 from megatron_ext.coordinator.member import Status
 from megatron_ext.coordinator.run import build_coordinator
 from megatron_ext.server.listening import bind
 
 PATIENCE = 20.0  # seconds until a test gives up; nothing is measured
+LAUNCH_PATIENCE = 120.0  # for a replica that loads a model
 BLOCK = 4
 EVENTS = [b'data: {"n": %d}\n\n' % n for n in range(3)] + [b"data: [DONE]\n\n"]
 
@@ -243,16 +245,21 @@ async def eventually(condition: Callable[[], bool]) -> None:
 
 @contextlib.asynccontextmanager
 async def coordinator(
-    *fakes: FakeReplica, policy: str = "longest_prefix", alpha: float = 0.5, **settings: object
+    *fakes: FakeReplica,
+    policy: str = "longest_prefix",
+    alpha: float = 0.5,
+    launcher: Launcher | None = None,
+    **settings: object,
 ) -> AsyncIterator[Fronted]:
     """A coordinator before these, all of which have joined."""
     given = {"replica_timeout": 5.0, "replica": tuple(fake.url for fake in fakes), "access_log": False} | settings
     config = CoordinatorConfig(routing=RoutingConfig(policy, alpha), **given)
     coordination = Coordination(config)
     ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    server = build_coordinator(coordination, ready.set_result)
+    server = build_coordinator(coordination, ready.set_result, launcher)
+    patience = PATIENCE if launcher is None else LAUNCH_PATIENCE
     serving = asyncio.ensure_future(server.serve(sockets=[bind("127.0.0.1", 0)]))
-    await asyncio.wait((serving, ready), timeout=PATIENCE, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait((serving, ready), timeout=patience, return_when=asyncio.FIRST_COMPLETED)
     url = ready.result()
     try:
         async with httpx.AsyncClient(base_url=url, timeout=PATIENCE) as client:
