@@ -8,6 +8,8 @@ import sys
 import traceback
 from collections.abc import Iterator
 
+from megatron_ext.errors import CheckpointError
+
 logger = logging.getLogger(__name__)
 
 _MOST_CHARACTERS = 500
@@ -49,7 +51,10 @@ class Faults:
             return
         self._logged.add(key)
         try:
-            logger.error("%s failed; %s goes on", what, self._owner, exc_info=error)
+            if isinstance(error, CheckpointError):  # a file of others: our traceback explains nothing
+                logger.error("%s failed; %s goes on: %s", what, self._owner, error)
+            else:
+                logger.error("%s failed; %s goes on", what, self._owner, exc_info=error)
         except Exception:  # the log is what is broken
             with contextlib.suppress(OSError, ValueError):  # and so may be standard error
                 traceback.print_exception(error, file=sys.stderr)

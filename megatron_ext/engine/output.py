@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from megatron_ext.engine.faults import Faults, describe
 from megatron_ext.engine.result import StepResult
+from megatron_ext.errors import CheckpointError
 from megatron_ext.scheduling.record import RequestRecord, Status
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
@@ -103,7 +104,7 @@ class OutputProcessor:
     def fail(self, request: Request, error: Exception) -> None:
         """Something that only this request needed has raised: it ends as FAILED."""
         self._faults.note(f"request {request.request_id}", error)
-        self._end(request, Status.FAILED, error=describe(error), is_fault=True)
+        self._end(request, Status.FAILED, error=describe(error), is_fault=not isinstance(error, CheckpointError))
 
     def _end(
         self,
@@ -133,7 +134,7 @@ class OutputProcessor:
         except Exception as error:
             self._faults.note(f"the record of request {request.request_id}", error)
             if request.status is not Status.FAILED:  # else it has its error
-                request.revise(Status.FAILED, error=describe(error), is_fault=True)
+                request.revise(Status.FAILED, error=describe(error), is_fault=not isinstance(error, CheckpointError))
             record = request.bare_record()
         with self._faults.absorbed("the future of a request"):
             if not output.future.done():

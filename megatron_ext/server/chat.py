@@ -29,6 +29,8 @@ class ChatFormat:
     def __init__(self, tokenizer: Tokenizer, *, parse_control: bool = False) -> None:
         self._tokenizer = tokenizer
         self._parse_control = parse_control
+        if isinstance(tokenizer, TextTokenizer):
+            tokenizer.prepare_chat()
 
     def render(self, messages: Sequence[Message], options: ChatOptions | None = None) -> RenderedChat:
         """The prompt that asks for the next answer, or for what `options` say.
@@ -39,7 +41,9 @@ class ChatFormat:
         if not isinstance(self._tokenizer, TextTokenizer):
             raise ConfigError("the model's tokenizer has no chat template; use /v1/completions")
         dicts = [message.to_dict() for message in messages]
-        return self._tokenizer.render_chat(dicts, parse_control=self._parse_control, options=options)
+        rendered = self._tokenizer.render_chat(dicts, parse_control=self._parse_control, options=options)
+        self.end_of_turn  # noqa: B018  # renders, too, and must not do so on the event loop, where it is read
+        return rendered
 
     @cached_property
     def end_of_turn(self) -> int | None:

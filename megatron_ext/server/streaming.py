@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from megatron_ext.config import RequestParams
+from megatron_ext.errors import ConfigError
 from megatron_ext.scheduling.record import RequestRecord
 from megatron_ext.server.answers import (
     Piece,
@@ -139,6 +140,9 @@ async def events(exchange: HttpExchange, reply: Reply, wanted: Wanted) -> AsyncI
             await exchange.next_update()
     except ApiError as error:
         yield event(error.to_dict())
+        return
+    except ConfigError as error:  # of a tokenizer that cannot make a text of the tokens
+        yield event(ApiError(400, str(error)).to_dict())
         return
     except Exception as error:  # of a text: it is this answer's alone
         logger.exception("a stream failed")

@@ -1,6 +1,7 @@
 """Conversations as text, by the Jinja template that comes with a chat model's tokenizer.
 
-Templates are other people's programs: they run in the sandbox that transformers runs them in, with the same helpers.
+Templates are programs that come with a checkpoint: they run in the sandbox that transformers runs them in, with the
+same helpers, and in a process of their own (`template_rendering`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import Any
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.files import read_json, read_text
+from megatron_ext.text.template_rendering import RENDERER
+from megatron_ext.text.template_worker import Rendering
 
 TEMPLATE_FILE = "chat_template.jinja"
 _LONGEST_TEMPLATE = 1024**2  # bytes
@@ -119,28 +122,16 @@ def render_chat(
 
     Raises:
         ConfigError: Messages that are none, or that the template refuses; options that it cannot be told; a template
-            that is broken.
+            that is broken, recurses without end, takes more than 5 s of CPU time, or makes more than 64 MB of text.
     """
-    import jinja2
-    from transformers.utils.chat_template_utils import render_jinja_template
-
     chat = _checked(messages)
     options.check(template)
-    try:
-        rendered, _ = render_jinja_template(
-            [chat],
-            tools=[dict(tool) for tool in options.tools] or None,
-            chat_template=template,
-            add_generation_prompt=options.add_generation_prompt,
-            continue_final_message=options.continue_final_message,
-            **special_tokens,
-            **options.variables,
-        )
-    except jinja2.TemplateSyntaxError as error:
-        raise ConfigError(f"the chat template is broken, line {error.lineno}: {error.message}") from error
-    except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise ConfigError(f"the chat template refuses the messages: {' '.join(str(error).split())}") from error
-    return rendered[0]
+    told = {
+        "tools": [dict(tool) for tool in options.tools] or None,
+        "add_generation_prompt": options.add_generation_prompt,
+        "continue_final_message": options.continue_final_message,
+    }
+    return RENDERER.render(Rendering(template, chat, told, {**special_tokens, **options.variables}))
 
 
 def _checked(messages: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:

@@ -16,12 +16,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.files import read_json
 from megatron_ext.text.chat_template import read_special_tokens
 from megatron_ext.text.control_tokens import AddedToken, ControlTokens
+from megatron_ext.text.rust_panics import CANNOT_ENCODE, panics_as_errors
 
 if TYPE_CHECKING:  # importing it takes seconds
     from transformers import PreTrainedTokenizerBase
@@ -51,6 +52,17 @@ class RenderedChat:
 
     text: str
     ids: Callable[[], list[int]]
+
+
+class _Normalizer(Protocol):
+    """The part of a tokenizer of `tokenizers` that changes a text before anything else does."""
+
+    def normalize_str(self, text: str) -> str: ...
+
+
+def _normal_form(normalizer: _Normalizer, text: str) -> str:
+    with panics_as_errors(CANNOT_ENCODE):
+        return normalizer.normalize_str(text)
 
 
 def _whole(text: str) -> str:
@@ -88,7 +100,7 @@ class ChatTokens:
             )
             for token_id, one in added.items()
         ]
-        self._control = ControlTokens(tokens, None if normalizer is None else normalizer.normalize_str)
+        self._control = ControlTokens(tokens, None if normalizer is None else partial(_normal_form, normalizer))
         self._renamed: RenamedTokenizer | None = None  # made when it is needed, from what was read at the start
 
     def render(
@@ -123,7 +135,8 @@ class ChatTokens:
 
     def _encode(self, marked: str, stand_ins: Mapping[int, str]) -> list[int]:
         if not self._is_fast:
-            return encode_in_python(self._tokenizer, marked, stand_ins)
+            with panics_as_errors(CANNOT_ENCODE):
+                return encode_in_python(self._tokenizer, marked, stand_ins)
         if self._renamed is None:
             self._renamed = RenamedTokenizer(self._tokenizer.to_str(), self._control)
         return self._renamed.encode(marked, stand_ins)
@@ -146,10 +159,11 @@ class RenamedTokenizer:
         nonce = secrets.token_hex(8)
         self._control = control
         self._names = {text: f"<|{nonce}-{token_id}|>" for text, token_id in control.special.items()}
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_str(renamed(serialized, self._names))
-        except Exception as error:  # `tokenizers` raises bare Exception
-            raise _cannot_be_told(str(error)) from error
+        with panics_as_errors("the tokenizer cannot be read"):
+            try:
+                self._tokenizer = tokenizers.Tokenizer.from_str(renamed(serialized, self._names))
+            except Exception as error:  # `tokenizers` raises bare Exception
+                raise _cannot_be_told(str(error)) from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         for text, token_id in control.special.items():
@@ -159,7 +173,8 @@ class RenamedTokenizer:
     def encode(self, marked: str, stand_ins: Mapping[int, str]) -> list[int]:
         """Ids of a rendered text: what it spells is a special token, what stand-ins stand for is text."""
         text = self._control.rename(marked, self._names).translate(stand_ins)
-        (encoding,) = self._tokenizer.encode_batch_fast([text])  # `encode` keeps Python's lock
+        with panics_as_errors(CANNOT_ENCODE):
+            (encoding,) = self._tokenizer.encode_batch_fast([text])  # `encode` keeps Python's lock
         return encoding.ids
 
 

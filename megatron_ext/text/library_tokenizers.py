@@ -14,6 +14,7 @@ from pathlib import Path
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.files import open_regular, read_text
+from megatron_ext.text.rust_panics import CANNOT_DECODE, CANNOT_ENCODE, panics_as_errors
 from megatron_ext.text.tokenizer_files import LONGEST_FILE
 
 DEFAULT_PATTERN, DEFAULT_SPECIAL_TOKENS = "v2", 1000
@@ -139,10 +140,11 @@ class Gpt2Tokenizer:
 
         for file in (vocab_file, merge_file):
             _require_file(file)
-        try:
-            model = tokenizers.models.BPE.from_file(str(vocab_file), str(merge_file))
-        except Exception as error:  # `tokenizers` raises bare Exception
-            raise ConfigError(f"{vocab_file} and {merge_file} are no byte pairs: {_reason(error)}") from error
+        with panics_as_errors(f"{vocab_file} and {merge_file} cannot be read"):
+            try:
+                model = tokenizers.models.BPE.from_file(str(vocab_file), str(merge_file))
+            except Exception as error:  # `tokenizers` raises bare Exception
+                raise ConfigError(f"{vocab_file} and {merge_file} are no byte pairs: {_reason(error)}") from error
         self.files = (vocab_file, merge_file)
         self._wrapped = tokenizers.Tokenizer(model)
         self._wrapped.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -156,12 +158,14 @@ class Gpt2Tokenizer:
 
     def tokenize(self, text: str) -> list[int]:
         """Ids of a text."""
-        (encoding,) = self._wrapped.encode_batch_fast([text])  # `encode` keeps Python's lock
+        with panics_as_errors(CANNOT_ENCODE):
+            (encoding,) = self._wrapped.encode_batch_fast([text])  # `encode` keeps Python's lock
         return list(encoding.ids)
 
     def detokenize(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         """Text of ids."""
-        return str(self._wrapped.decode(ids, skip_special_tokens=skip_special_tokens))
+        with panics_as_errors(CANNOT_DECODE):
+            return str(self._wrapped.decode(ids, skip_special_tokens=skip_special_tokens))
 
 
 def _require_package(name: str, kind: str) -> None:

@@ -13,6 +13,7 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.text.chat_template import ChatOptions, read_chat_template, read_special_tokens, render_chat
 from megatron_ext.text.chat_tokens import ChatTokens, Messages, RenderedChat, marked_special
 from megatron_ext.text.special_ids import special_ids
+from megatron_ext.text.template_rendering import RENDERER
 from megatron_ext.text.tokenizer_backends import AutoBackend, FastBackend
 from megatron_ext.text.tokenizer_files import TOKENIZER_FILE
 
@@ -151,6 +152,11 @@ class TextTokenizer:
         if isinstance(self._chat_template, ConfigError):
             raise self._chat_template
         return self._chat_template
+
+    def prepare_chat(self) -> None:
+        """Start the process that renders conversations, if there is a template, without waiting for it."""
+        if isinstance(self._chat_template, str):
+            RENDERER.start()
 
     def apply_chat_template(
         self, messages: Messages, add_generation_prompt: bool = True, *, options: ChatOptions | None = None

@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.files import read_text
+from megatron_ext.text.rust_panics import CANNOT_DECODE, CANNOT_ENCODE, panics_as_errors
 from megatron_ext.text.tokenizer_files import LONGEST_FILE, VOCABULARIES, check_files, has_tokenizer
 
 
@@ -32,10 +33,11 @@ class FastBackend(_Backend):
         import tokenizers
 
         text = read_text(file, LONGEST_FILE)
-        try:
-            tokenizer = tokenizers.Tokenizer.from_str(text)
-        except Exception as error:  # `tokenizers` raises bare Exception
-            raise ConfigError(f"{file} is no tokenizer: {error}") from error
+        with panics_as_errors(f"{file} cannot be read"):
+            try:
+                tokenizer = tokenizers.Tokenizer.from_str(text)
+            except Exception as error:  # `tokenizers` raises bare Exception
+                raise ConfigError(f"{file} is no tokenizer: {error}") from error
         # Saved truncation and padding belong to training batches: a prompt is neither cut nor filled up.
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -44,12 +46,14 @@ class FastBackend(_Backend):
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of a text, with the special tokens that the tokenizer adds or without."""
         # `encode` keeps Python's lock, so that 8 MB of text stopped all threads for 7 to 20 s.
-        (encoding,) = self.wrapped.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        with panics_as_errors(CANNOT_ENCODE):
+            (encoding,) = self.wrapped.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoding.ids
 
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
         """Text of ids."""
-        return self.wrapped.decode(ids, skip_special_tokens=skip_special_tokens)
+        with panics_as_errors(CANNOT_DECODE):
+            return self.wrapped.decode(ids, skip_special_tokens=skip_special_tokens)
 
     @property
     def serialized(self) -> str:
@@ -71,20 +75,23 @@ class AutoBackend(_Backend):
         brings_code = check_files(directory)
         from transformers import AutoTokenizer
 
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-        except Exception as error:  # of files that others wrote transformers may raise anything
-            reason = "it is code of its own (auto_map), which is never run" if brings_code else _first_line(error)
-            raise ConfigError(f"{directory}: the tokenizer cannot be read: {reason}") from error
+        with panics_as_errors(f"{directory}: the tokenizer cannot be read"):
+            try:
+                tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+            except Exception as error:  # of files that others wrote transformers may raise anything
+                reason = "it is code of its own (auto_map), which is never run" if brings_code else _first_line(error)
+                raise ConfigError(f"{directory}: the tokenizer cannot be read: {reason}") from error
         super().__init__(tokenizer, tokenizer.get_vocab())
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of a text, with the special tokens that the tokenizer adds or without."""
-        return self.wrapped.encode(text, add_special_tokens=add_special_tokens)
+        with panics_as_errors(CANNOT_ENCODE):
+            return self.wrapped.encode(text, add_special_tokens=add_special_tokens)
 
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
         """Text of ids."""
-        return self.wrapped.decode(ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+        with panics_as_errors(CANNOT_DECODE):
+            return self.wrapped.decode(ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
 
     @property
     def serialized(self) -> str | None:

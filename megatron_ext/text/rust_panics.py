@@ -1,0 +1,41 @@
+"""Panics of libraries written in Rust, as errors of the checkpoint whose files they met.
+
+`tokenizers` compiles the regular expressions of a `tokenizer.json` and panics where one of them gives up on a text.
+pyo3 makes of a panic an exception that derives from BaseException and cannot be imported: every library has its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from megatron_ext.errors import CheckpointError
+
+CANNOT_ENCODE = "the tokenizer cannot make tokens of this text"
+CANNOT_DECODE = "the tokenizer cannot make a text of these tokens"
+_MODULE, _NAME = "pyo3_runtime", "PanicException"
+
+
+def is_panic(error: BaseException) -> bool:
+    """Whether pyo3 has made an exception of a panic."""
+    kind = type(error)
+    return (kind.__module__, kind.__name__) == (_MODULE, _NAME)
+
+
+@contextlib.contextmanager
+def panics_as_errors(what: str) -> Iterator[None]:
+    """Raise a panic within the block as an error of the checkpoint; every other exception passes.
+
+    Args:
+        what: Subject of the error's sentence, such as "the tokenizer cannot encode this text".
+
+    Raises:
+        CheckpointError: A panic.
+    """
+    try:
+        yield
+    except BaseException as error:  # a panic is no Exception; all others are raised again
+        if not is_panic(error):
+            raise
+        reason = " ".join(str(error).split())
+        raise CheckpointError(f"{what}: {reason}; the checkpoint needs another tokenizer") from None

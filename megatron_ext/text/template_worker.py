@@ -1,0 +1,124 @@
+"""The process that renders chat templates, with a bound on CPU time and memory: `template_rendering` starts it.
+
+Requests are pickles of the process that started it, answers a kind and a text: nothing that a template makes is
+unpickled. Little is imported here, since a first conversation waits for it.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import resource
+import signal
+import struct
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+CPU_SECONDS = 5.0  # for one conversation
+LONGEST_TEXT = 64 * 2**20  # bytes of UTF-8
+MEMORY = 2**30  # bytes beside what the process has after its imports
+ANSWER = struct.Struct(">BQ")  # kind of an answer, bytes of its text
+QUESTION = struct.Struct(">dQ")  # CPU seconds and bytes of a request
+TEXT, REFUSED, NO_MEMORY = range(3)  # kinds of answers
+LONGEST_REASON = 1000  # characters; a template may refuse with any text
+ENCODING = ("utf-8", "surrogatepass")
+
+
+@dataclass(frozen=True)
+class Rendering:
+    """A conversation to render.
+
+    Attributes:
+        template: Jinja.
+        messages: As `render_chat` has checked them.
+        options: Further arguments of transformers' `render_jinja_template`.
+        variables: Those of the template.
+        cpu_seconds: After which the process is ended.
+    """
+
+    template: str
+    messages: list[dict[str, object]]
+    options: Mapping[str, object]
+    variables: Mapping[str, object] = field(default_factory=dict)
+    cpu_seconds: float = CPU_SECONDS
+
+
+def render(request: Rendering) -> tuple[int, str]:
+    """Kind of the answer and its text: the rendered conversation, or what is wrong with the template."""
+    import jinja2
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    try:
+        (text,), _ = render_jinja_template(
+            [request.messages], chat_template=request.template, **request.options, **request.variables
+        )
+    except jinja2.TemplateSyntaxError as error:
+        return REFUSED, f"the chat template is broken, line {error.lineno}: {_reason(error)}"
+    except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        return REFUSED, f"the chat template refuses the messages: {_reason(error)}"
+    except RecursionError:
+        return REFUSED, (
+            f"the chat template recurses beyond Python's limit of {sys.getrecursionlimit()} calls; "
+            "give the checkpoint another one"
+        )
+    except MemoryError:
+        return NO_MEMORY, ""
+    except Exception as error:  # Python may refuse to compile what Jinja makes of a template with anything
+        return REFUSED, f"the chat template is broken: {type(error).__name__}: {_reason(error)}"
+    return TEXT, text
+
+
+def _reason(error: BaseException) -> str:
+    return " ".join(str(error)[: 2 * LONGEST_REASON].split())[:LONGEST_REASON]
+
+
+def _answer(request: bytes) -> tuple[int, bytes]:
+    try:
+        kind, text = render(pickle.loads(request))
+        length = len(text)
+        data = text.encode(*ENCODING) if length <= LONGEST_TEXT else b""
+        length = max(length, len(data))
+    except MemoryError:
+        kind, data, length = NO_MEMORY, b"", 0
+    if length > LONGEST_TEXT:
+        kind = REFUSED
+        data = (
+            f"the chat template makes a text of more than {LONGEST_TEXT >> 20} MB; shorten the messages, "
+            "or give the checkpoint another template"
+        ).encode()
+    return kind, data
+
+
+def _bound_memory() -> None:
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    bound, hard = pages * os.sysconf("SC_PAGE_SIZE") + MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]
+    if hard == resource.RLIM_INFINITY or bound < hard:  # else there is a tighter one
+        resource.setrlimit(resource.RLIMIT_AS, (bound, hard))
+
+
+def serve(requests: BinaryIO, answers: BinaryIO) -> None:
+    """Answer until the other end closes. The kernel ends a process whose request takes too long: SIGPROF."""
+    import transformers.utils.chat_template_utils  # noqa: F401  # before memory is measured
+
+    _bound_memory()
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    while True:
+        head = requests.read(QUESTION.size)
+        if len(head) < QUESTION.size:
+            return
+        seconds, size = QUESTION.unpack(head)
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        kind, data = _answer(requests.read(size))
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        answers.write(ANSWER.pack(kind, len(data)) + data)
+        answers.flush()
+
+
+def main() -> None:
+    """Serve over standard input and output, which nothing else in this process may use."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    serve(sys.stdin.buffer, answers)

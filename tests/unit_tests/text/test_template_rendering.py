@@ -1,0 +1,211 @@
+"""SE-9: a chat template that recurses, runs on or grows without end is one line, and the next conversation is rendered.
+
+What templates make of conversations is compared with transformers in `test_chat_template`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+import pytest
+
+from megatron_ext.errors import CheckpointError, ConfigError
+from megatron_ext.text.chat_template import ChatOptions, render_chat
+from megatron_ext.text.template_rendering import MOST, TemplateProcess, TemplateRenderer
+from megatron_ext.text.template_worker import LONGEST_TEXT, Rendering
+from tests.unit_tests.support.source import ROOT
+
+MESSAGES: list[dict[str, object]] = [{"role": "user", "content": "Hello"}]
+OPTIONS = {"tools": None, "add_generation_prompt": True, "continue_final_message": False}
+PLAIN = Rendering("{{ messages[0].content }}!", MESSAGES, OPTIONS)
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+
+TOO_SLOW, TOO_MUCH, BROKEN = "1 s of CPU time", "MB", "the chat template is broken"
+VIOLATIONS = {
+    "nested loops": (ENDLESS, TOO_SLOW),
+    "a namespace that grows": (
+        "{% set n = namespace(x='a') %}{% for i in range(90000) %}{% for j in range(90000) %}"
+        "{% set n.x = 'b' ~ n.x[:9] %}{% endfor %}{% endfor %}",
+        TOO_SLOW,
+    ),
+    "one call that computes": ("{{ (messages|length + 9) ** (9 ** 9) % 7 }}", TOO_SLOW),
+    "one call that allocates": ("{{ messages[0].content * 10 ** 12 }}", TOO_MUCH),
+    "a constant": ("{{ 'a' * 10 ** 12 }}", TOO_MUCH),
+    "a long text": (f"{{{{ messages[0].content * {LONGEST_TEXT // 5 + 1} }}}}", "more than 64 MB"),
+    "a long text in bytes": (f"{{{{ '\u20ac' * {LONGEST_TEXT // 3 + 1} }}}}", "more than 64 MB"),
+    "joined": ("{{ ([messages[0].content * 10 ** 6] * 10 ** 6) | join }}", TOO_MUCH),
+    "centred": ("{{ messages[0].content | center(10 ** 12) }}", TOO_MUCH),
+    "formatted": ("{{ '%1000000000000d' % 1 }}", ""),
+    "a macro that calls itself": ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", "recurses"),
+    "nested brackets": ("{{ " + "(" * 9999 + "1" + ")" * 9999 + " }}", ""),
+    "nested blocks": ("{% for i in [1] %}" * 30 + "{% endfor %}" * 30, BROKEN),
+    "a long range": ("{% for i in range(10 ** 9) %}{% endfor %}", "refuses"),
+}
+
+
+@pytest.fixture
+def renderer() -> Iterator[TemplateRenderer]:
+    one = TemplateRenderer()
+    yield one
+    one.close()
+
+
+class Watched(TemplateRenderer):
+    """Notes which processes are used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used: list[int] = []
+        self.has_begun = threading.Event()
+
+    def _take(self) -> TemplateProcess:
+        process = super()._take()
+        self.used.append(process.pid)
+        self.has_begun.set()
+        return process
+
+
+@pytest.fixture
+def watched() -> Iterator[Watched]:
+    one = Watched()
+    yield one
+    one.close()
+
+
+@pytest.fixture(scope="module")
+def kept() -> Iterator[TemplateRenderer]:
+    """One for all templates: none of them leaves it unfit for the next."""
+    one = TemplateRenderer()
+    yield one
+    one.close()
+
+
+@pytest.mark.parametrize("name", VIOLATIONS)
+def test_one_line_and_the_next_one_is_rendered(kept, name):
+    template, said = VIOLATIONS[name]
+    with pytest.raises(CheckpointError) as caught:
+        kept.render(dataclasses.replace(PLAIN, template=template, cpu_seconds=1.0))
+    words = str(caught.value)
+    assert "chat template" in words
+    assert said in words
+    assert len(words.splitlines()) == 1
+    assert len(words) < 300
+    assert kept.render(PLAIN) == "Hello!"
+
+
+def test_the_bounds_of_conversations():
+    """5 s of CPU time, through the function that servers and offline runs call; the longest text is one."""
+    with pytest.raises(CheckpointError, match="more than 5 s of CPU time; shorten the messages, or give"):
+        render_chat(ENDLESS, MESSAGES, {}, ChatOptions())
+    longest = render_chat(f"{{{{ 'a' * {LONGEST_TEXT} }}}}", MESSAGES, {}, ChatOptions())
+    assert len(longest) == LONGEST_TEXT
+
+
+def test_one_process_serves_until_a_template_breaks_it(watched):
+    for _ in range(3):
+        assert watched.render(PLAIN) == "Hello!"
+    with pytest.raises(ConfigError, match="refuses the messages: no"):
+        watched.render(dataclasses.replace(PLAIN, template="{{ raise_exception('no') }}"))
+    assert watched.render(PLAIN) == "Hello!"
+    assert len(set(watched.used)) == 1
+    os.kill(watched.used[-1], signal.SIGKILL)
+    psutil.wait_procs([psutil.Process(watched.used[-1])])
+    assert watched.render(PLAIN) == "Hello!", "one that was killed while it was idle is replaced"
+    assert len(set(watched.used)) == 2
+
+
+def test_a_slow_conversation_delays_no_other(watched):
+    """Others use other processes; one that is killed is an error that says so."""
+    with ThreadPoolExecutor() as threads:
+        slow = threads.submit(watched.render, dataclasses.replace(PLAIN, template=ENDLESS, cpu_seconds=999.0))
+        assert watched.has_begun.wait(60)
+        first = watched.used[0]
+        assert watched.render(PLAIN) == watched.render(PLAIN) == "Hello!"
+        assert not slow.done()
+        os.kill(first, signal.SIGKILL)
+        with pytest.raises(CheckpointError, match=r"has ended with signal 9 \(SIGKILL\)"):
+            slow.result(60)
+    assert first not in watched.used[1:]
+
+
+def test_more_conversations_than_processes(watched):
+    with ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(watched.render, [PLAIN] * 40)) == ["Hello!"] * 40
+    assert len(set(watched.used)) <= MOST
+
+
+def test_an_exchange_that_is_interrupted_is_not_continued(watched, monkeypatch):
+    """The answer to a question that was given up would be taken for that to the next one."""
+    ask = TemplateProcess._ask
+
+    def interrupted(self, request, cpu_seconds):
+        ask(self, request, cpu_seconds)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TemplateProcess, "_ask", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            watched.render(PLAIN)
+    assert not psutil.pid_exists(watched.used[0])
+    assert watched.render(PLAIN) == "Hello!"
+
+
+def test_what_cannot_be_sent_is_refused(renderer):
+    nested: list[object] = []
+    for _ in range(10**5):
+        nested = [nested]
+    with pytest.raises(ConfigError, match="nested too deeply"):
+        renderer.render(dataclasses.replace(PLAIN, variables={"x": nested}))
+    with pytest.raises(ConfigError, match="can be given data only"):
+        renderer.render(dataclasses.replace(PLAIN, variables={"x": lambda: 0}))
+
+
+def test_half_of_a_character_comes_back(renderer):
+    """JSON can say that, and whoever tokenizes it refuses it."""
+    messages = [{"role": "user", "content": "\ud83d"}]
+    assert renderer.render(dataclasses.replace(PLAIN, messages=messages)) == "\ud83d!"
+
+
+def test_a_control_c_is_not_for_the_process(watched):
+    watched.render(PLAIN)
+    assert os.getsid(watched.used[0]) != os.getsid(0)
+
+
+def test_a_forked_process_has_its_own(tmp_path):
+    code = """
+import os
+from megatron_ext.text.template_rendering import RENDERER
+RENDERER.start()
+child = os.fork()
+if child == 0:
+    os._exit(len(RENDERER._idle))
+assert os.waitpid(child, 0)[1] == 0
+assert len(RENDERER._idle) == 1
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("end", ["pass", "os.kill(os.getpid(), 9)"], ids=["in order", "killed"])
+def test_processes_end_with_their_parent(end):
+    code = f"""
+import os
+from megatron_ext.text.template_rendering import RENDERER
+RENDERER.start()
+print(RENDERER._idle[0].pid, flush=True)
+{end}
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
+    try:
+        process = psutil.Process(int(done.stdout))
+    except psutil.NoSuchProcess:
+        return
+    process.wait(60)
