@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup demo test test-kernels test-gpu kernels oracles bench lint golden check-pins lock
+.PHONY: help setup demo test test-kernels test-gpu kernels oracles bench lint mutants golden check-pins lock
 .DEFAULT_GOAL := help
 
 help: ## Show this list.
@@ -62,6 +62,10 @@ lint: $(STAMP) ## Check style, formatting and types.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# ARGS: names of mutants, --package engine, --sample 15 --seed x; all of them take about an hour.
+mutants: $(STAMP) ## Plant each mistake of tests/mutants into a copy and run the tests that should find it.
+	$(BIN)/python -m tools.mutants $(ARGS)
 
 golden: $(STAMP) ## Write the golden values of the functional tests anew; review the diff.
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.functional_tests.regenerate $(ARGS)

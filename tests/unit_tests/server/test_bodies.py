@@ -9,10 +9,12 @@ import threading
 import time
 
 import pytest
+from fastapi import Request
 from pydantic import ValidationError
 
 from megatron_ext.config import ServerLimits
 from megatron_ext.server import body as bodies
+from megatron_ext.server.errors import ApiError
 from megatron_ext.server.protocol import ChatRequest, CompletionRequest
 from megatron_ext.server.texts import LONG_TEXT, TextEncoder
 from tests.unit_tests.server.test_errors import CHAT, COMPLETIONS, HEADERS, check_alive, check_error
@@ -44,6 +46,23 @@ class TestLength:
             assert response.status_code == status
         assert "longer than the 4096 bytes" in check_error(response, 413)["message"]
         check_alive(small)
+
+    @pytest.mark.parametrize("chunks", [2, 10])
+    def test_the_limit_is_that_of_all_chunks_together(self, chunks):
+        """Of a body without a Content-Length, in chunks of half the limit each."""
+        left = [{"type": "http.request", "body": b"x" * 50, "more_body": n < chunks} for n in range(1, chunks + 1)]
+
+        async def receive() -> dict[str, object]:
+            return left.pop(0)
+
+        reading = bodies.read_body(Request({"type": "http", "headers": []}, receive), 100)
+        if chunks == 2:
+            assert asyncio.run(reading) == b"x" * 100
+        else:
+            with pytest.raises(ApiError) as refused:
+                asyncio.run(reading)
+            assert refused.value.status == 413
+            assert len(left) == chunks - 3, "no more is read than it takes to see that it is too long"
 
     def test_a_length_that_is_too_long_is_refused_before_the_body_comes(self, small):
         host, port = small.url.removeprefix("http://").split(":")

@@ -1,0 +1,175 @@
+"""TE-6: every planted mistake of tests/mutants can be planted, and what runs them tells found from survived."""
+
+from __future__ import annotations
+
+import ast
+from argparse import Namespace
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tools import mutants
+from tools.mutants import ROOT, Change, Mutant, MutantError
+
+SUM = "def add(a, b):\n    if a:\n        total = a\n        total += b\n        return total\n    return b\n"
+TESTS = """\
+from megatron_ext.sums import add
+
+def test_of_two():
+    assert add(1, 2) == 3
+
+def test_of_nothing():
+    assert add(0, 0) == 0
+"""
+RECORDS = """\
+- name: subtracts
+  find: |
+    total = a
+    total += b
+  replace: |
+    total = a
+    total -= b
+  tests: [tests/test_sums.py]
+- name: zero-without-a
+  find: |
+    return b
+  replace: |
+    return 0
+  tests: ["tests/test_sums.py::test_of_nothing"]
+- name: hidden
+  find: "total += b"
+  replace: "total = total + b"
+  tests: [tests/test_sums.py]
+  equivalent: the same sum
+- name: without-a-test
+  find: "if a:"
+  replace: "if b:"
+  tests: ["tests/test_sums.py::test_of_three"]
+"""
+
+
+@cache
+def records() -> list[Mutant]:
+    return mutants.read_mutants(ROOT)
+
+
+@cache
+def names_in(path: Path) -> set[str]:
+    """Names of a file's classes and functions; methods as `Class::method`."""
+    named = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = [node for node in ast.parse(path.read_text()).body if isinstance(node, named)]
+    methods = [f"{node.name}::{member.name}" for node in nodes for member in node.body if isinstance(member, named)]
+    return {*(node.name for node in nodes), *methods}
+
+
+def test_each_text_occurs_once():
+    sources = mutants.read_sources(ROOT)
+    for mutant in records():
+        mutants.locate(mutant, sources)
+
+
+def test_each_named_test_exists():
+    for mutant in records():
+        for test in mutant.tests:
+            file, *parts = test.split("[")[0].split("::")
+            assert (ROOT / file).is_file() or ((ROOT / file).is_dir() and not parts), mutant.name
+            assert not parts or "::".join(parts) in names_in(ROOT / file), f"{mutant.name}: there is no {test}"
+
+
+class TestLocate:
+    """Texts are found whatever their indentation, and once."""
+
+    def changed(self, find: str, replace: str) -> str:
+        return mutants.locate(Mutant("x", find, replace, ("t",)), {Path("sums.py"): SUM}).after
+
+    def test_lines_have_the_indentation_of_the_source(self):
+        assert self.changed("total = a\ntotal += b", "total = b\ntotal += a") == SUM.replace("= a", "= b").replace(
+            "+= b", "+= a"
+        )
+
+    def test_a_part_of_a_line(self):
+        assert self.changed("+= b\nreturn", "-= b\nreturn") == SUM.replace("+=", "-=")
+
+    def test_deeper_lines(self):
+        assert self.changed("if a:\n    total = a\n", "if a:\n    total = 1\n") == SUM.replace("= a", "= 1")
+
+    @pytest.mark.parametrize("find", ["return", "total = a\n    total += b", "nothing"])
+    def test_not_once(self, find):
+        with pytest.raises(MutantError, match="occurs"):
+            self.changed(find, "pass")
+
+    def test_the_same_text(self):
+        with pytest.raises(MutantError, match="same"):
+            self.changed("if a:", "if a:")
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A project with a package of the same name as ours: a child that imports ours finds no `sums` in it."""
+    texts = {
+        "pyproject.toml": "[tool.pytest.ini_options]\npythonpath = ['.']\n",
+        "megatron_ext/__init__.py": "",
+        "megatron_ext/sums.py": SUM,
+        "tests/test_sums.py": TESTS,
+        "tests/mutants/sums.yaml": RECORDS,
+    }
+    for name, text in texts.items():
+        path = tmp_path / "tree" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return tmp_path / "tree"
+
+
+def test_found_and_survived(tree, capsys):
+    names = ["subtracts", "zero-without-a", "hidden"]
+    assert mutants.main(["--root", str(tree), "--jobs", "1", *names]) == 1
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    states = {line[0]: line[1] for line in lines if line and line[0] in names}
+    assert states == {"subtracts": "found", "zero-without-a": "survived", "hidden": "equivalent"}
+    assert (tree / "megatron_ext" / "sums.py").read_text() == SUM
+
+
+def test_all_found(tree):
+    assert mutants.main(["--root", str(tree), "--jobs", "1", "subtracts"]) == 0
+
+
+def test_tests_that_fail_without_a_mistake(tree, capsys):
+    """As one does that does not exist, or that finds what is not there."""
+    assert mutants.main(["--root", str(tree), "--jobs", "1", "without-a-test"]) == 1
+    assert "without a mistake" in capsys.readouterr().err
+
+
+def test_a_test_that_hangs(tree, monkeypatch, capsys):
+    (tree / "tests" / "mutants" / "sums.yaml").write_text(
+        "- {name: hangs, find: total += b, replace: 'while True: pass', tests: [tests/test_sums.py]}"
+    )
+    monkeypatch.setattr(mutants, "SHORTEST_BOUND", 1.0)
+    monkeypatch.setattr(mutants, "TIMES_AS_LONG", 1)
+    assert mutants.main(["--root", str(tree)]) == 0
+    assert "1 found (hangs)" in capsys.readouterr().out
+
+
+CHANGES = {f"m{n}": Change(Path("megatron_ext", f"part{n % 2}", "x.py"), "", "") for n in range(20)}
+
+
+class TestChoose:
+    """Of all mutants: those named, those of a package, a sample by a seed."""
+
+    def chosen(self, names=(), package=(), sample=None, seed="0"):
+        return mutants.choose(CHANGES, Namespace(names=names, package=package, sample=sample, seed=seed))
+
+    def test_a_sample_depends_on_the_seed_alone(self):
+        first = self.chosen(sample=5, seed="a")
+        assert len(set(first)) == 5
+        assert first == self.chosen(sample=5, seed="a")
+        assert any(first != self.chosen(sample=5, seed=seed) for seed in "bcdef")
+
+    def test_names_and_packages(self):
+        assert self.chosen(names=["m3"]) == ["m3"]
+        assert self.chosen(package=["part1"], sample=50) == [f"m{n}" for n in range(1, 20, 2)]
+
+    @pytest.mark.parametrize("given", [{"names": ["m30"]}, {"package": ["part2"]}])
+    def test_what_is_unknown(self, given):
+        with pytest.raises(MutantError, match="there is no"):
+            self.chosen(**given)

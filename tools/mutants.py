@@ -1,0 +1,385 @@
+#!/usr/bin/env python
+"""Planted mistakes: do the tests find each one of tests/mutants/*.yaml?
+
+A record of such a file is one mistake:
+
+    - name: salt-on-every-block     # unique over all files
+      find: |                       # exact text, once in the sources of megatron_ext, arguments and tools together
+        if first:
+            salt = request.salt
+      replace: |
+        salt = request.salt
+      tests: [tests/unit_tests/kv_events/test_changes.py::test_salt]  # what should find it: files or pytest ids
+      equivalent: "reason"          # optional: no test can find it, so it is not run
+
+`find` has no path, so that it survives a move. One trailing newline of `find` and `replace` does not count, and their
+lines after the first have the indentation of the source's line on top of their own: write both without it. A part of
+a line is fine too.
+
+Mistakes are applied to a copy of the tree, one at a time, and only there are tests run: first all chosen tests without
+a mistake, which must pass, then those of each mistake. A test that fails, or runs ten times as long as before (two
+minutes at least), has found it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import os
+import queue
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from tqdm import tqdm
+
+ROOT = Path(__file__).resolve().parents[1]
+RECORDS = Path("tests/mutants")
+FOLDERS = ("megatron_ext", "arguments", "tools")
+SUFFIXES = {".py", ".cpp", ".h", ".html", ".jinja"}
+COMPILED = {".cpp", ".h"}
+FIELDS = {"name", "find", "replace", "tests"}
+SHORTEST_BOUND = 120.0  # seconds; below this, a slow machine looks like a test that hangs
+TIMES_AS_LONG = 10
+FOUND, HANGS, SURVIVED, ERROR, EQUIVALENT = "found", "found (hangs)", "survived", "error", "equivalent"
+COMPILE = "from megatron_ext.ops import cpp; raise SystemExit(not cpp.are_used())"
+
+
+class MutantError(Exception):
+    """A record, or the run as a whole, is not usable. The message is one line, or ends with the output of pytest."""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One planted mistake, as its record gives it.
+
+    Attributes:
+        name: Unique over all files.
+        find: Text in the sources, without the indentation of its first line.
+        replace: Text in its place.
+        tests: Files or ids of pytest, relative to the root of the tree.
+        equivalent: Why no test can find it; empty if one should.
+    """
+
+    name: str
+    find: str
+    replace: str
+    tests: tuple[str, ...]
+    equivalent: str = ""
+
+
+@dataclass(frozen=True)
+class Change:
+    """The file that a mutant changes, relative to the root of the tree, before and after."""
+
+    path: Path
+    before: str
+    after: str
+
+    @property
+    def package(self) -> str:
+        """Package of megatron_ext, or the file of megatron_ext without its suffix, or `arguments` or `tools`."""
+        parts = self.path.with_suffix("").parts
+        return parts[1] if parts[0] == "megatron_ext" else parts[0]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Result of one mutant: its state, how long its tests took in seconds, and the end of pytest's output."""
+
+    name: str
+    state: str
+    seconds: float = 0.0
+    detail: str = ""
+
+
+def read_mutants(root: Path) -> list[Mutant]:
+    """Read the records of all files, in order.
+
+    Raises:
+        MutantError: A record lacks a field, has an unknown one, or a name occurs twice.
+    """
+    mutants = []
+    for path in sorted((root / RECORDS).glob("*.yaml")):
+        for record in yaml.safe_load(path.read_text()) or []:
+            if not isinstance(record, dict) or set(record) - {"equivalent"} != FIELDS or not record["tests"]:
+                raise MutantError(f"{path.name}: a record has {sorted(FIELDS)} and may have `equivalent`: {record}")
+            texts = {field: record[field].removesuffix("\n") for field in ("find", "replace")}
+            mutants.append(Mutant(**{**record, **texts, "tests": tuple(record["tests"])}))
+    twice = [name for name, count in Counter(mutant.name for mutant in mutants).items() if count > 1]
+    if twice:
+        raise MutantError(f"names that occur twice: {', '.join(twice)}")
+    return mutants
+
+
+def read_sources(root: Path) -> dict[Path, str]:
+    """Read the files that mistakes are planted in: path relative to `root` -> text."""
+    paths = (path for folder in FOLDERS for path in sorted((root / folder).rglob("*")) if path.suffix in SUFFIXES)
+    return {path.relative_to(root): path.read_text() for path in paths}
+
+
+def locate(mutant: Mutant, sources: Mapping[Path, str]) -> Change:
+    """Find the one place of a mutant's text and put its replacement there.
+
+    Raises:
+        MutantError: The text occurs nowhere or more than once, or the replacement is the same text.
+    """
+    places = [(path, *place) for path, text in sources.items() for place in _places(mutant.find, text)]
+    if len(places) != 1:
+        where = ", ".join(f"{path}:{sources[path].count(chr(10), 0, begin) + 1}" for path, begin, *_ in places)
+        raise MutantError(f"{mutant.name}: its text occurs {len(places)} times, not once {where}".rstrip())
+    [(path, begin, end, indent)] = places
+    text = sources[path]
+    after = text[:begin] + _indented(mutant.replace, indent) + text[end:]
+    if after == text:
+        raise MutantError(f"{mutant.name}: the replacement is the same text")
+    return Change(path, text, after)
+
+
+def _places(find: str, text: str) -> Iterator[tuple[int, int, str]]:
+    """Yield begin, end and indentation of each occurrence."""
+    for match in re.finditer(re.escape(find.split("\n", 1)[0]), text):
+        line = text[text.rfind("\n", 0, match.start()) + 1 : match.start()]
+        indent = line[: len(line) - len(line.lstrip())]
+        whole = _indented(find, indent)
+        if text.startswith(whole, match.start()):
+            yield match.start(), match.start() + len(whole), indent
+
+
+def _indented(text: str, indent: str) -> str:
+    """Indent every line but the first and empty ones."""
+    first, *rest = text.split("\n")
+    return "\n".join([first, *(indent + line if line else line for line in rest)])
+
+
+def choose(changes: Mapping[str, Change], options: argparse.Namespace) -> list[str]:
+    """Choose names of mutants: by name, by package, and a sample of these.
+
+    Raises:
+        MutantError: A name or a package has no mutant.
+    """
+    packages = {change.package for change in changes.values()}
+    for kind, given, known in (("mutant", options.names, changes), ("package with mutants", options.package, packages)):
+        if unknown := [name for name in given if name not in known]:
+            raise MutantError(f"there is no {kind} {', '.join(unknown)}")
+    chosen = [
+        name
+        for name, change in changes.items()
+        if (not options.names or name in options.names) and (not options.package or change.package in options.package)
+    ]
+    if options.sample is None or options.sample >= len(chosen):
+        return chosen
+    return random.Random(options.seed).sample(chosen, options.sample)
+
+
+class Copy:
+    """A copy of the tree in a temporary directory, where one mistake at a time is planted."""
+
+    def __init__(self, root: Path, folder: Path) -> None:
+        ignored = root / ".gitignore"
+        patterns = [line.strip("/") for line in ignored.read_text().split()] if ignored.exists() else []
+        shutil.copytree(root, folder, symlinks=True, ignore=shutil.ignore_patterns(".git", *patterns))
+        self._folder = folder
+        # Python compiles a file anew when its time in seconds or its size changes; edits follow each other faster.
+        self._times = itertools.count(int(time.time()) + 1)
+        self._child: subprocess.Popen[str] | None = None
+
+    def check_imports(self) -> None:
+        """Make sure that a child imports this copy, and compile its operators if there are any.
+
+        Raises:
+            MutantError: The child fails, or imports another tree.
+        """
+        code, output = self.python("-c", "import megatron_ext; print(megatron_ext.__file__)")
+        if code != 0 or Path(output.split("\n")[-2]).parents[1] != self._folder.resolve():
+            raise MutantError(f"a child does not import the copy in {self._folder}:\n{output}")
+        if (self._folder / "megatron_ext" / "ops" / "cpp").exists():
+            self.python("-c", COMPILE)
+
+    def run_unmodified(self, tests: Sequence[str], processes: int) -> dict[str, float]:
+        """Run tests without a mistake.
+
+        Returns:
+            The seconds that each file's tests took.
+
+        Raises:
+            MutantError: One fails, so that it would find every mistake.
+        """
+        report = self._folder / "unmodified.xml"
+        options = ("-o", "junit_family=xunit1", f"--junitxml={report}", "-n", str(processes))
+        code, output = self.pytest(*options, *tests)
+        if code != 0:
+            raise MutantError(f"tests fail without a mistake (exit code {code}):\n{output}")
+        seconds: Counter[str] = Counter()
+        for case in xml.etree.ElementTree.parse(report).iter("testcase"):
+            seconds[case.get("file", "")] += float(case.get("time", "0"))
+        return seconds
+
+    def try_mutant(self, mutant: Mutant, change: Change, seconds: Mapping[str, float]) -> Outcome:
+        """Plant one mistake, run its tests, and take it away again."""
+        expected = sum(seconds.get(file, 0.0) for file in {test.split("::")[0] for test in mutant.tests})
+        with self._planted(change), tempfile.TemporaryDirectory() as cache:
+            extra = {}
+            if change.path.suffix in COMPILED:  # the user's cache keeps a few builds, none of them with a mistake
+                extra["XDG_CACHE_HOME"] = cache
+                code, output = self.python("-c", COMPILE, extra=extra)
+                if code != 0:
+                    return Outcome(mutant.name, ERROR, detail=f"its C++ operators are not used:\n{output}")
+            started = time.monotonic()
+            bound = max(SHORTEST_BOUND, TIMES_AS_LONG * expected)
+            code, output = self.pytest("-x", *mutant.tests, timeout=bound, extra=extra)
+        state = {None: HANGS, 0: SURVIVED, 1: FOUND}.get(code, ERROR)
+        return Outcome(mutant.name, state, time.monotonic() - started, output)
+
+    @contextlib.contextmanager
+    def _planted(self, change: Change) -> Iterator[None]:
+        self._write(change.path, change.after)
+        try:
+            yield
+        finally:
+            self._write(change.path, change.before)
+
+    def _write(self, path: Path, text: str) -> None:
+        (self._folder / path).write_text(text)
+        now = next(self._times)
+        os.utime(self._folder / path, (now, now))
+
+    def pytest(self, *options: str, **limits: Any) -> tuple[int | None, str]:
+        """Run pytest in the copy; `limits` and what is returned are those of `python`."""
+        return self.python("-m", "pytest", "-q", "-p", "no:cacheprovider", *options, **limits)
+
+    def python(
+        self, *arguments: str, timeout: float | None = None, extra: Mapping[str, str] | None = None
+    ) -> tuple[int | None, str]:
+        """Run Python in the copy.
+
+        Args:
+            arguments: Of the interpreter.
+            timeout: Seconds after which it is ended.
+            extra: Environment variables on top.
+
+        Returns:
+            Its exit code, None if it was ended, and what it wrote to both streams.
+        """
+        left_out = ("PYTEST_", "PYTHON", "TEST_PRIORITY")
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(left_out)}
+        threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        with tempfile.TemporaryFile("w+", errors="replace") as file:  # a pipe would stay open in orphans of the child
+            self._child = subprocess.Popen(
+                [sys.executable, *arguments],
+                cwd=self._folder,
+                env={**environment, **threads, "PYTHONPATH": str(self._folder), **(extra or {})},
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
+            try:
+                code: int | None = self._child.wait(timeout)
+            except subprocess.TimeoutExpired:
+                code = None
+            finally:
+                self.stop()
+            file.seek(0)
+            return code, file.read()
+
+    def stop(self) -> None:
+        """End the child, if there is one, and what it started."""
+        if self._child is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._child.pid, signal.SIGKILL)
+            self._child.wait()
+
+
+def run(root: Path, mutants: Sequence[Mutant], changes: Mapping[str, Change], jobs: int) -> list[Outcome]:
+    """Run tests unmodified, then try every mutant, several at a time in a copy each.
+
+    Raises:
+        MutantError: The tests fail without a mistake.
+    """
+    outcomes = [Outcome(mutant.name, EQUIVALENT, detail=mutant.equivalent) for mutant in mutants if mutant.equivalent]
+    mutants = [mutant for mutant in mutants if not mutant.equivalent]
+    if not mutants:
+        return outcomes
+    jobs = min(jobs, len(mutants))
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder, ThreadPoolExecutor(jobs) as pool:
+        copies = [Copy(root, Path(folder).resolve() / str(number)) for number in range(jobs)]
+        free: queue.SimpleQueue[Copy] = queue.SimpleQueue()
+
+        def try_one(mutant: Mutant) -> Outcome:
+            copy = free.get()
+            try:
+                return copy.try_mutant(mutant, changes[mutant.name], seconds)
+            finally:
+                free.put(copy)
+
+        try:
+            for copy in copies:
+                copy.check_imports()
+                free.put(copy)
+            tests = sorted({test for mutant in mutants for test in mutant.tests})
+            tqdm.write(f"{len(mutants)} mutants; their tests without any, in {len(tests)} places", file=sys.stderr)
+            seconds = copies[0].run_unmodified(tests, jobs)
+            outcomes += tqdm(pool.map(try_one, mutants), total=len(mutants), unit="mutant")
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for copy in copies:
+                copy.stop()
+    return outcomes
+
+
+def show(outcomes: Sequence[Outcome], changes: Mapping[str, Change]) -> None:
+    """Print a table, and the end of the output of each mutant that was not found."""
+    width = max((len(outcome.name) for outcome in outcomes), default=0)
+    for outcome in outcomes:
+        reason = f"  {outcome.detail}" if outcome.state == EQUIVALENT else ""
+        place = changes[outcome.name].path
+        print(f"{outcome.name:{width}}  {outcome.state:13}  {outcome.seconds:5.0f} s  {place}{reason}")
+    for outcome in outcomes:
+        if outcome.state in (SURVIVED, ERROR):
+            print(f"\n{outcome.name}: {outcome.state}\n{outcome.detail[-2000:]}")
+    counts = Counter(outcome.state for outcome in outcomes)
+    print("\n" + ", ".join(f"{count} {state}" for state, count in counts.items()))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line and run; the exit code is 1 if a mutant survives or cannot be run."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help="mutants to try; all if none is named")
+    parser.add_argument("--package", nargs="+", default=[], help="those in these packages of megatron_ext only")
+    parser.add_argument("--sample", type=int, metavar="N", help="try N of them only, by --seed")
+    parser.add_argument("--seed", default="0", help="any text")
+    parser.add_argument("--jobs", type=int, default=2, help="how many are tried at a time (2)")
+    parser.add_argument("--root", type=Path, default=ROOT, help="the tree (this one)")
+    options = parser.parse_args(arguments)
+    try:
+        mutants = read_mutants(options.root)
+        sources = read_sources(options.root)
+        changes = {mutant.name: locate(mutant, sources) for mutant in mutants}
+        chosen = choose(changes, options)
+        by_name = {mutant.name: mutant for mutant in mutants}
+        outcomes = run(options.root, [by_name[name] for name in chosen], changes, options.jobs)
+    except MutantError as error:
+        print(error, file=sys.stderr)
+        return 1
+    show(outcomes, changes)
+    return int(any(outcome.state in (SURVIVED, ERROR) for outcome in outcomes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
