@@ -17,8 +17,8 @@ lines after the first have the indentation of the source's line on top of their 
 a line is fine too.
 
 Mistakes are applied to a copy of the tree, one at a time, and only there are tests run: first all chosen tests without
-a mistake, which must pass, then those of each mistake. A test that fails, or runs ten times as long as before (two
-minutes at least), has found it.
+a mistake, which must pass, then those of each mistake. A test that fails, crashes, or runs ten times as long as
+before (five minutes at least) has found it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -53,9 +53,10 @@ FOLDERS = ("megatron_ext", "arguments", "tools")
 SUFFIXES = {".py", ".cpp", ".h", ".html", ".jinja"}
 COMPILED = {".cpp", ".h"}
 FIELDS = {"name", "find", "replace", "tests"}
-SHORTEST_BOUND = 120.0  # seconds; below this, a slow machine looks like a test that hangs
+SHORTEST_BOUND = 300.0  # seconds; below this, a busy machine looks like a test that hangs
 TIMES_AS_LONG = 10
-FOUND, HANGS, SURVIVED, ERROR, EQUIVALENT = "found", "found (hangs)", "survived", "error", "equivalent"
+FOUND, HANGS, CRASHES = "found", "found (hangs)", "found (crashes)"
+SURVIVED, ERROR, EQUIVALENT = "survived", "error", "equivalent"
 COMPILE = "from megatron_ext.ops import cpp; raise SystemExit(not cpp.are_used())"
 
 
@@ -116,7 +117,8 @@ def read_mutants(root: Path) -> list[Mutant]:
     mutants = []
     for path in sorted((root / RECORDS).glob("*.yaml")):
         for record in yaml.safe_load(path.read_text()) or []:
-            if not isinstance(record, dict) or set(record) - {"equivalent"} != FIELDS or not record["tests"]:
+            is_whole = isinstance(record, dict) and set(record) - {"equivalent"} == FIELDS
+            if not is_whole or not (record["tests"] or record.get("equivalent")):
                 raise MutantError(f"{path.name}: a record has {sorted(FIELDS)} and may have `equivalent`: {record}")
             texts = {field: record[field].removesuffix("\n") for field in ("find", "replace")}
             mutants.append(Mutant(**{**record, **texts, "tests": tuple(record["tests"])}))
@@ -220,11 +222,11 @@ class Copy:
             MutantError: One fails, so that it would find every mistake.
         """
         report = self._folder / "unmodified.xml"
-        options = ("-o", "junit_family=xunit1", f"--junitxml={report}", "-n", str(processes))
-        code, output = self.pytest(*options, *tests)
+        parallel = ("-n", str(processes)) if processes > 1 else ()
+        code, output = self.pytest("-o", "junit_family=xunit1", f"--junitxml={report}", *parallel, *tests)
         if code != 0:
             raise MutantError(f"tests fail without a mistake (exit code {code}):\n{output}")
-        seconds: Counter[str] = Counter()
+        seconds: defaultdict[str, float] = defaultdict(float)
         for case in xml.etree.ElementTree.parse(report).iter("testcase"):
             seconds[case.get("file", "")] += float(case.get("time", "0"))
         return seconds
@@ -242,8 +244,7 @@ class Copy:
             started = time.monotonic()
             bound = max(SHORTEST_BOUND, TIMES_AS_LONG * expected)
             code, output = self.pytest("-x", *mutant.tests, timeout=bound, extra=extra)
-        state = {None: HANGS, 0: SURVIVED, 1: FOUND}.get(code, ERROR)
-        return Outcome(mutant.name, state, time.monotonic() - started, output)
+        return Outcome(mutant.name, _state(code), time.monotonic() - started, output)
 
     @contextlib.contextmanager
     def _planted(self, change: Change) -> Iterator[None]:
@@ -306,6 +307,13 @@ class Copy:
             self._child.wait()
 
 
+def _state(code: int | None) -> str:
+    """What the exit code of a mutant's tests says; None if they were ended."""
+    if code is not None and code < 0 and code != -signal.SIGKILL:  # which comes from outside, for want of memory
+        return CRASHES
+    return {None: HANGS, 0: SURVIVED, 1: FOUND}.get(code, ERROR)
+
+
 def run(root: Path, mutants: Sequence[Mutant], changes: Mapping[str, Change], jobs: int) -> list[Outcome]:
     """Run tests unmodified, then try every mutant, several at a time in a copy each.
 
@@ -335,7 +343,10 @@ def run(root: Path, mutants: Sequence[Mutant], changes: Mapping[str, Change], jo
             tests = sorted({test for mutant in mutants for test in mutant.tests})
             tqdm.write(f"{len(mutants)} mutants; their tests without any, in {len(tests)} places", file=sys.stderr)
             seconds = copies[0].run_unmodified(tests, jobs)
-            outcomes += tqdm(pool.map(try_one, mutants), total=len(mutants), unit="mutant")
+            for outcome in tqdm(pool.map(try_one, mutants), total=len(mutants), unit="mutant"):
+                outcomes.append(outcome)
+                if outcome.state in (SURVIVED, ERROR):
+                    tqdm.write(f"{outcome.name}: {outcome.state}", file=sys.stderr)
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
             for copy in copies:
@@ -349,7 +360,7 @@ def show(outcomes: Sequence[Outcome], changes: Mapping[str, Change]) -> None:
     for outcome in outcomes:
         reason = f"  {outcome.detail}" if outcome.state == EQUIVALENT else ""
         place = changes[outcome.name].path
-        print(f"{outcome.name:{width}}  {outcome.state:13}  {outcome.seconds:5.0f} s  {place}{reason}")
+        print(f"{outcome.name:{width}}  {outcome.state:15}  {outcome.seconds:5.0f} s  {place}{reason}")
     for outcome in outcomes:
         if outcome.state in (SURVIVED, ERROR):
             print(f"\n{outcome.name}: {outcome.state}\n{outcome.detail[-2000:]}")
@@ -382,4 +393,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # children have sessions of their own, and are ended
     sys.exit(main())

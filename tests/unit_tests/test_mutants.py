@@ -130,10 +130,6 @@ def test_found_and_survived(tree, capsys):
     assert (tree / "megatron_ext" / "sums.py").read_text() == SUM
 
 
-def test_all_found(tree):
-    assert mutants.main(["--root", str(tree), "--jobs", "1", "subtracts"]) == 0
-
-
 def test_tests_that_fail_without_a_mistake(tree, capsys):
     """As one does that does not exist, or that finds what is not there."""
     assert mutants.main(["--root", str(tree), "--jobs", "1", "without-a-test"]) == 1
@@ -151,6 +147,16 @@ def test_a_test_that_hangs(tree, monkeypatch, capsys):
 
 
 CHANGES = {f"m{n}": Change(Path("megatron_ext", f"part{n % 2}", "x.py"), "", "") for n in range(20)}
+
+
+@pytest.mark.parametrize(
+    ("code", "state"),
+    [(1, mutants.FOUND), (0, mutants.SURVIVED), (None, mutants.HANGS), (-11, mutants.CRASHES)]
+    + [(code, mutants.ERROR) for code in (2, 3, 4, 5, -9)],
+)
+def test_what_an_exit_code_says(code, state):
+    """An interrupt, an error of pytest, no tests, and a lack of memory say nothing of the mistake."""
+    assert mutants._state(code) == state
 
 
 class TestChoose:
