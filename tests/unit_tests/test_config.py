@@ -392,6 +392,11 @@ class TestErrors:
     def test_one_unit_is_singular(self):
         assert str(CapacityError("blocks", 1, 0, is_transient=True)) == "1 block needed, 0 available now"
 
+    def test_the_message_of_a_configuration_error_is_one_short_line(self):
+        """SE-1: whatever a file of others puts into it."""
+        assert str(ConfigError("a\nb\x1b[2J é")) == "a\\nb\\x1b[2J é"
+        assert str(ConfigError("x" * 5000)) == "x" * 4000 + "... (5000 characters)"
+
     def test_configuration_errors_are_value_errors(self):
         assert issubclass(ConfigError, ValueError)
         assert issubclass(CheckpointError, ConfigError)

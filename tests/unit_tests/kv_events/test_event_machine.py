@@ -7,6 +7,8 @@ import pytest
 from hypothesis import Phase, settings
 from hypothesis.stateful import initialize, run_state_machine_as_test
 
+from megatron_ext.config import EvictionPolicyName
+from megatron_ext.config.routing import RoutingConfig
 from megatron_ext.kv_events import mirror as mirrors
 from megatron_ext.kv_events.changes import Changes
 from megatron_ext.kv_events.mirror import Mirror
@@ -14,7 +16,10 @@ from megatron_ext.kv_events.wire import encode
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.hash_chain import block_digests
 from megatron_ext.prefix_cache.shown import published_hash, published_salt
+from megatron_ext.routing.router import Router
+from megatron_ext.scheduling.scheduler import Scheduler
 from tests.priority import TestPriority
+from tests.unit_tests.scheduling.builders import add, make_limits, request_of, step
 from tests.unit_tests.scheduling.caching_machine import CachingMachine
 from tests.unit_tests.scheduling.test_hybrid_machine import COMMON, HybridMachine
 from tests.unit_tests.support.kv_events import Reader
@@ -139,6 +144,29 @@ def test_the_machines_see_planted_mistakes(machine, plant, monkeypatch):
     quick = settings(max_examples=600, phases=[Phase.generate], derandomize=True, report_multiple_bugs=False, **COMMON)
     with pytest.raises((AssertionError, KeyError)):
         run_state_machine_as_test(machine, settings=quick)
+
+
+def test_a_salt_is_told_once_in_a_run_of_several_events():
+    """RP-1, RP-3: a salted prompt of more blocks than an event has, told in two looks: routers find all of it."""
+    size, blocks = 2, mirrors.MOST_BLOCKS + 6
+    tokens, salt = range(size * blocks), published_salt("x")
+    limits = make_limits(block_size=size, total_blocks=200, max_tokens=2 * blocks - 8, max_sequence_length=400)
+    scheduler = Scheduler(limits, EvictionPolicyName.LRU, b"model")
+    changes, mirror = Changes(), Mirror(size, has_states=False)
+    scheduler.cache.observer = changes
+    router = Router(RoutingConfig("longest_prefix"))
+    router.join("0", size)
+    add(scheduler, request_of(0, tokens, num_tokens_to_generate=1, cache_salt="x"))
+    told = []
+    for _ in range(2):
+        step(scheduler)
+        told += mirror.apply(changes.take()).blocks
+    assert [len(one.hashes) for one in told] == [mirrors.MOST_BLOCKS, 2, 4]
+    for one in told:
+        assert router.stored("0", one.hashes, one.parent, one.tokens, one.extra_keys)
+    assert router.route(router.prompt(tokens, salt)).skipped == len(tokens) - 1
+    assert [one.extra_keys is None for one in told] == [False, True, True]
+    assert told[0].extra_keys[:2] == [[salt], None]
 
 
 def test_without_an_observer_nothing_is_noted():

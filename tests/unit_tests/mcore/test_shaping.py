@@ -12,6 +12,7 @@ from megatron_ext.config import CacheConfig, RequestParams
 from megatron_ext.config.token_biases import NO_BIASES
 from megatron_ext.mcore import controller
 from megatron_ext.mcore.guides import Guides
+from megatron_ext.mcore.shaping import shape_logits
 from megatron_ext.mcore.staging import SamplingRow
 from megatron_ext.ops.sampling import shaping as operators
 from megatron_ext.scheduling.events import EventType
@@ -184,6 +185,20 @@ class TestOperators:
         row = SamplingRow(0, Sampling(0.0, 0, 0.0, None, (), None, wish))
         guides = Guides(Grammars(PieceTokenizer(3), 3))
         assert controller._choose(logits, [row], guides, {}).tolist() == [1]
+
+    def test_bad_words_are_looked_for_in_the_answer(self):
+        """SA-1: a word whose first token ends the prompt may still begin there."""
+        for prompt, ruled_out in ((2, []), (1, [6]), (0, [6])):
+            wish = Shaping(array("I", [4, 5]), prompt, 1.0, 0.0, 0.0, NO_BIASES, ((5, 6),), 0.0)
+            assert wish.ruled_out == ruled_out, f"a prompt of {prompt}"
+
+    def test_min_p_is_a_share_of_the_best_token_that_may_come(self):
+        """SA-1: a forbidden token is gone before, though it be far better than the others."""
+        values = torch.tensor([[9.0, 2.0, 1.9, -5.0]])
+        wish = Shaping(array("I"), 0, 1.0, 0.0, 0.0, NO_BIASES, (), 0.5)
+        row = SamplingRow(0, Sampling(1.0, 0, 0.0, None, (0,), None, wish))
+        shape_logits(values, [row], Guides(Grammars(PieceTokenizer(4), 4)), {})
+        assert values.isfinite().tolist() == [[False, True, True, False]]
 
     def test_a_row_keeps_what_it_has_where_nothing_would_be_left(self):
         logits = torch.tensor([[1.0, 2.0], [1.0, 2.0]])

@@ -350,18 +350,20 @@ def test_an_eviction_does_not_look_at_all_there_is():
     assert keys_per_eviction(2000) < 5
 
 
-def test_what_was_used_outlives_what_was_not_until_enough_has_gone_by():
+def test_a_deep_block_outlives_as_much_as_it_is_worth():
     """SI-2: the weight of worth against age follows from the load: nothing stays for ever."""
-    cache = PrefixCache(4, FLOPS, costs=EntryCosts(token_flops=0.0, position_flops=1.0))
-    deep = cache.allocate(3)
-    names = [b"a", b"b", b"c"]  # the last of them saves the operations of position 2
-    cache.publish(names, deep, None)
-    cache.release(deep)
-    for i in range(3):  # other sequences of two blocks, whose last ones save those of position 1
-        assert len(cache.match(names)) == 3 - max(0, i - 1), f"after {i} others"
-        table = cache.allocate(2 if i else 1)
-        cache.publish([b"%d/0" % i, b"%d/1" % i][: len(table)], table, None)
+    cache = PrefixCache(5, FLOPS, costs=EntryCosts(token_flops=1.0, position_flops=1.0))
+    deep = [b"a", b"b", b"c", b"d"]  # worth 1 to 4
+    table = cache.allocate(4)
+    cache.publish(deep, table, None)
+    cache.release(table)
+    depths = []
+    for i in range(5):  # others worth 1, each in place of the one before
+        table = cache.allocate(1)
+        cache.publish([b"%d" % i], table, None)
         cache.release(table)
+        depths.append(len(cache.match(deep)))
+    assert depths == [4, 4, 4, 4, 3], "the fourth of them stands at 4, as the deep one, which is older"
 
 
 def test_snapshots_age_as_well():
@@ -379,9 +381,57 @@ def test_snapshots_age_as_well():
     assert cache.states.find(b"deep3") is None, "four of a worth of one have gone by, and it stands at four"
 
 
-def take(cache: PrefixCache, digest: bytes) -> None:
-    cache.states.reserve(digest)
+def take(cache: PrefixCache, digest: bytes, rank: Rank = Rank.ORDINARY) -> None:
+    cache.states.reserve(digest, rank)
     cache.states.commit(digest)
+
+
+def take_alone(cache: PrefixCache, name: bytes, depth: int = 1, rank: Rank = Rank.ORDINARY) -> bytes:
+    """A snapshot at the end of a sequence of its own; worth as much as the sequence has blocks."""
+    names = [b"%s/%d" % (name, i) for i in range(depth)]
+    cache.publish(names, cache.allocate(depth), None)
+    take(cache, names[-1], rank)
+    return names[-1]
+
+
+def test_the_age_of_slots_never_sinks():
+    """SI-2: where one that is worth much went for its rank, and then one that is worth little."""
+    cache = PrefixCache(20, FLOPS, 2, EntryCosts())
+    take_alone(cache, b"little")
+    take_alone(cache, b"much", 4, Rank.OPTIONAL)
+    first = take_alone(cache, b"first")  # in place of "much", which stood at 4
+    second = take_alone(cache, b"second")  # in place of "little", which stood at 1
+    take_alone(cache, b"third")
+    there = [cache.states.find(one) is not None for one in (first, second)]
+    assert there == [False, True], "both stand at 5, so the older one goes"
+
+
+def test_a_snapshot_that_is_used_stands_at_the_age_of_now():
+    """SI-2: it outlives as much as one that is taken now and is worth as much."""
+    cache = PrefixCache(20, FLOPS, 2, EntryCosts())
+    deep = take_alone(cache, b"deep", 3)
+    for i in range(3):
+        take_alone(cache, b"before%d" % i)
+    cache.states.consume(deep)  # at age 2, for 3 * 2 by now
+    for i in range(5):
+        take_alone(cache, b"after%d" % i)
+        assert cache.states.find(deep) is not None, f"it goes after {i}, and stands at 8"
+
+
+def test_the_age_of_blocks_never_sinks():
+    """SI-2: where a block is worth less than the one that continued it, and went before."""
+    cache = PrefixCache(4, FLOPS, costs=EntryCosts(token_flops=0.0, position_flops=1.0))
+    table = cache.allocate(3)
+    cache.publish([b"a", b"b", b"c"], table, None)  # worth 0, 1 and 2
+    cache.release(table)
+    for name in (b"x", b"y"):  # in place of "c", then of "b"
+        table = cache.allocate(2)
+        cache.publish([name], table[:1], None)
+        cache.release(table)
+    assert len(cache.match([b"a", b"b"])) == 1
+    cache.release(cache.allocate(2))  # "a" goes
+    cache.release(cache.allocate(3))
+    assert [len(cache.match([name])) for name in (b"x", b"y")] == [0, 1], "both stand at 2, so the older one goes"
 
 
 def test_operations_are_those_of_every_token():

@@ -90,6 +90,19 @@ def test_only_so_much_is_remembered():
     assert MOST_GHOSTS <= 2**16
 
 
+def test_slots_that_were_missing():
+    """SI-6: one for each snapshot that found none since, and its own; those that went with their block had theirs."""
+    ghosts = Ghosts()
+    ghosts.snapshot_gone(b"wanted")
+    ghosts.snapshot_gone_with_block(b"with its block")
+    ghosts.snapshot_gone(b"another")
+    assert ghosts.last_snapshot([b"wanted"]).slots_short == 2
+    assert ghosts.last_snapshot([b"another"]).slots_short == 1
+    ghosts.snapshot_back(b"with its block")
+    ghosts.snapshot_gone(b"with its block")
+    assert ghosts.last_snapshot([b"wanted"]).slots_short == 3
+
+
 def test_a_reset_loses_nothing_for_want_of_memory():
     """EX-4."""
     scheduler = scheduler_of(7, EvictionPolicyName.LRU, None)

@@ -265,6 +265,16 @@ class Wanted:
     instead_of: bytes | None = None
 
 
+def test_a_provisional_one_takes_a_free_slot_only():
+    """SI-1: not even that of another provisional one, which stands there for as good a reason."""
+    index = StateIndex(1)
+    index.reserve(b"a", Rank.PROVISIONAL)
+    index.commit(b"a")
+    assert index.reserve(b"b", Rank.PROVISIONAL) is None
+    assert visible(index) == {b"a"}
+    assert (index.skipped, index.provisional.given_up) == (0, 0)
+
+
 def test_slots_for_a_step_are_given_out_at_once_in_order():
     """HY-5: the first have the first choice; what is there, or being taken, takes none."""
     index = filled(4, b"ab")

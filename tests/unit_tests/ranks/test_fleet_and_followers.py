@@ -292,6 +292,20 @@ class TestFleet:
         assert batch.of(1) == [ResetPrefixCache(), Suspend()]  # memory is freed at once
         assert world.fleet.engines[1].scheduler.take_journal() == [Resume()]
 
+    def test_new_weights_make_other_keys_on_every_rank(self):
+        """MR-2, EX-4: not a reset alone, whose keys would go on: the messages name snapshots by them."""
+        world = World(LIMITS, EvictionPolicyName.LRU, 4, replicas=1)
+        named = []
+        for _ in range(2):
+            add(world, len(named), [0, 1, 0, 1, 1], params={"ignore_eos": True})
+            while world.fleet.is_busy:
+                world.step()  # compares messages
+            steps = [one for one in world.followers[0]._executor.steps if one is not None]
+            named.append({snapshot.digest for one in steps for chunk in one.chunks for snapshot in chunk.snapshots})
+            world.fleet.weights_changed()
+        assert named[0]
+        assert len(named[1]) == 2 * len(named[0]), "equal prompts, other keys"
+
     def test_counts_are_summed(self, world: World):
         for name in range(4):
             add(world, name, [0, 1, 0, 1, 1])

@@ -2,14 +2,42 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from megatron_ext.engine.result import StepResult
 from megatron_ext.ranks import results
 from megatron_ext.scheduling.scheduler import Scheduler
-from megatron_ext.scheduling.step import describe_step
+from megatron_ext.scheduling.step import Sampling, ScheduledChunk, ScheduledStep, describe_step
 from tests.unit_tests.scheduling.builders import make_limits, request_of
+
+
+def test_tokens_behind_drafts_reach_their_requests(monkeypatch: pytest.MonkeyPatch):
+    """MR-2, SP-5: two requests with drafts in one step, and one without, on two ranks."""
+    draws = Sampling(1.0, 0, 0.0, None, (), None)
+    chunks = tuple(
+        ScheduledChunk(name, (5,) * (1 + drafts), 8, 9 + drafts, True, (0,), 0, row, sampling=draws)
+        for row, (name, drafts) in enumerate([(30, 2), (10, 0), (20, 3)])
+    )
+    chunks = tuple(dataclasses.replace(one, behind_drafts=(draws,) * (one.length - 1)) for one in chunks)
+    step = ScheduledStep(chunks, 3)
+    sampled = StepResult({30: 1, 10: 2, 20: 3}, {}, {}, {}, behind_drafts={30: (11, 12), 20: (21, 22, 23)})
+    sent: list[torch.Tensor] = []
+
+    def broadcast(row: torch.Tensor, source: int, group: object) -> None:
+        sent.append(row.clone())
+        row.copy_(sent[0])
+
+    monkeypatch.setattr(results, "broadcast", broadcast)
+    pair = SimpleNamespace(size=lambda: 2)
+    source, follower = (results.Results(pair, rank, source=0) for rank in (0, 1))
+    for got in (source.share(step, sampled), follower.share(step, None)):
+        assert (got.tokens, got.behind_drafts) == (sampled.tokens, sampled.behind_drafts)
+    assert sent[1].shape == sent[0].shape
 
 
 @pytest.mark.parametrize(

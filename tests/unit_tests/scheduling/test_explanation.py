@@ -110,6 +110,16 @@ class TestReasons:
         _, said = serve(scheduler, text_of(0, 10) + [1] * 6)
         assert (said.reason, said.matched, said.skipped) == ("no_snapshot", 8, 0)
 
+    def test_a_snapshot_before_the_resume_point_is_of_no_concern(self):
+        """It was given up, and nothing would be skipped with it; nobody took one where more would be."""
+        scheduler = make_scheduler(slots=3)
+        prompt = text_of(0, 24)
+        for length in (6, 14, 24):  # the third leaves two, and the snapshot at 4 gives up its slot
+            request, _ = serve(scheduler, prompt[:length])
+        _, said = serve(scheduler, [*prompt[:17], 1, 1, 1])
+        assert scheduler.cache.ghosts.last_snapshot(request.digests[:1]) is not None
+        assert (said.reason, said.skipped, said.matched) == ("no_snapshot", 12, 16)
+
     def test_no_slots(self):
         scheduler = make_scheduler(slots=0)
         serve(scheduler, text_of(0, 20))

@@ -207,6 +207,24 @@ def test_what_is_asked_for_where_a_guess_stands_is_ordinary():
     scheduler.check()
 
 
+def test_of_more_boundaries_than_slots_the_last_are_kept():
+    """The slots that the rest was to have are taken in the meantime: a request skips the more the later a state is."""
+    scheduler = make_scheduler(40, max_tokens=1300)
+    request = request_of(0, range(2560))
+    add(scheduler, request)
+    step(scheduler)
+    passed = [position for position in request.sequence.trail.provisional if 1300 < position <= 2560]
+    assert len(passed) > 3
+    states = scheduler.cache.states
+    while states.free_count > 4:  # what is computed to the end wants one itself
+        states.reserve(b"others%d" % states.free_count)
+    plan = scheduler.schedule()
+    taken = [one.position for one in plan.snapshots if one.rank is Rank.PROVISIONAL]
+    room = 4 - sum(one.rank is not Rank.PROVISIONAL for one in plan.snapshots)
+    assert 0 < room < len(passed)
+    assert taken == passed[-room:]
+
+
 def test_a_failed_step_leaves_none():
     scheduler = make_scheduler(40)
     add(scheduler, request_of(0, range(2560)))

@@ -124,6 +124,17 @@ class TestLimits:
         chunk = step_of(scheduler, 9, *[8] * expected)
         assert len(chunk.behind_drafts) == expected
 
+    def test_nothing_cached_goes_for_a_draft(self):
+        """SP-5: two of three blocks are the request's, and one is cached and evictable."""
+        scheduler, _ = decoding(slots=4, policy=EvictionPolicyName.LRU, total_blocks=3)
+        scheduler.add(Request(Submission(8, (50, 51, 52, 53), RequestParams(num_tokens_to_generate=1), 1, seed=1)))
+        scheduler.commit(describe_step(scheduler.schedule().chunks, 4), {7: 60, 8: 61})
+        assert (scheduler.cache.pool.free_count, scheduler.cache.available_count) == (0, 1)
+        scheduler.propose({7: (1, 2, 3)})
+        chunk = step_of(scheduler, 9, 9)
+        assert (chunk.start, chunk.drafts) == (6, (1,)), "the second draft would need a block"
+        assert scheduler.cache.use().blocks_evicted == 0
+
 
 class TestStates:
     def test_a_rejected_draft_is_restored_from_its_own_slot(self):
@@ -154,6 +165,35 @@ class TestStates:
         assert states.find(wanted.digest) == wanted.slot
         assert len(states.slots) == 4
         assert request.sequence.restore is None, "the live state is right"
+
+    @pytest.mark.parametrize("when", ["before the step", "while it is computed"])
+    def test_a_boundary_behind_a_reset_is_none(self, when):
+        """SP-4, EX-4: what the states follow from was cached before, and nothing of that is found after."""
+        scheduler, request = decoding(slots=4, policy=EvictionPolicyName.LRU)
+        scheduler.propose({7: (1, 2, 3)})
+        if when == "before the step":
+            scheduler.reset_prefix_cache()
+        step = describe_step(scheduler.schedule().chunks, scheduler.limits.block_size)
+        if when == "while it is computed":
+            scheduler.reset_prefix_cache()
+        scheduler.commit(step, {7: 1}, {7: (2, 3, 4)})
+        scheduler.check()
+        assert request.computed_end == 9
+        assert any(one.position == 8 and not DraftSlots.is_name(one.digest) for one in step.chunks[0].snapshots)
+        assert scheduler.cache.states.used_count == 0
+        assert request.sequence.trail.decode is None
+
+    @pytest.mark.parametrize("accepted", range(4))
+    @pytest.mark.parametrize("prompt", range(4, 8))
+    def test_blocks_of_accepted_drafts_stay(self, prompt, accepted):
+        """SP-2, SP-5: blocks of computed tokens, the same ones, in a pool without others; the rest is free again."""
+        scheduler, request = decoding(prompt, slots=4, policy=EvictionPolicyName.LRU, total_blocks=3)
+        scheduler.propose({7: (1, 2, 3)})
+        chunk = step_of(scheduler, *(1, 2, 3)[:accepted], *[9] * (4 - accepted))
+        assert request.computed_end == prompt + 1 + accepted
+        kept = -(-request.computed_end // 4)
+        assert request.block_table == chunk.block_ids[:kept]
+        assert len(request.block_table) == kept
 
     def test_a_boundary_behind_a_rejected_draft_is_none(self):
         scheduler, request = decoding(slots=4, policy=EvictionPolicyName.LRU)

@@ -105,6 +105,17 @@ class TestBounds:
         assert guesses(drafter, late, 2, request_id=1) == ()  # 40 tokens of it
         assert [guesses(drafter, late, 2, request_id=1) for _ in range(3)] == [(), (), (52, 53)]
 
+    def test_the_younger_generation_goes_first(self):
+        """What came behind an n-gram the last time counts, though the older generation knows it as well."""
+        index = NgramIndex((2,))
+        tokens = [1, 2, 50, *range(100, 220), 1, 2, 60, *range(300, 310)]
+        while index._end < len(tokens) - 1:
+            index.take_in(tokens)
+        gram = hash((1, 2))
+        assert gram in index._old
+        assert gram in index._young
+        assert index.guess([*tokens, 1, 2], 1) == (60,)
+
     def test_memory_is_two_generations(self):
         index, tokens = NgramIndex((2,)), []
         for token in range(1000):

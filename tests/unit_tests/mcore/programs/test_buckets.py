@@ -15,6 +15,7 @@ from megatron_ext.mcore.programs.buckets import Bucket, Buckets, decode_sizes, w
 from megatron_ext.mcore.programs.places import Answers, FixedPlaces, Layout
 from megatron_ext.mcore.programs.writing import layout_of
 from megatron_ext.mcore.staging import StagingRules
+from megatron_ext.prefix_cache.matching import Restore
 from megatron_ext.scheduling.plan import SchedulerLimits
 from megatron_ext.scheduling.shaping import Shaping
 from megatron_ext.scheduling.snapshots import Snapshot
@@ -92,6 +93,7 @@ def test_cuts_have_to_fit():
         ({}, None),
         ({"token_ids": (LAST_SAMPLED,)}, None),
         ({"scoring": Scoring(0, 1, (3,), 0)}, "log-probs of prompts"),
+        ({"restore": Restore(b"", 3)}, "a decode goes on behind drafts that did not come"),
         ({"sampling": dataclasses.replace(GREEDY, top_n=20, forbidden=(1,), shaping=SHAPING)}, None),
         ({"sampling": dataclasses.replace(GREEDY, top_n=21)}, "log-probs of more than 20 best tokens"),
         ({"sampling": dataclasses.replace(GREEDY, shaping=FORMED)}, None),
@@ -101,6 +103,13 @@ def test_cuts_have_to_fit():
 def test_what_no_program_computes(fields, reason):
     """CU-5: such a step is computed as it is."""
     assert why_eager(step([3], **fields)) == reason
+
+
+def test_a_prefill_resumes_in_a_program():
+    """CU-5: what a decode cannot, and a prefill behind it in the same step can."""
+    (decode, prefill) = step([3], [(16, 40)]).chunks
+    resuming = dataclasses.replace(prefill, restore=Restore(b"", 3))
+    assert why_eager(ScheduledStep((decode, resuming), 1)) is None
 
 
 class Event:
