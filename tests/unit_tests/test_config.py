@@ -32,6 +32,8 @@ from megatron_ext.config import (
     tokenizer,
 )
 from megatron_ext.config.kv_events import KvEventsConfig
+from megatron_ext.config.response_format import ResponseFormat
+from megatron_ext.config.token_biases import TokenBiases
 from megatron_ext.errors import CapacityError, CheckpointError, ConfigError
 
 NAN, INF = math.nan, math.inf
@@ -410,3 +412,23 @@ def test_sizes_of_mamba1_layers():
 
 def test_one_expert_a_token_with_a_softmax_over_all():
     ModelConfig(**MOE, moe_router_topk=1, moe_router_pre_softmax=True)
+
+
+@pytest.mark.parametrize(
+    ("params", "is_shaped"),
+    [
+        ({"min_p": 0.5}, False),  # greedy: the best token is never cut
+        ({"min_p": 0.5, "temperature": 1.0, "top_k": 1}, False),
+        ({"min_p": 0.5, "temperature": 1.0}, True),
+        ({"temperature": 1.0}, False),
+        ({"presence_penalty": 0.1}, True),
+        ({"repetition_penalty": 1.1}, True),
+        ({"logit_bias": TokenBiases.of({3: 1.0})}, True),
+        ({"bad_words": ("a",)}, True),
+        ({"response_format": ResponseFormat("json_object")}, True),
+        ({"response_format": ResponseFormat("text")}, False),
+    ],
+)
+def test_what_shapes_logits(params, is_shaped):
+    """SA-1: rows that nothing is done to are not gathered, and take no part in what shapes the others."""
+    assert RequestParams(**params).shapes_logits == is_shaped

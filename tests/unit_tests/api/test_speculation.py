@@ -5,10 +5,14 @@ from __future__ import annotations
 import itertools
 
 import pytest
+import torch
 
 from megatron_ext import ConfigError, RequestParams
+from megatron_ext.config import ParallelConfig, SourceConfig
 from megatron_ext.config.embedded import EMBEDDED_MODEL_DIR
-from megatron_ext.models.drafting import check_same_vocabulary
+from megatron_ext.config.speculation import SpeculationConfig
+from megatron_ext.models.drafting import check_same_vocabulary, load_draft_model
+from megatron_ext.models.load import load_model
 from megatron_ext.text.tokenizer import NullTokenizer
 from tests.unit_tests.support.tokenizers import PieceTokenizer
 
@@ -121,8 +125,42 @@ def test_vocabularies_are_compared():
     check_same_vocabulary(NullTokenizer(9), NullTokenizer(9), "draft")
     with pytest.raises(ConfigError, match="draft has 12 tokens, the large one 20; of id 12 it has no token for it"):
         check_same_vocabulary(large, tokenizer_of(12), "draft")
+    with pytest.raises(ConfigError, match="draft has 20 tokens, the large one 12; of id 12 it has one, and the large"):
+        check_same_vocabulary(tokenizer_of(12), large, "draft")
     with pytest.raises(ConfigError, match="draft has no tokenizer to compare"):
         check_same_vocabulary(large, NullTokenizer(20), "draft")
     other = tokenizer_of(20, {7: "!"})
     with pytest.raises(ConfigError, match="to the draft model draft token 7 is '!', to the large one '<7>'"):
         check_same_vocabulary(large, other, "draft")
+
+
+class WithSpecial(PieceTokenizer):
+    """Token 3 is a special one, which texts do without."""
+
+    token_ids = range(20)
+
+    def detokenize(self, ids, skip_special_tokens=True):
+        return super().detokenize([i for i in ids if i != 3 or not skip_special_tokens])
+
+
+def test_special_tokens_are_compared():
+    """SP-1: an end of turn is not the beginning of one, although both read as nothing."""
+    large = WithSpecial(20, {3: "<end>"})
+    check_same_vocabulary(large, WithSpecial(20, {3: "<end>"}), "draft")
+    with pytest.raises(ConfigError, match="token 3 is '<begin>', to the large one '<end>'"):
+        check_same_vocabulary(large, WithSpecial(20, {3: "<begin>"}), "draft")
+
+
+@pytest.mark.parametrize(
+    ("types", "dtype"), [({}, "float32"), ({"bf16": True}, "bfloat16"), ({"fp16": True}, "float16")]
+)
+def test_a_draft_model_computes_in_the_type_of_the_large_one(types, dtype):
+    """SP-1: the budget, and what is told of both, count on it."""
+    source = SourceConfig(**types)
+    loaded = load_model(source, {})
+    speculation = SpeculationConfig(
+        speculative_method="draft_model", speculative_load=str(EMBEDDED_MODEL_DIR), num_speculative_tokens=2
+    )
+    parts = load_draft_model(speculation, source, ParallelConfig(), loaded)
+    assert parts.dtype == loaded.dtype == getattr(torch, dtype)
+    assert parts.model.embedding.word_embeddings.weight.dtype == loaded.dtype

@@ -12,11 +12,16 @@ import pytest
 
 from megatron_ext.config import EvictionPolicyName, RequestParams
 from megatron_ext.engine.engine import Engine
+from megatron_ext.engine.executor import Computed
 from megatron_ext.engine.flight import Flight
 from megatron_ext.engine.intake import Door
+from megatron_ext.engine.result import Score, StepResult
 from megatron_ext.errors import RestoreError
+from megatron_ext.scheduling.chunk import Chunk
+from megatron_ext.scheduling.foresight import plan_of
 from megatron_ext.scheduling.record import RequestRecord, Status
 from megatron_ext.scheduling.scheduler import Scheduler
+from megatron_ext.scheduling.step import ScheduledStep
 from megatron_ext.text.vocabulary import Vocabulary
 from tests.priority import TestPriority
 from tests.unit_tests.support.paper_device import (
@@ -480,6 +485,51 @@ def test_rows_are_told_apart_by_requests():
     left = dataclasses.replace(flight, plan=dataclasses.replace(flight.plan, chunks=chunks)).living()
     assert [one.request_id for one in left.step.chunks] == [4]
     assert left.result().tokens.keys() == {4}
+
+
+def flight_of(**tables: dict) -> Flight:
+    """Three chunks on their way, of requests 0 to 2: two decode, the last one prefills."""
+    chunks = tuple(
+        Chunk(SimpleNamespace(is_ended=False, request_id=i), start, end)
+        for i, (start, end) in enumerate([(4, 5), (7, 8), (0, 6)])
+    )
+    told = tuple(SimpleNamespace(request_id=i, length=chunk.length) for i, chunk in enumerate(chunks))
+    result = StepResult(**({"tokens": {0: 5, 1: 6, 2: 7}, "generated": {}, "prompt": {}, "failures": {}} | tables))
+    return Flight(plan_of(chunks), ScheduledStep(told, num_decode=2), Computed(result))
+
+
+@pytest.mark.parametrize("ended", [(), (0,), (1,), (2,), (0, 1), (0, 2), (1, 2), (0, 1, 2)])
+def test_what_is_left_of_a_step_still_says_which_rows_decode(ended):
+    """CU-6: of decodes and prefills, whichever of them are void."""
+    flight = flight_of()
+    for i in ended:
+        flight.chunks[i].request.is_ended = True
+    left, alive = flight.living(), [i for i in range(3) if i not in ended]
+    if not alive:
+        assert left is None
+        return
+    assert [chunk.request.request_id for chunk in left.chunks] == alive
+    assert [chunk.request_id for chunk in left.step.chunks] == alive
+    assert left.step.num_decode == sum(i < 2 for i in alive)
+    assert left.result().tokens == {i: 5 + i for i in alive}
+
+
+def test_void_rows_take_nothing_of_the_others_along():
+    """CU-6: scores, failures and what came behind drafts stay with the requests that are alive."""
+    score = [Score(-float(i), {i: -1.0}) for i in range(3)]
+    tables = {
+        "generated": dict(enumerate(score)),
+        "prompt": {2: tuple(score)},
+        "failures": {0: "no memory", 1: "no memory"},
+        "behind_drafts": {0: (3,), 1: (4, 5)},
+        "generated_behind": {0: (score[2],), 1: (score[0], score[1])},
+    }
+    flight = flight_of(**tables, sampled="where they are")
+    flight.chunks[0].request.is_ended = True
+    result = flight.living().result()
+    for name, table in tables.items():
+        assert getattr(result, name) == {key: value for key, value in table.items() if key != 0}, name
+    assert result.sampled == "where they are"
 
 
 MISTAKES = ["void rows count", "blocks of the next step are others'", "tokens of other rows", "states without names"]

@@ -37,6 +37,16 @@ def test_drafts_equal_a_recompute(make, kind):
             texts[ask.request_id] += [*found[ask.request_id][:came], (7 * round_ + ask.request_id) % VOCABULARY]
 
 
+@pytest.mark.parametrize("kind", ["hybrid", "mamba1_only"])
+def test_a_text_of_one_token(make, kind):
+    """SP-1: it begins without a state, whatever its slot holds: anything at first, then another request's."""
+    draft, oracle = make(kind)
+    for name in range(2):
+        ask = DraftAsk(name, make_prompt(1, seed=name), 3)
+        drafts_are_expected(draft.propose([ask]), ask, oracle)
+        draft.forget(name)
+
+
 def test_a_state_that_drafts_moved_on_is_another(make, monkeypatch):
     """The negative control: without the kept state the next drafts are wrong."""
     draft, oracle = make("hybrid")

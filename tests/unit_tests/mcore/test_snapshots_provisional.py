@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_ext.errors import ConfigError
 from tests.unit_tests.support.caching import BLOCK, Broken
 from tests.unit_tests.support.driver import assert_equals_oracle, make_prompt
 from tests.unit_tests.support.hybrid_caching import assert_snapshots_equal_oracle, build_driver, failing_scan
@@ -69,6 +70,17 @@ def test_a_checkpoint(get_oracle, oracle):
     assert_snapshots_equal_oracle(driver, first, oracle)
     for request_id in range(2):
         assert_equals_oracle(driver, request_id, oracle)
+
+
+def test_a_checkpoint_at_the_end_of_the_prompt(get_oracle, oracle):
+    """It is one of the prompt's positions; the next one is not."""
+    driver = build_driver(get_oracle)
+    prompt = SYSTEM[: 4 * BLOCK]
+    driver.sight(0, prompt, cache_checkpoint=(len(prompt),))
+    assert driver.sight(1, [*prompt, 3]) == 4 * BLOCK
+    assert_equals_oracle(driver, 1, oracle)
+    with pytest.raises(ConfigError, match=f"cache_checkpoint {len(prompt) + 1} lies behind the prompt"):
+        driver.add(2, prompt, cache_checkpoint=(len(prompt) + 1,))
 
 
 def test_a_failed_step_shows_none(get_oracle, oracle):

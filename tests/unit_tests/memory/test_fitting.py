@@ -61,6 +61,13 @@ def test_what_fits_is_planned_as_ever():
         (BatchingConfig(block_count=10_000), CacheConfig(snapshot_slots=0), 2**28, "-block-count 3178 would do"),
         (BatchingConfig(), CacheConfig(snapshot_slots=9000), 2**28, "-mamba-slots 2082 would do"),
         (BatchingConfig(max_requests=9000), ON, 2**28, "-max-requests 2146 would do"),
+        # Sizes are suggested in hundredths: 0.019 is cut to the 0.01 that fit.
+        (
+            BatchingConfig(buffer_size_gb=0.019),
+            CacheConfig(enable_prefix_caching=False),
+            int(0.0135 * GIB),
+            "-buffer-size-gb 0.01 would do",
+        ),
     ],
 )
 def test_by_hand(batching: BatchingConfig, cache: CacheConfig, available: int, flag: str):

@@ -197,6 +197,21 @@ def test_prefill_equals_the_reference(shape: Shape, backend: str, lengths: tuple
 
 
 @pairs
+def test_states_to_keep_may_be_listed_in_any_order(shape: Shape, backend: str) -> None:
+    """HY-4: each goes to its own slot, those of one sequence included."""
+    runs = [Run(shape, backend, (33, 97)) for _ in range(2)]
+    places = runs[1]._kept([0, 32], [33, 97], True)
+    assert places.sequences.tolist() == [0, 1, 1, 1]
+    turned = SnapshotPlaces(
+        *(column.flip(0) for column in (places.slots, places.sequences, places.chunks, places.tokens))
+    )
+    runs[1]._kept = lambda *_: turned
+    outputs = [torch.cat(run.prefill([0, 1], [0, 0], [33, 97])) for run in runs]
+    assert_close("y", outputs[0], outputs[1])
+    assert_pools_close(*runs)
+
+
+@pairs
 @pytest.mark.parametrize("as_slice", [False, True])
 def test_decode_equals_the_reference(shape: Shape, backend: str, as_slice: bool) -> None:
     runs = [Run(shape, name, (5, 5, 5)) for name in (backend, "reference")]

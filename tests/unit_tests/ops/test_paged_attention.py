@@ -113,9 +113,11 @@ def test_16_bits(dtype: torch.dtype, head_size: int) -> None:
     assert_close("16 bits", got, step.expected(), atol=0.02, rtol=0.02)
 
 
-@pytest.mark.parametrize("rows", [[(1, 4500)], [(1, 2048), (1, 2049), (3, 5000)], [(70, 4200)]], ids=str)
+@pytest.mark.parametrize(
+    "rows", [[(1, 4500)], [(1, 2048), (1, 2049), (3, 5000)], [(70, 4200)], [(1, 4096)], [(2, 4097)]], ids=str
+)
 def test_more_keys_than_a_span(rows: list[tuple[int, int]]) -> None:
-    """What is summed in spans is one softmax in the end."""
+    """What is summed in spans is one softmax in the end, also where the last key ends a span or is alone in one."""
     step = Step(rows, sum(queries == 1 for queries, _ in rows))
     assert_close("long", step.attend(), step.expected())
 

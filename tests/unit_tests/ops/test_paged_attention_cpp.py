@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 import pytest
@@ -133,3 +134,12 @@ def test_a_block_that_is_not_there_is_refused() -> None:
         sequence.table[1] = block
         with pytest.raises(IndexError, match=f"block {block} of"):
             sequence.attend((0, 40))
+
+
+def test_a_table_that_is_too_short_is_refused() -> None:
+    """Of the blocks that the keys fill none may be missing: what lies behind the table is not read."""
+    sequence = Sequence(40)
+    batch = build_paged_batch([sequence.table], [40], [40], 0, sequence.block, "cpu")
+    short = dataclasses.replace(batch, block_table=batch.block_table[:, :-1].contiguous())
+    with pytest.raises(IndexError, match="3 blocks of a table of 2"):
+        paged_attention(sequence.q, *sequence.caches, short, scale=0.3)

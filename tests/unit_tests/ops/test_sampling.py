@@ -276,6 +276,18 @@ class TestAgainstTheDefinition:
             got = sample(logits.expand(50, -1), uniform, **parameters).tolist()
             assert all(abs(token - place * share) <= 1.5 for token, place in zip(got, places, strict=True))
 
+    @pytest.mark.parametrize("weight", [0.7, 0.3])
+    def test_small_masses_that_are_no_powers_of_two_add_up(self, weight: float):
+        """A million equal words and a better one at the end: sums in fp32 would drift by far more than 1e-5."""
+        words = 1 << 20
+        logits = torch.full((words,), math.log(weight))
+        logits[-1] = 0.0
+        uniform = torch.tensor([0.1, 0.5, 0.75, 0.999], dtype=torch.float64)
+        for parameters, share in (({}, 1.0), ({"top_p": 0.75}, 0.75)):
+            mass = share * (words - 1 + 1 / weight)  # in equal words
+            got = sample(logits.expand(4, -1), uniform, **parameters).tolist()
+            assert all(abs(token - u * mass) <= 1e-5 * words for token, u in zip(got, uniform.tolist(), strict=True))
+
     def test_the_oracle_can_refuse(self):
         """Negative control: other parameters, or the neighbour of each token, are seen."""
         logits = torch.randn(4096, generator=torch.Generator().manual_seed(7)) * 2
@@ -334,6 +346,8 @@ class TestRows:
         wanted = sample_tokens(logits, batch)
         broken = logits.clone()
         broken[::5], broken[1::10], broken[2::10, 7] = math.nan, -math.inf, math.inf
+        for row in range(3, 37, 5):  # a single one, in any place
+            broken[row, 4096 - 39 * row] = math.nan
         got = sample_tokens(broken, batch)
         whole = broken.isfinite().all(-1)
         assert torch.equal(got[whole], wanted[whole])

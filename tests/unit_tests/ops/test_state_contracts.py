@@ -213,6 +213,26 @@ def test_states_in_16_bits_are_rounded_in_the_pool_only(name: str, backend: str)
     assert not torch.equal(pools.live[LIVE_SLOTS[0]].cpu().double(), want)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("name", "backend"), BACKENDS)
+def test_states_of_16_bits_are_read_and_written_back(name: str, backend: str, dtype: torch.dtype) -> None:
+    """HY-14: by a prefill that goes on, into a snapshot, and by decodes; each slot holds its last token's state."""
+    pools = Pools(name, backend, dtype)
+    end = LENGTHS[0]
+    pools.prefill([0], [0], [32])
+    pools.prefill([0], [32], [end - 2], keep=True)
+    pools.decode([0], [end - 2])
+    y = pools.decode([0], [end - 1], as_slice=True)
+    assert_close("decode", y, pools.expected([0], [end - 1], [end]), atol=0.05, rtol=0.05)
+    _, states = pools.truths[0]
+    for what, kept, at in (
+        ("live state", pools.live[LIVE_SLOTS[0]], end),
+        ("snapshot", pools.snapshots[SNAPSHOT_SLOT], SNAPSHOT_AT),
+    ):
+        wrong = [float((kept.cpu().double() - states[i - 1]).abs().max()) for i in (at - 1, at)]
+        assert wrong[1] < 0.25 * wrong[0], f"{what}: nearer to that of the token before, {wrong}"
+
+
 @pytest.mark.parametrize(("name", "backend"), BACKENDS)
 def test_a_forgotten_initial_state_is_seen(name: str, backend: str) -> None:
     """Negative control: the second step begins with zeros."""

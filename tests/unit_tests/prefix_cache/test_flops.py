@@ -452,6 +452,15 @@ def test_a_token_costs_two_operations_for_each_parameter_that_it_meets(pattern: 
     assert costs.position_flops == pattern.count("*") * 4 * 128
 
 
+def test_a_token_meets_a_windows_keys_wherever_it_stands():
+    """SI-2: what attention in a window costs does not grow with the position; that of the other layer does."""
+    sizes = {"hidden_size": 128, "mamba_num_groups": 2, "vocab_size": 100, "attention_window": 48}
+    costs = entry_costs(ModelConfig(hybrid_override_pattern="*WW-", **sizes), 16, 1, 1)
+    whole = entry_costs(ModelConfig(hybrid_override_pattern="***-", **sizes | {"attention_window": None}), 16, 1, 1)
+    assert costs.position_flops == 4 * 128
+    assert costs.token_flops == whole.token_flops + 2 * 48 * 4 * 128
+
+
 def test_a_token_meets_its_experts_only():
     """SI-2: router and chosen experts."""
     sizes = {"hybrid_override_pattern": "E", "hidden_size": 64, "num_attention_heads": 4, "moe_ffn_hidden_size": 32}

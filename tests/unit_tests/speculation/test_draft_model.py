@@ -48,7 +48,7 @@ class Remembering:
             digest, state = self.kept[chunk.restore.slot]
             assert digest == chunk.restore.digest
             self.live[chunk.live_slot] = state
-        state = self.live[chunk.live_slot] if chunk.start else ()
+        state = self.live.get(chunk.live_slot, (None,)) if chunk.start or chunk.is_decode else ()  # decodes always read
         assert len(state) == chunk.start or not self.room.has_states
         for place, token in enumerate(chunk.token_ids, start=chunk.start):
             self.keys[chunk.block_ids[place // BLOCK], place % BLOCK] = token
@@ -145,6 +145,37 @@ def test_where_there_is_no_room_there_are_no_drafts():
     asks = [DraftAsk(i, [i], 1) for i in range(3)]
     assert len(drafter.propose(asks)) == 2
     assert sorted(drafter.propose(asks[2:])) == [2]
+
+
+def test_the_last_draft_needs_no_room():
+    """SP-1: the token behind it is not asked for, so it is never read."""
+    tokens = list(range(10))
+    drafter, _ = make(blocks=3)
+    assert drafter.propose([DraftAsk(0, tokens, 3)]) == {0: expected(tokens, 3)}
+    drafter, _ = make(blocks=3)
+    assert drafter.propose([DraftAsk(0, tokens, 4)]) == {}
+
+
+def test_the_one_asked_for_longest_ago_gives_way():
+    """SP-1: whatever came first; the others have been read still."""
+    drafter, model = make(requests=2)
+    texts = [list(range(start, start + 9)) for start in (0, 20, 40)]
+    for i in (0, 1, 0, 2):
+        drafter.propose([DraftAsk(i, texts[i], 1)])
+    model.computed = 0
+    assert drafter.propose([DraftAsk(0, [*texts[0], 5], 1)]) == {0: expected([*texts[0], 5], 1)}
+    assert model.computed == 1
+    assert drafter.propose([DraftAsk(1, texts[1], 1)]) == {1: expected(texts[1], 1)}
+    assert model.computed == 1 + 9
+    drafter.check()
+
+
+def test_a_text_of_one_token_begins_without_a_state():
+    """SP-1: where another request's states lie in its slot; it is read as a prompt, however short it is."""
+    drafter, _ = make(requests=1)
+    drafter.propose([DraftAsk(0, list(range(10)), 3)])
+    drafter.forget(0)
+    assert drafter.propose([DraftAsk(1, [7], 3)]) == {1: expected([7], 3)}
 
 
 def test_positions_that_were_not_learned_have_no_drafts():

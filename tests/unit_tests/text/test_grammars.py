@@ -52,6 +52,7 @@ OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}}, "required"
         (schema(enum=["on", 3, None]), ['"on"', "3", "null"], ['"off"', "4"]),
         (schema(type="string", minLength=2, maxLength=3), ['"ab"', '"äöü"'], ['"a"', '"abcd"', "ab"]),
         (schema(type="array", items={"$ref": "#"}), ["[]", "[[],[[]]]"], ["[1]", "["]),
+        (schema(const="\\u0001"), ['"\\\\u0001"'], ['"\\u0001"']),
         (ResponseFormat("json_object"), ["{}", '{"x": {"y": [1, true]}}'], ["[]", "1", '{"x"}']),
         (ResponseFormat.regex("(ab|c)+[0-9]{2}"), ["abc17", "c00"], ["ab", "17", "abc1", "abc177"]),
     ],
@@ -74,7 +75,10 @@ def test_ends_may_come_where_the_answer_is_complete_and_nowhere_else():
     assert not tokens & {*range(5), *range(TOKENIZER.vocab_size, 8 * len(mask))}
     assert allowed(schema(**OBJECT), '{"a":1}') == set(ENDS)
     matcher.take(TOKENIZER.tokenize_plain("}"))
-    assert [i for i, byte in enumerate(matcher.allowed((-1, 0, 10**9))) if byte] == [0]
+    assert [i for i, byte in enumerate(matcher.allowed((-1, 0, 8 * len(mask), 10**9))) if byte] == [0]
+    ends_here = matcher.allowed((comma,))  # and no other token, the one that usually ends a text included
+    assert [token for token in range(8 * len(mask)) if ends_here[token // 8] >> token % 8 & 1] == [comma]
+    assert 8 * len(mask) >= SIZE, "a bit for each id of the model"
 
 
 @pytest.mark.parametrize(
@@ -93,6 +97,8 @@ def test_ends_may_come_where_the_answer_is_complete_and_nowhere_else():
         (schema(type="integer", minimum=3, maximum=2), "minimum (3) is greater"),
         (schema(type="animal"), "Invalid type: animal"),
         (schema(const="\x01"), "control character"),
+        (schema(const="\x1f"), "control character"),
+        (schema(const="\\\x01"), "control character"),
         (ResponseFormat.regex("(a"), "unclosed group"),
     ],
     ids=str,

@@ -64,3 +64,12 @@ def test_texts(case):
     assert vocabulary.detokenize([0, 9, 1] if 9 in BAD[case] else [0, 1]) == "0 1"
     assert vocabulary.detokenize([1, 2], skip_special_tokens=False) == "1 2!"
     assert vocabulary.detokenize([]) == ""
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_biases(case):
+    """SA-2: of any id that the model has, whether it is text or not, and of no other."""
+    CASES[case].check_biased((0, 9))
+    CASES[case].check_biased(())
+    with pytest.raises(ConfigError, match=r"token id 10 is not in the vocabulary of 10; ids go from 0 to 9"):
+        CASES[case].check_biased((0, 10))

@@ -1,0 +1,51 @@
+"""The drafter of an engine while the costs of verification are measured (SP-6)."""
+
+from __future__ import annotations
+
+from megatron_ext.config.draft_costs import CostTable
+from megatron_ext.config.speculation import SpeculationConfig
+from megatron_ext.speculation.drafter import DraftAsk
+from megatron_ext.speculation.drafting import Drafting
+
+COSTS = CostTable.parse("1:0.1:0.02")
+ASKS = [DraftAsk(0, [1, 2], 2), DraftAsk(1, [5], 9)]
+NGRAM = {"speculative_method": "ngram", "num_speculative_tokens": 4, "speculative_adaptive": False}
+
+
+class Counting:
+    """A draft model that proposes 0, 1, 2, ... as far as it is asked for; the limits of each proposal are kept."""
+
+    def __init__(self) -> None:
+        self.asked: list[dict[int, int]] = []
+        self.resets = 0
+
+    def propose(self, asks):
+        self.asked.append({ask.request_id: ask.limit for ask in asks})
+        return {ask.request_id: tuple(range(ask.limit)) for ask in asks}
+
+    def reset(self) -> None:
+        self.resets += 1
+
+
+def test_a_probe_drafts_what_it_is_told_within_the_limit_of_each_request():
+    """SP-6: the same number for all but those near their end; after `use` the method itself drafts again."""
+    drafting = Drafting(SpeculationConfig(**NGRAM), COSTS)
+    drafting.probe(3)
+    assert drafting.propose(ASKS) == {0: (2, 2), 1: (5, 5, 5)}
+    drafting.probe(0)
+    assert drafting.propose(ASKS) == {}
+    drafting.use(COSTS)
+    assert drafting.propose([DraftAsk(0, [1, 2, 3, 1, 2, 3, 1, 2], 2)])[0][0] == 3
+
+
+def test_a_probe_asks_the_draft_model():
+    """SP-6: the model computes the drafts, so that its time is measured as well; it begins without any request."""
+    model = Counting()
+    config = SpeculationConfig(**NGRAM | {"speculative_method": "draft_model", "speculative_load": "x"})
+    drafting = Drafting(config, COSTS, model)
+    drafting.probe(3)
+    assert drafting.propose(ASKS) == {0: (0, 1), 1: (0, 1, 2)}
+    drafting.probe(0)
+    assert drafting.propose(ASKS) == {}
+    assert model.asked == [{0: 2, 1: 3}]
+    assert model.resets == 2
