@@ -93,6 +93,7 @@ class KeptTokens:
         """Assert that nothing is kept that is not cached."""
         assert self._tokens.keys() <= cached, "tokens outlive their block"
         assert {one for group in self._after.values() for one in group} == self._tokens.keys()
+        assert all(self._after.values()), "a list of blocks is kept of which none is cached"
 
 
 def _agreeing(one: array[int], other: array[int]) -> int:

@@ -129,6 +129,16 @@ def test_great_scores() -> None:
     assert_close("great", step.attend(), step.expected())
 
 
+@pytest.mark.parametrize("queries", [1, 40])
+def test_great_scores_in_a_later_span(queries: int) -> None:
+    """The greatest score is that of all keys: those of a later span may be beyond what fp32 can weigh the first by."""
+    step = Step([(queries, 2200)], int(queries == 1))
+    step.q = step.q * 60
+    for block in step.tables[0][2048 // BLOCK :]:
+        step.key_cache[block] *= 5
+    assert_close("great", step.attend(), step.expected())
+
+
 def test_queries_may_be_part_of_a_wider_tensor() -> None:
     """Queries, keys and values come out of one product."""
     step = STEPS["decode and prefill"]

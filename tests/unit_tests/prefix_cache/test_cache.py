@@ -6,6 +6,7 @@ import pytest
 
 from megatron_ext.config import EvictionPolicyName
 from megatron_ext.prefix_cache.cache import PrefixCache
+from megatron_ext.prefix_cache.snapshot_order import Rank
 
 LRU, REF_ZERO = EvictionPolicyName.LRU, EvictionPolicyName.REF_ZERO
 CHAIN = [b"a", b"b", b"c"]
@@ -173,3 +174,26 @@ def test_check_finds(damage):
         cache.pool._free.pop()
     with pytest.raises(AssertionError):
         cache.check()
+
+
+def parted(cache, matched, start):
+    """What is shown once a request of these matched blocks has resumed behind `start` of them, eight times."""
+    before = cache.partings.shown
+    for _ in range(8):
+        cache.note_parting(matched, start)
+    return [depth for depth, _ in cache.partings.shown if (depth, _) not in before]
+
+
+def test_a_parting_is_where_what_is_cached_goes_on_otherwise():
+    """SI-1: and no states were left there that were asked for."""
+    cache = PrefixCache(8, LRU, slots=4)
+    blocks = fill(cache, CHAIN)
+    assert parted(cache, blocks, 1) == [], "nothing continues the last one"
+    assert parted(cache, [], 0) == []
+    assert parted(cache, blocks[:2], 1) == [2]
+    assert parted(cache, blocks[:1], 1) == [], "it resumed from states that somebody had asked for"
+    assert cache.states.reserve(CHAIN[0], Rank.PROVISIONAL) is not None
+    cache.states.commit(CHAIN[0])
+    assert parted(cache, blocks[:1], 1) == [1]
+    plain = PrefixCache(8, LRU)
+    assert parted(plain, fill(plain, CHAIN)[:2], 1) == [], "there are no states"

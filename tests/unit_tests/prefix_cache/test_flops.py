@@ -26,6 +26,7 @@ from megatron_ext.config import EvictionPolicyName, ModelConfig
 from megatron_ext.config.costs import EntryCosts, entry_costs
 from megatron_ext.models.size import matrix_parameter_count
 from megatron_ext.prefix_cache.aged_queue import AgedQueue
+from megatron_ext.prefix_cache.block_index import BlockIndex
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.flops import FlopsBlocks, FlopsSnapshots, chance
 from megatron_ext.prefix_cache.snapshot_order import Rank
@@ -366,6 +367,21 @@ def test_a_deep_block_outlives_as_much_as_it_is_worth():
     assert depths == [4, 4, 4, 4, 3], "the fourth of them stands at 4, as the deep one, which is older"
 
 
+def test_the_age_of_blocks_does_not_go_back():
+    """SI-2: what a block continues stands lower than that block did, and is given up after it."""
+    cache = PrefixCache(7, FLOPS, costs=EntryCosts(token_flops=0.0, position_flops=1.0))
+    publish = {name: [b"%s%d" % (name, i) for i in range(length)] for name, length in ((b"a", 3), (b"b", 4), (b"c", 3))}
+    for name in (b"a", b"b"):
+        table = cache.allocate(len(publish[name]))
+        cache.publish(publish[name], table, None)
+        cache.release(table)
+    table = cache.allocate(3)  # the blocks of a go, which stand at 2, 1 and 0; the last one of b stands at 3
+    cache.publish(publish[b"c"], table, None)
+    cache.release(table)  # at an age of 2; the last one stands at 4
+    cache.allocate(1)
+    assert [len(cache.match(publish[name])) for name in (b"a", b"b", b"c")] == [0, 3, 3]
+
+
 def test_snapshots_age_as_well():
     """SI-2: one that nobody uses goes after as much has gone by as it is worth."""
     cache = PrefixCache(20, FLOPS, 2, EntryCosts())
@@ -379,6 +395,20 @@ def test_snapshots_age_as_well():
     cache.publish([b"last"], cache.allocate(1), None)
     take(cache, b"last")
     assert cache.states.find(b"deep3") is None, "four of a worth of one have gone by, and it stands at four"
+
+
+def test_a_snapshot_that_is_used_stands_on_what_was_taken_since():
+    """SI-2: until then it is charged for the edge that it was taken at the end of."""
+    index = BlockIndex()
+    index.add([b"a", b"b", b"c"], [0, 1, 2], None)
+    snapshots = FlopsSnapshots(index, COSTS)
+    snapshots.add(b"c", Rank.ORDINARY)
+    snapshots.add(b"a", Rank.ORDINARY)
+    assert snapshots.edge(b"c") == (3, operations(0, 3) * chance(0, is_continued=False))
+    snapshots.use(b"c")
+    assert snapshots.edge(b"c") == (2, operations(1, 3) * chance(1, is_continued=False))
+    snapshots.remove(b"a")
+    assert snapshots.edge(b"c") == (3, operations(0, 3) * chance(1, is_continued=False))
 
 
 def take(cache: PrefixCache, digest: bytes, rank: Rank = Rank.ORDINARY) -> None:
