@@ -220,3 +220,17 @@ def test_check_finds(damage: Callable[[WaitingQueue], None]):
     damage(queue)
     with pytest.raises(AssertionError):
         queue.check()
+
+
+def test_a_sleeper_that_concerns_several_plans_has_one_turn():
+    """KV-6: in its place, and not for each of the leaders that it may follow now; those before it had their turn."""
+    queue, requests = WaitingQueue(), [request_of(arrival, [arrival]) for arrival in range(6)]
+    for request in (requests[0], requests[3]):
+        queue.add(request)
+    line = queue.line()
+    assert next(line) is requests[0]
+    line.join([requests[4], requests[2]], behind=requests[0])
+    line.join([requests[2], requests[5], requests[4]], behind=requests[0])
+    assert next(line) is requests[2]
+    line.join([requests[1], requests[2]], behind=requests[2])
+    assert list(line) == [requests[3], requests[4], requests[5]]
