@@ -14,6 +14,7 @@ from megatron_ext.config import ParallelConfig
 from megatron_ext.mcore.gloo import sharing_one_device
 from megatron_ext.memory.heap import give_back_freed_memory, keep_freed_memory
 from megatron_ext.memory.limits import allocating, available_bytes, enough_for_the_embedded_model
+from megatron_ext.ranks.failure import sign_in
 
 
 class _HostTimer:
@@ -135,6 +136,7 @@ def _make_groups(given: ParallelConfig, backend: str, timeout: timedelta) -> Non
 
     if not torch.distributed.is_initialized():
         _start_distributed(backend, timeout)
+    sign_in()  # before the groups: a rank that ends while they are made is known to have ended
     if not parallel_state.model_parallel_is_initialized():
         # Upstream's own argument for the timeout is in minutes, too, and may be a fraction.
         parallel_state.initialize_model_parallel(

@@ -6,7 +6,6 @@ import torch
 from megatron.core import parallel_state
 
 from megatron_ext.config import ParallelConfig
-from megatron_ext.ranks.failure import sign_in
 from megatron_ext.ranks.team import Place, Team
 
 
@@ -18,7 +17,6 @@ def form_team(parallel: ParallelConfig) -> Team | None:
     """
     if torch.distributed.get_world_size() == 1:
         return None
-    sign_in()
     tensor = parallel_state.get_tensor_model_parallel_rank()
     is_last = parallel_state.is_pipeline_last_stage()
     here = Place(

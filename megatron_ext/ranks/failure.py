@@ -12,7 +12,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -73,11 +73,10 @@ class Board:
         self._store.set(f"alive/{self.rank}", "")
 
     def unsigned(self) -> list[int]:
-        """Those who have not signed; if some of them are known to have ended, those only."""
-        ranks = [rank for rank in range(self._size) if not self._store.check([f"alive/{rank}"])]
-        return [rank for rank in ranks if self._has_ended(rank)] or ranks
+        """Ranks that have not signed."""
+        return [rank for rank in range(self._size) if not self._store.check([f"alive/{rank}"])]
 
-    def _has_ended(self, rank: int) -> bool:
+    def has_ended(self, rank: int) -> bool:
         """Whether a process of this machine is gone; of others this is not known."""
         if not self._store.check([f"process/{rank}"]):
             return False
@@ -91,8 +90,9 @@ class Board:
 
 
 def sign_in() -> None:
-    """Each rank does so when torch.distributed is there."""
-    _board().sign_in()
+    """Record this rank's process as soon as torch.distributed is there; a world of one needs no record."""
+    if not _is_alone():
+        _board().sign_in()
 
 
 @contextmanager
@@ -171,13 +171,19 @@ def _after_others(board: Board, error: BaseException, minutes: float) -> LastWor
     words = _wait_for(board.claimed, PATIENCE)
     if words is not None:
         return words
-    ranks = board.unsigned()
-    who = f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}" if ranks else "a rank"
-    if _SILENCE.search(str(error)):
-        message = f"{who} did not answer within {minutes:g} minutes (--distributed-timeout-minutes)"
+    unsigned = board.unsigned()
+    ended = [rank for rank in unsigned if board.has_ended(rank)]
+    # A rank that died while this one waited for it to connect looks silent: the process is asked before the error.
+    if not ended and _SILENCE.search(str(error)):
+        message = f"{_names(unsigned)} did not answer within {minutes:g} minutes (--distributed-timeout-minutes)"
     else:
-        message = f"{who} ended without a word"
+        message = f"{_names(ended or unsigned)} ended without a word"
     return board.claim(LastWords(board.rank, FAILED, message))
+
+
+def _names(ranks: Sequence[int]) -> str:
+    """Ranks as the subject of a sentence."""
+    return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}" if ranks else "a rank"
 
 
 def _wait_for(look: Callable[[], LastWords | None], seconds: float) -> LastWords | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -203,6 +204,33 @@ def test_without_a_store_one_rank_speaks(monkeypatch: pytest.MonkeyPatch):
     assert "rank 0" in said_by(1, lost)
     assert said_by(2, lost) == ""
     assert said_by(2, KeyError("own")) == "rank 2: KeyError: 'own'"
+
+
+@pytest.mark.parametrize("error", ["Wait timeout after 3000ms for keys: /1", "Timed out waiting for recv operation"])
+@pytest.mark.parametrize(
+    ("process", "words"), [("ended", "rank 1 ended without a word"), ("runs", "ranks 1, 2 did not answer within")]
+)
+def test_a_process_that_has_ended_is_not_called_silent(error, process, words, monkeypatch: pytest.MonkeyPatch):
+    """TE-3: the process decides, not the exception: a rank that dies before it has connected looks silent to others."""
+    import torch.distributed as dist
+
+    from megatron_ext.errors import RankError
+    from megatron_ext.ranks import failure
+
+    store = dist.HashStore()
+    boards = [failure.Board(store, rank, 3) for rank in range(3)]
+    boards[2].sign_in()
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        monkeypatch.setattr(failure.os, "getpid", lambda: child.pid)
+        boards[1].sign_in()
+        if process == "ended":
+            child.communicate(b"\n")
+        monkeypatch.setattr(failure, "_board", lambda: boards[0])
+        monkeypatch.setattr(failure, "_is_alone", lambda: False)
+        monkeypatch.setattr(failure, "PATIENCE", 0.0)
+        with pytest.raises(RankError) as caught, failure.ending_together(0.05):
+            raise RuntimeError(error)
+        assert str(caught.value).startswith(words)
 
 
 def test_the_board_names_who_has_not_signed():

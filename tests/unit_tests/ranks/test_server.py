@@ -89,15 +89,30 @@ CLIENTS = {
 }
 
 
-def die_later() -> None:
-    threading.Timer(2.0, os.kill, (os.getpid(), signal.SIGKILL)).start()
+def die(*_: object, **__: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_at_start() -> None:
+    """In the first thing that a rank does after the ranks have met: it never connects in a group of Megatron's."""
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel = die
+
+
+def die_when_ready() -> None:
+    """After loading, where a rank begins to wait for what rank 0 has for it."""
+    from megatron_ext.interruption import Interruption
+
+    Interruption.keep_quiet = die
 
 
 HAPPENINGS = {
     "nothing": lambda: None,
     "fail": lambda: before_step(4, fail),
     "hang": lambda: before_step(4, hang),
-    "die": die_later,
+    "die at start": die_at_start,
+    "die when ready": die_when_ready,
 }
 
 
@@ -114,7 +129,8 @@ def ends() -> dict[str, list[Outcome]]:
             "TP 2": lambda: run_world(run_server, 2, [*sizes, *short], "patient", "nothing"),
             "2 replicas": lambda: run_world(run_server, 2, short, "chat", "nothing"),
             "hangs": lambda: run_world(run_server, 2, [*sizes, *short], "wait", "hang", grace=1.0),
-            "dies": lambda: run_world(run_server, 2, short, "nobody", "die"),
+            "dies at start": lambda: run_world(run_server, 2, short, "nobody", "die at start"),
+            "dies when ready": lambda: run_world(run_server, 2, short, "nobody", "die when ready"),
         }
     )
 
@@ -146,8 +162,10 @@ def test_a_rank_that_hangs_ends_the_server(ends: dict[str, list[Outcome]]):
     assert said(outcomes) == [f"run_server.py: error: {words}"]
 
 
-def test_a_rank_that_dies_in_silence_ends_the_server(ends: dict[str, list[Outcome]]):
-    outcomes = ends["dies"]
+@pytest.mark.parametrize("name", ["dies at start", "dies when ready"])
+def test_a_rank_that_dies_in_silence_ends_the_server(name: str, ends: dict[str, list[Outcome]]):
+    """TE-3: before it has connected, too, where the others wait for as long as for one that is slow."""
+    outcomes = ends[name]
     assert exit_codes(outcomes) == [1, -signal.SIGKILL], [one.describe() for one in outcomes]
     assert said(outcomes) == ["run_server.py: error: rank 1 ended without a word"]
 
