@@ -14,6 +14,10 @@ from megatron_ext.ops import cpp
 from megatron_ext.ops.triton import INTERPRET
 from tests import durations, kernels, on_device, priority, worlds
 
+# Kernels run on CPU tensors then. Triton reads it when it is imported, by the conftest of a folder at the earliest.
+if not torch.cuda.is_available():
+    os.environ.setdefault(INTERPRET, "1")
+
 # Libraries that are not installed, arguments that megatron-core passes to itself: nothing that we could do differently.
 UPSTREAM_WARNINGS = (
     r"ignore::DeprecationWarning:torch\.jit\..*",
@@ -25,8 +29,6 @@ UPSTREAM_WARNINGS = (
 
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
-    if not torch.cuda.is_available():  # kernels run on CPU tensors then; asked when triton is imported
-        os.environ.setdefault(INTERPRET, "1")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts what runs in its background like that
         signal.signal(signal.SIGINT, signal.default_int_handler)
     for line in UPSTREAM_WARNINGS:

@@ -19,8 +19,18 @@ PARAMS = RequestParams(num_tokens_to_generate=10, return_log_probs=True, skip_pr
 LONG = RequestParams(num_tokens_to_generate=600, ignore_eos=True)
 
 
-def outcomes(engine: LoadedEngine) -> list[tuple]:
+Outcomes = list[tuple[tuple[int, ...], tuple[float, ...]]]
+
+
+def outcomes(engine: LoadedEngine) -> Outcomes:
     return [(one.generated_tokens, one.generated_log_probs) for one in engine.generate(PROMPTS, PARAMS)]
+
+
+def assert_equal(got: Outcomes, want: Outcomes) -> None:
+    """TE-1: equal tokens, and log-probs within the bound of docs/requirements.md: batches may be of other sizes."""
+    for (tokens, log_probs), (wanted_tokens, wanted_log_probs) in zip(got, want, strict=True):
+        assert tokens == wanted_tokens
+        assert log_probs == pytest.approx(wanted_log_probs, rel=1e-4, abs=1e-4)
 
 
 @pytest.fixture(scope="module")
@@ -45,11 +55,14 @@ def fresh(new, load, tmp_path) -> LoadedEngine:
 
 
 def test_equal_to_a_fresh_engine(new, fresh, load):
-    """PY-6: tokens and log-probs are those of the new weights, to the bit; those of the old ones are others."""
+    """PY-6: tokens and log-probs are those of the new weights; those of the old ones are others."""
     engine = load()
     old = outcomes(engine)
     engine.update_weights(new)
-    assert outcomes(engine) == outcomes(fresh) != old
+    want = outcomes(fresh)
+    assert_equal(outcomes(engine), want)
+    with pytest.raises(AssertionError):
+        assert_equal(old, want)
 
 
 def test_the_cache_is_emptied(new, load):
@@ -74,7 +87,7 @@ def test_refused_whole(new, load):
         engine.update_weights(new | {"decoder.final_norm.weight": torch.ones(3)})
     assert engine.generate(PROMPTS[0], PARAMS)[0].skipped_prefill_token_count > 0
     engine.reset_prefix_cache()
-    assert outcomes(engine) == old
+    assert_equal(outcomes(engine), old)
 
 
 def test_while_requests_run(new, fresh, load):
@@ -88,8 +101,8 @@ def test_while_requests_run(new, fresh, load):
         assert not running.done()
         found = outcomes(engine)
         assert [len(record.generated_tokens) for record in running.result()] == [600] * 3
-    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in outcomes(fresh)]
-    assert outcomes(engine) == outcomes(fresh)
+    assert_equal(found, outcomes(fresh))
+    assert_equal(outcomes(engine), outcomes(fresh))
 
 
 def test_while_it_is_suspended(new, fresh, load):
@@ -99,7 +112,7 @@ def test_while_it_is_suspended(new, fresh, load):
     engine.suspend()
     engine.update_weights(new.items())
     engine.resume()
-    assert outcomes(engine) == outcomes(fresh)
+    assert_equal(outcomes(engine), outcomes(fresh))
 
 
 def test_in_buckets(new, fresh, load):
@@ -108,7 +121,7 @@ def test_in_buckets(new, fresh, load):
     names = list(new)
     for first in range(0, len(names), 10):
         engine.update_weights({name: new[name] for name in names[first : first + 10]}, partial=True)
-    assert outcomes(engine) == outcomes(fresh)
+    assert_equal(outcomes(engine), outcomes(fresh))
 
 
 def test_the_names(new, load):

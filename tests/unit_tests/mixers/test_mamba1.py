@@ -112,7 +112,7 @@ def test_snapshots_do_not_depend_on_the_cuts(cuts: list[int], other: int) -> Non
     hidden = hidden_states(LENGTH)
     y, whole = prefill(PLAIN, hidden, [])
     cut_y, cut = prefill(PLAIN, hidden, cuts, other)
-    torch.testing.assert_close(cut_y, y, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(cut_y, y, atol=1e-4, rtol=1e-4)  # TE-1: products of other numbers of rows
     for pool, cut_pool in zip(whole.slots, cut.slots, strict=True):
         assert_states_close(cut_pool, pool, f"snapshots, cut at {cuts}")
     for pool, cut_pool in zip(whole.live, cut.live, strict=True):

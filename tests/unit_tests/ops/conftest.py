@@ -8,6 +8,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -48,3 +49,21 @@ def operators_on_device(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
     for name, value in list(vars(request.module).items()):
         if isinstance(value, types.FunctionType) and value.__module__.startswith(OPERATORS):
             monkeypatch.setattr(request.module, name, on_device(value, device))
+
+
+def product_in_fixed_order(a: np.ndarray, b: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """A matrix product [..., M, K] x [..., K, N] that adds the terms of each element in ascending order of K."""
+    total = np.zeros((*a.shape[:-1], b.shape[-1]), dtype)
+    for k in range(a.shape[-1]):
+        total += a[..., :, k : k + 1].astype(dtype) * b[..., k : k + 1, :].astype(dtype)
+    return total
+
+
+@pytest.fixture
+def fixed_order_dot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make `tl.dot` of Triton's interpreter sum in a fixed order.
+
+    It is `np.matmul`, whose bits for a row may depend on the row's place in a tile and on the CPU. Bits that our
+    kernels promise can be compared under the interpreter with a product that has no such freedom.
+    """
+    monkeypatch.setattr(np, "matmul", product_in_fixed_order)

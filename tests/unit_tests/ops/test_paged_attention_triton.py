@@ -148,6 +148,7 @@ def test_windows(window: int) -> None:
     assert_close("window", pool.attend(4, window), pool.expected(window), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.usefixtures("fixed_order_dot")
 def test_a_long_window_changes_no_bit() -> None:
     pool = Pool(MIXED)
     assert torch.equal(pool.attend(2, 65), pool.attend(2))
@@ -169,6 +170,7 @@ def padded(
     return q, PagedBatch(few, lengths, keys, batch.block_size, table, starts, torch.tensor(keys))
 
 
+@pytest.mark.usefixtures("fixed_order_dot")
 @pytest.mark.parametrize(("few", "sequences", "blocks", "tokens"), [(4, 12, 30, 7), (2, 6, 40, 0), (8, 20, 1, 64)])
 def test_padding_changes_no_bit(few: int, sequences: int, blocks: int, tokens: int) -> None:
     """CU-4: what is not there is not read and comes out as zeros; what is there is what it was, bit for bit."""
@@ -199,8 +201,9 @@ def test_the_grid_depends_on_shapes_only(monkeypatch: pytest.MonkeyPatch) -> Non
     assert seen[0] == seen[1]
 
 
+@pytest.mark.usefixtures("fixed_order_dot")
 def test_neighbours_and_cuts_change_no_bit() -> None:
-    """CU-3, HY-14: cache on computes what cache off computes, wherever a prompt is cut and whatever runs beside it."""
+    """CU-3, HY-14, TE-1: neither the place of a cut nor the sequences beside one change a bit."""
     pool = Pool([(100, 100)], heads=(6, 2))
     whole, queries = pool.attend(0), pool.q
     for first in (1, 16, 63, 99):

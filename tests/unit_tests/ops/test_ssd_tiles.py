@@ -178,6 +178,7 @@ def test_every_configuration_of_tiles_computes_the_same(
     }
 
 
+@pytest.mark.usefixtures("fixed_order_dot")
 def test_bits_do_not_depend_on_cuts_at_absolute_multiples() -> None:
     """CU-2: from a start within a tile, whatever is kept and whoever is beside.
 

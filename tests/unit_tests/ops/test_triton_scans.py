@@ -76,6 +76,7 @@ def test_every_configuration_computes_the_same(kernel: Kernel, config: Config, t
     run(kernel, config, types)
 
 
+@pytest.mark.usefixtures("fixed_order_dot")
 @pytest.mark.parametrize(
     ("name", "size", "cut"),
     [
