@@ -2,10 +2,12 @@
 PYTHON ?= python3
 WORKERS ?= logical
 GPU_WORKERS ?= 2
+ISA ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+LOWERED := $(if $(ISA),$(BIN)/python tools/lower_isa.py $(ISA))
 
 .PHONY: help setup demo test test-kernels test-gpu kernels oracles bench lint mutants golden check-pins lock
 .DEFAULT_GOAL := help
@@ -35,9 +37,9 @@ demo: $(STAMP) ## Run the embedded model on the shipped prompts and print a tabl
 	$(BIN)/python tools/run_inference.py
 
 # One thread a worker: the workers already use every core, and results do not depend on the thread count.
-test: $(STAMP) ## Run all tests, in parallel (WORKERS=4 sets how many processes).
+test: $(STAMP) ## Run all tests, in parallel (WORKERS=4 sets how many processes; ISA=avx2 runs as on a CPU with AVX2).
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false \
-		$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+		$(LOWERED) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 test-kernels: $(STAMP) ## Run every configuration of every Triton kernel beside its formula, under the interpreter: minutes.
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false \

@@ -1,0 +1,76 @@
+"""The mark `numbers`: tests that compare floating-point numbers of libraries that follow the CPU. A pytest plugin.
+
+`-m numbers` runs the files below and imports no others. `.ci/run` runs them a second time with `ISA=avx2`, since sums
+that pass on one CPU may differ on another.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+MARK = "numbers"
+ROOT = Path(__file__).parents[1]
+MCORE = tuple(
+    f"tests/unit_tests/mcore/test_{name}.py"
+    for name in (
+        "against_recompute",
+        "all_experts",
+        "caching_matrix",
+        "choosing",
+        "draft_model",
+        "gated_delta_net",
+        "guided",
+        "layers",
+        "linear",
+        "mamba1",
+        "moe",
+        "operator_backends",
+        "scoring",
+        "shaping",
+        "snapshots_decode",
+        "snapshots_dtypes",
+        "steps",
+        "verification",
+    )
+)
+PATHS = (
+    *MCORE,
+    "tests/functional_tests/test_golden_values.py",
+    "tests/unit_tests/api/test_side_by_side.py",
+    "tests/unit_tests/api/test_update_weights.py",
+    "tests/unit_tests/mcore/programs",
+    "tests/unit_tests/mixers",
+    "tests/unit_tests/models/megatron/test_checkpoint.py",
+    "tests/unit_tests/models/native/test_checkpoint.py",
+    "tests/unit_tests/models/test_embedded_model.py",
+    "tests/unit_tests/models/test_load.py",
+    "tests/unit_tests/ops",
+    "tests/unit_tests/ranks/test_tensor_parallel.py",
+)
+"""Files and folders whose tests have the mark."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", f"{MARK}: compares numbers of libraries that follow the CPU (tests/numbers.py)")
+
+
+def compares_numbers(path: Path) -> bool:
+    """Whether the tests of a file have the mark."""
+    return any(path.is_relative_to(ROOT / one) for one in PATHS)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import no other files where the mark alone is asked for."""
+    if config.option.markexpr == MARK and collection_path.is_file() and not compares_numbers(collection_path):
+        return True
+    return None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Add the mark before `-m` selects by it."""
+    for item in items:
+        if compares_numbers(item.path):
+            item.add_marker(MARK)

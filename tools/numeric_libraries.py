@@ -1,0 +1,35 @@
+"""Print which instructions torch, numpy and our operators use, and call oneDNN and MKL, which then print theirs."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy._core._multiarray_umath import __cpu_baseline__, __cpu_dispatch__, __cpu_features__
+
+from megatron_ext.ops import cpp
+
+
+def openblas_core() -> str:
+    """The CPU that the OpenBLAS in numpy's wheel has kernels for and runs as."""
+    for library in Path(np.__file__).parents[1].glob("numpy.libs/libscipy_openblas64_*"):
+        ask = ctypes.CDLL(str(library)).scipy_openblas_get_corename64_
+        ask.restype = ctypes.c_char_p
+        return str(ask().decode())
+    return "not in this numpy"
+
+
+def main() -> None:
+    """One line a library, with the prefix "uses "; multiply with oneDNN and MKL."""
+    print("uses torch:", torch.backends.cpu.get_cpu_capability())
+    print("uses our operators:", cpp.kernels().vectors() if cpp.are_used() else "none, plain torch")
+    print("uses numpy:", *__cpu_baseline__, *(one for one in __cpu_dispatch__ if __cpu_features__[one]))
+    print("uses OpenBLAS:", openblas_core(), flush=True)
+    torch.ones(8, 8).to_mkldnn().relu()
+    torch.ones(8, 8) @ torch.ones(8, 8)
+
+
+if __name__ == "__main__":
+    main()
