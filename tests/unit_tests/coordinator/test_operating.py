@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 
 import httpx
@@ -222,20 +223,31 @@ class TestThroughIt:
                 assert (await front.complete(headers=headers)).status_code == 403
 
 
-async def test_requests_end_before_the_coordinator_does():
+@pytest.mark.parametrize("ends", [True, False], ids=["in time", "too late"])
+async def test_requests_end_before_the_coordinator_does(ends: bool):
     """And those that take longer than they may are told."""
+    may_end = asyncio.Event()
 
     async def slowly(fake, exchange):
-        await asyncio.sleep(0.3 if exchange.body.get("prompt") == "short" else PATIENCE)
+        await may_end.wait()
         await answers(fake, exchange)
+
+    async def end_the_request(url: str) -> None:
+        """After the coordinator has begun to end: it takes no connections any more."""
+        with contextlib.suppress(httpx.TransportError):
+            while True:
+                async with httpx.AsyncClient() as other:
+                    await other.get(f"{url}/health")
+        may_end.set()
 
     fake = await FakeReplica(behave=slowly).start()
     async with httpx.AsyncClient(timeout=PATIENCE) as client:
-        async with coordinator(fake, shutdown_timeout=0.8) as front:
-            url = f"{front.url}/v1/completions"
-            asking = [asyncio.ensure_future(client.post(url, json={"prompt": one})) for one in ("short", "long")]
-            await eventually(lambda: len(fake.requests) == 2)
-        short, long = await asyncio.gather(*asking)
-    assert short.status_code == 200
-    assert (long.status_code, long.json()["error"]["code"]) == (503, "replica_lost")
+        async with coordinator(fake, shutdown_timeout=PATIENCE if ends else 0.1) as front:
+            asking = asyncio.ensure_future(client.post(f"{front.url}/v1/completions", json={"prompt": "one"}))
+            await eventually(lambda: len(fake.requests) == 1)
+            ending = asyncio.ensure_future(end_the_request(front.url)) if ends else None
+        answer = await asking
+    assert ending is None or ending.done()
+    assert answer.status_code == (200 if ends else 503)
+    assert ends or answer.json()["error"]["code"] == "replica_lost"
     await fake.stop()

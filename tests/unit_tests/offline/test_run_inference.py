@@ -190,7 +190,7 @@ def test_a_saved_model_is_the_same_model(prompt_file, tmp_path):
     assert main([*TINY, *common, "--save", saved, "--output-path", str(outputs[0])]) == DONE
     assert main(["--load", saved, *common, "--output-path", str(outputs[1])]) == DONE
     one, two = (json.loads(output.read_text()) for output in outputs)
-    assert one["0"]["logprobs"] == two["0"]["logprobs"]
+    assert one["0"]["logprobs"] == pytest.approx(two["0"]["logprobs"], rel=1e-4, abs=1e-4)
     assert two["model"] == saved
 
 
@@ -227,7 +227,7 @@ def test_a_sequence_may_be_longer_than_the_positions_of_a_model_that_rotates(pro
         return json.loads(output.read_text())["0"]["logprobs"]
 
     longer = log_probs("--max-position-embeddings", "64", "--inference-max-seq-length", "256")
-    assert longer == log_probs("--max-position-embeddings", "256")
+    assert longer == pytest.approx(log_probs("--max-position-embeddings", "256"), rel=1e-4, abs=1e-4)
     assert len(longer) == 149 + 30
 
 

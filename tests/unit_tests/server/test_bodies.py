@@ -278,7 +278,8 @@ class TestTexts:
         async def encode_all() -> None:
             encoder = TextEncoder(PieceTokenizer(97), tokenize, 10**6)
             tasks = [asyncio.ensure_future(encoder.encode("a" * (LONG_TEXT + 1))) for _ in range(4)]
-            await asyncio.sleep(0.01)
+            while not running:
+                await asyncio.sleep(0)
             tasks[0].cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
 import re
+import socket
 import sys
 import threading
 
@@ -104,8 +106,11 @@ class TestRequests:
 
         server.engine.step_modern = slow
         try:
-            with httpx.Client(base_url=server.url) as client, pytest.raises(httpx.ReadTimeout):
-                client.post(COMPLETIONS, json=body, timeout=0.3)
+            address, content = httpx.URL(server.url), json.dumps(body)
+            head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            with socket.create_connection((address.host, address.port), timeout=PATIENCE) as client:
+                client.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n{content}".encode())
+                assert begun.wait(PATIENCE)
             (line,) = lines()
         finally:
             go_on.set()
