@@ -155,9 +155,15 @@ class Fleet:
 
     async def _sweep(self, member: Member) -> None:
         """Find out that no sign of life has come; what is in flight and still gives bytes goes on."""
+        pause = self._interval / BEATS
         while True:
-            await asyncio.sleep(self._interval / BEATS)
-            latest = time.monotonic() - self.timeout
+            began = time.monotonic()
+            await asyncio.sleep(pause)
+            now = time.monotonic()
+            late = now - began - pause
+            if late > pause:  # the coordinator was held up, and could not have read a sign of life in that time
+                member.alive_at = min(member.alive_at + late, now)
+            latest = now - self.timeout
             if member.alive_at < latest and member.beat is not None:
                 reason = f"no sign of life for {self.timeout:g} s"
                 if member.is_known:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import time
 
 import pytest
 
@@ -117,6 +118,19 @@ class TestLost:
             chosen.is_frozen = False
             await front.until(chosen, Status.READY)
             await front.check_idle()
+
+    async def test_a_coordinator_that_is_held_up_gives_no_replica_up(self):
+        """TE-3: time in which it cannot read signs of life does not count, as on a busy machine."""
+        async with fleet(2, replica_timeout=0.4) as (front, _):
+            watched, left = front.coordination.fleet, []
+            forget = watched.on_leave
+            watched.on_leave = lambda member: (left.append(member.url), forget(member))
+            time.sleep(1.0)  # the event loop stands still
+            for member in watched.members.values():
+                member.probed.clear()
+                await asyncio.wait_for(member.probed.wait(), PATIENCE)
+            assert not left
+            assert (await front.complete()).status_code == 200
 
     async def test_an_engine_that_hangs_behind_a_server_that_answers(self):
         """Its steps do not go on: it stays away until they do."""
