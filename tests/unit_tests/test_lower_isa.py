@@ -91,7 +91,7 @@ def test_make_runs_the_tests_lowered() -> None:
 class TestWhichTestsCompareNumbers:
     """TE-2: the mark `numbers`, by which `.ci/run` chooses what runs lowered."""
 
-    @pytest.mark.parametrize("path", numbers.PATHS)
+    @pytest.mark.parametrize("path", numbers.PATHS + numbers.WITHOUT)
     def test_paths_are_there(self, path: str) -> None:
         assert (ROOT / path).exists()
 
@@ -103,4 +103,4 @@ class TestWhichTestsCompareNumbers:
         assert not numbers.pytest_ignore_collect(ROOT / "tests/unit_tests/server", asked)
         assert not numbers.pytest_ignore_collect(other, all_tests)
         assert numbers.compares_numbers(own)
-        assert not numbers.compares_numbers(other)
+        assert not any(map(numbers.compares_numbers, (other, ROOT / numbers.WITHOUT[0])))
