@@ -49,7 +49,7 @@ class LoadedEngine:
         self._engine = engine
         self._loaded = loaded
         self._naming = naming
-        grammars = engine.controller.guides.grammars
+        grammars = engine.controller.grammars
         self._reader = PromptReader(loaded.tokenizer, loaded.config.vocab_size, defaults, grammars)
         self._stepper = Stepper(engine)
         self._on_close = on_close

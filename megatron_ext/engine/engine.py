@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from asyncio import Future
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from megatron_ext.config import RequestParams
 from megatron_ext.engine.ahead import Ahead
@@ -14,48 +13,22 @@ from megatron_ext.engine.faults import Faults, describe
 from megatron_ext.engine.flight import Flight
 from megatron_ext.engine.intake import Door, Intake
 from megatron_ext.engine.output import OutputProcessor
-from megatron_ext.engine.result import StepResult
 from megatron_ext.engine.statistics import EngineStatistics, log_step
+from megatron_ext.engine.step import NO_STEP, Step
+from megatron_ext.engine.structured_output import StructuredOutputs
 from megatron_ext.errors import ConfigError, RestoreError
 from megatron_ext.prefix_cache.block_index import CachedPrefix
 from megatron_ext.prefix_cache.hash_chain import Digest
 from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.counters import Counters
-from megatron_ext.scheduling.foresight import plan_of
 from megatron_ext.scheduling.plan import StepPlan
 from megatron_ext.scheduling.planner import check_admissible
 from megatron_ext.scheduling.record import RequestRecord, Status
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.step import describe_step
+from megatron_ext.scheduling.verification import NO_TOKENS
 from megatron_ext.speculation.proposals import Proposals
-
-
-@dataclass(frozen=True)
-class Step:
-    """A step that has been planned, and computed unless there was nothing to compute.
-
-    Attributes:
-        plan: What it does.
-        result: None if nothing was computed.
-        seconds: That it took.
-    """
-
-    plan: StepPlan
-    result: StepResult | None
-    seconds: float
-
-    @property
-    def chunks(self) -> Sequence[Chunk]:
-        """What it computed."""
-        return self.plan.chunks
-
-
-NO_STEP = Step(plan_of(()), None, 0.0)
-
-
-def _nothing() -> None:
-    """Nobody has anything to do."""
 
 
 class Engine:
@@ -85,9 +58,11 @@ class Engine:
         self.intake = Intake(door)
         self.output = OutputProcessor(scheduler, door.vocabulary, self.faults)
         self.step_count = 0
-        self.while_computing: Callable[[], None] = _nothing  # may add requests, and do nothing else
-        self._executor, self._launch = executor, launcher(executor)
-        self._proposals = proposals
+        self.while_computing: Callable[[], None] = lambda: None  # may add requests, and do nothing else
+        self._executor, self._launch, self._proposals = executor, launcher(executor), proposals
+        self._structured = StructuredOutputs(scheduler, door.matcher, door.mask_thread)
+        self._drafts = NO_TOKENS  # proposed for the step that is planned next
+        self._last_seconds: float | None = 0.0  # of the step before; None if nothing was computed
         self._ahead = Ahead(scheduler, executor, is_on=proposals is None)
 
     # Requests come and go
@@ -124,6 +99,7 @@ class Engine:
         error = check_admissible(request, self.scheduler.limits)
         if error is None:
             self.scheduler.add(request)
+            self._structured.add(request)
         else:
             request.end(Status.FAILED, error=f"this prompt cannot be served: {error}")
             self.output.ended.append(request)
@@ -178,6 +154,7 @@ class Engine:
     def cancel(self) -> None:
         """Forget all requests; their futures are cancelled, and the engine is not used any more."""
         self._ahead.drop()
+        self._structured.forget(self.output.requests())
         self.output.cancel()
 
     def waiting(self) -> Sequence[Request]:
@@ -192,34 +169,56 @@ class Engine:
         return NO_STEP
 
     def propose(self) -> None:
-        """Ask the drafter, if there is one, for the step that is planned next. What is wrong costs its drafts only."""
-        if self._proposals is None:
-            return
-        with self.faults.absorbed("the drafter"):
-            drafts, errors = self._proposals.ask(self.scheduler)
-            if drafts:
-                self.scheduler.propose(drafts)
-            for error in errors:
-                self.faults.note("the drafter", error, once=True)
+        """Ask the drafter, if any, for the next step; begin missing masks. A wrong answer costs its drafts only."""
+        self._drafts = NO_TOKENS
+        if self._proposals is not None:
+            with self.faults.absorbed("the drafter"):
+                self._drafts, errors = self._proposals.ask(self.scheduler)
+                for error in errors:
+                    self.faults.note("the drafter", error, once=True)
+        self._structured.begin(self._drafts)
 
-    def compute(self, *, has_proposed: bool = False) -> Step:
-        """Plan, execute and commit one step.
+    @property
+    def has_other_work(self) -> bool:
+        """Whether the next step may compute something for requests that wait for no mask."""
+        return self._last_seconds is not None and self._structured.has_other_work
+
+    def prepare(self, share: float = 1.0, *, is_idle: bool) -> None:
+        """Wait for masks within bounds, and give the scheduler those that are ready, and the drafts (SE-10).
 
         Args:
-            has_proposed: `propose` was called for this step.
+            share: Of the longest wait; the engines of a fleet share it.
+            is_idle: Whether there is no other work.
+        """
+        self._structured.wait(share * (self._last_seconds or 0.0), has_other_work=not is_idle)
+        ready = self._structured.take()
+        for request, error in ready.errors:
+            self.output.refuse(request, error)
+        if ready.masks:
+            self.scheduler.allow(ready.masks)
+        if drafts := self._structured.allowed_drafts(self._drafts):
+            self.scheduler.propose(drafts)
 
-        Where the executor can, the next step is launched before the tokens of this one are waited for.
+    def compute(self, *, is_prepared: bool = False) -> Step:
+        """Plan, execute and commit one step.
 
-        If executing raises, the step's requests go back to wait (their pools may hold anything) and the error is passed
-        on; a later step computes them again. Nothing of a step that was launched behind it counts then.
+        Where the executor can, the next step is launched before the tokens of this one are waited for. If executing
+        raises, the step's requests go back to wait (their pools may hold anything) and the error is passed on; a later
+        step computes them again. Nothing of a step that was launched behind it counts then.
         """
         started = time.perf_counter()
         flight = self._ahead.take()
-        plan = self._plan(has_proposed=has_proposed) if flight is None else flight.plan
+        if flight is None and not is_prepared:
+            self.propose()
+            self.prepare(is_idle=not self.has_other_work)
+        plan = self._plan() if flight is None else flight.plan
         if not plan.chunks:
-            assert len(self.scheduler.queues) == 0, "requests are alive, but none can run"
+            are_held = {request.lacks_mask for request in self.scheduler.queues}
+            assert not are_held or True in are_held, "requests are alive, but none can run"
+            self._last_seconds = None
             self._executor.idle()
             return Step(plan, None, 0.0)
+        planned = time.perf_counter()
         try:
             flight = flight or self._take_off(plan)
             self._ahead.launch_behind(flight)
@@ -229,15 +228,15 @@ class Engine:
             self._abandon(plan.chunks, flight, error)
             raise
         self.output.ended += self.scheduler.commit(flight.step, result.tokens, result.behind_drafts)
-        self.step_count += 1
+        self.step_count, self._last_seconds = self.step_count + 1, time.perf_counter() - planned
         if self._proposals is not None:
             with self.faults.absorbed("the drafter"):
                 self._proposals.tell(self.scheduler.drafts.verified)
+        else:  # no draft is to come
+            self._structured.begin(NO_TOKENS)
         return Step(plan, result, time.perf_counter() - started)
 
-    def _plan(self, *, has_proposed: bool) -> StepPlan:
-        if not has_proposed:
-            self.propose()
+    def _plan(self) -> StepPlan:
         plan = self.scheduler.schedule()
         self.output.ended += [request for request, _ in plan.failures]
         return plan
@@ -279,6 +278,7 @@ class Engine:
         ended = list(self.output.ended)
         records = self.output.report()
         self._ahead.forget_void()
+        self._structured.forget(ended)
         if self._proposals is not None:
             with self.faults.absorbed("the drafter"):
                 self._proposals.forget(ended)

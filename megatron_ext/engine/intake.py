@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megatron_ext.config import RequestParams
 from megatron_ext.config.response_format import ResponseFormat
+from megatron_ext.engine.structured_output import MaskThread
 from megatron_ext.errors import ConfigError
 from megatron_ext.prefix_cache.hash_chain import packed_tokens
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.submission import Submission
+from megatron_ext.text.grammars import Matcher
 from megatron_ext.text.vocabulary import Vocabulary
 
 
@@ -24,8 +26,9 @@ class Door:
         ends: Tokens that end a document, unless a request names another one.
         seed: Requests without a seed of their own get one derived from it and their id.
         word_tokens: The ways in which a word that must not come can be tokens.
-        check_form: Sees that answers can be given a form.
+        matcher: Compiles a form of answers, unless it is compiled; a `ConfigError` says why it cannot be.
         most_drafts: Of a request in a step.
+        mask_thread: Computes masks of structured outputs.
     """
 
     tokenize: Callable[[str, bool], Sequence[int]]
@@ -33,8 +36,9 @@ class Door:
     ends: tuple[int, ...]
     seed: int
     word_tokens: Callable[[str], Sequence[tuple[int, ...]]]
-    check_form: Callable[[ResponseFormat], None]
+    matcher: Callable[[ResponseFormat], Matcher]
     most_drafts: int = 0
+    mask_thread: MaskThread = field(default_factory=MaskThread)
 
 
 class Intake:
@@ -67,7 +71,7 @@ class Intake:
         _check_checkpoints(params.cache_checkpoint, len(tokens))
         check_drafts(params, self._door.most_drafts)
         if params.form is not None:
-            self._door.check_form(params.form)
+            self._door.matcher(params.form)
             if not ends:
                 raise ConfigError("response_format needs a token that ends the answer; leave ignore_eos out")
         if params.logit_bias:

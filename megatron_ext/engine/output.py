@@ -101,6 +101,17 @@ class OutputProcessor:
                 return i
         return None
 
+    def refuse(self, request: Request, error: BaseException) -> None:
+        """End a request as FAILED, with its tokens so far, because its grammar cannot be followed any further.
+
+        Args:
+            request: Is alive.
+            error: Of the matcher; other errors than `ValueError` are logged as faults, too.
+        """
+        if not isinstance(error, ValueError):
+            self._faults.note(f"the grammar of request {request.request_id}", error)
+        self._end(request, Status.FAILED, error=f"the output cannot satisfy response_format: {error}")
+
     def fail(self, request: Request, error: Exception) -> None:
         """Something that only this request needed has raised: it ends as FAILED."""
         self._faults.note(f"request {request.request_id}", error)

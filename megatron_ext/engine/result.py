@@ -30,7 +30,7 @@ class StepResult:
         failures: Requests whose scores found no memory, and the error's words.
         sampled: The tokens where they were computed, for a step that is staged before they are known on the host.
         behind_drafts: Of chunks with drafts the tokens behind each of these, that one among `tokens` behind the last
-            known one; `NO_TOKEN` where none could be drawn.
+            known one.
         generated_behind: Scores of these, where asked for.
     """
 

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from megatron_ext.engine.faults import describe
 from megatron_ext.engine.result import Score, StepResult
-from megatron_ext.mcore.guides import Guides
 from megatron_ext.mcore.idle import compute_idle_token
 from megatron_ext.mcore.out_of_memory import is_out_of_memory
 from megatron_ext.mcore.scoring import score_rows
@@ -26,7 +25,6 @@ from megatron_ext.ops.backends import preferring
 from megatron_ext.ops.sampling import sample_tokens, sampling_batch
 from megatron_ext.ops.transfer import to_device
 from megatron_ext.scheduling.step import Sampling
-from megatron_ext.scheduling.verification import NO_TOKEN
 from megatron_ext.speculation.drafter import Drafter
 from megatron_ext.text.grammars import Grammars
 from megatron_ext.text.prompt_tokens import begin_once, tokenize_prompt
@@ -56,7 +54,7 @@ class InferenceController(TextGenerationController):
         self.vocabulary = Vocabulary(tokenizer, size)
         self.drafter: Drafter | None = None
         self.operators: str | None = None
-        self.guides = Guides(Grammars(self.tokenizer, size))
+        self.grammars = Grammars(self.tokenizer, size)
 
     def _init_dynamic_sampling_tensors(self) -> None:
         """Nothing to prepare: sampling parameters live on the host, and no memory is pinned."""
@@ -98,7 +96,7 @@ class InferenceController(TextGenerationController):
             if logits is None:
                 return None
             is_alone = self.inference_wrapped_model.tp_size == 1
-            return choose_tokens(logits[0], context.step, self._scored_logits, self.guides, is_alone=is_alone)
+            return choose_tokens(logits[0], context.step, self._scored_logits, is_alone=is_alone)
 
     def forward(self) -> Tensor | None:
         """The model's forward of the context's staged step: logits [1, m, V]; None on stages before the last one."""
@@ -133,7 +131,6 @@ def choose_tokens(
     logits: Tensor,
     step: ModelInput,
     scored_logits: Callable[[slice], Tensor],
-    guides: Guides,
     *,
     is_alone: bool = True,
 ) -> StepResult:
@@ -143,12 +140,11 @@ def choose_tokens(
         logits: [m, V], rows as in `step.sample_tokens`.
         step: What was computed.
         scored_logits: Rows of `step.score_tokens` -> their logits, [rows, V].
-        guides: Of answers that must have a form.
         is_alone: Whether no other rank takes part in scoring. One that does would wait for what this one has given up,
             so without memory the step fails then.
     """
     failures: dict[int, str] = {}
-    tokens = _choose(logits, step.sampling, guides, failures)  # [m]
+    tokens = _choose(logits, step.sampling)  # [m]
     generated = _score_generated(logits, tokens, step.sampling, failures)
     prompt = {}
     for part in step.prompt_scores:
@@ -236,18 +232,15 @@ def _out_of_memory_fails(request_id: int, failures: dict[int, str]) -> Iterator[
         failures[request_id] = f"no memory for its log-probs: {describe(error)}"
 
 
-def _choose(logits: Tensor, rows: Sequence[SamplingRow], guides: Guides, failures: dict[int, str]) -> Tensor:
+def _choose(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """The next token of every sampling row: [m]. Rows that want their logits shaped cost the others nothing."""
-    guides.keep(rows)
     asking = [i for i, row in enumerate(rows) if row.sampling.shaping is not None]
     if not asking:
         return _sample(logits, rows)
     index = to_device(torch.tensor(asking), logits.device)
     chosen, values = [rows[i] for i in asking], logits.index_select(0, index).float()
-    hopeless = shape_logits(values, chosen, guides, failures)
+    shape_logits(values, chosen)
     tokens = _sample(values, chosen)
-    if hopeless:
-        tokens.index_fill_(0, to_device(torch.tensor(hopeless), logits.device), NO_TOKEN)
     return tokens if len(asking) == len(rows) else _sample(logits, rows).index_copy(0, index, tokens)
 
 

@@ -31,9 +31,8 @@ def make_engine(
 ) -> Engine | Fleet:
     """The engine of a world of one, or those of rank 0; see `Door` for the seed."""
     ends, words = ends_of(controller.tokenizer), partial(word_tokens, controller.tokenizer)
-    check = controller.guides.grammars.check
     most = context.plan.limits.most_drafts
-    door = Door(controller.tokenize_prompt, controller.vocabulary, ends, seed, words, check, most)
+    door = Door(controller.tokenize_prompt, controller.vocabulary, ends, seed, words, controller.grammars.matcher, most)
     drafter = controller.drafter
     proposals = None if drafter is None else Proposals(drafter, controller.vocabulary.has_tokens)
     if team is None:

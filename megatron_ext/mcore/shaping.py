@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_ext.mcore.guides import Guides
 from megatron_ext.mcore.staging import SamplingRow
 from megatron_ext.ops.sampling.shaping import (
     CameBefore,
@@ -23,28 +22,20 @@ from megatron_ext.ops.transfer import to_device
 from megatron_ext.scheduling.shaping import Shaping
 
 
-def shape_logits(values: Tensor, rows: Sequence[SamplingRow], guides: Guides, failures: dict[int, str]) -> list[int]:
+def shape_logits(values: Tensor, rows: Sequence[SamplingRow]) -> None:
     """Do what the rows want with their logits. A row depends on nothing but that row.
 
     Args:
         values: Logits, [r, V] fp32; modified.
         rows: Of the logits; each has a `Shaping`.
-        guides: Of answers that must have a form.
-        failures: Gets requests whose form cannot be followed, and why.
-
-    Returns:
-        Rows behind drafts that cannot come in their form: no token of these counts.
     """
     wishes = [_wish(row) for row in rows]
     _penalize(values, wishes)
     _add_biases(values, wishes)
-    guided, masks, hopeless = guides.masks(rows, failures)
-    if guided:
-        keep_allowed(values, to_device(torch.tensor(guided), values.device), to_device(masks, values.device))
+    _keep_allowed(values, wishes)
     _rule_out(values, wishes)
     _forbid(values, rows)
     _drop_improbable(values, rows, wishes)
-    return hopeless
 
 
 def _wish(row: SamplingRow) -> Shaping:
@@ -77,6 +68,14 @@ def _add_biases(values: Tensor, wishes: Sequence[Shaping]) -> None:
     if entries:
         rows, tokens, biases = zip(*entries, strict=True)
         add_biases(values, *_places(rows, tokens, values), to_device(torch.tensor(biases), values.device))
+
+
+def _keep_allowed(values: Tensor, wishes: Sequence[Shaping]) -> None:
+    masks = [(i, np.frombuffer(wish.allowed, np.int32)) for i, wish in enumerate(wishes) if wish.allowed is not None]
+    if masks:
+        rows, numbers = zip(*masks, strict=True)
+        stacked = torch.from_numpy(np.stack(numbers))
+        keep_allowed(values, to_device(torch.tensor(rows), values.device), to_device(stacked, values.device))
 
 
 def _rule_out(values: Tensor, wishes: Sequence[Shaping]) -> None:

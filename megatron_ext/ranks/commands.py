@@ -10,6 +10,7 @@ import enum
 from dataclasses import dataclass
 
 from megatron_ext.scheduling.record import Status
+from megatron_ext.scheduling.sequence import Masks
 from megatron_ext.scheduling.submission import Submission
 
 
@@ -60,7 +61,14 @@ class Propose:
     drafts: tuple[tuple[int, tuple[int, ...]], ...]
 
 
-Command = Add | End | Propose | ResetPrefixCache | WeightsChanged | Suspend | Resume | StartAnew
+@dataclass(frozen=True)
+class Allow:
+    """Masks of structured outputs: request id, and which tokens may come next, also after each draft."""
+
+    masks: tuple[tuple[int, Masks], ...]
+
+
+Command = Add | Allow | End | Propose | ResetPrefixCache | WeightsChanged | Suspend | Resume | StartAnew
 
 
 class Action(enum.IntEnum):

@@ -11,10 +11,11 @@ from heapq import nlargest
 from operator import attrgetter
 
 from megatron_ext.config import RequestParams
-from megatron_ext.engine.engine import NO_STEP, Engine, Step
+from megatron_ext.engine.engine import Engine
 from megatron_ext.engine.faults import Faults, describe
 from megatron_ext.engine.result import StepResult
 from megatron_ext.engine.statistics import EngineStatistics, log_step
+from megatron_ext.engine.step import NO_STEP, Step
 from megatron_ext.errors import RankError
 from megatron_ext.prefix_cache.block_index import CachedPrefix
 from megatron_ext.ranks.commands import Action, Batch, Resume, StartAnew
@@ -177,9 +178,12 @@ class Fleet:
         started = time.perf_counter()
         for engine in self.engines:  # before the others are told what this step is given
             engine.propose()
+        is_idle = not any(engine.has_other_work for engine in self.engines)
+        for engine in self.engines:
+            engine.prepare(1 / len(self.engines), is_idle=is_idle)
         self._tell(Action.STEP)
         try:
-            parts = tuple(engine.compute(has_proposed=True) for engine in self.engines)
+            parts = tuple(engine.compute(is_prepared=True) for engine in self.engines)
             step = FleetStep(parts, time.perf_counter() - started)
         except Exception as error:
             self._is_over = True

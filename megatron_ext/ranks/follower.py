@@ -9,6 +9,7 @@ from megatron_ext.engine.executor import Executor
 from megatron_ext.ranks.commands import (
     Action,
     Add,
+    Allow,
     Batch,
     Command,
     End,
@@ -85,6 +86,8 @@ class Follower:
             self.scheduler.add(request)
         elif isinstance(command, End):
             self.scheduler.end(self._requests.pop(command.request_id), command.status)
+        elif isinstance(command, Allow):
+            self.scheduler.allow(dict(command.masks))
         elif isinstance(command, Propose):
             self.scheduler.propose(dict(command.drafts))
         elif isinstance(command, ResetPrefixCache):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 from megatron_ext.config import EvictionPolicyName
-from megatron_ext.ranks.commands import Add, Command, End, Propose, ResetPrefixCache, Suspend, WeightsChanged
+from megatron_ext.ranks.commands import Add, Allow, Command, End, Propose, ResetPrefixCache, Suspend, WeightsChanged
 from megatron_ext.scheduling.plan import SchedulerLimits
 from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
+from megatron_ext.scheduling.sequence import Masks
 from megatron_ext.scheduling.verification import TokensById
 
 
@@ -60,6 +62,11 @@ class JournalledScheduler(Scheduler):
         """As `Scheduler`."""
         super().propose(drafts)
         self.note(Propose(tuple(drafts.items())))
+
+    def allow(self, masks: Mapping[int, Masks]) -> None:
+        """As `Scheduler`."""
+        super().allow(masks)
+        self.note(Allow(tuple(masks.items())))
 
     def reset_prefix_cache(self) -> None:
         """As `Scheduler`."""

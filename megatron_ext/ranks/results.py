@@ -10,7 +10,7 @@ import torch
 from torch.distributed import ProcessGroup, broadcast, recv, send
 
 from megatron_ext.engine.result import Score, StepResult
-from megatron_ext.scheduling.step import Sampling, ScheduledChunk, ScheduledStep
+from megatron_ext.scheduling.step import ScheduledChunk, ScheduledStep
 
 _LEADER = 0
 Scores = tuple[dict[int, Score], dict[int, tuple[Score, ...]], dict[int, str], dict[int, tuple[Score, ...]]]
@@ -83,11 +83,5 @@ class Results:
 
 
 def _wants_scores(step: ScheduledStep) -> bool:
-    sampled = [one.sampling for one in step.chunks if one.sampling is not None]
-    asked = any(one.top_n is not None or _may_fail(one) for one in sampled)
+    asked = any(one.sampling is not None and one.sampling.top_n is not None for one in step.chunks)
     return asked or any(one.scoring is not None for one in step.chunks)
-
-
-def _may_fail(sampling: Sampling) -> bool:
-    """Whether its form may turn out to be more than can be followed."""
-    return sampling.shaping is not None and sampling.shaping.form is not None

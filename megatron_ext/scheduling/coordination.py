@@ -9,6 +9,7 @@ from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.hash_chain import Digest
 from megatron_ext.prefix_cache.matching import last_boundary, resume_point
 from megatron_ext.scheduling.chunk import Chunk
+from megatron_ext.scheduling.counters import Counters
 from megatron_ext.scheduling.plan import Admission, Deferral, SchedulerLimits, SnapshotRequest, StepBudget
 from megatron_ext.scheduling.queue import Queues
 from megatron_ext.scheduling.request import Request
@@ -198,6 +199,15 @@ def put_to_sleep(
         blocks = deferral.until // block_size
         if is_lasting(deferral, leaders[deferral.wait_for], blocks, cache, pending_blocks):
             queues.waiting.sleep(request, deferral.wait_for, request.digests[blocks - 1], blocks)
+
+
+def note_followers(deferrals: Iterable[Deferral], counters: Counters) -> None:
+    """Count requests that wait for another's prefix, each of them once."""
+    for deferral in deferrals:
+        timeline = deferral.request.timeline
+        if deferral.wait_for is not None and not timeline.has_waited_for_prefix:
+            timeline.has_waited_for_prefix = True
+            counters.coordination_waits += 1
 
 
 def check_sleepers(queues: Queues, block_size: int, cache: PrefixCache, pending_blocks: PendingBlocks) -> None:

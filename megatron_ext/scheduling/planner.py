@@ -56,7 +56,7 @@ def plan_step(
     another request's prefix are overtaken). Requests that decode come before prefill in the token budget
     (`max_tokens >= max_requests` leaves room for both). A prefill that has begun is finished before another begins, as
     far as `SchedulerLimits.may_prefill` says how many a step has. Drafts of requests that decode get what is left of
-    tokens, free blocks and slots for their states.
+    tokens, free blocks and slots for their states. A request without a mask that it needs is left out (SE-10).
     """
     growth = _plan_growth(queues, limits, cache)
     decodes = [Chunk(one, one.sequence.computed_end, len(one.sequence.tokens)) for one in growth.decoding]
@@ -65,7 +65,7 @@ def plan_step(
     if not growth.paused and not growth.preempted:  # those were here first
         budget = StepBudget(
             blocks=growth.free_blocks,
-            requests=limits.max_requests - len(growth.decoding) - len(growth.prefilling),
+            requests=limits.max_requests - len(growth.decoding) - len(growth.prefilling) - growth.held,
             tokens=limits.max_tokens - len(decodes) - sum(chunk.length for chunk in continued),
             slots=cache.states.obtainable_count if cache.states is not None else 0,
             prefills=len(continued),
@@ -104,6 +104,7 @@ class _Growth:
     failed: list[Failure]
     free_blocks: int
     released: frozenset[BlockId]  # those of them that the preempted and the failed still hold
+    held: int  # requests that keep what they have and are left out, since the masks of their next tokens are not known
 
 
 def _plan_growth(queues: Queues, limits: SchedulerLimits, cache: PrefixCache) -> _Growth:
@@ -114,7 +115,9 @@ def _plan_growth(queues: Queues, limits: SchedulerLimits, cache: PrefixCache) ->
     """
     growing: list[Request] = []
     prefilling: list[Request] = []
-    for request in queues.running:
+    ready = [request for request in queues.running if not request.lacks_mask]
+    held = len(queues.running) - len(ready)
+    for request in ready:
         (growing if request.sequence.is_decoding else prefilling).append(request)
     if len(queues.paused):
         growing = sorted([*queues.paused, *growing], key=attrgetter("arrival"))
@@ -129,9 +132,9 @@ def _plan_growth(queues: Queues, limits: SchedulerLimits, cache: PrefixCache) ->
         decoding, paused, left = _share_blocks(growing, limits, cache.available_count + len(released))
         kept = len({block for request in paused for block in request.block_table})
         over_budget = limits.paused_blocks is not None and kept > limits.paused_blocks
-        stuck = bool(paused) and not decoding and not prefilling
+        stuck = bool(paused) and not decoding and not prefilling and not held
         if not over_budget and not stuck:
-            return _Growth(prefilling, decoding, paused, preempted, failed, left, frozenset(released))
+            return _Growth(prefilling, decoding, paused, preempted, failed, left, frozenset(released), held)
         youngest = paused[-1]
         growing.remove(youngest)
         preempted.append(youngest)
@@ -245,6 +248,8 @@ def _plan_admissions(
         error = _check_fits_pool(request, limits)
         if error is not None:
             entry.failed.append((request, error))
+            continue
+        if request.lacks_mask:  # it was sent back to wait meanwhile
             continue
         matched = cache.match(request.digests) if reads_cache(request) else []
         leader = leaders.of(request, len(matched)) if may_wait_for_prefix(request, matched, queues.waiting) else None

@@ -123,6 +123,11 @@ class Request:
         """Why it completed; None if it did not."""
         return None if self.outcome is None else self.outcome.finish_reason
 
+    @property
+    def lacks_mask(self) -> bool:
+        """Whether its output is structured and the mask of its next token is still being computed."""
+        return self.params.form is not None and not self.sequence.masks
+
     # Where it may stop
 
     @property

@@ -13,7 +13,7 @@ from megatron_ext.prefix_cache.state_index import StateIndex
 from megatron_ext.scheduling.accounting import general_reason
 from megatron_ext.scheduling.ahead import AheadHashing
 from megatron_ext.scheduling.chunk import Chunk
-from megatron_ext.scheduling.coordination import PendingBlocks, check_sleepers, put_to_sleep
+from megatron_ext.scheduling.coordination import PendingBlocks, check_sleepers, note_followers, put_to_sleep
 from megatron_ext.scheduling.counters import Counters
 from megatron_ext.scheduling.drafts import Drafts
 from megatron_ext.scheduling.events import EventType
@@ -22,11 +22,12 @@ from megatron_ext.scheduling.foresight import Foresight
 from megatron_ext.scheduling.invariants import check_ownership
 from megatron_ext.scheduling.keys import CacheKeys
 from megatron_ext.scheduling.live_slots import LiveSlots
-from megatron_ext.scheduling.plan import Admission, Deferral, SchedulerLimits, SnapshotRequest, StepPlan
+from megatron_ext.scheduling.plan import Admission, SchedulerLimits, SnapshotRequest, StepPlan
 from megatron_ext.scheduling.planner import plan_step, reads_cache
 from megatron_ext.scheduling.queue import Queues
 from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.request import Request
+from megatron_ext.scheduling.sequence import Masks
 from megatron_ext.scheduling.snapshots import Snapshot
 from megatron_ext.scheduling.step import ScheduledStep
 from megatron_ext.scheduling.verification import NO_TOKENS, TokensById
@@ -87,6 +88,11 @@ class Scheduler:
         """Let the next step verify these, by request id, as far as there is room; afterwards they are forgotten."""
         self.drafts.proposals = drafts
 
+    def allow(self, masks: Mapping[int, Masks]) -> None:
+        """Set masks of structured outputs by request id; without one a request is left out of steps (SE-10)."""
+        for request in self.queues:
+            request.sequence.masks = masks.get(request.request_id, request.sequence.masks)
+
     def schedule(self) -> StepPlan:
         """Plan the next step and put the plan into effect; the caller computes the plan's chunks."""
         plan = plan_step(self.queues, self.limits, self.cache, self.pending_blocks, self.drafts.offer)
@@ -108,8 +114,7 @@ class Scheduler:
         self._grow(plan.chunks)
         for admission in plan.admissions:
             self._admit(admission)
-        for deferral in plan.deferrals:
-            self._note_follower(deferral)
+        note_followers(plan.deferrals, self.counters)
         self._reserve_snapshots(plan.snapshots)
         self.drafts.lend(plan.chunks)
         put_to_sleep(plan.deferrals, self.queues, self.limits.block_size, self.cache, self.pending_blocks)
@@ -166,12 +171,6 @@ class Scheduler:
         lost = cache.ghosts.lost(length, request.digests, matched, start, self.limits.block_size, cache.states)
         if lost is not NOTHING_LOST:
             self.counters.note_lost(lost.for_slots, lost.for_blocks, lost.ago)
-
-    def _note_follower(self, deferral: Deferral) -> None:
-        timeline = deferral.request.timeline
-        if deferral.wait_for is not None and not timeline.has_waited_for_prefix:
-            timeline.has_waited_for_prefix = True
-            self.counters.coordination_waits += 1
 
     def _reserve_snapshots(self, wanted: Sequence[SnapshotRequest]) -> None:
         """Slots for the states that the step's plan wants, all at once; what finds none is left out."""

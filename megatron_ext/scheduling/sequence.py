@@ -25,6 +25,8 @@ from megatron_ext.scheduling.draws import Draws
 from megatron_ext.scheduling.live_slots import LiveSlot
 from megatron_ext.scheduling.snapshots import Snapshot, Trail
 
+Masks = tuple[bytes, ...]  # a bit for each token id, the lowest first; see `Sequence`
+
 
 class Sequence:
     """Written by the scheduler, and by nobody else.
@@ -49,6 +51,8 @@ class Sequence:
             from, unless that is the live one (`restore` says so, too).
         ledger: Its account of prompt tokens.
         draws: The numbers that its tokens are drawn with.
+        masks: Of a structured output: a bit for each token that may come next, then the same after each of the drafts
+            that are proposed; empty until they are known.
     """
 
     def __init__(self, prompt_tokens: abc.Sequence[int], seed: int | str) -> None:
@@ -67,6 +71,7 @@ class Sequence:
         self.draft_states: tuple[Snapshot, ...] = ()
         self.ledger = PrefillLedger(len(prompt_tokens))
         self.draws = Draws(seed)
+        self.masks: Masks = ()
 
     @property
     def prompt_length(self) -> int:
@@ -112,6 +117,7 @@ class Sequence:
     def append(self, token: int) -> None:
         """A token was generated."""
         self.draws.advance()
+        self.masks = ()
         self.tokens.append(token)
         self.packed.append(token)
 

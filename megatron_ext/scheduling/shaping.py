@@ -11,17 +11,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_ext.config import RequestParams
-from megatron_ext.config.response_format import ResponseFormat
 from megatron_ext.config.token_biases import TokenBiases
 from megatron_ext.scheduling.request import Request
 
 
 @dataclass(frozen=True)
 class Shaping:
-    """Penalties, biases, words that must not come, a form, and the least share of the best token's probability.
+    """Penalties, biases, words that must not come, a mask, and the least share of the best token's probability.
 
     Attributes:
-        tokens: Of prompt and generation, as they are packed; none where nothing depends on them.
+        tokens: Of prompt and generation, as they are packed; none where neither penalties nor bad words need them.
         prompt_length: How many of them are the prompt.
         repetition: Divides the logits of tokens that came, where they are above zero, and multiplies those below.
         presence: Taken off the logits of generated tokens.
@@ -29,8 +28,7 @@ class Shaping:
         biases: Added to logits.
         bad_words: Tokens each; the last one must not come behind the others.
         min_p: Tokens below this share of the best one's probability are left out; 0 is off.
-        form: That the answer must have; None is any text.
-        ends: Tokens that end it, where it may end.
+        allowed: A bit for each token that may come, the lowest id first; None allows every token.
     """
 
     tokens: array[int]
@@ -41,8 +39,7 @@ class Shaping:
     biases: TokenBiases
     bad_words: tuple[tuple[int, ...], ...]
     min_p: float
-    form: ResponseFormat | None = None
-    ends: tuple[int, ...] = ()
+    allowed: bytes | None = None
 
     @property
     def has_penalties(self) -> bool:
@@ -63,8 +60,9 @@ class Shaping:
 def shaping_of(request: Request, drafts: Sequence[int] = ()) -> Shaping:
     """What a request that shapes its logits does to those of its next token, or of the one behind these drafts."""
     params, sequence = request.params, request.sequence
-    tokens = sequence.packed[:] if reads_tokens(params) else sequence.packed[:0]
-    if reads_tokens(params):
+    needs_tokens = params.has_penalties or bool(params.bad_words)
+    tokens = sequence.packed[:] if needs_tokens else sequence.packed[:0]
+    if needs_tokens:
         tokens.extend(drafts)
     return Shaping(
         tokens=tokens,
@@ -75,8 +73,7 @@ def shaping_of(request: Request, drafts: Sequence[int] = ()) -> Shaping:
         biases=params.logit_bias,
         bad_words=request.submission.bad_words,
         min_p=0.0 if params.is_greedy else params.min_p,
-        form=params.form,
-        ends=() if params.form is None else request.submission.end_ids,
+        allowed=None if params.form is None else sequence.masks[len(drafts)],
     )
 
 

@@ -24,8 +24,6 @@ from megatron_ext.scheduling.plan import Admission, SchedulerLimits
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.snapshots import Snapshot
 
-NO_TOKEN = -1
-"""In place of a token that nothing could be drawn for; there is none behind a draft that cannot come, for example."""
 TokensById = Mapping[int, tuple[int, ...]]  # by request id
 NO_TOKENS: TokensById = {}
 
@@ -172,7 +170,7 @@ def tokens_that_came(request: Request, drafts: Sequence[int], drawn: Sequence[in
     """
     came = [drawn[0]]
     for draft, following in zip(drafts, drawn[1:], strict=True):
-        if came[-1] != draft or following == NO_TOKEN or request.ends_with(came[-1], len(came)):
+        if came[-1] != draft or request.ends_with(came[-1], len(came)):
             break
         came.append(following)
     return came

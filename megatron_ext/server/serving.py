@@ -74,7 +74,7 @@ class Serving:
         geometry = self.engine.geometry
         longest = self.engine.context.max_sequence_length
         self.prompt_limits = PromptLimits(longest, geometry.blocks * geometry.block_size_tokens)
-        self.forms = FormChecks(self.engine.controller.guides.grammars, self.settings.limits)
+        self.forms = FormChecks(self.engine.controller.grammars, self.settings.limits)
         self.texts = TextEncoder(self.tokenizer, self.engine.controller.tokenize_prompt, longest)
 
     async def tokenize_chat(self, messages: Sequence[Message], options: ChatOptions | None = None) -> list[int]:

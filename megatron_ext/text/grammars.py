@@ -1,7 +1,8 @@
 """Forms that answers must have, compiled for one tokenizer by the library llguidance (the extra `grammar`).
 
-A *matcher* follows the tokens of one answer and says which ones may come next. What its grammar costs is bounded, while
-it is compiled and at each token, in the library's own units ("fuel"), so that no schema takes long.
+A *matcher* follows the tokens of one answer and computes the mask of its next token. What its grammar costs is bounded,
+while it is compiled and at each token, in the library's own units ("fuel"), so that no schema takes long. The library
+releases the interpreter's lock while it compiles and while it computes a mask.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from functools import cached_property
@@ -45,21 +47,30 @@ _LIMITS: dict[str, Any] = {
 
 
 class Matcher:
-    """Follows one answer.
+    """The state of one answer in its grammar. Not safe in several threads at once.
 
     Args:
-        matcher: The library's, at the beginning.
+        matcher: The library's.
         tokenizer: The library's.
+        mask: The library's mask of the next token, if it is known.
+        seconds: Processor time that the latest mask took; 0 before the first.
+
+    Attributes:
+        seconds: See above.
     """
 
-    def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer) -> None:
+    def __init__(
+        self, matcher: LLMatcher, tokenizer: LLTokenizer, mask: bytes | None = None, seconds: float = 0.0
+    ) -> None:
         self._matcher = matcher
         self._tokenizer = tokenizer
         self._end = tokenizer.eos_token
+        self._mask = mask
+        self.seconds = seconds
 
     def copy(self) -> Matcher:
-        """One that stands where this one does, and goes its own way."""
-        return Matcher(self._matcher.deep_copy(), self._tokenizer)
+        """An independent matcher in the same state."""
+        return Matcher(self._matcher.deep_copy(), self._tokenizer, self._mask, self.seconds)
 
     def take(self, tokens: Sequence[int]) -> None:
         """These tokens follow.
@@ -67,10 +78,12 @@ class Matcher:
         Raises:
             ValueError: They cannot, or it became too much for the library's limits.
         """
+        if tokens:
+            self._mask = None
         if not self._matcher.consume_tokens(list(tokens)):
             raise ValueError(_reason(self._matcher.get_error()))
 
-    def allowed(self, ends: Sequence[int]) -> bytearray:
+    def allowed(self, ends: Sequence[int]) -> bytes:
         """Which tokens may come next: a bit for each id, the lowest first.
 
         Args:
@@ -79,7 +92,11 @@ class Matcher:
         Raises:
             ValueError: None may, or it became too much for the library's limits.
         """
-        mask = bytearray(self._matcher.compute_bitmask())
+        if self._mask is None:
+            started = time.thread_time()
+            self._mask = self._matcher.compute_bitmask()
+            self.seconds = time.thread_time() - started
+        mask = bytearray(self._mask)
         is_complete = self._matcher.is_accepting()
         if self._matcher.is_error():
             raise ValueError(_reason(self._matcher.get_error()))
@@ -91,7 +108,7 @@ class Matcher:
                 mask[token // 8] |= 1 << token % 8
         if not any(mask):
             raise ValueError("no token of this tokenizer can follow")
-        return mask
+        return bytes(mask)
 
 
 class Grammars:
@@ -106,7 +123,7 @@ class Grammars:
         self._given = tokenizer
         self._model_size = model_size
         self._lock = threading.Lock()
-        self._compiled: OrderedDict[ResponseFormat, LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[ResponseFormat, Matcher] = OrderedDict()
 
     def check(self, form: ResponseFormat | None) -> None:
         """See that answers can be given this form; it is compiled then.
@@ -119,10 +136,10 @@ class Grammars:
             self._compile(form)
 
     def matcher(self, form: ResponseFormat) -> Matcher:
-        """One at the beginning of an answer; errors as of `check`."""
-        return Matcher(self._compile(form).deep_copy(), self._tokenizer)
+        """Return a matcher of an empty answer, whose mask is known; errors as of `check`."""
+        return self._compile(form).copy()
 
-    def _compile(self, form: ResponseFormat) -> LLMatcher:
+    def _compile(self, form: ResponseFormat) -> Matcher:
         with self._lock:
             if form in self._compiled:
                 self._compiled.move_to_end(form)
@@ -134,7 +151,7 @@ class Grammars:
                 self._compiled.popitem(last=False)
         return compiled
 
-    def _compile_anew(self, form: ResponseFormat) -> LLMatcher:
+    def _compile_anew(self, form: ResponseFormat) -> Matcher:
         tokenizer = self._tokenizer
         from llguidance import LLMatcher, LLParserLimits
 
@@ -149,9 +166,11 @@ class Grammars:
         except ValueError as error:
             raise _refused(form, str(error)) from None
         matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(**_LIMITS))
-        begun = matcher.deep_copy()
-        if not matcher.is_error() and any(begun.compute_bitmask()) and not begun.is_error():
-            return matcher
+        begun = matcher.deep_copy()  # what it learns of the grammar would be part of each copy
+        started = time.thread_time()
+        mask = begun.compute_bitmask()
+        if not matcher.is_error() and any(mask) and not begun.is_error():
+            return Matcher(matcher, tokenizer, mask, time.thread_time() - started)
         raise _refused(form, matcher.get_error() or "no answer has it")
 
     @cached_property

@@ -5,10 +5,8 @@ The tokens come first, so that a step of which nothing else is asked copies noth
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Final
 
 from torch import Tensor
 
@@ -16,8 +14,6 @@ from megatron_ext.engine.result import Score, StepResult
 from megatron_ext.mcore.programs.buckets import MOST_LISTED
 from megatron_ext.mcore.programs.places import Answer, Answers, Layout
 from megatron_ext.scheduling.step import ScheduledChunk
-
-NO_FAILURES: Final[Mapping[int, str]] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -40,7 +36,6 @@ def fetch(
     answers: Answers,
     layout: Layout,
     chunks: Sequence[ScheduledChunk],
-    failures: Mapping[int, str] = NO_FAILURES,
     *,
     is_scored: bool,
 ) -> Launched:
@@ -50,7 +45,6 @@ def fetch(
         answers: Where it comes from.
         layout: Of the answer.
         chunks: One a row.
-        failures: Requests that end with this step, and why.
         is_scored: Whether somebody asks for log-probs.
     """
     rows = [
@@ -58,16 +52,14 @@ def fetch(
         for row, chunk in enumerate(chunks)
         if chunk.sampling is not None
     ]
-    return Launched(answers.fetch(layout.count if is_scored else len(chunks)), layout, rows, failures)
+    return Launched(answers.fetch(layout.count if is_scored else len(chunks)), layout, rows)
 
 
 class Launched:
     """A step that the device may still be computing."""
 
-    def __init__(
-        self, answer: Answer, layout: Layout, rows: Sequence[AnswerRow], failures: Mapping[int, str] = NO_FAILURES
-    ) -> None:
-        self._answer, self._layout, self._asked, self._failures = answer, layout, rows, failures
+    def __init__(self, answer: Answer, layout: Layout, rows: Sequence[AnswerRow]) -> None:
+        self._answer, self._layout, self._asked = answer, layout, rows
 
     @property
     def rows(self) -> list[tuple[int, int]]:
@@ -81,7 +73,7 @@ class Launched:
         asked = [one for one in self._asked if one.top_n is not None]
         scores = _scores(self._layout.parts(numbers), asked) if asked else {}
         drawn = {one.request_id: tokens[one.row] for one in self._asked}
-        return StepResult(drawn, scores, {}, dict(self._failures))
+        return StepResult(drawn, scores, {}, {})
 
 
 def _scores(parts: dict[str, Tensor], asked: Sequence[AnswerRow]) -> dict[int, Score]:

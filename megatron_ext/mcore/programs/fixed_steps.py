@@ -185,11 +185,11 @@ class FixedSteps:
         wanted = wanted_of(samplings_of(step.chunks))
         copies, digests = self._open(step)
         try:
-            chunks, failures = self._send(step, bucket, copies[: bucket.copies], wanted)
+            chunks = self._send(step, bucket, copies[: bucket.copies], wanted)
             self._compute(bucket, wanted)
             self._close(copies[bucket.copies :], digests)
             layout = answer_layout(bucket.rows, self._vocabulary)
-            launched = fetch(self._answers, layout, chunks, failures, is_scored=wanted.is_scored)
+            launched = fetch(self._answers, layout, chunks, is_scored=wanted.is_scored)
         finally:
             self._last_tokens.forget()
             self._context.clear_step()
@@ -204,18 +204,23 @@ class FixedSteps:
 
     def _send(
         self, step: ScheduledStep, bucket: Bucket, copies: Sequence[tuple[int, int]], wanted: Wanted
-    ) -> tuple[tuple[ScheduledChunk, ...], dict[int, str]]:
-        """Write and send it: a chunk for each row, and requests that end with this step and why."""
+    ) -> tuple[ScheduledChunk, ...]:
+        """Write and send it.
+
+        Returns:
+            A chunk for each row.
+        """
         layouts = self._guided if wanted.is_guided else self._shaped if wanted.is_shaped else self._layouts
         layout = layouts[bucket]
         chunks, arrays = self._writer.pad(step, bucket), self._places.open(layout)
         self._writer.write(chunks, bucket, arrays, copies)
         arrays["token_places"][:] = self._last_tokens.places_of(chunks[: bucket.decodes], layout)
         unused = write_shaping(chunks, self._vocabulary, arrays) if wanted.is_shaped else 0
-        failures = write_masks(chunks, self._controller.guides, arrays.get("masks"))
+        if wanted.is_guided:
+            write_masks(chunks, arrays["masks"])
         self._places.send(layout, unused=0 if wanted.is_guided else unused)
         self._chunks = chunks
-        return chunks, failures
+        return chunks
 
     def _open(self, step: ScheduledStep) -> tuple[list[tuple[int, int]], list[tuple[int, bytes]]]:
         """What the host notes of snapshots: those restored are there, those to be written are not.

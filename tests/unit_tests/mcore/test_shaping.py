@@ -11,20 +11,17 @@ import torch
 from megatron_ext.config import CacheConfig, RequestParams
 from megatron_ext.config.token_biases import NO_BIASES
 from megatron_ext.mcore import controller
-from megatron_ext.mcore.guides import Guides
 from megatron_ext.mcore.shaping import shape_logits
 from megatron_ext.mcore.staging import SamplingRow
 from megatron_ext.ops.sampling import shaping as operators
 from megatron_ext.scheduling.events import EventType
 from megatron_ext.scheduling.shaping import Shaping
 from megatron_ext.scheduling.step import Sampling
-from megatron_ext.text.grammars import Grammars
 from tests.priority import TestPriority
 from tests.unit_tests.support import choice
 from tests.unit_tests.support.driver import Driver, make_prompt
 from tests.unit_tests.support.models import HYBRID, build_slow_decay
 from tests.unit_tests.support.oracle import Oracle
-from tests.unit_tests.support.tokenizers import PieceTokenizer
 
 pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
@@ -183,8 +180,7 @@ class TestOperators:
         logits = torch.tensor([[8.0, 8.0, 1.0]], dtype=torch.bfloat16)
         wish = Shaping(array("I", [1, 0]), 1, 1.0, 0.01, 0.0, NO_BIASES, (), 0.0)
         row = SamplingRow(0, Sampling(0.0, 0, 0.0, None, (), None, wish))
-        guides = Guides(Grammars(PieceTokenizer(3), 3))
-        assert controller._choose(logits, [row], guides, {}).tolist() == [1]
+        assert controller._choose(logits, [row]).tolist() == [1]
 
     def test_bad_words_are_looked_for_in_the_answer(self):
         """SA-1: a word whose first token ends the prompt may still begin there."""
@@ -197,7 +193,7 @@ class TestOperators:
         values = torch.tensor([[9.0, 2.0, 1.9, -5.0]])
         wish = Shaping(array("I"), 0, 1.0, 0.0, 0.0, NO_BIASES, (), 0.5)
         row = SamplingRow(0, Sampling(1.0, 0, 0.0, None, (0,), None, wish))
-        shape_logits(values, [row], Guides(Grammars(PieceTokenizer(4), 4)), {})
+        shape_logits(values, [row])
         assert values.isfinite().tolist() == [[False, True, True, False]]
 
     def test_a_row_keeps_what_it_has_where_nothing_would_be_left(self):

@@ -15,7 +15,7 @@ from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.step import describe_step
 from megatron_ext.scheduling.submission import Submission
-from megatron_ext.scheduling.verification import NO_TOKEN, most_drafts, tokens_that_came
+from megatron_ext.scheduling.verification import most_drafts, tokens_that_came
 from megatron_ext.speculation.proposals import DraftError, Proposals
 from tests.unit_tests.scheduling.builders import make_limits
 
@@ -69,8 +69,6 @@ class TestWhatCame:
             ((1, 2, 3), (9, 2, 3, 4), [9]),
             ((1, 99, 3), (1, 99, 3, 4), [1, 99]),
             ((99,), (99, 1), [99]),
-            ((1, 2), (1, NO_TOKEN, 3), [1]),
-            ((1, 2), (1, 2, NO_TOKEN), [1, 2]),
         ],
     )
     def test_until_one_is_another_or_the_end(self, drafts, drawn, came):

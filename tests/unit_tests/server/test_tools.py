@@ -86,7 +86,7 @@ def says(embedded, monkeypatch):
     def say(text: str) -> LiveServer:
         ids = [*embedded.serving.tokenizer.tokenize(text), embedded.serving.chat.end_of_turn]
 
-        def choose(logits, rows, guides, failures):
+        def choose(logits, rows):
             made = [len(row.sampling.shaping.tokens) - row.sampling.shaping.prompt_length for row in rows]
             return torch.tensor([ids[count] for count in made])
 

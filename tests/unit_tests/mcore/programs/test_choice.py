@@ -7,12 +7,10 @@ import random
 from array import array
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from megatron_ext.config.response_format import ResponseFormat
 from megatron_ext.config.token_biases import TokenBiases
 from megatron_ext.engine.result import StepResult
 from megatron_ext.mcore import scoring
@@ -38,10 +36,14 @@ pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 WORDS, ROWS = 150, 12
 MASK = -(-WORDS // 32)  # numbers of a mask
-FORM = ResponseFormat.of({"type": "json_object"})
 CPU = torch.device("cpu")
 _DRAWS = ("temperature", "top_p", "uniform")
 BASE = Layout({"top_k": (ROWS,), **dict.fromkeys(_DRAWS, (ROWS,))}, frozenset(_DRAWS))
+
+
+def mask_of(seed: float) -> bytes:
+    """Half of the tokens."""
+    return random.Random(seed).randbytes(4 * MASK)
 
 
 def shaping_of(source: random.Random, *, forms: bool) -> Shaping:
@@ -57,23 +59,8 @@ def shaping_of(source: random.Random, *, forms: bool) -> Shaping:
         biases=TokenBiases.of({source.randrange(WORDS): source.uniform(-5, 5) for _ in range(source.randrange(4))}),
         bad_words=words if source.random() < 0.5 else (),
         min_p=source.choice([0.0, 0.05, 0.5]),
-        form=FORM if forms and source.random() < 0.5 else None,
+        allowed=mask_of(source.random()) if forms and source.random() < 0.5 else None,
     )
-
-
-class SomeGuides:
-    """Masks by the request alone; one request's answer cannot be given its form."""
-
-    def keep(self, rows: object) -> None:
-        pass
-
-    def masks(self, rows: list[SamplingRow], failures: dict[int, str]) -> tuple[list[int], Tensor, list[int]]:
-        asking = [i for i, row in enumerate(rows) if row.sampling.shaping is not None and row.sampling.shaping.form]
-        if asking and rows[asking[-1]].request_id % 3 == 0:
-            failures[rows[asking.pop()].request_id] = "it cannot"
-        bits = [random.Random(rows[i].request_id).getrandbits(32 * MASK) for i in asking]
-        masks = np.stack([np.frombuffer(one.to_bytes(4 * MASK, "little"), np.int32) for one in bits] or [np.empty(0)])
-        return asking, torch.from_numpy(masks), []
 
 
 def sampling(source: random.Random, *, shapes: bool = True, scores: bool = True, forms: bool = False) -> Sampling:
@@ -125,23 +112,23 @@ class Fixed:
         parts = self.places.parts(self.layout), self.answer.parts(self.places.answer)
         self.programs = ChoicePrograms(graphs or NoGraphs(), self.logits, *parts)
 
-    def write(self, chunks: list[ScheduledChunk]) -> dict[int, str]:
+    def write(self, chunks: list[ScheduledChunk]) -> None:
         wanted = wanted_of(samplings_of(chunks))
         layout = self.layout if wanted.is_guided else self.shaped if wanted.is_shaped else BASE
         arrays = self.places.open(layout)
         StepWriter._write_wishes(chunks, arrays)
         unused = write_shaping(chunks, WORDS, arrays) if wanted.is_shaped else 0
-        failures = write_masks(chunks, SomeGuides(), arrays.get("masks"))
+        if wanted.is_guided:
+            write_masks(chunks, arrays["masks"])
         self.places.send(layout, unused=0 if wanted.is_guided else unused)
-        return failures
 
     def choose(self, logits: Tensor, chunks: list[ScheduledChunk]) -> StepResult:
         wanted = wanted_of(samplings_of(chunks))
         self.logits.copy_(logits)
-        failures = self.write(chunks)
+        self.write(chunks)
         with torch.inference_mode():
             self.programs.run(wanted)
-        return fetch(self.answers, self.answer, chunks, failures, is_scored=wanted.is_scored).result()
+        return fetch(self.answers, self.answer, chunks, is_scored=wanted.is_scored).result()
 
 
 def plain(logits: Tensor, chunks: list[ScheduledChunk]) -> StepResult:
@@ -150,7 +137,7 @@ def plain(logits: Tensor, chunks: list[ScheduledChunk]) -> StepResult:
     step = SimpleNamespace(sampling=rows, prompt_scores=[])
     logits = logits[[i for i, one in enumerate(chunks) if one.sampling is not None]]
     with SAMPLING.forced("reference"):
-        return choose_tokens(logits, step, lambda _: None, SomeGuides())
+        return choose_tokens(logits, step, lambda _: None)
 
 
 @pytest.mark.parametrize("graphs", [NoGraphs, ReplayedGraphs])
@@ -164,9 +151,7 @@ def test_any_mix_of_wishes_to_the_bit(dtype: torch.dtype, graphs: type) -> None:
         found, expected = fixed.choose(logits, chunks), plain(logits, chunks)
         assert found.tokens == expected.tokens
         assert found.generated == expected.generated
-        assert found.failures == expected.failures
         seen.append(expected)
-    assert any(result.failures for result in seen)
     assert any(len(score.top_n) == MOST_LISTED for result in seen for score in result.generated.values())
     assert any(not result.generated for result in seen)
 
@@ -209,7 +194,7 @@ def test_each_list_matters(name: str) -> None:
 
 def test_masks_matter() -> None:
     """The negative control: with every token allowed some token is another one."""
-    fixed, chunks, logits = Fixed(), chunks_of(1, forms=True), logits_of(1, torch.float32)
+    fixed, chunks, logits = Fixed(), chunks_of(2, forms=True), logits_of(2, torch.float32)
     guided = fixed.choose(logits, chunks).tokens
     fixed.places.parts(fixed.layout)["masks"].fill_(-1)
     fixed.programs.run(wanted_of(samplings_of(chunks)))
