@@ -30,7 +30,7 @@ WAIT_SHARE = 0.25
 """Of the time that the step before took: the longest wait of a step for masks while other requests can go on."""
 IDLE_WAIT = 0.05  # seconds, where no other request can: then calls between steps are due
 _DELAY = 64  # seconds that a mask may wait for cheaper ones, per second that it is expected to take
-_NICENESS = 10
+_NICENESS = 10  # more than that of the process
 
 
 class Job:
@@ -117,7 +117,9 @@ class MaskThread:
 def lower_priority() -> None:
     """Let this thread give way to others of the process, where the system has priorities of threads."""
     if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        thread = threading.get_native_id()
+        niceness = os.getpriority(os.PRIO_PROCESS, thread) + _NICENESS  # the system cuts it at its greatest
+        os.setpriority(os.PRIO_PROCESS, thread, niceness)
 
 
 @dataclass(eq=False)

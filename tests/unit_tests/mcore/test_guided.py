@@ -1,9 +1,11 @@
-"""SA-5, SA-2: answers that must have a form have it whenever they end by themselves, whatever their life is."""
+"""SA-5, SA-2, SE-10: answers that must have a form have it whenever they end by themselves, whatever their life is."""
 
 from __future__ import annotations
 
 import json
 import re
+import threading
+from collections.abc import Iterator, Sequence
 
 import jsonschema
 import pytest
@@ -22,6 +24,7 @@ from tests.unit_tests.support.schemas import random_schema
 pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 PROMPT = "The function json.loads takes a text and gives an object."
+PATIENCE = 60.0  # seconds until a test gives up; nothing is measured
 SCHEMAS = [random_schema(seed) for seed in range(200)]
 NEIGHBOUR = RequestParams(num_tokens_to_generate=24, temperature=0.7, seed=1)
 
@@ -105,7 +108,7 @@ def test_the_same_request_in_any_batch(answers, loaded, life):
 
 
 def test_with_drafts(answers, loaded):
-    """SP-3, SE-10: drafts that have the form and drafts that have not; each row has the mask after the drafts before it.
+    """SP-3, SE-10: drafts that have the form and drafts that have not; each row has the mask after its own drafts.
 
     Drafts that the grammar rules out are not verified; others are rejected by what is drawn.
     """
@@ -204,3 +207,120 @@ def test_by_programs(loaded, answers):
     for future, seed in zip(futures, SOME, strict=False):
         assert future.result().generated_tokens == answers[0][seed].generated_tokens[:40]
     assert free.result().generated_tokens == answers[1].generated_tokens
+
+
+class HeldMasks:
+    """A mask thread that stops before one of its masks until it is released."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, masks_before: int) -> None:
+        self.released, self.is_holding = threading.Event(), threading.Event()
+        self._left = masks_before
+        allowed = Matcher.allowed
+
+        def held(matcher: Matcher, ends: Sequence[int]) -> bytes:
+            if threading.current_thread().name.startswith("masks"):
+                self._left -= 1
+                if self._left < 0:
+                    self.is_holding.set()
+                    assert self.released.wait(PATIENCE), "the test has ended"
+            return allowed(matcher, ends)
+
+        monkeypatch.setattr(Matcher, "allowed", held)
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldMasks]:
+    held = HeldMasks(monkeypatch, masks_before=4)
+    yield held
+    held.released.set()
+
+
+WAYS = {"plain": {}, "programs": {"max_requests": 4, "cuda_graph_impl": "local", "num_cuda_graphs": 1}, "drafts": {}}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_mask_that_is_not_ready_delays_its_own_request_only(loaded, answers, held, way):
+    """SE-10: another request gets all its tokens meanwhile; then the output is the one without the delay."""
+    drafter = Knowing(right_for_a_while) if way == "drafts" else None
+    seed = SOME[0]
+    expected = answers[0][seed]
+    engine = engine_of(loaded, drafter, **WAYS[way])
+    if drafter is not None:
+        drafter.truth = {seed: (*expected.prompt_tokens, *expected.generated_tokens)}
+    future = engine.add_request(seed, PROMPT, wish(seed))
+    free = engine.add_request(1000, PROMPT, NEIGHBOUR)
+    while not free.done():
+        engine.step_modern()
+    assert held.is_holding.wait(PATIENCE)
+    engine.step_modern()
+    assert not future.done()
+    request = engine.get_request(seed)
+    assert request.lacks_mask
+    assert 0 < request.generated_count < len(expected.generated_tokens)
+    assert free.result().generated_tokens == answers[1].generated_tokens
+    engine.engine.check()
+    held.released.set()
+    while engine.has_unfinished_requests():
+        engine.step_modern()
+    record = future.result()
+    assert record.generated_tokens == expected.generated_tokens
+    assert record.finish_reason == expected.finish_reason
+    assert record.generated_log_probs == pytest.approx(expected.generated_log_probs, abs=1e-3)
+    assert drafter is None or record.accepted_token_count > 0
+
+
+@pytest.mark.parametrize("end", ["abort", "suspend", "cancel"])
+def test_what_ends_while_its_mask_is_computed_keeps_nothing(loaded, answers, held, end):
+    """SE-10: blocks and slots are free at once; a request that is suspended goes on when its mask is there."""
+    engine, seed = engine_of(loaded), SOME[0]
+    future = engine.add_request(seed, PROMPT, wish(seed))
+    while not held.is_holding.is_set():
+        engine.step_modern()
+    scheduler = engine.scheduler
+    if end == "abort":
+        engine.abort_request(seed)
+        engine.step_modern()
+        assert future.result().status is Status.ABORTED
+    elif end == "suspend":
+        engine.suspend()
+        engine.resume()
+        engine.step_modern()
+        assert engine.get_request(seed).lacks_mask
+    else:
+        engine.reset()
+        assert future.cancelled()
+    if end != "cancel":
+        engine.engine.check()
+        assert scheduler.cache.available_count == scheduler.limits.total_blocks
+        assert scheduler.live_slots.free_count == scheduler.limits.max_requests
+    held.released.set()
+    again = future if end == "suspend" else engine.add_request(seed, PROMPT, wish(seed))
+    while engine.has_unfinished_requests():
+        engine.step_modern()
+    assert again.result().generated_tokens == answers[0][seed].generated_tokens
+
+
+def test_a_fault_in_the_mask_thread_ends_its_request_alone(loaded, monkeypatch, caplog):
+    """SE-10: also if it is no error that the library documents; the request is refused, and the fault is logged."""
+
+    class Panic(BaseException):
+        """As a library's panic."""
+
+    take = Matcher.take
+
+    def failing(self, tokens):
+        if len(tokens):
+            raise Panic("planted")
+        take(self, tokens)
+
+    monkeypatch.setattr(Matcher, "take", failing)
+    engine = engine_of(loaded)
+    failed, free = engine.add_request(0, PROMPT, wish(4)), engine.add_request(1, PROMPT, NEIGHBOUR)
+    while engine.has_unfinished_requests():
+        engine.step_modern()
+    record = failed.result()
+    assert (record.status, record.is_fault) == (Status.FAILED, False)
+    assert "planted" in record.error
+    assert len(record.generated_tokens) == 1
+    assert free.result().status is Status.COMPLETED
+    assert "the grammar of request 0" in caplog.text

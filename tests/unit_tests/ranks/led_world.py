@@ -13,6 +13,7 @@ from megatron_ext.config import EvictionPolicyName
 from megatron_ext.engine.engine import Engine
 from megatron_ext.engine.intake import Door
 from megatron_ext.engine.result import Score, StepResult
+from megatron_ext.engine.structured_output import Job
 from megatron_ext.ranks.commands import Batch
 from megatron_ext.ranks.fleet import Fleet
 from megatron_ext.ranks.follower import Follower
@@ -75,6 +76,50 @@ class Guesses:
 
     def forget(self, request_id: int) -> None:
         pass
+
+
+def mask_after(tokens: Sequence[int]) -> bytes:
+    """The mask of the token after these, which says what they were."""
+    return bytes([255, *tokens])
+
+
+class Grammar:
+    """A matcher that allows everything, until some sequence of tokens is too much for it."""
+
+    seconds = 0.0
+
+    def __init__(self, tokens: tuple[int, ...] = ()) -> None:
+        self._tokens = tokens
+
+    def copy(self) -> Grammar:
+        return Grammar(self._tokens)
+
+    def take(self, tokens: Sequence[int]) -> None:
+        self._tokens += tuple(tokens)
+
+    def allowed(self, ends: Sequence[int]) -> bytes:
+        if len(self._tokens) > 3 and sum(self._tokens) % 5 == 0:
+            raise ValueError("too much")
+        return mask_after(self._tokens)
+
+
+class HandThread:
+    """Mask jobs, which are computed when the test says so."""
+
+    def __init__(self) -> None:
+        self._jobs: list[Job] = []
+
+    def submit(self, job: Job) -> None:
+        self._jobs.append(job)
+
+    def wait(self, is_enough: Callable[[], bool], seconds: float) -> bool:
+        return is_enough()
+
+    def run(self, count: int) -> None:
+        for job in self._jobs[:count]:
+            job.run()
+            job.is_done = True
+        del self._jobs[:count]
 
 
 class Model:
@@ -148,14 +193,15 @@ class World:
 
     def start(self, replicas: int) -> None:
         """A fleet, or one in place of another."""
-        vocabulary = Vocabulary(Letters(), TOKENS)
+        vocabulary, self.mask_thread = Vocabulary(Letters(), TOKENS), HandThread()
         door = Door(
             lambda text, _: ["abc".index(letter) for letter in text],
             vocabulary,
             (EOD,),
             1,
             lambda word: [],
-            lambda form: None,
+            lambda form: Grammar(),
+            mask_thread=self.mask_thread,
         )
         self.models = [Model() for _ in range(replicas)]
         schedulers = [self.make(JournalledScheduler) for _ in self.models]

@@ -1,4 +1,4 @@
-"""MR-2, SP-5: any life of any requests, drafts included: followers of rank 0's commands write the same messages.
+"""MR-2, SE-10, SP-5: any life of any requests, drafts included: followers of rank 0's commands write the same messages.
 
 And drafts take nothing from anybody: every plan is the one without them, with drafts where room was left.
 """
@@ -24,13 +24,15 @@ from megatron_ext.scheduling.coordination import PendingBlocks
 from megatron_ext.scheduling.plan import SchedulerLimits, StepPlan
 from megatron_ext.scheduling.queue import Queues
 from megatron_ext.scheduling.record import Status
+from megatron_ext.scheduling.sequence import Sequence
 from megatron_ext.scheduling.verification import NOTHING_OFFERED, Offer
 from tests.priority import TestPriority
-from tests.unit_tests.ranks.led_world import EOD, World
+from tests.unit_tests.ranks.led_world import EOD, World, mask_after
 
 pytestmark = pytest.mark.priority(TestPriority.CRITICAL)
 
 PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=14)
+REGEX = {"type": "regex", "regex": "[abc]*"}
 PARAMS = st.builds(
     RequestParams,
     num_tokens_to_generate=st.integers(1, 10),
@@ -41,7 +43,7 @@ PARAMS = st.builds(
     skip_prompt_log_probs=st.just(False),
     cache_salt=st.sampled_from([None, None, "x"]),
     enable_prefix_caching=st.sampled_from([True, True, True, False]),
-)
+) | st.builds(RequestParams, num_tokens_to_generate=st.integers(1, 10), response_format=st.just(REGEX))
 
 
 def checked_plan(
@@ -55,6 +57,11 @@ def checked_plan(
         assert getattr(plan, name) == getattr(plain, name), name
     assert [request for request, _ in plan.failures] == [request for request, _ in plain.failures]
     assert sum(chunk.length for chunk in plan.chunks) <= limits.max_tokens
+    for chunk in plan.chunks:
+        if chunk.request.params.form is not None and chunk.yields_token:
+            generated = chunk.request.generated_tokens
+            wanted = [mask_after((*generated, *chunk.drafts[:i])) for i in range(len(chunk.drafts) + 1)]
+            assert [*chunk.request.sequence.masks[: len(wanted)]] == wanted, "a mask of other tokens (SE-10)"
     if any(chunk.drafts for chunk in plan.chunks):
         waiting = {admission.request for admission in plan.admissions}
         needed = sum(one.new_blocks for one in plan.admissions)
@@ -130,6 +137,11 @@ class LedMachine(RuleBasedStateMachine):
         for _ in range(count):
             self.world.step()
 
+    @rule(count=st.integers(1, 4))
+    def masks(self, count: int) -> None:
+        self.world.mask_thread.run(count)
+        self.steps_of(1)
+
     @precondition(lambda self: self.living())
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
@@ -168,8 +180,10 @@ class LedMachine(RuleBasedStateMachine):
         for _ in range(2000):
             if not self.fleet.is_busy:
                 break
+            self.world.mask_thread.run(64)
             self.world.step()
         assert not self.fleet.is_busy, "requests never end"
+        assert not any(engine._structured._outputs for engine in self.fleet.engines), "an ended output is followed"
         self.world.step()
         for one in self.world.followers:
             assert not one._requests, "a follower keeps who has ended"
@@ -218,6 +232,20 @@ def _forgets_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal.JournalledScheduler, "weights_changed", journal.Scheduler.weights_changed)
 
 
+def _forgets_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal.JournalledScheduler, "allow", journal.Scheduler.allow)
+
+
+def _keeps_old_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def append(self: Sequence, token: int) -> None:
+        masks = self.masks
+        plain(self, token)
+        self.masks = masks
+
+    plain = Sequence.append
+    monkeypatch.setattr(Sequence, "append", append)
+
+
 def _forgets_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal.JournalledScheduler, "propose", journal.Scheduler.propose)
 
@@ -231,13 +259,13 @@ def _adds_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
     "mistake",
     [
         *(_forgets_ends, _forgets_resets, _forgets_suspends, _forgets_weights, _adds_in_another_order),
-        _forgets_drafts,
+        *(_forgets_drafts, _forgets_masks, _keeps_old_masks),
     ],
 )
 def test_the_machine_finds(mistake, monkeypatch: pytest.MonkeyPatch):
     mistake(monkeypatch)
     quick = settings(QUICK, max_examples=300, phases=[Phase.generate], derandomize=True)
-    with pytest.raises((AssertionError, KeyError)):
+    with pytest.raises((AssertionError, KeyError, RankError)):
         run_state_machine_as_test(DraftingMachine if mistake is _forgets_drafts else LedMachine, settings=quick)
 
 

@@ -115,6 +115,34 @@ def test_what_contradicts(embedded, fields, named):
     assert named in error["message"]
 
 
+TOO_MUCH = {"type": "regex", "regex": "([a-z ]*[aeiou][a-z ]{200}q)+[.]"}  # the lexer runs out of states on the way
+
+
+@pytest.mark.parametrize("choices", [1, 3])
+def test_a_grammar_that_becomes_too_much_is_a_400(embedded, choices):
+    """SE-10: in one piece, the library's reason is the error."""
+    body = {"messages": QUESTION, "max_tokens": 250, "n": choices, "seed": 1, "response_format": TOO_MUCH}
+    error = check_error(embedded.http.post(CHAT, json=body), 400)
+    assert "the output cannot satisfy response_format: lexer error: too many states" in error["message"]
+    assert error["type"] == "invalid_request_error"
+    check_alive(embedded)
+    assert embedded.serving.loop.living == 0
+
+
+def test_a_stream_whose_grammar_becomes_too_much_ends_with_the_reason(embedded):
+    """SE-10: after the text so far the last event is the error object of a 400."""
+    body = {"messages": QUESTION, "max_tokens": 250, "seed": 1, "stream": True, "response_format": TOO_MUCH}
+    answer = embedded.http.post(CHAT, json=body)
+    assert answer.status_code == 200
+    *parts, last = [json.loads(line[6:]) for line in answer.text.split("\n\n") if line]
+    text = "".join(part["choices"][0]["delta"].get("content") or "" for part in parts)
+    assert text
+    assert "too many states" in last["error"]["message"]
+    assert last["error"]["type"] == "invalid_request_error"
+    check_alive(embedded)
+    assert embedded.serving.loop.living == 0
+
+
 def test_what_takes_too_long_to_compile_holds_nobody_up(strict, monkeypatch):
     """It is compiled in a thread of its own: others are answered meanwhile, and the engine never waits."""
     compile_anew, threads, may_end = Grammars._compile_anew, [], threading.Event()
