@@ -194,8 +194,8 @@ class Engine:
         ready = self._structured.take()
         for request, error in ready.errors:
             self.output.refuse(request, error)
-        if ready.masks:
-            self.scheduler.allow(ready.masks)
+        for request, masks in ready.masks:
+            self.scheduler.allow(request, masks)
         if drafts := self._structured.allowed_drafts(self._drafts):
             self.scheduler.propose(drafts)
 

@@ -88,7 +88,7 @@ class MaskThread:
     """One thread of low priority that computes masks, those of cheap grammars first. It starts with the first job."""
 
     def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(1, "masks", initializer=lower_priority)
+        self._pool = ThreadPoolExecutor(1, "masks", initializer=_lower_priority)
         self._changed = threading.Condition()
         self._waiting: list[tuple[float, int, Job]] = []  # a heap, by when each is due
         self._count = itertools.count()
@@ -114,7 +114,7 @@ class MaskThread:
             return self._changed.wait_for(is_enough, seconds)
 
 
-def lower_priority() -> None:
+def _lower_priority() -> None:
     """Let this thread give way to others of the process, where the system has priorities of threads."""
     if sys.platform == "linux":
         thread = threading.get_native_id()
@@ -150,11 +150,11 @@ class Ready:
     """What is known before a step is planned.
 
     Attributes:
-        masks: By request id.
+        masks: Requests, and their masks.
         errors: Requests whose outputs cannot be continued, and why.
     """
 
-    masks: dict[int, Masks] = field(default_factory=dict)
+    masks: list[tuple[Request, Masks]] = field(default_factory=list)
     errors: list[tuple[Request, BaseException]] = field(default_factory=list)
 
 
@@ -180,7 +180,7 @@ class StructuredOutputs:
         if request.params.form is not None:
             start = self._start(request.params.form)
             self._outputs[request.request_id] = _Output(request, start)
-            self._scheduler.allow({request.request_id: (start.allowed(request.submission.end_ids),)})
+            self._scheduler.allow(request, (start.allowed(request.submission.end_ids),))
 
     def forget(self, requests: Iterable[Request]) -> None:
         """Drop requests that have ended; masks that are still to be computed for them are not."""
@@ -221,18 +221,18 @@ class StructuredOutputs:
     @property
     def has_other_work(self) -> bool:
         """Whether some request of the scheduler needs no mask that is missing."""
-        return any(not request.lacks_mask for request in self._scheduler.queues)
+        return not self._outputs or any(not request.lacks_mask for request in self._scheduler.queues)
 
     def take(self) -> Ready:
         """Collect the masks that are ready, once."""
         ready = Ready()
-        for name, output in self._outputs.items():
+        for output in self._outputs.values():
             job = output.job
             if job is None or not job.is_done or output.request.is_ended:
                 continue
             output.job, output.matcher, output.known, output.drafts = None, job.matcher, output.taken, job.drafts
             if job.error is None:
-                ready.masks[name] = job.masks
+                ready.masks.append((output.request, job.masks))
             else:
                 ready.errors.append((output.request, job.error))
         return ready

@@ -63,9 +63,10 @@ class Propose:
 
 @dataclass(frozen=True)
 class Allow:
-    """Masks of structured outputs: request id, and which tokens may come next, also after each draft."""
+    """Which tokens may come next in a structured output, and after each of its drafts."""
 
-    masks: tuple[tuple[int, Masks], ...]
+    request_id: int
+    masks: Masks
 
 
 Command = Add | Allow | End | Propose | ResetPrefixCache | WeightsChanged | Suspend | Resume | StartAnew

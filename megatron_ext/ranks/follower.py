@@ -87,7 +87,7 @@ class Follower:
         elif isinstance(command, End):
             self.scheduler.end(self._requests.pop(command.request_id), command.status)
         elif isinstance(command, Allow):
-            self.scheduler.allow(dict(command.masks))
+            self.scheduler.allow(self._requests[command.request_id], command.masks)
         elif isinstance(command, Propose):
             self.scheduler.propose(dict(command.drafts))
         elif isinstance(command, ResetPrefixCache):

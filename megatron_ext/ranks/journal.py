@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 
 from megatron_ext.config import EvictionPolicyName
 from megatron_ext.ranks.commands import Add, Allow, Command, End, Propose, ResetPrefixCache, Suspend, WeightsChanged
@@ -63,10 +62,10 @@ class JournalledScheduler(Scheduler):
         super().propose(drafts)
         self.note(Propose(tuple(drafts.items())))
 
-    def allow(self, masks: Mapping[int, Masks]) -> None:
+    def allow(self, request: Request, masks: Masks) -> None:
         """As `Scheduler`."""
-        super().allow(masks)
-        self.note(Allow(tuple(masks.items())))
+        super().allow(request, masks)
+        self.note(Allow(request.request_id, masks))
 
     def reset_prefix_cache(self) -> None:
         """As `Scheduler`."""

@@ -88,10 +88,9 @@ class Scheduler:
         """Let the next step verify these, by request id, as far as there is room; afterwards they are forgotten."""
         self.drafts.proposals = drafts
 
-    def allow(self, masks: Mapping[int, Masks]) -> None:
-        """Set masks of structured outputs by request id; without one a request is left out of steps (SE-10)."""
-        for request in self.queues:
-            request.sequence.masks = masks.get(request.request_id, request.sequence.masks)
+    def allow(self, request: Request, masks: Masks) -> None:
+        """Set the masks of a structured output; without them its request is left out of steps (SE-10)."""
+        request.sequence.masks = masks
 
     def schedule(self) -> StepPlan:
         """Plan the next step and put the plan into effect; the caller computes the plan's chunks."""

@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 from megatron_ext.config import ServerLimits
 from megatron_ext.config.response_format import ResponseFormat
-from megatron_ext.engine.structured_output import lower_priority
 from megatron_ext.errors import ConfigError
 from megatron_ext.server.errors import form_refused, form_too_long, form_too_slow
 from megatron_ext.text.grammars import Grammars
@@ -26,7 +25,7 @@ class FormChecks:
     def __init__(self, grammars: Grammars, limits: ServerLimits) -> None:
         self._grammars = grammars
         self._limits = limits
-        self._threads = ThreadPoolExecutor(THREADS, "grammars", initializer=lower_priority)
+        self._threads = ThreadPoolExecutor(THREADS, "grammars")
 
     async def check(self, form: ResponseFormat | None) -> None:
         """Compile a form, if there is one and nobody has.

@@ -55,8 +55,9 @@ def test_what_rank_0_waits_for(fields, expected):
     steps = []
     for _ in range(2):
         scheduler = Scheduler(make_limits())
-        scheduler.add(request_of(0, range(5), num_tokens_to_generate=3, **fields))
-        scheduler.allow({0: (b"\7\0\0\0",)})
+        request = request_of(0, range(5), num_tokens_to_generate=3, **fields)
+        scheduler.add(request)
+        scheduler.allow(request, (b"\7\0\0\0",))
         steps.append(describe_step(scheduler.schedule().chunks, scheduler.limits.block_size))
     assert len(steps[0].chunks) == 1
     assert results._wants_scores(steps[0]) == expected
