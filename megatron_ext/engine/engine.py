@@ -13,8 +13,8 @@ from megatron_ext.engine.faults import Faults, describe
 from megatron_ext.engine.flight import Flight
 from megatron_ext.engine.intake import Door, Intake
 from megatron_ext.engine.output import OutputProcessor
+from megatron_ext.engine.result import NO_STEP, Step
 from megatron_ext.engine.statistics import EngineStatistics, log_step
-from megatron_ext.engine.step import NO_STEP, Step
 from megatron_ext.engine.structured_output import StructuredOutputs
 from megatron_ext.errors import ConfigError, RestoreError
 from megatron_ext.prefix_cache.block_index import CachedPrefix

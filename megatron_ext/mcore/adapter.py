@@ -15,9 +15,8 @@ from torch import nn
 from megatron_ext.config import RequestParams
 from megatron_ext.engine.engine import Engine
 from megatron_ext.engine.faults import Faults
-from megatron_ext.engine.result import StepResult
+from megatron_ext.engine.result import Step, StepResult
 from megatron_ext.engine.statistics import EngineStatistics
-from megatron_ext.engine.step import Step
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore.context import InferenceContext
 from megatron_ext.mcore.controller import InferenceController

@@ -13,9 +13,8 @@ from operator import attrgetter
 from megatron_ext.config import RequestParams
 from megatron_ext.engine.engine import Engine
 from megatron_ext.engine.faults import Faults, describe
-from megatron_ext.engine.result import StepResult
+from megatron_ext.engine.result import NO_STEP, Step, StepResult
 from megatron_ext.engine.statistics import EngineStatistics, log_step
-from megatron_ext.engine.step import NO_STEP, Step
 from megatron_ext.errors import RankError
 from megatron_ext.prefix_cache.block_index import CachedPrefix
 from megatron_ext.ranks.commands import Action, Batch, Resume, StartAnew

@@ -6,7 +6,18 @@ import pytest
 
 from megatron_ext.config import RequestParams
 from megatron_ext.ranks import commands, wire
-from megatron_ext.ranks.commands import Action, Add, Batch, End, Propose, ResetPrefixCache, Resume, StartAnew, Suspend
+from megatron_ext.ranks.commands import (
+    Action,
+    Add,
+    Allow,
+    Batch,
+    End,
+    Propose,
+    ResetPrefixCache,
+    Resume,
+    StartAnew,
+    Suspend,
+)
 from megatron_ext.ranks.commands import WeightsChanged as Changed
 from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.submission import Submission
@@ -47,6 +58,6 @@ def test_what_takes_a_second_one(told: str):
     assert wire.unpack(head, body) == batch
 
 
-def test_every_command_but_a_new_request_is_small():
+def test_every_command_is_small_but_requests_drafts_and_masks():
     """A command that is added to the list has to find its place, or be said to be large."""
-    assert {*wire._SMALL, Add, Propose} == {*commands.Command.__args__}
+    assert {*wire._SMALL, Add, Allow, Propose} == {*commands.Command.__args__}
