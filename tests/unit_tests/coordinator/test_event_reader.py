@@ -10,10 +10,13 @@ from megatron_ext.config.kv_events import KvEventsConfig
 from megatron_ext.config.routing import RoutingConfig
 from megatron_ext.coordinator.event_reader import EventReader
 from megatron_ext.coordinator.heartbeat import EventSource
+from megatron_ext.kv_events.events import BlockRemoved, BlockStored
 from megatron_ext.kv_events.mirror import Mirror
 from megatron_ext.kv_events.publisher import Publisher
+from megatron_ext.kv_events.wire import encode
 from megatron_ext.prefix_cache.hash_chain import packed_tokens
 from megatron_ext.prefix_cache.observer import PublishedRun
+from megatron_ext.prefix_cache.shown import published_hash
 from megatron_ext.routing.router import Router
 from tests.unit_tests.support.fleet import FakeReplica, coordinator, eventually
 
@@ -106,7 +109,27 @@ async def test_two_caches_of_one_world_are_one_replica():
             await eventually(lambda: known(router) == 3)
             assert router.route(router.prompt(range(20))).skipped == 12
             one.changes.cleared()
-            await eventually(lambda: known(router) == 3)
+            one.changes.blocks_there(published(1, first=400))
+            await eventually(lambda: known(router) == 4)  # the block comes after the reset, which was of one alone
+
+
+async def test_a_reader_that_lost_something_asks_until_it_knows_all(monkeypatch):
+    """TE-6: an event that does not fit is not forgotten for one that does; what is there now makes up for both."""
+    monkeypatch.setattr("megatron_ext.coordinator.event_reader.QUIET", 0.05)
+    monkeypatch.setattr("megatron_ext.coordinator.event_reader._REST", 0.01)
+    with publisher() as one:
+        one.changes.blocks_there(published(5))
+        async with reading(one) as (router, reader):
+            await eventually(lambda: known(router) == 5)
+            stream = reader._streams[0]
+            last, hashes = stream._next - 1, [published_hash(digest) for digest in published(5).digests]
+            stream._tell(last, encode(0.0, [BlockStored([99], 98, packed_tokens(range(SIZE)), SIZE)], 0))
+            assert not stream.is_whole
+            stream._tell(last, encode(0.0, [BlockRemoved(hashes)], 0))
+            assert known(router) == 0
+            assert not stream.is_whole
+            await eventually(lambda: known(router) == 5)
+            assert stream.is_whole
 
 
 async def test_without_replay_what_comes_is_known():
@@ -133,4 +156,16 @@ async def test_a_coordinator_knows_what_its_replicas_publish():
             assert front.coordination.rows()[0]["has_events"]
         async with coordinator(fake, replica_timeout=0.5) as front:
             await eventually(lambda: known(front.coordination.router) == 5)
+        await fake.stop()
+
+
+async def test_a_replica_that_leaves_is_not_read_any_more():
+    """TE-6: its reader ends, so that nothing is told of a replica that the router does not have."""
+    with publisher() as one:
+        events = [{"endpoint": one.endpoint, "replay": one.replay_endpoint, "topic": "kv-events"}]
+        fake = await FakeReplica(beat={"kv_events": events}).start()
+        async with coordinator(fake) as front:
+            reader = front.coordination._readers[fake.url]
+            front.coordination.fleet.remove(fake.url)
+            await eventually(lambda: all(task.cancelled() for task in reader._tasks))
         await fake.stop()

@@ -9,12 +9,22 @@ import time
 
 import pytest
 
-from megatron_ext.coordinator.client import CallFailed, Whole
+from megatron_ext.coordinator.client import Address, Call, CallFailed, Whole
 from megatron_ext.coordinator.forwarding import whole_events
 from megatron_ext.coordinator.member import Status
 from megatron_ext.coordinator.tries import MOST_LOST, Tries
 from megatron_ext.server.errors import ApiError
-from tests.unit_tests.support.fleet import EVENTS, PATIENCE, answers, breaks_off, dies, error, eventually, fleet
+from tests.unit_tests.support.fleet import (
+    EVENTS,
+    PATIENCE,
+    FakeReplica,
+    answers,
+    breaks_off,
+    dies,
+    error,
+    eventually,
+    fleet,
+)
 
 HEALTHY_STREAM = b"".join(EVENTS).decode()
 
@@ -63,6 +73,61 @@ class TestPassingOn:
             assert generations(fakes) == [0]
 
 
+class TestLoad:
+    async def test_a_stream_takes_from_the_load_what_has_come(self):
+        """TE-6: the first event ends the prefill, each further one takes one token."""
+        go_on = asyncio.Semaphore(0)
+
+        async def in_steps(fake, exchange):
+            exchange.head(200, "text/event-stream")
+            for event in EVENTS:
+                await go_on.acquire()
+                exchange.data(event)
+            exchange.end()
+
+        async with fleet(1) as (front, fakes):
+            fakes[0].behave = in_steps
+
+            def load() -> int:
+                return front.coordination.router.replicas()[0].load
+
+            asking = asyncio.ensure_future(front.complete(max_tokens=50, stream=True))
+            await eventually(lambda: load() == 51)  # a prompt of which nothing is known counts as one token
+            seen = []
+            for left in (50, 49, 48):
+                go_on.release()
+                await eventually(lambda: load() != ([51, *seen])[-1])
+                seen.append(load())
+                assert seen[-1] == left
+            go_on.release()
+            await asking
+            await front.check_idle()
+
+    @pytest.mark.parametrize(
+        ("fields", "tokens"),
+        [
+            ({}, 16),
+            ({"max_tokens": 10}, 10),
+            ({"max_tokens": 10, "n": 4}, 40),
+            ({"max_tokens": 10, "max_completion_tokens": 7}, 7),
+            ({"max_tokens": "x", "n": "y"}, 16),
+        ],
+    )
+    async def test_what_a_request_may_generate_is_load(self, fields, tokens):
+        """TE-6: tokens of all its choices, as far as the request says."""
+
+        async def never(fake, exchange):
+            await asyncio.sleep(PATIENCE)
+
+        async with fleet(1) as (front, fakes):
+            fakes[0].behave = never
+            asking = asyncio.ensure_future(front.complete(**fields))
+            await eventually(lambda: len(fakes[0].requests) == 1)
+            assert front.coordination.router.replicas()[0].load == 1 + tokens
+            asking.cancel()
+            await front.check_idle()
+
+
 class TestLost:
     @pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "streamed"])
     async def test_what_has_sent_nothing_runs_elsewhere(self, is_stream):
@@ -101,6 +166,32 @@ class TestLost:
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, "replica_lost")
             assert answer.headers["retry-after"] == "1"
 
+    async def test_a_silent_replica_is_tried_when_no_other_is_left(self):
+        """TE-6: a replica whose last answer did not come is avoided, not given up: it may answer a request."""
+        async with fleet(1) as (front, fakes):
+            fakes[0].beat["block_size"] = 0
+            await front.until(fakes[0], Status.SILENT)
+            assert (await front.complete()).status_code == 200
+
+    async def test_a_replica_that_leaves_while_it_drains(self):
+        """TE-6: a replica that drains to leave, and is removed before that, has its requests moved."""
+
+        async def never(fake, exchange):
+            await asyncio.sleep(PATIENCE)
+
+        async with fleet(2) as (front, fakes):
+            chosen, other = await first_choice(front, fakes)
+            chosen.behave = never
+            asking = asyncio.ensure_future(front.complete())
+            await eventually(lambda: len(chosen.requests) == 1)
+            front.coordination.fleet.drain(chosen.url, leaves=True)
+            assert chosen.url in front.coordination.fleet.members
+            front.coordination.fleet.remove(chosen.url)
+            answer = await asking
+            assert (answer.status_code, answer.json()["by"]) == (200, other.name)
+            assert list(front.coordination.fleet.members) == [other.url]
+            await front.check_idle()
+
     async def test_nobody_is_there(self):
         async with fleet(0, enable_admin_routes=True, api_key="k") as (front, _):
             answer = await front.complete(headers={"authorization": "Bearer k"})
@@ -132,8 +223,20 @@ class TestLost:
             assert not left
             assert (await front.complete()).status_code == 200
 
-    async def test_an_engine_that_hangs_behind_a_server_that_answers(self):
-        """Its steps do not go on: it stays away until they do."""
+    async def test_a_hung_replica_that_was_computing_joins_again(self):
+        """TE-6: a replica that was silent is not one whose engine is stuck: its first answer lets it join."""
+        async with fleet(2, replica_timeout=0.5) as (front, fakes):
+            fakes[0].beat["living"] = 1
+            fakes[0].is_frozen = True
+            await front.until(fakes[0], Status.DEAD)
+            fakes[0].is_frozen = False
+            await front.until(fakes[0], Status.READY)
+
+    @pytest.mark.parametrize(
+        "news", [{"steps": 1}, {"living": 0}, {"instance": "another"}], ids=lambda news: next(iter(news))
+    )
+    async def test_an_engine_that_hangs_behind_a_server_that_answers(self, news):
+        """Its steps do not go on: it stays away until they do, or nothing waits for them any more."""
 
         async def never(fake, exchange):
             fake.beat["living"] = 1
@@ -146,7 +249,7 @@ class TestLost:
             await front.until(chosen, Status.DEAD)
             await asyncio.sleep(0.3)
             assert front.status(chosen) is Status.DEAD
-            chosen.beat["steps"] = 1
+            chosen.beat |= news
             await front.until(chosen, Status.READY)
 
     @pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "streamed"])
@@ -225,6 +328,14 @@ class TestFullAndFailing:
             await fakes[2].stop()
             assert (await front.complete()).status_code == 429, "one that is gone is no reason not to wait"
             assert "requests_rejected_total 2.0" in (await front.http.get("/metrics")).text
+
+    async def test_replicas_that_refuse_do_not_use_up_the_tries(self):
+        """TE-6: a replica that refuses with 503 has computed nothing: as many as there are may do so."""
+        async with fleet(MOST_LOST + 2) as (front, fakes):
+            for fake in fakes:
+                fake.behave = error(503, "server_asleep")
+            await front.complete()
+            assert generations(fakes) == [1] * len(fakes)
 
     @pytest.mark.parametrize(("status", "code"), [(503, "server_asleep"), (503, None), (500, None)])
     async def test_what_another_one_may_do_runs_there(self, status, code):
@@ -308,3 +419,47 @@ class TestParts:
             tries.verdict()
         assert refused.value.headers == {"Retry-After": "1"}
         assert tries.excluded == {"a", "b", "c"}
+
+    def test_only_what_a_replica_may_have_died_of_counts_as_lost(self):
+        """TE-6: a connection that was refused reached nothing."""
+        tries = Tries()
+        for number in range(MOST_LOST + 1):
+            tries.lost(f"gone {number}", CallFailed("no connection", has_reached=False))
+        assert tries.may_go_on
+        for number in range(MOST_LOST):
+            assert tries.may_go_on
+            tries.lost(f"dead {number}", CallFailed("it broke off", has_reached=True))
+        assert not tries.may_go_on
+
+    def test_what_replicas_died_of_is_not_to_be_tried_again(self):
+        """TE-6: a replica that was full does not make a wait of a request that was given up."""
+        tries = Tries()
+        assert tries.goes_elsewhere("full", Whole(429, [], b"{}"))
+        for number in range(MOST_LOST):
+            tries.lost(f"dead {number}", CallFailed("it broke off", has_reached=True))
+        with pytest.raises(ApiError) as refused:
+            tries.verdict()
+        assert (refused.value.status, refused.value.code) == (503, "replica_lost")
+
+    @pytest.mark.parametrize(("asked", "told"), [(b"0", "1"), (b"30", "30"), (b"86400", "60"), (b"-5", "1")])
+    def test_a_wait_is_bounded_whatever_a_replica_asks_for(self, asked, told):
+        """TE-6: between 1 and 60 seconds."""
+        tries = Tries()
+        assert tries.goes_elsewhere("full", Whole(429, [(b"retry-after", asked)], b"{}"))
+        with pytest.raises(ApiError) as refused:
+            tries.verdict()
+        assert refused.value.headers == {"Retry-After": told}
+
+    async def test_a_call_that_reaches_nothing(self):
+        """TE-6: no connection, or one that was given up before it was there: nothing was sent."""
+        fake = await FakeReplica().start()
+        call = Call(Address.of(fake.url))
+        call.give_up("it is not needed any more")
+        with pytest.raises(CallFailed, match="it is not needed any more") as failed:
+            await call.start("POST", "/v1/completions", body=b"{}", patience=PATIENCE)
+        assert not failed.value.has_reached
+        await fake.stop()
+        assert not fake.requests
+        with pytest.raises(CallFailed, match="no connection") as failed:
+            await Call(Address.of(fake.url)).start("GET", "/", patience=PATIENCE)
+        assert not failed.value.has_reached

@@ -23,7 +23,7 @@ from arguments import parse_coordinator_arguments
 from megatron_ext.config.kv_events import LONGEST_IPC_PATH, KvEventsConfig
 from megatron_ext.config.routing import RoutingConfig
 from megatron_ext.coordinator.fleet import Fleet
-from megatron_ext.coordinator.launch import DEVICES_VARIABLE, Launcher, LaunchPlan, plan_of, visible_devices
+from megatron_ext.coordinator.launch import BAD_USAGE, DEVICES_VARIABLE, Launcher, LaunchPlan, plan_of, visible_devices
 from megatron_ext.errors import ConfigError
 from megatron_ext.kv_events.publisher import Publisher
 from megatron_ext.routing.router import Router
@@ -42,6 +42,39 @@ if "--wrong" in sys.argv:
 print(f"ready: http://127.0.0.1:{1024 + os.getpid() % 60000}", flush=True)
 time.sleep(60)
 """
+
+
+# A replica and a rank of its own, which both go on when they are asked to end.
+STUBBORN = """
+import os, pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+rank = os.fork()
+if rank:
+    (pathlib.Path(sys.argv[1]) / str(rank)).touch()
+    print("ready: http://127.0.0.1:9", flush=True)
+time.sleep(60)
+"""
+
+
+class Failing(Launcher):
+    """Starts nothing: a replica ends with one code after the other, and then lives on."""
+
+    codes: dict[int, list[int]]
+    waits: frozenset[int] = frozenset()
+
+    async def _run_once(self, index: int, fleet: Fleet) -> int:
+        while not self.codes.get(index):
+            self.waits |= {index}
+            await asyncio.Event().wait()
+        return self.codes[index].pop(0)
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a process is gone, or only waits for its parent to notice."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].startswith("Z")
+    except (FileNotFoundError, ProcessLookupError):
+        return True
 
 
 @pytest.fixture
@@ -92,6 +125,56 @@ class TestLauncher:
         assert "replica 0: run_server.py: error: it is wrong" in capsys.readouterr().err
         await launcher.close()
 
+    async def test_what_would_not_start_ends_all(self, script, monkeypatch):
+        """TE-6: a replica that cannot be started leaves no other one that is waited for."""
+        failed = asyncio.Event()
+        launcher = Failing(plan(script, 2), failed.set)
+        launcher.codes = {0: [BAD_USAGE]}
+        launcher.start(Fleet(Router(RoutingConfig()), 5.0))
+        await asyncio.wait_for(launcher.all_ready(), PATIENCE)
+        assert failed.is_set()
+        await launcher.close()
+
+    async def test_a_replica_that_was_ready_is_started_again_whatever_its_code(self, script, monkeypatch):
+        """TE-6: only the first start tells whether the flags make sense."""
+        monkeypatch.setattr("megatron_ext.coordinator.launch.FIRST_PAUSE", 0.01)
+        launcher = Failing(plan(script, 1))
+        launcher.codes = {0: [BAD_USAGE]}
+        launcher._is_ready[0].set()
+        launcher.start(Fleet(Router(RoutingConfig()), 5.0))
+        await eventually(lambda: launcher.waits == {0})
+        assert launcher.failure is None
+        await launcher.close()
+
+    async def test_pauses_grow_up_to_a_limit(self, script, monkeypatch, caplog):
+        """TE-6: and begin anew after a replica that has lived long."""
+        for name, seconds in (("FIRST_PAUSE", 0.01), ("LONGEST_PAUSE", 0.05)):
+            monkeypatch.setattr(f"megatron_ext.coordinator.launch.{name}", seconds)
+        for lives, pauses in ((60.0, [0.01, 0.02, 0.04, 0.05, 0.05]), (-1.0, [0.01] * 5)):
+            monkeypatch.setattr("megatron_ext.coordinator.launch.LIVED_LONG", lives)
+            caplog.clear()
+            launcher = Failing(plan(script, 1))
+            launcher.codes = {0: [1] * 5}
+            launcher.start(Fleet(Router(RoutingConfig()), 5.0))
+            await eventually(lambda: launcher.waits == {0})  # noqa: B023
+            assert [record.args[2] for record in caplog.records if "is started again" in record.message] == pauses
+            await launcher.close()
+
+    async def test_a_replica_that_does_not_end_is_killed_with_its_ranks(self, script, monkeypatch):
+        """TE-6: it leads a session of its own, which a Ctrl-C for the coordinator does not reach."""
+        monkeypatch.setattr("megatron_ext.coordinator.launch.LAST_SECONDS", 0.0)
+        script.write_text(STUBBORN)
+        fleet = Fleet(Router(RoutingConfig()), 5.0)
+        launcher = Launcher(plan(script, shutdown_timeout=0.05))
+        launcher.start(fleet)
+        await launcher.all_ready()
+        leader = launcher.pids[0]
+        (rank,) = [int(path.name) for path in (script.parent / "started").iterdir()]
+        assert os.getsid(leader) == os.getsid(rank) == leader != os.getsid(0)
+        await launcher.close()
+        await eventually(lambda: has_ended(leader) and has_ended(rank))
+        await fleet.close()
+
     def test_replicas_do_not_outlive_a_coordinator_that_is_killed(self, script):
         code = f"""
 import asyncio, pathlib
@@ -113,8 +196,7 @@ asyncio.run(main())
             os.kill(pid, 0)
             parent.kill()
         for _ in range(500):
-            state = Path(f"/proc/{pid}/stat")
-            if not state.exists() or state.read_text().rpartition(") ")[2].startswith("Z"):
+            if has_ended(pid):
                 return
             time.sleep(0.01)
         os.kill(pid, signal.SIGKILL)

@@ -11,11 +11,14 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from megatron_ext.config.fleet import CoordinatorConfig
+from megatron_ext.config.routing import RoutingConfig
 from megatron_ext.coordinator.coordination import Coordination
+from megatron_ext.coordinator.fleet import Fleet
 from megatron_ext.coordinator.heartbeat import Heartbeat, reachable
 from megatron_ext.coordinator.member import Member, Source, Status
-from megatron_ext.coordinator.replicas_file import read_replicas
+from megatron_ext.coordinator.replicas_file import ReplicasFile, read_replicas
 from megatron_ext.errors import ConfigError
+from megatron_ext.routing.router import Router
 from tests.unit_tests.support.fleet import PATIENCE, FakeReplica, answers, coordinator, eventually, fleet
 
 ADMIN = {"authorization": "Bearer the-admins"}
@@ -94,6 +97,32 @@ class TestJoining:
             assert (await front.complete()).json()["by"] == "second"
         for fake in (first, second):
             await fake.stop()
+
+    async def test_a_replica_of_a_flag_stays_when_the_file_does_not_name_it(self, tmp_path):
+        """TE-6: the file takes away what it brought."""
+        first, second = [await FakeReplica(name=name).start() for name in ("first", "second")]
+        file = tmp_path / "replicas"
+        file.write_text(f"{first.url}\n{second.url}\n")
+        async with coordinator(first, replicas_file=str(file)) as front:
+            fleet = front.coordination.fleet
+            assert set(fleet.members) == {first.url, second.url}
+            file.write_text("# none\n")
+            front.coordination._file.look()
+            assert list(fleet.members) == [first.url]
+            assert not fleet.members[first.url].is_draining
+        for fake in (first, second):
+            await fake.stop()
+
+    async def test_a_mistake_in_the_file_is_said_once(self, tmp_path, caplog):
+        """TE-6: not at every look, until the file changes again."""
+        file = tmp_path / "replicas"
+        file.write_text("")
+        watched = ReplicasFile(str(file), Fleet(Router(RoutingConfig()), 5.0))
+        for text in ("http://not a host\n", "ftp://another mistake\n"):
+            file.write_text(text)
+            for _ in range(3):
+                watched.look()
+        assert caplog.text.count("the replicas stay as they are") == 2
 
     @pytest.mark.parametrize(
         ("text", "problem"),
@@ -183,6 +212,8 @@ class TestObserving:
             fakes[0].beat["status"] = "asleep"
             await front.until(fakes[0], Status.ASLEEP)
             assert {(await front.complete([n])).json()["by"] for n in range(4)} == {fakes[1].name}
+            load = (await front.http.get("/load")).json()
+            assert load == {"server_load": 0, "capacity": 8}, "TE-6: what sleeps takes no requests"
 
 
 class TestThroughIt:
@@ -195,6 +226,21 @@ class TestThroughIt:
             assert asked == ["/v1/models", "/v1/models/a%2Fb", "/detokenize"]
             await fakes[0].stop()
             assert (await front.http.get("/v1/models")).json()["by"] == fakes[1].name
+
+    async def test_the_idlest_one_answers_for_all(self):
+        """TE-6: a replica with requests in flight is not asked for what another one can say."""
+
+        async def never(fake, exchange):
+            await asyncio.sleep(PATIENCE)
+
+        async with fleet(2) as (front, fakes):
+            for fake in fakes:
+                fake.behave = never
+            asking = asyncio.ensure_future(front.complete([1]))
+            await eventually(lambda: any(fake.requests for fake in fakes))
+            idle = next(fake for fake in fakes if not fake.requests)
+            assert {(await front.http.get("/v1/models")).json()["by"] for _ in range(3)} == {idle.name}
+            asking.cancel()
 
     async def test_an_abort_finds_its_replica(self):
         async with fleet(2) as (front, fakes):

@@ -12,7 +12,7 @@ from megatron_ext.coordinator.asked import RoutedPrompt
 from megatron_ext.coordinator.remembered import Remembered
 from megatron_ext.routing.router import Router
 from megatron_ext.server.keys import caller_of
-from tests.unit_tests.support.fleet import FakeReplica, coordinator, fleet
+from tests.unit_tests.support.fleet import FakeReplica, coordinator, error, fleet
 
 
 async def sent_to(front, prompt, **fields) -> str:
@@ -54,6 +54,14 @@ class TestAffinity:
         async with fleet(2) as (front, _):
             await front.complete(list(range(40)), enable_prefix_caching=False)
             assert sum(view.blocks for view in front.coordination.router.replicas()) == 0
+
+    async def test_what_a_replica_refused_is_not_there(self):
+        """TE-6: a prompt that was answered with 400 was not computed."""
+        async with fleet(2) as (front, fakes):
+            for fake in fakes:
+                fake.behave = error(400, "context_length_exceeded")
+            assert (await front.complete(list(range(40)))).status_code == 400
+            assert [view.blocks for view in front.coordination.router.replicas()] == [0, 0]
 
     async def test_a_replica_that_cannot_tokenize_costs_the_affinity_alone(self):
         async with fleet(2, replica_timeout=0.6) as (front, fakes):
@@ -137,3 +145,17 @@ class TestRemembered:
             fakes[1].statuses.clear()
             assert (await front.http.post("/reset_prefix_cache")).status_code == 200
             assert [view.blocks for view in front.coordination.router.replicas()] == [0, 0]
+
+    @pytest.mark.parametrize(
+        ("path", "is_left"),
+        [
+            *((path, 0) for path in ("/reset_prefix_cache", "/flush_cache", "/update_weights_from_disk", "/sleep")),
+            *((path, 10) for path in ("/abort", "/wake_up")),
+        ],
+    )
+    async def test_what_empties_caches_forgets(self, path, is_left):
+        """TE-6: each route after which a replica's cache is empty, and no other."""
+        async with fleet(2) as (front, _):
+            await front.complete(list(range(40)))
+            assert (await front.http.post(path)).status_code == 200
+            assert sum(view.blocks for view in front.coordination.router.replicas()) == is_left
