@@ -74,6 +74,16 @@ def test_the_engine_is_as_before(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_engine_is_closed(tmp_path, monkeypatch):
+    """TE-6: under a profile as without one, when the trace has been written."""
+    engine, closed = tiny_engine(), []
+    monkeypatch.setattr(type(engine.engine), "close", lambda self: closed.append(list(tmp_path.iterdir())))
+    with profiled(engine, str(tmp_path)):
+        run(engine, 1)
+    assert len(closed) == 1
+    assert closed[0], "the trace is there by then"
+
+
 def test_where_it_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"--profile .*file"):

@@ -8,7 +8,9 @@ import os
 
 import pytest
 
+from megatron_ext.config import StartNotes
 from megatron_ext.console.geometry import make_console
+from megatron_ext.console.start import say_start
 from megatron_ext.console.terminal import Output, beginning, end, printable, wrapped
 
 
@@ -106,3 +108,14 @@ def test_cutting_counts_columns():
     assert wrapped("aa bb cc", 5, 2) == ["aa bb", "cc"]
     assert wrapped("aabbcc", 4, 3) == ["aabb", "cc"]
     assert wrapped("", 4, 3) == [""]
+    assert wrapped("aa bbb cc", 5, 3) == ["aa", "bbb", "cc"], "TE-6: a word that does not fit begins the next line"
+
+
+@pytest.mark.parametrize(("rank", "count"), [(None, 2), ("", 2), ("0", 2), ("1", 0)])
+def test_what_has_no_effect_is_said_once(rank, count, monkeypatch, caplog):
+    """TE-6: of several ranks by the first one."""
+    monkeypatch.delenv("RANK", raising=False)
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
+    say_start(StartNotes(("--a has no effect", "--b has none")))
+    assert len(caplog.messages) == count

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import contextlib
 import dataclasses
 import os
 import signal
@@ -52,7 +53,7 @@ rank = os.fork()
 if rank:
     (pathlib.Path(sys.argv[1]) / str(rank)).touch()
     print("ready: http://127.0.0.1:9", flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 
@@ -171,8 +172,12 @@ class TestLauncher:
         leader = launcher.pids[0]
         (rank,) = [int(path.name) for path in (script.parent / "started").iterdir()]
         assert os.getsid(leader) == os.getsid(rank) == leader != os.getsid(0)
-        await launcher.close()
-        await eventually(lambda: has_ended(leader) and has_ended(rank))
+        try:
+            await asyncio.wait_for(launcher.close(), PATIENCE)
+            await eventually(lambda: has_ended(leader) and has_ended(rank))
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(rank, signal.SIGKILL)
         await fleet.close()
 
     def test_replicas_do_not_outlive_a_coordinator_that_is_killed(self, script):
@@ -360,6 +365,16 @@ class TestCommandLine:
         settings = parse_coordinator_arguments(["--launch", "1", *words.split()])
         assert settings.has_private_events == are_private
         assert settings.replica_flags == tuple(words.split())
+
+    def test_what_holds_for_both_is_passed_on(self):
+        """TE-6: values and switches, those that were turned off too; publishing addresses of one's own stay."""
+        words = "--log-level warning --shutdown-timeout 5 --no-access-log --admin-key-file admin --enable-admin-routes"
+        settings = parse_coordinator_arguments(["--launch", "1", *words.split()])
+        passed = set(zip(settings.replica_flags, settings.replica_flags[1:], strict=False))
+        assert {("--log-level", "warning"), ("--shutdown-timeout", "5.0"), ("--admin-key-file", "admin")} <= passed
+        assert {"--no-access-log", "--enable-admin-routes"} <= set(settings.replica_flags)
+        own = ("--kv-events-endpoint", "tcp://127.0.0.1:5557")
+        assert parse_coordinator_arguments(["--launch", "1", *own]).replica_flags == own
 
     def test_policy_and_alpha_under_megatrons_names(self):
         caching = "--inference-dynamic-batching-prefix-caching"

@@ -52,6 +52,25 @@ def test_an_answer_is_a_sign_of_life_of_an_engine_that_steps(fields, is_awaited,
     assert (member.alive_at > 0) is is_alive
 
 
+@pytest.mark.parametrize(
+    ("fields", "is_stuck"),
+    [
+        ({}, True),
+        ({"status": "failing"}, True),
+        ({"steps": 1}, False),
+        ({"living": 0}, False),
+        ({"instance": "b"}, False),
+    ],
+)
+def test_an_engine_that_was_given_up_is_stuck_until_it_steps(fields, is_stuck):
+    """TE-6: or until nothing is left for it to compute, or another process has taken its place."""
+    member = Member(URL, Source.FLAG)
+    member.take_beat(beat())
+    member.stuck = ("one", 0)
+    member.take_beat(beat(**fields))
+    assert (member.stuck is not None) is is_stuck
+
+
 def test_calls_that_get_bytes_go_on():
     """TE-6: only those that wait for the replica, and have heard nothing for as long, are given up."""
     member = Member(URL, Source.FLAG)

@@ -136,6 +136,8 @@ def test_beyond_the_buffer_comes_the_present_index(world, start):
     until(is_whole)
     reader.assert_sound()
     assert reader.blocks.keys() <= world.cached()
+    number, _ = replayed(asker, start)[0]
+    assert [one for one, _ in replayed(asker, number)] == [number], "TE-6: the next batch has the next number"
 
 
 def test_broken_requests_are_left_out(world):

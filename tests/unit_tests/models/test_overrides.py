@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,14 @@ def test_rows_of_the_embedding():
     assert fitting(GPT, {}, TRAINED, padded_vocab_size=64) == fitting(HYBRID, {}, padded_vocab_size=64) == {}
     with pytest.raises(ConfigError, match="--padded-vocab-size 128 contradicts there, whose embedding has 64 rows"):
         fitting(GPT, {}, TRAINED, padded_vocab_size=128)
+
+
+def test_rows_of_an_embedding_whose_padding_is_not_kept():
+    """TE-6: those that are stored, not those that are read of them."""
+    kept = dataclasses.replace(GPT, vocab_size=60)
+    assert fitting(kept, {}, TRAINED, padded_vocab_size=64) == {}
+    with pytest.raises(ConfigError, match="--padded-vocab-size 60 contradicts there, whose embedding has 64 rows"):
+        fitting(kept, {}, TRAINED, padded_vocab_size=60)
 
 
 def test_rows_without_a_checkpoint():

@@ -7,12 +7,14 @@ import dataclasses
 import pytest
 import torch
 
-from megatron_ext.config import ModelConfig
+from megatron_ext.config import ModelConfig, ParallelConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import platform
 from megatron_ext.models import build
 from megatron_ext.models.build import build_model
 from megatron_ext.models.size import check_model_fits, matrix_parameter_count
+from megatron_ext.ranks.share import Share
+from megatron_ext.ranks.stages import Stage
 from tests.unit_tests.models.conftest import TINY
 
 SIGMOID = {"num_experts": 4, "moe_router_score_function": "sigmoid"}
@@ -56,6 +58,23 @@ def test_matrices_are_counted(shape: ModelConfig):
     matrices = [p.numel() for p in model.parameters() if p.dim() > 1]
     assert matrix_parameter_count(shape) == sum(matrices)
     assert sum(matrices) > 0.9 * sum(p.numel() for p in model.parameters())
+
+
+def test_parts_of_stages_and_of_experts():
+    """TE-6: a tied output is a table of its own on the last stage; experts are spread, their router is not."""
+
+    def count(shape: ModelConfig, parallel: ParallelConfig, stages: tuple[Stage, ...], index: int = 0) -> int:
+        return matrix_parameter_count(shape, Share(parallel, stages, index))
+
+    two, stages = ParallelConfig(pipeline_model_parallel_size=2), (Stage(0, 1), Stage(1, 2))
+    table = TINY.vocab_size * TINY.hidden_size
+    for shape, copies in ((SHAPES["hybrid"], 1), (SHAPES["untied"], 0)):
+        parts = [count(shape, two, stages, index) for index in range(2)]
+        assert sum(parts) == matrix_parameter_count(shape) + copies * table
+    experts = SHAPES["experts"]
+    routed = experts.num_experts * 2 * experts.hidden_size * experts.moe_ffn_hidden_size
+    half = count(experts, ParallelConfig(expert_model_parallel_size=2), (Stage(0, 3),))
+    assert half == matrix_parameter_count(experts) - routed // 2
 
 
 def test_a_model_that_does_not_fit_is_refused_in_one_line():

@@ -179,6 +179,41 @@ def test_an_idle_fleet_fills_evenly():
     assert max(given[name] for name in "012") - min(given[name] for name in "012") <= 1
 
 
+def test_a_newcomer_has_its_share_from_the_first_request_on():
+    """TE-6: it is taken to have been given as much as the replica that was given the least."""
+    router = fleet(count=2)
+    busy(router, "0", 1000)
+    router.ended(next(iter(router._flights)))
+    router.join("new", SIZE)
+    for i in range(3):
+        prompt = router.prompt([10 * i])
+        decision = router.route(prompt, exclude=["0"])
+        router.began(i, decision, prompt)
+        router.ended(i)
+        assert decision.replica == ("1", "new", "1")[i]
+
+
+@pytest.mark.parametrize("count", [3, 40])
+def test_of_many_replicas_the_least_loaded_one(count):
+    """TE-6: whether they are compared with each other or looked for in the order of all."""
+    router = fleet(count=count)
+    for i in range(count):
+        busy(router, str(i), 10 + (7 * i) % count)
+    prompt = router.prompt(range(8))
+    least = [str(i) for i in sorted(range(count), key=lambda i: (7 * i) % count)]
+    assert router.route(prompt).replica == least[0]
+    assert router.route(prompt, exclude=least[:2]).replica == least[2]
+
+
+def test_a_match_of_half_the_prompt_is_none_of_many_conversations():
+    """TE-6: it draws the prompt although the replica holds more than others; one token less does not."""
+    router = fleet(count=2)
+    hold(router, "1", 16)
+    half, less = ([*range(16), *range(100, 100 + more)] for more in (16, 17))
+    assert router.route(router.prompt(half)).replica == "1"
+    assert router.route(router.prompt(less)).replica == "0"
+
+
 def test_what_others_generated_is_expected():
     """RP-2: a limit of 10,000 tokens is no load of 10,000 tokens."""
     router = fleet(count=1)

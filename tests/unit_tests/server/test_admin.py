@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 import threading
@@ -18,7 +19,7 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.mcore.assemble import build_engine
 from megatron_ext.models.load import load_model
 from megatron_ext.models.native.checkpoint import save_checkpoint
-from megatron_ext.models.update.disk import WeightsRoot
+from megatron_ext.models.update.disk import NewWeights, WeightsRoot
 from megatron_ext.models.weight_files import WEIGHTS_FILE
 from megatron_ext.server.app import ADMIN_ROUTERS, ROUTERS
 from megatron_ext.server.gate import ADMIN_PATHS
@@ -229,6 +230,25 @@ class TestUpdate:
         assert ask(server, "POST", "/update_weights_from_disk", json={"model_path": absolute}).status_code == 200
         ask(server, "POST", "/wake_up")
         assert tokens(server)["choices"] == old["choices"]
+
+    async def test_one_after_the_other(self, tmp_path, monkeypatch):
+        """TE-6: a checkpoint is not read, which takes the memory of a second model, before the last one is written."""
+        happened, second = [], threading.Event()
+
+        def read(updater: WeightsUpdater, path: str) -> NewWeights:
+            happened.append(f"read {path}")
+            if path == "two":
+                second.set()
+            second.wait(0.5)  # one that comes too early has the time to do so
+            return NewWeights(())
+
+        async def between_steps(write: object, new: NewWeights, engine: object) -> None:
+            happened.append("written")
+
+        monkeypatch.setattr(WeightsUpdater, "_read", read)
+        updater = WeightsUpdater(WeightsRoot.of(str(tmp_path)), None, SourceConfig(), {})
+        await asyncio.gather(*(updater.update(path, None, between_steps) for path in ("one", "two")))
+        assert happened == ["read one", "written", "read two", "written"]
 
     @pytest.mark.parametrize(
         ("path", "named"),

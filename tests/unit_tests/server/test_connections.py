@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import logging
@@ -13,11 +14,13 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
+import uvicorn
+from uvicorn.server import ServerState
 
 from megatron_ext.config import ServerConfig, ServerLimits
 from megatron_ext.errors import ConfigError
 from megatron_ext.server import connections as guarded
-from megatron_ext.server.connections import SPARE_FILES, most_connections
+from megatron_ext.server.connections import SPARE_FILES, Connections, GuardedProtocol, most_connections
 from megatron_ext.server.run import bind
 from megatron_ext.server.serving import Serving
 from tests.unit_tests.server.test_errors import COMPLETIONS, check_alive
@@ -121,6 +124,25 @@ class TestCap:
             assert httpx.get(f"{capped.url}/health", timeout=PATIENCE).status_code == 200
         lines = [record for record in caplog.records if record.name == guarded.__name__]
         assert len(lines) <= guarded.BoundedRate()._most
+
+
+async def test_a_client_that_reads_again_has_its_time_anew():
+    """TE-6: a pause that is over does not end the connection later."""
+    config = uvicorn.Config(lambda *_: None)
+    config.load()
+    loop = asyncio.get_running_loop()
+    made = [GuardedProtocol(Connections(1), LIMITS, config=config, server_state=ServerState(), app_state={})]
+    async with await loop.create_server(lambda: made[0], "127.0.0.1", 0) as listening:
+        _, writer = await asyncio.open_connection(*listening.sockets[0].getsockname())
+        writer.write(BEGUN)
+        while len(made[0]._guard) == 0:
+            await asyncio.sleep(0)
+        made[0].pause_writing()
+        timer = made[0]._stall
+        assert not timer.cancelled()
+        made[0].resume_writing()
+        assert timer.cancelled()
+        writer.transport.abort()
 
 
 class TestTimeOuts:

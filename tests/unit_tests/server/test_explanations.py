@@ -9,11 +9,13 @@ import pytest
 from rich.console import Console
 
 from megatron_ext.config import CacheConfig
+from megatron_ext.server.recent import RecentRequests
 from megatron_ext.simulation import command
 from megatron_ext.simulation.formats import read_requests
 from megatron_ext.simulation.machine import Machine
 from megatron_ext.simulation.running import ask_server, described
 from megatron_ext.simulation.sweep import run_point
+from tests.unit_tests.offline.conftest import make_record
 from tests.unit_tests.server.test_errors import check_error
 from tests.unit_tests.support.driver import make_prompt
 from tests.unit_tests.support.server import LiveServer, tiny_engine
@@ -149,6 +151,15 @@ class TestTheRecentPast:
         point = run_point(running.turns, running.model, running.settings, running.batch, FAST)
         assert (point.blocks, point.slots) == (200, 16)
         assert point.skipped_tokens == skipped
+
+    @pytest.mark.parametrize(("most_requests", "most_tokens", "kept"), [(3, 1000, 3), (100, 45, 4), (100, 9, 0)])
+    def test_bounded_by_requests_and_by_tokens(self, most_requests, most_tokens, kept):
+        """TE-6: the oldest go first, and what has gone takes no room."""
+        recent = RecentRequests(most_requests, most_tokens)
+        for number in range(20):
+            record = make_record(arrival_wall_time=float(number), prompt_tokens=(number,) * 8, generated_tokens=(1, 2))
+            recent.note(record, None)
+        assert [one.arrival for one in recent.snapshot()] == [20.0 - kept + at for at in range(kept)]
 
     def test_no_token_and_no_digest_leaves(self, closed):
         self.serve_some(closed)

@@ -88,11 +88,15 @@ def test_a_full_queue_is_429_with_retry_after(serve, stream):
             api.completions.create(model="tiny", prompt=[1], stream=stream)
         assert int(caught.value.response.headers["retry-after"]) >= 1
         assert caught.value.body["code"] == "rate_limit_exceeded"
+        server.serving.loop._latencies.append(1e6)
+        with pytest.raises(openai.RateLimitError) as caught:
+            api.completions.create(model="tiny", prompt=[1], stream=stream)
+        assert caught.value.response.headers["retry-after"] == "60", "TE-6: the wait is bounded"
         server.wait_until(lambda: server.metric("requests_waiting") == 1)
         for response in held:
             response.close()
     waiting.join(PATIENCE)
-    assert server.metric("requests_rejected_total") == 1
+    assert server.metric("requests_rejected_total") == 2
     server.check_idle()
     assert server.client().completions.create(model="tiny", prompt=[1], max_tokens=3).usage.completion_tokens == 3
     never = server.http.post("/v1/completions", json={"prompt": [1], "n": 4})

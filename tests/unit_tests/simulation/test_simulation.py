@@ -20,7 +20,7 @@ from megatron_ext.simulation.formats import MOONCAKE_BLOCK, read_trace
 from megatron_ext.simulation.generators import GENERATORS, Size
 from megatron_ext.simulation.machine import Machine
 from megatron_ext.simulation.models import MODELS, SimulatedModel
-from megatron_ext.simulation.replay import Replay
+from megatron_ext.simulation.replay import Outcome, Replay
 from megatron_ext.simulation.sweep import GIB, Batch, Settings, advise, grid, limits_of, run_point, sweep
 from megatron_ext.simulation.trace import Ids, Turn, by_session, cut
 from tests.unit_tests.scheduling.builders import make_request
@@ -155,6 +155,26 @@ class TestPoints:
     def test_what_is_too_long_is_refused_and_the_others_go_on(self):
         found = point([*alternating(512, 64, 3), *alternating(10**6, 64, 1)], Settings(8.0, 0.5, 64, "lru"))
         assert (found.requests, found.refused) == (4, 1)
+
+    def test_a_session_goes_on_after_a_turn_that_was_refused(self):
+        """TE-6: as a client would that shortens its prompt."""
+        ids = Ids()
+        long, short, other = ids.take(10**6), ids.take(100), ids.take(100)
+        turns = [
+            Turn(0, 0.0, (long,), ids.take(1)),
+            Turn(0, 1.0, (short,), ids.take(1), is_reply=True),
+            Turn(1, 0.0, (other,), ids.take(1)),
+        ]
+        limits, slots = limits_of(HYBRID, Settings(8.0, 0.5, 64, "lru"), Batch())
+        found = Replay(turns, limits, EvictionPolicyName.LRU, slots).run()
+        assert found.refused == 1
+        assert [one is None for one in found.ttft] == [True, False, False]
+
+    def test_percentiles(self):
+        """TE-6: of the turns that were served."""
+        found = Outcome([1] * 5, ttft=[4.0, None, 1.0, 3.0, 2.0])
+        assert [found.ttft_percentile(percent) for percent in (0, 25, 50, 99, 100)] == [1.0, 2.0, 3.0, 4.0, 4.0]
+        assert Outcome([1], ttft=[None]).ttft_percentile(50) == 0.0
 
     def test_nobody_waits_for_the_clock(self):
         """Simulated time passes by the rates of the machine."""

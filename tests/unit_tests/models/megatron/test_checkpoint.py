@@ -11,7 +11,7 @@ import pytest
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from torch import Tensor, nn
 
 from megatron_ext.config import ModelConfig, SourceConfig
@@ -19,7 +19,12 @@ from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.mcore.checkpoint_files import InProcessSave
 from megatron_ext.models.build import build_model
 from megatron_ext.models.load import load_model, save_model
-from megatron_ext.models.megatron.checkpoint import load_dist_checkpoint, save_dist_checkpoint
+from megatron_ext.models.megatron.checkpoint import (
+    _is_padding,
+    _without_padding,
+    load_dist_checkpoint,
+    save_dist_checkpoint,
+)
 from megatron_ext.models.native.checkpoint import save_checkpoint
 from megatron_ext.models.native.directory import read_header
 from tests.unit_tests.models.huggingface import nemotron_h_oracle as oracle
@@ -302,6 +307,18 @@ def test_failed_save_leaves_the_old_checkpoint(
         save_dist_checkpoint(saved, build_model(tiny_config, device=CPU, seed=8), tiny_config)
     assert same_state(load(saved), tiny_model)
     assert [path.name for path in saved.parent.iterdir()] == ["checkpoint"]
+
+
+@pytest.mark.parametrize(("rank", "entries", "rows"), [(0, 4, 4), (1, 4, None), (1, 5, 1), (1, 8, 4)])
+def test_rows_behind_the_vocabulary_are_not_saved(rank: int, entries: int, rows: int | None) -> None:
+    """TE-6: of two ranks with four rows each; a rank that has no others saves nothing of the table."""
+    table = ShardedTensor.from_rank_offsets("table", torch.ones(4, 2), (0, rank, 2), allow_shape_mismatch=True)
+    if rows is None:
+        assert _is_padding(table, entries)
+        return
+    assert not _is_padding(table, entries)
+    kept = _without_padding(table, entries)
+    assert (tuple(kept.data.shape), tuple(kept.global_shape)) == ((rows, 2), (entries, 2))
 
 
 def test_either_form_through_the_command_line(tiny_model: nn.Module, tiny_config: ModelConfig, tmp_path: Path) -> None:

@@ -114,6 +114,8 @@ def test_weights_that_do_not_fit(message: str, saved: Path) -> None:
         ({"format": "other"}, "not of format 'megatron_ext' but 'other'"),
         ({"format": None, "model_type": "nemotron_h"}, "Hugging Face checkpoint, try --load-hf"),
         ({"format_version": 2}, "format version 2; this package reads version 1"),
+        ({"format_version": 0}, "format version 0; this package reads version 1"),
+        ({"format_version": None}, "format version None; this package reads version 1"),
         ({"dtype": "fp8"}, "dtype 'fp8'; one of float32, bfloat16, float16"),
         ({"dtype": ["fp32"]}, r"dtype \['fp32'\]; one of float32, bfloat16, float16"),
     ],
@@ -177,6 +179,25 @@ def test_failed_save_leaves_the_old_checkpoint(
     before = (saved / "model.safetensors").read_bytes()
     monkeypatch.setattr(checkpoint, "save_file", fail)
     with pytest.raises(ConfigError, match="no space left on device"):
+        save_checkpoint(saved, tiny_model, tiny_config)
+    assert (saved / "model.safetensors").read_bytes() == before
+    assert [path.name for path in saved.parent.iterdir()] == ["checkpoint"]
+
+
+def test_a_new_checkpoint_that_cannot_take_its_place_leaves_the_old_one(
+    saved: Path, tiny_model: nn.Module, tiny_config: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TE-6: after the old one has been moved aside, too."""
+    rename = Path.rename
+
+    def fail_for_the_new_one(path: Path, target: Path) -> Path:
+        if path.name == "new":
+            raise OSError("planted")
+        return rename(path, target)
+
+    before = (saved / "model.safetensors").read_bytes()
+    monkeypatch.setattr(Path, "rename", fail_for_the_new_one)
+    with pytest.raises(ConfigError, match="planted"):
         save_checkpoint(saved, tiny_model, tiny_config)
     assert (saved / "model.safetensors").read_bytes() == before
     assert [path.name for path in saved.parent.iterdir()] == ["checkpoint"]

@@ -145,6 +145,16 @@ class TestTheRoot:
                 root.resolve(asked)
             assert "secret" not in str(caught.value)
 
+    def test_links_out_of_an_iteration(self, root, tmp_path):
+        """TE-6: of a file of the iteration that is read, not only of those above it."""
+        (root.path / "inside" / "latest_checkpointed_iteration.txt").write_text("100")
+        iteration = root.path / "inside" / "iter_0000100"
+        iteration.mkdir()
+        assert root.resolve("inside") == iteration
+        (iteration / "common.pt").symlink_to(tmp_path / "outside" / "secret")
+        with pytest.raises(ConfigError, match="not below --weights-root"):
+            root.resolve("inside")
+
     @pytest.mark.parametrize("asked", ["", "a\0b", "missing", "x" * 300, "inside/file", "\ud800"])
     def test_no_directory(self, root, asked):
         (root.path / "inside" / "file").write_text("")
