@@ -18,6 +18,8 @@ from megatron_ext import (
     StreamPart,
     load_engine,
 )
+from megatron_ext.scheduling.record import Status
+from megatron_ext.stepping.stepper import PendingRequest
 from tests.unit_tests.api.conftest import SMALL
 
 GREEDY = RequestParams(num_tokens_to_generate=12)
@@ -146,6 +148,25 @@ class TestLeaving:
             await fail()
         gc.collect()  # the error's traceback held the stream
         assert owns_nothing(engine)
+
+    def test_a_reader_that_cannot_be_told(self, engine):
+        """TE-6: its event loop is gone, for one; the request ends with its first news, and costs no other one."""
+
+        def fail() -> None:
+            raise RuntimeError("Event loop is closed")
+
+        request = PendingRequest((5, 6, 7), LONG, None, notify=fail)
+        engine._stepper.submit([request]).result()
+        record = request.record.result()
+        assert record.status is Status.ABORTED
+        assert len(record.generated_tokens) < LONG.num_tokens_to_generate
+
+    def test_nothing_else_is_asked(self, engine):
+        """TE-6: the next step finds out by itself that nothing waits for a request any more."""
+        request = PendingRequest((5, 6, 7), LONG, None)
+        engine._stepper.submit([request]).result()
+        engine._stepper.abort([request])
+        assert request.record.result().status is Status.ABORTED
 
     async def test_closing(self, engine):
         stream = engine.stream(PROMPTS[0], LONG)
