@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from argparse import Namespace
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -75,6 +76,14 @@ def test_each_named_test_exists():
             file, *parts = test.split("[")[0].split("::")
             assert (ROOT / file).is_file() or ((ROOT / file).is_dir() and not parts), mutant.name
             assert not parts or "::".join(parts) in names_in(ROOT / file), f"{mutant.name}: there is no {test}"
+
+
+def test_each_package_has_two():
+    """TE-6: no package goes without planted mistakes."""
+    sources = mutants.read_sources(ROOT)
+    counts = Counter(mutants.locate(mutant, sources).package for mutant in records())
+    packages = {path.parent.name for path in (ROOT / "megatron_ext").glob("*/__init__.py")}
+    assert {name for name in packages if counts[name] < 2} == set()
 
 
 class TestLocate:
