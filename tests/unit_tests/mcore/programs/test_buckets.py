@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_ext.config.response_format import ResponseFormat
 from megatron_ext.config.token_biases import TokenBiases
 from megatron_ext.mcore.programs.buckets import Bucket, Buckets, decode_sizes, why_eager
 from megatron_ext.mcore.programs.places import Answers, FixedPlaces, Layout
@@ -32,7 +31,7 @@ LIMITS = SchedulerLimits(
 )
 GREEDY = Sampling(1.0, 0, 0.0, None, (), None)
 SHAPING = Shaping(array("i"), 0, 1.1, 0.5, 0.5, TokenBiases.of({3: 1.0}), ((3,),), 0.0)
-FORMED = dataclasses.replace(SHAPING, form=ResponseFormat.of({"type": "json_object"}))
+FORMED = dataclasses.replace(SHAPING, allowed=b"\xff" * 16)
 
 
 def buckets(**settings: object) -> Buckets:
