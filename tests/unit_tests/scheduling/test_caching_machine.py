@@ -13,10 +13,11 @@ from megatron_ext.prefix_cache.block_index import BlockIndex
 from megatron_ext.prefix_cache.block_pool import BlockId, BlockPool
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.eviction import LeafFirstLru, RefZero
-from megatron_ext.scheduling import keys, planner
+from megatron_ext.scheduling import coordination, keys, planner, scheduler
 from megatron_ext.scheduling.accounting import PrefillLedger
 from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.coordination import PendingBlocks
+from megatron_ext.scheduling.counters import Counters
 from megatron_ext.scheduling.plan import Admission, Deferral, StepPlan
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
@@ -236,13 +237,14 @@ def lets_nobody_overtake_followers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def counts_every_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    note = Scheduler._note_follower
+    note = coordination.note_followers
 
-    def note_again(self: Scheduler, deferral: Deferral) -> None:
-        deferral.request.timeline.has_waited_for_prefix = False
-        note(self, deferral)
+    def note_again(deferrals: Sequence[Deferral], counters: Counters) -> None:
+        for deferral in deferrals:
+            deferral.request.timeline.has_waited_for_prefix = False
+        note(deferrals, counters)
 
-    monkeypatch.setattr(Scheduler, "_note_follower", note_again)
+    monkeypatch.setattr(scheduler, "note_followers", note_again)
 
 
 def counts_hits_that_are_deferred(monkeypatch: pytest.MonkeyPatch) -> None:
