@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from unittest import mock
 
@@ -23,7 +23,8 @@ from benchmarks.measuring import keep_figures, part_arguments
 from benchmarks.ranks import NEMOTRON_SHAPED
 from megatron_ext.config import BatchingConfig, ModelConfig, RequestParams
 from megatron_ext.engine import engine as engine_module
-from megatron_ext.engine.engine import Engine
+from megatron_ext.engine.client_request import EngineRequest
+from megatron_ext.engine.core import EngineCore
 from megatron_ext.engine.result import StepResult
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.adapter import InferenceEngine
@@ -32,7 +33,6 @@ from megatron_ext.mcore.context import InferenceContext
 from megatron_ext.mcore.controller import InferenceController
 from megatron_ext.models.build import build_model
 from megatron_ext.scheduling.scheduler import Scheduler
-from megatron_ext.stepping.progress import Updates
 
 REQUESTS = (64, 512)
 BLOCK, CONTEXT = 64, 1_000
@@ -42,7 +42,7 @@ HOST = {
     "describe": (engine_module, "describe_step"),
     "stage": (InferenceContext, "stage"),
     "commit": (Scheduler, "commit"),
-    "output": (Engine, "report"),
+    "output": (EngineCore, "report"),
 }
 COMPUTE = (InferenceController, "compute_step")
 KINDS = {"greedy": {}, "sampled": {"temperature": 0.8, "top_p": 0.9}}
@@ -87,8 +87,8 @@ def step_costs(
         places = {**HOST, "forward, sampling": COMPUTE}
         spent = {name: stack.enter_context(timed(*place)) for name, place in places.items()}
         engine = decoding_engine(model, config, requests, context, params, (rounds + 1) * STEPS)
-        streams = Updates(engine.fail_request)
-        streams.watch(range(requests))
+        living = [engine.get_request(name) for name in range(requests)]
+        streams = [EngineRequest(one.prompt_tokens, one.params, is_streamed=True, request=one) for one in living]
         measured = [round_costs(engine, streams, spent) for _ in range(rounds + 1)][1:]  # the first warms up
         engine.suspend()
     costs = {name: statistics.median(one[name] for one in measured) for name in measured[0]}
@@ -118,22 +118,23 @@ def decoding_engine(
     for request_id in range(requests):
         engine.add_request(request_id, [source.randrange(VOCABULARY) for _ in range(context)], wish)
     while any(not engine.get_request(request_id).is_decoding for request_id in range(requests)):
-        engine.step_modern()
+        engine.core.step()
     return engine
 
 
-def round_costs(engine: InferenceEngine, streams: Updates, spent: Mapping[str, list[float]]) -> dict[str, float]:
+def round_costs(
+    engine: InferenceEngine, streams: Sequence[EngineRequest], spent: Mapping[str, list[float]]
+) -> dict[str, float]:
     """Milliseconds of a step in each group, on average."""
     for seconds in spent.values():
         seconds.clear()
     start = time.thread_time()
-    reports = []
     for _ in range(STEPS):
-        reports.append(engine.step_modern())
+        engine.core.step()
     whole = time.thread_time() - start
     start = time.thread_time()
-    living = [engine.get_request(name) for name in reports[-1]["active_request_ids"]]
-    streams.of(living)
+    for stream in streams:
+        stream.collect()
     handed = time.thread_time() - start
     costs = {name: 1e3 * sum(seconds) / STEPS for name, seconds in spent.items()}
     return {**costs, "the rest": 1e3 * whole / STEPS - sum(costs.values()), "streams": 1e3 * handed}

@@ -18,12 +18,12 @@ from rich.table import Table
 
 from megatron_ext.config import RequestParams
 from megatron_ext.config.embedded import EMBEDDED_MODEL_DIR
+from megatron_ext.engine.client_request import EngineRequest
 from megatron_ext.offline.prompts import example_prompts
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.submission import Submission
 from megatron_ext.server.progress import RequestHandle
 from megatron_ext.server.sampling import Job
-from megatron_ext.stepping.progress import Updates
 from megatron_ext.text.stop_words import StopWordMatcher
 from megatron_ext.text.stream import TextStream
 from megatron_ext.text.tokenizer import TextTokenizer
@@ -109,14 +109,15 @@ def grow(request: Request, token: int, *, scores: bool) -> None:
 
 def handed_over(*, scores: bool) -> Step:
     """From the engine's thread to the event loop's handle, appending included."""
-    request, updates = make_request(), Updates(_raise)
-    updates.watch([request.request_id])
-    handle = RequestHandle(request.request_id, Job(request.prompt_tokens, request.params))
+    request = make_request()
+    stream = EngineRequest(request.prompt_tokens, request.params, is_streamed=True, request=request)
+    handle = RequestHandle(stream, Job(request.prompt_tokens, request.params))
 
     def step(token: int) -> None:
         grow(request, token, scores=scores)
-        for update in updates.of([request]).values():
-            handle.take(update)
+        stream.collect()
+        while stream.updates:
+            handle.take(stream.updates.popleft())
 
     return step
 
@@ -158,10 +159,6 @@ def decoded_whole(tokenizer: TextTokenizer) -> Step:
         return tokenizer.detokenize(tokens) if len(tokens) - 1 in timed else ""
 
     return step
-
-
-def _raise(request_id: int, error: Exception) -> None:
-    raise error
 
 
 if __name__ == "__main__":

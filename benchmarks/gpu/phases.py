@@ -9,9 +9,8 @@ from contextlib import ExitStack, contextmanager
 from unittest import mock
 
 from megatron_ext.engine import ahead as ahead_module
-from megatron_ext.engine import engine as engine_module
-from megatron_ext.engine.engine import Engine
-from megatron_ext.mcore.adapter import InferenceEngine
+from megatron_ext.engine import replica as replica_module
+from megatron_ext.engine.core import EngineCore
 from megatron_ext.mcore.programs.fixed_steps import FixedSteps
 from megatron_ext.mcore.programs.places import Answer
 from megatron_ext.scheduling.foresight import Foresight
@@ -20,16 +19,16 @@ from megatron_ext.scheduling.scheduler import Scheduler
 WHOLE = "step"
 # Calls that are timed: a place, and the name of the call there. Time within an inner one is not its outer one's.
 PLACES: dict[str, tuple[object, str]] = {
-    WHOLE: (InferenceEngine, "step_modern"),
+    WHOLE: (EngineCore, "step"),
     "plan": (Scheduler, "schedule"),
     "foresee": (Foresight, "foresee"),  # in the place of a plan, where a step is launched ahead of tokens
-    "describe": (engine_module, "describe_step"),
+    "describe": (replica_module, "describe_step"),
     "describe ahead": (ahead_module, "describe_ahead"),
     "write and send": (FixedSteps, "_send"),
     "launch": (FixedSteps, "launch"),
     "wait": (Answer, "read"),
     "commit": (Scheduler, "commit"),
-    "report": (Engine, "report"),
+    "report": (EngineCore, "report"),
 }
 
 

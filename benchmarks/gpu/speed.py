@@ -71,7 +71,7 @@ class Speed:
         made = time.perf_counter() - start
         try:
             self._begin(engine, count)
-            step, steps = engine.step_modern, work.steps
+            step, steps = engine.core.step, work.steps
             rate, few = tokens_a_second(step, synchronize, count, steps), max(1, steps // 2)
             self._notes.tell(decode_row(count, how), rate)  # whatever comes of the rest
             rows: dict[str, float | str] = {

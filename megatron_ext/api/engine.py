@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import overload
+from typing import TypeVar, overload
 
 from megatron_ext.api.prompts import ParamsForAll, Prompt, PromptReader, Prompts, ReadPrompt
 from megatron_ext.api.stream import RequestStream
 from megatron_ext.config import ModelConfig, RequestParams
+from megatron_ext.engine.client import EngineClient
+from megatron_ext.engine.client_request import EngineRequest
 from megatron_ext.engine.statistics import EngineStatistics
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore.adapter import InferenceEngine
@@ -19,8 +21,9 @@ from megatron_ext.models.update.given import NamedTensors
 from megatron_ext.models.update.naming import Naming
 from megatron_ext.models.update.weights import update_weights, weight_shapes
 from megatron_ext.scheduling.record import RequestRecord
-from megatron_ext.stepping.stepper import PendingRequest, Stepper
 from megatron_ext.text.tokenizer import Tokenizer
+
+Result = TypeVar("Result")
 
 
 class LoadedEngine:
@@ -51,7 +54,7 @@ class LoadedEngine:
         self._naming = naming
         grammars = engine.controller.grammars
         self._reader = PromptReader(loaded.tokenizer, loaded.config.vocab_size, defaults, grammars)
-        self._stepper = Stepper(engine)
+        self._client = EngineClient(engine.core)
         self._on_close = on_close
 
     # Requests
@@ -87,12 +90,12 @@ class LoadedEngine:
             EngineClosed: The engine is closed, or was closed meanwhile.
         """
         requests = [_pending(*one) for one in self._reader.read_all(prompts, params)]
-        submitted = self._stepper.submit(requests)
+        submitted = self._client.submit(requests)
         try:
             submitted.result()
             return [request.record.result() for request in requests]
         except BaseException:  # Ctrl-C, too
-            self._stepper.abort(requests)
+            self._client.abort(requests)
             raise
 
     async def generate_async(self, prompt: Prompt, params: RequestParams | None = None) -> RequestRecord:
@@ -107,10 +110,10 @@ class LoadedEngine:
         """
         request = await asyncio.to_thread(self._one, prompt, params)
         try:
-            await asyncio.wrap_future(self._stepper.submit([request]))
+            await asyncio.wrap_future(self._client.submit([request]))
             return await asyncio.wrap_future(request.record)
         except BaseException:
-            self._stepper.abort([request])
+            self._client.abort([request])
             raise
 
     def stream(self, prompt: Prompt, params: RequestParams | None = None) -> RequestStream:
@@ -128,16 +131,20 @@ class LoadedEngine:
             The parts; see `StreamPart`. The request begins with the first one. The errors are those of `generate`, and
             `RequestFailed` where its record would say so.
         """
-        return RequestStream(lambda: self._one(prompt, params), self._stepper, self._reader.vocabulary)
+        return RequestStream(lambda: self._one(prompt, params), self._client, self._reader.vocabulary)
 
-    def _one(self, prompt: Prompt, params: RequestParams | None) -> PendingRequest:
+    def _call(self, function: Callable[..., Result], *arguments: object) -> Result:
+        """Call a function in the engine's thread, between two steps, and wait for it."""
+        return self._client.call(function, *arguments).result()
+
+    def _one(self, prompt: Prompt, params: RequestParams | None) -> EngineRequest:
         return _pending(*self._reader.read_one(prompt, params))
 
     # What there is
 
     def statistics(self) -> EngineStatistics:
         """What is in use and what has happened; `statistics().prefix_cache()` is that of the cache."""
-        return self._stepper.call(self._engine.statistics)
+        return self._call(self._engine.core.statistics)
 
     @property
     def geometry(self) -> Geometry:
@@ -163,7 +170,7 @@ class LoadedEngine:
 
     def reset_prefix_cache(self) -> None:
         """Empty the cache: nothing cached before is matched after."""
-        self._stepper.call(self._engine.reset_prefix_cache)
+        self._call(self._engine.core.reset_prefix_cache)
 
     def update_weights(self, named_tensors: NamedTensors, *, partial: bool = False) -> None:
         """Write new weights in place, all or nothing, between two steps; the cache is emptied.
@@ -191,11 +198,11 @@ class LoadedEngine:
             ConfigError: A name that is not known or missing, another shape or type, with the tensor's name. Nothing has
                 been written.
         """
-        self._stepper.call(self._update_weights, named_tensors, self._names(), partial)
+        self._call(self._update_weights, named_tensors, self._names(), partial)
 
     def _update_weights(self, named_tensors: NamedTensors, naming: Naming, partial: bool) -> None:
         update_weights(self._loaded.model, naming, named_tensors, partial=partial)
-        self._engine.weights_changed()
+        self._engine.core.weights_changed()
 
     def _names(self) -> Naming:
         if self._naming is None:
@@ -208,22 +215,22 @@ class LoadedEngine:
 
     def weights_changed(self) -> None:
         """Say that the model's weights have been written in place by somebody else: the cache is emptied."""
-        self._stepper.call(self._engine.weights_changed)
+        self._call(self._engine.core.weights_changed)
 
     def suspend(self) -> None:
         """Give the pools' memory back. Requests in flight wait and keep their tokens; new ones are refused."""
-        self._stepper.call(self._engine.suspend)
+        self._call(self._engine.core.suspend)
 
     def resume(self) -> None:
         """Allocate the pools again; requests in flight compute what they had computed, and go on."""
-        self._stepper.call(self._engine.resume)
+        self._call(self._engine.core.resume)
 
     # The end
 
     def close(self) -> None:
         """End what is in flight with `EngineClosed`, and give everything back. Further calls of it do nothing."""
-        if self._stepper.close():
-            self._engine.context.deallocate_all_tensors()
+        if self._client.close():
+            self._engine.core.resources.free()
             self._on_close()
 
     def __enter__(self) -> LoadedEngine:
@@ -236,5 +243,5 @@ class LoadedEngine:
         self.close()
 
 
-def _pending(prompt: ReadPrompt, params: RequestParams) -> PendingRequest:
-    return PendingRequest(prompt.tokens, params, prompt.text)
+def _pending(prompt: ReadPrompt, params: RequestParams) -> EngineRequest:
+    return EngineRequest(prompt.tokens, params, prompt.text)

@@ -70,52 +70,26 @@ def _quiet_imports() -> Iterator[None]:
 
 def _load(settings: InferenceSettings) -> LoadedEngine:
     from megatron_ext.api.engine import LoadedEngine
-    from megatron_ext.mcore.assemble import build_engine
     from megatron_ext.mcore.process_groups import PROCESS_GROUPS
-    from megatron_ext.models.drafting import load_draft_model
+    from megatron_ext.models.engine_args import EngineArgs
     from megatron_ext.models.generation_defaults import request_defaults
-    from megatron_ext.models.load import load_model, save_model
     from megatron_ext.models.update.naming import naming_of
 
     defaults = request_defaults(settings.source, settings.sampling_given)
     with contextlib.ExitStack() as stack:
         team = stack.enter_context(_together(settings, leads=True))
-        loaded = load_model(settings.source, dict(settings.model_overrides), parallel=settings.parallel)
-        if settings.source.save is not None:
-            save_model(settings.source.save, loaded)
-        engine = build_engine(
-            loaded.model,
-            loaded.config,
-            loaded.tokenizer,
-            settings.batching,
-            settings.cache,
-            dtype=loaded.dtype,
-            seed=settings.source.seed,
-            logging_step_interval=settings.run.inference_logging_step_interval,
-            team=team,
-            speculation=settings.speculation,
-            draft=load_draft_model(settings.speculation, settings.source, settings.parallel, loaded),
-        )
-        naming = None if team is not None else naming_of(settings.source, loaded.config)
-        return LoadedEngine(engine, loaded, naming, defaults, PROCESS_GROUPS.leave)
+        args = EngineArgs(settings, team)
+        naming = None if team is not None else naming_of(settings.source, args.loaded.config)
+        return LoadedEngine(args.build_engine(), args.loaded, naming, defaults, PROCESS_GROUPS.leave)
 
 
 def _follow(settings: InferenceSettings) -> None:
     from megatron_ext.mcore.process_groups import PROCESS_GROUPS
-    from megatron_ext.models.following import follow
+    from megatron_ext.models.engine_args import follow
 
     with _together(settings, leads=False) as team:
-        assert team is not None, "who is alone leads"
-        follow(
-            settings.source,
-            settings.model_overrides,
-            settings.parallel,
-            settings.batching,
-            [settings.cache],
-            team=team,
-            on_ready=lambda: None,
-            speculative_tokens=settings.speculation.num_speculative_tokens,
-        )
+        assert team is not None, "a rank that is alone leads"
+        follow(settings, team, on_ready=lambda: None)
     PROCESS_GROUPS.leave()
 
 

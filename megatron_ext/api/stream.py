@@ -7,9 +7,10 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from functools import partial
 
+from megatron_ext.engine.client import EngineClient
+from megatron_ext.engine.client_request import EngineRequest
 from megatron_ext.errors import RequestFailed
 from megatron_ext.scheduling.record import RequestRecord, Status
-from megatron_ext.stepping.stepper import PendingRequest, Stepper
 from megatron_ext.text.stream import TextStream
 from megatron_ext.text.vocabulary import Vocabulary
 
@@ -40,16 +41,16 @@ class RequestStream(AsyncIterator[StreamPart]):
 
     Args:
         begin: Makes the request; called in a thread.
-        stepper: Of the engine.
+        client: The engine's client.
         vocabulary: Token ids to text.
     """
 
-    def __init__(self, begin: Callable[[], PendingRequest], stepper: Stepper, vocabulary: Vocabulary) -> None:
-        self._request: PendingRequest | None = None
+    def __init__(self, begin: Callable[[], EngineRequest], client: EngineClient, vocabulary: Vocabulary) -> None:
+        self._request: EngineRequest | None = None
         self._record: RequestRecord | None = None
         self._is_over = False
         self._begin = begin
-        self._stepper = stepper
+        self._client = client
         self._vocabulary = vocabulary
         self._text = TextStream((), vocabulary.detokenize)
         self._seen = 0  # tokens
@@ -91,11 +92,12 @@ class RequestStream(AsyncIterator[StreamPart]):
 
     async def _submit(self) -> None:
         self._request = request = await asyncio.to_thread(self._begin)
+        request.is_streamed = True
         # No reference to the stream itself, so that it goes when its reader goes.
         request.notify = partial(asyncio.get_running_loop().call_soon_threadsafe, self._changed.set)
         decoder = self._vocabulary.decoder(skips_special=request.params.skip_special_tokens)
         self._text = TextStream(request.params.stop_words, decoder)
-        await asyncio.wrap_future(self._stepper.submit([request]))
+        await asyncio.wrap_future(self._client.submit([request]))
 
     def _next_part(self) -> StreamPart | None:
         request = self._request
@@ -120,4 +122,4 @@ class RequestStream(AsyncIterator[StreamPart]):
     def _leave(self) -> None:
         self._is_over = True
         if self._request is not None and not self._request.record.done():
-            self._stepper.abort([self._request])
+            self._client.abort([self._request])

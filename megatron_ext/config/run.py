@@ -172,8 +172,14 @@ class StartNotes:
 
 
 @dataclass(frozen=True)
-class ServerSettings:
-    """Everything that a command line says about a server. `model_overrides` as in `InferenceSettings`."""
+class EngineSettings:
+    """What a command line says about a model and the engine around it.
+
+    Attributes:
+        model_overrides: Fields of `ModelConfig` that were given; a checkpoint's own configuration fills the others, the
+            dataclass's defaults the rest.
+        start: Lines to print at the start.
+    """
 
     source: SourceConfig = field(default_factory=SourceConfig)
     model_overrides: FieldValues = field(default_factory=dict)
@@ -181,8 +187,24 @@ class ServerSettings:
     batching: BatchingConfig = field(default_factory=BatchingConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
-    server: ServerConfig = field(default_factory=ServerConfig)
     start: StartNotes = field(default_factory=StartNotes)
+
+    @property
+    def logging_step_interval(self) -> int:
+        """Steps between two log lines; 0 for none."""
+        return 0
+
+
+@dataclass(frozen=True)
+class ServerSettings(EngineSettings):
+    """Everything that a command line says about a server."""
+
+    server: ServerConfig = field(default_factory=ServerConfig)
+
+    @property
+    def logging_step_interval(self) -> int:
+        """See `EngineSettings`."""
+        return self.server.inference_logging_step_interval
 
     def __post_init__(self) -> None:
         endpoint = self.server.kv_events.kv_events_endpoint
@@ -194,24 +216,21 @@ class ServerSettings:
 
 
 @dataclass(frozen=True)
-class InferenceSettings:
+class InferenceSettings(EngineSettings):
     """Everything that a command line says about a run.
 
-    `model_overrides` are the fields of `ModelConfig` that were given; a checkpoint's own configuration fills the
-    others, the dataclass's defaults what is left. `sampling_given` are those of `sampling`; the model may have defaults
-    of its own for the others.
+    Attributes:
+        sampling_given: Fields of `sampling` that were given; the model may have defaults of its own for the others.
     """
 
-    source: SourceConfig = field(default_factory=SourceConfig)
-    model_overrides: FieldValues = field(default_factory=dict)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     sampling: RequestParams = field(default_factory=RequestParams)
     sampling_given: FieldValues = field(default_factory=dict)
-    batching: BatchingConfig = field(default_factory=BatchingConfig)
-    cache: CacheConfig = field(default_factory=CacheConfig)
-    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     run: RunConfig = field(default_factory=RunConfig)
-    start: StartNotes = field(default_factory=StartNotes)
+
+    @property
+    def logging_step_interval(self) -> int:
+        """See `EngineSettings`."""
+        return self.run.inference_logging_step_interval
 
     def __post_init__(self) -> None:
         require(

@@ -61,7 +61,7 @@ def profiled(engine: InferenceEngine, directory: str | None) -> Iterator[None]:
         return
     with named_phases(engine):
         trace = _Trace(Path(directory))
-        compute, close = engine.engine.compute, engine.engine.close
+        compute, close = engine.core.compute, engine.core.close
 
         @functools.wraps(compute)
         def traced() -> object:
@@ -72,11 +72,11 @@ def profiled(engine: InferenceEngine, directory: str | None) -> Iterator[None]:
             trace.end()
             close()
 
-        engine.engine.compute, engine.engine.close = traced, closed  # type: ignore[method-assign,assignment]
+        engine.core.compute, engine.core.close = traced, closed  # type: ignore[method-assign,assignment]
         try:
             yield
         finally:
-            del engine.engine.compute, engine.engine.close
+            del engine.core.compute, engine.core.close
 
 
 class _Trace:

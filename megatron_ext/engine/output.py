@@ -1,12 +1,11 @@
-"""From tokens to what a user gets: scores, stop words, texts, records, futures.
+"""Output processor: scores, stop words, texts and records of requests.
 
-All of it comes after `Scheduler.commit`, one request at a time. Whatever raises here ends the request that it was for
-as FAILED, with the error's words, and nothing else: no other request's tokens, blocks or record depend on it.
+All of it comes after `Scheduler.commit`, one request at a time. An error here ends the request that it concerns as
+FAILED, with the error's words, and nothing else: no other request's tokens, blocks or record depend on it.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -26,25 +25,28 @@ class ScoringError(RuntimeError):
 
 @dataclass(eq=False)
 class _Output:
-    """What belongs to one request beside its sequence."""
+    """State of one request's output.
+
+    Attributes:
+        scheduler: Scheduler that has the request.
+        taken: Generated tokens that were looked at; with drafts a step brings several.
+    """
 
     request: Request
-    future: asyncio.Future[RequestRecord]
+    scheduler: Scheduler
     stop_words: StopWordMatcher | None
-    taken: int = 0  # tokens that were looked at: with drafts a step brings several
+    taken: int = 0
 
 
 class OutputProcessor:
     """Follows every request from its arrival to its record.
 
     Args:
-        scheduler: Ends those whose text says so.
-        vocabulary: Makes texts.
-        faults: Told what goes wrong.
+        vocabulary: Turns tokens into text.
+        faults: Counts errors.
     """
 
-    def __init__(self, scheduler: Scheduler, vocabulary: Vocabulary, faults: Faults) -> None:
-        self._scheduler = scheduler
+    def __init__(self, vocabulary: Vocabulary, faults: Faults) -> None:
         self._vocabulary = vocabulary
         self._faults = faults
         self._outputs: dict[int, _Output] = {}
@@ -65,11 +67,11 @@ class OutputProcessor:
         """All of them."""
         return [output.request for output in self._outputs.values()]
 
-    def open(self, request: Request, future: asyncio.Future[RequestRecord]) -> None:
-        """A request has arrived."""
+    def open(self, request: Request, scheduler: Scheduler) -> None:
+        """Begin to follow a request of a scheduler."""
         words = request.params.stop_words
         matcher = StopWordMatcher(words, self._detokenize(request)) if words else None
-        self._outputs[request.request_id] = _Output(request, future, matcher)
+        self._outputs[request.request_id] = _Output(request, scheduler, matcher)
 
     def take(self, requests: Iterable[Request], result: StepResult) -> None:
         """The requests of a step have what it computed: note scores, look for stop words."""
@@ -112,9 +114,17 @@ class OutputProcessor:
             self._faults.note(f"the grammar of request {request.request_id}", error)
         self._end(request, Status.FAILED, error=f"the output cannot satisfy response_format: {error}")
 
-    def fail(self, request: Request, error: Exception) -> None:
-        """Something that only this request needed has raised: it ends as FAILED."""
-        self._faults.note(f"request {request.request_id}", error)
+    def abort(self, request: Request) -> bool:
+        """End a request as ABORTED unless it has ended; return whether it was alive."""
+        if request.is_ended:
+            return False
+        self._end(request, Status.ABORTED)
+        return True
+
+    def fail(self, request: Request, error: Exception, *, is_noted: bool = False) -> None:
+        """End a request as FAILED, with an error that is counted and logged unless it has been."""
+        if not is_noted:
+            self._faults.note(f"request {request.request_id}", error)
         self._end(request, Status.FAILED, error=describe(error), is_fault=not isinstance(error, CheckpointError))
 
     def _end(
@@ -129,12 +139,14 @@ class OutputProcessor:
         if request.is_ended:
             request.revise(status, finish_reason=finish_reason, error=error, is_fault=is_fault)
         else:
-            self._scheduler.end(request, status, finish_reason=finish_reason, error=error, is_fault=is_fault)
+            scheduler = self._outputs[request.request_id].scheduler
+            scheduler.end(request, status, finish_reason=finish_reason, error=error, is_fault=is_fault)
             self.ended.append(request)
 
     def report(self) -> list[RequestRecord]:
-        """Close the books on those that have ended since the last report: their records, and their futures are done."""
-        ended, self.ended = self.ended, []
+        """Return the records of requests that have ended since the last report, and forget them."""
+        ended = self.ended[:]
+        self.ended.clear()
         return [self._close(self._outputs.pop(request.request_id)) for request in ended]
 
     def _close(self, output: _Output) -> RequestRecord:
@@ -147,9 +159,6 @@ class OutputProcessor:
             if request.status is not Status.FAILED:  # else it has its error
                 request.revise(Status.FAILED, error=describe(error), is_fault=not isinstance(error, CheckpointError))
             record = request.bare_record()
-        with self._faults.absorbed("the future of a request"):
-            if not output.future.done():
-                output.future.set_result(record)
         return record
 
     def _generated_text(self, request: Request) -> str:
@@ -163,9 +172,7 @@ class OutputProcessor:
         return self._vocabulary.decoder(skips_special=request.params.skip_special_tokens)
 
     def cancel(self) -> None:
-        """Forget all requests; their futures are cancelled."""
-        for output in self._outputs.values():
-            output.future.cancel()
+        """Forget all requests."""
         self._outputs.clear()
         self.ended.clear()
 

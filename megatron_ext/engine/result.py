@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from megatron_ext.scheduling.chunk import Chunk
-from megatron_ext.scheduling.foresight import plan_of
 from megatron_ext.scheduling.output import TopN
-from megatron_ext.scheduling.plan import StepPlan
 
 Value = TypeVar("Value")
 
@@ -60,26 +57,3 @@ class StepResult:
 
 def _only(table: Mapping[int, Value], names: Container[int]) -> dict[int, Value]:
     return {name: value for name, value in table.items() if name in names}
-
-
-@dataclass(frozen=True)
-class Step:
-    """A step that has been planned, and computed unless there was nothing to compute.
-
-    Attributes:
-        plan: What it does.
-        result: None if nothing was computed.
-        seconds: That it took.
-    """
-
-    plan: StepPlan
-    result: StepResult | None
-    seconds: float
-
-    @property
-    def chunks(self) -> Sequence[Chunk]:
-        """What it computed."""
-        return self.plan.chunks
-
-
-NO_STEP = Step(plan_of(()), None, 0.0)

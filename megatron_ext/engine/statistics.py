@@ -43,8 +43,8 @@ class EngineStatistics:
     speculation: SpeculationUse | None = None
 
     @classmethod
-    def of(cls, scheduler: Scheduler, *, ended: int, steps: int) -> EngineStatistics:
-        """Read them, with the thread that steps."""
+    def of(cls, scheduler: Scheduler, *, ended: int = 0, steps: int = 0) -> EngineStatistics:
+        """Read the numbers of one replica, in the thread that steps."""
         queues = scheduler.queues
         return cls(
             running=len(queues.running),
@@ -59,14 +59,14 @@ class EngineStatistics:
         )
 
     @classmethod
-    def total(cls, parts: Sequence[EngineStatistics], *, steps: int) -> EngineStatistics:
-        """Of several engines that step together."""
+    def total(cls, parts: Sequence[EngineStatistics], *, ended: int, steps: int) -> EngineStatistics:
+        """Sum the numbers of replicas that step together."""
         uses = [part.speculation for part in parts if part.speculation is not None]
         return cls(
             running=sum(part.running for part in parts),
             waiting=sum(part.waiting for part in parts),
             paused=sum(part.paused for part in parts),
-            ended=sum(part.ended for part in parts),
+            ended=ended,
             steps=steps,
             is_caching=parts[0].is_caching,
             use=CacheUse.total([part.use for part in parts]),

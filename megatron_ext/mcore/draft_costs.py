@@ -73,9 +73,9 @@ def _step_seconds(engine: InferenceEngine, drafting: Drafting, requests: int, dr
     while engine.has_unfinished_requests() and len(seconds) < _STEPS:
         running = engine.scheduler.queues.running
         all_decode = len(running) == requests and all(request.is_decoding for request in running)
-        before, started = engine.engine.counters.drafted, time.perf_counter()
-        engine.step_modern()
+        before, started = engine.core.counters.drafted, time.perf_counter()
+        engine.core.step()
         took = time.perf_counter() - started
-        if all_decode and engine.engine.counters.drafted - before == requests * drafts:
+        if all_decode and engine.core.counters.drafted - before == requests * drafts:
             seconds.append(took)
     return min(seconds) if len(seconds) > _STEPS // 2 else None

@@ -1,17 +1,20 @@
-"""Schedulers, executors and engines of this rank, put together: rank 0's, and those that follow it."""
+"""Engine core and followers of this rank, built around a context and a controller."""
 
 from __future__ import annotations
 
 from functools import partial
 
-from megatron_ext.engine.engine import Engine
-from megatron_ext.engine.faults import Faults
+import torch
+
+from megatron_ext.engine.core import EngineCore
+from megatron_ext.engine.executor import Executor
 from megatron_ext.engine.intake import Door
 from megatron_ext.mcore.context import InferenceContext
 from megatron_ext.mcore.controller import InferenceController
 from megatron_ext.mcore.executor import StepExecutor
+from megatron_ext.mcore.weights import WeightsWatch, mark_weights_changed
 from megatron_ext.memory.plan import EnginePlan
-from megatron_ext.ranks.fleet import Fleet
+from megatron_ext.ranks.driver import Driver
 from megatron_ext.ranks.follower import Follower
 from megatron_ext.ranks.journal import JournalledScheduler
 from megatron_ext.ranks.team import Team
@@ -22,48 +25,96 @@ from megatron_ext.text.tokenizer import ends_of
 
 
 def make_scheduler(plan: EnginePlan) -> Scheduler:
-    """A scheduler without requests, the same on every rank."""
+    """Return a scheduler without requests, the same on every rank."""
     return Scheduler(plan.limits, plan.policy, plan.fingerprint, plan.snapshot_slots)
 
 
-def make_engine(
-    team: Team | None, context: InferenceContext, controller: InferenceController, seed: int
-) -> Engine | Fleet:
-    """The engine of a world of one, or those of rank 0; see `Door` for the seed."""
+def make_core(
+    team: Team | None, context: InferenceContext, controller: InferenceController, seed: int, logging_interval: int = 0
+) -> EngineCore:
+    """Return the engine core of rank 0.
+
+    Args:
+        team: All ranks; None for a world of one.
+        context: Pools and plan.
+        controller: Model and tokenizer.
+        seed: See `Door`.
+        logging_interval: See `EngineCore`.
+    """
+    plan = context.plan
     ends, words = ends_of(controller.tokenizer), partial(word_tokens, controller.tokenizer)
-    most = context.plan.limits.most_drafts
-    door = Door(controller.tokenize_prompt, controller.vocabulary, ends, seed, words, controller.grammars.matcher, most)
+    matcher, most = controller.grammars.matcher, plan.limits.most_drafts
+    door = Door(controller.tokenize_prompt, controller.vocabulary, ends, seed, words, matcher, most)
     drafter = controller.drafter
     proposals = None if drafter is None else Proposals(drafter, controller.vocabulary.has_tokens)
+    resources, own = ContextResources(context, controller), StepExecutor(context, controller)
     if team is None:
-        return Engine(make_scheduler(context.plan), StepExecutor(context, controller), door, proposals=proposals)
-    plan, faults = context.plan, Faults("the engine")
-    engines, schedulers = [], []
-    for replica in range(team.replicas):
-        scheduler = JournalledScheduler(plan.limits, plan.policy, plan.fingerprint, plan.snapshot_slots)
-        is_own = replica == team.here.replica
-        executor = team.executor(StepExecutor(context, controller)) if is_own else team.mirror(replica)
-        schedulers.append(scheduler)
-        engines.append(Engine(scheduler, executor, door, faults, proposals))
-    return Fleet(engines, schedulers, team.link.send, team.heartbeat)
-
-
-def make_follower(team: Team, context: InferenceContext, controller: InferenceController) -> Follower:
-    """What takes part in the steps of its replica as rank 0 says."""
-    executor = team.executor(StepExecutor(context, controller))
-    return Follower(
-        team.here.replica, team.link.receive, partial(make_scheduler, context.plan), executor, _PoolsOf(context)
+        parts: list[tuple[Scheduler, Executor]] = [(make_scheduler(plan), own)]
+        return EngineCore(parts, door, proposals=proposals, resources=resources, logging_interval=logging_interval)
+    schedulers = [
+        JournalledScheduler(plan.limits, plan.policy, plan.fingerprint, plan.snapshot_slots)
+        for _ in range(team.replicas)
+    ]
+    executors = [
+        team.executor(own) if replica == team.here.replica else team.mirror(replica) for replica in range(team.replicas)
+    ]
+    return EngineCore(
+        list(zip(schedulers, executors, strict=True)),
+        door,
+        proposals=proposals,
+        workers=Driver(schedulers, team.link.send, team.heartbeat),
+        resources=resources,
+        logging_interval=logging_interval,
     )
 
 
-class _PoolsOf:
-    """A context's pools, as a follower is told to have them."""
+def make_follower(team: Team, context: InferenceContext, controller: InferenceController) -> Follower:
+    """Return what takes part in the steps of its replica as rank 0 says, on a rank other than 0."""
+    executor = team.executor(StepExecutor(context, controller))
+    resources = ContextResources(context, controller)
+    return Follower(team.here.replica, team.link.receive, partial(make_scheduler, context.plan), executor, resources)
 
-    def __init__(self, context: InferenceContext) -> None:
+
+class ContextResources:
+    """`ModelResources` of a context and the model around it.
+
+    Args:
+        context: Its pools come and go.
+        controller: Its model's weights are watched.
+    """
+
+    def __init__(self, context: InferenceContext, controller: InferenceController) -> None:
         self._context = context
+        self._model = controller.inference_wrapped_model.model
+        self._weights = WeightsWatch(self._model)
+
+    def has_new_weights(self, *, is_caching: bool) -> bool:
+        """See `ModelResources`; captured graphs depend on weights, too."""
+        is_watching = is_caching or self._context.fixed_steps is not None
+        return is_watching and self._weights.has_changed()
+
+    def mark_new_weights(self) -> None:
+        """See `ModelResources`."""
+        mark_weights_changed(self._model)
+
+    def use_new_weights(self) -> None:
+        """See `ModelResources`."""
+        self._context.notice_new_weights()
 
     def allocate(self) -> None:
+        """See `ModelResources`."""
         self._context.allocate_all_tensors(is_init=False)
 
+    def capture(self) -> None:
+        """See `ModelResources`."""
+        self._context.prepare_programs()
+
     def free(self) -> None:
+        """See `ModelResources`."""
         self._context.deallocate_all_tensors()
+
+    def bind_thread(self) -> None:
+        """See `ModelResources`."""
+        device = next(self._model.parameters()).device
+        if device.type == "cuda":
+            torch.cuda.set_device(device)

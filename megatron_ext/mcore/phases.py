@@ -30,7 +30,7 @@ def named_phases(engine: InferenceEngine) -> Iterator[None]:
         ("forward", wrapper, "run_one_forward_step"),
         ("sample", controller, "choose_tokens"),
         ("commit", scheduler, "commit"),
-        ("output", engine.engine, "report"),
+        ("output", engine.core, "report"),
     )
     assert tuple(name for name, _, _ in places) == PHASES, places
     with contextlib.ExitStack() as stack:

@@ -8,47 +8,16 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from megatron_ext.offline.submission import StepReport
+from megatron_ext.engine.core import StepOutput
 from megatron_ext.scheduling.record import RequestRecord
+from megatron_ext.scheduling.request import Request
 
 _WINDOW = 5.0  # seconds that the rates look back
 _FORMAT = "{desc}{percentage:3.0f}%|{bar}| {remaining} left{postfix}"
-
-
-class LivingRequest(Protocol):
-    """What is read of a request that is alive."""
-
-    @property
-    def prompt_length(self) -> int:
-        """Tokens."""
-
-    @property
-    def prefill_token_count(self) -> int:
-        """Prefill tokens computed for it, again or not."""
-
-    @property
-    def computed_prefill_tokens(self) -> int:
-        """Prompt tokens computed for the first time."""
-
-    @property
-    def skipped_prefill_tokens(self) -> int:
-        """Prompt tokens that need not be computed."""
-
-    @property
-    def generated_count(self) -> int:
-        """Tokens generated so far."""
-
-
-class Engine(Protocol):
-    """What is asked of an engine."""
-
-    def get_request(self, request_id: int) -> LivingRequest:
-        """A living request."""
 
 
 @dataclass(frozen=True)
@@ -94,16 +63,11 @@ class Progress:
         """All requests together."""
         return sum(self._living.values(), self._finished)
 
-    def update(self, engine: Engine, step: StepReport) -> None:
-        """A step has been made.
-
-        Args:
-            engine: Knows the requests that are alive.
-            step: What `step_modern` returned.
-        """
-        for request_id in step["active_request_ids"]:
-            self._living[request_id] = _of_request(engine.get_request(request_id))
-        for record in step["finished_request_records"]:
+    def update(self, step: StepOutput) -> None:
+        """Add the output of a step."""
+        for request in step.active:
+            self._living[request.request_id] = _of_request(request)
+        for record in step.records:
             self._living.pop(record.request_id, None)
             done = _of_record(record)
             self._finished += done
@@ -127,7 +91,7 @@ class Progress:
         return f"{self.ended}/{len(self._expected)}, {rates}, {share:.0%} skipped"
 
 
-def _of_request(request: LivingRequest) -> Tokens:
+def _of_request(request: Request) -> Tokens:
     first = request.computed_prefill_tokens
     return Tokens(first, request.prefill_token_count - first, request.skipped_prefill_tokens, request.generated_count)
 
@@ -160,11 +124,11 @@ class Bar:
             dynamic_ncols=True,
         )
 
-    def update(self, engine: Engine, step: StepReport) -> None:
-        """A step has been made; see `Progress.update`."""
+    def update(self, step: StepOutput) -> None:
+        """Add the output of a step; see `Progress.update`."""
         if self._bar.disable:
             return
-        self._progress.update(engine, step)
+        self._progress.update(step)
         self._bar.total = max(1, self._progress.total)
         self._bar.set_postfix_str(self._progress.summary(), refresh=False)
         self._bar.update(self._progress.tokens.done - self._bar.n)

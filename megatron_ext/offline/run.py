@@ -13,23 +13,22 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from megatron_ext.config import MEGATRON_FORMAT, CacheConfig, InferenceSettings
+from megatron_ext.config import MEGATRON_FORMAT, InferenceSettings
 from megatron_ext.console.geometry import make_console, print_geometry
 from megatron_ext.console.machine import check_machine
 from megatron_ext.console.profiling import check_profile, profiled
 from megatron_ext.console.start import say_start
 from megatron_ext.console.terminal import Output, printable
+from megatron_ext.engine.client import EngineClient
+from megatron_ext.engine.core import StepOutput
 from megatron_ext.engine.intake import check_drafts
 from megatron_ext.errors import ConfigError, OutputError
 from megatron_ext.interruption import Interruption
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.adapter import InferenceEngine
-from megatron_ext.mcore.assemble import build_engine
 from megatron_ext.mcore.teams import form_team
-from megatron_ext.models.drafting import load_draft_model
-from megatron_ext.models.following import follow
+from megatron_ext.models.engine_args import EngineArgs, follow
 from megatron_ext.models.generation_defaults import request_defaults
-from megatron_ext.models.load import load_model, save_model
 from megatron_ext.offline.comparison import comparable, compare, print_comparison, problems
 from megatron_ext.offline.megatron_results import build_megatron_results
 from megatron_ext.offline.output_file import PartialResults, check_output_path, write_results
@@ -39,7 +38,7 @@ from megatron_ext.offline.prompts import Prompt, read_prompts, tokenize_prompts
 from megatron_ext.offline.report import print_report
 from megatron_ext.offline.results import build_results
 from megatron_ext.offline.selection import selected
-from megatron_ext.offline.submission import Pass, StepReport, check_schedule, run_passes
+from megatron_ext.offline.submission import Pass, check_schedule, run_passes
 from megatron_ext.ranks.failure import ending_together
 from megatron_ext.ranks.team import Team
 from megatron_ext.scheduling.record import RequestRecord, Status
@@ -83,16 +82,8 @@ def run_offline(settings: InferenceSettings, interruption: Interruption | None =
 def _follow(settings: InferenceSettings, team: Team, interruption: Interruption) -> None:
     """The whole run of a rank other than 0."""
     states = (False, True) if settings.run.prefix_cache_compare else (settings.cache.enable_prefix_caching,)
-    follow(
-        settings.source,
-        settings.model_overrides,
-        settings.parallel,
-        settings.batching,
-        [replace(settings.cache, enable_prefix_caching=is_on) for is_on in states],
-        team=team,
-        on_ready=interruption.keep_quiet,
-        speculative_tokens=settings.speculation.num_speculative_tokens,
-    )
+    caches = [replace(settings.cache, enable_prefix_caching=is_on) for is_on in states]
+    follow(settings, team, interruption.keep_quiet, caches)
 
 
 def _read_prompts(settings: InferenceSettings) -> Sequence[Prompt]:
@@ -120,29 +111,28 @@ class _Offline:
         self._team = team
         prompts = comparable(prompts) if settings.run.prefix_cache_compare else prompts
         self._interruption = interruption
-        self._loaded = load_model(settings.source, dict(settings.model_overrides), parallel=settings.parallel)
-        self._draft = load_draft_model(settings.speculation, settings.source, settings.parallel, self._loaded)
+        self._args = EngineArgs(settings, team)
+        self._loaded = self._args.loaded
         tokenizer, vocab_size = self._loaded.tokenizer, self._loaded.config.vocab_size
         assert vocab_size is not None, "a model has been built of it"
         self._prompts = tokenize_prompts(prompts, tokenizer, vocab_size)
         self._expected = [len(prompt.tokens) + prompt.params.num_tokens_to_generate for prompt in self._prompts]
         self._vocabulary = Vocabulary(tokenizer, vocab_size)
         self._prompt_text = PromptTexts(self._vocabulary.detokenize)
-        if settings.source.save is not None:
-            save_model(settings.source.save, self._loaded)
         self._output = Output(sys.stdout)
         self._console = make_console(quiet=False, output=self._output)
         self._partial: PartialResults | None = None
 
     def run(self) -> bool:
         """Run the prompts. Whether every request completed."""
-        engine = self._build_engine(self._settings.cache)
+        engine = self._args.build_engine()
         states = engine.longest_request_state_bytes
         print_geometry(engine.geometry, self._loaded.name, self._console, states, engine.controller.chosen_operators())
         self._interruption.hold()
         with profiled(engine, self._settings.run.profile):
-            passes = self._serve(engine)
-            engine.close()
+            client = EngineClient(engine.core, steps_itself=False)
+            passes = self._serve(client)
+            client.close()
         problem = self._write(engine, passes)
         self._end_if_asked(passes, problem)
         lost = engine.statistics().prefix_cache_lost()
@@ -154,13 +144,14 @@ class _Offline:
         """Run the prompts with the cache off, then on. Whether the cache skipped something and changed nothing."""
         results: list[list[RequestRecord]] = []
         for is_on in (False, True):
-            engine = self._build_engine(replace(self._settings.cache, enable_prefix_caching=is_on))
+            engine = self._args.build_engine(replace(self._settings.cache, enable_prefix_caching=is_on))
             if not is_on:
                 self._interruption.hold()
-            passes = self._serve(engine, f"cache {'on' if is_on else 'off'} ")
+            client = EngineClient(engine.core, steps_itself=False)
+            passes = self._serve(client, f"cache {'on' if is_on else 'off'} ")
             if not is_on:
-                engine.suspend()  # the pools of both runs need not fit at the same time
-            engine.close()
+                client.suspend()  # the pools of both runs need not fit at the same time
+            client.close()
             results.append(_records(passes))
             if self._interruption.is_asked:
                 self._end_if_asked(passes, self._write(engine, passes), "the comparison did not come to its end; ")
@@ -172,23 +163,7 @@ class _Offline:
         self._end(problem)
         return not found
 
-    def _build_engine(self, cache: CacheConfig) -> InferenceEngine:
-        loaded = self._loaded
-        return build_engine(
-            loaded.model,
-            loaded.config,
-            loaded.tokenizer,
-            self._settings.batching,
-            cache,
-            dtype=loaded.dtype,
-            seed=self._settings.source.seed,
-            logging_step_interval=self._settings.run.inference_logging_step_interval,
-            team=self._team,
-            speculation=self._settings.speculation,
-            draft=self._draft,
-        )
-
-    def _serve(self, engine: InferenceEngine, description: str = "") -> list[Pass]:
+    def _serve(self, client: EngineClient, description: str = "") -> list[Pass]:
         """Run the prompts, with what has ended on disk and on the screen after each step."""
         run = self._settings.run
         self._remove_partial()  # of the run before, whose results are not those to be written
@@ -200,17 +175,17 @@ class _Offline:
                 with_drafts=self._settings.speculation.is_on,
             )
 
-        def after_step(report: StepReport, bar: Bar) -> None:
+        def after_step(output: StepOutput, bar: Bar) -> None:
             if self._partial is not None:
-                self._partial.add(report["finished_request_records"])
-            bar.update(engine, report)
+                self._partial.add(output.records)
+            bar.update(output)
 
         with self._hint_of_a_crash(), progress_bar(self._expected * run.inference_repeat_n, description) as bar:
             return run_passes(
-                engine,
+                client,
                 self._prompts,
                 run,
-                lambda report: after_step(report, bar),
+                lambda output: after_step(output, bar),
                 lambda: self._interruption.is_asked,
             )
 

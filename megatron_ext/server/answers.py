@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from megatron_ext.engine.updates import Progress
 from megatron_ext.scheduling.record import RequestRecord, Status
 from megatron_ext.server.errors import FAULT, ApiError
 from megatron_ext.server.progress import RequestHandle
-from megatron_ext.stepping.progress import Progress
 
 
 @dataclass(frozen=True)

@@ -22,11 +22,11 @@ def create_app(serving: Serving) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        serving.loop.start()
+        serving.requests.start()
         sampling = asyncio.create_task(serving.history.run())
         yield
         sampling.cancel()
-        await serving.loop.stop()
+        await serving.requests.stop()
 
     keys, settings = serving.keys, serving.settings
     assert keys is not None, "`__post_init__` has loaded them"

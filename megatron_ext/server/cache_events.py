@@ -7,10 +7,9 @@ import os
 from types import TracebackType
 
 from megatron_ext.config.kv_events import Endpoint, IpcEndpoint, KvEventsConfig
-from megatron_ext.engine.engine import Engine
+from megatron_ext.engine.core import EngineCore
 from megatron_ext.kv_events.mirror import Mirror
 from megatron_ext.kv_events.publisher import Publisher
-from megatron_ext.ranks.fleet import Fleet
 
 logger = logging.getLogger(__name__)
 
@@ -48,12 +47,11 @@ class CacheEvents:
     ) -> None:
         self.close()
 
-    def attach(self, engine: Engine | Fleet) -> None:
-        """Publish what these engines, which have cached nothing yet, cache from now on."""
+    def attach(self, core: EngineCore) -> None:
+        """Publish what the replicas of an engine cache from now on; they have cached nothing yet."""
         if not self.publishers:
             return
-        engines = engine.engines if isinstance(engine, Fleet) else (engine,)
-        for publisher, one in zip(self.publishers, engines, strict=True):
+        for publisher, one in zip(self.publishers, core.replicas, strict=True):
             cache, size = one.scheduler.cache, one.scheduler.limits.block_size
             cache.observer = publisher.changes
             publisher.start(Mirror(size, has_states=cache.states is not None))

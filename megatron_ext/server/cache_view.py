@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.prefix_cache.shown import shown
-from megatron_ext.server.engine_loop import EngineLoop
 from megatron_ext.server.metrics import Metrics
+from megatron_ext.server.request_manager import RequestManager
 
 HOTTEST_PREFIXES = 20
 KEPT = 5.0  # seconds for which the hottest prefixes are told again while requests are in flight
@@ -35,13 +35,13 @@ class CacheView:
 
     Args:
         engine: Around the cache.
-        loop: Makes the calls of it.
+        requests: Makes the calls of the engine.
         metrics: Where its numbers are left.
     """
 
-    def __init__(self, engine: InferenceEngine, loop: EngineLoop, metrics: Metrics) -> None:
+    def __init__(self, engine: InferenceEngine, requests: RequestManager, metrics: Metrics) -> None:
         self._engine = engine
-        self._loop = loop
+        self._requests = requests
         self._metrics = metrics
         self._hottest: _Hottest | None = None
         self._looking: asyncio.Task[None] | None = None
@@ -79,17 +79,17 @@ class CacheView:
 
     async def reset(self) -> dict[str, object]:
         """Empty the cache; what it holds then."""
-        occupancy = await self._loop.reset_prefix_cache()
+        occupancy = await self._requests.reset_prefix_cache()
         self._hottest = None
         return {"occupancy": occupancy}
 
     def _is_recent(self) -> bool:
         """Whether what is known will do; where no step is waited for it will not."""
         found = self._hottest
-        return self._loop.living > 0 and found is not None and time.monotonic() - found.taken < KEPT
+        return self._requests.living > 0 and found is not None and time.monotonic() - found.taken < KEPT
 
     async def _look(self) -> None:
-        self._hottest = _Hottest(await self._loop.call(self._found), time.monotonic())
+        self._hottest = _Hottest(await self._requests.call(self._found), time.monotonic())
 
     def _looked(self, task: asyncio.Task[None]) -> None:
         self._looking = None

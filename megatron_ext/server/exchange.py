@@ -14,7 +14,6 @@ class HttpExchange:
     """The handles of one HTTP request."""
 
     handles: list[RequestHandle]
-    is_streamed: bool
     on_abort: Callable[[list[RequestHandle]], None]
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 

@@ -1,28 +1,37 @@
-"""What a living request has so far, and when it got it."""
+"""A living request as the event loop sees it, and the times of its tokens."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass
 
+from megatron_ext.engine.client_request import EngineRequest
+from megatron_ext.engine.updates import Progress, Update
 from megatron_ext.scheduling.record import RequestRecord
 from megatron_ext.server.errors import ApiError
 from megatron_ext.server.sampling import Job
-from megatron_ext.stepping.progress import Progress, Update
 
 
 @dataclass(eq=False)
 class RequestHandle:
-    """A request in the engine, as the event loop sees it."""
+    """A request in the engine, as the event loop sees it.
 
-    request_id: int
+    Attributes:
+        request: The engine client's request.
+        job: Prompt and parameters.
+        progress: Output so far, of a streamed request.
+        record: Whole output, once the request has ended.
+        error: Why there is no record, once the request was given up.
+    """
+
+    request: EngineRequest
     job: Job
     progress: Progress | None = None
-    record: RequestRecord | None = None  # once it has ended
-    error: ApiError | None = None  # once it was given up
+    record: RequestRecord | None = None
+    error: ApiError | None = None
 
     def take(self, update: Update) -> None:
-        """The request has gone on."""
+        """Append an update."""
         if self.progress is None:
             self.progress = Progress(update.prompt_tokens)
         self.progress.add(update)

@@ -7,10 +7,10 @@ import uuid
 from collections import Counter
 from collections.abc import Sequence
 
+from megatron_ext.engine.updates import Progress
 from megatron_ext.scheduling.record import RequestRecord
 from megatron_ext.server.answers import Explains, Piece, Scored, generated_scores, prompt_scores
 from megatron_ext.server.tool_calls import ToolCall, ToolCallReader
-from megatron_ext.stepping.progress import Progress
 from megatron_ext.text.detokenizer import INCOMPLETE
 from megatron_ext.text.vocabulary import Vocabulary
 

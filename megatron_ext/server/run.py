@@ -20,13 +20,11 @@ from megatron_ext.console.start import say_start
 from megatron_ext.errors import ConfigError
 from megatron_ext.interruption import Interruption
 from megatron_ext.mcore import platform
-from megatron_ext.mcore.assemble import build_engine
 from megatron_ext.mcore.teams import form_team
 from megatron_ext.memory.heap import spare_what_is_loaded
-from megatron_ext.models.drafting import load_draft_model
-from megatron_ext.models.following import follow
+from megatron_ext.models.engine_args import EngineArgs, follow
 from megatron_ext.models.generation_defaults import generation_defaults
-from megatron_ext.models.load import LoadedModel, load_model, save_model
+from megatron_ext.models.load import LoadedModel
 from megatron_ext.models.update.disk import WeightsRoot
 from megatron_ext.ranks.failure import ending_together
 from megatron_ext.ranks.team import Team
@@ -75,7 +73,7 @@ def _listen_and_serve(settings: ServerSettings, team: Team | None) -> None:
         CacheEvents(settings.server.kv_events, 1 if team is None else team.replicas) as cache_events,
     ):
         serving = build_serving(settings, keys, team)
-        cache_events.attach(serving.engine.engine)
+        cache_events.attach(serving.engine.core)
         serving.kv_events = cache_events.addresses()
         spare_what_is_loaded()
         with profiled(serving.engine, settings.server.profile):
@@ -85,16 +83,7 @@ def _listen_and_serve(settings: ServerSettings, team: Team | None) -> None:
 def _follow(settings: ServerSettings, team: Team) -> None:
     """The whole life of a rank other than the first."""
     with Interruption(ignored=(signal.SIGINT,)) as interruption:
-        follow(
-            settings.source,
-            settings.model_overrides,
-            settings.parallel,
-            settings.batching,
-            [settings.cache],
-            team=team,
-            on_ready=interruption.keep_quiet,
-            speculative_tokens=settings.speculation.num_speculative_tokens,
-        )
+        follow(settings, team, interruption.keep_quiet)
 
 
 def build_serving(settings: ServerSettings, keys: Keys | None = None, team: Team | None = None) -> Serving:
@@ -110,22 +99,8 @@ def build_serving(settings: ServerSettings, keys: Keys | None = None, team: Team
     """
     root = weights_root(settings.server, team)
     defaults = generation_defaults(settings.source)
-    loaded = load_model(settings.source, dict(settings.model_overrides), parallel=settings.parallel)
-    if settings.source.save is not None:
-        save_model(settings.source.save, loaded)
-    engine = build_engine(
-        loaded.model,
-        loaded.config,
-        loaded.tokenizer,
-        settings.batching,
-        settings.cache,
-        dtype=loaded.dtype,
-        seed=settings.source.seed,
-        logging_step_interval=settings.server.inference_logging_step_interval,
-        team=team,
-        speculation=settings.speculation,
-        draft=load_draft_model(settings.speculation, settings.source, settings.parallel, loaded),
-    )
+    args = EngineArgs(settings, team)
+    loaded, engine = args.loaded, args.build_engine()
     print_geometry(
         engine.geometry,
         loaded.name,
@@ -177,8 +152,7 @@ class _Server(AnnouncedServer):
 
     async def main_loop(self) -> None:
         """Until a signal comes, or other ranks are lost: then there is nothing to wait for."""
-        loop = self._serving.loop
-        loop.on_lost_ranks = self._end_soon
+        self._serving.requests.on_lost_ranks = self._end_soon
         await super().main_loop()
 
     def _end_soon(self) -> None:
@@ -186,15 +160,15 @@ class _Server(AnnouncedServer):
         self.config.timeout_graceful_shutdown = LAST_WORDS
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        loop, patience, started = self._serving.loop, self._serving.settings.shutdown_timeout, time.monotonic()
-        living, connections = loop.living, len(self.server_state.connections)
+        requests, patience, started = self._serving.requests, self._serving.settings.shutdown_timeout, time.monotonic()
+        living, connections = requests.living, len(self.server_state.connections)
         logger.info(
             "shutdown begins: %d requests in flight, %d connections; %g s for them", living, connections, patience
         )
         cancelling = asyncio.create_task(self._cancel_requests())
         await super().shutdown(sockets)
         cancelling.cancel()
-        cancelled = self._cancelled + loop.living  # a second signal does not wait for those
+        cancelled = self._cancelled + requests.living  # a second signal does not wait for those
         seconds = time.monotonic() - started
         logger.info(
             "shutdown ends: %d requests finished, %d cancelled, %.1f s", max(0, living - cancelled), cancelled, seconds
@@ -202,8 +176,8 @@ class _Server(AnnouncedServer):
 
     async def _cancel_requests(self) -> None:
         await asyncio.sleep(self._serving.settings.shutdown_timeout)
-        self._cancelled = self._serving.loop.living
-        self._serving.loop.give_up(shutting_down())
+        self._cancelled = self._serving.requests.living
+        self._serving.requests.give_up(shutting_down())
 
 
 def build_server(serving: Serving, on_ready: Callable[[str], None]) -> uvicorn.Server:
@@ -219,4 +193,4 @@ def serve(serving: Serving, listener: socket.socket, on_ready: Callable[[str], N
         RankError: Other ranks are lost; every request has been told.
     """
     run_until_signal(build_server(serving, on_ready), listener)
-    serving.loop.raise_lost_ranks()
+    serving.requests.raise_lost_ranks()

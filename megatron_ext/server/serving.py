@@ -19,7 +19,6 @@ from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.server.answers import Explains
 from megatron_ext.server.cache_view import CacheView
 from megatron_ext.server.chat import ChatFormat
-from megatron_ext.server.engine_loop import EngineLoop
 from megatron_ext.server.errors import not_explained, unknown_model
 from megatron_ext.server.exchange import HttpExchange
 from megatron_ext.server.fields import GenerationRequest
@@ -28,6 +27,7 @@ from megatron_ext.server.history import History
 from megatron_ext.server.keys import Caller, Keys, load_keys
 from megatron_ext.server.metrics import Metrics
 from megatron_ext.server.protocol import Message
+from megatron_ext.server.request_manager import RequestManager
 from megatron_ext.server.sampling import PromptLimits
 from megatron_ext.server.texts import TextEncoder
 from megatron_ext.server.updater import WeightsUpdater
@@ -66,8 +66,9 @@ class Serving:
         self.metrics = Metrics(self.model)
         self.answers: WeakValueDictionary[str, HttpExchange] = WeakValueDictionary()  # in flight, by their ids
         self.history = History(self.metrics)
-        self.loop = EngineLoop(self.engine, self.metrics, self.settings.max_waiting_requests)
-        self.cache = CacheView(self.engine, self.loop, self.metrics)
+        running = self.engine.context.max_requests * len(self.engine.core.replicas)
+        self.requests = RequestManager(self.engine.core, self.metrics, running + self.settings.max_waiting_requests)
+        self.cache = CacheView(self.engine, self.requests, self.metrics)
         self.tokenizer: Tokenizer = self.engine.controller.tokenizer
         self.vocabulary = self.engine.controller.vocabulary
         self.chat = ChatFormat(self.tokenizer, parse_control=self.settings.chat_control_tokens == "parse")

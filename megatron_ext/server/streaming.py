@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from megatron_ext.config import RequestParams
+from megatron_ext.engine.updates import Progress
 from megatron_ext.errors import ConfigError
 from megatron_ext.scheduling.record import RequestRecord
 from megatron_ext.server.answers import (
@@ -28,7 +29,6 @@ from megatron_ext.server.answers import (
 from megatron_ext.server.errors import ApiError, ClientGone, engine_fault
 from megatron_ext.server.exchange import HttpExchange
 from megatron_ext.server.progress import RequestHandle
-from megatron_ext.stepping.progress import Progress
 from megatron_ext.text.stream import TextStream
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from tests.unit_tests.support.source import ROOT, imported_modules, parse, pytho
 LEAVES = {"errors", "files", "interruption"}
 DECIDING = {"prefix_cache", "scheduling", "speculation", "engine"}
 TOOLS = {"console", "offline", "server", "api", "coordinator"}
-ROOMS = {"config", "ranks", "text", "memory", "ops", "mixers", "mcore", "stepping", "models"}
+ROOMS = {"config", "ranks", "text", "memory", "ops", "mixers", "mcore", "models"}
 BESIDE = {"simulation", "routing"}  # used by their tools alone
 EVENTS = {"kv_events"}  # for servers
 EVERYTHING = LEAVES | DECIDING | TOOLS | ROOMS | BESIDE | EVENTS
@@ -37,7 +37,6 @@ MAY_IMPORT = {
     "mixers": {"config", "errors", "memory", "ops"},
     "ranks": {"config", "errors", "interruption", *DECIDING},
     "mcore": {*LEAVES, *DECIDING, "config", "ranks", "text", "memory", "ops", "mixers"},
-    "stepping": {"config", "engine", "errors", "mcore", "scheduling"},
     "models": {*LEAVES, "config", "ranks", "text", "memory", "ops", "mixers", "mcore"},
     "console": BELOW_TOOLS,
     "offline": BELOW_TOOLS | {"console"},

@@ -54,7 +54,7 @@ async def sleep(
     level: Annotated[int, Query(ge=1, le=1, description="1: memory of the pools; weights stay")] = 1,
 ) -> dict[str, object]:
     """Give the pools' memory back. Requests in flight wait and keep their tokens; new ones get a 503."""
-    await serving.loop.sleep()
+    await serving.requests.sleep()
     logger.info("asleep: the memory of the pools has been given back")
     return {"is_sleeping": True}
 
@@ -63,7 +63,7 @@ async def sleep(
 async def wake_up(serving: ServerDependency, body: Nothing | None = None) -> dict[str, object]:
     """Allocate the pools again; requests compute what they had computed, and go on."""
     try:
-        await serving.loop.wake_up()
+        await serving.requests.wake_up()
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
@@ -75,7 +75,7 @@ async def wake_up(serving: ServerDependency, body: Nothing | None = None) -> dic
 @router.get("/is_sleeping", dependencies=[Depends(only_queries())])
 async def is_sleeping(serving: ServerDependency) -> dict[str, object]:
     """Whether the server is asleep."""
-    return {"is_sleeping": serving.loop.is_asleep}
+    return {"is_sleeping": serving.requests.is_asleep}
 
 
 @router.post("/flush_cache", dependencies=[Depends(only_queries())])
@@ -89,12 +89,12 @@ async def abort(serving: ServerDependency, body: AbortRequest) -> dict[str, obje
     """End one answer, or all. Their clients are told; their memory is free when the step in flight has ended."""
     if body.request_id is not None:
         exchange = serving.answers.get(body.request_id)
-        count = 0 if exchange is None else serving.loop.end(exchange, aborted())
+        count = 0 if exchange is None else serving.requests.end(exchange, aborted())
         if count == 0:
             raise no_such_answer(printable(body.request_id, LONGEST_ID))
     else:
-        count = serving.loop.living
-        serving.loop.give_up(aborted())
+        count = serving.requests.living
+        serving.requests.give_up(aborted())
     logger.info("%d requests ended by an administrator", count)
     return {"aborted": count}
 
@@ -104,5 +104,5 @@ async def update_weights_from_disk(serving: ServerDependency, body: UpdateReques
     """Write the weights of a checkpoint into the model, all or nothing; the prefix cache is emptied."""
     if serving.updater is None:
         raise ApiError(400, "this server reads no new weights; start it with --weights-root DIR", param="model_path")
-    count = await serving.updater.update(body.model_path, serving.engine, serving.loop.call)
+    count = await serving.updater.update(body.model_path, serving.engine, serving.requests.call)
     return {"success": True, "message": f"{count} tensors are those of {body.model_path}", "tensors": count}

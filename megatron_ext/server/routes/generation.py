@@ -27,7 +27,7 @@ async def create_completion(body: CompletionRequest, request: Request, serving: 
     """Go on with one or several prompts."""
     serving.check_model(body)
     choices = body.n or 1
-    check_count(len(body.prompts), choices, serving.loop.capacity)
+    check_count(len(body.prompts), choices, serving.requests.capacity)
     await serving.forms.check(body.form)
     prompts = [await serving.texts.encode(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompts]
     jobs = completion_jobs(body, prompts, serving.prompt_limits, serving.defaults)
@@ -53,7 +53,7 @@ async def create_completion(body: CompletionRequest, request: Request, serving: 
 async def create_chat_completion(body: ChatRequest, request: Request, serving: ServerDependency) -> Response:
     """Answer in a conversation."""
     serving.check_model(body)
-    check_count(1, body.n or 1, serving.loop.capacity)
+    check_count(1, body.n or 1, serving.requests.capacity)
     await serving.forms.check(body.form)
     prompt = await serving.tokenize_chat(body.messages, body.chat_options)
     jobs = chat_jobs(body, prompt, serving.prompt_limits, serving.chat, serving.defaults)
@@ -76,7 +76,7 @@ async def _answer(
     reply.shows_cache = not serving.settings.hide_cache_counts
     if body.explain_prefix_cache:
         reply.explains = serving.explains_to(request.scope[CALLER])
-    exchange = await serving.loop.submit(jobs, is_streamed=bool(body.stream))
+    exchange = await serving.requests.submit(jobs, is_streamed=bool(body.stream))
     note_answer(request.state, reply, exchange)
     serving.answers[reply.id] = exchange
     try:

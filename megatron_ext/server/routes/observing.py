@@ -18,10 +18,10 @@ router = APIRouter()
 @router.get("/health")
 async def health(serving: ServerDependency) -> JSONResponse:
     """200 while the engine steps without failing, 503 otherwise."""
-    loop = serving.loop
-    is_healthy = loop.is_healthy
-    status = "failing" if not is_healthy else "asleep" if loop.is_asleep else "ok"
-    return JSONResponse({"status": status, "errors": loop.error_count}, 200 if is_healthy else 503)
+    requests = serving.requests
+    is_healthy = requests.is_healthy
+    status = "failing" if not is_healthy else "asleep" if requests.is_asleep else "ok"
+    return JSONResponse({"status": status, "errors": requests.error_count}, 200 if is_healthy else 503)
 
 
 for method in ("GET", "POST"):  # as some platforms ask
@@ -39,7 +39,7 @@ async def load(serving: ServerDependency) -> dict[str, int]:
     """Requests that are here, how many of them run, wait and are paused, and how many there may be."""
     state = serving.metrics.state
     counts = {name: 0 if state is None else state.value(name) for name in ("running", "waiting", "paused")}
-    return {"server_load": serving.loop.living, **counts, "capacity": serving.loop.capacity}
+    return {"server_load": serving.requests.living, **counts, "capacity": serving.requests.capacity}
 
 
 @router.get("/metrics", response_class=PlainTextResponse)
@@ -69,7 +69,7 @@ class JsonLines(Response):
 @router.get("/prefix_cache/trace", response_class=JsonLines)
 async def prefix_cache_trace(serving: ServerDependency) -> Response:
     """The requests of the recent past as JSON lines for `tools/simulate_cache.py`: keyed hashes of blocks, no text."""
-    recent = serving.loop.recent
+    recent = serving.requests.recent
     content = await asyncio.to_thread(recent.lines, recent.snapshot())
     return JsonLines(content)
 

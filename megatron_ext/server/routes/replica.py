@@ -17,18 +17,18 @@ async def replica(serving: ServerDependency) -> dict[str, object]:
     `instance` is another one after a restart. `steps` grows while the engine computes: it is the sign of life that
     `/health` is not, since that is answered beside the engine. Counts are null where `--hide-cache-counts` hides them.
     """
-    loop, state = serving.loop, serving.metrics.state
+    requests, state = serving.requests, serving.metrics.state
     geometry = serving.engine.geometry
     return {
         "instance": serving.instance,
         "model": serving.model,
-        "status": "failing" if not loop.is_healthy else "asleep" if loop.is_asleep else "ok",
+        "status": "failing" if not requests.is_healthy else "asleep" if requests.is_asleep else "ok",
         "has_keys": serving.keys is not None and serving.keys.are_needed,
         "block_size": geometry.block_size_tokens,
         "blocks": geometry.blocks,
         "has_states": geometry.state_bytes > 0,
-        "capacity": loop.capacity,
-        "living": loop.living,
+        "capacity": requests.capacity,
+        "living": requests.living,
         "steps": 0 if state is None else state.steps,
         "kv_events": list(serving.kv_events),
         "prompt_tokens": _prompt_tokens(serving),

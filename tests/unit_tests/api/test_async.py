@@ -18,8 +18,8 @@ from megatron_ext import (
     StreamPart,
     load_engine,
 )
+from megatron_ext.engine.client_request import EngineRequest
 from megatron_ext.scheduling.record import Status
-from megatron_ext.stepping.stepper import PendingRequest
 from tests.unit_tests.api.conftest import SMALL
 
 GREEDY = RequestParams(num_tokens_to_generate=12)
@@ -155,17 +155,17 @@ class TestLeaving:
         def fail() -> None:
             raise RuntimeError("Event loop is closed")
 
-        request = PendingRequest((5, 6, 7), LONG, None, notify=fail)
-        engine._stepper.submit([request]).result()
+        request = EngineRequest((5, 6, 7), LONG, is_streamed=True, notify=fail)
+        engine._client.submit([request]).result()
         record = request.record.result()
         assert record.status is Status.ABORTED
         assert len(record.generated_tokens) < LONG.num_tokens_to_generate
 
     def test_nothing_else_is_asked(self, engine):
         """TE-6: the next step finds out by itself that nothing waits for a request any more."""
-        request = PendingRequest((5, 6, 7), LONG, None)
-        engine._stepper.submit([request]).result()
-        engine._stepper.abort([request])
+        request = EngineRequest((5, 6, 7), LONG)
+        engine._client.submit([request]).result()
+        engine._client.abort([request])
         assert request.record.result().status is Status.ABORTED
 
     async def test_closing(self, engine):
@@ -301,14 +301,14 @@ class TestFailingSteps:
     """PY-5: a step that fails is tried again; when several fail in a row nobody waits for ever."""
 
     def broken(self, engine, monkeypatch, times: int) -> threading.Event:
-        step, left = engine._engine.step_modern, iter(range(times))
+        step, left = engine._engine.core.step, iter(range(times))
 
         def fail():
             if next(left, None) is not None:
                 raise RuntimeError("the device is on fire")
             return step()
 
-        monkeypatch.setattr(engine._engine, "step_modern", fail)
+        monkeypatch.setattr(engine._engine.core, "step", fail)
 
     def test_tried_again(self, engine, expected, monkeypatch):
         self.broken(engine, monkeypatch, 2)

@@ -106,8 +106,8 @@ def test_an_interrupted_call_aborts(engine, monkeypatch):
         original(pending).result()
         return Interrupted()
 
-    original = engine._stepper.submit
-    monkeypatch.setattr(engine._stepper, "submit", submit)
+    original = engine._client.submit
+    monkeypatch.setattr(engine._client, "submit", submit)
     with pytest.raises(KeyboardInterrupt):
         engine.generate(PROMPTS, RequestParams(num_tokens_to_generate=500, ignore_eos=True))
     statistics = engine.statistics()
@@ -196,4 +196,4 @@ class TestClosed:
 
 
 def _of(engine) -> set[threading.Thread]:
-    return engine._stepper._thread._calls._threads
+    return engine._client._thread._calls._threads

@@ -11,22 +11,24 @@ import pytest
 from megatron_ext.config import RequestParams, RunConfig
 from megatron_ext.console import profiling
 from megatron_ext.console.profiling import check_profile, profiled
+from megatron_ext.engine.client import EngineClient
+from megatron_ext.engine.client_request import EngineRequest
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.mcore.phases import PHASES
-from megatron_ext.stepping.thread import EngineThread
 from tests.unit_tests.support.driver import make_prompt
 from tests.unit_tests.support.server import tiny_engine
 
 
 def run(engine: InferenceEngine, count: int) -> int:
     """Serve a prompt twice, the second time from a snapshot, in a thread as the server does. Steps that it took."""
-    thread = EngineThread(engine)
+    client = EngineClient(engine.core)
     params = RequestParams(num_tokens_to_generate=count)
     for _ in range(2):
-        thread.submit(engine.generate, [make_prompt(40, seed=3)], params).result()
-    thread.submit(engine.close).result()
-    thread.close()
+        request = EngineRequest(make_prompt(40, seed=3), params)
+        client.submit([request])
+        request.record.result()
+    client.close()
     return engine.step_count
 
 
@@ -64,10 +66,10 @@ def test_the_first_steps_only(tmp_path, monkeypatch):
 def test_the_engine_is_as_before(tmp_path):
     """Nothing of it stays with an engine, nor with the module that samples; and without the flag nothing is written."""
     engine = tiny_engine()
-    before = [set(vars(one)) for one in (engine.engine, engine.scheduler, engine.context)]
+    before = [set(vars(one)) for one in (engine.core, engine.scheduler, engine.context)]
     with profiled(engine, str(tmp_path / "none")), profiled(engine, None):
-        assert engine.engine.compute.__name__ == "compute"
-    assert [set(vars(one)) for one in (engine.engine, engine.scheduler, engine.context)] == before
+        assert engine.core.compute.__name__ == "compute"
+    assert [set(vars(one)) for one in (engine.core, engine.scheduler, engine.context)] == before
     from megatron_ext.mcore import controller
 
     assert not hasattr(controller.choose_tokens, "__wrapped__")
@@ -77,7 +79,7 @@ def test_the_engine_is_as_before(tmp_path):
 def test_the_engine_is_closed(tmp_path, monkeypatch):
     """TE-6: under a profile as without one, when the trace has been written."""
     engine, closed = tiny_engine(), []
-    monkeypatch.setattr(type(engine.engine), "close", lambda self: closed.append(list(tmp_path.iterdir())))
+    monkeypatch.setattr(type(engine.core), "close", lambda self: closed.append(list(tmp_path.iterdir())))
     with profiled(engine, str(tmp_path)):
         run(engine, 1)
     assert len(closed) == 1

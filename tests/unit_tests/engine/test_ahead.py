@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import random
 from collections.abc import Iterator
@@ -11,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_ext.config import EvictionPolicyName, RequestParams
-from megatron_ext.engine.engine import Engine
+from megatron_ext.engine.core import EngineCore
 from megatron_ext.engine.executor import Computed
 from megatron_ext.engine.flight import Flight
 from megatron_ext.engine.intake import Door
@@ -65,14 +64,13 @@ class Paper:
         self.device = device(self.scheduler, BLOCK)
         tokenizer = PieceTokenizer(WORDS)
         door = Door(tokenizer.tokenize, Vocabulary(tokenizer, WORDS), (END,), 1, lambda word: (), lambda form: None)
-        self.engine = Engine(self.scheduler, self.device, door)
+        self.engine = EngineCore([(self.scheduler, self.device)], door)
         self.records: dict[int, RequestRecord] = {}
         self.params: dict[int, RequestParams] = {}
-        self._loop = asyncio.new_event_loop()
 
     def add(self, request_id: int, tokens: tuple[int, ...], **params: object) -> None:
         self.params[request_id] = RequestParams(**({"num_tokens_to_generate": 8} | params))
-        self.engine.add(request_id, tokens, self.params[request_id], self._loop.create_future())
+        self.engine.add(request_id, tokens, self.params[request_id])
 
     @property
     def ahead(self) -> int:
@@ -202,7 +200,7 @@ def tell(paper: Paper, call: tuple[object, ...]) -> None:
         paper.records.pop(call[1], None)
         paper.add(call[1], call[2], num_tokens_to_generate=12, seed=1, ignore_eos=True)
     elif call[0] == "abort":
-        paper.engine.abort(call[1])
+        paper.engine.abort(paper.engine.get(call[1]))
     elif call[0] == "suspend":
         paper.suspend()
     else:
@@ -316,7 +314,7 @@ def test_a_row_of_who_has_ended_is_void():
     for request_id, length in ((0, 40), (1, 12)):
         paper.add(request_id, (request_id, 2, 3, 4, 5), num_tokens_to_generate=length, ignore_eos=True)
     paper.step()
-    paper.engine.abort(0)
+    paper.engine.abort(paper.engine.get(0))
     last = paper.device.steps[-1]
     assert [chunk.request_id for chunk in last.chunks] == [0, 1], "it is under way"
     computed = paper.step()
@@ -334,9 +332,9 @@ def test_nobody_is_left_in_the_step_under_way():
     paper.add(0, (1, 2, 3), ignore_eos=True)
     paper.step()
     paper.step()
-    paper.engine.abort(0)
+    paper.engine.abort(paper.engine.get(0))
     paper.step()
-    assert paper.engine._ahead._flight is None, "it keeps what has ended"
+    assert paper.engine.replicas[0].ahead._flight is None, "it keeps what has ended"
     paper.add(0, (4, 5, 6), num_tokens_to_generate=2, ignore_eos=True)
     assert paper.step() == [(0, 0, 3)]
     paper.records.pop(0, None)
@@ -476,7 +474,7 @@ def test_rows_are_told_apart_by_requests():
     paper.add(3, (1, 2), ignore_eos=True)
     paper.add(4, (1, 2, 3), ignore_eos=True)
     paper.step()
-    flight = paper.engine._ahead._flight
+    flight = paper.engine.replicas[0].ahead._flight
     assert isinstance(flight, Flight)
     assert flight.living() is flight
     chunks = tuple(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import random
 import threading
@@ -11,17 +10,16 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from megatron_ext.config import EvictionPolicyName, RequestParams
-from megatron_ext.engine.engine import Engine
+from megatron_ext.engine.core import EngineCore
 from megatron_ext.engine.executor import Computed
 from megatron_ext.engine.intake import Door
 from megatron_ext.engine.result import StepResult
+from megatron_ext.engine.thread import EngineThread
 from megatron_ext.scheduling.ahead import HASH_SLICE, AheadHashing
 from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.scheduler import Scheduler
-from megatron_ext.stepping.thread import EngineThread
 from megatron_ext.text.vocabulary import Vocabulary
 from tests.unit_tests.support.paper_engine import LIMITS
 from tests.unit_tests.support.tokenizers import PieceTokenizer
@@ -75,12 +73,12 @@ class AtOnce:
         """Nothing."""
 
 
-def new_engine(executor, notes: list[str]) -> Engine:
+def new_engine(executor, notes: list[str]) -> EngineCore:
     limits = dataclasses.replace(LIMITS, block_size=16, max_tokens=64, max_sequence_length=100_000, total_blocks=20_000)
     scheduler = Scheduler(limits, EvictionPolicyName.LRU, b"overlap", None)
     tokenizer = PieceTokenizer(97)
     door = Door(tokenizer.tokenize, Vocabulary(tokenizer, 97), (), 1, lambda word: (), lambda form: None)
-    engine = Engine(scheduler, executor, door)
+    engine = EngineCore([(scheduler, executor)], door)
     for owner, name in ((scheduler, "schedule"), (scheduler, "commit"), (scheduler, "hash_ahead")):
         _note_calls(owner, name, notes)
     return engine
@@ -96,17 +94,15 @@ def _note_calls(owner: object, name: str, notes: list[str]) -> None:
     setattr(owner, name, noted)
 
 
-def add(engine: Engine, request_id: int, tokens=PROMPT) -> None:
-    loop = asyncio.new_event_loop()
-    engine.add(request_id, tokens, RequestParams(num_tokens_to_generate=3, ignore_eos=True), loop.create_future())
-    loop.close()
+def add(engine: EngineCore, request_id: int, tokens=PROMPT) -> None:
+    engine.add(request_id, tokens, RequestParams(num_tokens_to_generate=3, ignore_eos=True))
 
 
 def test_the_host_works_while_the_device_computes():
     """CU-6: between launch and tokens, and nowhere else; planning and the commit wait."""
     notes: list[str] = []
     engine = new_engine(Device(notes), notes)
-    engine.while_computing = lambda: notes.append("intake")
+    engine.host_work = lambda: notes.append("intake")
     add(engine, 0)
     engine.report(engine.compute())
     assert notes == ["schedule", "launch", "hash_ahead", "intake", "tokens", "commit"]
@@ -129,9 +125,9 @@ def test_who_comes_during_a_step_is_planned_as_if_behind_it(tokens):
         engine.report(engine.compute())
         for request_id in (1, 2):
             if is_early:
-                engine.while_computing = partial(add, engine, request_id, tokens)
+                engine.host_work = partial(add, engine, request_id, tokens)
             records = engine.report(engine.compute())
-            engine.while_computing = lambda: None
+            engine.host_work = lambda: None
             if not is_early:
                 add(engine, request_id, tokens)
         while engine.is_busy and len(device.steps) < 30:
@@ -149,7 +145,7 @@ def test_an_abort_waits_for_the_step():
     add(engine, 0, PROMPT[:20])
     engine.report(engine.compute())
     engine.compute()
-    assert engine.abort(0)
+    assert engine.abort(engine.get(0))
     (record,) = engine.report(engine.compute())
     assert (record.status, len(record.generated_tokens)) == (Status.ABORTED, 2)
     engine.check()
@@ -170,9 +166,9 @@ def test_a_lost_answer_sends_the_requests_back():
     def break_down() -> None:
         raise OSError("a client has left")
 
-    engine.while_computing = break_down
+    engine.host_work = break_down
     step = engine.compute()
-    assert step.result is not None
+    assert step.parts[0].result is not None
     assert engine.faults.count == 1
 
 
@@ -231,15 +227,13 @@ def test_requests_are_taken_in_up_to_the_first_other_call():
     """CU-6: in the order of submission; what the step must not see waits for its end."""
     notes: list[str] = []
     engine = new_engine(AtOnce([]), [])
-    model = SimpleNamespace(parameters=lambda: iter([torch.zeros(1)]))
-    wrapped = SimpleNamespace(inference_wrapped_model=SimpleNamespace(model=model))
-    thread = EngineThread(SimpleNamespace(controller=wrapped, use_loop=lambda loop: None, engine=engine))
+    thread = EngineThread(engine)
     begun, submitted = threading.Event(), threading.Event()
 
     def step() -> None:
         begun.set()
         submitted.wait(30)
-        engine.while_computing()
+        engine.host_work()
         notes.append("step ends")
 
     def between_steps(function, arguments):

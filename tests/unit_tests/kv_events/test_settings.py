@@ -13,7 +13,6 @@ from megatron_ext.config.kv_events import LONGEST_IPC_PATH, IpcEndpoint, KvEvent
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.prefix_cache.shown import published_salt
-from megatron_ext.ranks.fleet import Fleet
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.server.cache_events import CacheEvents
 from tests.unit_tests.scheduling.builders import make_limits
@@ -129,19 +128,12 @@ def test_endpoint_of_any_free_port():
     assert TcpEndpoint("*", 0).of_replica(3) == "tcp://*:*"
 
 
-class PaperFleet(Fleet):
-    """Engines of two replicas, of which nothing but their caches is asked."""
-
-    def __init__(self, schedulers: list[Scheduler]) -> None:
-        self.engines = tuple(SimpleNamespace(scheduler=one) for one in schedulers)
-
-
 def test_each_replica_of_a_world_has_its_publisher():
     """RP-1: rank 0 has a mirror of every replica, and tells of each under its rank."""
     config = KvEventsConfig("tcp://127.0.0.1:0", kv_events_replay_endpoint="tcp://127.0.0.1:0")
     schedulers = [Scheduler(make_limits(), EvictionPolicyName.LRU, b"", slots) for slots in (None, None)]
     with CacheEvents(config, 2) as events:
-        events.attach(PaperFleet(schedulers))
+        events.attach(SimpleNamespace(replicas=[SimpleNamespace(scheduler=one) for one in schedulers]))
         observers = [one.cache.observer for one in schedulers]
         assert observers == [publisher.changes for publisher in events.publishers]
         assert [publisher._rank for publisher in events.publishers] == [0, 1]
@@ -163,7 +155,7 @@ def test_an_engine_computes_the_same_with_events():
     config = KvEventsConfig("tcp://127.0.0.1:0", kv_events_replay_endpoint="tcp://127.0.0.1:0")
     with CacheEvents(config) as events:
         engine = tiny_engine()
-        events.attach(engine.engine)
+        events.attach(engine.core)
         assert answers(engine) == silent
         follower = Follower(events.publishers[0].replay_endpoint, engine.scheduler.cache)
         until(follower.has_all)

@@ -188,7 +188,7 @@ def test_statistics(get_caching_driver):
 
 def test_the_log_line(warm, caplog):
     """FX-6: computed and skipped tokens, cached and evictable blocks."""
-    warm.engine.inference_logging_step_interval = 1
+    warm.engine.core.logging_interval = 1
     warm.add(1, PROMPT, num_tokens_to_generate=1)
     with caplog.at_level("INFO", logger="megatron_ext.engine.statistics"):
         warm.run()

@@ -115,7 +115,7 @@ def test_an_evicted_request_keeps_its_first_token_time(pressed):
 
 def test_a_logged_step_says_what_happened(get_driver, caplog):
     driver = get_driver(max_tokens=40)
-    driver.engine.inference_logging_step_interval = 2
+    driver.engine.core.logging_interval = 2
     driver.add(0, make_prompt(50), num_tokens_to_generate=4)
     with caplog.at_level("INFO", logger="megatron_ext.engine.statistics"):
         driver.run()

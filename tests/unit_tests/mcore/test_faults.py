@@ -75,18 +75,18 @@ def is_victims(processor: OutputProcessor, request: Request, *_: object) -> bool
 
 
 def inject_detokenize_while_matching(driver, patch, error) -> None:
-    matcher = driver.engine.engine.output._outputs[VICTIM].stop_words
+    matcher = driver.engine.core.output._outputs[VICTIM].stop_words
     patch.setattr(matcher._text, "_detokenize", at_call(matcher._text._detokenize, 3, error))
 
 
 def inject_matcher(driver, patch, error) -> None:
-    matcher = driver.engine.engine.output._outputs[VICTIM].stop_words
+    matcher = driver.engine.core.output._outputs[VICTIM].stop_words
     patch.setattr(StopWordMatcher, "feed", at_call(StopWordMatcher.feed, 2, error, of=lambda one, *_: one is matcher))
 
 
 def inject_matcher_at_the_last_token(driver, patch, error) -> None:
     """The commit has ended the request already."""
-    matcher = driver.engine.engine.output._outputs[VICTIM].stop_words
+    matcher = driver.engine.core.output._outputs[VICTIM].stop_words
     patch.setattr(StopWordMatcher, "feed", at_call(StopWordMatcher.feed, 8, error, of=lambda one, *_: one is matcher))
 
 
@@ -123,8 +123,8 @@ def assert_nothing_is_left(driver: Driver) -> None:
     engine, scheduler = driver.engine, driver.scheduler
     engine.check()
     assert not engine.has_unfinished_requests()
-    assert not engine.engine.output._outputs
-    assert not engine.engine.output.ended
+    assert not engine.core.output._outputs
+    assert not engine.core.output.ended
     assert driver.free_blocks == scheduler.blocks.total
     assert scheduler.live_slots.free_count == scheduler.live_slots.total
     if scheduler.cache.states is not None:
@@ -261,8 +261,8 @@ class TestWhatEndsNobody:
             def set_result(self, _: object) -> None:
                 raise Planted("the loop is closed")
 
-        for opened in driver.engine.engine.output._outputs.values():
-            opened.future = Closed(loop=driver.engine._loop)
+        for request_id in driver.engine._futures:
+            driver.engine._futures[request_id] = Closed(loop=driver.engine._loop)
         self.check(driver, expected())
         assert driver.engine.faults.count == 4
         assert sum("the future of a request failed" in record.message for record in caplog.records) == 1
@@ -271,14 +271,14 @@ class TestWhatEndsNobody:
     def test_statistics_and_log_lines(self, get_driver, expected, monkeypatch, caplog, part):
         """Logged once, although every step meets it."""
         driver = get_driver(max_tokens=60)
-        driver.engine.inference_logging_step_interval = 1
+        driver.engine.core.logging_interval = 1
         submit(driver)
 
         def fail(*_: object, **__: object) -> None:
             raise Planted("no statistics")
 
         if part == "log_step":
-            monkeypatch.setattr("megatron_ext.engine.engine.log_step", fail)
+            monkeypatch.setattr("megatron_ext.engine.core.log_step", fail)
         else:
             monkeypatch.setattr(driver.scheduler.cache, "use", fail)
         self.check(driver, expected())
@@ -288,7 +288,7 @@ class TestWhatEndsNobody:
     def test_a_log_that_raises(self, get_driver, expected, broken_log, capsys):
         """The error's traceback goes to standard error instead."""
         driver = get_driver(max_tokens=60)
-        driver.engine.inference_logging_step_interval = 1
+        driver.engine.core.logging_interval = 1
         submit(driver)
         self.check(driver, expected())
         assert capsys.readouterr().err.count("Planted: the disk is full") == 1

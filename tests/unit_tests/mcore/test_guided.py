@@ -258,7 +258,7 @@ def test_a_mask_that_is_not_ready_delays_its_own_request_only(loaded, answers, h
     assert request.lacks_mask
     assert 0 < request.generated_count < len(expected.generated_tokens)
     assert free.result().generated_tokens == answers[1].generated_tokens
-    engine.engine.check()
+    engine.core.check()
     held.released.set()
     while engine.has_unfinished_requests():
         engine.step_modern()
@@ -290,7 +290,7 @@ def test_what_ends_while_its_mask_is_computed_keeps_nothing(loaded, answers, hel
         engine.reset()
         assert future.cancelled()
     if end != "cancel":
-        engine.engine.check()
+        engine.core.check()
         assert scheduler.cache.available_count == scheduler.limits.total_blocks
         assert scheduler.live_slots.free_count == scheduler.limits.max_requests
     held.released.set()

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import pytest
 
-from megatron_ext.config import RequestParams
+from megatron_ext.engine.client_request import EngineRequest
+from megatron_ext.engine.core import StepOutput
 from megatron_ext.scheduling.events import Event, EventType
 from megatron_ext.scheduling.record import RequestRecord, Status
 
@@ -42,35 +43,35 @@ def make_record(request_id: int = 0, **changes) -> RequestRecord:
 
 @dataclass
 class FakeEngine:
-    """Serves each request in two steps, and keeps a log of what it was asked to do."""
+    """An engine client that serves each request in two steps, and logs its calls."""
 
     log: list[str] = field(default_factory=list)
+    requests: list[EngineRequest] = field(default_factory=list)  # by id
     living: dict[int, int] = field(default_factory=dict)  # id -> steps left
-    futures: dict[int, asyncio.Future] = field(default_factory=dict)
     aborted: set[int] = field(default_factory=set)
-    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
 
-    def add_request(
-        self, request_id: int, prompt: Sequence[int], params: RequestParams, *, prompt_text: str | None, turn: int
-    ) -> asyncio.Future:
-        assert request_id not in self.futures
-        self.log.append(f"add {request_id}")
-        self.living[request_id] = 2
-        self.futures[request_id] = self.loop.create_future()
-        return self.futures[request_id]
+    def submit(self, requests: Sequence[EngineRequest]) -> Future[None]:
+        for request in requests:
+            request_id = len(self.requests)
+            self.log.append(f"add {request_id}")
+            self.living[request_id] = 2
+            self.requests.append(request)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
 
-    def has_unfinished_requests(self) -> bool:
+    @property
+    def is_busy(self) -> bool:
         return bool(self.living)
 
-    def idle(self) -> None:
-        assert not self.living, "there is something to do"
+    def abort(self, requests: Iterable[EngineRequest]) -> None:
+        for request in requests:
+            request_id = self.requests.index(request)
+            self.living[request_id]  # KeyError for a request that has ended
+            self.log.append(f"abort {request_id}")
+            self.aborted.add(request_id)
 
-    def abort_request(self, request_id: int) -> None:
-        self.living[request_id]  # KeyError for one that does not live
-        self.log.append(f"abort {request_id}")
-        self.aborted.add(request_id)
-
-    def step_modern(self) -> dict:
+    def step(self) -> StepOutput:
         assert self.living, "a step without requests"
         self.log.append("step")
         records = []
@@ -86,8 +87,8 @@ class FakeEngine:
                     continue
                 records.append(make_record(request_id))
             del self.living[request_id]
-            self.futures[request_id].set_result(records[-1])
-        return {"active_request_ids": list(self.living), "finished_request_records": records}
+            self.requests[request_id].record.set_result(records[-1])
+        return StepOutput([], records, 0.0)
 
     def suspend(self) -> None:
         self.log.append("suspend")
@@ -103,6 +104,4 @@ def record() -> Callable[..., RequestRecord]:
 
 @pytest.fixture
 def fake_engine():
-    engine = FakeEngine()
-    yield engine
-    engine.loop.close()
+    return FakeEngine()

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.config import RequestParams, RunConfig
-from megatron_ext.mcore.adapter import InferenceEngine
+from megatron_ext.engine.client import EngineClient
+from megatron_ext.models import engine_args
 from megatron_ext.offline import run as offline
 from megatron_ext.offline.prompts import TokenizedPrompt
 from megatron_ext.offline.submission import run_passes
@@ -43,7 +44,7 @@ class TestSubmission:
         (statuses,), (one,) = self.stopped_after(fake_engine, 1)
         assert statuses == [ABORTED] * 4
         assert [record.generated_tokens for record in one.records] == [(7,)] * 4
-        assert not fake_engine.has_unfinished_requests()
+        assert not fake_engine.is_busy
 
     def test_those_not_yet_submitted_have_records_too(self, fake_engine):
         (statuses,), (one,) = self.stopped_after(fake_engine, 2, incoming_requests_per_step=1)
@@ -91,16 +92,16 @@ def interrupt(monkeypatch):
     """A function: the engine's n-th step sends signals while it runs."""
 
     def at(step: int, *numbers: int) -> None:
-        step_modern, count = InferenceEngine.step_modern, [0]
+        take_step, count = EngineClient.step, [0]
 
         def step_and_signal(engine):
             count[0] += 1
             if count[0] == step:
                 for number in numbers:
                     signal.raise_signal(number)
-            return step_modern(engine)
+            return take_step(engine)
 
-        monkeypatch.setattr(InferenceEngine, "step_modern", step_and_signal)
+        monkeypatch.setattr(EngineClient, "step", step_and_signal)
 
     return at
 
@@ -171,13 +172,14 @@ def test_a_comparison(prompt_file, tmp_path, capfd, interrupt, step):
 
 @pytest.mark.parametrize("place", ["load_model", "build_engine", "tokenize_prompts"])
 def test_before_the_first_request(prompt_file, tmp_path, capfd, monkeypatch, place):
-    right = getattr(offline, place)
+    owner = offline if place == "tokenize_prompts" else engine_args
+    right = getattr(owner, place)
 
     def signal_and_go_on(*args, **kwargs):
         signal.raise_signal(signal.SIGTERM)
         return right(*args, **kwargs)
 
-    monkeypatch.setattr(offline, place, signal_and_go_on)
+    monkeypatch.setattr(owner, place, signal_and_go_on)
     output = tmp_path / "out.json"
     assert main([*TINY, "--prompt-file", prompt_file, "--output-path", str(output)]) == 143
     assert capfd.readouterr().err == "run_inference.py: SIGTERM: nothing has run\n"
@@ -185,18 +187,18 @@ def test_before_the_first_request(prompt_file, tmp_path, capfd, monkeypatch, pla
 
 
 def test_a_crash_loses_what_was_in_flight_only(prompt_file, tmp_path, monkeypatch, caplog):
-    step_modern, count = InferenceEngine.step_modern, [0]
+    take_step, count = EngineClient.step, [0]
 
     def crash(engine):
         count[0] += 1
         if count[0] == 10:
             raise RuntimeError("broken")
-        return step_modern(engine)
+        return take_step(engine)
 
     output = tmp_path / "out.json"
     argv = [*TINY, "--prompt-file", prompt_file, "--output-path", str(output)]
     with monkeypatch.context() as patched:
-        patched.setattr(InferenceEngine, "step_modern", crash)
+        patched.setattr(EngineClient, "step", crash)
         with pytest.raises(RuntimeError, match="broken"):
             main(argv)
     assert not output.exists()

@@ -111,7 +111,7 @@ def test_results_that_cannot_be_written_are_printed(output, monkeypatch, capfd):
 
 
 def test_what_is_no_regular_file_is_refused_before_loading(capfd, monkeypatch):
-    monkeypatch.setattr("megatron_ext.offline.run.load_model", None)
+    monkeypatch.setattr("megatron_ext.models.engine_args.load_model", None)
     assert main([*TINY, "--output-path", "/dev/null"]) == BAD_USAGE
     assert "/dev/null is a device, and only a regular file is replaced" in capfd.readouterr().err
 

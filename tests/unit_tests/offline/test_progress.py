@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatron_ext.engine.core import StepOutput
 from megatron_ext.offline.progress import Progress, progress_bar
 from megatron_ext.scheduling.record import Status
 
@@ -30,11 +31,9 @@ def clock(monkeypatch):
 
 
 def step(progress: Progress, *records, **requests: SimpleNamespace) -> None:
-    known = {int(name[1:]): request for name, request in requests.items()}
-    progress.update(
-        SimpleNamespace(get_request=known.__getitem__),
-        {"active_request_ids": list(known), "finished_request_records": list(records)},
-    )
+    for name, request in requests.items():
+        request.request_id = int(name[1:])
+    progress.update(StepOutput(list(requests.values()), records, 0.0))
 
 
 def test_it_moves_with_tokens(clock, record):
@@ -80,11 +79,11 @@ class Screen(io.StringIO):
 def test_on_a_screen_of_80_columns(monkeypatch, clock):
     monkeypatch.setattr(sys, "stderr", Screen())
     monkeypatch.setenv("COLUMNS", "80")
-    known = SimpleNamespace(get_request=lambda _: living(55))
+    active = [SimpleNamespace(request_id=i, **vars(living(55))) for i in range(100)]
     with progress_bar([110] * 200) as bar:
         bar._bar.ncols, bar._bar.dynamic_ncols = 80, None
         clock[0] = 2.0
-        bar.update(known, {"active_request_ids": range(100), "finished_request_records": []})
+        bar.update(StepOutput(active, [], 0.0))
         bar._bar.refresh()
     (line,) = [part for part in sys.stderr.getvalue().split("\r") if " 25%" in part][-1:]
     assert len(line.strip()) <= 80
@@ -94,11 +93,11 @@ def test_on_a_screen_of_80_columns(monkeypatch, clock):
 
 def test_it_is_silent_where_nobody_looks(capsys, record):
     with progress_bar([4]) as bar:
-        bar.update(None, {"active_request_ids": [], "finished_request_records": [record()]})
+        bar.update(StepOutput([], [record()], 0.0))
     assert capsys.readouterr().err == ""
 
 
 def test_a_process_without_standard_error(monkeypatch):
     monkeypatch.setattr(sys, "stderr", None)
     with progress_bar([4]) as bar:
-        bar.update(None, {"active_request_ids": [], "finished_request_records": []})
+        bar.update(StepOutput([], [], 0.0))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_ext.config import RequestParams, RunConfig
+from megatron_ext.engine.core import StepOutput
 from megatron_ext.errors import ConfigError
 from megatron_ext.offline.prompts import TokenizedPrompt
 from megatron_ext.offline.submission import check_schedule, run_passes
@@ -16,8 +17,8 @@ def run(engine, **settings) -> tuple[list, list[int]]:
     """The passes, and after each step how many requests had ended."""
     seen: list[int] = []
 
-    def after_step(report: dict) -> None:
-        seen.append((seen[-1] if seen else 0) + len(report["finished_request_records"]))
+    def after_step(output: StepOutput) -> None:
+        seen.append((seen[-1] if seen else 0) + len(output.records))
 
     return run_passes(engine, PROMPTS, RunConfig(**settings), after_step), seen
 

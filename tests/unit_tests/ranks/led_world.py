@@ -5,17 +5,16 @@ The "model" is a function of the tokens, so that equal prompts go on alike. Only
 
 from __future__ import annotations
 
-import asyncio
 import pickle
 from collections.abc import Callable, Sequence
 
 from megatron_ext.config import EvictionPolicyName
-from megatron_ext.engine.engine import Engine
+from megatron_ext.engine.core import EngineCore
 from megatron_ext.engine.intake import Door
 from megatron_ext.engine.result import Score, StepResult
 from megatron_ext.engine.structured_output import Job
 from megatron_ext.ranks.commands import Batch
-from megatron_ext.ranks.fleet import Fleet
+from megatron_ext.ranks.driver import Driver
 from megatron_ext.ranks.follower import Follower
 from megatron_ext.ranks.journal import JournalledScheduler
 from megatron_ext.scheduling.plan import SchedulerLimits
@@ -182,7 +181,6 @@ class World:
 
     def __init__(self, limits: SchedulerLimits, policy: EvictionPolicyName, slots: int | None, replicas: int) -> None:
         self.make: Callable[[type], Scheduler] = lambda kind: kind(limits, policy, b"model", slots)
-        self.loop = asyncio.new_event_loop()
         self.sent: list[bytes] = []
         self.start(replicas)
         self.pools = [Pools() for _ in range(2 * replicas)]
@@ -206,13 +204,14 @@ class World:
         self.models = [Model() for _ in range(replicas)]
         schedulers = [self.make(JournalledScheduler) for _ in self.models]
         proposals = Proposals(Guesses(), vocabulary.has_tokens)
-        engines = [Engine(*pair, door, proposals=proposals) for pair in zip(schedulers, self.models, strict=True)]
-        self.fleet = Fleet(engines, schedulers, self.send, heartbeat=1e9)
+        self.driver = Driver(schedulers, self.send, heartbeat=1e9)
+        parts = list(zip(schedulers, self.models, strict=True))
+        self.core = EngineCore(parts, door, proposals=proposals, workers=self.driver)
 
     def start_anew(self) -> None:
         """As `InferenceEngine.reset` does."""
         replicas = len(self.models)
-        self.fleet.cancel()
+        self.core.cancel()
         self.start(replicas)
         for i, follower in enumerate(self.followers):
             follower._executor = Listener(self.models[i // 2])
@@ -225,10 +224,10 @@ class World:
 
     def step(self) -> list:
         """One step of everybody: rank 0 first, the others from what has been sent."""
-        step = self.fleet.compute()
-        records = self.fleet.report(step)
+        step = self.core.compute()
+        records = self.core.report(step)
         self.deliver()
-        self.fleet.check()
+        self.core.check()
         for follower in self.followers:
             follower.scheduler.check()
         return records

@@ -70,12 +70,12 @@ def interrupt(number: int) -> None:
 
 def refuse_to_load(_: int) -> None:
     from megatron_ext.errors import ConfigError
-    from megatron_ext.models import following
+    from megatron_ext.models import engine_args
 
     def load(*_: object, **__: object) -> None:
         raise ConfigError("this disk has no such directory")
 
-    following.load_model = load
+    engine_args.load_model = load
 
 
 HAPPENINGS = {

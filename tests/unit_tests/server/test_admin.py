@@ -106,7 +106,7 @@ class TestWhoMayAsk:
         for path in ROUTES:
             check_error(ask(shared, "POST", path, "alice", json={"abort_all": True}), 403)
         assert ask(shared, "POST", "/abort", "carol", json={"abort_all": True}).json() == {"aborted": 0}
-        assert not shared.serving.loop.is_asleep
+        assert not shared.serving.requests.is_asleep
 
     def test_without_the_flag_there_are_none(self, serve):
         closed = serve(tiny_engine(), api_key=KEY)
@@ -206,7 +206,7 @@ class TestAbort:
         body = {"prompt": [1, 2], "max_tokens": 1900, "n": 2, "ignore_eos": True}
         waiting = threading.Thread(target=lambda: found.append(ask(server, "POST", "/v1/completions", json=body)))
         waiting.start()
-        server.wait_until(lambda: server.serving.loop.living == 2)
+        server.wait_until(lambda: server.serving.requests.living == 2)
         assert ask(server, "POST", "/abort", json={"abort_all": True}).json() == {"aborted": 2}
         waiting.join(PATIENCE)
         assert check_error(found[0], 503)["code"] == "request_aborted"
@@ -303,7 +303,7 @@ def tiny_engine_with(model: torch.nn.Module) -> str:
 def test_the_unknown_is_refused_by_name(server, path, body, named):
     options = {} if body is None else {"content": json.dumps(body), "headers": {"content-type": "application/json"}}
     assert named in check_error(ask(server, "POST", path, **options), 400)["message"]
-    assert not server.serving.loop.is_asleep
+    assert not server.serving.requests.is_asleep
 
 
 def test_flush_cache(server):

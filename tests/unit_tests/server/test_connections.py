@@ -93,21 +93,21 @@ class TestCap:
     def test_if_all_are_being_answered_a_new_one_is_503(self, capped, monkeypatch):
         """And says when to come back."""
         begun, go_on = threading.Semaphore(0), threading.Event()
-        step = capped.engine.step_modern
+        step = capped.engine.core.step
 
         def slow(*arguments):
             begun.release()
             assert go_on.wait(PATIENCE)
             return step(*arguments)
 
-        monkeypatch.setattr(capped.engine, "step_modern", slow)
+        monkeypatch.setattr(capped.engine.core, "step", slow)
         capped.wait_until(lambda: open_connections(capped) <= 1)
         content = b'{"prompt": [1], "max_tokens": 1}'
         head = BEGUN + b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(content)
         try:
             with sockets(capped, MOST, head + content) as busy:
                 assert begun.acquire(timeout=PATIENCE)
-                capped.wait_until(lambda: capped.serving.loop.living == MOST)
+                capped.wait_until(lambda: capped.serving.requests.living == MOST)
                 with sockets(capped, 1) as (late,):
                     answer = read_all(late)
                 assert answer.startswith(b"HTTP/1.1 503 Service Unavailable\r\n")
@@ -187,13 +187,13 @@ class TestTimeOuts:
             assert b"408" not in read_all(client)
 
     def test_an_answer_may_take_longer_than_all_of_them(self, quick, monkeypatch):
-        step = quick.engine.step_modern
+        step = quick.engine.core.step
 
         def slow(*arguments):
             time.sleep(0.6)
             return step(*arguments)
 
-        monkeypatch.setattr(quick.engine, "step_modern", slow)
+        monkeypatch.setattr(quick.engine.core, "step", slow)
         for stream in (False, True):
             answer = quick.http.post(COMPLETIONS, json={"prompt": [1], "max_tokens": 2, "stream": stream})
             assert answer.status_code == 200

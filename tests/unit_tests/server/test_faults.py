@@ -10,10 +10,10 @@ import httpx
 import pytest
 
 from megatron_ext.engine.statistics import EngineStatistics
-from megatron_ext.server.engine_loop import EngineLoop
+from megatron_ext.engine.updates import Update
 from megatron_ext.server.metrics import Metrics
 from megatron_ext.server.progress import RequestHandle, TokenClock
-from megatron_ext.stepping.progress import Update
+from megatron_ext.server.request_manager import RequestManager
 from megatron_ext.text.stop_words import StopWordMatcher
 from megatron_ext.text.stream import TextStream
 from tests.priority import TestPriority
@@ -159,13 +159,13 @@ class TestNobody:
             patch.setattr(owner, name, raising(getattr(owner, name)))
             assert texts(ask_all(server, list(OTHERS))) == expected
             assert streamed_text(ask_all(server, [OTHERS[0]], stream=True)[0]) == expected[0]
-            server.wait_until(lambda: server.serving.loop.living == 0)
+            server.wait_until(lambda: server.serving.requests.living == 0)
             assert counted() >= 3
 
     def test_a_delivery_that_fails_altogether(self, server, counted, monkeypatch):
         """Whoever there was updates of gets an error instead of silence."""
         with monkeypatch.context() as patch:
-            patch.setattr(EngineLoop, "_deliver", raising(EngineLoop._deliver))
+            patch.setattr(RequestManager, "_deliver", raising(RequestManager._deliver))
             (answer,) = ask_all(server, [VICTIM])
             assert json.loads(answer)["error"]["message"] == "the engine failed: Planted"
             assert "the engine failed: Planted" in ask_all(server, [VICTIM], stream=True)[0]
@@ -178,7 +178,7 @@ def test_a_failed_step_is_counted_too_and_is_a_503(server, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("megatron_ext.mcore.context.stage_step", raising(lambda: None))
         assert server.http.post("/v1/completions", json=body(VICTIM)).status_code == 500
-        server.wait_until(lambda: server.serving.loop.living == 0)
+        server.wait_until(lambda: server.serving.requests.living == 0)
         health = server.http.get("/health")
         assert (health.status_code, health.json()["status"]) == (503, "failing")
         assert health.json()["errors"] == before + 3

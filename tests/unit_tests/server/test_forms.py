@@ -95,7 +95,7 @@ def test_refused_by_name(strict, form, named, code):
         error = check_error(strict.http.post(path, json=body | {"response_format": form}), 400)
         assert named in error["message"]
         assert (error["param"], error["code"]) == ("response_format", code)
-    assert strict.serving.loop.living == 0
+    assert strict.serving.requests.living == 0
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_a_grammar_that_becomes_too_much_is_a_400(embedded, choices):
     assert "the output cannot satisfy response_format: lexer error: too many states" in error["message"]
     assert error["type"] == "invalid_request_error"
     check_alive(embedded)
-    assert embedded.serving.loop.living == 0
+    assert embedded.serving.requests.living == 0
 
 
 def test_a_stream_whose_grammar_becomes_too_much_ends_with_the_reason(embedded):
@@ -140,7 +140,7 @@ def test_a_stream_whose_grammar_becomes_too_much_ends_with_the_reason(embedded):
     assert "too many states" in last["error"]["message"]
     assert last["error"]["type"] == "invalid_request_error"
     check_alive(embedded)
-    assert embedded.serving.loop.living == 0
+    assert embedded.serving.requests.living == 0
 
 
 def test_what_takes_too_long_to_compile_holds_nobody_up(strict, monkeypatch):

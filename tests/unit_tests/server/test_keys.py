@@ -264,7 +264,7 @@ class TestSources:
                 load_keys(ServerConfig(api_key=ALICE, admin_key_file=str(tmp_path / "admin")), {})
 
     def test_told_before_anything_is_loaded(self, monkeypatch, capfd):
-        monkeypatch.setattr("megatron_ext.server.run.load_model", None)
+        monkeypatch.setattr("megatron_ext.models.engine_args.load_model", None)
         monkeypatch.setenv("MEGATRON_EXT_API_KEY", ALICE)
         assert run_server.main(["--api-key", BOB]) == run_server.BAD_USAGE
         (line,) = capfd.readouterr().err.splitlines()

@@ -83,12 +83,12 @@ def test_a_full_queue_is_429_with_retry_after(serve, stream):
         held = [client.send(client.build_request("POST", "/v1/completions", json=body), stream=True) for _ in range(2)]
         waiting = threading.Thread(target=lambda: server.http.post("/v1/completions", json=body | {"max_tokens": 1}))
         waiting.start()
-        server.wait_until(lambda: server.serving.loop.living == 3)
+        server.wait_until(lambda: server.serving.requests.living == 3)
         with pytest.raises(openai.RateLimitError) as caught:
             api.completions.create(model="tiny", prompt=[1], stream=stream)
         assert int(caught.value.response.headers["retry-after"]) >= 1
         assert caught.value.body["code"] == "rate_limit_exceeded"
-        server.serving.loop._latencies.append(1e6)
+        server.serving.requests._latencies.append(1e6)
         with pytest.raises(openai.RateLimitError) as caught:
             api.completions.create(model="tiny", prompt=[1], stream=stream)
         assert caught.value.response.headers["retry-after"] == "60", "TE-6: the wait is bounded"
@@ -209,7 +209,7 @@ def test_the_cache_is_described_while_a_step_takes_long(serve):
     for _ in range(3):
         answer = httpx.get(f"{server.url}/prefix_cache", timeout=5).json()
         assert answer["hottest_prefixes"] == before["hottest_prefixes"]
-    assert server.serving.loop.living == 1, "the step goes on"
+    assert server.serving.requests.living == 1, "the step goes on"
     go_on.set()
     assert server.http.post("/reset_prefix_cache").status_code == 200
     assert server.http.get("/prefix_cache").json()["hottest_prefixes"] == []
@@ -239,7 +239,7 @@ class TestTheEnd:
 
         talking = threading.Thread(target=talk)
         talking.start()
-        server.wait_until(lambda: server.serving.loop.living == 1 and server.metric("requests_running") == 1)
+        server.wait_until(lambda: server.serving.requests.living == 1 and server.metric("requests_running") == 1)
         server._server.should_exit = True
         talking.join(PATIENCE)
         (response,) = seen

@@ -97,14 +97,14 @@ class TestRequests:
 
     def test_a_client_that_leaves(self, server, lines):
         body = {"prompt": [1, 2], "max_tokens": 100, "ignore_eos": True}
-        step, begun, go_on = server.engine.step_modern, threading.Event(), threading.Event()
+        step, begun, go_on = server.engine.core.step, threading.Event(), threading.Event()
 
         def slow(*arguments):
             begun.set()
             assert go_on.wait(PATIENCE)
             return step(*arguments)
 
-        server.engine.step_modern = slow
+        server.engine.core.step = slow
         try:
             address, content = httpx.URL(server.url), json.dumps(body)
             head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -114,7 +114,7 @@ class TestRequests:
             (line,) = lines()
         finally:
             go_on.set()
-            server.engine.step_modern = step
+            server.engine.core.step = step
         assert (line["status"], line["prompt"], line["generated"]) == ("499", "2", "-")
         server.check_idle()
 

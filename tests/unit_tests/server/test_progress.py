@@ -8,13 +8,13 @@ from collections.abc import Iterator
 import pytest
 
 from megatron_ext.config import RequestParams
+from megatron_ext.engine.client_request import EngineRequest
 from megatron_ext.engine.intake import Intake
 from megatron_ext.scheduling.request import Request
 from megatron_ext.server.progress import RequestHandle
 from megatron_ext.server.replies import CompletionReply
 from megatron_ext.server.sampling import Job
 from megatron_ext.server.streaming import _ChoiceStream
-from megatron_ext.stepping.progress import Update, Updates
 from megatron_ext.text.vocabulary import Vocabulary
 from tests.priority import TestPriority
 from tests.unit_tests.scheduling.builders import make_request
@@ -24,7 +24,6 @@ pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 VOCABULARY = Vocabulary(PieceTokenizer(97), 97)
 STEPS = 40
-FIRST, SECOND = 100, 101  # ids that `make_request` gives
 
 
 class CountingList(list):
@@ -58,8 +57,10 @@ def scored_request() -> Request:
     return request
 
 
-def never_fails(request_id: int, error: Exception) -> None:
-    raise error
+def streamed(request: Request, *, is_streamed: bool = True) -> RequestHandle:
+    """The handle of a request that the engine has."""
+    one = EngineRequest(request.prompt_tokens, RequestParams(), is_streamed=is_streamed, request=request)
+    return RequestHandle(one, Job(request.prompt_tokens, RequestParams()))
 
 
 def as_record(source: object) -> tuple:
@@ -71,16 +72,16 @@ def as_record(source: object) -> tuple:
 class TestUpdates:
     def test_put_together_they_are_all_there_is(self):
         """However many tokens come between two of them."""
-        request, updates = scored_request(), Updates(never_fails)
-        updates.watch([FIRST])
-        handle = RequestHandle(FIRST, Job(request.prompt_tokens, RequestParams()))
-        assert updates.of([request]) == {}  # no token yet
+        request = scored_request()
+        handle = streamed(request)
+        assert not handle.request.collect(), "no token yet"
         for count in (1, 3, 1, 7):
             generate(request, count)
-            (update,) = updates.of([request]).values()
+            assert handle.request.collect()
+            update = handle.request.updates.popleft()
             assert len(update.generated_tokens) == count
             handle.take(update)
-            assert updates.of([request]) == {}
+            assert not handle.request.collect()
         assert as_record(handle.progress) == (
             list(request.prompt_tokens),
             request.generated_tokens,
@@ -92,56 +93,45 @@ class TestUpdates:
 
     def test_an_update_is_no_view_of_the_request(self):
         """The engine's thread goes on while the event loop reads."""
-        request, updates = scored_request(), Updates(never_fails)
-        updates.watch([FIRST])
+        request = scored_request()
+        handle = streamed(request)
         generate(request)
-        update = updates.of([request])[FIRST]
+        handle.request.collect()
+        (update,) = handle.request.updates
         before = as_record(update)
         generate(request, 5)
         request.output.prompt_log_probs.append(0.0)
         assert as_record(update) == before
 
     def test_only_streamed_requests_have_any(self):
-        request, updates = scored_request(), Updates(never_fails)
+        request = scored_request()
+        handle = streamed(request, is_streamed=False)
         generate(request)
-        assert updates.of([request]) == {}
-        updates.watch([FIRST])
-        updates.forget([FIRST])
-        assert updates.of([request]) == {}
+        assert not handle.request.collect()
+        assert not handle.request.updates
 
-    def test_one_that_is_lost_is_not_passed_over(self):
-        request, updates = scored_request(), Updates(never_fails)
-        updates.watch([FIRST])
-        handle = RequestHandle(FIRST, Job(request.prompt_tokens, RequestParams()))
-        generate(request)
-        updates.of([request])
-        generate(request)
+    def test_a_lost_update_is_not_passed_over(self):
+        request = scored_request()
+        handle = streamed(request)
+        for _ in range(2):
+            generate(request)
+            handle.request.collect()
+        _, second = handle.request.updates
         with pytest.raises(AssertionError, match="an update is missing"):
-            handle.take(updates.of([request])[FIRST])
-
-    def test_one_that_cannot_be_made_fails_its_request_only(self, monkeypatch):
-        bad, good, failed = make_request(0, prompt=3), make_request(1, prompt=3), []
-        of = Update.of
-        monkeypatch.setattr(Update, "of", lambda request, start: 1 / 0 if request is bad else of(request, start))
-        updates = Updates(lambda request_id, error: failed.append((request_id, type(error))))
-        updates.watch([FIRST, SECOND])
-        generate(bad)
-        generate(good)
-        assert list(updates.of([bad, good])) == [SECOND]
-        assert failed == [(FIRST, ZeroDivisionError)]
+            handle.take(second)
 
 
 def sent(readings: list[int]) -> tuple[str, list[float]]:
     """Text and log-probs of a choice whose client looks after so many tokens each time."""
-    request, updates = scored_request(), Updates(never_fails)
-    updates.watch([FIRST])
-    handle = RequestHandle(FIRST, Job(request.prompt_tokens, RequestParams()))
+    request = scored_request()
+    handle = streamed(request)
     reply = CompletionReply("tiny", VOCABULARY, 1, has_scores=True, echoes=["<1>"])
     stream = _ChoiceStream(0, handle, handle, reply, VOCABULARY.detokenize)
     parts = []
     for count in range(1, STEPS + 1):
         generate(request)
-        handle.take(updates.of([request])[FIRST])
+        handle.request.collect()
+        handle.take(handle.request.updates.popleft())
         if count in readings:
             parts += stream.parts()
     choices = [part["choices"][0] for part in parts]

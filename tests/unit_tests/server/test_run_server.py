@@ -155,7 +155,7 @@ class TestMistakes:
         assert "9 attention heads" in error_line("--num-attention-heads", "9")
 
     def test_a_port_that_is_taken_is_told_before_anything_is_loaded(self, error_line, monkeypatch):
-        monkeypatch.setattr("megatron_ext.server.run.load_model", None)
+        monkeypatch.setattr("megatron_ext.models.engine_args.load_model", None)
         with socket.create_server(("127.0.0.1", 0)) as taken:
             port = taken.getsockname()[1]
             assert f"--port {port}" in error_line("--port", str(port))
@@ -164,7 +164,7 @@ class TestMistakes:
         assert "--host not.a.host.invalid" in error_line("--host", "not.a.host.invalid")
 
     def test_too_few_files_are_told_before_anything_is_loaded(self, error_line, monkeypatch):
-        monkeypatch.setattr("megatron_ext.server.run.load_model", None)
+        monkeypatch.setattr("megatron_ext.models.engine_args.load_model", None)
         limits_of = resource.getrlimit
         few = (70, 70)
         monkeypatch.setattr("resource.getrlimit", lambda of: few if of == resource.RLIMIT_NOFILE else limits_of(of))
@@ -200,4 +200,4 @@ def test_serving_is_built_from_settings():
     platform.initialize()
     serving = build_serving(parse_server_arguments([*TINY, "--served-model-name", "x", "--max-waiting-requests", "3"]))
     assert isinstance(serving, Serving)
-    assert (serving.model, serving.loop.capacity) == ("x", 7)
+    assert (serving.model, serving.requests.capacity) == ("x", 7)

@@ -95,7 +95,7 @@ class Padded:
 
     def wait_for_tokens(self) -> None:
         """From now on every step is launched when the one before is over."""
-        self.engine.engine._ahead._executor = None
+        self.engine.core.replicas[0].ahead._executor = None
 
     def add(self, request_id: int, prompt: str | Sequence[int], **params: object):
         """Without log-probs unless they are asked for: those of prompts leave the program."""

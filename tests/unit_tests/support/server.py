@@ -63,7 +63,7 @@ class LiveServer:
 
     def in_engine_thread(self, function: Callable, *arguments: object):
         """Call something between two steps."""
-        return asyncio.run_coroutine_threadsafe(self.serving.loop.call(function, *arguments), self.loop).result(
+        return asyncio.run_coroutine_threadsafe(self.serving.requests.call(function, *arguments), self.loop).result(
             PATIENCE
         )
 
@@ -75,7 +75,7 @@ class LiveServer:
 
     def check_idle(self) -> None:
         """When the last request has ended nothing is owned by anybody."""
-        self.wait_until(lambda: self.serving.loop.living == 0)
+        self.wait_until(lambda: self.serving.requests.living == 0)
         self.in_engine_thread(self._check_idle)
 
     def _check_idle(self) -> None:

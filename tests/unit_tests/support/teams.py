@@ -110,7 +110,7 @@ def lead(engine: InferenceEngine, script: Script) -> Lived:
         _step(engine, records)
     assert not engine.has_unfinished_requests(), "requests never end"
     engine.close()
-    counters = dataclasses.replace(engine.engine.counters)
+    counters = dataclasses.replace(engine.core.counters)
     return Lived(records, engine.prefix_cache_statistics(), counters, engine.step_count, engine.geometry)
 
 

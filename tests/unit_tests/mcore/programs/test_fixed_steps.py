@@ -282,7 +282,7 @@ def test_tokens_are_read_after_the_launch(get_oracle):
         return computing
 
     fixed.launch = launch_noted
-    driver.engine.engine.while_computing = lambda: read.append("host")
+    driver.engine.core.host_work = lambda: read.append("host")
     for _ in range(3):
         driver.step()
     first, second = ["launch 21", "launch 22", "host", "read 21"], ["launch 23", "host", "read 22"]

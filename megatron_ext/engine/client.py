@@ -1,0 +1,317 @@
+"""Engine client: one thread that steps an engine core, for callers in any thread.
+
+The client owns the thread, the heartbeat to other ranks, retries of failed steps, giving up, and delivery. The server,
+the Python interface and offline runs are its callers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from typing import TypeVar
+
+from megatron_ext.engine.client_request import EngineRequest
+from megatron_ext.engine.core import EngineCore, StepOutput
+from megatron_ext.engine.thread import EngineThread
+from megatron_ext.errors import EngineClosed, EngineSuspended, RankError
+from megatron_ext.scheduling.record import RequestRecord
+from megatron_ext.scheduling.request import Request
+
+Result = TypeVar("Result")
+
+FAILED_STEPS = 3  # in a row: then the requests are given up
+
+
+class ClientListener:
+    """Observer of an engine client; every method is called by the engine's thread. By default it does nothing."""
+
+    def on_step(self, output: StepOutput) -> None:
+        """Handle the output of a step, before it is delivered."""
+
+    def on_delivery(self, requests: Sequence[EngineRequest]) -> None:
+        """Handle requests that have new updates or have ended."""
+
+    def on_call(self) -> None:
+        """Handle the end of a step or of a call between two steps."""
+
+    def on_failed_step(self, error: Exception) -> None:
+        """Handle a step that failed; its requests are tried again or given up."""
+
+    def on_lost_ranks(self, error: RankError) -> None:
+        """Handle the loss of other ranks: nothing can be computed any more."""
+
+
+class EngineClient:
+    """Takes requests and calls from any thread, and steps as long as there is something to compute or to report.
+
+    A step that fails is tried again, with its requests; after `FAILED_STEPS` in a row all requests end as FAILED.
+
+    Args:
+        core: Without requests. No other thread may call it from now on.
+        listener: Observer of steps and deliveries.
+        steps_itself: Whether steps follow each other as long as there are requests. Otherwise `step` takes each one,
+            and an error of a step is its caller's.
+    """
+
+    def __init__(self, core: EngineCore, listener: ClientListener | None = None, *, steps_itself: bool = True) -> None:
+        self._core = core
+        self._listener = listener or ClientListener()
+        self._steps_itself = steps_itself
+        self._thread = EngineThread(core)
+        self._closing = threading.Lock()
+        self._is_closed = False
+        self._abandoned: deque[EngineRequest] = deque()
+        self._closed = threading.Event()
+        # From here on the engine's thread's own.
+        self._ids = itertools.count()
+        self._pending: dict[int, EngineRequest] = {}  # by request id
+        self._has_turn = False  # a turn is under way or submitted
+        self._failures = 0  # failed steps in a row
+        if core.workers.heartbeat is not None:
+            beat = threading.Thread(target=self._beat, args=(core.workers.heartbeat,), name="heartbeat", daemon=True)
+            beat.start()
+
+    # Called by any thread
+
+    def submit(self, requests: Sequence[EngineRequest]) -> Future[None]:
+        """Hand requests to the engine, all or none.
+
+        Returns:
+            Done when the engine has them. Its errors: `EngineSuspended`, and `ConfigError` for a request that makes no
+            sense.
+
+        Raises:
+            EngineClosed: The client is closed.
+        """
+        with self._closing:
+            self._check_open()
+            return self._thread.submit_requests(self._add, (requests,), self._between_steps)
+
+    def call(self, function: Callable[..., Result], *arguments: object) -> Future[Result]:
+        """Call a function in the engine's thread, between two steps.
+
+        Raises:
+            EngineClosed: The client is closed.
+        """
+        with self._closing:
+            self._check_open()
+            return self._thread.submit(self._between_steps, function, arguments)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a step would compute or report anything."""
+        return self._core.is_busy
+
+    def suspend(self) -> None:
+        """Free the pools, and wait for that; see `EngineCore.suspend`."""
+        self.call(self._core.suspend).result()
+
+    def resume(self) -> None:
+        """Allocate the pools again, and wait for that; see `EngineCore.resume`."""
+        self.call(self._core.resume).result()
+
+    def step(self) -> StepOutput:
+        """Take one step and wait for it, where the client does not step by itself; errors are those of the core."""
+        assert not self._steps_itself, "steps follow each other by themselves"
+        return self.call(self._step).result()
+
+    def abort(self, requests: Iterable[EngineRequest], *, at_once: bool = False) -> None:
+        """Free whatever these requests own before anything else is computed or asked; return at once.
+
+        Without `at_once` no lock is taken, so that the garbage collector may call it at any moment in any thread; a
+        suspended engine then frees them with the next call.
+        """
+        for request in requests:
+            request.is_abandoned = True
+            self._abandoned.append(request)
+        if at_once and self._abandoned:
+            with contextlib.suppress(EngineClosed):
+                self.call(_nothing)
+
+    def close(self) -> bool:
+        """End all requests with `EngineClosed`, wait for the step in flight, and end the thread.
+
+        Returns:
+            Whether this call did so; False if the client was closed before.
+        """
+        with self._closing:
+            if self._is_closed:
+                return False
+            ended = self._thread.submit(self._end_all)
+            self._is_closed = True
+        self._closed.set()
+        try:
+            ended.result()
+        finally:
+            self._thread.close()
+        return True
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise EngineClosed("the engine is closed; load another one")
+
+    def _beat(self, seconds: float) -> None:
+        """Send other ranks signs of life: they wait for this one, and give it up after a while."""
+        while not self._closed.wait(seconds / 2):
+            with contextlib.suppress(EngineClosed):
+                self.call(self._idle)
+
+    # Called by the engine's thread
+
+    def _between_steps(self, function: Callable[..., Result], arguments: tuple[object, ...]) -> Result:
+        self._drop_abandoned()
+        try:
+            return function(*arguments)
+        finally:
+            self._listener.on_call()
+            self._go_on()
+
+    def _add(self, requests: Sequence[EngineRequest]) -> None:
+        if self._core.is_suspended:
+            raise EngineSuspended("the engine is suspended; call resume() before anything is generated")
+        added: list[EngineRequest] = []
+        try:
+            for one in requests:
+                tokens = self._core.tokenize(one.tokens)
+                one.request = self._core.add(next(self._ids), tokens, one.params, text=one.text, turn=one.turn)
+                added.append(one)
+        except Exception:
+            self._abort(added)
+            raise
+        self._failures = 0
+        self._pending |= {one.request.request_id: one for one in added if one.request is not None}
+        self._abort(one for one in added if one.is_abandoned)
+
+    def _drop_abandoned(self) -> None:
+        while self._abandoned:
+            self._abort([self._abandoned.popleft()])
+
+    def _abort(self, requests: Iterable[EngineRequest]) -> None:
+        for one in requests:
+            if one.request is None:
+                continue
+            try:
+                self._core.abort(one.request)
+            except Exception as error:
+                self._core.faults.note(f"the end of request {one.request.request_id}", error)
+
+    def _end_all(self) -> None:
+        self._abort(list(self._pending.values()))
+        self._give_up(EngineClosed("the engine was closed before this request had ended"))
+        try:
+            self._core.close()
+        except RankError as error:
+            self._listener.on_lost_ranks(error)
+
+    def _idle(self) -> None:
+        try:
+            self._core.idle()
+        except RankError as error:
+            self._note_failed_step(error)
+
+    def _go_on(self) -> None:
+        """Submit a turn if there is something to compute or to report."""
+        is_stuck = self._failures > FAILED_STEPS or not self._steps_itself
+        if self._has_turn or is_stuck or self._core.is_suspended or not self._core.is_busy:
+            return
+        with contextlib.suppress(RuntimeError):  # the client is being closed, or the interpreter ends
+            self._thread.submit(self._turn)
+            self._has_turn = True
+
+    def _turn(self) -> None:
+        """Take one step, deliver its output, and submit the next turn after the calls submitted meanwhile."""
+        self._has_turn = False
+        self._drop_abandoned()
+        if self._is_closed or self._core.is_suspended or not self._core.is_busy:
+            return
+        try:
+            self._step()
+        except Exception as error:
+            self._note_failed_step(error)
+        self._listener.on_call()
+        self._go_on()
+
+    def _step(self) -> StepOutput:
+        output = self._core.step()
+        self._failures = 0
+        with self._core.faults.absorbed("the observer of a step"):
+            self._listener.on_step(output)
+        self._deliver(output)
+        return output
+
+    def _deliver(self, output: StepOutput) -> None:
+        changed = [self._pending[request.request_id] for request in output.active if self._has_update(request)]
+        for record in output.records:
+            one = self._pending.pop(record.request_id, None)
+            if one is not None:
+                _end(one, record)
+                changed.append(one)
+        self._notify(changed)
+
+    def _has_update(self, request: Request) -> bool:
+        """Collect what is new of a request that goes on; an error ends that request only."""
+        try:
+            return request.request_id in self._pending and self._pending[request.request_id].collect()
+        except Exception as error:
+            self._core.fail(request, error)
+            return False
+
+    def _notify(self, changed: Sequence[EngineRequest]) -> None:
+        """Tell the readers; a request whose reader cannot be told any more is aborted."""
+        for one in changed:
+            if one.notify is None:
+                continue
+            try:
+                one.notify()
+            except Exception as error:
+                self._core.faults.note(f"the reader of request {one.request and one.request.request_id}", error)
+                self._abort([one])
+        if changed:
+            with self._core.faults.absorbed("a delivery"):
+                self._listener.on_delivery(changed)
+
+    def _note_failed_step(self, error: Exception) -> None:
+        """Count a failed step: its requests wait for the next one; after several in a row all requests end.
+
+        What several ranks cannot do together is not tried again.
+        """
+        is_lost = isinstance(error, RankError)
+        self._failures = FAILED_STEPS + 1 if is_lost else self._failures + 1
+        self._core.faults.note(f"an engine step, {self._failures} in a row,", error)
+        with self._core.faults.absorbed("the observer of a failed step"):
+            self._listener.on_failed_step(error)
+            if isinstance(error, RankError):
+                self._listener.on_lost_ranks(error)
+        if self._failures == FAILED_STEPS:  # one more step reports them
+            for one in self._pending.values():
+                assert one.request is not None, "the engine has it"
+                one.step_error = error
+                self._core.fail(one.request, error, is_noted=True)
+        elif self._failures > FAILED_STEPS:
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        """End all requests with this error, without a record."""
+        ended = list(self._pending.values())
+        self._pending.clear()
+        for one in ended:
+            _end(one, error)
+        self._notify(ended)
+
+
+def _end(one: EngineRequest, outcome: RequestRecord | Exception) -> None:
+    """Set the outcome of a request, unless its future was cancelled."""
+    if not one.record.set_running_or_notify_cancel():
+        return
+    if isinstance(outcome, Exception):
+        one.record.set_exception(outcome)
+    else:
+        one.record.set_result(outcome)
+
+
+def _nothing() -> None:
+    """Do nothing; the call alone has abandoned requests ended."""

@@ -1,0 +1,337 @@
+"""Engine core: requests in, steps, records out. One replica of the model, or several that step together."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from heapq import nlargest
+from operator import attrgetter
+
+from megatron_ext.config import RequestParams
+from megatron_ext.engine.executor import Executor
+from megatron_ext.engine.faults import Faults
+from megatron_ext.engine.intake import Door, Intake
+from megatron_ext.engine.output import OutputProcessor
+from megatron_ext.engine.replica import Replica, ReplicaStep
+from megatron_ext.engine.resources import ModelResources, NoResources
+from megatron_ext.engine.statistics import EngineStatistics, log_step
+from megatron_ext.engine.workers import NoWorkers, Workers
+from megatron_ext.errors import ConfigError, EngineSuspended
+from megatron_ext.prefix_cache.block_index import CachedPrefix
+from megatron_ext.scheduling.chunk import Chunk
+from megatron_ext.scheduling.counters import Counters
+from megatron_ext.scheduling.planner import check_admissible
+from megatron_ext.scheduling.record import RequestRecord, Status
+from megatron_ext.scheduling.request import Request
+from megatron_ext.scheduling.scheduler import Scheduler
+from megatron_ext.speculation.proposals import Proposals
+
+
+@dataclass(frozen=True)
+class EngineStep:
+    """A step after its commit and before its output.
+
+    Attributes:
+        parts: One step of each replica.
+        seconds: Time to plan, execute and commit.
+    """
+
+    parts: tuple[ReplicaStep, ...] = ()
+    seconds: float = 0.0
+
+    @property
+    def chunks(self) -> Sequence[Chunk]:
+        """Chunks that were scheduled, of all replicas."""
+        return [chunk for part in self.parts for chunk in part.plan.chunks]
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """Outcome of one step.
+
+    Attributes:
+        active: Requests that computed something in the step and go on.
+        records: Records of all requests that have ended since the last step.
+        seconds: Time to plan, execute and commit.
+    """
+
+    active: Sequence[Request]
+    records: Sequence[RequestRecord]
+    seconds: float
+
+
+def _no_host_work() -> None:
+    """Do nothing while the device computes."""
+
+
+class EngineCore:
+    """The engine: takes requests in, computes them step by step, hands records out.
+
+    Not thread-safe: `EngineClient` makes every call from one thread.
+
+    Args:
+        parts: Scheduler and executor of each replica, without requests. That of replica 0 computes on this rank.
+        door: Settings that requests are made with.
+        proposals: Drafts for decoding requests (SP-1); None for no speculation.
+        workers: The other ranks; by default there are none.
+        resources: Weights and pools of the model; by default there are none.
+        logging_interval: Log one line every so many steps; 0 for never.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[tuple[Scheduler, Executor]],
+        door: Door,
+        *,
+        proposals: Proposals | None = None,
+        workers: Workers | None = None,
+        resources: ModelResources | None = None,
+        logging_interval: int = 0,
+    ) -> None:
+        self.faults = Faults("the engine")
+        self.output = OutputProcessor(door.vocabulary, self.faults)
+        self.replicas = tuple(Replica(*part, door, self.output, self.faults, proposals) for part in parts)
+        self.workers: Workers = workers or NoWorkers()
+        self.resources: ModelResources = resources or NoResources()
+        self.logging_interval = logging_interval
+        self.step_count = 0
+        self.is_suspended = False
+        self.host_work: Callable[[], None] = _no_host_work  # while the device computes; may only add requests
+        self._intake = Intake(door)
+        self._turns = itertools.count()
+
+    # Requests
+
+    def tokenize(self, prompt: str | Sequence[int], add_bos: bool = False) -> tuple[int, ...]:
+        """Return the token ids of a prompt; see `Intake.tokenize`."""
+        return self._intake.tokenize(prompt, add_bos)
+
+    def add(
+        self,
+        request_id: int,
+        tokens: tuple[int, ...],
+        params: RequestParams,
+        *,
+        text: str | None = None,
+        turn: int | None = None,
+    ) -> Request:
+        """Queue a request. A request that can never be served ends at once as FAILED; the next step reports it.
+
+        Args:
+            request_id: Unique among requests that have not been reported.
+            tokens: Prompt token ids, from `tokenize`.
+            params: Sampling parameters.
+            text: Text of the prompt, for its record.
+            turn: The replica `turn` modulo R serves the request; by default requests go round.
+
+        Raises:
+            ConfigError: The id is in use, or the parameters make no sense for this model.
+        """
+        self.check_free(request_id)
+        index = (next(self._turns) if turn is None else turn) % len(self.replicas)
+        replica, scheduler = self.replicas[index], self.replicas[index].scheduler
+        request = self._intake.make(request_id, tokens, params, text)
+        error = check_admissible(request, scheduler.limits)
+        if error is None:
+            scheduler.add(request)
+            replica.structured.add(request)
+        else:
+            request.end(Status.FAILED, error=f"this prompt cannot be served: {error}")
+            self.output.ended.append(request)
+        self.output.open(request, scheduler)
+        return request
+
+    def check_free(self, request_id: int) -> None:
+        """Raise if a request that has not been reported has this id.
+
+        Raises:
+            ConfigError: The id is in use.
+        """
+        if request_id in self.output:
+            raise ConfigError(f"request id {request_id} is in use; choose another")
+
+    def get(self, request_id: int) -> Request:
+        """Return a request that has not been reported.
+
+        Raises:
+            KeyError: There is none with this id.
+        """
+        return self.output.get(request_id)
+
+    def abort(self, request: Request) -> bool:
+        """End a request as ABORTED and free its blocks and its live slot at once (EX-8).
+
+        Returns:
+            Whether it was alive.
+        """
+        return self.output.abort(request)
+
+    def fail(self, request: Request, error: Exception, *, is_noted: bool = False) -> None:
+        """End a request as FAILED, with an error that is counted and logged unless it has been."""
+        self.output.fail(request, error, is_noted=is_noted)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a step would compute or report anything."""
+        return bool(self.output)
+
+    def waiting(self) -> Sequence[Request]:
+        """Return requests that wait for admission, and ended ones that the next step reports."""
+        queued = [request for replica in self.replicas for request in replica.scheduler.queues.waiting]
+        return [*queued, *self.output.ended]
+
+    def cancel(self) -> None:
+        """Forget all requests without a record; the core is not used any more."""
+        for replica in self.replicas:
+            replica.ahead.drop()
+            replica.structured.forget(self.output.requests())
+        self.output.cancel()
+
+    # Steps
+
+    def step(self) -> StepOutput:
+        """Schedule, execute and commit one step, and turn its tokens into output.
+
+        Raises:
+            EngineSuspended: The pools have been freed; call `resume` first.
+            RankError: With several ranks, one has failed; no further step can succeed.
+            Exception: Executing failed. The step's requests wait again; a later step computes them.
+        """
+        step = self.compute()
+        records = self.report(step)
+        return StepOutput(active_requests(step), records, step.seconds)
+
+    def compute(self) -> EngineStep:
+        """Schedule, execute and commit one step; errors are those of `step`."""
+        if self.is_suspended:
+            raise EngineSuspended("the engine is suspended; call resume() before a step")
+        self._notice_new_weights()
+        started = time.perf_counter()
+        for replica in self.replicas:  # before other ranks are told what is proposed
+            replica.propose()
+        is_idle = not any(replica.has_other_work for replica in self.replicas)
+        for replica in self.replicas:
+            replica.prepare(1 / len(self.replicas), is_idle=is_idle)
+        self.workers.begin_step()
+        try:
+            parts = tuple(replica.compute(self.host_work) for replica in self.replicas)
+        except Exception as error:
+            raised = self.workers.step_error(error)
+            if raised is error:
+                raise
+            raise raised from error
+        step = EngineStep(parts, time.perf_counter() - started)
+        self.step_count += any(part.result is not None for part in parts)
+        return step
+
+    def report(self, step: EngineStep) -> list[RequestRecord]:
+        """Turn a step's tokens into scores, texts and records; nothing in here raises.
+
+        Returns:
+            Records of all requests that have ended since the last report.
+        """
+        for part in step.parts:
+            if part.result is not None:
+                self.output.take([chunk.request for chunk in part.plan.chunks], part.result)
+        ended = list(self.output.ended)
+        records = self.output.report()
+        for replica in self.replicas:
+            replica.forget(ended)
+        if self.logging_interval and step.chunks and self.step_count % self.logging_interval == 0:
+            with self.faults.absorbed("the log line of a step"):
+                log_step(self.statistics(), step.chunks, step.seconds)
+        return records
+
+    def idle(self) -> None:
+        """Send other ranks a sign of life if one is due."""
+        self.workers.idle()
+
+    def close(self) -> None:
+        """Wait until the device is at rest and have other ranks leave; no step follows."""
+        for replica in self.replicas:
+            replica.close()
+        self.workers.stop()
+
+    # Cache, weights, pools
+
+    def reset_prefix_cache(self) -> None:
+        """Empty the cache: nothing cached before is matched after; running requests publish nothing."""
+        for replica in self.replicas:
+            replica.scheduler.reset_prefix_cache()
+
+    def weights_changed(self) -> None:
+        """Take note that the model's weights were written in place: the cache is emptied."""
+        self.resources.mark_new_weights()
+        self.resources.has_new_weights(is_caching=True)  # so that the next step does not see them again
+        self._use_new_weights()
+
+    def _notice_new_weights(self) -> None:
+        if self.resources.has_new_weights(is_caching=self.is_caching):
+            self._use_new_weights()
+
+    def _use_new_weights(self) -> None:
+        for replica in self.replicas:
+            replica.weights_changed()
+        self.resources.use_new_weights()
+
+    def suspend(self) -> None:
+        """Free the pools' memory. Requests keep their tokens and wait; nothing steps until `resume`."""
+        if self.is_suspended:
+            return
+        for replica in self.replicas:
+            replica.suspend()
+        self.workers.suspend()
+        self.resources.free()
+        self.is_suspended = True
+
+    def resume(self) -> None:
+        """Allocate the pools again; requests compute what they had computed before, and go on."""
+        if not self.is_suspended:
+            return
+        self.resources.allocate()
+        self.resources.capture()
+        self.is_suspended = False
+        self.workers.resume()
+
+    # Numbers
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """Scheduler of replica 0, whose pools are on this rank."""
+        return self.replicas[0].scheduler
+
+    @property
+    def is_caching(self) -> bool:
+        """Whether prefix caching is on."""
+        return self.scheduler.cache.is_enabled
+
+    @property
+    def counters(self) -> Counters:
+        """Counters of all replicas together."""
+        found = [replica.scheduler.counters for replica in self.replicas]
+        return found[0] if len(found) == 1 else Counters.total(found)
+
+    def statistics(self) -> EngineStatistics:
+        """Return current sizes and counters of all replicas together."""
+        parts = [EngineStatistics.of(replica.scheduler) for replica in self.replicas]
+        return EngineStatistics.total(parts, ended=self.output.reported_count, steps=self.step_count)
+
+    def hottest(self, count: int) -> list[CachedPrefix]:
+        """Return the cached prefixes that most requests resumed from, the hottest first."""
+        found = [prefix for replica in self.replicas for prefix in replica.scheduler.cache.hottest(count)]
+        return nlargest(count, found, key=attrgetter("hits", "blocks")) if len(self.replicas) > 1 else found
+
+    def check(self) -> None:
+        """Assert every invariant of requests and pools."""
+        for replica in self.replicas:
+            replica.scheduler.check()
+        queued = [request for replica in self.replicas for request in replica.scheduler.queues]
+        known = {id(request) for request in self.output.requests()}
+        assert {id(request) for request in [*queued, *self.output.ended]} == known, "lost requests"
+
+
+def active_requests(step: EngineStep) -> list[Request]:
+    """Return the requests of a reported step that go on."""
+    return [chunk.request for chunk in step.chunks if not chunk.request.is_ended]

@@ -1,0 +1,200 @@
+"""One model replica in the engine core: plan, execute and commit its steps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from megatron_ext.engine.ahead import Ahead
+from megatron_ext.engine.executor import Executor, launcher
+from megatron_ext.engine.faults import Faults, describe
+from megatron_ext.engine.flight import Flight
+from megatron_ext.engine.intake import Door
+from megatron_ext.engine.output import OutputProcessor
+from megatron_ext.engine.result import StepResult
+from megatron_ext.engine.structured_output import StructuredOutputs
+from megatron_ext.errors import RestoreError
+from megatron_ext.prefix_cache.hash_chain import Digest
+from megatron_ext.scheduling.chunk import Chunk
+from megatron_ext.scheduling.plan import StepPlan
+from megatron_ext.scheduling.request import Request
+from megatron_ext.scheduling.scheduler import Scheduler
+from megatron_ext.scheduling.step import describe_step
+from megatron_ext.scheduling.verification import NO_TOKENS
+from megatron_ext.speculation.proposals import Proposals
+
+
+@dataclass(frozen=True)
+class ReplicaStep:
+    """One step of a replica.
+
+    Attributes:
+        plan: Scheduled chunks.
+        result: Computed tokens and scores; None if nothing was scheduled.
+    """
+
+    plan: StepPlan
+    result: StepResult | None
+
+
+class Replica:
+    """Scheduler and executor of one copy of the model.
+
+    If executing a step raises, its requests wait again and the error is passed on; the commit cannot fail.
+
+    Args:
+        scheduler: Without requests.
+        executor: Computes steps; on rank 0 the one of another replica waits for that replica's result.
+        door: Settings that requests are made with.
+        output: Receives requests that end in a step, and reports them.
+        faults: Counts what goes wrong beside steps.
+        proposals: Drafts for decoding requests (SP-1); None for no speculation.
+
+    Attributes:
+        structured: Structured outputs of the requests.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        door: Door,
+        output: OutputProcessor,
+        faults: Faults,
+        proposals: Proposals | None,
+    ) -> None:
+        self.scheduler = scheduler
+        self._executor, self._launch = executor, launcher(executor)
+        self._output = output
+        self._faults = faults
+        self._proposals = proposals
+        self._drafts = NO_TOKENS  # proposed for the step that is planned next
+        self._in_flight: Flight | None = None  # the next step, where it has been launched
+        self._last_seconds: float | None = 0.0  # of the step before; None if nothing was computed
+        self.structured = StructuredOutputs(scheduler, door.matcher, door.mask_thread)
+        self.ahead = Ahead(scheduler, executor, is_on=proposals is None)
+
+    def propose(self) -> None:
+        """Ask the drafter for the next step and begin missing masks, unless that step has been launched.
+
+        A fault of the drafter costs its drafts only.
+        """
+        self._in_flight = self.ahead.take()
+        if self._in_flight is not None:
+            return
+        self._drafts = NO_TOKENS
+        if self._proposals is not None:
+            with self._faults.absorbed("the drafter"):
+                self._drafts, errors = self._proposals.ask(self.scheduler)
+                for error in errors:
+                    self._faults.note("the drafter", error, once=True)
+        self.structured.begin(self._drafts)
+
+    @property
+    def has_other_work(self) -> bool:
+        """Whether the next step may compute something for requests that wait for no mask."""
+        return self._last_seconds is not None and self.structured.has_other_work
+
+    def prepare(self, share: float, *, is_idle: bool) -> None:
+        """Wait for masks within bounds; give the scheduler those that are ready, and the drafts (SE-10).
+
+        Args:
+            share: Part of the longest wait that this replica may use.
+            is_idle: Whether no replica has other work.
+        """
+        if self._in_flight is not None:
+            return
+        self.structured.wait(share * (self._last_seconds or 0.0), has_other_work=not is_idle)
+        ready = self.structured.take()
+        for request, error in ready.errors:
+            self._output.refuse(request, error)
+        for request, masks in ready.masks:
+            self.scheduler.allow(request, masks)
+        if drafts := self.structured.allowed_drafts(self._drafts):
+            self.scheduler.propose(drafts)
+
+    def compute(self, host_work: Callable[[], None]) -> ReplicaStep:
+        """Plan, execute and commit one step, after `propose` and `prepare`.
+
+        Where the executor can, the next step is launched before the tokens of this one are read.
+
+        Args:
+            host_work: Called while the device computes; it may add requests, and change nothing else.
+        """
+        flight, self._in_flight = self._in_flight, None
+        plan = self._plan() if flight is None else flight.plan
+        if not plan.chunks:
+            are_held = {request.lacks_mask for request in self.scheduler.queues}
+            assert not are_held or True in are_held, "requests are alive, but none can run"
+            self._last_seconds = None
+            self._executor.idle()
+            return ReplicaStep(plan, None)
+        planned = time.perf_counter()
+        try:
+            flight = flight or self._take_off(plan)
+            self.ahead.launch_behind(flight)
+            self._overlap(host_work)
+            result = flight.result()
+        except BaseException as error:
+            self._abandon(plan.chunks, flight, error)
+            raise
+        self._output.ended += self.scheduler.commit(flight.step, result.tokens, result.behind_drafts)
+        self._last_seconds = time.perf_counter() - planned
+        if self._proposals is not None:
+            with self._faults.absorbed("the drafter"):
+                self._proposals.tell(self.scheduler.drafts.verified)
+        else:  # no draft is to come
+            self.structured.begin(NO_TOKENS)
+        return ReplicaStep(plan, result)
+
+    def _plan(self) -> StepPlan:
+        plan = self.scheduler.schedule()
+        self._output.ended += [request for request, _ in plan.failures]
+        return plan
+
+    def _take_off(self, plan: StepPlan) -> Flight:
+        step = describe_step(plan.chunks, self.scheduler.limits.block_size)
+        return Flight(plan, step, self._launch(step))
+
+    def _abandon(self, chunks: Sequence[Chunk], flight: Flight | None, error: BaseException) -> None:
+        """Send the requests of a failed step, and of the one launched after it, back to wait."""
+        self.ahead.drop(flight)
+        self.scheduler.abandon(chunks, describe(error))
+        if isinstance(error, RestoreError):  # the next step computes what this snapshot was to save
+            states = self.scheduler.cache.states
+            assert states is not None, "only states are restored"
+            states.drop(Digest(error.digest))
+
+    def _overlap(self, host_work: Callable[[], None]) -> None:
+        """Hash waiting prompts and take requests in while the device computes (CU-6).
+
+        Nothing here may touch what the step is computed from: no plan, no end of a request, no change of the cache.
+        """
+        with self._faults.absorbed("what the host does while a step is computed"):
+            self.scheduler.hash_ahead()
+            host_work()
+
+    def forget(self, ended: Sequence[Request]) -> None:
+        """Drop what is kept of requests that have been reported."""
+        self.ahead.forget_void()
+        self.structured.forget(ended)
+        if self._proposals is not None:
+            with self._faults.absorbed("the drafter"):
+                self._proposals.forget(ended)
+
+    def weights_changed(self) -> None:
+        """Match nothing that was cached with the old weights."""
+        self.ahead.land()
+        self.scheduler.weights_changed()
+
+    def suspend(self) -> None:
+        """Make every request wait, and forget cached blocks: the pools are about to be freed."""
+        self.ahead.land()
+        self.ahead.drop()
+        self.scheduler.suspend()
+
+    def close(self) -> None:
+        """Wait until the device is at rest."""
+        self.ahead.land()
+        self.ahead.drop()

@@ -1,0 +1,60 @@
+"""Model resources as the engine core uses them: weights that may change, pools that come and go."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class ModelResources(Protocol):
+    """Weights and pools of the model on this rank."""
+
+    def has_new_weights(self, *, is_caching: bool) -> bool:
+        """Return whether the weights have changed since the last call; False where no cached result depends on them.
+
+        Args:
+            is_caching: Whether the engine keeps KV blocks or states that were computed with the weights.
+        """
+
+    def mark_new_weights(self) -> None:
+        """Record that the weights were written in place; every engine around the model sees it."""
+
+    def use_new_weights(self) -> None:
+        """Drop everything on the device that was derived from the old weights, such as captured graphs."""
+
+    def allocate(self) -> None:
+        """Allocate the pools if they are absent."""
+
+    def capture(self) -> None:
+        """Capture the CUDA graphs that the settings ask for."""
+
+    def free(self) -> None:
+        """Free the pools; their contents are lost."""
+
+    def bind_thread(self) -> None:
+        """Make the calling thread use the model's device."""
+
+
+class NoResources:
+    """Resources of an engine without a model: no weights, no pools."""
+
+    def has_new_weights(self, *, is_caching: bool) -> bool:
+        """See `ModelResources`."""
+        return False
+
+    def mark_new_weights(self) -> None:
+        """See `ModelResources`."""
+
+    def use_new_weights(self) -> None:
+        """See `ModelResources`."""
+
+    def allocate(self) -> None:
+        """See `ModelResources`."""
+
+    def capture(self) -> None:
+        """See `ModelResources`."""
+
+    def free(self) -> None:
+        """See `ModelResources`."""
+
+    def bind_thread(self) -> None:
+        """See `ModelResources`."""

@@ -1,0 +1,112 @@
+"""The engine's thread, which makes every call of an engine core, one after the other."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from megatron_ext.engine.core import EngineCore
+
+Result = TypeVar("Result")
+
+
+@dataclass(eq=False)
+class _Call:
+    """A call that waits for the thread.
+
+    Attributes:
+        run: Called between two steps.
+        take_in: Called while a step is computed; None if the call has to wait for the end of the step.
+        future: Result or error of the call.
+    """
+
+    run: Callable[[], object]
+    take_in: Callable[[], object] | None
+    future: Future[Any]
+
+    def answer(self, function: Callable[[], object]) -> None:
+        """Run it, unless its future was cancelled."""
+        if not self.future.set_running_or_notify_cancel():
+            return
+        try:
+            self.future.set_result(function())
+        except BaseException as error:  # passed to the waiting thread, as executors do it
+            self.future.set_exception(error)
+
+
+class EngineThread:
+    """A thread that runs calls in the order of submission.
+
+    Calls that arrive during a step run when it ends, before the next one is planned; but requests may be taken in while
+    the device computes, if no other call came before them (CU-6). With several ranks they wait for the end of the step,
+    since every rank must see them at the same place.
+
+    Args:
+        core: Without requests. No other thread may call it from now on.
+    """
+
+    def __init__(self, core: EngineCore) -> None:
+        self._calls = ThreadPoolExecutor(1, "engine", core.resources.bind_thread)
+        self._waiting: deque[_Call] = deque()
+        self._submitting = threading.Lock()
+        if core.workers.heartbeat is None:
+            core.host_work = self.take_in
+
+    def submit(self, function: Callable[..., Result], *arguments: object) -> Future[Result]:
+        """Call a function in the thread, after the calls submitted before.
+
+        Raises:
+            RuntimeError: The thread is closed, or the interpreter ends.
+        """
+        return self._submit(_Call(partial(function, *arguments), None, Future()))
+
+    def submit_requests(
+        self, add: Callable[..., Result], arguments: tuple[object, ...], between_steps: Callable[..., Result]
+    ) -> Future[Result]:
+        """Run `between_steps(add, arguments)` as any other call, or `add(*arguments)` during a step.
+
+        Args:
+            add: Adds requests to the engine, and does nothing else to it.
+            arguments: Arguments of `add`.
+            between_steps: Wrapper for where no step is under way.
+
+        Raises:
+            RuntimeError: The thread is closed, or the interpreter ends.
+        """
+        return self._submit(_Call(partial(between_steps, add, arguments), partial(add, *arguments), Future()))
+
+    def _submit(self, call: _Call) -> Future[Any]:
+        with self._submitting:
+            self._waiting.append(call)
+            try:
+                self._calls.submit(self._run_next)
+            except RuntimeError:
+                self._waiting.pop()
+                raise
+        return call.future
+
+    def _run_next(self) -> None:
+        with self._submitting:
+            call = self._waiting.popleft() if self._waiting else None  # it may have been taken in
+        if call is not None:
+            call.answer(call.run)
+
+    def take_in(self) -> None:
+        """Take in waiting requests while a step is computed, up to the first call of another kind."""
+        while True:
+            with self._submitting:
+                is_next = bool(self._waiting) and self._waiting[0].take_in is not None
+                call = self._waiting.popleft() if is_next else None
+            if call is None:
+                return
+            assert call.take_in is not None, "just seen"
+            call.answer(call.take_in)
+
+    def close(self) -> None:
+        """Wait for the calls that have been submitted, and end the thread."""
+        self._calls.shutdown()

@@ -1,0 +1,62 @@
+"""Updates of living requests: made by the engine's thread after each step, read by other threads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_ext.scheduling.request import Request
+
+
+@dataclass(frozen=True)
+class Update:
+    """New output of a living request since its previous update.
+
+    The prompt's log-probs are complete when the first token comes; they are in the first update only.
+
+    Attributes:
+        start: Number of generated tokens in the previous updates.
+    """
+
+    prompt_tokens: tuple[int, ...]
+    start: int
+    generated_tokens: Sequence[int]
+    generated_log_probs: Sequence[float]
+    generated_top_n_log_probs: Sequence[dict[int, float]]
+    prompt_log_probs: Sequence[float]
+    prompt_top_n_log_probs: Sequence[dict[int, float]]
+
+    @classmethod
+    def of(cls, request: Request, start: int) -> Update:
+        """Copy what a request has generated from its `start`-th token on."""
+        is_first = start == 0
+        return cls(
+            request.prompt_tokens,
+            start,
+            request.tokens[request.prompt_length + start :],
+            request.output.generated_log_probs[start:],
+            request.output.generated_top_n[start:],
+            request.output.prompt_log_probs[:] if is_first else (),
+            request.output.prompt_top_n[:] if is_first else (),
+        )
+
+
+class Progress:
+    """Output of a living request so far: its updates put together. The names are those of `RequestRecord`."""
+
+    def __init__(self, prompt_tokens: tuple[int, ...]) -> None:
+        self.prompt_tokens = prompt_tokens
+        self.generated_tokens: list[int] = []
+        self.generated_log_probs: list[float] = []
+        self.generated_top_n_log_probs: list[dict[int, float]] = []
+        self.prompt_log_probs: list[float] = []
+        self.prompt_top_n_log_probs: list[dict[int, float]] = []
+
+    def add(self, update: Update) -> None:
+        """Append an update; updates come in order, and none may be left out."""
+        assert update.start == len(self.generated_tokens), "an update is missing"
+        self.generated_tokens += update.generated_tokens
+        self.generated_log_probs += update.generated_log_probs
+        self.generated_top_n_log_probs += update.generated_top_n_log_probs
+        self.prompt_log_probs += update.prompt_log_probs
+        self.prompt_top_n_log_probs += update.prompt_top_n_log_probs

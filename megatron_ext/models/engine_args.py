@@ -1,0 +1,98 @@
+"""Settings to engine: load the model that they name, and build engines around it. On rank 0, and on the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from megatron_ext.config import CacheConfig
+from megatron_ext.config.run import EngineSettings
+from megatron_ext.mcore.adapter import InferenceEngine
+from megatron_ext.mcore.assemble import build_engine, build_follower
+from megatron_ext.models.drafting import load_draft_model
+from megatron_ext.models.load import LoadedModel, load_model, save_model
+from megatron_ext.ranks.team import Team
+
+
+class EngineArgs:
+    """A model loaded as settings say, with the draft model that they name; engines are built around it.
+
+    The model is saved where the settings ask for it.
+
+    Args:
+        settings: Model, parallel sizes, batching, caching, speculation.
+        team: All ranks, of which this is the first; None for a world of one.
+
+    Attributes:
+        loaded: The model.
+
+    Raises:
+        ConfigError: The model cannot be had as the settings say.
+    """
+
+    def __init__(self, settings: EngineSettings, team: Team | None = None) -> None:
+        self._settings = settings
+        self._team = team
+        self.loaded = _load(settings)
+        self._draft = load_draft_model(settings.speculation, settings.source, settings.parallel, self.loaded)
+
+    def build_engine(self, cache: CacheConfig | None = None) -> InferenceEngine:
+        """Build an engine; its pools are allocated.
+
+        Args:
+            cache: In place of what the settings say of prefix caching.
+
+        Raises:
+            ConfigError: The memory or the block size does not fit the model.
+        """
+        settings, loaded = self._settings, self.loaded
+        return build_engine(
+            loaded.model,
+            loaded.config,
+            loaded.tokenizer,
+            settings.batching,
+            cache or settings.cache,
+            dtype=loaded.dtype,
+            seed=settings.source.seed,
+            logging_step_interval=settings.logging_step_interval,
+            team=self._team,
+            speculation=settings.speculation,
+            draft=self._draft,
+        )
+
+
+def follow(
+    settings: EngineSettings, team: Team, on_ready: Callable[[], None], caches: Sequence[CacheConfig] | None = None
+) -> None:
+    """Take the same steps as rank 0, which has requests and results, until it says stop.
+
+    Args:
+        settings: Those of rank 0.
+        team: All ranks.
+        on_ready: Called before the first step: from now on this rank ends when rank 0 does.
+        caches: Prefix caching of rank 0's engines, one after the other; by default one, as the settings say.
+
+    Raises:
+        ConfigError: This rank's part of the model cannot be had.
+        RankError: A rank has failed or does not answer.
+    """
+    loaded = _load(settings)
+    for cache in caches or [settings.cache]:
+        follower = build_follower(
+            loaded.model,
+            loaded.config,
+            loaded.tokenizer,
+            settings.batching,
+            cache,
+            dtype=loaded.dtype,
+            team=team,
+            speculative_tokens=settings.speculation.num_speculative_tokens,
+        )
+        on_ready()
+        follower.follow()
+
+
+def _load(settings: EngineSettings) -> LoadedModel:
+    loaded = load_model(settings.source, dict(settings.model_overrides), parallel=settings.parallel)
+    if settings.source.save is not None:
+        save_model(settings.source.save, loaded)
+    return loaded

@@ -1,0 +1,81 @@
+"""Driver: rank 0's side of a world, which has the other ranks repeat each step of the engine core."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from megatron_ext.engine.faults import describe
+from megatron_ext.errors import RankError
+from megatron_ext.ranks.commands import Action, Batch, Resume, StartAnew
+from megatron_ext.ranks.journal import JournalledScheduler
+
+
+class Driver:
+    """`Workers` of a world of several ranks.
+
+    Before each step one batch goes to all ranks: what the schedulers of rank 0 were told since the last batch. A step
+    that fails on any rank is the last one.
+
+    Args:
+        schedulers: Scheduler of each replica, on rank 0.
+        send: Hands a batch to all other ranks.
+        heartbeat: Seconds after which the other ranks must hear of rank 0.
+    """
+
+    def __init__(
+        self, schedulers: Sequence[JournalledScheduler], send: Callable[[Batch], None], heartbeat: float
+    ) -> None:
+        self.heartbeat: float | None = heartbeat
+        self._schedulers = tuple(schedulers)
+        self._send = send
+        self._sent_at = time.monotonic()
+        self._is_over = False
+        for scheduler in self._schedulers:
+            scheduler.note(StartAnew())
+
+    def begin_step(self) -> None:
+        """See `Workers.begin_step`."""
+        self._tell(Action.STEP)
+
+    def idle(self) -> None:
+        """See `Workers.idle`."""
+        assert self.heartbeat is not None, "there are other ranks"
+        if time.monotonic() - self._sent_at >= self.heartbeat:
+            self._tell(Action.IDLE)
+
+    def suspend(self) -> None:
+        """See `Workers.suspend`."""
+        self._tell(Action.IDLE)
+
+    def resume(self) -> None:
+        """See `Workers.resume`."""
+        for scheduler in self._schedulers:
+            scheduler.note(Resume())
+
+    def stop(self) -> None:
+        """See `Workers.stop`; ranks that have stopped already are not told again."""
+        if not self._is_over:
+            self._tell(Action.STOP)
+            self._is_over = True
+
+    def step_error(self, error: Exception) -> Exception:
+        """See `Workers.step_error`."""
+        self._is_over = True
+        return _rank_error(error)
+
+    def _tell(self, action: Action) -> None:
+        """Send one batch with every command since the last one."""
+        if self._is_over:
+            raise RankError("the ranks have stopped stepping together; start anew")
+        noted = tuple((i, command) for i, one in enumerate(self._schedulers) for command in one.take_journal())
+        try:
+            self._send(Batch(action, noted))
+        except Exception as error:
+            self._is_over = True
+            raise _rank_error(error) from error
+        self._sent_at = time.monotonic()
+
+
+def _rank_error(error: Exception) -> RankError:
+    return error if isinstance(error, RankError) else RankError(describe(error))

@@ -1,0 +1,321 @@
+"""HTTP requests beside the engine: admission, delivery to the event loop, health, and sleep.
+
+The `EngineClient` steps the engine in a thread of its own. What the event loop sees of a request are values that the
+engine's thread made for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+from megatron_ext.engine.client import ClientListener, EngineClient
+from megatron_ext.engine.client_request import EngineRequest
+from megatron_ext.engine.core import EngineCore, StepOutput
+from megatron_ext.engine.faults import Faults
+from megatron_ext.errors import EngineClosed, RankError
+from megatron_ext.scheduling.record import RequestRecord, Status
+from megatron_ext.server.errors import ApiError, asleep, engine_fault, overloaded, shutting_down
+from megatron_ext.server.exchange import HttpExchange
+from megatron_ext.server.metrics import Metrics
+from megatron_ext.server.progress import RequestHandle, TokenClock
+from megatron_ext.server.recent import RecentRequests
+from megatron_ext.server.sampling import Job
+
+Result = TypeVar("Result")
+
+LATENCIES = 32  # of the last requests; they say how long a new one will take, roughly
+LONGEST_RETRY = 60  # seconds
+LONGEST_DELIVERY = 1.0  # seconds that a step waits for the event loop, which may have ended
+
+
+class RequestManager:
+    """Hands the requests of HTTP clients to the engine, and what the engine makes of them to the event loop.
+
+    Made in the event loop's thread; all methods are called by it. An error in the delivery to one request ends that
+    request only.
+
+    Args:
+        core: The engine, without requests. No other thread may call it from now on.
+        metrics: Updated with every step and request.
+        capacity: Requests that may be here at once.
+
+    Attributes:
+        recent: Requests that have ended, for traces.
+        is_healthy: False from a failed step until one has computed something.
+        on_lost_ranks: Called when other ranks are lost.
+    """
+
+    def __init__(self, core: EngineCore, metrics: Metrics, capacity: int) -> None:
+        self._core = core
+        self._metrics = metrics
+        self.capacity = capacity
+        self._handles: dict[EngineRequest, tuple[RequestHandle, HttpExchange]] = {}
+        self._latencies: deque[float] = deque(maxlen=LATENCIES)
+        self.recent = RecentRequests()
+        self.is_healthy = True
+        self.on_lost_ranks: Callable[[], None] = lambda: None
+        self._lost_ranks: RankError | None = None
+        self._is_closed = False
+        self.is_asleep = False
+        self._falling_asleep = asyncio.Lock()  # and waking up
+        self._faults = Faults("the server")  # the event loop's own; those of the engine's thread are the engine's
+        self._client: EngineClient | None = None
+
+    def start(self) -> None:
+        """Begin to step; called in the running event loop."""
+        self._metrics.state = self._core.statistics()
+        listener = _Listener(self._core, self._metrics, self, asyncio.get_running_loop())
+        self._client = EngineClient(self._core, listener)
+
+    async def stop(self) -> None:
+        """Give up what is left, and wait for the step in flight."""
+        self.give_up(shutting_down())
+        self._is_closed = True
+        await asyncio.to_thread(self.client.close)
+
+    @property
+    def client(self) -> EngineClient:
+        """The engine's client; there is one from `start` on."""
+        assert self._client is not None, "the server has not started"
+        return self._client
+
+    @property
+    def error_count(self) -> int:
+        """Number of errors since the start: failed steps, and faults of the engine and the server."""
+        return self._faults.count + self._core.faults.count
+
+    @property
+    def living(self) -> int:
+        """Number of requests that have not ended."""
+        return len(self._handles)
+
+    async def submit(self, jobs: Sequence[Job], *, is_streamed: bool) -> HttpExchange:
+        """Hand requests to the engine, all or none.
+
+        Raises:
+            ApiError: The queue is full (429); the server is asleep or shutting down (503).
+            ConfigError: A prompt or setting that makes no sense.
+        """
+        self._check_capacity(len(jobs))
+        handles = [RequestHandle(EngineRequest(job.tokens, job.params, is_streamed=is_streamed), job) for job in jobs]
+        exchange = HttpExchange(handles, self.abort)
+        for handle in handles:
+            self._handles[handle.request] = handle, exchange
+        try:
+            await asyncio.wrap_future(self.client.submit([handle.request for handle in handles]))
+        except EngineClosed:
+            self._forget(handles)
+            raise shutting_down() from None
+        except Exception:
+            self._forget(handles)
+            raise
+        except BaseException:  # cancelled, and the engine may have taken them
+            exchange.abort()
+            raise
+        return exchange
+
+    def _check_capacity(self, count: int) -> None:
+        if self._is_closed:
+            raise shutting_down()
+        if self.is_asleep:
+            raise asleep()
+        if self.living + count > self.capacity:
+            self._metrics.rejected.inc(count)
+            mean = sum(self._latencies) / len(self._latencies) if self._latencies else 1
+            raise overloaded(self.living, self.capacity, min(LONGEST_RETRY, max(1, math.ceil(mean))))
+
+    def abort(self, handles: Iterable[RequestHandle]) -> None:
+        """Free whatever these requests own when the step in flight has ended; return at once."""
+        if not self._is_closed:
+            self.client.abort([handle.request for handle in handles], at_once=True)
+
+    def give_up(self, error: ApiError) -> None:
+        """End all requests with an error."""
+        self._end(list(self._handles.values()), error)
+
+    def end(self, exchange: HttpExchange, error: ApiError) -> int:
+        """End the requests of an exchange that have not ended, with an error; return their number."""
+        ended = [(handle, exchange) for handle in exchange.handles if handle.request in self._handles]
+        self._end(ended, error)
+        return len(ended)
+
+    def _end(self, ended: Sequence[tuple[RequestHandle, HttpExchange]], error: ApiError) -> None:
+        if not ended:
+            return
+        self.abort(handle for handle, _ in ended)
+        self._forget(handle for handle, _ in ended)
+        for handle, exchange in ended:
+            handle.error = error
+            exchange.changed.set()
+
+    async def call(self, function: Callable[..., Result], *arguments: object) -> Result:
+        """Call a function in the engine's thread, between two steps."""
+        return await asyncio.wrap_future(self.client.call(function, *arguments))
+
+    async def reset_prefix_cache(self) -> dict[str, int] | None:
+        """Empty the cache; return what it holds then."""
+        await self.call(self._core.reset_prefix_cache)
+        return (await self.call(self._core.statistics)).prefix_cache()
+
+    async def sleep(self) -> None:
+        """Free the pools when the step in flight has ended. Requests in flight wait; new ones are refused."""
+        async with self._falling_asleep:
+            before, self.is_asleep = self.is_asleep, True
+            try:
+                await self.call(self._core.suspend)
+            except Exception:
+                self.is_asleep = before
+                raise
+
+    async def wake_up(self) -> None:
+        """Allocate the pools again, and go on. If that fails the server stays asleep."""
+        async with self._falling_asleep:
+            await self.call(self._core.resume)
+            self.is_asleep = False
+
+    def raise_lost_ranks(self) -> None:
+        """Raise what ended the server, if it was no signal.
+
+        Raises:
+            RankError: Other ranks are lost.
+        """
+        if self._lost_ranks is not None:
+            raise self._lost_ranks
+
+    # Called in the event loop after the engine's thread has said so
+
+    def note_step(self, *, has_computed: bool, records: Sequence[RequestRecord]) -> None:
+        """Take note of a step that has been made."""
+        self.is_healthy = self.is_healthy or has_computed
+        for record in records:
+            with self._faults.absorbed("the metrics of a request"):
+                self._metrics.observe(record)
+                self._latencies.append(record.latency)
+
+    def note_failed_step(self) -> None:
+        """Take note of a step that has failed."""
+        self.is_healthy = False
+        with self._faults.absorbed("the count of failed steps"):
+            self._metrics.step_failures.inc()
+
+    def note_lost_ranks(self, error: RankError) -> None:
+        """End everything: nothing can be computed any more."""
+        if self._lost_ranks is None:
+            self._lost_ranks = error
+            self.is_healthy = False
+            self.give_up(engine_fault(error))
+            self.on_lost_ranks()
+
+    def deliver(self, requests: Sequence[EngineRequest]) -> None:
+        """Let the handles of these requests have what is new."""
+        try:
+            self._deliver(requests)
+        except Exception as error:
+            for request in requests:
+                self._fail(request, error)
+
+    def _deliver(self, requests: Sequence[EngineRequest]) -> None:
+        for request in requests:
+            if request not in self._handles:
+                continue
+            handle, exchange = self._handles[request]
+            try:
+                self._take(handle)
+                exchange.changed.set()
+            except Exception as error:
+                self._handles[request] = handle, exchange
+                self._fail(request, error)
+
+    def _take(self, handle: RequestHandle) -> None:
+        request = handle.request
+        while request.updates:
+            handle.take(request.updates.popleft())
+        if not request.record.done():
+            return
+        error = request.step_error or request.record.exception()
+        if error is not None:
+            handle.error = engine_fault(error)
+        else:
+            handle.record = record = request.record.result()
+            if handle.job.params.enable_prefix_caching:
+                self.recent.note(record, handle.job.params.cache_salt)
+        self._forget([handle])
+
+    def _fail(self, request: EngineRequest, error: Exception) -> None:
+        """End a request whose delivery has failed, in the engine too."""
+        if request in self._handles:
+            self._faults.note("a delivery", error)
+            self._end([self._handles[request]], engine_fault(error))
+
+    def _forget(self, handles: Iterable[RequestHandle]) -> None:
+        for handle in handles:
+            self._handles.pop(handle.request, None)
+
+
+class _Listener(ClientListener):
+    """Passes what happens in the engine's thread on to the event loop.
+
+    Args:
+        core: The engine.
+        metrics: Receives the engine's numbers after every call.
+        manager: Takes the rest, in its event loop.
+        loop: The manager's event loop.
+    """
+
+    def __init__(
+        self, core: EngineCore, metrics: Metrics, manager: RequestManager, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        self._core = core
+        self._metrics = metrics
+        self._manager = manager
+        self._loop = loop
+        self._clock = TokenClock()
+
+    def on_step(self, output: StepOutput) -> None:
+        """Observe the gaps between tokens, and have the event loop take note."""
+        has_computed = bool(output.active) or any(one.status is Status.COMPLETED for one in output.records)
+        self._post(lambda: self._manager.note_step(has_computed=has_computed, records=output.records))
+        with self._core.faults.absorbed("the metrics of a step"):
+            self._observe_tokens(output)
+
+    def _observe_tokens(self, output: StepOutput) -> None:
+        counts = {request.request_id: request.generated_count for request in output.active}
+        counts |= {record.request_id: len(record.generated_tokens) for record in output.records}
+        for gap in self._clock.gaps(counts):
+            self._metrics.inter_token.observe(gap)
+        for record in output.records:
+            self._clock.forget(record.request_id)
+
+    def on_delivery(self, requests: Sequence[EngineRequest]) -> None:
+        """Have the event loop deliver, and wait for it: a slow event loop slows steps down, and nothing piles up."""
+        delivered = threading.Event()
+
+        def deliver() -> None:
+            try:
+                self._manager.deliver(requests)
+            finally:
+                delivered.set()
+
+        self._post(deliver)
+        delivered.wait(LONGEST_DELIVERY)
+
+    def on_call(self) -> None:
+        """Leave the engine's numbers for readers of metrics."""
+        with self._core.faults.absorbed("the metrics of the engine"):
+            self._metrics.state = self._core.statistics()
+
+    def on_failed_step(self, error: Exception) -> None:
+        """Have the event loop take note."""
+        self._post(self._manager.note_failed_step)
+
+    def on_lost_ranks(self, error: RankError) -> None:
+        """Have the event loop end everything."""
+        self._post(lambda: self._manager.note_lost_ranks(error))
+
+    def _post(self, function: Callable[[], None]) -> None:
+        self._loop.call_soon_threadsafe(function)
