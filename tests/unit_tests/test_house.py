@@ -9,7 +9,7 @@ import pytest
 
 from tests.unit_tests.support.source import ROOT, is_private, parse, python_files
 
-LONGEST_FILE, LONGEST_FUNCTION, MOST_ATTRIBUTES = 350, 60, 22
+LONGEST_FILE, LONGEST_FUNCTION, MOST_ATTRIBUTES = 360, 62, 22
 FILES = [path for folder in ("arguments", "megatron_ext") for path in python_files(ROOT / folder)]
 # Public names with `Any` in their signatures, by file, each with why nothing better can be said.
 ANY = {
