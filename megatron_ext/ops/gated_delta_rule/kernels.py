@@ -56,9 +56,9 @@ def precise_product(a, b):
         rest = (b - high) * 256.0
         middle = first_bits(rest, MASK=-65536)
         low = (rest - middle) * 256.0
-        small = product(a, middle.to(tl.bfloat16), EXACT=False)
-        small += product(a, low.to(tl.bfloat16), EXACT=False) * 2.0**-8
-        total = product(a, high.to(tl.bfloat16), EXACT=False) + small * 2.0**-8
+        small = product(a, middle.to(tl.bfloat16), FULL_FP32=False)
+        small += product(a, low.to(tl.bfloat16), FULL_FP32=False) * 2.0**-8
+        total = product(a, high.to(tl.bfloat16), FULL_FP32=False) + small * 2.0**-8
     elif a.dtype == tl.float16:
         high, wide = first_bits(b, MASK=-8192), a.to(tl.float32)  # tf32 has 13 bits less
         total = tl.dot(wide, b - high, input_precision="tf32") + tl.dot(wide, high, input_precision="tf32")
@@ -73,7 +73,7 @@ def output_product(a, b):
     if a.dtype == tl.bfloat16:
         high = first_bits(b, MASK=-65536)
         rest = ((b - high) * 256.0).to(tl.bfloat16)
-        total = product(a, high.to(tl.bfloat16), EXACT=False) + product(a, rest, EXACT=False) * 2.0**-8
+        total = product(a, high.to(tl.bfloat16), FULL_FP32=False) + product(a, rest, FULL_FP32=False) * 2.0**-8
     else:
         total = tl.dot(a.to(tl.float32), b, input_precision="ieee" if a.dtype == tl.float32 else "tf32")
     return total
@@ -129,7 +129,9 @@ def delta_tiles(
     [T, H]: what a token's key is multiplied with before anything else, and before it reads the tile's first state; what
     its query is, before it reads that; its key, before it is written to the last one; how the first fades until then.
     """
-    EXACT: tl.constexpr = q.dtype.element_ty == tl.float32  # products of numbers of 16 bits are, on tensor cores too
+    FULL_FP32: tl.constexpr = (
+        q.dtype.element_ty == tl.float32
+    )  # products of numbers of 16 bits are, on tensor cores too
     sequence, first = find_piece(cu_seqlens, sequences, tl.program_id(0), 1, TILE)
     start = tl.load(cu_seqlens + sequence) + first
     end = tl.load(cu_seqlens + sequence + 1)
@@ -147,8 +149,8 @@ def delta_tiles(
             is_real = is_token[:, None] & (channel < key_dim)[None, :]
             keys = tl.load(k + row[:, None] * k_row + column, mask=is_real, other=0.0)
             queries = tl.load(q + row[:, None] * q_row + column, mask=is_real, other=0.0)
-            between_keys += product(keys, tl.trans(keys), EXACT=EXACT)
-            to_queries += product(queries, tl.trans(keys), EXACT=EXACT)
+            between_keys += product(keys, tl.trans(keys), FULL_FP32=FULL_FP32)
+            to_queries += product(queries, tl.trans(keys), FULL_FP32=FULL_FP32)
             keys, queries = keys.to(tl.float32), queries.to(tl.float32)
             key_squares += tl.sum(keys * keys, 1)
             query_squares += tl.sum(queries * queries, 1)

@@ -19,15 +19,15 @@ import triton.language as tl
 from megatron_ext.ops.triton.device import find_piece, product
 from megatron_ext.ops.triton.registry import FLOATS, MOST_REGISTERS, config, kernel
 
-SPAN = 512  # keys of a program of `attend_few`, always: what a decode gets depends on its own keys only
-ROWS_OF_FEW = 16  # the fewest that a matrix product takes
+SPAN = 512  # keys of a program of `paged_decode_split`, always: what a decode gets depends on its own keys only
+ROWS_OF_SPLIT = 16  # the fewest that a matrix product takes
 WIDE, NARROW = ("fp32",), ("bf16", "fp16")
 MANY = {
     (types, channels): config(
         M=rows,
         N=keys,
         DP=channels,
-        EXACT=int(types is WIDE),
+        FULL_FP32=int(types is WIDE),
         num_warps=warps,
         only=types,
         registers=limit,
@@ -48,7 +48,7 @@ MANY = {
 }
 FEW = {
     (types, channels): config(
-        SPAN=SPAN, M=ROWS_OF_FEW, N=keys, DP=channels, EXACT=int(types is WIDE), only=types, aligned=True
+        SPAN=SPAN, M=ROWS_OF_SPLIT, N=keys, DP=channels, FULL_FP32=int(types is WIDE), only=types, aligned=True
     )
     for types, channels, keys in (
         (NARROW, 16, 32),
@@ -74,7 +74,7 @@ def load_queries(
     first_query,
     first_row,
     rows,
-    shared,
+    group_size,
     head,
     head_size,
     q_row,
@@ -86,8 +86,8 @@ def load_queries(
     Returns the queries [M, DP], and of each row its token and query head and whether it is there.
     """
     row = first_row + tl.arange(0, M)
-    token = (first_query + row // shared).to(tl.int64)
-    query_head = head * shared + row % shared
+    token = (first_query + row // group_size).to(tl.int64)
+    query_head = head * group_size + row % group_size
     channel = tl.arange(0, DP)
     at = (token * q_row + query_head * head_size)[:, None] + channel[None, :]
     is_row = row < rows
@@ -113,7 +113,7 @@ def attend_keys(
     M: tl.constexpr,
     N: tl.constexpr,
     DP: tl.constexpr,
-    EXACT: tl.constexpr,
+    FULL_FP32: tl.constexpr,
 ):
     """Softmax of queries [M, DP] at their positions over the keys [first, end), unfinished.
 
@@ -130,7 +130,7 @@ def attend_keys(
         at = (block * block_stride + (place % block_size) * token_stride)[:, None] + channel[None, :]
         is_real = is_key[:, None] & (channel < head_size)[None, :]
         keys = tl.load(keys_of_head + at, mask=is_real, other=0.0)
-        scores = product(query, tl.trans(keys), EXACT) * scale
+        scores = product(query, tl.trans(keys), FULL_FP32) * scale
         behind = position[:, None] - place[None, :]
         scores = tl.where(is_key[None, :] & (behind >= 0) & (behind < window), scores, float("-inf"))
         greater = tl.maximum(greatest, tl.max(scores, 1))
@@ -138,7 +138,7 @@ def attend_keys(
         weights = tl.exp2(scores - base[:, None])
         fade = tl.exp2(greatest - base)
         values = tl.load(values_of_head + at, mask=is_real, other=0.0)
-        weighted = weighted * fade[:, None] + product(weights.to(values.dtype), values, EXACT)
+        weighted = weighted * fade[:, None] + product(weights.to(values.dtype), values, FULL_FP32)
         total = total * fade + tl.sum(weights, 1)
         greatest = greater
     return greatest, total, weighted
@@ -147,12 +147,12 @@ def attend_keys(
 @kernel(
     pointers={"T": "q key_cache value_cache out", "i64": "block_table cu_seqlens_q seqlens_k"},
     strides="head_size q_row block_stride token_stride",
-    counts="num_sequences shared window block_size table_row",
+    counts="num_sequences group_size window block_size table_row",
     scalars="scale",
     types=TYPES,
     configs=tuple(MANY.values()),
 )
-def attend_many(
+def paged_prefill(
     q,
     key_cache,
     value_cache,
@@ -161,7 +161,7 @@ def attend_many(
     cu_seqlens_q,
     seqlens_k,
     num_sequences,
-    shared,
+    group_size,
     window,
     scale,
     block_size,
@@ -173,33 +173,33 @@ def attend_many(
     M: tl.constexpr,
     N: tl.constexpr,
     DP: tl.constexpr,
-    EXACT: tl.constexpr,
+    FULL_FP32: tl.constexpr,
 ):
     """All keys of a tile of rows in one program; of sequences with any number of queries.
 
     The grid is (tiles of pieces, key heads) with the pieces of `find_piece`; the last tiles, which see most, are begun
-    with. `shared` is J.
+    with. `group_size` is J.
     """
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1)
-    sequence, first_row = find_piece(cu_seqlens_q, num_sequences, tile, shared, M)
+    sequence, first_row = find_piece(cu_seqlens_q, num_sequences, tile, group_size, M)
     first_query = tl.load(cu_seqlens_q + sequence)
     queries = (tl.load(cu_seqlens_q + sequence + 1) - first_query).to(tl.int32)
-    if first_row < queries * shared:
+    if first_row < queries * group_size:
         before = tl.load(seqlens_k + sequence).to(tl.int32) - queries
         query, token, query_head, is_row = load_queries(
-            q, first_query, first_row, queries * shared, shared, head, head_size, q_row, M, DP
+            q, first_query, first_row, queries * group_size, group_size, head, head_size, q_row, M, DP
         )
-        position = before + (first_row + tl.arange(0, M)) // shared
-        end = before + tl.minimum((first_row + M - 1) // shared + 1, queries)
-        first = tl.maximum(before + first_row // shared - window + 1, 0) // N * N
+        position = before + (first_row + tl.arange(0, M)) // group_size
+        end = before + tl.minimum((first_row + M - 1) // group_size + 1, queries)
+        first = tl.maximum(before + first_row // group_size - window + 1, 0) // N * N
         keys, values = key_cache + head * head_size, value_cache + head * head_size
         table = block_table + sequence.to(tl.int64) * table_row
         where = (keys, values, table, block_size, block_stride, token_stride, head_size)
-        _, total, weighted = attend_keys(query, position, first, end, window, scale, *where, M, N, DP, EXACT)
+        _, total, weighted = attend_keys(query, position, first, end, window, scale, *where, M, N, DP, FULL_FP32)
         weighted = weighted / tl.where(is_row, total, 1.0)[:, None]
         channel = tl.arange(0, DP)
-        query_heads = tl.num_programs(1) * shared
+        query_heads = tl.num_programs(1) * group_size
         at = ((token * query_heads + query_head) * head_size)[:, None] + channel[None, :]
         is_real = is_row[:, None] & (channel < head_size)[None, :]
         tl.store(out + at, weighted.to(out.dtype.element_ty), mask=is_real)
@@ -212,12 +212,12 @@ def attend_many(
         "i64": "block_table cu_seqlens_q seqlens_k",
     },
     strides="head_size q_row block_stride token_stride",
-    counts="tiles shared window block_size table_row",
+    counts="tiles group_size window block_size table_row",
     scalars="scale",
     types=TYPES,
     configs=tuple(FEW.values()),
 )
-def attend_few(
+def paged_decode_split(
     q,
     key_cache,
     value_cache,
@@ -227,7 +227,7 @@ def attend_few(
     cu_seqlens_q,
     seqlens_k,
     tiles,
-    shared,
+    group_size,
     window,
     scale,
     block_size,
@@ -240,9 +240,9 @@ def attend_few(
     M: tl.constexpr,
     N: tl.constexpr,
     DP: tl.constexpr,
-    EXACT: tl.constexpr,
+    FULL_FP32: tl.constexpr,
 ):
-    """SPAN keys of a tile of rows in one program, for `add_spans` to add; of decodes.
+    """SPAN keys of a tile of rows in one program, for `merge_splits` to add; of decodes.
 
     The grid is (S * tiles, key heads, spans), `tiles` being those of the most queries of a sequence. What lies behind a
     sequence's keys, or before its window, is not written. sums [T, Hq, spans, 2] fp32: greatest score, sum of weights;
@@ -256,16 +256,16 @@ def attend_few(
     before = tl.load(seqlens_k + sequence).to(tl.int32) - queries
     first = tl.maximum(span * SPAN, tl.maximum(before - window + 1, 0) // N * N)
     end = tl.minimum(span * SPAN + SPAN, before + queries)
-    if (first_row < queries * shared) & (first < end):
+    if (first_row < queries * group_size) & (first < end):
         query, token, query_head, is_row = load_queries(
-            q, first_query, first_row, queries * shared, shared, head, head_size, q_row, M, DP
+            q, first_query, first_row, queries * group_size, group_size, head, head_size, q_row, M, DP
         )
-        position = before + (first_row + tl.arange(0, M)) // shared
+        position = before + (first_row + tl.arange(0, M)) // group_size
         keys, values = key_cache + head * head_size, value_cache + head * head_size
         table = block_table + sequence.to(tl.int64) * table_row
         where = (keys, values, table, block_size, block_stride, token_stride, head_size)
-        greatest, total, weighted = attend_keys(query, position, first, end, window, scale, *where, M, N, DP, EXACT)
-        at = (token * (tl.num_programs(1) * shared) + query_head) * tl.num_programs(2) + span
+        greatest, total, weighted = attend_keys(query, position, first, end, window, scale, *where, M, N, DP, FULL_FP32)
+        at = (token * (tl.num_programs(1) * group_size) + query_head) * tl.num_programs(2) + span
         tl.store(sums + at * 2, greatest, mask=is_row)
         tl.store(sums + at * 2 + 1, total, mask=is_row)
         channel = tl.arange(0, DP)
@@ -280,7 +280,7 @@ def attend_few(
     types=TYPES,
     configs=tuple(SUMS.values()),
 )
-def add_spans(
+def merge_splits(
     sums,
     parts,
     out,
@@ -294,7 +294,10 @@ def add_spans(
     TILE: tl.constexpr,
     DP: tl.constexpr,
 ):
-    """What `attend_few` left, as one softmax; the grid is (S * most_queries, query heads). Zeros without keys."""
+    """Merge what `paged_decode_split` left into one softmax; the grid is (S * most_queries, query heads).
+
+    Rows without keys are zeros.
+    """
     sequence = tl.program_id(0) // most_queries
     query = tl.program_id(0) % most_queries
     first_query = tl.load(cu_seqlens_q + sequence)

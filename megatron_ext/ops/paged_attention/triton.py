@@ -44,8 +44,8 @@ class _Call:
     window: int
 
     @property
-    def heads_of_key(self) -> int:
-        """J."""
+    def group_size(self) -> int:
+        """Query heads per KV head."""
         return self.q.shape[1] // self.key_cache.shape[2]
 
     @property
@@ -62,7 +62,7 @@ class _Call:
             "key_cache": keys,
             "value_cache": values,
             "block_table": table,
-            "shared": self.heads_of_key,
+            "group_size": self.group_size,
             "window": self.window,
             "scale": self.scale * math.log2(math.e),
             "block_size": self.batch.block_size,
@@ -109,7 +109,7 @@ def _lacks(q: Tensor, key_cache: Tensor, value_cache: Tensor) -> str | None:
         return f"paged attention has no kernel for heads of {q.shape[2]} channels, but for {MOST_CHANNELS} at most"
     if not _is_aligned(q, key_cache, value_cache):
         return f"paged attention has no kernel for heads of {q.shape[2]} channels, but for multiples of 16"
-    return _kernels().attend_many.lacks(T=q.dtype)
+    return _kernels().paged_prefill.lacks(T=q.dtype)
 
 
 def _is_aligned(q: Tensor, *caches: Tensor) -> bool:
@@ -133,7 +133,7 @@ def _attend_many(call: _Call, out: Tensor, first_token: int) -> None:
         return
     chosen = _kernels().MANY[call.shape]
     rows = dict(chosen.constants)["M"]
-    tiles = tile_count(len(out) - first_token, sequences, call.heads_of_key, rows)
+    tiles = tile_count(len(out) - first_token, sequences, call.group_size, rows)
     arguments = call.arguments() | {
         "block_table": batch.block_table[few:],
         "cu_seqlens_q": batch.cu_seqlens_q[few:],
@@ -141,7 +141,7 @@ def _attend_many(call: _Call, out: Tensor, first_token: int) -> None:
         "out": out,
         "num_sequences": sequences,
     }
-    _kernels().attend_many.launch((tiles, call.key_cache.shape[2]), chosen, **arguments)
+    _kernels().paged_prefill.launch((tiles, call.key_cache.shape[2]), chosen, **arguments)
 
 
 def _attend_few(call: _Call, out: Tensor) -> None:
@@ -149,15 +149,15 @@ def _attend_few(call: _Call, out: Tensor) -> None:
     kernels, batch, few = _kernels(), call.batch, call.batch.num_decode
     chosen, adding = kernels.FEW[call.shape], kernels.SUMS[call.shape[1]]
     most_queries, heads, channels = max(batch.query_lengths[:few]), *call.q.shape[1:]
-    tiles = -(-most_queries * call.heads_of_key // kernels.ROWS_OF_FEW)
+    tiles = -(-most_queries * call.group_size // kernels.ROWS_OF_SPLIT)
     spans = max(1, -(-batch.block_table.shape[1] * batch.block_size // kernels.SPAN))
     tokens = sum(batch.query_lengths[:few])
     sums = torch.empty(tokens, heads, spans, 2, dtype=torch.float32, device=out.device)
     parts = torch.empty(tokens, heads, spans, channels, dtype=torch.float32, device=out.device)
     lengths = {"cu_seqlens_q": batch.cu_seqlens_q, "seqlens_k": batch.seqlens_k, "sums": sums, "parts": parts}
     grid = (few * tiles, call.key_cache.shape[2], spans)
-    kernels.attend_few.launch(grid, chosen, **(call.arguments() | lengths), tiles=tiles)
-    kernels.add_spans.launch(
+    kernels.paged_decode_split.launch(grid, chosen, **(call.arguments() | lengths), tiles=tiles)
+    kernels.merge_splits.launch(
         (few * most_queries, heads),
         adding,
         **lengths,

@@ -1,9 +1,9 @@
 """Mamba-2's prefill on a CUDA device with inputs of 16 bits: outputs of all tiles of tokens at once.
 
 A tile is TILE tokens at a multiple of TILE of the absolute position; a sequence's first and last may have fewer in this
-step. What is elapsed at each token of a tile comes first (`ssd_elapsed`). Then states go through their sequences, one
-product a tile, and are written down where they enter one (`ssd_states`); that is all that waits for the tile before.
-Last, every tile's outputs come of its own tokens and of the state that entered it (`ssd_outputs`).
+step. What is elapsed at each token of a tile comes first (`chunk_cumsum`). Then states go through their sequences, one
+product a tile, and are written down where they enter one (`state_passing`); that is all that waits for the tile before.
+Last, every tile's outputs come of its own tokens and of the state that entered it (`chunk_scan`).
 
 So a token's result depends on its own tile and on the fp32 state that enters it: not on what is kept on the way, nor on
 where its sequence is cut at absolute multiples of TILE, to the bit.
@@ -66,7 +66,7 @@ def find_tile(cu_seqlens, ends, sequences, tile, TILE: tl.constexpr):
     counts="sequences heads",
     configs=[config(TILE=TILE, HEADS=16)],
 )
-def ssd_elapsed(
+def chunk_cumsum(
     dt, A, high, low, steps, weights, cu_seqlens, ends, dt_row, sequences, heads,
     TILE: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
@@ -144,7 +144,7 @@ def load_tokens(t, first, begin, end, row_stride, column, is_column, TILE: tl.co
         config(TILE=TILE, P=64, N=16, only=("fp16",), aligned=True),
     ],
 )
-def ssd_states(
+def state_passing(
     x, B, entering, live, snapshots, high, low, steps, weights, cu_seqlens, ends, slots, kept_slots, kept_sequences,
     kept_tokens, has_initial, x_row, b_row, live_row, snapshot_row, head_dim, state_size, kept, heads, heads_per_group,
     TILE: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
@@ -231,7 +231,7 @@ def weighted_sum(weights, x):
         config(TILE=TILE, P=32, N=128, num_warps=8, only=("fp16",), aligned=True),
     ],
 )
-def ssd_outputs(
+def chunk_scan(
     x, B, C, D, y, entering, high, low, steps, cu_seqlens, ends, slots, x_row, b_row, c_row, head_dim, state_size,
     sequences, heads, heads_per_group, heads_each, has_skip,
     TILE: tl.constexpr, P: tl.constexpr, N: tl.constexpr,

@@ -27,7 +27,7 @@ def takes(x: Tensor, B: Tensor, C: Tensor, chunks: PackedChunks) -> bool:
 
     if x.dtype not in WRITTEN_DOWN or chunks.resumes is None or chunks.resumes.multiple % kernels.TILE:
         return False
-    return kernels.ssd_outputs.fitting(x.dtype, N=B.shape[2]) is not None and is_aligned(x, B, C)
+    return kernels.chunk_scan.fitting(x.dtype, N=B.shape[2]) is not None and is_aligned(x, B, C)
 
 
 def prefill(arguments: Mapping[str, Argument], x: Tensor, B: Tensor, chunks: PackedChunks) -> Tensor:
@@ -64,13 +64,13 @@ def prefill(arguments: Mapping[str, Argument], x: Tensor, B: Tensor, chunks: Pac
         "sequences": sequences,
         "heads_each": -(-(heads // groups) // runs),
     }
-    config = _config(kernels.ssd_elapsed, x)
-    _launch(kernels.ssd_elapsed, (tiles, -(-heads // config["HEADS"])), config, given)
-    config = _config(kernels.ssd_states, x)
+    config = _config(kernels.chunk_cumsum, x)
+    _launch(kernels.chunk_cumsum, (tiles, -(-heads // config["HEADS"])), config, given)
+    config = _config(kernels.state_passing, x)
     parts = -(-head_dim // config["P"]) * -(-state_size // config["N"])
-    _launch(kernels.ssd_states, (heads * parts, sequences), config, given)
-    config = _config(kernels.ssd_outputs, x, N=state_size)
-    _launch(kernels.ssd_outputs, (groups * runs, tiles, -(-head_dim // config["P"])), config, given)
+    _launch(kernels.state_passing, (heads * parts, sequences), config, given)
+    config = _config(kernels.chunk_scan, x, N=state_size)
+    _launch(kernels.chunk_scan, (groups * runs, tiles, -(-head_dim // config["P"])), config, given)
     return y
 
 

@@ -11,8 +11,8 @@ INTERPRETED = tl.constexpr(is_interpreted())
 
 
 @triton.jit
-def product(a, b, EXACT: tl.constexpr):
-    """Matrix product of two tiles of one type, summed in fp32; of fp32 rounded to tf32 unless EXACT.
+def product(a, b, FULL_FP32: tl.constexpr):
+    """Matrix product of two tiles of one type, summed in fp32; of fp32 rounded to tf32 unless FULL_FP32.
 
     Triton's interpreter multiplies bf16 by its bits; widened first it gives what the device does, since products of
     16-bit numbers are exact in fp32.
@@ -20,7 +20,7 @@ def product(a, b, EXACT: tl.constexpr):
     if INTERPRETED:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
-    return tl.dot(a, b, input_precision="ieee" if EXACT else "tf32")
+    return tl.dot(a, b, input_precision="ieee" if FULL_FP32 else "tf32")
 
 
 @triton.jit

@@ -72,7 +72,7 @@ def test_tiles_of_ssd_in_an_engine_give_what_the_reference_gives(is_padded):
                 driver.add(request_id, tokens, num_tokens_to_generate=1, return_log_probs=False)
                 driver.run()
         assert driver.engine.lifetime_skipped_token_count == 128
-        assert ("ssd_outputs" in {launch.kernel for launch in launches}) is (backend == "triton")
+        assert ("chunk_scan" in {launch.kernel for launch in launches}) is (backend == "triton")
         assert "ssd_prefill" not in {launch.kernel for launch in launches}
         assert not padded or any(bucket.prefills for bucket in driver.buckets)
         logits[backend] = torch.stack([driver.seen[i].logits[len(one)][0] for i, one in enumerate((prompt, other))])

@@ -26,7 +26,7 @@ from tests.unit_tests.ops.oracles import assert_close, attention
 if triton.NAME not in usable(PAGED_ATTENTION):
     pytest.skip("no Triton here", allow_module_level=True)
 kernels = importlib.import_module("megatron_ext.ops.paged_attention.kernels")
-COVERED = ("attend_few", "add_spans", "attend_many")  # here and in test_paged_attention.py
+COVERED = ("paged_decode_split", "merge_splits", "paged_prefill")  # here and in test_paged_attention.py
 SCALE = 0.3
 
 
@@ -117,14 +117,14 @@ def test_every_configuration(name: str, channels: int) -> None:
 def launched(name: str, channels: int) -> Iterator[tuple[str, Config]]:
     """What heads of that size launch."""
     key = next(types for types, _ in kernels.MANY if name in types), channels
-    yield from (("attend_many", kernels.MANY[key]), ("attend_few", kernels.FEW[key]))
-    yield "add_spans", kernels.SUMS[channels]
+    yield from (("paged_prefill", kernels.MANY[key]), ("paged_decode_split", kernels.FEW[key]))
+    yield "merge_splits", kernels.SUMS[channels]
 
 
 def test_those_are_all_configurations() -> None:
     """CU-3: nothing is compiled that is not tested."""
     tested = {(*one, name) for name, channels in SIZES for one in launched(name, channels)}
-    every = (kernels.attend_few, kernels.add_spans, kernels.attend_many)
+    every = (kernels.paged_decode_split, kernels.merge_splits, kernels.paged_prefill)
     assert {(kernel.name, config, types["T"]) for kernel in every for config, types in kernel.variants()} == tested
 
 
@@ -186,7 +186,7 @@ def test_padding_changes_no_bit(few: int, sequences: int, blocks: int, tokens: i
 def test_the_grid_depends_on_shapes_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """CU-5: two steps of one shape launch the same grids and configurations, whatever their lengths."""
     grids = []
-    for kernel in (kernels.attend_few, kernels.add_spans, kernels.attend_many):
+    for kernel in (kernels.paged_decode_split, kernels.merge_splits, kernels.paged_prefill):
         function = kernel.function
         stand_in = type("Grids", (), {"__getitem__": lambda _, grid, f=function: grids.append(grid) or f[grid]})()
         monkeypatch.setitem(vars(kernel), "function", stand_in)

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(
     triton.problem(platform.device()) is not None, reason=f"no kernel runs here: {triton.problem(platform.device())}"
 )
 
-COVERED = ("ssd_elapsed", "ssd_states", "ssd_outputs")
+COVERED = ("chunk_cumsum", "state_passing", "chunk_scan")
 IN_ORDER = {"ssd_prefill"}
 KERNELS = {kernel.name: kernel for kernel in all_kernels()} if triton.can_be_imported() else {}
 DTYPES = {name: dtype for dtype, name in TYPE_NAMES.items()}
@@ -146,7 +146,7 @@ def variants() -> list[tuple[Config, dict[str, str], torch.dtype]]:
     """Every configuration of the outputs, with every type of states."""
     if not KERNELS:
         return []
-    found = [(config, dict(types)) for config, types in KERNELS["ssd_outputs"].variants()]
+    found = [(config, dict(types)) for config, types in KERNELS["chunk_scan"].variants()]
     return [(config, types, states) for config, types in found for states in (FP32, DTYPES[types["T"]])]
 
 
@@ -172,8 +172,8 @@ def test_every_configuration_of_tiles_computes_the_same(
     """CU-2: all that is compiled, with more channels than a program has, and states that do not fill a tile."""
     with watch() as launches:
         run(Layer(DTYPES[types["T"]], states, (2, 2, 80, config["N"] - 16)))
-    assert ("ssd_outputs", config, tuple(sorted(types.items()))) in launches
-    assert ("ssd_states", types["T"], TYPE_NAMES[states]) in {
+    assert ("chunk_scan", config, tuple(sorted(types.items()))) in launches
+    assert ("state_passing", types["T"], TYPE_NAMES[states]) in {
         (launch.kernel, dict(launch.types).get("T"), dict(launch.types).get("S")) for launch in launches
     }
 
