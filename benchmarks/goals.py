@@ -112,9 +112,9 @@ def _of_the_host(results: Mapping[str, Figures]) -> Iterator[Goal]:
     step = _get(results, "host_step", "64 greedy", "goal")
     yield Goal("plan + stage + commit + output, 64 decode: ms", step, HOST_STEP)
     for words in SAMPLING_WORDS:
-        for wish, bound in SAMPLING.items():
-            ratio = _get(results, "sampling", words, wish)
-            yield Goal(f"sampling 64 rows of {int(words):,}, {wish}: softmaxes", ratio, bound)
+        for row_metadata, bound in SAMPLING.items():
+            ratio = _get(results, "sampling", words, row_metadata)
+            yield Goal(f"sampling 64 rows of {int(words):,}, {row_metadata}: softmaxes", ratio, bound)
 
 
 def _of_drafts(results: Mapping[str, Figures]) -> Iterator[Goal]:

@@ -114,9 +114,9 @@ def decoding_engine(
         max_prefills_per_step=0,
     )
     engine = build_engine(model, config, Ids(), batching, dtype=torch.float32)
-    wish = RequestParams(num_tokens_to_generate=steps + STEPS, ignore_eos=True, **params)
+    row_metadata = RequestParams(num_tokens_to_generate=steps + STEPS, ignore_eos=True, **params)
     for request_id in range(requests):
-        engine.add_request(request_id, [source.randrange(VOCABULARY) for _ in range(context)], wish)
+        engine.add_request(request_id, [source.randrange(VOCABULARY) for _ in range(context)], row_metadata)
     while any(not engine.get_request(request_id).is_decoding for request_id in range(requests)):
         engine.core.step()
     return engine

@@ -58,28 +58,32 @@ def measure(logits: Tensor, repeats: int) -> Times:
     """Every wish by every backend, and the softmax."""
     room = torch.empty_like(logits)  # no page of it is new
     work: dict[tuple[str, str], Callable[[], Tensor]] = {("softmax", ""): lambda: torch.softmax(logits, -1, out=room)}
-    for wish, parameters in WISHES.items():
+    for row_metadata, parameters in WISHES.items():
         for backend in SAMPLING.names:
-            work[wish, backend] = draws(logits, backend, **parameters)
+            work[row_metadata, backend] = draws(logits, backend, **parameters)
     return fastest(work, repeats)
 
 
 def note(found: dict[str, float], times: Times) -> None:
     """Softmaxes that each wish takes by the backend that is preferred here; the worst of the shapes of logits."""
-    for wish in WISHES:
-        ratio = times[wish, SAMPLING.names[0]] / times["softmax", ""]
-        found[wish] = max(found.get(wish, 0.0), ratio)
+    for row_metadata in WISHES:
+        ratio = times[row_metadata, SAMPLING.names[0]] / times["softmax", ""]
+        found[row_metadata] = max(found.get(row_metadata, 0.0), ratio)
 
 
 def add_rows(table: Table, shape: str, vocabulary: int, times: Times) -> None:
     """One row of the table for each wish and backend."""
     softmax = times["softmax", ""]
-    for (wish, backend), duration in times.items():
-        if wish == "softmax":
+    for (row_metadata, backend), duration in times.items():
+        if row_metadata == "softmax":
             continue
         ratio = duration / softmax
-        goal = f"{'met' if ratio <= GOALS[wish] else 'missed'} ({GOALS[wish]:g})" if wish in GOALS else ""
-        named = (f"{vocabulary:,}", shape, f"{1e3 * softmax:.2f}", wish, backend)
+        goal = (
+            f"{'met' if ratio <= GOALS[row_metadata] else 'missed'} ({GOALS[row_metadata]:g})"
+            if row_metadata in GOALS
+            else ""
+        )
+        named = (f"{vocabulary:,}", shape, f"{1e3 * softmax:.2f}", row_metadata, backend)
         table.add_row(*named, f"{1e3 * duration:.2f}", f"{ratio:.1f}", goal)
     table.add_section()
 

@@ -17,8 +17,8 @@ from megatron_ext.ops.gated_delta_rule import GATED_DELTA_RULE
 from megatron_ext.ops.gated_norm import gated_norm
 from megatron_ext.ops.paged_attention import build_paged_batch, paged_attention
 from megatron_ext.ops.rotary import Heads, rotate_and_write
-from megatron_ext.ops.sampling.in_place import best_tokens_of, draw_tokens
-from megatron_ext.ops.sampling.wishes import Wishes
+from megatron_ext.ops.sampling.graph_sampling import best_tokens_of, draw_tokens
+from megatron_ext.ops.sampling.sampling_metadata import SamplingMetadata
 from megatron_ext.ops.selective_scan import SELECTIVE_SCAN
 from megatron_ext.ops.ssd import SSD
 from megatron_ext.ops.state_copy import copy_rows
@@ -295,8 +295,10 @@ class Maker:
         rows = self._e.requests
         logits = self._random(rows, self._e.words)
         one = torch.ones(rows, dtype=torch.float64, device=self._device)
-        wishes = Wishes(0.8 * one, torch.zeros(rows, dtype=torch.int64, device=self._device), 0.9 * one, 0.5 * one)
-        return Case(lambda: draw_tokens(logits, wishes), float(logits.numel() * self._bytes), "TB")
+        metadata = SamplingMetadata(
+            0.8 * one, torch.zeros(rows, dtype=torch.int64, device=self._device), 0.9 * one, 0.5 * one
+        )
+        return Case(lambda: draw_tokens(logits, metadata), float(logits.numel() * self._bytes), "TB")
 
     # Inputs
 

@@ -77,7 +77,7 @@ class Checks:
         graphs = self._served(self._plain, **WITH_PROGRAMS)
         return {"graphs give the same tokens": all(map(_is_like, graphs, eager))}
 
-    def wishes(self) -> Figures:
+    def metadata(self) -> Figures:
         """Of replayed steps with log-probs, shaped logits and draws beside plain ones."""
         asking = dataclasses.replace(self._asking, **WISHES)
         plain = self._served(asking, **WITHOUT_PROGRAMS)
@@ -109,9 +109,9 @@ class Checks:
     def _engine(self, **batching: object) -> InferenceEngine:
         return engine_for(self._model, self._config, torch.float32, 8, 512, **batching)
 
-    def _served(self, wish: RequestParams, **batching: object) -> list[RequestRecord]:
+    def _served(self, row_metadata: RequestParams, **batching: object) -> list[RequestRecord]:
         engine = self._engine(**batching)
-        records = engine.generate(list(self._prompts), wish)
+        records = engine.generate(list(self._prompts), row_metadata)
         engine.suspend()
         return records
 
@@ -119,7 +119,7 @@ class Checks:
 def check(kind: str, device: torch.device, notes: Notes) -> None:
     """All of it, as figures of the notes; the last one says whether all is right."""
     checks = Checks(kind, device)
-    rows = ("log_probs", "cached", "graphs", "wishes", "tiles", "silence")
+    rows = ("log_probs", "cached", "graphs", "metadata", "tiles", "silence")
     came = [notes.attempt(f"right: {row}", getattr(checks, row)) for row in rows]
     found = notes.page["found"]
     wanted = (
@@ -157,9 +157,9 @@ def _alike(one: RequestRecord, other: RequestRecord) -> int:
 def launches_without_waiting(model: torch.nn.Module, config: ModelConfig, prompts: Sequence[Prompt]) -> bool:
     """Whether steps in which everybody decodes are launched by programs without waiting for the device."""
     engine = engine_for(model, config, torch.float32, 8, 512, **WITH_PROGRAMS)
-    wish = RequestParams(num_tokens_to_generate=GENERATED, ignore_eos=True)
+    row_metadata = RequestParams(num_tokens_to_generate=GENERATED, ignore_eos=True)
     for number, one in enumerate(prompts):
-        engine.add_request(number, one, wish)
+        engine.add_request(number, one, row_metadata)
     while any(not engine.get_request(number).is_decoding for number in range(len(prompts))):
         engine.step_modern()
     try:

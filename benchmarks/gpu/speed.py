@@ -86,9 +86,9 @@ class Speed:
 
     def _begin(self, engine: InferenceEngine, count: int) -> None:
         work = self._work
-        wish = RequestParams(num_tokens_to_generate=work.generated, ignore_eos=True)
+        row_metadata = RequestParams(num_tokens_to_generate=work.generated, ignore_eos=True)
         for number in range(count):
-            engine.add_request(number, prompt(work.context, work.vocabulary, f"decode {number}"), wish)
+            engine.add_request(number, prompt(work.context, work.vocabulary, f"decode {number}"), row_metadata)
         while any(not engine.get_request(number).is_decoding for number in range(count)):
             engine.step_modern()
 

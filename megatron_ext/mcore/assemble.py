@@ -22,7 +22,7 @@ from megatron_ext.mcore.programs.setup import fixed_steps_for
 from megatron_ext.memory.agreement import NO_PEERS, Peers
 from megatron_ext.memory.draft import NO_DRAFT_MODEL, DraftMemory
 from megatron_ext.memory.plan import EnginePlan, plan_engine
-from megatron_ext.ops import choice, cpp
+from megatron_ext.ops import backend_selection, cpp
 from megatron_ext.ranks.follower import Follower
 from megatron_ext.ranks.team import Team
 from megatron_ext.speculation.drafter import Drafter
@@ -117,7 +117,7 @@ def build_draft_model(parts: DraftParts, plan: EnginePlan, batching: BatchingCon
     """
     context, config = parts.context(parts.plan(plan, batching)), parts.config
     controller = _wrapped(parts.model, config, parts.tokenizer, parts.dtype, context)
-    controller.operators = choice.preferred(batching.operator_backend)
+    controller.operators = backend_selection.preferred(batching.operator_backend)
     learned = config.position_embedding_type == LEARNED_POSITIONS
     return DraftModel(
         context, controller, config.max_position_embeddings if learned else plan.limits.max_sequence_length
@@ -137,8 +137,8 @@ def _build_controller(
     draft: DraftMemory = NO_DRAFT_MODEL,
 ) -> InferenceController:
     device = next(model.parameters()).device
-    choice.check(batching.operator_backend, device)
-    if device.type == "cpu" and batching.operator_backend == choice.AUTO:
+    backend_selection.check(batching.operator_backend, device)
+    if device.type == "cpu" and batching.operator_backend == backend_selection.AUTO:
         cpp.are_used()  # compiled now where that was never done, and not while the first request waits
     plan = plan_engine(
         model_shape(model, batching, dtype),
@@ -153,7 +153,7 @@ def _build_controller(
     )
     context = InferenceContext(plan, layer_places(model), device, token_rounder)
     controller = _wrapped(model, config, tokenizer, dtype, context)
-    controller.operators = choice.preferred(batching.operator_backend)
+    controller.operators = backend_selection.preferred(batching.operator_backend)
     context.fixed_steps = fixed_steps_for(context, controller, batching, is_alone=team is None)
     return controller
 

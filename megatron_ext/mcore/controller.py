@@ -20,7 +20,7 @@ from megatron_ext.mcore.out_of_memory import is_out_of_memory
 from megatron_ext.mcore.scoring import score_rows
 from megatron_ext.mcore.shaping import shape_logits
 from megatron_ext.mcore.staging import ModelInput, PromptScore, SampledTokens, SamplingRow
-from megatron_ext.ops import choice
+from megatron_ext.ops import backend_selection
 from megatron_ext.ops.backends import preferring
 from megatron_ext.ops.sampling import sample_tokens, sampling_batch
 from megatron_ext.ops.transfer import to_device
@@ -115,7 +115,7 @@ class InferenceController(TextGenerationController):
     def chosen_operators(self) -> dict[str, tuple[str, ...]]:
         """What computes the operators: backend -> operators; see `ops.choice.chosen`."""
         parameter = next(self.inference_wrapped_model.model.parameters())
-        return choice.chosen(self.operators or choice.AUTO, parameter.detach())
+        return backend_selection.chosen(self.operators or backend_selection.AUTO, parameter.detach())
 
     def _scored_logits(self, rows: slice) -> Tensor:
         """Logits of some of the step's scored tokens, as the model's forward would give them: [k, h] -> [rows, V]."""
@@ -262,12 +262,12 @@ def _best(logits: Tensor) -> Tensor:
     return logits.max(-1).indices
 
 
-def _draw(logits: Tensor, wishes: Sequence[Sampling]) -> Tensor:
+def _draw(logits: Tensor, metadata: Sequence[Sampling]) -> Tensor:
     batch = sampling_batch(
-        [one.temperature for one in wishes],
-        [one.top_k for one in wishes],
-        [one.top_p for one in wishes],
-        [one.uniform for one in wishes if one.uniform is not None],
+        [one.temperature for one in metadata],
+        [one.top_k for one in metadata],
+        [one.top_p for one in metadata],
+        [one.uniform for one in metadata if one.uniform is not None],
     )
     return sample_tokens(logits, batch)
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from megatron_ext.ops.spread import PaddedPlaces, RankOrder, spread_chunks
+from megatron_ext.ops.chunk_padding import PaddedPlaces, RankOrder, pad_chunks
 from megatron_ext.ops.varlen import PackedChunks
 
 LEAST_LOG_DECAY = -60.0
@@ -20,9 +20,9 @@ LEAST_LOG_DECAY = -60.0
 far from denormal numbers, which make exp and matrix products several times slower."""
 
 
-def spread(t: Tensor, chunks: PackedChunks) -> Tensor:
+def pad_to_chunks(t: Tensor, chunks: PackedChunks) -> Tensor:
     """[T, ...] -> [n, C, ...]; places behind a chunk's end repeat its last token."""
-    laid = chunks.prepared(spread_chunks)
+    laid = chunks.prepared(pad_chunks)
     if laid.places is None:
         t = t[: chunks.sequences.num_tokens]
     else:
@@ -30,9 +30,9 @@ def spread(t: Tensor, chunks: PackedChunks) -> Tensor:
     return t.unflatten(0, (-1, laid.longest))
 
 
-def spread_steps(steps: Tensor, chunks: PackedChunks) -> Tensor:
+def pad_steps_to_chunks(steps: Tensor, chunks: PackedChunks) -> Tensor:
     """[T, H] -> [n, H, C]; zero behind a chunk's end, so that those places neither decay nor add anything."""
-    steps, places = spread(steps, chunks), _places(chunks)
+    steps, places = pad_to_chunks(steps, chunks), _places(chunks)
     if places is not None:
         steps = steps.masked_fill(places.is_padding.unsqueeze(-1), 0.0)
     return steps.transpose(1, 2).contiguous()
@@ -113,11 +113,11 @@ def in_token_order(by_rank: Sequence[Tensor], chunks: PackedChunks) -> Tensor:
 
 
 def _places(chunks: PackedChunks) -> PaddedPlaces | None:
-    return chunks.prepared(spread_chunks).places
+    return chunks.prepared(pad_chunks).places
 
 
 def _ranks(chunks: PackedChunks) -> RankOrder | None:
-    return chunks.prepared(spread_chunks).ranks
+    return chunks.prepared(pad_chunks).ranks
 
 
 def decay_between(log_decay: Tensor, dtype: torch.dtype) -> Tensor:

@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_ext.ops.facts import Facts
+from megatron_ext.ops.step_metadata import StepMetadata
 from megatron_ext.ops.transfer import to_device
 
 
 @dataclass(frozen=True)
-class PackedSequences(Facts):
+class PackedSequences(StepMetadata):
     """S sequences one behind the other on the token axis.
 
     Attributes:
@@ -31,7 +31,7 @@ class PackedSequences(Facts):
     lengths: tuple[int, ...]
     cu_seqlens: Tensor
     seq_idx: Tensor
-    is_bounded: ClassVar[bool] = False  # see `BoundedSequences`
+    has_static_shapes: ClassVar[bool] = False  # see `BoundedSequences`
 
     @property
     def num_tokens(self) -> int:
@@ -46,7 +46,7 @@ class BoundedSequences(PackedSequences):
     T has room for tokens behind the last sequence.
     """
 
-    is_bounded = True
+    has_static_shapes = True
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Resumes:
 
 
 @dataclass(frozen=True)
-class PackedChunks(Facts):
+class PackedChunks(StepMetadata):
     """Sequences cut into kernel chunks; no chunk holds tokens of two sequences.
 
     Attributes:

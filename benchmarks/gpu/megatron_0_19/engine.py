@@ -127,6 +127,6 @@ class Peer:
 
     def _add(self, prompts: Sequence[Prompt], count: int) -> None:
         for one in prompts:
-            wish = SamplingParams(top_k=1, num_tokens_to_generate=count, termination_id=-1)
-            self._engine.add_request(self._next, one, wish)
+            row_metadata = SamplingParams(top_k=1, num_tokens_to_generate=count, termination_id=-1)
+            self._engine.add_request(self._next, one, row_metadata)
             self._next += 1

@@ -169,9 +169,9 @@ def _paged(
     scale: float,
 ) -> Tensor:
     """By this project's operator, whose lengths count on the device; so it can be captured."""
-    from megatron_ext.ops.paged_attention import BoundedBatch, paged_attention
+    from megatron_ext.ops.paged_attention import StaticBatch, paged_attention
 
     size = keys.shape[1]
     most = (table.shape[1] * size,) * lengths.numel()
-    batch = BoundedBatch(decoding, queries, most, size, table.long(), begins.long(), lengths.long())
+    batch = StaticBatch(decoding, queries, most, size, table.long(), begins.long(), lengths.long())
     return paged_attention(q, keys, values, batch, scale=scale)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from megatron_ext.config.batching import MIXED_STEPS
 from megatron_ext.mixers.chunk_metadata import cut_between
-from megatron_ext.ops.bounded_chunks import ChunkGrid
+from megatron_ext.ops.static_chunks import ChunkGrid
 from megatron_ext.scheduling.plan import SchedulerLimits
 from megatron_ext.scheduling.step import ScheduledChunk, ScheduledStep
 

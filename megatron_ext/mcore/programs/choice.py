@@ -14,12 +14,12 @@ from torch import Tensor
 
 from megatron_ext.mcore.programs.forms import masks_of, wants_form
 from megatron_ext.mcore.programs.graphs import Capture, Program
-from megatron_ext.mcore.programs.shaping import shaping_wishes, wants_shaping
-from megatron_ext.mcore.programs.writing import wishes_of
+from megatron_ext.mcore.programs.shaping import logits_metadata_of, wants_shaping
+from megatron_ext.mcore.programs.writing import sampling_metadata_of
 from megatron_ext.mcore.scoring import rows_at_once
-from megatron_ext.ops.sampling.in_place import best_tokens_of, draw_tokens
+from megatron_ext.ops.sampling.graph_logits_processors import shape_logits
+from megatron_ext.ops.sampling.graph_sampling import best_tokens_of, draw_tokens
 from megatron_ext.ops.sampling.log_probs import log_probs_of
-from megatron_ext.ops.sampling.shaping_in_place import shape_logits
 from megatron_ext.scheduling.step import Sampling, ScheduledChunk
 
 Parts = Mapping[str, Tensor]
@@ -86,9 +86,9 @@ class ChoicePrograms:
 def _choose(is_shaped: bool, is_guided: bool, is_drawn: bool, logits: Tensor, parts: Parts, tokens: Tensor) -> None:
     values = logits
     if is_shaped:
-        values = shape_logits(logits, shaping_wishes(parts), masks_of(parts) if is_guided else None)
+        values = shape_logits(logits, logits_metadata_of(parts), masks_of(parts) if is_guided else None)
     together = max(1, rows_at_once(logits.shape[1]) // _DRAWN)
-    tokens.copy_(draw_tokens(values, wishes_of(parts), together) if is_drawn else best_tokens_of(values))
+    tokens.copy_(draw_tokens(values, sampling_metadata_of(parts), together) if is_drawn else best_tokens_of(values))
 
 
 def _score(logits: Tensor, answer: Parts) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from megatron_ext.mcore.programs.places import Layout, Shape
-from megatron_ext.ops.sampling.shaping_in_place import ShapingWishes, pack
+from megatron_ext.ops.sampling.graph_logits_processors import LogitsMetadata, pack
 from megatron_ext.scheduling.shaping import Shaping
 from megatron_ext.scheduling.step import Sampling, ScheduledChunk
 
@@ -27,7 +27,7 @@ _ROOM: Final = {
 _OF_ROWS: Final = ("repetition", "presence", "frequency", "min_p")
 _LONGEST: Final = "came"
 _NEUTRAL: Final = {"repetition": 1.0}  # others are 0
-_WISHES: Final = tuple(one.name for one in fields(ShapingWishes))
+_WISHES: Final = tuple(one.name for one in fields(LogitsMetadata))
 Arrays = Mapping[str, np.ndarray]
 
 
@@ -88,9 +88,9 @@ def write_shaping(chunks: Sequence[ScheduledChunk], vocabulary: int, arrays: Arr
     return len(arrays[_LONGEST]) - lists.used[_LONGEST]
 
 
-def shaping_wishes(parts: Mapping[str, Tensor]) -> ShapingWishes:
+def logits_metadata_of(parts: Mapping[str, Tensor]) -> LogitsMetadata:
     """What the device finds of it."""
-    return ShapingWishes(**{name: parts[name] for name in _WISHES})
+    return LogitsMetadata(**{name: parts[name] for name in _WISHES})
 
 
 class _Lists:
@@ -114,20 +114,20 @@ class _Lists:
         return places
 
 
-def _write_row(row: int, wish: Shaping, arrays: Arrays, lists: _Lists) -> None:
-    arrays["min_p"][row] = wish.min_p
+def _write_row(row: int, row_metadata: Shaping, arrays: Arrays, lists: _Lists) -> None:
+    arrays["min_p"][row] = row_metadata.min_p
     for name in ("repetition", "presence", "frequency"):
-        arrays[name][row] = getattr(wish, name)
-    first = _first_token(wish)
-    came = np.asarray(wish.tokens, dtype=np.int64)[first:]
-    lists.add("came", row, came, np.arange(first, first + len(came)) >= wish.prompt_length)
-    places = lists.add("biased", row, [token for token, _ in wish.biases])
-    arrays["biases"][places] = [bias for _, bias in wish.biases]
-    lists.add("ruled_out", row, wish.ruled_out)
+        arrays[name][row] = getattr(row_metadata, name)
+    first = _first_token(row_metadata)
+    came = np.asarray(row_metadata.tokens, dtype=np.int64)[first:]
+    lists.add("came", row, came, np.arange(first, first + len(came)) >= row_metadata.prompt_length)
+    places = lists.add("biased", row, [token for token, _ in row_metadata.biases])
+    arrays["biases"][places] = [bias for _, bias in row_metadata.biases]
+    lists.add("ruled_out", row, row_metadata.ruled_out)
 
 
-def _first_token(wish: Shaping) -> int:
+def _first_token(row_metadata: Shaping) -> int:
     """From which on tokens of the sequence count: those of the prompt do for repetition only."""
-    if not wish.has_penalties:
-        return len(wish.tokens)
-    return 0 if wish.repetition != 1 else wish.prompt_length
+    if not row_metadata.has_penalties:
+        return len(row_metadata.tokens)
+    return 0 if row_metadata.repetition != 1 else row_metadata.prompt_length

@@ -18,10 +18,10 @@ from megatron_ext.mcore.programs.buckets import Bucket, Buckets
 from megatron_ext.mcore.programs.places import Layout, Shape
 from megatron_ext.mcore.staging import ModelInput, StagingRules, stage_tokens
 from megatron_ext.mixers.recurrent import RecurrentStep
-from megatron_ext.ops.bounded_chunks import ChunkGrid, bounded_chunks
-from megatron_ext.ops.paged_attention import BoundedBatch
-from megatron_ext.ops.sampling.wishes import Wishes
+from megatron_ext.ops.paged_attention import StaticBatch
+from megatron_ext.ops.sampling.sampling_metadata import SamplingMetadata
 from megatron_ext.ops.state_slots import SnapshotPlaces, StateSlots
+from megatron_ext.ops.static_chunks import ChunkGrid, static_chunks
 from megatron_ext.ops.varlen import Resumes, starts
 from megatron_ext.prefix_cache.block_pool import BlockId
 from megatron_ext.scheduling.live_slots import LiveSlot
@@ -130,7 +130,7 @@ class StepWriter:
         arrays["cu_seqlens_q"][:] = firsts
         arrays["seqlens_k"][:] = ends
         arrays["sample_tokens"][:] = firsts[1:] - 1
-        self._write_wishes(chunks, arrays)
+        self._write_sampling_metadata(chunks, arrays)
         if rules.has_states:
             arrays["slots"][:] = slots
             self._write_pairs(arrays, "copy_from", "copy_to", copies)
@@ -138,13 +138,13 @@ class StepWriter:
                 self._write_prefills(chunks[bucket.decodes :], bucket, arrays)
 
     @staticmethod
-    def _write_wishes(chunks: Sequence[ScheduledChunk], arrays: Arrays) -> None:
+    def _write_sampling_metadata(chunks: Sequence[ScheduledChunk], arrays: Arrays) -> None:
         """How each row is drawn; who is greedy, and who yields nothing, says so by a uniform number below zero."""
-        wishes = [None if one.sampling is None or one.sampling.uniform is None else one.sampling for one in chunks]
-        arrays["temperature"][:] = [1.0 if one is None else one.temperature for one in wishes]
-        arrays["top_k"][:] = [0 if one is None else one.top_k for one in wishes]
-        arrays["top_p"][:] = [0.0 if one is None else one.top_p for one in wishes]
-        arrays["uniform"][:] = [-1.0 if one is None or one.uniform is None else one.uniform for one in wishes]
+        metadata = [None if one.sampling is None or one.sampling.uniform is None else one.sampling for one in chunks]
+        arrays["temperature"][:] = [1.0 if one is None else one.temperature for one in metadata]
+        arrays["top_k"][:] = [0 if one is None else one.top_k for one in metadata]
+        arrays["top_p"][:] = [0.0 if one is None else one.top_p for one in metadata]
+        arrays["uniform"][:] = [-1.0 if one is None or one.uniform is None else one.uniform for one in metadata]
 
     @staticmethod
     def _write_pairs(arrays: Arrays, sources: str, targets: str, pairs: Copies) -> None:
@@ -212,7 +212,7 @@ def model_input(
     keys = bucket.blocks * rules.block_size
     lengths = (1,) * bucket.decodes + (bucket.tokens,) * bucket.prefills
     where = {name: parts[name] for name in ("block_table", "cu_seqlens_q", "seqlens_k")}
-    batch = BoundedBatch(bucket.decodes, lengths, (keys,) * bucket.rows, rules.block_size, **where)
+    batch = StaticBatch(bucket.decodes, lengths, (keys,) * bucket.rows, rules.block_size, **where)
     return ModelInput(
         chunks=chunks,
         num_decode=bucket.decodes,
@@ -233,7 +233,7 @@ def _recurrent(bucket: Bucket, parts: Mapping[str, Tensor], rules: StagingRules)
     decode_slots = parts["slots"][: bucket.decodes]
     if not bucket.prefills:
         return RecurrentStep(bucket.decodes, decode_slots, None, None)
-    chunks = bounded_chunks(
+    chunks = static_chunks(
         bucket.grid(rules.kernel_chunk),
         parts["cu_seqlens"],
         parts["seq_idx"],
@@ -249,6 +249,6 @@ def _recurrent(bucket: Bucket, parts: Mapping[str, Tensor], rules: StagingRules)
     return RecurrentStep(bucket.decodes, decode_slots, chunks, slots)
 
 
-def wishes_of(parts: Mapping[str, Tensor]) -> Wishes:
+def sampling_metadata_of(parts: Mapping[str, Tensor]) -> SamplingMetadata:
     """How rows are drawn."""
-    return Wishes(parts["temperature"], parts["top_k"], parts["top_p"], parts["uniform"])
+    return SamplingMetadata(parts["temperature"], parts["top_k"], parts["top_p"], parts["uniform"])

@@ -7,7 +7,7 @@ from torch import Tensor
 from megatron_ext.ops import triton
 from megatron_ext.ops.activation import reference
 from megatron_ext.ops.activation.reference import ActivationBackend
-from megatron_ext.ops.triton.places import say_reference_computes
+from megatron_ext.ops.triton.launching import say_reference_computes
 
 
 def _lacks(x: Tensor) -> str | None:

@@ -44,7 +44,7 @@ def causal_conv1d(
         y [T, Cn], zero at rows behind the last sequence, and the final states [S, Cn, K-1] (a copy, never
         a view of x or of the initial states); both in x's dtype.
     """
-    if sequences.is_bounded:
+    if sequences.has_static_shapes:
         return _convolve_bounded(x, weight, bias, sequences, initial_states, activate)
     window = weight.shape[1]
     extended = _extend(x[: sequences.num_tokens], sequences, window, initial_states)  # [T + S*(K-1), Cn]

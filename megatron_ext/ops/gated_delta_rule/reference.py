@@ -22,7 +22,14 @@ import torch
 from torch import Tensor
 
 from megatron_ext.ops.backends import anything
-from megatron_ext.ops.chunked import collect, decay_between, in_token_order, pass_states, spread, spread_steps
+from megatron_ext.ops.chunked import (
+    collect,
+    decay_between,
+    in_token_order,
+    pad_steps_to_chunks,
+    pad_to_chunks,
+    pass_states,
+)
 from megatron_ext.ops.recurrence import RecurrenceBackend, ScanOutput
 from megatron_ext.ops.varlen import PackedChunks
 
@@ -59,10 +66,12 @@ def gated_delta_scan(
     """
     wide = torch.promote_types(v.dtype, torch.float32)
     groups, rows, scale = k.shape[1], v.shape[0], k.shape[-1] ** -0.5
-    chunked_q, chunked_k = (_spread_heads(_keyed(t, wide, normalize), chunks).unsqueeze(2) for t in (q, k))
-    chunked_v = _spread_heads(v.to(wide), chunks).unflatten(1, (groups, -1))  # [n, G, J, C, V]; q and k [n, G, 1, C, K]
-    strength = spread_steps(beta.to(wide), chunks).unflatten(1, (groups, -1)).unsqueeze(-1)  # [n, G, J, C, 1]
-    log_decay = spread_steps(g, chunks).cumsum(-1, dtype=torch.float64).unflatten(1, (groups, -1))  # [n, G, J, C]
+    chunked_q, chunked_k = (_pad_heads(_keyed(t, wide, normalize), chunks).unsqueeze(2) for t in (q, k))
+    chunked_v = _pad_heads(v.to(wide), chunks).unflatten(1, (groups, -1))  # [n, G, J, C, V]; q and k [n, G, 1, C, K]
+    strength = pad_steps_to_chunks(beta.to(wide), chunks).unflatten(1, (groups, -1)).unsqueeze(-1)  # [n, G, J, C, 1]
+    log_decay = (
+        pad_steps_to_chunks(g, chunks).cumsum(-1, dtype=torch.float64).unflatten(1, (groups, -1))
+    )  # [n, G, J, C]
     decay = log_decay.exp().to(wide).unsqueeze(-1)  # [n, G, J, C, 1], from the chunk's start
     to_end = (log_decay[..., -1:] - log_decay).exp().to(wide).unsqueeze(-1)
     between = decay_between(log_decay, wide)  # [n, G, J, c, s]
@@ -113,9 +122,9 @@ def _keyed(t: Tensor, dtype: torch.dtype, normalize: bool) -> Tensor:
     return t * torch.rsqrt(t.square().sum(-1, keepdim=True) + NORM_EPSILON) if normalize else t
 
 
-def _spread_heads(t: Tensor, chunks: PackedChunks) -> Tensor:
+def _pad_heads(t: Tensor, chunks: PackedChunks) -> Tensor:
     """[T, heads, D] -> [n, heads, C, D]."""
-    return spread(t, chunks).transpose(1, 2).contiguous()
+    return pad_to_chunks(t, chunks).transpose(1, 2).contiguous()
 
 
 def _solve(system: Tensor, *right: Tensor) -> tuple[Tensor, ...]:

@@ -13,7 +13,7 @@ from megatron_ext.ops.gated_delta_rule import reference
 from megatron_ext.ops.recurrence import RecurrenceBackend, decode_by_step, prefill_by_scan
 from megatron_ext.ops.state_slots import StateSlots
 from megatron_ext.ops.triton.grids import tile_count
-from megatron_ext.ops.triton.places import (
+from megatron_ext.ops.triton.launching import (
     own_rows,
     prefill_arguments,
     rows_of,

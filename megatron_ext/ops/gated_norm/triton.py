@@ -8,7 +8,7 @@ from torch import Tensor
 from megatron_ext.ops import triton
 from megatron_ext.ops.gated_norm import reference
 from megatron_ext.ops.gated_norm.reference import GateBackend, Order, RowNorm
-from megatron_ext.ops.triton.places import rows_of, say_reference_computes
+from megatron_ext.ops.triton.launching import rows_of, say_reference_computes
 from megatron_ext.ops.triton.registry import Config
 
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from megatron_ext.ops.backends import Backends
 from megatron_ext.ops.paged_attention import cpp, reference, triton, windowed
-from megatron_ext.ops.paged_attention.batch import BoundedBatch, PagedBatch, build_paged_batch
+from megatron_ext.ops.paged_attention.batch import PagedBatch, StaticBatch, build_paged_batch
 
 PAGED_ATTENTION = Backends("paged_attention", cpp.BACKEND, triton.BACKEND, reference.BACKEND)
 
@@ -39,4 +39,4 @@ def paged_attention(
     return backend.attend(q, key_cache, value_cache, batch, scale=scale)
 
 
-__all__ = ["PAGED_ATTENTION", "BoundedBatch", "PagedBatch", "build_paged_batch", "paged_attention"]
+__all__ = ["PAGED_ATTENTION", "PagedBatch", "StaticBatch", "build_paged_batch", "paged_attention"]

@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_ext.ops.facts import Facts
+from megatron_ext.ops.step_metadata import StepMetadata
 from megatron_ext.ops.varlen import stage_arrays, starts
 
 
 @dataclass(frozen=True)
-class PagedBatch(Facts):
+class PagedBatch(StepMetadata):
     """Sequences of one step; the first `num_decode` have one query each.
 
     A sequence's queries are the last of its keys. Lengths are known on the host and on the device, so that no backend
@@ -41,7 +41,7 @@ class PagedBatch(Facts):
     block_table: Tensor
     cu_seqlens_q: Tensor
     seqlens_k: Tensor
-    is_bounded: ClassVar[bool] = False  # see `BoundedBatch`
+    has_static_shapes: ClassVar[bool] = False  # see `StaticBatch`
 
     @property
     def num_tokens(self) -> int:
@@ -50,10 +50,10 @@ class PagedBatch(Facts):
 
 
 @dataclass(frozen=True)
-class BoundedBatch(PagedBatch):
+class StaticBatch(PagedBatch):
     """The same, where lengths on the host are the most that there may be, and those on the device count."""
 
-    is_bounded = True
+    has_static_shapes = True
 
 
 def build_paged_batch(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_ext.ops.backends import anything
 from megatron_ext.ops.paged_attention.batch import PagedBatch
-from megatron_ext.ops.paged_attention.bounded import bounded_attention
+from megatron_ext.ops.paged_attention.static_shapes import static_shape_attention
 
 
 @dataclass(frozen=True)
@@ -112,8 +112,8 @@ def _bottom_right_mask(queries: int, keys: int, device: torch.device) -> Tensor:
 
 def paged_attention(q: Tensor, key_cache: Tensor, value_cache: Tensor, batch: PagedBatch, *, scale: float) -> Tensor:
     """See the operator."""
-    if batch.is_bounded:
-        return bounded_attention(q, key_cache, value_cache, batch, scale=scale)
+    if batch.has_static_shapes:
+        return static_shape_attention(q, key_cache, value_cache, batch, scale=scale)
     return attend_gathered(q, key_cache, value_cache, batch, batch.prepared(plan_gathers), scale)
 
 

@@ -19,7 +19,7 @@ from megatron_ext.ops import triton
 from megatron_ext.ops.paged_attention import reference, windowed
 from megatron_ext.ops.paged_attention.batch import PagedBatch
 from megatron_ext.ops.triton.grids import tile_count
-from megatron_ext.ops.triton.places import own_rows, rows_of, say_reference_computes
+from megatron_ext.ops.triton.launching import own_rows, rows_of, say_reference_computes
 
 MOST_CHANNELS = 256
 NO_WINDOW = 1 << 30  # tokens; more than any sequence has

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from megatron_ext.ops.paged_attention.batch import PagedBatch
-from megatron_ext.ops.paged_attention.bounded import bounded_attention
 from megatron_ext.ops.paged_attention.reference import GatherPlan, PrefillPlan, attend_gathered
+from megatron_ext.ops.paged_attention.static_shapes import static_shape_attention
 
 _SMALLEST_TILE = 128  # queries; fewer are computed together slowly
 
@@ -22,8 +22,8 @@ def windowed_attention(
     q: Tensor, key_cache: Tensor, value_cache: Tensor, batch: PagedBatch, *, scale: float, window: int
 ) -> Tensor:
     """See the operator; `window` is N."""
-    if batch.is_bounded:
-        return bounded_attention(q, key_cache, value_cache, batch, scale=scale, window=window)
+    if batch.has_static_shapes:
+        return static_shape_attention(q, key_cache, value_cache, batch, scale=scale, window=window)
     return attend_gathered(q, key_cache, value_cache, batch, batch.prepared(_planner(window)), scale)
 
 

@@ -9,7 +9,7 @@ from megatron_ext.ops.gated_norm import NamedNorm, RowNorm
 from megatron_ext.ops.rotary import reference
 from megatron_ext.ops.rotary.reference import HeadNorms, Heads, RotaryBackend
 from megatron_ext.ops.rotary.rotation import Rotation
-from megatron_ext.ops.triton.places import own_rows, say_reference_computes
+from megatron_ext.ops.triton.launching import own_rows, say_reference_computes
 
 
 def _lacks(heads: Heads, rotation: Rotation | None, key_cache: Tensor, value_cache: Tensor) -> str | None:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from megatron_ext.ops.backends import Backends
 from megatron_ext.ops.sampling import cpp, reference, triton
-from megatron_ext.ops.sampling.batch import SamplingBatch, sampling_batch
+from megatron_ext.ops.sampling.sampling_metadata import SamplingBatch, sampling_batch
 
 SAMPLING = Backends("sampling", cpp.BACKEND, triton.BACKEND, reference.BACKEND)
 

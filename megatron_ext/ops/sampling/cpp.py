@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from megatron_ext.ops import cpp
-from megatron_ext.ops.sampling.batch import SamplingBatch
 from megatron_ext.ops.sampling.reference import SamplingBackend
+from megatron_ext.ops.sampling.sampling_metadata import SamplingBatch
 
 
 def sample_tokens(logits: Tensor, batch: SamplingBatch) -> Tensor:

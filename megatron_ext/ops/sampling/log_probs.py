@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from megatron_ext.ops.sampling.cuts import best_tokens
+from megatron_ext.ops.sampling.top_k_top_p import best_tokens
 
 
 class LogProbs(NamedTuple):

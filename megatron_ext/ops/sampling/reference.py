@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from megatron_ext.ops.backends import anything
-from megatron_ext.ops.sampling.batch import SamplingBatch
-from megatron_ext.ops.sampling.cuts import best_tokens, drop_beyond_nucleus, kept_of_ordered
-from megatron_ext.ops.sampling.number_line import draw, draw_picked, scores
-from megatron_ext.ops.sampling.ordered import draw_ordered
-from megatron_ext.ops.sampling.wishes import Wishes
+from megatron_ext.ops.sampling.inverse_cdf import draw, draw_picked, scores
+from megatron_ext.ops.sampling.sampling_metadata import SamplingBatch, SamplingMetadata
+from megatron_ext.ops.sampling.sorted_sampling import draw_sorted
+from megatron_ext.ops.sampling.top_k_top_p import best_tokens, drop_beyond_nucleus, kept_of_sorted
 from megatron_ext.ops.transfer import to_device
 
 # Logits that are drawn from in one go on a CPU: what several passes over them find in its cache.
@@ -30,13 +29,13 @@ class SamplingBackend:
         takes: Whether it computes for logits like those.
         sample: With the signature of `sample_tokens`.
         draw: The same of wishes that the device has, greedy rows included, for backends that do not ask what these
-            are: (logits [R, V], `Wishes`) -> [R], or None where it does not compute for these logits.
+            are: (logits [R, V], `SamplingMetadata`) -> [R], or None where it does not compute for these logits.
     """
 
     name: str
     takes: Callable[[Tensor], bool]
     sample: Callable[..., Tensor]
-    draw: Callable[[Tensor, Wishes], Tensor | None] | None = None
+    draw: Callable[[Tensor, SamplingMetadata], Tensor | None] | None = None
 
 
 def sample_tokens(logits: Tensor, batch: SamplingBatch) -> Tensor:
@@ -45,7 +44,7 @@ def sample_tokens(logits: Tensor, batch: SamplingBatch) -> Tensor:
         torch.from_numpy(np.stack([batch.temperature, batch.top_k, batch.top_p, batch.uniform])), logits.device
     )
     if logits.is_cuda:  # the ways below choose by what is read back
-        return draw_ordered(logits, Wishes(*columns))
+        return draw_sorted(logits, SamplingMetadata(*columns))
     tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     for rows, draw_rows in _parts(batch, logits):
         place = _as_slice(rows) or torch.from_numpy(rows)
@@ -86,7 +85,7 @@ def _draw_best(logits: Tensor, most: int, temperature: Tensor, top_k: Tensor, to
     values = logits.gather(1, ids).double()
     weights = ((values - values[:, :1]) / temperature[:, None]).exp()
     weights = weights * (torch.arange(most, device=logits.device) < top_k[:, None])
-    kept = kept_of_ordered(weights, top_p.where(top_p > 0, 2.0))
+    kept = kept_of_sorted(weights, top_p.where(top_p > 0, 2.0))
     return draw_picked(ids, weights * kept, uniform)
 
 

@@ -8,11 +8,10 @@ from torch import Tensor
 
 from megatron_ext.ops import triton
 from megatron_ext.ops.sampling import reference
-from megatron_ext.ops.sampling.batch import SamplingBatch
 from megatron_ext.ops.sampling.reference import SamplingBackend
-from megatron_ext.ops.sampling.wishes import Wishes
+from megatron_ext.ops.sampling.sampling_metadata import SamplingBatch, SamplingMetadata
 from megatron_ext.ops.transfer import to_device
-from megatron_ext.ops.triton.places import rows_of, say_reference_computes
+from megatron_ext.ops.triton.launching import rows_of, say_reference_computes
 from megatron_ext.ops.triton.registry import TYPE_NAMES
 
 MOST_WORDS = 1 << 22
@@ -28,7 +27,7 @@ def _lacks(logits: Tensor) -> str | None:
     return kernels.draw_rows.lacks(T=logits.dtype)
 
 
-def draw_tokens(logits: Tensor, wishes: Wishes) -> Tensor | None:
+def draw_tokens(logits: Tensor, metadata: SamplingMetadata) -> Tensor | None:
     """See `SamplingBackend.draw`."""
     lack = _lacks(logits)
     if lack is not None:
@@ -38,12 +37,12 @@ def draw_tokens(logits: Tensor, wishes: Wishes) -> Tensor | None:
 
     logits, tokens = rows_of(logits), torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     config = next(one for one in kernels.draw_rows.configs if one.suits({"T": TYPE_NAMES[logits.dtype]}))
-    fractions = {name: getattr(wishes, name).contiguous() for name in ("temperature", "top_p", "uniform")}
+    fractions = {name: getattr(metadata, name).contiguous() for name in ("temperature", "top_p", "uniform")}
     kernels.draw_rows.launch(
         (len(logits),),
         config,
         logits=logits,
-        top_k=wishes.top_k.contiguous(),
+        top_k=metadata.top_k.contiguous(),
         tokens=tokens,
         row_stride=logits.stride(0),
         words=logits.shape[1],
@@ -57,7 +56,7 @@ def sample_tokens(logits: Tensor, batch: SamplingBatch) -> Tensor:
     fractions = np.stack([batch.temperature, batch.top_p, batch.uniform])
     columns = to_device(torch.from_numpy(np.vstack([fractions.view(np.int64), batch.top_k])), logits.device)
     temperature, top_p, uniform = columns[:3].view(torch.float64).unbind()
-    tokens = draw_tokens(logits, Wishes(temperature, columns[3], top_p, uniform))
+    tokens = draw_tokens(logits, SamplingMetadata(temperature, columns[3], top_p, uniform))
     return reference.sample_tokens(logits, batch) if tokens is None else tokens
 
 

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from megatron_ext.ops.backends import anything
-from megatron_ext.ops.chunked import carry_states, collect, spread, spread_steps
+from megatron_ext.ops.chunk_padding import cut_into_pieces
+from megatron_ext.ops.chunked import carry_states, collect, pad_steps_to_chunks, pad_to_chunks
 from megatron_ext.ops.recurrence import RecurrenceBackend, ScanOutput
-from megatron_ext.ops.spread import cut_into_pieces
 from megatron_ext.ops.varlen import PackedChunks
 
 LOG2_E = math.log2(math.e)
@@ -59,7 +59,7 @@ def selective_scan(
     All sums are accumulated in fp32 (fp64 if u is fp64, and then the states are, too).
     """
     wide, pieces = torch.promote_types(u.dtype, torch.float32), chunks.prepared(cut_into_pieces)
-    delta, A = spread_steps(delta.to(wide), pieces.packed).permute(2, 0, 1).contiguous(), A.to(wide) * LOG2_E
+    delta, A = pad_steps_to_chunks(delta.to(wide), pieces.packed).permute(2, 0, 1).contiguous(), A.to(wide) * LOG2_E
     placed_u, placed_B, placed_C = (_by_place(t.to(wide), pieces.packed) for t in (u, B, C))
     y, added = _scan_pieces(delta, delta * placed_u, A, placed_B, placed_C)
     elapsed = delta.cumsum(0)  # [C, m, D]
@@ -101,7 +101,7 @@ def selective_scan_step(
 
 def _by_place(t: Tensor, pieces: PackedChunks) -> Tensor:
     """[T, ...] -> [C, m, ...]: what stands at the same place of all pieces lies together."""
-    return spread(t, pieces).transpose(0, 1).contiguous()
+    return pad_to_chunks(t, pieces).transpose(0, 1).contiguous()
 
 
 def _decay(elapsed: Tensor, A: Tensor) -> Tensor:

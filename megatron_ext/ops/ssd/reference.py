@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.ops.backends import anything
-from megatron_ext.ops.chunked import carry_states, collect, decay_between, spread, spread_steps
+from megatron_ext.ops.chunked import carry_states, collect, decay_between, pad_steps_to_chunks, pad_to_chunks
 from megatron_ext.ops.recurrence import RecurrenceBackend, ScanOutput
 from megatron_ext.ops.varlen import PackedChunks
 
@@ -50,9 +50,11 @@ def ssd_scan(
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     groups, (heads, head_dim) = B.shape[1], x.shape[1:]
-    chunked_B, chunked_C = (spread(t, chunks).to(wide).transpose(1, 2).contiguous() for t in (B, C))  # [n, G, C, N]
-    chunked_x = spread(x, chunks).to(wide).unflatten(2, (groups, -1))  # [n, C, G, J, P]
-    chunked_dt = spread_steps(dt, chunks)  # [n, H, C]
+    chunked_B, chunked_C = (
+        pad_to_chunks(t, chunks).to(wide).transpose(1, 2).contiguous() for t in (B, C)
+    )  # [n, G, C, N]
+    chunked_x = pad_to_chunks(x, chunks).to(wide).unflatten(2, (groups, -1))  # [n, C, G, J, P]
+    chunked_dt = pad_steps_to_chunks(dt, chunks)  # [n, H, C]
     log_decay = _log_decay(chunked_dt, A).unflatten(1, (groups, -1))  # [n, G, J, C]
     decay = log_decay.exp().to(wide)  # from the chunk's start
     stepped_x = chunked_x * chunked_dt.to(wide).unflatten(1, (groups, -1)).movedim(-1, 1).unsqueeze(-1)

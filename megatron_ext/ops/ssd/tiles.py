@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from megatron_ext.ops.triton.places import is_aligned
+from megatron_ext.ops.triton.launching import is_aligned
 from megatron_ext.ops.triton.registry import Argument, Config, Kernel
 from megatron_ext.ops.varlen import PackedChunks, PackedSequences
 
@@ -77,7 +77,7 @@ def prefill(arguments: Mapping[str, Argument], x: Tensor, B: Tensor, chunks: Pac
 def _outputs(x: Tensor, sequences: PackedSequences) -> Tensor:
     """Room for them, with zeros behind the last sequence: everywhere if only the device knows where that is."""
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    y[0 if sequences.is_bounded else sequences.num_tokens :].zero_()
+    y[0 if sequences.has_static_shapes else sequences.num_tokens :].zero_()
     return y
 
 

@@ -12,7 +12,7 @@ from megatron_ext.ops import triton
 from megatron_ext.ops.recurrence import RecurrenceBackend, decode_by_step, prefill_by_scan
 from megatron_ext.ops.ssd import reference
 from megatron_ext.ops.state_slots import StateSlots
-from megatron_ext.ops.triton.places import (
+from megatron_ext.ops.triton.launching import (
     own_rows,
     prefill_arguments,
     rows_of,

@@ -8,7 +8,7 @@ from torch import Tensor
 from megatron_ext.ops import triton
 from megatron_ext.ops.state_copy import reference
 from megatron_ext.ops.state_copy.reference import CopyBackend, PoolPair
-from megatron_ext.ops.triton.places import say_reference_computes
+from megatron_ext.ops.triton.launching import say_reference_computes
 
 
 def _words(pool: Tensor) -> Tensor:

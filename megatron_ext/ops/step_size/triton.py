@@ -8,7 +8,7 @@ from torch import Tensor
 from megatron_ext.ops import triton
 from megatron_ext.ops.step_size import reference
 from megatron_ext.ops.step_size.reference import StepSizeBackend
-from megatron_ext.ops.triton.places import rows_of, say_reference_computes
+from megatron_ext.ops.triton.launching import rows_of, say_reference_computes
 
 
 def _lacks(projected: Tensor, A_log: Tensor, *others: Tensor) -> str | None:

@@ -28,12 +28,14 @@ def logits() -> Tensor:
 
 def alone(logits: Tensor, one: SamplingRow) -> int:
     """The row's token by the operator, or the best one."""
-    wish = one.sampling
+    row_metadata = one.sampling
     logits = logits.clone()
-    logits[list(wish.forbidden)] = -torch.inf
-    if wish.uniform is None:
+    logits[list(row_metadata.forbidden)] = -torch.inf
+    if row_metadata.uniform is None:
         return int(logits.argmax())
-    batch = sampling_batch([wish.temperature], [wish.top_k], [wish.top_p], [wish.uniform])
+    batch = sampling_batch(
+        [row_metadata.temperature], [row_metadata.top_k], [row_metadata.top_p], [row_metadata.uniform]
+    )
     return int(sample_tokens(logits[None], batch))
 
 

@@ -42,7 +42,7 @@ def engine_of(loaded: LoadedModel, drafter: object | None = None, **batching: ob
     return build_engine(loaded.model, loaded.config, loaded.tokenizer, settings, cache, dtype=loaded.dtype, **drafts)
 
 
-def wish(seed: int, count: int = 96) -> RequestParams:
+def row_metadata(seed: int, count: int = 96) -> RequestParams:
     form = {"type": "json_schema", "json_schema": {"schema": SCHEMAS[seed]}}
     temperature = 1.0 if seed % 2 else 0.0
     return RequestParams(
@@ -57,7 +57,7 @@ def answers(loaded):
 
 
 def run_all(engine):
-    futures = [engine.add_request(seed, PROMPT, wish(seed)) for seed in range(len(SCHEMAS))]
+    futures = [engine.add_request(seed, PROMPT, row_metadata(seed)) for seed in range(len(SCHEMAS))]
     free = engine.add_request(1000, PROMPT, NEIGHBOUR)
     while engine.has_unfinished_requests():
         engine.step_modern()
@@ -93,7 +93,7 @@ SOME = (2, 11, 13, 17, 20, 32)
 @pytest.mark.parametrize("life", [*LIVES, "suspended"])
 def test_the_same_request_in_any_batch(answers, loaded, life):
     engine = engine_of(loaded, **LIVES.get(life, {}))
-    futures = [engine.add_request(seed, PROMPT, wish(seed)) for seed in SOME]
+    futures = [engine.add_request(seed, PROMPT, row_metadata(seed)) for seed in SOME]
     steps = 0
     while engine.has_unfinished_requests():
         engine.step_modern()
@@ -115,7 +115,7 @@ def test_with_drafts(answers, loaded):
     drafter = Knowing(right_for_a_while)
     drafter.truth = {i: (*answers[0][i].prompt_tokens, *answers[0][i].generated_tokens) for i in SOME}
     engine = engine_of(loaded, drafter)
-    futures = [engine.add_request(seed, PROMPT, wish(seed)) for seed in SOME]
+    futures = [engine.add_request(seed, PROMPT, row_metadata(seed)) for seed in SOME]
     while engine.has_unfinished_requests():
         engine.step_modern()
     for seed, future in zip(SOME, futures, strict=True):
@@ -179,7 +179,7 @@ def test_a_matcher_that_is_lost_fails_its_request_alone(loaded, monkeypatch):
         take(self, tokens)
 
     monkeypatch.setattr(Matcher, "take", failing)
-    records = engine_of(loaded).generate([PROMPT] * 3, [wish(1), wish(4), NEIGHBOUR][0])
+    records = engine_of(loaded).generate([PROMPT] * 3, [row_metadata(1), row_metadata(4), NEIGHBOUR][0])
     assert [record.status for record in records].count(Status.FAILED) == 1
     (failed,) = [record for record in records if record.status is Status.FAILED]
     assert failed.error == "the output cannot satisfy response_format: planted"
@@ -199,7 +199,7 @@ def test_by_programs(loaded, answers):
     fixed, guided = engine.context.fixed_steps, []
     compute = fixed._compute
     fixed._compute = lambda bucket, wanted: (guided.append(wanted.is_guided), compute(bucket, wanted))
-    futures = [engine.add_request(seed, PROMPT, wish(seed, 40)) for seed in SOME[:3]]
+    futures = [engine.add_request(seed, PROMPT, row_metadata(seed, 40)) for seed in SOME[:3]]
     free = engine.add_request(1000, PROMPT, NEIGHBOUR)
     while engine.has_unfinished_requests():
         engine.step_modern()
@@ -247,7 +247,7 @@ def test_a_mask_that_is_not_ready_delays_its_own_request_only(loaded, answers, h
     engine = engine_of(loaded, drafter, **WAYS[way])
     if drafter is not None:
         drafter.truth = {seed: (*expected.prompt_tokens, *expected.generated_tokens)}
-    future = engine.add_request(seed, PROMPT, wish(seed))
+    future = engine.add_request(seed, PROMPT, row_metadata(seed))
     free = engine.add_request(1000, PROMPT, NEIGHBOUR)
     while not free.done():
         engine.step_modern()
@@ -273,7 +273,7 @@ def test_a_mask_that_is_not_ready_delays_its_own_request_only(loaded, answers, h
 def test_what_ends_while_its_mask_is_computed_keeps_nothing(loaded, answers, held, end):
     """SE-10: blocks and slots are free at once; a request that is suspended goes on when its mask is there."""
     engine, seed = engine_of(loaded), SOME[0]
-    future = engine.add_request(seed, PROMPT, wish(seed))
+    future = engine.add_request(seed, PROMPT, row_metadata(seed))
     while not held.is_holding.is_set():
         engine.step_modern()
     scheduler = engine.scheduler
@@ -294,7 +294,7 @@ def test_what_ends_while_its_mask_is_computed_keeps_nothing(loaded, answers, hel
         assert scheduler.cache.available_count == scheduler.limits.total_blocks
         assert scheduler.live_slots.free_count == scheduler.limits.max_requests
     held.released.set()
-    again = future if end == "suspend" else engine.add_request(seed, PROMPT, wish(seed))
+    again = future if end == "suspend" else engine.add_request(seed, PROMPT, row_metadata(seed))
     while engine.has_unfinished_requests():
         engine.step_modern()
     assert again.result().generated_tokens == answers[0][seed].generated_tokens
@@ -315,7 +315,7 @@ def test_a_fault_in_the_mask_thread_ends_its_request_alone(loaded, monkeypatch, 
 
     monkeypatch.setattr(Matcher, "take", failing)
     engine = engine_of(loaded)
-    failed, free = engine.add_request(0, PROMPT, wish(4)), engine.add_request(1, PROMPT, NEIGHBOUR)
+    failed, free = engine.add_request(0, PROMPT, row_metadata(4)), engine.add_request(1, PROMPT, NEIGHBOUR)
     while engine.has_unfinished_requests():
         engine.step_modern()
     record = failed.result()

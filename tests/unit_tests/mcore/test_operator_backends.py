@@ -10,7 +10,7 @@ import torch
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import platform
 from megatron_ext.models.build import build_model
-from megatron_ext.ops import choice, triton
+from megatron_ext.ops import backend_selection, triton
 from megatron_ext.ops.triton.registry import watch
 from tests.unit_tests.support.caching import BLOCK
 from tests.unit_tests.support.driver import assert_equals_oracle, make_prompt
@@ -102,11 +102,11 @@ def test_triton_where_it_cannot_run_is_refused(monkeypatch, device, why):
     """CU-3: before anything is allocated, with what would work."""
     monkeypatch.setattr(triton, "is_interpreted", lambda: False)
     with pytest.raises(ConfigError, match=rf"--operator-backend triton: .*{why}.*; auto or reference would do"):
-        choice.check("triton", torch.device(device))
+        backend_selection.check("triton", torch.device(device))
 
 
 def test_without_triton_it_is_refused_and_auto_is_not(monkeypatch):
     monkeypatch.setattr(triton, "_import_problem", lambda: "triton cannot be imported (there is none)")
     with pytest.raises(ConfigError, match=r"cannot be imported \(there is none\); auto or reference would do"):
-        choice.check("triton", torch.device("cuda"))
-    choice.check("auto", torch.device("cuda"))
+        backend_selection.check("triton", torch.device("cuda"))
+    backend_selection.check("auto", torch.device("cuda"))

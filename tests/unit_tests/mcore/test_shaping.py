@@ -13,7 +13,7 @@ from megatron_ext.config.token_biases import NO_BIASES
 from megatron_ext.mcore import controller
 from megatron_ext.mcore.shaping import shape_logits
 from megatron_ext.mcore.staging import SamplingRow
-from megatron_ext.ops.sampling import shaping as operators
+from megatron_ext.ops.sampling import logits_processors as operators
 from megatron_ext.scheduling.events import EventType
 from megatron_ext.scheduling.shaping import Shaping
 from megatron_ext.scheduling.step import Sampling
@@ -178,21 +178,21 @@ class TestOperators:
     def test_in_16_bits_the_choice_is_made_in_32(self):
         """A penalty of a hundredth is below bfloat16's steps at these logits."""
         logits = torch.tensor([[8.0, 8.0, 1.0]], dtype=torch.bfloat16)
-        wish = Shaping(array("I", [1, 0]), 1, 1.0, 0.01, 0.0, NO_BIASES, (), 0.0)
-        row = SamplingRow(0, Sampling(0.0, 0, 0.0, None, (), None, wish))
+        row_metadata = Shaping(array("I", [1, 0]), 1, 1.0, 0.01, 0.0, NO_BIASES, (), 0.0)
+        row = SamplingRow(0, Sampling(0.0, 0, 0.0, None, (), None, row_metadata))
         assert controller._choose(logits, [row]).tolist() == [1]
 
     def test_bad_words_are_looked_for_in_the_answer(self):
         """SA-1: a word whose first token ends the prompt may still begin there."""
         for prompt, ruled_out in ((2, []), (1, [6]), (0, [6])):
-            wish = Shaping(array("I", [4, 5]), prompt, 1.0, 0.0, 0.0, NO_BIASES, ((5, 6),), 0.0)
-            assert wish.ruled_out == ruled_out, f"a prompt of {prompt}"
+            row_metadata = Shaping(array("I", [4, 5]), prompt, 1.0, 0.0, 0.0, NO_BIASES, ((5, 6),), 0.0)
+            assert row_metadata.ruled_out == ruled_out, f"a prompt of {prompt}"
 
     def test_min_p_is_a_share_of_the_best_token_that_may_come(self):
         """SA-1: a forbidden token is gone before, though it be far better than the others."""
         values = torch.tensor([[9.0, 2.0, 1.9, -5.0]])
-        wish = Shaping(array("I"), 0, 1.0, 0.0, 0.0, NO_BIASES, (), 0.5)
-        row = SamplingRow(0, Sampling(1.0, 0, 0.0, None, (0,), None, wish))
+        row_metadata = Shaping(array("I"), 0, 1.0, 0.0, 0.0, NO_BIASES, (), 0.5)
+        row = SamplingRow(0, Sampling(1.0, 0, 0.0, None, (0,), None, row_metadata))
         shape_logits(values, [row])
         assert values.isfinite().tolist() == [[False, True, True, False]]
 

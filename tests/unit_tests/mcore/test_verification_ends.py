@@ -27,29 +27,29 @@ PROMPT = make_prompt(13)
 SAMPLED = {"temperature": 1.0, "seed": 11}
 
 
-def serve(driver: Driver, wishes: list[dict]) -> Driver:
+def serve(driver: Driver, metadata: list[dict]) -> Driver:
     """One request after the other, and then what continues each."""
-    for name, wish in enumerate(wishes):
-        prompt = wish.get("prompt", PROMPT)
+    for name, row_metadata in enumerate(metadata):
+        prompt = row_metadata.get("prompt", PROMPT)
         fields = {"num_tokens_to_generate": 24, "skip_prompt_log_probs": True, "track_generated_token_events": True}
-        driver.add(name, prompt, **(fields | {key: value for key, value in wish.items() if key != "prompt"}))
+        driver.add(name, prompt, **(fields | {key: value for key, value in row_metadata.items() if key != "prompt"}))
         driver.run()
-    for name in range(len(wishes)):
+    for name in range(len(metadata)):
         record = driver.records[name]
         turn = [*record.prompt_tokens, *record.generated_tokens, *make_prompt(3, name)]
-        driver.add(len(wishes) + name, turn, num_tokens_to_generate=3, skip_prompt_log_probs=True)
+        driver.add(len(metadata) + name, turn, num_tokens_to_generate=3, skip_prompt_log_probs=True)
         driver.run()
     return driver
 
 
-def check(pair: Pair, wishes: list[dict], answer=right_for_a_while) -> Driver:
+def check(pair: Pair, metadata: list[dict], answer=right_for_a_while) -> Driver:
     """The same with drafts, which nobody sees."""
-    serve(pair.plain, wishes)
-    drafter = Knowing(answer, seed=len(wishes))
+    serve(pair.plain, metadata)
+    drafter = Knowing(answer, seed=len(metadata))
     drafter.truth = pair.truth()
     for name, known in drafter.truth.items():  # behind its end, too
         drafter.truth[name] = (*known, *make_prompt(COUNT))
-    driver = serve(pair.speculating(drafter, COUNT), wishes)
+    driver = serve(pair.speculating(drafter, COUNT), metadata)
     assert_same(driver, pair.plain)
     assert_same_cache(driver, pair.plain)
     for name, record in driver.records.items():
@@ -78,24 +78,24 @@ def test_stop_words(get_driver, free, mode):
     """Of one token and of two, ignored before the least number of tokens; blocks end behind the 3rd and the 19th."""
     words = [(f"<{free[i]}>",) for i in (0, 1, 2, 3, 4, 9, 17, 18, 19, 20)]
     words += [(f"<{free[i]}><{free[i + 1]}>", "never") for i in (1, 2, 3, 12, 18, 19)]
-    wishes = [{"stop_words": one} for one in words] + [{"stop_words": one, "min_tokens": 5} for one in words[:6]]
-    driver = check(pair_of(get_driver, mode), wishes)
+    metadata = [{"stop_words": one} for one in words] + [{"stop_words": one, "min_tokens": 5} for one in words[:6]]
+    driver = check(pair_of(get_driver, mode), metadata)
     assert {record.finish_reason for record in driver.records.values()} == {"stop", "length"}
 
 
 @pytest.mark.parametrize("mode", ["kernel", "align"])
 def test_end_tokens_and_lengths(get_driver, free, mode):
     """In the middle of an accepted run nothing behind the end is taken; K never reaches beyond the last token."""
-    wishes = [{"termination_id": free[i]} for i in (1, 3, 4, 10, 18, 19, 20)]
-    wishes += [{"termination_id": free[i], "min_tokens": fewest} for i, fewest in ((3, 3), (3, 4), (3, 5), (1, 24))]
-    wishes += [{"num_tokens_to_generate": count} for count in (1, 2, 3, 8, 9)]
-    wishes += [{"stop_token_ids": (free[6], free[12]), "ignore_eos": True}]
-    check(pair_of(get_driver, mode), wishes, right)
+    metadata = [{"termination_id": free[i]} for i in (1, 3, 4, 10, 18, 19, 20)]
+    metadata += [{"termination_id": free[i], "min_tokens": fewest} for i, fewest in ((3, 3), (3, 4), (3, 5), (1, 24))]
+    metadata += [{"num_tokens_to_generate": count} for count in (1, 2, 3, 8, 9)]
+    metadata += [{"stop_token_ids": (free[6], free[12]), "ignore_eos": True}]
+    check(pair_of(get_driver, mode), metadata, right)
 
 
 def test_logits_shaped_position_by_position(get_driver, free):
     """Penalties, biases, bad words, min_p, top-n: a row behind drafts is shaped as if these had come."""
-    wishes = [
+    metadata = [
         {"repetition_penalty": 1.4},
         {"presence_penalty": 1.5, "frequency_penalty": 0.8, **SAMPLED},
         {"logit_bias": {free[2]: -100.0, 5: 2.0}, "top_n_logprobs": 4},
@@ -105,20 +105,20 @@ def test_logits_shaped_position_by_position(get_driver, free):
         {"min_tokens": 20, "termination_id": free[3], **SAMPLED},
         {"repetition_penalty": 0.8, "bad_words": (f"<{free[8]}>",), "top_n_logprobs": 2, **SAMPLED},
     ]
-    check(pair_of(get_driver, "kernel"), wishes)
+    check(pair_of(get_driver, "kernel"), metadata)
 
 
 def test_neighbours(get_driver):
     """Requests with drafts beside prefills in chunks and others without; each as if alone."""
     pair, drafter = pair_of(get_driver, "kernel"), Knowing(right_for_a_while)
-    wishes = {i: {"temperature": float(i % 2), "seed": i, "num_tokens_to_generate": 12 + i} for i in range(7)}
-    for name, wish in wishes.items():
-        pair.plain.add(name, make_prompt(10 + 17 * name % 60, name), **wish)
+    metadata = {i: {"temperature": float(i % 2), "seed": i, "num_tokens_to_generate": 12 + i} for i in range(7)}
+    for name, row_metadata in metadata.items():
+        pair.plain.add(name, make_prompt(10 + 17 * name % 60, name), **row_metadata)
         pair.plain.run()
     drafter.truth = {name: tokens for name, tokens in pair.truth().items() if name != 3}
     driver = pair.speculating(drafter, 5, max_tokens=24, max_requests=5)
-    for name, wish in wishes.items():
-        driver.add(name, make_prompt(10 + 17 * name % 60, name), **wish)
+    for name, row_metadata in metadata.items():
+        driver.add(name, make_prompt(10 + 17 * name % 60, name), **row_metadata)
         driver.step()
     driver.run()
     assert_same(driver, pair.plain)

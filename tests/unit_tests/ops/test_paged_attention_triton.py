@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_ext.ops import triton
 from megatron_ext.ops.paged_attention import PAGED_ATTENTION, PagedBatch, build_paged_batch, paged_attention, reference
-from megatron_ext.ops.triton import places
+from megatron_ext.ops.triton import launching
 from megatron_ext.ops.triton.registry import TYPE_NAMES, Config, watch
 from tests.unit_tests.ops.backends import usable
 from tests.unit_tests.ops.oracles import assert_close, attention
@@ -57,8 +57,8 @@ class Pool:
         self.written = [[self.random(keys, *shape[2:]) for _ in range(2)] for _, keys in rows]
         for table, written in zip(self.tables, self.written, strict=True):
             for cache, own in zip(self.caches, written, strict=True):
-                places = torch.tensor(table).repeat_interleave(block)[: len(own)] * block
-                cache.flatten(0, 1)[places + torch.arange(len(own)) % block] = own
+                launching = torch.tensor(table).repeat_interleave(block)[: len(own)] * block
+                cache.flatten(0, 1)[launching + torch.arange(len(own)) % block] = own
         self.q = self.random(sum(queries for queries, _ in rows), heads[0], head_size)
 
     def random(self, *shape: int) -> Tensor:
@@ -219,7 +219,7 @@ def test_neighbours_and_cuts_change_no_bit() -> None:
 
 def test_where_there_is_no_kernel_the_reference_computes_and_says_so_once(capsys: pytest.CaptureFixture[str]) -> None:
     """CU-3: heads of more than 256 channels."""
-    places.say_reference_computes.cache_clear()
+    launching.say_reference_computes.cache_clear()
     pool = Pool([(1, 17), (3, 5)], head_size=272)
     for window in (None, 4):
         assert_close("large", pool.attend(1, window), pool.expected(window))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.mixers.chunk_metadata import cut_chunks
-from megatron_ext.ops import spread
+from megatron_ext.ops import chunk_padding
 from megatron_ext.ops.recurrence import ScanOutput
 from megatron_ext.ops.selective_scan.reference import selective_scan, selective_scan_step
 from tests.unit_tests.ops.oracles import LENGTHS, assert_close, assert_states_close, selective_recurrence
@@ -140,7 +140,7 @@ def test_results_do_not_depend_on_the_pieces(size: int, monkeypatch: pytest.Monk
     lengths = (130, 7, 64)
     inputs = random_inputs(lengths)
     first = inputs.scan([0, 3, 8], lengths, 48)
-    monkeypatch.setattr(spread, "PIECE", size)
+    monkeypatch.setattr(chunk_padding, "PIECE", size)
     other = inputs.scan([0, 3, 8], lengths, 48)
     assert_close("y", other.y, first.y)
     assert_states_close("chunk states", other.chunk_states, first.chunk_states)

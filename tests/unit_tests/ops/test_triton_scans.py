@@ -112,7 +112,7 @@ def test_a_swapped_slot_is_seen(name: str) -> None:
 @pytest.mark.parametrize("name", ["causal_conv1d", "selective_scan", "ssd", "gated_delta_rule"])
 def test_what_has_no_kernel_is_computed_by_the_reference(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """CU-3: shapes without a kernel, said once."""
-    from megatron_ext.ops.triton.places import say_reference_computes
+    from megatron_ext.ops.triton.launching import say_reference_computes
 
     say_reference_computes.cache_clear()
     size = {"causal_conv1d": 5, "selective_scan": 65, "ssd": 257, "gated_delta_rule": 129}[name]

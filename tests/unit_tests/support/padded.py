@@ -141,7 +141,7 @@ class Padded:
 def rows_of(step: ModelInput) -> Iterator[tuple[int, ScheduledChunk]]:
     """Whose logits the rows of a forward are: padded steps have one for each chunk, others for those that sample."""
     sampled = [(row, chunk) for row, chunk in enumerate(step.chunks) if chunk.sampling is not None]
-    if step.paged_batch.is_bounded:
+    if step.paged_batch.has_static_shapes:
         assert len(step.chunks) == len(step.sample_tokens)
         return iter((row, chunk) for row, chunk in sampled if chunk.request_id != NOBODY)
     return iter((i, chunk) for i, (_, chunk) in enumerate(sampled))

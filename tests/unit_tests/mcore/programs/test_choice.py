@@ -25,7 +25,7 @@ from megatron_ext.mcore.programs.places import Answers, FixedPlaces, Layout
 from megatron_ext.mcore.programs.shaping import has_room, with_shaping, write_shaping
 from megatron_ext.mcore.programs.writing import NOBODY, StepWriter
 from megatron_ext.mcore.staging import SamplingRow
-from megatron_ext.ops.sampling import SAMPLING, in_place
+from megatron_ext.ops.sampling import SAMPLING, graph_sampling
 from megatron_ext.scheduling.shaping import Shaping
 from megatron_ext.scheduling.step import Sampling, ScheduledChunk
 from tests.priority import TestPriority
@@ -65,9 +65,9 @@ def shaping_of(source: random.Random, *, forms: bool) -> Shaping:
 
 def sampling(source: random.Random, *, shapes: bool = True, scores: bool = True, forms: bool = False) -> Sampling:
     is_greedy = source.random() < 0.4
-    wish = shaping_of(source, forms=forms) if shapes and source.random() < 0.6 else None
-    if is_greedy and wish is not None:
-        wish = dataclasses.replace(wish, min_p=0.0)
+    row_metadata = shaping_of(source, forms=forms) if shapes and source.random() < 0.6 else None
+    if is_greedy and row_metadata is not None:
+        row_metadata = dataclasses.replace(row_metadata, min_p=0.0)
     return Sampling(
         temperature=0.0 if is_greedy else source.uniform(0.3, 1.5),
         top_k=source.choice([0, 5]),
@@ -75,12 +75,12 @@ def sampling(source: random.Random, *, shapes: bool = True, scores: bool = True,
         uniform=None if is_greedy else source.random(),
         forbidden=tuple(source.choices([3, 9, -1, WORDS + 5], k=2)) if shapes and source.random() < 0.4 else (),
         top_n=source.choice([None, 0, 3, MOST_LISTED]) if scores else None,
-        shaping=wish,
+        shaping=row_metadata,
     )
 
 
-def chunk(row: int, wish: Sampling | None) -> ScheduledChunk:
-    return ScheduledChunk(NOBODY if wish is None else row, (0,), 0, 1, True, (), 0, row, sampling=wish)
+def chunk(row: int, row_metadata: Sampling | None) -> ScheduledChunk:
+    return ScheduledChunk(NOBODY if row_metadata is None else row, (0,), 0, 1, True, (), 0, row, sampling=row_metadata)
 
 
 def chunks_of(seed: int, **kinds: bool) -> list[ScheduledChunk]:
@@ -116,7 +116,7 @@ class Fixed:
         wanted = wanted_of(samplings_of(chunks))
         layout = self.layout if wanted.is_guided else self.shaped if wanted.is_shaped else BASE
         arrays = self.places.open(layout)
-        StepWriter._write_wishes(chunks, arrays)
+        StepWriter._write_sampling_metadata(chunks, arrays)
         unused = write_shaping(chunks, WORDS, arrays) if wanted.is_shaped else 0
         if wanted.is_guided:
             write_masks(chunks, arrays["masks"])
@@ -159,7 +159,7 @@ def test_any_mix_of_wishes_to_the_bit(dtype: torch.dtype, graphs: type) -> None:
 def test_a_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """SE-2: neither scores nor draws take more memory than is stated, whatever the rows; nothing else changes."""
     sizes = []
-    for module, name in ((in_place, "draw_ordered"), (choice, "log_probs_of")):
+    for module, name in ((graph_sampling, "draw_sorted"), (choice, "log_probs_of")):
         function = getattr(module, name)
 
         def noted(logits: Tensor, *rest: object, function: object = function) -> object:
@@ -235,14 +235,14 @@ def test_what_nobody_asks_for_is_neither_sent_nor_computed_nor_answered(monkeypa
 
 def test_what_is_more_than_there_is_room_for() -> None:
     """CU-5: tokens that came count as often as they came, those of prompts for repetition alone."""
-    wish = sampling(random.Random(1), scores=False)
+    row_metadata = sampling(random.Random(1), scores=False)
     long = Shaping(array("i", [1] * 9000), 6000, 1.0, 0.5, 0.0, TokenBiases(), (), 0.0)
-    shaped = dataclasses.replace(wish, shaping=long)
+    shaped = dataclasses.replace(row_metadata, shaping=long)
     assert has_room([shaped], 1)
     assert not has_room([shaped, shaped], 1)
     assert has_room([shaped, shaped], 2)
     assert not has_room([dataclasses.replace(shaped, shaping=dataclasses.replace(long, repetition=1.1))], 1)
-    assert not has_room([dataclasses.replace(wish, forbidden=tuple(range(65)))], 1)
+    assert not has_room([dataclasses.replace(row_metadata, forbidden=tuple(range(65)))], 1)
     biases = TokenBiases.of(dict.fromkeys(range(513), 1.0))
     assert not has_room([dataclasses.replace(shaped, shaping=dataclasses.replace(long, biases=biases))], 1)
 
@@ -251,8 +251,8 @@ def test_the_forbidden_best_token_is_no_measure_for_min_p() -> None:
     """SA-1: `min_tokens` rules out before `min_p` takes shares; otherwise no token at all would be left."""
     logits = torch.zeros(1, WORDS)
     logits[0, 3], logits[0, 5] = 30.0, 5.0
-    wish = Shaping(array("i"), 0, 1.0, 0.0, 0.0, TokenBiases(), (), 0.5)
-    chunks = [chunk(0, Sampling(1.0, 0, 0.0, 0.9, (3,), None, wish))]
+    row_metadata = Shaping(array("i"), 0, 1.0, 0.0, 0.0, TokenBiases(), (), 0.5)
+    chunks = [chunk(0, Sampling(1.0, 0, 0.0, 0.9, (3,), None, row_metadata))]
     assert plain(logits, chunks).tokens == {0: 5}
     padded = [*chunks, *[chunk(row, None) for row in range(1, ROWS)]]
     assert Fixed().choose(logits.expand(ROWS, -1), padded).tokens == {0: 5}

@@ -173,14 +173,16 @@ WISHES = [
 ]
 
 
-def check_wishes(get_oracle, driver, *, is_caching: bool) -> None:
+def check_metadata(get_oracle, driver, *, is_caching: bool) -> None:
     """Those above, in the same steps, by this driver and by a plain one."""
     runs = []
     for kind in (driver, Driver):
         run = new_driver("hybrid", get_oracle, kind, is_caching=is_caching, max_sequence_length=96)
-        for request_id, wishes in enumerate(WISHES):
+        for request_id, metadata in enumerate(WISHES):
             prompt, plain = make_prompt(20) + make_prompt(5, request_id), {"return_log_probs": False}
-            run.add(request_id, prompt, num_tokens_to_generate=14, **(plain | {"skip_prompt_log_probs": True} | wishes))
+            run.add(
+                request_id, prompt, num_tokens_to_generate=14, **(plain | {"skip_prompt_log_probs": True} | metadata)
+            )
             run.step()
         run.run()
         runs.append(run)
@@ -198,7 +200,7 @@ def check_wishes(get_oracle, driver, *, is_caching: bool) -> None:
 @pytest.mark.parametrize("is_caching", [True, False])
 def test_wishes_of_all_kinds_in_one_step(get_oracle, is_caching):
     """CU-5, SA-1, SE-2: log-probs, penalties, biases, words, min_p and min_tokens, beside rows that want nothing."""
-    check_wishes(get_oracle, PaddedDriver, is_caching=is_caching)
+    check_metadata(get_oracle, PaddedDriver, is_caching=is_caching)
 
 
 def test_log_probs_and_min_tokens_are_launched_ahead(get_oracle):

@@ -21,7 +21,7 @@ from megatron_ext.mcore.programs.buckets import Buckets
 from megatron_ext.mcore.programs.fixed_steps import FixedSteps
 from megatron_ext.mcore.programs.graphs import CudaGraphs
 from megatron_ext.scheduling.record import Status
-from tests.unit_tests.mcore.programs.test_fixed_steps import check_wishes, serve
+from tests.unit_tests.mcore.programs.test_fixed_steps import check_metadata, serve
 from tests.unit_tests.support.driver import Driver, assert_states_close, make_prompt
 from tests.unit_tests.support.models import CONFIGS
 from tests.unit_tests.support.padded import PaddedDriver
@@ -101,7 +101,7 @@ def test_graphs_give_what_plain_steps_give(get_oracle, kind):
 
 def test_graphs_take_all_wishes(get_oracle):
     """CU-5: log-probs and shaped logits, in any mix, by programs that were captured of padding."""
-    check_wishes(get_oracle, Captured, is_caching=True)
+    check_metadata(get_oracle, Captured, is_caching=True)
 
 
 def test_a_decode_follows_its_prefill_at_once(get_oracle):

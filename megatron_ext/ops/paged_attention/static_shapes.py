@@ -39,7 +39,7 @@ class Spans:
     is_real: Tensor | None = None
 
 
-def bounded_attention(
+def static_shape_attention(
     q: Tensor, key_cache: Tensor, value_cache: Tensor, batch: PagedBatch, *, scale: float, window: int | None = None
 ) -> Tensor:
     """See the operator."""

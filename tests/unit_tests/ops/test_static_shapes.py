@@ -8,13 +8,13 @@ import torch
 
 from megatron_ext.mcore.programs.writing import write_grid
 from megatron_ext.mixers.chunk_metadata import cut_between, cut_prefill
-from megatron_ext.ops import bounded_chunks as in_grids  # the function itself would lose what it provides, see conftest
+from megatron_ext.ops import static_chunks as in_grids  # the function itself would lose what it provides, see conftest
 from megatron_ext.ops.causal_conv1d import PLAIN_CONV1D
 from megatron_ext.ops.gated_delta_rule import GATED_DELTA_RULE
-from megatron_ext.ops.paged_attention import PAGED_ATTENTION, BoundedBatch, build_paged_batch, paged_attention
+from megatron_ext.ops.paged_attention import PAGED_ATTENTION, StaticBatch, build_paged_batch, paged_attention
 from megatron_ext.ops.sampling import SAMPLING, sample_tokens, sampling_batch
-from megatron_ext.ops.sampling.in_place import best_tokens_of, draw_tokens
-from megatron_ext.ops.sampling.wishes import Wishes
+from megatron_ext.ops.sampling.graph_sampling import best_tokens_of, draw_tokens
+from megatron_ext.ops.sampling.sampling_metadata import SamplingMetadata
 from megatron_ext.ops.selective_scan import SELECTIVE_SCAN
 from megatron_ext.ops.ssd import SSD
 from megatron_ext.ops.state_slots import SnapshotPlaces, StateSlots
@@ -66,7 +66,7 @@ def padded_chunks():
     arrays = {name: np.full(size, 77, dtype=np.int64) for name, size in sizes.items()}
     write_grid(cuts, GRID, arrays)
     staged = {name: torch.from_numpy(array) for name, array in arrays.items()}
-    return in_grids.bounded_chunks(
+    return in_grids.static_chunks(
         GRID,
         torch.tensor([0, 100, 103, 104]),
         torch.tensor([0] * 100 + [1] * 3 + [2] * 47),
@@ -119,7 +119,7 @@ def test_attention_by_lengths_on_the_device(backend, window):
     queries, keys = zip(*step.rows, strict=True)
     plain = build_paged_batch(step.tables, queries, keys, 3, BLOCK, "cpu")
     padding = torch.full((6, 5 - plain.block_table.shape[1]), len(step.key_cache) - 1)
-    bounded = BoundedBatch(
+    bounded = StaticBatch(
         num_decode=3,
         query_lengths=(1, 1, 1, 40, 40, 40),
         kv_lengths=(80,) * 6,
@@ -155,7 +155,7 @@ def test_drawing_in_place_gives_the_same_tokens():
     expected = best_tokens_of(logits).where(is_greedy, expected)
     uniform[is_greedy] = -1.0
     logits[3] = torch.nan
-    found = draw_tokens(logits, Wishes(temperature, top_k, top_p, uniform))
+    found = draw_tokens(logits, SamplingMetadata(temperature, top_k, top_p, uniform))
     assert 0 <= int(found[3]) < words
     different = (found != expected).nonzero().flatten().tolist()
     assert set(different) <= {3}

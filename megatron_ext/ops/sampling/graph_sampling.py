@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from megatron_ext.ops.sampling import SAMPLING
-from megatron_ext.ops.sampling.ordered import draw_ordered
-from megatron_ext.ops.sampling.wishes import Wishes
+from megatron_ext.ops.sampling.sampling_metadata import SamplingMetadata
+from megatron_ext.ops.sampling.sorted_sampling import draw_sorted
 
 
 def best_tokens_of(logits: Tensor) -> Tensor:
@@ -19,7 +19,7 @@ def best_tokens_of(logits: Tensor) -> Tensor:
     return logits.max(-1).indices
 
 
-def draw_tokens(logits: Tensor, wishes: Wishes, together: int | None = None) -> Tensor:
+def draw_tokens(logits: Tensor, metadata: SamplingMetadata, together: int | None = None) -> Tensor:
     """As `sample_tokens`, greedy rows included: [R, V] -> [R]. Rows of NaN give some token.
 
     Args:
@@ -28,10 +28,10 @@ def draw_tokens(logits: Tensor, wishes: Wishes, together: int | None = None) -> 
         together: So many rows are ordered at once where no kernel draws them, which takes memory; None is all.
     """
     draw = SAMPLING.choose(logits).draw
-    drawn = None if draw is None else draw(logits, wishes)
+    drawn = None if draw is None else draw(logits, metadata)
     if drawn is not None:
         return drawn
     if together is None or together >= len(logits):
-        return draw_ordered(logits, wishes)
+        return draw_sorted(logits, metadata)
     pieces = [slice(start, start + together) for start in range(0, len(logits), together)]
-    return torch.cat([draw_ordered(logits[rows], Wishes(*(one[rows] for one in wishes))) for rows in pieces])
+    return torch.cat([draw_sorted(logits[rows], SamplingMetadata(*(one[rows] for one in metadata))) for rows in pieces])

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import TypeVar
 
 Made = TypeVar("Made")
-Own = TypeVar("Own", bound="Facts")
+Own = TypeVar("Own", bound="StepMetadata")
 
 
-class Facts:
+class StepMetadata:
     """Base of frozen dataclasses that say where things lie in one step: lengths, cumulative lengths, block tables.
 
     Facts are the same for every backend. What one needs beside them (gather indices, padded layouts, tiles) it makes

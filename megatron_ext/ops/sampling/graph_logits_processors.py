@@ -1,6 +1,7 @@
 """Shaping logits where the device has what rows ask for: lists of fixed lengths, of which so much is used.
 
-The operations of `shaping.py` in their order, on every row of a step; fit for a CUDA graph. An entry of a list is one
+The operations of `logits_processors.py` in their order, on every row of a step; fit for a CUDA graph. An entry of a
+list is one
 number: a row, a token, and one bit. Letters: R rows, V words, n places of a list.
 """
 
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_ext.ops.sampling.shaping import (
+from megatron_ext.ops.sampling.logits_processors import (
     CameBefore,
     add_biases,
     bits_anywhere,
@@ -28,7 +29,7 @@ _TOKEN_MASK = (1 << (_ROW_BITS - 1)) - 1
 
 
 @dataclass(frozen=True)
-class ShapingWishes:
+class LogitsMetadata:
     """What rows ask for, on the device; entries are those of `pack`, and what is behind the used ones does not matter.
 
     Attributes:
@@ -63,7 +64,7 @@ def pack(row: int, tokens: np.ndarray, bit: np.ndarray | int = 0) -> np.ndarray:
     return (row << _ROW_BITS) + (tokens.astype(np.int64) << 1) + bit
 
 
-def shape_logits(logits: Tensor, wishes: ShapingWishes, masks: Tensor | None = None) -> Tensor:
+def shape_logits(logits: Tensor, metadata: LogitsMetadata, masks: Tensor | None = None) -> Tensor:
     """Logits as the rows want them, rows that want nothing as they were: [R, V] -> [R, V] fp32.
 
     Args:
@@ -75,18 +76,18 @@ def shape_logits(logits: Tensor, wishes: ShapingWishes, masks: Tensor | None = N
     rows, words = logits.shape
     values = torch.zeros(rows + 1, words, dtype=torch.float32, device=logits.device)  # the last row is nobody's
     values[:rows].copy_(logits)
-    lists = (wishes.came, wishes.biased, wishes.ruled_out, wishes.forbidden)
+    lists = (metadata.came, metadata.biased, metadata.ruled_out, metadata.forbidden)
     came, biased, ruled_out, forbidden = (
-        _unpack(entries, count, rows, words) for entries, count in zip(lists, wishes.used.unbind(), strict=True)
+        _unpack(entries, count, rows, words) for entries, count in zip(lists, metadata.used.unbind(), strict=True)
     )
-    factors = wishes.repetition.float(), wishes.presence.float(), wishes.frequency.float()
+    factors = metadata.repetition.float(), metadata.presence.float(), metadata.frequency.float()
     penalize(values, _counted(came, values), *factors)
-    add_biases(values, biased.rows, biased.tokens, wishes.biases.float())
+    add_biases(values, biased.rows, biased.tokens, metadata.biases.float())
     if masks is not None:
         values[:rows].masked_fill_(~bits_anywhere(masks)[:, :words], -torch.inf)
     rule_out(values, ruled_out.rows, ruled_out.tokens)
     forbid(values, forbidden.rows, forbidden.tokens)
-    drop_improbable(values[:rows], wishes.temperature, wishes.min_p)
+    drop_improbable(values[:rows], metadata.temperature, metadata.min_p)
     return values[:rows]
 
 

@@ -1,6 +1,6 @@
 """What the reference scans make of a step's chunks: padded places, the order of states, smaller pieces.
 
-Made once a step, from the facts in `varlen` (see `Facts.prepared`); other backends need none of it.
+Made once a step, from the facts in `varlen` (see `StepMetadata.prepared`); other backends need none of it.
 T tokens of the packed step, S sequences, n chunks, C places in a padded chunk.
 """
 
@@ -59,7 +59,7 @@ class RankOrder:
 
 
 @dataclass(frozen=True)
-class SpreadChunks:
+class PaddedChunks:
     """Chunks as the rows of padded tensors.
 
     Attributes:
@@ -73,8 +73,8 @@ class SpreadChunks:
     ranks: RankOrder | None
 
 
-def spread_chunks(chunks: PackedChunks) -> SpreadChunks:
-    """Lay chunks out as padded rows; ask by `chunks.prepared(spread_chunks)`."""
+def pad_chunks(chunks: PackedChunks) -> PaddedChunks:
+    """Lay chunks out as padded rows; ask by `chunks.prepared(pad_chunks)`."""
     lengths, counts = chunks.chunk_lengths, chunks.chunk_counts
     longest = max(lengths)
     is_even, is_grid = min(lengths) == longest, min(counts) == max(counts)
@@ -82,7 +82,7 @@ def spread_chunks(chunks: PackedChunks) -> SpreadChunks:
     if not is_grid:
         arrays |= _rank_arrays(np.asarray(counts))
     staged = stage_arrays(arrays, chunks.cu_chunk_seqlens.device) if arrays else {}
-    return SpreadChunks(
+    return PaddedChunks(
         longest=longest,
         places=None if is_even else _places(staged),
         ranks=None if is_grid else _ranks(counts, staged),

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_ext.ops.sampling.number_line import owner
+from megatron_ext.ops.sampling.inverse_cdf import owner
 
 # Scores are counted in classes of 1/32; what is further than 32 below the best falls into the last one.
 CLASSES = 1024
@@ -56,7 +56,7 @@ def ordered_bits(values: Tensor) -> Tensor:
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
-def kept_of_ordered(weights: Tensor, top_p: Tensor) -> Tensor:
+def kept_of_sorted(weights: Tensor, top_p: Tensor) -> Tensor:
     """Which of tokens in falling order top_p keeps, as [r, k] bool: those before which its share is not reached.
 
     Args:

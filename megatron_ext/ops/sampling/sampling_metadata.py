@@ -7,14 +7,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
+from torch import Tensor
 
-from megatron_ext.ops.facts import Facts
+from megatron_ext.ops.step_metadata import StepMetadata
+
+
+class SamplingMetadata(NamedTuple):
+    """What R rows ask for, on the device.
+
+    Attributes:
+        temperature: [R] float64, positive.
+        top_k: [R] int64, 0 is off.
+        top_p: [R] float64 in [0, 1]; 0 and 1 are off.
+        uniform: [R] float64 in [0, 1); below zero the row is greedy.
+    """
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    uniform: Tensor
 
 
 @dataclass(frozen=True)
-class SamplingBatch(Facts):
+class SamplingBatch(StepMetadata):
     """What R rows ask for, on the host, so that no backend reads anything back to see what it has to do.
 
     Attributes:

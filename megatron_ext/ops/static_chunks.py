@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_ext.ops.spread import PIECE, PaddedPlaces, Pieces, SpreadChunks, cut_into_pieces, spread_chunks
+from megatron_ext.ops.chunk_padding import PIECE, PaddedChunks, PaddedPlaces, Pieces, cut_into_pieces, pad_chunks
 from megatron_ext.ops.varlen import BoundedSequences, PackedChunks, Resumes
 
 
@@ -31,7 +31,7 @@ class ChunkGrid:
         return self.sequences * self.chunks
 
 
-def bounded_chunks(
+def static_chunks(
     grid: ChunkGrid,
     cu_seqlens: Tensor,
     seq_idx: Tensor,
@@ -65,16 +65,16 @@ def bounded_chunks(
         last_chunk_indices=numbers[grid.chunks - 1 :: grid.chunks],
         resumes=resumes,
     )
-    chunks.provide(spread_chunks, _spread(grid.places, tokens, is_padding, place_of_token))
+    chunks.provide(pad_chunks, _padding(grid.places, tokens, is_padding, place_of_token))
     width = PIECE if grid.places % PIECE == 0 else grid.places
     pieces = _pieces(chunks, grid, width)
-    pieces.packed.provide(spread_chunks, _spread(width, tokens, is_padding, place_of_token))
+    pieces.packed.provide(pad_chunks, _padding(width, tokens, is_padding, place_of_token))
     chunks.provide(cut_into_pieces, pieces)
     return chunks
 
 
-def _spread(width: int, tokens: Tensor, is_padding: Tensor, place_of_token: Tensor) -> SpreadChunks:
-    return SpreadChunks(width, PaddedPlaces(tokens, is_padding.view(-1, width), place_of_token), None)
+def _padding(width: int, tokens: Tensor, is_padding: Tensor, place_of_token: Tensor) -> PaddedChunks:
+    return PaddedChunks(width, PaddedPlaces(tokens, is_padding.view(-1, width), place_of_token), None)
 
 
 def _pieces(chunks: PackedChunks, grid: ChunkGrid, width: int) -> Pieces:
