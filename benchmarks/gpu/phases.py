@@ -11,8 +11,8 @@ from unittest import mock
 from megatron_ext.engine import ahead as ahead_module
 from megatron_ext.engine import replica as replica_module
 from megatron_ext.engine.core import EngineCore
-from megatron_ext.mcore.programs.fixed_steps import FixedSteps
-from megatron_ext.mcore.programs.places import Answer
+from megatron_ext.mcore.programs.cuda_graph_runner import CudaGraphRunner
+from megatron_ext.mcore.programs.input_buffers import PendingOutput
 from megatron_ext.scheduling.foresight import Foresight
 from megatron_ext.scheduling.scheduler import Scheduler
 
@@ -24,9 +24,9 @@ PLACES: dict[str, tuple[object, str]] = {
     "foresee": (Foresight, "foresee"),  # in the place of a plan, where a step is launched ahead of tokens
     "describe": (replica_module, "describe_step"),
     "describe ahead": (ahead_module, "describe_ahead"),
-    "write and send": (FixedSteps, "_send"),
-    "launch": (FixedSteps, "launch"),
-    "wait": (Answer, "read"),
+    "write and send": (CudaGraphRunner, "_send"),
+    "launch": (CudaGraphRunner, "launch"),
+    "wait": (PendingOutput, "read"),
     "commit": (Scheduler, "commit"),
     "report": (EngineCore, "report"),
 }

@@ -26,7 +26,7 @@ from benchmarks.gpu.work import Figures, Prompt, prompt
 from megatron_ext.config import ModelConfig, RequestParams
 from megatron_ext.config.token_biases import TokenBiases
 from megatron_ext.mcore.adapter import InferenceEngine
-from megatron_ext.mcore.programs.fixed_steps import FixedSteps
+from megatron_ext.mcore.programs.cuda_graph_runner import CudaGraphRunner
 from megatron_ext.models.build import build_model
 from megatron_ext.scheduling.record import RequestRecord
 
@@ -177,7 +177,7 @@ def launches_without_waiting(model: torch.nn.Module, config: ModelConfig, prompt
 @contextmanager
 def waiting_is_an_error() -> Iterator[list[int]]:
     """While a step is launched; its tokens are waited for behind that. The number in the list is how many were."""
-    launch, count = FixedSteps.launch, [0]
+    launch, count = CudaGraphRunner.launch, [0]
 
     def watched(*arguments: object, **options: object) -> object:
         count[0] += 1
@@ -187,5 +187,5 @@ def waiting_is_an_error() -> Iterator[list[int]]:
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    with mock.patch.object(FixedSteps, "launch", watched):
+    with mock.patch.object(CudaGraphRunner, "launch", watched):
         yield count

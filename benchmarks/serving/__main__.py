@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from benchmarks.serving.clients import Answer, AskError, Client, EngineClient, HttpClient, closing
+from benchmarks.serving.clients import AskError, Client, EngineClient, HttpClient, PendingOutput, closing
 from benchmarks.serving.figures import Figures, figures
 from benchmarks.serving.load import Pace, serve
 from benchmarks.serving.page import NoPlots, page, require_matplotlib
@@ -59,16 +59,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if failed else 0
 
 
-async def _measure(arguments: argparse.Namespace) -> tuple[dict[str, list[Answer]], dict[str, Figures]]:
+async def _measure(arguments: argparse.Namespace) -> tuple[dict[str, list[PendingOutput]], dict[str, Figures]]:
     shape = Shape(
         *(arguments.requests, arguments.prefix, arguments.prefixes, arguments.own, arguments.turns),
         *(arguments.generate, arguments.numbers, arguments.seed),
     )
     pace = Pace(arguments.concurrency, arguments.rate, arguments.seed)
-    answers: dict[str, list[Answer]] = {}
+    answers: dict[str, list[PendingOutput]] = {}
     told: dict[str, Figures] = {}
     async with closing(_client(arguments)) as client:
-        await client.ask(shape.words(WARM_UP, "warm up"), WARM_UP, Answer("warm up"))
+        await client.ask(shape.words(WARM_UP, "warm up"), WARM_UP, PendingOutput("warm up"))
         for kind in arguments.work:
             asked = dialogues(kind, shape)
             with tqdm(total=len(asked), desc=kind, disable=None) as bar:

@@ -14,7 +14,7 @@ PATIENCE = 600.0  # seconds for one answer
 
 
 @dataclass
-class Answer:
+class PendingOutput:
     """One request. Times are seconds of `time.perf_counter`."""
 
     kind: str
@@ -33,7 +33,7 @@ class Client(Protocol):
 
     name: str
 
-    async def ask(self, prompt: str, count: int, answer: Answer) -> None:
+    async def ask(self, prompt: str, count: int, answer: PendingOutput) -> None:
         """Let a prompt be continued by `count` tokens, greedily, and note what comes and when.
 
         Raises:
@@ -68,7 +68,7 @@ class HttpClient:
         self._model = model
         self._extra = extra
 
-    async def ask(self, prompt: str, count: int, answer: Answer) -> None:
+    async def ask(self, prompt: str, count: int, answer: PendingOutput) -> None:
         """See `Client`."""
         import httpx
 
@@ -106,7 +106,7 @@ class HttpClient:
         await self._http.aclose()
 
 
-def _take_line(line: str, answer: Answer) -> None:
+def _take_line(line: str, answer: PendingOutput) -> None:
     """A line of server-sent events."""
     content = line.removeprefix("data:").strip()
     if not line.startswith("data:") or content == "[DONE]":
@@ -140,7 +140,7 @@ class EngineClient:
         self._ignore_eos = ignore_eos
         self.name = self._engine.model_name
 
-    async def ask(self, prompt: str, count: int, answer: Answer) -> None:
+    async def ask(self, prompt: str, count: int, answer: PendingOutput) -> None:
         """See `Client`."""
         from megatron_ext import RequestFailed, RequestParams
 

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from benchmarks.serving.clients import Answer
+from benchmarks.serving.clients import PendingOutput
 
 PERCENTILES = (50, 90, 99)
 Figures = dict[str, object]
@@ -19,7 +19,7 @@ def percentile(values: Sequence[float], percent: float) -> float | None:
     return sorted(values)[max(0, math.ceil(len(values) * percent / 100) - 1)]
 
 
-def figures(answers: Sequence[Answer], seconds: float) -> Figures:
+def figures(answers: Sequence[PendingOutput], seconds: float) -> Figures:
     """Of one kind of work, or of all. Times are milliseconds.
 
     Args:
@@ -46,12 +46,12 @@ def figures(answers: Sequence[Answer], seconds: float) -> Figures:
     }
 
 
-def first_token(answer: Answer) -> float:
+def first_token(answer: PendingOutput) -> float:
     """Seconds to the first part of the answer."""
     return answer.arrivals[0] - answer.started
 
 
-def gaps(answer: Answer) -> list[float]:
+def gaps(answer: PendingOutput) -> list[float]:
     """Seconds between parts of the answer; each is a token, or what characters came with one."""
     return [later - earlier for earlier, later in zip(answer.arrivals, answer.arrivals[1:], strict=False)]
 

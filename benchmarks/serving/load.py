@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from benchmarks.serving.clients import Answer, AskError, Client
+from benchmarks.serving.clients import AskError, Client, PendingOutput
 from benchmarks.serving.work import Dialogue
 
 Talk: TypeAlias = Callable[[Dialogue], Coroutine[object, None, None]]
@@ -38,7 +38,7 @@ async def serve(
     count: int,
     pace: Pace,
     on_end: Callable[[], None] = lambda: None,
-) -> tuple[list[Answer], float]:
+) -> tuple[list[PendingOutput], float]:
     """Ask everything.
 
     Args:
@@ -52,13 +52,13 @@ async def serve(
     Returns:
         All answers, those that failed too, and the seconds of it all.
     """
-    answers: list[Answer] = []
+    answers: list[PendingOutput] = []
     begun = time.perf_counter()
 
     async def talk(dialogue: Dialogue) -> None:
         said: list[str] = []
         for prompt in dialogue.prompts(said):
-            answer = Answer(kind)
+            answer = PendingOutput(kind)
             answers.append(answer)
             try:
                 await client.ask(prompt, count, answer)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
-from benchmarks.serving.clients import Answer
+from benchmarks.serving.clients import PendingOutput
 from benchmarks.serving.figures import Figures, first_token, gaps
 from benchmarks.serving.table import rows
 
@@ -37,7 +37,7 @@ def require_matplotlib() -> None:
         raise NoPlots("--html needs matplotlib; install the package with its extra [plots]") from error
 
 
-def page(about: str, answers: Mapping[str, Sequence[Answer]], told: Mapping[str, Figures]) -> str:
+def page(about: str, answers: Mapping[str, Sequence[PendingOutput]], told: Mapping[str, Figures]) -> str:
     """The whole file.
 
     Args:
@@ -57,7 +57,7 @@ def page(about: str, answers: Mapping[str, Sequence[Answer]], told: Mapping[str,
     )
 
 
-def _drawn(answers: Mapping[str, Sequence[Answer]]) -> str:
+def _drawn(answers: Mapping[str, Sequence[PendingOutput]]) -> str:
     """All plots as one SVG, which asks for nothing from elsewhere."""
     from matplotlib.figure import Figure
 
@@ -88,7 +88,7 @@ def _share(axes: Axes, kind: str, seconds: Sequence[float]) -> None:
         axes.step(ordered, [(i + 1) / len(ordered) for i in range(len(ordered))], where="post", label=kind)
 
 
-def _tokens(axes: Axes, kind: str, ended: Sequence[Answer]) -> None:
+def _tokens(axes: Axes, kind: str, ended: Sequence[PendingOutput]) -> None:
     """Of each second."""
     if not ended:
         return

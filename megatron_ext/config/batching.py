@@ -95,7 +95,7 @@ class BatchingConfig:
         require(valid_sizes, f"{flag} {sizes} must be 1 to {MOST_UNITS}, or -1 for {DEFAULT_GRAPHS}")
 
     @property
-    def has_fixed_places(self) -> bool:
+    def has_input_buffers(self) -> bool:
         """Whether steps are padded and computed in fixed places, where they fit."""
         return self.cuda_graph_impl != GRAPH_IMPLS[0]
 

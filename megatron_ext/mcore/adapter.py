@@ -73,7 +73,7 @@ class InferenceEngine(DynamicInferenceEngine):
         """Capture graphs of steps where the settings ask for them; a model that asks for upstream's is refused."""
         if self.cuda_graph_impl == "local":
             raise ConfigError("cuda_graph_impl 'local' is not supported by this engine; BatchingConfig has its own")
-        self.context.prepare_programs()
+        self.context.prepare_cuda_graphs()
 
     def reset(self) -> None:
         """Forget all requests (their futures are cancelled) and counters; a suspended engine gets its pools back."""

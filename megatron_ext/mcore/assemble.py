@@ -18,7 +18,7 @@ from megatron_ext.mcore.draft_costs import chosen_costs, measure_costs
 from megatron_ext.mcore.drafting import DraftModel, DraftParts
 from megatron_ext.mcore.layer_map import layer_places, model_shape
 from megatron_ext.mcore.leading import make_follower
-from megatron_ext.mcore.programs.setup import fixed_steps_for
+from megatron_ext.mcore.programs.cuda_graph_setup import cuda_graph_runner_for
 from megatron_ext.memory.agreement import NO_PEERS, Peers
 from megatron_ext.memory.draft import NO_DRAFT_MODEL, DraftMemory
 from megatron_ext.memory.plan import EnginePlan, plan_engine
@@ -154,7 +154,7 @@ def _build_controller(
     context = InferenceContext(plan, layer_places(model), device, token_rounder)
     controller = _wrapped(model, config, tokenizer, dtype, context)
     controller.operators = backend_selection.preferred(batching.operator_backend)
-    context.fixed_steps = fixed_steps_for(context, controller, batching, is_alone=team is None)
+    context.cuda_graph_runner = cuda_graph_runner_for(context, controller, batching, is_alone=team is None)
     return controller
 
 

@@ -27,7 +27,7 @@ from megatron_ext.scheduling.step import ScheduledChunk, ScheduledStep
 from megatron_ext.speculation.drafting import Drafting
 
 if TYPE_CHECKING:  # it is told of this context
-    from megatron_ext.mcore.programs.fixed_steps import FixedSteps
+    from megatron_ext.mcore.programs.cuda_graph_runner import CudaGraphRunner
 
 
 class InferenceContext(DynamicInferenceContext):
@@ -66,7 +66,7 @@ class InferenceContext(DynamicInferenceContext):
         self.step: ModelInput | None = None
         self.scored_states: Tensor | None = None  # hidden states of the step's scored tokens, [k, h]
         self.block_allocator: PoolBlockAllocator | None = None
-        self.fixed_steps: FixedSteps | None = None  # None computes every step as it is
+        self.cuda_graph_runner: CudaGraphRunner | None = None  # None computes every step as it is
         self._scheduler: Scheduler | None = None
         self._rotation: Rotation | None = None
         self._block_rows = BlockRows()
@@ -103,8 +103,8 @@ class InferenceContext(DynamicInferenceContext):
     def deallocate_all_tensors(self) -> None:
         """Free the pools' memory. Their contents are lost: the scheduler must have been suspended."""
         self.pools = self.step = None
-        if self.fixed_steps is not None:
-            self.fixed_steps.forget()
+        if self.cuda_graph_runner is not None:
+            self.cuda_graph_runner.forget()
         if self.drafting is not None:
             self.drafting.suspend()
         give_back_freed_memory()
@@ -163,15 +163,15 @@ class InferenceContext(DynamicInferenceContext):
         self._restore_states(step.chunks)
         self.step = stage_step(step, self._staging_rules, last_sampled, self._block_rows)
 
-    def prepare_programs(self) -> None:
-        """Make what computes steps in fixed places, if there is any and it takes long."""
-        if self.fixed_steps is not None:
-            self.fixed_steps.prepare()
+    def prepare_cuda_graphs(self) -> None:
+        """Make what computes captured steps, if there is any and it takes long."""
+        if self.cuda_graph_runner is not None:
+            self.cuda_graph_runner.prepare()
 
     def notice_new_weights(self) -> None:
         """Weights have changed, and may lie elsewhere."""
-        if self.fixed_steps is not None:
-            self.fixed_steps.notice_new_weights()
+        if self.cuda_graph_runner is not None:
+            self.cuda_graph_runner.notice_new_weights()
 
     def begin(self, staged: ModelInput) -> None:
         """Make a step that is staged already the one that the next forward computes."""

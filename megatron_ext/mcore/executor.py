@@ -33,7 +33,7 @@ class StepExecutor:
 
     def launch(self, step: ScheduledStep) -> Computing:
         """See `Launching.launch`; a step that is in no bucket has been computed when this returns."""
-        fixed = self._context.fixed_steps
+        fixed = self._context.cuda_graph_runner
         bucket = None if fixed is None else fixed.find(step)
         if fixed is None or bucket is None:
             return Computed(self.execute(step))
@@ -43,12 +43,12 @@ class StepExecutor:
     @property
     def can_follow(self) -> bool:
         """See `Following.can_follow`."""
-        fixed = self._context.fixed_steps
+        fixed = self._context.cuda_graph_runner
         return fixed is not None and fixed.has_tokens
 
     def launch_behind(self, step: ScheduledStep) -> Computing | None:
         """See `Following.launch_behind`; a step that no program computes waits until the tokens are known."""
-        fixed = self._context.fixed_steps
+        fixed = self._context.cuda_graph_runner
         bucket = None if fixed is None else fixed.find_behind(step)
         if fixed is None or bucket is None:
             return None
@@ -70,8 +70,8 @@ class StepExecutor:
         Raises:
             RestoreError: A snapshot is not the one that its request was to resume from.
         """
-        if self._context.fixed_steps is not None:
-            self._context.fixed_steps.forget_tokens()
+        if self._context.cuda_graph_runner is not None:
+            self._context.cuda_graph_runner.forget_tokens()
         with preferring(self._controller.operators):  # restores and snapshots are operators, too
             try:
                 self._context.stage(step)

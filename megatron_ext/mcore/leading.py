@@ -90,7 +90,7 @@ class ContextResources:
 
     def has_new_weights(self, *, is_caching: bool) -> bool:
         """See `ModelResources`; captured graphs depend on weights, too."""
-        is_watching = is_caching or self._context.fixed_steps is not None
+        is_watching = is_caching or self._context.cuda_graph_runner is not None
         return is_watching and self._weights.has_changed()
 
     def mark_new_weights(self) -> None:
@@ -107,7 +107,7 @@ class ContextResources:
 
     def capture(self) -> None:
         """See `ModelResources`."""
-        self._context.prepare_programs()
+        self._context.prepare_cuda_graphs()
 
     def free(self) -> None:
         """See `ModelResources`."""

@@ -121,7 +121,7 @@ def plan_memory(model: ModelMemory, batching: BatchingConfig, cache: CacheConfig
 def _live_states(model: ModelMemory, batching: BatchingConfig, cache: CacheConfig) -> int:
     if not model.state_bytes:
         return 0
-    if not batching.has_fixed_places:
+    if not batching.has_input_buffers:
         return batching.most_requests
     return batching.most_requests + SPARE_STATES + (AHEAD_STATES if _snapshots_ahead(model, cache) else 0)
 

@@ -160,7 +160,7 @@ def plan_engine(
 
 def _with_states(limits: SchedulerLimits, world: Geometry, batching: BatchingConfig) -> SchedulerLimits:
     """The same, with slots for the states behind drafts, and for those of steps that are launched ahead of tokens."""
-    ahead = ahead_states(world.live_states, limits.max_requests) if batching.has_fixed_places else 0
+    ahead = ahead_states(world.live_states, limits.max_requests) if batching.has_input_buffers else 0
     return replace(limits, draft_states=world.draft_states, ahead_states=ahead)
 
 

@@ -9,7 +9,7 @@ import re
 import pytest
 
 from benchmarks.serving.__main__ import main
-from benchmarks.serving.clients import Answer, AskError
+from benchmarks.serving.clients import AskError, PendingOutput
 from benchmarks.serving.figures import figures, percentile
 from benchmarks.serving.load import Pace, serve
 from benchmarks.serving.page import page
@@ -32,7 +32,7 @@ class Echo:
         self.living = self.most = 0
         self._fails_at = fails_at
 
-    async def ask(self, prompt: str, count: int, answer: Answer) -> None:
+    async def ask(self, prompt: str, count: int, answer: PendingOutput) -> None:
         self.prompts.append(prompt)
         number = len(self.prompts)
         self.living += 1
@@ -49,7 +49,7 @@ class Echo:
         pass
 
 
-def ask(client: Echo, kind: str, pace: Pace) -> list[Answer]:
+def ask(client: Echo, kind: str, pace: Pace) -> list[PendingOutput]:
     return asyncio.run(serve(client, kind, dialogues(kind, SMALL), SMALL.generated, pace))[0]
 
 
@@ -109,10 +109,10 @@ class TestFigures:
     def test_of_known_answers(self):
         """What failed is counted, and is in nothing else."""
         good = [
-            Answer("a", 10.0, [10.1, 10.2, 10.4], 10.5, "x", 100, 60, 3),
-            Answer("a", 20.0, [20.3], 20.4, "x", 100, None, 1),
+            PendingOutput("a", 10.0, [10.1, 10.2, 10.4], 10.5, "x", 100, 60, 3),
+            PendingOutput("a", 20.0, [20.3], 20.4, "x", 100, None, 1),
         ]
-        bad = Answer("a", 30.0, [30.1], 90.0, "x", 7, 7, 7, "no")
+        bad = PendingOutput("a", 30.0, [30.1], 90.0, "x", 7, 7, 7, "no")
         told = figures([*good, bad], 2.0)
         assert (told["requests"], told["failed"], told["errors"]) == (2, 1, {"no": 1})
         assert (told["prompt_tokens"], told["generated_tokens"], told["skipped_share"]) == (200, 4, 0.6)

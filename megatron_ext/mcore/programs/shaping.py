@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 from torch import Tensor
 
-from megatron_ext.mcore.programs.places import Layout, Shape
+from megatron_ext.mcore.programs.input_buffers import Layout, Shape
 from megatron_ext.ops.sampling.graph_logits_processors import LogitsMetadata, pack
 from megatron_ext.scheduling.shaping import Shaping
 from megatron_ext.scheduling.step import Sampling, ScheduledChunk

@@ -196,7 +196,7 @@ def test_an_answer_needs_an_end(loaded):
 def test_by_programs(loaded, answers):
     """CU-5, SA-5: masks in fixed places give the answers of plain steps, beside one that may say anything."""
     engine = engine_of(loaded, max_requests=4, cuda_graph_impl="local", num_cuda_graphs=1)
-    fixed, guided = engine.context.fixed_steps, []
+    fixed, guided = engine.context.cuda_graph_runner, []
     compute = fixed._compute
     fixed._compute = lambda bucket, wanted: (guided.append(wanted.is_guided), compute(bucket, wanted))
     futures = [engine.add_request(seed, PROMPT, row_metadata(seed, 40)) for seed in SOME[:3]]

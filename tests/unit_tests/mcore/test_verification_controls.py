@@ -15,9 +15,9 @@ from megatron_ext.scheduling.scheduler import Scheduler
 from tests.priority import TestPriority
 from tests.unit_tests.mcore.test_verification import chat
 from tests.unit_tests.support.drafters import (
-    Answer,
     Knowing,
     Pair,
+    PendingOutput,
     assert_same,
     assert_same_cache,
     caching,
@@ -37,7 +37,7 @@ def pair(get_driver) -> Pair:
     return found
 
 
-def speak(pair: Pair, answer: Answer) -> Driver:
+def speak(pair: Pair, answer: PendingOutput) -> Driver:
     drafter = Knowing(answer)
     drafter.truth = pair.truth()
     driver = pair.speculating(drafter, 7)
@@ -45,7 +45,7 @@ def speak(pair: Pair, answer: Answer) -> Driver:
     return driver
 
 
-def is_red(pair: Pair, answer: Answer) -> bool:
+def is_red(pair: Pair, answer: PendingOutput) -> bool:
     """Whether anybody objects: the engine itself, its invariants, the drafter, or the comparison."""
     try:
         driver = speak(pair, answer)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_ext.mcore.programs.writing import write_grid
+from megatron_ext.mcore.programs.input_batch import write_grid
 from megatron_ext.mixers.chunk_metadata import cut_between, cut_prefill
 from megatron_ext.ops import static_chunks as in_grids  # the function itself would lose what it provides, see conftest
 from megatron_ext.ops.causal_conv1d import PLAIN_CONV1D
@@ -55,7 +55,7 @@ def assert_close(found, expected) -> None:
 
 
 def padded_chunks():
-    """What a step in fixed places says of these sequences."""
+    """What a captured step says of these sequences."""
     cuts = np.zeros((GRID.sequences, GRID.chunks), dtype=np.int64)
     for row, *prefill in zip(cuts, STARTS, LENGTHS, STOPS, strict=True):
         start, length, stops = prefill

@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 
 from megatron_ext.mcore.controller import InferenceController
-from megatron_ext.mcore.programs.places import Answers, FixedPlaces, Layout, _HostBuffer
+from megatron_ext.mcore.programs.input_buffers import AsyncModelOutput, InputBuffers, Layout, _HostBuffer
 from tests.unit_tests.pretended import lives
 from tests.unit_tests.support.pretended_cuda import watching
 
@@ -42,7 +42,7 @@ def requests_fail(life: str) -> str:
 
 
 def _written_early() -> object:
-    places = FixedPlaces([Layout({"a": (4,)}, frozenset())], CUDA)
+    places = InputBuffers([Layout({"a": (4,)}, frozenset())], CUDA)
     layout = Layout({"a": (4,)}, frozenset())
     for number in range(3):  # two buffers: the third is the first again
         arrays = places.open(layout)
@@ -53,7 +53,7 @@ def _written_early() -> object:
 
 
 def _read_early() -> object:
-    answers = Answers(torch.arange(4, device=CUDA), CUDA)
+    answers = AsyncModelOutput(torch.arange(4, device=CUDA), CUDA)
     return answers.fetch(3).read().tolist()
 
 

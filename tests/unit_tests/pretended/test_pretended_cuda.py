@@ -178,7 +178,7 @@ def test_a_life_by_kernels(tmp_path, name):
 
 @pytest.mark.kernels
 @pytest.mark.parametrize(
-    "name", ["mcore/programs/test_graphs.py", "mcore/test_negative_controls.py", "memory", "mixers"]
+    "name", ["mcore/programs/test_graph_capture.py", "mcore/test_negative_controls.py", "memory", "mixers"]
 )
 def test_tests_of_a_device_run_there(name):
     """CU-9, CU-8: what `make test-gpu` would run passes where the device is pretended; these are some of it."""

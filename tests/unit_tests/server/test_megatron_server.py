@@ -113,7 +113,7 @@ def test_the_server_starts_and_answers(flags, root, tmp_path, caplog):
     assert line.startswith("accepted, and without effect here: --micro-batch-size")
     for name in ("--return-log-probs", "--sequence-parallel", "cuda-graph-scope"):
         assert name in line
-    assert (settings.batching.has_fixed_places, settings.batching.graph_sizes) == (True, 16)
+    assert (settings.batching.has_input_buffers, settings.batching.graph_sizes) == (True, 16)
     server = LiveServer(build_serving(settings))
     try:
         assert settings.server.port == (5000 if flags is CACHING else 8000)

@@ -16,7 +16,7 @@ from tests.unit_tests.support.driver import Driver, assert_logits_close, assert_
 from tests.unit_tests.support.models import VOCABULARY
 
 COUNTS = ("matched_block_count", "skipped_prefill_token_count", "computed_prefill_token_count", "prefill_reasons")
-Answer = Callable[[DraftAsk, tuple[int, ...], random.Random], object]
+PendingOutput = Callable[[DraftAsk, tuple[int, ...], random.Random], object]
 
 
 def wrong(ask: DraftAsk, coming: tuple[int, ...], source: random.Random) -> object:
@@ -48,7 +48,7 @@ def nonsense(ask: DraftAsk, coming: tuple[int, ...], source: random.Random) -> o
     return source.choice([bad, coming])
 
 
-ANSWERS: Mapping[str, Answer] = {
+ANSWERS: Mapping[str, PendingOutput] = {
     answer.__name__: answer for answer in (wrong, right, right_for_a_while, any_token, nonsense)
 }
 
@@ -66,7 +66,7 @@ class Knowing:
         forgotten: Requests that have ended.
     """
 
-    def __init__(self, answer: Answer, seed: int = 0) -> None:
+    def __init__(self, answer: PendingOutput, seed: int = 0) -> None:
         self.truth: dict[int, Sequence[int]] = {}
         self.told: list[tuple[int, int, int]] = []
         self.forgotten: list[int] = []

@@ -9,11 +9,11 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from megatron_ext.mcore.programs import setup
+from megatron_ext.mcore.programs import cuda_graph_setup
 from megatron_ext.mcore.programs.buckets import Bucket
-from megatron_ext.mcore.programs.fixed_steps import FixedSteps, Launched
-from megatron_ext.mcore.programs.graphs import NoGraphs
-from megatron_ext.mcore.programs.writing import NOBODY
+from megatron_ext.mcore.programs.cuda_graph_runner import CudaGraphRunner, Launched
+from megatron_ext.mcore.programs.graph_capture import NoGraphs
+from megatron_ext.mcore.programs.input_batch import NOBODY
 from megatron_ext.mcore.staging import ModelInput
 from megatron_ext.ops.causal_conv1d import CAUSAL_CONV1D
 from megatron_ext.ops.gated_delta_rule import GATED_DELTA_RULE
@@ -51,11 +51,11 @@ class Padded:
         self.eager_steps = 0
         self._left: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # by request and its end
         uncaptured = NoGraphs()  # so that each forward is seen on a device, too
-        with mock.patch.object(setup, "CudaGraphs", return_value=uncaptured):
+        with mock.patch.object(cuda_graph_setup, "CudaGraphs", return_value=uncaptured):
             super().__init__(*args, **({"cuda_graph_impl": "local", "num_cuda_graphs": 3} | batching))
-        self._watch_programs(self.context.fixed_steps)
+        self._watch_graphs(self.context.cuda_graph_runner)
 
-    def _watch_programs(self, fixed: FixedSteps) -> None:
+    def _watch_graphs(self, fixed: CudaGraphRunner) -> None:
         find, launch = fixed.find, fixed.launch
 
         def find_noted(step: ScheduledStep) -> Bucket | None:

@@ -11,8 +11,8 @@ import torch
 
 from megatron_ext.config.token_biases import TokenBiases
 from megatron_ext.mcore.programs.buckets import Bucket, Buckets, decode_sizes, why_eager
-from megatron_ext.mcore.programs.places import Answers, FixedPlaces, Layout
-from megatron_ext.mcore.programs.writing import layout_of
+from megatron_ext.mcore.programs.input_batch import layout_of
+from megatron_ext.mcore.programs.input_buffers import AsyncModelOutput, InputBuffers, Layout
 from megatron_ext.mcore.staging import StagingRules
 from megatron_ext.prefix_cache.matching import Restore
 from megatron_ext.scheduling.plan import SchedulerLimits
@@ -133,7 +133,7 @@ def test_the_host_waits_for_the_copy_before_the_last_one(monkeypatch):
         torch, "zeros", lambda *shape, pin_memory=False, device=None, **options: zeros(*shape, **options)
     )
     layout = Layout({"a": (2, 3), "b": (4,)}, frozenset({"b"}))
-    places = FixedPlaces([layout], torch.device("cuda"))
+    places = InputBuffers([layout], torch.device("cuda"))
     targets = places.parts(layout)
     assert (targets["a"].dtype, targets["b"].dtype) == (torch.int64, torch.float64)
     for turn in range(3):
@@ -147,7 +147,7 @@ def test_the_host_waits_for_the_copy_before_the_last_one(monkeypatch):
     assert events[0] == events[1] == events[4] == events[5] != events[2] == events[3]
     notes.clear()
     whole = torch.tensor([1, 2, 3, 0])
-    answers = Answers(whole, torch.device("cuda"))
+    answers = AsyncModelOutput(whole, torch.device("cuda"))
     first = answers.fetch(3)
     whole[:2] = torch.tensor([4, 5])
     second = answers.fetch(2)

@@ -9,7 +9,7 @@ import torch
 
 from megatron_ext.config import CacheConfig, ModelConfig
 from megatron_ext.mcore import platform
-from megatron_ext.mcore.programs.choice import Wanted
+from megatron_ext.mcore.programs.graph_sampler import SamplerNeeds
 from megatron_ext.models.build import build_model
 from megatron_ext.ops import triton
 from megatron_ext.ops.backends import preferring
@@ -66,7 +66,7 @@ def count_decode(of: ModelConfig, backend: str) -> LaunchCounter:
     """What the smallest program launches that decodes, of padding alone."""
     model = build_model(of, device=platform.device(), dtype=DTYPE)
     settings = {"max_requests": 2, "num_cuda_graphs": 1, "max_sequence_length": 64, "operator_backend": backend}
-    fixed = Unwatched(model, of, cache=CacheConfig(), dtype=DTYPE, **settings).context.fixed_steps
+    fixed = Unwatched(model, of, cache=CacheConfig(), dtype=DTYPE, **settings).context.cuda_graph_runner
     bucket = next(one for one in fixed._buckets.all() if not one.prefills)
     fixed._program(bucket)
     mixers = {
@@ -74,7 +74,7 @@ def count_decode(of: ModelConfig, backend: str) -> LaunchCounter:
         for number, letter in enumerate(of.hybrid_override_pattern)
     }
     with preferring(backend), counted(mixers, model.decoder) as counter:
-        fixed._compute(bucket, Wanted(is_shaped=False, is_drawn=False, is_scored=False, is_guided=False))
+        fixed._compute(bucket, SamplerNeeds(is_shaped=False, is_drawn=False, is_scored=False, is_guided=False))
     return counter
 
 

@@ -1,6 +1,6 @@
 """Run Python on the pretended device: `python -m tests.unit_tests.support.pretended_cuda [-m MODULE | FILE] ARGS`.
 
-For example `... -m pytest tests/unit_tests/mcore/programs/test_graphs.py`, `... tools/run_inference.py`, or
+For example `... -m pytest tests/unit_tests/mcore/programs/test_graph_capture.py`, `... tools/run_inference.py`, or
 `... -m benchmarks.gpu --quick`.
 """
 

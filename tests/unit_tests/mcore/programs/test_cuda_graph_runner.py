@@ -1,4 +1,4 @@
-"""Steps in fixed places give what plain steps give, whatever is in padding's places: tokens, logits and states."""
+"""Captured steps give what plain steps give, whatever is in padding's places: tokens, logits and states."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 
 from megatron_ext.config import BatchingConfig, CacheConfig, RequestParams
 from megatron_ext.errors import ConfigError
-from megatron_ext.mcore.programs import setup, shaping
-from megatron_ext.mcore.programs.last_tokens import LastTokens
+from megatron_ext.mcore.programs import cuda_graph_setup, shaping
+from megatron_ext.mcore.programs.prev_sampled_token_ids import PrevSampledTokenIds
 from megatron_ext.ops.paged_attention import PAGED_ATTENTION
 from megatron_ext.scheduling.record import Status
 from tests.priority import TestPriority
@@ -96,7 +96,9 @@ def test_kernels_take_padding(get_oracle):
 def test_a_run_that_reads_padding_is_seen(get_oracle, monkeypatch):
     """The negative control: padding that lies in a request's slot instead of its own."""
     driver = new_driver("hybrid", get_oracle)
-    monkeypatch.setattr(driver.context.fixed_steps._writer, "_spare", type(driver.context.fixed_steps._spare)(0, 0))
+    monkeypatch.setattr(
+        driver.context.cuda_graph_runner._writer, "_spare", type(driver.context.cuda_graph_runner._spare)(0, 0)
+    )
     driver.add(0, make_prompt(30), num_tokens_to_generate=6)
     driver.run()
     with pytest.raises(AssertionError):
@@ -225,10 +227,10 @@ def test_log_probs_and_min_tokens_are_launched_ahead(get_oracle):
 
 def test_experts_that_no_program_computes(get_oracle, caplog, monkeypatch):
     """CU-5: what cannot be captured says so, and gives what it gave."""
-    monkeypatch.setattr(setup, "problem_of", lambda _: "its experts are of another kind")
+    monkeypatch.setattr(cuda_graph_setup, "problem_of", lambda _: "its experts are of another kind")
     with caplog.at_level(logging.WARNING):
         driver = Driver(get_oracle("experts").model, CONFIGS["experts"], cuda_graph_impl="local")
-    assert driver.context.fixed_steps is None
+    assert driver.context.cuda_graph_runner is None
     assert "experts are of another kind" in caplog.text
     driver.add(0, make_prompt(20))
     driver.run()
@@ -273,7 +275,7 @@ def test_tokens_are_read_after_the_launch(get_oracle):
     driver = new_driver("hybrid", get_oracle)
     driver.engine.add_request(0, make_prompt(20), RequestParams(num_tokens_to_generate=8))
     driver.step()
-    fixed, read = driver.context.fixed_steps, []
+    fixed, read = driver.context.cuda_graph_runner, []
     launch = fixed.launch
 
     def launch_noted(step, bucket):
@@ -294,7 +296,7 @@ def test_tokens_are_read_after_the_launch(get_oracle):
 
 def test_a_run_that_takes_the_tokens_of_others_is_seen(get_oracle, monkeypatch):
     """The negative control: every row finds the token of the first one."""
-    monkeypatch.setattr(LastTokens, "_place", lambda last, request_id: last._places.first_token)
+    monkeypatch.setattr(PrevSampledTokenIds, "_place", lambda last, request_id: last._buffers.first_token)
     driver = new_driver("attention_only", get_oracle)
     for request_id in range(2):
         driver.add(request_id, make_prompt(20, request_id), num_tokens_to_generate=8)

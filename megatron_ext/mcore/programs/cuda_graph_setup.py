@@ -12,15 +12,15 @@ from megatron_ext.mcore.all_experts import problem_of
 from megatron_ext.mcore.context import InferenceContext
 from megatron_ext.mcore.controller import InferenceController
 from megatron_ext.mcore.programs.buckets import Buckets
-from megatron_ext.mcore.programs.fixed_steps import FixedSteps
-from megatron_ext.mcore.programs.graphs import CudaGraphs, NoGraphs
+from megatron_ext.mcore.programs.cuda_graph_runner import CudaGraphRunner
+from megatron_ext.mcore.programs.graph_capture import CudaGraphs, NoGraphs
 
 logger = logging.getLogger(__name__)
 
 
-def fixed_steps_for(
+def cuda_graph_runner_for(
     context: InferenceContext, controller: InferenceController, batching: BatchingConfig, *, is_alone: bool
-) -> FixedSteps | None:
+) -> CudaGraphRunner | None:
     """What computes steps by programs, as `batching` asks; None if it asks for none, or if none can be had.
 
     Why none can be had is said, once an engine.
@@ -31,7 +31,7 @@ def fixed_steps_for(
         batching: The settings.
         is_alone: Whether there are no other ranks.
     """
-    if not batching.has_fixed_places:
+    if not batching.has_input_buffers:
         return None
     problem = _problem(controller.inference_wrapped_model.model, is_alone=is_alone)
     if problem is not None:
@@ -46,7 +46,7 @@ def fixed_steps_for(
         snapshots_in_prefill=rules.snapshots_in_prefill,
         one_width=is_cuda,
     )
-    return FixedSteps(context, controller, buckets, CudaGraphs(rules.device) if is_cuda else NoGraphs())
+    return CudaGraphRunner(context, controller, buckets, CudaGraphs(rules.device) if is_cuda else NoGraphs())
 
 
 def _problem(model: nn.Module, *, is_alone: bool) -> str | None:

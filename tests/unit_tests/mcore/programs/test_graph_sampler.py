@@ -15,15 +15,15 @@ from megatron_ext.config.token_biases import TokenBiases
 from megatron_ext.engine.result import StepResult
 from megatron_ext.mcore import scoring
 from megatron_ext.mcore.controller import choose_tokens
-from megatron_ext.mcore.programs import choice, shaping
-from megatron_ext.mcore.programs.answers import answer_layout, fetch
+from megatron_ext.mcore.programs import graph_sampler, shaping
+from megatron_ext.mcore.programs.async_output import fetch, output_layout
 from megatron_ext.mcore.programs.buckets import MOST_LISTED
-from megatron_ext.mcore.programs.choice import ChoicePrograms, samplings_of, wanted_of
 from megatron_ext.mcore.programs.forms import with_masks, write_masks
-from megatron_ext.mcore.programs.graphs import NoGraphs
-from megatron_ext.mcore.programs.places import Answers, FixedPlaces, Layout
+from megatron_ext.mcore.programs.graph_capture import NoGraphs
+from megatron_ext.mcore.programs.graph_sampler import GraphSampler, sampler_needs_of, samplings_of
+from megatron_ext.mcore.programs.input_batch import NOBODY, InputBatch
+from megatron_ext.mcore.programs.input_buffers import AsyncModelOutput, InputBuffers, Layout
 from megatron_ext.mcore.programs.shaping import has_room, with_shaping, write_shaping
-from megatron_ext.mcore.programs.writing import NOBODY, StepWriter
 from megatron_ext.mcore.staging import SamplingRow
 from megatron_ext.ops.sampling import SAMPLING, graph_sampling
 from megatron_ext.scheduling.shaping import Shaping
@@ -101,29 +101,29 @@ class Fixed:
     """Places full of garbage, and the programs of a bucket over them."""
 
     def __init__(self, graphs: object = None, dtype: torch.dtype = torch.float32) -> None:
-        self.shaped, self.answer = with_shaping(BASE, ROWS), answer_layout(ROWS, WORDS)
+        self.shaped, self.answer = with_shaping(BASE, ROWS), output_layout(ROWS, WORDS)
         self.layout = with_masks(self.shaped, ROWS, WORDS)
-        self.places = FixedPlaces([self.layout], CPU, self.answer.count)
-        self.answers = Answers(self.places.answer, CPU)
+        self.places = InputBuffers([self.layout], CPU, self.answer.count)
+        self.answers = AsyncModelOutput(self.places.answer, CPU)
         for whole in (self.places._device, *(one.whole for one in self.places._host)):
             whole.fill_((5 << 32) + 77)
         self.logits = torch.zeros(ROWS, WORDS, dtype=dtype)
         self.write(chunks_of(0)[:1] + [chunk(row, None) for row in range(1, ROWS)])
         parts = self.places.parts(self.layout), self.answer.parts(self.places.answer)
-        self.programs = ChoicePrograms(graphs or NoGraphs(), self.logits, *parts)
+        self.programs = GraphSampler(graphs or NoGraphs(), self.logits, *parts)
 
     def write(self, chunks: list[ScheduledChunk]) -> None:
-        wanted = wanted_of(samplings_of(chunks))
+        wanted = sampler_needs_of(samplings_of(chunks))
         layout = self.layout if wanted.is_guided else self.shaped if wanted.is_shaped else BASE
         arrays = self.places.open(layout)
-        StepWriter._write_sampling_metadata(chunks, arrays)
+        InputBatch._write_sampling_metadata(chunks, arrays)
         unused = write_shaping(chunks, WORDS, arrays) if wanted.is_shaped else 0
         if wanted.is_guided:
             write_masks(chunks, arrays["masks"])
         self.places.send(layout, unused=0 if wanted.is_guided else unused)
 
     def choose(self, logits: Tensor, chunks: list[ScheduledChunk]) -> StepResult:
-        wanted = wanted_of(samplings_of(chunks))
+        wanted = sampler_needs_of(samplings_of(chunks))
         self.logits.copy_(logits)
         self.write(chunks)
         with torch.inference_mode():
@@ -159,7 +159,7 @@ def test_any_mix_of_wishes_to_the_bit(dtype: torch.dtype, graphs: type) -> None:
 def test_a_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """SE-2: neither scores nor draws take more memory than is stated, whatever the rows; nothing else changes."""
     sizes = []
-    for module, name in ((graph_sampling, "draw_sorted"), (choice, "log_probs_of")):
+    for module, name in ((graph_sampling, "draw_sorted"), (graph_sampler, "log_probs_of")):
         function = getattr(module, name)
 
         def noted(logits: Tensor, *rest: object, function: object = function) -> object:
@@ -186,7 +186,7 @@ def test_each_list_matters(name: str) -> None:
         chunks, logits = chunks_of(seed), logits_of(seed, torch.float32)
         expected = fixed.choose(logits, chunks).tokens
         fixed.places.parts(fixed.layout)["used"][place] = 0
-        fixed.programs.run(wanted_of(samplings_of(chunks)))
+        fixed.programs.run(sampler_needs_of(samplings_of(chunks)))
         found = fetch(fixed.answers, fixed.answer, chunks, is_scored=True).result().tokens
         differing += sum(found[one] != expected[one] for one in expected)
     assert differing
@@ -197,7 +197,7 @@ def test_masks_matter() -> None:
     fixed, chunks, logits = Fixed(), chunks_of(2, forms=True), logits_of(2, torch.float32)
     guided = fixed.choose(logits, chunks).tokens
     fixed.places.parts(fixed.layout)["masks"].fill_(-1)
-    fixed.programs.run(wanted_of(samplings_of(chunks)))
+    fixed.programs.run(sampler_needs_of(samplings_of(chunks)))
     found = fetch(fixed.answers, fixed.answer, chunks, is_scored=True).result().tokens
     assert found != guided
 
@@ -208,7 +208,7 @@ def test_two_steps_are_the_same_program() -> None:
     for seed in (1, 3):
         chunks = chunks_of(seed, forms=True)
         fixed.write(chunks)
-        wanted = wanted_of(samplings_of(chunks))
+        wanted = sampler_needs_of(samplings_of(chunks))
         assert all(wanted)
         programs.append(ProgramRecorder())
         with programs[-1]:

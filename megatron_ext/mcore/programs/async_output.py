@@ -1,4 +1,4 @@
-"""What a step in fixed places answers: a token a row, and where somebody asks their log-probs and the best ones.
+"""What a captured step answers: a token a row, and where somebody asks their log-probs and the best ones.
 
 The tokens come first, so that a step of which nothing else is asked copies nothing else.
 """
@@ -12,12 +12,12 @@ from torch import Tensor
 
 from megatron_ext.engine.result import Score, StepResult
 from megatron_ext.mcore.programs.buckets import MOST_LISTED
-from megatron_ext.mcore.programs.places import Answer, Answers, Layout
+from megatron_ext.mcore.programs.input_buffers import AsyncModelOutput, Layout, PendingOutput
 from megatron_ext.scheduling.step import ScheduledChunk
 
 
 @dataclass(frozen=True)
-class AnswerRow:
+class OutputRow:
     """A row that somebody waits for: whose it is, and how many of the best tokens are listed; None is no log-prob."""
 
     request_id: int
@@ -25,7 +25,7 @@ class AnswerRow:
     top_n: int | None
 
 
-def answer_layout(rows: int, vocabulary: int) -> Layout:
+def output_layout(rows: int, vocabulary: int) -> Layout:
     """Everything that a step of so many rows may be asked."""
     listed = (rows, min(MOST_LISTED, vocabulary))
     shapes = {"tokens": (rows,), "log_probs": (rows,), "best": listed, "best_log_probs": listed}
@@ -33,7 +33,7 @@ def answer_layout(rows: int, vocabulary: int) -> Layout:
 
 
 def fetch(
-    answers: Answers,
+    outputs: AsyncModelOutput,
     layout: Layout,
     chunks: Sequence[ScheduledChunk],
     *,
@@ -48,17 +48,17 @@ def fetch(
         is_scored: Whether somebody asks for log-probs.
     """
     rows = [
-        AnswerRow(chunk.request_id, row, chunk.sampling.top_n)
+        OutputRow(chunk.request_id, row, chunk.sampling.top_n)
         for row, chunk in enumerate(chunks)
         if chunk.sampling is not None
     ]
-    return Launched(answers.fetch(layout.count if is_scored else len(chunks)), layout, rows)
+    return Launched(outputs.fetch(layout.count if is_scored else len(chunks)), layout, rows)
 
 
 class Launched:
     """A step that the device may still be computing."""
 
-    def __init__(self, answer: Answer, layout: Layout, rows: Sequence[AnswerRow]) -> None:
+    def __init__(self, answer: PendingOutput, layout: Layout, rows: Sequence[OutputRow]) -> None:
         self._answer, self._layout, self._asked = answer, layout, rows
 
     @property
@@ -76,7 +76,7 @@ class Launched:
         return StepResult(drawn, scores, {}, {})
 
 
-def _scores(parts: dict[str, Tensor], asked: Sequence[AnswerRow]) -> dict[int, Score]:
+def _scores(parts: dict[str, Tensor], asked: Sequence[OutputRow]) -> dict[int, Score]:
     chosen = parts["log_probs"].tolist()
     found = {}
     for one in asked:

@@ -1,4 +1,4 @@
-"""Steps in fixed places: padded, sent in one copy, computed by programs of their bucket, answered in one copy."""
+"""Captured steps: padded, sent in one copy, computed by programs of their bucket, answered in one copy."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.mcore.all_experts import fixed_shapes
 from megatron_ext.mcore.context import InferenceContext
 from megatron_ext.mcore.controller import InferenceController
-from megatron_ext.mcore.programs.answers import Launched, answer_layout, fetch
+from megatron_ext.mcore.programs.async_output import Launched, fetch, output_layout
 from megatron_ext.mcore.programs.buckets import Bucket, Buckets, why_eager
-from megatron_ext.mcore.programs.choice import ChoicePrograms, Wanted, samplings_of, wanted_of
 from megatron_ext.mcore.programs.forms import with_masks, write_masks
-from megatron_ext.mcore.programs.graphs import Capture, Program
-from megatron_ext.mcore.programs.last_tokens import LastTokens
-from megatron_ext.mcore.programs.places import Answers, FixedPlaces, Layout
+from megatron_ext.mcore.programs.graph_capture import Capture, Program
+from megatron_ext.mcore.programs.graph_sampler import GraphSampler, SamplerNeeds, sampler_needs_of, samplings_of
+from megatron_ext.mcore.programs.input_batch import InputBatch, SpareSlots, layout_of, model_input
+from megatron_ext.mcore.programs.input_buffers import AsyncModelOutput, InputBuffers, Layout
+from megatron_ext.mcore.programs.prev_sampled_token_ids import PrevSampledTokenIds
 from megatron_ext.mcore.programs.shaping import has_room, with_shaping, write_shaping
-from megatron_ext.mcore.programs.writing import SpareSlots, StepWriter, layout_of, model_input
 from megatron_ext.memory.limits import allocating
 from megatron_ext.memory.pools import Pools
 from megatron_ext.memory.state_pool import copy_rows, copy_states
@@ -33,7 +33,7 @@ from megatron_ext.scheduling.step import ScheduledChunk, ScheduledStep
 logger = logging.getLogger(__name__)
 
 _EMPTY = ScheduledStep((), 0)
-_EVERYTHING = Wanted(is_shaped=True, is_guided=True, is_drawn=True, is_scored=True)
+_EVERYTHING = SamplerNeeds(is_shaped=True, is_guided=True, is_drawn=True, is_scored=True)
 _LESS = (
     "a smaller --inference-dynamic-batching-buffer-size-gb or --inference-dynamic-batching-max-requests would do, "
     "or --cuda-graph-impl none"
@@ -41,14 +41,14 @@ _LESS = (
 
 
 @dataclass(frozen=True)
-class Programs:
+class BucketGraphs:
     """What computes the steps of a bucket: restores, forward and snapshots, then tokens and log-probs."""
 
     forward: Program
-    choice: ChoicePrograms
+    choice: GraphSampler
 
 
-class FixedSteps:
+class CudaGraphRunner:
     """Computes steps that fit a bucket.
 
     Args:
@@ -66,17 +66,17 @@ class FixedSteps:
         self._rules = context.staging_rules
         plan = context.plan
         self._spare = SpareSlots(plan.limits.max_requests, plan.geometry.snapshot_slots + plan.geometry.draft_states)
-        self._writer = StepWriter(self._rules, buckets, self._spare)
+        self._writer = InputBatch(self._rules, buckets, self._spare)
         self._layouts: dict[Bucket, Layout] = {one: layout_of(one, self._rules) for one in buckets.all()}
         self._shaped = {one: with_shaping(layout, one.rows) for one, layout in self._layouts.items()}
         self._vocabulary = size = controller.vocabulary_size
         self._guided = {one: with_masks(layout, one.rows, size) for one, layout in self._shaped.items()}
-        answer = answer_layout(max(one.rows for one in self._layouts), self._vocabulary)
-        self._places = FixedPlaces(self._guided.values(), self._rules.device, answer.count)
-        self._answers = Answers(self._places.answer, self._rules.device)
-        self._last_tokens = LastTokens(self._places)
+        answer = output_layout(max(one.rows for one in self._layouts), self._vocabulary)
+        self._buffers = InputBuffers(self._guided.values(), self._rules.device, answer.count)
+        self._outputs = AsyncModelOutput(self._buffers.answer, self._rules.device)
+        self._prev_sampled_token_ids = PrevSampledTokenIds(self._buffers)
         self._logits: Tensor | None = None  # [most rows, V], where every forward leaves them
-        self._programs: dict[Bucket, Programs] = {}
+        self._programs: dict[Bucket, BucketGraphs] = {}
         self._pools: Pools | None = None  # that the programs were made for, as the next
         self._weights: tuple[int, ...] = ()
         self._chunks: tuple[ScheduledChunk, ...] = ()  # of the step that is written
@@ -106,7 +106,7 @@ class FixedSteps:
     def forget(self) -> None:
         """Pools or weights lie elsewhere now, or nowhere: programs are made anew, and keep no memory until then."""
         self._programs.clear()
-        self._last_tokens.forget()
+        self._prev_sampled_token_ids.forget()
         self._graphs.forget()
         self._logits = None
         self._pools, self._weights = self._context.pools, self._controller.weight_addresses()
@@ -116,7 +116,7 @@ class FixedSteps:
         if self._programs and self._weights != self._controller.weight_addresses():
             self.forget()
 
-    def _program(self, bucket: Bucket) -> Programs:
+    def _program(self, bucket: Bucket) -> BucketGraphs:
         if self._context.pools is not self._pools:
             self.forget()
         if bucket not in self._programs:
@@ -130,14 +130,14 @@ class FixedSteps:
         return self._programs[bucket]
 
     @torch.inference_mode()
-    def _make(self, bucket: Bucket) -> Programs:
+    def _make(self, bucket: Bucket) -> BucketGraphs:
         if self._logits is None:
             logits = self._forward_logits(bucket)
             self._logits = logits.new_zeros(max(one.rows for one in self._layouts), logits.shape[1])
-        logits, layout = self._logits[: bucket.rows], answer_layout(bucket.rows, self._vocabulary)
+        logits, layout = self._logits[: bucket.rows], output_layout(bucket.rows, self._vocabulary)
         forward = self._graphs.capture(partial(self._forward, bucket, logits))
-        parts = self._places.parts(self._guided[bucket])
-        return Programs(forward, ChoicePrograms(self._graphs, logits, parts, layout.parts(self._places.answer)))
+        parts = self._buffers.parts(self._guided[bucket])
+        return BucketGraphs(forward, GraphSampler(self._graphs, logits, parts, layout.parts(self._buffers.answer)))
 
     # Steps
 
@@ -160,11 +160,11 @@ class FixedSteps:
     @property
     def has_tokens(self) -> bool:
         """Whether the step that was launched last was one of these, so that its tokens are where a program has them."""
-        return self._last_tokens.are_there
+        return self._prev_sampled_token_ids.are_there
 
     def forget_tokens(self) -> None:
         """A step is computed eagerly: what lies there is of no use behind it."""
-        self._last_tokens.forget()
+        self._prev_sampled_token_ids.forget()
 
     def find_behind(self, step: ScheduledStep) -> Bucket | None:
         """The bucket of a step that may take tokens from the one before; None if no program is there for it.
@@ -182,43 +182,43 @@ class FixedSteps:
             RestoreError: A snapshot is not the one that its request was to resume from.
         """
         self._program(bucket)  # before the step is written: it may have to be made
-        wanted = wanted_of(samplings_of(step.chunks))
+        needs = sampler_needs_of(samplings_of(step.chunks))
         copies, digests = self._open(step)
         try:
-            chunks = self._send(step, bucket, copies[: bucket.copies], wanted)
-            self._compute(bucket, wanted)
+            chunks = self._send(step, bucket, copies[: bucket.copies], needs)
+            self._compute(bucket, needs)
             self._close(copies[bucket.copies :], digests)
-            layout = answer_layout(bucket.rows, self._vocabulary)
-            launched = fetch(self._answers, layout, chunks, is_scored=wanted.is_scored)
+            layout = output_layout(bucket.rows, self._vocabulary)
+            launched = fetch(self._outputs, layout, chunks, is_scored=needs.is_scored)
         finally:
-            self._last_tokens.forget()
+            self._prev_sampled_token_ids.forget()
             self._context.clear_step()
-        self._last_tokens.note(launched.rows)
+        self._prev_sampled_token_ids.note(launched.rows)
         return launched
 
     @torch.inference_mode()
-    def _compute(self, bucket: Bucket, wanted: Wanted) -> None:
+    def _compute(self, bucket: Bucket, needs: SamplerNeeds) -> None:
         programs = self._programs[bucket]
         programs.forward()
-        programs.choice.run(wanted)
+        programs.choice.run(needs)
 
     def _send(
-        self, step: ScheduledStep, bucket: Bucket, copies: Sequence[tuple[int, int]], wanted: Wanted
+        self, step: ScheduledStep, bucket: Bucket, copies: Sequence[tuple[int, int]], needs: SamplerNeeds
     ) -> tuple[ScheduledChunk, ...]:
         """Write and send it.
 
         Returns:
             A chunk for each row.
         """
-        layouts = self._guided if wanted.is_guided else self._shaped if wanted.is_shaped else self._layouts
+        layouts = self._guided if needs.is_guided else self._shaped if needs.is_shaped else self._layouts
         layout = layouts[bucket]
-        chunks, arrays = self._writer.pad(step, bucket), self._places.open(layout)
+        chunks, arrays = self._writer.pad(step, bucket), self._buffers.open(layout)
         self._writer.write(chunks, bucket, arrays, copies)
-        arrays["token_places"][:] = self._last_tokens.places_of(chunks[: bucket.decodes], layout)
-        unused = write_shaping(chunks, self._vocabulary, arrays) if wanted.is_shaped else 0
-        if wanted.is_guided:
+        arrays["token_places"][:] = self._prev_sampled_token_ids.places_of(chunks[: bucket.decodes], layout)
+        unused = write_shaping(chunks, self._vocabulary, arrays) if needs.is_shaped else 0
+        if needs.is_guided:
             write_masks(chunks, arrays["masks"])
-        self._places.send(layout, unused=0 if wanted.is_guided else unused)
+        self._buffers.send(layout, unused=0 if needs.is_guided else unused)
         self._chunks = chunks
         return chunks
 
@@ -261,11 +261,11 @@ class FixedSteps:
 
     @torch.inference_mode()
     def _forward_logits(self, bucket: Bucket) -> Tensor:
-        parts = self._places.parts(self._layouts[bucket])
+        parts = self._buffers.parts(self._layouts[bucket])
         live, snapshots = self._context.live_states, self._context.snapshots
         if bucket.prefills and live is not None and snapshots is not None:
             copy_rows(snapshots, parts["restore_from"], live, parts["restore_to"])
-        parts["input_ids"] = self._last_tokens.fill_in(bucket, parts)
+        parts["input_ids"] = self._prev_sampled_token_ids.fill_in(bucket, parts)
         self._context.begin(model_input(self._chunks, bucket, parts, self._rules))
         with fixed_shapes():
             logits = self._controller.forward()

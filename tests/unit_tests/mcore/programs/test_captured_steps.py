@@ -47,7 +47,7 @@ class Recorded:
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
         self.programs: list[ProgramRecorder] = []
-        fixed = driver.context.fixed_steps
+        fixed = driver.context.cuda_graph_runner
         if fixed is None:
             self._watch(driver.engine.controller, "compute_step")
         else:
@@ -192,8 +192,8 @@ def test_a_step_is_sent_in_one_copy(get_oracle):
     """CU-4: from one buffer of the host to the same place on the device, each time; answers in one copy back."""
     run = recorded(get_oracle, "hybrid")
     driver, sent = run.driver, []
-    places = driver.context.fixed_steps._places
-    send, fetch = places.send, driver.context.fixed_steps._answers.fetch
+    places = driver.context.cuda_graph_runner._buffers
+    send, fetch = places.send, driver.context.cuda_graph_runner._answers.fetch
 
     def watched(function):
         def call(*arguments, **options):
@@ -207,7 +207,7 @@ def test_a_step_is_sent_in_one_copy(get_oracle):
     driver.add(0, make_prompt(40), num_tokens_to_generate=6)
     for _ in range(2):
         driver.step()
-    places.send, driver.context.fixed_steps._answers.fetch = watched(send), watched(fetch)
+    places.send, driver.context.cuda_graph_runner._answers.fetch = watched(send), watched(fetch)
     for _ in range(3):
         driver.step()
     assert [len(copies) for copies in sent] == [1] * 6

@@ -1,4 +1,4 @@
-"""Tokens that stay on the device from one step in fixed places to the next (CU-6).
+"""Tokens that stay on the device from one captured step to the next (CU-6).
 
 A program writes what it samples into its answer, behind the places of its step, row by row. The one behind it takes the
 token of each decoding row from there, or from where the host wrote it, as a number in its places says: rows may move
@@ -13,19 +13,19 @@ import torch
 from torch import Tensor
 
 from megatron_ext.mcore.programs.buckets import Bucket
-from megatron_ext.mcore.programs.places import FixedPlaces, Layout
+from megatron_ext.mcore.programs.input_buffers import InputBuffers, Layout
 from megatron_ext.scheduling.step import LAST_SAMPLED, ScheduledChunk
 
 
-class LastTokens:
+class PrevSampledTokenIds:
     """Whose token the last step left in which row.
 
     Args:
         places: Where programs find what they compute.
     """
 
-    def __init__(self, places: FixedPlaces) -> None:
-        self._places = places
+    def __init__(self, buffers: InputBuffers) -> None:
+        self._buffers = buffers
         self._rows: Mapping[int, int] | None = None  # by request id
 
     @property
@@ -51,13 +51,13 @@ class LastTokens:
 
     def _place(self, request_id: int) -> int:
         assert self._rows is not None, "no step has left its tokens"
-        return self._places.first_token + self._rows[request_id]
+        return self._buffers.first_token + self._rows[request_id]
 
     # What is captured
 
     def fill_in(self, bucket: Bucket, parts: Mapping[str, Tensor]) -> Tensor:
         """The token ids of a step, [T]: those that decode from where they lie, those of prefills from the host."""
-        decoding = self._places.gather(parts["token_places"])
+        decoding = self._buffers.gather(parts["token_places"])
         if not bucket.prefills:
             return decoding
         return torch.cat([decoding, parts["input_ids"][bucket.decodes :]])

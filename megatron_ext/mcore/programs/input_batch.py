@@ -1,4 +1,4 @@
-"""One step in fixed places: what of it is written where, and what the model is given of that.
+"""One captured step: what of it is written where, and what the model is given of that.
 
 Padding is requests that are nobody's: they decode or prefill token 0 at position 0, in the dummy block and in the spare
 state slot, and what they sample is not read. States that no request wants kept go to a spare slot for snapshots.
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_ext.mcore.block_rows import BlockRows
 from megatron_ext.mcore.programs.buckets import Bucket, Buckets
-from megatron_ext.mcore.programs.places import Layout, Shape
+from megatron_ext.mcore.programs.input_buffers import Layout, Shape
 from megatron_ext.mcore.staging import ModelInput, StagingRules, stage_tokens
 from megatron_ext.mixers.recurrent import RecurrentStep
 from megatron_ext.ops.paged_attention import StaticBatch
@@ -73,7 +73,7 @@ def _prefill_shapes(bucket: Bucket, grid: ChunkGrid) -> dict[str, Shape]:
     return kept | sequences | places | per_token | cumulative
 
 
-class StepWriter:
+class InputBatch:
     """Writes messages into the host's arrays.
 
     Args:

@@ -13,9 +13,9 @@ from typing import Final, NamedTuple
 from torch import Tensor
 
 from megatron_ext.mcore.programs.forms import masks_of, wants_form
-from megatron_ext.mcore.programs.graphs import Capture, Program
+from megatron_ext.mcore.programs.graph_capture import Capture, Program
+from megatron_ext.mcore.programs.input_batch import sampling_metadata_of
 from megatron_ext.mcore.programs.shaping import logits_metadata_of, wants_shaping
-from megatron_ext.mcore.programs.writing import sampling_metadata_of
 from megatron_ext.mcore.scoring import rows_at_once
 from megatron_ext.ops.sampling.graph_logits_processors import shape_logits
 from megatron_ext.ops.sampling.graph_sampling import best_tokens_of, draw_tokens
@@ -26,7 +26,7 @@ Parts = Mapping[str, Tensor]
 _DRAWN: Final = 4  # times as much memory as scoring a row where its words are ordered, and weighed in fp64
 
 
-class Wanted(NamedTuple):
+class SamplerNeeds(NamedTuple):
     """What a step asks of its logits.
 
     Attributes:
@@ -47,9 +47,9 @@ def samplings_of(chunks: Sequence[ScheduledChunk]) -> list[Sampling]:
     return [chunk.sampling for chunk in chunks if chunk.sampling is not None]
 
 
-def wanted_of(samplings: Sequence[Sampling]) -> Wanted:
+def sampler_needs_of(samplings: Sequence[Sampling]) -> SamplerNeeds:
     """What all rows together ask for."""
-    return Wanted(
+    return SamplerNeeds(
         is_shaped=wants_shaping(samplings),
         is_guided=any(map(wants_form, samplings)),
         is_drawn=any(one.uniform is not None for one in samplings),
@@ -57,14 +57,14 @@ def wanted_of(samplings: Sequence[Sampling]) -> Wanted:
     )
 
 
-class ChoicePrograms:
+class GraphSampler:
     """Programs of a bucket that read logits and write its answer.
 
     Args:
         graphs: Makes a program.
         logits: [R, V], where they will be.
         parts: What was sent, the wishes about shaping among it.
-        answer: Where tokens and log-probs go, by the names of `answer_layout`.
+        answer: Where tokens and log-probs go, by the names of `output_layout`.
     """
 
     def __init__(self, graphs: Capture, logits: Tensor, parts: Parts, answer: Parts) -> None:
@@ -76,10 +76,10 @@ class ChoicePrograms:
         }
         self._score: Program = graphs.capture(partial(_score, logits, answer))
 
-    def run(self, wanted: Wanted) -> None:
+    def run(self, needs: SamplerNeeds) -> None:
         """Choose, and score if that is asked for."""
-        self._choose[wanted.is_shaped, wanted.is_guided, wanted.is_drawn]()
-        if wanted.is_scored:
+        self._choose[needs.is_shaped, needs.is_guided, needs.is_drawn]()
+        if needs.is_scored:
             self._score()
 
 

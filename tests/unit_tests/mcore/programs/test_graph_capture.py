@@ -18,10 +18,10 @@ from megatron_ext.config import CacheConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore.programs import buckets as sizes
 from megatron_ext.mcore.programs.buckets import Buckets
-from megatron_ext.mcore.programs.fixed_steps import FixedSteps
-from megatron_ext.mcore.programs.graphs import CudaGraphs
+from megatron_ext.mcore.programs.cuda_graph_runner import CudaGraphRunner
+from megatron_ext.mcore.programs.graph_capture import CudaGraphs
 from megatron_ext.scheduling.record import Status
-from tests.unit_tests.mcore.programs.test_fixed_steps import check_metadata, serve
+from tests.unit_tests.mcore.programs.test_cuda_graph_runner import check_metadata, serve
 from tests.unit_tests.support.driver import Driver, assert_states_close, make_prompt
 from tests.unit_tests.support.models import CONFIGS
 from tests.unit_tests.support.padded import PaddedDriver
@@ -61,8 +61,8 @@ class Captured(PaddedDriver):
             context.plan.limits, 2, rules.kernel_chunk, snapshots_in_prefill=rules.snapshots_in_prefill, one_width=True
         )
         self.graphs = CountedGraphs(rules.device) if rules.device.type == "cuda" else ReplayedGraphs()
-        context.fixed_steps = FixedSteps(context, self.engine.controller, found, self.graphs)
-        self._watch_programs(context.fixed_steps)
+        context.cuda_graph_runner = CudaGraphRunner(context, self.engine.controller, found, self.graphs)
+        self._watch_graphs(context.cuda_graph_runner)
         self.engine.create_cuda_graphs()
 
     def _watch_forward(self) -> None:
@@ -133,10 +133,10 @@ def test_too_little_memory_for_graphs(get_oracle, monkeypatch):
     monkeypatch.setattr(driver.graphs, "capture", failing)
     with pytest.raises(ConfigError, match=r"programs of 4 sizes of steps.*--cuda-graph-impl none"):
         driver.engine.resume()
-    assert not driver.context.fixed_steps._programs
-    assert driver.context.fixed_steps._logits is None
+    assert not driver.context.cuda_graph_runner._programs
+    assert driver.context.cuda_graph_runner._logits is None
     driver.engine.resume()
-    assert len(driver.context.fixed_steps._programs) == 4
+    assert len(driver.context.cuda_graph_runner._programs) == 4
 
 
 def test_new_pools_need_new_graphs(get_oracle):
@@ -162,7 +162,7 @@ def test_new_pools_need_new_graphs(get_oracle):
 def test_new_weights_elsewhere_need_new_graphs(get_oracle):
     """CU-5: weights that were written in place do not; a tensor that took another one's place does."""
     driver = Captured(get_oracle("hybrid").model, CONFIGS["hybrid"], **SETTINGS)
-    fixed, before = driver.context.fixed_steps, driver.graphs.captured
+    fixed, before = driver.context.cuda_graph_runner, driver.graphs.captured
     driver.engine.weights_changed()
     assert driver.graphs.captured == before
     weight = next(driver.engine._model.parameters())

@@ -70,7 +70,7 @@ class _HostBuffer:
             self._copied.record()
 
 
-class FixedPlaces:
+class InputBuffers:
     """Buffers for the largest of some layouts; on the device there is room behind it for what a step answers.
 
     Args:
@@ -107,7 +107,7 @@ class FixedPlaces:
         self._host.reverse()
 
 
-class Answers:
+class AsyncModelOutput:
     """What programs answer on its way back: one copy a step, into one of two buffers.
 
     Args:
@@ -119,16 +119,16 @@ class Answers:
         self._whole = whole
         self._host = [_HostBuffer(len(whole), device) for _ in range(2)]
 
-    def fetch(self, count: int) -> Answer:
+    def fetch(self, count: int) -> PendingOutput:
         """Enqueue the copy of the first so many numbers."""
         buffer = self._host[0]
         buffer.whole[:count].copy_(self._whole[:count], non_blocking=True)
         buffer.mark()
         self._host.reverse()
-        return Answer(buffer, count)
+        return PendingOutput(buffer, count)
 
 
-class Answer:
+class PendingOutput:
     """Numbers that may still be computed; to be read before the answer after the next one is fetched."""
 
     def __init__(self, buffer: _HostBuffer, count: int) -> None:
