@@ -132,7 +132,7 @@ class RequestParams:
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
 
     @property
-    def shapes_logits(self) -> bool:
+    def processes_logits(self) -> bool:
         """Whether logits are changed before temperature, top_k and top_p choose among them."""
         is_cut = self.min_p > 0 and not self.is_greedy
         return self.has_penalties or is_cut or bool(self.logit_bias or self.bad_words or self.form)

@@ -16,9 +16,9 @@ from torch import Tensor
 from megatron_ext.engine.faults import describe
 from megatron_ext.engine.result import Score, StepResult
 from megatron_ext.mcore.idle import compute_idle_token
+from megatron_ext.mcore.logits_processing import process_logits
 from megatron_ext.mcore.out_of_memory import is_out_of_memory
 from megatron_ext.mcore.scoring import score_rows
-from megatron_ext.mcore.shaping import shape_logits
 from megatron_ext.mcore.staging import ModelInput, PromptScore, SampledTokens, SamplingRow
 from megatron_ext.ops import backend_selection
 from megatron_ext.ops.backends import preferring
@@ -35,7 +35,7 @@ class InferenceController(TextGenerationController):
     """`TextGenerationController` that samples every request with a generator of its own.
 
     Greedy is temperature 0 or top_k 1; top_k and top_p may be combined; log-probs are those of the raw logits, before
-    penalties and the like (`mcore.shaping`).
+    penalties and the like (`mcore.logits_options`).
 
     Args:
         wrapper: Around the model.
@@ -234,12 +234,12 @@ def _out_of_memory_fails(request_id: int, failures: dict[int, str]) -> Iterator[
 
 def _choose(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """The next token of every sampling row: [m]. Rows that want their logits shaped cost the others nothing."""
-    asking = [i for i, row in enumerate(rows) if row.sampling.shaping is not None]
+    asking = [i for i, row in enumerate(rows) if row.sampling.logits_options is not None]
     if not asking:
         return _sample(logits, rows)
     index = to_device(torch.tensor(asking), logits.device)
     chosen, values = [rows[i] for i in asking], logits.index_select(0, index).float()
-    shape_logits(values, chosen)
+    process_logits(values, chosen)
     tokens = _sample(values, chosen)
     return tokens if len(asking) == len(rows) else _sample(logits, rows).index_copy(0, index, tokens)
 

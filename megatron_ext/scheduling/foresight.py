@@ -21,10 +21,10 @@ from megatron_ext.scheduling.ahead import AheadHashing
 from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.counters import Counters
 from megatron_ext.scheduling.draft_slots import DraftSlots
+from megatron_ext.scheduling.logits_options import reads_tokens
 from megatron_ext.scheduling.plan import SchedulerLimits, SnapshotRequest, StepPlan
 from megatron_ext.scheduling.queue import Queues
 from megatron_ext.scheduling.request import Request
-from megatron_ext.scheduling.shaping import reads_tokens
 from megatron_ext.scheduling.snapshots import Snapshot
 
 _ARRIVAL = attrgetter("request.arrival")

@@ -15,8 +15,8 @@ from megatron_ext.prefix_cache.block_pool import BlockId
 from megatron_ext.prefix_cache.matching import Restore
 from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.live_slots import LiveSlot
+from megatron_ext.scheduling.logits_options import LogitsOptions, logits_options_of
 from megatron_ext.scheduling.request import Request
-from megatron_ext.scheduling.shaping import Shaping, shaping_of
 from megatron_ext.scheduling.snapshots import Snapshot
 
 LAST_SAMPLED: Final = -1
@@ -44,7 +44,7 @@ class Sampling:
     uniform: float | None
     forbidden: tuple[int, ...]
     top_n: int | None
-    shaping: Shaping | None = None
+    logits_options: LogitsOptions | None = None
 
 
 @dataclass(frozen=True)
@@ -204,11 +204,11 @@ def _sampling(request: Request, drafts: tuple[int, ...] = ()) -> Sampling:
     may_stop = request.may_stop or request.generated_count + len(drafts) >= params.min_tokens
     forbidden = () if may_stop else request.submission.end_ids
     top_n = params.top_n_logprobs if params.return_log_probs else None
-    shaping = shaping_of(request, drafts) if request.submission.shapes_logits else None
-    if params.is_greedy and shaping is None:
+    logits_options = logits_options_of(request, drafts) if request.submission.processes_logits else None
+    if params.is_greedy and logits_options is None:
         return _greedy(*wish, forbidden, top_n)
     uniform = None if params.is_greedy else request.sequence.draws.current(len(drafts))
-    return Sampling(*wish, uniform, forbidden, top_n, shaping)
+    return Sampling(*wish, uniform, forbidden, top_n, logits_options)
 
 
 @lru_cache(maxsize=256)

@@ -20,7 +20,7 @@ class Submission:
         end_ids: Tokens each of which ends generation.
         prompt_text: If the prompt came as text.
         bad_words: Those of the params as token ids, each in all the ways it can begin.
-        shapes_logits: What the params say, looked up once.
+        processes_logits: What the params say, looked up once.
     """
 
     request_id: int
@@ -31,7 +31,7 @@ class Submission:
     end_ids: tuple[int, ...] = ()
     prompt_text: str | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
-    shapes_logits: bool = field(init=False, compare=False)
+    processes_logits: bool = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "shapes_logits", self.params.shapes_logits)
+        object.__setattr__(self, "processes_logits", self.params.processes_logits)

@@ -179,19 +179,19 @@ def generates_nothing() -> ApiError:
     return ApiError(400, message, param="max_tokens")
 
 
-def form_too_long(kind: str, size: int, most: int) -> ApiError:
+def response_format_too_long(kind: str, size: int, most: int) -> ApiError:
     """400: a schema or expression that is longer than this server compiles."""
     message = f"the {kind} has {size} bytes; this server takes at most {most} (--max-schema-kb)"
     return ApiError(400, message, param="response_format", code="schema_too_long")
 
 
-def form_too_slow(kind: str, seconds: float) -> ApiError:
+def response_format_too_slow(kind: str, seconds: float) -> ApiError:
     """400: one that takes longer."""
     message = f"the {kind} was not compiled within {seconds:g} s (--grammar-timeout); send a simpler one"
     return ApiError(400, message, param="response_format", code="schema_too_slow")
 
 
-def form_refused(reason: str) -> ApiError:
+def response_format_refused(reason: str) -> ApiError:
     """400: one that has what cannot be followed."""
     return ApiError(400, reason, param="response_format", code="schema_not_supported")
 

@@ -22,13 +22,13 @@ from megatron_ext.server.chat import ChatFormat
 from megatron_ext.server.errors import not_explained, unknown_model
 from megatron_ext.server.exchange import HttpExchange
 from megatron_ext.server.fields import GenerationRequest
-from megatron_ext.server.forms import FormChecks
 from megatron_ext.server.history import History
 from megatron_ext.server.keys import Caller, Keys, load_keys
 from megatron_ext.server.metrics import Metrics
 from megatron_ext.server.protocol import Message
 from megatron_ext.server.request_manager import RequestManager
 from megatron_ext.server.sampling import PromptLimits
+from megatron_ext.server.structured_output_checks import StructuredOutputChecks
 from megatron_ext.server.texts import TextEncoder
 from megatron_ext.server.updater import WeightsUpdater
 from megatron_ext.text.chat_template import ChatOptions
@@ -75,7 +75,7 @@ class Serving:
         geometry = self.engine.geometry
         longest = self.engine.context.max_sequence_length
         self.prompt_limits = PromptLimits(longest, geometry.blocks * geometry.block_size_tokens)
-        self.forms = FormChecks(self.engine.controller.grammars, self.settings.limits)
+        self.forms = StructuredOutputChecks(self.engine.controller.grammars, self.settings.limits)
         self.texts = TextEncoder(self.tokenizer, self.engine.controller.tokenize_prompt, longest)
 
     async def tokenize_chat(self, messages: Sequence[Message], options: ChatOptions | None = None) -> list[int]:

@@ -415,7 +415,7 @@ def test_one_expert_a_token_with_a_softmax_over_all():
 
 
 @pytest.mark.parametrize(
-    ("params", "is_shaped"),
+    ("params", "is_processed"),
     [
         ({"min_p": 0.5}, False),  # greedy: the best token is never cut
         ({"min_p": 0.5, "temperature": 1.0, "top_k": 1}, False),
@@ -429,6 +429,6 @@ def test_one_expert_a_token_with_a_softmax_over_all():
         ({"response_format": ResponseFormat("text")}, False),
     ],
 )
-def test_what_shapes_logits(params, is_shaped):
+def test_what_shapes_logits(params, is_processed):
     """SA-1: rows that nothing is done to are not gathered, and take no part in what shapes the others."""
-    assert RequestParams(**params).shapes_logits == is_shaped
+    assert RequestParams(**params).processes_logits == is_processed

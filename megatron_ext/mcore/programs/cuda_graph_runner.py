@@ -17,13 +17,13 @@ from megatron_ext.mcore.context import InferenceContext
 from megatron_ext.mcore.controller import InferenceController
 from megatron_ext.mcore.programs.async_output import Launched, fetch, output_layout
 from megatron_ext.mcore.programs.buckets import Bucket, Buckets, why_eager
-from megatron_ext.mcore.programs.forms import with_masks, write_masks
 from megatron_ext.mcore.programs.graph_capture import Capture, Program
 from megatron_ext.mcore.programs.graph_sampler import GraphSampler, SamplerNeeds, sampler_needs_of, samplings_of
 from megatron_ext.mcore.programs.input_batch import InputBatch, SpareSlots, layout_of, model_input
 from megatron_ext.mcore.programs.input_buffers import AsyncModelOutput, InputBuffers, Layout
+from megatron_ext.mcore.programs.logits_buffers import has_room, with_logits_buffers, write_logits_buffers
 from megatron_ext.mcore.programs.prev_sampled_token_ids import PrevSampledTokenIds
-from megatron_ext.mcore.programs.shaping import has_room, with_shaping, write_shaping
+from megatron_ext.mcore.programs.structured_output_masks import with_masks, write_masks
 from megatron_ext.memory.limits import allocating
 from megatron_ext.memory.pools import Pools
 from megatron_ext.memory.state_pool import copy_rows, copy_states
@@ -33,7 +33,7 @@ from megatron_ext.scheduling.step import ScheduledChunk, ScheduledStep
 logger = logging.getLogger(__name__)
 
 _EMPTY = ScheduledStep((), 0)
-_EVERYTHING = SamplerNeeds(is_shaped=True, is_guided=True, is_drawn=True, is_scored=True)
+_EVERYTHING = SamplerNeeds(is_processed=True, has_mask=True, is_drawn=True, is_scored=True)
 _LESS = (
     "a smaller --inference-dynamic-batching-buffer-size-gb or --inference-dynamic-batching-max-requests would do, "
     "or --cuda-graph-impl none"
@@ -68,9 +68,9 @@ class CudaGraphRunner:
         self._spare = SpareSlots(plan.limits.max_requests, plan.geometry.snapshot_slots + plan.geometry.draft_states)
         self._writer = InputBatch(self._rules, buckets, self._spare)
         self._layouts: dict[Bucket, Layout] = {one: layout_of(one, self._rules) for one in buckets.all()}
-        self._shaped = {one: with_shaping(layout, one.rows) for one, layout in self._layouts.items()}
+        self._processed = {one: with_logits_buffers(layout, one.rows) for one, layout in self._layouts.items()}
         self._vocabulary = size = controller.vocabulary_size
-        self._guided = {one: with_masks(layout, one.rows, size) for one, layout in self._shaped.items()}
+        self._guided = {one: with_masks(layout, one.rows, size) for one, layout in self._processed.items()}
         answer = output_layout(max(one.rows for one in self._layouts), self._vocabulary)
         self._buffers = InputBuffers(self._guided.values(), self._rules.device, answer.count)
         self._outputs = AsyncModelOutput(self._buffers.answer, self._rules.device)
@@ -210,15 +210,15 @@ class CudaGraphRunner:
         Returns:
             A chunk for each row.
         """
-        layouts = self._guided if needs.is_guided else self._shaped if needs.is_shaped else self._layouts
+        layouts = self._guided if needs.has_mask else self._processed if needs.is_processed else self._layouts
         layout = layouts[bucket]
         chunks, arrays = self._writer.pad(step, bucket), self._buffers.open(layout)
         self._writer.write(chunks, bucket, arrays, copies)
         arrays["token_places"][:] = self._prev_sampled_token_ids.places_of(chunks[: bucket.decodes], layout)
-        unused = write_shaping(chunks, self._vocabulary, arrays) if needs.is_shaped else 0
-        if needs.is_guided:
+        unused = write_logits_buffers(chunks, self._vocabulary, arrays) if needs.is_processed else 0
+        if needs.has_mask:
             write_masks(chunks, arrays["masks"])
-        self._buffers.send(layout, unused=0 if needs.is_guided else unused)
+        self._buffers.send(layout, unused=0 if needs.has_mask else unused)
         self._chunks = chunks
         return chunks
 

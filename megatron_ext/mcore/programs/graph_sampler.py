@@ -12,12 +12,12 @@ from typing import Final, NamedTuple
 
 from torch import Tensor
 
-from megatron_ext.mcore.programs.forms import masks_of, wants_form
 from megatron_ext.mcore.programs.graph_capture import Capture, Program
 from megatron_ext.mcore.programs.input_batch import sampling_metadata_of
-from megatron_ext.mcore.programs.shaping import logits_metadata_of, wants_shaping
+from megatron_ext.mcore.programs.logits_buffers import logits_metadata_of, needs_logits_processing
+from megatron_ext.mcore.programs.structured_output_masks import masks_of, needs_structured_output
 from megatron_ext.mcore.scoring import rows_at_once
-from megatron_ext.ops.sampling.graph_logits_processors import shape_logits
+from megatron_ext.ops.sampling.graph_logits_processors import process_logits
 from megatron_ext.ops.sampling.graph_sampling import best_tokens_of, draw_tokens
 from megatron_ext.ops.sampling.log_probs import log_probs_of
 from megatron_ext.scheduling.step import Sampling, ScheduledChunk
@@ -30,14 +30,14 @@ class SamplerNeeds(NamedTuple):
     """What a step asks of its logits.
 
     Attributes:
-        is_shaped: By some row.
-        is_guided: Some row's answer must have a form; then they are shaped, too.
+        is_processed: By some row.
+        has_mask: Some row's answer must have a form; then they are shaped, too.
         is_drawn: Some row is not greedy.
         is_scored: Somebody asks for log-probs.
     """
 
-    is_shaped: bool
-    is_guided: bool
+    is_processed: bool
+    has_mask: bool
     is_drawn: bool
     is_scored: bool
 
@@ -50,8 +50,8 @@ def samplings_of(chunks: Sequence[ScheduledChunk]) -> list[Sampling]:
 def sampler_needs_of(samplings: Sequence[Sampling]) -> SamplerNeeds:
     """What all rows together ask for."""
     return SamplerNeeds(
-        is_shaped=wants_shaping(samplings),
-        is_guided=any(map(wants_form, samplings)),
+        is_processed=needs_logits_processing(samplings),
+        has_mask=any(map(needs_structured_output, samplings)),
         is_drawn=any(one.uniform is not None for one in samplings),
         is_scored=any(one.top_n is not None for one in samplings),
     )
@@ -78,15 +78,15 @@ class GraphSampler:
 
     def run(self, needs: SamplerNeeds) -> None:
         """Choose, and score if that is asked for."""
-        self._choose[needs.is_shaped, needs.is_guided, needs.is_drawn]()
+        self._choose[needs.is_processed, needs.has_mask, needs.is_drawn]()
         if needs.is_scored:
             self._score()
 
 
-def _choose(is_shaped: bool, is_guided: bool, is_drawn: bool, logits: Tensor, parts: Parts, tokens: Tensor) -> None:
+def _choose(is_processed: bool, has_mask: bool, is_drawn: bool, logits: Tensor, parts: Parts, tokens: Tensor) -> None:
     values = logits
-    if is_shaped:
-        values = shape_logits(logits, logits_metadata_of(parts), masks_of(parts) if is_guided else None)
+    if is_processed:
+        values = process_logits(logits, logits_metadata_of(parts), masks_of(parts) if has_mask else None)
     together = max(1, rows_at_once(logits.shape[1]) // _DRAWN)
     tokens.copy_(draw_tokens(values, sampling_metadata_of(parts), together) if is_drawn else best_tokens_of(values))
 

@@ -1,4 +1,4 @@
-"""Shaping logits where the device has what rows ask for: lists of fixed lengths, of which so much is used.
+"""LogitsOptions logits where the device has what rows ask for: lists of fixed lengths, of which so much is used.
 
 The operations of `logits_processors.py` in their order, on every row of a step; fit for a CUDA graph. An entry of a
 list is one
@@ -64,7 +64,7 @@ def pack(row: int, tokens: np.ndarray, bit: np.ndarray | int = 0) -> np.ndarray:
     return (row << _ROW_BITS) + (tokens.astype(np.int64) << 1) + bit
 
 
-def shape_logits(logits: Tensor, metadata: LogitsMetadata, masks: Tensor | None = None) -> Tensor:
+def process_logits(logits: Tensor, metadata: LogitsMetadata, masks: Tensor | None = None) -> Tensor:
     """Logits as the rows want them, rows that want nothing as they were: [R, V] -> [R, V] fp32.
 
     Args:

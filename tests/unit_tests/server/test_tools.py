@@ -87,7 +87,7 @@ def says(embedded, monkeypatch):
         ids = [*embedded.serving.tokenizer.tokenize(text), embedded.serving.chat.end_of_turn]
 
         def choose(logits, rows):
-            made = [len(row.sampling.shaping.tokens) - row.sampling.shaping.prompt_length for row in rows]
+            made = [len(row.sampling.logits_options.tokens) - row.sampling.logits_options.prompt_length for row in rows]
             return torch.tensor([ids[count] for count in made])
 
         monkeypatch.setattr("megatron_ext.mcore.controller._choose", choose)

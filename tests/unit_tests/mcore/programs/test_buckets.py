@@ -15,8 +15,8 @@ from megatron_ext.mcore.programs.input_batch import layout_of
 from megatron_ext.mcore.programs.input_buffers import AsyncModelOutput, InputBuffers, Layout
 from megatron_ext.mcore.staging import StagingRules
 from megatron_ext.prefix_cache.matching import Restore
+from megatron_ext.scheduling.logits_options import LogitsOptions
 from megatron_ext.scheduling.plan import SchedulerLimits
-from megatron_ext.scheduling.shaping import Shaping
 from megatron_ext.scheduling.snapshots import Snapshot
 from megatron_ext.scheduling.step import LAST_SAMPLED, Sampling, ScheduledChunk, ScheduledStep, Scoring
 
@@ -30,7 +30,7 @@ LIMITS = SchedulerLimits(
     chunked_prefill=True,
 )
 GREEDY = Sampling(1.0, 0, 0.0, None, (), None)
-SHAPING = Shaping(array("i"), 0, 1.1, 0.5, 0.5, TokenBiases.of({3: 1.0}), ((3,),), 0.0)
+SHAPING = LogitsOptions(array("i"), 0, 1.1, 0.5, 0.5, TokenBiases.of({3: 1.0}), ((3,),), 0.0)
 FORMED = dataclasses.replace(SHAPING, allowed=b"\xff" * 16)
 
 
@@ -93,9 +93,9 @@ def test_cuts_have_to_fit():
         ({"token_ids": (LAST_SAMPLED,)}, None),
         ({"scoring": Scoring(0, 1, (3,), 0)}, "log-probs of prompts"),
         ({"restore": Restore(b"", 3)}, "a decode goes on behind drafts that did not come"),
-        ({"sampling": dataclasses.replace(GREEDY, top_n=20, forbidden=(1,), shaping=SHAPING)}, None),
+        ({"sampling": dataclasses.replace(GREEDY, top_n=20, forbidden=(1,), logits_options=SHAPING)}, None),
         ({"sampling": dataclasses.replace(GREEDY, top_n=21)}, "log-probs of more than 20 best tokens"),
-        ({"sampling": dataclasses.replace(GREEDY, shaping=FORMED)}, None),
+        ({"sampling": dataclasses.replace(GREEDY, logits_options=FORMED)}, None),
         ({"token_ids": (5, 6), "start": 1, "behind_drafts": (GREEDY,)}, "drafts are verified"),
     ],
 )

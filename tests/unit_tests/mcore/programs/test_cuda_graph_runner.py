@@ -11,7 +11,7 @@ import torch
 
 from megatron_ext.config import BatchingConfig, CacheConfig, RequestParams
 from megatron_ext.errors import ConfigError
-from megatron_ext.mcore.programs import cuda_graph_setup, shaping
+from megatron_ext.mcore.programs import cuda_graph_setup, logits_buffers
 from megatron_ext.mcore.programs.prev_sampled_token_ids import PrevSampledTokenIds
 from megatron_ext.ops.paged_attention import PAGED_ATTENTION
 from megatron_ext.scheduling.record import Status
@@ -147,7 +147,7 @@ def test_what_leaves_the_program_says_so_once(get_oracle, caplog, monkeypatch):
             driver.run()
         driver.add(2, make_prompt(20, 2), top_n_logprobs=21, skip_prompt_log_probs=True, **scored)
         driver.run()
-        monkeypatch.setitem(shaping._ROOM, "biased", (0, 0))
+        monkeypatch.setitem(logits_buffers._ROOM, "biased", (0, 0))
         driver.add(4, make_prompt(20, 4), num_tokens_to_generate=2, logit_bias={3: -1.0})
         driver.run()
         said = [record.getMessage() for record in caplog.records]

@@ -15,18 +15,18 @@ from megatron_ext.config.token_biases import TokenBiases
 from megatron_ext.engine.result import StepResult
 from megatron_ext.mcore import scoring
 from megatron_ext.mcore.controller import choose_tokens
-from megatron_ext.mcore.programs import graph_sampler, shaping
+from megatron_ext.mcore.programs import graph_sampler, logits_buffers
 from megatron_ext.mcore.programs.async_output import fetch, output_layout
 from megatron_ext.mcore.programs.buckets import MOST_LISTED
-from megatron_ext.mcore.programs.forms import with_masks, write_masks
 from megatron_ext.mcore.programs.graph_capture import NoGraphs
 from megatron_ext.mcore.programs.graph_sampler import GraphSampler, sampler_needs_of, samplings_of
 from megatron_ext.mcore.programs.input_batch import NOBODY, InputBatch
 from megatron_ext.mcore.programs.input_buffers import AsyncModelOutput, InputBuffers, Layout
-from megatron_ext.mcore.programs.shaping import has_room, with_shaping, write_shaping
+from megatron_ext.mcore.programs.logits_buffers import has_room, with_logits_buffers, write_logits_buffers
+from megatron_ext.mcore.programs.structured_output_masks import with_masks, write_masks
 from megatron_ext.mcore.staging import SamplingRow
 from megatron_ext.ops.sampling import SAMPLING, graph_sampling
-from megatron_ext.scheduling.shaping import Shaping
+from megatron_ext.scheduling.logits_options import LogitsOptions
 from megatron_ext.scheduling.step import Sampling, ScheduledChunk
 from tests.priority import TestPriority
 from tests.unit_tests.support.programs import ProgramRecorder, differences
@@ -46,11 +46,11 @@ def mask_of(seed: float) -> bytes:
     return random.Random(seed).randbytes(4 * MASK)
 
 
-def shaping_of(source: random.Random, *, forms: bool) -> Shaping:
+def logits_options_of(source: random.Random, *, forms: bool) -> LogitsOptions:
     """Every wish in some rows, tokens that came more than once, words of two tokens whose first one has just come."""
     tokens = [source.randrange(WORDS // 3) for _ in range(30)]
     words = ((tokens[-1], 7), (source.randrange(WORDS),), (WORDS - 1, 3))
-    return Shaping(
+    return LogitsOptions(
         tokens=array("i", tokens),
         prompt_length=source.choice([4, 20]),
         repetition=source.choice([1, 1.3]),
@@ -65,7 +65,7 @@ def shaping_of(source: random.Random, *, forms: bool) -> Shaping:
 
 def sampling(source: random.Random, *, shapes: bool = True, scores: bool = True, forms: bool = False) -> Sampling:
     is_greedy = source.random() < 0.4
-    row_metadata = shaping_of(source, forms=forms) if shapes and source.random() < 0.6 else None
+    row_metadata = logits_options_of(source, forms=forms) if shapes and source.random() < 0.6 else None
     if is_greedy and row_metadata is not None:
         row_metadata = dataclasses.replace(row_metadata, min_p=0.0)
     return Sampling(
@@ -75,7 +75,7 @@ def sampling(source: random.Random, *, shapes: bool = True, scores: bool = True,
         uniform=None if is_greedy else source.random(),
         forbidden=tuple(source.choices([3, 9, -1, WORDS + 5], k=2)) if shapes and source.random() < 0.4 else (),
         top_n=source.choice([None, 0, 3, MOST_LISTED]) if scores else None,
-        shaping=row_metadata,
+        logits_options=row_metadata,
     )
 
 
@@ -101,7 +101,7 @@ class Fixed:
     """Places full of garbage, and the programs of a bucket over them."""
 
     def __init__(self, graphs: object = None, dtype: torch.dtype = torch.float32) -> None:
-        self.shaped, self.answer = with_shaping(BASE, ROWS), output_layout(ROWS, WORDS)
+        self.shaped, self.answer = with_logits_buffers(BASE, ROWS), output_layout(ROWS, WORDS)
         self.layout = with_masks(self.shaped, ROWS, WORDS)
         self.places = InputBuffers([self.layout], CPU, self.answer.count)
         self.answers = AsyncModelOutput(self.places.answer, CPU)
@@ -114,13 +114,13 @@ class Fixed:
 
     def write(self, chunks: list[ScheduledChunk]) -> None:
         wanted = sampler_needs_of(samplings_of(chunks))
-        layout = self.layout if wanted.is_guided else self.shaped if wanted.is_shaped else BASE
+        layout = self.layout if wanted.has_mask else self.shaped if wanted.is_processed else BASE
         arrays = self.places.open(layout)
         InputBatch._write_sampling_metadata(chunks, arrays)
-        unused = write_shaping(chunks, WORDS, arrays) if wanted.is_shaped else 0
-        if wanted.is_guided:
+        unused = write_logits_buffers(chunks, WORDS, arrays) if wanted.is_processed else 0
+        if wanted.has_mask:
             write_masks(chunks, arrays["masks"])
-        self.places.send(layout, unused=0 if wanted.is_guided else unused)
+        self.places.send(layout, unused=0 if wanted.has_mask else unused)
 
     def choose(self, logits: Tensor, chunks: list[ScheduledChunk]) -> StepResult:
         wanted = sampler_needs_of(samplings_of(chunks))
@@ -179,7 +179,7 @@ def test_a_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", ["came", "biased", "ruled_out", "forbidden"])
 def test_each_list_matters(name: str) -> None:
     """The negative control: with a list left empty some token is another one."""
-    fixed, place = Fixed(), list(shaping._ROOM).index(name)
+    fixed, place = Fixed(), list(logits_buffers._ROOM).index(name)
     fixed.choose(logits_of(1, torch.float32), chunks_of(1))
     differing = 0
     for seed in range(8):
@@ -236,22 +236,22 @@ def test_what_nobody_asks_for_is_neither_sent_nor_computed_nor_answered(monkeypa
 def test_what_is_more_than_there_is_room_for() -> None:
     """CU-5: tokens that came count as often as they came, those of prompts for repetition alone."""
     row_metadata = sampling(random.Random(1), scores=False)
-    long = Shaping(array("i", [1] * 9000), 6000, 1.0, 0.5, 0.0, TokenBiases(), (), 0.0)
-    shaped = dataclasses.replace(row_metadata, shaping=long)
+    long = LogitsOptions(array("i", [1] * 9000), 6000, 1.0, 0.5, 0.0, TokenBiases(), (), 0.0)
+    shaped = dataclasses.replace(row_metadata, logits_options=long)
     assert has_room([shaped], 1)
     assert not has_room([shaped, shaped], 1)
     assert has_room([shaped, shaped], 2)
-    assert not has_room([dataclasses.replace(shaped, shaping=dataclasses.replace(long, repetition=1.1))], 1)
+    assert not has_room([dataclasses.replace(shaped, logits_options=dataclasses.replace(long, repetition=1.1))], 1)
     assert not has_room([dataclasses.replace(row_metadata, forbidden=tuple(range(65)))], 1)
     biases = TokenBiases.of(dict.fromkeys(range(513), 1.0))
-    assert not has_room([dataclasses.replace(shaped, shaping=dataclasses.replace(long, biases=biases))], 1)
+    assert not has_room([dataclasses.replace(shaped, logits_options=dataclasses.replace(long, biases=biases))], 1)
 
 
 def test_the_forbidden_best_token_is_no_measure_for_min_p() -> None:
     """SA-1: `min_tokens` rules out before `min_p` takes shares; otherwise no token at all would be left."""
     logits = torch.zeros(1, WORDS)
     logits[0, 3], logits[0, 5] = 30.0, 5.0
-    row_metadata = Shaping(array("i"), 0, 1.0, 0.0, 0.0, TokenBiases(), (), 0.5)
+    row_metadata = LogitsOptions(array("i"), 0, 1.0, 0.0, 0.0, TokenBiases(), (), 0.5)
     chunks = [chunk(0, Sampling(1.0, 0, 0.0, 0.9, (3,), None, row_metadata))]
     assert plain(logits, chunks).tokens == {0: 5}
     padded = [*chunks, *[chunk(row, None) for row in range(1, ROWS)]]

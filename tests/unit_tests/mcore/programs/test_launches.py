@@ -74,7 +74,7 @@ def count_decode(of: ModelConfig, backend: str) -> LaunchCounter:
         for number, letter in enumerate(of.hybrid_override_pattern)
     }
     with preferring(backend), counted(mixers, model.decoder) as counter:
-        fixed._compute(bucket, SamplerNeeds(is_shaped=False, is_drawn=False, is_scored=False, is_guided=False))
+        fixed._compute(bucket, SamplerNeeds(is_processed=False, is_drawn=False, is_scored=False, has_mask=False))
     return counter
 
 

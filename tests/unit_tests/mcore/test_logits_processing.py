@@ -11,11 +11,11 @@ import torch
 from megatron_ext.config import CacheConfig, RequestParams
 from megatron_ext.config.token_biases import NO_BIASES
 from megatron_ext.mcore import controller
-from megatron_ext.mcore.shaping import shape_logits
+from megatron_ext.mcore.logits_processing import process_logits
 from megatron_ext.mcore.staging import SamplingRow
 from megatron_ext.ops.sampling import logits_processors as operators
 from megatron_ext.scheduling.events import EventType
-from megatron_ext.scheduling.shaping import Shaping
+from megatron_ext.scheduling.logits_options import LogitsOptions
 from megatron_ext.scheduling.step import Sampling
 from tests.priority import TestPriority
 from tests.unit_tests.support import choice
@@ -145,7 +145,7 @@ def test_a_history_that_is_cut_is_seen(model, wanted, monkeypatch, broken):
         keep = (before.counts > 0) == (broken == "prompt")
         penalize(logits, operators.CameBefore(before.rows[keep], before.tokens[keep], before.counts[keep]), *factors)
 
-    monkeypatch.setattr("megatron_ext.mcore.shaping.penalize", forgetful)
+    monkeypatch.setattr("megatron_ext.mcore.logits_processing.penalize", forgetful)
     names = ("repetition",) if broken == "prompt" else ("presence", "frequency")
     got = run(Driver(model, HYBRID), wanted, names)
     assert all(got[name] != wanted[name][1] for name in names)
@@ -169,7 +169,7 @@ def test_rows_that_ask_for_nothing_are_not_touched(model, wanted, monkeypatch):
     seen = []
     sample = controller._sample
     monkeypatch.setattr(controller, "_sample", lambda logits, rows: seen.append(len(rows)) or sample(logits, rows))
-    monkeypatch.setattr(controller, "shape_logits", None)
+    monkeypatch.setattr(controller, "process_logits", None)
     assert run(Driver(model, HYBRID), wanted, ("nothing",)) == {"nothing": wanted["nothing"][1]}
     assert seen == [1] * COUNT
 
@@ -178,22 +178,22 @@ class TestOperators:
     def test_in_16_bits_the_choice_is_made_in_32(self):
         """A penalty of a hundredth is below bfloat16's steps at these logits."""
         logits = torch.tensor([[8.0, 8.0, 1.0]], dtype=torch.bfloat16)
-        row_metadata = Shaping(array("I", [1, 0]), 1, 1.0, 0.01, 0.0, NO_BIASES, (), 0.0)
+        row_metadata = LogitsOptions(array("I", [1, 0]), 1, 1.0, 0.01, 0.0, NO_BIASES, (), 0.0)
         row = SamplingRow(0, Sampling(0.0, 0, 0.0, None, (), None, row_metadata))
         assert controller._choose(logits, [row]).tolist() == [1]
 
     def test_bad_words_are_looked_for_in_the_answer(self):
         """SA-1: a word whose first token ends the prompt may still begin there."""
         for prompt, ruled_out in ((2, []), (1, [6]), (0, [6])):
-            row_metadata = Shaping(array("I", [4, 5]), prompt, 1.0, 0.0, 0.0, NO_BIASES, ((5, 6),), 0.0)
+            row_metadata = LogitsOptions(array("I", [4, 5]), prompt, 1.0, 0.0, 0.0, NO_BIASES, ((5, 6),), 0.0)
             assert row_metadata.ruled_out == ruled_out, f"a prompt of {prompt}"
 
     def test_min_p_is_a_share_of_the_best_token_that_may_come(self):
         """SA-1: a forbidden token is gone before, though it be far better than the others."""
         values = torch.tensor([[9.0, 2.0, 1.9, -5.0]])
-        row_metadata = Shaping(array("I"), 0, 1.0, 0.0, 0.0, NO_BIASES, (), 0.5)
+        row_metadata = LogitsOptions(array("I"), 0, 1.0, 0.0, 0.0, NO_BIASES, (), 0.5)
         row = SamplingRow(0, Sampling(1.0, 0, 0.0, None, (0,), None, row_metadata))
-        shape_logits(values, [row])
+        process_logits(values, [row])
         assert values.isfinite().tolist() == [[False, True, True, False]]
 
     def test_a_row_keeps_what_it_has_where_nothing_would_be_left(self):

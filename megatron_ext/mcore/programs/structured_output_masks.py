@@ -19,9 +19,9 @@ _BITS: Final = 64  # of the numbers that are sent; those of masks have half as m
 _EVERY_TOKEN: Final = -1  # all bits of a number
 
 
-def wants_form(sampling: Sampling) -> bool:
+def needs_structured_output(sampling: Sampling) -> bool:
     """Whether the token is one of a structured output."""
-    return sampling.shaping is not None and sampling.shaping.allowed is not None
+    return sampling.logits_options is not None and sampling.logits_options.allowed is not None
 
 
 def with_masks(layout: Layout, rows: int, vocabulary: int) -> Layout:
@@ -39,12 +39,12 @@ def write_masks(chunks: Sequence[ScheduledChunk], masks: np.ndarray) -> None:
     masks[:] = _EVERY_TOKEN
     numbers = masks.view(np.int32)
     for row, sampling in enumerate(chunk.sampling for chunk in chunks):
-        if sampling is not None and sampling.shaping is not None and sampling.shaping.allowed is not None:
-            allowed = np.frombuffer(sampling.shaping.allowed, np.int32)
+        if sampling is not None and sampling.logits_options is not None and sampling.logits_options.allowed is not None:
+            allowed = np.frombuffer(sampling.logits_options.allowed, np.int32)
             width = min(numbers.shape[1], len(allowed))  # either may have a number more
             numbers[row, :width] = allowed[:width]
 
 
 def masks_of(parts: Mapping[str, Tensor]) -> Tensor:
-    """What the device finds of them: [R, W] int32, see `ops.sampling.shaping.keep_allowed`."""
+    """What the device finds of them: [R, W] int32, see `ops.sampling.logits_options.keep_allowed`."""
     return parts["masks"].view(torch.int32)

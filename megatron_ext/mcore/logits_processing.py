@@ -19,15 +19,15 @@ from megatron_ext.ops.sampling.logits_processors import (
     rule_out,
 )
 from megatron_ext.ops.transfer import to_device
-from megatron_ext.scheduling.shaping import Shaping
+from megatron_ext.scheduling.logits_options import LogitsOptions
 
 
-def shape_logits(values: Tensor, rows: Sequence[SamplingRow]) -> None:
+def process_logits(values: Tensor, rows: Sequence[SamplingRow]) -> None:
     """Do what the rows want with their logits. A row depends on nothing but that row.
 
     Args:
         values: Logits, [r, V] fp32; modified.
-        rows: Of the logits; each has a `Shaping`.
+        rows: Of the logits; each has a `LogitsOptions`.
     """
     metadata = [_row_metadata(row) for row in rows]
     _penalize(values, metadata)
@@ -38,12 +38,12 @@ def shape_logits(values: Tensor, rows: Sequence[SamplingRow]) -> None:
     _drop_improbable(values, rows, metadata)
 
 
-def _row_metadata(row: SamplingRow) -> Shaping:
-    assert row.sampling.shaping is not None, "only rows that ask are shaped"
-    return row.sampling.shaping
+def _row_metadata(row: SamplingRow) -> LogitsOptions:
+    assert row.sampling.logits_options is not None, "only rows that ask are shaped"
+    return row.sampling.logits_options
 
 
-def _penalize(values: Tensor, metadata: Sequence[Shaping]) -> None:
+def _penalize(values: Tensor, metadata: Sequence[LogitsOptions]) -> None:
     asked = [i for i, row_metadata in enumerate(metadata) if row_metadata.has_penalties]
     if not asked:
         return
@@ -55,7 +55,7 @@ def _penalize(values: Tensor, metadata: Sequence[Shaping]) -> None:
     penalize(values, before, *to_device(torch.tensor(factors, dtype=torch.float32), values.device).unbind(1))
 
 
-def _count(row_metadata: Shaping) -> tuple[np.ndarray, np.ndarray]:
+def _count(row_metadata: LogitsOptions) -> tuple[np.ndarray, np.ndarray]:
     """The tokens of a sequence, each once, and how often each was generated."""
     came = np.asarray(row_metadata.tokens, dtype=np.int64)
     generated = np.bincount(came[row_metadata.prompt_length :], minlength=1 + int(came.max()))
@@ -63,14 +63,14 @@ def _count(row_metadata: Shaping) -> tuple[np.ndarray, np.ndarray]:
     return tokens, generated[tokens].astype(np.float32)
 
 
-def _add_biases(values: Tensor, metadata: Sequence[Shaping]) -> None:
+def _add_biases(values: Tensor, metadata: Sequence[LogitsOptions]) -> None:
     entries = [(i, token, bias) for i, row_metadata in enumerate(metadata) for token, bias in row_metadata.biases]
     if entries:
         rows, tokens, biases = zip(*entries, strict=True)
         add_biases(values, *_places(rows, tokens, values), to_device(torch.tensor(biases), values.device))
 
 
-def _keep_allowed(values: Tensor, metadata: Sequence[Shaping]) -> None:
+def _keep_allowed(values: Tensor, metadata: Sequence[LogitsOptions]) -> None:
     masks = [
         (i, np.frombuffer(row_metadata.allowed, np.int32))
         for i, row_metadata in enumerate(metadata)
@@ -82,7 +82,7 @@ def _keep_allowed(values: Tensor, metadata: Sequence[Shaping]) -> None:
         keep_allowed(values, to_device(torch.tensor(rows), values.device), to_device(stacked, values.device))
 
 
-def _rule_out(values: Tensor, metadata: Sequence[Shaping]) -> None:
+def _rule_out(values: Tensor, metadata: Sequence[LogitsOptions]) -> None:
     entries = [(i, token) for i, row_metadata in enumerate(metadata) for token in row_metadata.ruled_out]
     if entries:
         rows, tokens = zip(*entries, strict=True)
@@ -98,7 +98,7 @@ def _forbid(values: Tensor, rows: Sequence[SamplingRow]) -> None:
         forbid(values, *_places(chosen, tokens, values))
 
 
-def _drop_improbable(values: Tensor, rows: Sequence[SamplingRow], metadata: Sequence[Shaping]) -> None:
+def _drop_improbable(values: Tensor, rows: Sequence[SamplingRow], metadata: Sequence[LogitsOptions]) -> None:
     if not any(row_metadata.min_p for row_metadata in metadata):
         return
     temperature = torch.tensor([row.sampling.temperature or 1.0 for row in rows], dtype=torch.float64)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_ext.mcore.programs.input_buffers import Layout, Shape
 from megatron_ext.ops.sampling.graph_logits_processors import LogitsMetadata, pack
-from megatron_ext.scheduling.shaping import Shaping
+from megatron_ext.scheduling.logits_options import LogitsOptions
 from megatron_ext.scheduling.step import Sampling, ScheduledChunk
 
 # Entries of each list: of one row on average, and of a step at most. 8 bytes each are copied, 16 of biases.
@@ -36,7 +36,7 @@ def room_of(rows: int) -> dict[str, int]:
     return {name: min(rows * each, most) for name, (each, most) in _ROOM.items()}
 
 
-def with_shaping(layout: Layout, rows: int) -> Layout:
+def with_logits_buffers(layout: Layout, rows: int) -> Layout:
     """A layout, and behind it what shapes the logits of its rows."""
     room = room_of(rows)
     lists: dict[str, Shape] = {name: (room[name],) for name in (*[one for one in room if one != _LONGEST], _LONGEST)}
@@ -45,9 +45,9 @@ def with_shaping(layout: Layout, rows: int) -> Layout:
     return Layout({**layout.shapes, **shapes}, layout.fractions | {*_OF_ROWS, "biases"})
 
 
-def wants_shaping(samplings: Iterable[Sampling]) -> bool:
+def needs_logits_processing(samplings: Iterable[Sampling]) -> bool:
     """Whether any row wants something done to its logits."""
-    return any(one.shaping is not None or one.forbidden for one in samplings)
+    return any(one.logits_options is not None or one.forbidden for one in samplings)
 
 
 def has_room(samplings: Sequence[Sampling], rows: int) -> bool:
@@ -55,16 +55,16 @@ def has_room(samplings: Sequence[Sampling], rows: int) -> bool:
     needed = dict.fromkeys(_ROOM, 0)
     for one in samplings:
         needed["forbidden"] += len(one.forbidden)
-        if one.shaping is not None:
-            needed["came"] += len(one.shaping.tokens) - _first_token(one.shaping)
-            needed["biased"] += len(one.shaping.biases)
-            needed["ruled_out"] += len(one.shaping.bad_words)
+        if one.logits_options is not None:
+            needed["came"] += len(one.logits_options.tokens) - _first_token(one.logits_options)
+            needed["biased"] += len(one.logits_options.biases)
+            needed["ruled_out"] += len(one.logits_options.bad_words)
     room = room_of(rows)
     return all(needed[name] <= room[name] for name in room)
 
 
-def write_shaping(chunks: Sequence[ScheduledChunk], vocabulary: int, arrays: Arrays) -> int:
-    """Fill the arrays of `with_shaping`.
+def write_logits_buffers(chunks: Sequence[ScheduledChunk], vocabulary: int, arrays: Arrays) -> int:
+    """Fill the arrays of `with_logits_buffers`.
 
     Args:
         chunks: One a row.
@@ -82,8 +82,8 @@ def write_shaping(chunks: Sequence[ScheduledChunk], vocabulary: int, arrays: Arr
             continue
         possible = [token for token in sampling.forbidden if 0 <= token < vocabulary]
         lists.add("forbidden", row, possible)
-        if sampling.shaping is not None:
-            _write_row(row, sampling.shaping, arrays, lists)
+        if sampling.logits_options is not None:
+            _write_row(row, sampling.logits_options, arrays, lists)
     arrays["used"][:] = [lists.used[name] for name in _ROOM]
     return len(arrays[_LONGEST]) - lists.used[_LONGEST]
 
@@ -114,7 +114,7 @@ class _Lists:
         return places
 
 
-def _write_row(row: int, row_metadata: Shaping, arrays: Arrays, lists: _Lists) -> None:
+def _write_row(row: int, row_metadata: LogitsOptions, arrays: Arrays, lists: _Lists) -> None:
     arrays["min_p"][row] = row_metadata.min_p
     for name in ("repetition", "presence", "frequency"):
         arrays[name][row] = getattr(row_metadata, name)
@@ -126,7 +126,7 @@ def _write_row(row: int, row_metadata: Shaping, arrays: Arrays, lists: _Lists) -
     lists.add("ruled_out", row, row_metadata.ruled_out)
 
 
-def _first_token(row_metadata: Shaping) -> int:
+def _first_token(row_metadata: LogitsOptions) -> int:
     """From which on tokens of the sequence count: those of the prompt do for repetition only."""
     if not row_metadata.has_penalties:
         return len(row_metadata.tokens)

@@ -8,13 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 from megatron_ext.config import ServerLimits
 from megatron_ext.config.response_format import ResponseFormat
 from megatron_ext.errors import ConfigError
-from megatron_ext.server.errors import form_refused, form_too_long, form_too_slow
+from megatron_ext.server.errors import response_format_refused, response_format_too_long, response_format_too_slow
 from megatron_ext.text.grammars import Grammars
 
 THREADS = 2
 
 
-class FormChecks:
+class StructuredOutputChecks:
     """Sees that answers can be given a form, before anything is asked of the engine, which finds it compiled then.
 
     Args:
@@ -37,11 +37,11 @@ class FormChecks:
             return
         size, most = len(form.source.encode()), self._limits.schema_bytes
         if size > most:
-            raise form_too_long(form.kind, size, most)
+            raise response_format_too_long(form.kind, size, most)
         compiling = asyncio.get_running_loop().run_in_executor(self._threads, self._grammars.check, form)
         try:
             await asyncio.wait_for(compiling, self._limits.grammar_timeout)
         except asyncio.TimeoutError:  # the thread goes on; the library's own limits end it
-            raise form_too_slow(form.kind, self._limits.grammar_timeout) from None
+            raise response_format_too_slow(form.kind, self._limits.grammar_timeout) from None
         except ConfigError as error:
-            raise form_refused(str(error)) from None
+            raise response_format_refused(str(error)) from None

@@ -198,7 +198,7 @@ def test_by_programs(loaded, answers):
     engine = engine_of(loaded, max_requests=4, cuda_graph_impl="local", num_cuda_graphs=1)
     fixed, guided = engine.context.cuda_graph_runner, []
     compute = fixed._compute
-    fixed._compute = lambda bucket, wanted: (guided.append(wanted.is_guided), compute(bucket, wanted))
+    fixed._compute = lambda bucket, wanted: (guided.append(wanted.has_mask), compute(bucket, wanted))
     futures = [engine.add_request(seed, PROMPT, row_metadata(seed, 40)) for seed in SOME[:3]]
     free = engine.add_request(1000, PROMPT, NEIGHBOUR)
     while engine.has_unfinished_requests():

@@ -16,7 +16,7 @@ from megatron_ext.scheduling.request import Request
 
 
 @dataclass(frozen=True)
-class Shaping:
+class LogitsOptions:
     """Penalties, biases, words that must not come, a mask, and the least share of the best token's probability.
 
     Attributes:
@@ -57,14 +57,14 @@ class Shaping:
         ]
 
 
-def shaping_of(request: Request, drafts: Sequence[int] = ()) -> Shaping:
+def logits_options_of(request: Request, drafts: Sequence[int] = ()) -> LogitsOptions:
     """What a request that shapes its logits does to those of its next token, or of the one behind these drafts."""
     params, sequence = request.params, request.sequence
     needs_tokens = params.has_penalties or bool(params.bad_words)
     tokens = sequence.packed[:] if needs_tokens else sequence.packed[:0]
     if needs_tokens:
         tokens.extend(drafts)
-    return Shaping(
+    return LogitsOptions(
         tokens=tokens,
         prompt_length=sequence.prompt_length,
         repetition=params.repetition_penalty,
