@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from unittest import mock
 
-from megatron_ext.engine import ahead as ahead_module
+from megatron_ext.engine import async_scheduling as ahead_module
 from megatron_ext.engine import replica as replica_module
 from megatron_ext.engine.core import EngineCore
 from megatron_ext.mcore.programs.cuda_graph_runner import CudaGraphRunner
 from megatron_ext.mcore.programs.input_buffers import PendingOutput
-from megatron_ext.scheduling.foresight import Foresight
+from megatron_ext.scheduling.async_planning import AsyncPlanner
 from megatron_ext.scheduling.scheduler import Scheduler
 
 WHOLE = "step"
@@ -21,7 +21,7 @@ WHOLE = "step"
 PLACES: dict[str, tuple[object, str]] = {
     WHOLE: (EngineCore, "step"),
     "plan": (Scheduler, "schedule"),
-    "foresee": (Foresight, "foresee"),  # in the place of a plan, where a step is launched ahead of tokens
+    "plan_next": (AsyncPlanner, "plan_next"),  # in the place of a plan, where a step is launched ahead of tokens
     "describe": (replica_module, "describe_step"),
     "describe ahead": (ahead_module, "describe_ahead"),
     "write and send": (CudaGraphRunner, "_send"),

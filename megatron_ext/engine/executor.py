@@ -48,14 +48,14 @@ class Launching(Protocol):
 
 
 @runtime_checkable
-class Following(Launching, Protocol):
+class AsyncExecutor(Launching, Protocol):
     """One that can begin a step while the one before is computed, whose tokens it then takes from where they are."""
 
     @property
-    def can_follow(self) -> bool:
+    def can_launch_next(self) -> bool:
         """Whether the step that was launched last leaves its tokens where another one finds them."""
 
-    def launch_behind(self, step: ScheduledStep) -> Computing | None:
+    def launch_next(self, step: ScheduledStep) -> Computing | None:
         """Begin a step of decodes of `LAST_SAMPLED`, each a request's of the step that was launched last.
 
         Returns:

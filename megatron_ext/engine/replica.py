@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from megatron_ext.engine.ahead import Ahead
+from megatron_ext.engine.async_scheduling import AsyncScheduling
 from megatron_ext.engine.executor import Executor, launcher
 from megatron_ext.engine.faults import Faults, describe
-from megatron_ext.engine.flight import Flight
+from megatron_ext.engine.in_flight_step import InFlightStep
 from megatron_ext.engine.intake import Door
 from megatron_ext.engine.output import OutputProcessor
 from megatron_ext.engine.result import StepResult
@@ -70,10 +70,10 @@ class Replica:
         self._faults = faults
         self._proposals = proposals
         self._drafts = NO_TOKENS  # proposed for the step that is planned next
-        self._in_flight: Flight | None = None  # the next step, where it has been launched
+        self._in_flight: InFlightStep | None = None  # the next step, where it has been launched
         self._last_seconds: float | None = 0.0  # of the step before; None if nothing was computed
         self.structured = StructuredOutputs(scheduler, door.matcher, door.mask_thread)
-        self.ahead = Ahead(scheduler, executor, is_on=proposals is None)
+        self.ahead = AsyncScheduling(scheduler, executor, is_on=proposals is None)
 
     def propose(self) -> None:
         """Ask the drafter for the next step and begin missing masks, unless that step has been launched.
@@ -122,8 +122,8 @@ class Replica:
         Args:
             host_work: Called while the device computes; it may add requests, and change nothing else.
         """
-        flight, self._in_flight = self._in_flight, None
-        plan = self._plan() if flight is None else flight.plan
+        in_flight, self._in_flight = self._in_flight, None
+        plan = self._plan() if in_flight is None else in_flight.plan
         if not plan.chunks:
             are_held = {request.lacks_mask for request in self.scheduler.queues}
             assert not are_held or True in are_held, "requests are alive, but none can run"
@@ -132,14 +132,14 @@ class Replica:
             return ReplicaStep(plan, None)
         planned = time.perf_counter()
         try:
-            flight = flight or self._take_off(plan)
-            self.ahead.launch_behind(flight)
+            in_flight = in_flight or self._take_off(plan)
+            self.ahead.launch_next(in_flight)
             self._overlap(host_work)
-            result = flight.result()
+            result = in_flight.result()
         except BaseException as error:
-            self._abandon(plan.chunks, flight, error)
+            self._abandon(plan.chunks, in_flight, error)
             raise
-        self._output.ended += self.scheduler.commit(flight.step, result.tokens, result.behind_drafts)
+        self._output.ended += self.scheduler.commit(in_flight.step, result.tokens, result.behind_drafts)
         self._last_seconds = time.perf_counter() - planned
         if self._proposals is not None:
             with self._faults.absorbed("the drafter"):
@@ -153,13 +153,13 @@ class Replica:
         self._output.ended += [request for request, _ in plan.failures]
         return plan
 
-    def _take_off(self, plan: StepPlan) -> Flight:
+    def _take_off(self, plan: StepPlan) -> InFlightStep:
         step = describe_step(plan.chunks, self.scheduler.limits.block_size)
-        return Flight(plan, step, self._launch(step))
+        return InFlightStep(plan, step, self._launch(step))
 
-    def _abandon(self, chunks: Sequence[Chunk], flight: Flight | None, error: BaseException) -> None:
+    def _abandon(self, chunks: Sequence[Chunk], in_flight: InFlightStep | None, error: BaseException) -> None:
         """Send the requests of a failed step, and of the one launched after it, back to wait."""
-        self.ahead.drop(flight)
+        self.ahead.drop(in_flight)
         self.scheduler.abandon(chunks, describe(error))
         if isinstance(error, RestoreError):  # the next step computes what this snapshot was to save
             states = self.scheduler.cache.states
@@ -177,7 +177,7 @@ class Replica:
 
     def forget(self, ended: Sequence[Request]) -> None:
         """Drop what is kept of requests that have been reported."""
-        self.ahead.forget_void()
+        self.ahead.forget_discarded()
         self.structured.forget(ended)
         if self._proposals is not None:
             with self._faults.absorbed("the drafter"):

@@ -41,22 +41,22 @@ class StepExecutor:
             return fixed.launch(step, bucket)
 
     @property
-    def can_follow(self) -> bool:
-        """See `Following.can_follow`."""
+    def can_launch_next(self) -> bool:
+        """See `AsyncExecutor.can_launch_next`."""
         fixed = self._context.cuda_graph_runner
         return fixed is not None and fixed.has_tokens
 
-    def launch_behind(self, step: ScheduledStep) -> Computing | None:
-        """See `Following.launch_behind`; a step that no program computes waits until the tokens are known."""
+    def launch_next(self, step: ScheduledStep) -> Computing | None:
+        """See `AsyncExecutor.launch_next`; a step that no program computes waits until the tokens are known."""
         fixed = self._context.cuda_graph_runner
-        bucket = None if fixed is None else fixed.find_behind(step)
+        bucket = None if fixed is None else fixed.find_next(step)
         if fixed is None or bucket is None:
             return None
         with preferring(self._controller.operators):
             return fixed.launch(step, bucket)
 
     def name_states(self, states: Sequence[Snapshot]) -> None:
-        """See `Following.name_states`."""
+        """See `AsyncExecutor.name_states`."""
         if states:
             assert self._context.snapshots is not None, "only a model with states has any to name"
             self._context.snapshots.close([one.slot for one in states], [one.digest for one in states])

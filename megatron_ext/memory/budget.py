@@ -15,7 +15,7 @@ HYBRID_BLOCK_MULTIPLE = 16
 AUTOMATIC_SNAPSHOT_SHARE = 0.25  # of the buffer, on top of it
 FEWEST_AUTOMATIC_SLOTS = 2
 SPARE_STATES = 2  # for padding: a live one, and a snapshot
-AHEAD_STATES = 4  # snapshots of a step that is launched before their digests are known
+ASYNC_STATES = 4  # snapshots of a step that is launched before their digests are known
 FASTEST_CHUNK = {"cpu": 64}  # tokens; by type of device, where it is less than what models are trained with
 # Log-probs are computed in pieces that take at most this, beside the pools: logits, a copy in fp32, its log-softmax.
 SCORING_BYTES = 256 * 1024**2
@@ -123,10 +123,10 @@ def _live_states(model: ModelMemory, batching: BatchingConfig, cache: CacheConfi
         return 0
     if not batching.has_input_buffers:
         return batching.most_requests
-    return batching.most_requests + SPARE_STATES + (AHEAD_STATES if _snapshots_ahead(model, cache) else 0)
+    return batching.most_requests + SPARE_STATES + (ASYNC_STATES if _async_snapshots(model, cache) else 0)
 
 
-def _snapshots_ahead(model: ModelMemory, cache: CacheConfig) -> bool:
+def _async_snapshots(model: ModelMemory, cache: CacheConfig) -> bool:
     """Whether steps that are launched ahead may leave snapshots; with a drafter none are."""
     return (
         cache.policy is not None
@@ -135,7 +135,7 @@ def _snapshots_ahead(model: ModelMemory, cache: CacheConfig) -> bool:
     )
 
 
-def ahead_states(live_states: int, requests: int) -> int:
+def async_states(live_states: int, requests: int) -> int:
     """How many of the states that a `Geometry` counts as live ones are for steps launched ahead."""
     return max(0, live_states - requests - SPARE_STATES)
 

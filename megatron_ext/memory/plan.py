@@ -14,7 +14,7 @@ from megatron_ext.config.costs import EntryCosts, entry_costs
 from megatron_ext.config.layers.positions import LEARNED_POSITIONS
 from megatron_ext.errors import ConfigError
 from megatron_ext.memory.agreement import NO_PEERS, Peers, Room, agree
-from megatron_ext.memory.budget import Geometry, ModelMemory, ahead_states, kernel_chunk, request_state_bytes
+from megatron_ext.memory.budget import Geometry, ModelMemory, async_states, kernel_chunk, request_state_bytes
 from megatron_ext.memory.draft import NO_DRAFT_MODEL, DraftMemory
 from megatron_ext.memory.fitting import plan_within, what_fits
 from megatron_ext.memory.state_pool import StateShape
@@ -160,8 +160,8 @@ def plan_engine(
 
 def _with_states(limits: SchedulerLimits, world: Geometry, batching: BatchingConfig) -> SchedulerLimits:
     """The same, with slots for the states behind drafts, and for those of steps that are launched ahead of tokens."""
-    ahead = ahead_states(world.live_states, limits.max_requests) if batching.has_input_buffers else 0
-    return replace(limits, draft_states=world.draft_states, ahead_states=ahead)
+    ahead = async_states(world.live_states, limits.max_requests) if batching.has_input_buffers else 0
+    return replace(limits, draft_states=world.draft_states, async_states=ahead)
 
 
 def _fingerprint(config: ModelConfig, dtype: torch.dtype, batching: BatchingConfig) -> bytes:
@@ -242,7 +242,7 @@ def plan_draft_model(plan: EnginePlan, shape: ModelShape, config: ModelConfig, d
         draft_states=0,
         draft_model=None,
     )
-    limits = replace(plan.limits, aligned_chunks=True, most_drafts=0, draft_states=0, ahead_states=0)
+    limits = replace(plan.limits, aligned_chunks=True, most_drafts=0, draft_states=0, async_states=0)
     return replace(
         plan, shape=shape, geometry=geometry, world=geometry, limits=limits, policy=None, is_hybrid=config.is_hybrid
     )

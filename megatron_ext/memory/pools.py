@@ -49,5 +49,5 @@ def _allocate(plan: EnginePlan, device: torch.device) -> Pools:
     if shape.states is None:
         return Pools(kv, None, None)
     live = StatePool(shape.states, plan.limits.max_requests + plan.spare_slots, device)
-    slots = geometry.snapshot_slots + geometry.draft_states + plan.spare_slots + plan.limits.ahead_states
+    slots = geometry.snapshot_slots + geometry.draft_states + plan.spare_slots + plan.limits.async_states
     return Pools(kv, live, SnapshotPool(shape.states, slots, device))

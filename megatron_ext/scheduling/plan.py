@@ -34,7 +34,7 @@ class SchedulerLimits:
     provisional: ProvisionalRules = AS_MANY_AS_FREE  # states that prefills leave in slots that are free anyway
     most_drafts: int = 0  # of a request in a step; 0 verifies none
     draft_states: int = 0  # slots for the states behind drafts, of models with recurrent layers
-    ahead_states: int = 0  # slots for snapshots of steps launched ahead; there is one for padding before them
+    async_states: int = 0  # slots for snapshots of steps launched ahead; there is one for padding before them
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that hold `tokens` tokens."""

@@ -11,14 +11,14 @@ from megatron_ext.prefix_cache.ghosts import NOTHING_LOST
 from megatron_ext.prefix_cache.observer import PublishedRun
 from megatron_ext.prefix_cache.state_index import StateIndex
 from megatron_ext.scheduling.accounting import general_reason
-from megatron_ext.scheduling.ahead import AheadHashing
+from megatron_ext.scheduling.async_planning import AsyncPlanner
+from megatron_ext.scheduling.block_hasher import BlockHasher
 from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.coordination import PendingBlocks, check_sleepers, note_followers, put_to_sleep
 from megatron_ext.scheduling.counters import Counters
 from megatron_ext.scheduling.drafts import Drafts
 from megatron_ext.scheduling.events import EventType
 from megatron_ext.scheduling.explanation import explain_admission
-from megatron_ext.scheduling.foresight import Foresight
 from megatron_ext.scheduling.invariants import check_ownership
 from megatron_ext.scheduling.keys import CacheKeys
 from megatron_ext.scheduling.live_slots import LiveSlots
@@ -59,9 +59,9 @@ class Scheduler:
         self.live_slots = LiveSlots(limits.max_requests)
         self.counters = Counters()
         self.drafts = Drafts(limits, self.cache, self.counters)
-        self._hashing = AheadHashing(limits.block_size)
+        self._hashing = BlockHasher(limits.block_size)
         self._keys = CacheKeys(fingerprint, limits.block_size)
-        self.foresight = Foresight(limits, self.queues, self.cache, self._hashing, self.counters)
+        self.async_planner = AsyncPlanner(limits, self.queues, self.cache, self._hashing, self.counters)
 
     @property
     def blocks(self) -> BlockPool:
@@ -118,7 +118,7 @@ class Scheduler:
         self.drafts.lend(plan.chunks)
         put_to_sleep(plan.deferrals, self.queues, self.limits.block_size, self.cache, self.pending_blocks)
         self._hashing.go_on()
-        self.foresight.note(plan)
+        self.async_planner.note(plan)
         return plan
 
     def hash_ahead(self) -> None:
@@ -344,5 +344,5 @@ class Scheduler:
         self.cache.check()
         check_ownership(self.queues, self.limits, self.cache, self.live_slots)
         self.drafts.check(self.queues)
-        self.foresight.check()
+        self.async_planner.check()
         check_sleepers(self.queues, self.limits.block_size, self.cache, self.pending_blocks)

@@ -153,7 +153,7 @@ def describe_ahead(chunks: Iterable[Chunk], block_size: int, states: Mapping[int
     """The message of a step that decodes a token of each request which the step before is about to give it.
 
     Args:
-        chunks: One token each, behind all that is known of their requests (see `Foresight`).
+        chunks: One token each, behind all that is known of their requests (see `AsyncPlanner`).
         block_size: Tokens.
         states: Request id -> where its states are kept, if they are; of a name that is no digest.
     """

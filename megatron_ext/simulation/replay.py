@@ -12,13 +12,13 @@ from itertools import pairwise
 from megatron_ext.config import EvictionPolicyName, RequestParams
 from megatron_ext.engine.statistics import EngineStatistics
 from megatron_ext.scheduling.chunk import Chunk
-from megatron_ext.scheduling.leap import leap, steps_alike
 from megatron_ext.scheduling.plan import SchedulerLimits
 from megatron_ext.scheduling.planner import check_admissible
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.step import describe_step
 from megatron_ext.scheduling.submission import Submission
+from megatron_ext.simulation.fast_forward import fast_forward, uniform_steps
 from megatron_ext.simulation.machine import Machine
 from megatron_ext.simulation.trace import Turn, by_session
 
@@ -90,7 +90,7 @@ class Replay:
                 self._now = max(self._now, self.coming[0][0])
             while self.coming and self.coming[0][0] <= self._now:
                 self.submit(heappop(self.coming)[1])
-            if len(queues) and not self.leap():
+            if len(queues) and not self.fast_forward():
                 self.step()
         self.outcome.seconds = self._now
         self.outcome.statistics = self.statistics()
@@ -126,14 +126,14 @@ class Replay:
         for request in scheduler.commit(step, self._sample(plan.chunks)):
             self._end(request)
 
-    def leap(self) -> bool:
+    def fast_forward(self) -> bool:
         """Take the steps before the next one in which anything happens, or somebody arrives, all at once.
 
         Returns:
             Whether there are any.
         """
         scheduler, running = self.scheduler, self.scheduler.queues.running
-        most = steps_alike(scheduler)
+        most = uniform_steps(scheduler)
         if most < 1:
             return False
         count, arrival = 0, self.coming[0][0] if self.coming else math.inf
@@ -143,7 +143,7 @@ class Replay:
             self._now += seconds
             count += 1
         self.outcome.steps += count
-        leap(scheduler, {one.request_id: self._next_tokens(one, count) for one in running})
+        fast_forward(scheduler, {one.request_id: self._next_tokens(one, count) for one in running})
         return True
 
     def _next_tokens(self, request: Request, count: int) -> Sequence[int]:

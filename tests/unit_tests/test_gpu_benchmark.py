@@ -205,7 +205,7 @@ def test_speed_of_a_small_model(tmp_path):
     found = notes.page["found"]
     for row in ("2 decode, graphs, tokens/s", "2 decode, eager, tokens/s", "128 tokens, 2 at once, warm ms"):
         assert found[row] > 0
-    for phase in ("foresee", "write and send", "launch", "wait", "commit"):
+    for phase in ("plan_next", "write and send", "launch", "wait", "commit"):
         assert found[f"2 decode, {phase} ms"] > 0, phase
 
 

@@ -166,7 +166,7 @@ class CudaGraphRunner:
         """A step is computed eagerly: what lies there is of no use behind it."""
         self._prev_sampled_token_ids.forget()
 
-    def find_behind(self, step: ScheduledStep) -> Bucket | None:
+    def find_next(self, step: ScheduledStep) -> Bucket | None:
         """The bucket of a step that may take tokens from the one before; None if no program is there for it.
 
         To make one computes padding, which would write over these tokens.

@@ -17,7 +17,7 @@ from megatron_ext.engine.executor import Computed
 from megatron_ext.engine.intake import Door
 from megatron_ext.engine.result import StepResult
 from megatron_ext.engine.thread import EngineThread
-from megatron_ext.scheduling.ahead import HASH_SLICE, AheadHashing
+from megatron_ext.scheduling.block_hasher import HASH_SLICE, BlockHasher
 from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.text.vocabulary import Vocabulary
@@ -196,7 +196,7 @@ def test_what_is_hashed_at_a_plan_does_not_depend_on_when(seed):
     states = []
     for is_early in (True, False):
         source, block, requests, seen = random.Random(seed), (64, 48)[seed % 2], [], []
-        hashing = AheadHashing(block)
+        hashing = BlockHasher(block)
         for _ in range(60):
             if is_early:
                 hashing.begin_slice()

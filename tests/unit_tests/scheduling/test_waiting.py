@@ -8,7 +8,7 @@ import pytest
 
 from megatron_ext.config import EvictionPolicyName
 from megatron_ext.prefix_cache.cache import PrefixCache
-from megatron_ext.scheduling import ahead, planner
+from megatron_ext.scheduling import block_hasher, planner
 from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.waiting import WaitingQueue
@@ -123,7 +123,7 @@ class TestHashing:
 
     @pytest.fixture(autouse=True)
     def small_slices(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(ahead, "HASH_SLICE", 8)
+        monkeypatch.setattr(block_hasher, "HASH_SLICE", 8)
         monkeypatch.setattr(planner, "HASH_SLICE", 8)
 
     def test_a_prompt_of_a_slice_is_hashed_on_arrival(self):

@@ -12,9 +12,8 @@ import pytest
 from megatron_ext.config import EvictionPolicyName
 from megatron_ext.config.costs import EntryCosts
 from megatron_ext.errors import ConfigError
-from megatron_ext.scheduling import leap
 from megatron_ext.scheduling.chunk import Chunk
-from megatron_ext.simulation import command
+from megatron_ext.simulation import command, fast_forward
 from megatron_ext.simulation.command import alternating
 from megatron_ext.simulation.formats import MOONCAKE_BLOCK, read_trace
 from megatron_ext.simulation.generators import GENERATORS, Size
@@ -227,7 +226,7 @@ class Leaps(Replay):
 class Walk(Replay):
     """Every step by itself."""
 
-    def leap(self) -> bool:
+    def fast_forward(self) -> bool:
         """Never."""
         return False
 
@@ -254,8 +253,8 @@ def test_steps_that_are_alike_are_taken_at_once(name: str, policy: str):
 
 
 def test_a_leap_over_the_end_of_a_block_would_be_seen(monkeypatch: pytest.MonkeyPatch):
-    alike = leap._alike
-    monkeypatch.setattr(leap, "_alike", lambda request, size: alike(request, size) and alike(request, size) + 1)
+    alike = fast_forward._alike
+    monkeypatch.setattr(fast_forward, "_alike", lambda request, size: alike(request, size) and alike(request, size) + 1)
     with pytest.raises((AssertionError, IndexError)):
         test_steps_that_are_alike_are_taken_at_once("chat", "lru")
 

@@ -86,7 +86,7 @@ class Padded:
 
     def _held_slots(self) -> set[int]:
         """On a CPU the step that was launched ahead has been computed."""
-        return {state.slot for state in self.scheduler.foresight.states.values()}
+        return {state.slot for state in self.scheduler.async_planner.states.values()}
 
     @property
     def steps_ahead(self) -> int:

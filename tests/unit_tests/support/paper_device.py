@@ -173,9 +173,9 @@ class PaperStep:
 class RefusingDevice(PaperDevice):
     """One that never begins a step before the tokens are known; blocks are taken for it all the same."""
 
-    can_follow = True
+    can_launch_next = True
 
-    def launch_behind(self, step: ScheduledStep) -> None:
+    def launch_next(self, step: ScheduledStep) -> None:
         """Nothing."""
 
     def name_states(self, states: Sequence[Snapshot]) -> None:
@@ -185,9 +185,9 @@ class RefusingDevice(PaperDevice):
 class FollowingDevice(PaperDevice):
     """One that computes a step behind another one."""
 
-    can_follow = True
+    can_launch_next = True
 
-    def launch_behind(self, step: ScheduledStep) -> PaperStep:
+    def launch_next(self, step: ScheduledStep) -> PaperStep:
         self._may_break()
         return self._launch(step)
 

@@ -12,12 +12,12 @@ import pytest
 from megatron_ext.config import EvictionPolicyName, RequestParams
 from megatron_ext.engine.core import EngineCore
 from megatron_ext.engine.executor import Computed
-from megatron_ext.engine.flight import Flight
+from megatron_ext.engine.in_flight_step import InFlightStep
 from megatron_ext.engine.intake import Door
 from megatron_ext.engine.result import Score, StepResult
 from megatron_ext.errors import RestoreError
+from megatron_ext.scheduling.async_planning import plan_of
 from megatron_ext.scheduling.chunk import Chunk
-from megatron_ext.scheduling.foresight import plan_of
 from megatron_ext.scheduling.record import RequestRecord, Status
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.step import ScheduledStep
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 BLOCK, END = 4, 7
 SETTINGS = {"block_size": BLOCK, "total_blocks": 200, "max_requests": 4, "max_tokens": 24, "max_sequence_length": 200}
-SETTINGS |= {"enough_prefill_tokens": None, "ahead_states": 2}
+SETTINGS |= {"enough_prefill_tokens": None, "async_states": 2}
 
 
 class Paper:
@@ -220,13 +220,13 @@ def replayed(script: list[tuple[object, ...]], paper: Paper) -> list[object]:
     seen = []
     for call in script:
         if call[0] == "step":
-            limits, foresight = paper.scheduler.limits, paper.scheduler.foresight
+            limits, async_planner = paper.scheduler.limits, paper.scheduler.async_planner
             if call[1]:
                 paper.scheduler.limits = dataclasses.replace(limits, max_requests=0)
-                foresight.note = lambda plan: None
+                async_planner.note = lambda plan: None
             seen.append(what_there_is(paper, paper.step()))
             paper.scheduler.limits = limits
-            vars(foresight).pop("note", None)
+            vars(async_planner).pop("note", None)
         else:
             tell(paper, call)
     return seen
@@ -244,8 +244,8 @@ LIVES = [
     {"slots": 3, "total_blocks": 40},
     {"slots": None, "total_blocks": 14, "paused_blocks": 4},
     {"max_requests": 2, "total_blocks": 30, "slots": 1},
-    {"ahead_states": 0},
-    {"ahead_states": 1, "slots": 6},
+    {"async_states": 0},
+    {"async_states": 1, "slots": 6},
     {"policy": EvictionPolicyName.REF_ZERO, "total_blocks": 30, "explains": True},
     {"policy": EvictionPolicyName.FLOPS, "total_blocks": 36, "slots": 5},
     {"policy": None, "total_blocks": 24, "paused_blocks": 6},
@@ -334,7 +334,7 @@ def test_nobody_is_left_in_the_step_under_way():
     paper.step()
     paper.engine.abort(paper.engine.get(0))
     paper.step()
-    assert paper.engine.replicas[0].ahead._flight is None, "it keeps what has ended"
+    assert paper.engine.replicas[0].ahead._in_flight is None, "it keeps what has ended"
     paper.add(0, (4, 5, 6), num_tokens_to_generate=2, ignore_eos=True)
     assert paper.step() == [(0, 0, 3)]
     paper.records.pop(0, None)
@@ -474,18 +474,18 @@ def test_rows_are_told_apart_by_requests():
     paper.add(3, (1, 2), ignore_eos=True)
     paper.add(4, (1, 2, 3), ignore_eos=True)
     paper.step()
-    flight = paper.engine.replicas[0].ahead._flight
-    assert isinstance(flight, Flight)
-    assert flight.living() is flight
+    in_flight = paper.engine.replicas[0].ahead._in_flight
+    assert isinstance(in_flight, InFlightStep)
+    assert in_flight.living() is in_flight
     chunks = tuple(
-        dataclasses.replace(one, request=request) for one, request in zip(flight.chunks, (ended, alive), strict=True)
+        dataclasses.replace(one, request=request) for one, request in zip(in_flight.chunks, (ended, alive), strict=True)
     )
-    left = dataclasses.replace(flight, plan=dataclasses.replace(flight.plan, chunks=chunks)).living()
+    left = dataclasses.replace(in_flight, plan=dataclasses.replace(in_flight.plan, chunks=chunks)).living()
     assert [one.request_id for one in left.step.chunks] == [4]
     assert left.result().tokens.keys() == {4}
 
 
-def flight_of(**tables: dict) -> Flight:
+def flight_of(**tables: dict) -> InFlightStep:
     """Three chunks on their way, of requests 0 to 2: two decode, the last one prefills."""
     chunks = tuple(
         Chunk(SimpleNamespace(is_ended=False, request_id=i), start, end)
@@ -493,16 +493,16 @@ def flight_of(**tables: dict) -> Flight:
     )
     told = tuple(SimpleNamespace(request_id=i, length=chunk.length) for i, chunk in enumerate(chunks))
     result = StepResult(**({"tokens": {0: 5, 1: 6, 2: 7}, "generated": {}, "prompt": {}, "failures": {}} | tables))
-    return Flight(plan_of(chunks), ScheduledStep(told, num_decode=2), Computed(result))
+    return InFlightStep(plan_of(chunks), ScheduledStep(told, num_decode=2), Computed(result))
 
 
 @pytest.mark.parametrize("ended", [(), (0,), (1,), (2,), (0, 1), (0, 2), (1, 2), (0, 1, 2)])
 def test_what_is_left_of_a_step_still_says_which_rows_decode(ended):
     """CU-6: of decodes and prefills, whichever of them are void."""
-    flight = flight_of()
+    in_flight = flight_of()
     for i in ended:
-        flight.chunks[i].request.is_ended = True
-    left, alive = flight.living(), [i for i in range(3) if i not in ended]
+        in_flight.chunks[i].request.is_ended = True
+    left, alive = in_flight.living(), [i for i in range(3) if i not in ended]
     if not alive:
         assert left is None
         return
@@ -522,9 +522,9 @@ def test_void_rows_take_nothing_of_the_others_along():
         "behind_drafts": {0: (3,), 1: (4, 5)},
         "generated_behind": {0: (score[2],), 1: (score[0], score[1])},
     }
-    flight = flight_of(**tables, sampled="where they are")
-    flight.chunks[0].request.is_ended = True
-    result = flight.living().result()
+    in_flight = flight_of(**tables, sampled="where they are")
+    in_flight.chunks[0].request.is_ended = True
+    result = in_flight.living().result()
     for name, table in tables.items():
         assert getattr(result, name) == {key: value for key, value in table.items() if key != 0}, name
     assert result.sampled == "where they are"
@@ -537,9 +537,9 @@ MISTAKES = ["void rows count", "blocks of the next step are others'", "tokens of
 def test_planted_mistakes_are_seen(monkeypatch, mistake):
     """The negative controls: each shows in a life."""
     if mistake == "void rows count":
-        monkeypatch.setattr(Flight, "living", lambda flight: flight)
+        monkeypatch.setattr(InFlightStep, "living", lambda in_flight: in_flight)
     elif mistake == "blocks of the next step are others'":
-        monkeypatch.setattr("megatron_ext.scheduling.foresight.Foresight._missing", lambda self, chunk: 0)
+        monkeypatch.setattr("megatron_ext.scheduling.async_planning.AsyncPlanner._missing", lambda self, chunk: 0)
     elif mistake == "states without names":
         monkeypatch.setattr(FollowingDevice, "name_states", lambda device, states: None)
     else:

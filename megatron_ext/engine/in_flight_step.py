@@ -25,12 +25,12 @@ class Lost:
 
 
 @dataclass(frozen=True)
-class Flight:
+class InFlightStep:
     """A step that has been launched.
 
     Requests can end while it is under way, if it was launched before the tokens of the step before were known: their
-    rows are *void*, and what comes of them is nobody's. Rows are told apart by their request and not by its id, which
-    may be another one's by then.
+    rows are *discarded*, and what comes of them is nobody's. Rows are told apart by their request and not by its id,
+    which may be another one's by then.
 
     Attributes:
         plan: What it does.
@@ -47,8 +47,8 @@ class Flight:
         """What it computes, in the order of the message."""
         return self.plan.chunks
 
-    def living(self) -> Flight | None:
-        """The same without void rows; None if it has no other ones."""
+    def living(self) -> InFlightStep | None:
+        """The same without discarded rows; None if it has no other ones."""
         alive = [not chunk.request.is_ended for chunk in self.chunks]
         if all(alive):
             return self
@@ -57,9 +57,9 @@ class Flight:
         chunks = tuple(one for one, is_alive in zip(self.chunks, alive, strict=True) if is_alive)
         told = tuple(one for one, is_alive in zip(self.step.chunks, alive, strict=True) if is_alive)
         step = ScheduledStep(told, sum(alive[: self.step.num_decode]))
-        return Flight(dataclasses.replace(self.plan, chunks=chunks), step, self.computing)
+        return InFlightStep(dataclasses.replace(self.plan, chunks=chunks), step, self.computing)
 
-    def landed(self) -> Flight:
+    def landed(self) -> InFlightStep:
         """The same when it has been computed, or cannot be any more: `result` waits no longer."""
         try:
             return dataclasses.replace(self, computing=Computed(self.computing.result()))

@@ -10,7 +10,7 @@ from megatron_ext.scheduling.request import Request
 HASH_SLICE = 32_768  # tokens; about a millisecond of hashing
 
 
-class AheadHashing:
+class BlockHasher:
     """Who still has tokens to hash, in the order in which they came.
 
     A slice may be begun before its step is planned, while the device computes the one before. Then its step hashes what

@@ -3,7 +3,7 @@
     step n        decodes, and prefills that end: every chunk yields a token
     step n + 1    who goes on unless that token ends it: a decode of that token each, and nothing else
 
-A request whose token turns out to end it has a *void* row in step n + 1: it is computed, and nothing comes of it.
+A request whose token turns out to end it has a *discarded* row in step n + 1: it is computed, and nothing comes of it.
 Nothing that the row writes is anybody's: keys go behind all that is published, states to its live slot, and whoever
 gets these blocks and slots next writes them in a later step.
 
@@ -17,7 +17,7 @@ from operator import attrgetter
 
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.snapshot_order import Rank
-from megatron_ext.scheduling.ahead import AheadHashing
+from megatron_ext.scheduling.block_hasher import BlockHasher
 from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.counters import Counters
 from megatron_ext.scheduling.draft_slots import DraftSlots
@@ -38,7 +38,7 @@ def plan_of(chunks: Chunks) -> StepPlan:
     )
 
 
-class Foresight:
+class AsyncPlanner:
     """A part of the scheduler, for engines that launch a step while another one is computed.
 
     Args:
@@ -50,7 +50,7 @@ class Foresight:
     """
 
     def __init__(
-        self, limits: SchedulerLimits, queues: Queues, cache: PrefixCache, hashing: AheadHashing, counters: Counters
+        self, limits: SchedulerLimits, queues: Queues, cache: PrefixCache, hashing: BlockHasher, counters: Counters
     ) -> None:
         self._limits = limits
         self._queues = queues
@@ -59,7 +59,7 @@ class Foresight:
         self._counters = counters
         self._turned_away: tuple[Request, int, int] | None = None  # for want of blocks; see `_chances`
         first = 0 if cache.states is None else cache.states.total + limits.draft_states + 1  # behind that of padding
-        self._slots = DraftSlots(first, limits.ahead_states)
+        self._slots = DraftSlots(first, limits.async_states)
         self._lent: list[tuple[Request, Snapshot]] = []
 
     @property
@@ -73,7 +73,7 @@ class Foresight:
         is_stuck = first is not None and first.resource == "blocks"
         self._turned_away = (first.request, *self._chances(first.request)) if first is not None and is_stuck else None
 
-    def foresee(self, computed: Sequence[Chunk]) -> Chunks:
+    def plan_next(self, computed: Sequence[Chunk]) -> Chunks:
         """The step behind the one that computes these chunks, and what it needs; empty if that is not certain.
 
         Blocks stay with their requests whatever comes of the step. Where none is free one is evicted, as planning the

@@ -12,7 +12,7 @@ from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
 
 
-def steps_alike(scheduler: Scheduler) -> int:
+def uniform_steps(scheduler: Scheduler) -> int:
     """How many of the next steps are of that kind; they do not look at what the tokens are.
 
     Requests must end by count alone, and there must be no drafts.
@@ -32,7 +32,7 @@ def _alike(request: Request, size: int) -> int:
     return min(to_come, len(sequence.block_table) * size - sequence.computed_end) - 1
 
 
-def leap(scheduler: Scheduler, tokens: Mapping[int, Sequence[int]]) -> None:
+def fast_forward(scheduler: Scheduler, tokens: Mapping[int, Sequence[int]]) -> None:
     """The running requests, all of them, have got these tokens by request id: of as many steps that are alike."""
     for request in scheduler.queues.running:
         sequence, new = request.sequence, tokens[request.request_id]

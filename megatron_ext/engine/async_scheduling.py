@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import contextlib
 
-from megatron_ext.engine.executor import Computing, Executor, Following
-from megatron_ext.engine.flight import Flight
-from megatron_ext.scheduling.foresight import plan_of
+from megatron_ext.engine.executor import AsyncExecutor, Computing, Executor
+from megatron_ext.engine.in_flight_step import InFlightStep
+from megatron_ext.scheduling.async_planning import plan_of
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.step import describe_ahead
 
 
-class Ahead:
+class AsyncScheduling:
     """At most one launched step beyond the one whose tokens are read next.
 
     While it is under way nothing is planned: the next step is this one. What happens to its requests meanwhile makes
-    rows void (see `Flight`), and leaves the order of launches as it was: whatever is written to blocks and slots that a
-    void row still writes is launched later, so it comes later.
+    rows discarded (see `InFlightStep`), and leaves the order of launches as it was: whatever is written to blocks and
+    slots that a discarded row still writes is launched later, so it comes later.
 
     Args:
         scheduler: Foresees steps.
@@ -26,36 +26,39 @@ class Ahead:
 
     def __init__(self, scheduler: Scheduler, executor: Executor, *, is_on: bool) -> None:
         self._scheduler = scheduler
-        self._executor = executor if is_on and isinstance(executor, Following) else None
-        self._flight: Flight | None = None
+        self._executor = executor if is_on and isinstance(executor, AsyncExecutor) else None
+        self._in_flight: InFlightStep | None = None
         self._unread: Computing | None = None  # of a step that was dropped, and may still be computed
 
-    def take(self) -> Flight | None:
+    def take(self) -> InFlightStep | None:
         """The step that is under way, which is the next one; None if there is none, or nobody is left in it."""
-        self.forget_void()
-        flight, self._flight = self._flight, None
-        if flight is None:
+        self.forget_discarded()
+        in_flight, self._in_flight = self._in_flight, None
+        if in_flight is None:
             return None
-        named = self._scheduler.foresight.adopt()
+        named = self._scheduler.async_planner.adopt()
         assert self._executor is not None, "it has launched a step ahead"
         self._executor.name_states(named)
-        return flight.living()
+        return in_flight.living()
 
-    def launch_behind(self, flight: Flight) -> None:
+    def launch_next(self, in_flight: InFlightStep) -> None:
         """Launch the step behind this one, if it is certain enough. If that raises, nothing of the two counts."""
         executor = self._executor
-        if executor is None or not executor.can_follow:
+        if executor is None or not executor.can_launch_next:
             return
-        foresight = self._scheduler.foresight
-        chunks = foresight.foresee(flight.chunks)
+        async_planner = self._scheduler.async_planner
+        chunks = async_planner.plan_next(in_flight.chunks)
         if not chunks:
             return
-        step = describe_ahead(chunks, self._scheduler.limits.block_size, foresight.states)
-        computing = executor.launch_behind(step)
+        step = describe_ahead(chunks, self._scheduler.limits.block_size, async_planner.states)
+        computing = executor.launch_next(step)
         if computing is None:
-            foresight.forgo()
+            async_planner.forgo()
         else:
-            self._flight, self._unread = Flight(plan_of(chunks), step, computing), None  # computed before this one
+            self._in_flight, self._unread = (
+                InFlightStep(plan_of(chunks), step, computing),
+                None,
+            )  # computed before this one
 
     def land(self) -> None:
         """Wait until the device is at rest; what comes of the step is taken by the next call of the engine's step."""
@@ -63,22 +66,22 @@ class Ahead:
             with contextlib.suppress(Exception):  # nobody wants what comes of it
                 self._unread.result()
             self._unread = None
-        if self._flight is not None:
-            self._flight = self._flight.landed()
+        if self._in_flight is not None:
+            self._in_flight = self._in_flight.landed()
 
-    def drop(self, failed: Flight | None = None) -> None:
+    def drop(self, failed: InFlightStep | None = None) -> None:
         """Nothing of the step counts: its requests have ended, or compute anew what it computed.
 
         Args:
             failed: The step before it, of which nothing counts, either; it may still be computed.
         """
-        self._scheduler.foresight.forgo()
-        last = self._flight or failed
-        self._flight = None
+        self._scheduler.async_planner.forgo()
+        last = self._in_flight or failed
+        self._in_flight = None
         if last is not None:
             self._unread = last.computing
 
-    def forget_void(self) -> None:
+    def forget_discarded(self) -> None:
         """Keep nothing of requests that have ended, if all have."""
-        if self._flight is not None and self._flight.living() is None:
+        if self._in_flight is not None and self._in_flight.living() is None:
             self.drop()
