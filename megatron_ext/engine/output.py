@@ -186,6 +186,6 @@ def _note_scores(request: Request, result: StepResult, new: int) -> None:
         request.output.prompt_log_probs.append(score.log_prob)
         request.output.prompt_top_n.append(score.top_n)
     if name in result.generated:
-        for score in (result.generated[name], *result.generated_behind.get(name, ())[: new - 1]):
+        for score in (result.generated[name], *result.target_scores.get(name, ())[: new - 1]):
             request.output.generated_log_probs.append(score.log_prob)
             request.output.generated_top_n.append(score.top_n)

@@ -139,7 +139,7 @@ class Replica:
         except BaseException as error:
             self._abandon(plan.chunks, in_flight, error)
             raise
-        self._output.ended += self.scheduler.commit(in_flight.step, result.tokens, result.behind_drafts)
+        self._output.ended += self.scheduler.commit(in_flight.step, result.tokens, result.target_tokens)
         self._last_seconds = time.perf_counter() - planned
         if self._proposals is not None:
             with self._faults.absorbed("the drafter"):

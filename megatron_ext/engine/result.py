@@ -29,9 +29,9 @@ class StepResult:
         prompt: Scores of prompt tokens, where asked for and computed in this step.
         failures: Requests whose scores found no memory, and the error's words.
         sampled: The tokens where they were computed, for a step that is staged before they are known on the host.
-        behind_drafts: Of chunks with drafts the tokens behind each of these, that one among `tokens` behind the last
+        target_tokens: Of chunks with drafts the tokens behind each of these, that one among `tokens` behind the last
             known one.
-        generated_behind: Scores of these, where asked for.
+        target_scores: Scores of these, where asked for.
     """
 
     tokens: dict[int, int]
@@ -39,8 +39,8 @@ class StepResult:
     prompt: dict[int, tuple[Score, ...]]
     failures: dict[int, str]
     sampled: object = None
-    behind_drafts: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    generated_behind: dict[int, tuple[Score, ...]] = field(default_factory=dict)
+    target_tokens: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    target_scores: dict[int, tuple[Score, ...]] = field(default_factory=dict)
 
     def of(self, names: Container[int]) -> StepResult:
         """What it gave to some of the requests."""
@@ -50,8 +50,8 @@ class StepResult:
             prompt=_only(self.prompt, names),
             failures=_only(self.failures, names),
             sampled=self.sampled,
-            behind_drafts=_only(self.behind_drafts, names),
-            generated_behind=_only(self.generated_behind, names),
+            target_tokens=_only(self.target_tokens, names),
+            target_scores=_only(self.target_scores, names),
         )
 
 

@@ -203,7 +203,7 @@ class InferenceContext(DynamicInferenceContext):
         live = [
             (chunk.live_slot, one.slot)
             for chunk, one in taken
-            if chunk.is_decode or (is_aligned and not chunk.behind_drafts)
+            if chunk.is_decode or (is_aligned and not chunk.target_sampling)
         ]
         if live:
             live_slots, slots = zip(*live, strict=True)

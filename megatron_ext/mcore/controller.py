@@ -174,9 +174,9 @@ def _by_request(
     )
     for i in behind:
         name = rows[i].request_id
-        result.behind_drafts[name] = (*result.behind_drafts.get(name, ()), drawn[i])
+        result.target_tokens[name] = (*result.target_tokens.get(name, ()), drawn[i])
         if i in generated:
-            result.generated_behind[name] = (*result.generated_behind.get(name, ()), generated[i])
+            result.target_scores[name] = (*result.target_scores.get(name, ()), generated[i])
     return result
 
 

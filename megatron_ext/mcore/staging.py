@@ -120,7 +120,7 @@ def stage_step(
     firsts = running_starts(lengths)
     tokens = stage_tokens(chunks, table, starts, firsts, rules)
     sampled = [i for i, chunk in enumerate(chunks) if chunk.sampling is not None]
-    verifying = any(chunk.behind_drafts for chunk in chunks)
+    verifying = any(chunk.target_sampling for chunk in chunks)
     score_tokens, scores = _choose_scored(chunks[num_decode:], firsts[num_decode:])
     facts = {
         "block_table": table,
@@ -151,7 +151,7 @@ def stage_step(
 
 def _sampling_rows(chunk: ScheduledChunk) -> tuple[SamplingRow, ...]:
     assert chunk.sampling is not None, "it yields a token"
-    name, behind = chunk.request_id, chunk.behind_drafts
+    name, behind = chunk.request_id, chunk.target_sampling
     first = SamplingRow(name, chunk.sampling)
     return (first, *(SamplingRow(name, one, i) for i, one in enumerate(behind, start=1))) if behind else (first,)
 
@@ -159,7 +159,7 @@ def _sampling_rows(chunk: ScheduledChunk) -> tuple[SamplingRow, ...]:
 def _verified_tokens(chunks: Sequence[ScheduledChunk], firsts: np.ndarray) -> np.ndarray:
     """Packed tokens that a next one is drawn behind, where some chunks end with drafts: [m]."""
     ends = [(chunk, int(end)) for chunk, end in zip(chunks, firsts[1:], strict=True) if chunk.sampling is not None]
-    return np.concatenate([np.arange(end - 1 - len(chunk.behind_drafts), end) for chunk, end in ends])
+    return np.concatenate([np.arange(end - 1 - len(chunk.target_sampling), end) for chunk, end in ends])
 
 
 def stage_tokens(
@@ -214,7 +214,7 @@ def _stage_recurrent(
     decode_slots = _as_slice(slots[:num_decode]) or staged["slots"][:num_decode]
     if not prefill:
         return RecurrentStep(num_decode, decode_slots, None, None)
-    keeps = [rules.snapshots_in_prefill or bool(c.behind_drafts) for c in prefill]
+    keeps = [rules.snapshots_in_prefill or bool(c.target_sampling) for c in prefill]
     stops = [
         sorted({one.position for one in c.snapshots}) if kept else [] for c, kept in zip(prefill, keeps, strict=True)
     ]

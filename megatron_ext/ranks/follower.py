@@ -118,6 +118,6 @@ class Follower:
             return
         step = describe_step(plan.chunks, self.scheduler.limits.block_size)
         result = self._executor.execute(step)
-        for request in self.scheduler.commit(step, result.tokens, result.behind_drafts):
+        for request in self.scheduler.commit(step, result.tokens, result.target_tokens):
             del self._requests[request.request_id]
         self.step_count += 1

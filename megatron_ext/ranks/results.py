@@ -47,20 +47,20 @@ class Results:
         if self._group.size() == 1:
             return given
         tokens, behind = self._share_tokens(yielding, given) if yielding else ({}, {})
-        scores: Scores = given.generated, given.prompt, given.failures, given.generated_behind
+        scores: Scores = given.generated, given.prompt, given.failures, given.target_scores
         if self._source != _LEADER and _wants_scores(step):
             scores = self._hand_over(scores)
-        generated, prompt, failures, generated_behind = scores
-        return StepResult(tokens, generated, prompt, failures, behind_drafts=behind, generated_behind=generated_behind)
+        generated, prompt, failures, target_scores = scores
+        return StepResult(tokens, generated, prompt, failures, target_tokens=behind, target_scores=target_scores)
 
     def _share_tokens(
         self, chunks: Sequence[ScheduledChunk], given: StepResult
     ) -> tuple[dict[int, int], dict[int, tuple[int, ...]]]:
         """First the token of each chunk that yields one, then those behind drafts."""
-        names, counts = [chunk.request_id for chunk in chunks], [len(chunk.behind_drafts) for chunk in chunks]
+        names, counts = [chunk.request_id for chunk in chunks], [len(chunk.target_sampling) for chunk in chunks]
         row = torch.zeros(len(names) + sum(counts), dtype=torch.int64)
         if self._rank == self._source:
-            behind = [token for name in names for token in given.behind_drafts.get(name, ())]
+            behind = [token for name in names for token in given.target_tokens.get(name, ())]
             row = torch.tensor([*(given.tokens[name] for name in names), *behind])
         broadcast(row, self._source, group=self._group)
         tokens, rest = row[: len(names)].tolist(), iter(row[len(names) :].tolist())

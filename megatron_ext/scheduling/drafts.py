@@ -18,11 +18,11 @@ from megatron_ext.scheduling.plan import SchedulerLimits, SnapshotRequest
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.snapshots import Snapshot
 from megatron_ext.scheduling.step import ScheduledChunk
-from megatron_ext.scheduling.verification import NO_TOKENS, Offer, TokensById, draft_states, tokens_that_came
+from megatron_ext.scheduling.verification import NO_TOKENS, DraftBudget, TokensById, accepted_tokens, draft_states
 
 
 @dataclass(frozen=True)
-class Verified:
+class SpecDecodeResult:
     """Drafts of a request in one step, and how many of them came, from the first on."""
 
     request_id: int
@@ -52,17 +52,17 @@ class Drafts:
         self._cache = cache
         self._counters = counters
         self.proposals = NO_TOKENS
-        self.verified: list[Verified] = []
+        self.verified: list[SpecDecodeResult] = []
         self.by_position = DraftCounts(limits.most_drafts)
         self.unsettled: set[int] = set()
         self.slots = DraftSlots(0 if cache.states is None else cache.states.total, limits.draft_states)
 
     @property
-    def offer(self) -> Offer:
+    def budget(self) -> DraftBudget:
         """What the next step may verify."""
-        return Offer(self.proposals, self.slots.free_count)
+        return DraftBudget(self.proposals, self.slots.free_count)
 
-    def lend(self, chunks: Sequence[Chunk]) -> None:
+    def reserve(self, chunks: Sequence[Chunk]) -> None:
         """Slots for the states behind the tokens of the step's drafts.
 
         What a request goes on from is copied to its live slot before any slot is written, so its own is free by then.
@@ -88,7 +88,7 @@ class Drafts:
         requests: Sequence[Request],
         chunks: Sequence[ScheduledChunk],
         sampled: Mapping[int, int],
-        behind_drafts: TokensById,
+        target_tokens: TokensById,
     ) -> tuple[list[int], Mapping[int, int]]:
         """The drafts that came are tokens of their requests, as if each had come in a step of its own.
 
@@ -96,26 +96,28 @@ class Drafts:
             requests: Of the chunks.
             chunks: Of the step.
             sampled: Request id -> the token behind its last known one.
-            behind_drafts: Request id -> the tokens behind its drafts, where it has some.
+            target_tokens: Request id -> the tokens behind its drafts, where it has some.
 
         Returns:
             Where each chunk ends, what came of it counted, and the last token of each request that got any.
         """
         self.verified = []
         if not self._is_on:
-            assert not behind_drafts, "this engine verifies none"
+            assert not target_tokens, "this engine verifies none"
             return [chunk.end for chunk in chunks], sampled
         ends, last = [chunk.end for chunk in chunks], dict(sampled)
         for i, (request, chunk) in enumerate(zip(requests, chunks, strict=True)):
-            assert len(chunk.behind_drafts) == len(behind_drafts.get(chunk.request_id, ())), "a token behind each draft"
-            if not chunk.behind_drafts:
+            assert len(chunk.target_sampling) == len(target_tokens.get(chunk.request_id, ())), (
+                "a token behind each draft"
+            )
+            if not chunk.target_sampling:
                 continue
-            drawn = [sampled[chunk.request_id], *behind_drafts[chunk.request_id]]
-            came = tokens_that_came(request, chunk.drafts, drawn)
+            drawn = [sampled[chunk.request_id], *target_tokens[chunk.request_id]]
+            came = accepted_tokens(request, chunk.drafts, drawn)
             for token in came[:-1]:
                 request.append(token)
             ends[i], last[chunk.request_id] = chunk.start + len(came), came[-1]
-            self._count(request, len(chunk.behind_drafts), len(came) - 1)
+            self._count(request, len(chunk.target_sampling), len(came) - 1)
         return ends, last
 
     def _count(self, request: Request, drafted: int, accepted: int) -> None:
@@ -123,10 +125,10 @@ class Drafts:
             counts.drafted += drafted
             counts.accepted += accepted
         self.by_position.note(drafted, accepted)
-        self.verified.append(Verified(request.request_id, drafted, accepted))
+        self.verified.append(SpecDecodeResult(request.request_id, drafted, accepted))
         self.unsettled.add(request.request_id)
 
-    def settle(self, request: Request) -> list[Digest]:
+    def commit(self, request: Request) -> list[Digest]:
         """The request stands behind its last accepted token, and its blocks are published: what it keeps.
 
         Of states the one there, from which it goes on, and those at the boundaries that it has passed, as decode leaves

@@ -26,7 +26,7 @@ from megatron_ext.scheduling.queue import Queues
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.snapshot_plan import plan_snapshots
 from megatron_ext.scheduling.snapshots import cut_aligned, prefill_stops
-from megatron_ext.scheduling.verification import NOTHING_OFFERED, Offer, with_drafts
+from megatron_ext.scheduling.verification import NO_DRAFT_BUDGET, DraftBudget, with_drafts
 from megatron_ext.scheduling.waiting import Line, WaitingQueue
 
 
@@ -48,7 +48,7 @@ def plan_step(
     limits: SchedulerLimits,
     cache: PrefixCache,
     pending_blocks: PendingBlocks,
-    offer: Offer = NOTHING_OFFERED,
+    draft_budget: DraftBudget = NO_DRAFT_BUDGET,
 ) -> StepPlan:
     """Decide one step.
 
@@ -76,7 +76,7 @@ def plan_step(
     chunks = [*decodes, *continued, *(admission.chunk for admission in entry.admissions)]
     if limits.aligned_chunks:
         chunks = _cut_for_followers(chunks, entry.deferrals)
-    chunks = with_drafts(chunks, entry.admissions, offer, limits, cache)
+    chunks = with_drafts(chunks, entry.admissions, draft_budget, limits, cache)
     # Of a preempted request a single generated token may be computed again: to the layers that is a decode as well.
     chunks.sort(key=lambda chunk: not chunk.is_decode)
     wanted = plan_snapshots(chunks, entry.admissions, entry.deferrals, limits, cache)

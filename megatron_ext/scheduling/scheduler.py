@@ -94,7 +94,7 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """Plan the next step and put the plan into effect; the caller computes the plan's chunks."""
-        plan = plan_step(self.queues, self.limits, self.cache, self.pending_blocks, self.drafts.offer)
+        plan = plan_step(self.queues, self.limits, self.cache, self.pending_blocks, self.drafts.budget)
         for admission in plan.admissions:  # before anything is allocated, so that nothing matched is evicted
             self.cache.pin(admission.matched)
             if self.limits.explains:
@@ -115,7 +115,7 @@ class Scheduler:
             self._admit(admission)
         note_followers(plan.deferrals, self.counters)
         self._reserve_snapshots(plan.snapshots)
-        self.drafts.lend(plan.chunks)
+        self.drafts.reserve(plan.chunks)
         put_to_sleep(plan.deferrals, self.queues, self.limits.block_size, self.cache, self.pending_blocks)
         self._hashing.go_on()
         self.async_planner.note(plan)
@@ -190,7 +190,7 @@ class Scheduler:
         Args:
             step: The message that was computed.
             sampled: Request id -> new token, for exactly those chunks that yield one.
-            behind: Request id -> the tokens behind its drafts, where it has some (see `tokens_that_came`).
+            behind: Request id -> the tokens behind its drafts, where it has some (see `accepted_tokens`).
 
         Returns:
             Who has ended.
@@ -213,7 +213,7 @@ class Scheduler:
             self._publish(request)
             self._show_snapshots(request)
             if unsettled and request.request_id in unsettled:
-                self.queues.waiting.published(self.drafts.settle(request))
+                self.queues.waiting.published(self.drafts.commit(request))
 
     def _extend(self, requests: Sequence[Request], sampled: Mapping[int, int]) -> list[Request]:
         """Give each request its new token, when all that the step computed can be found; who ends with it.

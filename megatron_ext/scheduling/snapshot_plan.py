@@ -40,7 +40,7 @@ def plan_snapshots(
         is_decode = chunk.is_decode
         if is_decode and chunk.end % limits.block_size != 0:
             continue
-        if chunk.drafts:  # whether they come is not known; see `Drafts.settle`
+        if chunk.drafts:  # whether they come is not known; see `Drafts.commit`
             continue
         sequence = chunk.request.sequence
         if sequence.chain is None:

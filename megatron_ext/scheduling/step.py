@@ -74,7 +74,7 @@ class ScheduledChunk:
         snapshots: States that the chunk passes, and where to keep them.
         sampling: How its next token is chosen; None if the chunk yields none.
         scoring: None if no prompt token of the chunk is scored.
-        behind_drafts: How the tokens behind its last tokens, which are drafts, are chosen if these come.
+        target_sampling: How the tokens behind its last tokens, which are drafts, are chosen if these come.
     """
 
     request_id: int
@@ -89,12 +89,12 @@ class ScheduledChunk:
     snapshots: tuple[Snapshot, ...] = ()
     sampling: Sampling | None = None
     scoring: Scoring | None = None
-    behind_drafts: tuple[Sampling, ...] = ()
+    target_sampling: tuple[Sampling, ...] = ()
 
     @property
     def drafts(self) -> tuple[int, ...]:
         """Those of its tokens that are guesses: the last ones."""
-        return self.token_ids[self.length - len(self.behind_drafts) :]
+        return self.token_ids[self.length - len(self.target_sampling) :]
 
     @property
     def length(self) -> int:
@@ -145,7 +145,7 @@ def _describe(chunk: Chunk, block_size: int) -> ScheduledChunk:
         snapshots=_snapshots(chunk) if sequence.snapshots or chunk.drafts else (),
         sampling=_sampling(request) if chunk.yields_token else None,
         scoring=None if is_decode else _scoring(chunk),
-        behind_drafts=_behind_drafts(chunk) if chunk.drafts else (),
+        target_sampling=_target_sampling(chunk) if chunk.drafts else (),
     )
 
 
@@ -178,7 +178,7 @@ def _describe_ahead(chunk: Chunk, block_size: int, states: Mapping[int, Snapshot
     )
 
 
-def _behind_drafts(chunk: Chunk) -> tuple[Sampling, ...]:
+def _target_sampling(chunk: Chunk) -> tuple[Sampling, ...]:
     return tuple(_sampling(chunk.request, chunk.drafts[: i + 1]) for i in range(len(chunk.drafts)))
 
 

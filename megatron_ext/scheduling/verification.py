@@ -29,7 +29,7 @@ NO_TOKENS: TokensById = {}
 
 
 @dataclass(frozen=True)
-class Offer:
+class DraftBudget:
     """What may be verified in a step.
 
     Attributes:
@@ -41,7 +41,7 @@ class Offer:
     free_states: int = 0
 
 
-NOTHING_OFFERED = Offer({})
+NO_DRAFT_BUDGET = DraftBudget({})
 
 
 def most_drafts(request: Request, limits: SchedulerLimits) -> int:
@@ -77,7 +77,7 @@ class _Room:
 def with_drafts(
     chunks: Sequence[Chunk],
     admissions: Iterable[Admission],
-    offer: Offer,
+    draft_budget: DraftBudget,
     limits: SchedulerLimits,
     cache: PrefixCache,
 ) -> list[Chunk]:
@@ -91,7 +91,7 @@ def with_drafts(
         limits: The engine's.
         cache: Its free blocks.
     """
-    if not offer.proposals:
+    if not draft_budget.proposals:
         return list(chunks)
     taken = sum(_missing(chunk.request, chunk.end, limits) for chunk in chunks if chunk.request.block_table)
     taken += sum(admission.new_blocks for admission in admissions)
@@ -99,11 +99,11 @@ def with_drafts(
     room = _Room(
         tokens=limits.max_tokens - sum(chunk.length for chunk in chunks),
         blocks=cache.pool.free_count - taken,
-        states=None if cache.states is None else offer.free_states + held,
+        states=None if cache.states is None else draft_budget.free_states + held,
     )
     return [
-        _extended(chunk, offer.proposals[chunk.request.request_id], limits, room)
-        if chunk.request.request_id in offer.proposals and chunk.request.is_decoding
+        _extended(chunk, draft_budget.proposals[chunk.request.request_id], limits, room)
+        if chunk.request.request_id in draft_budget.proposals and chunk.request.is_decoding
         else chunk
         for chunk in chunks
     ]
@@ -160,7 +160,7 @@ def _digests(chunk: Chunk, first: int, block_size: int) -> list[Digest]:
     return block_digests(parent, tokens, block_size)
 
 
-def tokens_that_came(request: Request, drafts: Sequence[int], drawn: Sequence[int]) -> list[int]:
+def accepted_tokens(request: Request, drafts: Sequence[int], drawn: Sequence[int]) -> list[int]:
     """The next tokens of a request, at least one: as many as without speculation, until one ends it.
 
     Args:

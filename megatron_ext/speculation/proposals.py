@@ -6,7 +6,7 @@ import operator
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from megatron_ext.scheduling.drafts import Verified
+from megatron_ext.scheduling.drafts import SpecDecodeResult
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.verification import most_drafts
@@ -91,7 +91,7 @@ class Proposals:
             raise DraftError(f"a draft of request {ask.request_id} is no token of the model, among {given}")
         return given
 
-    def tell(self, verified: Iterable[Verified]) -> None:
+    def tell(self, verified: Iterable[SpecDecodeResult]) -> None:
         """What became of drafts in a step.
 
         Raises:

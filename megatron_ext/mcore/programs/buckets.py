@@ -141,7 +141,7 @@ def why_eager(step: ScheduledStep) -> str | None:
 
     Sizes are another matter, see `Buckets.find`.
     """
-    if any(chunk.behind_drafts for chunk in step.chunks):
+    if any(chunk.target_sampling for chunk in step.chunks):
         return "drafts are verified"
     if any(chunk.restore is not None for chunk in step.chunks[: step.num_decode]):
         return "a decode goes on behind drafts that did not come"

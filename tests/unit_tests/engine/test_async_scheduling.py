@@ -519,8 +519,8 @@ def test_void_rows_take_nothing_of_the_others_along():
         "generated": dict(enumerate(score)),
         "prompt": {2: tuple(score)},
         "failures": {0: "no memory", 1: "no memory"},
-        "behind_drafts": {0: (3,), 1: (4, 5)},
-        "generated_behind": {0: (score[2],), 1: (score[0], score[1])},
+        "target_tokens": {0: (3,), 1: (4, 5)},
+        "target_scores": {0: (score[2],), 1: (score[0], score[1])},
     }
     in_flight = flight_of(**tables, sampled="where they are")
     in_flight.chunks[0].request.is_ended = True

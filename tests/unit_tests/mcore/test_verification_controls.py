@@ -93,7 +93,7 @@ def _takes_the_snapshot_a_token_earlier(patch: pytest.MonkeyPatch) -> None:
 
 def _shift(chunk: step.ScheduledChunk, is_shifted: Callable[[object], bool]) -> step.ScheduledChunk:
     """The states of a chunk with drafts, some of them from a token earlier."""
-    if not chunk.behind_drafts:
+    if not chunk.target_sampling:
         return chunk
     snapshots = tuple(
         dataclasses.replace(one, position=max(chunk.start + 1, one.position - 1)) if is_shifted(one) else one
@@ -116,7 +116,7 @@ def _publishes_a_block_early(patch: pytest.MonkeyPatch) -> None:
 
 
 def _accepts_what_was_not_drawn(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(drafts, "tokens_that_came", lambda request, guesses, drawn: [*guesses, drawn[-1]])
+    patch.setattr(drafts, "accepted_tokens", lambda request, guesses, drawn: [*guesses, drawn[-1]])
 
 
 def _counts_rejected_tokens_as_computed(patch: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,7 @@ def following(token: int, length: int) -> int:
 
 def drawn_behind(chunk: ScheduledChunk) -> list[int]:
     """The token behind a chunk, or behind its known token and each of its drafts."""
-    if not chunk.behind_drafts:
+    if not chunk.target_sampling:
         return [following(sum(chunk.token_ids), chunk.end)]
     return [following(token, chunk.start + 1 + i) for i, token in enumerate(chunk.token_ids)]
 
@@ -131,13 +131,13 @@ class Model:
         self.steps.append(pickle.loads(pickle.dumps(step)))
         due = [chunk for chunk in step.chunks if chunk.sampling is not None]
         tokens = {chunk.request_id: drawn_behind(chunk)[0] for chunk in due}
-        behind = {chunk.request_id: tuple(drawn_behind(chunk)[1:]) for chunk in due if chunk.behind_drafts}
+        behind = {chunk.request_id: tuple(drawn_behind(chunk)[1:]) for chunk in due if chunk.target_sampling}
         asked = [chunk for chunk in due if chunk.sampling.top_n is not None]
         generated = {chunk.request_id: Score(-1.0, {}) for chunk in asked}
-        more = {chunk.request_id: tuple(Score(-1.0, {}) for _ in chunk.behind_drafts) for chunk in asked}
+        more = {chunk.request_id: tuple(Score(-1.0, {}) for _ in chunk.target_sampling) for chunk in asked}
         scored = [chunk for chunk in step.chunks if chunk.scoring is not None]
         prompt = {one.request_id: tuple(Score(-2.0, {}) for _ in one.scoring.targets) for one in scored}
-        return StepResult(tokens, generated, prompt, {}, behind_drafts=behind, generated_behind=more)
+        return StepResult(tokens, generated, prompt, {}, target_tokens=behind, target_scores=more)
 
     def idle(self) -> None:
         self.steps.append(None)
@@ -154,7 +154,7 @@ class Listener:
         self.steps.append(step)
         assert self._model.steps[len(self.steps) - 1] == step, "another message than rank 0's"
         tokens = self._tokens(step)
-        return StepResult(tokens, {}, {}, {}, behind_drafts=Model().execute(step).behind_drafts)
+        return StepResult(tokens, {}, {}, {}, target_tokens=Model().execute(step).target_tokens)
 
     def _tokens(self, step: ScheduledStep) -> dict[int, int]:
         return Model().execute(step).tokens

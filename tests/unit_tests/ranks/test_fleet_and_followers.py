@@ -26,7 +26,7 @@ from megatron_ext.scheduling.plan import SchedulerLimits, StepPlan
 from megatron_ext.scheduling.queue import Queues
 from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.sequence import Sequence
-from megatron_ext.scheduling.verification import NOTHING_OFFERED, Offer
+from megatron_ext.scheduling.verification import NO_DRAFT_BUDGET, DraftBudget
 from tests.priority import TestPriority
 from tests.unit_tests.ranks.led_world import EOD, World, mask_after
 
@@ -48,10 +48,10 @@ PARAMS = st.builds(
 
 
 def checked_plan(
-    queues: Queues, limits: SchedulerLimits, cache: PrefixCache, pending: PendingBlocks, offer: Offer
+    queues: Queues, limits: SchedulerLimits, cache: PrefixCache, pending: PendingBlocks, offer: DraftBudget
 ) -> StepPlan:
     """SP-5: nobody pauses, is preempted, waits or computes less for drafts; no cached block goes for one."""
-    plan, plain = (planner.plan_step(queues, limits, cache, pending, one) for one in (offer, NOTHING_OFFERED))
+    plan, plain = (planner.plan_step(queues, limits, cache, pending, one) for one in (offer, NO_DRAFT_BUDGET))
     cut = [dataclasses.replace(one, end=one.end - len(one.drafts), drafts=()) for one in plan.chunks]
     assert set(cut) == set(plain.chunks), "somebody computes something else"  # those with drafts come behind decodes
     for name in ("preemptions", "pauses", "resumes", "admissions", "deferrals"):

@@ -23,9 +23,9 @@ def test_tokens_behind_drafts_reach_their_requests(monkeypatch: pytest.MonkeyPat
         ScheduledChunk(name, (5,) * (1 + drafts), 8, 9 + drafts, True, (0,), 0, row, sampling=draws)
         for row, (name, drafts) in enumerate([(30, 2), (10, 0), (20, 3)])
     )
-    chunks = tuple(dataclasses.replace(one, behind_drafts=(draws,) * (one.length - 1)) for one in chunks)
+    chunks = tuple(dataclasses.replace(one, target_tokens=(draws,) * (one.length - 1)) for one in chunks)
     step = ScheduledStep(chunks, 3)
-    sampled = StepResult({30: 1, 10: 2, 20: 3}, {}, {}, {}, behind_drafts={30: (11, 12), 20: (21, 22, 23)})
+    sampled = StepResult({30: 1, 10: 2, 20: 3}, {}, {}, {}, target_tokens={30: (11, 12), 20: (21, 22, 23)})
     sent: list[torch.Tensor] = []
 
     def broadcast(row: torch.Tensor, source: int, group: object) -> None:
@@ -36,7 +36,7 @@ def test_tokens_behind_drafts_reach_their_requests(monkeypatch: pytest.MonkeyPat
     pair = SimpleNamespace(size=lambda: 2)
     source, follower = (results.Results(pair, rank, source=0) for rank in (0, 1))
     for got in (source.share(step, sampled), follower.share(step, None)):
-        assert (got.tokens, got.behind_drafts) == (sampled.tokens, sampled.behind_drafts)
+        assert (got.tokens, got.target_tokens) == (sampled.tokens, sampled.target_tokens)
     assert sent[1].shape == sent[0].shape
 
 

@@ -15,7 +15,7 @@ from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.step import describe_step
 from megatron_ext.scheduling.submission import Submission
-from megatron_ext.scheduling.verification import most_drafts, tokens_that_came
+from megatron_ext.scheduling.verification import accepted_tokens, most_drafts
 from megatron_ext.speculation.proposals import DraftError, Proposals
 from tests.unit_tests.scheduling.builders import make_limits
 
@@ -38,7 +38,7 @@ def step_of(scheduler: Scheduler, token: int, *behind: int):
     """A step of one request, which draws these."""
     step = describe_step(scheduler.schedule().chunks, scheduler.limits.block_size)
     (chunk,) = step.chunks
-    scheduler.commit(step, {7: token} if chunk.sampling else {}, {7: behind} if chunk.behind_drafts else {})
+    scheduler.commit(step, {7: token} if chunk.sampling else {}, {7: behind} if chunk.target_sampling else {})
     scheduler.check()
     return chunk
 
@@ -73,12 +73,12 @@ class TestWhatCame:
     )
     def test_until_one_is_another_or_the_end(self, drafts, drawn, came):
         _, request = decoding()
-        assert tokens_that_came(request, drafts, drawn) == came
+        assert accepted_tokens(request, drafts, drawn) == came
 
     def test_an_end_before_the_least_number_goes_on(self):
         _, request = decoding(params={"min_tokens": 3})
-        assert tokens_that_came(request, (1, 99, 3), (1, 99, 3, 4)) == [1, 99, 3, 4]
-        assert tokens_that_came(request, (1, 2, 99), (1, 2, 99, 4)) == [1, 2, 99]
+        assert accepted_tokens(request, (1, 99, 3), (1, 99, 3, 4)) == [1, 99, 3, 4]
+        assert accepted_tokens(request, (1, 2, 99), (1, 2, 99, 4)) == [1, 2, 99]
 
 
 class TestLimits:
@@ -120,7 +120,7 @@ class TestLimits:
         scheduler, _ = decoding(slots=4, policy=EvictionPolicyName.LRU, **({"max_tokens": 16} | limits))
         scheduler.propose({7: (1, 2, 3)})
         chunk = step_of(scheduler, 9, *[8] * expected)
-        assert len(chunk.behind_drafts) == expected
+        assert len(chunk.target_sampling) == expected
 
     def test_nothing_cached_goes_for_a_draft(self):
         """SP-5: two of three blocks are the request's, and one is cached and evictable."""

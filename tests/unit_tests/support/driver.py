@@ -220,8 +220,8 @@ class Driver:
             step = self.context.step
             rows = iter(logits[0].clone().cpu())
             for chunk in (one for one in step.chunks if one.sampling is not None):
-                if chunk.behind_drafts:
-                    positions = range(chunk.end - len(chunk.behind_drafts), chunk.end + 1)
+                if chunk.target_sampling:
+                    positions = range(chunk.end - len(chunk.target_sampling), chunk.end + 1)
                     self._drawn[chunk.request_id] = [(position, next(rows)) for position in positions]
                 else:
                     self.seen[chunk.request_id].logits[chunk.end].append(next(rows))
