@@ -22,7 +22,7 @@ from megatron_ext.memory.world import world_geometry
 from megatron_ext.scheduling.aligned import check_aligned, describe_tight_budget
 from megatron_ext.scheduling.placement import ProvisionalRules
 from megatron_ext.scheduling.plan import SchedulerLimits
-from megatron_ext.scheduling.snapshots import most_snapshots
+from megatron_ext.scheduling.snapshot_positions import most_snapshots
 
 logger = logging.getLogger(__name__)
 

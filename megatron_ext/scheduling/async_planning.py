@@ -25,7 +25,7 @@ from megatron_ext.scheduling.logits_options import reads_tokens
 from megatron_ext.scheduling.plan import SchedulerLimits, SnapshotRequest, StepPlan
 from megatron_ext.scheduling.queue import Queues
 from megatron_ext.scheduling.request import Request
-from megatron_ext.scheduling.snapshots import Snapshot
+from megatron_ext.scheduling.snapshot_positions import Snapshot
 
 _ARRIVAL = attrgetter("request.arrival")
 Chunks = tuple[Chunk, ...]
@@ -130,10 +130,12 @@ class AsyncPlanner:
         if request.is_ended or sequence.cache_epoch != self._cache.epoch:
             return None
         digest = request.digests[state.position // self._limits.block_size - 1]
-        wanted = SnapshotRequest(request, state.position, digest, Rank.OPTIONAL, instead_of=sequence.trail.decode)
+        wanted = SnapshotRequest(
+            request, state.position, digest, Rank.OPTIONAL, instead_of=sequence.snapshot_plan.decode
+        )
         if index.reserve_all([wanted]) == [None]:
             return None
-        sequence.trail.decode = digest
+        sequence.snapshot_plan.decode = digest
         self._slots.give_back([index.exchange(digest, state.slot)])
         found = Snapshot(state.position, digest, state.slot)
         sequence.snapshots.append(found)

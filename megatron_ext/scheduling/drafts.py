@@ -16,7 +16,7 @@ from megatron_ext.scheduling.draft_counts import DraftCounts
 from megatron_ext.scheduling.draft_slots import DraftSlots
 from megatron_ext.scheduling.plan import SchedulerLimits, SnapshotRequest
 from megatron_ext.scheduling.request import Request
-from megatron_ext.scheduling.snapshots import Snapshot
+from megatron_ext.scheduling.snapshot_positions import Snapshot
 from megatron_ext.scheduling.step import ScheduledChunk
 from megatron_ext.scheduling.verification import NO_TOKENS, DraftBudget, TokensById, accepted_tokens, draft_states
 
@@ -177,11 +177,11 @@ class Drafts:
         if sequence.cache_epoch != self._cache.epoch:
             return None
         assert request.digests[state.position // self._block_size - 1] == state.digest, "the drafts did not come"
-        before = sequence.trail.decode
+        before = sequence.snapshot_plan.decode
         wanted = SnapshotRequest(request, state.position, state.digest, rank=Rank.OPTIONAL, instead_of=before)
         if states.reserve_all([wanted]) == [None]:
             return None
-        sequence.trail.decode = state.digest
+        sequence.snapshot_plan.decode = state.digest
         slot = states.exchange(state.digest, state.slot)
         states.commit(state.digest)
         return slot

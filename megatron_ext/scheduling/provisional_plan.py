@@ -37,7 +37,9 @@ def place_provisional(
     """
     if not admissions or not _is_on(limits, cache):
         return list(admissions)
-    planned = sum(position > one.start for one in continued for position in one.request.sequence.trail.provisional)
+    planned = sum(
+        position > one.start for one in continued for position in one.request.sequence.snapshot_plan.provisional
+    )
     room = _room(wanted, limits, cache.states) - planned
     placed = []
     for admission in admissions:
@@ -61,7 +63,7 @@ def plan_provisional(
     for chunk in continued:
         sequence = chunk.request.sequence
         if sequence.cache_epoch == cache.epoch:
-            passed += _passed(chunk, sequence.trail.provisional, limits.block_size)
+            passed += _passed(chunk, sequence.snapshot_plan.provisional, limits.block_size)
     for admission in admissions:
         passed += _passed(admission.chunk, admission.provisional, limits.block_size)
     room = max(0, _room(wanted, limits, cache.states))

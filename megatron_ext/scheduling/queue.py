@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import Protocol
 
 from megatron_ext.scheduling.request import Request
-from megatron_ext.scheduling.waiting import Keeper, WaitingQueue
+from megatron_ext.scheduling.waiting_queue import BlockPins, WaitingQueue
 
 _ARRIVAL = attrgetter("arrival")
 
@@ -55,11 +55,11 @@ class Queues:
     keep what they own but cannot grow: no block is free for their next token.
 
     Args:
-        keeper: Is told which blocks waiting requests are to find.
+        pins: Is told which blocks waiting requests are to find.
     """
 
-    def __init__(self, keeper: Keeper | None = None) -> None:
-        self.waiting = WaitingQueue(keeper)
+    def __init__(self, pins: BlockPins | None = None) -> None:
+        self.waiting = WaitingQueue(pins)
         self.running = RequestQueue()
         self.paused = RequestQueue()
 

@@ -14,7 +14,6 @@ from megatron_ext.scheduling.accounting import general_reason
 from megatron_ext.scheduling.async_planning import AsyncPlanner
 from megatron_ext.scheduling.block_hasher import BlockHasher
 from megatron_ext.scheduling.chunk import Chunk
-from megatron_ext.scheduling.coordination import PendingBlocks, check_sleepers, note_followers, put_to_sleep
 from megatron_ext.scheduling.counters import Counters
 from megatron_ext.scheduling.drafts import Drafts
 from megatron_ext.scheduling.events import EventType
@@ -24,11 +23,12 @@ from megatron_ext.scheduling.keys import CacheKeys
 from megatron_ext.scheduling.live_slots import LiveSlots
 from megatron_ext.scheduling.plan import Admission, SchedulerLimits, SnapshotRequest, StepPlan
 from megatron_ext.scheduling.planner import plan_step, reads_cache
+from megatron_ext.scheduling.prefix_leaders import PendingBlocks, check_sleepers, note_followers, put_to_sleep
 from megatron_ext.scheduling.queue import Queues
 from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.sequence import Masks
-from megatron_ext.scheduling.snapshots import Snapshot
+from megatron_ext.scheduling.snapshot_positions import Snapshot
 from megatron_ext.scheduling.step import ScheduledStep
 from megatron_ext.scheduling.verification import NO_TOKENS, TokensById
 
@@ -54,7 +54,7 @@ class Scheduler:
     ) -> None:
         self.limits = limits
         self.cache = PrefixCache(limits.total_blocks, policy, slots, limits.costs, keeps_tokens=limits.explains)
-        self.queues = Queues(keeper=self.cache)
+        self.queues = Queues(pins=self.cache)
         self.pending_blocks = PendingBlocks()
         self.live_slots = LiveSlots(limits.max_requests)
         self.counters = Counters()
@@ -142,7 +142,7 @@ class Scheduler:
         sequence.block_table = (*matched, *self.cache.allocate(admission.new_blocks))
         sequence.live_slot = self.live_slots.take()
         sequence.computed_end = admission.chunk.start
-        sequence.restore, sequence.trail.provisional = admission.restore, admission.provisional
+        sequence.restore, sequence.snapshot_plan.provisional = admission.restore, admission.provisional
         if admission.restore is not None:
             self._states.consume(admission.restore.digest)
         sequence.shared_end = len(matched) * self.limits.block_size
@@ -179,7 +179,7 @@ class Scheduler:
             if slot is not None:
                 one.request.sequence.snapshots.append(Snapshot(one.position, one.digest, slot))
                 if one.is_optional:
-                    one.request.sequence.trail.decode = one.digest
+                    one.request.sequence.snapshot_plan.decode = one.digest
 
     def commit(self, step: ScheduledStep, sampled: Mapping[int, int], behind: TokensById = NO_TOKENS) -> list[Request]:
         """The step's computation has succeeded. This is the one transition at its end, and it cannot fail.
@@ -329,7 +329,7 @@ class Scheduler:
 
     def _release(self, request: Request) -> None:
         self.pending_blocks.discard(request.request_id)
-        self.queues.waiting.forsaken(request.request_id)
+        self.queues.waiting.on_leader_gone(request.request_id)
         self.drafts.release(request)
         blocks, snapshots, live_slot = request.sequence.lose_all()
         for snapshot in snapshots:

@@ -23,7 +23,7 @@ from megatron_ext.prefix_cache.matching import Restore
 from megatron_ext.scheduling.accounting import PrefillLedger
 from megatron_ext.scheduling.draws import Draws
 from megatron_ext.scheduling.live_slots import LiveSlot
-from megatron_ext.scheduling.snapshots import Snapshot, Trail
+from megatron_ext.scheduling.snapshot_positions import Snapshot, SnapshotPlan
 
 Masks = tuple[bytes, ...]  # a bit for each token id, the lowest first; see `Sequence`
 
@@ -67,7 +67,7 @@ class Sequence:
         self.live_slot: LiveSlot | None = None
         self.restore: Restore | None = None
         self.snapshots: list[Snapshot] = []
-        self.trail = Trail()
+        self.snapshot_plan = SnapshotPlan()
         self.draft_states: tuple[Snapshot, ...] = ()
         self.ledger = PrefillLedger(len(prompt_tokens))
         self.draws = Draws(seed)
@@ -133,7 +133,7 @@ class Sequence:
         """
         owned = self.block_table, self.snapshots, self.live_slot
         self.block_table, self.snapshots, self.live_slot, self.restore = (), [], None, None
-        self.trail.provisional = ()
+        self.snapshot_plan.provisional = ()
         self.draft_states = ()
         self.computed_end = self.shared_end = self.published_blocks = 0
         return owned

@@ -22,7 +22,7 @@ from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.draft_slots import DraftSlots
 from megatron_ext.scheduling.plan import Admission, SchedulerLimits
 from megatron_ext.scheduling.request import Request
-from megatron_ext.scheduling.snapshots import Snapshot
+from megatron_ext.scheduling.snapshot_positions import Snapshot
 
 TokensById = Mapping[int, tuple[int, ...]]  # by request id
 NO_TOKENS: TokensById = {}

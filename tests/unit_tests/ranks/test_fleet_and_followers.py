@@ -21,8 +21,8 @@ from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.ranks import follower, journal
 from megatron_ext.ranks.commands import Action, End, ResetPrefixCache, Resume, StartAnew, Suspend
 from megatron_ext.scheduling import planner, scheduler
-from megatron_ext.scheduling.coordination import PendingBlocks
 from megatron_ext.scheduling.plan import SchedulerLimits, StepPlan
+from megatron_ext.scheduling.prefix_leaders import PendingBlocks
 from megatron_ext.scheduling.queue import Queues
 from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.sequence import Sequence

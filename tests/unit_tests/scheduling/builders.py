@@ -138,4 +138,4 @@ def followers(plan: StepPlan) -> dict[int, int]:
 
 def asleep(scheduler: Scheduler) -> dict[int, int]:
     """Who is known to wait for whom, and is not looked at."""
-    return {request.request_id: hope.leader for request, hope in scheduler.queues.waiting.sleepers()}
+    return {request.request_id: prefix_wait.leader for request, prefix_wait in scheduler.queues.waiting.sleepers()}

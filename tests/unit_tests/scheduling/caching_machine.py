@@ -242,7 +242,7 @@ class CachingMachine(RuleBasedStateMachine):
 
     def note_claims(self) -> None:
         """What followers wait for, or have waited for, is kept for them; how long they wait is the plan's affair."""
-        hopes = self.scheduler.queues.waiting._hopes
+        hopes = self.scheduler.queues.waiting._prefix_waits
         for owner, request in self.requests.items():
             owner.claim = hopes[request].blocks if request in hopes else 0
         self.world.drop_unclaimed()

@@ -13,12 +13,12 @@ from megatron_ext.prefix_cache.block_index import BlockIndex
 from megatron_ext.prefix_cache.block_pool import BlockId, BlockPool
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.eviction import LeafFirstLru, RefZero
-from megatron_ext.scheduling import coordination, keys, planner, scheduler
+from megatron_ext.scheduling import keys, planner, prefix_leaders, scheduler
 from megatron_ext.scheduling.accounting import PrefillLedger
 from megatron_ext.scheduling.chunk import Chunk
-from megatron_ext.scheduling.coordination import PendingBlocks
 from megatron_ext.scheduling.counters import Counters
 from megatron_ext.scheduling.plan import Admission, Deferral, StepPlan
+from megatron_ext.scheduling.prefix_leaders import PendingBlocks
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
 from tests.priority import TestPriority
@@ -237,7 +237,7 @@ def lets_nobody_overtake_followers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def counts_every_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    note = coordination.note_followers
+    note = prefix_leaders.note_followers
 
     def note_again(deferrals: Sequence[Deferral], counters: Counters) -> None:
         for deferral in deferrals:

@@ -213,7 +213,7 @@ def test_of_more_boundaries_than_slots_the_last_are_kept():
     request = request_of(0, range(2560))
     add(scheduler, request)
     step(scheduler)
-    passed = [position for position in request.sequence.trail.provisional if 1300 < position <= 2560]
+    passed = [position for position in request.sequence.snapshot_plan.provisional if 1300 < position <= 2560]
     assert len(passed) > 3
     states = scheduler.cache.states
     while states.free_count > 4:  # what is computed to the end wants one itself

@@ -18,7 +18,7 @@ from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.events import Event, EventType
 from megatron_ext.scheduling.record import RequestRecord, Status
 from megatron_ext.scheduling.request import Request
-from megatron_ext.scheduling.snapshots import Snapshot
+from megatron_ext.scheduling.snapshot_positions import Snapshot
 from megatron_ext.scheduling.submission import Submission
 from tests.unit_tests.scheduling.builders import make_request
 

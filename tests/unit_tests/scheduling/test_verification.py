@@ -179,7 +179,7 @@ class TestStates:
         assert request.computed_end == 9
         assert any(one.position == 8 and not DraftSlots.is_name(one.digest) for one in step.chunks[0].snapshots)
         assert scheduler.cache.states.used_count == 0
-        assert request.sequence.trail.decode is None
+        assert request.sequence.snapshot_plan.decode is None
 
     @pytest.mark.parametrize("accepted", range(4))
     @pytest.mark.parametrize("prompt", range(4, 8))
@@ -198,7 +198,7 @@ class TestStates:
         scheduler.propose({7: (1, 2, 3)})
         step_of(scheduler, 1, 9, 9, 9)
         assert scheduler.cache.states.used_count == 1, "that of the prompt"
-        assert request.sequence.trail.decode is None
+        assert request.sequence.snapshot_plan.decode is None
         assert scheduler.cache.use().blocks_cached == 1
 
     def test_slots_come_back_whatever_happens(self):

@@ -15,7 +15,7 @@ from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.submission import Submission
-from megatron_ext.scheduling.waiting import Line, WaitingQueue
+from megatron_ext.scheduling.waiting_queue import Line, WaitingQueue
 from tests.priority import TestPriority
 from tests.unit_tests.scheduling.brute_force import assert_same_plan, plan_by_looking_at_all
 from tests.unit_tests.scheduling.builders import commit
@@ -134,7 +134,7 @@ def sleeps_through_a_publication(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def sleeps_on_when_its_leader_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(WaitingQueue, "forsaken", lambda self, leader: None)
+    monkeypatch.setattr(WaitingQueue, "on_leader_gone", lambda self, leader: None)
 
 
 def sleeps_through_a_reset(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from megatron_ext.mcore.staging import StagingRules
 from megatron_ext.prefix_cache.matching import Restore
 from megatron_ext.scheduling.logits_options import LogitsOptions
 from megatron_ext.scheduling.plan import SchedulerLimits
-from megatron_ext.scheduling.snapshots import Snapshot
+from megatron_ext.scheduling.snapshot_positions import Snapshot
 from megatron_ext.scheduling.step import LAST_SAMPLED, Sampling, ScheduledChunk, ScheduledStep, Scoring
 
 LIMITS = SchedulerLimits(

@@ -1,8 +1,8 @@
 """Who waits for admission: awake, to be looked at in each step, or asleep until what it waits for has changed.
 
 A request that follows another one sleeps under that leader and the digest of the last block that it waits for, so that
-thousands of followers cost a step nothing. `published`, `cancelled`, `forsaken` and `forget` wake them; waking somebody
-too early costs a look and changes no plan.
+thousands of followers cost a step nothing. `published`, `cancelled`, `on_leader_gone` and `forget` wake them; waking
+somebody too early costs a look and changes no plan.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ARRIVAL = attrgetter("arrival")
 Key = TypeVar("Key", Digest, int)
 
 
-class Keeper(Protocol):
+class BlockPins(Protocol):
     """Whoever keeps blocks for waiting requests: the cache."""
 
     def want(self, digest: Digest) -> None:
@@ -36,7 +36,7 @@ class Keeper(Protocol):
 
 
 @dataclass(frozen=True)
-class Hope:
+class PrefixWait:
     """What a follower waits for, or, once it is published, is to find when it is admitted.
 
     Args:
@@ -56,14 +56,14 @@ class WaitingQueue:
     """All waiting requests, in order of arrival.
 
     Args:
-        keeper: Is told what followers wait for, from when they fall asleep until they leave or lose hope.
+        pins: Is told what followers wait for, from when they fall asleep until they leave or drop their prefix wait.
     """
 
-    def __init__(self, keeper: Keeper | None = None) -> None:
-        self._keeper = keeper
+    def __init__(self, pins: BlockPins | None = None) -> None:
+        self._pins = pins
         self._members: set[Request] = set()
         self._awake: list[Request] = []  # in order of arrival
-        self._hopes: dict[Request, Hope] = {}
+        self._prefix_waits: dict[Request, PrefixWait] = {}
         self._sleepers: dict[Digest, dict[Request, None]] = {}  # by what they wait for
         self._followers: dict[int, dict[Request, None]] = {}  # the same, by their leaders' ids
 
@@ -89,7 +89,7 @@ class WaitingQueue:
             self._take_out(request)
         else:
             del self._awake[self._place(request)]
-        self._lose_hope(request)
+        self._drop_prefix_wait(request)
 
     def _place(self, request: Request) -> int:
         """Where in the line of those awake it stands."""
@@ -108,13 +108,13 @@ class WaitingQueue:
 
     def is_asleep(self, request: Request) -> bool:
         """Whether it need not be looked at."""
-        hope = self._hopes.get(request)
-        return hope is not None and not hope.is_published
+        prefix_wait = self._prefix_waits.get(request)
+        return prefix_wait is not None and not prefix_wait.is_published
 
     def promised_blocks(self, request: Request) -> int:
         """Blocks from its start that have been published for `request` while it waited for them; 0 if none."""
-        hope = self._hopes.get(request)
-        return hope.blocks if hope is not None and hope.is_published else 0
+        prefix_wait = self._prefix_waits.get(request)
+        return prefix_wait.blocks if prefix_wait is not None and prefix_wait.is_published else 0
 
     def leaders(self) -> Iterable[int]:
         """Ids of the requests that somebody sleeps under."""
@@ -124,9 +124,13 @@ class WaitingQueue:
         """Those that sleep under it."""
         return self._followers.get(leader, {}).keys()
 
-    def sleepers(self) -> Iterator[tuple[Request, Hope]]:
+    def sleepers(self) -> Iterator[tuple[Request, PrefixWait]]:
         """All that sleep, and what they wait for."""
-        return ((request, hope) for request, hope in self._hopes.items() if not hope.is_published)
+        return (
+            (request, prefix_wait)
+            for request, prefix_wait in self._prefix_waits.items()
+            if not prefix_wait.is_published
+        )
 
     # To sleep and to wake
 
@@ -134,12 +138,12 @@ class WaitingQueue:
         """Do not look at `request` before the leader has published `digest`, its block number `blocks`, or has left."""
         assert not self.is_asleep(request), f"request {request.request_id} is asleep already"
         del self._awake[self._place(request)]
-        previous = self._hopes.get(request)
-        self._hopes[request] = Hope(leader, digest, blocks)
-        if self._keeper is not None:
-            self._keeper.want(digest)  # before the other is let go, which may be all that keeps blocks of this one
+        previous = self._prefix_waits.get(request)
+        self._prefix_waits[request] = PrefixWait(leader, digest, blocks)
+        if self._pins is not None:
+            self._pins.want(digest)  # before the other is let go, which may be all that keeps blocks of this one
             if previous is not None:
-                self._keeper.unwant(previous.digest)
+                self._pins.unwant(previous.digest)
         self._sleepers.setdefault(digest, {})[request] = None
         self._followers.setdefault(leader, {})[request] = None
 
@@ -155,32 +159,34 @@ class WaitingQueue:
         woken = tuple(sleepers)
         self._wake(woken)
         for request in woken:
-            hope = self._hopes[request]
-            self._hopes[request] = Hope(hope.leader, hope.digest, hope.blocks, is_published=True)
+            prefix_wait = self._prefix_waits[request]
+            self._prefix_waits[request] = PrefixWait(
+                prefix_wait.leader, prefix_wait.digest, prefix_wait.blocks, is_published=True
+            )
 
     def cancelled(self, digest: Digest) -> None:
         """Nobody takes the states at the end of this block any more: whoever waits for them must look for others."""
-        self._disappoint(tuple(self._sleepers.get(digest, ())))
+        self._requeue(tuple(self._sleepers.get(digest, ())))
 
-    def forsaken(self, leader: int) -> None:
+    def on_leader_gone(self, leader: int) -> None:
         """`leader` computes nothing any more: its followers must look for another one."""
-        self._disappoint(tuple(self.followers_of(leader)))
+        self._requeue(tuple(self.followers_of(leader)))
 
     def forget(self) -> None:
         """Nothing that was published can be found any more, and nobody computes anything for others."""
-        self._disappoint(tuple(request for request, _ in self.sleepers()))
-        for request in tuple(self._hopes):
-            self._lose_hope(request)
+        self._requeue(tuple(request for request, _ in self.sleepers()))
+        for request in tuple(self._prefix_waits):
+            self._drop_prefix_wait(request)
 
-    def _disappoint(self, requests: Sequence[Request]) -> None:
+    def _requeue(self, requests: Sequence[Request]) -> None:
         self._wake(requests)
         for request in requests:
-            self._lose_hope(request)
+            self._drop_prefix_wait(request)
 
-    def _lose_hope(self, request: Request) -> None:
-        hope = self._hopes.pop(request, None)
-        if hope is not None and self._keeper is not None:
-            self._keeper.unwant(hope.digest)
+    def _drop_prefix_wait(self, request: Request) -> None:
+        prefix_wait = self._prefix_waits.pop(request, None)
+        if prefix_wait is not None and self._pins is not None:
+            self._pins.unwant(prefix_wait.digest)
 
     def _wake(self, requests: Sequence[Request]) -> None:
         for request in requests:
@@ -192,16 +198,16 @@ class WaitingQueue:
             self._awake.sort(key=_ARRIVAL)  # runs in order already are merged
 
     def _take_out(self, request: Request) -> None:
-        hope = self._hopes[request]
-        _take_from(self._sleepers, hope.digest, request)
-        _take_from(self._followers, hope.leader, request)
+        prefix_wait = self._prefix_waits[request]
+        _take_from(self._sleepers, prefix_wait.digest, request)
+        _take_from(self._followers, prefix_wait.leader, request)
 
     def check(self) -> None:
-        """Assert that everybody is awake or asleep, and that the indexes and the keeper know the same sleepers."""
+        """Assert that everybody is awake or asleep, and that the indexes and the pins know the same sleepers."""
         asleep = dict(self.sleepers())
         assert len(self._awake) + len(asleep) == len(self._members), "awake and asleep, or neither"
         assert {*self._awake, *asleep} == self._members, "somebody is neither awake nor asleep"
-        assert self._hopes.keys() <= self._members, "hopes of somebody who does not wait"
+        assert self._prefix_waits.keys() <= self._members, "prefix waits of requests that do not wait"
         arrivals = [request.arrival for request in self._awake]
         assert arrivals == sorted(arrivals), f"out of order: {arrivals}"
         for table, name in ((self._sleepers, "digest"), (self._followers, "leader")):
@@ -209,9 +215,9 @@ class WaitingQueue:
             assert all(table.values()), "an entry of nobody"
             assert len(indexed) == len(asleep), "somebody sleeps unknown, or is known to sleep and does not"
             assert all(getattr(asleep[request], name) == key for request, key in indexed), f"another {name}"
-        if self._keeper is not None:
-            hoped = Counter(hope.digest for hope in self._hopes.values())
-            assert hoped == self._keeper.wanted(), "kept for nobody, or not kept"
+        if self._pins is not None:
+            pinned = Counter(prefix_wait.digest for prefix_wait in self._prefix_waits.values())
+            assert pinned == self._pins.wanted(), "kept for nobody, or not kept"
 
 
 def _take_from(table: dict[Key, dict[Request, None]], key: Key, request: Request) -> None:

@@ -20,7 +20,7 @@ class Snapshot:
 
 
 @dataclass
-class Trail:
+class SnapshotPlan:
     """What a request leaves on its way.
 
     Attributes:

@@ -11,7 +11,7 @@ from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.scheduling import block_hasher, planner
 from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.scheduler import Scheduler
-from megatron_ext.scheduling.waiting import WaitingQueue
+from megatron_ext.scheduling.waiting_queue import WaitingQueue
 from tests.unit_tests.scheduling.builders import add, admitted, asleep, make_limits, make_request, request_of, step
 
 LRU = EvictionPolicyName.LRU
@@ -199,7 +199,7 @@ def mix_the_line(queue: WaitingQueue) -> None:
 
 
 def keep_for_nobody(queue: WaitingQueue) -> None:
-    queue._keeper.want(b"nobody's")
+    queue._pins.want(b"nobody's")
 
 
 def follow_another(queue: WaitingQueue) -> None:

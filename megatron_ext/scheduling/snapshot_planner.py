@@ -8,7 +8,7 @@ from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.snapshot_order import Rank
 from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.plan import Admission, Deferral, SchedulerLimits, SnapshotRequest
-from megatron_ext.scheduling.snapshots import prefill_positions
+from megatron_ext.scheduling.snapshot_positions import prefill_positions
 
 
 def plan_snapshots(
@@ -57,7 +57,7 @@ def plan_snapshots(
 def _of_decode(chunk: Chunk, block_size: int) -> SnapshotRequest:
     request = chunk.request
     digest = request.digests[chunk.end // block_size - 1]
-    before = request.sequence.trail.decode
+    before = request.sequence.snapshot_plan.decode
     return SnapshotRequest(request, chunk.end, digest, Rank.OPTIONAL, instead_of=before)
 
 

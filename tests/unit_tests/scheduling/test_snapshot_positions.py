@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 
 from megatron_ext.prefix_cache.hash_chain import block_digests, root_digest
-from megatron_ext.scheduling.snapshots import common_blocks, cut_aligned, most_snapshots, prefill_positions
+from megatron_ext.scheduling.snapshot_positions import common_blocks, cut_aligned, most_snapshots, prefill_positions
 
 BLOCK = 4
 

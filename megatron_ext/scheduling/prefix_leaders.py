@@ -13,7 +13,7 @@ from megatron_ext.scheduling.counters import Counters
 from megatron_ext.scheduling.plan import Admission, Deferral, SchedulerLimits, SnapshotRequest, StepBudget
 from megatron_ext.scheduling.queue import Queues
 from megatron_ext.scheduling.request import Request
-from megatron_ext.scheduling.snapshots import common_blocks
+from megatron_ext.scheduling.snapshot_positions import common_blocks
 
 
 class PendingBlocks:
@@ -214,13 +214,15 @@ def check_sleepers(queues: Queues, block_size: int, cache: PrefixCache, pending_
     """Assert that everybody who sleeps waits for something that is about to be there."""
     queues.waiting.check()
     running = {request.request_id: request for request in queues.running}
-    for request, hope in queues.waiting.sleepers():
-        name, leader = f"sleeping {request.request_id}", running.get(hope.leader)
+    for request, prefix_wait in queues.waiting.sleepers():
+        name, leader = f"sleeping {request.request_id}", running.get(prefix_wait.leader)
         assert leader is not None, f"{name} waits for a request that does not run"
         assert leader.sequence.cache_epoch == cache.epoch, f"{name} waits for what will not be published"
-        assert leader.computed_end < hope.blocks * block_size, f"{name} waits for what is there"
-        assert request.digests[hope.blocks - 1] == hope.digest, f"{name} waits for what it cannot use"
+        assert leader.computed_end < prefix_wait.blocks * block_size, f"{name} waits for what is there"
+        assert request.digests[prefix_wait.blocks - 1] == prefix_wait.digest, f"{name} waits for what it cannot use"
         if cache.states is None:
-            assert pending_blocks.computes(hope.leader, hope.digest), f"{name} waits for what nobody computes"
+            assert pending_blocks.computes(prefix_wait.leader, prefix_wait.digest), (
+                f"{name} waits for what nobody computes"
+            )
         else:
-            assert cache.states.is_reserved(hope.digest), f"{name} waits for states that nobody takes"
+            assert cache.states.is_reserved(prefix_wait.digest), f"{name} waits for states that nobody takes"
