@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from megatron_ext.coordinator.client import Headers
 from megatron_ext.prefix_cache.hash_chain import packed_tokens
-from megatron_ext.prefix_cache.shown import published_salt
+from megatron_ext.prefix_cache.public_hash import event_salt
 from megatron_ext.routing.prompt import Prompt
 
 
@@ -36,7 +36,7 @@ class RoutedPrompt:
             OverflowError: One is no token id.
             TypeError: The same.
         """
-        packed, published = packed_tokens(tokens), None if salt is None else published_salt(salt)
+        packed, published = packed_tokens(tokens), None if salt is None else event_salt(salt)
         return cls(packed, published, True, Prompt(packed, published))
 
     @classmethod

@@ -77,7 +77,7 @@ class Changes:
             self._wake()
         return self._delta
 
-    def blocks_there(self, run: PublishedRun) -> None:
+    def on_blocks_stored(self, run: PublishedRun) -> None:
         """They are noted with copies of their tokens, but for those that are known."""
         size, parent = run.block_size, run.parent
         start = run.end - len(run.digests) * size
@@ -95,11 +95,11 @@ class Changes:
                         delta.stored[digest] = Block(parent, run.tokens[start : start + size], salt)
                 parent, start = digest, start + size
 
-    def blocks_gone(self, digests: Iterable[Digest]) -> None:
+    def on_blocks_removed(self, digests: Iterable[Digest]) -> None:
         """Those that were never told are forgotten."""
-        self._gone(digests, self._blocks, lambda delta: (delta.stored, delta.removed))
+        self._removed(digests, self._blocks, lambda delta: (delta.stored, delta.removed))
 
-    def snapshot_there(self, digest: Digest) -> None:
+    def on_snapshot_stored(self, digest: Digest) -> None:
         """See `CacheObserver`."""
         with self._lock:
             if digest not in self._states and not self._is_off:
@@ -110,11 +110,11 @@ class Changes:
                 else:
                     delta.states_stored[digest] = None
 
-    def snapshot_gone(self, digest: Digest) -> None:
+    def on_snapshot_removed(self, digest: Digest) -> None:
         """See `CacheObserver`."""
-        self._gone([digest], self._states, lambda delta: (delta.states_stored, delta.states_removed))
+        self._removed([digest], self._states, lambda delta: (delta.states_stored, delta.states_removed))
 
-    def _gone(
+    def _removed(
         self,
         digests: Iterable[Digest],
         there: set[Digest],
@@ -130,7 +130,7 @@ class Changes:
                     else:
                         removed[digest] = None
 
-    def cleared(self) -> None:
+    def on_cleared(self) -> None:
         """Whatever was noted before does not matter any more."""
         with self._lock:
             self._blocks.clear()

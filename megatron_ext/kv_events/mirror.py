@@ -17,7 +17,7 @@ from megatron_ext.kv_events.events import (
     StateStored,
 )
 from megatron_ext.prefix_cache.hash_chain import Digest, packed_tokens
-from megatron_ext.prefix_cache.shown import published_hash, published_salt
+from megatron_ext.prefix_cache.public_hash import event_hash, event_salt
 
 MOST_BLOCKS = 64  # of one event: encoding it keeps other threads from running
 
@@ -66,7 +66,7 @@ class Mirror:
         if gone:
             told.blocks.append(BlockRemoved(gone))
         self._blocks.update(delta.stored)
-        self._hashes.update((digest, published_hash(digest)) for digest in delta.stored)
+        self._hashes.update((digest, event_hash(digest)) for digest in delta.stored)
         self._states.update(delta.states_stored)
         there = self._shown(delta.states_stored) if self._has_states else delta.stored
         told.blocks.extend(self._runs(there))
@@ -144,6 +144,6 @@ class Mirror:
         for block in blocks:
             tokens += block.tokens
         parent, salt = blocks[0].parent, blocks[0].salt
-        extra = None if salt is None else [[published_salt(salt)], *[None] * (len(blocks) - 1)]
+        extra = None if salt is None else [[event_salt(salt)], *[None] * (len(blocks) - 1)]
         before = None if parent is None else self._hashes[parent]
         return BlockStored(self._hashes_of(digests), before, tokens, self._block_size, extra)

@@ -10,12 +10,12 @@ from megatron_ext.config import EvictionPolicyName
 from megatron_ext.config.costs import NEUTRAL_COSTS, EntryCosts
 from megatron_ext.prefix_cache.block_index import BlockIndex, CachedPrefix
 from megatron_ext.prefix_cache.block_pool import BlockId, BlockPool
+from megatron_ext.prefix_cache.cached_token_ids import CachedTokenIds
+from megatron_ext.prefix_cache.divergence import Divergences
 from megatron_ext.prefix_cache.eviction import build_policies
 from megatron_ext.prefix_cache.ghosts import Ghosts
 from megatron_ext.prefix_cache.hash_chain import Digest
-from megatron_ext.prefix_cache.kept_tokens import KeptTokens
 from megatron_ext.prefix_cache.observer import CacheObserver
-from megatron_ext.prefix_cache.partings import Partings
 from megatron_ext.prefix_cache.state_index import StateIndex
 
 
@@ -88,8 +88,8 @@ class PrefixCache:
         self._policy = policies.blocks
         self.states = None if slots is None else StateIndex(slots, policies.snapshots, self)
         self.ghosts = Ghosts()
-        self.partings = Partings()
-        self.kept = KeptTokens() if keeps_tokens else None
+        self.divergences = Divergences()
+        self.cached_token_ids = CachedTokenIds() if keeps_tokens else None
         self.observer: CacheObserver | None = None  # who publishes says which blocks are there; the rest is told here
         self._wanted: dict[Digest, int] = {}  # by how many
         self._evicted = 0
@@ -136,10 +136,10 @@ class PrefixCache:
     def _note_ghosts(self, blocks: Iterable[BlockId]) -> None:
         """These blocks are about to go, and their snapshots."""
         for digest in map(self._index.digest_of, blocks):
-            self.ghosts.block_gone(digest)
+            self.ghosts.on_block_removed(digest)
             states = self.states
             if states is not None and states.find(digest) is not None and not states.is_provisional(digest):
-                self.ghosts.snapshot_gone_with_block(digest)
+                self.ghosts.on_snapshot_removed_with_block(digest)
 
     def want(self, digest: Digest) -> None:
         """A waiting request is to find the block of `digest`, once it is computed, and all before it."""
@@ -189,7 +189,7 @@ class PrefixCache:
             parent, digests, blocks = digests[count - 1], digests[count:], blocks[count:]
         if digests:
             self._index.add(digests, blocks, parent)
-            self.ghosts.blocks_back(digests)
+            self.ghosts.on_blocks_stored(digests)
         return (*known, *blocks)
 
     def release(self, table: Sequence[BlockId]) -> None:
@@ -219,11 +219,11 @@ class PrefixCache:
         if self.states is not None:
             for digest in digests:
                 self.states.drop(digest)
-        if self.kept is not None:
+        if self.cached_token_ids is not None:
             for digest in digests:
-                self.kept.drop(digest)
+                self.cached_token_ids.drop(digest)
         if self.observer is not None:
-            self.observer.blocks_gone(digests)
+            self.observer.on_blocks_removed(digests)
 
     def reset(self) -> None:
         """Forget all contents: nothing cached before is matched after, and nothing begun before is published."""
@@ -233,31 +233,31 @@ class PrefixCache:
         if self.states is not None:
             self.states.clear()
         self.ghosts.clear()
-        if self.kept is not None:
-            self.kept.clear()
+        if self.cached_token_ids is not None:
+            self.cached_token_ids.clear()
         if self.observer is not None:
-            self.observer.cleared()
+            self.observer.on_cleared()
         self.epoch += 1
 
-    def snapshot_there(self, digest: Digest) -> None:
+    def on_snapshot_stored(self, digest: Digest) -> None:
         """See `SnapshotListener`, as the next three."""
-        self.ghosts.snapshot_back(digest)
+        self.ghosts.on_snapshot_stored(digest)
         if self.observer is not None:
-            self.observer.snapshot_there(digest)
+            self.observer.on_snapshot_stored(digest)
 
-    def snapshot_gone(self, digest: Digest) -> None:
+    def on_snapshot_removed(self, digest: Digest) -> None:
         """Blocks may be weighed by their snapshots."""
-        self._policy.snapshot_gone(digest)
+        self._policy.on_snapshot_removed(digest)
         if self.observer is not None:
-            self.observer.snapshot_gone(digest)
+            self.observer.on_snapshot_removed(digest)
 
-    def snapshot_wanted(self, digest: Digest) -> None:
+    def on_snapshot_displaced(self, digest: Digest) -> None:
         """More slots would have kept it."""
-        self.ghosts.snapshot_gone(digest)
+        self.ghosts.on_snapshot_removed(digest)
 
-    def snapshot_replaced(self, digest: Digest) -> None:
+    def on_snapshot_replaced(self, digest: Digest) -> None:
         """More slots would not have kept it."""
-        self.ghosts.snapshot_back(digest)
+        self.ghosts.on_snapshot_stored(digest)
 
     def releasable(self, tables: Iterable[Sequence[BlockId]]) -> set[BlockId]:
         """Blocks that would become available if these tables were released together."""
@@ -267,7 +267,7 @@ class PrefixCache:
                 counts[block] = counts.get(block, 0) + 1
         return {block for block, count in counts.items() if self.pool.references(block) == count}
 
-    def note_parting(self, matched: Sequence[BlockId], start: int) -> None:
+    def note_divergence(self, matched: Sequence[BlockId], start: int) -> None:
         """A request that shares these blocks is about to resume behind `start` of them.
 
         It is noted if what is cached goes on otherwise from there, and nobody who asked for states had left any: then
@@ -276,7 +276,7 @@ class PrefixCache:
         if self.states is None or not matched or not self._index.children(matched[-1]):
             return
         if start < len(matched) or self.states.is_provisional(self._index.digest_of(matched[-1])):
-            self.partings.note(len(matched))
+            self.divergences.note(len(matched))
 
     def count_hit(self, block: BlockId) -> None:
         """A request has resumed at the end of `block`, or within it."""
@@ -304,8 +304,8 @@ class PrefixCache:
         if self.states is not None:
             self.states.check(self._index.digests())
         snapshots = set() if self.states is None else {one for one in self._index.digests() if self.states.find(one)}
-        if self.kept is not None:
-            self.kept.check(set(self._index.digests()))
+        if self.cached_token_ids is not None:
+            self.cached_token_ids.check(set(self._index.digests()))
         self.ghosts.check(set(self._index.digests()), snapshots)
         self._policy.check()
         evictable = set(self._policy)

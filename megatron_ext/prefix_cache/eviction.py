@@ -9,7 +9,7 @@ they come and go in runs:
 - `reuse(blocks)`: evictable blocks are in use again.
 - `evict(count)`: the evictable blocks to give up now, the first one first, each after all cached ones that continue it;
   they leave the index at once.
-- `snapshot_gone(digest)`: the block of `digest` stays, or has just gone, and its snapshot is not there any more.
+- `on_snapshot_removed(digest)`: the block of `digest` stays, or has just gone, and its snapshot is not there any more.
 - `len(policy)`: evictable blocks, the most that `evict` can be asked for.
 
 An eviction costs O(log n), on average over many.
@@ -45,7 +45,7 @@ class EvictionPolicy(Protocol):
     def evict(self, count: int) -> list[BlockId]:
         """The next victims."""
 
-    def snapshot_gone(self, digest: Digest) -> None:
+    def on_snapshot_removed(self, digest: Digest) -> None:
         """The block of `digest` has no snapshot any more."""
 
     def clear(self) -> None:
@@ -90,7 +90,7 @@ class LeafFirstLru:
         """Those that became evictable first."""
         return [self._evictable.popitem(last=False)[0] for _ in range(count)]
 
-    def snapshot_gone(self, digest: Digest) -> None:
+    def on_snapshot_removed(self, digest: Digest) -> None:
         """Of no concern."""
 
     def clear(self) -> None:

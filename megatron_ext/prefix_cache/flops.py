@@ -207,7 +207,7 @@ class FlopsBlocks:
                 self._leaves.put(parent, self._key(parent))
         return block
 
-    def snapshot_gone(self, digest: Digest) -> None:
+    def on_snapshot_removed(self, digest: Digest) -> None:
         """A block that stays has lost its snapshot: it stands lower."""
         block = self._index.find(digest)
         if block is not None and block in self._leaves:

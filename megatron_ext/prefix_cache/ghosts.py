@@ -81,29 +81,29 @@ class Ghosts:
     def __len__(self) -> int:
         return len(self._blocks.digests) + len(self._snapshots.digests)
 
-    def block_gone(self, digest: Digest) -> None:
+    def on_block_removed(self, digest: Digest) -> None:
         """A block was evicted."""
         self._blocks.note(digest, self._now)
 
-    def snapshot_gone(self, digest: Digest) -> None:
+    def on_snapshot_removed(self, digest: Digest) -> None:
         """A snapshot was given up, or found no slot."""
         self._snapshots.note(digest, self._now)
         self._with_blocks.discard(digest)
 
-    def snapshot_gone_with_block(self, digest: Digest) -> None:
+    def on_snapshot_removed_with_block(self, digest: Digest) -> None:
         """A snapshot went with its evicted block: more slots would not have kept it."""
         self._snapshots.note(digest, self._now)
         self._with_blocks.add(digest)
         if len(self._with_blocks) > self._most:
             self._with_blocks.intersection_update(self._snapshots.digests)
 
-    def blocks_back(self, digests: Iterable[Digest]) -> None:
+    def on_blocks_stored(self, digests: Iterable[Digest]) -> None:
         """Blocks are cached."""
         if self._blocks.digests:
             for digest in digests:
                 self._blocks.digests.pop(digest, None)
 
-    def snapshot_back(self, digest: Digest) -> None:
+    def on_snapshot_stored(self, digest: Digest) -> None:
         """A snapshot is there."""
         if self._snapshots.digests:
             self._snapshots.digests.pop(digest, None)

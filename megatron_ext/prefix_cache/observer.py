@@ -34,17 +34,17 @@ class PublishedRun:
 class CacheObserver(Protocol):
     """Told in the thread that changes the cache, so it must not wait for anything."""
 
-    def blocks_there(self, run: PublishedRun) -> None:
+    def on_blocks_stored(self, run: PublishedRun) -> None:
         """These can be found."""
 
-    def blocks_gone(self, digests: Iterable[Digest]) -> None:
+    def on_blocks_removed(self, digests: Iterable[Digest]) -> None:
         """These cannot any more, each after those that continue it; snapshots at their ends went before."""
 
-    def snapshot_there(self, digest: Digest) -> None:
+    def on_snapshot_stored(self, digest: Digest) -> None:
         """A request can resume behind this block, which can be found."""
 
-    def snapshot_gone(self, digest: Digest) -> None:
+    def on_snapshot_removed(self, digest: Digest) -> None:
         """It cannot any more."""
 
-    def cleared(self) -> None:
+    def on_cleared(self) -> None:
         """Nothing can be found."""

@@ -31,16 +31,16 @@ class WantedSnapshot(Protocol):
 class SnapshotListener(Protocol):
     """Who is told what becomes of snapshots."""
 
-    def snapshot_there(self, digest: Digest) -> None:
+    def on_snapshot_stored(self, digest: Digest) -> None:
         """It can be found."""
 
-    def snapshot_gone(self, digest: Digest) -> None:
+    def on_snapshot_removed(self, digest: Digest) -> None:
         """It has left its slot, for whatever reason."""
 
-    def snapshot_wanted(self, digest: Digest) -> None:
+    def on_snapshot_displaced(self, digest: Digest) -> None:
         """It has left its slot to another one, or found none."""
 
-    def snapshot_replaced(self, digest: Digest) -> None:
+    def on_snapshot_replaced(self, digest: Digest) -> None:
         """If nobody has consumed it, wherever it is, the next one of its request stands for it."""
 
 
@@ -142,7 +142,7 @@ class StateIndex:
         assert digest not in self._visible, "this snapshot is there already"
         assert digest not in self._reserved, "this snapshot is being taken already"
         if instead_of is not None and self._listener is not None:
-            self._listener.snapshot_replaced(instead_of)
+            self._listener.on_snapshot_replaced(instead_of)
         if instead_of is not None and self._order.rank(instead_of) is Rank.OPTIONAL:
             self.drop(instead_of)
             self.replaced += 1
@@ -194,7 +194,7 @@ class StateIndex:
         else:
             self.taken += 1
         if self._listener is not None:
-            self._listener.snapshot_there(digest)
+            self._listener.on_snapshot_stored(digest)
 
     def exchange(self, digest: Digest, slot: SlotId) -> SlotId:
         """The reserved snapshot of `digest` lies in a slot that is none of these: from now on it is one of them.
@@ -224,11 +224,11 @@ class StateIndex:
     def _leave(self, digest: Digest) -> None:
         self._free.append(self._visible.pop(digest))
         if self._listener is not None:
-            self._listener.snapshot_gone(digest)
+            self._listener.on_snapshot_removed(digest)
 
     def _tell_wanted(self, digest: Digest) -> None:
         if self._listener is not None:
-            self._listener.snapshot_wanted(digest)
+            self._listener.on_snapshot_displaced(digest)
 
     def clear(self) -> None:
         """Forget everything; reserved slots too, whose writers must not commit."""

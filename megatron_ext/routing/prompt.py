@@ -76,7 +76,7 @@ class Prompt:
 
     Args:
         tokens: Ids; kept as they are if they are packed.
-        salt: As replicas publish it (`prefix_cache.shown.published_salt`); None without.
+        salt: As replicas publish it (`prefix_cache.shown.event_salt`); None without.
     """
 
     def __init__(self, tokens: Iterable[int], salt: str | None = None) -> None:

@@ -202,7 +202,7 @@ class Router:
 
         Args:
             tokens: Ids; kept without a copy if they are packed (`hash_chain.packed_tokens`).
-            salt: As the replicas publish it (`shown.published_salt`).
+            salt: As the replicas publish it (`shown.event_salt`).
 
         Raises:
             ValueError: One is no token id, or there is none.

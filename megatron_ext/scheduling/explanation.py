@@ -187,8 +187,8 @@ def _parted(request: Request, cache: PrefixCache, blank: Explanation, matched: i
     assert chain is not None, "it reads the cache"
     before = request.digests[matched - 1] if matched else chain.root
     following = request.sequence.packed[matched * size : (matched + 1) * size]
-    parting = None if cache.kept is None else cache.kept.parting(before, following)
-    agreeing = matched * size + (0 if parting is None else parting.agreeing)
-    if parting is None or agreeing == 0 or agreeing == len(request.tokens):
+    divergence = None if cache.cached_token_ids is None else cache.cached_token_ids.divergence(before, following)
+    agreeing = matched * size + (0 if divergence is None else divergence.agreeing)
+    if divergence is None or agreeing == 0 or agreeing == len(request.tokens):
         return blank
-    return dataclasses.replace(blank, agreeing=agreeing, here=request.sequence.packed[agreeing], there=parting.there)
+    return dataclasses.replace(blank, agreeing=agreeing, here=request.sequence.packed[agreeing], there=divergence.there)

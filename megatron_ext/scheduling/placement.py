@@ -22,9 +22,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megatron_ext.prefix_cache.partings import Depths
+from megatron_ext.prefix_cache.divergence import Depths
 
-PRIOR = 16  # partings
+PRIOR = 16  # divergences
 FEW = 4  # that a request may declare however short it is
 
 

@@ -88,7 +88,7 @@ def _positions(admission: Admission, room: int, limits: SchedulerLimits, cache: 
         return ()
     declared = [position // size for position in request.params.cache_checkpoint]
     first, last = admission.chunk.start // size, last_boundary(len(request.tokens), size) // size
-    blocks = place(first, last, room, declared, cache.partings.shown, limits.provisional)
+    blocks = place(first, last, room, declared, cache.divergences.shown, limits.provisional)
     return tuple(block * size for block in blocks if block != len(admission.matched))
 
 

@@ -138,7 +138,7 @@ class Scheduler:
         request, sequence, matched = admission.request, admission.request.sequence, admission.matched
         if sequence.ledger.matched_blocks is None and reads_cache(request):
             self._count_lost(request, len(matched), admission.chunk.start)
-            self.cache.note_parting(matched, self.limits.blocks_for(admission.chunk.start))
+            self.cache.note_divergence(matched, self.limits.blocks_for(admission.chunk.start))
         sequence.block_table = (*matched, *self.cache.allocate(admission.new_blocks))
         sequence.live_slot = self.live_slots.take()
         sequence.computed_end = admission.chunk.start
@@ -255,11 +255,13 @@ class Scheduler:
         if shared != own:  # somebody has published the same before
             sequence.block_table = (*table[:first], *shared, *table[complete:])
         size = self.limits.block_size
-        if self.cache.kept is not None:
-            self.cache.kept.keep_run(digests, parent or sequence.chain.root, sequence.packed, size, complete * size)
+        if self.cache.cached_token_ids is not None:
+            self.cache.cached_token_ids.keep_run(
+                digests, parent or sequence.chain.root, sequence.packed, size, complete * size
+            )
         if self.cache.observer is not None:
             run = PublishedRun(digests, parent, sequence.packed, size, complete * size, request.params.cache_salt)
-            self.cache.observer.blocks_there(run)
+            self.cache.observer.on_blocks_stored(run)
         self.pending_blocks.published(request.request_id, digests)
         self.queues.waiting.published(digests)
         sequence.published_blocks = complete

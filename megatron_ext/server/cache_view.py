@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 
 from megatron_ext.mcore.adapter import InferenceEngine
-from megatron_ext.prefix_cache.shown import shown
+from megatron_ext.prefix_cache.public_hash import public_hash
 from megatron_ext.server.metrics import Metrics
 from megatron_ext.server.request_manager import RequestManager
 
@@ -100,6 +100,6 @@ class CacheView:
         """With the engine's thread."""
         block_size = self._engine.geometry.block_size_tokens
         return [
-            {"digest": shown(prefix.digest), "tokens": prefix.blocks * block_size, "hits": prefix.hits}
+            {"digest": public_hash(prefix.digest), "tokens": prefix.blocks * block_size, "hits": prefix.hits}
             for prefix in self._engine.hottest_prefixes(HOTTEST_PREFIXES)
         ]

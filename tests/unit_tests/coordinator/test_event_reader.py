@@ -16,7 +16,7 @@ from megatron_ext.kv_events.publisher import Publisher
 from megatron_ext.kv_events.wire import encode
 from megatron_ext.prefix_cache.hash_chain import packed_tokens
 from megatron_ext.prefix_cache.observer import PublishedRun
-from megatron_ext.prefix_cache.shown import published_hash
+from megatron_ext.prefix_cache.public_hash import event_hash
 from megatron_ext.routing.router import Router
 from tests.unit_tests.support.fleet import FakeReplica, coordinator, eventually
 
@@ -63,20 +63,20 @@ def known(router: Router) -> int:
 async def test_what_was_there_before_and_what_comes_later():
     """RP-4: a reader that begins late, as that of a restarted coordinator, is told what there is."""
     with publisher(buffered=1) as one:
-        one.changes.blocks_there(published(5))
+        one.changes.on_blocks_stored(published(5))
         async with reading(one) as (router, _):
             await eventually(lambda: known(router) == 5)
-            one.changes.blocks_there(published(3, first=100, salt="s"))
+            one.changes.on_blocks_stored(published(3, first=100, salt="s"))
             await eventually(lambda: known(router) == 8)
             prompt = router.prompt(range(20))
             assert router.route(prompt).skipped == 19
-            one.changes.blocks_gone(published(5).digests[3:])
+            one.changes.on_blocks_removed(published(5).digests[3:])
             await eventually(lambda: known(router) == 6)
             assert router.route(prompt).skipped == 12
-            one.changes.cleared()
+            one.changes.on_cleared()
             await eventually(lambda: known(router) == 0)
         async with reading(one) as (router, _):
-            one.changes.blocks_there(published(2))
+            one.changes.on_blocks_stored(published(2))
             await eventually(lambda: known(router) == 2)
 
 
@@ -95,21 +95,21 @@ async def test_what_was_lost_is_asked_for(monkeypatch):
 
             stream._take = lossy
             for blocks in range(1, 10):
-                one.changes.blocks_there(published(blocks, first=200 * (blocks % 4)))
+                one.changes.on_blocks_stored(published(blocks, first=200 * (blocks % 4)))
             await eventually(lambda: known(router) == 9 + 6 + 7 + 8)
 
 
 async def test_two_caches_of_one_world_are_one_replica():
     with publisher() as one, publisher() as two:
         async with reading(one, two) as (router, _):
-            one.changes.blocks_there(published(5))
-            two.changes.blocks_there(published(3))
+            one.changes.on_blocks_stored(published(5))
+            two.changes.on_blocks_stored(published(3))
             await eventually(lambda: known(router) == 8)
-            one.changes.blocks_gone(published(5).digests)
+            one.changes.on_blocks_removed(published(5).digests)
             await eventually(lambda: known(router) == 3)
             assert router.route(router.prompt(range(20))).skipped == 12
-            one.changes.cleared()
-            one.changes.blocks_there(published(1, first=400))
+            one.changes.on_cleared()
+            one.changes.on_blocks_stored(published(1, first=400))
             await eventually(lambda: known(router) == 4)  # the block comes after the reset, which was of one alone
 
 
@@ -118,11 +118,11 @@ async def test_a_reader_that_lost_something_asks_until_it_knows_all(monkeypatch)
     monkeypatch.setattr("megatron_ext.coordinator.event_reader.QUIET", 0.05)
     monkeypatch.setattr("megatron_ext.coordinator.event_reader._REST", 0.01)
     with publisher() as one:
-        one.changes.blocks_there(published(5))
+        one.changes.on_blocks_stored(published(5))
         async with reading(one) as (router, reader):
             await eventually(lambda: known(router) == 5)
             stream = reader._streams[0]
-            last, hashes = stream._next - 1, [published_hash(digest) for digest in published(5).digests]
+            last, hashes = stream._next - 1, [event_hash(digest) for digest in published(5).digests]
             stream._tell(last, encode(0.0, [BlockStored([99], 98, packed_tokens(range(SIZE)), SIZE)], 0))
             assert not stream.is_whole
             stream._tell(last, encode(0.0, [BlockRemoved(hashes)], 0))
@@ -138,7 +138,7 @@ async def test_without_replay_what_comes_is_known():
             number = 0
             while not reader.events:  # a subscription takes a moment, and nobody says when it is there
                 number += 1
-                one.changes.blocks_there(published(1, first=number * SIZE))
+                one.changes.on_blocks_stored(published(1, first=number * SIZE))
                 await asyncio.sleep(0.02)
             assert 0 < known(router) <= number
 
@@ -148,7 +148,7 @@ async def test_a_coordinator_knows_what_its_replicas_publish():
     with publisher() as one:
         events = [{"endpoint": one.endpoint, "replay": one.replay_endpoint, "topic": "kv-events"}]
         fake = await FakeReplica(beat={"kv_events": events}).start()
-        one.changes.blocks_there(published(5))
+        one.changes.on_blocks_stored(published(5))
         async with coordinator(fake, replica_timeout=0.5) as front:
             await eventually(lambda: known(front.coordination.router) == 5)
             await front.complete(list(range(100, 160)))

@@ -15,7 +15,7 @@ from megatron_ext.kv_events.mirror import Mirror
 from megatron_ext.kv_events.wire import encode
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.hash_chain import block_digests
-from megatron_ext.prefix_cache.shown import published_hash, published_salt
+from megatron_ext.prefix_cache.public_hash import event_hash, event_salt
 from megatron_ext.routing.router import Router
 from megatron_ext.scheduling.scheduler import Scheduler
 from tests.priority import TestPriority
@@ -26,7 +26,7 @@ from tests.unit_tests.support.kv_events import Reader
 
 pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
-SALTS = {None: None, (published_salt("x"),): "x"}
+SALTS = {None: None, (event_salt("x"),): "x"}
 
 
 class Told:
@@ -77,9 +77,9 @@ class Told:
         states = {one for one in cached if cache.states is not None and cache.states.find(one) is not None}
         if self.has_states:
             cached = states | {before for one in states for before in cache._index.ancestors(one)}
-        names = {published_hash(digest): digest for digest in cached}
+        names = {event_hash(digest): digest for digest in cached}
         assert reader.blocks.keys() == names.keys()
-        assert reader.states == {published_hash(digest) for digest in states}
+        assert reader.states == {event_hash(digest) for digest in states}
         assert not reader.blocks or reader.ranks == {3}
         for name, digest in names.items():
             block = reader.blocks[name]
@@ -108,19 +108,19 @@ TestHybrid = HybridEvents.TestCase
 
 
 def forgets_removals(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Changes, "blocks_gone", lambda self, digests: None)
+    monkeypatch.setattr(Changes, "on_blocks_removed", lambda self, digests: None)
 
 
 def forgets_resets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Changes, "cleared", lambda self: None)
+    monkeypatch.setattr(Changes, "on_cleared", lambda self: None)
 
 
 def forgets_salts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mirrors, "published_salt", lambda salt: "another")
+    monkeypatch.setattr(mirrors, "event_salt", lambda salt: "another")
 
 
 def forgets_snapshots_that_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Changes, "snapshot_gone", lambda self, digest: None)
+    monkeypatch.setattr(Changes, "on_snapshot_removed", lambda self, digest: None)
 
 
 def tells_only_the_last_block(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +149,7 @@ def test_the_machines_see_planted_mistakes(machine, plant, monkeypatch):
 def test_a_salt_is_told_once_in_a_run_of_several_events():
     """RP-1, RP-3: a salted prompt of more blocks than an event has, told in two looks: routers find all of it."""
     size, blocks = 2, mirrors.MOST_BLOCKS + 6
-    tokens, salt = range(size * blocks), published_salt("x")
+    tokens, salt = range(size * blocks), event_salt("x")
     limits = make_limits(block_size=size, total_blocks=200, max_tokens=2 * blocks - 8, max_sequence_length=400)
     scheduler = Scheduler(limits, EvictionPolicyName.LRU, b"model")
     changes, mirror = Changes(), Mirror(size, has_states=False)

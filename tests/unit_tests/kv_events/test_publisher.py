@@ -15,7 +15,7 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.kv_events import publisher
 from megatron_ext.kv_events.mirror import Mirror
 from megatron_ext.kv_events.publisher import Publisher
-from megatron_ext.prefix_cache.shown import published_hash
+from megatron_ext.prefix_cache.public_hash import event_hash
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.step import describe_step
 from tests.unit_tests.scheduling.builders import make_limits, make_request
@@ -66,7 +66,7 @@ class World:
         assert len(self.scheduler.commit(step, {request.request_id: 5})) == 1
 
     def cached(self) -> set[int]:
-        return {published_hash(digest) for digest in self.scheduler.cache._index.digests()}
+        return {event_hash(digest) for digest in self.scheduler.cache._index.digests()}
 
 
 @pytest.fixture
@@ -122,7 +122,7 @@ def test_beyond_the_buffer_comes_the_present_index(world, start):
     for _ in range(12):
         world.request()
         replayed(asker, 2**40)  # so that each has a batch of its own
-    whole = {published_hash(digest) for digest in world.scheduler.cache.states._visible}
+    whole = {event_hash(digest) for digest in world.scheduler.cache.states._visible}
 
     def is_whole() -> bool:
         batches = replayed(asker, start)

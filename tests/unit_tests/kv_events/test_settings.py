@@ -12,7 +12,7 @@ from megatron_ext.config import EvictionPolicyName, RequestParams
 from megatron_ext.config.kv_events import LONGEST_IPC_PATH, IpcEndpoint, KvEventsConfig, TcpEndpoint, parse_endpoint
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore.adapter import InferenceEngine
-from megatron_ext.prefix_cache.shown import published_salt
+from megatron_ext.prefix_cache.public_hash import event_salt
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.server.cache_events import CacheEvents
 from tests.unit_tests.scheduling.builders import make_limits
@@ -160,5 +160,5 @@ def test_an_engine_computes_the_same_with_events():
         follower = Follower(events.publishers[0].replay_endpoint, engine.scheduler.cache)
         until(follower.has_all)
     told = follower.reader.blocks.values()
-    assert any(block.tokens == tuple(range(3, 19)) and block.extra == (published_salt("tenant"),) for block in told)
+    assert any(block.tokens == tuple(range(3, 19)) and block.extra == (event_salt("tenant"),) for block in told)
     assert any(block.tokens[-5:] == silent[0][0][6:11] for block in told), "an answer's tokens are told too"

@@ -178,10 +178,10 @@ def test_check_finds(damage):
 
 def parted(cache, matched, start):
     """What is shown once a request of these matched blocks has resumed behind `start` of them, eight times."""
-    before = cache.partings.shown
+    before = cache.divergences.shown
     for _ in range(8):
-        cache.note_parting(matched, start)
-    return [depth for depth, _ in cache.partings.shown if (depth, _) not in before]
+        cache.note_divergence(matched, start)
+    return [depth for depth, _ in cache.divergences.shown if (depth, _) not in before]
 
 
 def test_a_parting_is_where_what_is_cached_goes_on_otherwise():

@@ -301,7 +301,7 @@ def charges_the_whole_prefix_for_an_edge(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def weighs_blocks_by_snapshots_that_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FlopsBlocks, "snapshot_gone", lambda self, digest: None)
+    monkeypatch.setattr(FlopsBlocks, "on_snapshot_removed", lambda self, digest: None)
 
 
 def keeps_stale_sizes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,7 +59,7 @@ def test_lost_to_slots(prompts: list[list[int]], policy: EvictionPolicyName, slo
 
 
 def test_the_comparison_can_fail(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(Ghosts, "block_gone", lambda self, digest: None)
+    monkeypatch.setattr(Ghosts, "on_block_removed", lambda self, digest: None)
     prompts = [[1, 1, 1, 1], [0] * 12, [0, 1] * 6, [1, 1, 1, 1]]
     lru = EvictionPolicyName.LRU
     with pytest.raises(AssertionError):
@@ -82,8 +82,8 @@ def test_nothing_is_looked_up_while_nothing_is_gone(monkeypatch: pytest.MonkeyPa
 def test_only_so_much_is_remembered():
     ghosts = Ghosts(3)
     for i in range(10):
-        ghosts.block_gone(bytes([i]))
-        ghosts.snapshot_gone(bytes([i]))
+        ghosts.on_block_removed(bytes([i]))
+        ghosts.on_snapshot_removed(bytes([i]))
     assert len(ghosts) == 6
     assert ghosts.lost(3, [bytes([0])], 0, 0, 2, None).for_blocks == 0  # the oldest is forgotten
     assert ghosts.lost(3, [bytes([9])], 0, 0, 2, None).for_blocks == 2
@@ -93,13 +93,13 @@ def test_only_so_much_is_remembered():
 def test_slots_that_were_missing():
     """SI-6: one for each snapshot that found none since, and its own; those that went with their block had theirs."""
     ghosts = Ghosts()
-    ghosts.snapshot_gone(b"wanted")
-    ghosts.snapshot_gone_with_block(b"with its block")
-    ghosts.snapshot_gone(b"another")
+    ghosts.on_snapshot_removed(b"wanted")
+    ghosts.on_snapshot_removed_with_block(b"with its block")
+    ghosts.on_snapshot_removed(b"another")
     assert ghosts.last_snapshot([b"wanted"]).slots_short == 2
     assert ghosts.last_snapshot([b"another"]).slots_short == 1
-    ghosts.snapshot_back(b"with its block")
-    ghosts.snapshot_gone(b"with its block")
+    ghosts.on_snapshot_stored(b"with its block")
+    ghosts.on_snapshot_removed(b"with its block")
     assert ghosts.last_snapshot([b"wanted"]).slots_short == 3
 
 

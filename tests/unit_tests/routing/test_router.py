@@ -8,7 +8,7 @@ import pytest
 
 from megatron_ext.config.routing import RoutingConfig
 from megatron_ext.errors import ConfigError
-from megatron_ext.prefix_cache.shown import published_salt
+from megatron_ext.prefix_cache.public_hash import event_salt
 from megatron_ext.routing.router import Decision, Reason, Router
 
 SIZE = 4
@@ -100,7 +100,7 @@ def test_a_leader_in_flight_leaves_a_state_where_others_part_from_it():
 def test_salts_keep_tenants_apart():
     """RP-3: equal tokens under another salt, or none, have nothing in common."""
     router = fleet()
-    ours, others = published_salt("a"), published_salt("b")
+    ours, others = event_salt("a"), event_salt("b")
     hold(router, "1", 16, ours)
     skipped = [router.route(router.prompt(range(16), salt)).skipped for salt in (ours, others, None)]
     assert skipped == [15, 0, 0]

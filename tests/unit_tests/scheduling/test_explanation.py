@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.config import EvictionPolicyName
-from megatron_ext.prefix_cache.kept_tokens import KeptTokens
+from megatron_ext.prefix_cache.cached_token_ids import CachedTokenIds
 from megatron_ext.scheduling.explanation import Explanation, Why
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
@@ -148,7 +148,7 @@ def test_off_nothing_is_kept():
     request = request_of(0, range(12), num_tokens_to_generate=1)
     add(scheduler, request)
     step(scheduler)
-    assert scheduler.cache.kept is None
+    assert scheduler.cache.cached_token_ids is None
     assert request.sequence.ledger.explanation is None
     assert request.bare_record().prefix_cache_explanation is None
 
@@ -216,17 +216,17 @@ def test_random_lives(seed: int, slots: int | None):
 
 
 def one_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    parting = KeptTokens.parting
+    divergence = CachedTokenIds.divergence
 
-    def early(self: KeptTokens, before: bytes, tokens: object) -> object:
-        found = parting(self, before, tokens)
+    def early(self: CachedTokenIds, before: bytes, tokens: object) -> object:
+        found = divergence(self, before, tokens)
         return found and type(found)(max(0, found.agreeing - 1), found.there)
 
-    monkeypatch.setattr(KeptTokens, "parting", early)
+    monkeypatch.setattr(CachedTokenIds, "divergence", early)
 
 
 def keeps_what_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(KeptTokens, "drop", lambda self, digest: None)
+    monkeypatch.setattr(CachedTokenIds, "drop", lambda self, digest: None)
 
 
 @pytest.mark.parametrize("plant", [one_too_early, keeps_what_is_gone])

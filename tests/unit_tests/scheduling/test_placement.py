@@ -7,7 +7,7 @@ from itertools import combinations
 
 import pytest
 
-from megatron_ext.prefix_cache.partings import MOST_DEPTHS, MOST_PARTINGS, Partings
+from megatron_ext.prefix_cache.divergence import MAX_DIVERGENCES, MOST_DEPTHS, Divergences
 from megatron_ext.scheduling import placement
 from megatron_ext.scheduling.placement import ProvisionalRules, most_saved, place
 
@@ -85,10 +85,10 @@ def test_what_is_given_up_first_leaves_the_others_even():
 
 
 def test_the_record_is_bounded_and_seldom_changes():
-    partings, seen = Partings(), []
-    for number in range(2 * MOST_PARTINGS):
-        partings.note(number)
-        seen.append(partings.shown)
-    assert len(partings.shown) == MOST_DEPTHS
-    assert all(depth >= MOST_PARTINGS for depth, _ in partings.shown)
-    assert len(set(seen)) <= 2 * MOST_PARTINGS // 8 + 1
+    divergences, seen = Divergences(), []
+    for number in range(2 * MAX_DIVERGENCES):
+        divergences.note(number)
+        seen.append(divergences.shown)
+    assert len(divergences.shown) == MOST_DEPTHS
+    assert all(depth >= MAX_DIVERGENCES for depth, _ in divergences.shown)
+    assert len(set(seen)) <= 2 * MAX_DIVERGENCES // 8 + 1

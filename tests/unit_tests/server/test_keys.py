@@ -11,7 +11,7 @@ import pytest
 from megatron_ext.config import ServerConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.prefix_cache.hash_chain import block_digests, root_digest
-from megatron_ext.prefix_cache.shown import shown
+from megatron_ext.prefix_cache.public_hash import public_hash
 from megatron_ext.server.keys import Keys, load_keys
 from tests.unit_tests.server.test_errors import check_error
 from tests.unit_tests.support.driver import make_prompt
@@ -188,7 +188,7 @@ class TestDigests:
             assert cached(tiny, None) in (0, 32)
         (prefix,) = tiny.engine.hottest_prefixes(1)
         shared = [tiny.http.get("/prefix_cache").json()["hottest_prefixes"][0]["digest"] for _ in range(2)]
-        assert shared == [shown(prefix.digest)] * 2, "equal for as long as the process lives"
+        assert shared == [public_hash(prefix.digest)] * 2, "equal for as long as the process lives"
         assert re.fullmatch("[0-9a-f]{64}", shared[0])
         assert shared[0] != prefix.digest.hex()
         assert prefix.digest.hex() not in tiny.http.get("/prefix_cache").text

@@ -10,7 +10,7 @@ import msgpack
 import zmq
 
 from megatron_ext.prefix_cache.cache import PrefixCache
-from megatron_ext.prefix_cache.shown import published_hash
+from megatron_ext.prefix_cache.public_hash import event_hash
 
 PATIENCE = 30.0  # seconds until a test gives up; nothing is measured
 END = (2**64 - 1).to_bytes(8, "big")
@@ -149,5 +149,5 @@ class Follower:
         for number, payload in replayed(self.asker, self.reader.expected):
             assert self.reader.take([b"kv-events", number.to_bytes(8, "big"), payload])
         if self.cache.states is None:
-            return self.reader.blocks.keys() == {published_hash(one) for one in self.cache._index.digests()}
-        return self.reader.states == {published_hash(one) for one in self.cache.states._visible}
+            return self.reader.blocks.keys() == {event_hash(one) for one in self.cache._index.digests()}
+        return self.reader.states == {event_hash(one) for one in self.cache.states._visible}

@@ -17,7 +17,7 @@ MOST_COMPARED = 1024  # blocks that continue the same one; of more the first one
 
 
 @dataclass(frozen=True)
-class Parting:
+class Divergence:
     """Where a sequence parts from the cached block that it agrees with longest.
 
     Attributes:
@@ -29,7 +29,7 @@ class Parting:
     there: int
 
 
-class KeptTokens:
+class CachedTokenIds:
     """See the module."""
 
     def __init__(self) -> None:
@@ -71,14 +71,14 @@ class KeptTokens:
         self._before.clear()
         self._after.clear()
 
-    def parting(self, before: Digest, tokens: array[int]) -> Parting | None:
+    def divergence(self, before: Digest, tokens: array[int]) -> Divergence | None:
         """Of the blocks that continue `before`, the one that agrees longest with `tokens`; None if there is none.
 
         Args:
             before: A digest, or a root.
             tokens: Of a whole block that is not cached.
         """
-        best: Parting | None = None
+        best: Divergence | None = None
         for i, digest in enumerate(self._after.get(before, ())):
             if i == MOST_COMPARED:
                 break
@@ -86,7 +86,7 @@ class KeptTokens:
             agreeing = _agreeing(kept, tokens)
             assert agreeing < len(kept), "this block is cached"
             if best is None or agreeing > best.agreeing:
-                best = Parting(agreeing, kept[agreeing])
+                best = Divergence(agreeing, kept[agreeing])
         return best
 
     def check(self, cached: set[Digest]) -> None:

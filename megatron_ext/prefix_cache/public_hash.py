@@ -19,18 +19,18 @@ _EVENT_DOMAIN = b"mext.event"
 _SALT_DOMAIN = b"mext.salt"
 
 
-def shown(digest: Digest) -> str:
+def public_hash(digest: Digest) -> str:
     """What stands for a digest outside: 64 hexadecimal digits."""
     return blake2b(digest, digest_size=DIGEST_BYTES, key=_SECRET, person=_SHOWN_DOMAIN).hexdigest()
 
 
-def published_hash(digest: Digest) -> int:
+def event_hash(digest: Digest) -> int:
     """What stands for a digest in KV events: the same with 64 bits, as an integer."""
     keyed = blake2b(digest, digest_size=8, key=_SECRET, person=_EVENT_DOMAIN)
     return int.from_bytes(keyed.digest(), "big")
 
 
-def published_salt(salt: str) -> str:
+def event_salt(salt: str) -> str:
     """What stands for a request's salt in KV events: 32 hexadecimal digits, the same in every process.
 
     A router has to tell which prompts may share, so this one has no secret. Whoever reads events reads tokens too.

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections import Counter, deque
 
-MOST_PARTINGS = 512  # that are remembered
-_SHOWN_EVERY = 8  # partings, so that those who place snapshots by them seldom have to begin anew
+MAX_DIVERGENCES = 512  # that are remembered
+_SHOWN_EVERY = 8  # divergences, so that those who place snapshots by them seldom have to begin anew
 MOST_DEPTHS = 64  # that are shown, the commonest
 
 Depths = tuple[tuple[int, int], ...]
 """(blocks from the start, how many parted there), by depth."""
 
 
-class Partings:
+class Divergences:
     """A bounded record, the oldest goes first. It outlives a reset: what comes is of the same users.
 
     Attributes:
@@ -20,7 +20,7 @@ class Partings:
     """
 
     def __init__(self) -> None:
-        self._record: deque[int] = deque(maxlen=MOST_PARTINGS)
+        self._record: deque[int] = deque(maxlen=MAX_DIVERGENCES)
         self._noted = 0
         self.shown: Depths = ()
 
