@@ -197,7 +197,7 @@ class EngineClient:
             try:
                 self._core.abort(one.request)
             except Exception as error:
-                self._core.faults.note(f"the end of request {one.request.request_id}", error)
+                self._core.error_isolation.note(f"the end of request {one.request.request_id}", error)
 
     def _end_all(self) -> None:
         self._abort(list(self._pending.values()))
@@ -238,7 +238,7 @@ class EngineClient:
     def _step(self) -> StepOutput:
         output = self._core.step()
         self._failures = 0
-        with self._core.faults.absorbed("the observer of a step"):
+        with self._core.error_isolation.guard("the observer of a step"):
             self._listener.on_step(output)
         self._deliver(output)
         return output
@@ -268,10 +268,12 @@ class EngineClient:
             try:
                 one.notify()
             except Exception as error:
-                self._core.faults.note(f"the reader of request {one.request and one.request.request_id}", error)
+                self._core.error_isolation.note(
+                    f"the reader of request {one.request and one.request.request_id}", error
+                )
                 self._abort([one])
         if changed:
-            with self._core.faults.absorbed("a delivery"):
+            with self._core.error_isolation.guard("a delivery"):
                 self._listener.on_delivery(changed)
 
     def _note_failed_step(self, error: Exception) -> None:
@@ -281,8 +283,8 @@ class EngineClient:
         """
         is_lost = isinstance(error, RankError)
         self._failures = FAILED_STEPS + 1 if is_lost else self._failures + 1
-        self._core.faults.note(f"an engine step, {self._failures} in a row,", error)
-        with self._core.faults.absorbed("the observer of a failed step"):
+        self._core.error_isolation.note(f"an engine step, {self._failures} in a row,", error)
+        with self._core.error_isolation.guard("the observer of a failed step"):
             self._listener.on_failed_step(error)
             if isinstance(error, RankError):
                 self._listener.on_lost_ranks(error)

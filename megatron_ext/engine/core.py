@@ -10,10 +10,10 @@ from heapq import nlargest
 from operator import attrgetter
 
 from megatron_ext.config import RequestParams
+from megatron_ext.engine.error_isolation import ErrorIsolation
 from megatron_ext.engine.executor import Executor
-from megatron_ext.engine.faults import Faults
-from megatron_ext.engine.intake import Door, Intake
-from megatron_ext.engine.output import OutputProcessor
+from megatron_ext.engine.input_processor import InputProcessor, InputSettings
+from megatron_ext.engine.output_processor import OutputProcessor
 from megatron_ext.engine.replica import Replica, ReplicaStep
 from megatron_ext.engine.resources import ModelResources, NoResources
 from megatron_ext.engine.statistics import EngineStatistics, log_step
@@ -83,29 +83,31 @@ class EngineCore:
     def __init__(
         self,
         parts: Sequence[tuple[Scheduler, Executor]],
-        door: Door,
+        input_settings: InputSettings,
         *,
         proposals: Proposals | None = None,
         workers: Workers | None = None,
         resources: ModelResources | None = None,
         logging_interval: int = 0,
     ) -> None:
-        self.faults = Faults("the engine")
-        self.output = OutputProcessor(door.vocabulary, self.faults)
-        self.replicas = tuple(Replica(*part, door, self.output, self.faults, proposals) for part in parts)
+        self.error_isolation = ErrorIsolation("the engine")
+        self.output = OutputProcessor(input_settings.vocabulary, self.error_isolation)
+        self.replicas = tuple(
+            Replica(*part, input_settings, self.output, self.error_isolation, proposals) for part in parts
+        )
         self.workers: Workers = workers or NoWorkers()
         self.resources: ModelResources = resources or NoResources()
         self.logging_interval = logging_interval
         self.step_count = 0
         self.is_suspended = False
         self.host_work: Callable[[], None] = _no_host_work  # while the device computes; may only add requests
-        self._intake = Intake(door)
+        self._intake = InputProcessor(input_settings)
         self._turns = itertools.count()
 
     # Requests
 
     def tokenize(self, prompt: str | Sequence[int], add_bos: bool = False) -> tuple[int, ...]:
-        """Return the token ids of a prompt; see `Intake.tokenize`."""
+        """Return the token ids of a prompt; see `InputProcessor.tokenize`."""
         return self._intake.tokenize(prompt, add_bos)
 
     def add(
@@ -240,7 +242,7 @@ class EngineCore:
         for replica in self.replicas:
             replica.forget(ended)
         if self.logging_interval and step.chunks and self.step_count % self.logging_interval == 0:
-            with self.faults.absorbed("the log line of a step"):
+            with self.error_isolation.guard("the log line of a step"):
                 log_step(self.statistics(), step.chunks, step.seconds)
         return records
 

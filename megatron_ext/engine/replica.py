@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron_ext.engine.async_scheduling import AsyncScheduling
+from megatron_ext.engine.error_isolation import ErrorIsolation, describe
 from megatron_ext.engine.executor import Executor, launcher
-from megatron_ext.engine.faults import Faults, describe
 from megatron_ext.engine.in_flight_step import InFlightStep
-from megatron_ext.engine.intake import Door
-from megatron_ext.engine.output import OutputProcessor
+from megatron_ext.engine.input_processor import InputSettings
+from megatron_ext.engine.output_processor import OutputProcessor
 from megatron_ext.engine.result import StepResult
 from megatron_ext.engine.structured_output import StructuredOutputs
 from megatron_ext.errors import RestoreError
@@ -59,20 +59,20 @@ class Replica:
         self,
         scheduler: Scheduler,
         executor: Executor,
-        door: Door,
+        input_settings: InputSettings,
         output: OutputProcessor,
-        faults: Faults,
+        error_isolation: ErrorIsolation,
         proposals: Proposals | None,
     ) -> None:
         self.scheduler = scheduler
         self._executor, self._launch = executor, launcher(executor)
         self._output = output
-        self._faults = faults
+        self._error_isolation = error_isolation
         self._proposals = proposals
         self._drafts = NO_TOKENS  # proposed for the step that is planned next
         self._in_flight: InFlightStep | None = None  # the next step, where it has been launched
         self._last_seconds: float | None = 0.0  # of the step before; None if nothing was computed
-        self.structured = StructuredOutputs(scheduler, door.matcher, door.mask_thread)
+        self.structured = StructuredOutputs(scheduler, input_settings.matcher, input_settings.mask_thread)
         self.ahead = AsyncScheduling(scheduler, executor, is_on=proposals is None)
 
     def propose(self) -> None:
@@ -85,10 +85,10 @@ class Replica:
             return
         self._drafts = NO_TOKENS
         if self._proposals is not None:
-            with self._faults.absorbed("the drafter"):
+            with self._error_isolation.guard("the drafter"):
                 self._drafts, errors = self._proposals.ask(self.scheduler)
                 for error in errors:
-                    self._faults.note("the drafter", error, once=True)
+                    self._error_isolation.note("the drafter", error, once=True)
         self.structured.begin(self._drafts)
 
     @property
@@ -142,7 +142,7 @@ class Replica:
         self._output.ended += self.scheduler.commit(in_flight.step, result.tokens, result.target_tokens)
         self._last_seconds = time.perf_counter() - planned
         if self._proposals is not None:
-            with self._faults.absorbed("the drafter"):
+            with self._error_isolation.guard("the drafter"):
                 self._proposals.tell(self.scheduler.drafts.verified)
         else:  # no draft is to come
             self.structured.begin(NO_TOKENS)
@@ -171,7 +171,7 @@ class Replica:
 
         Nothing here may touch what the step is computed from: no plan, no end of a request, no change of the cache.
         """
-        with self._faults.absorbed("what the host does while a step is computed"):
+        with self._error_isolation.guard("what the host does while a step is computed"):
             self.scheduler.hash_ahead()
             host_work()
 
@@ -180,7 +180,7 @@ class Replica:
         self.ahead.forget_discarded()
         self.structured.forget(ended)
         if self._proposals is not None:
-            with self._faults.absorbed("the drafter"):
+            with self._error_isolation.guard("the drafter"):
                 self._proposals.forget(ended)
 
     def weights_changed(self) -> None:

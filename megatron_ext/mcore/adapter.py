@@ -14,7 +14,7 @@ from torch import nn
 
 from megatron_ext.config import RequestParams
 from megatron_ext.engine.core import EngineCore, EngineStep, active_requests
-from megatron_ext.engine.faults import Faults
+from megatron_ext.engine.error_isolation import ErrorIsolation
 from megatron_ext.engine.result import StepResult
 from megatron_ext.engine.statistics import EngineStatistics
 from megatron_ext.errors import ConfigError
@@ -127,9 +127,9 @@ class InferenceEngine(DynamicInferenceEngine):
         return self.core.scheduler
 
     @property
-    def faults(self) -> Faults:
+    def error_isolation(self) -> ErrorIsolation:
         """What went wrong beside the steps themselves."""
-        return self.core.faults
+        return self.core.error_isolation
 
     @property
     def step_count(self) -> int:
@@ -266,7 +266,7 @@ class InferenceEngine(DynamicInferenceEngine):
         records = self.core.report(context_state)
         for record in records:
             future = self._futures.pop(record.request_id, None)
-            with self.faults.absorbed("the future of a request"):
+            with self.error_isolation.guard("the future of a request"):
                 if future is not None and not future.done():
                     future.set_result(record)
         return {

@@ -13,7 +13,7 @@ from megatron.core.inference.text_generation_controllers.text_generation_control
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from megatron_ext.engine.faults import describe
+from megatron_ext.engine.error_isolation import describe
 from megatron_ext.engine.result import Score, StepResult
 from megatron_ext.mcore.idle import compute_idle_token
 from megatron_ext.mcore.logits_processing import process_logits

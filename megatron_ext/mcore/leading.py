@@ -8,7 +8,7 @@ import torch
 
 from megatron_ext.engine.core import EngineCore
 from megatron_ext.engine.executor import Executor
-from megatron_ext.engine.intake import Door
+from megatron_ext.engine.input_processor import InputSettings
 from megatron_ext.mcore.context import InferenceContext
 from megatron_ext.mcore.controller import InferenceController
 from megatron_ext.mcore.executor import StepExecutor
@@ -38,19 +38,21 @@ def make_core(
         team: All ranks; None for a world of one.
         context: Pools and plan.
         controller: Model and tokenizer.
-        seed: See `Door`.
+        seed: See `InputSettings`.
         logging_interval: See `EngineCore`.
     """
     plan = context.plan
     ends, words = ends_of(controller.tokenizer), partial(word_tokens, controller.tokenizer)
     matcher, most = controller.grammars.matcher, plan.limits.most_drafts
-    door = Door(controller.tokenize_prompt, controller.vocabulary, ends, seed, words, matcher, most)
+    input_settings = InputSettings(controller.tokenize_prompt, controller.vocabulary, ends, seed, words, matcher, most)
     drafter = controller.drafter
     proposals = None if drafter is None else Proposals(drafter, controller.vocabulary.has_tokens)
     resources, own = ContextResources(context, controller), StepExecutor(context, controller)
     if team is None:
         parts: list[tuple[Scheduler, Executor]] = [(make_scheduler(plan), own)]
-        return EngineCore(parts, door, proposals=proposals, resources=resources, logging_interval=logging_interval)
+        return EngineCore(
+            parts, input_settings, proposals=proposals, resources=resources, logging_interval=logging_interval
+        )
     schedulers = [
         JournalledScheduler(plan.limits, plan.policy, plan.fingerprint, plan.snapshot_slots)
         for _ in range(team.replicas)
@@ -60,7 +62,7 @@ def make_core(
     ]
     return EngineCore(
         list(zip(schedulers, executors, strict=True)),
-        door,
+        input_settings,
         proposals=proposals,
         workers=Driver(schedulers, team.link.send, team.heartbeat),
         resources=resources,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_ext.engine.faults import describe
+from megatron_ext.engine.error_isolation import describe
 
 # What torch's CPU allocator says, in a plain RuntimeError.
 _CPU_ALLOCATOR = ("can't allocate memory", "not enough memory")

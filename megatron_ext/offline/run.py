@@ -21,7 +21,7 @@ from megatron_ext.console.start import say_start
 from megatron_ext.console.terminal import Output, printable
 from megatron_ext.engine.client import EngineClient
 from megatron_ext.engine.core import StepOutput
-from megatron_ext.engine.intake import check_drafts
+from megatron_ext.engine.input_processor import check_drafts
 from megatron_ext.errors import ConfigError, OutputError
 from megatron_ext.interruption import Interruption
 from megatron_ext.mcore import platform

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from megatron_ext.engine.faults import describe
+from megatron_ext.engine.error_isolation import describe
 from megatron_ext.errors import RankError
 from megatron_ext.ranks.commands import Action, Batch, Resume, StartAnew
 from megatron_ext.ranks.journal import JournalledScheduler

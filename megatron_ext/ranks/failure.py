@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron_ext.engine.faults import describe
+from megatron_ext.engine.error_isolation import describe
 from megatron_ext.errors import ConfigError, OutputError, RankError
 from megatron_ext.interruption import Interrupted
 

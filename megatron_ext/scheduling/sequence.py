@@ -21,8 +21,8 @@ from megatron_ext.prefix_cache.block_pool import BlockId
 from megatron_ext.prefix_cache.hash_chain import Digest, HashChain, packed_tokens
 from megatron_ext.prefix_cache.matching import Restore
 from megatron_ext.scheduling.accounting import PrefillLedger
-from megatron_ext.scheduling.draws import Draws
 from megatron_ext.scheduling.live_slots import LiveSlot
+from megatron_ext.scheduling.request_rng import RequestRng
 from megatron_ext.scheduling.snapshot_positions import Snapshot, SnapshotPlan
 
 Masks = tuple[bytes, ...]  # a bit for each token id, the lowest first; see `Sequence`
@@ -70,7 +70,7 @@ class Sequence:
         self.snapshot_plan = SnapshotPlan()
         self.draft_states: tuple[Snapshot, ...] = ()
         self.ledger = PrefillLedger(len(prompt_tokens))
-        self.draws = Draws(seed)
+        self.rng = RequestRng(seed)
         self.masks: Masks = ()
 
     @property
@@ -116,7 +116,7 @@ class Sequence:
 
     def append(self, token: int) -> None:
         """A token was generated."""
-        self.draws.advance()
+        self.rng.advance()
         self.masks = ()
         self.tokens.append(token)
         self.packed.append(token)

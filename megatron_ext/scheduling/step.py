@@ -207,7 +207,7 @@ def _sampling(request: Request, drafts: tuple[int, ...] = ()) -> Sampling:
     logits_options = logits_options_of(request, drafts) if request.submission.processes_logits else None
     if params.is_greedy and logits_options is None:
         return _greedy(*wish, forbidden, top_n)
-    uniform = None if params.is_greedy else request.sequence.draws.current(len(drafts))
+    uniform = None if params.is_greedy else request.sequence.rng.current(len(drafts))
     return Sampling(*wish, uniform, forbidden, top_n, logits_options)
 
 

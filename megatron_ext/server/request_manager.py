@@ -16,7 +16,7 @@ from typing import TypeVar
 from megatron_ext.engine.client import ClientListener, EngineClient
 from megatron_ext.engine.client_request import EngineRequest
 from megatron_ext.engine.core import EngineCore, StepOutput
-from megatron_ext.engine.faults import Faults
+from megatron_ext.engine.error_isolation import ErrorIsolation
 from megatron_ext.errors import EngineClosed, RankError
 from megatron_ext.scheduling.record import RequestRecord, Status
 from megatron_ext.server.errors import ApiError, asleep, engine_fault, overloaded, shutting_down
@@ -63,7 +63,9 @@ class RequestManager:
         self._is_closed = False
         self.is_asleep = False
         self._falling_asleep = asyncio.Lock()  # and waking up
-        self._faults = Faults("the server")  # the event loop's own; those of the engine's thread are the engine's
+        self._error_isolation = ErrorIsolation(
+            "the server"
+        )  # the event loop's own; those of the engine's thread are the engine's
         self._client: EngineClient | None = None
 
     def start(self) -> None:
@@ -87,7 +89,7 @@ class RequestManager:
     @property
     def error_count(self) -> int:
         """Number of errors since the start: failed steps, and faults of the engine and the server."""
-        return self._faults.count + self._core.faults.count
+        return self._error_isolation.count + self._core.error_isolation.count
 
     @property
     def living(self) -> int:
@@ -193,14 +195,14 @@ class RequestManager:
         """Take note of a step that has been made."""
         self.is_healthy = self.is_healthy or has_computed
         for record in records:
-            with self._faults.absorbed("the metrics of a request"):
+            with self._error_isolation.guard("the metrics of a request"):
                 self._metrics.observe(record)
                 self._latencies.append(record.latency)
 
     def note_failed_step(self) -> None:
         """Take note of a step that has failed."""
         self.is_healthy = False
-        with self._faults.absorbed("the count of failed steps"):
+        with self._error_isolation.guard("the count of failed steps"):
             self._metrics.step_failures.inc()
 
     def note_lost_ranks(self, error: RankError) -> None:
@@ -249,7 +251,7 @@ class RequestManager:
     def _fail(self, request: EngineRequest, error: Exception) -> None:
         """End a request whose delivery has failed, in the engine too."""
         if request in self._handles:
-            self._faults.note("a delivery", error)
+            self._error_isolation.note("a delivery", error)
             self._end([self._handles[request]], engine_fault(error))
 
     def _forget(self, handles: Iterable[RequestHandle]) -> None:
@@ -280,7 +282,7 @@ class _Listener(ClientListener):
         """Observe the gaps between tokens, and have the event loop take note."""
         has_computed = bool(output.active) or any(one.status is Status.COMPLETED for one in output.records)
         self._post(lambda: self._manager.note_step(has_computed=has_computed, records=output.records))
-        with self._core.faults.absorbed("the metrics of a step"):
+        with self._core.error_isolation.guard("the metrics of a step"):
             self._observe_tokens(output)
 
     def _observe_tokens(self, output: StepOutput) -> None:
@@ -306,7 +308,7 @@ class _Listener(ClientListener):
 
     def on_call(self) -> None:
         """Leave the engine's numbers for readers of metrics."""
-        with self._core.faults.absorbed("the metrics of the engine"):
+        with self._core.error_isolation.guard("the metrics of the engine"):
             self._metrics.state = self._core.statistics()
 
     def on_failed_step(self, error: Exception) -> None:

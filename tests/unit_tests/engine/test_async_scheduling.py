@@ -13,7 +13,7 @@ from megatron_ext.config import EvictionPolicyName, RequestParams
 from megatron_ext.engine.core import EngineCore
 from megatron_ext.engine.executor import Computed
 from megatron_ext.engine.in_flight_step import InFlightStep
-from megatron_ext.engine.intake import Door
+from megatron_ext.engine.input_processor import InputSettings
 from megatron_ext.engine.result import Score, StepResult
 from megatron_ext.errors import RestoreError
 from megatron_ext.scheduling.async_planning import plan_of
@@ -63,8 +63,10 @@ class Paper:
         self.scheduler = Scheduler(self.limits, policy, b"ahead", slots)
         self.device = device(self.scheduler, BLOCK)
         tokenizer = PieceTokenizer(WORDS)
-        door = Door(tokenizer.tokenize, Vocabulary(tokenizer, WORDS), (END,), 1, lambda word: (), lambda form: None)
-        self.engine = EngineCore([(self.scheduler, self.device)], door)
+        input_settings = InputSettings(
+            tokenizer.tokenize, Vocabulary(tokenizer, WORDS), (END,), 1, lambda word: (), lambda form: None
+        )
+        self.engine = EngineCore([(self.scheduler, self.device)], input_settings)
         self.records: dict[int, RequestRecord] = {}
         self.params: dict[int, RequestParams] = {}
 

@@ -14,7 +14,7 @@ import pytest
 from megatron_ext.config import EvictionPolicyName, RequestParams
 from megatron_ext.engine.core import EngineCore
 from megatron_ext.engine.executor import Computed
-from megatron_ext.engine.intake import Door
+from megatron_ext.engine.input_processor import InputSettings
 from megatron_ext.engine.result import StepResult
 from megatron_ext.engine.thread import EngineThread
 from megatron_ext.scheduling.block_hasher import HASH_SLICE, BlockHasher
@@ -77,8 +77,10 @@ def new_engine(executor, notes: list[str]) -> EngineCore:
     limits = dataclasses.replace(LIMITS, block_size=16, max_tokens=64, max_sequence_length=100_000, total_blocks=20_000)
     scheduler = Scheduler(limits, EvictionPolicyName.LRU, b"overlap", None)
     tokenizer = PieceTokenizer(97)
-    door = Door(tokenizer.tokenize, Vocabulary(tokenizer, 97), (), 1, lambda word: (), lambda form: None)
-    engine = EngineCore([(scheduler, executor)], door)
+    input_settings = InputSettings(
+        tokenizer.tokenize, Vocabulary(tokenizer, 97), (), 1, lambda word: (), lambda form: None
+    )
+    engine = EngineCore([(scheduler, executor)], input_settings)
     for owner, name in ((scheduler, "schedule"), (scheduler, "commit"), (scheduler, "hash_ahead")):
         _note_calls(owner, name, notes)
     return engine
@@ -169,7 +171,7 @@ def test_a_lost_answer_sends_the_requests_back():
     engine.host_work = break_down
     step = engine.compute()
     assert step.parts[0].result is not None
-    assert engine.faults.count == 1
+    assert engine.error_isolation.count == 1
 
 
 # Hashing ahead

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from megatron_ext.engine import output
-from megatron_ext.engine.output import OutputProcessor
+from megatron_ext.engine import output_processor
+from megatron_ext.engine.output_processor import OutputProcessor
 from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
@@ -92,7 +92,9 @@ def inject_matcher_at_the_last_token(driver, patch, error) -> None:
 
 def inject_scores(driver, patch, error) -> None:
     patch.setattr(
-        output, "_note_scores", at_call(output._note_scores, 4, error, of=lambda r, *_: r.request_id == VICTIM)
+        output_processor,
+        "_note_scores",
+        at_call(output_processor._note_scores, 4, error, of=lambda r, *_: r.request_id == VICTIM),
     )
 
 
@@ -153,7 +155,7 @@ def test_an_error_of_one_request_ends_it_and_nothing_else(get_driver, expected, 
     }
     assert all(record.status is Status.COMPLETED for record in records.values())
     assert futures[VICTIM].result() is victim
-    assert driver.engine.faults.count == 1
+    assert driver.engine.error_isolation.count == 1
     assert_nothing_is_left(driver)
 
 
@@ -264,7 +266,7 @@ class TestWhatEndsNobody:
         for request_id in driver.engine._futures:
             driver.engine._futures[request_id] = Closed(loop=driver.engine._loop)
         self.check(driver, expected())
-        assert driver.engine.faults.count == 4
+        assert driver.engine.error_isolation.count == 4
         assert sum("the future of a request failed" in record.message for record in caplog.records) == 1
 
     @pytest.mark.parametrize("part", ["log_step", "use"])
@@ -282,7 +284,7 @@ class TestWhatEndsNobody:
         else:
             monkeypatch.setattr(driver.scheduler.cache, "use", fail)
         self.check(driver, expected())
-        assert driver.engine.faults.count == driver.engine.step_count
+        assert driver.engine.error_isolation.count == driver.engine.step_count
         assert sum("the log line of a step failed" in record.message for record in caplog.records) == 1
 
     def test_a_log_that_raises(self, get_driver, expected, broken_log, capsys):

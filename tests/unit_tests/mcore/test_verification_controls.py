@@ -49,7 +49,7 @@ def is_red(pair: Pair, answer: PendingOutput) -> bool:
     """Whether anybody objects: the engine itself, its invariants, the drafter, or the comparison."""
     try:
         driver = speak(pair, answer)
-        assert not driver.engine.faults.count, "the drafter saw another past"
+        assert not driver.engine.error_isolation.count, "the drafter saw another past"
         assert_same(driver, pair.plain)
         assert_same_cache(driver, pair.plain)
     except (AssertionError, RuntimeError):

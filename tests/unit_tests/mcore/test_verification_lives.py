@@ -103,4 +103,4 @@ def test_a_drafter_costs_its_drafts_only(get_driver, get_oracle, caplog):
     check_life(life, get_oracle("attention_only"))
     said = [record.getMessage() for record in caplog.records if "the drafter failed" in record.getMessage()]
     assert len(said) == 2, "once for what it raises, once for what it answers"
-    assert life.driver.engine.faults.count > len(said)
+    assert life.driver.engine.error_isolation.count > len(said)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from megatron_ext.config import EvictionPolicyName
 from megatron_ext.engine.core import EngineCore
-from megatron_ext.engine.intake import Door
+from megatron_ext.engine.input_processor import InputSettings
 from megatron_ext.engine.result import Score, StepResult
 from megatron_ext.engine.structured_output import Job
 from megatron_ext.ranks.commands import Batch
@@ -192,7 +192,7 @@ class World:
     def start(self, replicas: int) -> None:
         """A fleet, or one in place of another."""
         vocabulary, self.mask_thread = Vocabulary(Letters(), TOKENS), HandThread()
-        door = Door(
+        input_settings = InputSettings(
             lambda text, _: ["abc".index(letter) for letter in text],
             vocabulary,
             (EOD,),
@@ -206,7 +206,7 @@ class World:
         proposals = Proposals(Guesses(), vocabulary.has_tokens)
         self.driver = Driver(schedulers, self.send, heartbeat=1e9)
         parts = list(zip(schedulers, self.models, strict=True))
-        self.core = EngineCore(parts, door, proposals=proposals, workers=self.driver)
+        self.core = EngineCore(parts, input_settings, proposals=proposals, workers=self.driver)
 
     def start_anew(self) -> None:
         """As `InferenceEngine.reset` does."""

@@ -159,7 +159,7 @@ class TestGenerator:
             request = Request(Submission(arrival, (1,), make_request(0, 1).params, arrival=arrival, seed=seed))
             drawn = []
             for token in range(5):
-                drawn.append(request.sequence.draws.current())
+                drawn.append(request.sequence.rng.current())
                 request.append(token)
             return drawn
 
@@ -170,11 +170,11 @@ class TestGenerator:
 
     def test_a_repeated_step_draws_the_same_number(self):
         request, other = make_request(0, prompt=2), make_request(0, prompt=2)
-        first = request.sequence.draws.current()
-        assert request.sequence.draws.current() == first == other.sequence.draws.current()
+        first = request.sequence.rng.current()
+        assert request.sequence.rng.current() == first == other.sequence.rng.current()
         request.append(1)
         other.append(1)
-        assert request.sequence.draws.current() == other.sequence.draws.current() != first
+        assert request.sequence.rng.current() == other.sequence.rng.current() != first
 
 
 class TestEvents:

@@ -10,8 +10,8 @@ from megatron_ext.config import EvictionPolicyName, RequestParams
 from megatron_ext.prefix_cache.hash_chain import Digest
 from megatron_ext.prefix_cache.state_index import SlotId, StateIndex
 from megatron_ext.scheduling.draft_slots import DraftSlots
-from megatron_ext.scheduling.draws import Draws
 from megatron_ext.scheduling.request import Request
+from megatron_ext.scheduling.request_rng import RequestRng
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.step import describe_step
 from megatron_ext.scheduling.submission import Submission
@@ -46,7 +46,7 @@ def step_of(scheduler: Scheduler, token: int, *behind: int):
 class TestDraws:
     def test_looking_ahead_changes_nothing(self):
         """SP-3: a token has the number that it has without speculation, however often somebody looked."""
-        plain, looking, source = Draws(5), Draws(5), random.Random(1)
+        plain, looking, source = RequestRng(5), RequestRng(5), random.Random(1)
         for _ in range(50):
             ahead = [looking.current(i) for i in range(source.randint(0, 4))]
             assert ahead[:1] in ([], [plain.current()])
@@ -55,9 +55,9 @@ class TestDraws:
             looking.advance()
 
     def test_who_never_draws_uses_none_up(self):
-        draws = Draws(5)
+        draws = RequestRng(5)
         draws.advance()
-        assert draws.current() == Draws(5).current()
+        assert draws.current() == RequestRng(5).current()
 
 
 class TestWhatCame:

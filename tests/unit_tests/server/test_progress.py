@@ -9,7 +9,7 @@ import pytest
 
 from megatron_ext.config import RequestParams
 from megatron_ext.engine.client_request import EngineRequest
-from megatron_ext.engine.intake import Intake
+from megatron_ext.engine.input_processor import InputProcessor
 from megatron_ext.scheduling.request import Request
 from megatron_ext.server.progress import RequestHandle
 from megatron_ext.server.replies import CompletionReply
@@ -150,7 +150,7 @@ def test_a_late_reader_gets_the_same():
 @pytest.mark.parametrize("tokens", [20, 80])
 def test_streaming_copies_a_token_a_fixed_number_of_times(tiny, monkeypatch, tokens):
     """SE-2: once for the stream and once for the record, however many there are."""
-    requests, make = [], Intake.make
+    requests, make = [], InputProcessor.make
 
     def counting(*args: object, **kwargs: object) -> Request:
         request = make(*args, **kwargs)
@@ -158,7 +158,7 @@ def test_streaming_copies_a_token_a_fixed_number_of_times(tiny, monkeypatch, tok
         requests.append(request)
         return request
 
-    monkeypatch.setattr(Intake, "make", counting)
+    monkeypatch.setattr(InputProcessor, "make", counting)
     body = {"prompt": [9, 8, 7], "temperature": 0, "max_tokens": tokens, "stream": True, "logprobs": 1}
     answer = tiny.http.post("/v1/completions", json=body).text
     lines = [line.removeprefix("data: ") for line in answer.splitlines() if line]

@@ -82,11 +82,13 @@ def complete(number: int) -> None:
     Raises:
         PinnedMemoryError: Somebody did not.
     """
-    faults = torch.ops.pretended.take_faults()
+    error_isolation = torch.ops.pretended.take_faults()
     torch.ops.pretended.complete(number)
-    if faults:
+    if error_isolation:
         copies = [str(one) for one in STATE.notes if one.kind.startswith(_COPIES)]
-        raise PinnedMemoryError(f"pinned memory was {faults[0]} before its copy was waited for; copies: {copies}")
+        raise PinnedMemoryError(
+            f"pinned memory was {error_isolation[0]} before its copy was waited for; copies: {copies}"
+        )
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from megatron_ext.text.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True)
-class Door:
+class InputSettings:
     """What requests are made with.
 
     Attributes:
@@ -41,11 +41,11 @@ class Door:
     mask_thread: MaskThread = field(default_factory=MaskThread)
 
 
-class Intake:
+class InputProcessor:
     """Makes requests, and counts them."""
 
-    def __init__(self, door: Door) -> None:
-        self._door = door
+    def __init__(self, input_settings: InputSettings) -> None:
+        self._settings = input_settings
         self._next_arrival = 0
 
     def tokenize(self, prompt: str | Sequence[int], add_bos: bool = False) -> tuple[int, ...]:
@@ -54,10 +54,10 @@ class Intake:
         Raises:
             ConfigError: It is empty, or has an id that is no token.
         """
-        tokens = plain_ids(self._door.tokenize(prompt, add_bos) if isinstance(prompt, str) else prompt)
+        tokens = plain_ids(self._settings.tokenize(prompt, add_bos) if isinstance(prompt, str) else prompt)
         if not tokens:
             raise ConfigError("the prompt is empty; it needs at least one token")
-        self._door.vocabulary.check_prompt(tokens)
+        self._settings.vocabulary.check_prompt(tokens)
         return tokens
 
     def make(self, request_id: int, tokens: tuple[int, ...], params: RequestParams, text: str | None) -> Request:
@@ -69,29 +69,29 @@ class Intake:
         """
         ends = self._end_ids(params)
         _check_checkpoints(params.cache_checkpoint, len(tokens))
-        check_drafts(params, self._door.most_drafts)
+        check_drafts(params, self._settings.most_drafts)
         if params.form is not None:
-            self._door.matcher(params.form)
+            self._settings.matcher(params.form)
             if not ends:
                 raise ConfigError("response_format needs a token that ends the answer; leave ignore_eos out")
         if params.logit_bias:
-            self._door.vocabulary.check_biased([token for token, _ in params.logit_bias])
+            self._settings.vocabulary.check_biased([token for token, _ in params.logit_bias])
         submission = Submission(
             request_id=request_id,
             prompt_tokens=tokens,
             params=params,
             arrival=self._next_arrival,
-            seed=params.seed if params.seed is not None else f"{self._door.seed}/{request_id}",
+            seed=params.seed if params.seed is not None else f"{self._settings.seed}/{request_id}",
             end_ids=ends,
             prompt_text=text,
-            bad_words=tuple(tokens for word in params.bad_words for tokens in self._door.word_tokens(word)),
+            bad_words=tuple(tokens for word in params.bad_words for tokens in self._settings.word_tokens(word)),
         )
         self._next_arrival += 1
         return Request(submission)
 
     def _end_ids(self, params: RequestParams) -> tuple[int, ...]:
         """Tokens that end a request: those of a document unless it names another or ignores them, and its own."""
-        usual = self._door.ends if params.termination_id is None else (params.termination_id,)
+        usual = self._settings.ends if params.termination_id is None else (params.termination_id,)
         return tuple(dict.fromkeys((*(() if params.ignore_eos else usual), *params.stop_token_ids)))
 
 

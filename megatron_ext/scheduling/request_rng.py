@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 
-class Draws:
+class RequestRng:
     """Uniform numbers for a request's tokens, one a token, from a generator of its own.
 
     Args:

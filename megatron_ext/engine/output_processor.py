@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from megatron_ext.engine.faults import Faults, describe
+from megatron_ext.engine.error_isolation import ErrorIsolation, describe
 from megatron_ext.engine.result import StepResult
 from megatron_ext.errors import CheckpointError
 from megatron_ext.scheduling.record import RequestRecord, Status
@@ -46,9 +46,9 @@ class OutputProcessor:
         faults: Counts errors.
     """
 
-    def __init__(self, vocabulary: Vocabulary, faults: Faults) -> None:
+    def __init__(self, vocabulary: Vocabulary, error_isolation: ErrorIsolation) -> None:
         self._vocabulary = vocabulary
-        self._faults = faults
+        self._error_isolation = error_isolation
         self._outputs: dict[int, _Output] = {}
         self.ended: list[Request] = []  # since the last report
         self.reported_count = 0
@@ -111,7 +111,7 @@ class OutputProcessor:
             error: Of the matcher; other errors than `ValueError` are logged as faults, too.
         """
         if not isinstance(error, ValueError):
-            self._faults.note(f"the grammar of request {request.request_id}", error)
+            self._error_isolation.note(f"the grammar of request {request.request_id}", error)
         self._end(request, Status.FAILED, error=f"the output cannot satisfy response_format: {error}")
 
     def abort(self, request: Request) -> bool:
@@ -124,7 +124,7 @@ class OutputProcessor:
     def fail(self, request: Request, error: Exception, *, is_noted: bool = False) -> None:
         """End a request as FAILED, with an error that is counted and logged unless it has been."""
         if not is_noted:
-            self._faults.note(f"request {request.request_id}", error)
+            self._error_isolation.note(f"request {request.request_id}", error)
         self._end(request, Status.FAILED, error=describe(error), is_fault=not isinstance(error, CheckpointError))
 
     def _end(
@@ -155,7 +155,7 @@ class OutputProcessor:
         try:
             record = request.to_record(self._generated_text(request))
         except Exception as error:
-            self._faults.note(f"the record of request {request.request_id}", error)
+            self._error_isolation.note(f"the record of request {request.request_id}", error)
             if request.status is not Status.FAILED:  # else it has its error
                 request.revise(Status.FAILED, error=describe(error), is_fault=not isinstance(error, CheckpointError))
             record = request.bare_record()

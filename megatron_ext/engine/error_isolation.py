@@ -25,7 +25,7 @@ def describe(error: BaseException) -> str:
     return f"{name}: {words[:_MOST_CHARACTERS]}" if words else name
 
 
-class Faults:
+class ErrorIsolation:
     """What went wrong beside the steps themselves.
 
     Args:
@@ -60,7 +60,7 @@ class Faults:
                 traceback.print_exception(error, file=sys.stderr)
 
     @contextlib.contextmanager
-    def absorbed(self, what: str) -> Iterator[None]:
+    def guard(self, what: str) -> Iterator[None]:
         """Within it an error ends nothing but the rest of the block. It is logged once, however often it comes back."""
         try:
             yield
