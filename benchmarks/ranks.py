@@ -29,11 +29,11 @@ from megatron_ext.config import BatchingConfig, ModelConfig, ParallelConfig, Req
 from megatron_ext.engine.result import StepResult
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.adapter import InferenceEngine
-from megatron_ext.mcore.assemble import build_engine, build_follower
+from megatron_ext.mcore.assemble import build_engine, build_worker
 from megatron_ext.mcore.controller import InferenceController
-from megatron_ext.mcore.teams import form_team
+from megatron_ext.mcore.rank_info import make_parallel_context
 from megatron_ext.models.build import build_model
-from megatron_ext.ranks import link, results
+from megatron_ext.ranks import link, shared_results
 
 CPU = torch.device("cpu")
 TINY = ModelConfig(
@@ -168,14 +168,19 @@ def leading(parallel: ParallelConfig, config: ModelConfig) -> Iterator[Inference
     """An engine on rank 0; the others have followed until its end when they get None."""
     platform.initialize(parallel)
     model = build_model(config, device=CPU, parallel=parallel)
-    team, tokenizer = form_team(dataclasses.replace(parallel, distributed_timeout_minutes=TIMEOUT / 60)), Ids()
+    parallel_context, tokenizer = (
+        make_parallel_context(dataclasses.replace(parallel, distributed_timeout_minutes=TIMEOUT / 60)),
+        Ids(),
+    )
     tokenizer.vocab_size = config.vocab_size
     batching = BatchingConfig(block_size=64, block_count=400, max_requests=DECODING)
-    if team is not None and not team.is_leader:
-        build_follower(model, config, tokenizer, batching, dtype=torch.float32, team=team).follow()
+    if parallel_context is not None and not parallel_context.is_driver:
+        build_worker(
+            model, config, tokenizer, batching, dtype=torch.float32, parallel_context=parallel_context
+        ).follow()
         yield None
         return
-    engine = build_engine(model, config, tokenizer, batching, dtype=torch.float32, team=team)
+    engine = build_engine(model, config, tokenizer, batching, dtype=torch.float32, parallel_context=parallel_context)
     yield engine
     engine.close()
 
@@ -206,7 +211,7 @@ class HostCost:
 
     step: float
     commands: float
-    results: float
+    shared_results: float
 
 
 def host_cost(parallel: ParallelConfig, steps: int) -> HostCost | None:
@@ -214,7 +219,7 @@ def host_cost(parallel: ParallelConfig, steps: int) -> HostCost | None:
     with (
         mock.patch.object(InferenceController, "compute_step", _no_model),
         timed(link.Link, "send") as sent,
-        timed(results.Results, "share") as shared,
+        timed(shared_results.Results, "share") as shared,
         leading(parallel, TINY) as engine,
     ):
         if engine is None:
@@ -256,12 +261,12 @@ class Sent:
     """Sizes of messages, in bytes."""
 
     commands: list[int] = field(default_factory=list)
-    results: list[int] = field(default_factory=list)
+    shared_results: list[int] = field(default_factory=list)
 
 
 def broadcast_bytes(parallel: ParallelConfig) -> dict[str, Sent] | None:
     """Each step's messages."""
-    with counted(link) as commands, counted(results) as tokens, leading(parallel, TINY) as engine:
+    with counted(link) as commands, counted(shared_results) as tokens, leading(parallel, TINY) as engine:
         if engine is None:
             return None
 

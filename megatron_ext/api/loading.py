@@ -15,7 +15,7 @@ from megatron_ext.memory.limits import check_address_space
 
 if TYPE_CHECKING:
     from megatron_ext.api.engine import LoadedEngine
-    from megatron_ext.ranks.team import Team
+    from megatron_ext.ranks.parallel_context import ParallelContext
 
 
 def load_engine(**settings: Setting) -> LoadedEngine:
@@ -77,9 +77,9 @@ def _load(settings: InferenceSettings) -> LoadedEngine:
 
     defaults = request_defaults(settings.source, settings.sampling_given)
     with contextlib.ExitStack() as stack:
-        team = stack.enter_context(_together(settings, leads=True))
-        args = EngineArgs(settings, team)
-        naming = None if team is not None else naming_of(settings.source, args.loaded.config)
+        parallel_context = stack.enter_context(_together(settings, leads=True))
+        args = EngineArgs(settings, parallel_context)
+        naming = None if parallel_context is not None else naming_of(settings.source, args.loaded.config)
         return LoadedEngine(args.build_engine(), args.loaded, naming, defaults, PROCESS_GROUPS.leave)
 
 
@@ -87,14 +87,14 @@ def _follow(settings: InferenceSettings) -> None:
     from megatron_ext.mcore.process_groups import PROCESS_GROUPS
     from megatron_ext.models.engine_args import follow
 
-    with _together(settings, leads=False) as team:
-        assert team is not None, "a rank that is alone leads"
-        follow(settings, team, on_ready=lambda: None)
+    with _together(settings, leads=False) as parallel_context:
+        assert parallel_context is not None, "a rank that is alone leads"
+        follow(settings, parallel_context, on_ready=lambda: None)
     PROCESS_GROUPS.leave()
 
 
 @contextlib.contextmanager
-def _together(settings: InferenceSettings, *, leads: bool) -> Iterator[Team | None]:
+def _together(settings: InferenceSettings, *, leads: bool) -> Iterator[ParallelContext | None]:
     """All ranks, in groups that are left if the block fails; what raises in it on one rank ends the others, too.
 
     Args:
@@ -104,7 +104,7 @@ def _together(settings: InferenceSettings, *, leads: bool) -> Iterator[Team | No
     from megatron_ext.console.machine import check_machine
     from megatron_ext.console.start import say_start
     from megatron_ext.mcore.process_groups import PROCESS_GROUPS, is_there
-    from megatron_ext.mcore.teams import form_team
+    from megatron_ext.mcore.rank_info import make_parallel_context
     from megatron_ext.ranks.failure import ending_together
 
     say_start(settings.start)
@@ -113,12 +113,12 @@ def _together(settings: InferenceSettings, *, leads: bool) -> Iterator[Team | No
     PROCESS_GROUPS.enter(settings.parallel)
     try:
         with ending_together(settings.parallel.distributed_timeout_minutes):
-            team = form_team(settings.parallel)
-            if team is None:
+            parallel_context = make_parallel_context(settings.parallel)
+            if parallel_context is None:
                 _check_role(0, leads)
             else:
-                team.ask_all(partial(_check_role, team.here.rank, leads))
-            yield team
+                parallel_context.ask_all(partial(_check_role, parallel_context.here.rank, leads))
+            yield parallel_context
     except BaseException:
         PROCESS_GROUPS.leave()
         raise

@@ -16,26 +16,26 @@ from torch.profiler import ProfilerActivity, profile
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.mcore.phases import named_phases
-from megatron_ext.ranks.team import Team
+from megatron_ext.ranks.parallel_context import ParallelContext
 
 logger = logging.getLogger(__name__)
 
 MOST_STEPS = 100  # a trace of a hundred steps has tens of megabytes, and viewers give up at a gigabyte
 
 
-def check_profile(directory: str | None, team: Team | None) -> None:
+def check_profile(directory: str | None, parallel_context: ParallelContext | None) -> None:
     """See that a trace can be written, before anything is loaded.
 
     Args:
         directory: As `--profile` names it; made if it is not there. None for no trace.
-        team: All ranks; None for a world of one.
+        parallel_context: All ranks; None for a world of one.
 
     Raises:
         ConfigError: It cannot be, or there are several ranks.
     """
     if directory is None:
         return
-    if team is not None:
+    if parallel_context is not None:
         raise ConfigError("--profile is for one rank: its phases are those of an engine that computes alone")
     try:
         os.makedirs(directory, exist_ok=True)

@@ -20,11 +20,11 @@ from megatron_ext.engine.statistics import EngineStatistics
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore.context import InferenceContext
 from megatron_ext.mcore.controller import InferenceController
-from megatron_ext.mcore.leading import make_core
+from megatron_ext.mcore.driver import make_core
 from megatron_ext.mcore.params import to_request_params
 from megatron_ext.memory.budget import Geometry
 from megatron_ext.prefix_cache.block_index import CachedPrefix
-from megatron_ext.ranks.team import Team
+from megatron_ext.ranks.parallel_context import ParallelContext
 from megatron_ext.scheduling.record import RequestRecord
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
@@ -41,7 +41,7 @@ class InferenceEngine(DynamicInferenceEngine):
         context: Pools and plan.
         random_seed: Requests without a seed of their own get one derived from it and their id.
         inference_logging_step_interval: Log a line every so many steps; 0 is never.
-        team: All ranks, of which this is the first; None for a world of one.
+        parallel_context: All ranks, of which this is the first; None for a world of one.
 
     Attributes:
         core: The engine; a new one after each `reset`.
@@ -58,9 +58,9 @@ class InferenceEngine(DynamicInferenceEngine):
         random_seed: int = 1234,
         *,
         inference_logging_step_interval: int = 0,
-        team: Team | None = None,
+        parallel_context: ParallelContext | None = None,
     ) -> None:
-        self._team = team
+        self._parallel_context = parallel_context
         super().__init__(
             controller,
             context,
@@ -83,7 +83,11 @@ class InferenceEngine(DynamicInferenceEngine):
                 future.cancel()
         self._futures: dict[int, asyncio.Future[RequestRecord]] = {}  # by request id
         self.core = make_core(
-            self._team, self.context, self.controller, self.random_seed, self.inference_logging_step_interval
+            self._parallel_context,
+            self.context,
+            self.controller,
+            self.random_seed,
+            self.inference_logging_step_interval,
         )
         self.context.attach(self.core.scheduler)
         self.context.reset()

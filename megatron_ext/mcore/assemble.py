@@ -16,15 +16,15 @@ from megatron_ext.mcore.context import InferenceContext
 from megatron_ext.mcore.controller import InferenceController
 from megatron_ext.mcore.draft_costs import chosen_costs, measure_costs
 from megatron_ext.mcore.drafting import DraftModel, DraftParts
+from megatron_ext.mcore.driver import make_worker
 from megatron_ext.mcore.layer_map import layer_places, model_shape
-from megatron_ext.mcore.leading import make_follower
 from megatron_ext.mcore.programs.cuda_graph_setup import cuda_graph_runner_for
 from megatron_ext.memory.agreement import NO_PEERS, Peers
 from megatron_ext.memory.draft import NO_DRAFT_MODEL, DraftMemory
 from megatron_ext.memory.plan import EnginePlan, plan_engine
 from megatron_ext.ops import backend_selection, cpp
-from megatron_ext.ranks.follower import Follower
-from megatron_ext.ranks.team import Team
+from megatron_ext.ranks.parallel_context import ParallelContext
+from megatron_ext.ranks.worker import Worker
 from megatron_ext.speculation.drafter import Drafter
 from megatron_ext.speculation.drafting import Drafting
 
@@ -40,7 +40,7 @@ def build_engine(
     seed: int = 1234,
     token_rounder: int = 1,
     logging_step_interval: int = 0,
-    team: Team | None = None,
+    parallel_context: ParallelContext | None = None,
     speculative_tokens: int = 0,
     drafter: Drafter | None = None,
     speculation: SpeculationConfig = NO_SPECULATION,
@@ -48,14 +48,14 @@ def build_engine(
 ) -> InferenceEngine:
     """Build the engine; the pools are allocated on the model's device.
 
-    With several ranks this is for rank 0, and all others call `build_follower` with the same settings.
+    With several ranks this is for rank 0, and all others call `build_worker` with the same settings.
 
     Args:
         cache: Prefix caching; its defaults if missing.
         tokenizer: Needs tokenize, detokenize, eod and bos.
         dtype: Type of the parameters, and of the KV cache.
         token_rounder: See `InferenceContext`.
-        team: All ranks; None for a world of one.
+        parallel_context: All ranks; None for a world of one.
         speculative_tokens: The most drafts of a request that a step verifies; all ranks are told the same.
         drafter: Proposes them; on rank 0 only.
         speculation: In place of the two: the settings of drafts, and the drafter that they say.
@@ -67,7 +67,7 @@ def build_engine(
     most = speculation.num_speculative_tokens or speculative_tokens
     memory = NO_DRAFT_MODEL if draft is None else draft.memory(batching)
     controller = _build_controller(
-        model, config, tokenizer, batching, cache, dtype, token_rounder, team, most, draft=memory
+        model, config, tokenizer, batching, cache, dtype, token_rounder, parallel_context, most, draft=memory
     )
     context = controller.inference_wrapped_model.inference_context
     controller.drafter = drafter
@@ -77,7 +77,11 @@ def build_engine(
         context.drafting = Drafting(speculation, chosen_costs(speculation, device_type), drafting_model)
         controller.drafter = context.drafting
     engine = InferenceEngine(
-        controller, context, random_seed=seed, inference_logging_step_interval=logging_step_interval, team=team
+        controller,
+        context,
+        random_seed=seed,
+        inference_logging_step_interval=logging_step_interval,
+        parallel_context=parallel_context,
     )
     if speculation.speculative_measure_costs:
         assert context.drafting is not None, "costs are those of drafts"
@@ -85,7 +89,7 @@ def build_engine(
     return engine
 
 
-def build_follower(
+def build_worker(
     model: MambaModel,
     config: ModelConfig,
     tokenizer: object,
@@ -94,14 +98,14 @@ def build_follower(
     *,
     dtype: torch.dtype,
     token_rounder: int = 1,
-    team: Team,
+    parallel_context: ParallelContext,
     speculative_tokens: int = 0,
-) -> Follower:
+) -> Worker:
     """What a rank other than 0 has in place of an engine; see `build_engine`."""
     controller = _build_controller(
-        model, config, tokenizer, batching, cache, dtype, token_rounder, team, speculative_tokens
+        model, config, tokenizer, batching, cache, dtype, token_rounder, parallel_context, speculative_tokens
     )
-    return make_follower(team, controller.inference_wrapped_model.inference_context, controller)
+    return make_worker(parallel_context, controller.inference_wrapped_model.inference_context, controller)
 
 
 def build_draft_model(parts: DraftParts, plan: EnginePlan, batching: BatchingConfig) -> DraftModel:
@@ -132,7 +136,7 @@ def _build_controller(
     cache: CacheConfig | None,
     dtype: torch.dtype,
     token_rounder: int,
-    team: Team | None,
+    parallel_context: ParallelContext | None,
     speculative_tokens: int,
     draft: DraftMemory = NO_DRAFT_MODEL,
 ) -> InferenceController:
@@ -147,14 +151,16 @@ def _build_controller(
         cache or CacheConfig(),
         device_type=device.type,
         available_bytes=platform.available_memory(device),
-        peers=NO_PEERS if team is None else Peers(team.here.rank, team.first_replica, team.ask_all),
+        peers=NO_PEERS
+        if parallel_context is None
+        else Peers(parallel_context.here.rank, parallel_context.first_replica, parallel_context.ask_all),
         speculative_tokens=speculative_tokens,
         draft=draft,
     )
     context = InferenceContext(plan, layer_places(model), device, token_rounder)
     controller = _wrapped(model, config, tokenizer, dtype, context)
     controller.operators = backend_selection.preferred(batching.operator_backend)
-    context.cuda_graph_runner = cuda_graph_runner_for(context, controller, batching, is_alone=team is None)
+    context.cuda_graph_runner = cuda_graph_runner_for(context, controller, batching, is_alone=parallel_context is None)
     return controller
 
 

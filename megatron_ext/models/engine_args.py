@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from megatron_ext.config import CacheConfig
 from megatron_ext.config.run import EngineSettings
 from megatron_ext.mcore.adapter import InferenceEngine
-from megatron_ext.mcore.assemble import build_engine, build_follower
+from megatron_ext.mcore.assemble import build_engine, build_worker
 from megatron_ext.models.drafting import load_draft_model
 from megatron_ext.models.load import LoadedModel, load_model, save_model
-from megatron_ext.ranks.team import Team
+from megatron_ext.ranks.parallel_context import ParallelContext
 
 
 class EngineArgs:
@@ -20,7 +20,7 @@ class EngineArgs:
 
     Args:
         settings: Model, parallel sizes, batching, caching, speculation.
-        team: All ranks, of which this is the first; None for a world of one.
+        parallel_context: All ranks, of which this is the first; None for a world of one.
 
     Attributes:
         loaded: The model.
@@ -29,9 +29,9 @@ class EngineArgs:
         ConfigError: The model cannot be had as the settings say.
     """
 
-    def __init__(self, settings: EngineSettings, team: Team | None = None) -> None:
+    def __init__(self, settings: EngineSettings, parallel_context: ParallelContext | None = None) -> None:
         self._settings = settings
-        self._team = team
+        self._parallel_context = parallel_context
         self.loaded = _load(settings)
         self._draft = load_draft_model(settings.speculation, settings.source, settings.parallel, self.loaded)
 
@@ -54,20 +54,23 @@ class EngineArgs:
             dtype=loaded.dtype,
             seed=settings.source.seed,
             logging_step_interval=settings.logging_step_interval,
-            team=self._team,
+            parallel_context=self._parallel_context,
             speculation=settings.speculation,
             draft=self._draft,
         )
 
 
 def follow(
-    settings: EngineSettings, team: Team, on_ready: Callable[[], None], caches: Sequence[CacheConfig] | None = None
+    settings: EngineSettings,
+    parallel_context: ParallelContext,
+    on_ready: Callable[[], None],
+    caches: Sequence[CacheConfig] | None = None,
 ) -> None:
     """Take the same steps as rank 0, which has requests and results, until it says stop.
 
     Args:
         settings: Those of rank 0.
-        team: All ranks.
+        parallel_context: All ranks.
         on_ready: Called before the first step: from now on this rank ends when rank 0 does.
         caches: Prefix caching of rank 0's engines, one after the other; by default one, as the settings say.
 
@@ -77,14 +80,14 @@ def follow(
     """
     loaded = _load(settings)
     for cache in caches or [settings.cache]:
-        follower = build_follower(
+        follower = build_worker(
             loaded.model,
             loaded.config,
             loaded.tokenizer,
             settings.batching,
             cache,
             dtype=loaded.dtype,
-            team=team,
+            parallel_context=parallel_context,
             speculative_tokens=settings.speculation.num_speculative_tokens,
         )
         on_ready()

@@ -26,7 +26,7 @@ from megatron_ext.errors import ConfigError, OutputError
 from megatron_ext.interruption import Interruption
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.adapter import InferenceEngine
-from megatron_ext.mcore.teams import form_team
+from megatron_ext.mcore.rank_info import make_parallel_context
 from megatron_ext.models.engine_args import EngineArgs, follow
 from megatron_ext.models.generation_defaults import request_defaults
 from megatron_ext.offline.comparison import comparable, compare, print_comparison, problems
@@ -40,7 +40,7 @@ from megatron_ext.offline.results import build_results
 from megatron_ext.offline.selection import selected
 from megatron_ext.offline.submission import Pass, check_schedule, run_passes
 from megatron_ext.ranks.failure import ending_together
-from megatron_ext.ranks.team import Team
+from megatron_ext.ranks.parallel_context import ParallelContext
 from megatron_ext.scheduling.record import RequestRecord, Status
 from megatron_ext.text.vocabulary import Vocabulary
 
@@ -68,22 +68,22 @@ def run_offline(settings: InferenceSettings, interruption: Interruption | None =
     try:
         with ending_together(settings.parallel.distributed_timeout_minutes):
             platform.initialize(settings.parallel)
-            team = form_team(settings.parallel)
-            if team is not None and not team.is_leader:
-                _follow(settings, team, interruption)
+            parallel_context = make_parallel_context(settings.parallel)
+            if parallel_context is not None and not parallel_context.is_driver:
+                _follow(settings, parallel_context, interruption)
                 return True
-            check_profile(settings.run.profile, team)
-            offline = _Offline(settings, _read_prompts(settings), interruption, team)
+            check_profile(settings.run.profile, parallel_context)
+            offline = _Offline(settings, _read_prompts(settings), interruption, parallel_context)
             return offline.compare() if settings.run.prefix_cache_compare else offline.run()
     finally:
         platform.shut_down()
 
 
-def _follow(settings: InferenceSettings, team: Team, interruption: Interruption) -> None:
+def _follow(settings: InferenceSettings, parallel_context: ParallelContext, interruption: Interruption) -> None:
     """The whole run of a rank other than 0."""
     states = (False, True) if settings.run.prefix_cache_compare else (settings.cache.enable_prefix_caching,)
     caches = [replace(settings.cache, enable_prefix_caching=is_on) for is_on in states]
-    follow(settings, team, interruption.keep_quiet, caches)
+    follow(settings, parallel_context, interruption.keep_quiet, caches)
 
 
 def _read_prompts(settings: InferenceSettings) -> Sequence[Prompt]:
@@ -105,13 +105,17 @@ class _Offline:
     """A loaded model and the prompts for it."""
 
     def __init__(
-        self, settings: InferenceSettings, prompts: Sequence[Prompt], interruption: Interruption, team: Team | None
+        self,
+        settings: InferenceSettings,
+        prompts: Sequence[Prompt],
+        interruption: Interruption,
+        parallel_context: ParallelContext | None,
     ) -> None:
         self._settings = settings
-        self._team = team
+        self._parallel_context = parallel_context
         prompts = comparable(prompts) if settings.run.prefix_cache_compare else prompts
         self._interruption = interruption
-        self._args = EngineArgs(settings, team)
+        self._args = EngineArgs(settings, parallel_context)
         self._loaded = self._args.loaded
         tokenizer, vocab_size = self._loaded.tokenizer, self._loaded.config.vocab_size
         assert vocab_size is not None, "a model has been built of it"

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 from megatron_ext.engine.error_isolation import describe
 from megatron_ext.errors import RankError
+from megatron_ext.ranks.command_recorder import RecordingScheduler
 from megatron_ext.ranks.commands import Action, Batch, Resume, StartAnew
-from megatron_ext.ranks.journal import JournalledScheduler
 
 
 class Driver:
@@ -24,7 +24,7 @@ class Driver:
     """
 
     def __init__(
-        self, schedulers: Sequence[JournalledScheduler], send: Callable[[Batch], None], heartbeat: float
+        self, schedulers: Sequence[RecordingScheduler], send: Callable[[Batch], None], heartbeat: float
     ) -> None:
         self.heartbeat: float | None = heartbeat
         self._schedulers = tuple(schedulers)
@@ -68,7 +68,7 @@ class Driver:
         """Send one batch with every command since the last one."""
         if self._is_over:
             raise RankError("the ranks have stopped stepping together; start anew")
-        noted = tuple((i, command) for i, one in enumerate(self._schedulers) for command in one.take_journal())
+        noted = tuple((i, command) for i, one in enumerate(self._schedulers) for command in one.take_commands())
         try:
             self._send(Batch(action, noted))
         except Exception as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from megatron_ext.engine.result import StepResult
-from megatron_ext.ranks.results import Results
+from megatron_ext.ranks.shared_results import Results
 from megatron_ext.scheduling.step import ScheduledStep
 
 
@@ -40,7 +40,7 @@ class SharedExecutor:
         self._part.idle()
 
 
-class MirrorExecutor:
+class RemoteExecutor:
     """Computes nothing: on rank 0 it waits for what another replica has computed.
 
     Args:

@@ -31,7 +31,7 @@ _LOST_PEER = re.compile(rf"gloo.transport|NCCL|Connection (reset|closed|refused)
 
 
 @dataclass(frozen=True)
-class LastWords:
+class FailureReport:
     """What one rank says for all."""
 
     rank: int
@@ -39,7 +39,7 @@ class LastWords:
     message: str
 
 
-class Board:
+class RankRegistry:
     """Where ranks leave word for each other.
 
     Args:
@@ -57,16 +57,16 @@ class Board:
         """Say which process this is, for those who lose it."""
         self._store.set(f"process/{self.rank}", json.dumps([socket.gethostname(), os.getpid()]))
 
-    def claim(self, words: LastWords) -> LastWords:
+    def claim(self, report: FailureReport) -> FailureReport:
         """Speak for all, unless somebody does already: the words that count."""
-        mine = json.dumps(asdict(words))
-        return LastWords(**json.loads(self._store.compare_set("last words", "", mine)))
+        mine = json.dumps(asdict(report))
+        return FailureReport(**json.loads(self._store.compare_set("last words", "", mine)))
 
-    def claimed(self) -> LastWords | None:
+    def claimed(self) -> FailureReport | None:
         """What has been said."""
         if not self._store.check(["last words"]):
             return None
-        return LastWords(**json.loads(self._store.get("last words")))
+        return FailureReport(**json.loads(self._store.get("last words")))
 
     def sign(self) -> None:
         """This rank is alive, and has lost another one."""
@@ -92,7 +92,7 @@ class Board:
 def sign_in() -> None:
     """Record this rank's process as soon as torch.distributed is there; a world of one needs no record."""
     if not _is_alone():
-        _board().sign_in()
+        _registry().sign_in()
 
 
 @contextmanager
@@ -118,67 +118,67 @@ def ending_together(minutes: float) -> Iterator[None]:
     except Exception as error:
         if _is_alone():
             raise
-        board = _board()
+        registry = _registry()
         try:
-            words = _last_words(board, error, minutes)
+            report = _failure_report(registry, error, minutes)
         except dist.DistError:
-            words = _without_board(board.rank, error)
-        raise RankError(words.message if words.rank == board.rank else "", exit_code=words.exit_code) from error
+            report = _without_registry(registry.rank, error)
+        raise RankError(report.message if report.rank == registry.rank else "", exit_code=report.exit_code) from error
 
 
 def _is_alone() -> bool:
     return not dist.is_initialized() or dist.get_world_size() == 1
 
 
-def _board() -> Board:
+def _registry() -> RankRegistry:
     everybody = dist.group.WORLD
     assert everybody is not None, "torch.distributed has been started"
-    return Board(everybody.get_group_store(), dist.get_rank(), dist.get_world_size())
+    return RankRegistry(everybody.get_group_store(), dist.get_rank(), dist.get_world_size())
 
 
 def _may_say(ending: BaseException) -> bool:
     """Whether it is for this rank to say that it was asked to end: it is the first one, and speaks for all."""
-    board = _board()
-    words = LastWords(board.rank, getattr(ending, "exit_code", FAILED), str(ending))
-    return board.rank == 0 and board.claim(words) == words
+    registry = _registry()
+    report = FailureReport(registry.rank, getattr(ending, "exit_code", FAILED), str(ending))
+    return registry.rank == 0 and registry.claim(report) == report
 
 
-def _last_words(board: Board, error: Exception, minutes: float) -> LastWords:
+def _failure_report(registry: RankRegistry, error: Exception, minutes: float) -> FailureReport:
     """What is said of the end, by this rank or by another one."""
     root = _root(error)
     if is_lost_peer(root):
-        return _after_others(board, root, minutes)
+        return _after_others(registry, root, minutes)
     if isinstance(root, ConfigError):
         # Most mistakes are seen alike by all ranks, and the first one says them.
-        words = _wait_for(board.claimed, PATIENCE) if board.rank else None
-        message = str(root) if board.rank == 0 else f"rank {board.rank}: {root}"
-        return words or board.claim(LastWords(board.rank, BAD_USAGE, message))
-    message = str(root) if isinstance(root, RankError) else f"rank {board.rank}: {describe(root)}"
-    return board.claim(LastWords(board.rank, FAILED, message))
+        report = _wait_for(registry.claimed, PATIENCE) if registry.rank else None
+        message = str(root) if registry.rank == 0 else f"rank {registry.rank}: {root}"
+        return report or registry.claim(FailureReport(registry.rank, BAD_USAGE, message))
+    message = str(root) if isinstance(root, RankError) else f"rank {registry.rank}: {describe(root)}"
+    return registry.claim(FailureReport(registry.rank, FAILED, message))
 
 
-def _without_board(rank: int, error: Exception) -> LastWords:
+def _without_registry(rank: int, error: Exception) -> FailureReport:
     """What can be said where the store is gone, too: without torchrun it lives in rank 0's process."""
     root = _root(error)
     if not is_lost_peer(root):
-        return LastWords(rank, FAILED, f"rank {rank}: {describe(root)}")
-    return LastWords(1, FAILED, "rank 0, which keeps what ranks say of their ends, ended without a word")
+        return FailureReport(rank, FAILED, f"rank {rank}: {describe(root)}")
+    return FailureReport(1, FAILED, "rank 0, which keeps what ranks say of their ends, ended without a word")
 
 
-def _after_others(board: Board, error: BaseException, minutes: float) -> LastWords:
+def _after_others(registry: RankRegistry, error: BaseException, minutes: float) -> FailureReport:
     """Another rank has gone first: its words, or what can be said without."""
-    board.sign()
-    words = _wait_for(board.claimed, PATIENCE)
-    if words is not None:
-        return words
-    unsigned = board.unsigned()
-    ended = [rank for rank in unsigned if board.has_ended(rank)]
+    registry.sign()
+    report = _wait_for(registry.claimed, PATIENCE)
+    if report is not None:
+        return report
+    unsigned = registry.unsigned()
+    ended = [rank for rank in unsigned if registry.has_ended(rank)]
     # A rank that died while this one waited for it to connect looks silent: the process is asked before the error.
     if not ended and _SILENCE.search(str(error)):
         message = f"{_names(unsigned)} did not answer within {minutes:g} minutes (--distributed-timeout-minutes)"
     else:
         message = f"{_names(ended or unsigned)} ended without a word"
-    return board.claim(LastWords(board.rank, FAILED, message))
+    return registry.claim(FailureReport(registry.rank, FAILED, message))
 
 
 def _names(ranks: Sequence[int]) -> str:
@@ -186,7 +186,7 @@ def _names(ranks: Sequence[int]) -> str:
     return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}" if ranks else "a rank"
 
 
-def _wait_for(look: Callable[[], LastWords | None], seconds: float) -> LastWords | None:
+def _wait_for(look: Callable[[], FailureReport | None], seconds: float) -> FailureReport | None:
     deadline = time.monotonic() + seconds
     found = look()
     while found is None and time.monotonic() < deadline:

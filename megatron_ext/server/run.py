@@ -20,14 +20,14 @@ from megatron_ext.console.start import say_start
 from megatron_ext.errors import ConfigError
 from megatron_ext.interruption import Interruption
 from megatron_ext.mcore import platform
-from megatron_ext.mcore.teams import form_team
+from megatron_ext.mcore.rank_info import make_parallel_context
 from megatron_ext.memory.heap import spare_what_is_loaded
 from megatron_ext.models.engine_args import EngineArgs, follow
 from megatron_ext.models.generation_defaults import generation_defaults
 from megatron_ext.models.load import LoadedModel
 from megatron_ext.models.update.disk import WeightsRoot
 from megatron_ext.ranks.failure import ending_together
-from megatron_ext.ranks.team import Team
+from megatron_ext.ranks.parallel_context import ParallelContext
 from megatron_ext.server.app import create_app
 from megatron_ext.server.cache_events import CacheEvents
 from megatron_ext.server.connections import most_connections
@@ -54,25 +54,27 @@ def run_server(settings: ServerSettings) -> None:
     try:
         with ending_together(settings.parallel.distributed_timeout_minutes):
             platform.initialize(settings.parallel)
-            team = form_team(settings.parallel)
-            if team is None or team.is_leader:
-                _listen_and_serve(settings, team)
+            parallel_context = make_parallel_context(settings.parallel)
+            if parallel_context is None or parallel_context.is_driver:
+                _listen_and_serve(settings, parallel_context)
             else:
-                _follow(settings, team)
+                _follow(settings, parallel_context)
     finally:
         platform.shut_down()
 
 
-def _listen_and_serve(settings: ServerSettings, team: Team | None) -> None:
+def _listen_and_serve(settings: ServerSettings, parallel_context: ParallelContext | None) -> None:
     keys = load_keys(settings.server)
-    weights_root(settings.server, team)
-    check_profile(settings.server.profile, team)
+    weights_root(settings.server, parallel_context)
+    check_profile(settings.server.profile, parallel_context)
     most_connections(settings.server.limits)
     with (
         bind(settings.server.host, settings.server.port) as listener,
-        CacheEvents(settings.server.kv_events, 1 if team is None else team.replicas) as cache_events,
+        CacheEvents(
+            settings.server.kv_events, 1 if parallel_context is None else parallel_context.replicas
+        ) as cache_events,
     ):
-        serving = build_serving(settings, keys, team)
+        serving = build_serving(settings, keys, parallel_context)
         cache_events.attach(serving.engine.core)
         serving.kv_events = cache_events.addresses()
         spare_what_is_loaded()
@@ -80,26 +82,28 @@ def _listen_and_serve(settings: ServerSettings, team: Team | None) -> None:
             serve(serving, listener, announce)
 
 
-def _follow(settings: ServerSettings, team: Team) -> None:
+def _follow(settings: ServerSettings, parallel_context: ParallelContext) -> None:
     """The whole life of a rank other than the first."""
     with Interruption(ignored=(signal.SIGINT,)) as interruption:
-        follow(settings, team, interruption.keep_quiet)
+        follow(settings, parallel_context, interruption.keep_quiet)
 
 
-def build_serving(settings: ServerSettings, keys: Keys | None = None, team: Team | None = None) -> Serving:
+def build_serving(
+    settings: ServerSettings, keys: Keys | None = None, parallel_context: ParallelContext | None = None
+) -> Serving:
     """Load the model and build the engine around it.
 
     Args:
         settings: Of the whole server.
         keys: By default those that the settings name.
-        team: All ranks, of which this is the first; None for a world of one.
+        parallel_context: All ranks, of which this is the first; None for a world of one.
 
     Raises:
         ConfigError: They cannot be had as the settings say.
     """
-    root = weights_root(settings.server, team)
+    root = weights_root(settings.server, parallel_context)
     defaults = generation_defaults(settings.source)
-    args = EngineArgs(settings, team)
+    args = EngineArgs(settings, parallel_context)
     loaded, engine = args.loaded, args.build_engine()
     print_geometry(
         engine.geometry,
@@ -115,7 +119,7 @@ def build_serving(settings: ServerSettings, keys: Keys | None = None, team: Team
     return Serving(engine, name, settings.server, keys, readable_root(loaded), updater, defaults)
 
 
-def weights_root(server: ServerConfig, team: Team | None) -> WeightsRoot | None:
+def weights_root(server: ServerConfig, parallel_context: ParallelContext | None) -> WeightsRoot | None:
     """Where new weights may be read; None for nowhere.
 
     Raises:
@@ -123,7 +127,7 @@ def weights_root(server: ServerConfig, team: Team | None) -> WeightsRoot | None:
     """
     if server.weights_root is None:
         return None
-    if team is not None:
+    if parallel_context is not None:
         raise ConfigError("--weights-root needs one rank, since new weights are read on one only; leave it out")
     return WeightsRoot.of(server.weights_root)
 

@@ -27,7 +27,6 @@ from torch.distributed.checkpoint import CheckpointException
 from megatron_ext.config import ModelConfig
 from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.files import read_json, read_text
-from megatron_ext.mcore.agreement import decided_by_first, done_by_all
 from megatron_ext.mcore.checkpoint_files import (
     BACKEND,
     COMMON_FILE,
@@ -36,6 +35,7 @@ from megatron_ext.mcore.checkpoint_files import (
     read_tensors,
 )
 from megatron_ext.mcore.checkpoint_metadata import METADATA_FILE, StoredState, StoredTensor, read_metadata
+from megatron_ext.mcore.collectives import decided_by_first, done_by_all
 from megatron_ext.mcore.cuts import gathered_names, model_tensors, requested_state
 from megatron_ext.mcore.model import HybridModel
 from megatron_ext.mcore.weights import mark_weights_changed

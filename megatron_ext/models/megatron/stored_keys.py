@@ -80,7 +80,7 @@ def shards(sharded: Sharded) -> list[ShardedTensor]:
 
 
 @dataclass(frozen=True)
-class Place:
+class RankInfo:
     """A key, and the row of a stack of layers, if the key is a stack's."""
 
     key: str
@@ -93,7 +93,7 @@ def _as_stored(sharded: Sharded, stored: Container[str], gpt_layers: int | None)
     return next(found, options[0])
 
 
-def places(key: str, in_gpt: bool) -> Iterator[Place]:
+def places(key: str, in_gpt: bool) -> Iterator[RankInfo]:
     """Where a parameter of ours may be, the likeliest place first.
 
     Args:
@@ -102,7 +102,7 @@ def places(key: str, in_gpt: bool) -> Iterator[Place]:
     """
     for name in (key, _other_norm(key)):
         if name is not None:
-            yield from _gpt_places(name) if in_gpt else (Place(name),)
+            yield from _gpt_places(name) if in_gpt else (RankInfo(name),)
 
 
 def _other_norm(key: str) -> str | None:
@@ -118,20 +118,20 @@ def _other_norm(key: str) -> str | None:
     return None
 
 
-def _gpt_places(key: str) -> Iterator[Place]:
+def _gpt_places(key: str) -> Iterator[RankInfo]:
     layer = _LAYER.fullmatch(key)
     if layer is None:
-        yield Place(key.replace(_HYBRID_FINAL_NORM, _GPT_FINAL_NORM))
+        yield RankInfo(key.replace(_HYBRID_FINAL_NORM, _GPT_FINAL_NORM))
         return
     number, rest = int(layer[1]) // 2, layer[2]
     for ours, theirs in _GPT_NAMES:
         if rest.startswith(ours):
             rest = theirs + rest.removeprefix(ours)
-    yield Place(f"decoder.layers.{number}.{rest}")
-    yield Place(f"decoder.layers.{rest}", row=number)
+    yield RankInfo(f"decoder.layers.{number}.{rest}")
+    yield RankInfo(f"decoder.layers.{rest}", row=number)
 
 
-def _at(sharded: Sharded, place: Place, layers: int | None) -> Sharded:
+def _at(sharded: Sharded, place: RankInfo, layers: int | None) -> Sharded:
     """The same parameter, asked for at another place."""
 
     def moved(shard: ShardedTensor) -> ShardedTensor:

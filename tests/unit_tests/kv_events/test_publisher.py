@@ -19,7 +19,7 @@ from megatron_ext.prefix_cache.public_hash import event_hash
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.step import describe_step
 from tests.unit_tests.scheduling.builders import make_limits, make_request
-from tests.unit_tests.support.kv_events import PATIENCE, Follower, Reader, asker_of, replayed, until
+from tests.unit_tests.support.kv_events import PATIENCE, Reader, Worker, asker_of, replayed, until
 
 MANY = 2000  # batches, more than sockets hold
 HOST = "tcp://127.0.0.1:0"
@@ -85,7 +85,7 @@ def read_until(reader: Reader, socket: zmq.Socket, hashes: set[int]) -> None:
 @pytest.mark.parametrize("world", [{}, {"slots": 2}], ids=["attention", "hybrid"], indirect=True)
 def test_events_are_numbered_and_replayed(world):
     """RP-1: from number 0 on, without a gap over both topics; what was missed is asked for."""
-    follower = Follower(world.publisher.replay_endpoint, world.scheduler.cache)
+    follower = Worker(world.publisher.replay_endpoint, world.scheduler.cache)
     until(lambda: follower.has_all() and follower.reader.expected == 1)  # that nothing is cached
     for _ in range(6):
         world.request()
@@ -162,7 +162,7 @@ def test_who_does_not_read_delays_nobody(monkeypatch):
         if before % 64 == 0:
             lazy.send_multipart([b"", bytes(8)])
         until(lambda before=before: world.publisher._next > before)
-    follower = Follower(world.publisher.replay_endpoint, world.scheduler.cache)
+    follower = Worker(world.publisher.replay_endpoint, world.scheduler.cache)
     until(follower.has_all)
     numbers = []
     while stopped.poll(100):
@@ -190,7 +190,7 @@ def test_a_thread_that_stands_still_delays_no_step(monkeypatch):
     assert len(waiting.stored) <= total
     assert len(waiting.removed) <= total
     go_on.set()
-    until(Follower(world.publisher.replay_endpoint, world.scheduler.cache).has_all)
+    until(Worker(world.publisher.replay_endpoint, world.scheduler.cache).has_all)
     world.close()
 
 
@@ -236,7 +236,7 @@ class TestSocketFiles:
             f"ipc://{short_path}/events.1",
             f"ipc://{short_path}/replay.1",
         )
-        follower = Follower(one.replay_endpoint, scheduler.cache)
+        follower = Worker(one.replay_endpoint, scheduler.cache)
         until(follower.has_all)
         one.close()
 

@@ -16,7 +16,7 @@ from megatron_ext.prefix_cache.public_hash import event_salt
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.server.cache_events import CacheEvents
 from tests.unit_tests.scheduling.builders import make_limits
-from tests.unit_tests.support.kv_events import Follower, until
+from tests.unit_tests.support.kv_events import Worker, until
 from tests.unit_tests.support.server import tiny_engine
 
 
@@ -157,7 +157,7 @@ def test_an_engine_computes_the_same_with_events():
         engine = tiny_engine()
         events.attach(engine.core)
         assert answers(engine) == silent
-        follower = Follower(events.publishers[0].replay_endpoint, engine.scheduler.cache)
+        follower = Worker(events.publishers[0].replay_endpoint, engine.scheduler.cache)
         until(follower.has_all)
     told = follower.reader.blocks.values()
     assert any(block.tokens == tuple(range(3, 19)) and block.extra == (event_salt("tenant"),) for block in told)

@@ -13,10 +13,10 @@ from megatron_ext.engine.core import EngineCore
 from megatron_ext.engine.input_processor import InputSettings
 from megatron_ext.engine.result import Score, StepResult
 from megatron_ext.engine.structured_output import Job
+from megatron_ext.ranks.command_recorder import RecordingScheduler
 from megatron_ext.ranks.commands import Batch
 from megatron_ext.ranks.driver import Driver
-from megatron_ext.ranks.follower import Follower
-from megatron_ext.ranks.journal import JournalledScheduler
+from megatron_ext.ranks.worker import Worker
 from megatron_ext.scheduling.plan import SchedulerLimits
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.step import ScheduledChunk, ScheduledStep
@@ -185,7 +185,7 @@ class World:
         self.start(replicas)
         self.pools = [Pools() for _ in range(2 * replicas)]
         self.followers = [
-            Follower(i // 2, self.receive, lambda: self.make(Scheduler), Listener(self.models[i // 2]), pools)
+            Worker(i // 2, self.receive, lambda: self.make(Scheduler), Listener(self.models[i // 2]), pools)
             for i, pools in enumerate(self.pools)
         ]
 
@@ -202,7 +202,7 @@ class World:
             mask_thread=self.mask_thread,
         )
         self.models = [Model() for _ in range(replicas)]
-        schedulers = [self.make(JournalledScheduler) for _ in self.models]
+        schedulers = [self.make(RecordingScheduler) for _ in self.models]
         proposals = Proposals(Guesses(), vocabulary.has_tokens)
         self.driver = Driver(schedulers, self.send, heartbeat=1e9)
         parts = list(zip(schedulers, self.models, strict=True))

@@ -190,11 +190,11 @@ def test_without_a_store_one_rank_speaks(monkeypatch: pytest.MonkeyPatch):
     def refuse(*_: object) -> None:
         raise dist.DistNetworkError("Connection reset by peer")
 
-    class Gone(failure.Board):
+    class Gone(failure.RankRegistry):
         sign = claim = claimed = refuse
 
     def said_by(rank: int, error: Exception) -> str:
-        monkeypatch.setattr(failure, "_board", lambda: Gone(dist.HashStore(), rank, 3))
+        monkeypatch.setattr(failure, "_registry", lambda: Gone(dist.HashStore(), rank, 3))
         monkeypatch.setattr(failure, "_is_alone", lambda: False)
         with pytest.raises(RankError) as caught, failure.ending_together(1.0):
             raise error
@@ -218,14 +218,14 @@ def test_a_process_that_has_ended_is_not_called_silent(error, process, words, mo
     from megatron_ext.ranks import failure
 
     store = dist.HashStore()
-    boards = [failure.Board(store, rank, 3) for rank in range(3)]
+    boards = [failure.RankRegistry(store, rank, 3) for rank in range(3)]
     boards[2].sign_in()
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
         monkeypatch.setattr(failure.os, "getpid", lambda: child.pid)
         boards[1].sign_in()
         if process == "ended":
             child.communicate(b"\n")
-        monkeypatch.setattr(failure, "_board", lambda: boards[0])
+        monkeypatch.setattr(failure, "_registry", lambda: boards[0])
         monkeypatch.setattr(failure, "_is_alone", lambda: False)
         monkeypatch.setattr(failure, "PATIENCE", 0.0)
         with pytest.raises(RankError) as caught, failure.ending_together(0.05):
@@ -236,14 +236,14 @@ def test_a_process_that_has_ended_is_not_called_silent(error, process, words, mo
 def test_the_board_names_who_has_not_signed():
     import torch.distributed as dist
 
-    from megatron_ext.ranks.failure import Board, LastWords
+    from megatron_ext.ranks.failure import FailureReport, RankRegistry
 
     store = dist.HashStore()
-    boards = [Board(store, rank, 3) for rank in range(3)]
+    boards = [RankRegistry(store, rank, 3) for rank in range(3)]
     boards[0].sign()
     boards[2].sign()
     assert boards[2].unsigned() == [1]
     assert boards[1].claimed() is None
-    first, second = LastWords(1, 1, "one"), LastWords(2, 1, "two")
+    first, second = FailureReport(1, 1, "one"), FailureReport(2, 1, "two")
     assert [boards[1].claim(first), boards[2].claim(second)] == [first, first]
     assert boards[0].claimed() == first

@@ -14,6 +14,7 @@ import pytest
 from megatron_ext.config import ModelConfig, ParallelConfig
 from tests.priority import TestPriority
 from tests.unit_tests.support.models import CONFIGS, build_slow_decay
+from tests.unit_tests.support.parallel_contexts import Lived, Script, assert_same, assert_same_record
 from tests.unit_tests.support.ranks import run_ranks
 from tests.unit_tests.support.scenario import (
     CACHES,
@@ -29,7 +30,6 @@ from tests.unit_tests.support.scenario import (
     with_vocabulary,
 )
 from tests.unit_tests.support.spread import Whole, whole_parameters
-from tests.unit_tests.support.teams import Lived, Script, assert_same, assert_same_record
 
 pytestmark = [pytest.mark.worlds, pytest.mark.priority(TestPriority.CRITICAL)]
 

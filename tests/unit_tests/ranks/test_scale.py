@@ -20,14 +20,14 @@ from megatron_ext.mcore import platform
 from megatron_ext.mcore.layer_map import model_shape
 from megatron_ext.models.build import build_model
 from megatron_ext.models.size import matrix_parameter_count
-from megatron_ext.ranks import results
+from megatron_ext.ranks import shared_results
 from megatron_ext.ranks.share import Share, share_of
 from tests.unit_tests.support.models import CONFIGS, build_slow_decay
+from tests.unit_tests.support.parallel_contexts import Script, live
 from tests.unit_tests.support.ranks import run_ranks
 from tests.unit_tests.support.scenario import text, with_vocabulary
 from tests.unit_tests.support.source import ROOT
 from tests.unit_tests.support.spread import Whole, whole_parameters
-from tests.unit_tests.support.teams import Script, live
 
 DOCUMENT = (ROOT / "docs/scale.md").read_text("utf-8")
 TOKENS = 23  # of the one prompt, computed in one step, and one is sampled from
@@ -135,7 +135,7 @@ def counted(sent: dict[str, list[int]]) -> Iterator[None]:
         watch(mappings, "dist_all_gather_func", "gather", lambda _, tensor: tensor.nbytes)
         watch(world, "all_to_all_single", "all-to-all", lambda _, tensor: tensor.nbytes)
         watch(world, "batch_isend_irecv", "stage", sent_to_next_stage)
-        watch(results, "broadcast", "tokens", lambda tensor, *_: tensor.nbytes)
+        watch(shared_results, "broadcast", "tokens", lambda tensor, *_: tensor.nbytes)
         yield
 
 

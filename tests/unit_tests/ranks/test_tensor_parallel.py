@@ -23,10 +23,10 @@ from megatron_ext.models.build import build_model
 from tests.priority import TestPriority
 from tests.unit_tests.support.driver import Driver, assert_logits_close, assert_states_close
 from tests.unit_tests.support.models import CONFIGS, build_slow_decay
+from tests.unit_tests.support.parallel_contexts import Lived, assert_same, lead
 from tests.unit_tests.support.ranks import run_ranks
 from tests.unit_tests.support.scenario import ACTIONS, BATCHING, CACHES, everything, with_vocabulary
 from tests.unit_tests.support.spread import Whole, fill, whole_parameters
-from tests.unit_tests.support.teams import Lived, assert_same, lead
 
 pytestmark = [pytest.mark.worlds, pytest.mark.priority(TestPriority.HIGH)]
 

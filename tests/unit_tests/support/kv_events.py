@@ -133,7 +133,7 @@ def replayed(asker: zmq.Socket, start: int) -> list[tuple[int, bytes]]:
     return batches
 
 
-class Follower:
+class Worker:
     """A reader that asks again and again for what it has not got.
 
     Args:

@@ -1,4 +1,6 @@
-"""One life of requests that meets everything an engine does, for engines that must live it alike; see `teams.py`.
+"""One life of requests that meets everything an engine does, for engines that must live it alike.
+
+See `parallel_contexts.py`.
 
 Prompts in chunks, hits, evictions of blocks and of snapshots, preemptions, aborts, a reset, new weights, a suspend;
 greedy and sampled requests, log-probs of prompts; a prompt that can never be served.
@@ -19,8 +21,8 @@ from megatron_ext.memory.pools import Pools
 from megatron_ext.scheduling.events import EventType
 from megatron_ext.scheduling.record import Status
 from tests.unit_tests.support.driver import make_prompt
+from tests.unit_tests.support.parallel_contexts import Lived, Script, live
 from tests.unit_tests.support.spread import Whole
-from tests.unit_tests.support.teams import Lived, Script, live
 
 VOCABULARY = 96  # a multiple of every number of ranks here
 # A small pool; who is paused gives up its blocks at once.

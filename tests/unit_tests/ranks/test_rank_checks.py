@@ -9,14 +9,14 @@ import time
 import pytest
 
 from megatron_ext.config import ParallelConfig
-from megatron_ext.ranks.checking import digest, fields, first_difference
+from megatron_ext.ranks.rank_checks import digest, fields, first_difference
 from megatron_ext.scheduling.step import Sampling, ScheduledChunk, ScheduledStep
 from tests.priority import TestPriority
-from tests.unit_tests.ranks.test_teams import CONFIG, SCRIPT
+from tests.unit_tests.ranks.test_parallel_context import CONFIG, SCRIPT
 from tests.unit_tests.support.models import build_slow_decay
+from tests.unit_tests.support.parallel_contexts import Lived, live
 from tests.unit_tests.support.ranks import run_ranks, run_world
 from tests.unit_tests.support.spread import Whole, whole_parameters
-from tests.unit_tests.support.teams import Lived, live
 
 GREEDY = Sampling(temperature=0.0, top_k=0, top_p=0.0, uniform=None, forbidden=(), top_n=None)
 STEP = ScheduledStep(
@@ -80,10 +80,10 @@ def live_with_a_difference(parallel: ParallelConfig, whole: Whole) -> None:
     """One rank schedules something else in its fifth step."""
     import torch
 
-    from megatron_ext.ranks import follower
+    from megatron_ext.ranks import worker
 
     if torch.distributed.get_rank() == 1:
-        describe, steps = follower.describe_step, []
+        describe, steps = worker.describe_step, []
 
         def describe_differently(chunks, block_size):
             step = describe(chunks, block_size)
@@ -93,7 +93,7 @@ def live_with_a_difference(parallel: ParallelConfig, whole: Whole) -> None:
                 step = dataclasses.replace(step, chunks=(first, *step.chunks[1:]))
             return step
 
-        follower.describe_step = describe_differently
+        worker.describe_step = describe_differently
     live(parallel, CONFIG, whole, SCRIPT)
 
 

@@ -14,10 +14,10 @@ from megatron_ext.mcore.controller import InferenceController
 from megatron_ext.mcore.executor import StepExecutor
 from megatron_ext.mcore.weights import WeightsWatch, mark_weights_changed
 from megatron_ext.memory.plan import EnginePlan
+from megatron_ext.ranks.command_recorder import RecordingScheduler
 from megatron_ext.ranks.driver import Driver
-from megatron_ext.ranks.follower import Follower
-from megatron_ext.ranks.journal import JournalledScheduler
-from megatron_ext.ranks.team import Team
+from megatron_ext.ranks.parallel_context import ParallelContext
+from megatron_ext.ranks.worker import Worker
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.speculation.proposals import Proposals
 from megatron_ext.text.bad_words import word_tokens
@@ -30,12 +30,16 @@ def make_scheduler(plan: EnginePlan) -> Scheduler:
 
 
 def make_core(
-    team: Team | None, context: InferenceContext, controller: InferenceController, seed: int, logging_interval: int = 0
+    parallel_context: ParallelContext | None,
+    context: InferenceContext,
+    controller: InferenceController,
+    seed: int,
+    logging_interval: int = 0,
 ) -> EngineCore:
     """Return the engine core of rank 0.
 
     Args:
-        team: All ranks; None for a world of one.
+        parallel_context: All ranks; None for a world of one.
         context: Pools and plan.
         controller: Model and tokenizer.
         seed: See `InputSettings`.
@@ -48,33 +52,44 @@ def make_core(
     drafter = controller.drafter
     proposals = None if drafter is None else Proposals(drafter, controller.vocabulary.has_tokens)
     resources, own = ContextResources(context, controller), StepExecutor(context, controller)
-    if team is None:
+    if parallel_context is None:
         parts: list[tuple[Scheduler, Executor]] = [(make_scheduler(plan), own)]
         return EngineCore(
             parts, input_settings, proposals=proposals, resources=resources, logging_interval=logging_interval
         )
     schedulers = [
-        JournalledScheduler(plan.limits, plan.policy, plan.fingerprint, plan.snapshot_slots)
-        for _ in range(team.replicas)
+        RecordingScheduler(plan.limits, plan.policy, plan.fingerprint, plan.snapshot_slots)
+        for _ in range(parallel_context.replicas)
     ]
     executors = [
-        team.executor(own) if replica == team.here.replica else team.mirror(replica) for replica in range(team.replicas)
+        parallel_context.executor(own)
+        if replica == parallel_context.here.replica
+        else parallel_context.remote_executor(replica)
+        for replica in range(parallel_context.replicas)
     ]
     return EngineCore(
         list(zip(schedulers, executors, strict=True)),
         input_settings,
         proposals=proposals,
-        workers=Driver(schedulers, team.link.send, team.heartbeat),
+        workers=Driver(schedulers, parallel_context.link.send, parallel_context.heartbeat),
         resources=resources,
         logging_interval=logging_interval,
     )
 
 
-def make_follower(team: Team, context: InferenceContext, controller: InferenceController) -> Follower:
+def make_worker(
+    parallel_context: ParallelContext, context: InferenceContext, controller: InferenceController
+) -> Worker:
     """Return what takes part in the steps of its replica as rank 0 says, on a rank other than 0."""
-    executor = team.executor(StepExecutor(context, controller))
+    executor = parallel_context.executor(StepExecutor(context, controller))
     resources = ContextResources(context, controller)
-    return Follower(team.here.replica, team.link.receive, partial(make_scheduler, context.plan), executor, resources)
+    return Worker(
+        parallel_context.here.replica,
+        parallel_context.link.receive,
+        partial(make_scheduler, context.plan),
+        executor,
+        resources,
+    )
 
 
 class ContextResources:

@@ -35,7 +35,7 @@ class Memory(Protocol):
         """See that they are not; their contents are lost."""
 
 
-class Follower:
+class Worker:
     """A scheduler that is led by commands, and the steps that it writes, computed.
 
     There are no texts here, no futures and no clock. A step's tokens come with its result, as rank 0 gets them.

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from megatron_ext.config import ParallelConfig
 from megatron_ext.engine.executor import Executor
 from megatron_ext.errors import ConfigError
-from megatron_ext.ranks.checking import CheckedExecutor
-from megatron_ext.ranks.executors import MirrorExecutor, Part, SharedExecutor
+from megatron_ext.ranks.executors import Part, RemoteExecutor, SharedExecutor
 from megatron_ext.ranks.link import Link
-from megatron_ext.ranks.results import Results
+from megatron_ext.ranks.rank_checks import CheckedExecutor
+from megatron_ext.ranks.shared_results import Results
 
 T = TypeVar("T")
 
@@ -23,7 +23,7 @@ _HEARTBEAT = 10.0  # seconds
 
 
 @dataclass(frozen=True)
-class Place:
+class RankInfo:
     """What one rank is.
 
     Attributes:
@@ -44,7 +44,7 @@ class Place:
         return f"rank {self.rank} (replica {self.replica}, stage {self.pipeline}, part {self.tensor})"
 
 
-class Team:
+class ParallelContext:
     """All ranks, seen from one of them. Made by all at once, since groups of ranks are.
 
     Args:
@@ -52,7 +52,7 @@ class Team:
         parallel: How long a rank waits for another one, and whether they are checked.
     """
 
-    def __init__(self, here: Place, parallel: ParallelConfig) -> None:
+    def __init__(self, here: RankInfo, parallel: ParallelConfig) -> None:
         self.here = here
         self._minutes = parallel.distributed_timeout_minutes
         self._checks = parallel.check_ranks
@@ -83,7 +83,7 @@ class Team:
         return min(_HEARTBEAT, self._minutes * 60 / 4)
 
     @property
-    def is_leader(self) -> bool:
+    def is_driver(self) -> bool:
         """Whether this is rank 0."""
         return self.here.rank == 0
 
@@ -91,9 +91,9 @@ class Team:
         """For this rank's part of its replica."""
         return self._checked(SharedExecutor(part, self._results(self.here.replica)), self.here.replica)
 
-    def mirror(self, replica: int) -> Executor:
+    def remote_executor(self, replica: int) -> Executor:
         """For rank 0, of another replica than its own."""
-        return self._checked(MirrorExecutor(self._results(replica)), replica)
+        return self._checked(RemoteExecutor(self._results(replica)), replica)
 
     def _results(self, replica: int) -> Results:
         (source,) = (one.rank for one in self.places if one.replica == replica and one.samples)

@@ -14,7 +14,7 @@ from megatron_ext.scheduling.sequence import Masks
 from megatron_ext.scheduling.verification import TokensById
 
 
-class JournalledScheduler(Scheduler):
+class RecordingScheduler(Scheduler):
     """A scheduler with a list of the commands that it was given, in order.
 
     What steps do to it (`schedule`, `commit`) is not in the list: whoever follows takes the same steps.
@@ -28,15 +28,15 @@ class JournalledScheduler(Scheduler):
         slots: int | None = None,
     ) -> None:
         super().__init__(limits, policy, fingerprint, slots)
-        self._journal: list[Command] = []
+        self._commands: list[Command] = []
 
     def note(self, command: Command) -> None:
         """Write down what happens beside the scheduler."""
-        self._journal.append(command)
+        self._commands.append(command)
 
-    def take_journal(self) -> list[Command]:
+    def take_commands(self) -> list[Command]:
         """The commands since the last call."""
-        taken, self._journal = self._journal, []
+        taken, self._commands = self._commands, []
         return taken
 
     def add(self, request: Request) -> None:

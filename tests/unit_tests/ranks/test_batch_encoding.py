@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_ext.config import RequestParams
-from megatron_ext.ranks import commands, wire
+from megatron_ext.ranks import batch_encoding, commands
 from megatron_ext.ranks.commands import (
     Action,
     Add,
@@ -44,20 +44,20 @@ TWO_MESSAGES = {
 @pytest.mark.parametrize("told", ONE_MESSAGE)
 def test_what_fits_into_one_message(told: str, action: Action):
     batch = Batch(action, ONE_MESSAGE[told])
-    head, body = wire.pack(batch)
-    assert (len(head), body, wire.body_length(head)) == (16, b"", 0)
-    assert wire.unpack(head) == batch
+    head, body = batch_encoding.pack(batch)
+    assert (len(head), body, batch_encoding.body_length(head)) == (16, b"", 0)
+    assert batch_encoding.unpack(head) == batch
 
 
 @pytest.mark.parametrize("told", TWO_MESSAGES)
 def test_what_takes_a_second_one(told: str):
     batch = Batch(Action.STEP, TWO_MESSAGES[told])
-    head, body = wire.pack(batch)
-    assert (len(head), wire.body_length(head)) == (16, len(body))
+    head, body = batch_encoding.pack(batch)
+    assert (len(head), batch_encoding.body_length(head)) == (16, len(body))
     assert body
-    assert wire.unpack(head, body) == batch
+    assert batch_encoding.unpack(head, body) == batch
 
 
 def test_every_command_is_small_but_requests_drafts_and_masks():
     """A command that is added to the list has to find its place, or be said to be large."""
-    assert {*wire._SMALL, Add, Allow, Propose} == {*commands.Command.__args__}
+    assert {*batch_encoding._SMALL, Add, Allow, Propose} == {*commands.Command.__args__}

@@ -17,11 +17,11 @@ import torch
 from megatron_ext.config import BatchingConfig, CacheConfig, ModelConfig, ParallelConfig, RequestParams
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.adapter import InferenceEngine
-from megatron_ext.mcore.assemble import build_engine, build_follower
-from megatron_ext.mcore.teams import form_team
+from megatron_ext.mcore.assemble import build_engine, build_worker
+from megatron_ext.mcore.rank_info import make_parallel_context
 from megatron_ext.memory.budget import Geometry
 from megatron_ext.models.build import build_model
-from megatron_ext.ranks.follower import Follower
+from megatron_ext.ranks.worker import Worker
 from megatron_ext.scheduling.counters import Counters
 from megatron_ext.scheduling.record import RequestRecord
 from tests.unit_tests.support.drafters import Knowing, right_for_a_while
@@ -76,7 +76,7 @@ def live(parallel: ParallelConfig | None, config: ModelConfig, whole: Whole, scr
     platform.initialize(parallel)
     model = build_model(config, device=CPU, parallel=parallel)
     fill(model, whole)
-    team = form_team(parallel or ParallelConfig())
+    parallel_context = make_parallel_context(parallel or ParallelConfig())
     settings = (
         model,
         config,
@@ -84,15 +84,19 @@ def live(parallel: ParallelConfig | None, config: ModelConfig, whole: Whole, scr
         BatchingConfig(**({"block_size": 16, "block_count": 40, "max_requests": 4} | dict(script.batching))),
         script.cache,
     )
-    if team is None or team.is_leader:
+    if parallel_context is None or parallel_context.is_driver:
         drafter = Knowing(right_for_a_while)
         drafter.truth = dict(script.truth)
         drafts = {"speculative_tokens": script.drafts, "drafter": drafter if script.drafts else None}
-        return lead(build_engine(*settings, dtype=torch.float32, team=team, **drafts), script)
-    return _follow(build_follower(*settings, dtype=torch.float32, team=team, speculative_tokens=script.drafts))
+        return lead(build_engine(*settings, dtype=torch.float32, parallel_context=parallel_context, **drafts), script)
+    return _follow(
+        build_worker(
+            *settings, dtype=torch.float32, parallel_context=parallel_context, speculative_tokens=script.drafts
+        )
+    )
 
 
-def _follow(follower: Follower) -> Lived:
+def _follow(follower: Worker) -> Lived:
     follower.follow()
     follower.scheduler.check()
     geometry = follower._memory._context.plan.world

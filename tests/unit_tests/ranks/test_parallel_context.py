@@ -10,10 +10,17 @@ from megatron_ext.config import CacheConfig, ParallelConfig
 from tests.priority import TestPriority
 from tests.unit_tests.support.driver import make_prompt
 from tests.unit_tests.support.models import HYBRID, build_slow_decay
+from tests.unit_tests.support.parallel_contexts import SCORES as SCORES_OF_A_RECORD
+from tests.unit_tests.support.parallel_contexts import (
+    Lived,
+    Script,
+    assert_close,
+    assert_same,
+    assert_same_record,
+    live,
+)
 from tests.unit_tests.support.ranks import run_ranks
 from tests.unit_tests.support.spread import Whole, whole_parameters
-from tests.unit_tests.support.teams import SCORES as SCORES_OF_A_RECORD
-from tests.unit_tests.support.teams import Lived, Script, assert_close, assert_same, assert_same_record, live
 
 pytestmark = [pytest.mark.worlds, pytest.mark.priority(TestPriority.CRITICAL)]
 

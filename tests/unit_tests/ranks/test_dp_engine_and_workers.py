@@ -18,7 +18,7 @@ from megatron_ext.config import EvictionPolicyName, RequestParams
 from megatron_ext.engine.statistics import EngineStatistics
 from megatron_ext.errors import RankError
 from megatron_ext.prefix_cache.cache import PrefixCache
-from megatron_ext.ranks import follower, journal
+from megatron_ext.ranks import command_recorder, worker
 from megatron_ext.ranks.commands import Action, End, ResetPrefixCache, Resume, StartAnew, Suspend
 from megatron_ext.scheduling import planner, scheduler
 from megatron_ext.scheduling.plan import SchedulerLimits, StepPlan
@@ -216,23 +216,27 @@ TestDrafting = DraftingMachine.TestCase
 
 
 def _forgets_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal.JournalledScheduler, "end", journal.Scheduler.end)
+    monkeypatch.setattr(command_recorder.RecordingScheduler, "end", command_recorder.Scheduler.end)
 
 
 def _forgets_resets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal.JournalledScheduler, "reset_prefix_cache", journal.Scheduler.reset_prefix_cache)
+    monkeypatch.setattr(
+        command_recorder.RecordingScheduler, "reset_prefix_cache", command_recorder.Scheduler.reset_prefix_cache
+    )
 
 
 def _forgets_suspends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal.JournalledScheduler, "suspend", journal.Scheduler.suspend)
+    monkeypatch.setattr(command_recorder.RecordingScheduler, "suspend", command_recorder.Scheduler.suspend)
 
 
 def _forgets_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal.JournalledScheduler, "weights_changed", journal.Scheduler.weights_changed)
+    monkeypatch.setattr(
+        command_recorder.RecordingScheduler, "weights_changed", command_recorder.Scheduler.weights_changed
+    )
 
 
 def _forgets_masks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal.JournalledScheduler, "allow", journal.Scheduler.allow)
+    monkeypatch.setattr(command_recorder.RecordingScheduler, "allow", command_recorder.Scheduler.allow)
 
 
 def _keeps_old_masks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,12 +250,12 @@ def _keeps_old_masks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _forgets_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal.JournalledScheduler, "propose", journal.Scheduler.propose)
+    monkeypatch.setattr(command_recorder.RecordingScheduler, "propose", command_recorder.Scheduler.propose)
 
 
 def _adds_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    obey = follower.Follower.obey
-    monkeypatch.setattr(follower.Follower, "obey", lambda self, commands: obey(self, reversed(commands)))
+    obey = worker.Worker.obey
+    monkeypatch.setattr(worker.Worker, "obey", lambda self, commands: obey(self, reversed(commands)))
 
 
 @pytest.mark.parametrize(
@@ -300,7 +304,7 @@ class TestFleet:
     def test_a_prompt_text_stays_here(self, world: World):
         world.step()
         add(world, 0, [0, 1, 0], text="aba")
-        (command,) = world.core.replicas[0].scheduler.take_journal()
+        (command,) = world.core.replicas[0].scheduler.take_commands()
         assert command.submission.prompt_text is None
         assert command.submission.prompt_tokens == (0, 1, 0)
 
@@ -308,7 +312,7 @@ class TestFleet:
         world.step()
         add(world, 0, [0], params={"stop_words": ("a", "b", "c"), "ignore_eos": True})
         world.core.report(world.core.compute())
-        assert world.core.replicas[0].scheduler.take_journal() == [End(0, Status.COMPLETED)]
+        assert world.core.replicas[0].scheduler.take_commands() == [End(0, Status.COMPLETED)]
 
     def test_what_is_told_in_which_order(self, world: World):
         world.step()
@@ -317,7 +321,7 @@ class TestFleet:
         world.core.resume()
         (batch,) = map(pickle.loads, world.sent)
         assert batch.of(1) == [ResetPrefixCache(), Suspend()]  # memory is freed at once
-        assert world.core.replicas[1].scheduler.take_journal() == [Resume()]
+        assert world.core.replicas[1].scheduler.take_commands() == [Resume()]
 
     def test_new_weights_make_other_keys_on_every_rank(self):
         """MR-2, EX-4: not a reset alone, whose keys would go on: the messages name snapshots by them."""

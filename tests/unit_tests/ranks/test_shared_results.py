@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_ext.engine.result import StepResult
-from megatron_ext.ranks import results
+from megatron_ext.ranks import shared_results
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.step import Sampling, ScheduledChunk, ScheduledStep, describe_step
 from tests.unit_tests.scheduling.builders import make_limits, request_of
@@ -32,9 +32,9 @@ def test_tokens_behind_drafts_reach_their_requests(monkeypatch: pytest.MonkeyPat
         sent.append(row.clone())
         row.copy_(sent[0])
 
-    monkeypatch.setattr(results, "broadcast", broadcast)
+    monkeypatch.setattr(shared_results, "broadcast", broadcast)
     pair = SimpleNamespace(size=lambda: 2)
-    source, follower = (results.Results(pair, rank, source=0) for rank in (0, 1))
+    source, follower = (shared_results.Results(pair, rank, source=0) for rank in (0, 1))
     for got in (source.share(step, sampled), follower.share(step, None)):
         assert (got.tokens, got.target_tokens) == (sampled.tokens, sampled.target_tokens)
     assert sent[1].shape == sent[0].shape
@@ -60,5 +60,5 @@ def test_what_rank_0_waits_for(fields, expected):
         scheduler.allow(request, (b"\7\0\0\0",))
         steps.append(describe_step(scheduler.schedule().chunks, scheduler.limits.block_size))
     assert len(steps[0].chunks) == 1
-    assert results._wants_scores(steps[0]) == expected
+    assert shared_results._wants_scores(steps[0]) == expected
     assert steps[0] == steps[1] == pickle.loads(pickle.dumps(steps[0]))

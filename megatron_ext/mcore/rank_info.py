@@ -1,4 +1,4 @@
-"""A team of ranks, as Megatron's parallel state numbers them."""
+"""A parallel_context of ranks, as Megatron's parallel state numbers them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import torch
 from megatron.core import parallel_state
 
 from megatron_ext.config import ParallelConfig
-from megatron_ext.ranks.team import Place, Team
+from megatron_ext.ranks.parallel_context import ParallelContext, RankInfo
 
 
-def form_team(parallel: ParallelConfig) -> Team | None:
+def make_parallel_context(parallel: ParallelConfig) -> ParallelContext | None:
     """All ranks together, after `platform.initialize`; None for a world of one, which needs nobody.
 
     Args:
@@ -19,11 +19,11 @@ def form_team(parallel: ParallelConfig) -> Team | None:
         return None
     tensor = parallel_state.get_tensor_model_parallel_rank()
     is_last = parallel_state.is_pipeline_last_stage()
-    here = Place(
+    here = RankInfo(
         rank=torch.distributed.get_rank(),
         tensor=tensor,
         pipeline=parallel_state.get_pipeline_model_parallel_rank(),
         replica=parallel_state.get_data_parallel_rank(),
         samples=is_last and tensor == 0,
     )
-    return Team(here, parallel)
+    return ParallelContext(here, parallel)
