@@ -15,7 +15,7 @@ from megatron_ext.engine.client_request import EngineRequest
 from megatron_ext.engine.statistics import EngineStatistics
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore.adapter import InferenceEngine
-from megatron_ext.memory.budget import Geometry
+from megatron_ext.memory.budget import KVCacheConfig
 from megatron_ext.models.load import LoadedModel
 from megatron_ext.models.update.given import NamedTensors
 from megatron_ext.models.update.naming import Naming
@@ -147,7 +147,7 @@ class LoadedEngine:
         return self._call(self._engine.core.statistics)
 
     @property
-    def geometry(self) -> Geometry:
+    def geometry(self) -> KVCacheConfig:
         """How many blocks and snapshots there are, and what one takes."""
         return self._engine.geometry
 

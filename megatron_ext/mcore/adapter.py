@@ -22,7 +22,7 @@ from megatron_ext.mcore.context import InferenceContext
 from megatron_ext.mcore.controller import InferenceController
 from megatron_ext.mcore.driver import make_core
 from megatron_ext.mcore.params import to_request_params
-from megatron_ext.memory.budget import Geometry
+from megatron_ext.memory.budget import KVCacheConfig
 from megatron_ext.prefix_cache.block_index import CachedPrefix
 from megatron_ext.ranks.parallel_context import ParallelContext
 from megatron_ext.scheduling.record import RequestRecord
@@ -116,7 +116,7 @@ class InferenceEngine(DynamicInferenceEngine):
     # Numbers
 
     @property
-    def geometry(self) -> Geometry:
+    def geometry(self) -> KVCacheConfig:
         """Effective sizes of the pools, of all ranks together."""
         return self.context.plan.world
 

@@ -19,8 +19,8 @@ from megatron_ext.mcore.drafting import DraftModel, DraftParts
 from megatron_ext.mcore.driver import make_worker
 from megatron_ext.mcore.layer_map import layer_places, model_shape
 from megatron_ext.mcore.programs.cuda_graph_setup import cuda_graph_runner_for
-from megatron_ext.memory.agreement import NO_PEERS, Peers
-from megatron_ext.memory.draft import NO_DRAFT_MODEL, DraftMemory
+from megatron_ext.memory.capacity import NO_PEERS, Peers
+from megatron_ext.memory.draft_memory import NO_DRAFT_MODEL, DraftMemory
 from megatron_ext.memory.plan import EnginePlan, plan_engine
 from megatron_ext.ops import backend_selection, cpp
 from megatron_ext.ranks.parallel_context import ParallelContext

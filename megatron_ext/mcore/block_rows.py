@@ -26,7 +26,7 @@ class BlockRows:
     def of(self, slots: Sequence[int], tables: Sequence[Table]) -> np.ndarray:
         """The tables of requests with these live slots, [R, W] int64, zero behind a table's end; a copy."""
         width = max(map(len, tables))
-        self._make_room(max(slots) + 1, width)
+        self._ensure_capacity(max(slots) + 1, width)
         written = self._written
         for slot, table in zip(slots, tables, strict=True):
             if written[slot] is not table:
@@ -39,7 +39,7 @@ class BlockRows:
         row[len(table) :] = 0
         self._written[slot] = table
 
-    def _make_room(self, count: int, width: int) -> None:
+    def _ensure_capacity(self, count: int, width: int) -> None:
         rows, columns = self._rows.shape
         if count <= rows and width <= columns:
             return

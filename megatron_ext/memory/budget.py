@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from megatron_ext.config import BatchingConfig, CacheConfig
 from megatron_ext.config.batching import MOST_UNITS
 from megatron_ext.errors import ConfigError
-from megatron_ext.memory.draft import NO_DRAFT_MODEL, DraftGeometry, DraftMemory, draft_geometry
+from megatron_ext.memory.draft_memory import NO_DRAFT_MODEL, DraftKVCacheConfig, DraftMemory, draft_kv_cache_config
 
 GIB = 1024**3
 HYBRID_BLOCK_MULTIPLE = 16
@@ -20,7 +20,7 @@ FASTEST_CHUNK = {"cpu": 64}  # tokens; by type of device, where it is less than 
 # Log-probs are computed in pieces that take at most this, beside the pools: logits, a copy in fp32, its log-softmax.
 SCORING_BYTES = 256 * 1024**2
 
-_SPECULATION = ("draft_states", "draft_model")  # of `Geometry`
+_SPECULATION = ("draft_states", "draft_model")  # of `KVCacheConfig`
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class ModelMemory:
 
 
 @dataclass(frozen=True)
-class Geometry:
+class KVCacheConfig:
     """Effective sizes (EX-6), as printed at start-up and in the JSON output.
 
     `live_states` are those of running requests, and where steps are padded two for padding, a live one and a snapshot,
@@ -53,7 +53,7 @@ class Geometry:
     kernel_chunk: int
     shortest_prompt_that_can_hit: int | None  # None: nothing is cached
     draft_states: int = field(default=0, kw_only=True)  # behind drafts, until they are accepted or not
-    draft_model: DraftGeometry | None = field(default=None, kw_only=True)  # its pools, in the same budget
+    draft_model: DraftKVCacheConfig | None = field(default=None, kw_only=True)  # its pools, in the same budget
 
     @property
     def pool_bytes(self) -> int:
@@ -70,7 +70,7 @@ class Geometry:
         return {key: value for key, value in asdict(self).items() if key not in _SPECULATION or value}
 
 
-def plan_memory(model: ModelMemory, batching: BatchingConfig, cache: CacheConfig, device_type: str) -> Geometry:
+def plan_memory(model: ModelMemory, batching: BatchingConfig, cache: CacheConfig, device_type: str) -> KVCacheConfig:
     """Sizes of the pools. The buffer holds KV blocks, and live states for `max_requests` requests; snapshots are apart.
 
     With each live state go those behind the request's drafts, as many as a step may verify (LA-4).
@@ -103,7 +103,7 @@ def plan_memory(model: ModelMemory, batching: BatchingConfig, cache: CacheConfig
             "would do, or larger blocks"
         )
     slots = _slot_count(model, batching, cache, (blocks + 1) * block_bytes, device_type)
-    return Geometry(
+    return KVCacheConfig(
         block_size_tokens=block_size,
         block_bytes=block_bytes,
         state_bytes=model.state_bytes,
@@ -114,7 +114,7 @@ def plan_memory(model: ModelMemory, batching: BatchingConfig, cache: CacheConfig
         draft_states=batching.most_requests * model.speculative_tokens if model.state_bytes else 0,
         kernel_chunk=kernel_chunk(model.chunk_size, device_type),
         shortest_prompt_that_can_hit=_shortest_hit(model, cache, block_size, slots),
-        draft_model=draft_geometry(model.draft, block_size, batching.most_requests),
+        draft_model=draft_kv_cache_config(model.draft, block_size, batching.most_requests),
     )
 
 
@@ -136,7 +136,7 @@ def _async_snapshots(model: ModelMemory, cache: CacheConfig) -> bool:
 
 
 def async_states(live_states: int, requests: int) -> int:
-    """How many of the states that a `Geometry` counts as live ones are for steps launched ahead."""
+    """How many of the states that a `KVCacheConfig` counts as live ones are for steps launched ahead."""
     return max(0, live_states - requests - SPARE_STATES)
 
 
@@ -213,7 +213,7 @@ def request_state_bytes(state_bytes: int, snapshots: int, speculative_tokens: in
     return (restored + running + snapshots) * state_bytes
 
 
-def check_fits(geometry: Geometry, available_bytes: int, advice: str) -> None:
+def check_fits(geometry: KVCacheConfig, available_bytes: int, advice: str) -> None:
     """See that the pools fit the memory there is, before they are allocated.
 
     Args:

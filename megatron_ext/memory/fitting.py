@@ -9,7 +9,7 @@ import torch
 
 from megatron_ext.config import BatchingConfig, CacheConfig
 from megatron_ext.errors import ConfigError
-from megatron_ext.memory.budget import Geometry, ModelMemory, check_fits, plan_memory
+from megatron_ext.memory.budget import KVCacheConfig, ModelMemory, check_fits, plan_memory
 
 # Of what is free. The rest is for what a step computes with, and for what allocators round up.
 SUGGESTED_SHARE = 0.8
@@ -19,7 +19,7 @@ _HUNDREDTHS = 100  # of a GB, the steps in which sizes are suggested
 
 def plan_within(
     model: ModelMemory, batching: BatchingConfig, cache: CacheConfig, device_type: str, available_bytes: int
-) -> Geometry:
+) -> KVCacheConfig:
     """As `plan_memory`, for pools that must fit the memory there is.
 
     Raises:

@@ -27,10 +27,10 @@ _FILES = {
 
 def available_bytes() -> int:
     """Bytes that this process could still allocate on the host, by the narrowest of its limits."""
-    return max(0, min([psutil.virtual_memory().available, *group_rooms(), *process_rooms()]))
+    return max(0, min([psutil.virtual_memory().available, *group_capacities(), *process_capacities()]))
 
 
-def group_rooms(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> list[int]:
+def group_capacities(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> list[int]:
     """What each control group with a limit leaves, in bytes: this process's and those above it, of either version.
 
     Args:
@@ -41,14 +41,16 @@ def group_rooms(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> list[int
         lines = membership.read_text("utf-8").splitlines()
     except OSError:  # there are none here
         return []
-    rooms = []
+    capacities = []
     for line in lines:
         _, controllers, group = line.split(":", 2)
         if controllers == "":
-            rooms += [_room(folder, 2) for mount in (root, root / "unified") for folder in _upwards(mount, group)]
+            capacities += [
+                _capacity(folder, 2) for mount in (root, root / "unified") for folder in _upwards(mount, group)
+            ]
         elif "memory" in controllers.split(","):
-            rooms += [_room(folder, 1) for folder in _upwards(root / "memory", group)]
-    return [room for room in rooms if room is not None]
+            capacities += [_capacity(folder, 1) for folder in _upwards(root / "memory", group)]
+    return [capacity for capacity in capacities if capacity is not None]
 
 
 def _upwards(mount: Path, group: str) -> Iterator[Path]:
@@ -59,7 +61,7 @@ def _upwards(mount: Path, group: str) -> Iterator[Path]:
     yield mount
 
 
-def _room(folder: Path, version: int) -> int | None:
+def _capacity(folder: Path, version: int) -> int | None:
     """Bytes that one control group leaves; None if it has no limit."""
     limit_file, usage_file, droppable = _FILES[version]
     try:
@@ -73,17 +75,17 @@ def _room(folder: Path, version: int) -> int | None:
     return int(limit) - usage + int(counts.get(droppable, 0))
 
 
-def process_rooms() -> list[int]:
+def process_capacities() -> list[int]:
     """What `ulimit -v` and `ulimit -d` leave, in bytes; nothing for one that is not set."""
     taken = psutil.Process().memory_info()
     # Not every system counts data, and those that do not have no such limit on it either.
     by_limit = ((resource.RLIMIT_AS, taken.vms), (resource.RLIMIT_DATA, getattr(taken, "data", None)))
-    rooms = []
+    capacities = []
     for limit, used in by_limit:
         soft, _ = resource.getrlimit(limit)
         if soft != resource.RLIM_INFINITY and used is not None:
-            rooms.append(soft - used)
-    return rooms
+            capacities.append(soft - used)
+    return capacities
 
 
 def enough_for_the_embedded_model() -> str:

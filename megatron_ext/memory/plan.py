@@ -13,12 +13,12 @@ from megatron_ext.config import BatchingConfig, CacheConfig, EvictionPolicyName,
 from megatron_ext.config.costs import EntryCosts, entry_costs
 from megatron_ext.config.layers.positions import LEARNED_POSITIONS
 from megatron_ext.errors import ConfigError
-from megatron_ext.memory.agreement import NO_PEERS, Peers, Room, agree
-from megatron_ext.memory.budget import Geometry, ModelMemory, async_states, kernel_chunk, request_state_bytes
-from megatron_ext.memory.draft import NO_DRAFT_MODEL, DraftMemory
+from megatron_ext.memory.budget import KVCacheConfig, ModelMemory, async_states, kernel_chunk, request_state_bytes
+from megatron_ext.memory.capacity import NO_PEERS, Capacity, Peers, agree
+from megatron_ext.memory.draft_memory import NO_DRAFT_MODEL, DraftMemory
 from megatron_ext.memory.fitting import plan_within, what_fits
 from megatron_ext.memory.state_pool import StateShape
-from megatron_ext.memory.world import world_geometry
+from megatron_ext.memory.world_sizes import world_kv_cache_config
 from megatron_ext.scheduling.aligned import check_aligned, describe_tight_budget
 from megatron_ext.scheduling.placement import ProvisionalRules
 from megatron_ext.scheduling.plan import SchedulerLimits
@@ -67,8 +67,8 @@ class EnginePlan:
     """
 
     shape: ModelShape
-    geometry: Geometry
-    world: Geometry
+    geometry: KVCacheConfig
+    world: KVCacheConfig
     limits: SchedulerLimits
     policy: EvictionPolicyName | None
     is_hybrid: bool
@@ -82,7 +82,10 @@ class EnginePlan:
 
     @property
     def spare_slots(self) -> int:
-        """In the pools of live states and of snapshots, behind those that requests have; see `Geometry.live_states`."""
+        """In the pools of live states and of snapshots, behind those that requests have.
+
+        See `KVCacheConfig.live_states`.
+        """
         return int(self.geometry.live_states > self.limits.max_requests)
 
     def request_state_bytes(self, length: int) -> int:
@@ -133,9 +136,11 @@ def plan_engine(
         speculative_tokens=speculative_tokens,
         draft=draft,
     )
-    rooms = peers.gather(lambda: _room(plan_within(memory, batching, cache, device_type, available_bytes), batching))
-    agreed = agree(rooms, slots_within_blocks=cache.snapshot_slots is None)
-    world = world_geometry([room.geometry for room in agreed], peers.replica)
+    capacities = peers.gather(
+        lambda: _capacity(plan_within(memory, batching, cache, device_type, available_bytes), batching)
+    )
+    agreed = agree(capacities, slots_within_blocks=cache.snapshot_slots is None)
+    world = world_kv_cache_config([capacity.geometry for capacity in agreed], peers.replica)
     costs = entry_costs(config, world.block_size_tokens, world.block_bytes, world.state_bytes)
     limits = _limits(agreed[peers.rank], batching, cache, longest, device_type, costs)
     limits = replace(limits, most_drafts=speculative_tokens)
@@ -158,7 +163,7 @@ def plan_engine(
     return plan
 
 
-def _with_states(limits: SchedulerLimits, world: Geometry, batching: BatchingConfig) -> SchedulerLimits:
+def _with_states(limits: SchedulerLimits, world: KVCacheConfig, batching: BatchingConfig) -> SchedulerLimits:
     """The same, with slots for the states behind drafts, and for those of steps that are launched ahead of tokens."""
     ahead = async_states(world.live_states, limits.max_requests) if batching.has_input_buffers else 0
     return replace(limits, draft_states=world.draft_states, async_states=ahead)
@@ -169,9 +174,11 @@ def _fingerprint(config: ModelConfig, dtype: torch.dtype, batching: BatchingConf
     return repr((config.to_dict(), dtype, batching.conv_states_dtype, batching.ssm_states_dtype)).encode()
 
 
-def _room(geometry: Geometry, batching: BatchingConfig) -> Room:
+def _capacity(geometry: KVCacheConfig, batching: BatchingConfig) -> Capacity:
     block_bytes, paused_gb = geometry.block_bytes, batching.paused_buffer_size_gb
-    return Room(geometry, None if paused_gb is None or block_bytes == 0 else int(paused_gb * 1024**3) // block_bytes)
+    return Capacity(
+        geometry, None if paused_gb is None or block_bytes == 0 else int(paused_gb * 1024**3) // block_bytes
+    )
 
 
 def _max_sequence_length(batching: BatchingConfig, config: ModelConfig) -> int:
@@ -186,13 +193,13 @@ def _max_sequence_length(batching: BatchingConfig, config: ModelConfig) -> int:
 
 
 def _limits(
-    room: Room, batching: BatchingConfig, cache: CacheConfig, longest: int, device_type: str, costs: EntryCosts
+    capacity: Capacity, batching: BatchingConfig, cache: CacheConfig, longest: int, device_type: str, costs: EntryCosts
 ) -> SchedulerLimits:
-    geometry = room.geometry
+    geometry = capacity.geometry
     return SchedulerLimits(
         block_size=geometry.block_size_tokens,
         total_blocks=geometry.blocks,
-        paused_blocks=room.paused_blocks,
+        paused_blocks=capacity.paused_blocks,
         max_requests=batching.most_requests,
         max_tokens=batching.max_tokens_on(device_type),
         max_sequence_length=longest,

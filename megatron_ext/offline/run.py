@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from megatron_ext.config import MEGATRON_FORMAT, InferenceSettings
-from megatron_ext.console.geometry import make_console, print_geometry
+from megatron_ext.console.kv_cache_table import make_console, print_kv_cache_config
 from megatron_ext.console.machine import check_machine
 from megatron_ext.console.profiling import check_profile, profiled
 from megatron_ext.console.start import say_start
@@ -131,7 +131,9 @@ class _Offline:
         """Run the prompts. Whether every request completed."""
         engine = self._args.build_engine()
         states = engine.longest_request_state_bytes
-        print_geometry(engine.geometry, self._loaded.name, self._console, states, engine.controller.chosen_operators())
+        print_kv_cache_config(
+            engine.geometry, self._loaded.name, self._console, states, engine.controller.chosen_operators()
+        )
         self._interruption.hold()
         with profiled(engine, self._settings.run.profile):
             client = EngineClient(engine.core, steps_itself=False)

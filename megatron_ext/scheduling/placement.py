@@ -51,7 +51,7 @@ AS_MANY_AS_FREE = ProvisionalRules()
 
 
 def place(
-    first: int, last: int, room: int, declared: Sequence[int], known: Depths, rules: ProvisionalRules
+    first: int, last: int, free_slots: int, declared: Sequence[int], known: Depths, rules: ProvisionalRules
 ) -> list[int]:
     """Boundaries to leave states at, in blocks, those first that are to be given up first.
 
@@ -64,8 +64,8 @@ def place(
         rules: See there.
     """
     most = (last - first) // rules.spacing
-    named = [block for block in dict.fromkeys(declared) if first < block < last][: min(room, max(FEW, most))]
-    count = min(rules.most_a_prompt, min(room, most) - len(named))
+    named = [block for block in dict.fromkeys(declared) if first < block < last][: min(free_slots, max(FEW, most))]
+    count = min(rules.most_a_prompt, min(free_slots, most) - len(named))
     found = _best(first, last, count, known if rules.is_learned else (), rules) if count > 0 else ()
     apart = [block for block in found if all(abs(block - one) >= rules.spacing for one in named)]
     return [*_thinned(apart), *reversed(named)]

@@ -40,11 +40,11 @@ def place_provisional(
     planned = sum(
         position > one.start for one in continued for position in one.request.sequence.snapshot_plan.provisional
     )
-    room = _room(wanted, limits, cache.states) - planned
+    free_slots = _free_slots(wanted, limits, cache.states) - planned
     placed = []
     for admission in admissions:
-        positions = _positions(admission, room, limits, cache)
-        room -= len(positions)
+        positions = _positions(admission, free_slots, limits, cache)
+        free_slots -= len(positions)
         placed.append(dataclasses.replace(admission, provisional=positions) if positions else admission)
     return placed
 
@@ -66,29 +66,29 @@ def plan_provisional(
             passed += _passed(chunk, sequence.snapshot_plan.provisional, limits.block_size)
     for admission in admissions:
         passed += _passed(admission.chunk, admission.provisional, limits.block_size)
-    room = max(0, _room(wanted, limits, cache.states))
-    return tuple(passed[max(0, len(passed) - room) :])  # the last ones are worth most
+    free_slots = max(0, _free_slots(wanted, limits, cache.states))
+    return tuple(passed[max(0, len(passed) - free_slots) :])  # the last ones are worth most
 
 
 def _is_on(limits: SchedulerLimits, cache: PrefixCache) -> bool:
     return cache.states is not None and not limits.aligned_chunks and limits.provisional.most != 0
 
 
-def _room(wanted: Sequence[SnapshotRequest], limits: SchedulerLimits, states: StateIndex | None) -> int:
+def _free_slots(wanted: Sequence[SnapshotRequest], limits: SchedulerLimits, states: StateIndex | None) -> int:
     """Slots that neither hold anything nor are asked for in this step, as far as the limit goes."""
     assert states is not None, "there are states"
     taken = sum(states.find(one.digest) is None and not states.is_reserved(one.digest) for one in wanted)
-    room, most = states.free_count - taken, limits.provisional.most
-    return room if most is None else min(room, most - states.provisional_count)
+    free_slots, most = states.free_count - taken, limits.provisional.most
+    return free_slots if most is None else min(free_slots, most - states.provisional_count)
 
 
-def _positions(admission: Admission, room: int, limits: SchedulerLimits, cache: PrefixCache) -> tuple[int, ...]:
+def _positions(admission: Admission, free_slots: int, limits: SchedulerLimits, cache: PrefixCache) -> tuple[int, ...]:
     request, size = admission.request, limits.block_size
-    if room < 1 or request.sequence.chain is None:
+    if free_slots < 1 or request.sequence.chain is None:
         return ()
     declared = [position // size for position in request.params.cache_checkpoint]
     first, last = admission.chunk.start // size, last_boundary(len(request.tokens), size) // size
-    blocks = place(first, last, room, declared, cache.divergences.shown, limits.provisional)
+    blocks = place(first, last, free_slots, declared, cache.divergences.shown, limits.provisional)
     return tuple(block * size for block in blocks if block != len(admission.matched))
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import uvicorn
 
 from megatron_ext.config import ServerConfig, ServerSettings, SourceConfig
-from megatron_ext.console.geometry import make_console, print_geometry
+from megatron_ext.console.kv_cache_table import make_console, print_kv_cache_config
 from megatron_ext.console.machine import check_machine
 from megatron_ext.console.profiling import check_profile, profiled
 from megatron_ext.console.start import say_start
@@ -105,7 +105,7 @@ def build_serving(
     defaults = generation_defaults(settings.source)
     args = EngineArgs(settings, parallel_context)
     loaded, engine = args.loaded, args.build_engine()
-    print_geometry(
+    print_kv_cache_config(
         engine.geometry,
         loaded.name,
         make_console(quiet=False),

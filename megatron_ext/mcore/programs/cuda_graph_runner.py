@@ -21,7 +21,7 @@ from megatron_ext.mcore.programs.graph_capture import Capture, Program
 from megatron_ext.mcore.programs.graph_sampler import GraphSampler, SamplerNeeds, sampler_needs_of, samplings_of
 from megatron_ext.mcore.programs.input_batch import InputBatch, SpareSlots, layout_of, model_input
 from megatron_ext.mcore.programs.input_buffers import AsyncModelOutput, InputBuffers, Layout
-from megatron_ext.mcore.programs.logits_buffers import has_room, with_logits_buffers, write_logits_buffers
+from megatron_ext.mcore.programs.logits_buffers import has_capacity, with_logits_buffers, write_logits_buffers
 from megatron_ext.mcore.programs.prev_sampled_token_ids import PrevSampledTokenIds
 from megatron_ext.mcore.programs.structured_output_masks import with_masks, write_masks
 from megatron_ext.memory.limits import allocating
@@ -153,7 +153,7 @@ class CudaGraphRunner:
         """The bucket of a step, or why it has none; neither where it is larger than all of them."""
         reason = why_eager(step)
         bucket = self._buckets.find(step) if reason is None else None
-        if bucket is not None and not has_room(samplings_of(step.chunks), bucket.rows):
+        if bucket is not None and not has_capacity(samplings_of(step.chunks), bucket.rows):
             return None, "more penalized tokens, biases or words than there is room for"
         return bucket, reason
 

@@ -31,14 +31,14 @@ _WISHES: Final = tuple(one.name for one in fields(LogitsMetadata))
 Arrays = Mapping[str, np.ndarray]
 
 
-def room_of(rows: int) -> dict[str, int]:
+def capacity_of(rows: int) -> dict[str, int]:
     """Entries that a step of so many rows may have, by list."""
     return {name: min(rows * each, most) for name, (each, most) in _ROOM.items()}
 
 
 def with_logits_buffers(layout: Layout, rows: int) -> Layout:
     """A layout, and behind it what shapes the logits of its rows."""
-    room = room_of(rows)
+    room = capacity_of(rows)
     lists: dict[str, Shape] = {name: (room[name],) for name in (*[one for one in room if one != _LONGEST], _LONGEST)}
     of_rows: dict[str, Shape] = {name: (rows + (name != "min_p"),) for name in _OF_ROWS}
     shapes = {"used": (len(_ROOM),), **of_rows, "biases": (room["biased"],), **lists}
@@ -50,7 +50,7 @@ def needs_logits_processing(samplings: Iterable[Sampling]) -> bool:
     return any(one.logits_options is not None or one.forbidden for one in samplings)
 
 
-def has_room(samplings: Sequence[Sampling], rows: int) -> bool:
+def has_capacity(samplings: Sequence[Sampling], rows: int) -> bool:
     """Whether what they want fits into a step of so many rows."""
     needed = dict.fromkeys(_ROOM, 0)
     for one in samplings:
@@ -59,7 +59,7 @@ def has_room(samplings: Sequence[Sampling], rows: int) -> bool:
             needed["came"] += len(one.logits_options.tokens) - _first_token(one.logits_options)
             needed["biased"] += len(one.logits_options.biases)
             needed["ruled_out"] += len(one.logits_options.bad_words)
-    room = room_of(rows)
+    room = capacity_of(rows)
     return all(needed[name] <= room[name] for name in room)
 
 

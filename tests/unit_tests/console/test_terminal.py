@@ -9,7 +9,7 @@ import os
 import pytest
 
 from megatron_ext.config import StartNotes
-from megatron_ext.console.geometry import make_console
+from megatron_ext.console.kv_cache_table import make_console
 from megatron_ext.console.start import say_start
 from megatron_ext.console.terminal import Output, beginning, end, printable, wrapped
 

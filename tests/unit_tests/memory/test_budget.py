@@ -13,7 +13,7 @@ from megatron_ext.config import BatchingConfig, CacheConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.memory.budget import (
     GIB,
-    Geometry,
+    KVCacheConfig,
     ModelMemory,
     check_fits,
     plan_memory,
@@ -29,7 +29,9 @@ MIB = 2**20
 OFF = CacheConfig(enable_prefix_caching=False)
 
 
-def plan(model: ModelMemory, device_type: str = "cpu", *, cache: CacheConfig = OFF, **batching: object) -> Geometry:
+def plan(
+    model: ModelMemory, device_type: str = "cpu", *, cache: CacheConfig = OFF, **batching: object
+) -> KVCacheConfig:
     return plan_memory(model, BatchingConfig(**batching), cache, device_type)
 
 
@@ -40,7 +42,7 @@ def number_that_would_do(error: ConfigError, unit: str = " GB") -> float:
 class TestByHand:
     def test_a_hybrid(self):
         """1 GiB less 64 states of 100,000 bytes is 1,067,341,824: 16,286 blocks of 64 KiB, one of them the dummy."""
-        assert plan(HYBRID) == Geometry(
+        assert plan(HYBRID) == KVCacheConfig(
             block_size_tokens=64,
             block_bytes=65_536,
             state_bytes=100_000,

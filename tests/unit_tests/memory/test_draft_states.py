@@ -8,9 +8,9 @@ import pytest
 
 from megatron_ext.config import BatchingConfig, CacheConfig
 from megatron_ext.errors import ConfigError
-from megatron_ext.memory.agreement import Room, agree
 from megatron_ext.memory.budget import ModelMemory, plan_memory
-from megatron_ext.memory.world import world_geometry
+from megatron_ext.memory.capacity import Capacity, agree
+from megatron_ext.memory.world_sizes import world_kv_cache_config
 from tests.unit_tests.memory.test_budget import number_that_would_do
 
 MODEL = ModelMemory(kv_bytes_per_token=1024, state_bytes=100_000, chunk_size=128, max_sequence_length=4096)
@@ -43,7 +43,7 @@ def test_ranks_agree():
     """A rank without recurrent layers has none, and the world as many as those that have."""
     config = BatchingConfig(block_count=10, max_requests=3)
     models = (DRAFTING, dataclasses.replace(DRAFTING, state_bytes=0))
-    rooms = [Room(plan_memory(model, config, CacheConfig(snapshot_slots=2), "cpu"), None) for model in models]
-    agreed = [room.geometry for room in agree(rooms, slots_within_blocks=False)]
+    capacities = [Capacity(plan_memory(model, config, CacheConfig(snapshot_slots=2), "cpu"), None) for model in models]
+    agreed = [capacity.geometry for capacity in agree(capacities, slots_within_blocks=False)]
     assert [one.draft_states for one in agreed] == [15, 0]
-    assert world_geometry(agreed, (0, 1)).draft_states == 15
+    assert world_kv_cache_config(agreed, (0, 1)).draft_states == 15

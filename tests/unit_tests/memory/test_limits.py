@@ -12,7 +12,7 @@ import pytest
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.memory import limits
-from megatron_ext.memory.limits import allocating, available_bytes, group_rooms, process_rooms
+from megatron_ext.memory.limits import allocating, available_bytes, group_capacities, process_capacities
 from tests.unit_tests.support.source import ROOT
 
 MIB = 2**20
@@ -40,19 +40,19 @@ def test_version_2_counts_the_group_and_those_above_it(tmp_path: Path):
     """512 MiB less 100 used, of which 30 are files that can be dropped; above it 300 less 250."""
     write_group(tmp_path / "a/b", 2, 512 * MIB, 100 * MIB, 30 * MIB)
     write_group(tmp_path / "a", 2, 300 * MIB, 250 * MIB, 0)
-    assert group_rooms(tmp_path, membership(tmp_path, "0::/a/b")) == [442 * MIB, 50 * MIB]
+    assert group_capacities(tmp_path, membership(tmp_path, "0::/a/b")) == [442 * MIB, 50 * MIB]
 
 
 def test_version_2_without_a_limit(tmp_path: Path):
     write_group(tmp_path / "a", 2, "max", 100 * MIB, 0)
-    assert group_rooms(tmp_path, membership(tmp_path, "0::/a")) == []
+    assert group_capacities(tmp_path, membership(tmp_path, "0::/a")) == []
 
 
 @pytest.mark.parametrize("group", ["/", "/docker/0123", "/../elsewhere"])
 def test_a_container_sees_its_group_as_the_mount(tmp_path: Path, group: str):
     write_group(tmp_path, 2, 64 * MIB, 60 * MIB, 0)
     write_group(tmp_path.parent / "elsewhere", 2, MIB, 0, 0)  # not to be found by going up
-    assert group_rooms(tmp_path, membership(tmp_path, f"0::{group}")) == [4 * MIB]
+    assert group_capacities(tmp_path, membership(tmp_path, f"0::{group}")) == [4 * MIB]
 
 
 def test_version_1_beside_a_version_2_that_has_no_memory(tmp_path: Path):
@@ -60,33 +60,33 @@ def test_version_1_beside_a_version_2_that_has_no_memory(tmp_path: Path):
     write_group(tmp_path / "memory", 1, UNLIMITED, 500 * MIB, 0)
     (tmp_path / "unified").mkdir()
     lines = ("9:cpu,cpuacct:/jobs", "4:memory:/jobs/one", "1:name=systemd:/a:b", "0::/")
-    rooms = group_rooms(tmp_path, membership(tmp_path, *lines))
-    assert rooms == [30 * MIB, UNLIMITED - 500 * MIB]
+    capacities = group_capacities(tmp_path, membership(tmp_path, *lines))
+    assert capacities == [30 * MIB, UNLIMITED - 500 * MIB]
 
 
 def test_no_control_groups(tmp_path: Path):
-    assert group_rooms(tmp_path, tmp_path / "missing") == []
+    assert group_capacities(tmp_path, tmp_path / "missing") == []
 
 
 def test_the_narrowest_decides(monkeypatch: pytest.MonkeyPatch):
     free = psutil.virtual_memory().available
     for groups, process, expected in (([5, 9], [7], 5), ([9], [7], 7), ([], [-3], 0)):
-        monkeypatch.setattr(limits, "group_rooms", lambda groups=groups: groups)
-        monkeypatch.setattr(limits, "process_rooms", lambda process=process: process)
+        monkeypatch.setattr(limits, "group_capacities", lambda groups=groups: groups)
+        monkeypatch.setattr(limits, "process_capacities", lambda process=process: process)
         assert available_bytes() == expected
-    monkeypatch.setattr(limits, "process_rooms", lambda: [])
+    monkeypatch.setattr(limits, "process_capacities", lambda: [])
     assert abs(available_bytes() - free) < free // 2
 
 
 @pytest.mark.parametrize(("limit", "kind"), [("RLIMIT_AS", "vms"), ("RLIMIT_DATA", "data")])
 def test_ulimit(monkeypatch: pytest.MonkeyPatch, limit: str, kind: str):
-    assert process_rooms() == []
+    assert process_capacities() == []
     used = getattr(psutil.Process().memory_info(), kind)
     soft = {getattr(resource, limit): used + 700 * MIB}
     unlimited = resource.RLIM_INFINITY
     monkeypatch.setattr(resource, "getrlimit", lambda which: (soft.get(which, unlimited), unlimited))
-    (room,) = process_rooms()
-    assert abs(room - 700 * MIB) < 50 * MIB
+    (capacity,) = process_capacities()
+    assert abs(capacity - 700 * MIB) < 50 * MIB
 
 
 @pytest.mark.parametrize(

@@ -7,14 +7,14 @@ import io
 
 from rich.console import Console
 
-from megatron_ext.console.geometry import print_geometry
-from megatron_ext.memory.budget import Geometry
-from megatron_ext.memory.world import world_geometry
+from megatron_ext.console.kv_cache_table import print_kv_cache_config
+from megatron_ext.memory.budget import KVCacheConfig
+from megatron_ext.memory.world_sizes import world_kv_cache_config
 from megatron_ext.offline.report import print_report, summary, what_was_lost
 from megatron_ext.offline.submission import Pass
 from megatron_ext.scheduling.record import Status
 
-HYBRID = Geometry(64, 131072, 292864, 143, 8048, 5, 64, 64, 65)
+HYBRID = KVCacheConfig(64, 131072, 292864, 143, 8048, 5, 64, 64, 65)
 
 
 def printed(function, *arguments) -> str:
@@ -56,18 +56,18 @@ def test_what_was_lost_has_a_line_if_anything_was():
 
 def test_geometry():
     """EX-6, LA-4: the effective sizes, in one table, at start-up."""
-    rows = [line for line in printed(print_geometry, HYBRID, "a model").splitlines() if "│" in line]
+    rows = [line for line in printed(print_kv_cache_config, HYBRID, "a model").splitlines() if "│" in line]
     assert [" ".join(row.split()) for row in rows] == [
         "│ KV cache │ 8,048 blocks of 64 tokens, 131,072 bytes each │",
         "│ live states │ 64 of 292,864 bytes each, as much as the KV of 143 tokens │",
         "│ snapshots │ 5 slots of the same size │",
         "│ prefix cache │ prompts of 65 tokens and more can hit │",
     ]
-    text = printed(lambda console: print_geometry(HYBRID, "a model", console, 1_234_567))
+    text = printed(lambda console: print_kv_cache_config(HYBRID, "a model", console, 1_234_567))
     assert "a model" in text
     assert "at most 1,234,567 bytes" in text
     operators = {"triton": ("ssd", "paged_attention"), "reference": ("sampling",)}
-    text = printed(lambda console: print_geometry(HYBRID, "a model", console, operators=operators))
+    text = printed(lambda console: print_kv_cache_config(HYBRID, "a model", console, operators=operators))
     assert "triton; reference for sampling" in text, "CU-3"
 
 
@@ -75,8 +75,8 @@ def test_geometry_of_several_ranks():
     """MR-7: in total and rank by rank."""
     first = dataclasses.replace(HYBRID, block_bytes=0)
     second = dataclasses.replace(HYBRID, state_bytes=0, live_states=0)
-    world = world_geometry([first, second, first, second], [0, 1])
-    rows = [line for line in printed(print_geometry, world, "a model").splitlines() if "│" in line]
+    world = world_kv_cache_config([first, second, first, second], [0, 1])
+    rows = [line for line in printed(print_kv_cache_config, world, "a model").splitlines() if "│" in line]
     shown = [" ".join(row.split()) for row in rows]
     assert shown[0] == "│ KV cache │ 8,048 blocks of 64 tokens, 131,072 bytes each │"
     assert shown[-5:] == [
@@ -89,11 +89,11 @@ def test_geometry_of_several_ranks():
 
 
 def test_geometry_without_recurrent_layers():
-    text = printed(print_geometry, Geometry(64, 131072, 0, 0, 8048, 0, 0, 64, None), "a model")
+    text = printed(print_kv_cache_config, KVCacheConfig(64, 131072, 0, 0, 8048, 0, 0, 64, None), "a model")
     assert "states" not in text
     assert "nothing is skipped" in text
 
 
 def test_the_name_of_a_model_is_text():
-    text = printed(print_geometry, HYBRID, "[red]a\x1b[31m/model")
+    text = printed(print_kv_cache_config, HYBRID, "[red]a\x1b[31m/model")
     assert r"[red]a\x1b[31m/model" in text

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 import megatron_ext
-from megatron_ext.memory.budget import Geometry
+from megatron_ext.memory.budget import KVCacheConfig
 from megatron_ext.offline.results import SYSTEM_KEYS, build_results, request_results, to_json
 from megatron_ext.offline.submission import Pass
 from megatron_ext.scheduling.draft_counts import DraftCounts, SpeculationUse
@@ -27,7 +27,7 @@ shortest_prompt_that_can_hit
 
 @pytest.fixture
 def engine():
-    geometry = Geometry(64, 1024, 512, 32, 10, 0, 64, 64, None)
+    geometry = KVCacheConfig(64, 1024, 512, 32, 10, 0, 64, 64, None)
     return SimpleNamespace(
         lifetime_prefill_token_count=6,
         lifetime_skipped_token_count=5,

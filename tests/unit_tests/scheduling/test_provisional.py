@@ -122,7 +122,7 @@ def test_where_nobody_resumes_from_one_nothing_else_changes(policy: EvictionPoli
 @pytest.mark.parametrize("policy", EVICTIONS)
 def test_the_twin_tells_a_guess_that_displaces(policy: EvictionPolicyName, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(MAY_TAKE, Rank.PROVISIONAL, (Rank.PROVISIONAL, Rank.OPTIONAL, Rank.ORDINARY))
-    monkeypatch.setattr("megatron_ext.scheduling.provisional_plan._room", lambda *arguments: 5)
+    monkeypatch.setattr("megatron_ext.scheduling.provisional_plan._free_slots", lambda *arguments: 5)
     with pytest.raises(AssertionError):
         test_where_nobody_resumes_from_one_nothing_else_changes(policy, 3)
 

@@ -19,7 +19,7 @@ from megatron_ext.mcore import platform
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.mcore.assemble import build_engine, build_worker
 from megatron_ext.mcore.rank_info import make_parallel_context
-from megatron_ext.memory.budget import Geometry
+from megatron_ext.memory.budget import KVCacheConfig
 from megatron_ext.models.build import build_model
 from megatron_ext.ranks.worker import Worker
 from megatron_ext.scheduling.counters import Counters
@@ -68,7 +68,7 @@ class Lived:
     statistics: dict[str, int] | None
     counters: Counters
     steps: int
-    geometry: Geometry
+    geometry: KVCacheConfig
 
 
 def live(parallel: ParallelConfig | None, config: ModelConfig, whole: Whole, script: Script) -> Lived:

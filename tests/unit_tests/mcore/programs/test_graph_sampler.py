@@ -22,7 +22,7 @@ from megatron_ext.mcore.programs.graph_capture import NoGraphs
 from megatron_ext.mcore.programs.graph_sampler import GraphSampler, sampler_needs_of, samplings_of
 from megatron_ext.mcore.programs.input_batch import NOBODY, InputBatch
 from megatron_ext.mcore.programs.input_buffers import AsyncModelOutput, InputBuffers, Layout
-from megatron_ext.mcore.programs.logits_buffers import has_room, with_logits_buffers, write_logits_buffers
+from megatron_ext.mcore.programs.logits_buffers import has_capacity, with_logits_buffers, write_logits_buffers
 from megatron_ext.mcore.programs.structured_output_masks import with_masks, write_masks
 from megatron_ext.mcore.staging import SamplingRow
 from megatron_ext.ops.sampling import SAMPLING, graph_sampling
@@ -238,13 +238,13 @@ def test_what_is_more_than_there_is_room_for() -> None:
     row_metadata = sampling(random.Random(1), scores=False)
     long = LogitsOptions(array("i", [1] * 9000), 6000, 1.0, 0.5, 0.0, TokenBiases(), (), 0.0)
     shaped = dataclasses.replace(row_metadata, logits_options=long)
-    assert has_room([shaped], 1)
-    assert not has_room([shaped, shaped], 1)
-    assert has_room([shaped, shaped], 2)
-    assert not has_room([dataclasses.replace(shaped, logits_options=dataclasses.replace(long, repetition=1.1))], 1)
-    assert not has_room([dataclasses.replace(row_metadata, forbidden=tuple(range(65)))], 1)
+    assert has_capacity([shaped], 1)
+    assert not has_capacity([shaped, shaped], 1)
+    assert has_capacity([shaped, shaped], 2)
+    assert not has_capacity([dataclasses.replace(shaped, logits_options=dataclasses.replace(long, repetition=1.1))], 1)
+    assert not has_capacity([dataclasses.replace(row_metadata, forbidden=tuple(range(65)))], 1)
     biases = TokenBiases.of(dict.fromkeys(range(513), 1.0))
-    assert not has_room([dataclasses.replace(shaped, logits_options=dataclasses.replace(long, biases=biases))], 1)
+    assert not has_capacity([dataclasses.replace(shaped, logits_options=dataclasses.replace(long, biases=biases))], 1)
 
 
 def test_the_forbidden_best_token_is_no_measure_for_min_p() -> None:

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megatron_ext.config import BatchingConfig, CacheConfig, ModelConfig
-from megatron_ext.memory.agreement import Peers, Room, agree
-from megatron_ext.memory.budget import GIB, Geometry
+from megatron_ext.memory.budget import GIB, KVCacheConfig
+from megatron_ext.memory.capacity import Capacity, Peers, agree
 from megatron_ext.memory.plan import EnginePlan, ModelShape, plan_engine
 from megatron_ext.memory.state_pool import StateShape
 
@@ -27,7 +27,7 @@ def plan_all(
     shapes: list[ModelShape], batching: BatchingConfig, cache: CacheConfig | None = None, free: int = GIB
 ) -> list[EnginePlan]:
     """What each of some ranks decides when it has heard what the others have room for."""
-    rooms: list[Room] = []
+    capacities: list[Capacity] = []
 
     def plan(rank: int, gather) -> EnginePlan:
         return plan_engine(
@@ -43,14 +43,14 @@ def plan_all(
     class HeardError(Exception):
         pass
 
-    def listen(room) -> None:
-        rooms.append(room())
+    def listen(capacity) -> None:
+        capacities.append(capacity())
         raise HeardError
 
     for rank in range(len(shapes)):
         with pytest.raises(HeardError):
             plan(rank, listen)
-    return [plan(rank, lambda _: rooms) for rank in range(len(shapes))]
+    return [plan(rank, lambda _: capacities) for rank in range(len(shapes))]
 
 
 @pytest.mark.parametrize("shapes", [[BOTH, ATTENTION], [ATTENTION, RECURRENT], [RECURRENT, NEITHER, BOTH]])
@@ -100,9 +100,9 @@ def test_exact_numbers_are_kept():
 
 
 def test_no_slot_anywhere_is_no_hit_anywhere():
-    geometry = Geometry(64, 0, 0, None, 9, 0, 0, 64, 64)
+    geometry = KVCacheConfig(64, 0, 0, None, 9, 0, 0, 64, 64)
     with_states = dataclasses.replace(geometry, state_bytes=8, shortest_prompt_that_can_hit=None)
-    agreed = agree([Room(geometry, None), Room(with_states, 3)], slots_within_blocks=True)
+    agreed = agree([Capacity(geometry, None), Capacity(with_states, 3)], slots_within_blocks=True)
     assert [one.geometry.shortest_prompt_that_can_hit for one in agreed] == [None, None]
     assert [one.paused_blocks for one in agreed] == [3, 3]
 

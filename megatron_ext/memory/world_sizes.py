@@ -6,11 +6,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from megatron_ext.memory.budget import Geometry
+from megatron_ext.memory.budget import KVCacheConfig
 
 
 @dataclass(frozen=True)
-class RankGeometry:
+class RankKVCacheConfig:
     """What of a replica's blocks and states lies on one rank, and the bytes of all its pools."""
 
     rank: int
@@ -20,7 +20,7 @@ class RankGeometry:
 
 
 @dataclass(frozen=True)
-class WorldGeometry(Geometry):
+class WorldKVCacheConfig(KVCacheConfig):
     """A replica's blocks and states over all its ranks, and how many bytes that is where.
 
     Numbers of blocks, slots and live states are those of one replica, and of each of its ranks that has such layers.
@@ -28,10 +28,10 @@ class WorldGeometry(Geometry):
 
     replicas: int
     world_pool_bytes: int  # of all ranks
-    ranks: tuple[RankGeometry, ...]
+    ranks: tuple[RankKVCacheConfig, ...]
 
 
-def world_geometry(ranks: Sequence[Geometry], replica: Sequence[int]) -> Geometry:
+def world_kv_cache_config(ranks: Sequence[KVCacheConfig], replica: Sequence[int]) -> KVCacheConfig:
     """What `ranks` have together; the geometry itself for a world of one.
 
     Args:
@@ -41,7 +41,7 @@ def world_geometry(ranks: Sequence[Geometry], replica: Sequence[int]) -> Geometr
     if len(ranks) == 1:
         return ranks[0]
     parts = [ranks[rank] for rank in replica]
-    of_one = {field.name: getattr(parts[0], field.name) for field in fields(Geometry)}
+    of_one = {field.name: getattr(parts[0], field.name) for field in fields(KVCacheConfig)}
     block_bytes, state_bytes = sum(one.block_bytes for one in parts), sum(one.state_bytes for one in parts)
     per_token = block_bytes // parts[0].block_size_tokens
     of_one |= {
@@ -51,9 +51,11 @@ def world_geometry(ranks: Sequence[Geometry], replica: Sequence[int]) -> Geometr
         "live_states": max(one.live_states for one in parts),
         "draft_states": max(one.draft_states for one in parts),
     }
-    return WorldGeometry(
+    return WorldKVCacheConfig(
         **of_one,
         replicas=len(ranks) // len(parts),
         world_pool_bytes=sum(one.pool_bytes for one in ranks),
-        ranks=tuple(RankGeometry(i, one.block_bytes, one.state_bytes, one.pool_bytes) for i, one in enumerate(ranks)),
+        ranks=tuple(
+            RankKVCacheConfig(i, one.block_bytes, one.state_bytes, one.pool_bytes) for i, one in enumerate(ranks)
+        ),
     )

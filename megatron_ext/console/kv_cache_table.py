@@ -11,8 +11,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from megatron_ext.console.terminal import Output, printable
-from megatron_ext.memory.budget import Geometry
-from megatron_ext.memory.world import WorldGeometry
+from megatron_ext.memory.budget import KVCacheConfig
+from megatron_ext.memory.world_sizes import WorldKVCacheConfig
 
 _FILE_WIDTH = 120  # characters
 
@@ -24,8 +24,8 @@ def make_console(quiet: bool, output: Output | None = None) -> Console:
     return Console(file=file, highlight=False, quiet=quiet, width=None if output.isatty() else _FILE_WIDTH)
 
 
-def print_geometry(
-    geometry: Geometry,
+def print_kv_cache_config(
+    geometry: KVCacheConfig,
     model: str,
     console: Console,
     request_state_bytes: int = 0,
@@ -62,12 +62,12 @@ def print_geometry(
         most, *others = operators
         rest = "".join(f"; {name} for {', '.join(operators[name])}" for name in others)
         table.add_row("operators", f"{most}{rest}")
-    if isinstance(geometry, WorldGeometry):
+    if isinstance(geometry, WorldKVCacheConfig):
         _add_ranks(table, geometry)
     console.print(table)
 
 
-def _add_ranks(table: Table, geometry: WorldGeometry) -> None:
+def _add_ranks(table: Table, geometry: WorldKVCacheConfig) -> None:
     """What lies where; a block and a state are of one replica, and in parts on its ranks."""
     for one in geometry.ranks:
         parts = [("a block", one.block_bytes), ("a state", one.state_bytes)]

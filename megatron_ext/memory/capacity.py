@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_ext.memory.budget import Geometry
+from megatron_ext.memory.budget import KVCacheConfig
 
 
 @dataclass(frozen=True)
-class Room:
+class Capacity:
     """What one rank has room for.
 
     Attributes:
@@ -22,17 +22,17 @@ class Room:
         paused_blocks: That paused requests may keep; None is no limit.
     """
 
-    geometry: Geometry
+    geometry: KVCacheConfig
     paused_blocks: int | None
 
 
-Gather = Callable[[Callable[[], Room]], Sequence[Room]]
+Gather = Callable[[Callable[[], Capacity]], Sequence[Capacity]]
 """Asks every rank, in order. What is a mistake on one of them is one on all: `ConfigError`."""
 
 
-def alone(room: Callable[[], Room]) -> Sequence[Room]:
+def alone(capacity: Callable[[], Capacity]) -> Sequence[Capacity]:
     """For a world of one."""
-    return [room()]
+    return [capacity()]
 
 
 @dataclass(frozen=True)
@@ -53,19 +53,19 @@ class Peers:
 NO_PEERS = Peers()
 
 
-def agree(rooms: Sequence[Room], *, slots_within_blocks: bool) -> list[Room]:
+def agree(capacities: Sequence[Capacity], *, slots_within_blocks: bool) -> list[Capacity]:
     """What each rank makes of what all have room for.
 
     Args:
         rooms: Of every rank.
         slots_within_blocks: More snapshot slots than blocks would be of no use.
     """
-    geometries = [room.geometry for room in rooms]
+    geometries = [capacity.geometry for capacity in capacities]
     blocks = min(one.blocks for one in _those_with(geometries, lambda one: one.block_bytes))
     with_states = _those_with(geometries, lambda one: one.state_bytes)
     slots = min(one.snapshot_slots for one in with_states)
     hits = [one.shortest_prompt_that_can_hit for one in with_states]
-    paused = [room.paused_blocks for room in rooms if room.paused_blocks is not None]
+    paused = [capacity.paused_blocks for capacity in capacities if capacity.paused_blocks is not None]
     agreed = [
         replace(
             one,
@@ -75,9 +75,11 @@ def agree(rooms: Sequence[Room], *, slots_within_blocks: bool) -> list[Room]:
         )
         for one in geometries
     ]
-    return [Room(one, min(paused, default=None)) for one in agreed]
+    return [Capacity(one, min(paused, default=None)) for one in agreed]
 
 
-def _those_with(geometries: Sequence[Geometry], resource: Callable[[Geometry], int]) -> Sequence[Geometry]:
+def _those_with(
+    geometries: Sequence[KVCacheConfig], resource: Callable[[KVCacheConfig], int]
+) -> Sequence[KVCacheConfig]:
     """The ranks that have a resource; all of them if none has, since then they say the same."""
     return [one for one in geometries if resource(one)] or geometries

@@ -32,7 +32,7 @@ NO_DRAFT_MODEL = DraftMemory()
 
 
 @dataclass(frozen=True)
-class DraftGeometry:
+class DraftKVCacheConfig:
     """The draft model's pools, as printed at start-up and in the JSON output.
 
     Attributes:
@@ -50,9 +50,9 @@ class DraftGeometry:
         return (blocks + 1) * self.block_bytes + self.states * self.state_bytes
 
 
-def draft_geometry(draft: DraftMemory, block_size: int, requests: int) -> DraftGeometry | None:
+def draft_kv_cache_config(draft: DraftMemory, block_size: int, requests: int) -> DraftKVCacheConfig | None:
     """Of the pools of a draft model; None if there is none."""
     if draft == NO_DRAFT_MODEL:
         return None
     states = STATES_OF_A_REQUEST * requests if draft.state_bytes else 0
-    return DraftGeometry(block_size * draft.kv_bytes_per_token, draft.state_bytes, states)
+    return DraftKVCacheConfig(block_size * draft.kv_bytes_per_token, draft.state_bytes, states)
