@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from arguments.flags import Flag, FlagGroup, closest, normalize_key, shorten
-from arguments.given import Given
 from arguments.groups import BATCHING, CACHE, GROUPS, MODEL, PARALLEL, RUN, SAMPLING, SERVER_GROUPS
-from arguments.idle import note_idle
 from arguments.megatron import options
 from arguments.megatron.layers import describe_layers
 from arguments.megatron.record import MegatronGroup
 from arguments.megatron.synonyms import SYNONYMS, translate
 from arguments.megatron.table import SERVER_TABLE, TABLE, WithoutEffect, family_of, records
+from arguments.no_effect import note_no_effect
+from arguments.parsed_flags import ParsedFlags
 from arguments.server_groups import ACCESS, KV_EVENTS, LIMITS, SERVER
 from arguments.source_groups import SOURCE, TOKENIZER
 from arguments.speculation_group import SPECULATION
@@ -126,10 +126,10 @@ def settings_of(values: FieldValues) -> InferenceSettings:
     Raises:
         ConfigError: As `parse_arguments`.
     """
-    return _settings(_completed(Given(dict(values)), build_parser(), GROUPS, TABLE))
+    return _settings(_completed(ParsedFlags(dict(values)), build_parser(), GROUPS, TABLE))
 
 
-def _settings(given: Given) -> InferenceSettings:
+def _settings(given: ParsedFlags) -> InferenceSettings:
     values = given.values
     settings = InferenceSettings(
         source=SourceConfig(**fields_of(SOURCE, values), **fields_of(TOKENIZER, values)),
@@ -175,20 +175,22 @@ def _given(
     argv: Sequence[str] | None,
     groups: Sequence[FlagGroup],
     table: Sequence[MegatronGroup],
-) -> Given:
+) -> ParsedFlags:
     """The flags that are given: on the command line, else in the YAML file."""
     return _completed(_parse(parser, argv), parser, groups, table)
 
 
-def _parse(parser: CommandLine, words: Sequence[str] | None) -> Given:
+def _parse(parser: CommandLine, words: Sequence[str] | None) -> ParsedFlags:
     values = vars(parser.parse_args(words))
     without_effect = values.pop(options.DEST, None) or WithoutEffect()
-    return Given(
+    return ParsedFlags(
         {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}, without_effect
     )
 
 
-def _completed(given: Given, parser: CommandLine, groups: Sequence[FlagGroup], table: Sequence[MegatronGroup]) -> Given:
+def _completed(
+    given: ParsedFlags, parser: CommandLine, groups: Sequence[FlagGroup], table: Sequence[MegatronGroup]
+) -> ParsedFlags:
     """The same in flags of ours, over those of the YAML file that it may name."""
     given = translate(given)
     if "model-config" in given.values:
@@ -200,11 +202,11 @@ def _completed(given: Given, parser: CommandLine, groups: Sequence[FlagGroup], t
         except ConfigError as error:  # the file is this machine's
             raise MachineError(str(error)) from error
     describe_layers(given)
-    note_idle(given)
+    note_no_effect(given)
     return given
 
 
-def _start(given: Given) -> StartNotes:
+def _start(given: ParsedFlags) -> StartNotes:
     return StartNotes(given.without_effect.lines(), tuple(given.environment.items()))
 
 

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 import yaml
 
 from arguments.flags import Flag, FlagGroup, closest, normalize_key, shorten, shown
-from arguments.given import Given
 from arguments.megatron import yaml_form
 from arguments.megatron.options import take
 from arguments.megatron.record import MegatronFlag
 from arguments.megatron.table import family_of
+from arguments.parsed_flags import ParsedFlags
 from megatron_ext.errors import ConfigError
 from megatron_ext.files import read_text
 
@@ -33,7 +33,7 @@ def read_flags(
     known: Mapping[str, tuple[FlagGroup, Flag]],
     megatrons: Mapping[str, MegatronFlag],
     parse: yaml_form.Parse,
-) -> Given:
+) -> ParsedFlags:
     """Read the flags of a YAML file.
 
     Args:
@@ -48,7 +48,7 @@ def read_flags(
     loader, pairs = _top_level(path)
     if yaml_form.is_megatrons(pairs):
         return yaml_form.read(path, pairs, parse)
-    given = Given()
+    given = ParsedFlags()
     for node, value in pairs:
         where, name = f"{path}, line {node.start_mark.line + 1}", node.value
         key = normalize_key(name)

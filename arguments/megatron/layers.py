@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from arguments.given import Given
+from arguments.parsed_flags import ParsedFlags
 from megatron_ext.config.layers.pattern import GPT, gpt_pattern, is_gpt_pattern, read_pattern
 from megatron_ext.errors import ConfigError
 
@@ -12,7 +12,7 @@ _PATTERN, _COUNT, _PROVIDER = "hybrid-override-pattern", "num-layers", "model-pr
 _RATIOS = ("hybrid-attention-ratio", "hybrid-mlp-ratio")
 
 
-def describe_layers(given: Given) -> None:
+def describe_layers(given: ParsedFlags) -> None:
     """Make a pattern of what is given, in place: all of it, from the command line and the file.
 
     A pattern decides over a count and over shares of kinds, as it does in Megatron. How many layers the model of a

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from arguments.flags import Flag, FlagGroup
-from arguments.given import Given
+from arguments.parsed_flags import ParsedFlags
 from megatron_ext.errors import ConfigError
 
 
@@ -42,7 +42,7 @@ _MEANINGS: Mapping[str, tuple[str, Any]] = {
 _STACKS = {("mamba_layer_specs", "mamba_stack_spec"), ("hybrid_layer_specs", "hybrid_stack_spec")}
 
 
-def translate(given: Given) -> Given:
+def translate(given: ParsedFlags) -> ParsedFlags:
     """The same with flags of ours, from one source: a command line or a file.
 
     Raises:
@@ -60,7 +60,7 @@ def translate(given: Given) -> Given:
             given.without_effect.note("--pretrained-checkpoint")
     if _is_megatrons_stack(values.get("spec")):
         del values["spec"]
-    return Given(values, given.without_effect, given.environment)
+    return ParsedFlags(values, given.without_effect, given.environment)
 
 
 def _is_megatrons_stack(spec: object) -> bool:

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import yaml
 
 from arguments.flags import closest, shown
-from arguments.given import Given
 from arguments.megatron.words import arguments_of, as_xargs, with_variables
+from arguments.parsed_flags import ParsedFlags
 from megatron_ext.errors import ConfigError
 
-Parse = Callable[[Sequence[str]], Given]
+Parse = Callable[[Sequence[str]], ParsedFlags]
 Pairs = Sequence[tuple[yaml.Node, yaml.Node]]
 
 FLAGS, VARIABLES, MODE = "MODEL_ARGS", "ENV_VARS", "MODE"
@@ -45,7 +45,7 @@ def is_megatrons(pairs: Pairs) -> bool:
     return any(key.value in TOP_LEVEL for key, _ in pairs)
 
 
-def read(path: str, pairs: Pairs, parse: Parse) -> Given:
+def read(path: str, pairs: Pairs, parse: Parse) -> ParsedFlags:
     """What the file gives.
 
     Args:
@@ -56,7 +56,7 @@ def read(path: str, pairs: Pairs, parse: Parse) -> Given:
     Raises:
         ConfigError: A key or a value that is wrong, or that cannot be; names file and line.
     """
-    given = Given()
+    given = ParsedFlags()
     for key, value in pairs:
         where, name = f"{path}, line {key.start_mark.line + 1}", str(key.value)
         if name in _REFUSED:
@@ -96,13 +96,13 @@ def _mapping(where: str, name: str, node: yaml.Node) -> Iterator[_Entry]:
         yield _Entry(line, key.value, value)
 
 
-def _flag(path: str, entry: _Entry, parse: Parse) -> Given:
+def _flag(path: str, entry: _Entry, parse: Parse) -> ParsedFlags:
     name, where = entry.name, entry.where
     _require(name.startswith("--") and name not in _NEVER, f"{where}: {shown(name)} is no flag that the file can hold")
     try:
         words = _words(entry.value)
         if words is None:
-            return Given()
+            return ParsedFlags()
         return parse([name, *words] if len(words) != 1 else [f"{name}={words[0]}"])
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
@@ -137,7 +137,7 @@ def _text(node: yaml.ScalarNode) -> str:
     return with_variables(text, os.environ)
 
 
-def _variable(path: str, entry: _Entry, given: Given) -> None:
+def _variable(path: str, entry: _Entry, given: ParsedFlags) -> None:
     if not isinstance(entry.value, yaml.ScalarNode):
         raise ConfigError(f"{entry.where}: {entry.name} is no single value")
     if entry.name not in EXPORTED:

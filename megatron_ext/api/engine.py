@@ -17,7 +17,7 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.memory.budget import KVCacheConfig
 from megatron_ext.models.load import LoadedModel
-from megatron_ext.models.update.given import NamedTensors
+from megatron_ext.models.update.named_tensors import NamedTensors
 from megatron_ext.models.update.naming import Naming
 from megatron_ext.models.update.weights import update_weights, weight_shapes
 from megatron_ext.scheduling.record import RequestRecord

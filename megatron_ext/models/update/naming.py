@@ -21,7 +21,7 @@ from megatron_ext.models.huggingface.tensors import EMBEDDING, LM_HEAD, OUTPUT, 
 from megatron_ext.models.huggingface.weights import part_shapes
 from megatron_ext.models.megatron.checkpoint import is_dist_checkpoint, resolve_iteration
 from megatron_ext.models.megatron.stored_keys import is_gpt, is_ignored, places
-from megatron_ext.models.update.given import require_weight
+from megatron_ext.models.update.named_tensors import require_weight
 
 Shape: TypeAlias = tuple[int, ...]
 Shapes: TypeAlias = Mapping[str, Shape]

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from arguments.given import Given
+from arguments.parsed_flags import ParsedFlags
 
 
 @dataclass(frozen=True)
-class Idle:
+class NoEffect:
     """When a flag has no effect.
 
     Attributes:
@@ -32,30 +32,30 @@ class Idle:
 
 _PROMPTS = ("prompts", "prompt-file")
 _STEP, _RATE, _DRAIN = "incoming-requests-per-step", "incoming-requests-per-sec", "drain-between-batches"
-IDLE = (
-    Idle("skip-prompt-log-probs", without=("return-log-probs",)),
-    Idle(_STEP, beside=(_DRAIN,)),
-    Idle("num-tokens-to-prompt", beside=_PROMPTS),
-    Idle("incoming-requests-duration", beside=_PROMPTS),
-    Idle("prompt-file-num-truncate", without=("prompt-file",)),
-    Idle("output-format", without=("output-path",)),
-    Idle("output-every-n-results", without=("output-path",)),
-    Idle("throughput-check-only", without=("output-path",)),
-    Idle("inference-dynamic-batching-track-generated-token-events", without=("output-request-events",)),
+NO_EFFECT = (
+    NoEffect("skip-prompt-log-probs", without=("return-log-probs",)),
+    NoEffect(_STEP, beside=(_DRAIN,)),
+    NoEffect("num-tokens-to-prompt", beside=_PROMPTS),
+    NoEffect("incoming-requests-duration", beside=_PROMPTS),
+    NoEffect("prompt-file-num-truncate", without=("prompt-file",)),
+    NoEffect("output-format", without=("output-path",)),
+    NoEffect("output-every-n-results", without=("output-path",)),
+    NoEffect("throughput-check-only", without=("output-path",)),
+    NoEffect("inference-dynamic-batching-track-generated-token-events", without=("output-request-events",)),
 )
 _SYNTHETIC = ("num-tokens-to-prompt", "incoming-requests-duration")
 
 
-def note_idle(given: Given) -> None:
+def note_no_effect(parsed: ParsedFlags) -> None:
     """Note which of the flags that are given have no effect."""
-    for one in IDLE:
-        if one.holds(given.values):
-            given.without_effect.note(f"--{one.key}")
-    if _rate_is_idle(given.values):
-        given.without_effect.note(f"--{_RATE}")
+    for one in NO_EFFECT:
+        if one.holds(parsed.values):
+            parsed.without_effect.note(f"--{one.key}")
+    if _rate_has_no_effect(parsed.values):
+        parsed.without_effect.note(f"--{_RATE}")
 
 
-def _rate_is_idle(values: Mapping[str, object]) -> bool:
+def _rate_has_no_effect(values: Mapping[str, object]) -> bool:
     """Whether there is a rate that says neither when prompts come nor how many synthetic ones there are."""
     rate = values.get(_RATE)
     is_counted = any(values.get(key) for key in _SYNTHETIC) and not any(values.get(key) for key in _PROMPTS)

@@ -8,7 +8,7 @@ from arguments.megatron.table import WithoutEffect
 
 
 @dataclass
-class Given:
+class ParsedFlags:
     """Flags that are given, in one place.
 
     Attributes:
@@ -21,10 +21,10 @@ class Given:
     without_effect: WithoutEffect = field(default_factory=WithoutEffect)
     environment: dict[str, str] = field(default_factory=dict)
 
-    def over(self, other: Given) -> Given:
+    def over(self, other: ParsedFlags) -> ParsedFlags:
         """What this and `other` give together; where both give a flag, this decides."""
         together = WithoutEffect(
             other.without_effect.options | self.without_effect.options,
             list(dict.fromkeys([*other.without_effect.warnings, *self.without_effect.warnings])),
         )
-        return Given(other.values | self.values, together, other.environment | self.environment)
+        return ParsedFlags(other.values | self.values, together, other.environment | self.environment)
