@@ -22,8 +22,8 @@ from megatron_ext.engine.client_request import EngineRequest
 from megatron_ext.offline.prompts import example_prompts
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.submission import Submission
-from megatron_ext.server.progress import RequestHandle
-from megatron_ext.server.sampling import Job
+from megatron_ext.server.engine_requests import RequestSpec
+from megatron_ext.server.request_handle import RequestHandle
 from megatron_ext.text.stop_words import StopWordMatcher
 from megatron_ext.text.stream import TextStream
 from megatron_ext.text.tokenizer import TextTokenizer
@@ -111,7 +111,7 @@ def handed_over(*, scores: bool) -> Step:
     """From the engine's thread to the event loop's handle, appending included."""
     request = make_request()
     stream = EngineRequest(request.prompt_tokens, request.params, is_streamed=True, request=request)
-    handle = RequestHandle(stream, Job(request.prompt_tokens, request.params))
+    handle = RequestHandle(stream, RequestSpec(request.prompt_tokens, request.params))
 
     def step(token: int) -> None:
         grow(request, token, scores=scores)

@@ -9,7 +9,7 @@ from pathlib import Path
 from benchmarks.gpu.notes import Page
 from benchmarks.gpu.processes import ROOT, run
 from benchmarks.gpu.shapes import LARGE, WORK
-from benchmarks.gpu.work import Job
+from benchmarks.gpu.work import RequestSpec
 
 NAME = "megatron-core 0.19.2"
 WIDE = "megatron-core 0.19.2, fp32 states"
@@ -32,7 +32,7 @@ def run_peer(name: str, folder: Path, seconds: float, figures: Path) -> Page:
         figures: File that it writes to.
     """
     job = figures.with_suffix(".job.json")
-    Job(LARGE.to_dict(), WORK, STATES[name], seconds, str(figures)).write(job)
+    RequestSpec(LARGE.to_dict(), WORK, STATES[name], seconds, str(figures)).write(job)
     path = os.pathsep.join([str(folder.resolve()), str(ROOT), *given_path()])
     command = [sys.executable, "-m", "benchmarks.gpu.megatron_0_19", str(job)]
     return run(command, figures, seconds, {"PYTHONPATH": path})

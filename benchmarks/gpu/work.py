@@ -55,7 +55,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Job:
+class RequestSpec:
     """What a peer's process is told.
 
     Attributes:
@@ -81,7 +81,7 @@ class Job:
         path.write_text(json.dumps(asdict(self)), "utf-8")
 
     @classmethod
-    def read(cls, path: Path) -> Job:
+    def read(cls, path: Path) -> RequestSpec:
         """What `write` wrote."""
         given = json.loads(path.read_text("utf-8"))
         work = {one.name: given["work"][one.name] for one in fields(Work)}

@@ -11,8 +11,8 @@ import json
 from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, RequestRouter, RunningReplica
 
 from megatron_ext.config.routing import RoutingConfig
-from megatron_ext.coordinator.asked import RoutedPrompt
-from megatron_ext.coordinator.remembered import Remembered
+from megatron_ext.coordinator.approximate_prefix_index import ApproximatePrefixIndex
+from megatron_ext.coordinator.routed_request import RoutedPrompt
 from megatron_ext.routing.router import Router
 
 BLOCK = 64  # bytes
@@ -42,7 +42,7 @@ class PrefixRouter(RequestRouter):
         """
         self._router = Router(RoutingConfig(alpha=alpha))
         self._blocks = blocks
-        self._memory: dict[str, Remembered] = {}
+        self._memory: dict[str, ApproximatePrefixIndex] = {}
         self._flying: set[str] = set()
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
@@ -54,7 +54,7 @@ class PrefixRouter(RequestRouter):
             self._flying.difference_update(map(str, self._router.leave(gone)))
         for name in names - set(self._memory):
             self._router.join(name, BLOCK)
-            self._memory[name] = Remembered(self._router, name, BLOCK, self._blocks, has_states=False)
+            self._memory[name] = ApproximatePrefixIndex(self._router, name, BLOCK, self._blocks, has_states=False)
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None

@@ -10,12 +10,12 @@ from fastapi import FastAPI
 import megatron_ext
 from megatron_ext.coordinator.coordination import Coordination
 from megatron_ext.coordinator.launch import Launcher
-from megatron_ext.coordinator.routes import asking, everybody, generation, joining, observing
-from megatron_ext.server.gate import ADMIN_PATHS
-from megatron_ext.server.gates import install_gates
+from megatron_ext.coordinator.routes import broadcast, generation, membership, observing, proxy
+from megatron_ext.server.auth import ADMIN_PATHS
+from megatron_ext.server.middleware import install_middleware
 
-ROUTERS = (generation.router, asking.router, observing.router, everybody.router)
-ADMIN_ROUTERS = (joining.router,)  # with --enable-admin-routes
+ROUTERS = (generation.router, proxy.router, observing.router, broadcast.router)
+ADMIN_ROUTERS = (membership.router,)  # with --enable-admin-routes
 OUR_ADMIN_PATHS = ADMIN_PATHS | {"/replicas", "/replicas/join", "/replicas/drain", "/replicas/leave"}
 
 
@@ -43,5 +43,5 @@ def create_app(coordination: Coordination, launcher: Launcher | None = None) -> 
     app.state.coordination = coordination
     for router in (*ROUTERS, *(ADMIN_ROUTERS if settings.enable_admin_routes else ())):
         app.include_router(router)
-    install_gates(app, settings, coordination.keys, access_log=settings.access_log, admin_paths=OUR_ADMIN_PATHS)
+    install_middleware(app, settings, coordination.keys, access_log=settings.access_log, admin_paths=OUR_ADMIN_PATHS)
     return app

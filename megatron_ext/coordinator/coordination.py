@@ -14,16 +14,16 @@ from fastapi import Depends, Request
 from megatron_ext.config.fleet import CoordinatorConfig
 from megatron_ext.config.hosts import is_loopback
 from megatron_ext.config.routing import RoutingPolicyName
-from megatron_ext.coordinator.client import CallFailed, Headers, Whole, fetch
+from megatron_ext.coordinator.approximate_prefix_index import ApproximatePrefixIndex
 from megatron_ext.coordinator.event_reader import EventReader
 from megatron_ext.coordinator.fleet import Fleet
 from megatron_ext.coordinator.forwarding import Forwarder
 from megatron_ext.coordinator.member import Member, Source
 from megatron_ext.coordinator.metrics import FleetMetrics
-from megatron_ext.coordinator.prompts import Prompts
-from megatron_ext.coordinator.remembered import Remembered
+from megatron_ext.coordinator.prompt_tokens import Prompts
+from megatron_ext.coordinator.replica_client import CallFailed, Headers, Whole, fetch
 from megatron_ext.coordinator.replicas_file import ReplicasFile
-from megatron_ext.coordinator.tries import no_replica
+from megatron_ext.coordinator.retries import no_replica
 from megatron_ext.routing.router import ReplicaView, Router
 from megatron_ext.server.keys import Keys, load_keys
 
@@ -72,13 +72,13 @@ class Coordination:
         self.router = Router(settings.routing)
         self.fleet = Fleet(self.router, settings.replica_timeout)
         self.metrics = FleetMetrics(self.fleet)
-        self._remembered: dict[str, Remembered] = {}
+        self._prefix_index: dict[str, ApproximatePrefixIndex] = {}
         self._readers: dict[str, EventReader] = {}
         self.fleet.on_join, self.fleet.on_leave = self._joined, self._left
         self.fleet.on_removed = lambda member: self.metrics.forget(member.url)
         needs_tokens = settings.routing.policy != RoutingPolicyName.ROUND_ROBIN.value
         self.prompts = Prompts(self.fleet, needs_tokens=needs_tokens, has_keys=self.keys.are_needed)
-        self.forwarder = Forwarder(self.fleet, self.metrics, self._remembered)
+        self.forwarder = Forwarder(self.fleet, self.metrics, self._prefix_index)
         file = settings.replicas_file
         self._file = None if file is None else ReplicasFile(file, self.fleet)
         self._watching: asyncio.Task[None] | None = None
@@ -97,12 +97,12 @@ class Coordination:
         if beat.events and can_be_read:
             self._readers[member.url] = EventReader(self.router, member.url, beat.events)
         else:
-            self._remembered[member.url] = Remembered(
+            self._prefix_index[member.url] = ApproximatePrefixIndex(
                 self.router, member.url, beat.block_size, beat.blocks, has_states=beat.has_states
             )
 
     def _left(self, member: Member) -> None:
-        self._remembered.pop(member.url, None)
+        self._prefix_index.pop(member.url, None)
         reader = self._readers.pop(member.url, None)
         if reader is not None:
             reader.close()
@@ -125,8 +125,8 @@ class Coordination:
 
     def cache_cleared(self, url: str) -> None:
         """A replica has emptied its cache; one with events says so itself."""
-        if url in self._remembered:
-            self._remembered[url].cleared()
+        if url in self._prefix_index:
+            self._prefix_index[url].cleared()
 
     async def anybody(self, method: str, target: str, headers: Headers, body: bytes) -> Whole:
         """What the first replica that answers says.

@@ -7,9 +7,9 @@ import logging
 import time
 from collections.abc import Callable
 
-from megatron_ext.coordinator.client import CallFailed, fetch
 from megatron_ext.coordinator.heartbeat import OK, PATH, Heartbeat
 from megatron_ext.coordinator.member import Member, Source, Status
+from megatron_ext.coordinator.replica_client import CallFailed, fetch
 from megatron_ext.routing.router import Router
 
 logger = logging.getLogger(__name__)

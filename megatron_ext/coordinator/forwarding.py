@@ -12,14 +12,14 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-from megatron_ext.coordinator.asked import Asked
-from megatron_ext.coordinator.client import CallFailed, Whole
+from megatron_ext.coordinator.approximate_prefix_index import ApproximatePrefixIndex
 from megatron_ext.coordinator.fleet import Fleet
-from megatron_ext.coordinator.flight import Flight
 from megatron_ext.coordinator.member import Member
 from megatron_ext.coordinator.metrics import FleetMetrics
-from megatron_ext.coordinator.remembered import Remembered
-from megatron_ext.coordinator.tries import Tries
+from megatron_ext.coordinator.proxied_request import ProxiedRequest
+from megatron_ext.coordinator.replica_client import CallFailed, Whole
+from megatron_ext.coordinator.retries import Retries
+from megatron_ext.coordinator.routed_request import RoutedRequest
 from megatron_ext.routing.router import Decision
 from megatron_ext.server.errors import FAULT, ApiError
 from megatron_ext.server.streaming import event
@@ -32,7 +32,7 @@ _GENERATED = re.compile(rb'"completion_tokens": ?(\d+)')
 class Streamed:
     """An answer that comes in parts, of which the first is there."""
 
-    flight: Flight
+    proxied: ProxiedRequest
     events: AsyncIterator[bytes]
 
 
@@ -45,68 +45,68 @@ class Forwarder:
         remembered: What replicas without events probably hold, by their URLs.
     """
 
-    def __init__(self, fleet: Fleet, metrics: FleetMetrics, remembered: dict[str, Remembered]) -> None:
+    def __init__(self, fleet: Fleet, metrics: FleetMetrics, prefix_index: dict[str, ApproximatePrefixIndex]) -> None:
         self._fleet = fleet
         self._metrics = metrics
-        self._remembered = remembered
+        self._prefix_index = prefix_index
         self._numbers = itertools.count()
 
-    async def answer(self, asked: Asked) -> Whole | Streamed:
+    async def answer(self, routed: RoutedRequest) -> Whole | Streamed:
         """Run a request.
 
         Raises:
             ApiError: Nobody could.
         """
-        tries = Tries()
-        while tries.may_go_on:
-            decision = self._choose(asked, tries)
+        retries = Retries()
+        while retries.may_go_on:
+            decision = self._choose(routed, retries)
             if decision is None:
                 break
-            flight = self._begin(asked, decision)
+            proxied = self._begin(routed, decision)
             try:
-                answer = await self._sent(asked, flight)
+                answer = await self._sent(routed, proxied)
             except CallFailed as error:
-                flight.end()
-                self._moved(flight.member, "lost")
-                self._fleet.note_silence(flight.member, str(error))
-                flight.member.poked.set()
-                tries.lost(flight.member.url, error)
+                proxied.end()
+                self._moved(proxied.member, "lost")
+                self._fleet.note_silence(proxied.member, str(error))
+                proxied.member.poked.set()
+                retries.lost(proxied.member.url, error)
                 continue
             except BaseException:
-                flight.end()
+                proxied.end()
                 raise
             if isinstance(answer, Streamed):
                 return answer
-            self._ended(asked, flight, answer)
-            if not tries.goes_elsewhere(flight.member.url, answer):
+            self._ended(routed, proxied, answer)
+            if not retries.goes_elsewhere(proxied.member.url, answer):
                 return answer
-            self._moved(flight.member, "full" if answer.status == 429 else "failed")
-        return tries.verdict()
+            self._moved(proxied.member, "full" if answer.status == 429 else "failed")
+        return retries.verdict()
 
     def _moved(self, member: Member, reason: str) -> None:
         member.moved += 1
         self._metrics.moved(member.url, reason)
 
-    def _choose(self, asked: Asked, tries: Tries) -> Decision | None:
+    def _choose(self, routed: RoutedRequest, retries: Retries) -> Decision | None:
         started = time.perf_counter()
-        router, prompt = self._fleet.router, asked.prompt.prompt
-        decision = router.route(prompt, {*tries.excluded, *self._fleet.doubtful()})
-        decision = decision or router.route(prompt, tries.excluded)
+        router, prompt = self._fleet.router, routed.prompt.prompt
+        decision = router.route(prompt, {*retries.excluded, *self._fleet.doubtful()})
+        decision = decision or router.route(prompt, retries.excluded)
         if decision is not None:
             self._metrics.decided(decision, time.perf_counter() - started)
         return decision
 
-    def _begin(self, asked: Asked, decision: Decision) -> Flight:
-        return Flight(self._fleet, decision, asked, next(self._numbers))
+    def _begin(self, routed: RoutedRequest, decision: Decision) -> ProxiedRequest:
+        return ProxiedRequest(self._fleet, decision, routed, next(self._numbers))
 
-    async def _sent(self, asked: Asked, flight: Flight) -> Whole | Streamed:
+    async def _sent(self, routed: RoutedRequest, proxied: ProxiedRequest) -> Whole | Streamed:
         """The whole answer, or the beginning of a stream.
 
         Raises:
             CallFailed: The replica did not get that far.
         """
-        call = flight.call
-        await call.start("POST", asked.path, asked.headers, asked.body, patience=self._fleet.timeout)
+        call = proxied.call
+        await call.start("POST", routed.path, routed.headers, routed.body, patience=self._fleet.timeout)
         is_stream = call.status == 200 and dict(call.headers).get(b"content-type", b"").startswith(b"text/event-stream")
         if not is_stream:
             return Whole(call.status, call.headers, await call.body())
@@ -114,11 +114,11 @@ class Forwarder:
         first = await anext(events, None)
         if first is None:
             raise CallFailed("a stream without an event", has_reached=True)
-        flight.prefilled()
-        return Streamed(flight, self._rest(asked, flight, first, events))
+        proxied.prefilled()
+        return Streamed(proxied, self._rest(routed, proxied, first, events))
 
     async def _rest(
-        self, asked: Asked, flight: Flight, first: bytes, events: AsyncIterator[bytes]
+        self, routed: RoutedRequest, proxied: ProxiedRequest, first: bytes, events: AsyncIterator[bytes]
     ) -> AsyncIterator[bytes]:
         """All events; if the replica is lost on the way, the last one is the error."""
         count = first.count(_END)
@@ -127,28 +127,28 @@ class Forwarder:
             async for some in events:
                 yield some
                 count += some.count(_END)
-                flight.generated(some.count(_END))
+                proxied.generated(some.count(_END))
         except CallFailed as error:
-            self._moved(flight.member, "broken")
-            self._fleet.note_silence(flight.member, str(error))
-            flight.member.poked.set()
+            self._moved(proxied.member, "broken")
+            self._fleet.note_silence(proxied.member, str(error))
+            proxied.member.poked.set()
             yield event(broken_off(error).to_dict())
         else:
-            self._computed(asked, flight.member)
-            flight.end(count)
+            self._computed(routed, proxied.member)
+            proxied.end(count)
         finally:
-            flight.end()
+            proxied.end()
 
-    def _ended(self, asked: Asked, flight: Flight, answer: Whole) -> None:
+    def _ended(self, routed: RoutedRequest, proxied: ProxiedRequest, answer: Whole) -> None:
         found = _GENERATED.search(answer.body) if answer.status == 200 else None
         if answer.status == 200:
-            self._computed(asked, flight.member)
-        flight.end(None if found is None else int(found[1]))
+            self._computed(routed, proxied.member)
+        proxied.end(None if found is None else int(found[1]))
 
-    def _computed(self, asked: Asked, member: Member) -> None:
+    def _computed(self, routed: RoutedRequest, member: Member) -> None:
         """The replica has what it computed, or had it before."""
-        if asked.prompt.is_shared and member.is_known and member.url in self._remembered:
-            self._remembered[member.url].answered(asked.prompt)
+        if routed.prompt.is_shared and member.is_known and member.url in self._prefix_index:
+            self._prefix_index[member.url].answered(routed.prompt)
 
 
 def broken_off(error: CallFailed) -> ApiError:

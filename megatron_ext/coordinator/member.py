@@ -7,8 +7,8 @@ import enum
 import time
 from dataclasses import dataclass, field
 
-from megatron_ext.coordinator.client import Address, Call
 from megatron_ext.coordinator.heartbeat import ASLEEP, FAILING, Heartbeat
+from megatron_ext.coordinator.replica_client import Address, Call
 
 
 class Status(str, enum.Enum):

@@ -10,10 +10,10 @@ from starlette.datastructures import State
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from megatron_ext.scheduling.record import Status
-from megatron_ext.server.answers import Reply
-from megatron_ext.server.exchange import HttpExchange
 from megatron_ext.server.log import printable
-from megatron_ext.server.progress import RequestHandle
+from megatron_ext.server.request_group import RequestGroup
+from megatron_ext.server.request_handle import RequestHandle
+from megatron_ext.server.responses import ResponseBuilder
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ UNKNOWN = "-"
 _KEY = "access_log_answer"
 
 
-def note_answer(state: State, reply: Reply, exchange: HttpExchange) -> None:
+def note_answer(state: State, builder: ResponseBuilder, group: RequestGroup) -> None:
     """Tell the line of this request what belongs to it.
 
     Args:
@@ -33,7 +33,7 @@ def note_answer(state: State, reply: Reply, exchange: HttpExchange) -> None:
         reply: With the answer's id, and choices a prompt.
         exchange: With the handles, prompt by prompt.
     """
-    setattr(state, _KEY, (reply, exchange))
+    setattr(state, _KEY, (builder, group))
 
 
 class AccessLog:
@@ -91,20 +91,20 @@ class _Line:
         )
 
 
-def _answered(answer: tuple[Reply, HttpExchange] | None) -> tuple[str, str]:
+def _answered(answer: tuple[ResponseBuilder, RequestGroup] | None) -> tuple[str, str]:
     """The id of the answer, and its counts as text; a prompt of several choices counts once."""
     if answer is None:
         return UNKNOWN, ""
-    reply, exchange = answer
-    handles, firsts = exchange.handles, exchange.handles[:: reply.choices]
+    builder, group = answer
+    handles, firsts = group.handles, group.handles[:: builder.choices]
     skipped = _sum(None if one.record is None else one.record.skipped_prefill_token_count for one in firsts)
     generated = _sum(_generated(one) for one in handles)
     times = [one.record.ttft for one in handles if one.record is not None and one.record.ttft is not None]
     ttft = f"{min(times):.3f}" if times else UNKNOWN
     failures = sum(one.error is not None or _has_failed(one) for one in handles)
     failed = f" failed={failures}" if failures else ""
-    prompt = sum(len(one.job.tokens) for one in firsts)
-    return reply.id, f" prompt={prompt} skipped={skipped} generated={generated} ttft={ttft}{failed}"
+    prompt = sum(len(one.spec.tokens) for one in firsts)
+    return builder.id, f" prompt={prompt} skipped={skipped} generated={generated} ttft={ttft}{failed}"
 
 
 def _has_failed(handle: RequestHandle) -> bool:

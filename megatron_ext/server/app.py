@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 
 import megatron_ext
-from megatron_ext.server.gates import install_gates
+from megatron_ext.server.middleware import install_middleware
 from megatron_ext.server.routes import admin, generation, models, observing, replica, tokens
 from megatron_ext.server.serving import Serving
 
@@ -36,5 +36,5 @@ def create_app(serving: Serving) -> FastAPI:
     app.state.serving = serving
     for router in (*ROUTERS, *(ADMIN_ROUTERS if serving.settings.enable_admin_routes else ())):
         app.include_router(router)
-    install_gates(app, settings, keys, access_log=settings.access_log)
+    install_middleware(app, settings, keys, access_log=settings.access_log)
     return app

@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
-from megatron_ext.server.gate import ADMIN_PATHS
+from megatron_ext.server.auth import ADMIN_PATHS
 
 Schema = dict[str, Any]
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from megatron_ext.config.access import AccessConfig, key_problem
 from megatron_ext.errors import ConfigError
-from megatron_ext.server.sampling import Job
+from megatron_ext.server.engine_requests import RequestSpec
 
 API_KEY_VARIABLE = "MEGATRON_EXT_API_KEY"
 LARGEST_FILE = 1 << 20  # bytes
@@ -46,13 +46,13 @@ class Caller:
             return salt
         return self.tenant if salt is None else f"{self.tenant}:{salt}"
 
-    def own(self, jobs: Iterable[Job]) -> list[Job]:
+    def own(self, specs: Iterable[RequestSpec]) -> list[RequestSpec]:
         """The jobs with salts of this caller's."""
         return [
-            replace(job, params=replace(job.params, cache_salt=self.bind(job.params.cache_salt)))
+            replace(spec, params=replace(spec.params, cache_salt=self.bind(spec.params.cache_salt)))
             if self.tenant
-            else job
-            for job in jobs
+            else spec
+            for spec in specs
         ]
 
 

@@ -19,7 +19,7 @@ HARMLESS_METHODS = frozenset(("GET", "HEAD", "OPTIONS"))
 _MAPPED = "::ffff:"  # IPv4 through a socket of IPv6
 
 
-class OriginGate:
+class OriginCheck:
     """Refuses requests for other hosts, and those that pages of other origins send.
 
     Args:

@@ -19,12 +19,12 @@ from megatron_ext.engine.core import EngineCore, StepOutput
 from megatron_ext.engine.error_isolation import ErrorIsolation
 from megatron_ext.errors import EngineClosed, RankError
 from megatron_ext.scheduling.record import RequestRecord, Status
+from megatron_ext.server.engine_requests import RequestSpec
 from megatron_ext.server.errors import ApiError, asleep, engine_fault, overloaded, shutting_down
-from megatron_ext.server.exchange import HttpExchange
 from megatron_ext.server.metrics import Metrics
-from megatron_ext.server.progress import RequestHandle, TokenClock
-from megatron_ext.server.recent import RecentRequests
-from megatron_ext.server.sampling import Job
+from megatron_ext.server.request_group import RequestGroup
+from megatron_ext.server.request_handle import RequestHandle, TokenClock
+from megatron_ext.server.request_trace import RequestTrace
 
 Result = TypeVar("Result")
 
@@ -54,9 +54,9 @@ class RequestManager:
         self._core = core
         self._metrics = metrics
         self.capacity = capacity
-        self._handles: dict[EngineRequest, tuple[RequestHandle, HttpExchange]] = {}
+        self._handles: dict[EngineRequest, tuple[RequestHandle, RequestGroup]] = {}
         self._latencies: deque[float] = deque(maxlen=LATENCIES)
-        self.recent = RecentRequests()
+        self.recent = RequestTrace()
         self.is_healthy = True
         self.on_lost_ranks: Callable[[], None] = lambda: None
         self._lost_ranks: RankError | None = None
@@ -96,18 +96,20 @@ class RequestManager:
         """Number of requests that have not ended."""
         return len(self._handles)
 
-    async def submit(self, jobs: Sequence[Job], *, is_streamed: bool) -> HttpExchange:
+    async def submit(self, specs: Sequence[RequestSpec], *, is_streamed: bool) -> RequestGroup:
         """Hand requests to the engine, all or none.
 
         Raises:
             ApiError: The queue is full (429); the server is asleep or shutting down (503).
             ConfigError: A prompt or setting that makes no sense.
         """
-        self._check_capacity(len(jobs))
-        handles = [RequestHandle(EngineRequest(job.tokens, job.params, is_streamed=is_streamed), job) for job in jobs]
-        exchange = HttpExchange(handles, self.abort)
+        self._check_capacity(len(specs))
+        handles = [
+            RequestHandle(EngineRequest(spec.tokens, spec.params, is_streamed=is_streamed), spec) for spec in specs
+        ]
+        group = RequestGroup(handles, self.abort)
         for handle in handles:
-            self._handles[handle.request] = handle, exchange
+            self._handles[handle.request] = handle, group
         try:
             await asyncio.wrap_future(self.client.submit([handle.request for handle in handles]))
         except EngineClosed:
@@ -117,9 +119,9 @@ class RequestManager:
             self._forget(handles)
             raise
         except BaseException:  # cancelled, and the engine may have taken them
-            exchange.abort()
+            group.abort()
             raise
-        return exchange
+        return group
 
     def _check_capacity(self, count: int) -> None:
         if self._is_closed:
@@ -140,20 +142,20 @@ class RequestManager:
         """End all requests with an error."""
         self._end(list(self._handles.values()), error)
 
-    def end(self, exchange: HttpExchange, error: ApiError) -> int:
+    def end(self, group: RequestGroup, error: ApiError) -> int:
         """End the requests of an exchange that have not ended, with an error; return their number."""
-        ended = [(handle, exchange) for handle in exchange.handles if handle.request in self._handles]
+        ended = [(handle, group) for handle in group.handles if handle.request in self._handles]
         self._end(ended, error)
         return len(ended)
 
-    def _end(self, ended: Sequence[tuple[RequestHandle, HttpExchange]], error: ApiError) -> None:
+    def _end(self, ended: Sequence[tuple[RequestHandle, RequestGroup]], error: ApiError) -> None:
         if not ended:
             return
         self.abort(handle for handle, _ in ended)
         self._forget(handle for handle, _ in ended)
-        for handle, exchange in ended:
+        for handle, group in ended:
             handle.error = error
-            exchange.changed.set()
+            group.changed.set()
 
     async def call(self, function: Callable[..., Result], *arguments: object) -> Result:
         """Call a function in the engine's thread, between two steps."""
@@ -225,12 +227,12 @@ class RequestManager:
         for request in requests:
             if request not in self._handles:
                 continue
-            handle, exchange = self._handles[request]
+            handle, group = self._handles[request]
             try:
                 self._take(handle)
-                exchange.changed.set()
+                group.changed.set()
             except Exception as error:
-                self._handles[request] = handle, exchange
+                self._handles[request] = handle, group
                 self._fail(request, error)
 
     def _take(self, handle: RequestHandle) -> None:
@@ -244,8 +246,8 @@ class RequestManager:
             handle.error = engine_fault(error)
         else:
             handle.record = record = request.record.result()
-            if handle.job.params.enable_prefix_caching:
-                self.recent.note(record, handle.job.params.cache_salt)
+            if handle.spec.params.enable_prefix_caching:
+                self.recent.note(record, handle.spec.params.cache_salt)
         self._forget([handle])
 
     def _fail(self, request: EngineRequest, error: Exception) -> None:

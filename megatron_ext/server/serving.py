@@ -16,20 +16,20 @@ import megatron_ext
 from megatron_ext.config import RequestParams, ServerConfig
 from megatron_ext.config.annotations import FieldValues
 from megatron_ext.mcore.adapter import InferenceEngine
-from megatron_ext.server.answers import Explains
 from megatron_ext.server.cache_view import CacheView
 from megatron_ext.server.chat import ChatFormat
+from megatron_ext.server.engine_requests import PromptLimits
 from megatron_ext.server.errors import not_explained, unknown_model
-from megatron_ext.server.exchange import HttpExchange
 from megatron_ext.server.fields import GenerationRequest
 from megatron_ext.server.history import History
 from megatron_ext.server.keys import Caller, Keys, load_keys
 from megatron_ext.server.metrics import Metrics
 from megatron_ext.server.protocol import Message
+from megatron_ext.server.request_group import RequestGroup
 from megatron_ext.server.request_manager import RequestManager
-from megatron_ext.server.sampling import PromptLimits
+from megatron_ext.server.responses import Explains
 from megatron_ext.server.structured_output_checks import StructuredOutputChecks
-from megatron_ext.server.texts import TextEncoder
+from megatron_ext.server.tokenization import TextEncoder
 from megatron_ext.server.updater import WeightsUpdater
 from megatron_ext.text.chat_template import ChatOptions
 from megatron_ext.text.tokenizer import Tokenizer
@@ -64,7 +64,7 @@ class Serving:
     def __post_init__(self) -> None:
         self.keys = self.keys or load_keys(self.settings)
         self.metrics = Metrics(self.model)
-        self.answers: WeakValueDictionary[str, HttpExchange] = WeakValueDictionary()  # in flight, by their ids
+        self.answers: WeakValueDictionary[str, RequestGroup] = WeakValueDictionary()  # in flight, by their ids
         self.history = History(self.metrics)
         running = self.engine.context.max_requests * len(self.engine.core.replicas)
         self.requests = RequestManager(self.engine.core, self.metrics, running + self.settings.max_waiting_requests)

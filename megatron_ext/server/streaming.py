@@ -16,9 +16,12 @@ from megatron_ext.config import RequestParams
 from megatron_ext.engine.updates import Progress
 from megatron_ext.errors import ConfigError
 from megatron_ext.scheduling.record import RequestRecord
-from megatron_ext.server.answers import (
+from megatron_ext.server.errors import ApiError, ClientGone, engine_fault
+from megatron_ext.server.request_group import RequestGroup
+from megatron_ext.server.request_handle import RequestHandle
+from megatron_ext.server.responses import (
     Piece,
-    Reply,
+    ResponseBuilder,
     Scored,
     explained,
     finished,
@@ -26,9 +29,6 @@ from megatron_ext.server.answers import (
     usage,
     usage_so_far,
 )
-from megatron_ext.server.errors import ApiError, ClientGone, engine_fault
-from megatron_ext.server.exchange import HttpExchange
-from megatron_ext.server.progress import RequestHandle
 from megatron_ext.text.stream import TextStream
 
 logger = logging.getLogger(__name__)
@@ -70,13 +70,18 @@ class _ChoiceStream:
     """
 
     def __init__(
-        self, index: int, handle: RequestHandle, first: RequestHandle, reply: Reply, detokenize: Callable[..., str]
+        self,
+        index: int,
+        handle: RequestHandle,
+        first: RequestHandle,
+        builder: ResponseBuilder,
+        detokenize: Callable[..., str],
     ) -> None:
         self._index = index
         self.handle = handle
         self._first = first
-        self._reply = reply
-        self._text = TextStream(handle.job.params.stop_words, detokenize)
+        self._builder = builder
+        self._text = TextStream(handle.spec.params.stop_words, detokenize)
         self._is_open = False
         self._seen = 0  # tokens
         self._untold: tuple[list[int], list[Scored]] = [], []  # tokens whose text is held back, and their scores
@@ -93,9 +98,9 @@ class _ChoiceStream:
             return
         if not self._is_open:
             self._is_open = True
-            opening = self._reply.opening(self._index, first)
+            opening = self._builder.opening(self._index, first)
             if opening is not None:
-                yield self._reply.heading(source) | {"choices": [opening]}
+                yield self._builder.heading(source) | {"choices": [opening]}
         tokens, scores = self._untold
         scores += generated_scores(source, self._seen)
         new, self._seen = source.generated_tokens[self._seen :], len(source.generated_tokens)
@@ -109,10 +114,10 @@ class _ChoiceStream:
             text, reason = self._text.feed(new), None
         if text or is_last:
             self._untold = [], []
-            part = self._reply.part(self._index, Piece(text, tokens, scores, reason))
+            part = self._builder.part(self._index, Piece(text, tokens, scores, reason))
             if part is not None:
                 if isinstance(source, RequestRecord):
-                    part |= explained(self._reply, self._index, source)
+                    part |= explained(self._builder, self._index, source)
                 yield {"choices": [part]}
 
 
@@ -120,11 +125,11 @@ def _source(handle: RequestHandle) -> Progress | RequestRecord | None:
     return finished(handle) if handle.record or handle.error else handle.progress
 
 
-async def events(exchange: HttpExchange, reply: Reply, wanted: Wanted) -> AsyncIterator[bytes]:
+async def events(group: RequestGroup, builder: ResponseBuilder, wanted: Wanted) -> AsyncIterator[bytes]:
     """The events of an answer; what goes wrong on the way is the last one."""
-    envelope, handles = reply.envelope(is_part=True), exchange.handles
+    envelope, handles = builder.envelope(is_part=True), group.handles
     streams = [
-        _ChoiceStream(i, handle, handles[i - i % reply.choices], reply, wanted.decoder(handle.job.params))
+        _ChoiceStream(i, handle, handles[i - i % builder.choices], builder, wanted.decoder(handle.spec.params))
         for i, handle in enumerate(handles)
     ]
     usage_now: dict[str, object] = {"usage": None} if wanted.ends_with_usage else {}
@@ -133,11 +138,11 @@ async def events(exchange: HttpExchange, reply: Reply, wanted: Wanted) -> AsyncI
             for stream in streams:
                 for part in stream.parts():
                     if wanted.continues_usage:
-                        usage_now = {"usage": usage_so_far(reply, handles)}
+                        usage_now = {"usage": usage_so_far(builder, handles)}
                     yield event(envelope | part | usage_now)
             if all(stream.is_ended for stream in streams):
                 break
-            await exchange.next_update()
+            await group.next_update()
     except ApiError as error:
         yield event(error.to_dict())
         return
@@ -149,8 +154,8 @@ async def events(exchange: HttpExchange, reply: Reply, wanted: Wanted) -> AsyncI
         yield event(engine_fault(error).to_dict())
         return
     if wanted.ends_with_usage:
-        records = [finished(handle) for handle in exchange.handles]
-        yield event(envelope | {"choices": [], "usage": usage(reply, records)})
+        records = [finished(handle) for handle in group.handles]
+        yield event(envelope | {"choices": [], "usage": usage(builder, records)})
     yield DONE
 
 
@@ -171,10 +176,10 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, exchange: Abortable, source: AsyncIterator[bytes]) -> None:
+    def __init__(self, group: Abortable, source: AsyncIterator[bytes]) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._exchange = exchange
+        self._group = group
         self._source = source
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -184,7 +189,7 @@ class EventStream(Response):
         except ClientGone:
             return
         finally:
-            self._exchange.abort()
+            self._group.abort()
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})

@@ -282,9 +282,9 @@ def test_a_failed_peer_is_a_line(capsys):
 
 
 def test_a_job_travels(tmp_path):
-    job = work.Job(shapes.LARGE.to_dict(), shapes.WORK, "bfloat16", 60.0, "figures.json")
+    job = work.RequestSpec(shapes.LARGE.to_dict(), shapes.WORK, "bfloat16", 60.0, "figures.json")
     job.write(tmp_path / "job.json")
-    there = work.Job.read(tmp_path / "job.json")
+    there = work.RequestSpec.read(tmp_path / "job.json")
     assert there.work.longest == shapes.WORK.longest
     assert there.model["hybrid_override_pattern"] == shapes.LARGE.hybrid_override_pattern
 
@@ -351,7 +351,7 @@ def test_the_peer_runs(graphs, tmp_path):
     }
     todo = work.Work("float32", (256,), (1,), (2,), 1, 128)
     figures = tmp_path / "figures.json"
-    work.Job(shape, todo, "float32", 900.0, str(figures), graphs, graph_tokens=16).write(tmp_path / "job.json")
+    work.RequestSpec(shape, todo, "float32", 900.0, str(figures), graphs, graph_tokens=16).write(tmp_path / "job.json")
     script = ROOT / "tests" / "unit_tests" / "support" / "peer_on_cpu.py"
     environment = {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(Path(PEER or "").resolve()), str(ROOT)])}
     command = [sys.executable, "-O", str(script), str(tmp_path / "job.json")]

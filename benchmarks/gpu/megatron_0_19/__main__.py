@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.gpu.megatron_0_19 import stand_ins
 from benchmarks.gpu.notes import Notes
-from benchmarks.gpu.work import Figures, Job, Work, decode_row, first_tokens, prompt, tokens_a_second
+from benchmarks.gpu.work import Figures, RequestSpec, Work, decode_row, first_tokens, prompt, tokens_a_second
 
 if TYPE_CHECKING:
     from benchmarks.gpu.megatron_0_19.engine import Peer
@@ -29,7 +29,7 @@ def main() -> int:
     Returns:
         The exit code.
     """
-    job = Job.read(Path(sys.argv[1]))
+    job = RequestSpec.read(Path(sys.argv[1]))
     notes = Notes(Path(job.figures), job.seconds)
     logging.getLogger().setLevel(logging.WARNING)
     if not notes.attempt("start", lambda: _start(job)):
@@ -37,7 +37,7 @@ def main() -> int:
     return measure(job, notes)
 
 
-def _start(job: Job) -> Figures:
+def _start(job: RequestSpec) -> Figures:
     """Packages in place, and a world of one."""
     remarks = stand_ins.install()
     found = version("megatron-core")
@@ -54,7 +54,7 @@ def _start(job: Job) -> Figures:
     return {"version": found, "settings": "; ".join([states, *remarks])}
 
 
-def measure(job: Job, notes: Notes) -> int:
+def measure(job: RequestSpec, notes: Notes) -> int:
     """An engine for the times to the first token and for decode, then another one that schedules ahead."""
     from megatron.core.inference.config import AsyncScheduleMode
     from megatron.core.transformer.cuda_graphs import delete_cuda_graphs
@@ -82,7 +82,7 @@ def measure(job: Job, notes: Notes) -> int:
     return 1 if notes.page["failed"] else 0
 
 
-def _measure_engine(peer: Peer, job: Job, notes: Notes, how: str, is_first: bool) -> None:
+def _measure_engine(peer: Peer, job: RequestSpec, notes: Notes, how: str, is_first: bool) -> None:
     """Times to the first token of the first engine only: what schedules ahead does not change them."""
     work = job.work
     for prefix in work.prefixes if is_first else ():

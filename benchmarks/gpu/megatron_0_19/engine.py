@@ -16,7 +16,7 @@ from megatron.core.inference.config import (
 from megatron.core.inference.sampling_params import SamplingParams
 from torch import nn
 
-from benchmarks.gpu.work import Job, Prompt, Work
+from benchmarks.gpu.work import Prompt, RequestSpec, Work
 
 BLOCK = 256  # its default; flash-attn 2 takes multiples of it
 SPARE = 96  # snapshots of states that its cache may keep
@@ -41,7 +41,7 @@ class Ids:
         return " ".join(map(str, ids))
 
 
-def settings(model: nn.Module, job: Job, schedule: AsyncScheduleMode) -> InferenceConfig:
+def settings(model: nn.Module, job: RequestSpec, schedule: AsyncScheduleMode) -> InferenceConfig:
     """Prefix caching with room for all that is asked for, and graphs as many as it has by default here.
 
     A step may hold the longest prompt, so that none is cut; eight of them are one step each.
@@ -90,7 +90,7 @@ def _bytes(model: nn.Module, recurrent: MambaInferenceStateConfig, work: Work, r
 class Peer:
     """Its engine. Args: see `settings`."""
 
-    def __init__(self, model: nn.Module, job: Job, schedule: AsyncScheduleMode) -> None:
+    def __init__(self, model: nn.Module, job: RequestSpec, schedule: AsyncScheduleMode) -> None:
         self._engine = MegatronLLM(
             model=model,
             tokenizer=Ids(job.work.vocabulary),

@@ -5,13 +5,13 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from megatron_ext.coordinator.client import Headers, Whole
 from megatron_ext.coordinator.coordination import Coordination, CoordinationDependency
 from megatron_ext.coordinator.forwarding import Streamed
-from megatron_ext.coordinator.prompts import checked
+from megatron_ext.coordinator.prompt_tokens import checked
+from megatron_ext.coordinator.replica_client import Headers, Whole
+from megatron_ext.server.auth import CALLER
 from megatron_ext.server.body import check_content_type, parse_json, read_body
 from megatron_ext.server.errors import ApiError
-from megatron_ext.server.gate import CALLER
 from megatron_ext.server.streaming import EventStream, unless_gone
 
 router = APIRouter()
@@ -39,8 +39,10 @@ async def _generate(request: Request, coordination: Coordination) -> Response:
     authorization = dict(request.scope["headers"]).get(b"authorization")
 
     async def answer() -> Whole | Streamed:
-        asked = await coordination.prompts.asked(request.url.path, content, body, authorization, request.scope[CALLER])
-        return await coordination.forwarder.answer(asked)
+        routed = await coordination.prompts.routed(
+            request.url.path, content, body, authorization, request.scope[CALLER]
+        )
+        return await coordination.forwarder.answer(routed)
 
     try:
         answered = await unless_gone(request.receive, answer())
@@ -49,7 +51,7 @@ async def _generate(request: Request, coordination: Coordination) -> Response:
             coordination.metrics.rejected.inc()
         raise
     if isinstance(answered, Streamed):
-        return EventStream(answered.flight, answered.events)
+        return EventStream(answered.proxied, answered.events)
     return passed_on(answered)
 
 

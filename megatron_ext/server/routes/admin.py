@@ -88,8 +88,8 @@ async def flush_cache(serving: ServerDependency, body: Nothing | None = None) ->
 async def abort(serving: ServerDependency, body: AbortRequest) -> dict[str, object]:
     """End one answer, or all. Their clients are told; their memory is free when the step in flight has ended."""
     if body.request_id is not None:
-        exchange = serving.answers.get(body.request_id)
-        count = 0 if exchange is None else serving.requests.end(exchange, aborted())
+        group = serving.answers.get(body.request_id)
+        count = 0 if group is None else serving.requests.end(group, aborted())
         if count == 0:
             raise no_such_answer(printable(body.request_id, LONGEST_ID))
     else:

@@ -9,13 +9,13 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from megatron_ext.server.access import note_answer
-from megatron_ext.server.answers import Reply, finished, whole
+from megatron_ext.server.auth import CALLER
 from megatron_ext.server.body import JsonRoute
+from megatron_ext.server.engine_requests import RequestSpec, chat_specs, check_count, completion_specs
 from megatron_ext.server.fields import GenerationRequest
-from megatron_ext.server.gate import CALLER
 from megatron_ext.server.protocol import ChatRequest, CompletionRequest
-from megatron_ext.server.replies import ChatReply, CompletionReply
-from megatron_ext.server.sampling import Job, chat_jobs, check_count, completion_jobs
+from megatron_ext.server.response_builders import ChatResponseBuilder, CompletionResponseBuilder
+from megatron_ext.server.responses import ResponseBuilder, finished, whole
 from megatron_ext.server.serving import ServerDependency, Serving
 from megatron_ext.server.streaming import EventStream, Wanted, events, unless_gone
 
@@ -30,7 +30,7 @@ async def create_completion(body: CompletionRequest, request: Request, serving: 
     check_count(len(body.prompts), choices, serving.requests.capacity)
     await serving.forms.check(body.form)
     prompts = [await serving.texts.encode(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompts]
-    jobs = completion_jobs(body, prompts, serving.prompt_limits, serving.defaults)
+    specs = completion_specs(body, prompts, serving.prompt_limits, serving.defaults)
     echoes = None
     if body.echo:
         texts = [
@@ -38,7 +38,7 @@ async def create_completion(body: CompletionRequest, request: Request, serving: 
             for prompt in body.prompts
         ]
         echoes = [text for text in texts for _ in range(choices)]
-    reply = CompletionReply(
+    builder = CompletionResponseBuilder(
         serving.model,
         serving.vocabulary,
         choices,
@@ -46,7 +46,7 @@ async def create_completion(body: CompletionRequest, request: Request, serving: 
         echoes=echoes,
         shows_ids=bool(body.return_token_ids),
     )
-    return await _answer(request, serving, body, jobs, reply)
+    return await _answer(request, serving, body, specs, builder)
 
 
 @router.post("/v1/chat/completions")
@@ -56,8 +56,8 @@ async def create_chat_completion(body: ChatRequest, request: Request, serving: S
     check_count(1, body.n or 1, serving.requests.capacity)
     await serving.forms.check(body.form)
     prompt = await serving.tokenize_chat(body.messages, body.chat_options)
-    jobs = chat_jobs(body, prompt, serving.prompt_limits, serving.chat, serving.defaults)
-    reply = ChatReply(
+    specs = chat_specs(body, prompt, serving.prompt_limits, serving.chat, serving.defaults)
+    builder = ChatResponseBuilder(
         serving.model,
         serving.vocabulary,
         body.n or 1,
@@ -65,31 +65,31 @@ async def create_chat_completion(body: ChatRequest, request: Request, serving: S
         shows_ids=bool(body.return_token_ids),
         most_calls=body.most_calls,
     )
-    return await _answer(request, serving, body, jobs, reply)
+    return await _answer(request, serving, body, specs, builder)
 
 
 async def _answer(
-    request: Request, serving: Serving, body: GenerationRequest, jobs: list[Job], reply: Reply
+    request: Request, serving: Serving, body: GenerationRequest, specs: list[RequestSpec], builder: ResponseBuilder
 ) -> Response:
     """Run the jobs. A stream begins with the first token, so that what fails before has its status."""
-    jobs = request.scope[CALLER].own(jobs)
-    reply.shows_cache = not serving.settings.hide_cache_counts
+    specs = request.scope[CALLER].own(specs)
+    builder.shows_cache = not serving.settings.hide_cache_counts
     if body.explain_prefix_cache:
-        reply.explains = serving.explains_to(request.scope[CALLER])
-    exchange = await serving.requests.submit(jobs, is_streamed=bool(body.stream))
-    note_answer(request.state, reply, exchange)
-    serving.answers[reply.id] = exchange
+        builder.explains = serving.explains_to(request.scope[CALLER])
+    group = await serving.requests.submit(specs, is_streamed=bool(body.stream))
+    note_answer(request.state, builder, group)
+    serving.answers[builder.id] = group
     try:
-        await unless_gone(request.receive, exchange.started() if body.stream else exchange.ended())
-        ended = [handle for handle in exchange.handles if handle.record or handle.error]
+        await unless_gone(request.receive, group.started() if body.stream else group.ended())
+        ended = [handle for handle in group.handles if handle.record or handle.error]
         records = [finished(handle) for handle in ended]
     except BaseException:
-        exchange.abort()
+        group.abort()
         raise
     if not body.stream:
-        return _json(whole(reply, records))
+        return _json(whole(builder, records))
     wanted = Wanted(serving.decoder, body.includes_usage, body.continues_usage)
-    return EventStream(exchange, events(exchange, reply, wanted))
+    return EventStream(group, events(group, builder, wanted))
 
 
 def _json(content: object) -> Response:

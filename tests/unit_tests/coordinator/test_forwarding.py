@@ -9,10 +9,10 @@ import time
 
 import pytest
 
-from megatron_ext.coordinator.client import Address, Call, CallFailed, Whole
 from megatron_ext.coordinator.forwarding import whole_events
 from megatron_ext.coordinator.member import Status
-from megatron_ext.coordinator.tries import MOST_LOST, Tries
+from megatron_ext.coordinator.replica_client import Address, Call, CallFailed, Whole
+from megatron_ext.coordinator.retries import MOST_LOST, Retries
 from megatron_ext.server.errors import ApiError
 from tests.unit_tests.support.fleet import (
     EVENTS,
@@ -407,44 +407,44 @@ class TestParts:
             [part async for part in whole_events(pieces(whole[:-1], 7))]
 
     def test_a_failure_is_told_before_a_loss_and_a_wait_before_both(self):
-        tries = Tries()
-        assert tries.goes_elsewhere("a", Whole(503, [], b"{}"))
-        tries.lost("b", CallFailed("gone", has_reached=True))
-        assert tries.verdict().status == 503
-        assert tries.goes_elsewhere("c", Whole(429, [(b"retry-after", b"nonsense")], b"{}"))
+        retries = Retries()
+        assert retries.goes_elsewhere("a", Whole(503, [], b"{}"))
+        retries.lost("b", CallFailed("gone", has_reached=True))
+        assert retries.verdict().status == 503
+        assert retries.goes_elsewhere("c", Whole(429, [(b"retry-after", b"nonsense")], b"{}"))
         with pytest.raises(ApiError) as refused:
-            tries.verdict()
+            retries.verdict()
         assert refused.value.headers == {"Retry-After": "1"}
-        assert tries.excluded == {"a", "b", "c"}
+        assert retries.excluded == {"a", "b", "c"}
 
     def test_only_what_a_replica_may_have_died_of_counts_as_lost(self):
         """TE-6: a connection that was refused reached nothing."""
-        tries = Tries()
+        retries = Retries()
         for number in range(MOST_LOST + 1):
-            tries.lost(f"gone {number}", CallFailed("no connection", has_reached=False))
-        assert tries.may_go_on
+            retries.lost(f"gone {number}", CallFailed("no connection", has_reached=False))
+        assert retries.may_go_on
         for number in range(MOST_LOST):
-            assert tries.may_go_on
-            tries.lost(f"dead {number}", CallFailed("it broke off", has_reached=True))
-        assert not tries.may_go_on
+            assert retries.may_go_on
+            retries.lost(f"dead {number}", CallFailed("it broke off", has_reached=True))
+        assert not retries.may_go_on
 
     def test_what_replicas_died_of_is_not_to_be_tried_again(self):
         """TE-6: a replica that was full does not make a wait of a request that was given up."""
-        tries = Tries()
-        assert tries.goes_elsewhere("full", Whole(429, [], b"{}"))
+        retries = Retries()
+        assert retries.goes_elsewhere("full", Whole(429, [], b"{}"))
         for number in range(MOST_LOST):
-            tries.lost(f"dead {number}", CallFailed("it broke off", has_reached=True))
+            retries.lost(f"dead {number}", CallFailed("it broke off", has_reached=True))
         with pytest.raises(ApiError) as refused:
-            tries.verdict()
+            retries.verdict()
         assert (refused.value.status, refused.value.code) == (503, "replica_lost")
 
     @pytest.mark.parametrize(("asked", "told"), [(b"0", "1"), (b"30", "30"), (b"86400", "60"), (b"-5", "1")])
-    def test_a_wait_is_bounded_whatever_a_replica_asks_for(self, asked, told):
+    def test_a_wait_is_bounded_whatever_a_replica_asks_for(self, routed, told):
         """TE-6: between 1 and 60 seconds."""
-        tries = Tries()
-        assert tries.goes_elsewhere("full", Whole(429, [(b"retry-after", asked)], b"{}"))
+        retries = Retries()
+        assert retries.goes_elsewhere("full", Whole(429, [(b"retry-after", routed)], b"{}"))
         with pytest.raises(ApiError) as refused:
-            tries.verdict()
+            retries.verdict()
         assert refused.value.headers == {"Retry-After": told}
 
     async def test_a_call_that_reaches_nothing(self):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_ext.coordinator.client import Address, Call
 from megatron_ext.coordinator.heartbeat import Heartbeat
 from megatron_ext.coordinator.member import Member, Source
+from megatron_ext.coordinator.replica_client import Address, Call
 from tests.unit_tests.support.fleet import FakeReplica
 
 URL = "http://127.0.0.1:1"

@@ -222,8 +222,8 @@ class TestThroughIt:
             for method, path in (("GET", "/v1/models"), ("GET", "/v1/models/a%2Fb"), ("POST", "/detokenize")):
                 body = {} if method == "GET" else {"json": {"tokens": [1]}}
                 assert (await front.http.request(method, path, **body)).json()["by"].startswith("fake")
-            asked = [one.path for fake in fakes for one in fake.others if one.path != "/replica"]
-            assert asked == ["/v1/models", "/v1/models/a%2Fb", "/detokenize"]
+            routed = [one.path for fake in fakes for one in fake.others if one.path != "/replica"]
+            assert routed == ["/v1/models", "/v1/models/a%2Fb", "/detokenize"]
             await fakes[0].stop()
             assert (await front.http.get("/v1/models")).json()["by"] == fakes[1].name
 

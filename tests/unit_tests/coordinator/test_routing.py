@@ -8,8 +8,8 @@ from collections import Counter
 import pytest
 
 from megatron_ext.config.routing import RoutingConfig
-from megatron_ext.coordinator.asked import RoutedPrompt
-from megatron_ext.coordinator.remembered import Remembered
+from megatron_ext.coordinator.approximate_prefix_index import ApproximatePrefixIndex
+from megatron_ext.coordinator.routed_request import RoutedPrompt
 from megatron_ext.routing.router import Router
 from megatron_ext.server.keys import caller_of
 from tests.unit_tests.support.fleet import FakeReplica, coordinator, error, fleet
@@ -115,19 +115,19 @@ class TestRemembered:
         dice, size, most = random.Random(2), 4, 12
         router = Router(RoutingConfig())
         router.join("r", size, has_states=has_states)
-        memory = Remembered(router, "r", size, most, has_states=has_states)
+        memory = ApproximatePrefixIndex(router, "r", size, most, has_states=has_states)
         for _ in range(300):
             tokens = [dice.randrange(2) for _ in range(dice.randrange(1, 70))]
-            asked = RoutedPrompt.of(tokens, dice.choice((None, "salt")))
-            memory.answered(asked)
+            routed = RoutedPrompt.of(tokens, dice.choice((None, "salt")))
+            memory.answered(routed)
             (view,) = router.replicas()
             assert view.blocks == len(memory) <= most
             kept = min(len(tokens) // size, most) * size
             expected = min(kept, len(tokens) - 1)
             if has_states:  # the snapshot is at the last boundary, if that is remembered
                 boundary = (len(tokens) - 1) // size * size
-                expected = boundary if boundary <= kept else router.route(asked.prompt).skipped
-            assert router.route(asked.prompt).skipped == expected
+                expected = boundary if boundary <= kept else router.route(routed.prompt).skipped
+            assert router.route(routed.prompt).skipped == expected
             router.check()
         memory.cleared()
         assert router.replicas()[0].blocks == 0

@@ -22,7 +22,7 @@ from megatron_ext.models.native.checkpoint import save_checkpoint
 from megatron_ext.models.update.disk import NewWeights, WeightsRoot
 from megatron_ext.models.weight_files import WEIGHTS_FILE
 from megatron_ext.server.app import ADMIN_ROUTERS, ROUTERS
-from megatron_ext.server.gate import ADMIN_PATHS
+from megatron_ext.server.auth import ADMIN_PATHS
 from megatron_ext.server.keys import load_keys
 from megatron_ext.server.run import weights_root
 from megatron_ext.server.updater import WeightsUpdater

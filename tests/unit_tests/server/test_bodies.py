@@ -16,7 +16,7 @@ from megatron_ext.config import ServerLimits
 from megatron_ext.server import body as bodies
 from megatron_ext.server.errors import ApiError
 from megatron_ext.server.protocol import ChatRequest, CompletionRequest
-from megatron_ext.server.texts import LONG_TEXT, TextEncoder
+from megatron_ext.server.tokenization import LONG_TEXT, TextEncoder
 from tests.unit_tests.server.test_errors import CHAT, COMPLETIONS, HEADERS, check_alive, check_error
 from tests.unit_tests.support.server import PATIENCE, LiveServer, tiny_engine
 from tests.unit_tests.support.tokenizers import PieceTokenizer
@@ -213,7 +213,7 @@ class TestWhatIsAskedFor:
     def test_more_requests_than_could_ever_be_there(self, small, monkeypatch, fields, named):
         """Known before a text becomes tokens, or anything is built for the engine."""
         monkeypatch.setattr(small.serving.texts, "encode", None)
-        monkeypatch.setattr("megatron_ext.server.routes.generation.completion_jobs", None)
+        monkeypatch.setattr("megatron_ext.server.routes.generation.completion_specs", None)
         assert named in check_error(small.http.post(COMPLETIONS, json=fields), 400)["message"]
 
     def test_choices_of_a_chat(self, small, monkeypatch):

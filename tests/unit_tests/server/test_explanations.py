@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from megatron_ext.config import CacheConfig
-from megatron_ext.server.recent import RecentRequests
+from megatron_ext.server.request_trace import RequestTrace
 from megatron_ext.simulation import command
 from megatron_ext.simulation.formats import read_requests
 from megatron_ext.simulation.machine import Machine
@@ -155,7 +155,7 @@ class TestTheRecentPast:
     @pytest.mark.parametrize(("most_requests", "most_tokens", "kept"), [(3, 1000, 3), (100, 45, 4), (100, 9, 0)])
     def test_bounded_by_requests_and_by_tokens(self, most_requests, most_tokens, kept):
         """TE-6: the oldest go first, and what has gone takes no room."""
-        recent = RecentRequests(most_requests, most_tokens)
+        recent = RequestTrace(most_requests, most_tokens)
         for number in range(20):
             record = make_record(arrival_wall_time=float(number), prompt_tokens=(number,) * 8, generated_tokens=(1, 2))
             recent.note(record, None)

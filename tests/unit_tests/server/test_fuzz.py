@@ -20,8 +20,8 @@ from schemathesis.generation import GenerationMode
 from megatron_ext.config import SourceConfig
 from megatron_ext.models.update.disk import WeightsRoot
 from megatron_ext.server.app import ADMIN_ROUTERS, ROUTERS
+from megatron_ext.server.auth import open_paths
 from megatron_ext.server.description import install_description
-from megatron_ext.server.gate import open_paths
 from megatron_ext.server.updater import WeightsUpdater
 from tests.unit_tests.support.server import LiveServer, embedded_engine, tiny_engine
 

@@ -11,9 +11,9 @@ from megatron_ext.config import RequestParams
 from megatron_ext.engine.client_request import EngineRequest
 from megatron_ext.engine.input_processor import InputProcessor
 from megatron_ext.scheduling.request import Request
-from megatron_ext.server.progress import RequestHandle
-from megatron_ext.server.replies import CompletionReply
-from megatron_ext.server.sampling import Job
+from megatron_ext.server.engine_requests import RequestSpec
+from megatron_ext.server.request_handle import RequestHandle
+from megatron_ext.server.response_builders import CompletionResponseBuilder
 from megatron_ext.server.streaming import _ChoiceStream
 from megatron_ext.text.vocabulary import Vocabulary
 from tests.priority import TestPriority
@@ -60,7 +60,7 @@ def scored_request() -> Request:
 def streamed(request: Request, *, is_streamed: bool = True) -> RequestHandle:
     """The handle of a request that the engine has."""
     one = EngineRequest(request.prompt_tokens, RequestParams(), is_streamed=is_streamed, request=request)
-    return RequestHandle(one, Job(request.prompt_tokens, RequestParams()))
+    return RequestHandle(one, RequestSpec(request.prompt_tokens, RequestParams()))
 
 
 def as_record(source: object) -> tuple:
@@ -125,8 +125,8 @@ def sent(readings: list[int]) -> tuple[str, list[float]]:
     """Text and log-probs of a choice whose client looks after so many tokens each time."""
     request = scored_request()
     handle = streamed(request)
-    reply = CompletionReply("tiny", VOCABULARY, 1, has_scores=True, echoes=["<1>"])
-    stream = _ChoiceStream(0, handle, handle, reply, VOCABULARY.detokenize)
+    builder = CompletionResponseBuilder("tiny", VOCABULARY, 1, has_scores=True, echoes=["<1>"])
+    stream = _ChoiceStream(0, handle, handle, builder, VOCABULARY.detokenize)
     parts = []
     for count in range(1, STEPS + 1):
         generate(request)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from megatron_ext.server.texts import SHORT_TEXT
+from megatron_ext.server.tokenization import SHORT_TEXT
 from tests.unit_tests.support.models import HYBRID
 from tests.unit_tests.support.server import LiveServer, tiny_engine
 from tests.unit_tests.support.tokenizers import PieceTokenizer

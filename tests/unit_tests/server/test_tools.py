@@ -11,8 +11,8 @@ import torch
 
 from megatron_ext.config.embedded import EMBEDDED_MODEL_DIR
 from megatron_ext.server.chat import ChatFormat
+from megatron_ext.server.engine_requests import PromptLimits, chat_specs
 from megatron_ext.server.protocol import ChatRequest
-from megatron_ext.server.sampling import PromptLimits, chat_jobs
 from megatron_ext.server.tool_calls import ToolCallReader
 from megatron_ext.text.tokenizer import TextTokenizer
 from tests.unit_tests.server.test_errors import CHAT, check_error
@@ -243,5 +243,5 @@ def test_marks_that_are_special_tokens_are_seen(tmp_path):
     for marks, skips in ((["<other>"], True), (["<tool_call>", "</tool_call>"], False)):
         fast.add_special_tokens(marks)
         fast.save(str(tmp_path / "tokenizer.json"))
-        (job,) = chat_jobs(body, [5, 6], limits, ChatFormat(TextTokenizer(tmp_path)))
-        assert job.params.skip_special_tokens == skips
+        (spec,) = chat_specs(body, [5, 6], limits, ChatFormat(TextTokenizer(tmp_path)))
+        assert spec.params.skip_special_tokens == skips

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from megatron_ext.engine.client_request import EngineRequest
 from megatron_ext.engine.updates import Progress, Update
 from megatron_ext.scheduling.record import RequestRecord
+from megatron_ext.server.engine_requests import RequestSpec
 from megatron_ext.server.errors import ApiError
-from megatron_ext.server.sampling import Job
 
 
 @dataclass(eq=False)
@@ -25,7 +25,7 @@ class RequestHandle:
     """
 
     request: EngineRequest
-    job: Job
+    spec: RequestSpec
     progress: Progress | None = None
     record: RequestRecord | None = None
     error: ApiError | None = None

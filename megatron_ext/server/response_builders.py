@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from megatron_ext.engine.updates import Progress
 from megatron_ext.scheduling.record import RequestRecord
-from megatron_ext.server.answers import Explains, Piece, Scored, generated_scores, prompt_scores
+from megatron_ext.server.responses import Explains, Piece, Scored, generated_scores, prompt_scores
 from megatron_ext.server.tool_calls import ToolCall, ToolCallReader
 from megatron_ext.text.detokenizer import INCOMPLETE
 from megatron_ext.text.vocabulary import Vocabulary
@@ -35,7 +35,7 @@ class _Envelope:
         return {"prompt_token_ids": list(source.prompt_tokens)} if self._shows_ids else {}
 
 
-class CompletionReply(_Envelope):
+class CompletionResponseBuilder(_Envelope):
     """Of `/v1/completions`.
 
     Args:
@@ -118,7 +118,7 @@ class CompletionReply(_Envelope):
         return {shown(self._vocabulary, token): finite(log_prob) for token, log_prob in ranked}
 
 
-class ChatReply(_Envelope):
+class ChatResponseBuilder(_Envelope):
     """Of `/v1/chat/completions`.
 
     Args:

@@ -11,7 +11,7 @@ from typing import Protocol
 from megatron_ext.engine.updates import Progress
 from megatron_ext.scheduling.record import RequestRecord, Status
 from megatron_ext.server.errors import FAULT, ApiError
-from megatron_ext.server.progress import RequestHandle
+from megatron_ext.server.request_handle import RequestHandle
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def finished(handle: RequestHandle) -> RequestRecord:
     return record
 
 
-def usage(reply: Reply, records: Sequence[RequestRecord]) -> dict[str, object]:
+def usage(builder: ResponseBuilder, records: Sequence[RequestRecord]) -> dict[str, object]:
     """OpenAI's usage, and why prompt tokens were computed; what became of drafts under its names for predictions.
 
     The choices of a prompt count its tokens once: as they were skipped and computed for the first of them.
@@ -66,7 +66,7 @@ def usage(reply: Reply, records: Sequence[RequestRecord]) -> dict[str, object]:
         reply: Says how many choices a prompt has, and whether to tell what was cached.
         records: Prompt by prompt, the choices of each side by side.
     """
-    firsts = records[:: reply.choices]
+    firsts = records[:: builder.choices]
     prompt = sum(record.prompt_token_count for record in firsts)
     generated = sum(len(record.generated_tokens) for record in records)
     reasons: Counter[str] = sum((Counter(record.prefill_reasons) for record in firsts), Counter())
@@ -82,7 +82,7 @@ def usage(reply: Reply, records: Sequence[RequestRecord]) -> dict[str, object]:
             "accepted_prediction_tokens": accepted,
             "rejected_prediction_tokens": drafted - accepted,
         }
-    if reply.shows_cache:
+    if builder.shows_cache:
         counts["prompt_tokens_details"] = {
             "cached_tokens": sum(record.skipped_prefill_token_count for record in firsts),
             "computed_tokens_by_reason": dict(reasons),
@@ -90,10 +90,10 @@ def usage(reply: Reply, records: Sequence[RequestRecord]) -> dict[str, object]:
     return counts
 
 
-def usage_so_far(reply: Reply, handles: Sequence[RequestHandle]) -> dict[str, int]:
+def usage_so_far(builder: ResponseBuilder, handles: Sequence[RequestHandle]) -> dict[str, int]:
     """The usage of an answer that goes on; what was cached is told at its end."""
     sources = [handle.record or handle.progress for handle in handles]
-    prompt = sum(len(handle.job.tokens) for handle in handles[:: reply.choices])
+    prompt = sum(len(handle.spec.tokens) for handle in handles[:: builder.choices])
     generated = sum(len(source.generated_tokens) for source in sources if source is not None)
     return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
 
@@ -115,7 +115,7 @@ class Piece:
     reason: str | None = None
 
 
-class Reply(Protocol):
+class ResponseBuilder(Protocol):
     """What differs between the two routes."""
 
     id: str
@@ -147,20 +147,20 @@ class Explains(enum.Enum):
     ALL = enum.auto()  # the cached token too, which may be somebody else's
 
 
-def explained(reply: Reply, index: int, record: RequestRecord) -> dict[str, object]:
+def explained(builder: ResponseBuilder, index: int, record: RequestRecord) -> dict[str, object]:
     """A choice's field `prefix_cache_explanation`, if it has one."""
     said = record.prefix_cache_explanation
-    if reply.explains is Explains.NOTHING or index % reply.choices or said is None:
+    if builder.explains is Explains.NOTHING or index % builder.choices or said is None:
         return {}
-    told = said if reply.explains is Explains.ALL else said.without_there()
+    told = said if builder.explains is Explains.ALL else said.without_there()
     return {"prefix_cache_explanation": told.to_dict()}
 
 
-def whole(reply: Reply, records: Sequence[RequestRecord]) -> dict[str, object]:
+def whole(builder: ResponseBuilder, records: Sequence[RequestRecord]) -> dict[str, object]:
     """The answer in one piece."""
     choices = [
-        reply.choice(index, record, records[index - index % reply.choices]) | explained(reply, index, record)
+        builder.choice(index, record, records[index - index % builder.choices]) | explained(builder, index, record)
         for index, record in enumerate(records)
     ]
-    envelope = reply.envelope(is_part=False) | reply.heading(records[0])
-    return envelope | {"choices": choices, "usage": usage(reply, records)}
+    envelope = builder.envelope(is_part=False) | builder.heading(records[0])
+    return envelope | {"choices": choices, "usage": usage(builder, records)}

@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from megatron_ext.server.progress import RequestHandle
+from megatron_ext.server.request_handle import RequestHandle
 
 
 @dataclass(eq=False)
-class HttpExchange:
+class RequestGroup:
     """The handles of one HTTP request."""
 
     handles: list[RequestHandle]

@@ -27,7 +27,7 @@ def open_paths(*, hides_counts: bool) -> frozenset[str]:
     return OPEN_PATHS if hides_counts else OPEN_PATHS | _COUNTS
 
 
-class KeyGate:
+class KeyAuth:
     """Lets in who has the key, before anything of the request is read, and notes who it is.
 
     Args:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from megatron_ext.coordinator.asked import Asked
-from megatron_ext.coordinator.client import Call
 from megatron_ext.coordinator.fleet import Fleet
+from megatron_ext.coordinator.replica_client import Call
+from megatron_ext.coordinator.routed_request import RoutedRequest
 from megatron_ext.routing.router import Decision
 
 
-class Flight:
+class ProxiedRequest:
     """A request in flight to a replica.
 
     Args:
@@ -18,8 +18,8 @@ class Flight:
         number: Its name, which no other one has.
     """
 
-    def __init__(self, fleet: Fleet, decision: Decision, asked: Asked, number: int) -> None:
-        fleet.router.began(number, decision, asked.prompt.prompt, asked.new_tokens)
+    def __init__(self, fleet: Fleet, decision: Decision, routed: RoutedRequest, number: int) -> None:
+        fleet.router.began(number, decision, routed.prompt.prompt, routed.new_tokens)
         fleet.in_flight.add(number)
         self._fleet = fleet
         self._number = number

@@ -8,10 +8,10 @@ import logging
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from megatron_ext.coordinator.client import CallFailed, Whole
 from megatron_ext.coordinator.coordination import Coordination, CoordinationDependency
-from megatron_ext.coordinator.routes.asking import headers_of, target_of
+from megatron_ext.coordinator.replica_client import CallFailed, Whole
 from megatron_ext.coordinator.routes.generation import passed_on
+from megatron_ext.coordinator.routes.proxy import headers_of, target_of
 from megatron_ext.server.body import check_content_type, read_body
 from megatron_ext.server.streaming import unless_gone
 

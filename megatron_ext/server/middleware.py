@@ -7,16 +7,16 @@ from starlette.middleware.cors import CORSMiddleware
 
 from megatron_ext.config import AccessConfig
 from megatron_ext.server.access import AccessLog
+from megatron_ext.server.auth import ADMIN_PATHS, KeyAuth, open_paths
 from megatron_ext.server.description import install_description
 from megatron_ext.server.errors import install_error_handlers
-from megatron_ext.server.gate import ADMIN_PATHS, KeyGate, open_paths
 from megatron_ext.server.keys import Keys
-from megatron_ext.server.origins import OriginGate
+from megatron_ext.server.origins import OriginCheck
 
 CORS_SECONDS = 600  # for which a browser remembers what it may ask
 
 
-def install_gates(
+def install_middleware(
     app: FastAPI, settings: AccessConfig, keys: Keys, *, access_log: bool, admin_paths: frozenset[str] = ADMIN_PATHS
 ) -> None:
     """Put everything before an application that has all its routes.
@@ -31,9 +31,9 @@ def install_gates(
     install_error_handlers(app)
     unkeyed = open_paths(hides_counts=settings.hide_cache_counts)
     install_description(app, open_paths=unkeyed, has_keys=keys.are_needed)
-    app.add_middleware(KeyGate, keys=keys, hides_counts=settings.hide_cache_counts, admin_paths=admin_paths)
+    app.add_middleware(KeyAuth, keys=keys, hides_counts=settings.hide_cache_counts, admin_paths=admin_paths)
     app.add_middleware(
-        OriginGate,
+        OriginCheck,
         allowed_hosts=settings.allowed_hosts,
         allowed_origins=settings.cors_allowed_origins,
         has_keys=keys.are_needed,

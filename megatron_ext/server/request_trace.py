@@ -49,7 +49,7 @@ class _Past:
             yield state.hexdigest()
 
 
-class RecentRequests:
+class RequestTrace:
     """Tokens of the last requests, as long as they fit; what leaves the process are keyed hashes of blocks.
 
     Args:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_ext.coordinator.client import CallFailed, Whole
+from megatron_ext.coordinator.replica_client import CallFailed, Whole
 from megatron_ext.server.errors import FAULT, OVERLOADED, ApiError
 
 # A request that three replicas have died or failed of may be why; it is given to no fourth one.
@@ -11,7 +11,7 @@ _ENDED_ON_PURPOSE = "request_aborted"
 _SHORTEST_WAIT, _LONGEST_WAIT = 1, 60  # seconds
 
 
-class Tries:
+class Retries:
     """Of one request."""
 
     def __init__(self) -> None:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from megatron_ext.coordinator.asked import Asked, RoutedPrompt
-from megatron_ext.coordinator.client import CallFailed, Headers, fetch
 from megatron_ext.coordinator.fleet import Fleet
 from megatron_ext.coordinator.member import Member
+from megatron_ext.coordinator.replica_client import CallFailed, Headers, fetch
+from megatron_ext.coordinator.routed_request import RoutedPrompt, RoutedRequest
 from megatron_ext.server.errors import ApiError
 from megatron_ext.server.keys import Caller, caller_of
 
@@ -37,9 +37,9 @@ class Prompts:
         self._needs_tokens = needs_tokens
         self._has_keys = has_keys
 
-    async def asked(
+    async def routed(
         self, path: str, content: Mapping[str, object], body: bytes, authorization: bytes | None, caller: Caller
-    ) -> Asked:
+    ) -> RoutedRequest:
         """What a body asks for. What is wrong with it the replica says.
 
         Args:
@@ -61,7 +61,7 @@ class Prompts:
                 salt = caller_of(key.decode("latin-1")).bind(salt)
         headers: Headers = [JSON] if authorization is None else [JSON, (b"authorization", authorization)]
         prompt = await self._prompt(content, headers, members, salt)
-        return Asked(path, headers, body, content.get("stream") is True, _new_tokens(content), prompt)
+        return RoutedRequest(path, headers, body, content.get("stream") is True, _new_tokens(content), prompt)
 
     async def _prompt(
         self, content: Mapping[str, object], headers: Headers, members: list[Member], salt: str | None

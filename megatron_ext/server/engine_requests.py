@@ -24,7 +24,7 @@ NOTHING: FieldValues = MappingProxyType({})
 
 
 @dataclass(frozen=True)
-class Job:
+class RequestSpec:
     """One request to the engine: one choice of one prompt."""
 
     tokens: tuple[int, ...]
@@ -54,9 +54,9 @@ def check_count(prompts: int, choices: int, most: int) -> None:
         raise too_many_requests(prompts, choices, most)
 
 
-def completion_jobs(
+def completion_specs(
     body: CompletionRequest, prompts: Sequence[Sequence[int]], limits: PromptLimits, defaults: FieldValues = NOTHING
-) -> list[Job]:
+) -> list[RequestSpec]:
     """The choices of each prompt, prompt by prompt; `defaults` are for what the body does not say.
 
     Raises:
@@ -68,12 +68,12 @@ def completion_jobs(
     count = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     if count == 0 and not body.echo:
         raise generates_nothing()
-    return [job for prompt in prompts for job in _jobs(body, prompt, count, settings, limits)]
+    return [spec for prompt in prompts for spec in _specs(body, prompt, count, settings, limits)]
 
 
-def chat_jobs(
+def chat_specs(
     body: ChatRequest, prompt: Sequence[int], limits: PromptLimits, chat: ChatFormat, defaults: FieldValues = NOTHING
-) -> list[Job]:
+) -> list[RequestSpec]:
     """The choices of a conversation; `defaults` are for what the body does not say.
 
     Raises:
@@ -88,12 +88,12 @@ def chat_jobs(
     if body.most_calls and chat.calls_are_special:
         settings["skip_special_tokens"] = False
     rest = max(1, min(limits.sequence, limits.pool) - len(prompt))
-    return _jobs(body, prompt, body.max_completion_tokens or body.max_tokens or rest, settings, limits)
+    return _specs(body, prompt, body.max_completion_tokens or body.max_tokens or rest, settings, limits)
 
 
-def _jobs(
+def _specs(
     body: GenerationRequest, prompt: Sequence[int], count: int, settings: FieldValues, limits: PromptLimits
-) -> list[Job]:
+) -> list[RequestSpec]:
     if len(prompt) + count > limits.sequence:
         raise context_exceeded(len(prompt), count, limits.sequence)
     seeds = [None if body.seed is None else body.seed + choice for choice in range(body.n or 1)]
@@ -101,7 +101,7 @@ def _jobs(
     params = [RequestParams(num_tokens_to_generate=count, seed=seed, **settings) for seed in seeds]
     # What the first choice says of the prompt the others need not compute again.
     others = [dataclasses.replace(one, skip_prompt_log_probs=one.return_log_probs) for one in params[1:]]
-    return [Job(tokens, one) for one in (*params[:1], *others)]
+    return [RequestSpec(tokens, one) for one in (*params[:1], *others)]
 
 
 def _common(body: GenerationRequest, defaults: FieldValues) -> dict[str, Any]:
