@@ -34,7 +34,7 @@ OWN = (
     "host_step",
     "sampling",
     "paged_attention",
-    "where_time_goes",
+    "profile",
     "speculation",
 )
 

@@ -1,7 +1,7 @@
 """Which tests say something of a CUDA device: where there is one, these run and no others. A pytest plugin.
 
 Tests of folders that compute nothing, or nothing but files, are those of any machine (`make test`). The others compute
-on the device that there is. Which of them cannot was found on a pretended device (`support/pretended_cuda`); each has
+on the device that there is. Which of them cannot was found on a fake device (`support/fake_cuda`); each has
 its reason. `TEST_EVERYTHING=1` runs all the same.
 """
 

@@ -23,7 +23,6 @@ from megatron_ext.engine.client import EngineClient
 from megatron_ext.engine.core import StepOutput
 from megatron_ext.engine.input_processor import check_drafts
 from megatron_ext.errors import ConfigError, OutputError
-from megatron_ext.interruption import Interruption
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.mcore.rank_info import make_parallel_context
@@ -42,6 +41,7 @@ from megatron_ext.offline.submission import Pass, check_schedule, run_passes
 from megatron_ext.ranks.failure import ending_together
 from megatron_ext.ranks.parallel_context import ParallelContext
 from megatron_ext.scheduling.record import RequestRecord, Status
+from megatron_ext.signals import Interruption
 from megatron_ext.text.vocabulary import Vocabulary
 
 logger = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from megatron_ext.engine.error_isolation import describe
 from megatron_ext.errors import ConfigError, OutputError, RankError
-from megatron_ext.interruption import Interrupted
+from megatron_ext.signals import Interrupted
 
 FAILED, BAD_USAGE = 1, 2  # exit codes
 PATIENCE = 3.0  # seconds that somebody else has to say what has happened

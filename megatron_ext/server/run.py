@@ -18,7 +18,6 @@ from megatron_ext.console.machine import check_machine
 from megatron_ext.console.profiling import check_profile, profiled
 from megatron_ext.console.start import say_start
 from megatron_ext.errors import ConfigError
-from megatron_ext.interruption import Interruption
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.rank_info import make_parallel_context
 from megatron_ext.memory.heap import spare_what_is_loaded
@@ -36,6 +35,7 @@ from megatron_ext.server.keys import Keys, load_keys
 from megatron_ext.server.listening import LAST_WORDS, AnnouncedServer, announce, bind, guarded, run_until_signal
 from megatron_ext.server.serving import Serving
 from megatron_ext.server.updater import WeightsUpdater
+from megatron_ext.signals import Interruption
 from megatron_ext.text.tokenizer import TextTokenizer
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ import pytest
 from tests.unit_tests.support.source import ROOT, imported_modules, parse, python_files
 
 # What each part may import of our own; itself, always.
-LEAVES = {"errors", "files", "interruption"}
+LEAVES = {"errors", "files", "signals"}
 DECIDING = {"prefix_cache", "scheduling", "speculation", "engine"}
 TOOLS = {"console", "offline", "server", "api", "coordinator"}
 ROOMS = {"config", "ranks", "text", "memory", "ops", "mixers", "mcore", "models"}
@@ -22,7 +22,7 @@ BELOW_TOOLS = EVERYTHING - TOOLS - BESIDE - EVENTS
 MAY_IMPORT = {
     "errors": set(),
     "files": {"errors"},
-    "interruption": set(),
+    "signals": set(),
     "config": {"errors"},
     "text": {"config", "errors", "files"},
     "prefix_cache": {"config", "errors"},
@@ -35,7 +35,7 @@ MAY_IMPORT = {
     "memory": {"config", "errors", "ops", "scheduling"},
     "ops": {"errors"},
     "mixers": {"config", "errors", "memory", "ops"},
-    "ranks": {"config", "errors", "interruption", *DECIDING},
+    "ranks": {"config", "errors", "signals", *DECIDING},
     "mcore": {*LEAVES, *DECIDING, "config", "ranks", "text", "memory", "ops", "mixers"},
     "models": {*LEAVES, "config", "ranks", "text", "memory", "ops", "mixers", "mcore"},
     "console": BELOW_TOOLS,

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.goals import CHAT_TOKENS, Goal, goals
 from benchmarks.peers.work import CHATS, OWN, TURNS, alone, chat, figures, serve, shared
-from tests.unit_tests.support.paper_engine import PaperEngine
+from tests.unit_tests.support.simulated_engine import SimulatedEngine
 
 
 class Counting:
@@ -69,14 +69,14 @@ def test_a_cold_start_is_tried_several_times():
 
 def test_the_chat_computes_few_tokens():
     """HY-4, SC-3: of 19,072 prompt tokens of eight conversations, at most 6,800, as the issue of speed has it."""
-    turns = chat(PaperEngine(), CHATS)
+    turns = chat(SimulatedEngine(), CHATS)
     computed = sum(turn["computed"] for turn in turns)
     assert 0 < computed <= CHAT_TOKENS
 
 
 def test_a_chat_without_snapshots_computes_more():
     """Negative control."""
-    assert sum(turn["computed"] for turn in chat(PaperEngine(slots=0), 2)) > CHAT_TOKENS / 4
+    assert sum(turn["computed"] for turn in chat(SimulatedEngine(slots=0), 2)) > CHAT_TOKENS / 4
 
 
 def test_verdicts():

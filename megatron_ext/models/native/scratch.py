@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_ext.interruption import Interruption
+from megatron_ext.signals import Interruption
 
 _MESSAGE = "nothing is saved"
 _NAME = 100  # characters that a name takes over from another, of 255 at most

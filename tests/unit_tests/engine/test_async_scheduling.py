@@ -23,16 +23,16 @@ from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.step import ScheduledStep
 from megatron_ext.text.vocabulary import Vocabulary
 from tests.priority import TestPriority
-from tests.unit_tests.support.paper_device import (
+from tests.unit_tests.support.simulated_device import (
     NOTHING,
     WORDS,
     FollowingDevice,
-    PaperDevice,
     RefusingDevice,
+    SimulatedDevice,
     next_token,
     state_behind,
 )
-from tests.unit_tests.support.paper_engine import LIMITS
+from tests.unit_tests.support.simulated_engine import LIMITS
 from tests.unit_tests.support.tokenizers import PieceTokenizer
 
 pytestmark = pytest.mark.priority(TestPriority.HIGH)
@@ -54,7 +54,7 @@ class Paper:
 
     def __init__(
         self,
-        device: type[PaperDevice] = FollowingDevice,
+        device: type[SimulatedDevice] = FollowingDevice,
         slots: int | None = 50,
         policy: EvictionPolicyName | None = EvictionPolicyName.LRU,
         **limits: object,
@@ -268,7 +268,7 @@ def test_lives_are_those_of_an_engine_that_waits(number, seed):
     paper = life.paper
     paper.check_tokens()
     assert paper.ahead > 10, "hardly any step was launched ahead"
-    plain = Paper(RefusingDevice if "total_blocks" in settings else PaperDevice, **settings)
+    plain = Paper(RefusingDevice if "total_blocks" in settings else SimulatedDevice, **settings)
     for i, (own, others) in enumerate(zip(life.seen, replayed(life.script, plain), strict=True)):
         assert own == others, f"step {i}"
     assert plain.ahead == 0
@@ -402,7 +402,7 @@ def test_a_full_pool_stops_nobody():
 def test_what_does_not_depend_on_the_token_stops_nobody(asked):
     """CU-6: the message of a step ahead is that of the plan but for the token: tokens ruled out, random numbers."""
     messages = []
-    for device in (FollowingDevice, PaperDevice):
+    for device in (FollowingDevice, SimulatedDevice):
         paper = Paper(device, slots=None)
         paper.add(0, (1, 2, 3), stop_token_ids=(END,), ignore_eos=True, **asked)
         paper.run()

@@ -21,7 +21,7 @@ from megatron_ext.scheduling.block_hasher import HASH_SLICE, BlockHasher
 from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.text.vocabulary import Vocabulary
-from tests.unit_tests.support.paper_engine import LIMITS
+from tests.unit_tests.support.simulated_engine import LIMITS
 from tests.unit_tests.support.tokenizers import PieceTokenizer
 
 PROMPT = tuple(range(1, 90))

@@ -102,7 +102,7 @@ def die_at_start() -> None:
 
 def die_when_ready() -> None:
     """After loading, where a rank begins to wait for what rank 0 has for it."""
-    from megatron_ext.interruption import Interruption
+    from megatron_ext.signals import Interruption
 
     Interruption.keep_quiet = die
 

@@ -16,12 +16,12 @@ from torch import nn
 
 from megatron_ext.config import ModelConfig, SourceConfig
 from megatron_ext.errors import ConfigError
-from megatron_ext.interruption import Interrupted, Interruption
 from megatron_ext.models.load import load_model
 from megatron_ext.models.megatron.checkpoint import save_dist_checkpoint
 from megatron_ext.models.native import checkpoint
 from megatron_ext.models.native import directory as checkpoint_directory
 from megatron_ext.models.native.checkpoint import save_checkpoint
+from megatron_ext.signals import Interrupted, Interruption
 
 SAVES = {"simple": save_checkpoint, "distributed": save_dist_checkpoint}
 

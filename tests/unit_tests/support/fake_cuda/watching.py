@@ -1,4 +1,4 @@
-"""What the pretended device was asked to do, counted by place, and refused where a real one would refuse."""
+"""What the fake device was asked to do, counted by place, and refused where a real one would refuse."""
 
 from __future__ import annotations
 

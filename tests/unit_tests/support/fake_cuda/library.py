@@ -1,4 +1,4 @@
-"""The C++ of the pretended device, compiled once for each version of it, of torch and of the compiler.
+"""The C++ of the fake device, compiled once for each version of it, of torch and of the compiler.
 
 It has to be loaded before torch is imported, since torch asks only once whether there is a device. So nothing here
 imports torch.
@@ -24,7 +24,7 @@ _LONGEST_RUN = 300.0  # seconds
 
 
 def why_not() -> str | None:
-    """Why there can be no pretended device in this environment; None if there can."""
+    """Why there can be no fake device in this environment; None if there can."""
     if "+cpu" not in _torch_version() and _has_cuda():
         return f"torch {_torch_version()} has kernels of its own for CUDA; the pretended device is for builds without"
     if _compiler() is None:
@@ -42,7 +42,7 @@ def compiled() -> Path:
     """The library, compiled if it is not in the cache."""
     command = [*(_compiler() or ()), *_FLAGS.split()]
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = home / "megatron_ext" / "pretended_cuda"
+    folder = home / "megatron_ext" / "fake_cuda"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     target = folder / f"{_key(command)}.so"
     with (folder / "lock").open("w") as lock:

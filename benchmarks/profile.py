@@ -1,6 +1,6 @@
 """Where the time of a cold prefill and of a decode step goes, in groups of operations.
 
-Run: `python -m benchmarks.where_time_goes`. Time of operations themselves, by torch's profiler; what is left of the
+Run: `python -m benchmarks.profile`. Time of operations themselves, by torch's profiler; what is left of the
 wall time is the host's: planning, staging, Python between operations.
 """
 

@@ -1,6 +1,6 @@
-"""What the tests of this folder run on the pretended device, in a process of its own: lives and faults, as JSON.
+"""What the tests of this folder run on the fake device, in a process of its own: lives and faults, as JSON.
 
-`python -m tests.unit_tests.support.pretended_cuda -m tests.unit_tests.pretended.child FILE [LIVES]`
+`python -m tests.unit_tests.support.fake_cuda -m tests.unit_tests.fake_cuda.child FILE [LIVES]`
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 
 from megatron_ext.ops.triton import registry
-from tests.unit_tests.pretended import faults, lives
-from tests.unit_tests.support.pretended_cuda import watching
-from tests.unit_tests.support.pretended_cuda.graphs import CUDAGraph
+from tests.unit_tests.fake_cuda import faults, lives
+from tests.unit_tests.support.fake_cuda import watching
+from tests.unit_tests.support.fake_cuda.graphs import CUDAGraph
 
 
 class Watch:

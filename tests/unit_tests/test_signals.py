@@ -10,7 +10,7 @@ import threading
 
 import pytest
 
-from megatron_ext.interruption import SIGNALS, Interrupted, Interruption
+from megatron_ext.signals import SIGNALS, Interrupted, Interruption
 
 INT, TERM = signal.SIGINT, signal.SIGTERM
 
@@ -79,7 +79,7 @@ def test_a_later_signal_kills(number):
     """In a process of its own: the code of `finally` does not run."""
     code = f"""
 import signal, time
-from megatron_ext.interruption import Interruption
+from megatron_ext.signals import Interruption
 now = [0.0]
 time.monotonic = lambda: now[0]
 with Interruption() as watched:
@@ -102,7 +102,7 @@ def test_a_handler_that_somebody_else_has_put_there():
     """In a process of its own: megatron-core has `faulthandler` print a stack, where Python does not see it."""
     code = """
 import faulthandler, signal
-from megatron_ext.interruption import Interruption
+from megatron_ext.signals import Interruption
 with Interruption() as watched:
     watched.hold()
     faulthandler.register(signal.SIGTERM, chain=True)

@@ -1,8 +1,8 @@
-"""CUDA graphs of the pretended device: what was captured is run again with the very tensors of the capture."""
+"""CUDA graphs of the fake device: what was captured is run again with the very tensors of the capture."""
 
 from __future__ import annotations
 
-from tests.unit_tests.support.pretended_cuda import streams, watching
+from tests.unit_tests.support.fake_cuda import streams, watching
 from tests.unit_tests.support.replay import Tape
 
 

@@ -1,4 +1,4 @@
-"""`torch.cuda` of the pretended device. What a build without CUDA lacks is put there, once a process."""
+"""`torch.cuda` of the fake device. What a build without CUDA lacks is put there, once a process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import torch
 
-from tests.unit_tests.support.pretended_cuda import graphs, kernels, streams, watching
+from tests.unit_tests.support.fake_cuda import graphs, kernels, streams, watching
 
 NAME = "pretended CUDA device"
 _library = torch.library.Library("pretended", "IMPL")

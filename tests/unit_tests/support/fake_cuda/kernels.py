@@ -1,4 +1,4 @@
-"""Triton's kernels on the pretended device: interpreted, on the memory itself; none in a process that compiles."""
+"""Triton's kernels on the fake device: interpreted, on the memory itself; none in a process that compiles."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import torch
 
 from megatron_ext.ops import triton
-from tests.unit_tests.support.pretended_cuda import watching
+from tests.unit_tests.support.fake_cuda import watching
 
 
 def install() -> None:

@@ -25,7 +25,7 @@ LIMITS = SchedulerLimits(
 )
 
 
-class PaperEngine:
+class SimulatedEngine:
     """See `benchmarks.peers.work.Peer`. Answers are words of their own: what a model would say decides no count.
 
     Args:

@@ -36,7 +36,7 @@ def next_token(keys: Sequence[int], state: int, uniform: float | None) -> int:
     return (zlib.crc32(f"{list(keys)} {state}".encode()) + drawn) % WORDS
 
 
-class PaperDevice:
+class SimulatedDevice:
     """See the module; an executor for the engine.
 
     Args:
@@ -161,7 +161,7 @@ class PaperDevice:
 class PaperStep:
     """A step in the queue."""
 
-    def __init__(self, device: PaperDevice, answer: dict[int, int]) -> None:
+    def __init__(self, device: SimulatedDevice, answer: dict[int, int]) -> None:
         self._device, self._answer = device, answer
 
     def result(self) -> StepResult:
@@ -170,7 +170,7 @@ class PaperStep:
         return result
 
 
-class RefusingDevice(PaperDevice):
+class RefusingDevice(SimulatedDevice):
     """One that never begins a step before the tokens are known; blocks are taken for it all the same."""
 
     can_launch_next = True
@@ -182,7 +182,7 @@ class RefusingDevice(PaperDevice):
         raise AssertionError("nothing was launched ahead")
 
 
-class FollowingDevice(PaperDevice):
+class FollowingDevice(SimulatedDevice):
     """One that computes a step behind another one."""
 
     can_launch_next = True

@@ -1,6 +1,6 @@
-"""CU-9: engines live on a pretended CUDA device as they do on the CPU, and wait for it where it is written here alone.
+"""CU-9: engines live on a fake CUDA device as they do on the CPU, and wait for it where it is written here alone.
 
-The device is C++ that torch takes for a CUDA device (`support/pretended_cuda`); it has to be there before torch is
+The device is C++ that torch takes for a CUDA device (`support/fake_cuda`); it has to be there before torch is
 imported, so what is looked at here has run in one other process.
 """
 
@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from tests.forked import NO_NETWORK, ONE_THREAD
-from tests.unit_tests.pretended import lives
-from tests.unit_tests.support.pretended_cuda import library
+from tests.unit_tests.fake_cuda import lives
+from tests.unit_tests.support.fake_cuda import library
 from tests.unit_tests.support.source import ROOT
 
 pytestmark = pytest.mark.skipif(library.why_not() is not None, reason=f"no pretended device: {library.why_not()}")
@@ -78,8 +78,8 @@ def child(tmp_path_factory):
     """What the process with the device says; all workers of one run share it."""
     folder = tmp_path_factory.getbasetemp()
     folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
-    result = folder / "pretended_cuda.json"
-    with (folder / "pretended_cuda.lock").open("w") as lock:
+    result = folder / "fake_cuda.json"
+    with (folder / "fake_cuda.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not result.exists():
             run_child(result)
@@ -87,13 +87,13 @@ def child(tmp_path_factory):
 
 
 def run_child(result: Path, *names: str, **variables: str) -> None:
-    run_pretended("tests.unit_tests.pretended.child", str(result), *names, **variables)
+    run_pretended("tests.unit_tests.fake_cuda.child", str(result), *names, **variables)
 
 
 def run_pretended(module: str, *arguments: str, **variables: str) -> None:
     own = {"PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "0"}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.unit_tests.support.pretended_cuda", "-m", module, *arguments],
+        [sys.executable, "-m", "tests.unit_tests.support.fake_cuda", "-m", module, *arguments],
         cwd=ROOT,
         env={**os.environ, **ONE_THREAD, **NO_NETWORK, **own, **variables},
         capture_output=True,

@@ -1,4 +1,4 @@
-"""Run Python on the pretended device: `python -m tests.unit_tests.support.pretended_cuda [-m MODULE | FILE] ARGS`.
+"""Run Python on the fake device: `python -m tests.unit_tests.support.fake_cuda [-m MODULE | FILE] ARGS`.
 
 For example `... -m pytest tests/unit_tests/mcore/programs/test_graph_capture.py`, `... tools/run_inference.py`, or
 `... -m benchmarks.gpu --quick`.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import runpy
 import sys
 
-from tests.unit_tests.support.pretended_cuda import library
+from tests.unit_tests.support.fake_cuda import library
 
 
 def main() -> None:
@@ -18,7 +18,7 @@ def main() -> None:
     if problem is not None:
         sys.exit(f"no pretended device: {problem}")
     library.load()
-    from tests.unit_tests.support.pretended_cuda.install import install
+    from tests.unit_tests.support.fake_cuda.install import install
 
     install()
     _, *sys.argv = sys.argv

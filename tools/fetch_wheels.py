@@ -3,7 +3,7 @@
 
 On that machine: `python3 -m pip list --format=freeze > present.txt`. Here, with that file:
 
-    python -m tools.carry --present present.txt --python 3.12 --folder wheels
+    python -m tools.fetch_wheels --present present.txt --python 3.12 --folder wheels
 
 and there, beside a checkout of this project:
 
@@ -125,7 +125,7 @@ def download(pins: Sequence[str], python: str, machine: str, folder: Path) -> No
     """Their wheels, into a folder that has no other ones: two versions of a project would stop an installation."""
     folder.mkdir(parents=True, exist_ok=True)
     if others := sorted(path.name for path in folder.glob("*.whl")):
-        raise SystemExit(f"carry.py: {folder} has wheels already, such as {others[0]}; name an empty folder")
+        raise SystemExit(f"fetch_wheels.py: {folder} has wheels already, such as {others[0]}; name an empty folder")
     if pins:
         tags = [f"--platform={tag}_{machine}" for tag in TAGS]
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", f"--dest={folder}"]

@@ -11,8 +11,8 @@ import torch
 
 from megatron_ext.mcore.controller import InferenceController
 from megatron_ext.mcore.programs.input_buffers import AsyncModelOutput, InputBuffers, Layout, _HostBuffer
-from tests.unit_tests.pretended import lives
-from tests.unit_tests.support.pretended_cuda import watching
+from tests.unit_tests.fake_cuda import lives
+from tests.unit_tests.support.fake_cuda import watching
 
 CUDA = torch.device("cuda", 0)
 

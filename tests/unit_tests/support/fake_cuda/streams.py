@@ -1,4 +1,4 @@
-"""Events and streams of the pretended device: it computes at once; copies that do not wait arrive with their event."""
+"""Events and streams of the fake device: it computes at once; copies that do not wait arrive with their event."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
-from tests.unit_tests.support.pretended_cuda import watching
+from tests.unit_tests.support.fake_cuda import watching
 
 
 class Event:

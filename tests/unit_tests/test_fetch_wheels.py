@@ -9,7 +9,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from tools import carry
+from tools import fetch_wheels
 from tools.pins import Wheel
 
 PYTHON = "3.12"
@@ -32,30 +32,30 @@ WHEELS = {
 
 def test_what_is_missing():
     """With what it needs in turn; neither extras, nor other Pythons' packages, nor torch and triton."""
-    assert carry.missing(PYTHON, WHEELS, ROOTS, {"torch": "2.11.0+cu130"}) == ["a", "b", "e", "numpy"]
+    assert fetch_wheels.missing(PYTHON, WHEELS, ROOTS, {"torch": "2.11.0+cu130"}) == ["a", "b", "e", "numpy"]
 
 
 def test_what_is_there_stays():
     """If it will do, whatever its version; then nothing that it needs is looked at."""
-    assert carry.missing(PYTHON, WHEELS, ROOTS, {"a": "2.1", "b": "0.1"}) == []
-    assert carry.missing(PYTHON, WHEELS, ROOTS, {"a": "1.9", "numpy": "2.5.2", "b": "7"}) == ["a", "e"]
+    assert fetch_wheels.missing(PYTHON, WHEELS, ROOTS, {"a": "2.1", "b": "0.1"}) == []
+    assert fetch_wheels.missing(PYTHON, WHEELS, ROOTS, {"a": "1.9", "numpy": "2.5.2", "b": "7"}) == ["a", "e"]
 
 
 def test_what_nobody_has_is_said():
     with pytest.raises(ValueError, match="b is needed there"):
-        carry.missing(PYTHON, {"a": WHEELS["a"], "e": WHEELS["e"]}, ROOTS, {"numpy": "2.5.2"})
+        fetch_wheels.missing(PYTHON, {"a": WHEELS["a"], "e": WHEELS["e"]}, ROOTS, {"numpy": "2.5.2"})
 
 
 def test_lists_of_pip_are_read():
     text = "# a comment\ntorch==2.11.0+cu130\nPyYAML==6.0.3\n-e git+https://example.org/x#egg=x\nlocal @ file:///y\n"
-    assert carry.present_in(text) == {"torch": "2.11.0+cu130", "pyyaml": "6.0.3"}
+    assert fetch_wheels.present_in(text) == {"torch": "2.11.0+cu130", "pyyaml": "6.0.3"}
 
 
 def test_no_two_versions_in_one_folder(tmp_path):
     """Two wheels of one project would stop the whole installation, over there."""
     (tmp_path / "a-1.0-py3-none-any.whl").touch()
     with pytest.raises(SystemExit, match="has wheels already"):
-        carry.download(["a==2.5"], PYTHON, "x86_64", tmp_path)
+        fetch_wheels.download(["a==2.5"], PYTHON, "x86_64", tmp_path)
 
 
 def test_the_peer_is_its_packages_side_by_side(tmp_path, monkeypatch):
@@ -63,7 +63,7 @@ def test_the_peer_is_its_packages_side_by_side(tmp_path, monkeypatch):
 
     def fetched(library, folder):
         path = folder / ("x.whl" if "--python-version=3.12" in library.options else "x.tar.gz")
-        names = [f"{library.top}/{package}/inner.py" for package in carry.PEER[library.name]]
+        names = [f"{library.top}/{package}/inner.py" for package in fetch_wheels.PEER[library.name]]
         names += [f"{library.top}/csrc/kernel.cu"]
         source = tmp_path / "source.py"
         source.write_text(library.name)
@@ -75,8 +75,8 @@ def test_the_peer_is_its_packages_side_by_side(tmp_path, monkeypatch):
                 [archive.add(source, name) for name in names]
         return path
 
-    monkeypatch.setattr(carry, "fetch", fetched)
+    monkeypatch.setattr(fetch_wheels, "fetch", fetched)
     folder = tmp_path / "peer"
-    carry.make_peer(folder)
+    fetch_wheels.make_peer(folder)
     found = {path.relative_to(folder).parent.as_posix(): path.read_text() for path in folder.rglob("*.py")}
-    assert found == {package: name for name, packages in carry.PEER.items() for package in packages}
+    assert found == {package: name for name, packages in fetch_wheels.PEER.items() for package in packages}
