@@ -20,9 +20,9 @@ from megatron_ext.files import read_text
 
 LONGEST_FILE = 256 * 1024  # bytes
 _OWN_KEY = "model-config"
-_MOST_LEVELS = 3  # the mapping, a list, its items; one more under a key of Megatron's form
+_MAX_LEVELS = 3  # the mapping, a list, its items; one more under a key of Megatron's form
 _VALUE_LEVEL = 2
-_MOST_NODES = 10_000
+_MAX_NODES = 10_000
 _LONGEST_NUMBER = 64  # characters; a date is one of the kinds too
 _STRING = "tag:yaml.org,2002:str"
 _PLAIN_TAGS = {f"tag:yaml.org,2002:{kind}" for kind in "str int float bool null timestamp seq map".split()}
@@ -104,10 +104,10 @@ class _FlagLoader(yaml.SafeLoader):
         self._depth += 1
         if self._depth == _VALUE_LEVEL:
             self._is_deeper = isinstance(index, yaml.ScalarNode) and index.value in yaml_form.TOP_LEVEL
-        if self._depth > _MOST_LEVELS + self._is_deeper:
+        if self._depth > _MAX_LEVELS + self._is_deeper:
             raise _Unfit(problem="nested deeper than a list of values", problem_mark=event.start_mark)
-        if self._count > _MOST_NODES:
-            raise _Unfit(problem=f"more than {_MOST_NODES} keys and values", problem_mark=event.start_mark)
+        if self._count > _MAX_NODES:
+            raise _Unfit(problem=f"more than {_MAX_NODES} keys and values", problem_mark=event.start_mark)
         node = super().compose_node(parent, index)
         self._depth -= 1
         return node

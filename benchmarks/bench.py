@@ -179,7 +179,7 @@ def goals_table(judged: Iterable[Goal]) -> Table:
     table = Table("goal", "measured", "wanted", "")
     for goal in judged:
         measured = "" if goal.measured is None else f"{goal.measured:,.{0 if goal.measured >= 100 else 2}f}"
-        wanted = f"{'at most' if goal.is_most else 'at least'} {goal.bound:,g}"
+        wanted = f"{'at most' if goal.is_upper_bound else 'at least'} {goal.bound:,g}"
         table.add_row(goal.name, measured, wanted, goal.verdict())
     return table
 

@@ -31,20 +31,20 @@ class Goal:
         name: What is measured, and beside what.
         measured: None if it was not.
         bound: The goal.
-        is_most: Whether smaller is better.
+        is_upper_bound: Whether smaller is better.
     """
 
     name: str
     measured: float | None
     bound: float
-    is_most: bool = True
+    is_upper_bound: bool = True
 
     def verdict(self) -> str:
         """Met, or missed by how much."""
         if self.measured is None:
             return "not measured"
-        is_met = self.measured <= self.bound if self.is_most else self.measured >= self.bound
-        factor = self.measured / self.bound if self.is_most else self.bound / self.measured
+        is_met = self.measured <= self.bound if self.is_upper_bound else self.measured >= self.bound
+        factor = self.measured / self.bound if self.is_upper_bound else self.bound / self.measured
         return "met" if is_met else f"missed by {100 * (factor - 1):.0f} %"
 
 
@@ -75,7 +75,7 @@ def _of_prefix(results: Mapping[str, Figures], prefix: int, place: int) -> Itera
     yield Goal(f"{floor}: cold ttft / floor", _ratio(first, cold), COLD_FLOOR)
     yield Goal(f"{floor}: warm ttft / floor", _ratio(later, warm), WARM_FLOOR[place])
     rate = _beside(results, together, "generated_per_second")
-    yield Goal(f"{prefix:,} shared, 8 at once: tokens/s / vLLM's", rate, VLLM_TOGETHER[place], is_most=False)
+    yield Goal(f"{prefix:,} shared, 8 at once: tokens/s / vLLM's", rate, VLLM_TOGETHER[place], is_upper_bound=False)
     yield Goal(
         f"{prefix:,} shared, 8 at once: later ttft / vLLM's", _beside(results, together, "later_ttft"), VLLM_LATER
     )
@@ -83,15 +83,15 @@ def _of_prefix(results: Mapping[str, Figures], prefix: int, place: int) -> Itera
 
 def _of_peers(results: Mapping[str, Figures]) -> Iterator[Goal]:
     rate = _beside(results, "unique, 8 at once", "generated_per_second")
-    yield Goal("unique prompts, 8 at once: tokens/s / vLLM's", rate, VLLM_UNIQUE, is_most=False)
+    yield Goal("unique prompts, 8 at once: tokens/s / vLLM's", rate, VLLM_UNIQUE, is_upper_bound=False)
     turns = _get(results, "ours", "chat") or [None] * 4
     for turn in range(len(turns)):
         ours, theirs = _get(results, "ours", "chat", turn, "ttft"), _get(results, "vllm", "chat", turn, "ttft")
         yield Goal(f"chat, turn {turn + 1}: median ttft / vLLM's", _ratio(ours, theirs), VLLM_CHAT)
     for kind, figures in results.get("recurrent_kinds", {}).items():
-        yield Goal(f"decode of 8 / transformers', {kind}", figures["decode"], DECODE_KIND, is_most=False)
+        yield Goal(f"decode of 8 / transformers', {kind}", figures["decode"], DECODE_KIND, is_upper_bound=False)
     if not results.get("recurrent_kinds"):
-        yield Goal("decode of 8 / transformers', each recurrent kind", None, DECODE_KIND, is_most=False)
+        yield Goal("decode of 8 / transformers', each recurrent kind", None, DECODE_KIND, is_upper_bound=False)
 
 
 def _of_ourselves(results: Mapping[str, Figures]) -> Iterator[Goal]:
@@ -99,7 +99,7 @@ def _of_ourselves(results: Mapping[str, Figures]) -> Iterator[Goal]:
     computed = None if turns is None else float(sum(turn["computed"] for turn in turns))
     yield Goal("chat: prompt tokens computed (must hold)", computed, CHAT_TOKENS)
     on_off = _get(results, "ours", "unique, cache on / off")
-    yield Goal("unique prompts: tokens/s with the cache on / off", on_off, CACHE_ON_OFF, is_most=False)
+    yield Goal("unique prompts: tokens/s with the cache on / off", on_off, CACHE_ON_OFF, is_upper_bound=False)
     contexts = results.get("decode_context", {})
     times = [contexts[context] for context in sorted(contexts, key=int)]
     grown = times[-1] / times[0] if times else None
@@ -123,9 +123,9 @@ def _of_drafts(results: Mapping[str, Figures]) -> Iterator[Goal]:
     repeating = [ratio for name, ratio in ratios.items() if name.endswith((", editing, 1", ", extraction, 1"))]
     name = "tokens/s with drafts / without"
     least = min(repeating, default=None)
-    yield Goal(f"texts that repeat themselves, 1 at once: {name}, worst", least, DRAFTS_REPEATING, is_most=False)
+    yield Goal(f"texts that repeat themselves, 1 at once: {name}, worst", least, DRAFTS_REPEATING, is_upper_bound=False)
     least = min(ratios.values(), default=None)
-    yield Goal(f"any text, 1, 8 and 32 at once: {name}, worst", least, DRAFTS_ANYWHERE, is_most=False)
+    yield Goal(f"any text, 1, 8 and 32 at once: {name}, worst", least, DRAFTS_ANYWHERE, is_upper_bound=False)
 
 
 def _beside(results: Mapping[str, Figures], case: str, key: str) -> float | None:

@@ -13,7 +13,7 @@ from megatron_ext.errors import CheckpointError, ConfigError
 JsonObject = dict[str, object]  # as it was read: what a value is must still be found out
 
 _LONGEST_JSON = 16 * 1024**2  # bytes, of a configuration, or a tokenizer's
-_MOST_LEVELS = 32  # of lists and objects in one another
+_MAX_LEVELS = 32  # of lists and objects in one another
 
 _KINDS = {
     stat.S_IFDIR: "a directory",
@@ -103,7 +103,7 @@ def read_json(path: Path, limit: int = _LONGEST_JSON) -> JsonObject:
 def _require_shallow(content: JsonObject, path: Path) -> None:
     """What is read next may call itself for each level."""
     level: list[object] = [content]
-    for _ in range(_MOST_LEVELS):
+    for _ in range(_MAX_LEVELS):
         lists = [value for value in level if isinstance(value, list)]
         objects = [value.values() for value in level if isinstance(value, dict)]
         level = [inner for values in (*lists, *objects) for inner in values]
@@ -112,4 +112,4 @@ def _require_shallow(content: JsonObject, path: Path) -> None:
 
 
 def _too_deep(path: Path) -> str:
-    return f"{path} cannot be read: its lists and objects are nested more than {_MOST_LEVELS} deep"
+    return f"{path} cannot be read: its lists and objects are nested more than {_MAX_LEVELS} deep"

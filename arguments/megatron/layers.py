@@ -78,8 +78,8 @@ def _allocated(count: int | None, attention: float, mlp: float) -> str:
 
 
 def _checked_count(count: int) -> int:
-    from megatron_ext.config import MOST_LAYERS
+    from megatron_ext.config import MAX_LAYERS
 
-    if not 0 < count <= MOST_LAYERS:
-        raise ConfigError(f"--{_COUNT} {count} must be between 1 and {MOST_LAYERS}")
+    if not 0 < count <= MAX_LAYERS:
+        raise ConfigError(f"--{_COUNT} {count} must be between 1 and {MAX_LAYERS}")
     return count

@@ -17,7 +17,7 @@ from collections.abc import Hashable, Sequence
 
 import numpy as np
 
-from benchmarks.fleet.traffic import MOST_ANSWER
+from benchmarks.fleet.traffic import MAX_ANSWER
 from megatron_ext.config.routing import RoutingConfig
 from megatron_ext.routing.holders import Holders
 from megatron_ext.routing.loads import numbers
@@ -158,7 +158,7 @@ class Ours(Balancer):
 
     def began(self, request: Hashable, replica: int, prompt: Prompt) -> None:
         """As above."""
-        self.router.began(request, self._decision, prompt, MOST_ANSWER)
+        self.router.began(request, self._decision, prompt, MAX_ANSWER)
 
     def prefilled(self, request: Hashable) -> None:
         """As above."""

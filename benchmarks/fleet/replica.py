@@ -12,7 +12,7 @@ from benchmarks.fleet.traffic import UNIT_TOKENS, Session
 PREFILL = 20_000 / UNIT_TOKENS  # units a second
 DECODE = 0.015 * UNIT_TOKENS  # seconds a unit
 OVERHEAD = 0.01  # seconds a prompt
-MOST_RUNNING = 48  # requests
+MAX_RUNNING = 48  # requests
 
 
 @dataclass(eq=False, slots=True)
@@ -73,7 +73,7 @@ class SimulatedReplica:
 
     def begin(self) -> tuple[Request, list[int]] | None:
         """The next prompt, if it can be computed now, and the blocks that are given up for it."""
-        if self.is_computing or not self.waiting or self.running >= MOST_RUNNING:
+        if self.is_computing or not self.waiting or self.running >= MAX_RUNNING:
             return None
         request = self.waiting[0]
         matched = self._match(request.keys)

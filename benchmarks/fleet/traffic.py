@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 UNIT_TOKENS = 64
-MOST_ANSWER = 4  # units
+MAX_ANSWER = 4  # units
 
 
 @dataclass
@@ -71,7 +71,7 @@ class Traffic:
             ]
         else:
             count = 1 + min(15, int(draw.expovariate(0.25)))
-            turns = [(self._between(1, 8), draw.randint(1, MOST_ANSWER), draw.expovariate(0.25)) for _ in range(count)]
+            turns = [(self._between(1, 8), draw.randint(1, MAX_ANSWER), draw.expovariate(0.25)) for _ in range(count)]
         return Session(start, f"tenant {tenant}", context, turns)
 
     def sessions(self, rate: float, requests: int) -> Iterator[Session]:

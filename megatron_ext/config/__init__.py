@@ -18,7 +18,7 @@ from megatron_ext.config.layers.moe import ROUTER_SCORE_FUNCTIONS
 from megatron_ext.config.layers.positions import POSITION_EMBEDDINGS
 from megatron_ext.config.layers.stack import NORMALIZATIONS
 from megatron_ext.config.limits import ServerLimits
-from megatron_ext.config.model import LARGEST_SIZE, MOST_LAYERS, RECURRENT_LAYERS, ModelConfig
+from megatron_ext.config.model import LARGEST_SIZE, MAX_LAYERS, RECURRENT_LAYERS, ModelConfig
 from megatron_ext.config.parallel import ParallelConfig
 from megatron_ext.config.recurrent import RECURRENT_KINDS, RecurrentFields
 from megatron_ext.config.request import (
@@ -43,8 +43,8 @@ __all__ = [
     "LARGEST_SIZE",
     "LAYER_SYMBOLS",
     "LOG_LEVELS",
+    "MAX_LAYERS",
     "MEGATRON_FORMAT",
-    "MOST_LAYERS",
     "NORMALIZATIONS",
     "OUTPUT_FORMATS",
     "POSITION_EMBEDDINGS",

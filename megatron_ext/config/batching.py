@@ -16,7 +16,7 @@ DEFAULT_MAX_TOKENS = {"cpu": 2048, "cuda": 16384}  # a step
 DEFAULT_MAX_REQUESTS = 64  # or as many as a step's tokens, where fewer are asked for
 # Where `max_prefills_per_step` is not given: a step with so many prefill tokens begins no other; docs/batching.md.
 ENOUGH_PREFILL_TOKENS = {"cpu": 64}
-MOST_UNITS = 2**24  # blocks, requests, tokens or slots: each costs the host some bytes, whatever it costs the device
+MAX_UNITS = 2**24  # blocks, requests, tokens or slots: each costs the host some bytes, whatever it costs the device
 
 
 GRAPH_IMPLS = ("none", "local")
@@ -48,7 +48,7 @@ class BatchingConfig:
     block_count: int | None = None  # usable KV blocks exactly, in place of buffer_size_gb
     paused_buffer_size_gb: float | None = None  # KV that paused requests may keep; default: no limit
     block_size: int = 64  # tokens
-    max_requests: int | None = None  # see `most_requests`
+    max_requests: int | None = None  # see `effective_max_requests`
     max_tokens: int | None = None  # a step; see `max_tokens_on`
     max_sequence_length: int | None = None  # default: the model's
     max_prefills_per_step: int | None = None  # 0: no limit; default: see `ENOUGH_PREFILL_TOKENS`
@@ -63,8 +63,8 @@ class BatchingConfig:
         for name in ("block_size", "max_requests", "max_tokens", "max_sequence_length", "block_count"):
             value = getattr(self, name)
             require(value is None or value > 0, f"{name.replace('_', ' ')} {value} must be positive")
-            most = f"{name.replace('_', ' ')} {value} is too large; at most {MOST_UNITS} would do"
-            require(value is None or value <= MOST_UNITS, most)
+            most = f"{name.replace('_', ' ')} {value} is too large; at most {MAX_UNITS} would do"
+            require(value is None or value <= MAX_UNITS, most)
         prefills = self.max_prefills_per_step
         flag = "--inference-dynamic-batching-max-prefills-per-step"
         require(prefills is None or prefills >= 0, f"{flag} {prefills} must be 1 or more, or 0 for no limit")
@@ -78,9 +78,10 @@ class BatchingConfig:
             f"--inference-dynamic-batching-block-count {self.block_count} contradict each other; give one of them",
         )
         require(
-            self.max_tokens is None or self.max_tokens >= self.most_requests,
+            self.max_tokens is None or self.max_tokens >= self.effective_max_requests,
             f"--inference-dynamic-batching-max-tokens {self.max_tokens} must be at least "
-            f"--inference-dynamic-batching-max-requests {self.most_requests}, so that every running request can decode",
+            f"--inference-dynamic-batching-max-requests {self.effective_max_requests}, "
+            "so that every running request can decode",
         )
         backend, known = self.operator_backend, ", ".join(OPERATOR_BACKENDS)
         require(backend in OPERATOR_BACKENDS, f"--operator-backend {backend!r} is unknown; one of {known}")
@@ -91,8 +92,8 @@ class BatchingConfig:
         require(graphs in GRAPH_IMPLS, f"--cuda-graph-impl {graphs!r} is unknown; one of {known}")
         sizes = self.num_cuda_graphs
         flag = "--inference-dynamic-batching-num-cuda-graphs"
-        valid_sizes = sizes == -1 or 1 <= sizes <= MOST_UNITS
-        require(valid_sizes, f"{flag} {sizes} must be 1 to {MOST_UNITS}, or -1 for {DEFAULT_GRAPHS}")
+        valid_sizes = sizes == -1 or 1 <= sizes <= MAX_UNITS
+        require(valid_sizes, f"{flag} {sizes} must be 1 to {MAX_UNITS}, or -1 for {DEFAULT_GRAPHS}")
 
     @property
     def has_input_buffers(self) -> bool:
@@ -105,7 +106,7 @@ class BatchingConfig:
         return DEFAULT_GRAPHS if self.num_cuda_graphs == -1 else self.num_cuda_graphs
 
     @property
-    def most_requests(self) -> int:
+    def effective_max_requests(self) -> int:
         """Requests that run at the same time: unless it is said, not more than a step has tokens."""
         if self.max_requests is not None:
             return self.max_requests
@@ -117,7 +118,7 @@ class BatchingConfig:
 
     def max_tokens_on(self, device_type: str) -> int:
         """Tokens in a step: enough for every running request to decode."""
-        return self.max_tokens or max(DEFAULT_MAX_TOKENS[device_type], self.most_requests)
+        return self.max_tokens or max(DEFAULT_MAX_TOKENS[device_type], self.effective_max_requests)
 
     def enough_prefill_tokens_on(self, device_type: str) -> int | None:
         """Tokens of prefill with which a step begins no other one; None if nothing but the token budget ends it."""
@@ -142,18 +143,16 @@ class CacheConfig:
         valid_budget = budget is None or (math.isfinite(budget) and budget >= 0)
         require(valid_budget, f"{flag}-gb {budget} must be zero (no snapshots) or more")
         require(slots is None or slots >= 0, f"{flag}-slots {slots} must be zero (no snapshots) or more")
-        require(
-            slots is None or slots <= MOST_UNITS, f"{flag}-slots {slots} is too many; at most {MOST_UNITS} would do"
-        )
+        require(slots is None or slots <= MAX_UNITS, f"{flag}-slots {slots} is too many; at most {MAX_UNITS} would do")
         require(
             budget is None or slots is None,
             f"{flag}-gb {budget} and {flag}-slots {slots} contradict each other; give one of them",
         )
         guesses = self.provisional_slots
         require(
-            guesses is None or 0 <= guesses <= MOST_UNITS,
+            guesses is None or 0 <= guesses <= MAX_UNITS,
             f"--inference-dynamic-batching-prefix-caching-provisional-slots {guesses} must be between 0 (none) and "
-            f"{MOST_UNITS}",
+            f"{MAX_UNITS}",
         )
         names = [policy.value for policy in EvictionPolicyName]
         require(

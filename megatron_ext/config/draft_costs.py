@@ -21,7 +21,7 @@ DEFAULT_COSTS = {
     "cuda": "1:0.1:0.02,8:0.1:0.03,32:0.15:0.06,64:0.2:0.12",
 }
 LARGEST_COST = 1000.0
-MOST_ROWS = 64
+MAX_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class CostTable:
 
     def __post_init__(self) -> None:
         numbers = [row.requests for row in self.rows]
-        if not 1 <= len(self.rows) <= MOST_ROWS or numbers != sorted(set(numbers)) or numbers[0] < 1:
-            raise ConfigError(f"a cost table has 1 to {MOST_ROWS} rows of 1, 2, ... requests, each more than before")
+        if not 1 <= len(self.rows) <= MAX_ROWS or numbers != sorted(set(numbers)) or numbers[0] < 1:
+            raise ConfigError(f"a cost table has 1 to {MAX_ROWS} rows of 1, 2, ... requests, each more than before")
         for row in self.rows:
             if not (0 <= row.fixed <= LARGEST_COST and 0 <= row.each <= LARGEST_COST):
                 raise ConfigError(

@@ -11,7 +11,7 @@ from megatron_ext.config.limits import ServerLimits
 from megatron_ext.config.routing import RoutingConfig
 from megatron_ext.config.run import LOG_LEVELS
 
-MOST_LAUNCHED = 1024  # on one machine; who writes more makes a mistake
+MAX_LAUNCHED = 1024  # on one machine; who writes more makes a mistake
 LONGEST_WAIT = 24 * 3600.0  # seconds
 
 
@@ -36,7 +36,7 @@ class CoordinatorConfig(AccessConfig):
         require(bool(self.host), "--host is empty; 127.0.0.1 is this machine, 0.0.0.0 every network")
         require(0 <= self.port <= 65535, f"--port {self.port} must be between 0 (any free one) and 65535")
         require(self.log_level in LOG_LEVELS, f"--log-level {self.log_level!r}: one of {', '.join(LOG_LEVELS)}")
-        require(0 <= self.launch <= MOST_LAUNCHED, f"--launch {self.launch} must be between 0 and {MOST_LAUNCHED}")
+        require(0 <= self.launch <= MAX_LAUNCHED, f"--launch {self.launch} must be between 0 and {MAX_LAUNCHED}")
         require(
             bool(self.replica or self.replicas_file or self.launch or self.enable_admin_routes),
             "there is no replica; give --replica URL, --replicas-file FILE or --launch N",

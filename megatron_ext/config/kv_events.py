@@ -9,7 +9,7 @@ from typing import TypeAlias
 from megatron_ext.config.checks import require
 from megatron_ext.config.hosts import is_loopback, parse_host
 
-MOST_BUFFERED = 2**20
+MAX_BUFFERED = 2**20
 LONGEST_SOCKET_PATH = 107  # bytes, of Linux: a socket's address has 108 with the zero at its end
 LONGEST_IPC_PATH = LONGEST_SOCKET_PATH - 5  # the rank of a replica is appended, as in .1023
 _EXAMPLES = "tcp://HOST:PORT, as in tcp://127.0.0.1:5557, or ipc:///PATH of a socket in a directory of yours"
@@ -117,8 +117,8 @@ class KvEventsConfig:
         bound = address is None or address.is_bound
         require(bound, f"--kv-events-replay-endpoint {replay} must be this machine's: a loopback address, * or ipc://")
         steps = self.kv_events_buffer_steps
-        valid_steps = 1 <= steps <= MOST_BUFFERED
-        require(valid_steps, f"--kv-events-buffer-steps {steps} must be between 1 and {MOST_BUFFERED}")
+        valid_steps = 1 <= steps <= MAX_BUFFERED
+        require(valid_steps, f"--kv-events-buffer-steps {steps} must be between 1 and {MAX_BUFFERED}")
 
     @property
     def endpoint(self) -> Endpoint | None:

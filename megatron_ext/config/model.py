@@ -17,7 +17,7 @@ from megatron_ext.config.recurrent import RECURRENT_KINDS, RecurrentFields, Recu
 
 RECURRENT_LAYERS = tuple(RECURRENT_KINDS)
 # What no model comes near to. Who writes more makes a mistake, or wants it to be computed with (SE-1).
-MOST_LAYERS = 4096
+MAX_LAYERS = 4096
 LARGEST_SIZE = 2**24  # of every dimension and count
 
 
@@ -56,7 +56,7 @@ class ModelConfig(MultiplierFields, PositionFields, MoeFields, RecurrentFields):
     def _check_pattern(self) -> None:
         pattern = self.hybrid_override_pattern
         require(len(pattern) > 0, "the hybrid pattern is empty; give at least one layer, as in 'M-*-'")
-        require(len(pattern) <= MOST_LAYERS, f"{len(pattern)} layers are too many; a model may have {MOST_LAYERS}")
+        require(len(pattern) <= MAX_LAYERS, f"{len(pattern)} layers are too many; a model may have {MAX_LAYERS}")
         unknown = sorted(set(pattern) - set(LAYER_SYMBOLS))
         known = ", ".join(f"{symbol} ({name})" for symbol, name in LAYER_SYMBOLS.items())
         require(

@@ -12,7 +12,7 @@ from megatron_ext.config.token_biases import NO_BIASES, TokenBiases
 
 LARGEST_PENALTY = 2.0  # of presence and frequency, as with OpenAI
 LARGEST_FACTOR = 100.0  # of a repetition penalty, or its inverse
-MOST_CHECKPOINTS = 64
+MAX_CHECKPOINTS = 64
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,8 @@ class RequestParams:
         least = min(positions, default=1)
         require(least > 0, f"cache_checkpoint {least}: positions are numbers of tokens from the start, 1 or more")
         require(
-            len(positions) <= MOST_CHECKPOINTS,
-            f"cache_checkpoint has {len(positions)} positions; at most {MOST_CHECKPOINTS} would do",
+            len(positions) <= MAX_CHECKPOINTS,
+            f"cache_checkpoint has {len(positions)} positions; at most {MAX_CHECKPOINTS} would do",
         )
 
     def _check_counts(self) -> None:

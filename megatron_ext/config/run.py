@@ -22,7 +22,7 @@ OUTPUT_FORMATS = ("full", MEGATRON_FORMAT)
 # Where synthetic prompts are asked for, and one of both is not said; the numbers are Megatron's.
 DEFAULT_PROMPT_TOKENS = (64, 1024)
 DEFAULT_REQUESTS_DURATION = 10.0  # seconds
-MOST_SYNTHETIC_PROMPTS = 2**20
+MAX_SYNTHETIC_PROMPTS = 2**20
 
 
 @dataclass(frozen=True)
@@ -100,9 +100,9 @@ class RunConfig:
             return
         count = self.synthetic_count
         require(
-            1 <= count <= MOST_SYNTHETIC_PROMPTS,
+            1 <= count <= MAX_SYNTHETIC_PROMPTS,
             f"--incoming-requests-per-sec {self.incoming_requests_per_sec} and the duration make {count} synthetic "
-            f"prompts; give a rate that makes 1 to {MOST_SYNTHETIC_PROMPTS}",
+            f"prompts; give a rate that makes 1 to {MAX_SYNTHETIC_PROMPTS}",
         )
 
     @property

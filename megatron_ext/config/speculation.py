@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from megatron_ext.config.checks import require
 from megatron_ext.config.draft_costs import CostTable
 
-MOST_SPECULATIVE_TOKENS = 64
+MAX_SPECULATIVE_TOKENS = 64
 LONGEST_NGRAM = 64  # tokens
 
 
@@ -39,8 +39,8 @@ class SpeculationConfig:
         known = method is None or method in {one.value for one in SpeculativeMethod}
         require(known, f"--speculative-method {method!r} is unknown; one of {methods}")
         require(
-            0 <= count <= MOST_SPECULATIVE_TOKENS,
-            f"--num-speculative-tokens {count} must be between 0 (off) and {MOST_SPECULATIVE_TOKENS}",
+            0 <= count <= MAX_SPECULATIVE_TOKENS,
+            f"--num-speculative-tokens {count} must be between 0 (off) and {MAX_SPECULATIVE_TOKENS}",
         )
         require(
             not count or method is not None,

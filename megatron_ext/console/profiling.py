@@ -20,7 +20,7 @@ from megatron_ext.ranks.parallel_context import ParallelContext
 
 logger = logging.getLogger(__name__)
 
-MOST_STEPS = 100  # a trace of a hundred steps has tens of megabytes, and viewers give up at a gigabyte
+MAX_STEPS = 100  # a trace of a hundred steps has tens of megabytes, and viewers give up at a gigabyte
 
 
 def check_profile(directory: str | None, parallel_context: ParallelContext | None) -> None:
@@ -49,7 +49,7 @@ def check_profile(directory: str | None, parallel_context: ParallelContext | Non
 def profiled(engine: InferenceEngine, directory: str | None) -> Iterator[None]:
     """Trace the engine's first steps within the block, into a file of the directory.
 
-    The trace is that of the thread that steps. It is written when there have been `MOST_STEPS`, or when the engine is
+    The trace is that of the thread that steps. It is written when there have been `MAX_STEPS`, or when the engine is
     closed, by that thread.
 
     Args:
@@ -92,7 +92,7 @@ class _Trace:
         """A step is about to be computed."""
         if self._is_over:
             return
-        if self._steps == MOST_STEPS:
+        if self._steps == MAX_STEPS:
             self.end()
             return
         if self._profiler is None:

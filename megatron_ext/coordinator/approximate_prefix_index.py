@@ -29,7 +29,7 @@ class ApproximatePrefixIndex:
         self._router = router
         self._replica = replica
         self._block_size = block_size
-        self._most = most
+        self._max = most
         self._has_states = has_states
         self._blocks: OrderedDict[int, None] = OrderedDict()  # by key, the oldest first, none before those behind it
 
@@ -39,11 +39,11 @@ class ApproximatePrefixIndex:
     def answered(self, routed: RoutedPrompt) -> None:
         """It has computed a prompt."""
         size = self._block_size
-        keys = routed.prompt.keys(size)[: self._most]
+        keys = routed.prompt.keys(size)[: self._max]
         known = next((at for at, key in enumerate(keys) if key not in self._blocks), len(keys))
         new = keys[known:]
         self._touch(keys[:known])  # before anything is given up
-        while len(self._blocks) + len(new) > self._most:
+        while len(self._blocks) + len(new) > self._max:
             self._router.removed(self._replica, [self._blocks.popitem(last=False)[0]])
         if new:
             parent, extras = (keys[known - 1], None) if known else (None, routed.extra_keys)

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 QUIET = 2.0  # seconds without an event after which the replica is asked whether there was one
 PATIENCE = 5.0  # seconds for an answer
 _EVERYTHING = (1 << 63) - 1  # a number that no event has: whoever asks for it gets what there is
-_MOST_WAITING = 10_000  # events that ZeroMQ keeps while nobody reads; beyond them some are lost, and asked for
+_MAX_WAITING = 10_000  # events that ZeroMQ keeps while nobody reads; beyond them some are lost, and asked for
 _REST = 1.0  # seconds between two questions for everything
 
 
@@ -119,7 +119,7 @@ class _Stream:
         context = zmq.asyncio.Context.instance()
         with context.socket(zmq.SUB) as events:
             events.setsockopt(zmq.LINGER, 0)
-            events.setsockopt(zmq.RCVHWM, _MOST_WAITING)
+            events.setsockopt(zmq.RCVHWM, _MAX_WAITING)
             events.setsockopt(zmq.SUBSCRIBE, self._source.topic.encode())
             events.connect(self._source.endpoint)
             await self._ask(_EVERYTHING)

@@ -16,7 +16,7 @@ from megatron_ext.coordinator.routed_request import RoutedPrompt, RoutedRequest
 from megatron_ext.server.errors import ApiError
 from megatron_ext.server.keys import Caller, caller_of
 
-MOST_ASKED = 2  # replicas that are asked for the tokens of one prompt, before it is routed without
+MAX_ASKED = 2  # replicas that are asked for the tokens of one prompt, before it is routed without
 JSON = (b"content-type", b"application/json")
 _TEMPLATE = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
 _COMPLETION_TOKENS = 16  # OpenAI's default
@@ -83,7 +83,7 @@ class Prompts:
         """Ids; empty if nobody can say, or the request makes no sense."""
         fields = {name: content[name] for name in _TEMPLATE if content.get(name) is not None}
         question = json.dumps(fields if "messages" in fields else {"prompt": text}).encode()
-        for member in sorted(members, key=lambda one: len(one.calls))[:MOST_ASKED]:
+        for member in sorted(members, key=lambda one: len(one.calls))[:MAX_ASKED]:
             try:
                 answer = await fetch(
                     member.address, "POST", "/tokenize", headers, question, patience=self._fleet.timeout / 2

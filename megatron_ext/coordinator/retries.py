@@ -6,7 +6,7 @@ from megatron_ext.coordinator.replica_client import CallFailed, Whole
 from megatron_ext.server.errors import FAULT, OVERLOADED, ApiError
 
 # A request that three replicas have died or failed of may be why; it is given to no fourth one.
-MOST_LOST = 3
+MAX_LOST = 3
 _ENDED_ON_PURPOSE = "request_aborted"
 _SHORTEST_WAIT, _LONGEST_WAIT = 1, 60  # seconds
 
@@ -24,7 +24,7 @@ class Retries:
     @property
     def may_go_on(self) -> bool:
         """Whether it is given to another one."""
-        return self._lost < MOST_LOST
+        return self._lost < MAX_LOST
 
     def lost(self, url: str, error: CallFailed) -> None:
         """A replica did not answer."""

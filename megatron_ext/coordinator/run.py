@@ -14,7 +14,7 @@ from megatron_ext.config.fleet import CoordinatorSettings
 from megatron_ext.coordinator.app import create_app
 from megatron_ext.coordinator.coordination import Coordination
 from megatron_ext.coordinator.launch import Launcher, plan_of
-from megatron_ext.server.connections import most_connections
+from megatron_ext.server.connections import effective_max_connections
 from megatron_ext.server.keys import load_keys
 from megatron_ext.server.listening import AnnouncedServer, announce, bind, guarded, run_until_signal
 
@@ -33,7 +33,7 @@ def run_coordinator(settings: CoordinatorSettings, server_script: Path) -> None:
     """
     config = settings.coordinator
     coordination = Coordination(config, load_keys(config))
-    most_connections(config.limits)
+    effective_max_connections(config.limits)
     launcher = None
     if config.launch:
         launcher = Launcher(plan_of(settings, server_script))

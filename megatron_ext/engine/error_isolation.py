@@ -12,7 +12,7 @@ from megatron_ext.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-_MOST_CHARACTERS = 500
+_MAX_CHARACTERS = 500
 
 
 def describe(error: BaseException) -> str:
@@ -22,7 +22,7 @@ def describe(error: BaseException) -> str:
     except Exception:  # its own class cannot say it
         words = ""
     name = type(error).__name__
-    return f"{name}: {words[:_MOST_CHARACTERS]}" if words else name
+    return f"{name}: {words[:_MAX_CHARACTERS]}" if words else name
 
 
 class ErrorIsolation:

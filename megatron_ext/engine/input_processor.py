@@ -27,7 +27,7 @@ class InputSettings:
         seed: Requests without a seed of their own get one derived from it and their id.
         word_tokens: The ways in which a word that must not come can be tokens.
         matcher: Compiles a form of answers, unless it is compiled; a `ConfigError` says why it cannot be.
-        most_drafts: Of a request in a step.
+        max_drafts: Of a request in a step.
         mask_thread: Computes masks of structured outputs.
     """
 
@@ -37,7 +37,7 @@ class InputSettings:
     seed: int
     word_tokens: Callable[[str], Sequence[tuple[int, ...]]]
     matcher: Callable[[ResponseFormat], Matcher]
-    most_drafts: int = 0
+    max_drafts: int = 0
     mask_thread: MaskThread = field(default_factory=MaskThread)
 
 
@@ -69,7 +69,7 @@ class InputProcessor:
         """
         ends = self._end_ids(params)
         _check_checkpoints(params.cache_checkpoint, len(tokens))
-        check_drafts(params, self._settings.most_drafts)
+        check_drafts(params, self._settings.max_drafts)
         if params.form is not None:
             self._settings.matcher(params.form)
             if not ends:

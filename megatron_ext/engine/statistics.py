@@ -55,7 +55,7 @@ class EngineStatistics:
             is_caching=scheduler.cache.is_enabled,
             use=scheduler.cache.use(),
             counters=dataclasses.replace(scheduler.counters),
-            speculation=scheduler.drafts.by_position.use() if scheduler.limits.most_drafts else None,
+            speculation=scheduler.drafts.by_position.use() if scheduler.limits.max_drafts else None,
         )
 
     @classmethod

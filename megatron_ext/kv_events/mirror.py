@@ -19,7 +19,7 @@ from megatron_ext.kv_events.events import (
 from megatron_ext.prefix_cache.hash_chain import Digest, packed_tokens
 from megatron_ext.prefix_cache.public_hash import event_hash, event_salt
 
-MOST_BLOCKS = 64  # of one event: encoding it keeps other threads from running
+MAX_BLOCKS = 64  # of one event: encoding it keeps other threads from running
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class Mirror:
         """Events of blocks, of which those that follow each other are told together."""
         run: list[Digest] = []
         for digest in digests:
-            if run and (self._blocks[digest].parent != run[-1] or len(run) == MOST_BLOCKS):
+            if run and (self._blocks[digest].parent != run[-1] or len(run) == MAX_BLOCKS):
                 yield self._run(run)
                 run = []
             run.append(digest)

@@ -31,7 +31,7 @@ from megatron_ext.kv_events.wire import END_OF_REPLAY, SEQUENCE_BYTES, encode
 logger = logging.getLogger(__name__)
 
 STATES_TOPIC = ".states"  # behind the topic's name
-MOST_UNREAD = 1_000  # batches that wait for one subscriber; beyond them it loses some
+MAX_UNREAD = 1_000  # batches that wait for one subscriber; beyond them it loses some
 _SPARE_REPLIES = 8  # that may wait for one asker beside a whole replay
 _LAST_WORDS = 1.0  # seconds for the thread to end
 
@@ -61,7 +61,7 @@ class Publisher:
         self.changes = Changes(self._wake)
         self._context = zmq.Context()
         try:
-            self._events = self._socket(zmq.PUB, MOST_UNREAD, "--kv-events-endpoint", config.endpoint)
+            self._events = self._socket(zmq.PUB, MAX_UNREAD, "--kv-events-endpoint", config.endpoint)
             self._replay = None
             if config.replay_endpoint is not None:
                 most = config.kv_events_buffer_steps + _SPARE_REPLIES

@@ -45,7 +45,7 @@ from megatron_ext.mcore.torch_files import Archive, FileSlice, read_tensor
 BACKEND = "torch_dist"
 COMMON_FILE = "common.pt"
 _LONGEST_COMMON_FILE = 64 * 1024**2  # bytes; Megatron-LM's are some kilobytes
-_MOST_VALUES = 1_000_000  # of the arguments of a run
+_MAX_VALUES = 1_000_000  # of the arguments of a run
 _ARCHIVE_OVERHEAD = 64 * 1024  # bytes of a part beside its tensor's; torch's are about a thousand
 _NAMESPACES = ("argparse.Namespace", "types.SimpleNamespace")
 # What may be in common.pt; but for namespaces it stays unread.
@@ -204,7 +204,7 @@ def read_common(directory: Path) -> dict[str, object]:
         common = Archive(io.BytesIO(content)).pickle(_COMMON, _ENUMERATIONS)
         if type(common) is not dict:
             raise CheckpointError(f"{path} holds no dictionary")
-        count = _Count(_MOST_VALUES)
+        count = _Count(_MAX_VALUES)
         return {str(key): _plain(value, count, depth=8) for key, value in common.items()}
     except PlainPickleError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
@@ -221,7 +221,7 @@ def _plain(value: Any, count: _Count, depth: int) -> Any:
     """The value in new lists, dictionaries and namespaces: nothing holds itself, or one thing many times over."""
     count.left -= 1
     if count.left < 0 or depth == 0:
-        raise PlainPickleError(f"it has more than {_MOST_VALUES} values, or one far inside of another")
+        raise PlainPickleError(f"it has more than {_MAX_VALUES} values, or one far inside of another")
     if type(value) in (list, tuple):
         return type(value)(_plain(item, count, depth - 1) for item in value)
     if type(value) is dict:

@@ -24,8 +24,8 @@ from megatron_ext.mcore.plain_pickle import Made, Named, PlainPickleError
 METADATA_FILE = ".metadata"
 _LONGEST_FILE = 512 * 1024**2  # bytes; 10,000 tensors in 100,000 parts are 30 MB
 _LARGEST = 2**62  # elements, or bytes
-_MOST_DIMENSIONS = 8
-_MOST_SHOWN = 100  # characters of a name
+_MAX_DIMENSIONS = 8
+_MAX_SHOWN = 100  # characters of a name
 
 _DCP = "torch.distributed.checkpoint"
 _STRATEGY = "megatron.core.dist_checkpointing.strategies.torch"
@@ -217,7 +217,7 @@ def _is_text(args: tuple[Any, ...], text: str) -> bool:
 def _shape(size: Any, key: str) -> tuple[int, ...]:
     """A `torch.Size`."""
     held = _is_made(size, "torch.Size") and size.state is None and len(size.args) == 1 and size.args[0]
-    if type(held) is not tuple or len(held) > _MOST_DIMENSIONS:
+    if type(held) is not tuple or len(held) > _MAX_DIMENSIONS:
         raise PlainPickleError(f"{_shown(key)} has no shape")
     for length in held:
         _size(length, "the shape", key)
@@ -237,7 +237,7 @@ def _shown(value: Any) -> str:
     if type(value) not in (str, int):
         return f"a {type(value).__name__}"
     text = repr(value)
-    return text if len(text) <= _MOST_SHOWN else text[:_MOST_SHOWN] + "..."
+    return text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "..."
 
 
 def _require(condition: bool, problem: str) -> None:

@@ -42,7 +42,7 @@ def measure_costs(engine: InferenceEngine, drafting: Drafting) -> None:
     sizes = sorted({*(n for n in _REQUESTS if n < limits.max_requests), min(limits.max_requests, _REQUESTS[-1])})
     timings: list[Timing] = []
     for requests in sizes:
-        kinds = tuple(dict.fromkeys((0, 1, limits.most_drafts)))
+        kinds = tuple(dict.fromkeys((0, 1, limits.max_drafts)))
         found = [(drafts, _step_seconds(engine, drafting, requests, drafts)) for drafts in kinds]
         if any(seconds is None for _, seconds in found):  # the pools do not hold so many
             break

@@ -31,7 +31,7 @@ _TYPED_STORAGES = {
 _TENSOR = frozenset((_REBUILD, "collections.OrderedDict", *_TYPED_STORAGES))
 _LOCAL_MAGIC, _LOCAL_HEADER = b"PK\x03\x04", 30  # of a record; the last four bytes are lengths of what follows
 _CHUNK = 16 * 1024**2  # bytes that are read at a time
-_MOST_RECORDS = 100_000  # of an archive: two for each tensor, and a few more
+_MAX_RECORDS = 100_000  # of an archive: two for each tensor, and a few more
 
 
 class FileSlice(io.RawIOBase):
@@ -94,7 +94,7 @@ class Archive:
         except Exception as error:  # of damaged archives `zipfile` raises anything
             raise PlainPickleError(f"it is no archive of torch's: {error}") from error
         records = self._zip.infolist()
-        if len(records) > _MOST_RECORDS or any(record.compress_type != zipfile.ZIP_STORED for record in records):
+        if len(records) > _MAX_RECORDS or any(record.compress_type != zipfile.ZIP_STORED for record in records):
             raise PlainPickleError("it is no archive of torch's: it has compressed or far too many records")
         # torch puts everything into one folder, whatever its name.
         self._records = {record.filename.partition("/")[2]: record for record in records}

@@ -6,7 +6,7 @@ import math
 from dataclasses import asdict, dataclass, field
 
 from megatron_ext.config import BatchingConfig, CacheConfig
-from megatron_ext.config.batching import MOST_UNITS
+from megatron_ext.config.batching import MAX_UNITS
 from megatron_ext.errors import ConfigError
 from megatron_ext.memory.draft_memory import NO_DRAFT_MODEL, DraftKVCacheConfig, DraftMemory, draft_kv_cache_config
 
@@ -97,9 +97,9 @@ def plan_memory(model: ModelMemory, batching: BatchingConfig, cache: CacheConfig
     block_bytes = block_size * model.kv_bytes_per_token
     per_token = model.kv_bytes_per_token
     blocks = _block_count(model, batching, cache, device_type)
-    if block_bytes == 0 and blocks > MOST_UNITS:  # otherwise the device's memory is the limit
+    if block_bytes == 0 and blocks > MAX_UNITS:  # otherwise the device's memory is the limit
         raise ConfigError(
-            f"{blocks} blocks are too many to keep account of; --inference-dynamic-batching-block-count {MOST_UNITS} "
+            f"{blocks} blocks are too many to keep account of; --inference-dynamic-batching-block-count {MAX_UNITS} "
             "would do, or larger blocks"
         )
     slots = _slot_count(model, batching, cache, (blocks + 1) * block_bytes, device_type)
@@ -111,10 +111,10 @@ def plan_memory(model: ModelMemory, batching: BatchingConfig, cache: CacheConfig
         blocks=blocks,
         snapshot_slots=slots if cache.snapshot_slots is not None else min(slots, blocks),
         live_states=_live_states(model, batching, cache),
-        draft_states=batching.most_requests * model.speculative_tokens if model.state_bytes else 0,
+        draft_states=batching.effective_max_requests * model.speculative_tokens if model.state_bytes else 0,
         kernel_chunk=kernel_chunk(model.chunk_size, device_type),
         shortest_prompt_that_can_hit=_shortest_hit(model, cache, block_size, slots),
-        draft_model=draft_kv_cache_config(model.draft, block_size, batching.most_requests),
+        draft_model=draft_kv_cache_config(model.draft, block_size, batching.effective_max_requests),
     )
 
 
@@ -122,8 +122,8 @@ def _live_states(model: ModelMemory, batching: BatchingConfig, cache: CacheConfi
     if not model.state_bytes:
         return 0
     if not batching.has_input_buffers:
-        return batching.most_requests
-    return batching.most_requests + SPARE_STATES + (ASYNC_STATES if _async_snapshots(model, cache) else 0)
+        return batching.effective_max_requests
+    return batching.effective_max_requests + SPARE_STATES + (ASYNC_STATES if _async_snapshots(model, cache) else 0)
 
 
 def _async_snapshots(model: ModelMemory, cache: CacheConfig) -> bool:
@@ -182,8 +182,8 @@ def _block_count(model: ModelMemory, batching: BatchingConfig, cache: CacheConfi
         return batching.block_count
     buffer_gb = batching.buffer_gb_on(device_type)
     block_bytes = batching.block_size * (model.kv_bytes_per_token + model.draft.kv_bytes_per_token)
-    states = _live_states(model, batching, cache) + batching.most_requests * model.speculative_tokens
-    live_bytes = states * model.state_bytes + model.draft.request_bytes(batching.most_requests)
+    states = _live_states(model, batching, cache) + batching.effective_max_requests * model.speculative_tokens
+    live_bytes = states * model.state_bytes + model.draft.request_bytes(batching.effective_max_requests)
     kv_bytes = int(buffer_gb * GIB) - live_bytes
     if kv_bytes < 2 * block_bytes:  # one is the dummy that padding points to
         drafts = model.speculative_tokens if model.state_bytes else 0
@@ -193,11 +193,11 @@ def _block_count(model: ModelMemory, batching: BatchingConfig, cache: CacheConfi
         each = f", each with {drafts} more behind drafts" if drafts else ""
         raise ConfigError(
             f"a buffer of {buffer_gb:g} GB is too small for {live_bytes} bytes of live states "
-            f"({batching.most_requests} requests{each}) and {2 * block_bytes} bytes of KV (one block and the dummy "
-            f"block); {_gigabytes(live_bytes + 2 * block_bytes)} GB would do{hint}"
+            f"({batching.effective_max_requests} requests{each}) and {2 * block_bytes} bytes of KV "
+            f"(one block and the dummy block); {_gigabytes(live_bytes + 2 * block_bytes)} GB would do{hint}"
         )
     if block_bytes == 0:  # no attention: blocks are bookkeeping only, so there are enough
-        return batching.most_requests * math.ceil(model.max_sequence_length / batching.block_size)
+        return batching.effective_max_requests * math.ceil(model.max_sequence_length / batching.block_size)
     return kv_bytes // block_bytes - 1
 
 
@@ -206,7 +206,7 @@ def request_state_bytes(state_bytes: int, snapshots: int, speculative_tokens: in
 
     Args:
         state_bytes: Of one sequence, all layers.
-        snapshots: That it adds; see `most_snapshots`.
+        snapshots: That it adds; see `max_snapshots`.
         speculative_tokens: Each has a running state of its own until it is accepted or not.
     """
     restored, running = 1, 1 + speculative_tokens

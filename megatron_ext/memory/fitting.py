@@ -89,12 +89,14 @@ def _beside_the_blocks(
     one_block = f"{_BATCHING}-block-count 1 at least, and"
     if size(least, none) <= limit:
         slots = _largest(
-            cache.snapshot_slots or batching.most_requests,
+            cache.snapshot_slots or batching.effective_max_requests,
             limit,
             lambda n: size(least, dataclasses.replace(none, snapshot_slots=n)),
         )
         return f"{one_block} {_BATCHING}-prefix-caching-mamba-slots {slots} would do"
-    most = _largest(batching.most_requests, limit, lambda n: size(dataclasses.replace(least, max_requests=n), none))
+    most = _largest(
+        batching.effective_max_requests, limit, lambda n: size(dataclasses.replace(least, max_requests=n), none)
+    )
     if most:
         without = f"{_BATCHING}-prefix-caching-mamba-slots 0"
         return f"{one_block} {without} with {_BATCHING}-max-requests {most} would do"

@@ -22,7 +22,7 @@ from megatron_ext.memory.world_sizes import world_kv_cache_config
 from megatron_ext.scheduling.aligned import check_aligned, describe_tight_budget
 from megatron_ext.scheduling.placement import ProvisionalRules
 from megatron_ext.scheduling.plan import SchedulerLimits
-from megatron_ext.scheduling.snapshot_positions import most_snapshots
+from megatron_ext.scheduling.snapshot_positions import max_snapshots
 
 logger = logging.getLogger(__name__)
 
@@ -92,10 +92,10 @@ class EnginePlan:
         """Bytes of states, on all ranks, that a prompt of `length` tokens takes at most, its snapshots included."""
         geometry = self.world
         if geometry.snapshot_slots == 0:
-            return (1 + self.limits.most_drafts) * geometry.state_bytes if geometry.live_states else 0
-        snapshots = most_snapshots(length, self.limits.block_size, is_aligned=self.limits.aligned_chunks)
+            return (1 + self.limits.max_drafts) * geometry.state_bytes if geometry.live_states else 0
+        snapshots = max_snapshots(length, self.limits.block_size, is_aligned=self.limits.aligned_chunks)
         return request_state_bytes(
-            geometry.state_bytes, min(snapshots, geometry.snapshot_slots), self.limits.most_drafts
+            geometry.state_bytes, min(snapshots, geometry.snapshot_slots), self.limits.max_drafts
         )
 
 
@@ -143,7 +143,7 @@ def plan_engine(
     world = world_kv_cache_config([capacity.geometry for capacity in agreed], peers.replica)
     costs = entry_costs(config, world.block_size_tokens, world.block_bytes, world.state_bytes)
     limits = _limits(agreed[peers.rank], batching, cache, longest, device_type, costs)
-    limits = replace(limits, most_drafts=speculative_tokens)
+    limits = replace(limits, max_drafts=speculative_tokens)
     if config.is_hybrid:
         limits = _with_states(limits, world, batching)
     if limits.aligned_chunks:
@@ -200,7 +200,7 @@ def _limits(
         block_size=geometry.block_size_tokens,
         total_blocks=geometry.blocks,
         paused_blocks=capacity.paused_blocks,
-        max_requests=batching.most_requests,
+        max_requests=batching.effective_max_requests,
         max_tokens=batching.max_tokens_on(device_type),
         max_sequence_length=longest,
         chunked_prefill=batching.enable_chunked_prefill,
@@ -249,7 +249,7 @@ def plan_draft_model(plan: EnginePlan, shape: ModelShape, config: ModelConfig, d
         draft_states=0,
         draft_model=None,
     )
-    limits = replace(plan.limits, aligned_chunks=True, most_drafts=0, draft_states=0, async_states=0)
+    limits = replace(plan.limits, aligned_chunks=True, max_drafts=0, draft_states=0, async_states=0)
     return replace(
         plan, shape=shape, geometry=geometry, world=geometry, limits=limits, policy=None, is_hybrid=config.is_hybrid
     )

@@ -36,7 +36,7 @@ class GatedDeltaNetMixer(RecurrentMixer):
         submodules: Specs of `in_proj`, `out_norm` and `out_proj`.
         d_model: Hidden size.
         norm_epsilon: Of the norm of the outputs; None for that of all norms.
-        most_strength: With which a token overwrites what there was; above 1 eigenvalues can be negative.
+        max_strength: With which a token overwrites what there was; above 1 eigenvalues can be negative.
         chunk_size: Tokens of a scan chunk in training; at inference the context's metadata decides.
     """
 
@@ -49,7 +49,7 @@ class GatedDeltaNetMixer(RecurrentMixer):
         pg_collection: ProcessGroupCollection | None = None,
         pp_layer_offset: int = 0,
         norm_epsilon: float | None = None,
-        most_strength: float = 1.0,
+        max_strength: float = 1.0,
         chunk_size: int = GATED_DELTA_CHUNK,
     ) -> None:
         super().__init__(config)
@@ -70,7 +70,7 @@ class GatedDeltaNetMixer(RecurrentMixer):
         self.conv_dim = 2 * self.qk_dim_local + self.v_dim_local
         d_projected = self.conv_dim + self.v_dim_local + 2 * self.value_heads_local
         self.build_projections(submodules, d_model, tp_size * d_projected, tp_size * self.v_dim_local)
-        self.most_strength = most_strength
+        self.max_strength = max_strength
         self._build_recurrence(submodules)
         if norm_epsilon is not None:
             self.out_norm.eps = norm_epsilon
@@ -96,7 +96,7 @@ class GatedDeltaNetMixer(RecurrentMixer):
         """Convolution and gated delta rule: [q | k | v] [T, Cn], beta and alpha [T, H] -> y [T, H * V]."""
         q, k, v = self._split_heads(through.convolve(conv_inputs, self.conv1d.weight, None))
         beta, alpha = scan_inputs
-        log_decay, strength = decays(beta, alpha, self.dt_bias, self.A_log, most_strength=self.most_strength)
+        log_decay, strength = decays(beta, alpha, self.dt_bias, self.A_log, max_strength=self.max_strength)
         return through.scan(GATED_DELTA_RULE, q, k, v, log_decay, strength, normalize=True).flatten(1)
 
     def gated(self, y: Tensor, gate: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ INDEX_FILE = "model.safetensors.index.json"
 FLOATING_TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _NAMES_SHOWN = 4
 _LONGEST_INDEX = 64 * 1024**2  # bytes; that of 100,000 tensors is 10 MB
-_MOST_PARTS = 2**20  # of all tensors that are split
+_MAX_PARTS = 2**20  # of all tensors that are split
 
 
 class WeightFiles:
@@ -50,7 +50,7 @@ class WeightFiles:
         file = self._file_of.pop(name)
         shape = self._handle(file).get_slice(name).get_shape()
         count = shape[0] if shape else 0
-        if len(self._part_of) + count > _MOST_PARTS:
+        if len(self._part_of) + count > _MAX_PARTS:
             raise CheckpointError(f"{self.directory}: tensor {name} of shape {shape} is not one of {count} parts")
         for index in range(count):
             part = part_name(index)

@@ -13,13 +13,13 @@ from megatron_ext.offline.prompt_texts import PromptText, submitted_text
 from megatron_ext.scheduling.record import RequestRecord, Status
 
 AT_EACH_END = 5
-_MOST = 2 * AT_EACH_END + 3  # as many are shown whole: it would not pay to leave out so few
+_MAX = 2 * AT_EACH_END + 3  # as many are shown whole: it would not pay to leave out so few
 _TEXT_LINES = 3
 _HEADINGS = ("id", "prompt", "skipped", "new", "ttft", "total")
 _WIDTHS = (6, 8, 9, 6, 11, 11)  # columns; together with "ended" they fit 80
 _INDENT = " " * 8
 T = TypeVar("T")
-_READ_AT_MOST = 4000  # characters of a text that are looked at
+_MAX_READ = 4000  # characters of a text that are looked at
 
 
 def print_requests(
@@ -49,7 +49,7 @@ def print_requests(
 
 def first_and_last(items: Sequence[T]) -> tuple[Sequence[T], Sequence[T], Sequence[T]]:
     """The first few, those between, the last few; all are among the first if there are not many."""
-    if len(items) <= _MOST:
+    if len(items) <= _MAX:
         return items, (), ()
     return items[:AT_EACH_END], items[AT_EACH_END:-AT_EACH_END], items[-AT_EACH_END:]
 
@@ -57,10 +57,10 @@ def first_and_last(items: Sequence[T]) -> tuple[Sequence[T], Sequence[T], Sequen
 def _print_request(record: RequestRecord, console: Console, prompt_text: PromptText) -> None:
     width = max(20, console.width - len(_INDENT) - 2)
     _print(console, beginning(_columns(*_numbers(record)), console.width), "")
-    prompt = printable((prompt_text(record) or "")[-_READ_AT_MOST:])
+    prompt = printable((prompt_text(record) or "")[-_MAX_READ:])
     _print(console, f"{_INDENT}< {end(prompt, width)}", "dim")
     failed = record.error if record.status is not Status.COMPLETED else None
-    text = printable((failed or record.generated_text)[:_READ_AT_MOST])
+    text = printable((failed or record.generated_text)[:_MAX_READ])
     for index, line in enumerate(wrapped(text, width, _TEXT_LINES)):
         mark = "  " if index else "! " if failed else "> "
         _print(console, f"{_INDENT}{mark}{line}", "")

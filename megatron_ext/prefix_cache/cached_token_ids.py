@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from megatron_ext.prefix_cache.hash_chain import Digest
 
 TOKEN_BYTES = 4
-MOST_COMPARED = 1024  # blocks that continue the same one; of more the first ones are compared
+MAX_COMPARED = 1024  # blocks that continue the same one; of more the first ones are compared
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class CachedTokenIds:
         """
         best: Divergence | None = None
         for i, digest in enumerate(self._after.get(before, ())):
-            if i == MOST_COMPARED:
+            if i == MAX_COMPARED:
                 break
             kept = self._tokens[digest]
             agreeing = _agreeing(kept, tokens)

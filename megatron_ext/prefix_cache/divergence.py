@@ -6,7 +6,7 @@ from collections import Counter, deque
 
 MAX_DIVERGENCES = 512  # that are remembered
 _SHOWN_EVERY = 8  # divergences, so that those who place snapshots by them seldom have to begin anew
-MOST_DEPTHS = 64  # that are shown, the commonest
+MAX_DEPTHS = 64  # that are shown, the commonest
 
 Depths = tuple[tuple[int, int], ...]
 """(blocks from the start, how many parted there), by depth."""
@@ -29,5 +29,5 @@ class Divergences:
         self._record.append(depth)
         self._noted += 1
         if self._noted % _SHOWN_EVERY == 0:
-            commonest = Counter(self._record).most_common(MOST_DEPTHS)  # of equal ones those noted first
+            commonest = Counter(self._record).most_common(MAX_DEPTHS)  # of equal ones those noted first
             self.shown = tuple(sorted(commonest))

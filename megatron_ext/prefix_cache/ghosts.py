@@ -15,7 +15,7 @@ from megatron_ext.prefix_cache.hash_chain import Digest
 from megatron_ext.prefix_cache.matching import last_boundary, resume_position
 from megatron_ext.prefix_cache.state_index import StateIndex
 
-MOST_GHOSTS = 2**16  # of blocks, and as many of snapshots: about 10 MB
+MAX_GHOSTS = 2**16  # of blocks, and as many of snapshots: about 10 MB
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Lost:
 
 
 NOTHING_LOST = Lost()
-MOST_SLOTS_SHORT = 1024  # that are counted
+MAX_SLOTS_SHORT = 1024  # that are counted
 
 
 @dataclass(frozen=True)
@@ -55,13 +55,13 @@ class _Given:
     """Digests that were given up, with when: the oldest is forgotten first."""
 
     def __init__(self, most: int) -> None:
-        self._most = most
+        self._max = most
         self.digests: OrderedDict[Digest, int] = OrderedDict()
 
     def note(self, digest: Digest, now: int) -> None:
         self.digests.pop(digest, None)
         self.digests[digest] = now
-        if len(self.digests) > self._most:
+        if len(self.digests) > self._max:
             self.digests.popitem(last=False)
 
 
@@ -72,9 +72,9 @@ class Ghosts:
         most: Digests of blocks to remember, and of snapshots.
     """
 
-    def __init__(self, most: int = MOST_GHOSTS) -> None:
+    def __init__(self, most: int = MAX_GHOSTS) -> None:
         self._blocks, self._snapshots = _Given(most), _Given(most)
-        self._most = most
+        self._max = most
         self._with_blocks: set[Digest] = set()  # snapshots that went with their blocks; some may be forgotten above
         self._now = 0  # admissions that were looked at
 
@@ -94,7 +94,7 @@ class Ghosts:
         """A snapshot went with its evicted block: more slots would not have kept it."""
         self._snapshots.note(digest, self._now)
         self._with_blocks.add(digest)
-        if len(self._with_blocks) > self._most:
+        if len(self._with_blocks) > self._max:
             self._with_blocks.intersection_update(self._snapshots.digests)
 
     def on_blocks_stored(self, digests: Iterable[Digest]) -> None:
@@ -161,7 +161,7 @@ class Ghosts:
 
         None for more than are worth counting.
         """
-        gone = islice(reversed(self._snapshots.digests), MOST_SLOTS_SHORT)
+        gone = islice(reversed(self._snapshots.digests), MAX_SLOTS_SHORT)
         short = 0
         for one in gone:
             short += one not in self._with_blocks
@@ -193,5 +193,5 @@ class Ghosts:
         """Assert that what is there is not gone, and that no more is remembered than may be."""
         for given, there in ((self._blocks, cached), (self._snapshots, snapshots)):
             assert not given.digests.keys() & there, "something is there and gone"
-            assert len(given.digests) <= given._most, "too much is remembered"
-        assert len(self._with_blocks) <= self._most + 1, "too much is remembered of snapshots without blocks"
+            assert len(given.digests) <= given._max, "too much is remembered"
+        assert len(self._with_blocks) <= self._max + 1, "too much is remembered of snapshots without blocks"

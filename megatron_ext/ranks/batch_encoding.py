@@ -27,14 +27,14 @@ from megatron_ext.scheduling.record import Status
 HEAD_BYTES = 16
 _HEAD = struct.Struct("<BBxxI")  # action, commands in the head, bytes of the body
 _COMMAND = struct.Struct("<BBHI")  # which one, status, replica, request id
-_MOST = (HEAD_BYTES - _HEAD.size) // _COMMAND.size  # commands in a head: one
+_MAX = (HEAD_BYTES - _HEAD.size) // _COMMAND.size  # commands in a head: one
 _SMALL: tuple[type[Command], ...] = (End, ResetPrefixCache, WeightsChanged, Suspend, Resume, StartAnew)
 _STATUSES = tuple(Status)
 
 
 def pack(batch: Batch) -> tuple[bytes, bytes]:
     """Head and body; the body is empty where all commands fit into the head."""
-    small = [_pack_small(*one) for one in batch.commands] if len(batch.commands) <= _MOST else [None]
+    small = [_pack_small(*one) for one in batch.commands] if len(batch.commands) <= _MAX else [None]
     if None not in small:
         head = _HEAD.pack(batch.action, len(small), 0) + b"".join(one for one in small if one is not None)
         return head.ljust(HEAD_BYTES, b"\0"), b""

@@ -15,8 +15,8 @@ from megatron_ext.config.layers.letters import is_attention, is_mlp
 from megatron_ext.errors import ConfigError
 from megatron_ext.ranks.stages import split_layers
 
-_MOST_TRIED = 1024  # ranks, of which those that would do are said
-_MOST_SHOWN = 6
+_MAX_TRIED = 1024  # ranks, of which those that would do are said
+_MAX_SHOWN = 6
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,8 @@ def _check(flag: str, size: int, misfits: Callable[[int], Iterator[str]]) -> Non
     problem = next(misfits(size), None)
     if problem is None:
         return
-    fitting = [str(other) for other in range(1, _MOST_TRIED) if next(misfits(other), None) is None]
-    shown = ", ".join(fitting[:_MOST_SHOWN]) + (", ..." if len(fitting) > _MOST_SHOWN else "")
+    fitting = [str(other) for other in range(1, _MAX_TRIED) if next(misfits(other), None) is None]
+    shown = ", ".join(fitting[:_MAX_SHOWN]) + (", ..." if len(fitting) > _MAX_SHOWN else "")
     raise ConfigError(f"{problem} cannot be shared by {flag} {size} ranks; for this model {shown} would do")
 
 

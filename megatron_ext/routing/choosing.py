@@ -49,7 +49,7 @@ class Fleet:
         mine, others = self.held(one), self.held(other)
         return CROWDING * length * (mine - others) / mine if mine > others else 0.0
 
-    def most_skipped(self, prompt: Prompt, replicas: int) -> int:
+    def max_skipped(self, prompt: Prompt, replicas: int) -> int:
         """Tokens that the best of some skips."""
         levels = (index.levels(prompt, replicas & self.members[size]) for size, index in self.indexes.items())
         return max((next(level, (0, 0))[0] for level in levels), default=0)
@@ -62,12 +62,12 @@ class Choice:
     Attributes:
         number: Of its bit.
         skipped: Tokens that it skips.
-        most_skipped: The most that any of those asked about skips; 0 where nobody looked.
+        max_skipped: The most that any of those asked about skips; 0 where nobody looked.
     """
 
     number: int
     skipped: int
-    most_skipped: int = 0
+    max_skipped: int = 0
 
 
 Chooser = Callable[[Fleet, Prompt, int], Choice]  # the bits are of those to choose from, of which there is one
@@ -106,7 +106,7 @@ def _longest(fleet: Fleet, prompt: Prompt, replicas: int, alpha: float) -> Choic
                 number, skipped, cost = one, tokens, its
             if alpha * (length - tokens + 1) + floor > cost:
                 break
-    return Choice(number, skipped or (most and fleet.most_skipped(prompt, 1 << number)), most)
+    return Choice(number, skipped or (most and fleet.max_skipped(prompt, 1 << number)), most)
 
 
 def _first(fleet: Fleet, prompt: Prompt, replicas: int, alpha: float) -> Choice:
@@ -120,16 +120,16 @@ def _first(fleet: Fleet, prompt: Prompt, replicas: int, alpha: float) -> Choice:
         one = loads.least(having)
         if alpha + (1 - alpha) * loads.load(one) <= alpha * len(prompt) + (1 - alpha) * loads.load(number):
             number = one
-    return Choice(number, fleet.most_skipped(prompt, 1 << number), fleet.most_skipped(prompt, having))
+    return Choice(number, fleet.max_skipped(prompt, 1 << number), fleet.max_skipped(prompt, having))
 
 
 def _balanced(fleet: Fleet, prompt: Prompt, replicas: int) -> Choice:
     number = fleet.loads.least(replicas)
-    return Choice(number, fleet.most_skipped(prompt, 1 << number))
+    return Choice(number, fleet.max_skipped(prompt, 1 << number))
 
 
 def _in_turn(fleet: Fleet, prompt: Prompt, replicas: int) -> Choice:
     """The next higher bit, or the lowest."""
     behind = replicas >> (fleet.last + 1) << (fleet.last + 1) or replicas
     fleet.last = (behind & -behind).bit_length() - 1
-    return Choice(fleet.last, fleet.most_skipped(prompt, 1 << fleet.last))
+    return Choice(fleet.last, fleet.max_skipped(prompt, 1 << fleet.last))

@@ -42,14 +42,14 @@ class Replica:
         number: Of its bit.
         index: Of the replicas with blocks of its size.
         has_states: Whether it resumes at snapshots only (a model with recurrent layers).
-        most_requests: That may be in flight to it; None without a limit.
+        max_requests: That may be in flight to it; None without a limit.
     """
 
     def __init__(
-        self, name: str, number: int, index: PrefixIndex, *, has_states: bool, most_requests: int | None
+        self, name: str, number: int, index: PrefixIndex, *, has_states: bool, max_requests: int | None
     ) -> None:
         self.name, self.number, self.bit = name, number, 1 << number
-        self.index, self.has_states, self.most_requests = index, has_states, most_requests
+        self.index, self.has_states, self.max_requests = index, has_states, max_requests
         self.is_draining = False
         self.in_flight: set[Hashable] = set()  # requests
         self._keys: dict[Hash, int] = {}  # blocks that it holds
@@ -60,7 +60,7 @@ class Replica:
     @property
     def is_open(self) -> bool:
         """Whether it takes one more request."""
-        return not self.is_draining and (self.most_requests is None or len(self.in_flight) < self.most_requests)
+        return not self.is_draining and (self.max_requests is None or len(self.in_flight) < self.max_requests)
 
     @property
     def blocks(self) -> int:

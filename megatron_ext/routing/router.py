@@ -38,13 +38,13 @@ class Decision:
     Attributes:
         replica: Its name.
         skipped: Tokens of the prompt that it is expected to skip.
-        most_skipped: The most that any replica that is open was expected to skip, where the policy looked at that.
+        max_skipped: The most that any replica that is open was expected to skip, where the policy looked at that.
         reason: Why.
     """
 
     replica: str
     skipped: int
-    most_skipped: int
+    max_skipped: int
     reason: Reason
 
 
@@ -83,9 +83,7 @@ class Router:
 
     # Replicas
 
-    def join(
-        self, replica: str, block_size: int, *, has_states: bool = False, most_requests: int | None = None
-    ) -> None:
+    def join(self, replica: str, block_size: int, *, has_states: bool = False, max_requests: int | None = None) -> None:
         """A replica takes requests from now on; nothing is known of what it holds.
 
         One that is restarted leaves and joins again.
@@ -94,18 +92,18 @@ class Router:
             replica: Its name, which no other one has.
             block_size: Tokens.
             has_states: Whether it has recurrent layers: then it resumes at snapshots only, which it publishes.
-            most_requests: That may be in flight to it; None without a limit.
+            max_requests: That may be in flight to it; None without a limit.
 
         Raises:
             ValueError: It is there already, or a number is not positive.
         """
         if replica in self._replicas:
             raise ValueError(f"replica {replica!r} is there already; it has to leave first")
-        if block_size < 1 or (most_requests is not None and most_requests < 1):
-            raise ValueError(f"block size {block_size} and most requests {most_requests} must be positive")
+        if block_size < 1 or (max_requests is not None and max_requests < 1):
+            raise ValueError(f"block size {block_size} and most requests {max_requests} must be positive")
         number = next(number for number in range(len(self._names) + 1) if number not in self._names)
         index = self._fleet.indexes.setdefault(block_size, PrefixIndex(block_size))
-        one = Replica(replica, number, index, has_states=has_states, most_requests=most_requests)
+        one = Replica(replica, number, index, has_states=has_states, max_requests=max_requests)
         self._replicas[replica], self._names[number] = one, replica
         self._fleet.loads.join(number)
         self._fleet.members[block_size] = self._fleet.members.get(block_size, 0) | one.bit
@@ -229,16 +227,16 @@ class Router:
         if not replicas:
             return None
         choice = self._choose(self._fleet, prompt, replicas)
-        return Decision(self._names[choice.number], choice.skipped, choice.most_skipped, self._reason(choice))
+        return Decision(self._names[choice.number], choice.skipped, choice.max_skipped, self._reason(choice))
 
     def _reason(self, choice: Choice) -> Reason:
         if self._settings.policy == RoutingPolicyName.ROUND_ROBIN.value:
             return Reason.ROUND_ROBIN
         if self._settings.policy == RoutingPolicyName.LOAD_BALANCED.value:
             return Reason.LOAD
-        if not choice.most_skipped:
+        if not choice.max_skipped:
             return Reason.NOTHING_KNOWN
-        return Reason.PREFIX if choice.skipped >= choice.most_skipped else Reason.LOAD
+        return Reason.PREFIX if choice.skipped >= choice.max_skipped else Reason.LOAD
 
     def began(self, request: Hashable, decision: Decision, prompt: Prompt, new_tokens: int = 0) -> None:
         """A request has been sent: its tokens are load, and its prompt's blocks are to be there.

@@ -12,13 +12,13 @@ class SpeculationUse:
     """What became of drafts since the engine started.
 
     Attributes:
-        most_drafts: Of a request in a step.
+        max_drafts: Of a request in a step.
         verifications: Steps of a request that had drafts.
         drafted: By position, the first draft first.
         accepted: Those of them that came.
     """
 
-    most_drafts: int
+    max_drafts: int
     verifications: int
     drafted: tuple[int, ...]
     accepted: tuple[int, ...]
@@ -27,7 +27,7 @@ class SpeculationUse:
     def total(cls, parts: Sequence[SpeculationUse]) -> SpeculationUse:
         """Of several engines with the same settings."""
         return cls(
-            parts[0].most_drafts,
+            parts[0].max_drafts,
             sum(part.verifications for part in parts),
             tuple(map(sum, zip(*(part.drafted for part in parts), strict=True))),
             tuple(map(sum, zip(*(part.accepted for part in parts), strict=True))),
@@ -36,7 +36,7 @@ class SpeculationUse:
     def shown(self) -> dict[str, object]:
         """The `speculation` object of the JSON output."""
         return {
-            "num_speculative_tokens": self.most_drafts,
+            "num_speculative_tokens": self.max_drafts,
             "verification_count": self.verifications,
             "draft_token_count": sum(self.drafted),
             "accepted_token_count": sum(self.accepted),
@@ -49,11 +49,11 @@ class DraftCounts:
     """Counts verifications by how many drafts they had, and how many came.
 
     Args:
-        most_drafts: Of a request in a step.
+        max_drafts: Of a request in a step.
     """
 
-    def __init__(self, most_drafts: int) -> None:
-        self._drafted, self._accepted = [0] * (most_drafts + 1), [0] * (most_drafts + 1)  # by number of drafts
+    def __init__(self, max_drafts: int) -> None:
+        self._drafted, self._accepted = [0] * (max_drafts + 1), [0] * (max_drafts + 1)  # by number of drafts
 
     def note(self, drafted: int, accepted: int) -> None:
         """A verification."""

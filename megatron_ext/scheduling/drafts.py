@@ -47,13 +47,13 @@ class Drafts:
     """
 
     def __init__(self, limits: SchedulerLimits, cache: PrefixCache, counters: Counters) -> None:
-        self._is_on = limits.most_drafts > 0
+        self._is_on = limits.max_drafts > 0
         self._block_size = limits.block_size
         self._cache = cache
         self._counters = counters
         self.proposals = NO_TOKENS
         self.verified: list[SpecDecodeResult] = []
-        self.by_position = DraftCounts(limits.most_drafts)
+        self.by_position = DraftCounts(limits.max_drafts)
         self.unsettled: set[int] = set()
         self.slots = DraftSlots(0 if cache.states is None else cache.states.total, limits.draft_states)
 

@@ -36,14 +36,14 @@ class ProvisionalRules:
         most: In all, at a time; None is as many as slots are free, 0 is off.
         spacing: Blocks for each of them, on average at least. A snapshot costs a copy of the states, which is to be
             little beside what the tokens between two of them cost.
-        most_a_prompt: However long it is, beside declared ones: longer ones are spaced wider, so that whoever parts
+        max_a_prompt: However long it is, beside declared ones: longer ones are spaced wider, so that whoever parts
             computes at most a share of the prompt again, and the slots last for more prompts (docs/policies.md).
         is_learned: Whether it counts where requests have parted.
     """
 
     most: int | None = None
     spacing: int = 4
-    most_a_prompt: int = 10
+    max_a_prompt: int = 10
     is_learned: bool = True
 
 
@@ -65,7 +65,7 @@ def place(
     """
     most = (last - first) // rules.spacing
     named = [block for block in dict.fromkeys(declared) if first < block < last][: min(free_slots, max(FEW, most))]
-    count = min(rules.most_a_prompt, min(free_slots, most) - len(named))
+    count = min(rules.max_a_prompt, min(free_slots, most) - len(named))
     found = _best(first, last, count, known if rules.is_learned else (), rules) if count > 0 else ()
     apart = [block for block in found if all(abs(block - one) >= rules.spacing for one in named)]
     return [*_thinned(apart), *reversed(named)]
@@ -80,7 +80,7 @@ def _thinned(blocks: Sequence[int]) -> list[int]:
 @lru_cache(maxsize=256)
 def _best(first: int, last: int, count: int, known: Depths, rules: ProvisionalRules) -> tuple[int, ...]:
     """`count` boundaries between `first` and `last`, or fewer if there are no more to choose from."""
-    step = max(rules.spacing, -(-(last - first) // min(rules.most_a_prompt, count + 1)))
+    step = max(rules.spacing, -(-(last - first) // min(rules.max_a_prompt, count + 1)))
     grid = range((first // step + 1) * step, last, step)
     seen = [(depth, times) for depth, times in known if first < depth < last]
     weights = dict.fromkeys(grid, PRIOR)
@@ -89,10 +89,10 @@ def _best(first: int, last: int, count: int, known: Depths, rules: ProvisionalRu
     depths = sorted(weights)
     if len(depths) <= count:
         return tuple(depths)
-    return tuple(most_saved(first, depths, [weights[depth] for depth in depths], count))
+    return tuple(best_depths(first, depths, [weights[depth] for depth in depths], count))
 
 
-def most_saved(first: int, depths: Sequence[int], weights: Sequence[int], count: int) -> list[int]:
+def best_depths(first: int, depths: Sequence[int], weights: Sequence[int], count: int) -> list[int]:
     """The `count` of `depths`, ascending, at which snapshots save most; see the module.
 
     Args:

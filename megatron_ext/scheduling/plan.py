@@ -32,7 +32,7 @@ class SchedulerLimits:
     explains: bool = False  # each request is told why it skipped no more; token ids of cached blocks are kept for it
     costs: EntryCosts = NEUTRAL_COSTS  # of cached tokens, for policies that weigh them; the same on all ranks
     provisional: ProvisionalRules = AS_MANY_AS_FREE  # states that prefills leave in slots that are free anyway
-    most_drafts: int = 0  # of a request in a step; 0 verifies none
+    max_drafts: int = 0  # of a request in a step; 0 verifies none
     draft_states: int = 0  # slots for the states behind drafts, of models with recurrent layers
     async_states: int = 0  # slots for snapshots of steps launched ahead; there is one for padding before them
 

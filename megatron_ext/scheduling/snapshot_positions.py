@@ -57,7 +57,7 @@ def prefill_stops(length: int, shared_end: int, block_size: int) -> list[int]:
     return list(dict.fromkeys(wanted))
 
 
-def most_snapshots(length: int, block_size: int, *, is_aligned: bool) -> int:
+def max_snapshots(length: int, block_size: int, *, is_aligned: bool) -> int:
     """The most snapshots that a prompt of `length` tokens can leave, and the one that its decode keeps (LA-4).
 
     Where `prefill_stops` are. With aligned chunks any boundary can be the end of one, depending on what else is in the

@@ -44,7 +44,7 @@ class DraftBudget:
 NO_DRAFT_BUDGET = DraftBudget({})
 
 
-def most_drafts(request: Request, limits: SchedulerLimits) -> int:
+def max_drafts(request: Request, limits: SchedulerLimits) -> int:
     """The most drafts that the next chunk of a decoding request can have, whatever else is in the step.
 
     Room for its last token is left. Chunks of `align` end on the next block boundary, as prefills do. The blocks and
@@ -54,7 +54,7 @@ def most_drafts(request: Request, limits: SchedulerLimits) -> int:
     sequence, size = request.sequence, limits.block_size
     params = request.params
     asked = params.num_speculative_tokens
-    most = limits.most_drafts if asked is None else min(asked, limits.most_drafts)
+    most = limits.max_drafts if asked is None else min(asked, limits.max_drafts)
     most = min(most, params.num_tokens_to_generate - request.generated_count - 1)
     if sequence.chain is not None:
         left = size - 1 - sequence.computed_end % size  # known token's block: tokens behind it
@@ -86,7 +86,7 @@ def with_drafts(
     Args:
         chunks: All that the step computes.
         admissions: Of the step; they take blocks.
-        offer: Drafts, of which no more than `most_drafts` are taken, and slots for their states, beside those that the
+        offer: Drafts, of which no more than `max_drafts` are taken, and slots for their states, beside those that the
             chunks' requests have from the step before.
         limits: The engine's.
         cache: Its free blocks.
@@ -115,7 +115,7 @@ def _missing(request: Request, end: int, limits: SchedulerLimits) -> int:
 
 def _extended(chunk: Chunk, drafts: tuple[int, ...], limits: SchedulerLimits, room: _Room) -> Chunk:
     """The chunk with as many drafts as fit; `room` is what is left then."""
-    count = max(0, min(len(drafts), most_drafts(chunk.request, limits), room.tokens))
+    count = max(0, min(len(drafts), max_drafts(chunk.request, limits), room.tokens))
     have = max(len(chunk.request.block_table), limits.blocks_for(chunk.end))
     while count:
         end = chunk.end + count

@@ -14,8 +14,8 @@ from starlette.responses import Response
 
 from megatron_ext.server.errors import ApiError, ClientGone, body_too_large
 
-MOST_CONTAINERS = 100_000  # lists and objects; parsing them takes most of the time, and all of the event loop's
-MOST_LEVELS = 64  # of them in each other
+MAX_CONTAINERS = 100_000  # lists and objects; parsing them takes most of the time, and all of the event loop's
+MAX_LEVELS = 64  # of them in each other
 _STRING = re.compile(rb'"[^"]*"?')
 _CONTAINERS = frozenset((list, dict))
 
@@ -108,8 +108,8 @@ def parse_json(body: bytes) -> object:
     if not body:
         raise ApiError(400, "the body is empty; send a JSON object")
     count = count_containers(body)
-    if count > MOST_CONTAINERS:
-        raise ApiError(400, f"the body has {count} lists and objects; at most {MOST_CONTAINERS} are taken")
+    if count > MAX_CONTAINERS:
+        raise ApiError(400, f"the body has {count} lists and objects; at most {MAX_CONTAINERS} are taken")
     try:
         content = json.loads(body)
     except ValueError as error:  # no JSON, no UTF-8, a number of thousands of digits
@@ -123,7 +123,7 @@ def parse_json(body: bytes) -> object:
 def count_containers(body: bytes) -> int:
     """How many lists and objects a body has; the brackets in its strings count only where there are few."""
     count = body.count(b"[") + body.count(b"{")
-    if count > MOST_CONTAINERS:
+    if count > MAX_CONTAINERS:
         without_escapes = body.replace(b"\\\\", b"").replace(b'\\"', b"")
         outside = _STRING.sub(b"", without_escapes)
         count = outside.count(b"[") + outside.count(b"{")
@@ -131,13 +131,13 @@ def count_containers(body: bytes) -> int:
 
 
 def check_depth(content: object) -> None:
-    """See that lists and objects are nested within `MOST_LEVELS`. Only containers are looked at one by one.
+    """See that lists and objects are nested within `MAX_LEVELS`. Only containers are looked at one by one.
 
     Raises:
         ApiError: They are not.
     """
     level: list[Any] = [content] if type(content) in _CONTAINERS else []
-    for _ in range(MOST_LEVELS):
+    for _ in range(MAX_LEVELS):
         parts = [outer.values() if isinstance(outer, dict) else outer for outer in level]
         level = [
             inner
@@ -152,4 +152,4 @@ def check_depth(content: object) -> None:
 
 
 def _too_deep() -> ApiError:
-    return ApiError(400, f"the body is nested too deeply; this server takes at most {MOST_LEVELS} levels")
+    return ApiError(400, f"the body is nested too deeply; this server takes at most {MAX_LEVELS} levels")

@@ -13,7 +13,7 @@ from megatron_ext.text.chat_template import ChatOptions
 from megatron_ext.text.chat_tokens import RenderedChat
 from megatron_ext.text.tokenizer import TextTokenizer, Tokenizer, ends_of
 
-_MOST_TURNS = 8  # whose ends are where others may go on: more would take the slots of other conversations
+_MAX_TURNS = 8  # whose ends are where others may go on: more would take the slots of other conversations
 _ANSWER = "0123456789"
 _CONVERSATION = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": _ANSWER}]
 
@@ -74,7 +74,7 @@ class ChatFormat:
         with suppress(ValueError):  # there are no more
             while True:
                 ends.append(prompt.index(self.end_of_turn, ends[-1] if ends else 0) + 1)
-        return [*ends[:1], *reversed(ends[1:])][:_MOST_TURNS]
+        return [*ends[:1], *reversed(ends[1:])][:_MAX_TURNS]
 
     @cached_property
     def calls_are_special(self) -> bool:

@@ -34,7 +34,7 @@ LISTEN_BACKLOG = 2048  # connections that the kernel keeps for us
 _OUT_OF_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
-def most_connections(limits: ServerLimits) -> int:
+def effective_max_connections(limits: ServerLimits) -> int:
     """`--max-connections`, or what `ulimit -n` leaves of it beside the files that are open.
 
     Raises:

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_ext.config import RequestParams
 from megatron_ext.config.annotations import FieldValues
-from megatron_ext.config.request import MOST_CHECKPOINTS
+from megatron_ext.config.request import MAX_CHECKPOINTS
 from megatron_ext.config.token_biases import NO_BIASES
 from megatron_ext.server.chat import ChatFormat
 from megatron_ext.server.errors import context_exceeded, generates_nothing, too_many_requests
@@ -81,11 +81,11 @@ def chat_specs(
         ConfigError: Values that cannot work together.
     """
     settings = _common(body, defaults) | _scores((body.top_logprobs or 0) if body.logprobs else None, with_prompt=False)
-    settings["cache_checkpoint"] = (*settings["cache_checkpoint"], *chat.ends_of_turns(prompt))[:MOST_CHECKPOINTS]
+    settings["cache_checkpoint"] = (*settings["cache_checkpoint"], *chat.ends_of_turns(prompt))[:MAX_CHECKPOINTS]
     if not body.ignore_eos:
         settings["termination_id"] = chat.end_of_turn
         settings["stop_token_ids"] += chat.other_ends
-    if body.most_calls and chat.calls_are_special:
+    if body.max_calls and chat.calls_are_special:
         settings["skip_special_tokens"] = False
     rest = max(1, min(limits.sequence, limits.pool) - len(prompt))
     return _specs(body, prompt, body.max_completion_tokens or body.max_tokens or rest, settings, limits)

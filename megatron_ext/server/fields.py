@@ -22,18 +22,18 @@ from pydantic import (
     model_validator,
 )
 
-from megatron_ext.config.request import LARGEST_FACTOR, LARGEST_PENALTY, MOST_CHECKPOINTS
+from megatron_ext.config.request import LARGEST_FACTOR, LARGEST_PENALTY, MAX_CHECKPOINTS
 from megatron_ext.config.response_format import JSON_OBJECT, REGEX, ResponseFormat
 from megatron_ext.config.token_biases import TokenBiases
 from megatron_ext.errors import ConfigError
 
-MOST_CHOICES = 128
-MOST_TOP_LOGPROBS = 20
-MOST_FIELDS = 128  # of one object
-MOST_MESSAGES = 10_000
-MOST_STOP_WORDS = 64  # each is looked for after every token, by the thread that steps the engine
+MAX_CHOICES = 128
+MAX_TOP_LOGPROBS = 20
+MAX_FIELDS = 128  # of one object
+MAX_MESSAGES = 10_000
+MAX_STOP_WORDS = 64  # each is looked for after every token, by the thread that steps the engine
 LONGEST_STOP_WORD = 1024  # characters
-MOST_BIASES = 1024
+MAX_BIASES = 1024
 
 # Values with which a field asks for what happens anyway; None is always one.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -119,8 +119,8 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _has_few_fields(cls, value: object) -> object:
-        if isinstance(value, dict) and len(value) > MOST_FIELDS:
-            raise ValueError(f"has {len(value)} fields; at most {MOST_FIELDS} are taken")
+        if isinstance(value, dict) and len(value) > MAX_FIELDS:
+            raise ValueError(f"has {len(value)} fields; at most {MAX_FIELDS} are taken")
         return value
 
 
@@ -131,8 +131,8 @@ def few_words(value: object) -> object:
         ValueError: There are more, or one is longer.
     """
     words = value if isinstance(value, list) else [value]
-    if len(words) > MOST_STOP_WORDS:
-        raise ValueError(f"has {len(words)} words; at most {MOST_STOP_WORDS} are taken")
+    if len(words) > MAX_STOP_WORDS:
+        raise ValueError(f"has {len(words)} words; at most {MAX_STOP_WORDS} are taken")
     longest = max((len(word) for word in words if isinstance(word, str)), default=0)
     if longest > LONGEST_STOP_WORD:
         raise ValueError(f"has a word of {longest} characters; at most {LONGEST_STOP_WORD} are taken")
@@ -147,8 +147,8 @@ def few_ids(value: object) -> object:
     """
     if not isinstance(value, list) or not all(type(token) is int and token >= 0 for token in value):
         raise ValueError("must be a list of token ids, which are whole numbers")
-    if len(value) > MOST_STOP_WORDS:
-        raise ValueError(f"has {len(value)} ids; at most {MOST_STOP_WORDS} are taken")
+    if len(value) > MAX_STOP_WORDS:
+        raise ValueError(f"has {len(value)} ids; at most {MAX_STOP_WORDS} are taken")
     return value
 
 
@@ -158,8 +158,8 @@ def biases(value: object) -> object:
     Raises:
         ValueError: They are none, too many, or too large.
     """
-    if isinstance(value, dict) and len(value) > MOST_BIASES:
-        raise ValueError(f"has {len(value)} tokens; at most {MOST_BIASES} are taken")
+    if isinstance(value, dict) and len(value) > MAX_BIASES:
+        raise ValueError(f"has {len(value)} tokens; at most {MAX_BIASES} are taken")
     if not isinstance(value, dict):
         raise ValueError(f"is not {TokenBiases.expected}")
     try:
@@ -186,7 +186,7 @@ def response_format(value: object) -> object:
 Form = Annotated[Any, PlainValidator(response_format, json_schema_input_type=dict[str, Any])]
 Words = Annotated[list[Text], Field(fail_fast=True)]
 TokenIds = Annotated[list[int], PlainValidator(few_ids, json_schema_input_type=list[int])]
-Checkpoints = Annotated[list[Annotated[int, Field(ge=1)]], Field(max_length=MOST_CHECKPOINTS)]
+Checkpoints = Annotated[list[Annotated[int, Field(ge=1)]], Field(max_length=MAX_CHECKPOINTS)]
 Biases = Annotated[Any, PlainValidator(biases, json_schema_input_type=dict[str, float])]
 Penalty = Annotated[float, Field(ge=-LARGEST_PENALTY, le=LARGEST_PENALTY)]
 
@@ -203,7 +203,7 @@ class OpenAIFields(Body):
     """OpenAI's fields of both routes that this engine heeds."""
 
     model: str | None = None
-    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     stop: Text | list[Text] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None

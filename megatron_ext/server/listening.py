@@ -20,8 +20,8 @@ from megatron_ext.server.connections import (
     LISTEN_BACKLOG,
     Connections,
     GuardedProtocol,
+    effective_max_connections,
     handle_loop_error,
-    most_connections,
 )
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ def guarded(app: FastAPI, limits: ServerLimits, shutdown_timeout: float) -> uvic
         limits: Of connections.
         shutdown_timeout: Seconds that running requests have after a signal.
     """
-    connections = Connections(most_connections(limits))
+    connections = Connections(effective_max_connections(limits))
     if connections.most < limits.max_connections:
         logger.warning(
             "`ulimit -n` allows for %d connections, not the %d of --max-connections",

@@ -68,7 +68,7 @@ class BoundedRate(logging.Filter):
         self, most: int = REPEATS, seconds: float = WINDOW, clock: Callable[[], float] = time.monotonic
     ) -> None:
         super().__init__()
-        self._most = most
+        self._max = most
         self._seconds = seconds
         self._clock = clock
         self._windows: dict[tuple[str, int], tuple[float, int]] = {}  # place -> start of its window, records in it
@@ -79,11 +79,11 @@ class BoundedRate(logging.Filter):
         start, count = self._windows.get(place, (now, 0))
         left_out = 0
         if now - start >= self._seconds:
-            left_out, start, count = max(0, count - self._most), now, 0
+            left_out, start, count = max(0, count - self._max), now, 0
         self._windows[place] = start, count + 1
         if left_out:
             record.msg, record.args = f"{record.getMessage()} ({left_out} more like it were left out)", ()
-        return count < self._most
+        return count < self._max
 
 
 def set_up_logging(level: str) -> None:

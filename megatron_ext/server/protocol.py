@@ -7,12 +7,12 @@ from typing import Annotated, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationInfo, field_validator, model_validator
 
-from megatron_ext.server.fields import MOST_MESSAGES, MOST_TOP_LOGPROBS, Body, GenerationRequest, Prompts, Text
+from megatron_ext.server.fields import MAX_MESSAGES, MAX_TOP_LOGPROBS, Body, GenerationRequest, Prompts, Text
 from megatron_ext.text.chat_template import ChatOptions
 
-MOST_TOOLS = 128
-MOST_CALLS = 1024  # of tools in an answer
-MOST_VARIABLES = 64  # of a chat template
+MAX_TOOLS = 128
+MAX_CALLS = 1024  # of tools in an answer
+MAX_VARIABLES = 64  # of a chat template
 LONGEST_TOOL_NAME = 128  # characters
 
 
@@ -27,7 +27,7 @@ class CompletionRequest(GatewayFields, GenerationRequest):
     """The body of `/v1/completions`."""
 
     prompt: Prompts
-    logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     echo: bool | None = None
     best_of: int | None = None
     suffix: object = None
@@ -143,10 +143,10 @@ ToolChoice = Annotated[
 class TemplateFields(Body):
     """What a chat template is told beside the messages."""
 
-    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template_kwargs: Annotated[dict[str, object], Field(max_length=MOST_VARIABLES)] | None = None
+    chat_template_kwargs: Annotated[dict[str, object], Field(max_length=MAX_VARIABLES)] | None = None
 
     @model_validator(mode="after")
     def _ends_agree(self) -> TemplateFields:
@@ -175,11 +175,11 @@ class TemplateFields(Body):
 class ChatRequest(GatewayFields, TemplateFields, GenerationRequest):
     """The body of `/v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = None
     echo: Literal[False] | None = None
@@ -204,8 +204,8 @@ class ChatRequest(GatewayFields, TemplateFields, GenerationRequest):
         return self
 
     @property
-    def most_calls(self) -> int:
+    def max_calls(self) -> int:
         """Calls of tools that are looked for in the answer; none unless there are tools, and the model may choose."""
         if not self.tools or self.tool_choice == "none":
             return 0
-        return 1 if self.parallel_tool_calls is False else MOST_CALLS
+        return 1 if self.parallel_tool_calls is False else MAX_CALLS

@@ -12,8 +12,8 @@ from hashlib import blake2b
 
 from megatron_ext.scheduling.record import RequestRecord
 
-MOST_REQUESTS = 10_000
-MOST_TOKENS = 2**22  # of prompts and answers together: 16 MB
+MAX_REQUESTS = 10_000
+MAX_TOKENS = 2**22  # of prompts and answers together: 16 MB
 TRACE_BLOCK = 16  # tokens that a hash of the trace stands for: block sizes are multiples of it
 _HASH_BYTES = 8
 _DOMAIN = b"mext.trace"
@@ -53,12 +53,12 @@ class RequestTrace:
     """Tokens of the last requests, as long as they fit; what leaves the process are keyed hashes of blocks.
 
     Args:
-        most_requests: To keep.
-        most_tokens: Of all of them; the oldest go first.
+        max_requests: To keep.
+        max_tokens: Of all of them; the oldest go first.
     """
 
-    def __init__(self, most_requests: int = MOST_REQUESTS, most_tokens: int = MOST_TOKENS) -> None:
-        self._most_requests, self._most_tokens = most_requests, most_tokens
+    def __init__(self, max_requests: int = MAX_REQUESTS, max_tokens: int = MAX_TOKENS) -> None:
+        self._max_requests, self._max_tokens = max_requests, max_tokens
         self._past: deque[_Past] = deque()
         self._tokens = 0
 
@@ -70,11 +70,11 @@ class RequestTrace:
         answer = len(record.generated_tokens)
         tokens = array("I", record.prompt_tokens)
         tokens.extend(record.generated_tokens)
-        if not answer or len(tokens) > self._most_tokens:
+        if not answer or len(tokens) > self._max_tokens:
             return
         self._past.append(_Past(record.arrival_wall_time, salt, tokens, answer))
         self._tokens += len(tokens)
-        while len(self._past) > self._most_requests or self._tokens > self._most_tokens:
+        while len(self._past) > self._max_requests or self._tokens > self._max_tokens:
             self._tokens -= len(self._past.popleft().tokens)
 
     def snapshot(self) -> Sequence[_Past]:

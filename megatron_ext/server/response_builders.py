@@ -127,7 +127,7 @@ class ChatResponseBuilder(_Envelope):
         choices: Of the conversation.
         has_scores: Whether log-probs were asked for.
         shows_ids: Whether tokens are told as ids, too.
-        most_calls: Calls of tools that are read from an answer at most, 0 if none is looked for.
+        max_calls: Calls of tools that are read from an answer at most, 0 if none is looked for.
     """
 
     def __init__(
@@ -138,11 +138,11 @@ class ChatResponseBuilder(_Envelope):
         *,
         has_scores: bool,
         shows_ids: bool = False,
-        most_calls: int = 0,
+        max_calls: int = 0,
     ) -> None:
         super().__init__(model, vocabulary, choices, "chatcmpl", shows_ids=shows_ids)
         self._has_scores = has_scores
-        self._readers = [ToolCallReader(most_calls) for _ in range(choices)] if most_calls else None
+        self._readers = [ToolCallReader(max_calls) for _ in range(choices)] if max_calls else None
 
     def envelope(self, *, is_part: bool) -> dict[str, object]:
         """The fields around the choices."""

@@ -29,7 +29,7 @@ from megatron_ext.ranks.failure import ending_together
 from megatron_ext.ranks.parallel_context import ParallelContext
 from megatron_ext.server.app import create_app
 from megatron_ext.server.cache_events import CacheEvents
-from megatron_ext.server.connections import most_connections
+from megatron_ext.server.connections import effective_max_connections
 from megatron_ext.server.errors import shutting_down
 from megatron_ext.server.keys import Keys, load_keys
 from megatron_ext.server.listening import LAST_WORDS, AnnouncedServer, announce, bind, guarded, run_until_signal
@@ -67,7 +67,7 @@ def _listen_and_serve(settings: ServerSettings, parallel_context: ParallelContex
     keys = load_keys(settings.server)
     weights_root(settings.server, parallel_context)
     check_profile(settings.server.profile, parallel_context)
-    most_connections(settings.server.limits)
+    effective_max_connections(settings.server.limits)
     with (
         bind(settings.server.host, settings.server.port) as listener,
         CacheEvents(

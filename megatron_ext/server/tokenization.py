@@ -33,7 +33,7 @@ class TextEncoder:
         # None: one token can stand for any text, as with ids that have spaces between them.
         token = tokenizer.longest_token if isinstance(tokenizer, TextTokenizer) else None
         self._sequence = longest_sequence
-        self._most = None if token is None else longest_sequence * token
+        self._max = None if token is None else longest_sequence * token
         self._one_by_one = ThreadPoolExecutor(1, "long texts")
 
     async def encode(self, text: str, tokenize: Callable[[str], list[int]] | None = None) -> list[int]:
@@ -47,8 +47,8 @@ class TextEncoder:
             ApiError: However it is cut into tokens, there are too many.
             ConfigError: It is no text.
         """
-        if self._most is not None and len(text) > self._most:
-            raise text_too_long(len(text), self._most, self._sequence)
+        if self._max is not None and len(text) > self._max:
+            raise text_too_long(len(text), self._max, self._sequence)
         whole_characters(text)
         tokenize = tokenize or self._tokenize
         if len(text) <= SHORT_TEXT:

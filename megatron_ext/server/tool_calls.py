@@ -36,7 +36,7 @@ class ToolCallReader:
 
     def __init__(self, most: int) -> None:
         self.count = 0
-        self._most = most
+        self._max = most
         self._held = ""  # may be the beginning of a call
         self._spaces = ""  # behind the content so far
         self._is_behind_call = False
@@ -64,7 +64,7 @@ class ToolCallReader:
                 content.append(self._content(whole))
                 continue
             self._spaces, self._is_behind_call = "", True
-            if self.count < self._most:
+            if self.count < self._max:
                 self.count += 1
                 calls.append(call)
         certain = len(self._held) if is_last else len(self._held) - _overlap(self._held)

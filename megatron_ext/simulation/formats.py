@@ -25,11 +25,11 @@ from typing import BinaryIO
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.files import open_regular
-from megatron_ext.simulation.trace import MOST_IDS, Ids, Pieces, Turn, cut
+from megatron_ext.simulation.trace import MAX_IDS, Ids, Pieces, Turn, cut
 
 MOONCAKE_BLOCK = 512  # tokens
 LONGEST_LINE = 2**24  # bytes
-_FIRST_OWN_ID = MOST_IDS // 2  # explicit tokens lie below
+_FIRST_OWN_ID = MAX_IDS // 2  # explicit tokens lie below
 _OUR_FIELDS = {"time", "session", "reply", "tokens", "block_hashes", "block_size", "length", "answer", "answer_length"}
 _OUR_FIELDS |= {"salt", "answer_hashed"}
 
@@ -87,7 +87,7 @@ def read_requests(file: BinaryIO, name: str, most: int | None = None) -> list[Tu
 
 
 def _lines(file: BinaryIO, name: str) -> Iterator[tuple[int, Line]]:
-    for number in range(1, MOST_IDS):
+    for number in range(1, MAX_IDS):
         raw = file.readline(LONGEST_LINE + 1)
         if not raw:
             return

@@ -9,7 +9,7 @@ from itertools import chain
 from megatron_ext.errors import ConfigError
 
 Pieces = tuple[Sequence[int], ...]
-MOST_IDS = 2**32  # token ids are hashed as four bytes
+MAX_IDS = 2**32  # token ids are hashed as four bytes
 
 
 @dataclass(frozen=True)
@@ -55,10 +55,8 @@ class Ids:
             ConfigError: There are none left.
         """
         self._next += count
-        if self._next > MOST_IDS:
-            raise ConfigError(
-                f"the trace has more than {MOST_IDS} different tokens; fewer or shorter requests would do"
-            )
+        if self._next > MAX_IDS:
+            raise ConfigError(f"the trace has more than {MAX_IDS} different tokens; fewer or shorter requests would do")
         return range(self._next - count, self._next)
 
 

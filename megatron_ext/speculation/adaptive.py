@@ -23,7 +23,7 @@ _MEMORY = 4.0  # drafts: what is known from before weighs as much as so many, be
 _ASSUMED, _ASSUMED_WEIGHT = 0.5, 1.0  # how likely a draft is taken to come before anything is known, and its weight
 FIRST_PAUSE, LONGEST_PAUSE = 16, 1024  # steps
 TRIAL_SHARE = 0.01  # of all steps, what trials may cost
-_MOST_SAVED = 2.0  # steps, or what a trial of everybody costs; an engine begins with them
+_BEST_DEPTHS = 2.0  # steps, or what a trial of everybody costs; an engine begins with them
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class AdaptiveDrafter:
         self._guesses_are_free = guesses_are_free
         self._known: dict[int, Acceptance] = {}
         self._everybody = Acceptance()  # of all requests so far, the last ones
-        self._saved = _MOST_SAVED  # steps, for trials
+        self._saved = _BEST_DEPTHS  # steps, for trials
         self._requests = 1  # of the last proposal
         self._now = 0  # proposals so far
 
@@ -150,7 +150,7 @@ class AdaptiveDrafter:
 
     def _save(self, steps: float) -> None:
         row = self._costs.at(self._requests)
-        self._saved = min(max(_MOST_SAVED, row.fixed + row.each), self._saved + steps)
+        self._saved = min(max(_BEST_DEPTHS, row.fixed + row.each), self._saved + steps)
 
     def accepted(self, request_id: int, drafted: int, accepted: int) -> None:
         """See `Drafter`."""

@@ -12,7 +12,7 @@ from megatron_ext.speculation.drafter import DraftAsk
 
 LONGEST, SHORTEST = 4, 2  # tokens of an n-gram, unless it is said
 KEPT_TOKENS = 16_384  # of one request in each of two generations: the last 16,384 to 32,768 tokens are looked at
-MOST_AT_ONCE = 8_192  # tokens that one request's index takes in at a time; a long prompt takes several steps
+MAX_AT_ONCE = 8_192  # tokens that one request's index takes in at a time; a long prompt takes several steps
 
 
 class NgramDrafter:
@@ -67,7 +67,7 @@ class NgramIndex:
 
     def take_in(self, tokens: Sequence[int]) -> None:
         """Hash the n-grams that tokens follow by now. `tokens` begins with what it was before."""
-        end = min(len(tokens) - 1, self._end + MOST_AT_ONCE)
+        end = min(len(tokens) - 1, self._end + MAX_AT_ONCE)
         if end <= self._end:
             return
         if end - self._begun_at > KEPT_TOKENS:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from megatron_ext.scheduling.drafts import SpecDecodeResult
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
-from megatron_ext.scheduling.verification import most_drafts
+from megatron_ext.scheduling.verification import max_drafts
 from megatron_ext.speculation.drafter import DraftAsk, Drafter
 
 PATIENCE = 10.0  # seconds that a drafter may take for a step; a long prompt that a model reads takes some
@@ -116,5 +116,5 @@ def _decoding(scheduler: Scheduler) -> list[Request]:
 
 
 def _ask(request: Request, scheduler: Scheduler) -> DraftAsk | None:
-    limit = most_drafts(request, scheduler.limits)
+    limit = max_drafts(request, scheduler.limits)
     return DraftAsk(request.request_id, request.tokens, limit) if limit else None

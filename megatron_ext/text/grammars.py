@@ -23,7 +23,7 @@ from megatron_ext.text.tokenizer import Tokenizer, ends_of
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-MOST_COMPILED = 64  # grammars that are kept for the next request with the same form
+MAX_COMPILED = 64  # grammars that are kept for the next request with the same form
 _LONGEST_REASON = 300  # characters
 _CONTROL = re.compile(r"(?<!\\)(?:\\\\)*\\u00[01]")  # as `json.dumps` writes one
 _ANY_OBJECT = '{"type": "object"}'
@@ -147,7 +147,7 @@ class Grammars:
         compiled = self._compile_anew(form)
         with self._lock:
             self._compiled[form] = compiled
-            while len(self._compiled) > MOST_COMPILED:
+            while len(self._compiled) > MAX_COMPILED:
                 self._compiled.popitem(last=False)
         return compiled
 

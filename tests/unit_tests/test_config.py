@@ -296,7 +296,7 @@ def lines_of_require(module: types.ModuleType) -> set[int]:
         (ModelConfig, {"hybrid_override_pattern": "-", "mamba_num_groups": 3}),  # no Mamba layer, no Mamba limits
         (ModelConfig, {"hybrid_override_pattern": "*-", "hidden_size": 10, "kv_channels": 8}),
         (ModelConfig, GROUPS),
-        (ModelConfig, {"hybrid_override_pattern": "-" * model.MOST_LAYERS, "vocab_size": model.LARGEST_SIZE}),
+        (ModelConfig, {"hybrid_override_pattern": "-" * model.MAX_LAYERS, "vocab_size": model.LARGEST_SIZE}),
         (ModelConfig, {"rotary_base": 2**53}),
         (SourceConfig, {}),
         (ParallelConfig, {}),

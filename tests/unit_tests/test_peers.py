@@ -82,8 +82,8 @@ def test_a_chat_without_snapshots_computes_more():
 def test_verdicts():
     assert Goal("a", 0.8, 0.8).verdict() == "met"
     assert Goal("a", 1.0, 0.8).verdict() == "missed by 25 %"
-    assert Goal("a", 1.4, 1.3, is_most=False).verdict() == "met"
-    assert Goal("a", 1.0, 1.5, is_most=False).verdict() == "missed by 50 %"
+    assert Goal("a", 1.4, 1.3, is_upper_bound=False).verdict() == "met"
+    assert Goal("a", 1.0, 1.5, is_upper_bound=False).verdict() == "missed by 50 %"
     assert Goal("a", None, 1.5).verdict() == "not measured"
 
 

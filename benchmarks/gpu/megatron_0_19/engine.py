@@ -20,7 +20,7 @@ from benchmarks.gpu.work import Prompt, RequestSpec, Work
 
 BLOCK = 256  # its default; flash-attn 2 takes multiples of it
 SPARE = 96  # snapshots of states that its cache may keep
-MOST_REQUESTS = 64
+MAX_REQUESTS = 64
 GIB = 1024**3
 
 
@@ -49,7 +49,7 @@ def settings(model: nn.Module, job: RequestSpec, schedule: AsyncScheduleMode) ->
     work, states = job.work, getattr(torch, job.states)
     recurrent = MambaInferenceStateConfig.from_model(model, ssm_states_dtype=states)
     assert recurrent is not None, "the model has Mamba layers"
-    requests = min(MOST_REQUESTS, max(*work.counts, *work.decodes, 4))
+    requests = min(MAX_REQUESTS, max(*work.counts, *work.decodes, 4))
     tokens = BLOCK * math.ceil((max(work.prefixes) + BLOCK) / BLOCK)
     slots = SPARE + min(tokens // BLOCK, 3 * requests)  # and what a step keeps until it has been committed
     return InferenceConfig(

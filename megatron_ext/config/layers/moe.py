@@ -10,7 +10,7 @@ from megatron_ext.config.layers.mlp import MlpFields
 from megatron_ext.errors import ConfigError
 
 ROUTER_SCORE_FUNCTIONS = ("softmax", "sigmoid")
-MOST_EXPERTS = 2**18  # of all layers together; no model comes near to it
+MAX_EXPERTS = 2**18  # of all layers together; no model comes near to it
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def check_moe(config: MoeFields, pattern: str) -> None:
         return
     if experts is None:
         raise ConfigError(f"pattern {pattern!r} has MoE layers (E), which need --num-experts")
-    layers, most = pattern.count("E"), MOST_EXPERTS // pattern.count("E")
+    layers, most = pattern.count("E"), MAX_EXPERTS // pattern.count("E")
     require(
         experts <= most,
         f"--num-experts {experts} in each of {layers} layers are too many; at most {most} would do",

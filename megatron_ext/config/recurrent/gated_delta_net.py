@@ -44,7 +44,7 @@ def _check_values(config: GatedDeltaNetFields) -> None:
 
 
 def _mixer_params(config: GatedDeltaNetFields) -> Mapping[str, object]:
-    return {"norm_epsilon": config.linear_norm_epsilon, "most_strength": 2.0 if config.linear_allow_neg_eigval else 1.0}
+    return {"norm_epsilon": config.linear_norm_epsilon, "max_strength": 2.0 if config.linear_allow_neg_eigval else 1.0}
 
 
 def _parameter_count(config: GatedDeltaNetFields) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megatron_ext.engine.result import Score, StepResult
-from megatron_ext.mcore.programs.buckets import MOST_LISTED
+from megatron_ext.mcore.programs.buckets import MAX_LISTED
 from megatron_ext.mcore.programs.input_buffers import AsyncModelOutput, Layout, PendingOutput
 from megatron_ext.scheduling.step import ScheduledChunk
 
@@ -27,7 +27,7 @@ class OutputRow:
 
 def output_layout(rows: int, vocabulary: int) -> Layout:
     """Everything that a step of so many rows may be asked."""
-    listed = (rows, min(MOST_LISTED, vocabulary))
+    listed = (rows, min(MAX_LISTED, vocabulary))
     shapes = {"tokens": (rows,), "log_probs": (rows,), "best": listed, "best_log_probs": listed}
     return Layout(shapes, frozenset({"log_probs", "best_log_probs"}))
 

@@ -21,7 +21,7 @@ CUTS = 3
 """States that one prefill may be cut at inside a step, beside its end."""
 COPIES = 4
 """Live states that a decode step copies into snapshots itself; what is beyond that is copied behind it."""
-MOST_LISTED = 20
+MAX_LISTED = 20
 """Best tokens that a program lists of each row, as many as OpenAI's interface has at most."""
 
 
@@ -150,8 +150,8 @@ def why_eager(step: ScheduledStep) -> str | None:
     for sampling in (chunk.sampling for chunk in step.chunks):
         if sampling is None:
             continue
-        if sampling.top_n is not None and sampling.top_n > MOST_LISTED:
-            return f"log-probs of more than {MOST_LISTED} best tokens"
+        if sampling.top_n is not None and sampling.top_n > MAX_LISTED:
+            return f"log-probs of more than {MAX_LISTED} best tokens"
     return None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from megatron_ext.config import LARGEST_SIZE, MOST_LAYERS
+from megatron_ext.config import LARGEST_SIZE, MAX_LAYERS
 from megatron_ext.errors import ConfigError
 
 Fields = Mapping[str, object]  # of a decoded `config.json`, or `ModelConfig`
@@ -107,8 +107,8 @@ def size(fields: Fields, name: str) -> int:
 def layer_count(fields: Fields) -> int:
     """How many decoder layers there are."""
     count = size(fields, "num_hidden_layers")
-    if count > MOST_LAYERS:
-        raise ConfigError(f"config.json: num_hidden_layers = {count} is too large; at most {MOST_LAYERS} is supported")
+    if count > MAX_LAYERS:
+        raise ConfigError(f"config.json: num_hidden_layers = {count} is too large; at most {MAX_LAYERS} is supported")
     return count
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron.core.ssm.mamba_hybrid_layer_allocation import allocate_layers
 
-from megatron_ext.config import MOST_LAYERS, NORMALIZATIONS, POSITION_EMBEDDINGS, ModelConfig
+from megatron_ext.config import MAX_LAYERS, NORMALIZATIONS, POSITION_EMBEDDINGS, ModelConfig
 from megatron_ext.config.layers.pattern import read_pattern
 from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.models.native.directory import model_config
@@ -164,8 +164,8 @@ class _Arguments:
     def layers(self) -> int:
         """`num_layers`, of which there are not more than a model may have."""
         count = self.integer("num_layers")
-        if not 0 < count <= MOST_LAYERS:
-            self.refuse("num_layers", f"1 to {MOST_LAYERS}")
+        if not 0 < count <= MAX_LAYERS:
+            self.refuse("num_layers", f"1 to {MAX_LAYERS}")
         return count
 
     def share(self, name: str) -> float:

@@ -25,7 +25,7 @@ from megatron_ext.models.load import LoadedModel, checkpoint_config, fill_model
 from megatron_ext.models.megatron.checkpoint import is_dist_checkpoint, resolve_iteration, training_facts_of
 from megatron_ext.models.native.directory import has_header
 
-_MOST_FILES = 100_000  # of a checkpoint; a directory with more is none
+_MAX_FILES = 100_000  # of a checkpoint; a directory with more is none
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,8 @@ class WeightsRoot:
 def _entries(directory: Path) -> Iterator[str]:
     with os.scandir(directory) as entries:
         for count, entry in enumerate(entries):
-            if count >= _MOST_FILES:
-                raise ConfigError(f"{directory.name!r} has more than {_MOST_FILES} files and is no checkpoint")
+            if count >= _MAX_FILES:
+                raise ConfigError(f"{directory.name!r} has more than {_MAX_FILES} files and is no checkpoint")
             yield entry.path
 
 

@@ -7,7 +7,7 @@ neither on where a sequence is cut nor on what else the step computes.
 import triton
 import triton.language as tl
 
-from megatron_ext.ops.triton.registry import MOST_REGISTERS, STATE_TYPES, config, kernel
+from megatron_ext.ops.triton.registry import MAX_REGISTERS, STATE_TYPES, config, kernel
 
 WINDOWS = (2, 3, 4)
 
@@ -17,7 +17,7 @@ WINDOWS = (2, 3, 4)
     strides="x_row live_row channels",
     counts="rows sequences has_bias activate",
     types=STATE_TYPES,
-    configs=[config(registers=MOST_REGISTERS, WINDOW=window, ROWS=8, CHANNELS=128) for window in WINDOWS],
+    configs=[config(registers=MAX_REGISTERS, WINDOW=window, ROWS=8, CHANNELS=128) for window in WINDOWS],
 )
 def conv_prefill(
     x, weight, bias, y, live, seq_idx, cu_seqlens, slots, has_initial, x_row, live_row, channels, rows, sequences,
@@ -75,7 +75,7 @@ def _last_inputs(x, state, x_row, channel, begin, after, has_state, is_place, WI
     counts="kept",
     types=STATE_TYPES,
     configs=[
-        config(registers=MOST_REGISTERS, WINDOW=window, KEPT=triton.next_power_of_2(window - 1), CHANNELS=128)
+        config(registers=MAX_REGISTERS, WINDOW=window, KEPT=triton.next_power_of_2(window - 1), CHANNELS=128)
         for window in WINDOWS
     ],
 )
@@ -116,7 +116,7 @@ def conv_states(
     counts="has_bias activate",
     types=STATE_TYPES,
     configs=[
-        config(registers=MOST_REGISTERS, WINDOW=window, KEPT=triton.next_power_of_2(window - 1), CHANNELS=128)
+        config(registers=MAX_REGISTERS, WINDOW=window, KEPT=triton.next_power_of_2(window - 1), CHANNELS=128)
         for window in WINDOWS
     ],
 )

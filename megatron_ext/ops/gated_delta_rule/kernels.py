@@ -19,9 +19,9 @@ import triton
 import triton.language as tl
 
 from megatron_ext.ops.triton.device import find_piece, next_kept, product, store_kept
-from megatron_ext.ops.triton.registry import FLOATS, MOST_REGISTERS, STATE_TYPES, config, kernel
+from megatron_ext.ops.triton.registry import FLOATS, MAX_REGISTERS, STATE_TYPES, config, kernel
 
-MOST_ODD_KEYS = 64  # of more, elements that are loaded one by one take more registers than there are
+MAX_ODD_KEYS = 64  # of more, elements that are loaded one by one take more registers than there are
 TILES = dict(zip(FLOATS, (16, 32, 32), strict=True))  # tokens; products in full fp32 have no registers for more
 CHANNELS = dict(zip(FLOATS, (16, 32, 32), strict=True))  # of keys at once in `delta_tiles`
 WARPS = dict(zip(FLOATS, ((8, 8), (4, 4), (8, 8)), strict=True))  # of 64 and 128 keys: as few as have the registers
@@ -115,7 +115,7 @@ def fading(elapsed, count, lengths, TILE: tl.constexpr):
     scalars="scale",
     types=INPUTS,
     configs=[
-        config(TILE=tile, CHANNELS=CHANNELS[one], only=(one,), registers=MOST_REGISTERS) for one, tile in TILES.items()
+        config(TILE=tile, CHANNELS=CHANNELS[one], only=(one,), registers=MAX_REGISTERS) for one, tile in TILES.items()
     ],
 )
 def delta_tiles(
@@ -219,8 +219,8 @@ def load_tile(
             V=16,
             num_warps=warps,
             only=(one,),
-            registers=MOST_REGISTERS,
-            aligned=keys > MOST_ODD_KEYS,
+            registers=MAX_REGISTERS,
+            aligned=keys > MAX_ODD_KEYS,
         )
         for one, tile in TILES.items()
         for keys, warps in zip((16, 32, 64, 128), (4, 4, *WARPS[one]), strict=True)

@@ -23,7 +23,7 @@ from megatron_ext.ops.triton.launching import (
 from megatron_ext.ops.triton.registry import Argument, Config, Kernel
 from megatron_ext.ops.varlen import PackedChunks
 
-MOST_KEYS = 128
+MAX_KEYS = 128
 SCALES = ("key_lengths", "reads", "asks", "writes", "fades")
 """What `delta_tiles` says of each token and head, [T, H] each."""
 
@@ -32,9 +32,9 @@ def _lacks(q: Tensor, k: Tensor, v: Tensor, live: Tensor) -> str | None:
     """Why there is no kernel for these; None if there is one."""
     from megatron_ext.ops.gated_delta_rule import kernels
 
-    if q.shape[-1] > MOST_KEYS:
-        return f"the gated delta rule has no kernel for keys of {q.shape[-1]} channels, but for {MOST_KEYS} at most"
-    if q.shape[-1] > kernels.MOST_ODD_KEYS and not _is_aligned(q, k, v):
+    if q.shape[-1] > MAX_KEYS:
+        return f"the gated delta rule has no kernel for keys of {q.shape[-1]} channels, but for {MAX_KEYS} at most"
+    if q.shape[-1] > kernels.MAX_ODD_KEYS and not _is_aligned(q, k, v):
         return (
             f"the gated delta rule has no kernel for {q.shape[-1]} and {v.shape[-1]} channels, but for multiples of 16"
         )

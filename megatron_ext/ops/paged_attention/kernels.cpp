@@ -124,7 +124,7 @@ struct Many {
 template <int NV = 1, typename F>
 void with_way(int64_t rows, const F& f) {
   if (rows <= FEW) return f(Few());
-  if constexpr (NV < MOST_VECTORS) {
+  if constexpr (NV < MAX_VECTORS) {
     if (rows > NV * W) return with_way<NV + 1>(rows, f);
   }
   f(Many<NV>());

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from megatron_ext.ops.triton.device import find_piece, product
-from megatron_ext.ops.triton.registry import FLOATS, MOST_REGISTERS, config, kernel
+from megatron_ext.ops.triton.registry import FLOATS, MAX_REGISTERS, config, kernel
 
 SPAN = 512  # keys of a program of `paged_decode_split`, always: what a decode gets depends on its own keys only
 ROWS_OF_SPLIT = 16  # the fewest that a matrix product takes
@@ -41,7 +41,7 @@ MANY = {
         (NARROW, 256, 32, 32, 4, None),
         (WIDE, 16, 64, 32, 4, None),
         (WIDE, 32, 32, 32, 4, None),
-        (WIDE, 64, 32, 32, 8, MOST_REGISTERS),
+        (WIDE, 64, 32, 32, 8, MAX_REGISTERS),
         (WIDE, 128, 32, 32, 8, None),
         (WIDE, 256, 32, 16, 8, None),
     )
@@ -276,7 +276,7 @@ def paged_decode_split(
 @kernel(
     pointers={"T": "out", "fp32": "sums parts", "i64": "cu_seqlens_q seqlens_k"},
     strides="head_size",
-    counts="most_queries spans window",
+    counts="max_queries spans window",
     types=TYPES,
     configs=tuple(SUMS.values()),
 )
@@ -286,7 +286,7 @@ def merge_splits(
     out,
     cu_seqlens_q,
     seqlens_k,
-    most_queries,
+    max_queries,
     spans,
     window,
     head_size,
@@ -294,12 +294,12 @@ def merge_splits(
     TILE: tl.constexpr,
     DP: tl.constexpr,
 ):
-    """Merge what `paged_decode_split` left into one softmax; the grid is (S * most_queries, query heads).
+    """Merge what `paged_decode_split` left into one softmax; the grid is (S * max_queries, query heads).
 
     Rows without keys are zeros.
     """
-    sequence = tl.program_id(0) // most_queries
-    query = tl.program_id(0) % most_queries
+    sequence = tl.program_id(0) // max_queries
+    query = tl.program_id(0) % max_queries
     first_query = tl.load(cu_seqlens_q + sequence)
     queries = (tl.load(cu_seqlens_q + sequence + 1) - first_query).to(tl.int32)
     if query < queries:

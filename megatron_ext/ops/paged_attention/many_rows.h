@@ -10,8 +10,8 @@
 
 namespace megatron_ext::attention {
 
-constexpr int MOST_VECTORS = W >= 16 ? 4 : 2;  // of a tile; what registers hold
-constexpr int64_t LANES = MOST_VECTORS * W;    // rows of a tile
+constexpr int MAX_VECTORS = W >= 16 ? 4 : 2;  // of a tile; what registers hold
+constexpr int64_t LANES = MAX_VECTORS * W;    // rows of a tile
 
 struct ManyRows {
   int64_t head_size;

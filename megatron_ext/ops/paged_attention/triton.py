@@ -21,7 +21,7 @@ from megatron_ext.ops.paged_attention.batch import PagedBatch
 from megatron_ext.ops.triton.grids import tile_count
 from megatron_ext.ops.triton.launching import own_rows, rows_of, say_reference_computes
 
-MOST_CHANNELS = 256
+MAX_CHANNELS = 256
 NO_WINDOW = 1 << 30  # tokens; more than any sequence has
 
 
@@ -105,8 +105,8 @@ def _lacks(q: Tensor, key_cache: Tensor, value_cache: Tensor) -> str | None:
         return f"paged attention has no kernel for queries of {q.dtype} and keys of {key_cache.dtype}"
     if not own_rows(key_cache) or key_cache.stride() != value_cache.stride():
         return "paged attention has no kernel for keys and values whose blocks are laid out differently"
-    if q.shape[2] > MOST_CHANNELS:
-        return f"paged attention has no kernel for heads of {q.shape[2]} channels, but for {MOST_CHANNELS} at most"
+    if q.shape[2] > MAX_CHANNELS:
+        return f"paged attention has no kernel for heads of {q.shape[2]} channels, but for {MAX_CHANNELS} at most"
     if not _is_aligned(q, key_cache, value_cache):
         return f"paged attention has no kernel for heads of {q.shape[2]} channels, but for multiples of 16"
     return _kernels().paged_prefill.lacks(T=q.dtype)
@@ -148,8 +148,8 @@ def _attend_few(call: _Call, out: Tensor) -> None:
     """Queries of the first sequences."""
     kernels, batch, few = _kernels(), call.batch, call.batch.num_decode
     chosen, adding = kernels.FEW[call.shape], kernels.SUMS[call.shape[1]]
-    most_queries, heads, channels = max(batch.query_lengths[:few]), *call.q.shape[1:]
-    tiles = -(-most_queries * call.group_size // kernels.ROWS_OF_SPLIT)
+    max_queries, heads, channels = max(batch.query_lengths[:few]), *call.q.shape[1:]
+    tiles = -(-max_queries * call.group_size // kernels.ROWS_OF_SPLIT)
     spans = max(1, -(-batch.block_table.shape[1] * batch.block_size // kernels.SPAN))
     tokens = sum(batch.query_lengths[:few])
     sums = torch.empty(tokens, heads, spans, 2, dtype=torch.float32, device=out.device)
@@ -158,11 +158,11 @@ def _attend_few(call: _Call, out: Tensor) -> None:
     grid = (few * tiles, call.key_cache.shape[2], spans)
     kernels.paged_decode_split.launch(grid, chosen, **(call.arguments() | lengths), tiles=tiles)
     kernels.merge_splits.launch(
-        (few * most_queries, heads),
+        (few * max_queries, heads),
         adding,
         **lengths,
         out=out,
-        most_queries=most_queries,
+        max_queries=max_queries,
         spans=spans,
         window=call.window,
         head_size=channels,

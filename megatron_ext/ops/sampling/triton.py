@@ -14,7 +14,7 @@ from megatron_ext.ops.transfer import to_device
 from megatron_ext.ops.triton.launching import rows_of, say_reference_computes
 from megatron_ext.ops.triton.registry import TYPE_NAMES
 
-MOST_WORDS = 1 << 22
+MAX_WORDS = 1 << 22
 """Of a vocabulary: so many masses are summed without overflow."""
 
 
@@ -22,8 +22,8 @@ def _lacks(logits: Tensor) -> str | None:
     """Why there is no kernel for these; None if there is one."""
     from megatron_ext.ops.sampling import kernels
 
-    if not 0 < logits.shape[1] <= MOST_WORDS:
-        return f"sampling has no kernel for {logits.shape[1]} words, but for 1 to {MOST_WORDS}"
+    if not 0 < logits.shape[1] <= MAX_WORDS:
+        return f"sampling has no kernel for {logits.shape[1]} words, but for 1 to {MAX_WORDS}"
     return kernels.draw_rows.lacks(T=logits.dtype)
 
 

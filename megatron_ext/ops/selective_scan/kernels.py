@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from megatron_ext.ops.triton.device import next_kept, store_kept
-from megatron_ext.ops.triton.registry import MOST_REGISTERS, STATE_TYPES, config, kernel
+from megatron_ext.ops.triton.registry import MAX_REGISTERS, STATE_TYPES, config, kernel
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 STATES = (16, 32, 64)
@@ -56,7 +56,7 @@ def _load_group(u, delta, B, C, u_row, delta_row, b_row, c_row, first, until, d,
     strides="u_row delta_row b_row c_row live_row snapshot_row channels state_size",
     counts="kept has_skip",
     types=STATE_TYPES,
-    configs=[config(registers=MOST_REGISTERS, num_warps=1, CHANNELS=256 // n, N=n, TOKENS=GROUP) for n in STATES],
+    configs=[config(registers=MAX_REGISTERS, num_warps=1, CHANNELS=256 // n, N=n, TOKENS=GROUP) for n in STATES],
 )
 def selective_prefill(
     u, delta, A, B, C, D, y, live, snapshots, cu_seqlens, slots, kept_slots, kept_sequences, kept_tokens,
@@ -110,7 +110,7 @@ def selective_prefill(
     strides="u_row delta_row b_row c_row live_row channels state_size",
     counts="has_skip",
     types=STATE_TYPES,
-    configs=[config(registers=MOST_REGISTERS, CHANNELS=2048 // n, N=n) for n in STATES],
+    configs=[config(registers=MAX_REGISTERS, CHANNELS=2048 // n, N=n) for n in STATES],
 )
 def selective_decode(
     u, delta, A, B, C, D, y, live, slots, u_row, delta_row, b_row, c_row, live_row, channels, state_size, has_skip,

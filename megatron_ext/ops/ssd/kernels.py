@@ -4,7 +4,7 @@ A program has TILE tokens of one head at a time, and P of its channels with all 
 the sequence's first token of the step to its last. Where states are kept on the way is nothing to the tiles, so outputs
 do not depend on it; where a sequence is cut at multiples of TILE neither do they, nor the states, to the bit.
 
-Outputs and states are sums over the N states, so a head of many of them is shared by programs of `MOST_STATES` each,
+Outputs and states are sums over the N states, so a head of many of them is shared by programs of `MAX_STATES` each,
 whose outputs the caller adds.
 
 Products are of fp32 numbers: on tensor cores with inputs of 16 bits, in tf32, whose rounding is finer than or equal to
@@ -15,10 +15,10 @@ import triton
 import triton.language as tl
 
 from megatron_ext.ops.triton.device import next_kept, store_kept
-from megatron_ext.ops.triton.registry import FLOATS, MOST_REGISTERS, STATE_TYPES, config, kernel
+from megatron_ext.ops.triton.registry import FLOATS, MAX_REGISTERS, STATE_TYPES, config, kernel
 
 TILE = 16
-MOST_STATES = 128
+MAX_STATES = 128
 NARROW = FLOATS[1:]
 
 
@@ -56,12 +56,12 @@ def _outputs(x, b, c, dt, elapsed, state, IS_WIDE: tl.constexpr, TILE: tl.conste
     types=[{**types, "Y": y} for types in STATE_TYPES for y in dict.fromkeys((types["T"], FLOATS[0]))],
     configs=[
         *(
-            config(registers=MOST_REGISTERS, num_warps=8, only=FLOATS[:1], TILE=TILE, P=16, N=n)
-            for n in (16, 32, 64, MOST_STATES)
+            config(registers=MAX_REGISTERS, num_warps=8, only=FLOATS[:1], TILE=TILE, P=16, N=n)
+            for n in (16, 32, 64, MAX_STATES)
         ),
-        *(config(registers=MOST_REGISTERS, only=NARROW, TILE=TILE, P=16, N=n) for n in (16, 32, 64, MOST_STATES)),
+        *(config(registers=MAX_REGISTERS, only=NARROW, TILE=TILE, P=16, N=n) for n in (16, 32, 64, MAX_STATES)),
     ],
-    fits=lambda config, types: types["Y"] == types["T"] or config["N"] == MOST_STATES,
+    fits=lambda config, types: types["Y"] == types["T"] or config["N"] == MAX_STATES,
 )
 def ssd_prefill(
     x, dt, A, B, C, D, y, live, snapshots, cu_seqlens, slots, kept_slots, kept_sequences, kept_tokens, has_initial,
@@ -127,11 +127,11 @@ def ssd_prefill(
     counts="heads heads_per_group has_skip",
     types=STATE_TYPES,
     configs=[
-        config(registers=MOST_REGISTERS, P=32, N=16),
-        config(registers=MOST_REGISTERS, P=32, N=32),
-        config(registers=MOST_REGISTERS, P=32, N=64),
-        config(registers=MOST_REGISTERS, P=16, N=128),
-        config(registers=MOST_REGISTERS, P=8, N=256),
+        config(registers=MAX_REGISTERS, P=32, N=16),
+        config(registers=MAX_REGISTERS, P=32, N=32),
+        config(registers=MAX_REGISTERS, P=32, N=64),
+        config(registers=MAX_REGISTERS, P=16, N=128),
+        config(registers=MAX_REGISTERS, P=8, N=256),
     ],
 )
 def ssd_decode(

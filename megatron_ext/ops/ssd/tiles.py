@@ -17,7 +17,7 @@ from megatron_ext.ops.varlen import PackedChunks, PackedSequences
 
 WRITTEN_DOWN = {torch.bfloat16: torch.bfloat16, torch.float16: torch.float32}
 """Inputs -> states between the kernels. The largest states are more than fp16 holds."""
-MOST_HEADS = 8
+MAX_HEADS = 8
 """Heads that a program of outputs computes one after the other: they share B and C, and the products of the two."""
 
 
@@ -50,7 +50,7 @@ def prefill(arguments: Mapping[str, Argument], x: Tensor, B: Tensor, chunks: Pac
     sequences = ends.numel()
     tiles = rows // tile + 2 * sequences
     high, low, steps, weights = torch.empty(4, tiles, heads, tile, dtype=torch.float32, device=x.device)
-    runs = -(-(heads // groups) // MOST_HEADS)
+    runs = -(-(heads // groups) // MAX_HEADS)
     y = _outputs(x, chunks.sequences)
     given = {
         **arguments,

@@ -91,7 +91,7 @@ def prefill(
     if tiles.takes(x, B, C, chunks):
         return tiles.prefill(arguments, x, B, chunks)
     state_size = B.shape[2]
-    config = _config(kernels.ssd_prefill, x, min(state_size, kernels.MOST_STATES))
+    config = _config(kernels.ssd_prefill, x, min(state_size, kernels.MAX_STATES))
     parts, (rows, heads, head_dim) = -(-state_size // config["N"]), x.shape
     y = x.new_zeros(parts, rows, heads, head_dim, dtype=x.dtype if parts == 1 else torch.float32)
     kernels.ssd_prefill.launch(

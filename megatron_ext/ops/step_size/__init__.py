@@ -25,7 +25,7 @@ def step_sizes(dt: Tensor, bias: Tensor, A_log: Tensor) -> tuple[Tensor, Tensor]
 
 
 def decays(
-    beta: Tensor, alpha: Tensor, bias: Tensor, A_log: Tensor, *, most_strength: float = 1.0
+    beta: Tensor, alpha: Tensor, bias: Tensor, A_log: Tensor, *, max_strength: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """What the gated delta rule is told, in fp32, [T, H] each. Differentiable.
 
@@ -34,12 +34,12 @@ def decays(
         alpha: [T, H].
         bias: [H].
         A_log: [H].
-        most_strength: With which a token overwrites what there was.
+        max_strength: With which a token overwrites what there was.
 
     Returns:
-        Logarithms of the decays, -exp(A_log) * softplus(alpha + bias), and strengths, most_strength * sigmoid(beta).
+        Logarithms of the decays, -exp(A_log) * softplus(alpha + bias), and strengths, max_strength * sigmoid(beta).
     """
-    return STEP_SIZE.choose(alpha).decays(beta, alpha, bias, A_log, most_strength=most_strength)
+    return STEP_SIZE.choose(alpha).decays(beta, alpha, bias, A_log, max_strength=max_strength)
 
 
 __all__ = ["STEP_SIZE", "decays", "step_sizes"]

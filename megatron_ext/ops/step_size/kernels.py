@@ -41,12 +41,12 @@ def step_sizes(dt, bias, A_log, sizes, rates, dt_row, heads, rows, BLOCK: tl.con
 @kernel(
     pointers={"T": "beta alpha bias", "A": "A_log", "fp32": "log_decays strengths"},
     strides="beta_row alpha_row heads",
-    scalars="most_strength",
+    scalars="max_strength",
     types=TYPES,
     configs=[config(BLOCK=256)],
 )
 def delta_decays(
-    beta, alpha, bias, A_log, log_decays, strengths, beta_row, alpha_row, heads, most_strength,
+    beta, alpha, bias, A_log, log_decays, strengths, beta_row, alpha_row, heads, max_strength,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Decays and strengths [rows, heads]; the grid is (rows, blocks of heads)."""
@@ -57,4 +57,4 @@ def delta_decays(
     rate = -tl.exp(tl.load(A_log + head, mask=is_head, other=0.0).to(tl.float32))
     tl.store(log_decays + at, rate * softplus(x), mask=is_head)
     strength = tl.sigmoid(tl.load(beta + row * beta_row + head, mask=is_head, other=0.0).to(tl.float32))
-    tl.store(strengths + at, strength * most_strength, mask=is_head)
+    tl.store(strengths + at, strength * max_strength, mask=is_head)

@@ -34,13 +34,13 @@ def step_sizes(dt: Tensor, bias: Tensor, A_log: Tensor) -> tuple[Tensor, Tensor]
 
 
 def decays(
-    beta: Tensor, alpha: Tensor, bias: Tensor, A_log: Tensor, *, most_strength: float = 1.0
+    beta: Tensor, alpha: Tensor, bias: Tensor, A_log: Tensor, *, max_strength: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """See the package."""
     sizes, rates = step_sizes(alpha, bias, A_log)
     strength = beta.float().sigmoid()
-    if most_strength != 1.0:
-        strength = strength * most_strength
+    if max_strength != 1.0:
+        strength = strength * max_strength
     return rates * sizes, strength
 
 

@@ -48,13 +48,13 @@ def step_sizes(dt: Tensor, bias: Tensor, A_log: Tensor) -> tuple[Tensor, Tensor]
 
 
 def decays(
-    beta: Tensor, alpha: Tensor, bias: Tensor, A_log: Tensor, *, most_strength: float = 1.0
+    beta: Tensor, alpha: Tensor, bias: Tensor, A_log: Tensor, *, max_strength: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """See the package."""
     lack = _lacks(alpha, A_log, beta, bias)
     if lack is not None:
         say_reference_computes(lack)
-        return reference.decays(beta, alpha, bias, A_log, most_strength=most_strength)
+        return reference.decays(beta, alpha, bias, A_log, max_strength=max_strength)
     from megatron_ext.ops.step_size import kernels
 
     beta, alpha, (config,) = rows_of(beta), rows_of(alpha), kernels.delta_decays.configs
@@ -71,7 +71,7 @@ def decays(
         beta_row=beta.stride(0),
         alpha_row=alpha.stride(0),
         heads=alpha.shape[1],
-        most_strength=most_strength,
+        max_strength=max_strength,
     )
     return log_decays, strengths
 

@@ -36,7 +36,7 @@ STATE_TYPES: tuple[Types, ...] = tuple(
     for states in (FLOATS if inputs == FLOATS[0] else (FLOATS[0], inputs))
 )
 """Inputs T and states S that operators with states take: states of fp32, or of the inputs' type; of any with fp32."""
-MOST_REGISTERS = 255
+MAX_REGISTERS = 255
 """Of a thread: all that it can have."""
 WHEREVER = ("i64", "i1")
 """Types of tensors that say where things lie and how many there are. They are views of one buffer, whose parts begin

@@ -35,11 +35,11 @@ def rows(compiled: Iterable[Row]) -> list[Row]:
     for one in compiled:
         key = (one.kernel, one.config, one.arch)
         other = found.get(key)
-        found[key] = one if other is None else _most(one, other)
+        found[key] = one if other is None else _max(one, other)
     return list(found.values())
 
 
-def _most(one: Row, other: Row) -> Row:
+def _max(one: Row, other: Row) -> Row:
     return Row(
         one.kernel,
         one.config,

@@ -63,7 +63,7 @@ async def create_chat_completion(body: ChatRequest, request: Request, serving: S
         body.n or 1,
         has_scores=bool(body.logprobs),
         shows_ids=bool(body.return_token_ids),
-        most_calls=body.most_calls,
+        max_calls=body.max_calls,
     )
     return await _answer(request, serving, body, specs, builder)
 

@@ -11,7 +11,7 @@ from pydantic import Field, PlainValidator, model_validator
 
 from megatron_ext.server.body import JsonRoute
 from megatron_ext.server.errors import ApiError
-from megatron_ext.server.fields import MOST_MESSAGES, Body, Text
+from megatron_ext.server.fields import MAX_MESSAGES, Body, Text
 from megatron_ext.server.protocol import Message, TemplateFields
 from megatron_ext.server.queries import only_queries
 from megatron_ext.server.serving import ServerDependency, Serving
@@ -39,7 +39,7 @@ class TokenizeRequest(TemplateFields):
 
     model: str | None = None
     prompt: Text | None = None
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)] | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] | None = None
     add_special_tokens: bool | None = None  # of a prompt: those that its tokenizer adds; true unless given
     return_token_strs: bool | None = None
 

@@ -56,7 +56,7 @@ def test_every_phase_of_every_step(tmp_path):
 
 
 def test_the_first_steps_only(tmp_path, monkeypatch):
-    monkeypatch.setattr(profiling, "MOST_STEPS", 3)
+    monkeypatch.setattr(profiling, "MAX_STEPS", 3)
     engine = tiny_engine()
     with profiled(engine, str(tmp_path)):
         assert run(engine, 8) > 3

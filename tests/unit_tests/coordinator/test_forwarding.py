@@ -12,7 +12,7 @@ import pytest
 from megatron_ext.coordinator.forwarding import whole_events
 from megatron_ext.coordinator.member import Status
 from megatron_ext.coordinator.replica_client import Address, Call, CallFailed, Whole
-from megatron_ext.coordinator.retries import MOST_LOST, Retries
+from megatron_ext.coordinator.retries import MAX_LOST, Retries
 from megatron_ext.server.errors import ApiError
 from tests.unit_tests.support.fleet import (
     EVENTS,
@@ -284,12 +284,12 @@ class TestLost:
             assert known == {chosen.url: 0, other.url: 10}
 
     async def test_a_request_that_replicas_die_of_is_not_given_to_all(self):
-        async with fleet(MOST_LOST + 2) as (front, fakes):
+        async with fleet(MAX_LOST + 2) as (front, fakes):
             for fake in fakes:
                 fake.behave = dies
             answer = await front.complete()
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, "replica_lost")
-            assert sum(generations(fakes)) == MOST_LOST
+            assert sum(generations(fakes)) == MAX_LOST
 
     async def test_a_client_that_leaves_ends_the_request(self):
         async def never(fake, exchange):
@@ -328,7 +328,7 @@ class TestFullAndFailing:
 
     async def test_replicas_that_refuse_do_not_use_up_the_tries(self):
         """TE-6: a replica that refuses with 503 has computed nothing: as many as there are may do so."""
-        async with fleet(MOST_LOST + 2) as (front, fakes):
+        async with fleet(MAX_LOST + 2) as (front, fakes):
             for fake in fakes:
                 fake.behave = error(503, "server_asleep")
             await front.complete()
@@ -420,10 +420,10 @@ class TestParts:
     def test_only_what_a_replica_may_have_died_of_counts_as_lost(self):
         """TE-6: a connection that was refused reached nothing."""
         retries = Retries()
-        for number in range(MOST_LOST + 1):
+        for number in range(MAX_LOST + 1):
             retries.lost(f"gone {number}", CallFailed("no connection", has_reached=False))
         assert retries.may_go_on
-        for number in range(MOST_LOST):
+        for number in range(MAX_LOST):
             assert retries.may_go_on
             retries.lost(f"dead {number}", CallFailed("it broke off", has_reached=True))
         assert not retries.may_go_on
@@ -432,7 +432,7 @@ class TestParts:
         """TE-6: a replica that was full does not make a wait of a request that was given up."""
         retries = Retries()
         assert retries.goes_elsewhere("full", Whole(429, [], b"{}"))
-        for number in range(MOST_LOST):
+        for number in range(MAX_LOST):
             retries.lost(f"dead {number}", CallFailed("it broke off", has_reached=True))
         with pytest.raises(ApiError) as refused:
             retries.verdict()

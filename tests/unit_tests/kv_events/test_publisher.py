@@ -150,7 +150,7 @@ def test_broken_requests_are_left_out(world):
 
 def test_who_does_not_read_delays_nobody(monkeypatch):
     """RP-1: a stopped subscriber and a stopped asker lose batches; steps and other readers do not."""
-    monkeypatch.setattr(publisher, "MOST_UNREAD", 4)
+    monkeypatch.setattr(publisher, "MAX_UNREAD", 4)
     world = World()
     world.start()
     stopped, lazy = world.subscriber(unread=1), world.asker()

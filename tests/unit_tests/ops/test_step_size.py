@@ -58,7 +58,7 @@ def test_decays_equal_their_formulas(dtype: torch.dtype) -> None:
     """CU-1, CU-2."""
     wide, bias, log = numbers(4, 27, dtype=dtype), numbers(7, dtype=dtype), numbers(7, dtype=dtype)
     beta, alpha = wide[:, :7], wide[:, 8:15]
-    found, strengths = decays(beta, alpha, bias, log, most_strength=2.0)
+    found, strengths = decays(beta, alpha, bias, log, max_strength=2.0)
     assert_right(found, -log.double().exp() * softplus(alpha.float() + bias.float()))
     assert_right(strengths, 2 * beta.double().sigmoid())
     with pytest.raises(AssertionError):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 
 from megatron_ext.config import EvictionPolicyName
-from megatron_ext.prefix_cache.ghosts import MOST_GHOSTS, Ghosts
+from megatron_ext.prefix_cache.ghosts import MAX_GHOSTS, Ghosts
 from megatron_ext.scheduling.placement import ProvisionalRules
 from megatron_ext.scheduling.scheduler import Scheduler
 from tests.unit_tests.scheduling.builders import add, make_limits, request_of, step
@@ -87,7 +87,7 @@ def test_only_so_much_is_remembered():
     assert len(ghosts) == 6
     assert ghosts.lost(3, [bytes([0])], 0, 0, 2, None).for_blocks == 0  # the oldest is forgotten
     assert ghosts.lost(3, [bytes([9])], 0, 0, 2, None).for_blocks == 2
-    assert MOST_GHOSTS <= 2**16
+    assert MAX_GHOSTS <= 2**16
 
 
 def test_slots_that_were_missing():

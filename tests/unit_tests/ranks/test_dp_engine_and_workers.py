@@ -87,7 +87,7 @@ class LedMachine(RuleBasedStateMachine):
     @initialize(data=st.data())
     def build(self, data: st.DataObject) -> None:
         max_requests = data.draw(st.sampled_from([4, 2, 1]), "max_requests")
-        most_drafts, draft_states = (0, 0) if self.DRAFTS is None else data.draw(self.DRAFTS, "drafts")
+        max_drafts, draft_states = (0, 0) if self.DRAFTS is None else data.draw(self.DRAFTS, "drafts")
         limits = SchedulerLimits(
             block_size=data.draw(st.sampled_from([2, 4]), "block_size"),
             total_blocks=data.draw(st.integers(2, 16), "total_blocks"),
@@ -96,7 +96,7 @@ class LedMachine(RuleBasedStateMachine):
             max_tokens=max_requests + data.draw(st.integers(0, 8), "spare tokens"),
             max_sequence_length=40,
             chunked_prefill=data.draw(st.booleans(), "chunked_prefill"),
-            most_drafts=most_drafts,
+            max_drafts=max_drafts,
             draft_states=draft_states,
         )
         policy = data.draw(st.sampled_from(EvictionPolicyName), "policy")

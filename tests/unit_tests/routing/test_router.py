@@ -69,7 +69,7 @@ def test_alpha_weighs_affinity_against_load(alpha, replica, reason):
     hold(router, "0", 96)
     busy(router, "0", 200)
     decision = router.route(router.prompt(range(100)))
-    assert (decision.replica, decision.most_skipped, decision.reason) == (replica, 96, reason)
+    assert (decision.replica, decision.max_skipped, decision.reason) == (replica, 96, reason)
 
 
 def test_with_states_only_snapshots_count():
@@ -122,7 +122,7 @@ def test_one_who_leaves_is_forgotten():
 
 def test_who_is_full_or_draining_gets_nothing():
     """RP-2: and where all are, there is no decision."""
-    router = fleet(count=2, most_requests=1)
+    router = fleet(count=2, max_requests=1)
     prompt = router.prompt(range(8))
     for request in ("a", "b"):
         router.began(request, router.route(prompt), prompt)

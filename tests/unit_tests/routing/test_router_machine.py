@@ -81,7 +81,7 @@ class RouterMachine(RuleBasedStateMachine):
     def join(self, size: int, has_states: bool, most: int | None) -> None:
         name = f"replica {self.names}"
         self.names += 1
-        self.router.join(name, size, has_states=has_states, most_requests=most)
+        self.router.join(name, size, has_states=has_states, max_requests=most)
         number = next(i for i in range(9) if i not in {copy.number for copy in self.copies.values()})
         given = min((copy.given for copy in self.copies.values()), default=0)
         self.copies[name] = Copy(size, has_states, most, given=given, number=number)

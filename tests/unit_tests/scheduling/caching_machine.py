@@ -30,7 +30,7 @@ from tests.unit_tests.scheduling.builders import frozen
 from tests.unit_tests.scheduling.cache_model import Key, Memory, Owner, World
 
 MAX_LENGTH = 30
-MOST_ALIVE = 6  # at a time: more only take longer
+MAX_ALIVE = 6  # at a time: more only take longer
 WORDS = st.lists(st.integers(0, 1), min_size=1, max_size=10)
 # salt, opted out, prompt log-probs asked for
 KINDS = st.sampled_from([(None, False, False)] * 5 + [("x", False, False), (None, True, False), (None, False, True)])
@@ -108,7 +108,7 @@ class CachingMachine(RuleBasedStateMachine):
             return_log_probs=wants_scores,
         )
         request = Request(Submission(self.arrivals, tuple(tokens), params, arrival=self.arrivals, seed=0))
-        if check_admissible(request, self.limits) is not None or len(self.alive()) == MOST_ALIVE:
+        if check_admissible(request, self.limits) is not None or len(self.alive()) == MAX_ALIVE:
             return
         self.arrivals += 1
         self.scheduler.add(request)

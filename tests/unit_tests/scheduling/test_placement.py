@@ -7,9 +7,9 @@ from itertools import combinations
 
 import pytest
 
-from megatron_ext.prefix_cache.divergence import MAX_DIVERGENCES, MOST_DEPTHS, Divergences
+from megatron_ext.prefix_cache.divergence import MAX_DEPTHS, MAX_DIVERGENCES, Divergences
 from megatron_ext.scheduling import placement
-from megatron_ext.scheduling.placement import ProvisionalRules, most_saved, place
+from megatron_ext.scheduling.placement import ProvisionalRules, best_depths, place
 
 RULES = ProvisionalRules()
 
@@ -34,7 +34,7 @@ def test_nothing_saves_more():
     for _ in range(300):
         first, depths, weights, count = a_case(source)
         best = max(saved(first, depths, weights, list(one)) for one in combinations(depths, count))
-        found = most_saved(first, depths, weights, count)
+        found = best_depths(first, depths, weights, count)
         assert len(found) == len(set(found)) == count
         assert found == sorted(found)
         assert saved(first, depths, weights, found) == best
@@ -89,6 +89,6 @@ def test_the_record_is_bounded_and_seldom_changes():
     for number in range(2 * MAX_DIVERGENCES):
         divergences.note(number)
         seen.append(divergences.shown)
-    assert len(divergences.shown) == MOST_DEPTHS
+    assert len(divergences.shown) == MAX_DEPTHS
     assert all(depth >= MAX_DIVERGENCES for depth, _ in divergences.shown)
     assert len(set(seen)) <= 2 * MAX_DIVERGENCES // 8 + 1

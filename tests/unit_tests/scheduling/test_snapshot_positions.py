@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 
 from megatron_ext.prefix_cache.hash_chain import block_digests, root_digest
-from megatron_ext.scheduling.snapshot_positions import common_blocks, cut_aligned, most_snapshots, prefill_positions
+from megatron_ext.scheduling.snapshot_positions import common_blocks, cut_aligned, max_snapshots, prefill_positions
 
 BLOCK = 4
 
@@ -103,10 +103,10 @@ def test_no_prompt_leaves_more_than_the_estimate(length: int, budgets: list[int]
         else:
             left |= set(prefill_positions(start, end, length, shared_end, BLOCK))
         start = end
-    assert len(left) + 1 <= most_snapshots(length, BLOCK, is_aligned=is_aligned)
+    assert len(left) + 1 <= max_snapshots(length, BLOCK, is_aligned=is_aligned)
 
 
 def test_the_estimate_is_not_wild():
-    assert most_snapshots(3, BLOCK, is_aligned=False) == 1
-    assert most_snapshots(100, BLOCK, is_aligned=False) == 4
-    assert most_snapshots(100, BLOCK, is_aligned=True) == 25 + 1
+    assert max_snapshots(3, BLOCK, is_aligned=False) == 1
+    assert max_snapshots(100, BLOCK, is_aligned=False) == 4
+    assert max_snapshots(100, BLOCK, is_aligned=True) == 25 + 1

@@ -15,11 +15,11 @@ from megatron_ext.scheduling.request_rng import RequestRng
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.step import describe_step
 from megatron_ext.scheduling.submission import Submission
-from megatron_ext.scheduling.verification import accepted_tokens, most_drafts
+from megatron_ext.scheduling.verification import accepted_tokens, max_drafts
 from megatron_ext.speculation.proposals import DraftError, Proposals
 from tests.unit_tests.scheduling.builders import make_limits
 
-DRAFTS = {"most_drafts": 3, "draft_states": 12}
+DRAFTS = {"max_drafts": 3, "draft_states": 12}
 
 
 def decoding(prompt: int = 5, *, slots: int | None = None, policy: object = None, **limits: object):
@@ -96,11 +96,11 @@ class TestLimits:
     )
     def test_by_hand(self, params, limits, expected):
         scheduler, request = decoding(slots=4, policy=EvictionPolicyName.LRU, params=params, **limits)
-        assert most_drafts(request, scheduler.limits) == expected
+        assert max_drafts(request, scheduler.limits) == expected
 
     def test_without_keys_no_boundary_matters(self):
         scheduler, request = decoding(aligned_chunks=True)
-        assert most_drafts(request, scheduler.limits) == 3
+        assert max_drafts(request, scheduler.limits) == 3
 
     @pytest.mark.parametrize(
         ("limits", "expected"),

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 LIVES = 40  # seeds of each kind
 STEPS = 60
-MOST_ALIVE = 30
+MAX_ALIVE = 30
 
 
 class Life:
@@ -98,7 +98,7 @@ class Life:
     def run(self) -> None:
         for _ in range(STEPS):
             for _ in range(self.random.choice([0] * 9 + [1, 10])):
-                if len(self.scheduler.queues) < MOST_ALIVE:
+                if len(self.scheduler.queues) < MAX_ALIVE:
                     self.arrive()
             self.disturb()
             self.step()

@@ -178,7 +178,7 @@ class TestParts:
         assert caught.value.error_count() == 2
 
     def test_lists_and_objects_are_counted_before_they_are_made(self, tiny, monkeypatch):
-        monkeypatch.setattr(bodies, "MOST_CONTAINERS", 50)
+        monkeypatch.setattr(bodies, "MAX_CONTAINERS", 50)
         for key, count in (("metadata", 63), ("prompt", 62)):
             many = tiny.http.post(COMPLETIONS, json=GOOD | {key: [{}] * 60})
             assert f"{count} lists and objects; at most 50" in check_error(many, 400)["message"]
@@ -195,7 +195,7 @@ class TestParts:
         ],
     )
     def test_brackets_in_strings_are_none(self, monkeypatch, body, count):
-        monkeypatch.setattr(bodies, "MOST_CONTAINERS", 3)
+        monkeypatch.setattr(bodies, "MAX_CONTAINERS", 3)
         assert bodies.count_containers(body) == count
 
 

@@ -20,7 +20,7 @@ from uvicorn.server import ServerState
 from megatron_ext.config import ServerConfig, ServerLimits
 from megatron_ext.errors import ConfigError
 from megatron_ext.server import connections as guarded
-from megatron_ext.server.connections import SPARE_FILES, Connections, GuardedProtocol, most_connections
+from megatron_ext.server.connections import SPARE_FILES, Connections, GuardedProtocol, effective_max_connections
 from megatron_ext.server.run import bind
 from megatron_ext.server.serving import Serving
 from tests.unit_tests.server.test_errors import COMPLETIONS, check_alive
@@ -123,7 +123,7 @@ class TestCap:
         with sockets(capped, 5 * MOST):
             assert httpx.get(f"{capped.url}/health", timeout=PATIENCE).status_code == 200
         lines = [record for record in caplog.records if record.name == guarded.__name__]
-        assert len(lines) <= guarded.BoundedRate()._most
+        assert len(lines) <= guarded.BoundedRate()._max
 
 
 async def test_a_client_that_reads_again_has_its_time_anew():
@@ -216,12 +216,12 @@ class TestFiles:
         monkeypatch.setattr(guarded.os, "listdir", lambda _: ["file"] * taken)
         for files, most in ((200, 200 - taken - SPARE_FILES), (10_000, 1024), (resource.RLIM_INFINITY, 1024)):
             monkeypatch.setattr(guarded.resource, "getrlimit", lambda _, files=files: (files, files))
-            assert most_connections(ServerLimits()) == most
+            assert effective_max_connections(ServerLimits()) == most
 
     def test_if_none_is_left_it_says_what_would_do(self, monkeypatch):
         monkeypatch.setattr(guarded.resource, "getrlimit", lambda _: (SPARE_FILES, SPARE_FILES))
         with pytest.raises(ConfigError, match=r"`ulimit -n` is 64.*raise it to 1\d\d\d for --max-connections 1024"):
-            most_connections(ServerLimits())
+            effective_max_connections(ServerLimits())
 
     def test_errors_of_accept_are_few_lines(self, monkeypatch, caplog):
         """Asyncio logs a traceback for each of 2,048 tries, second after second: 150 MB in 20 s."""

@@ -152,10 +152,10 @@ class TestTheRecentPast:
         assert (point.blocks, point.slots) == (200, 16)
         assert point.skipped_tokens == skipped
 
-    @pytest.mark.parametrize(("most_requests", "most_tokens", "kept"), [(3, 1000, 3), (100, 45, 4), (100, 9, 0)])
-    def test_bounded_by_requests_and_by_tokens(self, most_requests, most_tokens, kept):
+    @pytest.mark.parametrize(("max_requests", "max_tokens", "kept"), [(3, 1000, 3), (100, 45, 4), (100, 9, 0)])
+    def test_bounded_by_requests_and_by_tokens(self, max_requests, max_tokens, kept):
         """TE-6: the oldest go first, and what has gone takes no room."""
-        recent = RequestTrace(most_requests, most_tokens)
+        recent = RequestTrace(max_requests, max_tokens)
         for number in range(20):
             record = make_record(arrival_wall_time=float(number), prompt_tokens=(number,) * 8, generated_tokens=(1, 2))
             recent.note(record, None)

@@ -80,7 +80,7 @@ class TestBounds:
     @pytest.fixture(autouse=True)
     def small(self, monkeypatch):
         monkeypatch.setattr(ngram, "KEPT_TOKENS", 100)
-        monkeypatch.setattr(ngram, "MOST_AT_ONCE", 40)
+        monkeypatch.setattr(ngram, "MAX_AT_ONCE", 40)
 
     def test_each_gram_is_hashed_once(self, monkeypatch):
         hashed = []

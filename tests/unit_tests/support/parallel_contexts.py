@@ -29,7 +29,7 @@ from tests.unit_tests.support.spread import Whole, fill
 from tests.unit_tests.support.tokenizers import PieceTokenizer
 
 CPU = torch.device("cpu")
-MOST_STEPS = 2000
+MAX_STEPS = 2000
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def lead(engine: InferenceEngine, script: Script) -> Lived:
     records: dict[int, RequestRecord] = {}
     for name, *arguments in script.actions:
         _act(engine, name, arguments, records)
-    for _ in range(MOST_STEPS):
+    for _ in range(MAX_STEPS):
         if not engine.has_unfinished_requests():
             break
         _step(engine, records)

@@ -5,20 +5,20 @@ from __future__ import annotations
 import random
 
 WORDS = ("name", "age", "city", "tags", "size", "kind", "note", "id")
-MOST_LEVELS = 3
+MAX_LEVELS = 3
 
 
 def random_schema(seed: int) -> dict:
     """Of all kinds that there are, nested, with definitions that are referred to."""
     source = random.Random(f"schema {seed}")
-    definitions = {f"d{i}": _schema(source, MOST_LEVELS - 1, ()) for i in range(source.randrange(3))}
+    definitions = {f"d{i}": _schema(source, MAX_LEVELS - 1, ()) for i in range(source.randrange(3))}
     schema = _object(source, 0, tuple(definitions)) if seed % 3 else _schema(source, 0, tuple(definitions))
     return schema | ({"$defs": definitions} if definitions else {})
 
 
 def _schema(source: random.Random, level: int, names: tuple[str, ...]) -> dict:
     kinds = [_integer, _number, _string, _choice, _boolean]
-    if level < MOST_LEVELS:
+    if level < MAX_LEVELS:
         kinds += [_object, _array, _any_of]
     if names:
         kinds.append(lambda source, *_: {"$ref": f"#/$defs/{source.choice(names)}"})

@@ -139,7 +139,7 @@ def test_a_form_is_compiled_once_and_few_are_kept(monkeypatch):
     own = Grammars(TOKENIZER, SIZE)
     compile_anew = own._compile_anew
     monkeypatch.setattr(own, "_compile_anew", lambda form: made.append(form) or compile_anew(form))
-    monkeypatch.setattr(module, "MOST_COMPILED", 2)
+    monkeypatch.setattr(module, "MAX_COMPILED", 2)
     forms = [ResponseFormat.regex(f"a{i}") for i in range(3)]
     for form in (forms[0], forms[1], forms[0], forms[2], forms[0], forms[1]):
         own.matcher(form)

@@ -17,7 +17,7 @@ from megatron_ext.mcore import scoring
 from megatron_ext.mcore.controller import choose_tokens
 from megatron_ext.mcore.programs import graph_sampler, logits_buffers
 from megatron_ext.mcore.programs.async_output import fetch, output_layout
-from megatron_ext.mcore.programs.buckets import MOST_LISTED
+from megatron_ext.mcore.programs.buckets import MAX_LISTED
 from megatron_ext.mcore.programs.graph_capture import NoGraphs
 from megatron_ext.mcore.programs.graph_sampler import GraphSampler, sampler_needs_of, samplings_of
 from megatron_ext.mcore.programs.input_batch import NOBODY, InputBatch
@@ -74,7 +74,7 @@ def sampling(source: random.Random, *, shapes: bool = True, scores: bool = True,
         top_p=source.choice([0.0, 0.9]),
         uniform=None if is_greedy else source.random(),
         forbidden=tuple(source.choices([3, 9, -1, WORDS + 5], k=2)) if shapes and source.random() < 0.4 else (),
-        top_n=source.choice([None, 0, 3, MOST_LISTED]) if scores else None,
+        top_n=source.choice([None, 0, 3, MAX_LISTED]) if scores else None,
         logits_options=row_metadata,
     )
 
@@ -152,7 +152,7 @@ def test_any_mix_of_wishes_to_the_bit(dtype: torch.dtype, graphs: type) -> None:
         assert found.tokens == expected.tokens
         assert found.generated == expected.generated
         seen.append(expected)
-    assert any(len(score.top_n) == MOST_LISTED for result in seen for score in result.generated.values())
+    assert any(len(score.top_n) == MAX_LISTED for result in seen for score in result.generated.values())
     assert any(not result.generated for result in seen)
 
 

@@ -20,7 +20,7 @@ using at::IValue;
 using at::Tensor;
 using Stack = torch::jit::Stack;
 
-constexpr size_t MOST_POISONED = 64 << 20;  // bytes; pools of gigabytes stay as they came
+constexpr size_t MAX_POISONED = 64 << 20;  // bytes; pools of gigabytes stay as they came
 
 at::DataPtr shared_memory(const c10::Storage& storage, at::Device on) {
   const auto drop = [](void* held) { delete static_cast<Taken*>(held); };
@@ -175,7 +175,7 @@ bool waits(const std::string& name, const std::string& overload, const Stack& ar
 void poison(const IValue& made) {
   if (!made.isTensor() || !made.toTensor().defined()) return;
   const auto& storage = made.toTensor().storage();
-  if (storage.nbytes() <= MOST_POISONED) std::memset(storage.mutable_data(), 0xFF, storage.nbytes());
+  if (storage.nbytes() <= MAX_POISONED) std::memset(storage.mutable_data(), 0xFF, storage.nbytes());
 }
 
 // Of a factory; strides count as if there were no gaps.
