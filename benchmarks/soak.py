@@ -187,7 +187,7 @@ def check_nothing_leaks(engine: InferenceEngine) -> None:
     use, scheduler = engine.scheduler.cache.use(), engine.scheduler
     leaked = {
         "blocks in use": use.blocks_in_use,
-        "live slots": scheduler.limits.max_requests - scheduler.live_slots.free_count,
+        "live slots": scheduler.limits.max_requests - scheduler.running_slots.free_count,
         "reserved slots": scheduler.cache.states.total - scheduler.cache.states.obtainable_count,
     }
     if any(leaked.values()):

@@ -163,7 +163,7 @@ class EngineCore:
         return self.output.get(request_id)
 
     def abort(self, request: Request) -> bool:
-        """End a request as ABORTED and free its blocks and its live slot at once (EX-8).
+        """End a request as ABORTED and free its blocks and its running state slot at once (EX-8).
 
         Returns:
             Whether it was alive.

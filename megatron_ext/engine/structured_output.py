@@ -200,7 +200,7 @@ class StructuredOutputs:
             request, count = output.request, output.request.generated_count
             if output.job is not None or request.is_ended:
                 continue
-            if request.sequence.live_slot is None:  # it waits: its matcher would take memory
+            if request.sequence.running_slot is None:  # it waits: its matcher would take memory
                 output.matcher, output.taken = None, 0
             if output.known != count:
                 new = request.generated_tokens[output.taken :]

@@ -127,7 +127,7 @@ class InferenceEngine(DynamicInferenceEngine):
 
     @property
     def scheduler(self) -> Scheduler:
-        """Queues, blocks, live slots."""
+        """Queues, blocks, running state slots."""
         return self.core.scheduler
 
     @property
@@ -209,7 +209,7 @@ class InferenceEngine(DynamicInferenceEngine):
         return future
 
     def abort_request(self, request_id: int) -> None:
-        """End a living request now; its blocks and its live slot are free at once (EX-8).
+        """End a living request now; its blocks and its running state slot are free at once (EX-8).
 
         Raises:
             KeyError: No living request has this id.

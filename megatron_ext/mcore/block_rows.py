@@ -12,19 +12,19 @@ Table = tuple[BlockId, ...]
 
 
 class BlockRows:
-    """A row for each live slot, written when the table there is another one than before.
+    """A row for each running state slot, written when the table there is another one than before.
 
     A request's table is a tuple that is replaced when it changes (see `Sequence`), and what a row was written from is
-    kept beside it; so the same tuple means the same row. There are as many rows as live slots, as wide as the longest
-    table so far: nothing else bounds or empties this, and nothing has to.
+    kept beside it; so the same tuple means the same row. There are as many rows as running state slots, as wide as the
+    longest table so far: nothing else bounds or empties this, and nothing has to.
     """
 
     def __init__(self) -> None:
-        self._written: list[Table] = []  # by live slot
+        self._written: list[Table] = []  # by running state slot
         self._rows = np.zeros((0, 0), dtype=np.int64)
 
     def of(self, slots: Sequence[int], tables: Sequence[Table]) -> np.ndarray:
-        """The tables of requests with these live slots, [R, W] int64, zero behind a table's end; a copy."""
+        """The tables of requests with these running state slots, [R, W] int64, zero behind a table's end; a copy."""
         width = max(map(len, tables))
         self._ensure_capacity(max(slots) + 1, width)
         written = self._written

@@ -187,7 +187,7 @@ class InferenceContext(DynamicInferenceContext):
         live, snapshots = self.live_states, self.snapshots
         if live is None or snapshots is None:
             return
-        restored = [(chunk.restore, chunk.live_slot) for chunk in chunks if chunk.restore is not None]
+        restored = [(chunk.restore, chunk.running_slot) for chunk in chunks if chunk.restore is not None]
         if restored:
             slots, digests = [restore.slot for restore, _ in restored], [restore.digest for restore, _ in restored]
             snapshots.restore(slots, digests, live, [slot for _, slot in restored])
@@ -201,13 +201,13 @@ class InferenceContext(DynamicInferenceContext):
         taken = [(chunk, one) for chunk in self.staged.chunks for one in chunk.snapshots]
         is_aligned = self.plan.limits.aligned_chunks
         live = [
-            (chunk.live_slot, one.slot)
+            (chunk.running_slot, one.slot)
             for chunk, one in taken
             if chunk.is_decode or (is_aligned and not chunk.target_sampling)
         ]
         if live:
-            live_slots, slots = zip(*live, strict=True)
-            copy_states(live_states, live_slots, snapshots, slots)
+            running_slots, slots = zip(*live, strict=True)
+            copy_states(live_states, running_slots, snapshots, slots)
         snapshots.close([one.slot for _, one in taken], [one.digest for _, one in taken])
 
     def clear_step(self) -> None:

@@ -22,7 +22,7 @@ from megatron_ext.ops.varlen import PackedChunks, Resumes, stage_arrays
 from megatron_ext.ops.varlen import starts as running_starts
 from megatron_ext.scheduling.step import LAST_SAMPLED, Sampling, ScheduledChunk, ScheduledStep
 
-_LIVE_SLOT: Final = attrgetter("live_slot")
+_LIVE_SLOT: Final = attrgetter("running_slot")
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def stage_step(
     chunks = (*sorted(step.chunks[:num_decode], key=_LIVE_SLOT), *step.chunks[num_decode:])
     starts, ends = [chunk.start for chunk in chunks], [chunk.end for chunk in chunks]
     lengths = [end - start for start, end in zip(starts, ends, strict=True)]
-    slots = [chunk.live_slot for chunk in chunks]
+    slots = [chunk.running_slot for chunk in chunks]
     table = (block_rows or BlockRows()).of(slots, [chunk.block_ids for chunk in chunks])
     assert (np.asarray([len(chunk.block_ids) for chunk in chunks]) * rules.block_size >= ends).all(), "keys nowhere"
     firsts = running_starts(lengths)

@@ -20,7 +20,7 @@ from megatron_ext.memory.fitting import plan_within, what_fits
 from megatron_ext.memory.state_pool import StateShape
 from megatron_ext.memory.world_sizes import world_kv_cache_config
 from megatron_ext.scheduling.aligned import check_aligned, describe_tight_budget
-from megatron_ext.scheduling.placement import ProvisionalRules
+from megatron_ext.scheduling.placement import OpportunisticRules
 from megatron_ext.scheduling.plan import SchedulerLimits
 from megatron_ext.scheduling.snapshot_positions import max_snapshots
 
@@ -209,7 +209,7 @@ def _limits(
         enough_prefill_tokens=batching.enough_prefill_tokens_on(device_type),
         costs=costs,
         explains=cache.explain_prefix_cache,
-        provisional=ProvisionalRules(most=cache.provisional_slots),
+        opportunistic=OpportunisticRules(most=cache.provisional_slots),
     )
 
 

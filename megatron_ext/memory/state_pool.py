@@ -90,7 +90,7 @@ class SnapshotPool(StatePool):
             self._contents[slot] = digest
 
     def restore(self, slots: Sequence[int], digests: Sequence[bytes], live: StatePool, rows: Sequence[int]) -> None:
-        """Copy snapshots into live slots.
+        """Copy snapshots into running state slots.
 
         Raises:
             RestoreError: A slot holds something else than the states of its digest. No row is written.

@@ -34,7 +34,7 @@ class CacheUse:
     snapshots_taken: int
     snapshots_skipped: int  # for want of a slot
     snapshots_replaced: int  # in decode, by the next one of the same request
-    provisional_slots: int  # with provisional snapshots, which none of the numbers above counts
+    provisional_slots: int  # with opportunistic snapshots, which none of the numbers above counts
     provisional_taken: int  # over the engine's life, as the next two
     provisional_consumed: int
     provisional_given_up: int
@@ -331,7 +331,7 @@ def _slot_use(states: StateIndex) -> dict[str, int]:
         "snapshots_skipped": states.skipped,
         "snapshots_replaced": states.replaced,
         "provisional_slots": states.used_provisional_count,
-        "provisional_taken": states.provisional.taken,
-        "provisional_consumed": states.provisional.consumed,
-        "provisional_given_up": states.provisional.given_up,
+        "provisional_taken": states.opportunistic.taken,
+        "provisional_consumed": states.opportunistic.consumed,
+        "provisional_given_up": states.opportunistic.given_up,
     }

@@ -7,8 +7,8 @@ The contract (`SnapshotOrder`), for the index of snapshots that calls it:
 - `remove(digest)`: it is gone.
 - `evict(ranks)`: the one that gives up its slot now, gone from here; of the first of `ranks` that has any; or None.
 
-`MAY_TAKE` says who may take whose slot. Provisional ones, which go before every other, are `provisional.py`'s: an order
-of the others never sees them.
+`MAY_TAKE` says who may take whose slot. Opportunistic ones, which go before every other, are `opportunistic.py`'s: an
+order of the others never sees them.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from megatron_ext.prefix_cache.hash_chain import Digest
 class Rank(enum.IntEnum):
     """Lower ones give up their slots before any higher one."""
 
-    PROVISIONAL = 0  # nobody asked for it, and nobody has consumed it yet
+    OPPORTUNISTIC = 0  # nobody asked for it, and nobody has consumed it yet
     OPTIONAL = 1  # taken in decode, and not consumed yet
     ORDINARY = 2
 
 
 MAY_TAKE: dict[Rank, tuple[Rank, ...]] = {
-    Rank.PROVISIONAL: (),
-    Rank.OPTIONAL: (Rank.PROVISIONAL, Rank.OPTIONAL),
-    Rank.ORDINARY: (Rank.PROVISIONAL, Rank.OPTIONAL, Rank.ORDINARY),
+    Rank.OPPORTUNISTIC: (),
+    Rank.OPTIONAL: (Rank.OPPORTUNISTIC, Rank.OPTIONAL),
+    Rank.ORDINARY: (Rank.OPPORTUNISTIC, Rank.OPTIONAL, Rank.ORDINARY),
 }
 
 

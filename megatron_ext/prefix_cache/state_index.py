@@ -6,7 +6,7 @@ from collections.abc import Iterable, KeysView
 from typing import NewType, Protocol
 
 from megatron_ext.prefix_cache.hash_chain import Digest
-from megatron_ext.prefix_cache.provisional import ProvisionalFirst, ProvisionalUse
+from megatron_ext.prefix_cache.opportunistic import OpportunisticFirst, OpportunisticUse
 from megatron_ext.prefix_cache.snapshot_order import MAY_TAKE, LruSnapshots, Rank, SnapshotOrder
 
 SlotId = NewType("SlotId", int)
@@ -52,14 +52,14 @@ class StateIndex:
     before the step's forward writes any, so a slot can be given up as soon as it is consumed.
 
     Snapshots taken in decode are *optional* until somebody consumes them: they take free slots and each other's only,
-    and give theirs up before any other, so that they never cost a snapshot of prefill. *Provisional* ones, which nobody
-    asked for, take free slots only, and give theirs up before even those; see `provisional.py`. Numbers of snapshots
-    that were taken, are there, or were given up do not count them, as long as nobody has consumed them: they have their
-    own (`provisional`).
+    and give theirs up before any other, so that they never cost a snapshot of prefill. *Opportunistic* ones, which
+    nobody asked for, take free slots only, and give theirs up before even those; see `opportunistic.py`. Numbers of
+    snapshots that were taken, are there, or were given up do not count them, as long as nobody has consumed them: they
+    have their own (`opportunistic`).
 
     Args:
         total: Slots: 0 .. total - 1, until some are exchanged for others.
-        order: Of the visible ones that are not provisional; empty.
+        order: Of the visible ones that are not opportunistic; empty.
         listener: Told of each that comes and goes.
     """
 
@@ -69,7 +69,7 @@ class StateIndex:
         self.total = total
         self.slots = set(map(SlotId, range(total)))
         self._listener = listener
-        self._order = ProvisionalFirst(LruSnapshots() if order is None else order)
+        self._order = OpportunisticFirst(LruSnapshots() if order is None else order)
         self._free = sorted(self.slots, reverse=True)
         self._visible: dict[Digest, SlotId] = {}
         self._reserved: dict[Digest, tuple[SlotId, Rank]] = {}
@@ -77,22 +77,22 @@ class StateIndex:
         self.skipped = 0
         self.evicted = 0  # for want of a slot
         self.replaced = 0  # by the next one of the same request
-        self.provisional = ProvisionalUse()
+        self.opportunistic = OpportunisticUse()
 
     @property
     def used_count(self) -> int:
-        """Slots with a visible snapshot that is not provisional."""
-        return len(self._visible) - self._order.provisional_count
+        """Slots with a visible snapshot that is not opportunistic."""
+        return len(self._visible) - self._order.opportunistic_count
 
     @property
     def used_provisional_count(self) -> int:
-        """Slots with a visible snapshot that is provisional."""
-        return self._order.provisional_count
+        """Slots with a visible snapshot that is opportunistic."""
+        return self._order.opportunistic_count
 
     @property
-    def provisional_count(self) -> int:
-        """Slots with a provisional snapshot, written or being written."""
-        being_written = sum(rank is Rank.PROVISIONAL for _, rank in self._reserved.values())
+    def opportunistic_count(self) -> int:
+        """Slots with a opportunistic snapshot, written or being written."""
+        being_written = sum(rank is Rank.OPPORTUNISTIC for _, rank in self._reserved.values())
         return self.used_provisional_count + being_written
 
     @property
@@ -119,25 +119,25 @@ class StateIndex:
 
     def is_provisional(self, digest: Digest) -> bool:
         """Whether a snapshot of `digest` is there, and nobody has asked for it or consumed it."""
-        return self._order.rank(digest) is Rank.PROVISIONAL
+        return self._order.rank(digest) is Rank.OPPORTUNISTIC
 
     def consume(self, digest: Digest) -> None:
         """A request resumes from the visible snapshot of `digest`."""
-        self.provisional.consumed += self.is_provisional(digest)
+        self.opportunistic.consumed += self.is_provisional(digest)
         self._order.use(digest)
 
     def reserve(self, digest: Digest, rank: Rank = Rank.ORDINARY, *, instead_of: Digest | None = None) -> SlotId | None:
         """A slot to write the snapshot of `digest` to, given up by another one if none is free.
 
         Args:
-            digest: Not reserved, and not visible, unless as a provisional one, which this one replaces.
+            digest: Not reserved, and not visible, unless as a opportunistic one, which this one replaces.
             rank: Says whose slots it may take.
             instead_of: An optional snapshot that is worth less than this one; it gives up its slot even if one is free.
 
         Returns:
-            None if no slot can be had, which is counted unless it is provisional.
+            None if no slot can be had, which is counted unless it is opportunistic.
         """
-        if rank is not Rank.PROVISIONAL and self.is_provisional(digest):
+        if rank is not Rank.OPPORTUNISTIC and self.is_provisional(digest):
             self.drop(digest)
         assert digest not in self._visible, "this snapshot is there already"
         assert digest not in self._reserved, "this snapshot is being taken already"
@@ -147,7 +147,7 @@ class StateIndex:
             self.drop(instead_of)
             self.replaced += 1
         if not self._free and not self._free_one(rank):
-            if rank is not Rank.PROVISIONAL:
+            if rank is not Rank.OPPORTUNISTIC:
                 self.skipped += 1
                 self._tell_wanted(digest)
             return None
@@ -157,13 +157,13 @@ class StateIndex:
 
     def _free_one(self, rank: Rank) -> bool:
         """Let a snapshot give up its slot to one of `rank`; whether there is one that has to."""
-        provisional = self._order.provisional_count
+        opportunistic = self._order.opportunistic_count
         victim = self._order.evict(MAY_TAKE[rank])
         if victim is None:
             return False
         self._leave(victim)
-        if self._order.provisional_count < provisional:  # it was never more than a guess
-            self.provisional.given_up += 1
+        if self._order.opportunistic_count < opportunistic:  # it was never more than a guess
+            self.opportunistic.given_up += 1
         else:
             self._tell_wanted(victim)
             self.evicted += 1
@@ -174,7 +174,7 @@ class StateIndex:
 
         Returns:
             A slot for each; None for one that is there or being taken already, and for one that finds none. What is
-            there as a provisional one only is taken again where it is asked for.
+            there as a opportunistic one only is taken again where it is asked for.
         """
         return [
             None if self._is_there(one) else self.reserve(one.digest, one.rank, instead_of=one.instead_of)
@@ -182,15 +182,15 @@ class StateIndex:
         ]
 
     def _is_there(self, one: WantedSnapshot) -> bool:
-        is_enough = one.rank is Rank.PROVISIONAL or not self.is_provisional(one.digest)
+        is_enough = one.rank is Rank.OPPORTUNISTIC or not self.is_provisional(one.digest)
         return one.digest in self._reserved or (one.digest in self._visible and is_enough)
 
     def commit(self, digest: Digest) -> None:
         """The reserved snapshot of `digest` has been written: let others find it."""
         self._visible[digest], rank = self._reserved.pop(digest)
         self._order.add(digest, rank)
-        if rank is Rank.PROVISIONAL:
-            self.provisional.taken += 1
+        if rank is Rank.OPPORTUNISTIC:
+            self.opportunistic.taken += 1
         else:
             self.taken += 1
         if self._listener is not None:
@@ -217,7 +217,7 @@ class StateIndex:
     def drop(self, digest: Digest) -> None:
         """The block that `digest` names is not cached any more, so its snapshot, if there is one, is of no use."""
         if digest in self._visible:
-            self.provisional.given_up += self.is_provisional(digest)
+            self.opportunistic.given_up += self.is_provisional(digest)
             self._order.remove(digest)
             self._leave(digest)
 
@@ -234,7 +234,7 @@ class StateIndex:
         """Forget everything; reserved slots too, whose writers must not commit."""
         self._free = sorted(self.slots, reverse=True)
         self._visible.clear()
-        self.provisional.given_up += self._order.provisional_count
+        self.opportunistic.given_up += self._order.opportunistic_count
         self._order.clear()
         self._reserved.clear()
 
@@ -246,7 +246,7 @@ class StateIndex:
         assert not self._visible.keys() & self._reserved.keys(), "a visible snapshot is being taken again"
         assert sorted(self._order) == sorted(self._visible), "the order and the index disagree"
         self._order.check()
-        use = self.provisional
-        there = self._order.provisional_count
+        use = self.opportunistic
+        there = self._order.opportunistic_count
         assert use.taken == use.consumed + use.given_up + there, "a provisional snapshot was lost count of"
         assert self._visible.keys() <= set(cached), "a snapshot outlives its block"

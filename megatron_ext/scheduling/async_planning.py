@@ -4,8 +4,8 @@
     step n + 1    who goes on unless that token ends it: a decode of that token each, and nothing else
 
 A request whose token turns out to end it has a *discarded* row in step n + 1: it is computed, and nothing comes of it.
-Nothing that the row writes is anybody's: keys go behind all that is published, states to its live slot, and whoever
-gets these blocks and slots next writes them in a later step.
+Nothing that the row writes is anybody's: keys go behind all that is published, states to its running state slot, and
+whoever gets these blocks and slots next writes them in a later step.
 
 Where something else might happen in step n + 1 there is no foresight, and it is planned when step n is over.
 """

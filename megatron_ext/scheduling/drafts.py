@@ -65,7 +65,8 @@ class Drafts:
     def reserve(self, chunks: Sequence[Chunk]) -> None:
         """Slots for the states behind the tokens of the step's drafts.
 
-        What a request goes on from is copied to its live slot before any slot is written, so its own is free by then.
+        What a request goes on from is copied to its running state slot before any slot is written, so its own is free
+        by then.
         """
         if not self._is_on:
             return

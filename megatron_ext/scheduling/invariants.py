@@ -6,20 +6,20 @@ from collections import Counter
 
 from megatron_ext.prefix_cache.block_pool import BlockId
 from megatron_ext.prefix_cache.cache import PrefixCache
-from megatron_ext.scheduling.live_slots import LiveSlots
 from megatron_ext.scheduling.plan import SchedulerLimits
 from megatron_ext.scheduling.queue import Queues
 from megatron_ext.scheduling.request import Request
+from megatron_ext.scheduling.running_slots import RunningSlots
 
 
-def check_ownership(queues: Queues, limits: SchedulerLimits, cache: PrefixCache, live_slots: LiveSlots) -> None:
+def check_ownership(queues: Queues, limits: SchedulerLimits, cache: PrefixCache, running_slots: RunningSlots) -> None:
     """Assert that every block, slot and reservation is owned as the requests say, and that queues are sound."""
     held = Counter(block for request in queues for block in request.block_table)
     for block in map(BlockId, range(cache.pool.total)):
         assert cache.pool.references(block) == held[block], f"block {block}: references and tables disagree"
     _check_reservations(queues, cache)
-    slots = [request.sequence.live_slot for request in queues]
-    live_slots.check([slot for slot in slots if slot is not None])
+    slots = [request.sequence.running_slot for request in queues]
+    running_slots.check([slot for slot in slots if slot is not None])
     for queue in (queues.waiting, queues.running, queues.paused):
         arrivals = [request.arrival for request in queue]
         assert arrivals == sorted(arrivals), f"out of order: {arrivals}"
@@ -27,7 +27,7 @@ def check_ownership(queues: Queues, limits: SchedulerLimits, cache: PrefixCache,
         assert not request.is_ended, f"request {request.request_id} has ended and is still queued"
     for request in queues.waiting:
         assert not request.block_table, f"waiting {request.request_id} owns blocks"
-        assert request.sequence.live_slot is None, f"waiting {request.request_id} owns a live slot"
+        assert request.sequence.running_slot is None, f"waiting {request.request_id} owns a live slot"
         assert request.computed_end == 0, f"waiting {request.request_id} has computed tokens"
     for request in [*queues.running, *queues.paused]:
         _check_owner(request, limits)
@@ -37,7 +37,7 @@ def check_ownership(queues: Queues, limits: SchedulerLimits, cache: PrefixCache,
 
 def _check_owner(request: Request, limits: SchedulerLimits) -> None:
     name = f"request {request.request_id}"
-    assert request.sequence.live_slot is not None, f"{name} has no live slot"
+    assert request.sequence.running_slot is not None, f"{name} has no live slot"
     assert request.computed_end < len(request.tokens), f"{name} has nothing left to compute"
     computed, known = request.computed_end, len(request.tokens)
     fewest = limits.blocks_for(computed if request.is_decoding else known)

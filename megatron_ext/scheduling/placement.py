@@ -29,7 +29,7 @@ FEW = 4  # that a request may declare however short it is
 
 
 @dataclass(frozen=True)
-class ProvisionalRules:
+class OpportunisticRules:
     """How many snapshots are left that nobody asked for, and where; the same on all ranks.
 
     Attributes:
@@ -47,11 +47,11 @@ class ProvisionalRules:
     is_learned: bool = True
 
 
-AS_MANY_AS_FREE = ProvisionalRules()
+AS_MANY_AS_FREE = OpportunisticRules()
 
 
 def place(
-    first: int, last: int, free_slots: int, declared: Sequence[int], known: Depths, rules: ProvisionalRules
+    first: int, last: int, free_slots: int, declared: Sequence[int], known: Depths, rules: OpportunisticRules
 ) -> list[int]:
     """Boundaries to leave states at, in blocks, those first that are to be given up first.
 
@@ -78,7 +78,7 @@ def _thinned(blocks: Sequence[int]) -> list[int]:
 
 
 @lru_cache(maxsize=256)
-def _best(first: int, last: int, count: int, known: Depths, rules: ProvisionalRules) -> tuple[int, ...]:
+def _best(first: int, last: int, count: int, known: Depths, rules: OpportunisticRules) -> tuple[int, ...]:
     """`count` boundaries between `first` and `last`, or fewer if there are no more to choose from."""
     step = max(rules.spacing, -(-(last - first) // min(rules.max_a_prompt, count + 1)))
     grid = range((first // step + 1) * step, last, step)

@@ -11,7 +11,7 @@ from megatron_ext.prefix_cache.hash_chain import Digest
 from megatron_ext.prefix_cache.matching import Restore
 from megatron_ext.prefix_cache.snapshot_order import Rank
 from megatron_ext.scheduling.chunk import Chunk
-from megatron_ext.scheduling.placement import AS_MANY_AS_FREE, ProvisionalRules
+from megatron_ext.scheduling.placement import AS_MANY_AS_FREE, OpportunisticRules
 from megatron_ext.scheduling.request import Request
 
 
@@ -31,7 +31,7 @@ class SchedulerLimits:
     enough_prefill_tokens: int | None = None  # a step with so many begins no other prefill; None: as many as fit
     explains: bool = False  # each request is told why it skipped no more; token ids of cached blocks are kept for it
     costs: EntryCosts = NEUTRAL_COSTS  # of cached tokens, for policies that weigh them; the same on all ranks
-    provisional: ProvisionalRules = AS_MANY_AS_FREE  # states that prefills leave in slots that are free anyway
+    opportunistic: OpportunisticRules = AS_MANY_AS_FREE  # states that prefills leave in slots that are free anyway
     max_drafts: int = 0  # of a request in a step; 0 verifies none
     draft_states: int = 0  # slots for the states behind drafts, of models with recurrent layers
     async_states: int = 0  # slots for snapshots of steps launched ahead; there is one for padding before them
@@ -70,7 +70,7 @@ class Admission:
         new_blocks: Blocks that it takes beside them.
         chunk: What is computed first; it starts at the resume position.
         restore: The snapshot of the states at the resume position; None if there are none to restore.
-        provisional: Positions of snapshots that nobody asked for; the first goes first.
+        opportunistic: Positions of snapshots that nobody asked for; the first goes first.
     """
 
     request: Request
@@ -78,7 +78,7 @@ class Admission:
     new_blocks: int
     chunk: Chunk
     restore: Restore | None = None
-    provisional: tuple[int, ...] = ()
+    opportunistic: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

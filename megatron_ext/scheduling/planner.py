@@ -19,9 +19,9 @@ from megatron_ext.prefix_cache.hash_chain import Digest
 from megatron_ext.prefix_cache.matching import resume_point
 from megatron_ext.scheduling.block_hasher import HASH_SLICE, within_slice
 from megatron_ext.scheduling.chunk import Chunk
+from megatron_ext.scheduling.opportunistic_plan import place_opportunistic, plan_opportunistic
 from megatron_ext.scheduling.plan import Admission, Deferral, Failure, SchedulerLimits, StepBudget, StepPlan
 from megatron_ext.scheduling.prefix_leaders import PendingBlocks, PrefixLeaders, wait_for_prefix
-from megatron_ext.scheduling.provisional_plan import place_provisional, plan_provisional
 from megatron_ext.scheduling.queue import Queues
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.snapshot_planner import plan_snapshots
@@ -80,7 +80,7 @@ def plan_step(
     # Of a preempted request a single generated token may be computed again: to the layers that is a decode as well.
     chunks.sort(key=lambda chunk: not chunk.is_decode)
     wanted = plan_snapshots(chunks, entry.admissions, entry.deferrals, limits, cache)
-    admissions = place_provisional(entry.admissions, continued, wanted, limits, cache)
+    admissions = place_opportunistic(entry.admissions, continued, wanted, limits, cache)
     return StepPlan(
         preemptions=tuple(growth.preempted),
         pauses=tuple(request for request in growth.paused if request in queues.running),
@@ -88,7 +88,7 @@ def plan_step(
         failures=(*growth.failed, *entry.failed),
         admissions=tuple(admissions),
         chunks=tuple(chunks),
-        snapshots=(*wanted, *plan_provisional(continued, admissions, wanted, limits, cache)),
+        snapshots=(*wanted, *plan_opportunistic(continued, admissions, wanted, limits, cache)),
         deferrals=tuple(entry.deferrals),
     )
 

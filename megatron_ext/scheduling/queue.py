@@ -51,8 +51,8 @@ class _Queue(Protocol):
 class Queues:
     """Every living request is in exactly one of three queues.
 
-    Waiting requests own nothing. Running ones own blocks and a live slot, and are considered in each step. Paused ones
-    keep what they own but cannot grow: no block is free for their next token.
+    Waiting requests own nothing. Running ones own blocks and a running state slot, and are considered in each step.
+    Paused ones keep what they own but cannot grow: no block is free for their next token.
 
     Args:
         pins: Is told which blocks waiting requests are to find.

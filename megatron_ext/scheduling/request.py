@@ -1,7 +1,7 @@
 """A request from submission to its end, in parts with one writer each.
 
 submission   what was asked for                                      nobody: it is frozen
-sequence     tokens, intervals, blocks, live slot, snapshots         the scheduler
+sequence     tokens, intervals, blocks, running state slot, snapshots         the scheduler
 timeline     events, times, steps                                    the scheduler; the end, whoever ends it
 output       text cut by a stop word, log-probs                      the output processor
 outcome      how it ended                                            whoever ends it, once; revised before the report

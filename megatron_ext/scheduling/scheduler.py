@@ -1,4 +1,4 @@
-"""Applies plans: the one owner of queues, blocks, cache and live slots."""
+"""Applies plans: the one owner of queues, blocks, cache and running state slots."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from megatron_ext.scheduling.events import EventType
 from megatron_ext.scheduling.explanation import explain_admission
 from megatron_ext.scheduling.invariants import check_ownership
 from megatron_ext.scheduling.keys import CacheKeys
-from megatron_ext.scheduling.live_slots import LiveSlots
 from megatron_ext.scheduling.plan import Admission, SchedulerLimits, SnapshotRequest, StepPlan
 from megatron_ext.scheduling.planner import plan_step, reads_cache
 from megatron_ext.scheduling.prefix_leaders import PendingBlocks, check_sleepers, note_followers, put_to_sleep
 from megatron_ext.scheduling.queue import Queues
 from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.request import Request
+from megatron_ext.scheduling.running_slots import RunningSlots
 from megatron_ext.scheduling.sequence import Masks
 from megatron_ext.scheduling.snapshot_positions import Snapshot
 from megatron_ext.scheduling.step import ScheduledStep
@@ -56,7 +56,7 @@ class Scheduler:
         self.cache = PrefixCache(limits.total_blocks, policy, slots, limits.costs, keeps_tokens=limits.explains)
         self.queues = Queues(pins=self.cache)
         self.pending_blocks = PendingBlocks()
-        self.live_slots = LiveSlots(limits.max_requests)
+        self.running_slots = RunningSlots(limits.max_requests)
         self.counters = Counters()
         self.drafts = Drafts(limits, self.cache, self.counters)
         self._hashing = BlockHasher(limits.block_size)
@@ -140,9 +140,9 @@ class Scheduler:
             self._count_lost(request, len(matched), admission.chunk.start)
             self.cache.note_divergence(matched, self.limits.blocks_for(admission.chunk.start))
         sequence.block_table = (*matched, *self.cache.allocate(admission.new_blocks))
-        sequence.live_slot = self.live_slots.take()
+        sequence.running_slot = self.running_slots.take()
         sequence.computed_end = admission.chunk.start
-        sequence.restore, sequence.snapshot_plan.provisional = admission.restore, admission.provisional
+        sequence.restore, sequence.snapshot_plan.opportunistic = admission.restore, admission.opportunistic
         if admission.restore is not None:
             self._states.consume(admission.restore.digest)
         sequence.shared_end = len(matched) * self.limits.block_size
@@ -333,18 +333,18 @@ class Scheduler:
         self.pending_blocks.discard(request.request_id)
         self.queues.waiting.on_leader_gone(request.request_id)
         self.drafts.release(request)
-        blocks, snapshots, live_slot = request.sequence.lose_all()
+        blocks, snapshots, running_slot = request.sequence.lose_all()
         for snapshot in snapshots:
             self._states.cancel(snapshot.digest)
             self.queues.waiting.cancelled(snapshot.digest)
         self.cache.release(blocks)
-        if live_slot is not None:
-            self.live_slots.give_back(live_slot)
+        if running_slot is not None:
+            self.running_slots.give_back(running_slot)
 
     def check(self) -> None:
         """Assert every invariant between requests and pools (between steps)."""
         self.cache.check()
-        check_ownership(self.queues, self.limits, self.cache, self.live_slots)
+        check_ownership(self.queues, self.limits, self.cache, self.running_slots)
         self.drafts.check(self.queues)
         self.async_planner.check()
         check_sleepers(self.queues, self.limits.block_size, self.cache, self.pending_blocks)

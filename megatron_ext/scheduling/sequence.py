@@ -5,7 +5,7 @@ Everything is counted in tokens, in half-open intervals over prompt and generati
     0                    prompt_length            len(tokens)
     |------ prompt ------|------ generated -------|
     |--- shared ---|                                          KV in blocks that others may use, never written
-    |------ computed ------|-- the step's chunk --|           KV in the block table, states in the live slot
+    |------ computed ------|-- the step's chunk --|           KV in the block table, states in the running state slot
     0              shared_end
                    computed_end == chunk.start    chunk.end
 
@@ -21,8 +21,8 @@ from megatron_ext.prefix_cache.block_pool import BlockId
 from megatron_ext.prefix_cache.hash_chain import Digest, HashChain, packed_tokens
 from megatron_ext.prefix_cache.matching import Restore
 from megatron_ext.scheduling.accounting import PrefillLedger
-from megatron_ext.scheduling.live_slots import LiveSlot
 from megatron_ext.scheduling.request_rng import RequestRng
+from megatron_ext.scheduling.running_slots import RunningSlot
 from megatron_ext.scheduling.snapshot_positions import Snapshot, SnapshotPlan
 
 Masks = tuple[bytes, ...]  # a bit for each token id, the lowest first; see `Sequence`
@@ -43,8 +43,8 @@ class Sequence:
         chain: Of the digests of its blocks; None for one that neither reads nor writes the cache.
         cache_epoch: Of the cache when it was admitted.
         block_table: What it owns, in order; replaced when that changes, so that a step's message keeps it.
-        live_slot: Where its recurrent states are; None while it waits.
-        restore: What to copy into the live slot before the first chunk.
+        running_slot: Where its recurrent states are; None while it waits.
+        restore: What to copy into the running state slot before the first chunk.
         snapshots: Slots are reserved for them; none is taken yet.
         trail: Which snapshots it leaves on its way, beside those that follow from where it stands.
         draft_states: While drafts are verified, where the states behind its tokens go; then the one that it goes on
@@ -64,7 +64,7 @@ class Sequence:
         self.chain: HashChain | None = None
         self.cache_epoch: int | None = None
         self.block_table: tuple[BlockId, ...] = ()
-        self.live_slot: LiveSlot | None = None
+        self.running_slot: RunningSlot | None = None
         self.restore: Restore | None = None
         self.snapshots: list[Snapshot] = []
         self.snapshot_plan = SnapshotPlan()
@@ -125,15 +125,15 @@ class Sequence:
         """The last `count` tokens did not come; it has ended, and owns nothing."""
         del self.tokens[len(self.tokens) - count :], self.packed[len(self.packed) - count :]
 
-    def lose_all(self) -> tuple[abc.Sequence[BlockId], list[Snapshot], LiveSlot | None]:
+    def lose_all(self) -> tuple[abc.Sequence[BlockId], list[Snapshot], RunningSlot | None]:
         """Nothing of it is computed any more.
 
         Returns:
-            What it owned, for those who have lent it: blocks, reserved snapshots, live slot.
+            What it owned, for those who have lent it: blocks, reserved snapshots, running state slot.
         """
-        owned = self.block_table, self.snapshots, self.live_slot
-        self.block_table, self.snapshots, self.live_slot, self.restore = (), [], None, None
-        self.snapshot_plan.provisional = ()
+        owned = self.block_table, self.snapshots, self.running_slot
+        self.block_table, self.snapshots, self.running_slot, self.restore = (), [], None, None
+        self.snapshot_plan.opportunistic = ()
         self.draft_states = ()
         self.computed_end = self.shared_end = self.published_blocks = 0
         return owned

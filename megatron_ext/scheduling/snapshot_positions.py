@@ -24,11 +24,11 @@ class SnapshotPlan:
     """What a request leaves on its way.
 
     Attributes:
-        provisional: Positions of snapshots that nobody asked for, of the whole prompt; the first goes first.
+        opportunistic: Positions of snapshots that nobody asked for, of the whole prompt; the first goes first.
         decode: The last one that was asked for while decoding.
     """
 
-    provisional: tuple[int, ...] = ()
+    opportunistic: tuple[int, ...] = ()
     decode: Digest | None = None
 
 

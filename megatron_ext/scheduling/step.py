@@ -14,9 +14,9 @@ from typing import Final
 from megatron_ext.prefix_cache.block_pool import BlockId
 from megatron_ext.prefix_cache.matching import Restore
 from megatron_ext.scheduling.chunk import Chunk
-from megatron_ext.scheduling.live_slots import LiveSlot
 from megatron_ext.scheduling.logits_options import LogitsOptions, logits_options_of
 from megatron_ext.scheduling.request import Request
+from megatron_ext.scheduling.running_slots import RunningSlot
 from megatron_ext.scheduling.snapshot_positions import Snapshot
 
 LAST_SAMPLED: Final = -1
@@ -69,7 +69,7 @@ class ScheduledChunk:
         is_decode: One generated token on top of live states.
         block_ids: Of positions [0, end), in order.
         shared_end: KV below this position lies in blocks that others use, and is not written.
-        live_slot: Of its recurrent states.
+        running_slot: Of its recurrent states.
         restore: The snapshot to copy there first; None if there is none to copy.
         snapshots: States that the chunk passes, and where to keep them.
         sampling: How its next token is chosen; None if the chunk yields none.
@@ -84,7 +84,7 @@ class ScheduledChunk:
     is_decode: bool
     block_ids: tuple[BlockId, ...]
     shared_end: int
-    live_slot: LiveSlot
+    running_slot: RunningSlot
     restore: Restore | None = None
     snapshots: tuple[Snapshot, ...] = ()
     sampling: Sampling | None = None
@@ -130,7 +130,7 @@ def describe_step(chunks: Iterable[Chunk], block_size: int) -> ScheduledStep:
 
 def _describe(chunk: Chunk, block_size: int) -> ScheduledChunk:
     request, sequence, start, end = chunk.request, chunk.request.sequence, chunk.start, chunk.end
-    assert sequence.live_slot is not None, f"request {request.request_id} runs and has no live slot"
+    assert sequence.running_slot is not None, f"request {request.request_id} runs and has no live slot"
     is_decode = chunk.is_decode
     return ScheduledChunk(
         request_id=request.submission.request_id,
@@ -140,7 +140,7 @@ def _describe(chunk: Chunk, block_size: int) -> ScheduledChunk:
         is_decode=is_decode,
         block_ids=sequence.block_table[: -(-end // block_size)],  # of a whole table, no copy
         shared_end=sequence.shared_end,
-        live_slot=sequence.live_slot,
+        running_slot=sequence.running_slot,
         restore=sequence.restore,
         snapshots=_snapshots(chunk) if sequence.snapshots or chunk.drafts else (),
         sampling=_sampling(request) if chunk.yields_token else None,
@@ -163,7 +163,7 @@ def describe_ahead(chunks: Iterable[Chunk], block_size: int, states: Mapping[int
 
 def _describe_ahead(chunk: Chunk, block_size: int, states: Mapping[int, Snapshot]) -> ScheduledChunk:
     request, sequence = chunk.request, chunk.request.sequence
-    assert sequence.live_slot is not None, f"request {request.request_id} runs and has no live slot"
+    assert sequence.running_slot is not None, f"request {request.request_id} runs and has no live slot"
     return ScheduledChunk(
         request_id=request.submission.request_id,
         token_ids=_UNKNOWN,
@@ -172,7 +172,7 @@ def _describe_ahead(chunk: Chunk, block_size: int, states: Mapping[int, Snapshot
         is_decode=True,
         block_ids=sequence.block_table[: -(-chunk.end // block_size)],
         shared_end=sequence.shared_end,
-        live_slot=sequence.live_slot,
+        running_slot=sequence.running_slot,
         snapshots=(states[request.request_id],) if request.request_id in states else (),
         sampling=_sampling(request, _UNKNOWN),
     )

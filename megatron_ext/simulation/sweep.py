@@ -11,7 +11,7 @@ from itertools import product
 from megatron_ext.config import EvictionPolicyName
 from megatron_ext.errors import ConfigError
 from megatron_ext.scheduling.aligned import check_aligned
-from megatron_ext.scheduling.placement import ProvisionalRules
+from megatron_ext.scheduling.placement import OpportunisticRules
 from megatron_ext.scheduling.plan import SchedulerLimits
 from megatron_ext.simulation.machine import Machine
 from megatron_ext.simulation.models import CachedModel
@@ -21,7 +21,7 @@ from megatron_ext.simulation.trace import Turn
 GIB = 1024**3
 MODES = ("kernel", "align")
 PLACEMENTS = ("learned", "even", "off")  # of snapshots that nobody asked for
-SPACING = ProvisionalRules().spacing
+SPACING = OpportunisticRules().spacing
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,9 @@ class Settings:
     spacing: int = SPACING
 
     @property
-    def provisional(self) -> ProvisionalRules:
+    def opportunistic(self) -> OpportunisticRules:
         """For a scheduler."""
-        return ProvisionalRules(
+        return OpportunisticRules(
             0 if self.placement == "off" else None, self.spacing, is_learned=self.placement == PLACEMENTS[0]
         )
 
@@ -134,7 +134,7 @@ def limits_of(model: CachedModel, settings: Settings, batch: Batch) -> tuple[Sch
         aligned_chunks=settings.mode == "align" and bool(slots),
         max_prefills=batch.max_prefills,
         costs=costs,
-        provisional=settings.provisional if slots and settings.mode != "align" else ProvisionalRules(),
+        opportunistic=settings.opportunistic if slots and settings.mode != "align" else OpportunisticRules(),
     )
     if limits.aligned_chunks:
         check_aligned(limits)

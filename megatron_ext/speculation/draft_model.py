@@ -21,7 +21,7 @@ from megatron_ext.prefix_cache.block_pool import BlockId
 from megatron_ext.prefix_cache.hash_chain import Digest
 from megatron_ext.prefix_cache.matching import Restore
 from megatron_ext.prefix_cache.state_index import SlotId
-from megatron_ext.scheduling.live_slots import LiveSlot, LiveSlots
+from megatron_ext.scheduling.running_slots import RunningSlot, RunningSlots
 from megatron_ext.scheduling.snapshot_positions import Snapshot
 from megatron_ext.scheduling.step import Sampling, ScheduledChunk, ScheduledStep
 from megatron_ext.speculation.drafter import DraftAsk
@@ -65,7 +65,7 @@ class _Reader:
         next_token: What the model expects behind the kept ones, if it has been asked.
     """
 
-    slot: LiveSlot
+    slot: RunningSlot
     blocks: list[BlockId] = field(default_factory=list)
     kept: int = 0
     live: int = 0
@@ -95,7 +95,7 @@ class DraftModelDrafter:
     def __init__(self, room: DraftRoom, execute: Execute) -> None:
         self._room = room
         self._execute = execute
-        self._slots = LiveSlots(room.requests)
+        self._slots = RunningSlots(room.requests)
         self._free = [BlockId(block) for block in reversed(range(room.blocks))]
         self._readers: dict[int, _Reader] = {}  # those asked for last at the end
 
@@ -225,7 +225,7 @@ class DraftModelDrafter:
             is_decode=start > 0 and end == start + 1,
             block_ids=tuple(reader.blocks[: -(-end // self._room.block_size)]),
             shared_end=0,
-            live_slot=reader.slot,
+            running_slot=reader.slot,
             restore=restore,
             snapshots=(snapshot,) if keeps and self._room.has_states else (),
             sampling=_GREEDY if end >= len(guess.ask.tokens) else None,

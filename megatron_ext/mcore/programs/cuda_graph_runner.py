@@ -226,7 +226,8 @@ class CudaGraphRunner:
         """What the host notes of snapshots: those restored are there, those to be written are not.
 
         Returns:
-            Live states that become snapshots, as (live slot, slot), and (slot, digest) of all that are written.
+            Live states that become snapshots, as (running state slot, slot), and (slot, digest) of all that are
+            written.
         """
         snapshots = self._context.snapshots
         if snapshots is None:
@@ -237,7 +238,7 @@ class CudaGraphRunner:
         snapshots.open([one.slot for _, one in taken])
         at_ends = not self._rules.snapshots_in_prefill
         copies: list[tuple[int, int]] = [
-            (chunk.live_slot, one.slot) for chunk, one in taken if chunk.is_decode or at_ends
+            (chunk.running_slot, one.slot) for chunk, one in taken if chunk.is_decode or at_ends
         ]
         written: list[tuple[int, bytes]] = [(one.slot, one.digest) for _, one in taken]
         return copies, written

@@ -24,7 +24,7 @@ from megatron_ext.ops.state_slots import SnapshotPlaces, StateSlots
 from megatron_ext.ops.static_chunks import ChunkGrid, static_chunks
 from megatron_ext.ops.varlen import Resumes, starts
 from megatron_ext.prefix_cache.block_pool import BlockId
-from megatron_ext.scheduling.live_slots import LiveSlot
+from megatron_ext.scheduling.running_slots import RunningSlot
 from megatron_ext.scheduling.step import ScheduledChunk, ScheduledStep
 
 NOBODY: Final = -1
@@ -101,7 +101,7 @@ class InputBatch:
         )
 
     def _nobody(self, *, is_decode: bool) -> ScheduledChunk:
-        return ScheduledChunk(NOBODY, (0,), 0, 1, is_decode, self._dummy, 0, LiveSlot(self._spare.live))
+        return ScheduledChunk(NOBODY, (0,), 0, 1, is_decode, self._dummy, 0, RunningSlot(self._spare.live))
 
     def write(self, chunks: Sequence[ScheduledChunk], bucket: Bucket, arrays: Arrays, copies: Copies) -> None:
         """Fill every array of the bucket's layout.
@@ -110,10 +110,10 @@ class InputBatch:
             chunks: One a row, see `pad`.
             bucket: Theirs.
             arrays: By the names of `layout_of`.
-            copies: Live states that become snapshots behind the forward, as (live slot, snapshot slot); at most as
-                many as the bucket has room for.
+            copies: Live states that become snapshots behind the forward, as (running state slot, snapshot slot); at
+                most as many as the bucket has room for.
         """
-        rules, slots = self._rules, [chunk.live_slot for chunk in chunks]
+        rules, slots = self._rules, [chunk.running_slot for chunk in chunks]
         tables = [chunk.block_ids for chunk in chunks]
         table = self._block_rows.of(slots, tables)
         begins, ends = [chunk.start for chunk in chunks], [chunk.end for chunk in chunks]
@@ -156,7 +156,7 @@ class InputBatch:
 
     def _write_prefills(self, prefills: Sequence[ScheduledChunk], bucket: Bucket, arrays: Arrays) -> None:
         grid = bucket.grid(self._rules.kernel_chunk)
-        restores = [(one.restore.slot, one.live_slot) for one in prefills if one.restore is not None]
+        restores = [(one.restore.slot, one.running_slot) for one in prefills if one.restore is not None]
         self._write_pairs(arrays, "restore_from", "restore_to", restores)
         lengths = [one.length for one in prefills]
         total = sum(lengths)

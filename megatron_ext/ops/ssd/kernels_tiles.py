@@ -152,8 +152,8 @@ def state_passing(
     """Pass P x N elements of a head's state through its sequence.
 
     They are written into `entering` [tiles, H, P, N] before every tile, into snapshots where they are to be kept, and
-    at last into the live slot. The loop over tiles has no other within it, so that its loads are asked for ahead; it is
-    left where a state is kept. The grid is (parts of all heads' states, sequences).
+    at last into the running state slot. The loop over tiles has no other within it, so that its loads are asked for
+    ahead; it is left where a state is kept. The grid is (parts of all heads' states, sequences).
     """
     sequence = tl.program_id(1)
     slot = tl.load(slots + sequence)

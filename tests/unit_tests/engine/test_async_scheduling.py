@@ -95,7 +95,7 @@ class Paper:
             self.step()
         assert not self.engine.is_busy, "it does not come to an end"
         assert self.scheduler.cache.available_count == self.limits.total_blocks
-        assert self.scheduler.live_slots.free_count == self.limits.max_requests
+        assert self.scheduler.running_slots.free_count == self.limits.max_requests
 
     def suspend(self) -> None:
         self.engine.suspend()

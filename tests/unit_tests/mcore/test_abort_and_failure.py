@@ -19,7 +19,7 @@ VICTIM = 1
 
 
 def assert_gone(driver: Driver, free_before: int, owned: int) -> None:
-    """The victim's blocks and live slot are free although no step has run since."""
+    """The victim's blocks and running state slot are free although no step has run since."""
     driver.engine.check()
     assert driver.free_blocks == free_before + owned
     assert all(request.request_id != VICTIM for request in driver.scheduler.queues)
@@ -30,7 +30,7 @@ def abort(driver: Driver) -> None:
     free, owned = driver.free_blocks, len(request.block_table)
     driver.engine.abort_request(VICTIM)
     assert_gone(driver, free, owned)
-    assert request.sequence.live_slot is None
+    assert request.sequence.running_slot is None
     driver.engine.abort_request(VICTIM)  # until its end has been reported: nothing happens
     assert_gone(driver, free, owned)
 
@@ -96,7 +96,7 @@ class TestAbort:
         for _ in range(4):
             driver.step()
         abort(driver)
-        driver.add(3, make_prompt(33))  # takes over its blocks and its live slot
+        driver.add(3, make_prompt(33))  # takes over its blocks and its running state slot
         events = ["ADD_ENGINE", "ADD_CONTEXT", "FIRST_TOKEN"]
         finish(driver, get_oracle(kind), generated=4, events=events, prompt_length=30)
 

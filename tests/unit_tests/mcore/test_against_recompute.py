@@ -52,7 +52,7 @@ class TestAgainstRecompute:
         check_all(driver, get_oracle(kind))
 
     def test_requests_that_arrive_while_others_run(self, get_driver, get_oracle, kind, prefill):
-        driver = get_driver(kind, max_requests=4, **prefill)  # so that live slots change owners
+        driver = get_driver(kind, max_requests=4, **prefill)  # so that running state slots change owners
         for request_id, length in enumerate(reversed(LENGTHS)):
             driver.add(request_id, make_prompt(length))
             driver.step()

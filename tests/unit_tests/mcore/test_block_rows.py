@@ -41,12 +41,12 @@ def equal(step: ScheduledStep, rows: BlockRows) -> bool:
 
 
 def test_steps_that_share_rows_are_staged_as_if_alone():
-    """Requests come, grow, end, and leave their live slots to others."""
+    """Requests come, grow, end, and leave their running state slots to others."""
     assert differing_steps(range(6)) == 0
 
 
 def test_rows_that_are_not_written_anew_are_found(monkeypatch: pytest.MonkeyPatch):
-    """Negative control: the first table of a live slot stays."""
+    """Negative control: the first table of a running state slot stays."""
     write = BlockRows._write
 
     def write_once(self: BlockRows, slot: int, table: tuple[int, ...]) -> None:

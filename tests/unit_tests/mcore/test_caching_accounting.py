@@ -89,7 +89,7 @@ def test_a_retried_admission_counts_once(get_caching_driver, oracle, limits, blo
         assert (
             request.sequence.ledger.matched_blocks,
             request.sequence.ledger.skipped,
-            request.sequence.live_slot,
+            request.sequence.running_slot,
         ) == (None, 0, None)
         assert driver.scheduler.cache.use().blocks_evictable >= 2
         driver.step()

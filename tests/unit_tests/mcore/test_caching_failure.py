@@ -26,7 +26,7 @@ def abort(driver: CachingDriver, request_id: int) -> None:
     driver.engine.abort_request(request_id)
     driver.engine.check()
     assert {block: pool.references(block) for block in table} == {block: n - 1 for block, n in before.items()}
-    assert (request.block_table, request.sequence.live_slot) == ((), None)
+    assert (request.block_table, request.sequence.running_slot) == ((), None)
     assert request_id not in driver.scheduler.pending_blocks.requests()
     assert driver.scheduler.cache.use().blocks_cached <= cached  # nothing half-computed was published
 

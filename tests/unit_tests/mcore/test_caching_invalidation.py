@@ -84,7 +84,7 @@ class TestForgetting:
         driver.step()
         assert [request.request_id for request in driver.scheduler.queues.waiting] == [1]
         forget(driver)
-        while driver.engine.get_request(1).sequence.live_slot is None:
+        while driver.engine.get_request(1).sequence.running_slot is None:
             driver.step()
         driver.add(2, make_prompt(BLOCK, seed=1), num_tokens_to_generate=1)
         driver.run()

@@ -240,14 +240,14 @@ def test_a_refused_admission_changes_nothing(get_driver, get_oracle, limits, wai
     driver.add(0, make_prompt(20), num_tokens_to_generate=6)
     driver.add(1, make_prompt(waiting))
     request = driver.engine.get_request(1)
-    slots = driver.scheduler.live_slots.free_count
+    slots = driver.scheduler.running_slots.free_count
     refused = False
     for _ in range(2):
         driver.step()
         if not request.block_table:
-            assert (request.sequence.live_slot, request.computed_end, request.timeline.step_count) == (None, 0, 0)
+            assert (request.sequence.running_slot, request.computed_end, request.timeline.step_count) == (None, 0, 0)
             assert driver.free_blocks == driver.scheduler.blocks.total - 2
-            assert driver.scheduler.live_slots.free_count == slots - 1
+            assert driver.scheduler.running_slots.free_count == slots - 1
             assert [event.type.name for event in request.timeline.events] == ["ADD_ENGINE"]
             refused = True
         assert refused

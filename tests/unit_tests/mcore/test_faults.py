@@ -128,7 +128,7 @@ def assert_nothing_is_left(driver: Driver) -> None:
     assert not engine.core.output._outputs
     assert not engine.core.output.ended
     assert driver.free_blocks == scheduler.blocks.total
-    assert scheduler.live_slots.free_count == scheduler.live_slots.total
+    assert scheduler.running_slots.free_count == scheduler.running_slots.total
     if scheduler.cache.states is not None:
         assert scheduler.cache.states.obtainable_count == scheduler.cache.states.total
     assert not scheduler.pending_blocks.requests()

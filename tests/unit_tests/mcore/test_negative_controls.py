@@ -39,7 +39,7 @@ def run(driver: Driver, corrupt: Callable[[Driver], None] = lambda driver: None,
 
 
 def slot(driver: Driver, request_id: int = VICTIM) -> int:
-    return driver.engine.get_request(request_id).sequence.live_slot
+    return driver.engine.get_request(request_id).sequence.running_slot
 
 
 LAYERS = [

@@ -160,7 +160,7 @@ def test_a_snapshot_of_another_position(build, oracle, monkeypatch, chunks, toke
 
 
 class TestRestoring:
-    """What is between the slot and the live slot."""
+    """What is between the slot and the running state slot."""
 
     @pytest.mark.parametrize("value", [0.0, torch.nan])
     def test_nothing_is_restored(self, build, oracle, monkeypatch, value):

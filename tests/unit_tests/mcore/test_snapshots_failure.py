@@ -137,7 +137,10 @@ ABORTS: dict[str, tuple[Callable[[HybridDriver], None], int, list[int]]] = {
 
 @pytest.mark.parametrize("stage", ABORTS)
 def test_aborts(get_oracle, oracle, stage):
-    """EX-8: reserved slots, pins and live slots are free at once; what was published stays; the others go on."""
+    """EX-8: reserved slots, pins and running state slots are free at once; what was published stays.
+
+    The others go on.
+    """
     prepare, victim, skipped = ABORTS[stage]
     driver = in_flight(build_driver(get_oracle, max_tokens=40))
     prepare(driver)

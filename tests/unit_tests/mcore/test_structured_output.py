@@ -292,7 +292,7 @@ def test_what_ends_while_its_mask_is_computed_keeps_nothing(loaded, answers, hel
     if end != "cancel":
         engine.core.check()
         assert scheduler.cache.available_count == scheduler.limits.total_blocks
-        assert scheduler.live_slots.free_count == scheduler.limits.max_requests
+        assert scheduler.running_slots.free_count == scheduler.limits.max_requests
     held.released.set()
     again = future if end == "suspend" else engine.add_request(seed, PROMPT, row_metadata(seed))
     while engine.has_unfinished_requests():

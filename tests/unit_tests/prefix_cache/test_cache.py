@@ -192,7 +192,7 @@ def test_a_parting_is_where_what_is_cached_goes_on_otherwise():
     assert parted(cache, [], 0) == []
     assert parted(cache, blocks[:2], 1) == [2]
     assert parted(cache, blocks[:1], 1) == [], "it resumed from states that somebody had asked for"
-    assert cache.states.reserve(CHAIN[0], Rank.PROVISIONAL) is not None
+    assert cache.states.reserve(CHAIN[0], Rank.OPPORTUNISTIC) is not None
     cache.states.commit(CHAIN[0])
     assert parted(cache, blocks[:1], 1) == [1]
     plain = PrefixCache(8, LRU)

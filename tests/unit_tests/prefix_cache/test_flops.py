@@ -133,7 +133,7 @@ class Lives(RuleBasedStateMachine):
         self.model = Model()
         self.guesses: list[
             str
-        ] = []  # provisional ones, the oldest first: the model of the others knows nothing of them
+        ] = []  # opportunistic ones, the oldest first: the model of the others knows nothing of them
 
     @rule(word=WORDS)
     def enter(self, word: str) -> None:
@@ -198,7 +198,7 @@ class Lives(RuleBasedStateMachine):
         self.model.cached.add(prefix)
         self.model.left_at.pop(prefix, None)
         self.model.line_up()
-        if takes and rank is Rank.PROVISIONAL:
+        if takes and rank is Rank.OPPORTUNISTIC:
             self.guess(prefix)
         elif takes and prefix not in self.model.taken:
             self.take(prefix, optional=rank is Rank.OPTIONAL)
@@ -207,7 +207,7 @@ class Lives(RuleBasedStateMachine):
         """SI-1: in a free slot only, and where nothing is."""
         if prefix in self.guesses or prefix in self.model.taken:
             return
-        slot = self.cache.states.reserve(key(prefix), Rank.PROVISIONAL)
+        slot = self.cache.states.reserve(key(prefix), Rank.OPPORTUNISTIC)
         assert (slot is None) == (len(self.model.taken) + len(self.guesses) == self.slots)
         if slot is not None:
             self.cache.states.commit(key(prefix))

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 
 from megatron_ext.config import EvictionPolicyName
 from megatron_ext.prefix_cache.ghosts import MAX_GHOSTS, Ghosts
-from megatron_ext.scheduling.placement import ProvisionalRules
+from megatron_ext.scheduling.placement import OpportunisticRules
 from megatron_ext.scheduling.scheduler import Scheduler
 from tests.unit_tests.scheduling.builders import add, make_limits, request_of, step
 
@@ -18,8 +18,8 @@ POLICIES = st.sampled_from([EvictionPolicyName.LRU, EvictionPolicyName.FLOPS])
 
 def scheduler_of(blocks: int, policy: EvictionPolicyName, slots: int | None) -> Scheduler:
     """Without snapshots that nobody asked for: one that is not taken, or given up, is not lost."""
-    asked_for = ProvisionalRules(most=0)
-    return Scheduler(make_limits(block_size=2, total_blocks=blocks, provisional=asked_for), policy, b"model", slots)
+    asked_for = OpportunisticRules(most=0)
+    return Scheduler(make_limits(block_size=2, total_blocks=blocks, opportunistic=asked_for), policy, b"model", slots)
 
 
 def serve(scheduler: Scheduler, prompts: list[list[int]]) -> list[tuple[int, int]]:

@@ -166,14 +166,14 @@ class Lives(RuleBasedStateMachine):
         self.reserved: dict[bytes, Rank] = {}
         self.slots: dict[bytes, int] = {}
         self.evicted = self.replaced = self.skipped = self.taken = 0
-        self.provisional = {"taken": 0, "consumed": 0, "given_up": 0}
+        self.opportunistic = {"taken": 0, "consumed": 0, "given_up": 0}
 
     @rule(digest=st.sampled_from(ALL), rank=st.sampled_from(Rank), before=st.sampled_from(ALL))
     def reserve(self, digest: bytes, rank: Rank, before: bytes) -> None:
         if digest in self.reserved:
             return
         if digest in self.order:
-            if rank is Rank.PROVISIONAL or self.ranks[digest] is not Rank.PROVISIONAL:
+            if rank is Rank.OPPORTUNISTIC or self.ranks[digest] is not Rank.OPPORTUNISTIC:
                 return
             self.forget(digest)  # asked for, it is written again
         instead_of = before if rank is Rank.OPTIONAL else None
@@ -182,7 +182,7 @@ class Lives(RuleBasedStateMachine):
             self.replaced += 1
         if len(self.order) + len(self.reserved) == self.total and not self.make_room(rank):
             assert self.index.reserve(digest, rank, instead_of=instead_of) is None
-            self.skipped += rank is not Rank.PROVISIONAL
+            self.skipped += rank is not Rank.OPPORTUNISTIC
             return
         slot = self.index.reserve(digest, rank, instead_of=instead_of)
         assert slot is not None
@@ -192,17 +192,17 @@ class Lives(RuleBasedStateMachine):
 
     def make_room(self, rank: Rank) -> bool:
         """HY-5, SI-1: nobody gives way to a guess; guesses go first, then those of decode, the oldest first."""
-        if rank is Rank.PROVISIONAL:
+        if rank is Rank.OPPORTUNISTIC:
             return False
         victims = sorted((one for one in self.order if self.ranks[one] <= rank), key=self.ranks.get)
         if victims:
-            self.evicted += self.ranks[victims[0]] is not Rank.PROVISIONAL
+            self.evicted += self.ranks[victims[0]] is not Rank.OPPORTUNISTIC
             self.forget(victims[0])
         return bool(victims)
 
     def forget(self, digest: bytes) -> None:
         self.order.remove(digest)
-        self.provisional["given_up"] += self.ranks.pop(digest) is Rank.PROVISIONAL
+        self.opportunistic["given_up"] += self.ranks.pop(digest) is Rank.OPPORTUNISTIC
         del self.slots[digest]
 
     @precondition(lambda self: self.reserved)
@@ -217,8 +217,8 @@ class Lives(RuleBasedStateMachine):
         self.index.commit(digest)
         self.order.append(digest)
         self.ranks[digest] = rank
-        self.provisional["taken"] += rank is Rank.PROVISIONAL
-        self.taken += rank is not Rank.PROVISIONAL
+        self.opportunistic["taken"] += rank is Rank.OPPORTUNISTIC
+        self.taken += rank is not Rank.OPPORTUNISTIC
 
     @precondition(lambda self: self.order)
     @rule(data=st.data())
@@ -227,7 +227,7 @@ class Lives(RuleBasedStateMachine):
         self.index.consume(digest)
         self.order.remove(digest)
         self.order.append(digest)
-        self.provisional["consumed"] += self.ranks[digest] is Rank.PROVISIONAL
+        self.opportunistic["consumed"] += self.ranks[digest] is Rank.OPPORTUNISTIC
         self.ranks[digest] = Rank.ORDINARY
 
     @rule(digest=st.sampled_from(ALL))
@@ -244,12 +244,12 @@ class Lives(RuleBasedStateMachine):
         assert {digest: self.index.find(digest) for digest in ALL} == {
             digest: self.slots[digest] if digest in self.order else None for digest in ALL
         }
-        guesses = list(self.ranks.values()).count(Rank.PROVISIONAL)
+        guesses = list(self.ranks.values()).count(Rank.OPPORTUNISTIC)
         assert self.index.used_count == len(self.order) - guesses
         assert self.index.used_provisional_count == guesses
         counts = self.index.taken, self.index.skipped, self.index.evicted, self.index.replaced
         assert counts == (self.taken, self.skipped, self.evicted, self.replaced)
-        assert vars(self.index.provisional) == self.provisional
+        assert vars(self.index.opportunistic) == self.opportunistic
         assert self.index.obtainable_count == self.total - len(self.reserved)
         assert self.index.free_count == self.total - len(self.slots)
 
@@ -266,13 +266,13 @@ class Wanted:
 
 
 def test_a_provisional_one_takes_a_free_slot_only():
-    """SI-1: not even that of another provisional one, which stands there for as good a reason."""
+    """SI-1: not even that of another opportunistic one, which stands there for as good a reason."""
     index = StateIndex(1)
-    index.reserve(b"a", Rank.PROVISIONAL)
+    index.reserve(b"a", Rank.OPPORTUNISTIC)
     index.commit(b"a")
-    assert index.reserve(b"b", Rank.PROVISIONAL) is None
+    assert index.reserve(b"b", Rank.OPPORTUNISTIC) is None
     assert visible(index) == {b"a"}
-    assert (index.skipped, index.provisional.given_up) == (0, 0)
+    assert (index.skipped, index.opportunistic.given_up) == (0, 0)
 
 
 def test_slots_for_a_step_are_given_out_at_once_in_order():

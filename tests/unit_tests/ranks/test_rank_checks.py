@@ -89,7 +89,7 @@ def live_with_a_difference(parallel: ParallelConfig, whole: Whole) -> None:
             step = describe(chunks, block_size)
             steps.append(step)
             if len(steps) == 5:
-                first = dataclasses.replace(step.chunks[0], live_slot=99)
+                first = dataclasses.replace(step.chunks[0], running_slot=99)
                 step = dataclasses.replace(step, chunks=(first, *step.chunks[1:]))
             return step
 
@@ -104,7 +104,7 @@ def test_a_difference_is_named(parallel: ParallelConfig, whole: Whole):
     """Within a replica, and between a replica and its mirror on rank 0."""
     outcomes = run_world(live_with_a_difference, 2, parallel, whole)
     for outcome in outcomes:
-        assert "chunks[0].live_slot is " in outcome.cause, outcome.describe()
+        assert "chunks[0].running_slot is " in outcome.cause, outcome.describe()
         assert "and 99 on rank 1 (--check-ranks)" in outcome.cause
     assert outcomes[0].cause == outcomes[1].cause
 

@@ -86,7 +86,7 @@ class Situation:
     def _own(self, request: Request, computed: int, blocks: int) -> None:
         request.sequence.computed_end = computed
         request.sequence.block_table = tuple(self.cache.allocate(blocks))
-        request.sequence.live_slot = self._used_slots
+        request.sequence.running_slot = self._used_slots
         self._used_slots += 1
 
 

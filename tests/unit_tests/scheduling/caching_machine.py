@@ -181,7 +181,7 @@ class CachingMachine(RuleBasedStateMachine):
             self.run_step()
         assert not self.alive(), "requests never end"
         assert self.scheduler.cache.available_count == self.limits.total_blocks
-        assert self.scheduler.live_slots.free_count == self.limits.max_requests
+        assert self.scheduler.running_slots.free_count == self.limits.max_requests
         assert not self.scheduler.pending_blocks.requests(), "somebody who is gone still computes"
 
     # One step

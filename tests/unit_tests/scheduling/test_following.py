@@ -52,7 +52,10 @@ class TestBlocksOfALeaderThatHasEnded:
         assert scheduler.cache.use().blocks_cached == (1 if policy is LRU else 0)
 
     def test_they_are_kept_while_there_is_no_room(self):
-        """KV-6: one live slot, so the followers come one after the other; each finds what the first one left."""
+        """KV-6: one running state slot, so the followers come one after the other.
+
+        Each finds what the first one left.
+        """
         scheduler = make_scheduler(REF_ZERO, max_requests=1)
         add(scheduler, *(sharing(arrival) for arrival in range(4)))
         assert run_prefills(scheduler) == 4

@@ -19,7 +19,7 @@ from megatron_ext.prefix_cache.matching import ResumePoint
 from megatron_ext.prefix_cache.state_index import SlotId, StateIndex
 from megatron_ext.scheduling import planner
 from megatron_ext.scheduling.chunk import Chunk
-from megatron_ext.scheduling.placement import ProvisionalRules
+from megatron_ext.scheduling.placement import OpportunisticRules
 from megatron_ext.scheduling.plan import SchedulerLimits, SnapshotRequest, StepPlan
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.priority(TestPriority.HIGH)
 
 
 class HybridMachine(CachingMachine):
-    """Follows live slots and slots by what is in them."""
+    """Follows running state slots and slots by what is in them."""
 
     slot_counts = st.sampled_from([8, 2, 1, 0])
 
@@ -46,8 +46,8 @@ class HybridMachine(CachingMachine):
         LA-1: in one life of three chunks are aligned, with a budget of a block or a few tokens more.
         """
         limits = super().draw_limits(data)
-        guesses = ProvisionalRules(data.draw(st.sampled_from([None, None, 2, 0]), "most"), spacing=1)
-        limits = dataclasses.replace(limits, provisional=guesses)
+        guesses = OpportunisticRules(data.draw(st.sampled_from([None, None, 2, 0]), "most"), spacing=1)
+        limits = dataclasses.replace(limits, opportunistic=guesses)
         if data.draw(st.sampled_from([False, False, True]), "aligned"):
             budget = limits.block_size + data.draw(st.integers(0, 3), "tokens beside a block")
             limits = dataclasses.replace(
@@ -78,13 +78,13 @@ class HybridMachine(CachingMachine):
         written: dict[SlotId, object] = {}
         for chunk in chunks:
             owner, request = self.owner_of(chunk.request), chunk.request
-            assert self.live[request.sequence.live_slot] == content(owner, chunk.start), "states of another position"
+            assert self.live[request.sequence.running_slot] == content(owner, chunk.start), "states of another position"
             for snapshot in request.sequence.snapshots:
                 if chunk.start < snapshot.position <= chunk.end:
                     assert not self.limits.aligned_chunks or snapshot.position == chunk.end, "only ends leave states"
                     assert snapshot.slot not in written, "two write one slot"
                     written[snapshot.slot] = content(owner, snapshot.position)
-            self.live[request.sequence.live_slot] = content(owner, chunk.end)
+            self.live[request.sequence.running_slot] = content(owner, chunk.end)
         self.slots |= written
 
     def judge(self, plan: StepPlan) -> None:
@@ -116,9 +116,9 @@ class HybridMachine(CachingMachine):
         owner, restore = self.owner_of(chunk.request), chunk.request.sequence.restore
         if restore is not None:
             assert self.slots.get(restore.slot) == content(owner, chunk.start), "restores what is of others"
-            self.live[chunk.request.sequence.live_slot] = self.slots[restore.slot]
+            self.live[chunk.request.sequence.running_slot] = self.slots[restore.slot]
         elif chunk.start == 0:
-            self.live[chunk.request.sequence.live_slot] = content(owner, 0)
+            self.live[chunk.request.sequence.running_slot] = content(owner, 0)
 
     def verify_request(self, owner: Owner, request: Request) -> None:
         """No snapshot can be found that does not hold what its key says."""

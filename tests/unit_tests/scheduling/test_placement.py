@@ -9,9 +9,9 @@ import pytest
 
 from megatron_ext.prefix_cache.divergence import MAX_DEPTHS, MAX_DIVERGENCES, Divergences
 from megatron_ext.scheduling import placement
-from megatron_ext.scheduling.placement import ProvisionalRules, best_depths, place
+from megatron_ext.scheduling.placement import OpportunisticRules, best_depths, place
 
-RULES = ProvisionalRules()
+RULES = OpportunisticRules()
 
 
 def saved(first: int, depths: list[int], weights: list[int], chosen: list[int]) -> int:
@@ -68,7 +68,7 @@ def test_where_requests_have_parted():
     known = ((13, 40),)
     assert 13 in place(0, 39, 40, (), known, RULES)
     assert place(0, 39, 1, (), known, RULES) == [13]
-    even = ProvisionalRules(is_learned=False)
+    even = OpportunisticRules(is_learned=False)
     assert 13 not in place(0, 39, 40, (), known, even)
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_ext.scheduling.live_slots import LiveSlots
 from megatron_ext.scheduling.queue import Queues, RequestQueue
+from megatron_ext.scheduling.running_slots import RunningSlots
 from tests.unit_tests.scheduling.builders import make_request
 
 
 class TestLiveSlots:
     def test_the_lowest_free_slot_is_handed_out(self):
-        slots = LiveSlots(3)
+        slots = RunningSlots(3)
         assert [slots.take(), slots.take(), slots.take()] == [0, 1, 2]
         for slot in (2, 0):
             slots.give_back(slot)
@@ -22,25 +22,25 @@ class TestLiveSlots:
         assert slots.take() == 0
 
     def test_no_slot_beyond_the_last(self):
-        slots = LiveSlots(1)
+        slots = RunningSlots(1)
         slots.take()
         with pytest.raises(AssertionError, match="no free slot"):
             slots.take()
 
     def test_no_slot_comes_back_twice(self):
-        slots = LiveSlots(2)
+        slots = RunningSlots(2)
         slot = slots.take()
         slots.give_back(slot)
         with pytest.raises(AssertionError, match="twice"):
             slots.give_back(slot)
 
     def test_check_accepts_the_truth(self):
-        slots = LiveSlots(3)
+        slots = RunningSlots(3)
         slots.check([slots.take(), slots.take()])
 
     @pytest.mark.parametrize("owned", [[], [0], [0, 0], [0, 1, 2], [0, 3]])
     def test_check_finds_slots_lost_doubled_and_invented(self, owned: list[int]):
-        slots = LiveSlots(3)
+        slots = RunningSlots(3)
         slots.take()
         slots.take()
         with pytest.raises(AssertionError):

@@ -338,8 +338,13 @@ class TestParts:
     def test_losing_all_hands_back_what_it_owned(self):
         request = make_request(0, prompt=6)
         sequence = request.sequence
-        sequence.block_table, sequence.live_slot, sequence.snapshots = (3, 4), 1, [Snapshot(4, b"d", 0)]
+        sequence.block_table, sequence.running_slot, sequence.snapshots = (3, 4), 1, [Snapshot(4, b"d", 0)]
         sequence.computed_end = sequence.shared_end = 4
         assert sequence.lose_all() == ((3, 4), [Snapshot(4, b"d", 0)], 1)
-        assert (request.block_table, sequence.live_slot, sequence.snapshots, sequence.shared_end) == ((), None, [], 0)
+        assert (request.block_table, sequence.running_slot, sequence.snapshots, sequence.shared_end) == (
+            (),
+            None,
+            [],
+            0,
+        )
         assert (request.computed_end, len(request.tokens)) == (0, 6)

@@ -31,13 +31,13 @@ class TestLife:
     def test_blocks_and_rows_are_owned_from_admission_to_end(self):
         scheduler, (first, second) = make_scheduler(5, 4)
         step(scheduler)
-        assert (first.block_table, first.sequence.live_slot) == ((0, 1), 0)
-        assert (second.block_table, second.sequence.live_slot) == ((2,), 1)
+        assert (first.block_table, first.sequence.running_slot) == ((0, 1), 0)
+        assert (second.block_table, second.sequence.running_slot) == ((2,), 1)
         step(scheduler)
         assert second.block_table == (2, 3)  # its token 4 begins a block
         scheduler.end(first, Status.COMPLETED, finish_reason="stop")
-        assert (first.block_table, first.sequence.live_slot, first.computed_end) == ((), None, 0)
-        assert (scheduler.blocks.free_count, scheduler.live_slots.free_count) == (6, 3)
+        assert (first.block_table, first.sequence.running_slot, first.computed_end) == ((), None, 0)
+        assert (scheduler.blocks.free_count, scheduler.running_slots.free_count) == (6, 3)
         scheduler.check()
 
     def test_a_chunked_prefill_is_admitted_once(self):
@@ -67,7 +67,7 @@ class TestLife:
         step(scheduler)
         plan = step(scheduler)
         assert plan.preemptions == (second,)
-        assert (second.computed_end, second.block_table, second.sequence.live_slot) == (0, (), None)
+        assert (second.computed_end, second.block_table, second.sequence.running_slot) == (0, (), None)
         assert len(second.generated_tokens) == 1
         scheduler.end(first, Status.COMPLETED)
         plan = step(scheduler)
@@ -106,7 +106,7 @@ class TestLife:
         scheduler.abandon(plan.chunks, "RuntimeError: out of memory")
         scheduler.check()
         assert scheduler.blocks.free_count == 8
-        assert scheduler.live_slots.free_count == 4
+        assert scheduler.running_slots.free_count == 4
         assert (running.computed_prefill_tokens, fresh.computed_prefill_tokens) == (5, 0)
         assert running.timeline.events[-1].type is EventType.ERROR_TRANSIENT
         assert running.timeline.events[-1].payload == "RuntimeError: out of memory"
@@ -141,7 +141,7 @@ class TestLife:
         scheduler.end(second, Status.ABORTED)
         scheduler.check()
         assert second.block_table == ()
-        assert second.sequence.live_slot is None
+        assert second.sequence.running_slot is None
         used = len(first.block_table)
         assert scheduler.blocks.free_count == 4 - used
         assert second.is_ended
@@ -193,21 +193,21 @@ def own_too_few_blocks(scheduler: Scheduler) -> None:
 
 def share_a_live_slot(scheduler: Scheduler) -> None:
     first, second, *_ = scheduler.queues.running
-    second.sequence.live_slot = first.sequence.live_slot
+    second.sequence.running_slot = first.sequence.running_slot
 
 
 def lose_a_live_slot(scheduler: Scheduler) -> None:
-    next(iter(scheduler.queues.running)).sequence.live_slot = None
+    next(iter(scheduler.queues.running)).sequence.running_slot = None
 
 
 def leak_a_live_slot(scheduler: Scheduler) -> None:
-    scheduler.live_slots.take()
+    scheduler.running_slots.take()
 
 
 def run_without_a_live_slot(scheduler: Scheduler) -> None:
     request = next(iter(scheduler.queues.running))
-    scheduler.live_slots.give_back(request.sequence.live_slot)
-    request.sequence.live_slot = None
+    scheduler.running_slots.give_back(request.sequence.running_slot)
+    request.sequence.running_slot = None
 
 
 def end_without_leaving(scheduler: Scheduler) -> None:
@@ -219,7 +219,7 @@ def wait_with_blocks(scheduler: Scheduler) -> None:
 
 
 def wait_with_a_live_slot(scheduler: Scheduler) -> None:
-    next(iter(scheduler.queues.waiting)).sequence.live_slot = scheduler.live_slots.take()
+    next(iter(scheduler.queues.waiting)).sequence.running_slot = scheduler.running_slots.take()
 
 
 def wait_with_computed_tokens(scheduler: Scheduler) -> None:

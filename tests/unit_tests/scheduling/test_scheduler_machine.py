@@ -1,7 +1,7 @@
 """Any life of any requests, against a model of who owns what that is written independently of the scheduler.
 
-The model follows the plan's moves and keeps, for each request, how many blocks and live slots it may own and which
-positions have been computed. It knows none of the planner's reasons, only what no plan may do.
+The model follows the plan's moves and keeps, for each request, how many blocks and running state slots it may own and
+which positions have been computed. It knows none of the planner's reasons, only what no plan may do.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.run_step(lambda: False)
         assert not self.alive(), "requests never end"
         assert self.scheduler.blocks.free_count == self.limits.total_blocks
-        assert self.scheduler.live_slots.free_count == self.limits.max_requests
+        assert self.scheduler.running_slots.free_count == self.limits.max_requests
 
     # One step
 
@@ -306,7 +306,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert list(queues.paused) == self.placed("paused")
         tables = [block for request in self.owners for block in request.block_table]
         assert len(set(tables)) == len(tables), "a block has two owners"
-        slots = [request.sequence.live_slot for request in self.owners if request.sequence.live_slot is not None]
+        slots = [request.sequence.running_slot for request in self.owners if request.sequence.running_slot is not None]
         assert len(set(slots)) == len(slots), "a live slot has two owners"
         assert self.scheduler.blocks.free_count == self.limits.total_blocks - len(tables)
         assert (self.scheduler.counters.preemptions, self.scheduler.counters.pauses) == (self.preemptions, self.pauses)
@@ -320,7 +320,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def verify_request(request: Request, owner: Owner) -> None:
         assert request.tokens == owner.tokens
         assert len(request.block_table) == owner.blocks
-        assert (request.sequence.live_slot is not None) == (owner.place in ("running", "paused"))
+        assert (request.sequence.running_slot is not None) == (owner.place in ("running", "paused"))
         assert request.is_ended == (owner.place == "ended")
         assert owner.done == list(range(request.computed_end)), "positions were left out, repeated or swapped"
         assert request.computed_prefill_tokens == owner.first_time
@@ -394,8 +394,8 @@ def gives_prefill_one_token_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
 def keeps_blocks_when_preempting(monkeypatch: pytest.MonkeyPatch) -> None:
     def requeue(self: Scheduler, request: Request, event: EventType | None = None, payload: str | None = None) -> None:
         request.sequence.block_table, request.sequence.computed_end = (), 0  # forgets to release
-        self.live_slots.give_back(request.sequence.live_slot)
-        request.sequence.live_slot = None
+        self.running_slots.give_back(request.sequence.running_slot)
+        request.sequence.running_slot = None
         self.queues.move(request, self.queues.waiting)
         if event is not None:
             request.timeline.note(event, payload)

@@ -47,7 +47,7 @@ def test_literal_messages_of_a_prompt_and_its_first_decode():
         is_decode=False,
         block_ids=(0, 1, 2),
         shared_end=0,
-        live_slot=0,
+        running_slot=0,
         snapshots=(snapshot,),
         sampling=greedy,
         scoring=Scoring(0, 9, tuple(range(1, 10)), 2),

@@ -38,7 +38,7 @@ class Remembering:
             raise RuntimeError("no memory")
         assert step.num_tokens <= self.room.step_tokens or step.num_decode == len(step.chunks)
         assert [chunk.is_decode for chunk in step.chunks] == sorted((c.is_decode for c in step.chunks), reverse=True)
-        assert len({chunk.live_slot for chunk in step.chunks}) == len(step.chunks)
+        assert len({chunk.running_slot for chunk in step.chunks}) == len(step.chunks)
         return {chunk.request_id: token for chunk in step.chunks for token in self._chunk(chunk)}
 
     def _chunk(self, chunk):
@@ -47,18 +47,20 @@ class Remembering:
         if chunk.restore is not None:
             digest, state = self.kept[chunk.restore.slot]
             assert digest == chunk.restore.digest
-            self.live[chunk.live_slot] = state
-        state = self.live.get(chunk.live_slot, (None,)) if chunk.start or chunk.is_decode else ()  # decodes always read
+            self.live[chunk.running_slot] = state
+        state = (
+            self.live.get(chunk.running_slot, (None,)) if chunk.start or chunk.is_decode else ()
+        )  # decodes always read
         assert len(state) == chunk.start or not self.room.has_states
         for place, token in enumerate(chunk.token_ids, start=chunk.start):
             self.keys[chunk.block_ids[place // BLOCK], place % BLOCK] = token
-        self.live[chunk.live_slot] = (*state, *chunk.token_ids)
+        self.live[chunk.running_slot] = (*state, *chunk.token_ids)
         for one in chunk.snapshots:
             assert one.position == chunk.end
-            self.kept[one.slot] = one.digest, self.live[chunk.live_slot]
+            self.kept[one.slot] = one.digest, self.live[chunk.running_slot]
         read = [self.keys.get((chunk.block_ids[place // BLOCK], place % BLOCK)) for place in range(chunk.end)]
         if self.room.has_states:
-            assert tuple(read) == self.live[chunk.live_slot]
+            assert tuple(read) == self.live[chunk.running_slot]
         yield from [next_token(read)] if chunk.sampling is not None else []
 
 

@@ -107,7 +107,7 @@ class Driver:
     def free_blocks(self) -> int:
         return self.scheduler.cache.available_count
 
-    # Poison: NaN in new pools, in freed blocks, in freed live slots, in slots without a snapshot
+    # Poison: NaN in new pools, in freed blocks, in freed running state slots, in slots without a snapshot
 
     def _poison_pools(self) -> None:
         allocate = self.context.allocate_all_tensors
@@ -167,9 +167,9 @@ class Driver:
             self.context.live_states.ssm[:, slot].fill_(torch.nan)
 
     def watch_scheduler(self) -> None:
-        """Wrap what frees blocks and live slots, and what is computed; again after the engine was reset."""
-        blocks, live_slots, scheduler = self.scheduler.blocks, self.scheduler.live_slots, self.scheduler
-        free, give_back, advance = blocks.free, live_slots.give_back, scheduler._advance
+        """Wrap what frees blocks and running state slots, and what is computed; again after the engine was reset."""
+        blocks, running_slots, scheduler = self.scheduler.blocks, self.scheduler.running_slots, self.scheduler
+        free, give_back, advance = blocks.free, running_slots.give_back, scheduler._advance
 
         def free_poisoned(freed: Sequence[int]) -> None:
             free(freed)
@@ -190,7 +190,7 @@ class Driver:
                 self._note_states(*span)
                 self._note_drawn(*span)
 
-        blocks.free, live_slots.give_back = free_poisoned, give_back_poisoned
+        blocks.free, running_slots.give_back = free_poisoned, give_back_poisoned
         scheduler._advance = advance_watched
 
     # Watching
@@ -199,7 +199,7 @@ class Driver:
         seen, pool = self.seen[request.request_id], self.context.live_states
         seen.chunks.append((start, end))
         if pool is not None:
-            slot = request.sequence.live_slot
+            slot = request.sequence.running_slot
             if request.sequence.draft_states:  # it goes on from there
                 (state,) = request.sequence.draft_states
                 pool, slot = self.context.snapshots, state.slot
@@ -260,7 +260,7 @@ class Driver:
         else:
             raise AssertionError(f"not done after {MAX_STEPS} steps")
         assert self.free_blocks == self.scheduler.blocks.total
-        assert self.scheduler.live_slots.free_count == self.scheduler.live_slots.total
+        assert self.scheduler.running_slots.free_count == self.scheduler.running_slots.total
         computed = sum(r.computed_prefill_token_count + r.recomputed_token_count for r in self.records.values())
         assert self.engine.lifetime_prefill_token_count == computed
         return self.records

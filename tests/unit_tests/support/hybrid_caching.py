@@ -69,7 +69,7 @@ class HybridModel(CacheModel):
         return {self._of_digest[digest] for digest in self._states._visible}
 
     def asked_for(self) -> set[Contents]:
-        """Those of them that are not provisional."""
+        """Those of them that are not opportunistic."""
         states = self._states
         return {self._of_digest[digest] for digest in states._visible if not states.is_provisional(digest)}
 
@@ -247,10 +247,10 @@ class HybridDriver(CachingDriver):
     def states(self):
         return self.scheduler.cache.states
 
-    def snapshots_of(self, tokens: Sequence[int], salt: str | None = None, *, provisional: bool = False) -> list[int]:
+    def snapshots_of(self, tokens: Sequence[int], salt: str | None = None, *, opportunistic: bool = False) -> list[int]:
         """Positions in `tokens` at which there are snapshots, or such that nobody asked for."""
         found = self.model.asked_for()
-        if provisional:
+        if opportunistic:
             found = self.model.visible() - found
         return [end for end in range(1, len(tokens) + 1) if (salt, tuple(tokens[:end])) in found]
 
@@ -288,7 +288,7 @@ def assert_snapshots_equal_oracle(driver: HybridDriver, tokens: Sequence[int], o
         The positions of those that somebody asked for.
     """
     positions, pool = driver.snapshots_of(tokens), driver.context.snapshots
-    for position in [*positions, *driver.snapshots_of(tokens, provisional=True)]:
+    for position in [*positions, *driver.snapshots_of(tokens, opportunistic=True)]:
         slot = driver.states.find(driver.model.digest((None, tuple(tokens[:position]))))
         for layer, (conv, ssm) in enumerate(oracle.states(tokens[:position])):
             name = f"snapshot after {position} tokens, layer {layer}"

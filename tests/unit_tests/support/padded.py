@@ -75,7 +75,7 @@ class Padded:
         """As a step leaves them: when it is committed, the one behind it may have been computed."""
         pool = self.context.live_states
         for chunk in chunks if pool is not None else ():
-            states = pool.conv[:, chunk.live_slot].clone(), pool.ssm[:, chunk.live_slot].clone()
+            states = pool.conv[:, chunk.running_slot].clone(), pool.ssm[:, chunk.running_slot].clone()
             self._left[chunk.request_id, chunk.end] = states
 
     def _note_states(self, request: Request, start: int, end: int) -> None:

@@ -83,7 +83,7 @@ class LiveServer:
         engine.check()
         assert not engine.has_unfinished_requests()
         assert scheduler.cache.use().blocks_in_use == 0
-        assert scheduler.live_slots.free_count == scheduler.live_slots.total
+        assert scheduler.running_slots.free_count == scheduler.running_slots.total
         if scheduler.cache.states is not None:
             assert scheduler.cache.states.obtainable_count == scheduler.cache.states.total
 

@@ -63,7 +63,7 @@ class SimulatedDevice:
         self._watch(scheduler)
 
     def _watch(self, scheduler: Scheduler) -> None:
-        free, give_back = scheduler.blocks.free, scheduler.live_slots.give_back
+        free, give_back = scheduler.blocks.free, scheduler.running_slots.give_back
 
         def free_poisoned(blocks: Sequence[int]) -> None:
             free(blocks)
@@ -73,7 +73,7 @@ class SimulatedDevice:
             give_back(slot)
             self._queue.append(lambda: self._live.update({slot: POISON}))
 
-        scheduler.blocks.free, scheduler.live_slots.give_back = free_poisoned, give_back_poisoned
+        scheduler.blocks.free, scheduler.running_slots.give_back = free_poisoned, give_back_poisoned
 
     def _poison(self, blocks: Sequence[int]) -> None:
         for block in blocks:
@@ -135,13 +135,13 @@ class SimulatedDevice:
     def _compute(self, step: ScheduledStep, answer: dict[int, int]) -> None:
         for chunk in step.chunks:  # all restores come before all writes
             if chunk.restore is not None:
-                self._live[chunk.live_slot] = self._snapshots[chunk.restore.slot]
+                self._live[chunk.running_slot] = self._snapshots[chunk.restore.slot]
         tokens = {chunk.request_id: self._compute_chunk(chunk) for chunk in step.chunks}
         self._last = {one.request_id: tokens[one.request_id] for one in step.chunks if one.sampling is not None}
         answer.update(self._last or {DUMMY: 0})
 
     def _compute_chunk(self, chunk: ScheduledChunk) -> int:
-        state = self._live[chunk.live_slot] if chunk.start and self.has_states else NOTHING
+        state = self._live[chunk.running_slot] if chunk.start and self.has_states else NOTHING
         known = [self._last[chunk.request_id] if one == LAST_SAMPLED else one for one in chunk.token_ids]
         kept = {one.position: one.slot for one in chunk.snapshots}
         for position, token in enumerate(known, start=chunk.start):
@@ -150,7 +150,7 @@ class SimulatedDevice:
             state = state_behind(state, token) if self.has_states else NOTHING
             if position + 1 in kept:
                 self._snapshots[kept[position + 1]] = state
-        self._live[chunk.live_slot] = state
+        self._live[chunk.running_slot] = state
         keys = [self._keys.get(self._place(chunk, position), POISON) for position in range(chunk.end)]
         return next_token(keys, state, None if chunk.sampling is None else chunk.sampling.uniform)
 

@@ -1,7 +1,7 @@
 """Snapshots that nobody asked for, in slots that are free anyway (SI-1).
 
 A long prefill leaves states on its way, in case that another request parts from it there. Until somebody resumes from
-one it is *provisional*: it takes free slots only, and gives its own up to whatever else wants one. So without anybody
+one it is *opportunistic*: it takes free slots only, and gives its own up to whatever else wants one. So without anybody
 who resumes from one, all other snapshots are the same as if there were none: they are kept apart from the order of the
 others, which neither weighs them nor weighs by them.
 """
@@ -17,8 +17,8 @@ from megatron_ext.prefix_cache.snapshot_order import Rank, SnapshotOrder
 
 
 @dataclass
-class ProvisionalUse:
-    """What became of provisional snapshots; counted by `StateIndex`.
+class OpportunisticUse:
+    """What became of opportunistic snapshots; counted by `StateIndex`.
 
     Attributes:
         taken: Written.
@@ -32,8 +32,8 @@ class ProvisionalUse:
     given_up: int = 0
 
 
-class ProvisionalFirst:
-    """An order with provisional snapshots before all others, the oldest of them first; see `SnapshotOrder`.
+class OpportunisticFirst:
+    """An order with opportunistic snapshots before all others, the oldest of them first; see `SnapshotOrder`.
 
     Args:
         order: Of the others; empty.
@@ -44,19 +44,19 @@ class ProvisionalFirst:
         self._queue: OrderedDict[Digest, None] = OrderedDict()
 
     @property
-    def provisional_count(self) -> int:
+    def opportunistic_count(self) -> int:
         """Those that nobody has consumed."""
         return len(self._queue)
 
     def add(self, digest: Digest, rank: Rank) -> None:
-        """As the youngest, if it is provisional."""
-        if rank is Rank.PROVISIONAL:
+        """As the youngest, if it is opportunistic."""
+        if rank is Rank.OPPORTUNISTIC:
             self._queue[digest] = None
         else:
             self._others.add(digest, rank)
 
     def use(self, digest: Digest) -> None:
-        """Whoever resumes from a provisional one makes it one of the others."""
+        """Whoever resumes from a opportunistic one makes it one of the others."""
         if digest in self._queue:
             del self._queue[digest]
             self._others.add(digest, Rank.ORDINARY)
@@ -70,14 +70,14 @@ class ProvisionalFirst:
             self._others.remove(digest)
 
     def evict(self, ranks: Sequence[Rank]) -> Digest | None:
-        """A provisional one if there is one, and its slot may be taken."""
-        if Rank.PROVISIONAL in ranks and self._queue:
+        """A opportunistic one if there is one, and its slot may be taken."""
+        if Rank.OPPORTUNISTIC in ranks and self._queue:
             return self._queue.popitem(last=False)[0]
-        return self._others.evict([rank for rank in ranks if rank is not Rank.PROVISIONAL])
+        return self._others.evict([rank for rank in ranks if rank is not Rank.OPPORTUNISTIC])
 
     def rank(self, digest: Digest) -> Rank | None:
         """Of a snapshot that is there; None of others."""
-        return Rank.PROVISIONAL if digest in self._queue else self._others.rank(digest)
+        return Rank.OPPORTUNISTIC if digest in self._queue else self._others.rank(digest)
 
     def clear(self) -> None:
         """Forget all."""

@@ -27,7 +27,7 @@ def test_the_second_sighting_is_right(get_oracle, oracle, budget: int):
     driver = build_driver(get_oracle, max_tokens=budget)
     asked = prompts(3)
     assert [driver.sight(i, prompt) for i, prompt in enumerate(asked)] == [0, 8 * BLOCK, 9 * BLOCK]
-    assert driver.snapshots_of(asked[0], provisional=True) == [4 * BLOCK]
+    assert driver.snapshots_of(asked[0], opportunistic=True) == [4 * BLOCK]
     for request_id, prompt in enumerate(asked):
         assert_snapshots_equal_oracle(driver, prompt, oracle)
         assert_equals_oracle(driver, request_id, oracle)
@@ -53,10 +53,10 @@ def test_with_few_slots_the_others_keep_theirs(get_oracle, oracle):
     first, second = prompts(2)
     driver.sight(0, first, num_tokens_to_generate=1)
     assert driver.snapshots_of(first) == [11 * BLOCK]
-    assert driver.snapshots_of(first, provisional=True) == [6 * BLOCK]
+    assert driver.snapshots_of(first, opportunistic=True) == [6 * BLOCK]
     driver.sight(1, make_prompt(20, seed=9), num_tokens_to_generate=1)
     assert driver.snapshots_of(first) == [11 * BLOCK]
-    assert driver.snapshots_of(first, provisional=True) == []
+    assert driver.snapshots_of(first, opportunistic=True) == []
     driver.sight(2, second)
     for request_id in range(3):
         assert_equals_oracle(driver, request_id, oracle)

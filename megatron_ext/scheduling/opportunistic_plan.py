@@ -19,14 +19,14 @@ from megatron_ext.scheduling.placement import place
 from megatron_ext.scheduling.plan import Admission, SchedulerLimits, SnapshotRequest
 
 
-def place_provisional(
+def place_opportunistic(
     admissions: Sequence[Admission],
     continued: Iterable[Chunk],
     wanted: Sequence[SnapshotRequest],
     limits: SchedulerLimits,
     cache: PrefixCache,
 ) -> list[Admission]:
-    """The admissions with the positions of their provisional snapshots, for which there is room as things are.
+    """The admissions with the positions of their opportunistic snapshots, for which there is room as things are.
 
     Args:
         admissions: Of the step, in order: the first has the first choice.
@@ -38,18 +38,18 @@ def place_provisional(
     if not admissions or not _is_on(limits, cache):
         return list(admissions)
     planned = sum(
-        position > one.start for one in continued for position in one.request.sequence.snapshot_plan.provisional
+        position > one.start for one in continued for position in one.request.sequence.snapshot_plan.opportunistic
     )
     free_slots = _free_slots(wanted, limits, cache.states) - planned
     placed = []
     for admission in admissions:
         positions = _positions(admission, free_slots, limits, cache)
         free_slots -= len(positions)
-        placed.append(dataclasses.replace(admission, provisional=positions) if positions else admission)
+        placed.append(dataclasses.replace(admission, opportunistic=positions) if positions else admission)
     return placed
 
 
-def plan_provisional(
+def plan_opportunistic(
     continued: Sequence[Chunk],
     admissions: Sequence[Admission],
     wanted: Sequence[SnapshotRequest],
@@ -63,23 +63,23 @@ def plan_provisional(
     for chunk in continued:
         sequence = chunk.request.sequence
         if sequence.cache_epoch == cache.epoch:
-            passed += _passed(chunk, sequence.snapshot_plan.provisional, limits.block_size)
+            passed += _passed(chunk, sequence.snapshot_plan.opportunistic, limits.block_size)
     for admission in admissions:
-        passed += _passed(admission.chunk, admission.provisional, limits.block_size)
+        passed += _passed(admission.chunk, admission.opportunistic, limits.block_size)
     free_slots = max(0, _free_slots(wanted, limits, cache.states))
     return tuple(passed[max(0, len(passed) - free_slots) :])  # the last ones are worth most
 
 
 def _is_on(limits: SchedulerLimits, cache: PrefixCache) -> bool:
-    return cache.states is not None and not limits.aligned_chunks and limits.provisional.most != 0
+    return cache.states is not None and not limits.aligned_chunks and limits.opportunistic.most != 0
 
 
 def _free_slots(wanted: Sequence[SnapshotRequest], limits: SchedulerLimits, states: StateIndex | None) -> int:
     """Slots that neither hold anything nor are asked for in this step, as far as the limit goes."""
     assert states is not None, "there are states"
     taken = sum(states.find(one.digest) is None and not states.is_reserved(one.digest) for one in wanted)
-    free_slots, most = states.free_count - taken, limits.provisional.most
-    return free_slots if most is None else min(free_slots, most - states.provisional_count)
+    free_slots, most = states.free_count - taken, limits.opportunistic.most
+    return free_slots if most is None else min(free_slots, most - states.opportunistic_count)
 
 
 def _positions(admission: Admission, free_slots: int, limits: SchedulerLimits, cache: PrefixCache) -> tuple[int, ...]:
@@ -88,7 +88,7 @@ def _positions(admission: Admission, free_slots: int, limits: SchedulerLimits, c
         return ()
     declared = [position // size for position in request.params.cache_checkpoint]
     first, last = admission.chunk.start // size, last_boundary(len(request.tokens), size) // size
-    blocks = place(first, last, free_slots, declared, cache.divergences.shown, limits.provisional)
+    blocks = place(first, last, free_slots, declared, cache.divergences.shown, limits.opportunistic)
     return tuple(block * size for block in blocks if block != len(admission.matched))
 
 
@@ -96,4 +96,4 @@ def _passed(chunk: Chunk, positions: Sequence[int], size: int) -> Iterator[Snaps
     for position in positions:
         if chunk.start < position <= chunk.end:
             digest = chunk.request.digests[position // size - 1]
-            yield SnapshotRequest(chunk.request, position, digest, Rank.PROVISIONAL)
+            yield SnapshotRequest(chunk.request, position, digest, Rank.OPPORTUNISTIC)

@@ -5,31 +5,31 @@ from __future__ import annotations
 import heapq
 from typing import NewType
 
-LiveSlot = NewType("LiveSlot", int)
+RunningSlot = NewType("RunningSlot", int)
 
 
-class LiveSlots:
+class RunningSlots:
     """Hands out slots 0 .. total - 1, the lowest first: those in use stay close together."""
 
     def __init__(self, total: int) -> None:
         self.total = total
-        self._free = [LiveSlot(slot) for slot in range(total)]  # a heap
+        self._free = [RunningSlot(slot) for slot in range(total)]  # a heap
 
     @property
     def free_count(self) -> int:
         """Slots that `take` can hand out."""
         return len(self._free)
 
-    def take(self) -> LiveSlot:
+    def take(self) -> RunningSlot:
         """A free slot; the planner has made sure that there is one."""
         assert self._free, "no free slot"
         return heapq.heappop(self._free)
 
-    def give_back(self, slot: LiveSlot) -> None:
+    def give_back(self, slot: RunningSlot) -> None:
         """The slot's owner has left."""
         assert slot not in self._free, f"slot {slot} given back twice"
         heapq.heappush(self._free, slot)
 
-    def check(self, owned: list[LiveSlot]) -> None:
+    def check(self, owned: list[RunningSlot]) -> None:
         """Assert that free slots and `owned` ones make up the pool, each exactly once."""
         assert sorted([*self._free, *owned]) == list(range(self.total)), (self._free, owned)

@@ -7,23 +7,23 @@ import random
 import pytest
 
 from megatron_ext.config import EvictionPolicyName
-from megatron_ext.prefix_cache.provisional import ProvisionalFirst
+from megatron_ext.prefix_cache.opportunistic import OpportunisticFirst
 from megatron_ext.prefix_cache.snapshot_order import MAY_TAKE, Rank
-from megatron_ext.scheduling.placement import ProvisionalRules
+from megatron_ext.scheduling.placement import OpportunisticRules
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
 from tests.unit_tests.scheduling.builders import add, make_limits, request_of, step
 
-ON, OFF = ProvisionalRules(), ProvisionalRules(most=0)
+ON, OFF = OpportunisticRules(), OpportunisticRules(most=0)
 EVICTIONS = (EvictionPolicyName.LRU, EvictionPolicyName.FLOPS)
 
 
 def make_scheduler(
-    slots: int, rules: ProvisionalRules = ON, policy: EvictionPolicyName = EVICTIONS[0], **limits: object
+    slots: int, rules: OpportunisticRules = ON, policy: EvictionPolicyName = EVICTIONS[0], **limits: object
 ) -> Scheduler:
     """As `benchmarks/prefix_caching.py` has it: blocks of 64 tokens, everything in one step."""
     sizes = {"block_size": 64, "total_blocks": 1600, "max_tokens": 80_000, "max_sequence_length": 80_000}
-    return Scheduler(make_limits(**{"provisional": rules} | sizes | limits), policy, b"model", slots)
+    return Scheduler(make_limits(**{"opportunistic": rules} | sizes | limits), policy, b"model", slots)
 
 
 class Users:
@@ -90,7 +90,7 @@ def others(scheduler: Scheduler) -> set[bytes]:
 ASKED = ("snapshots_taken", "snapshots_skipped", "snapshots_replaced", "slots_used", "slots_evicted", "blocks_evicted")
 
 
-def unique_lives(policy: EvictionPolicyName, slots: int, rules: ProvisionalRules, seed: int) -> list[object]:
+def unique_lives(policy: EvictionPolicyName, slots: int, rules: OpportunisticRules, seed: int) -> list[object]:
     """What is kept after each of many prompts; some come again at once, some later and then read nothing."""
     scheduler = make_scheduler(slots, rules, policy, total_blocks=120, block_size=4, max_tokens=64)
     users, seen, asked = Users(scheduler, seed), [], []
@@ -114,24 +114,24 @@ def unique_lives(policy: EvictionPolicyName, slots: int, rules: ProvisionalRules
 @pytest.mark.parametrize("slots", [3, 12, 60])
 def test_where_nobody_resumes_from_one_nothing_else_changes(policy: EvictionPolicyName, slots: int):
     """Prompts that come again at once resume at their end, where somebody asked for states."""
-    rules = ProvisionalRules(spacing=2)
+    rules = OpportunisticRules(spacing=2)
     for seed in range(3):
         assert unique_lives(policy, slots, rules, seed) == unique_lives(policy, slots, OFF, seed)
 
 
 @pytest.mark.parametrize("policy", EVICTIONS)
 def test_the_twin_tells_a_guess_that_displaces(policy: EvictionPolicyName, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(MAY_TAKE, Rank.PROVISIONAL, (Rank.PROVISIONAL, Rank.OPTIONAL, Rank.ORDINARY))
-    monkeypatch.setattr("megatron_ext.scheduling.provisional_plan._free_slots", lambda *arguments: 5)
+    monkeypatch.setitem(MAY_TAKE, Rank.OPPORTUNISTIC, (Rank.OPPORTUNISTIC, Rank.OPTIONAL, Rank.ORDINARY))
+    monkeypatch.setattr("megatron_ext.scheduling.opportunistic_plan._free_slots", lambda *arguments: 5)
     with pytest.raises(AssertionError):
         test_where_nobody_resumes_from_one_nothing_else_changes(policy, 3)
 
 
 def test_the_twin_tells_guesses_that_stand_in_line_with_others(monkeypatch: pytest.MonkeyPatch):
-    def add_to_the_others(self: ProvisionalFirst, digest: bytes, rank: Rank) -> None:
+    def add_to_the_others(self: OpportunisticFirst, digest: bytes, rank: Rank) -> None:
         self._others.add(digest, Rank.ORDINARY)
 
-    monkeypatch.setattr(ProvisionalFirst, "add", add_to_the_others)
+    monkeypatch.setattr(OpportunisticFirst, "add", add_to_the_others)
     with pytest.raises(AssertionError):
         test_where_nobody_resumes_from_one_nothing_else_changes(EvictionPolicyName.LRU, 3)
 
@@ -151,7 +151,7 @@ def test_without_a_free_slot_there_are_none(policy: EvictionPolicyName):
 
 
 def test_a_limit_of_their_number():
-    scheduler = make_scheduler(64, ProvisionalRules(most=5))
+    scheduler = make_scheduler(64, OpportunisticRules(most=5))
     users = Users(scheduler)
     for _ in range(3):
         users.ask(users.tokens(2560))
@@ -162,7 +162,7 @@ def test_a_limit_of_their_number():
 def test_aligned_chunks_leave_what_they_left():
     """Every boundary at which a chunk ends is kept, as an ordinary snapshot; there is nothing beside it."""
     seen = []
-    for rules in (ProvisionalRules(), OFF):
+    for rules in (OpportunisticRules(), OFF):
         scheduler = make_scheduler(64, rules, aligned_chunks=True, max_tokens=300)
         skipped = Users(scheduler).sightings(2048)
         seen.append((skipped, scheduler.cache.use()))
@@ -186,7 +186,7 @@ def test_they_learn_where_requests_part():
     """Prompts of many tenants, each new, part at the same place, off the grid: soon the second of each hits there."""
     learned, even = (
         Users(make_scheduler(4000, total_blocks=9000)),
-        Users(make_scheduler(4000, ProvisionalRules(is_learned=False), total_blocks=9000)),
+        Users(make_scheduler(4000, OpportunisticRules(is_learned=False), total_blocks=9000)),
     )
     for users, expected in ((learned, 1216), (even, 1024)):
         seconds = [users.sightings(1216)[1] for _ in range(12)]  # 19 blocks
@@ -213,14 +213,14 @@ def test_of_more_boundaries_than_slots_the_last_are_kept():
     request = request_of(0, range(2560))
     add(scheduler, request)
     step(scheduler)
-    passed = [position for position in request.sequence.snapshot_plan.provisional if 1300 < position <= 2560]
+    passed = [position for position in request.sequence.snapshot_plan.opportunistic if 1300 < position <= 2560]
     assert len(passed) > 3
     states = scheduler.cache.states
     while states.free_count > 4:  # what is computed to the end wants one itself
         states.reserve(b"others%d" % states.free_count)
     plan = scheduler.schedule()
-    taken = [one.position for one in plan.snapshots if one.rank is Rank.PROVISIONAL]
-    room = 4 - sum(one.rank is not Rank.PROVISIONAL for one in plan.snapshots)
+    taken = [one.position for one in plan.snapshots if one.rank is Rank.OPPORTUNISTIC]
+    room = 4 - sum(one.rank is not Rank.OPPORTUNISTIC for one in plan.snapshots)
     assert 0 < room < len(passed)
     assert taken == passed[-room:]
 
@@ -229,7 +229,7 @@ def test_a_failed_step_leaves_none():
     scheduler = make_scheduler(40)
     add(scheduler, request_of(0, range(2560)))
     plan = scheduler.schedule()
-    assert len([one for one in plan.snapshots if one.rank is Rank.PROVISIONAL]) == 9
+    assert len([one for one in plan.snapshots if one.rank is Rank.OPPORTUNISTIC]) == 9
     scheduler.abandon(plan.chunks, "RuntimeError: planted")
     scheduler.check()
     assert scheduler.cache.states.free_count == 40
