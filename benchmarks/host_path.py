@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_ext.config import EvictionPolicyName, RequestParams
-from megatron_ext.prefix_cache.hash_chain import DIGEST_BYTES
+from megatron_ext.prefix_cache.hash_chain import HASH_BYTES
 from megatron_ext.scheduling.plan import SchedulerLimits, StepPlan
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
@@ -195,12 +195,12 @@ def median(measure: Callable[[], float], repeats: int) -> float:
 
 
 def floor_seconds(length: int, block_size: int) -> float:
-    """CPU seconds for one digest a block over the tokens' bytes, and nothing else."""
+    """CPU seconds for one block hash a block over the tokens' bytes, and nothing else."""
     data = memoryview(array("I", prompt(length))).cast("B")
     stride = 4 * block_size
     start = time.thread_time()
     for offset in range(0, len(data), stride):
-        blake2b(data[offset : offset + stride], digest_size=DIGEST_BYTES).digest()
+        blake2b(data[offset : offset + stride], digest_size=HASH_BYTES).digest()
     return time.thread_time() - start
 
 

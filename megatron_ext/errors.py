@@ -68,12 +68,12 @@ class RestoreError(RuntimeError):
 
     Args:
         message: Which slot, and what it holds.
-        digest: The key of the states that it was to hold.
+        block hash: The key of the states that it was to hold.
     """
 
-    def __init__(self, message: str, digest: bytes) -> None:
+    def __init__(self, message: str, block_hash: bytes) -> None:
         super().__init__(message)
-        self.digest = digest
+        self.block_hash = block_hash
 
 
 class EngineSuspended(RuntimeError):

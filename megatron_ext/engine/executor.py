@@ -63,7 +63,7 @@ class AsyncExecutor(Launching, Protocol):
         """
 
     def name_states(self, states: Sequence[Snapshot]) -> None:
-        """Snapshots of a step that has been launched, whose digests were not known then."""
+        """Snapshots of a step that has been launched, whose block hashes were not known then."""
 
 
 def launcher(executor: Executor) -> Callable[[ScheduledStep], Computing]:

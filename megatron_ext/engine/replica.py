@@ -15,7 +15,7 @@ from megatron_ext.engine.output_processor import OutputProcessor
 from megatron_ext.engine.result import StepResult
 from megatron_ext.engine.structured_output import StructuredOutputs
 from megatron_ext.errors import RestoreError
-from megatron_ext.prefix_cache.hash_chain import Digest
+from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.plan import StepPlan
 from megatron_ext.scheduling.request import Request
@@ -164,7 +164,7 @@ class Replica:
         if isinstance(error, RestoreError):  # the next step computes what this snapshot was to save
             states = self.scheduler.cache.states
             assert states is not None, "only states are restored"
-            states.drop(Digest(error.digest))
+            states.drop(BlockHash(error.block_hash))
 
     def _overlap(self, host_work: Callable[[], None]) -> None:
         """Hash waiting prompts and take requests in while the device computes (CU-6).

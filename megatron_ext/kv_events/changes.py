@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from megatron_ext.prefix_cache.hash_chain import Digest
+from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.observer import PublishedRun
 
 
@@ -19,7 +19,7 @@ from megatron_ext.prefix_cache.observer import PublishedRun
 class Block:
     """A cached block: what it continues, its tokens, and, for the first of a sequence only, the salt of its keys."""
 
-    parent: Digest | None
+    parent: BlockHash | None
     tokens: array[int]
     salt: str | None
 
@@ -37,10 +37,10 @@ class Delta:
     """
 
     cleared: bool = False
-    states_removed: dict[Digest, None] = field(default_factory=dict)
-    removed: dict[Digest, None] = field(default_factory=dict)
-    stored: dict[Digest, Block] = field(default_factory=dict)
-    states_stored: dict[Digest, None] = field(default_factory=dict)
+    states_removed: dict[BlockHash, None] = field(default_factory=dict)
+    removed: dict[BlockHash, None] = field(default_factory=dict)
+    stored: dict[BlockHash, Block] = field(default_factory=dict)
+    states_stored: dict[BlockHash, None] = field(default_factory=dict)
 
 
 class Changes:
@@ -53,8 +53,8 @@ class Changes:
     def __init__(self, wake: Callable[[], None] = lambda: None) -> None:
         self._wake = wake
         self._lock = threading.Lock()
-        self._blocks: set[Digest] = set()  # that the cache has
-        self._states: set[Digest] = set()
+        self._blocks: set[BlockHash] = set()  # that the cache has
+        self._states: set[BlockHash] = set()
         self._delta: Delta | None = None  # None: nothing has changed
         self._is_off = False
 
@@ -80,55 +80,55 @@ class Changes:
     def on_blocks_stored(self, run: PublishedRun) -> None:
         """They are noted with copies of their tokens, but for those that are known."""
         size, parent = run.block_size, run.parent
-        start = run.end - len(run.digests) * size
+        start = run.end - len(run.block_hashes) * size
         with self._lock:
             if self._is_off:
                 return
-            for digest in run.digests:
-                if digest not in self._blocks:
-                    self._blocks.add(digest)
+            for block_hash in run.block_hashes:
+                if block_hash not in self._blocks:
+                    self._blocks.add(block_hash)
                     delta = self._open()
-                    if digest in delta.removed:  # it was told, and is the same
-                        del delta.removed[digest]
+                    if block_hash in delta.removed:  # it was told, and is the same
+                        del delta.removed[block_hash]
                     else:
                         salt = run.salt if parent is None else None
-                        delta.stored[digest] = Block(parent, run.tokens[start : start + size], salt)
-                parent, start = digest, start + size
+                        delta.stored[block_hash] = Block(parent, run.tokens[start : start + size], salt)
+                parent, start = block_hash, start + size
 
-    def on_blocks_removed(self, digests: Iterable[Digest]) -> None:
+    def on_blocks_removed(self, block_hashes: Iterable[BlockHash]) -> None:
         """Those that were never told are forgotten."""
-        self._removed(digests, self._blocks, lambda delta: (delta.stored, delta.removed))
+        self._removed(block_hashes, self._blocks, lambda delta: (delta.stored, delta.removed))
 
-    def on_snapshot_stored(self, digest: Digest) -> None:
+    def on_snapshot_stored(self, block_hash: BlockHash) -> None:
         """See `CacheObserver`."""
         with self._lock:
-            if digest not in self._states and not self._is_off:
-                self._states.add(digest)
+            if block_hash not in self._states and not self._is_off:
+                self._states.add(block_hash)
                 delta = self._open()
-                if digest in delta.states_removed:
-                    del delta.states_removed[digest]
+                if block_hash in delta.states_removed:
+                    del delta.states_removed[block_hash]
                 else:
-                    delta.states_stored[digest] = None
+                    delta.states_stored[block_hash] = None
 
-    def on_snapshot_removed(self, digest: Digest) -> None:
+    def on_snapshot_removed(self, block_hash: BlockHash) -> None:
         """See `CacheObserver`."""
-        self._removed([digest], self._states, lambda delta: (delta.states_stored, delta.states_removed))
+        self._removed([block_hash], self._states, lambda delta: (delta.states_stored, delta.states_removed))
 
     def _removed(
         self,
-        digests: Iterable[Digest],
-        there: set[Digest],
-        tables: Callable[[Delta], tuple[dict[Digest, Block] | dict[Digest, None], dict[Digest, None]]],
+        block_hashes: Iterable[BlockHash],
+        there: set[BlockHash],
+        tables: Callable[[Delta], tuple[dict[BlockHash, Block] | dict[BlockHash, None], dict[BlockHash, None]]],
     ) -> None:
         with self._lock:
-            for digest in digests:
-                if digest in there and not self._is_off:
-                    there.discard(digest)
+            for block_hash in block_hashes:
+                if block_hash in there and not self._is_off:
+                    there.discard(block_hash)
                     stored, removed = tables(self._open())
-                    if digest in stored:
-                        del stored[digest]
+                    if block_hash in stored:
+                        del stored[block_hash]
                     else:
-                        removed[digest] = None
+                        removed[block_hash] = None
 
     def on_cleared(self) -> None:
         """Whatever was noted before does not matter any more."""

@@ -16,7 +16,7 @@ from megatron_ext.kv_events.events import (
     StateRemoved,
     StateStored,
 )
-from megatron_ext.prefix_cache.hash_chain import Digest, packed_tokens
+from megatron_ext.prefix_cache.hash_chain import BlockHash, packed_tokens
 from megatron_ext.prefix_cache.public_hash import event_hash, event_salt
 
 MAX_BLOCKS = 64  # of one event: encoding it keeps other threads from running
@@ -45,10 +45,10 @@ class Mirror:
     def __init__(self, block_size: int, *, has_states: bool) -> None:
         self._block_size = block_size
         self._has_states = has_states
-        self._blocks: dict[Digest, Block] = {}
-        self._hashes: dict[Digest, Hash] = {}
-        self._states: dict[Digest, None] = {}
-        self._reasons: dict[Digest, int] = {}  # of told blocks, with recurrent layers
+        self._blocks: dict[BlockHash, Block] = {}
+        self._hashes: dict[BlockHash, Hash] = {}
+        self._states: dict[BlockHash, None] = {}
+        self._reasons: dict[BlockHash, int] = {}  # of told blocks, with recurrent layers
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -66,7 +66,7 @@ class Mirror:
         if gone:
             told.blocks.append(BlockRemoved(gone))
         self._blocks.update(delta.stored)
-        self._hashes.update((digest, event_hash(digest)) for digest in delta.stored)
+        self._hashes.update((block_hash, event_hash(block_hash)) for block_hash in delta.stored)
         self._states.update(delta.states_stored)
         there = self._shown(delta.states_stored) if self._has_states else delta.stored
         told.blocks.extend(self._runs(there))
@@ -76,74 +76,78 @@ class Mirror:
 
     def present(self) -> Told:
         """What to tell who knows nothing."""
-        there = [digest for digest in self._blocks if digest in self._reasons] if self._has_states else self._blocks
+        there = (
+            [block_hash for block_hash in self._blocks if block_hash in self._reasons]
+            if self._has_states
+            else self._blocks
+        )
         states: list[StateEvent] = [StateStored(self._hashes_of(self._states))] if self._states else []
         return Told([AllBlocksCleared(), *self._runs(there)], states)
 
-    def _hashes_of(self, digests: Iterable[Digest]) -> list[Hash]:
-        return [self._hashes[digest] for digest in digests]
+    def _hashes_of(self, block_hashes: Iterable[BlockHash]) -> list[Hash]:
+        return [self._hashes[block_hash] for block_hash in block_hashes]
 
     def _remove(self, delta: Delta) -> list[Hash]:
         """Forget what is gone; hashes of what had been told of it, each after those that continue it."""
         gone = self._hidden(delta.states_removed) if self._has_states else delta.removed
         hashes = self._hashes_of(gone)
-        for digest in delta.states_removed:
-            del self._states[digest]
-        for digest in delta.removed:
-            del self._blocks[digest], self._hashes[digest]
+        for block_hash in delta.states_removed:
+            del self._states[block_hash]
+        for block_hash in delta.removed:
+            del self._blocks[block_hash], self._hashes[block_hash]
         return hashes
 
-    def _shown(self, snapshots: Iterable[Digest]) -> list[Digest]:
+    def _shown(self, snapshots: Iterable[BlockHash]) -> list[BlockHash]:
         """Blocks that these new snapshots let be told, each after the one that it continues."""
-        shown: list[Digest] = []
+        shown: list[BlockHash] = []
         for snapshot in snapshots:
-            first, digest = len(shown), snapshot
-            while self._count(digest) == 1:
-                shown.append(digest)
-                parent = self._blocks[digest].parent
+            first, block_hash = len(shown), snapshot
+            while self._count(block_hash) == 1:
+                shown.append(block_hash)
+                parent = self._blocks[block_hash].parent
                 if parent is None:
                     break
-                digest = parent
+                block_hash = parent
             shown[first:] = reversed(shown[first:])
         return shown
 
-    def _count(self, digest: Digest) -> int:
+    def _count(self, block_hash: BlockHash) -> int:
         """One reason more to tell of a block; how many there are now."""
-        reasons = self._reasons.get(digest, 0) + 1
-        self._reasons[digest] = reasons
+        reasons = self._reasons.get(block_hash, 0) + 1
+        self._reasons[block_hash] = reasons
         return reasons
 
-    def _hidden(self, snapshots: Iterable[Digest]) -> list[Digest]:
+    def _hidden(self, snapshots: Iterable[BlockHash]) -> list[BlockHash]:
         """Blocks that there is no reason to tell of any more without these snapshots, each before its parent."""
-        hidden: list[Digest] = []
+        hidden: list[BlockHash] = []
         for snapshot in snapshots:
-            digest: Digest | None = snapshot
-            while digest is not None:
-                self._reasons[digest] -= 1
-                if self._reasons[digest]:
+            block_hash: BlockHash | None = snapshot
+            while block_hash is not None:
+                self._reasons[block_hash] -= 1
+                if self._reasons[block_hash]:
                     break
-                del self._reasons[digest]
-                hidden.append(digest)
-                digest = self._blocks[digest].parent
+                del self._reasons[block_hash]
+                hidden.append(block_hash)
+                block_hash = self._blocks[block_hash].parent
         return hidden
 
-    def _runs(self, digests: Iterable[Digest]) -> Iterator[BlockStored]:
+    def _runs(self, block_hashes: Iterable[BlockHash]) -> Iterator[BlockStored]:
         """Events of blocks, of which those that follow each other are told together."""
-        run: list[Digest] = []
-        for digest in digests:
-            if run and (self._blocks[digest].parent != run[-1] or len(run) == MAX_BLOCKS):
+        run: list[BlockHash] = []
+        for block_hash in block_hashes:
+            if run and (self._blocks[block_hash].parent != run[-1] or len(run) == MAX_BLOCKS):
                 yield self._run(run)
                 run = []
-            run.append(digest)
+            run.append(block_hash)
         if run:
             yield self._run(run)
 
-    def _run(self, digests: list[Digest]) -> BlockStored:
-        blocks = [self._blocks[digest] for digest in digests]
+    def _run(self, block_hashes: list[BlockHash]) -> BlockStored:
+        blocks = [self._blocks[block_hash] for block_hash in block_hashes]
         tokens = packed_tokens(())
         for block in blocks:
             tokens += block.tokens
         parent, salt = blocks[0].parent, blocks[0].salt
         extra = None if salt is None else [[event_salt(salt)], *[None] * (len(blocks) - 1)]
         before = None if parent is None else self._hashes[parent]
-        return BlockStored(self._hashes_of(digests), before, tokens, self._block_size, extra)
+        return BlockStored(self._hashes_of(block_hashes), before, tokens, self._block_size, extra)

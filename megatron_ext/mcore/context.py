@@ -189,8 +189,11 @@ class InferenceContext(DynamicInferenceContext):
             return
         restored = [(chunk.restore, chunk.running_slot) for chunk in chunks if chunk.restore is not None]
         if restored:
-            slots, digests = [restore.slot for restore, _ in restored], [restore.digest for restore, _ in restored]
-            snapshots.restore(slots, digests, live, [slot for _, slot in restored])
+            slots, block_hashes = (
+                [restore.slot for restore, _ in restored],
+                [restore.block_hash for restore, _ in restored],
+            )
+            snapshots.restore(slots, block_hashes, live, [slot for _, slot in restored])
         snapshots.open([one.slot for chunk in chunks for one in chunk.snapshots])
 
     def finish_snapshots(self) -> None:
@@ -208,7 +211,7 @@ class InferenceContext(DynamicInferenceContext):
         if live:
             running_slots, slots = zip(*live, strict=True)
             copy_states(live_states, running_slots, snapshots, slots)
-        snapshots.close([one.slot for _, one in taken], [one.digest for _, one in taken])
+        snapshots.close([one.slot for _, one in taken], [one.block_hash for _, one in taken])
 
     def clear_step(self) -> None:
         """The step is over."""

@@ -59,7 +59,7 @@ class StepExecutor:
         """See `AsyncExecutor.name_states`."""
         if states:
             assert self._context.snapshots is not None, "only a model with states has any to name"
-            self._context.snapshots.close([one.slot for one in states], [one.digest for one in states])
+            self._context.snapshots.close([one.slot for one in states], [one.block_hash for one in states])
 
     def compute(self, step: ScheduledStep) -> StepResult | None:
         """Compute a step. If anything raises, nothing of it counts, and the pools may hold anything for its requests.

@@ -15,7 +15,7 @@ HYBRID_BLOCK_MULTIPLE = 16
 AUTOMATIC_SNAPSHOT_SHARE = 0.25  # of the buffer, on top of it
 FEWEST_AUTOMATIC_SLOTS = 2
 SPARE_STATES = 2  # for padding: a live one, and a snapshot
-ASYNC_STATES = 4  # snapshots of a step that is launched before their digests are known
+ASYNC_STATES = 4  # snapshots of a step that is launched before their block hashes are known
 FASTEST_CHUNK = {"cpu": 64}  # tokens; by type of device, where it is less than what models are trained with
 # Log-probs are computed in pieces that take at most this, beside the pools: logits, a copy in fp32, its log-softmax.
 SCORING_BYTES = 256 * 1024**2

@@ -73,7 +73,7 @@ def copy_rows(source: StatePool, rows: Tensor, target: StatePool, target_rows: T
 
 
 class SnapshotPool(StatePool):
-    """Snapshots, and on the host a note of what each slot holds: a digest, or None while anything may be in it."""
+    """Snapshots, and on the host a note of what each slot holds: a block hash, or None while anything may be in it."""
 
     def __init__(self, shape: StateShape, slots: int, device: torch.device) -> None:
         super().__init__(shape, slots, device)
@@ -84,29 +84,31 @@ class SnapshotPool(StatePool):
         for slot in slots:
             self._contents[slot] = None
 
-    def close(self, slots: Sequence[int], digests: Sequence[bytes]) -> None:
-        """They have been written, all layers: each holds the states at the end of the block of its digest."""
-        for slot, digest in zip(slots, digests, strict=True):
-            self._contents[slot] = digest
+    def close(self, slots: Sequence[int], block_hashes: Sequence[bytes]) -> None:
+        """They have been written, all layers: each holds the states at the end of the block of its block hash."""
+        for slot, block_hash in zip(slots, block_hashes, strict=True):
+            self._contents[slot] = block_hash
 
-    def restore(self, slots: Sequence[int], digests: Sequence[bytes], live: StatePool, rows: Sequence[int]) -> None:
+    def restore(
+        self, slots: Sequence[int], block_hashes: Sequence[bytes], live: StatePool, rows: Sequence[int]
+    ) -> None:
         """Copy snapshots into running state slots.
 
         Raises:
-            RestoreError: A slot holds something else than the states of its digest. No row is written.
+            RestoreError: A slot holds something else than the states of its block hash. No row is written.
         """
-        self.check(slots, digests)
+        self.check(slots, block_hashes)
         copy_states(self, slots, live, rows)
 
-    def check(self, slots: Sequence[int], digests: Sequence[bytes]) -> None:
+    def check(self, slots: Sequence[int], block_hashes: Sequence[bytes]) -> None:
         """See that slots hold what somebody is to resume from.
 
         Raises:
-            RestoreError: One holds something else than the states of its digest.
+            RestoreError: One holds something else than the states of its block hash.
         """
-        for slot, digest in zip(slots, digests, strict=True):
-            if self._contents[slot] != digest:
+        for slot, block_hash in zip(slots, block_hashes, strict=True):
+            if self._contents[slot] != block_hash:
                 found = "unfinished ones" if self._contents[slot] is None else "those of another one"
-                raise RestoreError(  # without the digests, which say what a prompt was to who can guess it
-                    f"snapshot slot {slot} was to hold the states of one prefix, and holds {found}", digest
+                raise RestoreError(  # without the block hashes, which say what a prompt was to who can guess it
+                    f"snapshot slot {slot} was to hold the states of one prefix, and holds {found}", block_hash
                 )

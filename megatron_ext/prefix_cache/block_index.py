@@ -1,4 +1,4 @@
-"""Which digest is in which block, and which block continues which."""
+"""Which block hash is in which block, and which block continues which."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from itertools import count, islice
 from typing import overload
 
 from megatron_ext.prefix_cache.block_pool import BlockId
-from megatron_ext.prefix_cache.hash_chain import Digest
+from megatron_ext.prefix_cache.hash_chain import BlockHash
 
 
 class CachedRun(Sequence[BlockId]):
@@ -19,8 +19,8 @@ class CachedRun(Sequence[BlockId]):
     A run of thousands of blocks whose length alone decides costs a few look-ups.
     """
 
-    def __init__(self, blocks: Mapping[Digest, BlockId], digests: Sequence[Digest], length: int) -> None:
-        self._blocks, self._digests, self._length = blocks, digests, length
+    def __init__(self, blocks: Mapping[BlockHash, BlockId], block_hashes: Sequence[BlockHash], length: int) -> None:
+        self._blocks, self._block_hashes, self._length = blocks, block_hashes, length
 
     def __len__(self) -> int:
         return self._length
@@ -32,13 +32,13 @@ class CachedRun(Sequence[BlockId]):
     def __getitem__(self, index: slice) -> list[BlockId]: ...
 
     def __getitem__(self, index: int | slice) -> BlockId | list[BlockId]:
-        blocks, digests = self._blocks, self._digests
+        blocks, block_hashes = self._blocks, self._block_hashes
         if isinstance(index, slice):
-            return [blocks[digests[i]] for i in range(*index.indices(self._length))]
-        return blocks[digests[range(self._length)[index]]]
+            return [blocks[block_hashes[i]] for i in range(*index.indices(self._length))]
+        return blocks[block_hashes[range(self._length)[index]]]
 
     def __iter__(self) -> Iterator[BlockId]:
-        return map(self._blocks.__getitem__, islice(self._digests, self._length))
+        return map(self._blocks.__getitem__, islice(self._block_hashes, self._length))
 
     def __eq__(self, other: object) -> bool:
         return list(self) == list(other) if isinstance(other, Sequence) else NotImplemented
@@ -48,147 +48,147 @@ class CachedRun(Sequence[BlockId]):
 
 @dataclass(frozen=True)
 class CachedPrefix:
-    """A cached run of blocks from the start of a sequence, named by the digest of its last one."""
+    """A cached run of blocks from the start of a sequence, named by the block hash of its last one."""
 
-    digest: Digest
+    block_hash: BlockHash
     blocks: int
     hits: int
 
 
 class BlockIndex:
-    """A forest of digests. A block is found by one look-up, and knows how many cached blocks continue it.
+    """A forest of block hashes. A block is found by one look-up, and knows how many cached blocks continue it.
 
-    What is known of a digest is in a dictionary for each thing, so that a run is indexed by a few updates.
+    What is known of a block hash is in a dictionary for each thing, so that a run is indexed by a few updates.
     """
 
     def __init__(self) -> None:
-        self._blocks: dict[Digest, BlockId] = {}
-        self._digest_of: dict[BlockId, Digest] = {}
-        self._parents: dict[Digest, Digest | None] = {}  # None for the first block of a sequence
-        self._depths: dict[Digest, int] = {}  # blocks from the start of the sequence, this one included
-        self._children: dict[Digest, int] = {}  # of those that have any
-        self._hits: dict[Digest, int] = {}  # requests that resumed at the end of the block, if any did
+        self._blocks: dict[BlockHash, BlockId] = {}
+        self._hash_of: dict[BlockId, BlockHash] = {}
+        self._parents: dict[BlockHash, BlockHash | None] = {}  # None for the first block of a sequence
+        self._depths: dict[BlockHash, int] = {}  # blocks from the start of the sequence, this one included
+        self._children: dict[BlockHash, int] = {}  # of those that have any
+        self._hits: dict[BlockHash, int] = {}  # requests that resumed at the end of the block, if any did
 
     def __len__(self) -> int:
         return len(self._blocks)
 
     def __contains__(self, block: BlockId) -> bool:
         """Whether `block` is indexed."""
-        return block in self._digest_of
+        return block in self._hash_of
 
     def __iter__(self) -> Iterator[BlockId]:
         """All indexed blocks."""
-        return iter(tuple(self._digest_of))
+        return iter(tuple(self._hash_of))
 
-    def find(self, digest: Digest) -> BlockId | None:
-        """The block that holds `digest`, or None."""
-        return self._blocks.get(digest)
+    def find(self, block_hash: BlockHash) -> BlockId | None:
+        """The block that holds `block_hash`, or None."""
+        return self._blocks.get(block_hash)
 
     def among(self, blocks: Iterable[BlockId]) -> list[BlockId]:
         """Those of `blocks` that are indexed, in their order."""
-        digest_of = self._digest_of
-        return [block for block in blocks if block in digest_of]
+        hash_of = self._hash_of
+        return [block for block in blocks if block in hash_of]
 
-    def digest_of(self, block: BlockId) -> Digest:
+    def hash_of(self, block: BlockId) -> BlockHash:
         """What the indexed `block` holds."""
-        return self._digest_of[block]
+        return self._hash_of[block]
 
-    def longest_run(self, digests: Sequence[Digest]) -> CachedRun:
+    def longest_run(self, block_hashes: Sequence[BlockHash]) -> CachedRun:
         """Blocks of the longest indexed run from the start; a hole ends it.
 
         An indexed block's parents are indexed (`add` and `remove` see to that), so the end is found by doubling and
         halving: a look-up for each doubling of the run, not for each block.
         """
         blocks, low, high = self._blocks, 0, 1  # `low` blocks are indexed; `high`, once it is found out, are not
-        while high <= len(digests) and digests[high - 1] in blocks:
+        while high <= len(block_hashes) and block_hashes[high - 1] in blocks:
             low, high = high, 2 * high
-        high = min(high, len(digests) + 1)
+        high = min(high, len(block_hashes) + 1)
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if digests[middle - 1] in blocks else (low, middle)
-        return CachedRun(blocks, digests, low)
+            low, high = (middle, high) if block_hashes[middle - 1] in blocks else (low, middle)
+        return CachedRun(blocks, block_hashes, low)
 
-    def add(self, digests: Sequence[Digest], blocks: Sequence[BlockId], parent: Digest | None) -> None:
+    def add(self, block_hashes: Sequence[BlockHash], blocks: Sequence[BlockId], parent: BlockHash | None) -> None:
         """Index a run of at least one block; its first one's parent, if there is one, must be indexed."""
-        assert self._blocks.keys().isdisjoint(digests), "a digest has one block"
-        assert self._digest_of.keys().isdisjoint(blocks), f"each of {blocks} holds one digest"
+        assert self._blocks.keys().isdisjoint(block_hashes), "a digest has one block"
+        assert self._hash_of.keys().isdisjoint(blocks), f"each of {blocks} holds one digest"
         depth = 0 if parent is None else self._depths[parent]
         if parent is not None:
             self._children[parent] = self._children.get(parent, 0) + 1
-        self._blocks.update(zip(digests, blocks, strict=True))
-        self._digest_of.update(zip(blocks, digests, strict=True))
-        self._parents.update(zip(digests, [parent, *digests[:-1]], strict=True))
-        self._depths.update(zip(digests, count(depth + 1)))
-        self._children.update(dict.fromkeys(digests[:-1], 1))
+        self._blocks.update(zip(block_hashes, blocks, strict=True))
+        self._hash_of.update(zip(blocks, block_hashes, strict=True))
+        self._parents.update(zip(block_hashes, [parent, *block_hashes[:-1]], strict=True))
+        self._depths.update(zip(block_hashes, count(depth + 1)))
+        self._children.update(dict.fromkeys(block_hashes[:-1], 1))
 
-    def remove(self, blocks: Iterable[BlockId]) -> list[Digest]:
+    def remove(self, blocks: Iterable[BlockId]) -> list[BlockHash]:
         """Forget `blocks`, each after those that continue it, and tell what they held."""
         return [self._remove(block) for block in blocks]
 
-    def _remove(self, block: BlockId) -> Digest:
-        digest = self._digest_of[block]
-        children = self._children.get(digest, 0)
+    def _remove(self, block: BlockId) -> BlockHash:
+        block_hash = self._hash_of[block]
+        children = self._children.get(block_hash, 0)
         assert not children, f"block {block} has {children} cached children"
-        del self._digest_of[block], self._blocks[digest], self._depths[digest]
-        self._hits.pop(digest, None)
-        parent = self._parents.pop(digest)
+        del self._hash_of[block], self._blocks[block_hash], self._depths[block_hash]
+        self._hits.pop(block_hash, None)
+        parent = self._parents.pop(block_hash)
         if parent is not None:
             self._children[parent] -= 1
             if not self._children[parent]:
                 del self._children[parent]
-        return digest
+        return block_hash
 
-    def digests(self) -> Iterable[Digest]:
-        """All indexed digests."""
+    def block_hashes(self) -> Iterable[BlockHash]:
+        """All indexed block hashes."""
         return self._blocks.keys()
 
     def count_hit(self, block: BlockId) -> None:
         """A request has resumed at the end of `block`."""
-        digest = self._digest_of[block]
-        self._hits[digest] = self._hits.get(digest, 0) + 1
+        block_hash = self._hash_of[block]
+        self._hits[block_hash] = self._hits.get(block_hash, 0) + 1
 
     def hottest(self, most: int) -> list[CachedPrefix]:
         """The prefixes that most requests resumed from, the hottest first; among equals the longest."""
-        hit = (CachedPrefix(digest, self._depths[digest], hits) for digest, hits in self._hits.items())
+        hit = (CachedPrefix(block_hash, self._depths[block_hash], hits) for block_hash, hits in self._hits.items())
         return nlargest(most, hit, key=lambda prefix: (prefix.hits, prefix.blocks))
 
     def clear(self) -> None:
         """Forget everything."""
-        for table in (self._blocks, self._digest_of, self._parents, self._depths, self._children, self._hits):
+        for table in (self._blocks, self._hash_of, self._parents, self._depths, self._children, self._hits):
             table.clear()
 
-    def depth(self, digest: Digest) -> int:
-        """Blocks from the start of the sequence to the end of the indexed `digest`."""
-        return self._depths[digest]
+    def depth(self, block_hash: BlockHash) -> int:
+        """Blocks from the start of the sequence to the end of the indexed `block_hash`."""
+        return self._depths[block_hash]
 
-    def hits(self, digest: Digest) -> int:
-        """Requests that have resumed at the end of the indexed `digest`."""
-        return self._hits.get(digest, 0)
+    def hits(self, block_hash: BlockHash) -> int:
+        """Requests that have resumed at the end of the indexed `block_hash`."""
+        return self._hits.get(block_hash, 0)
 
-    def ancestors(self, digest: Digest) -> Iterator[Digest]:
-        """What the indexed `digest` continues, the nearest first."""
-        parent = self._parents[digest]
+    def ancestors(self, block_hash: BlockHash) -> Iterator[BlockHash]:
+        """What the indexed `block_hash` continues, the nearest first."""
+        parent = self._parents[block_hash]
         while parent is not None:
             yield parent
             parent = self._parents[parent]
 
     def children(self, block: BlockId) -> int:
         """Indexed blocks that continue `block`."""
-        return self._children.get(self._digest_of[block], 0)
+        return self._children.get(self._hash_of[block], 0)
 
     def parent(self, block: BlockId) -> BlockId | None:
         """The block that `block` continues; None for the first of a sequence."""
-        parent = self._parents[self._digest_of[block]]
+        parent = self._parents[self._hash_of[block]]
         return None if parent is None else self._blocks[parent]
 
     def check(self) -> None:
         """Assert that the maps agree, every parent is there, and depths and children are counted right."""
-        assert {block: digest for digest, block in self._blocks.items()} == self._digest_of
+        assert {block: block_hash for block_hash, block in self._blocks.items()} == self._hash_of
         assert self._blocks.keys() == self._parents.keys() == self._depths.keys(), "a digest is known in part"
         parents = [parent for parent in self._parents.values() if parent is not None]
         assert self._blocks.keys() >= {*parents}, "the parent of a block is not indexed"
         assert Counter(parents) == self._children, "children miscounted"
         assert self._hits.keys() <= self._blocks.keys(), "hits of what is not indexed"
-        for digest, parent in self._parents.items():
+        for block_hash, parent in self._parents.items():
             depth = 1 if parent is None else self._depths[parent] + 1
-            assert self._depths[digest] == depth, f"block {self._blocks[digest]} is at the wrong depth"
+            assert self._depths[block_hash] == depth, f"block {self._blocks[block_hash]} is at the wrong depth"

@@ -14,7 +14,7 @@ from megatron_ext.prefix_cache.cached_token_ids import CachedTokenIds
 from megatron_ext.prefix_cache.divergence import Divergences
 from megatron_ext.prefix_cache.eviction import build_policies
 from megatron_ext.prefix_cache.ghosts import Ghosts
-from megatron_ext.prefix_cache.hash_chain import Digest
+from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.observer import CacheObserver
 from megatron_ext.prefix_cache.state_index import StateIndex
 
@@ -54,8 +54,8 @@ class PrefixCache:
     holds the same contents already, so whoever uses a block uses its parents, and any evictable block may go. Blocks
     are taken and given in runs: what costs something for each of them is a list, a dictionary or a set as a whole.
 
-    A digest can be *wanted* by waiting requests that somebody computes it for (`want`, `unwant`): then its block and
-    all before it stay cached even if the policy would drop them. They can still be evicted.
+    A block hash can be *wanted* by waiting requests that somebody computes it for (`want`, `unwant`): then its block
+    and all before it stay cached even if the policy would drop them. They can still be evicted.
 
     In a model with recurrent layers `states` is the index of their snapshots. A snapshot goes when its block goes, and
     may go alone.
@@ -91,7 +91,7 @@ class PrefixCache:
         self.divergences = Divergences()
         self.cached_token_ids = CachedTokenIds() if keeps_tokens else None
         self.observer: CacheObserver | None = None  # who publishes says which blocks are there; the rest is told here
-        self._wanted: dict[Digest, int] = {}  # by how many
+        self._wanted: dict[BlockHash, int] = {}  # by how many
         self._evicted = 0
 
     @property
@@ -99,13 +99,13 @@ class PrefixCache:
         """Blocks that `allocate` can hand out: free ones, and evictable ones."""
         return self.pool.free_count + len(self._policy)
 
-    def match(self, digests: Sequence[Digest]) -> Sequence[BlockId]:
+    def match(self, block_hashes: Sequence[BlockHash]) -> Sequence[BlockId]:
         """Blocks of the longest cached run from the start. Changes nothing; pin them before anything is allocated."""
-        return self._index.longest_run(digests)
+        return self._index.longest_run(block_hashes)
 
-    def depth_of(self, digest: Digest) -> int:
-        """Blocks from the start of its sequence to the end of the cached one that holds `digest`."""
-        return self._index.depth(digest)
+    def depth_of(self, block_hash: BlockHash) -> int:
+        """Blocks from the start of its sequence to the end of the cached one that holds `block_hash`."""
+        return self._index.depth(block_hash)
 
     def is_evictable(self, block: BlockId) -> bool:
         """Whether pinning `block` would make one block less available."""
@@ -135,30 +135,30 @@ class PrefixCache:
 
     def _note_ghosts(self, blocks: Iterable[BlockId]) -> None:
         """These blocks are about to go, and their snapshots."""
-        for digest in map(self._index.digest_of, blocks):
-            self.ghosts.on_block_removed(digest)
+        for block_hash in map(self._index.hash_of, blocks):
+            self.ghosts.on_block_removed(block_hash)
             states = self.states
-            if states is not None and states.find(digest) is not None and not states.is_provisional(digest):
-                self.ghosts.on_snapshot_removed_with_block(digest)
+            if states is not None and states.find(block_hash) is not None and not states.is_provisional(block_hash):
+                self.ghosts.on_snapshot_removed_with_block(block_hash)
 
-    def want(self, digest: Digest) -> None:
-        """A waiting request is to find the block of `digest`, once it is computed, and all before it."""
-        self._wanted[digest] = self._wanted.get(digest, 0) + 1
+    def want(self, block_hash: BlockHash) -> None:
+        """A waiting request is to find the block of `block_hash`, once it is computed, and all before it."""
+        self._wanted[block_hash] = self._wanted.get(block_hash, 0) + 1
 
-    def unwant(self, digest: Digest) -> None:
+    def unwant(self, block_hash: BlockHash) -> None:
         """It is not waiting for that any more."""
-        self._wanted[digest] -= 1
-        if not self._wanted[digest]:
-            del self._wanted[digest]
-            self._drop_unneeded(self._index.find(digest))
+        self._wanted[block_hash] -= 1
+        if not self._wanted[block_hash]:
+            del self._wanted[block_hash]
+            self._drop_unneeded(self._index.find(block_hash))
 
-    def wanted(self) -> dict[Digest, int]:
+    def wanted(self) -> dict[BlockHash, int]:
         """What is wanted, and by how many."""
         return dict(self._wanted)
 
     def _is_needed(self, block: BlockId) -> bool:
         """Whether a waiting request is to find the cached `block`, or one that continues it is there."""
-        return self._index.digest_of(block) in self._wanted or self._index.children(block) > 0
+        return self._index.hash_of(block) in self._wanted or self._index.children(block) > 0
 
     def _drop_unneeded(self, block: BlockId | None) -> None:
         """Drop `block` if it was kept for waiting requests only and none is left; then the one before it, and so on."""
@@ -171,7 +171,7 @@ class PrefixCache:
             block = parent
 
     def publish(
-        self, digests: Sequence[Digest], blocks: Sequence[BlockId], parent: Digest | None
+        self, block_hashes: Sequence[BlockHash], blocks: Sequence[BlockId], parent: BlockHash | None
     ) -> tuple[BlockId, ...]:
         """The contents of a run of blocks, which continues `parent`, have been computed: let others find them.
 
@@ -180,16 +180,16 @@ class PrefixCache:
             reference is to that one, and its own is released. Since an indexed block's parents are indexed, contents
             that are there already are those of the run's beginning.
         """
-        known = list(self._index.longest_run(digests))
+        known = list(self._index.longest_run(block_hashes))
         count = len(known)
         if known:
             swapped = [(own, other) for own, other in zip(blocks, known, strict=False) if own != other]
             self.pin([other for _, other in swapped])
             self.pool.release([own for own, _ in swapped])
-            parent, digests, blocks = digests[count - 1], digests[count:], blocks[count:]
-        if digests:
-            self._index.add(digests, blocks, parent)
-            self.ghosts.on_blocks_stored(digests)
+            parent, block_hashes, blocks = block_hashes[count - 1], block_hashes[count:], blocks[count:]
+        if block_hashes:
+            self._index.add(block_hashes, blocks, parent)
+            self.ghosts.on_blocks_stored(block_hashes)
         return (*known, *blocks)
 
     def release(self, table: Sequence[BlockId]) -> None:
@@ -215,15 +215,15 @@ class PrefixCache:
         self.pool.free(blocks)
 
     def _forget(self, blocks: Iterable[BlockId]) -> None:
-        digests = self._index.remove(blocks)
+        block_hashes = self._index.remove(blocks)
         if self.states is not None:
-            for digest in digests:
-                self.states.drop(digest)
+            for block_hash in block_hashes:
+                self.states.drop(block_hash)
         if self.cached_token_ids is not None:
-            for digest in digests:
-                self.cached_token_ids.drop(digest)
+            for block_hash in block_hashes:
+                self.cached_token_ids.drop(block_hash)
         if self.observer is not None:
-            self.observer.on_blocks_removed(digests)
+            self.observer.on_blocks_removed(block_hashes)
 
     def reset(self) -> None:
         """Forget all contents: nothing cached before is matched after, and nothing begun before is published."""
@@ -239,25 +239,25 @@ class PrefixCache:
             self.observer.on_cleared()
         self.epoch += 1
 
-    def on_snapshot_stored(self, digest: Digest) -> None:
+    def on_snapshot_stored(self, block_hash: BlockHash) -> None:
         """See `SnapshotListener`, as the next three."""
-        self.ghosts.on_snapshot_stored(digest)
+        self.ghosts.on_snapshot_stored(block_hash)
         if self.observer is not None:
-            self.observer.on_snapshot_stored(digest)
+            self.observer.on_snapshot_stored(block_hash)
 
-    def on_snapshot_removed(self, digest: Digest) -> None:
+    def on_snapshot_removed(self, block_hash: BlockHash) -> None:
         """Blocks may be weighed by their snapshots."""
-        self._policy.on_snapshot_removed(digest)
+        self._policy.on_snapshot_removed(block_hash)
         if self.observer is not None:
-            self.observer.on_snapshot_removed(digest)
+            self.observer.on_snapshot_removed(block_hash)
 
-    def on_snapshot_displaced(self, digest: Digest) -> None:
+    def on_snapshot_displaced(self, block_hash: BlockHash) -> None:
         """More slots would have kept it."""
-        self.ghosts.on_snapshot_removed(digest)
+        self.ghosts.on_snapshot_removed(block_hash)
 
-    def on_snapshot_replaced(self, digest: Digest) -> None:
+    def on_snapshot_replaced(self, block_hash: BlockHash) -> None:
         """More slots would not have kept it."""
-        self.ghosts.on_snapshot_stored(digest)
+        self.ghosts.on_snapshot_stored(block_hash)
 
     def releasable(self, tables: Iterable[Sequence[BlockId]]) -> set[BlockId]:
         """Blocks that would become available if these tables were released together."""
@@ -275,7 +275,7 @@ class PrefixCache:
         """
         if self.states is None or not matched or not self._index.children(matched[-1]):
             return
-        if start < len(matched) or self.states.is_provisional(self._index.digest_of(matched[-1])):
+        if start < len(matched) or self.states.is_provisional(self._index.hash_of(matched[-1])):
             self.divergences.note(len(matched))
 
     def count_hit(self, block: BlockId) -> None:
@@ -302,11 +302,13 @@ class PrefixCache:
         self.pool.check()
         self._index.check()
         if self.states is not None:
-            self.states.check(self._index.digests())
-        snapshots = set() if self.states is None else {one for one in self._index.digests() if self.states.find(one)}
+            self.states.check(self._index.block_hashes())
+        snapshots = (
+            set() if self.states is None else {one for one in self._index.block_hashes() if self.states.find(one)}
+        )
         if self.cached_token_ids is not None:
-            self.cached_token_ids.check(set(self._index.digests()))
-        self.ghosts.check(set(self._index.digests()), snapshots)
+            self.cached_token_ids.check(set(self._index.block_hashes()))
+        self.ghosts.check(set(self._index.block_hashes()), snapshots)
         self._policy.check()
         evictable = set(self._policy)
         assert all(count > 0 for count in self._wanted.values()), "wanted by nobody"

@@ -9,7 +9,8 @@ they come and go in runs:
 - `reuse(blocks)`: evictable blocks are in use again.
 - `evict(count)`: the evictable blocks to give up now, the first one first, each after all cached ones that continue it;
   they leave the index at once.
-- `on_snapshot_removed(digest)`: the block of `digest` stays, or has just gone, and its snapshot is not there any more.
+- `on_snapshot_removed(block hash)`: the block of `block_hash` stays, or has just gone, and its snapshot is not there
+  any more.
 - `len(policy)`: evictable blocks, the most that `evict` can be asked for.
 
 An eviction costs O(log n), on average over many.
@@ -27,7 +28,7 @@ from megatron_ext.config.costs import EntryCosts
 from megatron_ext.prefix_cache.block_index import BlockIndex
 from megatron_ext.prefix_cache.block_pool import BlockId
 from megatron_ext.prefix_cache.flops import FlopsBlocks, FlopsSnapshots
-from megatron_ext.prefix_cache.hash_chain import Digest
+from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.snapshot_order import LruSnapshots, SnapshotOrder
 
 
@@ -45,8 +46,8 @@ class EvictionPolicy(Protocol):
     def evict(self, count: int) -> list[BlockId]:
         """The next victims."""
 
-    def on_snapshot_removed(self, digest: Digest) -> None:
-        """The block of `digest` has no snapshot any more."""
+    def on_snapshot_removed(self, block_hash: BlockHash) -> None:
+        """The block of `block_hash` has no snapshot any more."""
 
     def clear(self) -> None:
         """No block is evictable any more."""
@@ -90,7 +91,7 @@ class LeafFirstLru:
         """Those that became evictable first."""
         return [self._evictable.popitem(last=False)[0] for _ in range(count)]
 
-    def on_snapshot_removed(self, digest: Digest) -> None:
+    def on_snapshot_removed(self, block_hash: BlockHash) -> None:
         """Of no concern."""
 
     def clear(self) -> None:

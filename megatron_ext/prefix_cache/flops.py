@@ -31,7 +31,7 @@ from megatron_ext.config.costs import EntryCosts
 from megatron_ext.prefix_cache.aged_queue import AgedQueue
 from megatron_ext.prefix_cache.block_index import BlockIndex
 from megatron_ext.prefix_cache.block_pool import BlockId
-from megatron_ext.prefix_cache.hash_chain import Digest
+from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.snapshot_order import Rank
 
 CONTINUED_CHANCE = 0.5  # that who comes next resumes from a snapshot behind which a later one stands
@@ -48,7 +48,7 @@ def chance(uses: int, *, is_continued: bool) -> float:
 class _Snapshot:
     """A snapshot; one that is gone is kept by those that stand on it."""
 
-    digest: Digest
+    block_hash: BlockHash
     depth: int  # blocks
     rank: Rank
     below: _Snapshot | None  # the one before it in its sequence, when it was last used
@@ -74,54 +74,56 @@ class FlopsSnapshots:
 
     def __init__(self, index: BlockIndex, costs: EntryCosts) -> None:
         self._index, self._costs = index, costs
-        self._snapshots: dict[Digest, _Snapshot] = {}
-        self._queues: dict[Rank, AgedQueue[Digest]] = {rank: AgedQueue() for rank in Rank}
+        self._snapshots: dict[BlockHash, _Snapshot] = {}
+        self._queues: dict[Rank, AgedQueue[BlockHash]] = {rank: AgedQueue() for rank in Rank}
         self._age = 0.0
 
-    def add(self, digest: Digest, rank: Rank) -> None:
+    def add(self, block_hash: BlockHash, rank: Rank) -> None:
         """What it stands on has been continued."""
-        below = self._before(digest)
-        self._snapshots[digest] = _Snapshot(digest, self._index.depth(digest), rank, below, self._age)
-        self._put(digest)
+        below = self._before(block_hash)
+        self._snapshots[block_hash] = _Snapshot(block_hash, self._index.depth(block_hash), rank, below, self._age)
+        self._put(block_hash)
         if below is not None and not below.is_continued:
             below.is_continued = True
-            self._put(below.digest)
+            self._put(below.block_hash)
 
-    def use(self, digest: Digest) -> None:
+    def use(self, block_hash: BlockHash) -> None:
         """At the age of now."""
-        snapshot = self._snapshots[digest]
-        self._queues[snapshot.rank].discard(digest)
-        snapshot.rank, snapshot.below, snapshot.age = Rank.ORDINARY, self._before(digest), self._age
+        snapshot = self._snapshots[block_hash]
+        self._queues[snapshot.rank].discard(block_hash)
+        snapshot.rank, snapshot.below, snapshot.age = Rank.ORDINARY, self._before(block_hash), self._age
         snapshot.uses += 1
-        self._put(digest)
+        self._put(block_hash)
 
-    def remove(self, digest: Digest) -> None:
+    def remove(self, block_hash: BlockHash) -> None:
         """It is gone."""
-        snapshot = self._snapshots.pop(digest)
+        snapshot = self._snapshots.pop(block_hash)
         snapshot.is_there = False
-        self._queues[snapshot.rank].discard(digest)
+        self._queues[snapshot.rank].discard(block_hash)
 
-    def evict(self, ranks: Sequence[Rank]) -> Digest | None:
+    def evict(self, ranks: Sequence[Rank]) -> BlockHash | None:
         """The one that stands lowest."""
         queue = next((self._queues[rank] for rank in ranks if self._queues[rank]), None)
         if queue is None:
             return None
-        digest, key = queue.pop(self._key)
+        block_hash, key = queue.pop(self._key)
         self._age = max(self._age, key)
-        self._snapshots.pop(digest).is_there = False
-        return digest
+        self._snapshots.pop(block_hash).is_there = False
+        return block_hash
 
-    def rank(self, digest: Digest) -> Rank | None:
+    def rank(self, block_hash: BlockHash) -> Rank | None:
         """Of a snapshot that is there; None of others."""
-        snapshot = self._snapshots.get(digest)
+        snapshot = self._snapshots.get(block_hash)
         return None if snapshot is None else snapshot.rank
 
-    def edge(self, digest: Digest) -> tuple[int, float] | None:
-        """Blocks from the snapshot before to that of `digest`, and operations saved by chance; None if there is none.
+    def edge(self, block_hash: BlockHash) -> tuple[int, float] | None:
+        """Blocks from the snapshot before to that of `block_hash`, and operations saved by chance.
+
+        None if there is none.
 
         What `FlopsBlocks` weighs with the bytes of blocks.
         """
-        snapshot = self._snapshots.get(digest)
+        snapshot = self._snapshots.get(block_hash)
         if snapshot is None:
             return None
         base = snapshot.base()
@@ -138,26 +140,26 @@ class FlopsSnapshots:
         """Assert that each snapshot is in the queue of its rank, and stands on nothing that it does not continue."""
         for rank, queue in self._queues.items():
             queue.check()
-            assert set(queue) == {digest for digest, one in self._snapshots.items() if one.rank is rank}
+            assert set(queue) == {block_hash for block_hash, one in self._snapshots.items() if one.rank is rank}
         for snapshot in self._snapshots.values():
             assert snapshot.is_there, "a snapshot that is gone is listed"
             assert snapshot.base() < snapshot.depth, "a snapshot stands on a later one"
 
-    def __iter__(self) -> Iterator[Digest]:
+    def __iter__(self) -> Iterator[BlockHash]:
         return iter(self._snapshots)
 
-    def _before(self, digest: Digest) -> _Snapshot | None:
-        """The last snapshot before that of `digest`: a look-up for each block between them."""
+    def _before(self, block_hash: BlockHash) -> _Snapshot | None:
+        """The last snapshot before that of `block_hash`: a look-up for each block between them."""
         snapshots = self._snapshots
-        return next((snapshots[one] for one in self._index.ancestors(digest) if one in snapshots), None)
+        return next((snapshots[one] for one in self._index.ancestors(block_hash) if one in snapshots), None)
 
-    def _put(self, digest: Digest) -> None:
-        self._queues[self._snapshots[digest].rank].put(digest, self._key(digest))
+    def _put(self, block_hash: BlockHash) -> None:
+        self._queues[self._snapshots[block_hash].rank].put(block_hash, self._key(block_hash))
 
-    def _key(self, digest: Digest) -> float:
-        edge = self.edge(digest)
+    def _key(self, block_hash: BlockHash) -> float:
+        edge = self.edge(block_hash)
         assert edge is not None, "a snapshot that is gone is weighed"
-        return self._snapshots[digest].age + edge[1] / max(1, self._costs.state_bytes)
+        return self._snapshots[block_hash].age + edge[1] / max(1, self._costs.state_bytes)
 
 
 class FlopsBlocks:
@@ -207,9 +209,9 @@ class FlopsBlocks:
                 self._leaves.put(parent, self._key(parent))
         return block
 
-    def on_snapshot_removed(self, digest: Digest) -> None:
+    def on_snapshot_removed(self, block_hash: BlockHash) -> None:
         """A block that stays has lost its snapshot: it stands lower."""
-        block = self._index.find(digest)
+        block = self._index.find(block_hash)
         if block is not None and block in self._leaves:
             self._leaves.put(block, self._key(block))
 
@@ -238,11 +240,11 @@ class FlopsBlocks:
 
     def _worth(self, block: BlockId) -> float:
         """Operations saved by chance, over the bytes of the blocks that save nothing without this one."""
-        index, costs, digest = self._index, self._costs, self._index.digest_of(block)
+        index, costs, block_hash = self._index, self._costs, self._index.hash_of(block)
         if self._snapshots is None:
-            depth, uses = index.depth(digest), index.hits(digest)
+            depth, uses = index.depth(block_hash), index.hits(block_hash)
             return costs.block_flops(depth - 1, depth) * chance(uses, is_continued=False) / max(1, costs.block_bytes)
-        edge = self._snapshots.edge(digest)
+        edge = self._snapshots.edge(block_hash)
         if edge is None:
             return 0.0
         blocks, saved = edge

@@ -1,7 +1,7 @@
 """What was given up for want of memory, and what it would have saved (SI-6).
 
-The digests of blocks and snapshots that were evicted, or never taken, are remembered for a while; only the digests, and
-only so many. A request that would have skipped further with them says what more memory is worth.
+The block hashes of blocks and snapshots that were evicted, or never taken, are remembered for a while; only the block
+hashes, and only so many. A request that would have skipped further with them says what more memory is worth.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from megatron_ext.prefix_cache.hash_chain import Digest
+from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.matching import last_boundary, resume_position
 from megatron_ext.prefix_cache.state_index import StateIndex
 
@@ -52,72 +52,72 @@ class GoneSnapshot:
 
 
 class _Given:
-    """Digests that were given up, with when: the oldest is forgotten first."""
+    """Block hashes that were given up, with when: the oldest is forgotten first."""
 
     def __init__(self, most: int) -> None:
         self._max = most
-        self.digests: OrderedDict[Digest, int] = OrderedDict()
+        self.block_hashes: OrderedDict[BlockHash, int] = OrderedDict()
 
-    def note(self, digest: Digest, now: int) -> None:
-        self.digests.pop(digest, None)
-        self.digests[digest] = now
-        if len(self.digests) > self._max:
-            self.digests.popitem(last=False)
+    def note(self, block_hash: BlockHash, now: int) -> None:
+        self.block_hashes.pop(block_hash, None)
+        self.block_hashes[block_hash] = now
+        if len(self.block_hashes) > self._max:
+            self.block_hashes.popitem(last=False)
 
 
 class Ghosts:
     """See the module. Nothing is decided by it.
 
     Args:
-        most: Digests of blocks to remember, and of snapshots.
+        most: Block hashes of blocks to remember, and of snapshots.
     """
 
     def __init__(self, most: int = MAX_GHOSTS) -> None:
         self._blocks, self._snapshots = _Given(most), _Given(most)
         self._max = most
-        self._with_blocks: set[Digest] = set()  # snapshots that went with their blocks; some may be forgotten above
+        self._with_blocks: set[BlockHash] = set()  # snapshots that went with their blocks; some may be forgotten above
         self._now = 0  # admissions that were looked at
 
     def __len__(self) -> int:
-        return len(self._blocks.digests) + len(self._snapshots.digests)
+        return len(self._blocks.block_hashes) + len(self._snapshots.block_hashes)
 
-    def on_block_removed(self, digest: Digest) -> None:
+    def on_block_removed(self, block_hash: BlockHash) -> None:
         """A block was evicted."""
-        self._blocks.note(digest, self._now)
+        self._blocks.note(block_hash, self._now)
 
-    def on_snapshot_removed(self, digest: Digest) -> None:
+    def on_snapshot_removed(self, block_hash: BlockHash) -> None:
         """A snapshot was given up, or found no slot."""
-        self._snapshots.note(digest, self._now)
-        self._with_blocks.discard(digest)
+        self._snapshots.note(block_hash, self._now)
+        self._with_blocks.discard(block_hash)
 
-    def on_snapshot_removed_with_block(self, digest: Digest) -> None:
+    def on_snapshot_removed_with_block(self, block_hash: BlockHash) -> None:
         """A snapshot went with its evicted block: more slots would not have kept it."""
-        self._snapshots.note(digest, self._now)
-        self._with_blocks.add(digest)
+        self._snapshots.note(block_hash, self._now)
+        self._with_blocks.add(block_hash)
         if len(self._with_blocks) > self._max:
-            self._with_blocks.intersection_update(self._snapshots.digests)
+            self._with_blocks.intersection_update(self._snapshots.block_hashes)
 
-    def on_blocks_stored(self, digests: Iterable[Digest]) -> None:
+    def on_blocks_stored(self, block_hashes: Iterable[BlockHash]) -> None:
         """Blocks are cached."""
-        if self._blocks.digests:
-            for digest in digests:
-                self._blocks.digests.pop(digest, None)
+        if self._blocks.block_hashes:
+            for block_hash in block_hashes:
+                self._blocks.block_hashes.pop(block_hash, None)
 
-    def on_snapshot_stored(self, digest: Digest) -> None:
+    def on_snapshot_stored(self, block_hash: BlockHash) -> None:
         """A snapshot is there."""
-        if self._snapshots.digests:
-            self._snapshots.digests.pop(digest, None)
+        if self._snapshots.block_hashes:
+            self._snapshots.block_hashes.pop(block_hash, None)
 
     def clear(self) -> None:
         """What comes after a reset was not lost for want of memory."""
-        self._blocks.digests.clear()
-        self._snapshots.digests.clear()
+        self._blocks.block_hashes.clear()
+        self._snapshots.block_hashes.clear()
         self._with_blocks.clear()
 
     def lost(
         self,
         length: int,
-        digests: Sequence[Digest],
+        block_hashes: Sequence[BlockHash],
         matched: int,
         start: int,
         block_size: int,
@@ -127,7 +127,7 @@ class Ghosts:
 
         Args:
             length: Its tokens.
-            digests: Of its complete blocks.
+            block hashes: Of its complete blocks.
             matched: Blocks of them that are cached.
             start: Where it resumes.
             block_size: Tokens.
@@ -136,62 +136,71 @@ class Ghosts:
         self._now += 1
         if not len(self):
             return NOTHING_LOST
-        blocks = self._blocks.digests
+        blocks = self._blocks.block_hashes
         run = matched
-        while run < len(digests) and digests[run] in blocks:
+        while run < len(block_hashes) and block_hashes[run] in blocks:
             run += 1
         if states is None:
-            return self._lost(start, start, resume_position(length, run * block_size), digests, block_size)
-        with_slots = self._resume(length, digests, matched, start, block_size, states)
-        with_blocks = self._resume(length, digests, run, with_slots, block_size, states)
-        return self._lost(start, with_slots, with_blocks, digests, block_size)
+            return self._lost(start, start, resume_position(length, run * block_size), block_hashes, block_size)
+        with_slots = self._resume(length, block_hashes, matched, start, block_size, states)
+        with_blocks = self._resume(length, block_hashes, run, with_slots, block_size, states)
+        return self._lost(start, with_slots, with_blocks, block_hashes, block_size)
 
-    def block_ago(self, digest: Digest) -> int | None:
-        """Requests admitted since the block of `digest` was given up; None if it was not."""
-        return self._ago(self._blocks, digest)
+    def block_ago(self, block_hash: BlockHash) -> int | None:
+        """Requests admitted since the block of `block_hash` was given up; None if it was not."""
+        return self._ago(self._blocks, block_hash)
 
-    def last_snapshot(self, digests: Sequence[Digest]) -> GoneSnapshot | None:
+    def last_snapshot(self, block_hashes: Sequence[BlockHash]) -> GoneSnapshot | None:
         """The last of these snapshots that was given up; None if none was."""
-        gone = self._snapshots.digests
-        found = next((digest for digest in reversed(digests) if digest in gone), None)
+        gone = self._snapshots.block_hashes
+        found = next((block_hash for block_hash in reversed(block_hashes) if block_hash in gone), None)
         return None if found is None else GoneSnapshot(self._now - gone[found], self._slots_short(found))
 
-    def _slots_short(self, digest: Digest) -> int | None:
+    def _slots_short(self, block_hash: BlockHash) -> int | None:
         """Slots that were missing for a snapshot to be here still: one for each that was given up since, and its own.
 
         None for more than are worth counting.
         """
-        gone = islice(reversed(self._snapshots.digests), MAX_SLOTS_SHORT)
+        gone = islice(reversed(self._snapshots.block_hashes), MAX_SLOTS_SHORT)
         short = 0
         for one in gone:
             short += one not in self._with_blocks
-            if one == digest:
+            if one == block_hash:
                 return short
         return None
 
-    def _ago(self, given: _Given, digest: Digest) -> int | None:
-        return self._now - given.digests[digest] if digest in given.digests else None
+    def _ago(self, given: _Given, block_hash: BlockHash) -> int | None:
+        return self._now - given.block_hashes[block_hash] if block_hash in given.block_hashes else None
 
     def _resume(
-        self, length: int, digests: Sequence[Digest], run: int, start: int, block_size: int, states: StateIndex
+        self, length: int, block_hashes: Sequence[BlockHash], run: int, start: int, block_size: int, states: StateIndex
     ) -> int:
         """The last boundary in a run of blocks that has a snapshot or had one; at least `start`."""
         for blocks in range(min(run, last_boundary(length, block_size) // block_size), start // block_size, -1):
-            if digests[blocks - 1] in self._snapshots.digests or states.find(digests[blocks - 1]) is not None:
+            if (
+                block_hashes[blocks - 1] in self._snapshots.block_hashes
+                or states.find(block_hashes[blocks - 1]) is not None
+            ):
                 return blocks * block_size
         return start
 
-    def _lost(self, start: int, with_slots: int, with_blocks: int, digests: Sequence[Digest], block_size: int) -> Lost:
+    def _lost(
+        self, start: int, with_slots: int, with_blocks: int, block_hashes: Sequence[BlockHash], block_size: int
+    ) -> Lost:
         end = max(with_slots, with_blocks)
         if end == start:
             return NOTHING_LOST
-        digest = digests[-(-end // block_size) - 1]
-        known = [given.digests[digest] for given in (self._snapshots, self._blocks) if digest in given.digests]
+        block_hash = block_hashes[-(-end // block_size) - 1]
+        known = [
+            given.block_hashes[block_hash]
+            for given in (self._snapshots, self._blocks)
+            if block_hash in given.block_hashes
+        ]
         return Lost(with_slots - start, end - with_slots, self._now - 1 - max(known, default=self._now - 1))
 
-    def check(self, cached: set[Digest], snapshots: set[Digest]) -> None:
+    def check(self, cached: set[BlockHash], snapshots: set[BlockHash]) -> None:
         """Assert that what is there is not gone, and that no more is remembered than may be."""
         for given, there in ((self._blocks, cached), (self._snapshots, snapshots)):
-            assert not given.digests.keys() & there, "something is there and gone"
-            assert len(given.digests) <= given._max, "too much is remembered"
+            assert not given.block_hashes.keys() & there, "something is there and gone"
+            assert len(given.block_hashes) <= given._max, "too much is remembered"
         assert len(self._with_blocks) <= self._max + 1, "too much is remembered of snapshots without blocks"

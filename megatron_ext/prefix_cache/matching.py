@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from megatron_ext.prefix_cache.hash_chain import Digest
+from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.state_index import SlotId, StateIndex
 
 
 @dataclass(frozen=True)
 class Restore:
-    """The snapshot that a request resumes from; the digest says of which tokens, and is checked when it is copied."""
+    """The snapshot that a request resumes from.
 
-    digest: Digest
+    The block hash says of which tokens, and is checked when it is copied.
+    """
+
+    block_hash: BlockHash
     slot: SlotId
 
 
@@ -45,10 +48,10 @@ def last_boundary(length: int, block_size: int) -> int:
 
 def resume_point(
     length: int,
-    matched: Sequence[Digest],
+    matched: Sequence[BlockHash],
     block_size: int,
     states: StateIndex | None,
-    depth_of: Callable[[Digest], int],
+    depth_of: Callable[[BlockHash], int],
 ) -> ResumePoint:
     """Where to begin a sequence of `length` tokens whose first blocks, `matched`, are cached.
 
@@ -57,7 +60,7 @@ def resume_point(
 
     Args:
         length: Known tokens, at least 1.
-        matched: The first so many digests of the sequence.
+        matched: The first so many block hashes of the sequence.
         block_size: Tokens.
         states: Of the cache; None in a model without recurrent layers.
         depth_of: Blocks from the start of its sequence to the end of a cached one.
@@ -68,14 +71,14 @@ def resume_point(
     blocks = _last_with_snapshot(matched, most, states, depth_of)
     if not blocks:
         return ResumePoint(0)
-    digest = matched[blocks - 1]
-    slot = states.find(digest)
+    block_hash = matched[blocks - 1]
+    slot = states.find(block_hash)
     assert slot is not None, "just found"
-    return ResumePoint(blocks * block_size, Restore(digest, slot))
+    return ResumePoint(blocks * block_size, Restore(block_hash, slot))
 
 
 def _last_with_snapshot(
-    matched: Sequence[Digest], most: int, states: StateIndex, depth_of: Callable[[Digest], int]
+    matched: Sequence[BlockHash], most: int, states: StateIndex, depth_of: Callable[[BlockHash], int]
 ) -> int:
     """Blocks of `matched`, at most so many, up to the last that has a snapshot; 0 if none has.
 
@@ -87,5 +90,7 @@ def _last_with_snapshot(
     for blocks in range(most, nearest, -1):
         if matched[blocks - 1] in snapshots:
             return blocks
-    depths = ((depth_of(digest), digest) for digest in snapshots) if nearest else ()
-    return max((depth for depth, digest in depths if depth <= nearest and matched[depth - 1] == digest), default=0)
+    depths = ((depth_of(block_hash), block_hash) for block_hash in snapshots) if nearest else ()
+    return max(
+        (depth for depth, block_hash in depths if depth <= nearest and matched[depth - 1] == block_hash), default=0
+    )

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from megatron_ext.prefix_cache.hash_chain import Digest
+from megatron_ext.prefix_cache.hash_chain import BlockHash
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class PublishedRun:
     """Blocks of one sequence that can be found; some of them may have been known.
 
     Attributes:
-        digests: Of the blocks, in order.
+        block hashes: Of the blocks, in order.
         parent: What they continue; None at the start of a sequence.
         tokens: Of the sequence.
         block_size: Tokens.
@@ -23,8 +23,8 @@ class PublishedRun:
         salt: Of the sequence's keys.
     """
 
-    digests: Sequence[Digest]
-    parent: Digest | None
+    block_hashes: Sequence[BlockHash]
+    parent: BlockHash | None
     tokens: array[int]
     block_size: int
     end: int
@@ -37,13 +37,13 @@ class CacheObserver(Protocol):
     def on_blocks_stored(self, run: PublishedRun) -> None:
         """These can be found."""
 
-    def on_blocks_removed(self, digests: Iterable[Digest]) -> None:
+    def on_blocks_removed(self, block_hashes: Iterable[BlockHash]) -> None:
         """These cannot any more, each after those that continue it; snapshots at their ends went before."""
 
-    def on_snapshot_stored(self, digest: Digest) -> None:
+    def on_snapshot_stored(self, block_hash: BlockHash) -> None:
         """A request can resume behind this block, which can be found."""
 
-    def on_snapshot_removed(self, digest: Digest) -> None:
+    def on_snapshot_removed(self, block_hash: BlockHash) -> None:
         """It cannot any more."""
 
     def on_cleared(self) -> None:

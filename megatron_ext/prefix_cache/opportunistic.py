@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron_ext.prefix_cache.hash_chain import Digest
+from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.snapshot_order import Rank, SnapshotOrder
 
 
@@ -41,43 +41,43 @@ class OpportunisticFirst:
 
     def __init__(self, order: SnapshotOrder) -> None:
         self._others = order
-        self._queue: OrderedDict[Digest, None] = OrderedDict()
+        self._queue: OrderedDict[BlockHash, None] = OrderedDict()
 
     @property
     def opportunistic_count(self) -> int:
         """Those that nobody has consumed."""
         return len(self._queue)
 
-    def add(self, digest: Digest, rank: Rank) -> None:
+    def add(self, block_hash: BlockHash, rank: Rank) -> None:
         """As the youngest, if it is opportunistic."""
         if rank is Rank.OPPORTUNISTIC:
-            self._queue[digest] = None
+            self._queue[block_hash] = None
         else:
-            self._others.add(digest, rank)
+            self._others.add(block_hash, rank)
 
-    def use(self, digest: Digest) -> None:
+    def use(self, block_hash: BlockHash) -> None:
         """Whoever resumes from a opportunistic one makes it one of the others."""
-        if digest in self._queue:
-            del self._queue[digest]
-            self._others.add(digest, Rank.ORDINARY)
-        self._others.use(digest)
+        if block_hash in self._queue:
+            del self._queue[block_hash]
+            self._others.add(block_hash, Rank.ORDINARY)
+        self._others.use(block_hash)
 
-    def remove(self, digest: Digest) -> None:
+    def remove(self, block_hash: BlockHash) -> None:
         """It is gone."""
-        if digest in self._queue:
-            del self._queue[digest]
+        if block_hash in self._queue:
+            del self._queue[block_hash]
         else:
-            self._others.remove(digest)
+            self._others.remove(block_hash)
 
-    def evict(self, ranks: Sequence[Rank]) -> Digest | None:
+    def evict(self, ranks: Sequence[Rank]) -> BlockHash | None:
         """A opportunistic one if there is one, and its slot may be taken."""
         if Rank.OPPORTUNISTIC in ranks and self._queue:
             return self._queue.popitem(last=False)[0]
         return self._others.evict([rank for rank in ranks if rank is not Rank.OPPORTUNISTIC])
 
-    def rank(self, digest: Digest) -> Rank | None:
+    def rank(self, block_hash: BlockHash) -> Rank | None:
         """Of a snapshot that is there; None of others."""
-        return Rank.OPPORTUNISTIC if digest in self._queue else self._others.rank(digest)
+        return Rank.OPPORTUNISTIC if block_hash in self._queue else self._others.rank(block_hash)
 
     def clear(self) -> None:
         """Forget all."""
@@ -89,6 +89,6 @@ class OpportunisticFirst:
         self._others.check()
         assert self._queue.keys().isdisjoint(self._others), "a provisional snapshot is in line with the others"
 
-    def __iter__(self) -> Iterator[Digest]:
+    def __iter__(self) -> Iterator[BlockHash]:
         yield from self._queue
         yield from self._others

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, KeysView
 from typing import NewType, Protocol
 
-from megatron_ext.prefix_cache.hash_chain import Digest
+from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.opportunistic import OpportunisticFirst, OpportunisticUse
 from megatron_ext.prefix_cache.snapshot_order import MAY_TAKE, LruSnapshots, Rank, SnapshotOrder
 
@@ -16,7 +16,7 @@ class WantedSnapshot(Protocol):
     """A snapshot that is to be taken; see `StateIndex.reserve`."""
 
     @property
-    def digest(self) -> Digest:
+    def block_hash(self) -> BlockHash:
         """Its key."""
 
     @property
@@ -24,28 +24,28 @@ class WantedSnapshot(Protocol):
         """Whose slots it may take, and how early it goes."""
 
     @property
-    def instead_of(self) -> Digest | None:
+    def instead_of(self) -> BlockHash | None:
         """An optional one that is worth less."""
 
 
 class SnapshotListener(Protocol):
     """Who is told what becomes of snapshots."""
 
-    def on_snapshot_stored(self, digest: Digest) -> None:
+    def on_snapshot_stored(self, block_hash: BlockHash) -> None:
         """It can be found."""
 
-    def on_snapshot_removed(self, digest: Digest) -> None:
+    def on_snapshot_removed(self, block_hash: BlockHash) -> None:
         """It has left its slot, for whatever reason."""
 
-    def on_snapshot_displaced(self, digest: Digest) -> None:
+    def on_snapshot_displaced(self, block_hash: BlockHash) -> None:
         """It has left its slot to another one, or found none."""
 
-    def on_snapshot_replaced(self, digest: Digest) -> None:
+    def on_snapshot_replaced(self, block_hash: BlockHash) -> None:
         """If nobody has consumed it, wherever it is, the next one of its request stands for it."""
 
 
 class StateIndex:
-    """Slots of the snapshot pool; a snapshot's key is the digest of the block that it stands at the end of.
+    """Slots of the snapshot pool; a snapshot's key is the hash of the block that it stands at the end of.
 
     A slot is free, *reserved* (a step in flight is writing it, nobody can find it) or *visible*. Which visible one is
     given up first its order says: unless told otherwise the one consumed longest ago (HY-5). A restore copies its slot
@@ -71,8 +71,8 @@ class StateIndex:
         self._listener = listener
         self._order = OpportunisticFirst(LruSnapshots() if order is None else order)
         self._free = sorted(self.slots, reverse=True)
-        self._visible: dict[Digest, SlotId] = {}
-        self._reserved: dict[Digest, tuple[SlotId, Rank]] = {}
+        self._visible: dict[BlockHash, SlotId] = {}
+        self._reserved: dict[BlockHash, tuple[SlotId, Rank]] = {}
         self.taken = 0
         self.skipped = 0
         self.evicted = 0  # for want of a slot
@@ -105,42 +105,44 @@ class StateIndex:
         """Slots that `reserve` can hand out one after the other, for snapshots that are not optional."""
         return self.total - len(self._reserved)
 
-    def find(self, digest: Digest) -> SlotId | None:
-        """The slot of the visible snapshot of `digest`, or None."""
-        return self._visible.get(digest)
+    def find(self, block_hash: BlockHash) -> SlotId | None:
+        """The slot of the visible snapshot of `block_hash`, or None."""
+        return self._visible.get(block_hash)
 
-    def visible(self) -> KeysView[Digest]:
+    def visible(self) -> KeysView[BlockHash]:
         """The snapshots that can be found."""
         return self._visible.keys()
 
-    def is_reserved(self, digest: Digest) -> bool:
-        """Whether a snapshot of `digest` is being taken."""
-        return digest in self._reserved
+    def is_reserved(self, block_hash: BlockHash) -> bool:
+        """Whether a snapshot of `block_hash` is being taken."""
+        return block_hash in self._reserved
 
-    def is_provisional(self, digest: Digest) -> bool:
-        """Whether a snapshot of `digest` is there, and nobody has asked for it or consumed it."""
-        return self._order.rank(digest) is Rank.OPPORTUNISTIC
+    def is_provisional(self, block_hash: BlockHash) -> bool:
+        """Whether a snapshot of `block_hash` is there, and nobody has asked for it or consumed it."""
+        return self._order.rank(block_hash) is Rank.OPPORTUNISTIC
 
-    def consume(self, digest: Digest) -> None:
-        """A request resumes from the visible snapshot of `digest`."""
-        self.opportunistic.consumed += self.is_provisional(digest)
-        self._order.use(digest)
+    def consume(self, block_hash: BlockHash) -> None:
+        """A request resumes from the visible snapshot of `block_hash`."""
+        self.opportunistic.consumed += self.is_provisional(block_hash)
+        self._order.use(block_hash)
 
-    def reserve(self, digest: Digest, rank: Rank = Rank.ORDINARY, *, instead_of: Digest | None = None) -> SlotId | None:
-        """A slot to write the snapshot of `digest` to, given up by another one if none is free.
+    def reserve(
+        self, block_hash: BlockHash, rank: Rank = Rank.ORDINARY, *, instead_of: BlockHash | None = None
+    ) -> SlotId | None:
+        """A slot to write the snapshot of `block_hash` to, given up by another one if none is free.
 
         Args:
-            digest: Not reserved, and not visible, unless as a opportunistic one, which this one replaces.
+            block hash: Not reserved, and not visible, unless as a opportunistic one, which this one replaces.
             rank: Says whose slots it may take.
             instead_of: An optional snapshot that is worth less than this one; it gives up its slot even if one is free.
 
         Returns:
             None if no slot can be had, which is counted unless it is opportunistic.
         """
-        if rank is not Rank.OPPORTUNISTIC and self.is_provisional(digest):
-            self.drop(digest)
-        assert digest not in self._visible, "this snapshot is there already"
-        assert digest not in self._reserved, "this snapshot is being taken already"
+        if rank is not Rank.OPPORTUNISTIC and self.is_provisional(block_hash):
+            self.drop(block_hash)
+        assert block_hash not in self._visible, "this snapshot is there already"
+        assert block_hash not in self._reserved, "this snapshot is being taken already"
         if instead_of is not None and self._listener is not None:
             self._listener.on_snapshot_replaced(instead_of)
         if instead_of is not None and self._order.rank(instead_of) is Rank.OPTIONAL:
@@ -149,10 +151,10 @@ class StateIndex:
         if not self._free and not self._free_one(rank):
             if rank is not Rank.OPPORTUNISTIC:
                 self.skipped += 1
-                self._tell_wanted(digest)
+                self._tell_wanted(block_hash)
             return None
         slot = self._free.pop()
-        self._reserved[digest] = (slot, rank)
+        self._reserved[block_hash] = (slot, rank)
         return slot
 
     def _free_one(self, rank: Rank) -> bool:
@@ -177,58 +179,58 @@ class StateIndex:
             there as a opportunistic one only is taken again where it is asked for.
         """
         return [
-            None if self._is_there(one) else self.reserve(one.digest, one.rank, instead_of=one.instead_of)
+            None if self._is_there(one) else self.reserve(one.block_hash, one.rank, instead_of=one.instead_of)
             for one in wanted
         ]
 
     def _is_there(self, one: WantedSnapshot) -> bool:
-        is_enough = one.rank is Rank.OPPORTUNISTIC or not self.is_provisional(one.digest)
-        return one.digest in self._reserved or (one.digest in self._visible and is_enough)
+        is_enough = one.rank is Rank.OPPORTUNISTIC or not self.is_provisional(one.block_hash)
+        return one.block_hash in self._reserved or (one.block_hash in self._visible and is_enough)
 
-    def commit(self, digest: Digest) -> None:
-        """The reserved snapshot of `digest` has been written: let others find it."""
-        self._visible[digest], rank = self._reserved.pop(digest)
-        self._order.add(digest, rank)
+    def commit(self, block_hash: BlockHash) -> None:
+        """The reserved snapshot of `block_hash` has been written: let others find it."""
+        self._visible[block_hash], rank = self._reserved.pop(block_hash)
+        self._order.add(block_hash, rank)
         if rank is Rank.OPPORTUNISTIC:
             self.opportunistic.taken += 1
         else:
             self.taken += 1
         if self._listener is not None:
-            self._listener.on_snapshot_stored(digest)
+            self._listener.on_snapshot_stored(block_hash)
 
-    def exchange(self, digest: Digest, slot: SlotId) -> SlotId:
-        """The reserved snapshot of `digest` lies in a slot that is none of these: from now on it is one of them.
+    def exchange(self, block_hash: BlockHash, slot: SlotId) -> SlotId:
+        """The reserved snapshot of `block_hash` lies in a slot that is none of these: from now on it is one of them.
 
         Returns:
             The slot that was reserved for it, which is none of these any more.
         """
         assert slot not in self.slots, f"slot {slot} is here already"
-        reserved, rank = self._reserved[digest]
-        self._reserved[digest] = (slot, rank)
+        reserved, rank = self._reserved[block_hash]
+        self._reserved[block_hash] = (slot, rank)
         self.slots.remove(reserved)
         self.slots.add(slot)
         return reserved
 
-    def cancel(self, digest: Digest) -> None:
-        """The reserved snapshot of `digest` will not be written."""
-        slot, _ = self._reserved.pop(digest)
+    def cancel(self, block_hash: BlockHash) -> None:
+        """The reserved snapshot of `block_hash` will not be written."""
+        slot, _ = self._reserved.pop(block_hash)
         self._free.append(slot)
 
-    def drop(self, digest: Digest) -> None:
-        """The block that `digest` names is not cached any more, so its snapshot, if there is one, is of no use."""
-        if digest in self._visible:
-            self.opportunistic.given_up += self.is_provisional(digest)
-            self._order.remove(digest)
-            self._leave(digest)
+    def drop(self, block_hash: BlockHash) -> None:
+        """The block that `block_hash` names is not cached any more, so its snapshot, if there is one, is of no use."""
+        if block_hash in self._visible:
+            self.opportunistic.given_up += self.is_provisional(block_hash)
+            self._order.remove(block_hash)
+            self._leave(block_hash)
 
-    def _leave(self, digest: Digest) -> None:
-        self._free.append(self._visible.pop(digest))
+    def _leave(self, block_hash: BlockHash) -> None:
+        self._free.append(self._visible.pop(block_hash))
         if self._listener is not None:
-            self._listener.on_snapshot_removed(digest)
+            self._listener.on_snapshot_removed(block_hash)
 
-    def _tell_wanted(self, digest: Digest) -> None:
+    def _tell_wanted(self, block_hash: BlockHash) -> None:
         if self._listener is not None:
-            self._listener.on_snapshot_displaced(digest)
+            self._listener.on_snapshot_displaced(block_hash)
 
     def clear(self) -> None:
         """Forget everything; reserved slots too, whose writers must not commit."""
@@ -238,7 +240,7 @@ class StateIndex:
         self._order.clear()
         self._reserved.clear()
 
-    def check(self, cached: Iterable[Digest]) -> None:
+    def check(self, cached: Iterable[BlockHash]) -> None:
         """Assert that every slot is in one place, and that visible snapshots stand at the ends of `cached` blocks."""
         reserved = [slot for slot, _ in self._reserved.values()]
         assert sorted([*self._free, *self._visible.values(), *reserved]) == sorted(self.slots), "slots were lost"

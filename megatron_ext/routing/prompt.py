@@ -1,8 +1,8 @@
 """Prompts as the router knows them: chained keys of their complete blocks.
 
-A router cannot know the roots of its replicas' digests (model, weights, version), so it has keys of its own, over salt
-and tokens, and learns from events which of a replica's hashes stands for which. A key is Python's hash of 64 bits, made
-with a secret of the process: two prefixes with one key would cost a bad choice, never a wrong answer.
+A router cannot know the roots of its replicas' block hashes (model, weights, version), so it has keys of its own, over
+salt and tokens, and learns from events which of a replica's hashes stands for which. A key is Python's hash of 64 bits,
+made with a secret of the process: two prefixes with one key would cost a bad choice, never a wrong answer.
 """
 
 from __future__ import annotations

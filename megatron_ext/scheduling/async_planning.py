@@ -100,7 +100,7 @@ class AsyncPlanner:
         """The step that was foreseen is the one that is computed now: what planning it would have done beside.
 
         Returns:
-            Its snapshots, whose digests are known by now.
+            Its snapshots, whose block hashes are known by now.
         """
         self._hashing.go_on()
         self._counters.launched_ahead += 1
@@ -120,7 +120,7 @@ class AsyncPlanner:
         self._lent.clear()
 
     def _named(self, request: Request, state: Snapshot) -> Snapshot | None:
-        """The snapshot by its digest, reserved as if its step were planned now; None if it is not worth a slot.
+        """The snapshot by its block hash, reserved as if its step were planned now; None if it is not worth a slot.
 
         The slot that is reserved for it is lent from now on, and the one that is written is the index's (see
         `StateIndex.exchange`).
@@ -129,15 +129,15 @@ class AsyncPlanner:
         assert index is not None, "states of a model without recurrent layers"
         if request.is_ended or sequence.cache_epoch != self._cache.epoch:
             return None
-        digest = request.digests[state.position // self._limits.block_size - 1]
+        block_hash = request.block_hashes[state.position // self._limits.block_size - 1]
         wanted = SnapshotRequest(
-            request, state.position, digest, Rank.OPTIONAL, instead_of=sequence.snapshot_plan.decode
+            request, state.position, block_hash, Rank.OPTIONAL, instead_of=sequence.snapshot_plan.decode
         )
         if index.reserve_all([wanted]) == [None]:
             return None
-        sequence.snapshot_plan.decode = digest
-        self._slots.give_back([index.exchange(digest, state.slot)])
-        found = Snapshot(state.position, digest, state.slot)
+        sequence.snapshot_plan.decode = block_hash
+        self._slots.give_back([index.exchange(block_hash, state.slot)])
+        found = Snapshot(state.position, block_hash, state.slot)
         sequence.snapshots.append(found)
         return found
 
@@ -171,10 +171,10 @@ class AsyncPlanner:
 
     def _chances(self, request: Request) -> tuple[int, int]:
         """Blocks that it could have, and blocks that it would find; if neither grows it is turned away again."""
-        return self._cache.available_count, len(self._cache.match(request.digests))
+        return self._cache.available_count, len(self._cache.match(request.block_hashes))
 
     def _leaves_states(self, chunk: Chunk) -> bool:
-        """Whether `chunk` ends a block whose states are to be kept; its digest is not known yet."""
+        """Whether `chunk` ends a block whose states are to be kept; its block hash is not known yet."""
         sequence = chunk.request.sequence
         if self._cache.states is None or sequence.chain is None or sequence.cache_epoch != self._cache.epoch:
             return False

@@ -6,10 +6,10 @@ import heapq
 import itertools
 from collections.abc import Iterable
 
-from megatron_ext.prefix_cache.hash_chain import Digest
+from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.state_index import SlotId
 
-_NAME_BYTES = 8  # less than a digest has: nobody takes one for the other
+_NAME_BYTES = 8  # less than a block hash has: nobody takes one for the other
 
 
 class DraftSlots:
@@ -38,14 +38,14 @@ class DraftSlots:
         assert self._free, "no free slot"
         return heapq.heappop(self._free)
 
-    def name(self) -> Digest:
+    def name(self) -> BlockHash:
         """Of a state that is nobody's snapshot: never one of another."""
-        return Digest(next(self._names).to_bytes(_NAME_BYTES, "little"))
+        return BlockHash(next(self._names).to_bytes(_NAME_BYTES, "little"))
 
     @staticmethod
-    def is_name(digest: Digest) -> bool:
-        """Whether this is such a name, and not the digest of a block."""
-        return len(digest) == _NAME_BYTES
+    def is_name(block_hash: BlockHash) -> bool:
+        """Whether this is such a name, and not the hash of a block."""
+        return len(block_hash) == _NAME_BYTES
 
     def give_back(self, slots: Iterable[SlotId]) -> None:
         """Their owner does not need them any more."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_ext.prefix_cache.cache import PrefixCache
-from megatron_ext.prefix_cache.hash_chain import Digest
+from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.matching import Restore
 from megatron_ext.prefix_cache.snapshot_order import Rank
 from megatron_ext.prefix_cache.state_index import SlotId
@@ -129,14 +129,14 @@ class Drafts:
         self.verified.append(SpecDecodeResult(request.request_id, drafted, accepted))
         self.unsettled.add(request.request_id)
 
-    def commit(self, request: Request) -> list[Digest]:
+    def commit(self, request: Request) -> list[BlockHash]:
         """The request stands behind its last accepted token, and its blocks are published: what it keeps.
 
         Of states the one there, from which it goes on, and those at the boundaries that it has passed, as decode leaves
         them; nothing is copied for these. All other slots are free again, and blocks that nothing accepted lies in.
 
         Returns:
-            Digests of the snapshots that can be found now.
+            Block hashes of the snapshots that can be found now.
         """
         self.unsettled.remove(request.request_id)
         self._trim(request)
@@ -150,25 +150,25 @@ class Drafts:
             sequence.block_table = kept
             self._cache.release(surplus)
 
-    def _keep_states(self, request: Request) -> list[Digest]:
+    def _keep_states(self, request: Request) -> list[BlockHash]:
         sequence = request.sequence
         kept: list[Snapshot] = []
         spare: list[SlotId] = []
-        shown: list[Digest] = []
+        shown: list[BlockHash] = []
         for state in sequence.draft_states:
-            if DraftSlots.is_name(state.digest):
+            if DraftSlots.is_name(state.block_hash):
                 is_next = state.position == sequence.computed_end
                 kept += [state] if is_next else []
                 spare += [] if is_next else [state.slot]
             else:
                 slot = self._become_snapshot(request, state) if state.position <= sequence.computed_end else None
-                shown += [] if slot is None else [state.digest]
+                shown += [] if slot is None else [state.block_hash]
                 spare.append(state.slot if slot is None else slot)
         self.slots.give_back(spare)
         sequence.draft_states = tuple(kept)
         if kept:
             (state,) = kept
-            sequence.restore = Restore(state.digest, state.slot)
+            sequence.restore = Restore(state.block_hash, state.slot)
         return shown
 
     def _become_snapshot(self, request: Request, state: Snapshot) -> SlotId | None:
@@ -177,14 +177,16 @@ class Drafts:
         assert states is not None, "states of a model without recurrent layers"
         if sequence.cache_epoch != self._cache.epoch:
             return None
-        assert request.digests[state.position // self._block_size - 1] == state.digest, "the drafts did not come"
+        assert request.block_hashes[state.position // self._block_size - 1] == state.block_hash, (
+            "the drafts did not come"
+        )
         before = sequence.snapshot_plan.decode
-        wanted = SnapshotRequest(request, state.position, state.digest, rank=Rank.OPTIONAL, instead_of=before)
+        wanted = SnapshotRequest(request, state.position, state.block_hash, rank=Rank.OPTIONAL, instead_of=before)
         if states.reserve_all([wanted]) == [None]:
             return None
-        sequence.snapshot_plan.decode = state.digest
-        slot = states.exchange(state.digest, state.slot)
-        states.commit(state.digest)
+        sequence.snapshot_plan.decode = state.block_hash
+        slot = states.exchange(state.block_hash, state.slot)
+        states.commit(state.block_hash)
         return slot
 
     def check(self, requests: Iterable[Request]) -> None:
@@ -194,4 +196,4 @@ class Drafts:
         self.slots.check([state.slot for _, state in owned], index)
         for request, state in owned:
             assert state.position == request.computed_end, f"request {request.request_id} does not go on from its state"
-            assert request.sequence.restore == Restore(state.digest, state.slot), "another state would be restored"
+            assert request.sequence.restore == Restore(state.block_hash, state.slot), "another state would be restored"

@@ -161,7 +161,7 @@ def _without_states(request: Request, cache: PrefixCache, blank: Explanation, go
     if cache.states.total == 0:
         return dataclasses.replace(blank, reason=Why.NO_SLOTS.value)
     size = blank.block_size
-    gone = cache.ghosts.last_snapshot(request.digests[blank.skipped // size : goal // size])
+    gone = cache.ghosts.last_snapshot(request.block_hashes[blank.skipped // size : goal // size])
     if gone is None:
         return dataclasses.replace(blank, reason=Why.NO_SNAPSHOT.value)
     is_ordered = cache.policy_name is not EvictionPolicyName.FLOPS  # by last use, so that slots can be counted
@@ -171,9 +171,9 @@ def _without_states(request: Request, cache: PrefixCache, blank: Explanation, go
 
 def _behind_the_match(request: Request, cache: PrefixCache, blank: Explanation, matched: int) -> Explanation:
     """Everything that matched was skipped; why no more matched."""
-    digests = request.digests
-    if matched < len(digests):
-        ago = cache.ghosts.block_ago(digests[matched])
+    block_hashes = request.block_hashes
+    if matched < len(block_hashes):
+        ago = cache.ghosts.block_ago(block_hashes[matched])
         if ago is not None:
             return dataclasses.replace(blank, reason=Why.BLOCK_EVICTED.value, ago=ago)
     found = _parted(request, cache, blank, matched)
@@ -185,7 +185,7 @@ def _parted(request: Request, cache: PrefixCache, blank: Explanation, matched: i
     """With where its tokens part from the nearest cached prefix behind the match, if one goes on from there."""
     chain, size = request.sequence.chain, blank.block_size
     assert chain is not None, "it reads the cache"
-    before = request.digests[matched - 1] if matched else chain.root
+    before = request.block_hashes[matched - 1] if matched else chain.root
     following = request.sequence.packed[matched * size : (matched + 1) * size]
     divergence = None if cache.cached_token_ids is None else cache.cached_token_ids.divergence(before, following)
     agreeing = matched * size + (0 if divergence is None else divergence.agreeing)

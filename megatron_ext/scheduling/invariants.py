@@ -52,5 +52,5 @@ def _check_reservations(queues: Queues, cache: PrefixCache) -> None:
         return
     assert len(snapshots) == cache.states.total - cache.states.obtainable_count, "a slot is nobody's"
     for request, snapshot in snapshots:
-        assert cache.states.is_reserved(snapshot.digest), f"request {request.request_id} has no slot reserved"
+        assert cache.states.is_reserved(snapshot.block_hash), f"request {request.request_id} has no slot reserved"
         assert snapshot.position > request.computed_end, f"request {request.request_id} has passed its snapshot"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from megatron_ext.prefix_cache.hash_chain import Digest, HashChain, root_digest
+from megatron_ext.prefix_cache.hash_chain import BlockHash, HashChain, root_hash
 from megatron_ext.scheduling.sequence import Sequence
 
 
 class CacheKeys:
-    """Roots of digests: everything beside the tokens that KV and states depend on.
+    """Roots of block hashes: everything beside the tokens that KV and states depend on.
 
     Args:
         fingerprint: Of the model and of how it computes.
@@ -29,8 +29,8 @@ class CacheKeys:
         if sequence.chain is None or sequence.chain.root != root:
             sequence.chain = HashChain(root, self._block_size)
 
-    def _root(self, salt: str | None) -> Digest:
-        return root_digest(
+    def _root(self, salt: str | None) -> BlockHash:
+        return root_hash(
             [
                 self._fingerprint,
                 self._weights_version.to_bytes(8, "little"),

@@ -77,7 +77,7 @@ def _is_on(limits: SchedulerLimits, cache: PrefixCache) -> bool:
 def _free_slots(wanted: Sequence[SnapshotRequest], limits: SchedulerLimits, states: StateIndex | None) -> int:
     """Slots that neither hold anything nor are asked for in this step, as far as the limit goes."""
     assert states is not None, "there are states"
-    taken = sum(states.find(one.digest) is None and not states.is_reserved(one.digest) for one in wanted)
+    taken = sum(states.find(one.block_hash) is None and not states.is_reserved(one.block_hash) for one in wanted)
     free_slots, most = states.free_count - taken, limits.opportunistic.most
     return free_slots if most is None else min(free_slots, most - states.opportunistic_count)
 
@@ -95,5 +95,5 @@ def _positions(admission: Admission, free_slots: int, limits: SchedulerLimits, c
 def _passed(chunk: Chunk, positions: Sequence[int], size: int) -> Iterator[SnapshotRequest]:
     for position in positions:
         if chunk.start < position <= chunk.end:
-            digest = chunk.request.digests[position // size - 1]
-            yield SnapshotRequest(chunk.request, position, digest, Rank.OPPORTUNISTIC)
+            block_hash = chunk.request.block_hashes[position // size - 1]
+            yield SnapshotRequest(chunk.request, position, block_hash, Rank.OPPORTUNISTIC)

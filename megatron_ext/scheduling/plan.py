@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from megatron_ext.config.costs import NEUTRAL_COSTS, EntryCosts
 from megatron_ext.errors import CapacityError
 from megatron_ext.prefix_cache.block_pool import BlockId
-from megatron_ext.prefix_cache.hash_chain import Digest
+from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.matching import Restore
 from megatron_ext.prefix_cache.snapshot_order import Rank
 from megatron_ext.scheduling.chunk import Chunk
@@ -88,16 +88,16 @@ class SnapshotRequest:
     Args:
         request: Computes the states.
         position: Tokens before them; a block boundary.
-        digest: Of the block that ends there.
+        block hash: Of the block that ends there.
         rank: Optional if taken in decode; see `StateIndex`.
         instead_of: The one that the request took in decode before.
     """
 
     request: Request
     position: int
-    digest: Digest
+    block_hash: BlockHash
     rank: Rank = Rank.ORDINARY
-    instead_of: Digest | None = None
+    instead_of: BlockHash | None = None
 
     @property
     def is_optional(self) -> bool:

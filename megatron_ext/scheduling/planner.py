@@ -15,7 +15,7 @@ from operator import attrgetter
 from megatron_ext.errors import CapacityError
 from megatron_ext.prefix_cache.block_pool import BlockId
 from megatron_ext.prefix_cache.cache import PrefixCache
-from megatron_ext.prefix_cache.hash_chain import Digest
+from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.matching import resume_point
 from megatron_ext.scheduling.block_hasher import HASH_SLICE, within_slice
 from megatron_ext.scheduling.chunk import Chunk
@@ -242,7 +242,7 @@ def _plan_admissions(
     """
     entry = _Entry([], [], [])
     leaders = PrefixLeaders(queues.running, pending_blocks)
-    requested: set[Digest] = set()
+    requested: set[BlockHash] = set()
     line = queues.waiting.line()
     for request in within_slice(line, HASH_SLICE):
         error = _check_fits_pool(request, limits)
@@ -251,15 +251,15 @@ def _plan_admissions(
             continue
         if request.lacks_mask:  # it was sent back to wait meanwhile
             continue
-        matched = cache.match(request.digests) if reads_cache(request) else []
+        matched = cache.match(request.block_hashes) if reads_cache(request) else []
         leader = leaders.of(request, len(matched)) if may_wait_for_prefix(request, matched, queues.waiting) else None
         following = (
             None if leader is None else wait_for_prefix(request, len(matched), leader, limits, budget, cache, requested)
         )
         if following is not None:
             entry.deferrals.append(following)
-            if following.snapshot is not None and following.snapshot.digest not in requested:
-                requested.add(following.snapshot.digest)
+            if following.snapshot is not None and following.snapshot.block_hash not in requested:
+                requested.add(following.snapshot.block_hash)
                 budget = dataclasses.replace(budget, slots=budget.slots - 1)
             continue
         has_room = limits.may_prefill(budget.prefills, budget.prefill_tokens)
@@ -311,8 +311,8 @@ def plan_admission(
     blocks = new_blocks + len(matched) - in_use
     if blocks > budget.blocks:
         return Deferral(request, "blocks", blocks, budget.blocks), budget
-    digests = request.digests[: len(matched)]
-    resume = resume_point(length, digests, limits.block_size, cache.states, cache.depth_of)
+    block_hashes = request.block_hashes[: len(matched)]
+    resume = resume_point(length, block_hashes, limits.block_size, cache.states, cache.depth_of)
     start = resume.position
     may_cut = limits.chunked_prefill or length > limits.max_tokens
     end = _chunk_end(request, start, len(matched) * limits.block_size, limits, budget.tokens)

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Collection, Iterable, Sequence
 
 from megatron_ext.prefix_cache.cache import PrefixCache
-from megatron_ext.prefix_cache.hash_chain import Digest
+from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.matching import last_boundary, resume_point
 from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.counters import Counters
@@ -17,72 +17,73 @@ from megatron_ext.scheduling.snapshot_positions import common_blocks
 
 
 class PendingBlocks:
-    """Digests that running prefills are about to publish.
+    """Block hashes that running prefills are about to publish.
 
     A waiting request whose next block is among them follows the request that computes it: it waits, others overtake it,
-    and then it hits. When the leader ends in any way, its digests leave, and the first follower computes them itself.
+    and then it hits. When the leader ends in any way, its block hashes leave, and the first follower computes them
+    itself.
     """
 
     def __init__(self) -> None:
-        self._leaders: dict[Digest, int] = {}  # the first
-        self._others: dict[Digest, list[int]] = {}  # those behind it, in order of admission
-        self._digests: dict[int, set[Digest]] = {}
+        self._leaders: dict[BlockHash, int] = {}  # the first
+        self._others: dict[BlockHash, list[int]] = {}  # those behind it, in order of admission
+        self._block_hashes: dict[int, set[BlockHash]] = {}
 
-    def add(self, request_id: int, digests: Sequence[Digest]) -> None:
+    def add(self, request_id: int, block_hashes: Sequence[BlockHash]) -> None:
         """`request_id` begins to compute these blocks."""
-        if not digests:
+        if not block_hashes:
             return
-        own = self._digests.setdefault(request_id, set())
-        led = self._leaders.keys() & digests
-        for digest in led - own:
-            self._others.setdefault(digest, []).append(request_id)
-        unled = [digest for digest in digests if digest not in led] if led else digests
+        own = self._block_hashes.setdefault(request_id, set())
+        led = self._leaders.keys() & block_hashes
+        for block_hash in led - own:
+            self._others.setdefault(block_hash, []).append(request_id)
+        unled = [block_hash for block_hash in block_hashes if block_hash not in led] if led else block_hashes
         self._leaders.update(dict.fromkeys(unled, request_id))
-        own.update(digests)
+        own.update(block_hashes)
 
-    def published(self, request_id: int, digests: Sequence[Digest]) -> None:
-        """`request_id` has computed the blocks of `digests`."""
-        own = self._digests.get(request_id)
+    def published(self, request_id: int, block_hashes: Sequence[BlockHash]) -> None:
+        """`request_id` has computed the blocks of `block_hashes`."""
+        own = self._block_hashes.get(request_id)
         if own:
-            self._forget(request_id, own.intersection(digests))
+            self._forget(request_id, own.intersection(block_hashes))
 
     def discard(self, request_id: int) -> None:
         """`request_id` computes nothing any more."""
-        if request_id in self._digests:
-            self._forget(request_id, set(self._digests[request_id]))
+        if request_id in self._block_hashes:
+            self._forget(request_id, set(self._block_hashes[request_id]))
 
-    def _forget(self, request_id: int, digests: set[Digest]) -> None:
-        leaders, own = self._leaders, self._digests[request_id]
-        shared = self._others.keys() & digests
-        for digest in shared:
-            self._step_back(request_id, digest)
-        for digest in digests - shared if shared else digests:
-            del leaders[digest]
-        own -= digests
+    def _forget(self, request_id: int, block_hashes: set[BlockHash]) -> None:
+        leaders, own = self._leaders, self._block_hashes[request_id]
+        shared = self._others.keys() & block_hashes
+        for block_hash in shared:
+            self._step_back(request_id, block_hash)
+        for block_hash in block_hashes - shared if shared else block_hashes:
+            del leaders[block_hash]
+        own -= block_hashes
         if not own:
-            del self._digests[request_id]
+            del self._block_hashes[request_id]
 
-    def _step_back(self, request_id: int, digest: Digest) -> None:
-        """One of several that compute `digest` does so no more."""
-        others = self._others[digest]
-        if self._leaders[digest] == request_id:
-            self._leaders[digest] = others.pop(0)
+    def _step_back(self, request_id: int, block_hash: BlockHash) -> None:
+        """One of several that compute `block_hash` does so no more."""
+        others = self._others[block_hash]
+        if self._leaders[block_hash] == request_id:
+            self._leaders[block_hash] = others.pop(0)
         else:
             others.remove(request_id)
         if not others:
-            del self._others[digest]
+            del self._others[block_hash]
 
-    def leader(self, digest: Digest) -> int | None:
-        """The request that computes `digest`, the first if there are several; None if nobody does."""
-        return self._leaders.get(digest)
+    def leader(self, block_hash: BlockHash) -> int | None:
+        """The request that computes `block_hash`, the first if there are several; None if nobody does."""
+        return self._leaders.get(block_hash)
 
-    def computes(self, request_id: int, digest: Digest) -> bool:
-        """Whether `request_id` is about to publish `digest`."""
-        return digest in self._digests.get(request_id, ())
+    def computes(self, request_id: int, block_hash: BlockHash) -> bool:
+        """Whether `request_id` is about to publish `block_hash`."""
+        return block_hash in self._block_hashes.get(request_id, ())
 
     def requests(self) -> set[int]:
         """Ids of the requests that compute something that others could wait for."""
-        return set(self._digests)
+        return set(self._block_hashes)
 
 
 class PrefixLeaders:
@@ -91,18 +92,18 @@ class PrefixLeaders:
     def __init__(self, running: Iterable[Request], pending_blocks: PendingBlocks) -> None:
         self.running = {request.request_id: request for request in running}
         self._pending_blocks = pending_blocks
-        self._planned: dict[Digest, Chunk] = {}
+        self._planned: dict[BlockHash, Chunk] = {}
 
     def add(self, admission: Admission) -> None:
         """This one is about to compute what it did not match."""
-        digests = admission.request.digests[len(admission.matched) :]
-        self._planned |= dict.fromkeys(digests, admission.chunk)
+        block_hashes = admission.request.block_hashes[len(admission.matched) :]
+        self._planned |= dict.fromkeys(block_hashes, admission.chunk)
 
     def of(self, request: Request, matched: int) -> tuple[Request, int] | None:
         """The request that computes the first block that `request` lacks, and what it has computed before this step."""
-        if matched == len(request.digests):
+        if matched == len(request.block_hashes):
             return None
-        following = request.digests[matched]
+        following = request.block_hashes[matched]
         if following in self._planned:
             chunk = self._planned[following]
             return chunk.request, chunk.start
@@ -123,7 +124,10 @@ class PrefixLeaders:
     @staticmethod
     def _has_next_block_of(request: Request, leader: Request) -> bool:
         following = slice(leader.sequence.published_blocks, leader.sequence.published_blocks + 1)
-        return len(leader.digests[following]) == 1 and request.digests[following] == leader.digests[following]
+        return (
+            len(leader.block_hashes[following]) == 1
+            and request.block_hashes[following] == leader.block_hashes[following]
+        )
 
 
 def wait_for_prefix(
@@ -133,7 +137,7 @@ def wait_for_prefix(
     limits: SchedulerLimits,
     budget: StepBudget,
     cache: PrefixCache,
-    requested: Collection[Digest],
+    requested: Collection[BlockHash],
 ) -> Deferral | None:
     """Wait for the leader, if that saves anything: None if not.
 
@@ -142,22 +146,22 @@ def wait_for_prefix(
     """
     leading, computed_end = leader
     block_size = limits.block_size
-    digests = request.digests
-    common = common_blocks(digests, leading.digests) * block_size
+    block_hashes = request.block_hashes
+    common = common_blocks(block_hashes, leading.block_hashes) * block_size
     deferral = Deferral(request, "prefix", 1, 0, wait_for=leading.request_id, until=common)
     if cache.states is None:
         return deferral
     position = min(common, last_boundary(len(request.tokens), block_size))
-    resume = resume_point(len(request.tokens), digests[:matched], block_size, cache.states, cache.depth_of)
+    resume = resume_point(len(request.tokens), block_hashes[:matched], block_size, cache.states, cache.depth_of)
     if position <= max(computed_end, resume.position):
         return None
     deferral = dataclasses.replace(deferral, until=position)
-    digest = digests[position // block_size - 1]
-    if cache.states.is_reserved(digest):
+    block_hash = block_hashes[position // block_size - 1]
+    if cache.states.is_reserved(block_hash):
         return deferral
-    if digest not in requested and budget.slots < 1:
+    if block_hash not in requested and budget.slots < 1:
         return None
-    return dataclasses.replace(deferral, snapshot=SnapshotRequest(leading, position, digest))
+    return dataclasses.replace(deferral, snapshot=SnapshotRequest(leading, position, block_hash))
 
 
 def is_lasting(
@@ -172,18 +176,18 @@ def is_lasting(
     computes the follower's next block, if the follower has matched nothing that the leader does not hold (what is not
     held could be dropped, and then another one would lead), and if somebody is about to take the states.
     """
-    digests = deferral.request.digests
-    digest = digests[blocks - 1]
-    is_computed = pending_blocks.computes(leader.request_id, digest)
+    block_hashes = deferral.request.block_hashes
+    block_hash = block_hashes[blocks - 1]
+    is_computed = pending_blocks.computes(leader.request_id, block_hash)
     if cache.states is None:
         return is_computed
-    matched = len(cache.match(digests))
+    matched = len(cache.match(block_hashes))
     return (
-        matched < len(digests)
-        and pending_blocks.leader(digests[matched]) == leader.request_id
+        matched < len(block_hashes)
+        and pending_blocks.leader(block_hashes[matched]) == leader.request_id
         and leader.sequence.published_blocks == matched
-        and cache.states.is_reserved(digest)
-        and (is_computed or any(one.digest == digest for one in leader.sequence.snapshots))
+        and cache.states.is_reserved(block_hash)
+        and (is_computed or any(one.block_hash == block_hash for one in leader.sequence.snapshots))
     )
 
 
@@ -198,7 +202,7 @@ def put_to_sleep(
             continue
         blocks = deferral.until // block_size
         if is_lasting(deferral, leaders[deferral.wait_for], blocks, cache, pending_blocks):
-            queues.waiting.sleep(request, deferral.wait_for, request.digests[blocks - 1], blocks)
+            queues.waiting.sleep(request, deferral.wait_for, request.block_hashes[blocks - 1], blocks)
 
 
 def note_followers(deferrals: Iterable[Deferral], counters: Counters) -> None:
@@ -219,10 +223,12 @@ def check_sleepers(queues: Queues, block_size: int, cache: PrefixCache, pending_
         assert leader is not None, f"{name} waits for a request that does not run"
         assert leader.sequence.cache_epoch == cache.epoch, f"{name} waits for what will not be published"
         assert leader.computed_end < prefix_wait.blocks * block_size, f"{name} waits for what is there"
-        assert request.digests[prefix_wait.blocks - 1] == prefix_wait.digest, f"{name} waits for what it cannot use"
+        assert request.block_hashes[prefix_wait.blocks - 1] == prefix_wait.block_hash, (
+            f"{name} waits for what it cannot use"
+        )
         if cache.states is None:
-            assert pending_blocks.computes(prefix_wait.leader, prefix_wait.digest), (
+            assert pending_blocks.computes(prefix_wait.leader, prefix_wait.block_hash), (
                 f"{name} waits for what nobody computes"
             )
         else:
-            assert cache.states.is_reserved(prefix_wait.digest), f"{name} waits for states that nobody takes"
+            assert cache.states.is_reserved(prefix_wait.block_hash), f"{name} waits for states that nobody takes"

@@ -14,7 +14,7 @@ from collections import abc
 
 from megatron_ext.config import RequestParams
 from megatron_ext.prefix_cache.block_pool import BlockId
-from megatron_ext.prefix_cache.hash_chain import Digest
+from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.scheduling.events import EventType
 from megatron_ext.scheduling.output import Output
 from megatron_ext.scheduling.record import Outcome, RequestRecord, Status
@@ -74,9 +74,9 @@ class Request:
         return self.sequence.block_table
 
     @property
-    def digests(self) -> abc.Sequence[Digest]:
+    def block_hashes(self) -> abc.Sequence[BlockHash]:
         """Of the complete blocks of `tokens`."""
-        return self.sequence.digests
+        return self.sequence.block_hashes
 
     @property
     def is_decoding(self) -> bool:

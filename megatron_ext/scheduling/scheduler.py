@@ -144,14 +144,14 @@ class Scheduler:
         sequence.computed_end = admission.chunk.start
         sequence.restore, sequence.snapshot_plan.opportunistic = admission.restore, admission.opportunistic
         if admission.restore is not None:
-            self._states.consume(admission.restore.digest)
+            self._states.consume(admission.restore.block_hash)
         sequence.shared_end = len(matched) * self.limits.block_size
         sequence.published_blocks = len(matched)
         sequence.cache_epoch = self.cache.epoch
         skipped_before = sequence.ledger.skipped
         reason = general_reason(request.params, is_caching=self.cache.is_enabled)
         sequence.ledger.admit(admission.chunk.start, len(matched), self.limits.block_size, reason)
-        self.pending_blocks.add(request.request_id, request.digests[len(matched) :])
+        self.pending_blocks.add(request.request_id, request.block_hashes[len(matched) :])
         self.counters.skipped_tokens += sequence.ledger.skipped - skipped_before
         self._count_hit(admission)
         self.counters.blocks_matched += len(matched)
@@ -167,7 +167,7 @@ class Scheduler:
     def _count_lost(self, request: Request, matched: int, start: int) -> None:
         """What a first admission computes because it was given up."""
         cache, length = self.cache, len(request.tokens)
-        lost = cache.ghosts.lost(length, request.digests, matched, start, self.limits.block_size, cache.states)
+        lost = cache.ghosts.lost(length, request.block_hashes, matched, start, self.limits.block_size, cache.states)
         if lost is not NOTHING_LOST:
             self.counters.note_lost(lost.for_slots, lost.for_blocks, lost.ago)
 
@@ -177,9 +177,9 @@ class Scheduler:
             return
         for one, slot in zip(wanted, self._states.reserve_all(wanted), strict=True):
             if slot is not None:
-                one.request.sequence.snapshots.append(Snapshot(one.position, one.digest, slot))
+                one.request.sequence.snapshots.append(Snapshot(one.position, one.block_hash, slot))
                 if one.is_optional:
-                    one.request.sequence.snapshot_plan.decode = one.digest
+                    one.request.sequence.snapshot_plan.decode = one.block_hash
 
     def commit(self, step: ScheduledStep, sampled: Mapping[int, int], behind: TokensById = NO_TOKENS) -> list[Request]:
         """The step's computation has succeeded. This is the one transition at its end, and it cannot fail.
@@ -239,8 +239,8 @@ class Scheduler:
             return
         for snapshot in sequence.snapshots:
             if snapshot.position <= sequence.computed_end:
-                self._states.commit(snapshot.digest)
-                self.queues.waiting.published([snapshot.digest])
+                self._states.commit(snapshot.block_hash)
+                self.queues.waiting.published([snapshot.block_hash])
         sequence.snapshots = [one for one in sequence.snapshots if one.position > sequence.computed_end]
 
     def _publish(self, request: Request) -> None:
@@ -249,21 +249,21 @@ class Scheduler:
         first, complete = sequence.published_blocks, sequence.computed_end // self.limits.block_size
         if sequence.chain is None or complete <= first or sequence.cache_epoch != self.cache.epoch:
             return
-        digests, table = sequence.digests[first:complete], sequence.block_table
-        parent, own = sequence.digests[first - 1] if first else None, table[first:complete]
-        shared = self.cache.publish(digests, own, parent)
+        block_hashes, table = sequence.block_hashes[first:complete], sequence.block_table
+        parent, own = sequence.block_hashes[first - 1] if first else None, table[first:complete]
+        shared = self.cache.publish(block_hashes, own, parent)
         if shared != own:  # somebody has published the same before
             sequence.block_table = (*table[:first], *shared, *table[complete:])
         size = self.limits.block_size
         if self.cache.cached_token_ids is not None:
             self.cache.cached_token_ids.keep_run(
-                digests, parent or sequence.chain.root, sequence.packed, size, complete * size
+                block_hashes, parent or sequence.chain.root, sequence.packed, size, complete * size
             )
         if self.cache.observer is not None:
-            run = PublishedRun(digests, parent, sequence.packed, size, complete * size, request.params.cache_salt)
+            run = PublishedRun(block_hashes, parent, sequence.packed, size, complete * size, request.params.cache_salt)
             self.cache.observer.on_blocks_stored(run)
-        self.pending_blocks.published(request.request_id, digests)
-        self.queues.waiting.published(digests)
+        self.pending_blocks.published(request.request_id, block_hashes)
+        self.queues.waiting.published(block_hashes)
         sequence.published_blocks = complete
 
     def abandon(self, chunks: Iterable[Chunk], reason: str) -> None:
@@ -335,8 +335,8 @@ class Scheduler:
         self.drafts.release(request)
         blocks, snapshots, running_slot = request.sequence.lose_all()
         for snapshot in snapshots:
-            self._states.cancel(snapshot.digest)
-            self.queues.waiting.cancelled(snapshot.digest)
+            self._states.cancel(snapshot.block_hash)
+            self.queues.waiting.cancelled(snapshot.block_hash)
         self.cache.release(blocks)
         if running_slot is not None:
             self.running_slots.give_back(running_slot)

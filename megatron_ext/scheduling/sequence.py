@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import abc
 
 from megatron_ext.prefix_cache.block_pool import BlockId
-from megatron_ext.prefix_cache.hash_chain import Digest, HashChain, packed_tokens
+from megatron_ext.prefix_cache.hash_chain import BlockHash, HashChain, packed_tokens
 from megatron_ext.prefix_cache.matching import Restore
 from megatron_ext.scheduling.accounting import PrefillLedger
 from megatron_ext.scheduling.request_rng import RequestRng
@@ -40,7 +40,7 @@ class Sequence:
         packed: The same, as they are hashed.
         computed_end: See the module, as `shared_end`.
         published_blocks: Of the block table, from its start.
-        chain: Of the digests of its blocks; None for one that neither reads nor writes the cache.
+        chain: Of the block hashes of its blocks; None for one that neither reads nor writes the cache.
         cache_epoch: Of the cache when it was admitted.
         block_table: What it owns, in order; replaced when that changes, so that a step's message keeps it.
         running_slot: Where its recurrent states are; None while it waits.
@@ -89,17 +89,17 @@ class Sequence:
         return self.prompt_length <= self.computed_end == len(self.tokens) - 1
 
     @property
-    def digests(self) -> abc.Sequence[Digest]:
-        """Digests of the complete blocks of `tokens`; none for a sequence that stays away from the cache."""
+    def block_hashes(self) -> abc.Sequence[BlockHash]:
+        """Block hashes of the complete blocks of `tokens`; none for a sequence that stays away from the cache."""
         return () if self.chain is None else self.chain.extend(self.packed)
 
     @property
     def unhashed_tokens(self) -> int:
-        """Tokens in complete blocks whose digests are yet to be made."""
+        """Tokens in complete blocks whose block hashes are yet to be made."""
         return 0 if self.chain is None else self.chain.unhashed(len(self.tokens))
 
     def hash_ahead(self, most: int) -> None:
-        """Make the digests of the next complete blocks: of at most so many tokens, but of a block at least."""
+        """Make the block hashes of the next complete blocks: of at most so many tokens, but of a block at least."""
         if self.chain is not None:
             self.chain.extend_by(self.packed, most)
 

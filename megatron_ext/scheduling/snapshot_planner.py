@@ -56,9 +56,9 @@ def plan_snapshots(
 
 def _of_decode(chunk: Chunk, block_size: int) -> SnapshotRequest:
     request = chunk.request
-    digest = request.digests[chunk.end // block_size - 1]
+    block_hash = request.block_hashes[chunk.end // block_size - 1]
     before = request.sequence.snapshot_plan.decode
-    return SnapshotRequest(request, chunk.end, digest, Rank.OPTIONAL, instead_of=before)
+    return SnapshotRequest(request, chunk.end, block_hash, Rank.OPTIONAL, instead_of=before)
 
 
 def _of_prefill(chunk: Chunk, shared_end: int, limits: SchedulerLimits) -> Iterator[SnapshotRequest]:
@@ -68,4 +68,4 @@ def _of_prefill(chunk: Chunk, shared_end: int, limits: SchedulerLimits) -> Itera
     else:
         positions = prefill_positions(chunk.start, chunk.end, len(request.tokens), shared_end, size)
     for position in positions:
-        yield SnapshotRequest(request, position, request.digests[position // size - 1])
+        yield SnapshotRequest(request, position, request.block_hashes[position // size - 1])

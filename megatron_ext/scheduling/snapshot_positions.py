@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_ext.prefix_cache.hash_chain import Digest
+from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.matching import last_boundary
 from megatron_ext.prefix_cache.state_index import SlotId
 
@@ -15,7 +15,7 @@ class Snapshot:
     """States after exactly `position` tokens of a request, on their way to a reserved slot."""
 
     position: int
-    digest: Digest
+    block_hash: BlockHash
     slot: SlotId
 
 
@@ -29,7 +29,7 @@ class SnapshotPlan:
     """
 
     opportunistic: tuple[int, ...] = ()
-    decode: Digest | None = None
+    decode: BlockHash | None = None
 
 
 def prefill_positions(start: int, end: int, length: int, shared_end: int, block_size: int) -> list[int]:
@@ -87,10 +87,10 @@ def cut_aligned(start: int, end: int, length: int, stops: Sequence[int], block_s
     return boundary if end < length and boundary > start else end
 
 
-def common_blocks(one: Sequence[Digest], other: Sequence[Digest]) -> int:
+def common_blocks(one: Sequence[BlockHash], other: Sequence[BlockHash]) -> int:
     """Blocks that two sequences have in common from their start.
 
-    Digests are chained: two that differ have different successors, so that halving finds where they part.
+    Block hashes are chained: two that differ have different successors, so that halving finds where they part.
     """
     low, high = 0, min(len(one), len(other))
     while low < high:

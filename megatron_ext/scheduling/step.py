@@ -155,7 +155,7 @@ def describe_ahead(chunks: Iterable[Chunk], block_size: int, states: Mapping[int
     Args:
         chunks: One token each, behind all that is known of their requests (see `AsyncPlanner`).
         block_size: Tokens.
-        states: Request id -> where its states are kept, if they are; of a name that is no digest.
+        states: Request id -> where its states are kept, if they are; of a name that is no block hash.
     """
     described = tuple(_describe_ahead(chunk, block_size, states) for chunk in chunks)
     return ScheduledStep(described, len(described))

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_ext.prefix_cache.cache import PrefixCache
-from megatron_ext.prefix_cache.hash_chain import Digest, block_digests
+from megatron_ext.prefix_cache.hash_chain import BlockHash, hash_blocks
 from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.draft_slots import DraftSlots
 from megatron_ext.scheduling.plan import Admission, SchedulerLimits
@@ -141,23 +141,23 @@ def states_behind(request: Request, start: int, end: int, block_size: int) -> in
 def draft_states(chunk: Chunk, slots: DraftSlots, block_size: int) -> tuple[Snapshot, ...]:
     """Where the states behind a chunk's tokens go, in order; see `states_behind`.
 
-    A boundary's has the digest that the block will have if its drafts come, the others have names of their own.
+    A boundary's has the block hash that the block will have if its drafts come, the others have names of their own.
     """
     states = [Snapshot(position, slots.name(), slots.take()) for position in range(chunk.start + 1, chunk.end)]
     if chunk.request.sequence.chain is not None:
         first = chunk.start // block_size
-        for block, digest in enumerate(_digests(chunk, first, block_size), start=first + 1):
-            states.append(Snapshot(block * block_size, digest, slots.take()))
+        for block, block_hash in enumerate(_block_hashes(chunk, first, block_size), start=first + 1):
+            states.append(Snapshot(block * block_size, block_hash, slots.take()))
     return tuple(states)
 
 
-def _digests(chunk: Chunk, first: int, block_size: int) -> list[Digest]:
+def _block_hashes(chunk: Chunk, first: int, block_size: int) -> list[BlockHash]:
     """Of the blocks from `first` on that the chunk completes, if its drafts come."""
     sequence = chunk.request.sequence
     assert sequence.chain is not None, "it has keys"
-    parent = sequence.digests[first - 1] if first else sequence.chain.root
+    parent = sequence.block_hashes[first - 1] if first else sequence.chain.root
     tokens = sequence.packed[first * block_size :] + array(sequence.packed.typecode, chunk.drafts)
-    return block_digests(parent, tokens, block_size)
+    return hash_blocks(parent, tokens, block_size)
 
 
 def accepted_tokens(request: Request, drafts: Sequence[int], drawn: Sequence[int]) -> list[int]:

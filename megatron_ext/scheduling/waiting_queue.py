@@ -1,8 +1,8 @@
 """Who waits for admission: awake, to be looked at in each step, or asleep until what it waits for has changed.
 
-A request that follows another one sleeps under that leader and the digest of the last block that it waits for, so that
-thousands of followers cost a step nothing. `published`, `cancelled`, `on_leader_gone` and `forget` wake them; waking
-somebody too early costs a look and changes no plan.
+A request that follows another one sleeps under that leader and the block hash of the last block that it waits for, so
+that thousands of followers cost a step nothing. `published`, `cancelled`, `on_leader_gone` and `forget` wake them;
+waking somebody too early costs a look and changes no plan.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Protocol, TypeVar
 
-from megatron_ext.prefix_cache.hash_chain import Digest
+from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.scheduling.request import Request
 
 _ARRIVAL = attrgetter("arrival")
-Key = TypeVar("Key", Digest, int)
+Key = TypeVar("Key", BlockHash, int)
 
 
 class BlockPins(Protocol):
     """Whoever keeps blocks for waiting requests: the cache."""
 
-    def want(self, digest: Digest) -> None:
+    def want(self, block_hash: BlockHash) -> None:
         """A waiting request is to find this block, and all before it."""
 
-    def unwant(self, digest: Digest) -> None:
+    def unwant(self, block_hash: BlockHash) -> None:
         """It is not waiting for that any more."""
 
-    def wanted(self) -> dict[Digest, int]:
+    def wanted(self) -> dict[BlockHash, int]:
         """What is wanted, and by how many."""
 
 
@@ -41,13 +41,13 @@ class PrefixWait:
 
     Args:
         leader: Id of the request that computes it.
-        digest: Of the last block of it.
+        block hash: Of the last block of it.
         blocks: From the start of the sequence.
         is_published: Somebody has computed it since.
     """
 
     leader: int
-    digest: Digest
+    block_hash: BlockHash
     blocks: int
     is_published: bool = False
 
@@ -64,7 +64,7 @@ class WaitingQueue:
         self._members: set[Request] = set()
         self._awake: list[Request] = []  # in order of arrival
         self._prefix_waits: dict[Request, PrefixWait] = {}
-        self._sleepers: dict[Digest, dict[Request, None]] = {}  # by what they wait for
+        self._sleepers: dict[BlockHash, dict[Request, None]] = {}  # by what they wait for
         self._followers: dict[int, dict[Request, None]] = {}  # the same, by their leaders' ids
 
     def __iter__(self) -> Iterator[Request]:
@@ -134,26 +134,26 @@ class WaitingQueue:
 
     # To sleep and to wake
 
-    def sleep(self, request: Request, leader: int, digest: Digest, blocks: int) -> None:
-        """Do not look at `request` before the leader has published `digest`, its block number `blocks`, or has left."""
+    def sleep(self, request: Request, leader: int, block_hash: BlockHash, blocks: int) -> None:
+        """Do not look at `request` before the leader has published `block_hash`, its block number `blocks`, or left."""
         assert not self.is_asleep(request), f"request {request.request_id} is asleep already"
         del self._awake[self._place(request)]
         previous = self._prefix_waits.get(request)
-        self._prefix_waits[request] = PrefixWait(leader, digest, blocks)
+        self._prefix_waits[request] = PrefixWait(leader, block_hash, blocks)
         if self._pins is not None:
-            self._pins.want(digest)  # before the other is let go, which may be all that keeps blocks of this one
+            self._pins.want(block_hash)  # before the other is let go, which may be all that keeps blocks of this one
             if previous is not None:
-                self._pins.unwant(previous.digest)
-        self._sleepers.setdefault(digest, {})[request] = None
+                self._pins.unwant(previous.block_hash)
+        self._sleepers.setdefault(block_hash, {})[request] = None
         self._followers.setdefault(leader, {})[request] = None
 
-    def published(self, digests: Iterable[Digest]) -> None:
+    def published(self, block_hashes: Iterable[BlockHash]) -> None:
         """Somebody has computed these blocks: whoever waits for one is to find it. Costs nothing where nobody waits."""
-        for digest in digests if self._sleepers else ():
-            self._published(digest)
+        for block_hash in block_hashes if self._sleepers else ():
+            self._published(block_hash)
 
-    def _published(self, digest: Digest) -> None:
-        sleepers = self._sleepers.get(digest)
+    def _published(self, block_hash: BlockHash) -> None:
+        sleepers = self._sleepers.get(block_hash)
         if not sleepers:
             return
         woken = tuple(sleepers)
@@ -161,12 +161,12 @@ class WaitingQueue:
         for request in woken:
             prefix_wait = self._prefix_waits[request]
             self._prefix_waits[request] = PrefixWait(
-                prefix_wait.leader, prefix_wait.digest, prefix_wait.blocks, is_published=True
+                prefix_wait.leader, prefix_wait.block_hash, prefix_wait.blocks, is_published=True
             )
 
-    def cancelled(self, digest: Digest) -> None:
+    def cancelled(self, block_hash: BlockHash) -> None:
         """Nobody takes the states at the end of this block any more: whoever waits for them must look for others."""
-        self._requeue(tuple(self._sleepers.get(digest, ())))
+        self._requeue(tuple(self._sleepers.get(block_hash, ())))
 
     def on_leader_gone(self, leader: int) -> None:
         """`leader` computes nothing any more: its followers must look for another one."""
@@ -186,7 +186,7 @@ class WaitingQueue:
     def _drop_prefix_wait(self, request: Request) -> None:
         prefix_wait = self._prefix_waits.pop(request, None)
         if prefix_wait is not None and self._pins is not None:
-            self._pins.unwant(prefix_wait.digest)
+            self._pins.unwant(prefix_wait.block_hash)
 
     def _wake(self, requests: Sequence[Request]) -> None:
         for request in requests:
@@ -199,7 +199,7 @@ class WaitingQueue:
 
     def _take_out(self, request: Request) -> None:
         prefix_wait = self._prefix_waits[request]
-        _take_from(self._sleepers, prefix_wait.digest, request)
+        _take_from(self._sleepers, prefix_wait.block_hash, request)
         _take_from(self._followers, prefix_wait.leader, request)
 
     def check(self) -> None:
@@ -210,13 +210,13 @@ class WaitingQueue:
         assert self._prefix_waits.keys() <= self._members, "prefix waits of requests that do not wait"
         arrivals = [request.arrival for request in self._awake]
         assert arrivals == sorted(arrivals), f"out of order: {arrivals}"
-        for table, name in ((self._sleepers, "digest"), (self._followers, "leader")):
+        for table, name in ((self._sleepers, "block_hash"), (self._followers, "leader")):
             indexed = [(request, key) for key, requests in table.items() for request in requests]
             assert all(table.values()), "an entry of nobody"
             assert len(indexed) == len(asleep), "somebody sleeps unknown, or is known to sleep and does not"
             assert all(getattr(asleep[request], name) == key for request, key in indexed), f"another {name}"
         if self._pins is not None:
-            pinned = Counter(prefix_wait.digest for prefix_wait in self._prefix_waits.values())
+            pinned = Counter(prefix_wait.block_hash for prefix_wait in self._prefix_waits.values())
             assert pinned == self._pins.wanted(), "kept for nobody, or not kept"
 
 

@@ -100,6 +100,6 @@ class CacheView:
         """With the engine's thread."""
         block_size = self._engine.geometry.block_size_tokens
         return [
-            {"digest": public_hash(prefix.digest), "tokens": prefix.blocks * block_size, "hits": prefix.hits}
+            {"digest": public_hash(prefix.block_hash), "tokens": prefix.blocks * block_size, "hits": prefix.hits}
             for prefix in self._engine.hottest_prefixes(HOTTEST_PREFIXES)
         ]

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatron_ext.prefix_cache.block_pool import BlockId
-from megatron_ext.prefix_cache.hash_chain import Digest
+from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.matching import Restore
 from megatron_ext.prefix_cache.state_index import SlotId
 from megatron_ext.scheduling.running_slots import RunningSlot, RunningSlots
@@ -239,6 +239,6 @@ class DraftModelDrafter:
         return self._execute(ScheduledStep(tuple(ordered), sum(chunk.is_decode for chunk in chunks)))
 
 
-def _name(request_id: int, position: int) -> Digest:
+def _name(request_id: int, position: int) -> BlockHash:
     """What a kept state is known by: whose it is, and behind which token."""
-    return Digest(f"draft {request_id} {position}".encode())
+    return BlockHash(f"draft {request_id} {position}".encode())

@@ -128,12 +128,12 @@ def test_wrong_contents_are_seen(case: Case, run_here, monkeypatch):
 @pytest.mark.parametrize("case", [case for case in CACHING if case.name.startswith("attention/")], ids=lambda c: c.name)
 def test_wrong_hits_are_seen(case: Case, run_here, monkeypatch):
     """Negative control of KV-1: with keys that do not cover the tokens, prompts hit blocks of other texts."""
-    right = hash_chain._digests_of
+    right = hash_chain._hashes_of_blocks
 
     def of_zeros(parent, packed, *blocks):
         return right(parent, hash_chain.packed_tokens([0] * len(packed)), *blocks)
 
-    monkeypatch.setattr(hash_chain, "_digests_of", of_zeros)
+    monkeypatch.setattr(hash_chain, "_hashes_of_blocks", of_zeros)
     assert differences(golden_of(case.name), run_here(case), case.outcome), "it sees nothing: let it compare log-probs"
 
 

@@ -95,11 +95,11 @@ def test_each_flag_of_the_readme_is_there():
 
 def test_the_figure_of_the_token_axis():
     """230 tokens, blocks of 64, three of them cached, a snapshot at the end of the first."""
-    states, digests = StateIndex(2), [b"0", b"1", b"2"]
-    slot = states.reserve(digests[0])
-    states.commit(digests[0])
-    point = resume_point(230, digests, 64, states, lambda digest: digests.index(digest) + 1)
-    assert point == ResumePoint(64, Restore(digests[0], slot))
+    states, block_hashes = StateIndex(2), [b"0", b"1", b"2"]
+    slot = states.reserve(block_hashes[0])
+    states.commit(block_hashes[0])
+    point = resume_point(230, block_hashes, 64, states, lambda block_hash: block_hashes.index(block_hash) + 1)
+    assert point == ResumePoint(64, Restore(block_hashes[0], slot))
     assert prefill_stops(230, 192, 64) == [192]
 
 

@@ -183,11 +183,11 @@ class CudaGraphRunner:
         """
         self._program(bucket)  # before the step is written: it may have to be made
         needs = sampler_needs_of(samplings_of(step.chunks))
-        copies, digests = self._open(step)
+        copies, block_hashes = self._open(step)
         try:
             chunks = self._send(step, bucket, copies[: bucket.copies], needs)
             self._compute(bucket, needs)
-            self._close(copies[bucket.copies :], digests)
+            self._close(copies[bucket.copies :], block_hashes)
             layout = output_layout(bucket.rows, self._vocabulary)
             launched = fetch(self._outputs, layout, chunks, is_scored=needs.is_scored)
         finally:
@@ -226,24 +226,24 @@ class CudaGraphRunner:
         """What the host notes of snapshots: those restored are there, those to be written are not.
 
         Returns:
-            Live states that become snapshots, as (running state slot, slot), and (slot, digest) of all that are
+            Live states that become snapshots, as (running state slot, slot), and (slot, block hash) of all that are
             written.
         """
         snapshots = self._context.snapshots
         if snapshots is None:
             return [], []
         restored = [chunk.restore for chunk in step.chunks if chunk.restore is not None]
-        snapshots.check([one.slot for one in restored], [one.digest for one in restored])
+        snapshots.check([one.slot for one in restored], [one.block_hash for one in restored])
         taken = [(chunk, one) for chunk in step.chunks for one in chunk.snapshots]
         snapshots.open([one.slot for _, one in taken])
         at_ends = not self._rules.snapshots_in_prefill
         copies: list[tuple[int, int]] = [
             (chunk.running_slot, one.slot) for chunk, one in taken if chunk.is_decode or at_ends
         ]
-        written: list[tuple[int, bytes]] = [(one.slot, one.digest) for _, one in taken]
+        written: list[tuple[int, bytes]] = [(one.slot, one.block_hash) for _, one in taken]
         return copies, written
 
-    def _close(self, copies: Sequence[tuple[int, int]], digests: Sequence[tuple[int, bytes]]) -> None:
+    def _close(self, copies: Sequence[tuple[int, int]], block_hashes: Sequence[tuple[int, bytes]]) -> None:
         """The states that the program had no room for; then all are there for whatever is enqueued from now on."""
         live, snapshots = self._context.live_states, self._context.snapshots
         if live is None or snapshots is None:
@@ -251,7 +251,7 @@ class CudaGraphRunner:
         if copies:
             sources, targets = zip(*copies, strict=True)
             copy_states(live, sources, snapshots, targets)
-        snapshots.close([slot for slot, _ in digests], [digest for _, digest in digests])
+        snapshots.close([slot for slot, _ in block_hashes], [block_hash for _, block_hash in block_hashes])
 
     # What is captured
 

@@ -27,8 +27,8 @@ LOCAL = "tcp://127.0.0.1:0"
 def published(blocks: int, *, salt: str | None = None, first: int = 0) -> PublishedRun:
     """A run from the start of a sequence."""
     tokens = packed_tokens(range(first, first + blocks * SIZE))
-    digests = [bytes([first % 256, number]) + (salt or "").encode() for number in range(blocks)]
-    return PublishedRun(digests, None, tokens, SIZE, blocks * SIZE, salt)
+    block_hashes = [bytes([first % 256, number]) + (salt or "").encode() for number in range(blocks)]
+    return PublishedRun(block_hashes, None, tokens, SIZE, blocks * SIZE, salt)
 
 
 @contextlib.contextmanager
@@ -70,7 +70,7 @@ async def test_what_was_there_before_and_what_comes_later():
             await eventually(lambda: known(router) == 8)
             prompt = router.prompt(range(20))
             assert router.route(prompt).skipped == 19
-            one.changes.on_blocks_removed(published(5).digests[3:])
+            one.changes.on_blocks_removed(published(5).block_hashes[3:])
             await eventually(lambda: known(router) == 6)
             assert router.route(prompt).skipped == 12
             one.changes.on_cleared()
@@ -105,7 +105,7 @@ async def test_two_caches_of_one_world_are_one_replica():
             one.changes.on_blocks_stored(published(5))
             two.changes.on_blocks_stored(published(3))
             await eventually(lambda: known(router) == 8)
-            one.changes.on_blocks_removed(published(5).digests)
+            one.changes.on_blocks_removed(published(5).block_hashes)
             await eventually(lambda: known(router) == 3)
             assert router.route(router.prompt(range(20))).skipped == 12
             one.changes.on_cleared()
@@ -122,7 +122,7 @@ async def test_a_reader_that_lost_something_asks_until_it_knows_all(monkeypatch)
         async with reading(one) as (router, reader):
             await eventually(lambda: known(router) == 5)
             stream = reader._streams[0]
-            last, hashes = stream._next - 1, [event_hash(digest) for digest in published(5).digests]
+            last, hashes = stream._next - 1, [event_hash(block_hash) for block_hash in published(5).block_hashes]
             stream._tell(last, encode(0.0, [BlockStored([99], 98, packed_tokens(range(SIZE)), SIZE)], 0))
             assert not stream.is_whole
             stream._tell(last, encode(0.0, [BlockRemoved(hashes)], 0))

@@ -14,7 +14,7 @@ from megatron_ext.kv_events.changes import Changes
 from megatron_ext.kv_events.mirror import Mirror
 from megatron_ext.kv_events.wire import encode
 from megatron_ext.prefix_cache.cache import PrefixCache
-from megatron_ext.prefix_cache.hash_chain import block_digests
+from megatron_ext.prefix_cache.hash_chain import hash_blocks
 from megatron_ext.prefix_cache.public_hash import event_hash, event_salt
 from megatron_ext.routing.router import Router
 from megatron_ext.scheduling.scheduler import Scheduler
@@ -73,20 +73,20 @@ class Told:
 
     def compare(self, reader: Reader) -> None:
         cache = self.scheduler.cache
-        cached = set(cache._index.digests())
+        cached = set(cache._index.block_hashes())
         states = {one for one in cached if cache.states is not None and cache.states.find(one) is not None}
         if self.has_states:
             cached = states | {before for one in states for before in cache._index.ancestors(one)}
-        names = {event_hash(digest): digest for digest in cached}
+        names = {event_hash(block_hash): block_hash for block_hash in cached}
         assert reader.blocks.keys() == names.keys()
-        assert reader.states == {event_hash(digest) for digest in states}
+        assert reader.states == {event_hash(block_hash) for block_hash in states}
         assert not reader.blocks or reader.ranks == {3}
-        for name, digest in names.items():
+        for name, block_hash in names.items():
             block = reader.blocks[name]
             assert block.parent is None or block.extra is None, "a salt is told with the first block only"
             root = self.scheduler._keys._root(SALTS[block.extra])
             parent = root if block.parent is None else names[block.parent]
-            assert block_digests(parent, block.tokens, len(block.tokens)) == [digest], "tokens or parent of another"
+            assert hash_blocks(parent, block.tokens, len(block.tokens)) == [block_hash], "tokens or parent of another"
 
 
 class AttentionEvents(Told, CachingMachine):
@@ -108,7 +108,7 @@ TestHybrid = HybridEvents.TestCase
 
 
 def forgets_removals(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Changes, "on_blocks_removed", lambda self, digests: None)
+    monkeypatch.setattr(Changes, "on_blocks_removed", lambda self, block_hashes: None)
 
 
 def forgets_resets(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +120,7 @@ def forgets_salts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def forgets_snapshots_that_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Changes, "on_snapshot_removed", lambda self, digest: None)
+    monkeypatch.setattr(Changes, "on_snapshot_removed", lambda self, block_hash: None)
 
 
 def tells_only_the_last_block(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,7 +66,7 @@ class World:
         assert len(self.scheduler.commit(step, {request.request_id: 5})) == 1
 
     def cached(self) -> set[int]:
-        return {event_hash(digest) for digest in self.scheduler.cache._index.digests()}
+        return {event_hash(block_hash) for block_hash in self.scheduler.cache._index.block_hashes()}
 
 
 @pytest.fixture
@@ -122,7 +122,7 @@ def test_beyond_the_buffer_comes_the_present_index(world, start):
     for _ in range(12):
         world.request()
         replayed(asker, 2**40)  # so that each has a batch of its own
-    whole = {event_hash(digest) for digest in world.scheduler.cache.states._visible}
+    whole = {event_hash(block_hash) for block_hash in world.scheduler.cache.states._visible}
 
     def is_whole() -> bool:
         batches = replayed(asker, start)

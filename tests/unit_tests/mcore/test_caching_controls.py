@@ -12,7 +12,7 @@ import pytest
 from megatron_ext.config import CacheConfig
 from megatron_ext.prefix_cache import matching
 from megatron_ext.prefix_cache.cache import PrefixCache
-from megatron_ext.prefix_cache.hash_chain import HashChain, root_digest
+from megatron_ext.prefix_cache.hash_chain import HashChain, root_hash
 from megatron_ext.scheduling import keys, planner
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.step import ScheduledStep
@@ -64,7 +64,7 @@ def test_nothing_is_broken(driver, oracle):
 def test_the_wrong_block_is_matched(driver, oracle, monkeypatch):
     """The run is right, its blocks are one place off."""
     match = PrefixCache.match
-    monkeypatch.setattr(PrefixCache, "match", lambda self, digests: match(self, digests)[1:])
+    monkeypatch.setattr(PrefixCache, "match", lambda self, block_hashes: match(self, block_hashes)[1:])
     play(driver)
     assert driver.records[SECOND].skipped_prefill_token_count == 3 * BLOCK
     assert_is_seen(driver, oracle)
@@ -75,7 +75,7 @@ def test_a_hash_that_forgets_what_came_before(driver, oracle, monkeypatch):
 
     def forget(self: HashChain, tokens: list[int]) -> list[bytes]:
         ends = range(BLOCK, len(tokens) + 1, BLOCK)
-        return [root_digest([bytes(tokens[end - BLOCK : end])]) for end in ends]
+        return [root_hash([bytes(tokens[end - BLOCK : end])]) for end in ends]
 
     monkeypatch.setattr(HashChain, "extend", forget)
     driver.add(FIRST, PROMPT, num_tokens_to_generate=15, skip_prompt_log_probs=True)
@@ -93,9 +93,9 @@ def test_publishing_before_computing(driver, oracle, monkeypatch):
     def admit_and_publish(self: Scheduler, admission: planner.Admission) -> None:
         admit(self, admission)
         request = admission.request
-        run = slice(request.sequence.published_blocks, len(request.digests))
-        parent = request.digests[run.start - 1] if run.start else None
-        self.cache.publish(request.digests[run], request.block_table[run], parent)
+        run = slice(request.sequence.published_blocks, len(request.block_hashes))
+        parent = request.block_hashes[run.start - 1] if run.start else None
+        self.cache.publish(request.block_hashes[run], request.block_table[run], parent)
 
     admit = Scheduler._admit
     monkeypatch.setattr(Scheduler, "_admit", admit_and_publish)
@@ -128,14 +128,14 @@ def test_a_failed_forward_that_publishes(driver, oracle, monkeypatch):
 
 def test_a_salt_that_is_not_in_the_key(driver, oracle, monkeypatch):
     """The KV would be right: what must not happen is the hit itself, so the account is what is compared."""
-    monkeypatch.setattr(keys, "root_digest", lambda fields: root_digest(fields[:3]))
+    monkeypatch.setattr(keys, "root_hash", lambda fields: root_hash(fields[:3]))
     play(driver, cache_salt="other")
     assert driver.records[SECOND].skipped_prefill_token_count == 4 * BLOCK  # 0 is right, see test_caching_tenants.py
     assert_equals_oracle(driver, SECOND, oracle)
 
 
 def test_a_salt_that_is_not_in_the_key_is_seen(get_caching_driver, monkeypatch):
-    monkeypatch.setattr(keys, "root_digest", lambda fields: root_digest(fields[:3]))
+    monkeypatch.setattr(keys, "root_hash", lambda fields: root_hash(fields[:3]))
     with pytest.raises(AssertionError, match="request 1 matched 4, not 0 to 0"):
         play(get_caching_driver(max_tokens=60), cache_salt="other")
 

@@ -61,7 +61,7 @@ def test_eviction_keeps_what_a_request_carries(get_caching_driver, oracle, param
     stranger = driver.engine.get_request(0)
     driver.step()
     while len(driver.model.books[1].matched) < 2:
-        was_there = driver.scheduler.cache.match(stranger.digests[:1])
+        was_there = driver.scheduler.cache.match(stranger.block_hashes[:1])
         driver.step()
     assert was_there
     driver.run()

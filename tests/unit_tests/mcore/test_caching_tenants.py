@@ -113,18 +113,18 @@ class TestOff:
     def run(driver, monkeypatch) -> list[str]:
         """What was called, of hashing and indexing."""
         calls: list[str] = []
-        digests, add = hash_chain._digests_of, BlockIndex.add
+        block_hashes, add = hash_chain._hashes_of_blocks, BlockIndex.add
 
         def hash_watched(*args: object) -> object:
             calls.append("hash")
-            return digests(*args)
+            return block_hashes(*args)
 
         def add_watched(*args: object) -> None:
             calls.append("index")
             add(*args)
 
         with monkeypatch.context() as patch:
-            patch.setattr(hash_chain, "_digests_of", hash_watched)
+            patch.setattr(hash_chain, "_hashes_of_blocks", hash_watched)
             patch.setattr(BlockIndex, "add", add_watched)
             driver.add(0, PROMPT, num_tokens_to_generate=20, skip_prompt_log_probs=True)
             driver.run()

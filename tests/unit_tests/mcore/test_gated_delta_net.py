@@ -151,7 +151,7 @@ def test_both_modes_keep_equal_states_and_serve_each_other(get_oracle, oracle):
     for mode, driver in drivers.items():
         driver.sight(0, prompt)
         assert driver.snapshots_of(prompt) == [64, 80]
-        slots = [driver.states.find(driver.model.digest((None, tuple(prompt[:end])))) for end in (64, 80)]
+        slots = [driver.states.find(driver.model.block_hash((None, tuple(prompt[:end])))) for end in (64, 80)]
         pool = driver.context.snapshots
         pools[mode] = pool.conv[:, slots], pool.ssm[:, slots]
     for kernel, align in zip(*pools.values(), strict=True):
@@ -190,7 +190,7 @@ def test_the_comparison_sees_a_wrong_state(get_oracle, oracle, which, layer, cha
     for number, tokens in enumerate((prompt, other)):
         driver.sight(number, tokens)
     pool = getattr(driver.context.snapshots, which)
-    slots = [driver.states.find(driver.model.digest((None, tuple(tokens[:96])))) for tokens in (prompt, other)]
+    slots = [driver.states.find(driver.model.block_hash((None, tuple(tokens[:96])))) for tokens in (prompt, other)]
     pool[layer, slots[0]] = 0.0 if change == "zeroed" else pool[layer, slots[1]].clone()
     assert driver.sight(2, prompt) == 96
     with pytest.raises(AssertionError, match=r"logits of token|^token"):

@@ -149,7 +149,7 @@ class TestBothModes:
         for position in (64, 80):
             name, slots = f"snapshot after {position} tokens", []
             for driver in (kernel, align):
-                slots.append(driver.states.find(driver.model.digest((None, tuple(prompt[:position])))))
+                slots.append(driver.states.find(driver.model.block_hash((None, tuple(prompt[:position])))))
             for kind in ("conv", "ssm"):
                 pools = [getattr(driver.context.snapshots, kind) for driver in (kernel, align)]
                 assert_states_close(pools[0][:, slots[0]], pools[1][:, slots[1]], f"{name}, {kind}")
@@ -169,7 +169,9 @@ class TestBothModes:
         assert drivers[0].snapshots_of(prompt) == [32, 48]
         assert drivers[1].snapshots_of(prompt) == [16, 32, 48]
         for position in (32, 48):
-            slots = [driver.states.find(driver.model.digest((None, tuple(prompt[:position])))) for driver in drivers]
+            slots = [
+                driver.states.find(driver.model.block_hash((None, tuple(prompt[:position])))) for driver in drivers
+            ]
             for part in ("conv", "ssm"):
                 pools = [getattr(driver.context.snapshots, part) for driver in drivers]
                 name = f"snapshot after {position} tokens, {part}"

@@ -64,8 +64,8 @@ class Control:
 
     def slot(self, request_id: int) -> int:
         """Of the snapshot at the last boundary of one of the two prompts."""
-        digest = self.requests[request_id].digests[(3, 2)[request_id] - 1]
-        return self.driver.scheduler.cache.states.find(digest)
+        block_hash = self.requests[request_id].block_hashes[(3, 2)[request_id] - 1]
+        return self.driver.scheduler.cache.states.find(block_hash)
 
     @property
     def pools(self) -> tuple[Tensor, Tensor]:
@@ -167,7 +167,7 @@ class TestRestoring:
         """Computing goes on from a zero state, or from what nobody wrote."""
 
         def forget(
-            self: SnapshotPool, slots: Sequence[int], digests: object, live: StatePool, owned: list[int]
+            self: SnapshotPool, slots: Sequence[int], block_hashes: object, live: StatePool, owned: list[int]
         ) -> None:
             live.conv[:, owned] = value
             live.ssm[:, owned] = value
@@ -180,8 +180,10 @@ class TestRestoring:
     def test_into_the_wrong_rows(self, build, oracle, monkeypatch):
         """Two requests get each other's states."""
 
-        def swap(self: SnapshotPool, slots: list[int], digests: list[bytes], live: StatePool, owned: list[int]) -> None:
-            restore(self, slots, digests, live, owned[::-1])
+        def swap(
+            self: SnapshotPool, slots: list[int], block_hashes: list[bytes], live: StatePool, owned: list[int]
+        ) -> None:
+            restore(self, slots, block_hashes, live, owned[::-1])
 
         control = build()
         restore = SnapshotPool.restore

@@ -40,7 +40,7 @@ def test_other_states_would_be_seen(get_oracle, oracle):
     driver = build_driver(get_oracle)
     first, second = prompts(2)
     driver.sight(0, first)
-    slot = driver.states.find(driver.model.digest((None, tuple(SYSTEM[: 8 * BLOCK]))))
+    slot = driver.states.find(driver.model.block_hash((None, tuple(SYSTEM[: 8 * BLOCK]))))
     driver.context.snapshots.ssm[:, slot] += 0.5
     assert driver.sight(1, second) == 8 * BLOCK
     with pytest.raises(AssertionError):

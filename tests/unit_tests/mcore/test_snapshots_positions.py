@@ -161,7 +161,7 @@ class TestWholePrefixAtOnce:
 
 
 def test_what_stays_away_leaves_nothing(get_oracle, oracle):
-    """KV-9: opted out neither reads nor writes; section 9 A 10: no slot is spent on blocks without a digest."""
+    """KV-9: opted out neither reads nor writes; section 9 A 10: no slot is spent on blocks without a block hash."""
     driver = build_driver(get_oracle, slots=1, is_exact=True)
     prompt = make_prompt(40)
     assert driver.sight(0, prompt, enable_prefix_caching=False, num_tokens_to_generate=20) == 0

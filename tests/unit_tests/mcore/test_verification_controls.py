@@ -75,7 +75,7 @@ def _goes_on_from_a_token_earlier(patch: pytest.MonkeyPatch) -> None:
     write = staging._stage_snapshots
 
     def shifted(prefill: list, *rest: object) -> object:
-        moved = [_shift(chunk, lambda one: len(one.digest) < 32) for chunk in prefill]
+        moved = [_shift(chunk, lambda one: len(one.block_hash) < 32) for chunk in prefill]
         return write(moved, *rest)
 
     patch.setattr(staging, "_stage_snapshots", shifted)
@@ -85,7 +85,7 @@ def _takes_the_snapshot_a_token_earlier(patch: pytest.MonkeyPatch) -> None:
     write = staging._stage_snapshots
 
     def shifted(prefill: list, *rest: object) -> object:
-        moved = [_shift(chunk, lambda one: len(one.digest) == 32) for chunk in prefill]
+        moved = [_shift(chunk, lambda one: len(one.block_hash) == 32) for chunk in prefill]
         return write(moved, *rest)
 
     patch.setattr(staging, "_stage_snapshots", shifted)
@@ -148,10 +148,10 @@ def _restores_another_slot(patch: pytest.MonkeyPatch) -> None:
 
     def other(chunk: object, size: int) -> step.ScheduledChunk:
         told = describe(chunk, size)
-        if told.restore is None or len(told.restore.digest) == 32:
+        if told.restore is None or len(told.restore.block_hash) == 32:
             return told
         slot = told.restore.slot
-        return dataclasses.replace(told, restore=Restore(told.restore.digest, slot - 1 if slot else slot + 1))
+        return dataclasses.replace(told, restore=Restore(told.restore.block_hash, slot - 1 if slot else slot + 1))
 
     patch.setattr(step, "_describe", other)
 

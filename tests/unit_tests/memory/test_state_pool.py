@@ -71,7 +71,7 @@ def test_a_copy_takes_all_layers_of_whole_rows_and_nothing_else():
 
 
 class TestSnapshots:
-    """A restore is for the states of one digest, and of no other."""
+    """A restore is for the states of one block hash, and of no other."""
 
     def pools(self) -> tuple[SnapshotPool, StatePool]:
         return filled(SnapshotPool(SHAPE, 4, CPU), 0), filled(StatePool(SHAPE, 4, CPU), 100)
@@ -85,18 +85,18 @@ class TestSnapshots:
         assert torch.equal(live.conv[:, [3, 1]], snapshots.conv[:, [0, 2]])
 
     @pytest.mark.parametrize(
-        ("digest", "found"), [(b"one", "another"), (b"two", "unfinished"), (b"never", "unfinished")]
+        ("block_hash", "found"), [(b"one", "another"), (b"two", "unfinished"), (b"never", "unfinished")]
     )
-    def test_anything_else_is_an_error_and_touches_no_row(self, digest: bytes, found: str):
+    def test_anything_else_is_an_error_and_touches_no_row(self, block_hash: bytes, found: str):
         """HY-3: never a zero state, never another one."""
         snapshots, live = self.pools()
         snapshots.close([1, 2], [b"two", b"two"])
         snapshots.open([2])
         snapshots.close([3], [b"right"])
-        slot = {b"one": 1, b"two": 2, b"never": 0}[digest]
+        slot = {b"one": 1, b"two": 2, b"never": 0}[block_hash]
         before = live.ssm.clone()
         with pytest.raises(RestoreError, match=found) as caught:
-            snapshots.restore([3, slot], [b"right", digest], live, [0, 1])
-        assert caught.value.digest == digest
+            snapshots.restore([3, slot], [b"right", block_hash], live, [0, 1])
+        assert caught.value.block_hash == block_hash
         assert not any(one.hex() in str(caught.value) for one in (b"one", b"two", b"never")), "SE-3: it goes into logs"
         assert torch.equal(live.ssm, before)

@@ -252,12 +252,12 @@ class TestComparison:
     @pytest.mark.parametrize("dtype", [(), ("--bf16",)], ids=str)
     def test_a_planted_difference(self, compare, monkeypatch, dtype):
         """With keys that do not cover the tokens, the second prompt hits blocks of the first."""
-        right = hash_chain._digests_of
+        right = hash_chain._hashes_of_blocks
 
         def of_zeros(parent, packed, *blocks):
             return right(parent, hash_chain.packed_tokens([0] * len(packed)), *blocks)
 
-        monkeypatch.setattr(hash_chain, "_digests_of", of_zeros)
+        monkeypatch.setattr(hash_chain, "_hashes_of_blocks", of_zeros)
         code, output = compare(*dtype, "--hidden-size", "256")  # the smaller one hardly looks back
         assert code == REQUEST_FAILED
         assert "differ" in output

@@ -1,4 +1,4 @@
-"""KV-2: the forest of digests."""
+"""KV-2: the forest of block hashes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_longest_run_stops_at_the_first_miss(chain):
 
 
 def test_parts_of_a_run_are_those_of_a_list(chain):
-    """Of a run that ends before the digests do."""
+    """Of a run that ends before the block hashes do."""
     run, blocks = chain.longest_run([A, B, X]), [0, 1]
     parts = [slice(None), slice(1, None), slice(2, None), slice(-1, None), slice(0, 9), slice(None, None, -1)]
     assert [run[part] for part in parts] == [blocks[part] for part in parts]
@@ -71,8 +71,8 @@ def test_the_hottest_prefixes(chain):
     chain.add([X], [3], A)
     for block in (1, 1, 2, 2, 3):
         chain.count_hit(block)
-    assert [(one.digest, one.blocks, one.hits) for one in chain.hottest(5)] == [(C, 3, 2), (B, 2, 2), (X, 2, 1)]
-    assert [one.digest for one in chain.hottest(1)] == [C]
+    assert [(one.block_hash, one.blocks, one.hits) for one in chain.hottest(5)] == [(C, 3, 2), (B, 2, 2), (X, 2, 1)]
+    assert [one.block_hash for one in chain.hottest(1)] == [C]
     chain.remove([3])
     assert len(chain.hottest(5)) == 2
 

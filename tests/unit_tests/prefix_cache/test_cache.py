@@ -12,13 +12,13 @@ LRU, REF_ZERO = EvictionPolicyName.LRU, EvictionPolicyName.REF_ZERO
 CHAIN = [b"a", b"b", b"c"]
 
 
-def fill(cache, digests):
+def fill(cache, block_hashes):
     """A request that computes and publishes these blocks; returns its table."""
-    matched = cache.match(digests)
+    matched = cache.match(block_hashes)
     cache.pin(matched)
-    table = [*matched, *cache.allocate(len(digests) - len(matched))]
+    table = [*matched, *cache.allocate(len(block_hashes) - len(matched))]
     first = len(matched)
-    table[first:] = cache.publish(digests[first:], table[first:], digests[first - 1] if first else None)
+    table[first:] = cache.publish(block_hashes[first:], table[first:], block_hashes[first - 1] if first else None)
     cache.check()
     return table
 

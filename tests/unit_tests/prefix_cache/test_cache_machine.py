@@ -49,7 +49,7 @@ class Model:
         return self.left_at[prefix] if policy is EvictionPolicyName.LRU else self.stood[prefix] + self.worth(prefix)
 
 
-def digest(prefix: str) -> bytes:
+def block_hash(prefix: str) -> bytes:
     return prefix.encode()
 
 
@@ -73,7 +73,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(word=WORDS)
     def enter(self, word):
         expected = next((i for i, p in enumerate(self.prefixes(word)) if p not in self.model.cached), len(word))
-        matched = self.cache.match([digest(p) for p in self.prefixes(word)])
+        matched = self.cache.match([block_hash(p) for p in self.prefixes(word)])
         assert len(matched) == expected
         newly_pinned = sum(self.cache.is_evictable(block) for block in matched)
         assert newly_pinned == sum(p in self.model.left_at for p in self.prefixes(word)[:expected])
@@ -87,7 +87,7 @@ class CacheMachine(RuleBasedStateMachine):
             self.cache.count_hit(matched[-1])
             self.model.hits[word[:expected]] = self.model.hits.get(word[:expected], 0) + 1
         free = self.cache.pool.free_count
-        held = {p: self.cache.match([digest(q) for q in self.prefixes(p)])[-1] for p in self.model.cached}
+        held = {p: self.cache.match([block_hash(q) for q in self.prefixes(p)])[-1] for p in self.model.cached}
         blocks = self.cache.allocate(fresh)
         self.evict({p for p, block in held.items() if block in blocks}, max(0, fresh - free))
         self.owners.append(Owner(word, expected, [*matched, *blocks]))
@@ -114,8 +114,8 @@ class CacheMachine(RuleBasedStateMachine):
         prefixes = self.prefixes(owner.word)[run]
         if not prefixes:
             return
-        parent = digest(owner.word[: run.start]) if run.start else None
-        owner.table[run] = self.cache.publish([digest(p) for p in prefixes], owner.table[run], parent)
+        parent = block_hash(owner.word[: run.start]) if run.start else None
+        owner.table[run] = self.cache.publish([block_hash(p) for p in prefixes], owner.table[run], parent)
         owner.published = run.stop
         for prefix in prefixes:
             self.model.cached.add(prefix)
@@ -151,12 +151,12 @@ class CacheMachine(RuleBasedStateMachine):
             return
         self.cache.check()
         found = {
-            p for p in self.all_prefixes() if len(self.cache.match([digest(q) for q in self.prefixes(p)])) == len(p)
+            p for p in self.all_prefixes() if len(self.cache.match([block_hash(q) for q in self.prefixes(p)])) == len(p)
         }
         assert found == self.model.cached
         assert self.cache.use().blocks_evictable == len(self.model.left_at)
         for owner in self.owners:  # what a request has published is still its own, and still found
-            blocks = self.cache.match([digest(p) for p in self.prefixes(owner.word)[: owner.published]])
+            blocks = self.cache.match([block_hash(p) for p in self.prefixes(owner.word)[: owner.published]])
             assert blocks == owner.table[: owner.published]
         private = [block for owner in self.owners for block in owner.table[owner.published :]]
         assert len(private) == len(set(private)), "a block that is being computed has two owners"

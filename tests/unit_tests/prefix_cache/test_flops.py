@@ -281,7 +281,7 @@ class Lives(RuleBasedStateMachine):
         if not hasattr(self, "cache"):
             return
         self.cache.check()
-        assert set(self.cache._index.digests()) == {key(p) for p in self.model.cached}
+        assert set(self.cache._index.block_hashes()) == {key(p) for p in self.model.cached}
         assert self.cache.use().blocks_evictable == len(self.model.left_at)
         assert {key(p) for p in [*self.model.taken, *self.guesses]} == set(self.cache.states._visible)
         assert self.cache.use().provisional_slots == len(self.guesses)
@@ -297,11 +297,11 @@ def evicts_parents(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def charges_the_whole_prefix_for_an_edge(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FlopsSnapshots, "_before", lambda self, digest: None)
+    monkeypatch.setattr(FlopsSnapshots, "_before", lambda self, block_hash: None)
 
 
 def weighs_blocks_by_snapshots_that_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FlopsBlocks, "on_snapshot_removed", lambda self, digest: None)
+    monkeypatch.setattr(FlopsBlocks, "on_snapshot_removed", lambda self, block_hash: None)
 
 
 def keeps_stale_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -411,9 +411,9 @@ def test_a_snapshot_that_is_used_stands_on_what_was_taken_since():
     assert snapshots.edge(b"c") == (3, operations(0, 3) * chance(1, is_continued=False))
 
 
-def take(cache: PrefixCache, digest: bytes, rank: Rank = Rank.ORDINARY) -> None:
-    cache.states.reserve(digest, rank)
-    cache.states.commit(digest)
+def take(cache: PrefixCache, block_hash: bytes, rank: Rank = Rank.ORDINARY) -> None:
+    cache.states.reserve(block_hash, rank)
+    cache.states.commit(block_hash)
 
 
 def take_alone(cache: PrefixCache, name: bytes, depth: int = 1, rank: Rank = Rank.ORDINARY) -> bytes:

@@ -59,7 +59,7 @@ def test_lost_to_slots(prompts: list[list[int]], policy: EvictionPolicyName, slo
 
 
 def test_the_comparison_can_fail(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(Ghosts, "on_block_removed", lambda self, digest: None)
+    monkeypatch.setattr(Ghosts, "on_block_removed", lambda self, block_hash: None)
     prompts = [[1, 1, 1, 1], [0] * 12, [0, 1] * 6, [1, 1, 1, 1]]
     lru = EvictionPolicyName.LRU
     with pytest.raises(AssertionError):

@@ -7,37 +7,37 @@ from itertools import pairwise
 
 import pytest
 
-from megatron_ext.prefix_cache.hash_chain import DIGEST_BYTES, HashChain, block_digests, root_digest
+from megatron_ext.prefix_cache.hash_chain import HASH_BYTES, HashChain, hash_blocks, root_hash
 from tests.priority import TestPriority
 
 pytestmark = pytest.mark.priority(TestPriority.CRITICAL)
 
-ROOT = root_digest([b"model"])
+ROOT = root_hash([b"model"])
 BLOCK = 4
 TOKENS = [31, 7, 12, 90_000, 5, 5, 5, 5, 0, 1, 2, 3]
 
 
-def digests(tokens=TOKENS, root=ROOT, block_size=BLOCK):
-    return block_digests(root, tokens, block_size)
+def block_hashes(tokens=TOKENS, root=ROOT, block_size=BLOCK):
+    return hash_blocks(root, tokens, block_size)
 
 
 def test_only_complete_blocks_have_a_digest():
     """KV-1, KV-12: lengths around the block."""
     for length, blocks in ((0, 0), (1, 0), (3, 0), (4, 1), (5, 1), (7, 1), (8, 2)):
-        assert len(digests(TOKENS[:length])) == blocks
-    assert all(len(digest) == DIGEST_BYTES for digest in digests())
+        assert len(block_hashes(TOKENS[:length])) == blocks
+    assert all(len(block_hash) == HASH_BYTES for block_hash in block_hashes())
 
 
 def test_equal_tokens_have_equal_digests_and_a_prefix_keeps_its_own():
-    assert digests() == digests(list(TOKENS))
-    assert digests(TOKENS[:8]) == digests()[:2]
+    assert block_hashes() == block_hashes(list(TOKENS))
+    assert block_hashes(TOKENS[:8]) == block_hashes()[:2]
 
 
 @pytest.mark.parametrize("position", range(12))
 def test_one_changed_token_changes_its_block_and_all_after_it(position):
     """KV-1: the chain carries every difference on."""
     changed = [token + (index == position) for index, token in enumerate(TOKENS)]
-    same = [a == b for a, b in zip(digests(), digests(changed), strict=True)]
+    same = [a == b for a, b in zip(block_hashes(), block_hashes(changed), strict=True)]
     first = position // BLOCK
     assert same == [index < first for index in range(3)]
 
@@ -51,21 +51,21 @@ def test_what_collides_in_polynomial_hashes_differs_here(position, base, multipl
     honest = list(forged)
     forged[position] += multiple
     forged[position + 1] -= multiple * base
-    assert digests(forged)[(position + 1) // BLOCK] != digests(honest)[(position + 1) // BLOCK]
-    assert digests(forged)[-1] != digests(honest)[-1]
+    assert block_hashes(forged)[(position + 1) // BLOCK] != block_hashes(honest)[(position + 1) // BLOCK]
+    assert block_hashes(forged)[-1] != block_hashes(honest)[-1]
 
 
 def test_what_collides_in_additive_hashes_differs_here():
     """KV-1: the same tokens in another order, within a block and across blocks."""
     swapped = [TOKENS[1], TOKENS[0], *TOKENS[2:]]
-    assert digests(swapped)[0] != digests()[0]
+    assert block_hashes(swapped)[0] != block_hashes()[0]
     blocks_swapped = [*TOKENS[4:8], *TOKENS[:4], *TOKENS[8:]]
-    assert not set(digests(blocks_swapped)) & set(digests())
+    assert not set(block_hashes(blocks_swapped)) & set(block_hashes())
 
 
 def test_tokens_cannot_move_across_the_border_of_blocks():
-    """KV-1: the same tokens in blocks of another size share no digest."""
-    assert not set(digests(block_size=2)) & set(digests(block_size=4))
+    """KV-1: the same tokens in blocks of another size share no block hash."""
+    assert not set(block_hashes(block_size=2)) & set(block_hashes(block_size=4))
 
 
 def test_fields_of_the_root_cannot_run_into_each_other():
@@ -83,25 +83,25 @@ def test_fields_of_the_root_cannot_run_into_each_other():
         [],
         [b""],
     ]
-    assert len({root_digest(fields) for fields in layouts}) == len(layouts)
+    assert len({root_hash(fields) for fields in layouts}) == len(layouts)
 
 
 def test_a_salt_that_spells_the_length_prefix_of_another_field_is_another_key():
     inner = (4).to_bytes(8, "little") + b"salt"
-    assert root_digest([b"model" + inner]) != root_digest([b"model", b"salt"])
+    assert root_hash([b"model" + inner]) != root_hash([b"model", b"salt"])
 
 
 def test_a_root_is_never_a_block():
-    """KV-1: the domains are apart: bytes that make a block's input do not make that digest as a root."""
-    block = digests()[0]
+    """KV-1: the domains are apart: bytes that make a block's input do not make that block hash as a root."""
+    block = block_hashes()[0]
     packed = b"".join(token.to_bytes(4, "little") for token in TOKENS[:4])
-    assert root_digest([ROOT + packed]) != block
-    assert root_digest([ROOT, packed]) != block
+    assert root_hash([ROOT + packed]) != block
+    assert root_hash([ROOT, packed]) != block
 
 
 def test_another_root_changes_every_digest():
     """EX-3, EX-4: tenants and weights share nothing."""
-    assert not set(digests()) & set(digests(root=root_digest([b"model", b"tenant"])))
+    assert not set(block_hashes()) & set(block_hashes(root=root_hash([b"model", b"tenant"])))
 
 
 def test_a_chain_that_grows_has_the_digests_of_the_whole():
@@ -109,7 +109,7 @@ def test_a_chain_that_grows_has_the_digests_of_the_whole():
     tokens = [rng.randrange(1000) for _ in range(203)]
     chain, cuts = HashChain(ROOT, BLOCK), [0, 1, 3, 4, 5, 80, 81, 84, 200, 203]
     for end in cuts:
-        assert list(chain.extend(tokens[:end])) == digests(tokens[:end])
+        assert list(chain.extend(tokens[:end])) == block_hashes(tokens[:end])
     assert len(chain) == 50
 
 
@@ -118,14 +118,14 @@ def test_a_chain_hashes_each_block_once(monkeypatch):
     from megatron_ext.prefix_cache import hash_chain
 
     hashed = []
-    original = hash_chain.block_digests
+    original = hash_chain.hash_blocks
 
     def counting(parent, tokens, block_size):
         result = original(parent, tokens, block_size)
         hashed.append(len(result))
         return result
 
-    monkeypatch.setattr(hash_chain, "block_digests", counting)
+    monkeypatch.setattr(hash_chain, "hash_blocks", counting)
     chain = HashChain(ROOT, BLOCK)
     for before, after in pairwise(range(0, 41, 3)):
         chain.extend(list(range(before)))
@@ -138,7 +138,7 @@ def test_a_chain_hashes_each_block_once(monkeypatch):
 def test_a_long_prompt_is_hashed_in_pieces_that_do_not_show(length, block_size):
     """KV-1: also where no piece is a multiple of the block, and after a slice that was hashed ahead."""
     tokens = random.Random(length).choices(range(100_000), k=length)
-    whole = digests(tokens, block_size=block_size)
+    whole = block_hashes(tokens, block_size=block_size)
     at_once, ahead = HashChain(ROOT, block_size), HashChain(ROOT, block_size)
     ahead.extend_by(tokens, 5_000)
     assert at_once.extend(tokens) == ahead.extend(tokens) == whole
@@ -153,4 +153,4 @@ def test_a_chain_that_grows_by_slices_is_the_same(slice_tokens):
         chain.extend_by(TOKENS, slice_tokens)
     assert left[0] == len(TOKENS) // BLOCK * BLOCK
     assert all(0 < before - after <= max(slice_tokens, BLOCK) for before, after in pairwise(left))
-    assert chain.extend(TOKENS) == digests()
+    assert chain.extend(TOKENS) == block_hashes()

@@ -17,7 +17,7 @@ BLOCK = 16
 
 
 class Watched(list):
-    """Digests, and how many of them were looked at."""
+    """Block hashes, and how many of them were looked at."""
 
     looks = 0
 
@@ -32,14 +32,14 @@ def chain(name: str, length: int) -> list[bytes]:
 
 def cached(*chains: list[bytes], slots: int = 400) -> PrefixCache:
     cache = PrefixCache(sum(map(len, chains)), EvictionPolicyName.LRU, slots)
-    for digests in chains:
-        cache.publish(digests, cache.allocate(len(digests)), None)
+    for block_hashes in chains:
+        cache.publish(block_hashes, cache.allocate(len(block_hashes)), None)
     return cache
 
 
-def snapshot(cache: PrefixCache, digest: bytes) -> None:
-    cache.states.reserve(digest)
-    cache.states.commit(digest)
+def snapshot(cache: PrefixCache, block_hash: bytes) -> None:
+    cache.states.reserve(block_hash)
+    cache.states.commit(block_hash)
 
 
 def brute_force(length: int, matched: list[bytes], cache: PrefixCache) -> ResumePoint:
@@ -56,10 +56,10 @@ def test_the_last_snapshot_is_found(seed):
     source = random.Random(seed)
     own, others = chain("own", source.choice([1, 5, 40])), chain("others", 60)
     cache = cached(own, others)
-    for digests, share in ((own, source.choice([0, 0.05, 0.5, 1])), (others, source.choice([0, 0.1, 1]))):
-        for digest in digests:
+    for block_hashes, share in ((own, source.choice([0, 0.05, 0.5, 1])), (others, source.choice([0, 0.1, 1]))):
+        for block_hash in block_hashes:
             if source.random() < share:
-                snapshot(cache, digest)
+                snapshot(cache, block_hash)
     for _ in range(20):
         matched = own[: source.randint(0, len(own))]
         length = max(1, len(matched) * BLOCK + source.choice([-BLOCK, -1, 0, 1, 30]))
@@ -72,8 +72,8 @@ def test_few_are_looked_at(at, most):
     """CU-6: as many blocks as there are snapshots and no more, if that is less; near the end hardly any."""
     own, others = chain("own", 8_192), chain("others", 80)
     cache = cached(own, others)
-    for digest in [*others[:50], *([own[at - 1]] if at else [])]:
-        snapshot(cache, digest)
+    for block_hash in [*others[:50], *([own[at - 1]] if at else [])]:
+        snapshot(cache, block_hash)
     matched = Watched(own)
     found = resume_point(8_192 * BLOCK + 1, matched, BLOCK, cache.states, cache.depth_of)
     assert found.position == (at or 0) * BLOCK
@@ -84,6 +84,6 @@ def test_a_match_ends_where_it_did_in_a_few_looks():
     """CU-6: why no match is found ahead, and kept: 8,192 blocks cost fewer than thirty look-ups."""
     own = chain("own", 8_192)
     cache = cached(own[:6_000])
-    digests = Watched(own)
-    assert len(cache.match(digests)) == 6_000
-    assert digests.looks < 30
+    block_hashes = Watched(own)
+    assert len(cache.match(block_hashes)) == 6_000
+    assert block_hashes.looks < 30

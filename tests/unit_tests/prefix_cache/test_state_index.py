@@ -15,17 +15,17 @@ from megatron_ext.prefix_cache.state_index import StateIndex
 ALL = [bytes([i]) for i in range(8)]
 
 
-def filled(total: int, digests: bytes, optional: bytes = b"") -> StateIndex:
-    """An index with a visible snapshot of each digest (a byte), taken in this order."""
+def filled(total: int, block_hashes: bytes, optional: bytes = b"") -> StateIndex:
+    """An index with a visible snapshot of each block hash (a byte), taken in this order."""
     index = StateIndex(total)
-    for digest in digests:
-        index.reserve(bytes([digest]), Rank.OPTIONAL if digest in optional else Rank.ORDINARY)
-        index.commit(bytes([digest]))
+    for block_hash in block_hashes:
+        index.reserve(bytes([block_hash]), Rank.OPTIONAL if block_hash in optional else Rank.ORDINARY)
+        index.commit(bytes([block_hash]))
     return index
 
 
 def visible(index: StateIndex) -> set[bytes]:
-    return {digest for digest in (bytes([i]) for i in range(256)) if index.find(digest) is not None}
+    return {block_hash for block_hash in (bytes([i]) for i in range(256)) if index.find(block_hash) is not None}
 
 
 def test_found_only_once_it_is_written():
@@ -168,27 +168,27 @@ class Lives(RuleBasedStateMachine):
         self.evicted = self.replaced = self.skipped = self.taken = 0
         self.opportunistic = {"taken": 0, "consumed": 0, "given_up": 0}
 
-    @rule(digest=st.sampled_from(ALL), rank=st.sampled_from(Rank), before=st.sampled_from(ALL))
-    def reserve(self, digest: bytes, rank: Rank, before: bytes) -> None:
-        if digest in self.reserved:
+    @rule(block_hash=st.sampled_from(ALL), rank=st.sampled_from(Rank), before=st.sampled_from(ALL))
+    def reserve(self, block_hash: bytes, rank: Rank, before: bytes) -> None:
+        if block_hash in self.reserved:
             return
-        if digest in self.order:
-            if rank is Rank.OPPORTUNISTIC or self.ranks[digest] is not Rank.OPPORTUNISTIC:
+        if block_hash in self.order:
+            if rank is Rank.OPPORTUNISTIC or self.ranks[block_hash] is not Rank.OPPORTUNISTIC:
                 return
-            self.forget(digest)  # asked for, it is written again
+            self.forget(block_hash)  # asked for, it is written again
         instead_of = before if rank is Rank.OPTIONAL else None
         if self.ranks.get(instead_of) is Rank.OPTIONAL:
             self.forget(instead_of)
             self.replaced += 1
         if len(self.order) + len(self.reserved) == self.total and not self.make_room(rank):
-            assert self.index.reserve(digest, rank, instead_of=instead_of) is None
+            assert self.index.reserve(block_hash, rank, instead_of=instead_of) is None
             self.skipped += rank is not Rank.OPPORTUNISTIC
             return
-        slot = self.index.reserve(digest, rank, instead_of=instead_of)
+        slot = self.index.reserve(block_hash, rank, instead_of=instead_of)
         assert slot is not None
         assert slot not in self.slots.values()
-        self.slots[digest] = slot
-        self.reserved[digest] = rank
+        self.slots[block_hash] = slot
+        self.reserved[block_hash] = rank
 
     def make_room(self, rank: Rank) -> bool:
         """HY-5, SI-1: nobody gives way to a guess; guesses go first, then those of decode, the oldest first."""
@@ -200,49 +200,49 @@ class Lives(RuleBasedStateMachine):
             self.forget(victims[0])
         return bool(victims)
 
-    def forget(self, digest: bytes) -> None:
-        self.order.remove(digest)
-        self.opportunistic["given_up"] += self.ranks.pop(digest) is Rank.OPPORTUNISTIC
-        del self.slots[digest]
+    def forget(self, block_hash: bytes) -> None:
+        self.order.remove(block_hash)
+        self.opportunistic["given_up"] += self.ranks.pop(block_hash) is Rank.OPPORTUNISTIC
+        del self.slots[block_hash]
 
     @precondition(lambda self: self.reserved)
     @rule(data=st.data(), is_written=st.booleans())
     def end_writing(self, data: st.DataObject, is_written: bool) -> None:
-        digest = data.draw(st.sampled_from(sorted(self.reserved)))
-        rank = self.reserved.pop(digest)
+        block_hash = data.draw(st.sampled_from(sorted(self.reserved)))
+        rank = self.reserved.pop(block_hash)
         if not is_written:
-            self.index.cancel(digest)
-            del self.slots[digest]
+            self.index.cancel(block_hash)
+            del self.slots[block_hash]
             return
-        self.index.commit(digest)
-        self.order.append(digest)
-        self.ranks[digest] = rank
+        self.index.commit(block_hash)
+        self.order.append(block_hash)
+        self.ranks[block_hash] = rank
         self.opportunistic["taken"] += rank is Rank.OPPORTUNISTIC
         self.taken += rank is not Rank.OPPORTUNISTIC
 
     @precondition(lambda self: self.order)
     @rule(data=st.data())
     def consume(self, data: st.DataObject) -> None:
-        digest = data.draw(st.sampled_from(sorted(self.order)))
-        self.index.consume(digest)
-        self.order.remove(digest)
-        self.order.append(digest)
-        self.opportunistic["consumed"] += self.ranks[digest] is Rank.OPPORTUNISTIC
-        self.ranks[digest] = Rank.ORDINARY
+        block_hash = data.draw(st.sampled_from(sorted(self.order)))
+        self.index.consume(block_hash)
+        self.order.remove(block_hash)
+        self.order.append(block_hash)
+        self.opportunistic["consumed"] += self.ranks[block_hash] is Rank.OPPORTUNISTIC
+        self.ranks[block_hash] = Rank.ORDINARY
 
-    @rule(digest=st.sampled_from(ALL))
-    def drop(self, digest: bytes) -> None:
-        self.index.drop(digest)
-        if digest in self.order:
-            self.forget(digest)
+    @rule(block_hash=st.sampled_from(ALL))
+    def drop(self, block_hash: bytes) -> None:
+        self.index.drop(block_hash)
+        if block_hash in self.order:
+            self.forget(block_hash)
 
     @invariant()
     def same(self) -> None:
         if not hasattr(self, "index"):
             return
         self.index.check(self.order)
-        assert {digest: self.index.find(digest) for digest in ALL} == {
-            digest: self.slots[digest] if digest in self.order else None for digest in ALL
+        assert {block_hash: self.index.find(block_hash) for block_hash in ALL} == {
+            block_hash: self.slots[block_hash] if block_hash in self.order else None for block_hash in ALL
         }
         guesses = list(self.ranks.values()).count(Rank.OPPORTUNISTIC)
         assert self.index.used_count == len(self.order) - guesses
@@ -260,7 +260,7 @@ TestLives.settings = settings(max_examples=80, stateful_step_count=40, deadline=
 
 @dataclass(frozen=True)
 class Wanted:
-    digest: bytes
+    block_hash: bytes
     rank: Rank = Rank.ORDINARY
     instead_of: bytes | None = None
 

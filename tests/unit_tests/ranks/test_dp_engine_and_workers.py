@@ -332,7 +332,7 @@ class TestFleet:
             while world.core.is_busy:
                 world.step()  # compares messages
             steps = [one for one in world.followers[0]._executor.steps if one is not None]
-            named.append({snapshot.digest for one in steps for chunk in one.chunks for snapshot in chunk.snapshots})
+            named.append({snapshot.block_hash for one in steps for chunk in one.chunks for snapshot in chunk.snapshots})
             world.core.weights_changed()
         assert named[0]
         assert len(named[1]) == 2 * len(named[0]), "equal prompts, other keys"

@@ -6,7 +6,7 @@ import dataclasses
 from unittest import mock
 
 from megatron_ext.prefix_cache.cache import PrefixCache
-from megatron_ext.prefix_cache.hash_chain import Digest
+from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.scheduling import planner
 from megatron_ext.scheduling.plan import Deferral, SchedulerLimits, SnapshotRequest, StepBudget, StepPlan
 from megatron_ext.scheduling.prefix_leaders import PendingBlocks, PrefixLeaders
@@ -21,7 +21,7 @@ def look_at_all(
     """`_plan_admissions`, one request after the other, asleep or not."""
     entry = planner._Entry([], [], [])
     leaders = PrefixLeaders(queues.running, pending_blocks)
-    requested: set[Digest] = set()
+    requested: set[BlockHash] = set()
     for request in queues.waiting:
         error = planner._check_fits_pool(request, limits)
         if error is not None:
@@ -38,8 +38,8 @@ def look_at_all(
         )
         if following is not None:
             entry.deferrals.append(following)
-            if following.snapshot is not None and following.snapshot.digest not in requested:
-                requested.add(following.snapshot.digest)
+            if following.snapshot is not None and following.snapshot.block_hash not in requested:
+                requested.add(following.snapshot.block_hash)
                 budget = dataclasses.replace(budget, slots=budget.slots - 1)
             continue
         pinned = {block for block in matched if cache.is_evictable(block) or block in budget.released} | budget.pinned
@@ -60,8 +60,8 @@ def look_at_all(
 def match_one_by_one(request: Request, cache: PrefixCache) -> list[int]:
     """Blocks up to the first that is not cached."""
     blocks = []
-    for digest in request.digests:
-        block = cache._index.find(digest)
+    for block_hash in request.block_hashes:
+        block = cache._index.find(block_hash)
         if block is None:
             break
         blocks.append(block)

@@ -1,7 +1,7 @@
 """What a scheduler with a prefix cache must do, by brute force: everything is found again from lists of tokens.
 
-No digests, no reference counts, no chains, no ledgers: a cached block is a prefix of tokens, a block is in use if a
-table names it, and a key is being computed if some running request has yet to publish it.
+No block hashes, no reference counts, no chains, no ledgers: a cached block is a prefix of tokens, a block is in use if
+a table names it, and a key is being computed if some running request has yet to publish it.
 """
 
 from __future__ import annotations

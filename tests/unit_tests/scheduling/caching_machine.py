@@ -15,7 +15,7 @@ import hypothesis.strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from megatron_ext.config import EvictionPolicyName, RequestParams
-from megatron_ext.prefix_cache.hash_chain import Digest
+from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.scheduling import planner
 from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.plan import SchedulerLimits, StepPlan
@@ -50,7 +50,7 @@ class CachingMachine(RuleBasedStateMachine):
         self.requests: dict[Owner, Request] = {}
         self.arrivals = self.weights = 0
         self.key_weights: dict[Owner, int] = {}  # of its keys
-        self.digests: dict[Key, Digest] = {}  # of what was published last
+        self.block_hashes: dict[Key, BlockHash] = {}  # of what was published last
 
     @initialize(data=st.data())
     def build(self, data: st.DataObject) -> None:
@@ -59,7 +59,7 @@ class CachingMachine(RuleBasedStateMachine):
         slots = data.draw(self.slot_counts, "slots")
         self.scheduler = Scheduler(self.limits, policy, b"model", slots)
         self.world = World(self.limits.block_size, self.limits.total_blocks, policy)
-        self.world.is_gone = lambda key: self.scheduler.cache._index.find(self.digests[key]) is None
+        self.world.is_gone = lambda key: self.scheduler.cache._index.find(self.block_hashes[key]) is None
         self.memory = Memory(self.limits.block_size)
         self.hits = self.matched = self.waits = 0
 
@@ -202,7 +202,7 @@ class CachingMachine(RuleBasedStateMachine):
             self.count_computed(owner, range(chunk.start, chunk.end))
             owner.computed = chunk.end
             if not owner.opts_out and self.world.is_current(owner):
-                self.digests |= zip(owner.keys(self.limits.block_size), chunk.request.digests, strict=False)
+                self.block_hashes |= zip(owner.keys(self.limits.block_size), chunk.request.block_hashes, strict=False)
             self.world.publish(owner)
         for owner in due:
             self.generate(owner, tokens[owner.name])
@@ -255,7 +255,9 @@ class CachingMachine(RuleBasedStateMachine):
     def schedule(self) -> StepPlan:
         """Predict, plan, apply, compare."""
         for request in self.scheduler.queues:
-            assert request.digests is not None  # chains are made when first asked for; let that not count as a change
+            assert (
+                request.block_hashes is not None
+            )  # chains are made when first asked for; let that not count as a change
         before = self.snapshot()
         scheduler = self.scheduler
         foreseen = planner.plan_step(scheduler.queues, self.limits, scheduler.cache, scheduler.pending_blocks)
@@ -490,7 +492,7 @@ class CachingMachine(RuleBasedStateMachine):
         assert dict(request.sequence.ledger.reasons) == dict(owner.reasons)
         assert request.sequence.ledger.matched_blocks == owner.first_match
         if self.key_weights[owner] == self.weights and not owner.opts_out:
-            found = self.scheduler.cache.match(request.digests)
+            found = self.scheduler.cache.match(request.block_hashes)
             assert len(found) == len(self.world.match(owner)), "another match than its tokens deserve"
 
 

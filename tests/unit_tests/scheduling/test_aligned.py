@@ -71,7 +71,7 @@ def test_a_prefill_beside_a_decode():
         assert chunks[decoding].is_decode
         ends.append(chunks[prefilling].end)
     assert ends == [63, 64, 127, 128, 191, 192, 200]
-    found = [scheduler.cache.states.find(digest) for digest in prefilling.digests]
+    found = [scheduler.cache.states.find(block_hash) for block_hash in prefilling.block_hashes]
     assert len(found) == 3
     assert None not in found
 

@@ -141,8 +141,10 @@ def shares_without_a_reference(monkeypatch: pytest.MonkeyPatch) -> None:
 def indexes_only_the_beginning_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     add = BlockIndex.add
 
-    def add_first(self: BlockIndex, digests: Sequence[bytes], blocks: Sequence[BlockId], parent: bytes | None) -> None:
-        add(self, digests[:1], blocks[:1], parent)
+    def add_first(
+        self: BlockIndex, block_hashes: Sequence[bytes], blocks: Sequence[BlockId], parent: bytes | None
+    ) -> None:
+        add(self, block_hashes[:1], blocks[:1], parent)
 
     monkeypatch.setattr(BlockIndex, "add", add_first)
 
@@ -151,11 +153,11 @@ def keeps_duplicates(monkeypatch: pytest.MonkeyPatch) -> None:
     publish = PrefixCache.publish
 
     def publish_unless_known(
-        self: PrefixCache, digests: Sequence[bytes], blocks: Sequence[BlockId], parent: bytes | None
+        self: PrefixCache, block_hashes: Sequence[bytes], blocks: Sequence[BlockId], parent: bytes | None
     ) -> tuple[BlockId, ...]:
-        known = len(self.match(digests))
-        parent = digests[known - 1] if known else parent
-        return (*blocks[:known], *publish(self, digests[known:], blocks[known:], parent))
+        known = len(self.match(block_hashes))
+        parent = block_hashes[known - 1] if known else parent
+        return (*blocks[:known], *publish(self, block_hashes[known:], blocks[known:], parent))
 
     monkeypatch.setattr(PrefixCache, "publish", publish_unless_known)
 
@@ -164,17 +166,17 @@ def hits_one_block_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last block that is matched is taken for one more, of other contents."""
     match = PrefixCache.match
 
-    def stretch(self: PrefixCache, digests: Sequence[bytes]) -> list[BlockId]:
-        blocks = match(self, digests)
+    def stretch(self: PrefixCache, block_hashes: Sequence[bytes]) -> list[BlockId]:
+        blocks = match(self, block_hashes)
         stranger = next((block for block in self._policy if block not in blocks), None)
-        return [*blocks, stranger] if stranger is not None and len(blocks) < len(digests) else blocks
+        return [*blocks, stranger] if stranger is not None and len(blocks) < len(block_hashes) else blocks
 
     monkeypatch.setattr(PrefixCache, "match", stretch)
 
 
 def ignores_the_salt(monkeypatch: pytest.MonkeyPatch) -> None:
-    root = keys.root_digest
-    monkeypatch.setattr(keys, "root_digest", lambda fields: root(fields[:3]))
+    root = keys.root_hash
+    monkeypatch.setattr(keys, "root_hash", lambda fields: root(fields[:3]))
 
 
 def caches_for_who_opted_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,7 +255,7 @@ def counts_hits_that_are_deferred(monkeypatch: pytest.MonkeyPatch) -> None:
     def count_first(self: Scheduler) -> StepPlan:
         plan = schedule(self)
         if plan.deferral is not None:
-            self.counters.hits += bool(self.cache.match(plan.deferral.request.digests))
+            self.counters.hits += bool(self.cache.match(plan.deferral.request.block_hashes))
         return plan
 
     monkeypatch.setattr(Scheduler, "schedule", count_first)

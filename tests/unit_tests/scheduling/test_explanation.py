@@ -117,7 +117,7 @@ class TestReasons:
         for length in (6, 14, 24):  # the third leaves two, and the snapshot at 4 gives up its slot
             request, _ = serve(scheduler, prompt[:length])
         _, said = serve(scheduler, [*prompt[:17], 1, 1, 1])
-        assert scheduler.cache.ghosts.last_snapshot(request.digests[:1]) is not None
+        assert scheduler.cache.ghosts.last_snapshot(request.block_hashes[:1]) is not None
         assert (said.reason, said.skipped, said.matched) == ("no_snapshot", 12, 16)
 
     def test_no_slots(self):
@@ -184,7 +184,7 @@ def live(seed: int, slots: int | None) -> None:
 def is_cached(scheduler: Scheduler, salt: str, tokens: list[int], blocks: int) -> bool:
     probe = request_of(0, tokens, cache_salt=salt)
     scheduler._start_chain(probe)
-    return len(scheduler.cache.match(probe.digests)) >= blocks
+    return len(scheduler.cache.match(probe.block_hashes)) >= blocks
 
 
 def judge(request: Request, said: Explanation, prompt: list[int], cached: list[list[int]]) -> None:
@@ -226,7 +226,7 @@ def one_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def keeps_what_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CachedTokenIds, "drop", lambda self, digest: None)
+    monkeypatch.setattr(CachedTokenIds, "drop", lambda self, block_hash: None)
 
 
 @pytest.mark.parametrize("plant", [one_too_early, keeps_what_is_gone])

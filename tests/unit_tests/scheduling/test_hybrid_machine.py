@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from megatron_ext.prefix_cache.hash_chain import Digest
+from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.matching import ResumePoint
 from megatron_ext.prefix_cache.state_index import SlotId, StateIndex
 from megatron_ext.scheduling import planner
@@ -125,8 +125,8 @@ class HybridMachine(CachingMachine):
         super().verify_request(owner, request)
         if self.key_weights[owner] != self.weights or owner.opts_out:
             return
-        for blocks, digest in enumerate(request.digests, start=1):
-            slot = self.scheduler.cache.states.find(digest)
+        for blocks, block_hash in enumerate(request.block_hashes, start=1):
+            slot = self.scheduler.cache.states.find(block_hash)
             if slot is not None:
                 _, _, tokens = self.slots[slot]
                 assert tokens == owner.tokens[: blocks * self.limits.block_size]
@@ -154,13 +154,13 @@ TestHybrid = HybridMachine.TestCase
 
 
 def restores_any_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StateIndex, "find", lambda self, digest: next(iter(self._visible.values()), None))
+    monkeypatch.setattr(StateIndex, "find", lambda self, block_hash: next(iter(self._visible.values()), None))
 
 
 def resumes_behind_a_snapshot_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     resume = planner.resume_point
 
-    def clamp(length: int, matched: Sequence[Digest], block_size: int, *rest: object) -> ResumePoint:
+    def clamp(length: int, matched: Sequence[BlockHash], block_size: int, *rest: object) -> ResumePoint:
         point = resume(length, matched, block_size, *rest)
         return ResumePoint(max(0, point.position - block_size), point.restore)
 
@@ -173,7 +173,7 @@ def names_snapshots_after_the_block_before(monkeypatch: pytest.MonkeyPatch) -> N
     def misname(self: Scheduler, wanted: Sequence[SnapshotRequest]) -> None:
         places = [max(0, one.position // self.limits.block_size - 2) for one in wanted]
         pairs = zip(wanted, places, strict=True)
-        reserve(self, [dataclasses.replace(one, digest=one.request.digests[place]) for one, place in pairs])
+        reserve(self, [dataclasses.replace(one, block_hash=one.request.block_hashes[place]) for one, place in pairs])
 
     monkeypatch.setattr(Scheduler, "_reserve_snapshots", misname)
 
@@ -185,14 +185,14 @@ def shows_snapshots_before_they_are_taken(monkeypatch: pytest.MonkeyPatch) -> No
         reserve(self, wanted)
         for request in self.queues:
             for snapshot in request.sequence.snapshots:
-                self.cache.states.commit(snapshot.digest)
+                self.cache.states.commit(snapshot.block_hash)
             request.sequence.snapshots = []
 
     monkeypatch.setattr(Scheduler, "_reserve_snapshots", reserve_and_commit)
 
 
 def keeps_snapshots_of_evicted_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StateIndex, "drop", lambda self, digest: None)
+    monkeypatch.setattr(StateIndex, "drop", lambda self, block_hash: None)
 
 
 def keeps_snapshots_over_a_reset(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +200,7 @@ def keeps_snapshots_over_a_reset(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def keeps_the_slots_of_a_failed_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StateIndex, "cancel", lambda self, digest: None)
+    monkeypatch.setattr(StateIndex, "cancel", lambda self, block_hash: None)
 
 
 @pytest.mark.priority(TestPriority.MEDIUM)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from megatron_ext.config import EvictionPolicyName
-from megatron_ext.prefix_cache.hash_chain import Digest
+from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
@@ -31,7 +31,7 @@ def cached_tokens(scheduler: Scheduler, tokens: object = PROMPT, **params: objec
     """Of `tokens`, what a new request would match."""
     probe = request_of(99, tokens, **params)
     scheduler.add(probe)
-    matched = scheduler.cache.match(probe.digests)
+    matched = scheduler.cache.match(probe.block_hashes)
     scheduler.queues.discard(probe)
     return len(matched) * scheduler.limits.block_size
 
@@ -159,7 +159,7 @@ class TestKeys:
     """KV-1: what equal tokens' KV depends on is part of the key."""
 
     @staticmethod
-    def root(scheduler: Scheduler, **params: object) -> Digest:
+    def root(scheduler: Scheduler, **params: object) -> BlockHash:
         request = request_of(0, PROMPT, **params)
         scheduler.add(request)
         return request.sequence.chain.root

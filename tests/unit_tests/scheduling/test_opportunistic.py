@@ -84,7 +84,7 @@ def test_counts_of_their_own():
 def others(scheduler: Scheduler) -> set[bytes]:
     """Snapshots that somebody asked for or resumed from."""
     states = scheduler.cache.states
-    return {digest for digest in states._visible if not states.is_provisional(digest)}
+    return {block_hash for block_hash in states._visible if not states.is_provisional(block_hash)}
 
 
 ASKED = ("snapshots_taken", "snapshots_skipped", "snapshots_replaced", "slots_used", "slots_evicted", "blocks_evicted")
@@ -128,8 +128,8 @@ def test_the_twin_tells_a_guess_that_displaces(policy: EvictionPolicyName, monke
 
 
 def test_the_twin_tells_guesses_that_stand_in_line_with_others(monkeypatch: pytest.MonkeyPatch):
-    def add_to_the_others(self: OpportunisticFirst, digest: bytes, rank: Rank) -> None:
-        self._others.add(digest, Rank.ORDINARY)
+    def add_to_the_others(self: OpportunisticFirst, block_hash: bytes, rank: Rank) -> None:
+        self._others.add(block_hash, Rank.ORDINARY)
 
     monkeypatch.setattr(OpportunisticFirst, "add", add_to_the_others)
     with pytest.raises(AssertionError):
@@ -200,9 +200,9 @@ def test_what_is_asked_for_where_a_guess_stands_is_ordinary():
     users = Users(scheduler)
     prompt = users.tokens(1100)
     users.ask(prompt)
-    digests = users.ask(prompt[:1030], return_log_probs=True).digests
-    assert others(scheduler) >= {digests[15]}
-    assert not scheduler.cache.states.is_provisional(digests[15])
+    block_hashes = users.ask(prompt[:1030], return_log_probs=True).block_hashes
+    assert others(scheduler) >= {block_hashes[15]}
+    assert not scheduler.cache.states.is_provisional(block_hashes[15])
     assert scheduler.cache.use().provisional_given_up == 1
     scheduler.check()
 

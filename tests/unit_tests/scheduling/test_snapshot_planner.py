@@ -27,7 +27,7 @@ def planned(scheduler: Scheduler) -> StepPlan:
         return frozen(scheduler.queues), pickle.dumps((vars(scheduler.cache), scheduler.pending_blocks))
 
     for request in scheduler.queues:
-        assert request.digests is not None  # made when first asked for
+        assert request.block_hashes is not None  # made when first asked for
     before = everything()
     plan = plan_step(scheduler.queues, scheduler.limits, scheduler.cache, scheduler.pending_blocks)
     assert everything() == before
@@ -59,7 +59,7 @@ def test_a_decode_that_passes_a_boundary_says_what_it_replaces():
         plan = planned(scheduler)
         seen += [(one.position, one.instead_of) for one in plan.snapshots if one.is_optional]
         step(scheduler)
-    assert seen == [(4, None), (8, request.digests[0])]
+    assert seen == [(4, None), (8, request.block_hashes[0])]
 
 
 def test_slots_are_given_out_with_the_blocks_and_before_the_message():

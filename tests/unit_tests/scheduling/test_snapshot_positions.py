@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from megatron_ext.prefix_cache.hash_chain import block_digests, root_digest
+from megatron_ext.prefix_cache.hash_chain import hash_blocks, root_hash
 from megatron_ext.scheduling.snapshot_positions import common_blocks, cut_aligned, max_snapshots, prefill_positions
 
 BLOCK = 4
@@ -79,14 +79,14 @@ def test_aligned_chunks_reach_the_end_over_every_wanted_boundary(length: int, bu
 @given(st.lists(st.integers(0, 1), max_size=40), st.lists(st.integers(0, 1), max_size=40))
 def test_common_blocks(one: list[int], other: list[int]):
     """KV-6: where two sequences part, in whole blocks."""
-    root = root_digest([b"model"])
-    digests = [block_digests(root, tokens[: len(tokens) // BLOCK * BLOCK], BLOCK) for tokens in (one, other)]
+    root = root_hash([b"model"])
+    block_hashes = [hash_blocks(root, tokens[: len(tokens) // BLOCK * BLOCK], BLOCK) for tokens in (one, other)]
     expected = 0
     while (expected + 1) * BLOCK <= min(len(one), len(other)) and (
         one[: (expected + 1) * BLOCK] == other[: (expected + 1) * BLOCK]
     ):
         expected += 1
-    assert common_blocks(*digests) == expected
+    assert common_blocks(*block_hashes) == expected
 
 
 @given(st.integers(1, 90), st.lists(st.integers(1, 30), min_size=1, max_size=8), st.integers(0, 9), st.booleans())

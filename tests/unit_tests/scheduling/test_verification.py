@@ -7,7 +7,7 @@ import random
 import pytest
 
 from megatron_ext.config import EvictionPolicyName, RequestParams
-from megatron_ext.prefix_cache.hash_chain import Digest
+from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.state_index import SlotId, StateIndex
 from megatron_ext.scheduling.draft_slots import DraftSlots
 from megatron_ext.scheduling.request import Request
@@ -141,26 +141,26 @@ class TestStates:
         scheduler.propose({7: (1, 2, 3)})
         chunk = step_of(scheduler, 1, 9, 9, 9)
         assert (chunk.start, chunk.end, chunk.drafts, request.computed_end) == (5, 9, (1, 2, 3), 7)
-        named = {one.position: one for one in chunk.snapshots if DraftSlots.is_name(one.digest)}
+        named = {one.position: one for one in chunk.snapshots if DraftSlots.is_name(one.block_hash)}
         assert sorted(named) == [6, 7, 8]
-        assert [one.position for one in chunk.snapshots if not DraftSlots.is_name(one.digest)] == [8]
+        assert [one.position for one in chunk.snapshots if not DraftSlots.is_name(one.block_hash)] == [8]
         assert request.sequence.draft_states == (named[7],)
         assert scheduler.drafts.slots.free_count == DRAFTS["draft_states"] - 1
         assert len(request.block_table) == 2, "the block of the third draft is free"
         following = step_of(scheduler, 50)
-        assert (following.restore.slot, following.restore.digest) == (named[7].slot, named[7].digest)
+        assert (following.restore.slot, following.restore.block_hash) == (named[7].slot, named[7].block_hash)
         assert scheduler.drafts.slots.free_count == DRAFTS["draft_states"]
 
     def test_a_boundary_inside_an_accepted_run_is_a_snapshot(self):
-        """SP-4: where it was written, under the digest of the block, and the index has as many slots as before."""
+        """SP-4: where it was written, under the hash of the block, and the index has as many slots as before."""
         scheduler, request = decoding(slots=4, policy=EvictionPolicyName.LRU)
         states = scheduler.cache.states
         scheduler.propose({7: (1, 2, 3)})
         chunk = step_of(scheduler, 1, 2, 3, 4)
         assert request.computed_end == 9
-        (wanted,) = [one for one in chunk.snapshots if not DraftSlots.is_name(one.digest)]
-        assert wanted.digest == request.digests[1]
-        assert states.find(wanted.digest) == wanted.slot
+        (wanted,) = [one for one in chunk.snapshots if not DraftSlots.is_name(one.block_hash)]
+        assert wanted.block_hash == request.block_hashes[1]
+        assert states.find(wanted.block_hash) == wanted.slot
         assert len(states.slots) == 4
         assert request.sequence.restore is None, "the live state is right"
 
@@ -177,7 +177,7 @@ class TestStates:
         scheduler.commit(step, {7: 1}, {7: (2, 3, 4)})
         scheduler.check()
         assert request.computed_end == 9
-        assert any(one.position == 8 and not DraftSlots.is_name(one.digest) for one in step.chunks[0].snapshots)
+        assert any(one.position == 8 and not DraftSlots.is_name(one.block_hash) for one in step.chunks[0].snapshots)
         assert scheduler.cache.states.used_count == 0
         assert request.sequence.snapshot_plan.decode is None
 
@@ -220,14 +220,14 @@ class TestStates:
 
     def test_the_index_takes_a_slot_for_another(self):
         index = StateIndex(2)
-        digest = Digest(b"d" * 32)
-        slot = index.reserve(digest)
-        assert index.exchange(digest, SlotId(9)) == slot
-        index.commit(digest)
-        assert index.find(digest) == 9
-        index.check([digest])
+        block_hash = BlockHash(b"d" * 32)
+        slot = index.reserve(block_hash)
+        assert index.exchange(block_hash, SlotId(9)) == slot
+        index.commit(block_hash)
+        assert index.find(block_hash) == 9
+        index.check([block_hash])
         index.clear()
-        assert {index.reserve(Digest(bytes([i]) * 32)) for i in range(2)} == {9, 1 - slot}
+        assert {index.reserve(BlockHash(bytes([i]) * 32)) for i in range(2)} == {9, 1 - slot}
 
 
 class Saying:

@@ -130,7 +130,7 @@ def test_plans_are_those_of_looking_at_everybody(has_states):
 
 
 def sleeps_through_a_publication(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(WaitingQueue, "published", lambda self, digest: None)
+    monkeypatch.setattr(WaitingQueue, "published", lambda self, block_hash: None)
 
 
 def sleeps_on_when_its_leader_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +147,9 @@ def is_not_disturbed_by_new_leaders(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def matches_a_block_less(monkeypatch: pytest.MonkeyPatch) -> None:
     run = BlockIndex.longest_run
-    monkeypatch.setattr(BlockIndex, "longest_run", lambda self, digests: run(self, digests[: max(1, len(digests) - 1)]))
+    monkeypatch.setattr(
+        BlockIndex, "longest_run", lambda self, block_hashes: run(self, block_hashes[: max(1, len(block_hashes) - 1)])
+    )
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_ext.config import ServerConfig
 from megatron_ext.errors import ConfigError
-from megatron_ext.prefix_cache.hash_chain import block_digests, root_digest
+from megatron_ext.prefix_cache.hash_chain import hash_blocks, root_hash
 from megatron_ext.prefix_cache.public_hash import public_hash
 from megatron_ext.server.keys import Keys, load_keys
 from tests.unit_tests.server.test_errors import check_error
@@ -188,14 +188,14 @@ class TestDigests:
             assert cached(tiny, None) in (0, 32)
         (prefix,) = tiny.engine.hottest_prefixes(1)
         shared = [tiny.http.get("/prefix_cache").json()["hottest_prefixes"][0]["digest"] for _ in range(2)]
-        assert shared == [public_hash(prefix.digest)] * 2, "equal for as long as the process lives"
+        assert shared == [public_hash(prefix.block_hash)] * 2, "equal for as long as the process lives"
         assert re.fullmatch("[0-9a-f]{64}", shared[0])
-        assert shared[0] != prefix.digest.hex()
-        assert prefix.digest.hex() not in tiny.http.get("/prefix_cache").text
+        assert shared[0] != prefix.block_hash.hex()
+        assert prefix.block_hash.hex() not in tiny.http.get("/prefix_cache").text
 
     def test_cache_keys_have_no_secret(self):
         """Replicas and ranks exchange them: a literal value, the same in every process."""
-        (digest,) = block_digests(root_digest([b"model"]), [1, 2, 3, 4], 4)
+        (digest,) = hash_blocks(root_hash([b"model"]), [1, 2, 3, 4], 4)
         assert digest.hex() == "0ddb6d0059921048a888feeb8b95ecc8a2866f8020d200913acc254840ebd623"
 
 

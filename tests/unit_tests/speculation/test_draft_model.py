@@ -45,8 +45,8 @@ class Remembering:
         assert chunk.length > 0
         self.computed += chunk.length
         if chunk.restore is not None:
-            digest, state = self.kept[chunk.restore.slot]
-            assert digest == chunk.restore.digest
+            block_hash, state = self.kept[chunk.restore.slot]
+            assert block_hash == chunk.restore.block_hash
             self.live[chunk.running_slot] = state
         state = (
             self.live.get(chunk.running_slot, (None,)) if chunk.start or chunk.is_decode else ()
@@ -57,7 +57,7 @@ class Remembering:
         self.live[chunk.running_slot] = (*state, *chunk.token_ids)
         for one in chunk.snapshots:
             assert one.position == chunk.end
-            self.kept[one.slot] = one.digest, self.live[chunk.running_slot]
+            self.kept[one.slot] = one.block_hash, self.live[chunk.running_slot]
         read = [self.keys.get((chunk.block_ids[place // BLOCK], place % BLOCK)) for place in range(chunk.end)]
         if self.room.has_states:
             assert tuple(read) == self.live[chunk.running_slot]

@@ -1,4 +1,4 @@
-"""What a prefix cache must do, by brute force on token lists: no digests, no blocks of memory, no counters.
+"""What a prefix cache must do, by brute force on token lists: no block hashes, no blocks of memory, no counters.
 
 The contents of a block are everything before its end: the salt, and all tokens of the sequence up to there.
 """

@@ -165,17 +165,17 @@ def _each(by_position: Mapping[int, Sequence]) -> Iterator[tuple[int, object]]:
 def assert_same_cache(actual: Driver, expected: Driver) -> None:
     """The same blocks and snapshots can be found, and snapshots hold the same states."""
     caches = [driver.scheduler.cache for driver in (actual, expected)]
-    digests = [set(cache._index.digests()) for cache in caches]
-    assert digests[0] == digests[1], "other blocks are cached"
+    block_hashes = [set(cache._index.block_hashes()) for cache in caches]
+    assert block_hashes[0] == block_hashes[1], "other blocks are cached"
     if caches[0].states is None:
         return
     here, there = (cache.states._visible for cache in caches)
     assert here.keys() == there.keys(), "there are other snapshots"
     assert caches[0].use() == caches[1].use()
     pools = actual.context.snapshots, expected.context.snapshots
-    for digest, slot in here.items():
-        assert_states_close(pools[0].conv[:, slot], pools[1].conv[:, there[digest]], "a snapshot, convolution")
-        assert_states_close(pools[0].ssm[:, slot], pools[1].ssm[:, there[digest]], "a snapshot, recurrence")
+    for block_hash, slot in here.items():
+        assert_states_close(pools[0].conv[:, slot], pools[1].conv[:, there[block_hash]], "a snapshot, convolution")
+        assert_states_close(pools[0].ssm[:, slot], pools[1].ssm[:, there[block_hash]], "a snapshot, recurrence")
     for one, other in zip(actual.records.values(), expected.records.values(), strict=True):
         for name in COUNTS:
             assert getattr(one, name) == getattr(other, name), name

@@ -15,7 +15,7 @@ import pytest
 
 from megatron_ext.config import CacheConfig, EvictionPolicyName
 from megatron_ext.ops.ssd import SSD
-from megatron_ext.prefix_cache.hash_chain import Digest
+from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.plan import Admission, Deferral, StepPlan
 from megatron_ext.scheduling.request import Request
@@ -54,7 +54,7 @@ class HybridModel(CacheModel):
         self.is_exact = is_exact
         self._states = driver.scheduler.cache.states
         self._is_aligned = driver.mode == "align"
-        self._of_digest: dict[Digest, Contents] = {}
+        self._of_hash: dict[BlockHash, Contents] = {}
         self._clear()
 
     def _clear(self) -> None:
@@ -62,26 +62,26 @@ class HybridModel(CacheModel):
         self._optional: set[Contents] = set()  # those of decode that nobody consumed
         self._last_in_decode: dict[int, Contents] = {}
         self._requested: dict[int, set[int]] = {}  # leader -> positions that followers wait for
-        self._of_digest.clear()
+        self._of_hash.clear()
 
     def visible(self) -> set[Contents]:
         """What the engine has snapshots of."""
-        return {self._of_digest[digest] for digest in self._states._visible}
+        return {self._of_hash[block_hash] for block_hash in self._states._visible}
 
     def asked_for(self) -> set[Contents]:
         """Those of them that are not opportunistic."""
         states = self._states
-        return {self._of_digest[digest] for digest in states._visible if not states.is_provisional(digest)}
+        return {self._of_hash[block_hash] for block_hash in states._visible if not states.is_provisional(block_hash)}
 
-    def digest(self, contents: Contents) -> Digest:
+    def block_hash(self, contents: Contents) -> BlockHash:
         """The engine's name of it."""
-        return next(digest for digest, known in self._of_digest.items() if known == contents)
+        return next(block_hash for block_hash, known in self._of_hash.items() if known == contents)
 
     def forget(self, contents: Contents) -> None:
         """Drop a snapshot that is there; its block stays."""
-        digest = self.digest(contents)
-        assert self._states.find(digest) is not None, "there is no such snapshot"
-        self._states.drop(digest)
+        block_hash = self.block_hash(contents)
+        assert self._states.find(block_hash) is not None, "there is no such snapshot"
+        self._states.drop(block_hash)
         self.expected.discard(contents)
 
     # What token lists say
@@ -180,7 +180,7 @@ class HybridModel(CacheModel):
     def _note_snapshots(self, chunk: Chunk) -> None:
         request, size = chunk.request, self.block_size
         own = self.contents(request, chunk.end)
-        self._of_digest |= dict(zip(request.digests, own, strict=False))
+        self._of_hash |= dict(zip(request.block_hashes, own, strict=False))
         if self._states.total == 0:
             return
         if not chunk.is_decode:
@@ -289,7 +289,7 @@ def assert_snapshots_equal_oracle(driver: HybridDriver, tokens: Sequence[int], o
     """
     positions, pool = driver.snapshots_of(tokens), driver.context.snapshots
     for position in [*positions, *driver.snapshots_of(tokens, opportunistic=True)]:
-        slot = driver.states.find(driver.model.digest((None, tuple(tokens[:position]))))
+        slot = driver.states.find(driver.model.block_hash((None, tuple(tokens[:position]))))
         for layer, (conv, ssm) in enumerate(oracle.states(tokens[:position])):
             name = f"snapshot after {position} tokens, layer {layer}"
             assert_states_close(pool.conv[layer, slot], conv, f"{name}, convolution")

@@ -149,5 +149,5 @@ class Worker:
         for number, payload in replayed(self.asker, self.reader.expected):
             assert self.reader.take([b"kv-events", number.to_bytes(8, "big"), payload])
         if self.cache.states is None:
-            return self.reader.blocks.keys() == {event_hash(one) for one in self.cache._index.digests()}
+            return self.reader.blocks.keys() == {event_hash(one) for one in self.cache._index.block_hashes()}
         return self.reader.states == {event_hash(one) for one in self.cache.states._visible}

@@ -105,10 +105,10 @@ class SimulatedDevice:
     def _launch(self, step: ScheduledStep) -> PaperStep:
         restored = [one.restore for one in step.chunks if one.restore is not None]
         for one in restored:
-            if self._contents.get(one.slot) != one.digest:
-                raise RestoreError("these are not the states", one.digest)
+            if self._contents.get(one.slot) != one.block_hash:
+                raise RestoreError("these are not the states", one.block_hash)
         written = [one for chunk in step.chunks for one in chunk.snapshots]
-        self._contents.update({one.slot: one.digest for one in written})
+        self._contents.update({one.slot: one.block_hash for one in written})
         self.steps.append(step)
         answer: dict[int, int] = {}
 
@@ -192,4 +192,4 @@ class FollowingDevice(SimulatedDevice):
         return self._launch(step)
 
     def name_states(self, states: Sequence[Snapshot]) -> None:
-        self._contents.update({one.slot: one.digest for one in states})
+        self._contents.update({one.slot: one.block_hash for one in states})
