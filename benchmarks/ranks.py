@@ -33,7 +33,7 @@ from megatron_ext.mcore.assemble import build_engine, build_worker
 from megatron_ext.mcore.controller import InferenceController
 from megatron_ext.mcore.rank_info import make_parallel_context
 from megatron_ext.models.build import build_model
-from megatron_ext.ranks import link, shared_results
+from megatron_ext.parallel import link, shared_results
 
 CPU = torch.device("cpu")
 TINY = ModelConfig(

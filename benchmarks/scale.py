@@ -1,7 +1,7 @@
 """What each rank holds and what ranks send, by formula: the tables of docs/scale.md.
 
-Run: `python -m benchmarks.scale`. Nothing is measured. tests/unit_tests/ranks/test_scale.py compares the formulas with
-models that are built and steps that are counted, and the document with this file.
+Run: `python -m benchmarks.scale`. Nothing is measured. tests/unit_tests/parallel/test_scale.py compares the formulas
+    with models that are built and steps that are counted, and the document with this file.
 
 Letters: T tokens of a step, m of them sampled from, h channels, V vocabulary, t tensor-parallel ranks, b bytes a value.
 """
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from megatron_ext.config import ModelConfig, ParallelConfig
 from megatron_ext.mcore.layer_map import kv_heads_of_rank
 from megatron_ext.models.size import matrix_parameter_count
-from megatron_ext.ranks.share import Share, share_of
+from megatron_ext.parallel.share import Share, share_of
 
 KIB, MIB, GIB = 1024, 1024**2, 1024**3
 STATE_BYTES = 4  # of a value of a recurrent state: fp32 unless asked for otherwise

@@ -47,7 +47,7 @@ PATHS = (
     "tests/unit_tests/models/test_embedded_model.py",
     "tests/unit_tests/models/test_load.py",
     "tests/unit_tests/ops",
-    "tests/unit_tests/ranks/test_tensor_parallel.py",
+    "tests/unit_tests/parallel/test_tensor_parallel.py",
 )
 """Files and folders whose tests have the mark."""
 WITHOUT = tuple(f"tests/unit_tests/ops/test_{name}.py" for name in ("backends", "cpp_build", "triton_registry"))

@@ -15,7 +15,7 @@ from megatron_ext.memory.limits import check_address_space
 
 if TYPE_CHECKING:
     from megatron_ext.api.engine import LoadedEngine
-    from megatron_ext.ranks.parallel_context import ParallelContext
+    from megatron_ext.parallel.parallel_context import ParallelContext
 
 
 def load_engine(**settings: Setting) -> LoadedEngine:
@@ -105,7 +105,7 @@ def _together(settings: InferenceSettings, *, leads: bool) -> Iterator[ParallelC
     from megatron_ext.console.start import say_start
     from megatron_ext.mcore.process_groups import PROCESS_GROUPS, is_there
     from megatron_ext.mcore.rank_info import make_parallel_context
-    from megatron_ext.ranks.failure import ending_together
+    from megatron_ext.parallel.failure import ending_together
 
     say_start(settings.start)
     if not is_there():  # otherwise that says which ranks there are

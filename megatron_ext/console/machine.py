@@ -8,8 +8,8 @@ import sys
 import torch
 
 from megatron_ext.config import ParallelConfig
-from megatron_ext.ranks.layout import Layout, plan_layout
-from megatron_ext.ranks.world import world_of_environment
+from megatron_ext.parallel.layout import Layout, plan_layout
+from megatron_ext.parallel.world import world_of_environment
 
 logger = logging.getLogger(__name__)
 

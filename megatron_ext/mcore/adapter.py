@@ -23,8 +23,8 @@ from megatron_ext.mcore.controller import InferenceController
 from megatron_ext.mcore.driver import make_core
 from megatron_ext.mcore.params import to_request_params
 from megatron_ext.memory.budget import KVCacheConfig
+from megatron_ext.parallel.parallel_context import ParallelContext
 from megatron_ext.prefix_cache.block_index import CachedPrefix
-from megatron_ext.ranks.parallel_context import ParallelContext
 from megatron_ext.scheduling.record import RequestRecord
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler

@@ -23,8 +23,8 @@ from megatron_ext.memory.capacity import NO_PEERS, Peers
 from megatron_ext.memory.draft_memory import NO_DRAFT_MODEL, DraftMemory
 from megatron_ext.memory.plan import EnginePlan, plan_engine
 from megatron_ext.ops import backend_selection, cpp
-from megatron_ext.ranks.parallel_context import ParallelContext
-from megatron_ext.ranks.worker import Worker
+from megatron_ext.parallel.parallel_context import ParallelContext
+from megatron_ext.parallel.worker import Worker
 from megatron_ext.speculation.drafter import Drafter
 from megatron_ext.speculation.drafting import Drafting
 

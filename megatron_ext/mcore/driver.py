@@ -14,10 +14,10 @@ from megatron_ext.mcore.controller import InferenceController
 from megatron_ext.mcore.executor import StepExecutor
 from megatron_ext.mcore.weights import WeightsWatch, mark_weights_changed
 from megatron_ext.memory.plan import EnginePlan
-from megatron_ext.ranks.command_recorder import RecordingScheduler
-from megatron_ext.ranks.driver import Driver
-from megatron_ext.ranks.parallel_context import ParallelContext
-from megatron_ext.ranks.worker import Worker
+from megatron_ext.parallel.command_recorder import RecordingScheduler
+from megatron_ext.parallel.driver import Driver
+from megatron_ext.parallel.parallel_context import ParallelContext
+from megatron_ext.parallel.worker import Worker
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.speculation.proposals import Proposals
 from megatron_ext.text.bad_words import word_tokens

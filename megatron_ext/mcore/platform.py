@@ -14,7 +14,7 @@ from megatron_ext.config import ParallelConfig
 from megatron_ext.mcore.gloo import sharing_one_device
 from megatron_ext.memory.heap import give_back_freed_memory, keep_freed_memory
 from megatron_ext.memory.limits import allocating, available_bytes, enough_for_the_embedded_model
-from megatron_ext.ranks.failure import sign_in
+from megatron_ext.parallel.failure import sign_in
 
 
 class _HostTimer:

@@ -11,7 +11,7 @@ from megatron.core import parallel_state
 from megatron_ext.config import ParallelConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import platform
-from megatron_ext.ranks.layout import plan_layout
+from megatron_ext.parallel.layout import plan_layout
 
 
 class ProcessGroups:

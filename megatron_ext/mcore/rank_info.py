@@ -6,7 +6,7 @@ import torch
 from megatron.core import parallel_state
 
 from megatron_ext.config import ParallelConfig
-from megatron_ext.ranks.parallel_context import ParallelContext, RankInfo
+from megatron_ext.parallel.parallel_context import ParallelContext, RankInfo
 
 
 def make_parallel_context(parallel: ParallelConfig) -> ParallelContext | None:

@@ -26,9 +26,9 @@ from megatron_ext.memory.limits import allocating
 from megatron_ext.models.rotary import rotary_embedding
 from megatron_ext.models.size import check_model_fits, described
 from megatron_ext.models.stack_specs import OWN_SPECS, is_own_spec
-from megatron_ext.ranks.layout import check_model
-from megatron_ext.ranks.share import Share, share_of
-from megatron_ext.ranks.world import ranks_on_this_machine
+from megatron_ext.parallel.layout import check_model
+from megatron_ext.parallel.share import Share, share_of
+from megatron_ext.parallel.world import ranks_on_this_machine
 
 from megatron.core.transformer.spec_utils import ModuleSpec  # isort: skip
 

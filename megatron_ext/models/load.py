@@ -15,7 +15,6 @@ from megatron_ext.config.embedded import EMBEDDED_MODEL_DIR, as_flag, difference
 from megatron_ext.config.tokenizer import HUGGING_FACE_TOKENIZER, NULL_TOKENIZER
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import platform
-from megatron_ext.mcore.collectives import decided_by_first
 from megatron_ext.mcore.model import HybridModel
 from megatron_ext.models.build import build_model
 from megatron_ext.models.config_fields import checked_fields, with_overrides
@@ -34,7 +33,8 @@ from megatron_ext.models.native.directory import TokenizerSource, read_header, r
 from megatron_ext.models.native.kept_tokenizers import LibraryTokenizer, has_kept_tokenizer
 from megatron_ext.models.overrides import fitting_overrides
 from megatron_ext.models.tokenizers import Ids, choose_tokenizer
-from megatron_ext.ranks.stages import describe_stages, split_layers
+from megatron_ext.parallel.collectives import decided_by_first
+from megatron_ext.parallel.stages import describe_stages, split_layers
 from megatron_ext.text.tokenizer import NullTokenizer, TextTokenizer, Tokenizer
 from megatron_ext.text.tokenizer_files import has_tokenizer
 

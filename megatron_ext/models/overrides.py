@@ -11,7 +11,7 @@ from megatron_ext.config.embedded import as_flag, differences
 from megatron_ext.config.layers.pattern import GPT, gpt_layers, is_gpt_pattern
 from megatron_ext.errors import ConfigError
 from megatron_ext.models.megatron.facts import TrainingFacts
-from megatron_ext.ranks.world import is_first_rank
+from megatron_ext.parallel.world import is_first_rank
 
 logger = logging.getLogger(__name__)
 

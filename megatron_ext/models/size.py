@@ -9,8 +9,8 @@ import torch
 from megatron_ext.config import ModelConfig, ParallelConfig
 from megatron_ext.config.layers.letters import is_attention, is_mlp, is_recurrent
 from megatron_ext.errors import ConfigError
-from megatron_ext.ranks.share import Share
-from megatron_ext.ranks.stages import Stage
+from megatron_ext.parallel.share import Share
+from megatron_ext.parallel.stages import Stage
 
 GIB = 1024**3
 

@@ -38,8 +38,8 @@ from megatron_ext.offline.report import print_report
 from megatron_ext.offline.results import build_results
 from megatron_ext.offline.selection import selected
 from megatron_ext.offline.submission import Pass, check_schedule, run_passes
-from megatron_ext.ranks.failure import ending_together
-from megatron_ext.ranks.parallel_context import ParallelContext
+from megatron_ext.parallel.failure import ending_together
+from megatron_ext.parallel.parallel_context import ParallelContext
 from megatron_ext.scheduling.record import RequestRecord, Status
 from megatron_ext.signals import Interruption
 from megatron_ext.text.vocabulary import Vocabulary

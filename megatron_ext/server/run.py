@@ -25,8 +25,8 @@ from megatron_ext.models.engine_args import EngineArgs, follow
 from megatron_ext.models.generation_defaults import generation_defaults
 from megatron_ext.models.load import LoadedModel
 from megatron_ext.models.update.disk import WeightsRoot
-from megatron_ext.ranks.failure import ending_together
-from megatron_ext.ranks.parallel_context import ParallelContext
+from megatron_ext.parallel.failure import ending_together
+from megatron_ext.parallel.parallel_context import ParallelContext
 from megatron_ext.server.app import create_app
 from megatron_ext.server.cache_events import CacheEvents
 from megatron_ext.server.connections import effective_max_connections

@@ -14,7 +14,7 @@ from tests.unit_tests.support.source import ROOT, imported_modules, parse, pytho
 LEAVES = {"errors", "files", "signals"}
 DECIDING = {"prefix_cache", "scheduling", "speculation", "engine"}
 TOOLS = {"console", "offline", "server", "api", "coordinator"}
-ROOMS = {"config", "ranks", "text", "memory", "ops", "mixers", "mcore", "models"}
+ROOMS = {"config", "parallel", "text", "memory", "ops", "mixers", "mcore", "models"}
 BESIDE = {"simulation", "routing"}  # used by their tools alone
 EVENTS = {"kv_events"}  # for servers
 EVERYTHING = LEAVES | DECIDING | TOOLS | ROOMS | BESIDE | EVENTS
@@ -35,9 +35,9 @@ MAY_IMPORT = {
     "memory": {"config", "errors", "ops", "scheduling"},
     "ops": {"errors"},
     "mixers": {"config", "errors", "memory", "ops"},
-    "ranks": {"config", "errors", "signals", *DECIDING},
-    "mcore": {*LEAVES, *DECIDING, "config", "ranks", "text", "memory", "ops", "mixers"},
-    "models": {*LEAVES, "config", "ranks", "text", "memory", "ops", "mixers", "mcore"},
+    "parallel": {"config", "errors", "signals", *DECIDING},
+    "mcore": {*LEAVES, *DECIDING, "config", "parallel", "text", "memory", "ops", "mixers"},
+    "models": {*LEAVES, "config", "parallel", "text", "memory", "ops", "mixers", "mcore"},
     "console": BELOW_TOOLS,
     "offline": BELOW_TOOLS | {"console"},
     "server": BELOW_TOOLS | EVENTS | {"console"},
@@ -48,7 +48,7 @@ MAY_IMPORT = {
 # The flags are what `load_engine` takes by name, and they know the settings only.
 MAY_USE_THE_COMMAND_LINE = {"api"}
 STANDARD_LIBRARY_ONLY = (*LEAVES, *DECIDING, "config", "routing")
-WITHOUT_MEGATRON = (*STANDARD_LIBRARY_ONLY, "memory", "ops", "ranks", "simulation")
+WITHOUT_MEGATRON = (*STANDARD_LIBRARY_ONLY, "memory", "ops", "parallel", "simulation")
 
 
 def part_of(path: Path) -> str:

@@ -35,7 +35,6 @@ from megatron_ext.mcore.checkpoint_files import (
     read_tensors,
 )
 from megatron_ext.mcore.checkpoint_metadata import METADATA_FILE, StoredState, StoredTensor, read_metadata
-from megatron_ext.mcore.collectives import decided_by_first, done_by_all
 from megatron_ext.mcore.cuts import gathered_names, model_tensors, requested_state
 from megatron_ext.mcore.model import HybridModel
 from megatron_ext.mcore.weights import mark_weights_changed
@@ -57,7 +56,8 @@ from megatron_ext.models.weight_files import (
     require_same_names,
     require_shape,
 )
-from megatron_ext.ranks.world import is_first_rank
+from megatron_ext.parallel.collectives import decided_by_first, done_by_all
+from megatron_ext.parallel.world import is_first_rank
 
 logger = logging.getLogger(__name__)
 

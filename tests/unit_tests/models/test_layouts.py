@@ -20,7 +20,7 @@ from megatron_ext.models.native import checkpoint
 from megatron_ext.models.native.checkpoint import save_checkpoint
 from megatron_ext.models.native.directory import read_header
 from megatron_ext.models.size import matrix_parameter_count
-from megatron_ext.ranks.share import share_of
+from megatron_ext.parallel.share import share_of
 from tests.unit_tests.support.layouts import (
     CONFIGS,
     Part,

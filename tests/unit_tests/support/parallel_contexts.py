@@ -21,7 +21,7 @@ from megatron_ext.mcore.assemble import build_engine, build_worker
 from megatron_ext.mcore.rank_info import make_parallel_context
 from megatron_ext.memory.budget import KVCacheConfig
 from megatron_ext.models.build import build_model
-from megatron_ext.ranks.worker import Worker
+from megatron_ext.parallel.worker import Worker
 from megatron_ext.scheduling.counters import Counters
 from megatron_ext.scheduling.record import RequestRecord
 from tests.unit_tests.support.drafters import Knowing, right_for_a_while

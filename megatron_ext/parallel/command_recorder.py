@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from megatron_ext.config import EvictionPolicyName
-from megatron_ext.ranks.commands import Add, Allow, Command, End, Propose, ResetPrefixCache, Suspend, WeightsChanged
+from megatron_ext.parallel.commands import Add, Allow, Command, End, Propose, ResetPrefixCache, Suspend, WeightsChanged
 from megatron_ext.scheduling.plan import SchedulerLimits
 from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.request import Request

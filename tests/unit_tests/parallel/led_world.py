@@ -13,10 +13,10 @@ from megatron_ext.engine.core import EngineCore
 from megatron_ext.engine.input_processor import InputSettings
 from megatron_ext.engine.result import Score, StepResult
 from megatron_ext.engine.structured_output import RequestSpec
-from megatron_ext.ranks.command_recorder import RecordingScheduler
-from megatron_ext.ranks.commands import Batch
-from megatron_ext.ranks.driver import Driver
-from megatron_ext.ranks.worker import Worker
+from megatron_ext.parallel.command_recorder import RecordingScheduler
+from megatron_ext.parallel.commands import Batch
+from megatron_ext.parallel.driver import Driver
+from megatron_ext.parallel.worker import Worker
 from megatron_ext.scheduling.plan import SchedulerLimits
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.step import ScheduledChunk, ScheduledStep

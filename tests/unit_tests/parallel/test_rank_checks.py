@@ -9,10 +9,10 @@ import time
 import pytest
 
 from megatron_ext.config import ParallelConfig
-from megatron_ext.ranks.rank_checks import digest, fields, first_difference
+from megatron_ext.parallel.rank_checks import digest, fields, first_difference
 from megatron_ext.scheduling.step import Sampling, ScheduledChunk, ScheduledStep
 from tests.priority import TestPriority
-from tests.unit_tests.ranks.test_parallel_context import CONFIG, SCRIPT
+from tests.unit_tests.parallel.test_parallel_context import CONFIG, SCRIPT
 from tests.unit_tests.support.models import build_slow_decay
 from tests.unit_tests.support.parallel_contexts import Lived, live
 from tests.unit_tests.support.ranks import run_ranks, run_world
@@ -80,7 +80,7 @@ def live_with_a_difference(parallel: ParallelConfig, whole: Whole) -> None:
     """One rank schedules something else in its fifth step."""
     import torch
 
-    from megatron_ext.ranks import worker
+    from megatron_ext.parallel import worker
 
     if torch.distributed.get_rank() == 1:
         describe, steps = worker.describe_step, []

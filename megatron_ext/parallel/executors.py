@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from megatron_ext.engine.result import StepResult
-from megatron_ext.ranks.shared_results import Results
+from megatron_ext.parallel.shared_results import Results
 from megatron_ext.scheduling.step import ScheduledStep
 
 

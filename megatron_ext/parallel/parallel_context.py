@@ -12,10 +12,10 @@ import torch.distributed as dist
 from megatron_ext.config import ParallelConfig
 from megatron_ext.engine.executor import Executor
 from megatron_ext.errors import ConfigError
-from megatron_ext.ranks.executors import Part, RemoteExecutor, SharedExecutor
-from megatron_ext.ranks.link import Link
-from megatron_ext.ranks.rank_checks import CheckedExecutor
-from megatron_ext.ranks.shared_results import Results
+from megatron_ext.parallel.executors import Part, RemoteExecutor, SharedExecutor
+from megatron_ext.parallel.link import Link
+from megatron_ext.parallel.rank_checks import CheckedExecutor
+from megatron_ext.parallel.shared_results import Results
 
 T = TypeVar("T")
 

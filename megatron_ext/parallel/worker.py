@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from megatron_ext.engine.executor import Executor
-from megatron_ext.ranks.commands import (
+from megatron_ext.parallel.commands import (
     Action,
     Add,
     Allow,

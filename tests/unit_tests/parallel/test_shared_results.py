@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_ext.engine.result import StepResult
-from megatron_ext.ranks import shared_results
+from megatron_ext.parallel import shared_results
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.step import Sampling, ScheduledChunk, ScheduledStep, describe_step
 from tests.unit_tests.scheduling.builders import make_limits, request_of

@@ -185,7 +185,7 @@ def test_without_a_store_one_rank_speaks(monkeypatch: pytest.MonkeyPatch):
     import torch.distributed as dist
 
     from megatron_ext.errors import RankError
-    from megatron_ext.ranks import failure
+    from megatron_ext.parallel import failure
 
     def refuse(*_: object) -> None:
         raise dist.DistNetworkError("Connection reset by peer")
@@ -215,7 +215,7 @@ def test_a_process_that_has_ended_is_not_called_silent(error, process, words, mo
     import torch.distributed as dist
 
     from megatron_ext.errors import RankError
-    from megatron_ext.ranks import failure
+    from megatron_ext.parallel import failure
 
     store = dist.HashStore()
     boards = [failure.RankRegistry(store, rank, 3) for rank in range(3)]
@@ -236,7 +236,7 @@ def test_a_process_that_has_ended_is_not_called_silent(error, process, words, mo
 def test_the_board_names_who_has_not_signed():
     import torch.distributed as dist
 
-    from megatron_ext.ranks.failure import FailureReport, RankRegistry
+    from megatron_ext.parallel.failure import FailureReport, RankRegistry
 
     store = dist.HashStore()
     boards = [RankRegistry(store, rank, 3) for rank in range(3)]

@@ -17,9 +17,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from megatron_ext.config import EvictionPolicyName, RequestParams
 from megatron_ext.engine.statistics import EngineStatistics
 from megatron_ext.errors import RankError
+from megatron_ext.parallel import command_recorder, worker
+from megatron_ext.parallel.commands import Action, End, ResetPrefixCache, Resume, StartAnew, Suspend
 from megatron_ext.prefix_cache.cache import PrefixCache
-from megatron_ext.ranks import command_recorder, worker
-from megatron_ext.ranks.commands import Action, End, ResetPrefixCache, Resume, StartAnew, Suspend
 from megatron_ext.scheduling import planner, scheduler
 from megatron_ext.scheduling.plan import SchedulerLimits, StepPlan
 from megatron_ext.scheduling.prefix_leaders import PendingBlocks
@@ -28,7 +28,7 @@ from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.sequence import Sequence
 from megatron_ext.scheduling.verification import NO_DRAFT_BUDGET, DraftBudget
 from tests.priority import TestPriority
-from tests.unit_tests.ranks.led_world import EOD, World, mask_after
+from tests.unit_tests.parallel.led_world import EOD, World, mask_after
 
 pytestmark = pytest.mark.priority(TestPriority.CRITICAL)
 

@@ -11,7 +11,7 @@ import pickle
 import struct
 from collections.abc import Sequence
 
-from megatron_ext.ranks.commands import (
+from megatron_ext.parallel.commands import (
     Action,
     Batch,
     Command,

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 from megatron_ext.engine.error_isolation import describe
 from megatron_ext.errors import RankError
-from megatron_ext.ranks.command_recorder import RecordingScheduler
-from megatron_ext.ranks.commands import Action, Batch, Resume, StartAnew
+from megatron_ext.parallel.command_recorder import RecordingScheduler
+from megatron_ext.parallel.commands import Action, Batch, Resume, StartAnew
 
 
 class Driver:

@@ -13,7 +13,7 @@ from megatron_ext.config import ModelConfig, ParallelConfig
 from megatron_ext.config.checks import require
 from megatron_ext.config.layers.letters import is_attention, is_mlp
 from megatron_ext.errors import ConfigError
-from megatron_ext.ranks.stages import split_layers
+from megatron_ext.parallel.stages import split_layers
 
 _MAX_TRIED = 1024  # ranks, of which those that would do are said
 _MAX_SHOWN = 6

@@ -8,8 +8,8 @@ import pytest
 
 from megatron_ext.config import ModelConfig, ParallelConfig
 from megatron_ext.errors import ConfigError
-from megatron_ext.ranks.layout import Layout, check_model, plan_layout
-from megatron_ext.ranks.world import World, is_first_rank, ranks_on_this_machine, world_of_environment
+from megatron_ext.parallel.layout import Layout, check_model, plan_layout
+from megatron_ext.parallel.world import World, is_first_rank, ranks_on_this_machine, world_of_environment
 
 
 def sizes(tp: int = 1, pp: int = 1, ep: int = 1, etp: int | None = None) -> ParallelConfig:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_ext.config import ModelConfig, ParallelConfig
-from megatron_ext.ranks.layout import check_model
-from megatron_ext.ranks.stages import Stage, split_layers
+from megatron_ext.parallel.layout import check_model
+from megatron_ext.parallel.stages import Stage, split_layers
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megatron_ext.config import RequestParams
-from megatron_ext.ranks import batch_encoding, commands
-from megatron_ext.ranks.commands import (
+from megatron_ext.parallel import batch_encoding, commands
+from megatron_ext.parallel.commands import (
     Action,
     Add,
     Allow,
@@ -18,7 +18,7 @@ from megatron_ext.ranks.commands import (
     StartAnew,
     Suspend,
 )
-from megatron_ext.ranks.commands import WeightsChanged as Changed
+from megatron_ext.parallel.commands import WeightsChanged as Changed
 from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.submission import Submission
 

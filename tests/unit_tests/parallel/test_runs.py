@@ -17,7 +17,7 @@ import pytest
 
 from tests.forked import NO_NETWORK, ONE_THREAD, ROOT
 from tests.priority import TestPriority
-from tests.unit_tests.ranks.test_failures import exit_codes, run_tool
+from tests.unit_tests.parallel.test_failures import exit_codes, run_tool
 from tests.unit_tests.support.ranks import run_world
 
 pytestmark = [pytest.mark.worlds, pytest.mark.priority(TestPriority.HIGH)]
@@ -98,7 +98,7 @@ def test_the_cache_compared(tmp_path: Path):
 STARTED = f"""
 import os, sys, time
 sys.path.insert(0, {str(ROOT)!r})
-from tests.unit_tests.ranks.test_failures import before_step, fail
+from tests.unit_tests.parallel.test_failures import before_step, fail
 from tools.run_inference import main
 
 def signal_torchrun():

@@ -10,7 +10,7 @@ import pytest
 
 from arguments import parse_arguments, parse_server_arguments
 from megatron_ext.errors import ConfigError, MachineError
-from megatron_ext.ranks.world import said_here
+from megatron_ext.parallel.world import said_here
 
 RANKS = {
     "alone": {},

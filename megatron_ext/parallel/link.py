@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch.distributed import ProcessGroup, broadcast
 
-from megatron_ext.ranks.batch_encoding import HEAD_BYTES, body_length, pack, unpack
-from megatron_ext.ranks.commands import Batch
+from megatron_ext.parallel.batch_encoding import HEAD_BYTES, body_length, pack, unpack
+from megatron_ext.parallel.commands import Batch
 
 
 class Link:
