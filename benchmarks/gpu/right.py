@@ -26,7 +26,7 @@ from benchmarks.gpu.work import Figures, Prompt, prompt
 from megatron_ext.config import ModelConfig, RequestParams
 from megatron_ext.config.token_biases import TokenBiases
 from megatron_ext.mcore.adapter import InferenceEngine
-from megatron_ext.mcore.programs.cuda_graph_runner import CudaGraphRunner
+from megatron_ext.mcore.cuda_graph_runner import CudaGraphRunner
 from megatron_ext.models.build import build_model
 from megatron_ext.scheduling.record import RequestRecord
 

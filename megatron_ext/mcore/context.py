@@ -11,9 +11,7 @@ from megatron.core.inference.contexts.dynamic_context import DynamicInferenceCon
 from torch import Tensor
 
 from megatron_ext.mcore.block_allocator import PoolBlockAllocator
-from megatron_ext.mcore.block_rows import BlockRows
 from megatron_ext.mcore.layer_map import LayerPlaces
-from megatron_ext.mcore.staging import ModelInput, SampledTokens, StagingRules, stage_step
 from megatron_ext.memory.heap import give_back_freed_memory
 from megatron_ext.memory.plan import EnginePlan
 from megatron_ext.memory.pools import Pools, allocate_pools
@@ -21,13 +19,15 @@ from megatron_ext.memory.state_pool import SnapshotPool, StatePool, copy_states
 from megatron_ext.mixers.recurrent import RecurrentStep
 from megatron_ext.ops.paged_attention import PagedBatch
 from megatron_ext.ops.rotary import Heads, Rotation, rotate_and_write, rotation_at
+from megatron_ext.runner.block_rows import BlockRows
+from megatron_ext.runner.model_input import ModelInput, SampledTokens, StagingRules, stage_step
 from megatron_ext.scheduling.queue import Queues
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.step import ScheduledChunk, ScheduledStep
 from megatron_ext.speculation.drafting import Drafting
 
 if TYPE_CHECKING:  # it is told of this context
-    from megatron_ext.mcore.programs.cuda_graph_runner import CudaGraphRunner
+    from megatron_ext.mcore.cuda_graph_runner import CudaGraphRunner
 
 
 class InferenceContext(DynamicInferenceContext):

@@ -16,14 +16,14 @@ from torch import Tensor
 from megatron_ext.engine.error_isolation import describe
 from megatron_ext.engine.result import Score, StepResult
 from megatron_ext.mcore.idle import compute_idle_token
-from megatron_ext.mcore.logits_processing import process_logits
-from megatron_ext.mcore.out_of_memory import is_out_of_memory
-from megatron_ext.mcore.scoring import score_rows
-from megatron_ext.mcore.staging import ModelInput, PromptScore, SampledTokens, SamplingRow
 from megatron_ext.ops import backend_selection
 from megatron_ext.ops.backends import preferring
 from megatron_ext.ops.sampling import sample_tokens, sampling_batch
 from megatron_ext.ops.transfer import to_device
+from megatron_ext.runner.logits_processing import process_logits
+from megatron_ext.runner.model_input import ModelInput, PromptScore, SampledTokens, SamplingRow
+from megatron_ext.runner.out_of_memory import is_out_of_memory
+from megatron_ext.runner.scoring import score_rows
 from megatron_ext.scheduling.step import Sampling
 from megatron_ext.speculation.drafter import Drafter
 from megatron_ext.text.grammars import Grammars

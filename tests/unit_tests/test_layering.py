@@ -14,7 +14,7 @@ from tests.unit_tests.support.source import ROOT, imported_modules, parse, pytho
 LEAVES = {"errors", "files", "signals"}
 DECIDING = {"prefix_cache", "scheduling", "speculation", "engine"}
 TOOLS = {"console", "offline", "server", "api", "coordinator"}
-ROOMS = {"config", "parallel", "text", "memory", "ops", "mixers", "mcore", "models"}
+ROOMS = {"config", "parallel", "text", "memory", "ops", "mixers", "mcore", "models", "runner"}
 BESIDE = {"simulation", "routing"}  # used by their tools alone
 EVENTS = {"kv_events"}  # for servers
 EVERYTHING = LEAVES | DECIDING | TOOLS | ROOMS | BESIDE | EVENTS
@@ -36,8 +36,9 @@ MAY_IMPORT = {
     "ops": {"errors"},
     "mixers": {"config", "errors", "memory", "ops"},
     "parallel": {"config", "errors", "signals", *DECIDING},
-    "mcore": {*LEAVES, *DECIDING, "config", "parallel", "text", "memory", "ops", "mixers"},
-    "models": {*LEAVES, "config", "parallel", "text", "memory", "ops", "mixers", "mcore"},
+    "runner": {"config", "errors", "engine", "prefix_cache", "scheduling", "text", "memory", "mixers", "ops"},
+    "mcore": {*LEAVES, *DECIDING, "config", "parallel", "text", "memory", "ops", "mixers", "runner"},
+    "models": {*LEAVES, "config", "parallel", "text", "memory", "ops", "mixers", "mcore", "runner"},
     "console": BELOW_TOOLS,
     "offline": BELOW_TOOLS | {"console"},
     "server": BELOW_TOOLS | EVENTS | {"console"},

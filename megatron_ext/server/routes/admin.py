@@ -8,7 +8,7 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Query
 from pydantic import Field, model_validator
 
-from megatron_ext.mcore.out_of_memory import is_out_of_memory
+from megatron_ext.runner.out_of_memory import is_out_of_memory
 from megatron_ext.server.body import JsonRoute
 from megatron_ext.server.errors import ApiError, aborted, no_memory, no_such_answer
 from megatron_ext.server.fields import Body, Text

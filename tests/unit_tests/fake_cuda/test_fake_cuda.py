@@ -30,7 +30,7 @@ EXPERTS = "how many tokens each expert of an MoE layer has, as upstream's dispat
 ROTARY = "frequencies of rotary embeddings, which upstream moves with the first forward of a model"
 WAITS = {
     (TO_HOST, "megatron_ext/mcore/controller.py:_by_request"): "sampled tokens, which the scheduler needs",
-    (TO_HOST, "megatron_ext/mcore/scoring.py:score_rows"): SCORED,
+    (TO_HOST, "megatron_ext/runner/scoring.py:score_rows"): SCORED,
     ("copy to the device that waits", "megatron_ext/mcore/controller.py:forward"): ROTARY,
     (TO_HOST, "megatron_ext/mcore/moe.py:routed_experts_compute"): EXPERTS,
     ("waits", "megatron_ext/mcore/moe.py:routed_experts_compute"): EXPERTS,
@@ -178,7 +178,7 @@ def test_a_life_by_kernels(tmp_path, name):
 
 @pytest.mark.kernels
 @pytest.mark.parametrize(
-    "name", ["mcore/programs/test_graph_capture.py", "mcore/test_negative_controls.py", "memory", "mixers"]
+    "name", ["runner/cuda_graphs/test_graph_capture.py", "mcore/test_negative_controls.py", "memory", "mixers"]
 )
 def test_tests_of_a_device_run_there(name):
     """CU-9, CU-8: what `make test-gpu` would run passes where the device is pretended; these are some of it."""

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from megatron_ext.mcore import controller
-from megatron_ext.mcore.staging import SamplingRow
 from megatron_ext.ops.sampling import sample_tokens, sampling_batch
+from megatron_ext.runner.model_input import SamplingRow
 from megatron_ext.scheduling.step import Sampling
 
 VOCABULARY = 500

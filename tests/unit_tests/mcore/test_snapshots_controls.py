@@ -16,11 +16,11 @@ from torch import Tensor
 from megatron_ext.config import CacheConfig
 from megatron_ext.errors import RestoreError
 from megatron_ext.mcore import context as context_module
-from megatron_ext.mcore import staging
 from megatron_ext.memory import state_pool
 from megatron_ext.memory.state_pool import SnapshotPool, StatePool
 from megatron_ext.ops.ssd import SSD
 from megatron_ext.ops.state_slots import SnapshotPlaces
+from megatron_ext.runner import model_input
 from tests.priority import TestPriority
 from tests.unit_tests.support.driver import (
     Driver,
@@ -153,7 +153,7 @@ def test_a_snapshot_of_another_position(build, oracle, monkeypatch, chunks, toke
 
     # The reference finds states of its scan by chunks and the convolution's by tokens, so that one alone can be wrong.
     with monkeypatch.context() as patch, SSD.backends.forced("reference"):
-        patch.setattr(staging, "SnapshotPlaces", shifted)
+        patch.setattr(model_input, "SnapshotPlaces", shifted)
         control = build()
     control.play_again()
     control.assert_is_seen(oracle, VICTIM, SECOND_VICTIM)
@@ -193,7 +193,7 @@ class TestRestoring:
 
     def test_the_restored_state_is_not_used(self, build, oracle, monkeypatch):
         """Every prefill is staged as if it began at token 0."""
-        stage = staging._stage_recurrent
+        stage = model_input._stage_recurrent
 
         def forgetful(*args: object) -> object:
             step = stage(*args)
@@ -202,7 +202,7 @@ class TestRestoring:
             return step
 
         control = build()
-        monkeypatch.setattr(staging, "_stage_recurrent", forgetful)
+        monkeypatch.setattr(model_input, "_stage_recurrent", forgetful)
         control.play_again()
         control.assert_is_seen(oracle, VICTIM, SECOND_VICTIM)
 

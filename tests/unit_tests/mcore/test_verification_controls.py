@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from megatron_ext.mcore import staging
 from megatron_ext.prefix_cache.matching import Restore
+from megatron_ext.runner import model_input
 from megatron_ext.scheduling import drafts, step
 from megatron_ext.scheduling.drafts import Drafts
 from megatron_ext.scheduling.scheduler import Scheduler
@@ -72,23 +72,23 @@ def _keeps_the_state_of_a_rejected_token(patch: pytest.MonkeyPatch) -> None:
 
 def _goes_on_from_a_token_earlier(patch: pytest.MonkeyPatch) -> None:
     """Where there is one: the slot of the state before the right one, under the right one's name."""
-    write = staging._stage_snapshots
+    write = model_input._stage_snapshots
 
     def shifted(prefill: list, *rest: object) -> object:
         moved = [_shift(chunk, lambda one: len(one.block_hash) < 32) for chunk in prefill]
         return write(moved, *rest)
 
-    patch.setattr(staging, "_stage_snapshots", shifted)
+    patch.setattr(model_input, "_stage_snapshots", shifted)
 
 
 def _takes_the_snapshot_a_token_earlier(patch: pytest.MonkeyPatch) -> None:
-    write = staging._stage_snapshots
+    write = model_input._stage_snapshots
 
     def shifted(prefill: list, *rest: object) -> object:
         moved = [_shift(chunk, lambda one: len(one.block_hash) == 32) for chunk in prefill]
         return write(moved, *rest)
 
-    patch.setattr(staging, "_stage_snapshots", shifted)
+    patch.setattr(model_input, "_stage_snapshots", shifted)
 
 
 def _shift(chunk: step.ScheduledChunk, is_shifted: Callable[[object], bool]) -> step.ScheduledChunk:

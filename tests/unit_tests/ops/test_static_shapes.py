@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_ext.mcore.programs.input_batch import write_grid
 from megatron_ext.mixers.chunk_metadata import cut_between, cut_prefill
 from megatron_ext.ops import static_chunks as in_grids  # the function itself would lose what it provides, see conftest
 from megatron_ext.ops.causal_conv1d import PLAIN_CONV1D
@@ -18,6 +17,7 @@ from megatron_ext.ops.sampling.sampling_metadata import SamplingMetadata
 from megatron_ext.ops.selective_scan import SELECTIVE_SCAN
 from megatron_ext.ops.ssd import SSD
 from megatron_ext.ops.state_slots import SnapshotPlaces, StateSlots
+from megatron_ext.runner.cuda_graphs.input_batch import write_grid
 from tests.unit_tests.ops.backends import usable
 from tests.unit_tests.ops.test_paged_attention import BLOCK, SCALE, Step
 

@@ -1,6 +1,6 @@
 """Run Python on the fake device: `python -m tests.unit_tests.support.fake_cuda [-m MODULE | FILE] ARGS`.
 
-For example `... -m pytest tests/unit_tests/mcore/programs/test_graph_capture.py`, `... tools/run_inference.py`, or
+For example `... -m pytest tests/unit_tests/runner/cuda_graphs/test_graph_capture.py`, `... tools/run_inference.py`, or
 `... -m benchmarks.gpu --quick`.
 """
 

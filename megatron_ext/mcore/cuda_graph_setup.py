@@ -11,9 +11,9 @@ from megatron_ext.config import BatchingConfig
 from megatron_ext.mcore.all_experts import problem_of
 from megatron_ext.mcore.context import InferenceContext
 from megatron_ext.mcore.controller import InferenceController
-from megatron_ext.mcore.programs.buckets import Buckets
-from megatron_ext.mcore.programs.cuda_graph_runner import CudaGraphRunner
-from megatron_ext.mcore.programs.graph_capture import CudaGraphs, NoGraphs
+from megatron_ext.mcore.cuda_graph_runner import CudaGraphRunner
+from megatron_ext.runner.cuda_graphs.buckets import Buckets
+from megatron_ext.runner.cuda_graphs.graph_capture import CudaGraphs, NoGraphs
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_ext.mcore.staging import SamplingRow
 from megatron_ext.ops.sampling.logits_processors import (
     CameBefore,
     add_biases,
@@ -19,6 +18,7 @@ from megatron_ext.ops.sampling.logits_processors import (
     rule_out,
 )
 from megatron_ext.ops.transfer import to_device
+from megatron_ext.runner.model_input import SamplingRow
 from megatron_ext.scheduling.logits_options import LogitsOptions
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_ext.mcore.block_rows import BlockRows
-from megatron_ext.mcore.staging import StagingRules, stage_step
+from megatron_ext.runner.block_rows import BlockRows
+from megatron_ext.runner.model_input import StagingRules, stage_step
 from megatron_ext.scheduling.step import ScheduledStep
 from tests.unit_tests.scheduling.test_step import play
 

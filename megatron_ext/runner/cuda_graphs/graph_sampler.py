@@ -12,14 +12,14 @@ from typing import Final, NamedTuple
 
 from torch import Tensor
 
-from megatron_ext.mcore.programs.graph_capture import Capture, Program
-from megatron_ext.mcore.programs.input_batch import sampling_metadata_of
-from megatron_ext.mcore.programs.logits_buffers import logits_metadata_of, needs_logits_processing
-from megatron_ext.mcore.programs.structured_output_masks import masks_of, needs_structured_output
-from megatron_ext.mcore.scoring import rows_at_once
 from megatron_ext.ops.sampling.graph_logits_processors import process_logits
 from megatron_ext.ops.sampling.graph_sampling import best_tokens_of, draw_tokens
 from megatron_ext.ops.sampling.log_probs import log_probs_of
+from megatron_ext.runner.cuda_graphs.graph_capture import Capture, Program
+from megatron_ext.runner.cuda_graphs.input_batch import sampling_metadata_of
+from megatron_ext.runner.cuda_graphs.logits_buffers import logits_metadata_of, needs_logits_processing
+from megatron_ext.runner.cuda_graphs.structured_output_masks import masks_of, needs_structured_output
+from megatron_ext.runner.scoring import rows_at_once
 from megatron_ext.scheduling.step import Sampling, ScheduledChunk
 
 Parts = Mapping[str, Tensor]

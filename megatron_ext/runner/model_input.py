@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_ext.mcore.block_rows import BlockRows
 from megatron_ext.mixers.chunk_metadata import cut_prefill
 from megatron_ext.mixers.recurrent import RecurrentStep
 from megatron_ext.ops.paged_attention import PagedBatch
@@ -20,6 +19,7 @@ from megatron_ext.ops.state_slots import SnapshotPlaces, StateSlots
 from megatron_ext.ops.transfer import to_device
 from megatron_ext.ops.varlen import PackedChunks, Resumes, stage_arrays
 from megatron_ext.ops.varlen import starts as running_starts
+from megatron_ext.runner.block_rows import BlockRows
 from megatron_ext.scheduling.step import LAST_SAMPLED, Sampling, ScheduledChunk, ScheduledStep
 
 _LIVE_SLOT: Final = attrgetter("running_slot")

@@ -13,10 +13,6 @@ from typing import Final
 import numpy as np
 from torch import Tensor
 
-from megatron_ext.mcore.block_rows import BlockRows
-from megatron_ext.mcore.programs.buckets import Bucket, Buckets
-from megatron_ext.mcore.programs.input_buffers import Layout, Shape
-from megatron_ext.mcore.staging import ModelInput, StagingRules, stage_tokens
 from megatron_ext.mixers.recurrent import RecurrentStep
 from megatron_ext.ops.paged_attention import StaticBatch
 from megatron_ext.ops.sampling.sampling_metadata import SamplingMetadata
@@ -24,6 +20,10 @@ from megatron_ext.ops.state_slots import SnapshotPlaces, StateSlots
 from megatron_ext.ops.static_chunks import ChunkGrid, static_chunks
 from megatron_ext.ops.varlen import Resumes, starts
 from megatron_ext.prefix_cache.block_pool import BlockId
+from megatron_ext.runner.block_rows import BlockRows
+from megatron_ext.runner.cuda_graphs.buckets import Bucket, Buckets
+from megatron_ext.runner.cuda_graphs.input_buffers import Layout, Shape
+from megatron_ext.runner.model_input import ModelInput, StagingRules, stage_tokens
 from megatron_ext.scheduling.running_slots import RunningSlot
 from megatron_ext.scheduling.step import ScheduledChunk, ScheduledStep
 

@@ -13,19 +13,19 @@ from torch import Tensor
 
 from megatron_ext.config.token_biases import TokenBiases
 from megatron_ext.engine.result import StepResult
-from megatron_ext.mcore import scoring
 from megatron_ext.mcore.controller import choose_tokens
-from megatron_ext.mcore.programs import graph_sampler, logits_buffers
-from megatron_ext.mcore.programs.async_output import fetch, output_layout
-from megatron_ext.mcore.programs.buckets import MAX_LISTED
-from megatron_ext.mcore.programs.graph_capture import NoGraphs
-from megatron_ext.mcore.programs.graph_sampler import GraphSampler, sampler_needs_of, samplings_of
-from megatron_ext.mcore.programs.input_batch import NOBODY, InputBatch
-from megatron_ext.mcore.programs.input_buffers import AsyncModelOutput, InputBuffers, Layout
-from megatron_ext.mcore.programs.logits_buffers import has_capacity, with_logits_buffers, write_logits_buffers
-from megatron_ext.mcore.programs.structured_output_masks import with_masks, write_masks
-from megatron_ext.mcore.staging import SamplingRow
 from megatron_ext.ops.sampling import SAMPLING, graph_sampling
+from megatron_ext.runner import scoring
+from megatron_ext.runner.cuda_graphs import graph_sampler, logits_buffers
+from megatron_ext.runner.cuda_graphs.async_output import fetch, output_layout
+from megatron_ext.runner.cuda_graphs.buckets import MAX_LISTED
+from megatron_ext.runner.cuda_graphs.graph_capture import NoGraphs
+from megatron_ext.runner.cuda_graphs.graph_sampler import GraphSampler, sampler_needs_of, samplings_of
+from megatron_ext.runner.cuda_graphs.input_batch import NOBODY, InputBatch
+from megatron_ext.runner.cuda_graphs.input_buffers import AsyncModelOutput, InputBuffers, Layout
+from megatron_ext.runner.cuda_graphs.logits_buffers import has_capacity, with_logits_buffers, write_logits_buffers
+from megatron_ext.runner.cuda_graphs.structured_output_masks import with_masks, write_masks
+from megatron_ext.runner.model_input import SamplingRow
 from megatron_ext.scheduling.logits_options import LogitsOptions
 from megatron_ext.scheduling.step import Sampling, ScheduledChunk
 from tests.priority import TestPriority

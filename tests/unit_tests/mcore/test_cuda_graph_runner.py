@@ -11,9 +11,10 @@ import torch
 
 from megatron_ext.config import BatchingConfig, CacheConfig, RequestParams
 from megatron_ext.errors import ConfigError
-from megatron_ext.mcore.programs import cuda_graph_setup, logits_buffers
-from megatron_ext.mcore.programs.prev_sampled_token_ids import PrevSampledTokenIds
+from megatron_ext.mcore import cuda_graph_setup
 from megatron_ext.ops.paged_attention import PAGED_ATTENTION
+from megatron_ext.runner.cuda_graphs import logits_buffers
+from megatron_ext.runner.cuda_graphs.prev_sampled_token_ids import PrevSampledTokenIds
 from megatron_ext.scheduling.record import Status
 from tests.priority import TestPriority
 from tests.unit_tests.mcore.test_snapshots_random_lives import Life, check_life

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from megatron_ext.config.token_biases import TokenBiases
-from megatron_ext.mcore.programs.buckets import Bucket, Buckets, decode_sizes, why_eager
-from megatron_ext.mcore.programs.input_batch import layout_of
-from megatron_ext.mcore.programs.input_buffers import AsyncModelOutput, InputBuffers, Layout
-from megatron_ext.mcore.staging import StagingRules
 from megatron_ext.prefix_cache.matching import Restore
+from megatron_ext.runner.cuda_graphs.buckets import Bucket, Buckets, decode_sizes, why_eager
+from megatron_ext.runner.cuda_graphs.input_batch import layout_of
+from megatron_ext.runner.cuda_graphs.input_buffers import AsyncModelOutput, InputBuffers, Layout
+from megatron_ext.runner.model_input import StagingRules
 from megatron_ext.scheduling.logits_options import LogitsOptions
 from megatron_ext.scheduling.plan import SchedulerLimits
 from megatron_ext.scheduling.snapshot_positions import Snapshot

@@ -16,12 +16,12 @@ import torch
 
 from megatron_ext.config import CacheConfig
 from megatron_ext.errors import ConfigError
-from megatron_ext.mcore.programs import buckets as sizes
-from megatron_ext.mcore.programs.buckets import Buckets
-from megatron_ext.mcore.programs.cuda_graph_runner import CudaGraphRunner
-from megatron_ext.mcore.programs.graph_capture import CudaGraphs
+from megatron_ext.mcore.cuda_graph_runner import CudaGraphRunner
+from megatron_ext.runner.cuda_graphs import buckets as sizes
+from megatron_ext.runner.cuda_graphs.buckets import Buckets
+from megatron_ext.runner.cuda_graphs.graph_capture import CudaGraphs
 from megatron_ext.scheduling.record import Status
-from tests.unit_tests.mcore.programs.test_cuda_graph_runner import check_metadata, serve
+from tests.unit_tests.mcore.test_cuda_graph_runner import check_metadata, serve
 from tests.unit_tests.support.driver import Driver, assert_states_close, make_prompt
 from tests.unit_tests.support.models import CONFIGS
 from tests.unit_tests.support.padded import PaddedDriver

@@ -9,11 +9,11 @@ import torch
 
 from megatron_ext.config import CacheConfig, ModelConfig
 from megatron_ext.mcore import platform
-from megatron_ext.mcore.programs.graph_sampler import SamplerNeeds
 from megatron_ext.models.build import build_model
 from megatron_ext.ops import triton
 from megatron_ext.ops.backends import preferring
 from megatron_ext.ops.triton.registry import watch
+from megatron_ext.runner.cuda_graphs.graph_sampler import SamplerNeeds
 from tests.priority import TestPriority
 from tests.unit_tests.support.driver import Driver, make_prompt
 from tests.unit_tests.support.launches import OUTSIDE, LaunchCounter, counted

@@ -12,8 +12,8 @@ from typing import Final
 import numpy as np
 from torch import Tensor
 
-from megatron_ext.mcore.programs.input_buffers import Layout, Shape
 from megatron_ext.ops.sampling.graph_logits_processors import LogitsMetadata, pack
+from megatron_ext.runner.cuda_graphs.input_buffers import Layout, Shape
 from megatron_ext.scheduling.logits_options import LogitsOptions
 from megatron_ext.scheduling.step import Sampling, ScheduledChunk
 

@@ -11,9 +11,9 @@ import torch
 from megatron_ext.config import CacheConfig, RequestParams
 from megatron_ext.config.token_biases import NO_BIASES
 from megatron_ext.mcore import controller
-from megatron_ext.mcore.logits_processing import process_logits
-from megatron_ext.mcore.staging import SamplingRow
 from megatron_ext.ops.sampling import logits_processors as operators
+from megatron_ext.runner.logits_processing import process_logits
+from megatron_ext.runner.model_input import SamplingRow
 from megatron_ext.scheduling.events import EventType
 from megatron_ext.scheduling.logits_options import LogitsOptions
 from megatron_ext.scheduling.step import Sampling
@@ -145,7 +145,7 @@ def test_a_history_that_is_cut_is_seen(model, wanted, monkeypatch, broken):
         keep = (before.counts > 0) == (broken == "prompt")
         penalize(logits, operators.CameBefore(before.rows[keep], before.tokens[keep], before.counts[keep]), *factors)
 
-    monkeypatch.setattr("megatron_ext.mcore.logits_processing.penalize", forgetful)
+    monkeypatch.setattr("megatron_ext.runner.logits_processing.penalize", forgetful)
     names = ("repetition",) if broken == "prompt" else ("presence", "frequency")
     got = run(Driver(model, HYBRID), wanted, names)
     assert all(got[name] != wanted[name][1] for name in names)

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from megatron_ext.mcore.programs.buckets import Bucket
-from megatron_ext.mcore.programs.input_buffers import InputBuffers, Layout
+from megatron_ext.runner.cuda_graphs.buckets import Bucket
+from megatron_ext.runner.cuda_graphs.input_buffers import InputBuffers, Layout
 from megatron_ext.scheduling.step import LAST_SAMPLED, ScheduledChunk
 
 

@@ -15,19 +15,19 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.mcore.all_experts import fixed_shapes
 from megatron_ext.mcore.context import InferenceContext
 from megatron_ext.mcore.controller import InferenceController
-from megatron_ext.mcore.programs.async_output import Launched, fetch, output_layout
-from megatron_ext.mcore.programs.buckets import Bucket, Buckets, why_eager
-from megatron_ext.mcore.programs.graph_capture import Capture, Program
-from megatron_ext.mcore.programs.graph_sampler import GraphSampler, SamplerNeeds, sampler_needs_of, samplings_of
-from megatron_ext.mcore.programs.input_batch import InputBatch, SpareSlots, layout_of, model_input
-from megatron_ext.mcore.programs.input_buffers import AsyncModelOutput, InputBuffers, Layout
-from megatron_ext.mcore.programs.logits_buffers import has_capacity, with_logits_buffers, write_logits_buffers
-from megatron_ext.mcore.programs.prev_sampled_token_ids import PrevSampledTokenIds
-from megatron_ext.mcore.programs.structured_output_masks import with_masks, write_masks
 from megatron_ext.memory.limits import allocating
 from megatron_ext.memory.pools import Pools
 from megatron_ext.memory.state_pool import copy_rows, copy_states
 from megatron_ext.ops.backends import preferring
+from megatron_ext.runner.cuda_graphs.async_output import Launched, fetch, output_layout
+from megatron_ext.runner.cuda_graphs.buckets import Bucket, Buckets, why_eager
+from megatron_ext.runner.cuda_graphs.graph_capture import Capture, Program
+from megatron_ext.runner.cuda_graphs.graph_sampler import GraphSampler, SamplerNeeds, sampler_needs_of, samplings_of
+from megatron_ext.runner.cuda_graphs.input_batch import InputBatch, SpareSlots, layout_of, model_input
+from megatron_ext.runner.cuda_graphs.input_buffers import AsyncModelOutput, InputBuffers, Layout
+from megatron_ext.runner.cuda_graphs.logits_buffers import has_capacity, with_logits_buffers, write_logits_buffers
+from megatron_ext.runner.cuda_graphs.prev_sampled_token_ids import PrevSampledTokenIds
+from megatron_ext.runner.cuda_graphs.structured_output_masks import with_masks, write_masks
 from megatron_ext.scheduling.step import ScheduledChunk, ScheduledStep
 
 logger = logging.getLogger(__name__)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megatron_ext.engine.result import Score, StepResult
-from megatron_ext.mcore.programs.buckets import MAX_LISTED
-from megatron_ext.mcore.programs.input_buffers import AsyncModelOutput, Layout, PendingOutput
+from megatron_ext.runner.cuda_graphs.buckets import MAX_LISTED
+from megatron_ext.runner.cuda_graphs.input_buffers import AsyncModelOutput, Layout, PendingOutput
 from megatron_ext.scheduling.step import ScheduledChunk
 
 

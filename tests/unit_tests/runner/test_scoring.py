@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from megatron_ext.mcore import scoring
-from megatron_ext.mcore.scoring import rows_at_once, score_rows
 from megatron_ext.ops.ssd import SSD
+from megatron_ext.runner import scoring
+from megatron_ext.runner.scoring import rows_at_once, score_rows
 from megatron_ext.scheduling.record import RequestRecord, Status
 from tests.priority import TestPriority
 from tests.unit_tests.support.driver import Driver, assert_equals_oracle, make_prompt

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_ext.mcore.programs.input_buffers import Layout
+from megatron_ext.runner.cuda_graphs.input_buffers import Layout
 from megatron_ext.scheduling.step import Sampling, ScheduledChunk
 
 _BITS: Final = 64  # of the numbers that are sent; those of masks have half as many
