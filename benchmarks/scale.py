@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_ext.config import ModelConfig, ParallelConfig
-from megatron_ext.mcore.layer_map import kv_heads_of_rank
+from megatron_ext.mcore.layers.layer_map import kv_heads_of_rank
 from megatron_ext.models.size import matrix_parameter_count
 from megatron_ext.parallel.share import Share, share_of
 

@@ -113,7 +113,7 @@ def serve(
 
     server = build_server(serving, on_ready)
     listener = bind("127.0.0.1", 0)
-    with _timed_phases(serving.engine, with_phases) as phases:
+    with _timed_phases(serving.engine, with_phases) as profiler_phases:
         loop = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         loop.start()
         ready.wait()
@@ -127,7 +127,7 @@ def serve(
         server.should_exit = True
         loop.join(60)
     threads_now = psutil.Process().num_threads()
-    pipe.send({"cpu": used, "steps": steps, "phases": phases, "threads": threads_now, "pauses": pauses})
+    pipe.send({"cpu": used, "steps": steps, "phases": profiler_phases, "threads": threads_now, "pauses": pauses})
 
 
 def _collections() -> list[float]:
@@ -151,9 +151,9 @@ def _timed_phases(engine: object, is_wanted: bool):
     if not is_wanted:
         yield {}
         return
-    from megatron_ext.mcore import phases
+    from megatron_ext.mcore import profiler_phases
 
-    found: dict[str, list[float]] = {name: [0.0, 0.0] for name in phases.PHASES}
+    found: dict[str, list[float]] = {name: [0.0, 0.0] for name in profiler_phases.PHASES}
 
     @contextlib.contextmanager
     def timed(name: str):
@@ -164,12 +164,12 @@ def _timed_phases(engine: object, is_wanted: bool):
             found[name][0] += time.perf_counter() - wall
             found[name][1] += time.thread_time() - own
 
-    plain, phases.record_function = phases.record_function, timed  # type: ignore[misc,assignment]
+    plain, profiler_phases.record_function = profiler_phases.record_function, timed  # type: ignore[misc,assignment]
     try:
-        with phases.named_phases(engine):  # type: ignore[arg-type]
+        with profiler_phases.named_phases(engine):  # type: ignore[arg-type]
             yield found
     finally:
-        phases.record_function = plain  # type: ignore[misc]
+        profiler_phases.record_function = plain  # type: ignore[misc]
 
 
 # The clients
@@ -278,9 +278,9 @@ def _print(arguments: argparse.Namespace, seen: Seen, told: dict[str, object]) -
     pauses = told["pauses"]
     assert isinstance(pauses, list), told
     table.add_row("full collections, longest in ms", f"{len(pauses)}, {1e3 * max(pauses, default=0):.1f}")
-    phases = told["phases"]
-    assert isinstance(phases, dict), told
-    for name, (wall, own) in phases.items():
+    profiler_phases = told["phases"]
+    assert isinstance(profiler_phases, dict), told
+    for name, (wall, own) in profiler_phases.items():
         per_step = 1e3 / max(1, steps)
         table.add_row(f"{name}: wall / processor, ms a step", f"{wall * per_step:.2f} / {own * per_step:.2f}")
     console = Console(highlight=False)

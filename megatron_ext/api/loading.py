@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from megatron_ext.api.settings import Setting, read_settings
 from megatron_ext.config import InferenceSettings
 from megatron_ext.errors import ConfigError
-from megatron_ext.memory.limits import check_address_space
+from megatron_ext.memory.host_limits import check_address_space
 
 if TYPE_CHECKING:
     from megatron_ext.api.engine import LoadedEngine
@@ -70,7 +70,7 @@ def _quiet_imports() -> Iterator[None]:
 
 def _load(settings: InferenceSettings) -> LoadedEngine:
     from megatron_ext.api.engine import LoadedEngine
-    from megatron_ext.mcore.process_groups import PROCESS_GROUPS
+    from megatron_ext.mcore.parallel_state.process_groups import PROCESS_GROUPS
     from megatron_ext.models.engine_args import EngineArgs
     from megatron_ext.models.generation_defaults import request_defaults
     from megatron_ext.models.update.naming import naming_of
@@ -84,7 +84,7 @@ def _load(settings: InferenceSettings) -> LoadedEngine:
 
 
 def _follow(settings: InferenceSettings) -> None:
-    from megatron_ext.mcore.process_groups import PROCESS_GROUPS
+    from megatron_ext.mcore.parallel_state.process_groups import PROCESS_GROUPS
     from megatron_ext.models.engine_args import follow
 
     with _together(settings, leads=False) as parallel_context:
@@ -103,8 +103,8 @@ def _together(settings: InferenceSettings, *, leads: bool) -> Iterator[ParallelC
     """
     from megatron_ext.console.machine import check_machine
     from megatron_ext.console.start import say_start
-    from megatron_ext.mcore.process_groups import PROCESS_GROUPS, is_there
-    from megatron_ext.mcore.rank_info import make_parallel_context
+    from megatron_ext.mcore.parallel_state.process_groups import PROCESS_GROUPS, is_there
+    from megatron_ext.mcore.parallel_state.rank_info import make_parallel_context
     from megatron_ext.parallel.failure import ending_together
 
     say_start(settings.start)

@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore.adapter import InferenceEngine
-from megatron_ext.mcore.phases import named_phases
+from megatron_ext.mcore.profiler_phases import named_phases
 from megatron_ext.parallel.parallel_context import ParallelContext
 
 logger = logging.getLogger(__name__)

@@ -11,9 +11,9 @@ from megatron.core.inference.contexts.dynamic_context import DynamicInferenceCon
 from torch import Tensor
 
 from megatron_ext.mcore.block_allocator import PoolBlockAllocator
-from megatron_ext.mcore.layer_map import LayerPlaces
+from megatron_ext.mcore.layers.layer_map import LayerPlaces
+from megatron_ext.memory.engine_plan import EnginePlan
 from megatron_ext.memory.heap import give_back_freed_memory
-from megatron_ext.memory.plan import EnginePlan
 from megatron_ext.memory.pools import Pools, allocate_pools
 from megatron_ext.memory.state_pool import SnapshotPool, StatePool, copy_states
 from megatron_ext.mixers.recurrent import RecurrentStep

@@ -12,10 +12,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.mcore.all_experts import fixed_shapes
 from megatron_ext.mcore.context import InferenceContext
 from megatron_ext.mcore.controller import InferenceController
-from megatron_ext.memory.limits import allocating
+from megatron_ext.mcore.layers.dense_moe import fixed_shapes
+from megatron_ext.memory.host_limits import allocating
 from megatron_ext.memory.pools import Pools
 from megatron_ext.memory.state_pool import copy_rows, copy_states
 from megatron_ext.ops.backends import preferring

@@ -8,10 +8,10 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import nn
 
 from megatron_ext.config import BatchingConfig
-from megatron_ext.mcore.all_experts import problem_of
 from megatron_ext.mcore.context import InferenceContext
 from megatron_ext.mcore.controller import InferenceController
 from megatron_ext.mcore.cuda_graph_runner import CudaGraphRunner
+from megatron_ext.mcore.layers.dense_moe import problem_of
 from megatron_ext.runner.cuda_graphs.buckets import Buckets
 from megatron_ext.runner.cuda_graphs.graph_capture import CudaGraphs, NoGraphs
 

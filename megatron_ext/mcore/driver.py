@@ -11,9 +11,9 @@ from megatron_ext.engine.executor import Executor
 from megatron_ext.engine.input_processor import InputSettings
 from megatron_ext.mcore.context import InferenceContext
 from megatron_ext.mcore.controller import InferenceController
-from megatron_ext.mcore.executor import StepExecutor
-from megatron_ext.mcore.weights import WeightsWatch, mark_weights_changed
-from megatron_ext.memory.plan import EnginePlan
+from megatron_ext.mcore.step_executor import StepExecutor
+from megatron_ext.mcore.weight_changes import WeightsWatch, mark_weights_changed
+from megatron_ext.memory.engine_plan import EnginePlan
 from megatron_ext.parallel.command_recorder import RecordingScheduler
 from megatron_ext.parallel.driver import Driver
 from megatron_ext.parallel.parallel_context import ParallelContext

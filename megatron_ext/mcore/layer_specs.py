@@ -18,15 +18,15 @@ from megatron.core.transformer.transformer_layer import TransformerLayerSubmodul
 
 from megatron_ext.config import RECURRENT_KINDS
 from megatron_ext.config.recurrent import RecurrentKind
-from megatron_ext.mcore.attention import PagedSelfAttention, WindowedSelfAttention
-from megatron_ext.mcore.layers import AttentionLayer, FeedForwardLayer, RecurrentLayer
-from megatron_ext.mcore.linear import ColumnLinear, RowLinear
-from megatron_ext.mcore.mlp import PlainMLP
-from megatron_ext.mcore.moe import LocalMoELayer
-from megatron_ext.mcore.normed import NormedMLP, NormedSelfAttention
-from megatron_ext.mcore.norms import KeyNormFromConfig, LayerNormFromConfig, QueryNormFromConfig
-from megatron_ext.mcore.parallel_layer import ParallelLayer, ParallelLayerSubmodules
-from megatron_ext.mcore.stack import HybridStack, HybridStackSubmodules
+from megatron_ext.mcore.layers.attention import PagedSelfAttention, WindowedSelfAttention
+from megatron_ext.mcore.layers.linear import ColumnLinear, RowLinear
+from megatron_ext.mcore.layers.mlp import PlainMLP
+from megatron_ext.mcore.layers.moe import LocalMoELayer
+from megatron_ext.mcore.layers.norms import KeyNormFromConfig, LayerNormFromConfig, QueryNormFromConfig
+from megatron_ext.mcore.layers.parallel_layer import ParallelLayer, ParallelLayerSubmodules
+from megatron_ext.mcore.layers.post_norm import NormedMLP, NormedSelfAttention
+from megatron_ext.mcore.layers.residual_layers import AttentionLayer, FeedForwardLayer, RecurrentLayer
+from megatron_ext.mcore.layers.stack import HybridStack, HybridStackSubmodules
 from megatron_ext.mixers.mixer import MixerSubmodules
 
 

@@ -11,9 +11,9 @@ from datetime import timedelta
 import torch
 
 from megatron_ext.config import ParallelConfig
-from megatron_ext.mcore.gloo import sharing_one_device
+from megatron_ext.mcore.parallel_state.gloo import sharing_one_device
 from megatron_ext.memory.heap import give_back_freed_memory, keep_freed_memory
-from megatron_ext.memory.limits import allocating, available_bytes, enough_for_the_embedded_model
+from megatron_ext.memory.host_limits import allocating, available_bytes, enough_for_the_embedded_model
 from megatron_ext.parallel.failure import sign_in
 
 

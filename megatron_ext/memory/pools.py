@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from megatron_ext.memory.budget import GIB
+from megatron_ext.memory.engine_plan import EnginePlan
 from megatron_ext.memory.fitting import largest_allocation
-from megatron_ext.memory.limits import allocating
-from megatron_ext.memory.plan import EnginePlan
+from megatron_ext.memory.host_limits import allocating
 from megatron_ext.memory.state_pool import SnapshotPool, StatePool
 
 

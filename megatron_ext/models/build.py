@@ -17,12 +17,12 @@ from megatron_ext.config.layers.multipliers import MULTIPLIERS
 from megatron_ext.config.source import LOCAL, TRANSFORMER_ENGINE
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import platform  # first: it puts the CPU stand-ins in place
-from megatron_ext.mcore.layer_config import LayerConfig
-from megatron_ext.mcore.mlp import ScaledSilu, squared_relu
-from megatron_ext.mcore.model import HybridModel
-from megatron_ext.mcore.stack import HybridStack
-from megatron_ext.mcore.transformer_engine import with_transformer_engine
-from megatron_ext.memory.limits import allocating
+from megatron_ext.mcore.layers.hybrid_model import HybridModel
+from megatron_ext.mcore.layers.layer_config import LayerConfig
+from megatron_ext.mcore.layers.mlp import ScaledSilu, squared_relu
+from megatron_ext.mcore.layers.stack import HybridStack
+from megatron_ext.mcore.layers.transformer_engine import with_transformer_engine
+from megatron_ext.memory.host_limits import allocating
 from megatron_ext.models.rotary import rotary_embedding
 from megatron_ext.models.size import check_model_fits, described
 from megatron_ext.models.stack_specs import OWN_SPECS, is_own_spec

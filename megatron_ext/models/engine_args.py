@@ -8,8 +8,8 @@ from megatron_ext.config import CacheConfig
 from megatron_ext.config.run import EngineSettings
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.mcore.assemble import build_engine, build_worker
-from megatron_ext.models.drafting import load_draft_model
 from megatron_ext.models.load import LoadedModel, load_model, save_model
+from megatron_ext.models.load_draft_model import load_draft_model
 from megatron_ext.parallel.parallel_context import ParallelContext
 
 

@@ -15,7 +15,7 @@ from megatron_ext.config.embedded import EMBEDDED_MODEL_DIR, as_flag, difference
 from megatron_ext.config.tokenizer import HUGGING_FACE_TOKENIZER, NULL_TOKENIZER
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import platform
-from megatron_ext.mcore.model import HybridModel
+from megatron_ext.mcore.layers.hybrid_model import HybridModel
 from megatron_ext.models.build import build_model
 from megatron_ext.models.config_fields import checked_fields, with_overrides
 from megatron_ext.models.huggingface.checkpoint import load_hf_weights, read_hf_config

@@ -100,7 +100,7 @@ def test_what_decides_runs_without_torch(packages):
     code = f"""
 import importlib, pkgutil, sys
 package = importlib.import_module({packages!r})
-for info in pkgutil.iter_modules(getattr(package, "__path__", []), package.__name__ + "."):
+for info in pkgutil.walk_packages(getattr(package, "__path__", []), package.__name__ + "."):
     importlib.import_module(info.name)
 loaded = {{"torch", "megatron", "numpy", "transformers"}} & set(sys.modules)
 assert not loaded, loaded

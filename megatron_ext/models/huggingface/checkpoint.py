@@ -6,8 +6,8 @@ from pathlib import Path
 
 from megatron_ext.config import ModelConfig
 from megatron_ext.files import read_json
-from megatron_ext.mcore.model import HybridModel
-from megatron_ext.mcore.weights import mark_weights_changed
+from megatron_ext.mcore.layers.hybrid_model import HybridModel
+from megatron_ext.mcore.weight_changes import mark_weights_changed
 from megatron_ext.models.huggingface.fields import Fields
 from megatron_ext.models.huggingface.registry import family_of
 from megatron_ext.models.huggingface.weights import load_weights

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from megatron_ext.config import ModelConfig
 from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.files import read_json
-from megatron_ext.mcore.cuts import is_spread, model_tensors
-from megatron_ext.mcore.model import HybridModel
+from megatron_ext.mcore.checkpoint.weight_shards import is_spread, model_tensors
+from megatron_ext.mcore.layers.hybrid_model import HybridModel
 from megatron_ext.models.huggingface.checkpoint import CONFIG_FILE
 from megatron_ext.models.huggingface.registry import family_of
 from megatron_ext.models.huggingface.tensors import LM_HEAD, Source, TensorTable

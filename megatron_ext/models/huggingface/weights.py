@@ -11,8 +11,15 @@ from torch import Tensor
 
 from megatron_ext.config import ModelConfig
 from megatron_ext.errors import CheckpointError
-from megatron_ext.mcore.cuts import Box, Cut, gathered_names, model_cuts, model_tensors, zero_padding
-from megatron_ext.mcore.model import HybridModel
+from megatron_ext.mcore.checkpoint.weight_shards import (
+    Box,
+    ShardSpec,
+    gathered_names,
+    model_shards,
+    model_tensors,
+    zero_padding,
+)
+from megatron_ext.mcore.layers.hybrid_model import HybridModel
 from megatron_ext.models.huggingface.tensors import EMBEDDING, LM_HEAD, Source, TensorTable
 from megatron_ext.models.weight_files import WeightFiles, require_same_names, require_shape
 
@@ -37,13 +44,13 @@ def load_weights(model: HybridModel, config: ModelConfig, directory: Path, table
         CheckpointError: A tensor is missing, is not known, or has another shape; the message names it. Tied embeddings
             that are stored twice and differ.
     """
-    files, cuts, sources = WeightFiles(directory), model_cuts(model), table.sources(config)
+    files, shards, sources = WeightFiles(directory), model_shards(model), table.sources(config)
     stored = _stored_names(files, table)
-    require_same_names(directory, sources, gathered_names(cut.name for cut in cuts.values()))
+    require_same_names(directory, sources, gathered_names(shard.name for shard in shards.values()))
     _require_stored(files, stored, sources, is_tied=not config.untie_embeddings_and_output_weights)
     with torch.no_grad():
         for name, target in model_tensors(model).items():
-            _fill(target, cuts[name], files, stored, sources[cuts[name].name], config)
+            _fill(target, shards[name], files, stored, sources[shards[name].name], config)
 
 
 def _part_name(match: re.Match[str], template: str, index: int) -> str:
@@ -103,17 +110,19 @@ def _equal(files: WeightFiles, one: str, other: str) -> bool:
     return all(torch.equal(files.get(one, box), files.get(other, box)) for box in rows)
 
 
-def _fill(target: Tensor, cut: Cut, files: WeightFiles, stored: Names, source: Source, config: ModelConfig) -> None:
+def _fill(
+    target: Tensor, shard: ShardSpec, files: WeightFiles, stored: Names, source: Source, config: ModelConfig
+) -> None:
     """Write this rank's part of a tensor of ours."""
-    shapes = part_shapes(source, cut.shape, config)
+    shapes = part_shapes(source, shard.shape, config)
     for name, expected in zip(source.names, shapes, strict=True):
         require_shape(files.directory, stored[name], files.shape(stored[name]), expected)
     if source.conversion is not None:
         parts = [files.get(stored[name]) for name in source.names]
-        target.copy_(cut.take(source.conversion.convert(parts, config)))
+        target.copy_(shard.take(source.conversion.convert(parts, config)))
         return
-    zero_padding(target, cut)
-    for piece in cut.pieces:
+    zero_padding(target, shard)
+    for piece in shard.pieces:
         for name, theirs, ours in _boxes(source.names, shapes, piece.whole, piece.local):
             target[ours].copy_(files.get(stored[name], theirs))
 

@@ -27,17 +27,17 @@ from torch.distributed.checkpoint import CheckpointException
 from megatron_ext.config import ModelConfig
 from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.files import read_json, read_text
-from megatron_ext.mcore.checkpoint_files import (
+from megatron_ext.mcore.checkpoint.checkpoint_files import (
     BACKEND,
     COMMON_FILE,
     InProcessSave,
     read_common,
     read_tensors,
 )
-from megatron_ext.mcore.checkpoint_metadata import METADATA_FILE, StoredState, StoredTensor, read_metadata
-from megatron_ext.mcore.cuts import gathered_names, model_tensors, requested_state
-from megatron_ext.mcore.model import HybridModel
-from megatron_ext.mcore.weights import mark_weights_changed
+from megatron_ext.mcore.checkpoint.checkpoint_metadata import METADATA_FILE, StoredState, StoredTensor, read_metadata
+from megatron_ext.mcore.checkpoint.weight_shards import gathered_names, model_tensors, requested_state
+from megatron_ext.mcore.layers.hybrid_model import HybridModel
+from megatron_ext.mcore.weight_changes import mark_weights_changed
 from megatron_ext.models.build import build_model
 from megatron_ext.models.megatron.facts import TrainingFacts, training_facts
 from megatron_ext.models.megatron.stored_keys import Sharded, as_stored, is_gpt, is_ignored, is_prediction, shards

@@ -11,9 +11,15 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_ext.config import ModelConfig
-from megatron_ext.mcore.cuts import gathered_names, is_spread, model_cuts, model_tensors, zero_padding
-from megatron_ext.mcore.model import HybridModel
-from megatron_ext.mcore.weights import mark_weights_changed
+from megatron_ext.mcore.checkpoint.weight_shards import (
+    gathered_names,
+    is_spread,
+    model_shards,
+    model_tensors,
+    zero_padding,
+)
+from megatron_ext.mcore.layers.hybrid_model import HybridModel
+from megatron_ext.mcore.weight_changes import mark_weights_changed
 from megatron_ext.models.build import build_model
 from megatron_ext.models.native.directory import TokenizerSource, new_checkpoint, read_header, stored_tensor
 from megatron_ext.models.weight_files import WEIGHTS_FILE, WeightFiles, require_same_names, require_shape
@@ -70,13 +76,13 @@ def load_weights(model: HybridModel, directory: str | Path) -> None:
         CheckpointError: A tensor is missing, unknown, or of the wrong shape; the message names it.
     """
     directory = Path(directory)
-    files, cuts = WeightFiles(directory), model_cuts(model)
-    require_same_names(directory, files.names, gathered_names(cut.name for cut in cuts.values()))
+    files, shards = WeightFiles(directory), model_shards(model)
+    require_same_names(directory, files.names, gathered_names(shard.name for shard in shards.values()))
     with torch.no_grad():
         for name, target in model_tensors(model).items():
-            cut = cuts[name]
-            require_shape(directory, cut.name, files.shape(cut.name), cut.shape)
-            zero_padding(target, cut)
-            for piece in cut.pieces:
-                target[piece.local].copy_(files.get(cut.name, piece.whole))
+            shard = shards[name]
+            require_shape(directory, shard.name, files.shape(shard.name), shard.shape)
+            zero_padding(target, shard)
+            for piece in shard.pieces:
+                target[piece.local].copy_(files.get(shard.name, piece.whole))
     mark_weights_changed(model)

@@ -27,8 +27,8 @@ from megatron_ext import __version__
 from megatron_ext.config import ModelConfig
 from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.files import read_json
-from megatron_ext.mcore.checkpoint_files import COMMON_FILE
-from megatron_ext.mcore.checkpoint_metadata import METADATA_FILE
+from megatron_ext.mcore.checkpoint.checkpoint_files import COMMON_FILE
+from megatron_ext.mcore.checkpoint.checkpoint_metadata import METADATA_FILE
 from megatron_ext.models.config_fields import checked_fields
 from megatron_ext.models.native.kept_tokenizers import KEPT_FILES, LibraryTokenizer, keep_tokenizer
 from megatron_ext.models.native.scratch import require_place_for_scratch, scratch_directory

@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_ext.config import ModelConfig, SourceConfig
 from megatron_ext.config.annotations import FieldValues
 from megatron_ext.errors import CheckpointError, ConfigError
-from megatron_ext.mcore.cuts import model_tensors
+from megatron_ext.mcore.checkpoint.weight_shards import model_tensors
 from megatron_ext.models.build import build_model
 from megatron_ext.models.load import LoadedModel, checkpoint_config, fill_model
 from megatron_ext.models.megatron.checkpoint import is_dist_checkpoint, resolve_iteration, training_facts_of

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_ext.config import ModelConfig, SourceConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.files import read_json
-from megatron_ext.mcore.checkpoint_metadata import read_metadata
+from megatron_ext.mcore.checkpoint.checkpoint_metadata import read_metadata
 from megatron_ext.models.huggingface.checkpoint import CONFIG_FILE
 from megatron_ext.models.huggingface.registry import family_of
 from megatron_ext.models.huggingface.tensors import EMBEDDING, LM_HEAD, OUTPUT, TensorTable

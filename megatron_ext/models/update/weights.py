@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.mcore.cuts import model_tensors
+from megatron_ext.mcore.checkpoint.weight_shards import model_tensors
 from megatron_ext.models.update.named_tensors import NamedTensors, read_named_tensors
 from megatron_ext.models.update.naming import Naming, Recipe, Shape
 

@@ -70,7 +70,7 @@ def without_follower(_: object) -> str:
 
 def broken_follower(_: object) -> object:
     """Rank 1 leaves in the middle; whoever waits on rank 0 is told."""
-    from megatron_ext.mcore.executor import StepExecutor
+    from megatron_ext.mcore.step_executor import StepExecutor
 
     settings = SETTINGS | {"tensor_model_parallel_size": 2, "distributed_timeout_minutes": 0.05}
     if dist.get_rank():

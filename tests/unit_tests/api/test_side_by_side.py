@@ -13,7 +13,7 @@ import torch
 from megatron_ext import ConfigError, RequestParams, RequestRecord
 from megatron_ext.config import ParallelConfig
 from megatron_ext.mcore import platform
-from megatron_ext.mcore.process_groups import PROCESS_GROUPS, ProcessGroups
+from megatron_ext.mcore.parallel_state.process_groups import PROCESS_GROUPS, ProcessGroups
 from tests.unit_tests.support.source import ROOT
 
 HYBRID = {

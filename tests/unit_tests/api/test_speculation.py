@@ -11,8 +11,8 @@ from megatron_ext import ConfigError, RequestParams
 from megatron_ext.config import ParallelConfig, SourceConfig
 from megatron_ext.config.embedded import EMBEDDED_MODEL_DIR
 from megatron_ext.config.speculation import SpeculationConfig
-from megatron_ext.models.drafting import check_same_vocabulary, load_draft_model
 from megatron_ext.models.load import load_model
+from megatron_ext.models.load_draft_model import check_same_vocabulary, load_draft_model
 from megatron_ext.text.tokenizer import NullTokenizer
 from tests.unit_tests.support.tokenizers import PieceTokenizer
 

@@ -15,7 +15,7 @@ from megatron_ext.engine.client import EngineClient
 from megatron_ext.engine.client_request import EngineRequest
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore.adapter import InferenceEngine
-from megatron_ext.mcore.phases import PHASES
+from megatron_ext.mcore.profiler_phases import PHASES
 from tests.unit_tests.support.driver import make_prompt
 from tests.unit_tests.support.server import tiny_engine
 

@@ -18,7 +18,7 @@ from megatron_ext.config.speculation import NO_SPECULATION, SpeculationConfig
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.mcore.assemble import build_engine
-from megatron_ext.mcore.drafting import DraftParts
+from megatron_ext.mcore.draft_model_engine import DraftParts
 from megatron_ext.models.load import load_model
 from megatron_ext.scheduling.record import RequestRecord
 from megatron_ext.text.tokenizer import NullTokenizer

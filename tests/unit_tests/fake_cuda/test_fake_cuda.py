@@ -32,8 +32,8 @@ WAITS = {
     (TO_HOST, "megatron_ext/mcore/controller.py:_by_request"): "sampled tokens, which the scheduler needs",
     (TO_HOST, "megatron_ext/runner/scoring.py:score_rows"): SCORED,
     ("copy to the device that waits", "megatron_ext/mcore/controller.py:forward"): ROTARY,
-    (TO_HOST, "megatron_ext/mcore/moe.py:routed_experts_compute"): EXPERTS,
-    ("waits", "megatron_ext/mcore/moe.py:routed_experts_compute"): EXPERTS,
+    (TO_HOST, "megatron_ext/mcore/layers/moe.py:routed_experts_compute"): EXPERTS,
+    ("waits", "megatron_ext/mcore/layers/moe.py:routed_experts_compute"): EXPERTS,
 }
 """Everything that a step may wait for: kind and place -> why."""
 PROGRAMS = ("programs", "programs of a delta net", "programs with all wishes")

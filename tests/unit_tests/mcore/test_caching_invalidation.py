@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from megatron_ext.mcore.weights import mark_weights_changed
+from megatron_ext.mcore.weight_changes import mark_weights_changed
 from tests.priority import TestPriority
 from tests.unit_tests.support.caching import BLOCK, POLICIES, Broken, CachingDriver, failing_forward
 from tests.unit_tests.support.driver import assert_equals_oracle, make_prompt

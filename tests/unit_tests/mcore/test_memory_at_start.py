@@ -9,7 +9,7 @@ from megatron_ext.config import BatchingConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.assemble import build_engine
-from megatron_ext.memory import limits, pools
+from megatron_ext.memory import host_limits, pools
 from megatron_ext.memory.state_pool import StatePool
 from tests.unit_tests.support.models import HYBRID, build_slow_decay
 from tests.unit_tests.support.tokenizers import PieceTokenizer
@@ -32,7 +32,7 @@ def number_of(message: str) -> int:
 
 def test_limits_of_the_process_decide(model, monkeypatch: pytest.MonkeyPatch):
     """Memory that is free on the machine, and that `ulimit` or a control group does not leave, does not count."""
-    monkeypatch.setattr(limits, "group_capacities", lambda: [3 * MIB])
+    monkeypatch.setattr(host_limits, "group_capacities", lambda: [3 * MIB])
     assert platform.available_memory(torch.device("cpu")) == 3 * MIB
     with pytest.raises(ConfigError, match=r"0\.00 GB of memory are free for this process") as caught:
         build(model, block_count=5000, block_size=16, max_requests=2)

@@ -110,7 +110,7 @@ def our_subclasses() -> list[type]:
     found: dict[str, type] = {}
     packages = [megatron_ext.mcore, importlib.import_module("megatron_ext.mixers")]
     for package in packages:
-        for info in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
+        for info in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
             for cls in vars(importlib.import_module(info.name)).values():
                 if (
                     isinstance(cls, type)

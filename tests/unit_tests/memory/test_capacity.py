@@ -10,7 +10,7 @@ import torch
 from megatron_ext.config import BatchingConfig, CacheConfig, ModelConfig
 from megatron_ext.memory.budget import GIB, KVCacheConfig
 from megatron_ext.memory.capacity import Capacity, Peers, agree
-from megatron_ext.memory.plan import EnginePlan, ModelShape, plan_engine
+from megatron_ext.memory.engine_plan import EnginePlan, ModelShape, plan_engine
 from megatron_ext.memory.state_pool import StateShape
 
 CONFIG = ModelConfig(

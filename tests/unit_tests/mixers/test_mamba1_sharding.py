@@ -13,7 +13,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from torch import Tensor
 
 from megatron_ext.config import RECURRENT_KINDS, SourceConfig
-from megatron_ext.mcore.checkpoint_files import InProcessSave
+from megatron_ext.mcore.checkpoint.checkpoint_files import InProcessSave
 from megatron_ext.mcore.layer_specs import recurrent_layer_spec
 from megatron_ext.mixers.mamba1 import Mamba1Mixer
 from megatron_ext.models.build import build_model, transformer_config

@@ -16,7 +16,7 @@ from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor
 
 from megatron_ext.config import RECURRENT_KINDS, ModelConfig
-from megatron_ext.mcore.checkpoint_files import InProcessSave
+from megatron_ext.mcore.checkpoint.checkpoint_files import InProcessSave
 from megatron_ext.mcore.layer_specs import recurrent_layer_spec
 from megatron_ext.mixers.mamba2 import Mamba2Mixer
 from megatron_ext.models.build import transformer_config

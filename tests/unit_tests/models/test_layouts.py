@@ -13,8 +13,8 @@ from torch import Tensor
 from megatron_ext.config import ModelConfig, ParallelConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore import platform
-from megatron_ext.mcore.cuts import Cut, Piece, model_cuts, model_tensors, whole_cut
-from megatron_ext.mcore.model import HybridModel
+from megatron_ext.mcore.checkpoint.weight_shards import Piece, ShardSpec, model_shards, model_tensors, whole_shard
+from megatron_ext.mcore.layers.hybrid_model import HybridModel
 from megatron_ext.models.megatron.checkpoint import save_dist_checkpoint
 from megatron_ext.models.native import checkpoint
 from megatron_ext.models.native.checkpoint import save_checkpoint
@@ -133,17 +133,17 @@ def test_a_stack_of_somebody_elses_does_not_lose_layers():
 def load_interleaved(directory: Path, parallel: ParallelConfig) -> Tensor | None:
     """A rank takes its share of an input projection's rows without regard to the parts that they are of."""
 
-    def without_parts(model: HybridModel) -> dict[str, Cut]:
-        cuts = model_cuts(model)
+    def without_parts(model: HybridModel) -> dict[str, ShardSpec]:
+        cuts = model_shards(model)
         for name, tensor in model_tensors(model).items():
             if name.endswith("mixer.in_proj.weight"):
-                own = whole_cut(name, tensor.shape).pieces[0].local
+                own = whole_shard(name, tensor.shape).pieces[0].local
                 first = model.tp_group.rank() * len(tensor)
                 there = (slice(first, first + len(tensor)), own[1])
-                cuts[name] = Cut(name, cuts[name].shape, (Piece(there, own),))
+                cuts[name] = ShardSpec(name, cuts[name].shape, (Piece(there, own),))
         return cuts
 
-    checkpoint.model_cuts = without_parts
+    checkpoint.model_shards = without_parts
     return logits(load(directory, parallel), TOKENS)
 
 

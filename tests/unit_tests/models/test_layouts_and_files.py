@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from megatron_ext.config import ParallelConfig, SourceConfig
 from megatron_ext.config.embedded import EMBEDDED_MODEL_DIR
 from megatron_ext.errors import ConfigError
-from megatron_ext.mcore import checkpoint_files, platform
+from megatron_ext.mcore import platform
+from megatron_ext.mcore.checkpoint import checkpoint_files
 from megatron_ext.models.load import load_model
 from megatron_ext.models.megatron.checkpoint import save_dist_checkpoint
 from megatron_ext.models.native.checkpoint import save_checkpoint

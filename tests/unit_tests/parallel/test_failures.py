@@ -38,7 +38,7 @@ def run_tool(arguments: Sequence[str], rank: int, kind: str, step: int = 3) -> N
 
 
 def before_step(step: int, happening) -> None:
-    from megatron_ext.mcore.executor import StepExecutor
+    from megatron_ext.mcore.step_executor import StepExecutor
 
     compute, steps = StepExecutor.compute, []
 

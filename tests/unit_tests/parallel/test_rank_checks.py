@@ -54,7 +54,7 @@ def test_a_step_beside_none():
 
 def live_with_naps(parallel: ParallelConfig, whole: Whole) -> tuple[Lived, list[bytes]]:
     """As `live`, with random sleeps, and the digest of each step."""
-    from megatron_ext.mcore.executor import StepExecutor
+    from megatron_ext.mcore.step_executor import StepExecutor
 
     compute, digests = StepExecutor.compute, []
 

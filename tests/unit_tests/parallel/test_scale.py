@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel import mappings
 from benchmarks import scale
 from megatron_ext.config import BatchingConfig, ModelConfig, ParallelConfig
 from megatron_ext.mcore import platform
-from megatron_ext.mcore.layer_map import model_shape
+from megatron_ext.mcore.layers.layer_map import model_shape
 from megatron_ext.models.build import build_model
 from megatron_ext.models.size import matrix_parameter_count
 from megatron_ext.parallel import shared_results

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from megatron_ext.config import CacheConfig, EvictionPolicyName
-from megatron_ext.mcore import attention
+from megatron_ext.mcore.layers import attention
 from megatron_ext.scheduling.record import RequestRecord
 from tests.unit_tests.support.cache_model import CacheModel
 from tests.unit_tests.support.driver import Driver

@@ -6,9 +6,9 @@ import torch
 
 from megatron_ext.config import BatchingConfig, CacheConfig
 from megatron_ext.mcore.assemble import build_draft_model
-from megatron_ext.mcore.drafting import DraftModel, DraftParts
-from megatron_ext.mcore.layer_map import model_shape
-from megatron_ext.memory.plan import plan_engine
+from megatron_ext.mcore.draft_model_engine import DraftModel, DraftParts
+from megatron_ext.mcore.layers.layer_map import model_shape
+from megatron_ext.memory.engine_plan import plan_engine
 from megatron_ext.text.tokenizer import NullTokenizer
 from tests.unit_tests.support.models import CONFIGS, VOCABULARY
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from megatron_ext.config import ModelConfig, ParallelConfig, SourceConfig
 from megatron_ext.mcore import platform
-from megatron_ext.mcore.cuts import model_cuts, model_tensors
-from megatron_ext.mcore.model import HybridModel
+from megatron_ext.mcore.checkpoint.weight_shards import model_shards, model_tensors
+from megatron_ext.mcore.layers.hybrid_model import HybridModel
 from megatron_ext.models.build import build_model
 from megatron_ext.models.load import load_model
 
@@ -131,7 +131,7 @@ def places(model: HybridModel) -> dict[str, tuple[str, tuple[tuple[slice, slice]
     """For each name here the whole tensor's name, and pairs of boxes: of the whole, and of this rank's."""
     return {
         name: (cut.name, tuple((piece.whole, piece.local) for piece in cut.pieces))
-        for name, cut in model_cuts(model).items()
+        for name, cut in model_shards(model).items()
     }
 
 

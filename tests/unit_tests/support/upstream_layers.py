@@ -15,13 +15,13 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron_ext.mcore import layers, linear, mlp, moe, norms
+from megatron_ext.mcore.layers import linear, mlp, moe, norms, residual_layers
 from megatron_ext.models import build
 
 UPSTREAM = {
-    layers.RecurrentLayer: MambaLayer,
-    layers.AttentionLayer: TransformerLayer,
-    layers.FeedForwardLayer: MLPLayer,
+    residual_layers.RecurrentLayer: MambaLayer,
+    residual_layers.AttentionLayer: TransformerLayer,
+    residual_layers.FeedForwardLayer: MLPLayer,
     linear.ColumnLinear: ColumnParallelLinear,
     linear.RowLinear: RowParallelLinear,
     mlp.PlainMLP: ModuleSpec(

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from megatron_ext.config import BatchingConfig, CacheConfig, SourceConfig
-from megatron_ext.mcore import attention
 from megatron_ext.mcore.assemble import build_engine
+from megatron_ext.mcore.layers import attention
 from megatron_ext.models import build
 from megatron_ext.models.load import LoadedModel, load_model, save_model
 from megatron_ext.ops.paged_attention import windowed

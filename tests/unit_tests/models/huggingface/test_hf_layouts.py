@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from megatron_ext.config import ParallelConfig, SourceConfig
-from megatron_ext.mcore.model import HybridModel
+from megatron_ext.mcore.layers.hybrid_model import HybridModel
 from megatron_ext.models.load import load_model
 from tests.unit_tests.models.huggingface.nemotron_h_oracle import ATOL, RTOL
 from tests.unit_tests.support.layouts import CPU, Part, assert_parts_of, held, load, logits, part_of, sizes

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from megatron_ext.config import ParallelConfig, SourceConfig
 from megatron_ext.errors import CheckpointError, ConfigError
-from megatron_ext.mcore.cuts import model_tensors
+from megatron_ext.mcore.checkpoint.weight_shards import model_tensors
 from megatron_ext.models.huggingface.export import export_hf_checkpoint
 from megatron_ext.models.load import load_model
 from megatron_ext.models.update.naming import naming_of

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from megatron_ext.config import ModelConfig
 from megatron_ext.mcore import platform
-from megatron_ext.mcore.checkpoint_files import InProcessSave
+from megatron_ext.mcore.checkpoint.checkpoint_files import InProcessSave
 from megatron_ext.models.build import transformer_config
 
 GPT = ModelConfig(

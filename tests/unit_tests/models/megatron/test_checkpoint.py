@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megatron_ext.config import ModelConfig, SourceConfig
 from megatron_ext.errors import CheckpointError, ConfigError
-from megatron_ext.mcore.checkpoint_files import InProcessSave
+from megatron_ext.mcore.checkpoint.checkpoint_files import InProcessSave
 from megatron_ext.models.build import build_model
 from megatron_ext.models.load import load_model, save_model
 from megatron_ext.models.megatron.checkpoint import (

@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron_ext.config import RECURRENT_KINDS, ModelConfig
 from megatron_ext.errors import CheckpointError
 from megatron_ext.mcore import platform
-from megatron_ext.mcore.checkpoint_files import InProcessSave
+from megatron_ext.mcore.checkpoint.checkpoint_files import InProcessSave
 from megatron_ext.mcore.layer_specs import recurrent_layer_spec
 from megatron_ext.models.build import transformer_config
 from megatron_ext.models.megatron.checkpoint import load_dist_checkpoint

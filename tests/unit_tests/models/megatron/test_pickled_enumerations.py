@@ -16,10 +16,10 @@ from torch import nn
 
 from megatron_ext.config import ModelConfig
 from megatron_ext.errors import CheckpointError
-from megatron_ext.mcore import plain_pickle
-from megatron_ext.mcore.checkpoint_files import read_common
-from megatron_ext.mcore.checkpoint_metadata import read_metadata
-from megatron_ext.mcore.plain_pickle import Made, PlainPickleError
+from megatron_ext.mcore.checkpoint import plain_pickle
+from megatron_ext.mcore.checkpoint.checkpoint_files import read_common
+from megatron_ext.mcore.checkpoint.checkpoint_metadata import read_metadata
+from megatron_ext.mcore.checkpoint.plain_pickle import Made, PlainPickleError
 from megatron_ext.models.megatron.checkpoint import load_dist_checkpoint, save_dist_checkpoint
 from tests.priority import TestPriority
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from megatron_ext.config import SourceConfig
 from megatron_ext.errors import ConfigError
-from megatron_ext.mcore.cuts import model_tensors
+from megatron_ext.mcore.checkpoint.weight_shards import model_tensors
 from megatron_ext.models.build import build_model
 from megatron_ext.models.load import LoadedModel, load_model, save_model
 from megatron_ext.models.native.checkpoint import save_checkpoint

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
 from megatron_ext.config import ModelConfig
-from megatron_ext.mcore import linear
-from megatron_ext.mcore.linear import ColumnLinear, RowLinear
+from megatron_ext.mcore.layers import linear
+from megatron_ext.mcore.layers.linear import ColumnLinear, RowLinear
 from megatron_ext.models.build import transformer_config
 from tests.unit_tests.support.tensor_parallel import as_rank
 

@@ -10,7 +10,7 @@ from megatron.core.models.mamba import MambaModel
 
 from megatron_ext.config import BatchingConfig
 from megatron_ext.config.layers.letters import is_attention, is_recurrent
-from megatron_ext.memory.plan import ModelShape
+from megatron_ext.memory.engine_plan import ModelShape
 from megatron_ext.memory.state_pool import StateShape
 
 STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -18,9 +18,9 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-from megatron_ext.mcore.linear import ColumnLinear, RowLinear
-from megatron_ext.mcore.mlp import PlainMLP
-from megatron_ext.mcore.norms import LayerNormFromConfig
+from megatron_ext.mcore.layers.linear import ColumnLinear, RowLinear
+from megatron_ext.mcore.layers.mlp import PlainMLP
+from megatron_ext.mcore.layers.norms import LayerNormFromConfig
 
 logger = logging.getLogger(__name__)
 

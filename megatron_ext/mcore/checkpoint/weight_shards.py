@@ -26,7 +26,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor, nn
 
-from megatron_ext.mcore.model import HybridModel
+from megatron_ext.mcore.layers.hybrid_model import HybridModel
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 _LAYER = re.compile(r"(?<=^decoder\.layers\.)\d+(?=\.)")
@@ -54,7 +54,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Cut:
+class ShardSpec:
     """What a tensor of this rank is of a whole one.
 
     Attributes:
@@ -79,21 +79,24 @@ class Cut:
         parts = [whole[piece.whole] for piece in self.pieces]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def up_to(self, rows: int) -> Cut:
+    def up_to(self, rows: int) -> ShardSpec:
         """The same of a whole tensor that has no more rows than these."""
         pieces = [piece.up_to(rows) for piece in self.pieces]
-        return Cut(self.name, (rows, *self.shape[1:]), tuple(piece for piece in pieces if piece is not None))
+        return ShardSpec(self.name, (rows, *self.shape[1:]), tuple(piece for piece in pieces if piece is not None))
 
 
-def model_cuts(model: HybridModel) -> dict[str, Cut]:
+def model_shards(model: HybridModel) -> dict[str, ShardSpec]:
     """The cut of every tensor of a checkpoint that this rank has, by the name that it has here."""
     if not is_spread(model.config):
-        return {name: whole_cut(name, tensor.shape) for name, tensor in model_tensors(model).items()}
+        return {name: whole_shard(name, tensor.shape) for name, tensor in model_tensors(model).items()}
     described = requested_state(model)
     numbers = [layer.layer_number - 1 for layer in model.decoder.layers]
     experts = _first_expert(model)
-    cuts = {name: _cut(_whole_name(name, model, numbers, experts), one) for name, one in described.items()}
-    return {name: cut.up_to(model.entries) if cut.name in (EMBEDDING, OUTPUT) else cut for name, cut in cuts.items()}
+    shards = {name: _shard(_whole_name(name, model, numbers, experts), one) for name, one in described.items()}
+    return {
+        name: shard.up_to(model.entries) if shard.name in (EMBEDDING, OUTPUT) else shard
+        for name, shard in shards.items()
+    }
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -105,9 +108,9 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     return dict(model.named_parameters()) | {name: buffer for name, buffer in model.named_buffers() if name in saved}
 
 
-def zero_padding(target: Tensor, cut: Cut) -> None:
+def zero_padding(target: Tensor, shard: ShardSpec) -> None:
     """Set this rank's rows behind the vocabulary to zero, if it has any, before the others are filled."""
-    if sum(math.prod(side.stop - side.start for side in piece.local) for piece in cut.pieces) < target.numel():
+    if sum(math.prod(side.stop - side.start for side in piece.local) for piece in shard.pieces) < target.numel():
         target.zero_()
 
 
@@ -122,10 +125,10 @@ def is_spread(config: TransformerConfig) -> bool:
     return max(sizes) > 1
 
 
-def whole_cut(name: str, shape: Iterable[int]) -> Cut:
+def whole_shard(name: str, shape: Iterable[int]) -> ShardSpec:
     """All of a tensor."""
     box = tuple(slice(0, size) for size in shape)
-    return Cut(name, tuple(shape), (Piece(box, box),))
+    return ShardSpec(name, tuple(shape), (Piece(box, box),))
 
 
 def requested_state(
@@ -147,7 +150,7 @@ def gathered_names(names: Iterable[str]) -> set[str]:
     return {name for one in found if one is not None for name in one}
 
 
-def _cut(name: str, described: ShardedTensor | ShardedTensorFactory) -> Cut:
+def _shard(name: str, described: ShardedTensor | ShardedTensorFactory) -> ShardSpec:
     parts = [described] if isinstance(described, ShardedTensor) else list(nested_values({"": described.build()}))
     rows: dict[str, int] = {}  # of each global tensor: those of one key are places in the same one
     for part in parts:
@@ -169,7 +172,7 @@ def _cut(name: str, described: ShardedTensor | ShardedTensorFactory) -> Cut:
             piece = Piece(_joined(above.whole, piece.whole), _joined(above.local, piece.local))
         pieces.append(piece)
     rest = tuple(parts[0].global_shape[parts[0].prepend_axis_num :])
-    return Cut(name, (sum(rows.values()), *rest[1:]) if rest else (), tuple(pieces))
+    return ShardSpec(name, (sum(rows.values()), *rest[1:]) if rest else (), tuple(pieces))
 
 
 def _joined(above: Box, below: Box) -> Box:

@@ -14,8 +14,8 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_ext.config import ModelConfig
-from megatron_ext.mcore import layers as own_layers
-from megatron_ext.mcore import norms, stack
+from megatron_ext.mcore.layers import norms, stack
+from megatron_ext.mcore.layers import residual_layers as own_layers
 from tests.priority import TestPriority
 from tests.unit_tests.support.models import ATTENTION_ONLY, GATED_DELTA_NET, HYBRID, MAMBA1, build_slow_decay
 from tests.unit_tests.support.upstream_layers import UPSTREAM, upstream_layers

@@ -20,7 +20,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-from megatron_ext.mcore.layer_config import LayerConfig
+from megatron_ext.mcore.layers.layer_config import LayerConfig
 
 MixerOutput = tuple[Tensor, Tensor | None]  # and its bias, which is to be added
 AddBuilder = Callable[..., Callable[..., Tensor]]  # as upstream's `get_bias_dropout_add`

@@ -11,10 +11,10 @@ from megatron.core.models.mamba import MambaModel
 from megatron_ext.config import BatchingConfig, ModelConfig
 from megatron_ext.mcore.context import InferenceContext
 from megatron_ext.mcore.controller import InferenceController
-from megatron_ext.mcore.executor import StepExecutor
-from megatron_ext.mcore.layer_map import layer_places, model_shape
+from megatron_ext.mcore.layers.layer_map import layer_places, model_shape
+from megatron_ext.mcore.step_executor import StepExecutor
 from megatron_ext.memory.draft_memory import DraftMemory
-from megatron_ext.memory.plan import EnginePlan, plan_draft_model
+from megatron_ext.memory.engine_plan import EnginePlan, plan_draft_model
 from megatron_ext.scheduling.step import ScheduledStep
 from megatron_ext.speculation.draft_model import DraftModelDrafter, DraftRoom
 

@@ -17,8 +17,8 @@ from typing import Any, BinaryIO, TypeGuard
 import torch
 from torch import Tensor
 
-from megatron_ext.mcore import plain_pickle
-from megatron_ext.mcore.plain_pickle import STORED_APART, Made, Members, Named, PlainPickleError
+from megatron_ext.mcore.checkpoint import plain_pickle
+from megatron_ext.mcore.checkpoint.plain_pickle import STORED_APART, Made, Members, Named, PlainPickleError
 
 _PICKLE = "data.pkl"
 _REBUILD = "torch._utils._rebuild_tensor_v2"

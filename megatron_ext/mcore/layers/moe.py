@@ -8,8 +8,8 @@ The parameters and their names are upstream's:
     fc1_latent_proj.weight [latent, h], fc2_latent_proj.weight [h, latent]
 
 A rank alone hands tokens to its experts through upstream's "allgather" dispatcher, which gathers nothing then; several
-ranks send them to each other, see `dispatch.py`. A token's result depends on no other token: nothing is dropped, and no
-expert has a capacity.
+ranks send them to each other, see `token_dispatch.py`. A token's result depends on no other token: nothing is dropped,
+and no expert has a capacity.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor, nn
 
-from megatron_ext.mcore.all_experts import compute_experts, has_fixed_shapes
-from megatron_ext.mcore.dispatch import SharedTokensDispatcher, is_alone
-from megatron_ext.mcore.linear import ColumnLinear, RowLinear
+from megatron_ext.mcore.layers.dense_moe import compute_experts, has_fixed_shapes
+from megatron_ext.mcore.layers.linear import ColumnLinear, RowLinear
+from megatron_ext.mcore.layers.token_dispatch import SharedTokensDispatcher, is_alone
 
 _ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 

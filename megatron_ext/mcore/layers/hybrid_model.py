@@ -10,7 +10,7 @@ from megatron.core.models.mamba import MambaModel
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor, nn
 
-from megatron_ext.mcore.layer_config import LayerConfig
+from megatron_ext.mcore.layers.layer_config import LayerConfig
 
 
 class HybridModel(MambaModel):

@@ -9,7 +9,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch import Tensor
 
-from megatron_ext.mcore.layer_config import LayerConfig
+from megatron_ext.mcore.layers.layer_config import LayerConfig
 from megatron_ext.ops import gated_norm
 from megatron_ext.ops.gated_norm import NamedNorm, RowNorm
 

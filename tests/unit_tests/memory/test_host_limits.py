@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.memory import limits
-from megatron_ext.memory.limits import allocating, available_bytes, group_capacities, process_capacities
+from megatron_ext.memory import host_limits
+from megatron_ext.memory.host_limits import allocating, available_bytes, group_capacities, process_capacities
 from tests.unit_tests.support.source import ROOT
 
 MIB = 2**20
@@ -71,10 +71,10 @@ def test_no_control_groups(tmp_path: Path):
 def test_the_narrowest_decides(monkeypatch: pytest.MonkeyPatch):
     free = psutil.virtual_memory().available
     for groups, process, expected in (([5, 9], [7], 5), ([9], [7], 7), ([], [-3], 0)):
-        monkeypatch.setattr(limits, "group_capacities", lambda groups=groups: groups)
-        monkeypatch.setattr(limits, "process_capacities", lambda process=process: process)
+        monkeypatch.setattr(host_limits, "group_capacities", lambda groups=groups: groups)
+        monkeypatch.setattr(host_limits, "process_capacities", lambda process=process: process)
         assert available_bytes() == expected
-    monkeypatch.setattr(limits, "process_capacities", lambda: [])
+    monkeypatch.setattr(host_limits, "process_capacities", lambda: [])
     assert abs(available_bytes() - free) < free // 2
 
 

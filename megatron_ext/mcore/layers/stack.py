@@ -15,10 +15,10 @@ from megatron.core.utils import WrappedTensor
 from torch import Tensor, nn
 
 from megatron_ext.config.layers.letters import is_recurrent
-from megatron_ext.mcore.layer_config import LayerConfig
-from megatron_ext.mcore.layers import is_plain_inference
-from megatron_ext.mcore.norms import LayerNormFromConfig
-from megatron_ext.mcore.residual_stream import ResidualStream
+from megatron_ext.mcore.layers.layer_config import LayerConfig
+from megatron_ext.mcore.layers.norms import LayerNormFromConfig
+from megatron_ext.mcore.layers.residual_layers import is_plain_inference
+from megatron_ext.mcore.layers.residual_stream import ResidualStream
 
 _SUBMODULES = {
     "M": "mamba_layer",

@@ -8,7 +8,7 @@ from megatron_ext.config import ParallelConfig, SourceConfig
 from megatron_ext.config.speculation import SpeculationConfig
 from megatron_ext.config.tokenizer import NULL_TOKENIZER
 from megatron_ext.errors import ConfigError
-from megatron_ext.mcore.drafting import DraftParts
+from megatron_ext.mcore.draft_model_engine import DraftParts
 from megatron_ext.models.load import LoadedModel, load_model
 from megatron_ext.text.tokenizer import NullTokenizer, Tokenizer
 

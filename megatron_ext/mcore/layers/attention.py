@@ -10,8 +10,8 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.utils import get_pg_rank
 from torch import Tensor
 
-from megatron_ext.mcore.layer_config import LayerConfig, with_biases
-from megatron_ext.mcore.norms import HeadsNorm
+from megatron_ext.mcore.layers.layer_config import LayerConfig, with_biases
+from megatron_ext.mcore.layers.norms import HeadsNorm
 from megatron_ext.ops.gated_norm import NamedNorm
 from megatron_ext.ops.paged_attention import paged_attention
 from megatron_ext.ops.rotary import Heads

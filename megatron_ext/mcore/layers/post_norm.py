@@ -7,9 +7,9 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from megatron_ext.mcore.attention import PagedSelfAttention
-from megatron_ext.mcore.mlp import PlainMLP
-from megatron_ext.mcore.norms import LayerNormFromConfig
+from megatron_ext.mcore.layers.attention import PagedSelfAttention
+from megatron_ext.mcore.layers.mlp import PlainMLP
+from megatron_ext.mcore.layers.norms import LayerNormFromConfig
 
 
 class OutputNorm(MegatronModule):

@@ -11,10 +11,10 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from torch import Tensor, nn
 
 from megatron_ext.config import ModelConfig
-from megatron_ext.mcore import transformer_engine
-from megatron_ext.mcore.linear import ColumnLinear, RowLinear
-from megatron_ext.mcore.mlp import PlainMLP
-from megatron_ext.mcore.norms import PlainRMSNorm
+from megatron_ext.mcore.layers import transformer_engine
+from megatron_ext.mcore.layers.linear import ColumnLinear, RowLinear
+from megatron_ext.mcore.layers.mlp import PlainMLP
+from megatron_ext.mcore.layers.norms import PlainRMSNorm
 from megatron_ext.models.build import build_model
 from megatron_ext.models.megatron.checkpoint import load_dist_weights, save_dist_checkpoint
 from megatron_ext.models.native.checkpoint import load_checkpoint, save_checkpoint

@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron.core.inference.contexts import BaseInferenceContext
 from torch import Tensor, nn
 
-from megatron_ext.mcore.layers import Branching, MixerOutput, add_residual
+from megatron_ext.mcore.layers.residual_layers import Branching, MixerOutput, add_residual
 from megatron_ext.ops.gated_norm import add_and_norm
 
 

@@ -11,8 +11,8 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from torch import Tensor
 
-from megatron_ext.mcore.layer_config import LayerConfig
-from megatron_ext.mcore.layers import Branch, MixerOutput, RecurrentLayer
+from megatron_ext.mcore.layers.layer_config import LayerConfig
+from megatron_ext.mcore.layers.residual_layers import Branch, MixerOutput, RecurrentLayer
 
 
 @dataclass

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_ext.mcore.plain_pickle import PlainPickleError
-from megatron_ext.mcore.torch_files import Archive, FileSlice, read_tensor
+from megatron_ext.mcore.checkpoint.plain_pickle import PlainPickleError
+from megatron_ext.mcore.checkpoint.torch_files import Archive, FileSlice, read_tensor
 from tests.priority import TestPriority
 
 pytestmark = pytest.mark.priority(TestPriority.CRITICAL)

@@ -18,8 +18,8 @@ import torch
 
 from megatron_ext.errors import CheckpointError
 from megatron_ext.files import read_bytes
-from megatron_ext.mcore import plain_pickle
-from megatron_ext.mcore.plain_pickle import Made, Named, PlainPickleError
+from megatron_ext.mcore.checkpoint import plain_pickle
+from megatron_ext.mcore.checkpoint.plain_pickle import Made, Named, PlainPickleError
 
 METADATA_FILE = ".metadata"
 _LONGEST_FILE = 512 * 1024**2  # bytes; 10,000 tensors in 100,000 parts are 30 MB

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron_ext.mcore import all_experts
-from megatron_ext.mcore.all_experts import fixed_shapes, has_fixed_shapes, problem_of, stacked
+from megatron_ext.mcore.layers import dense_moe
+from megatron_ext.mcore.layers.dense_moe import fixed_shapes, has_fixed_shapes, problem_of, stacked
 from megatron_ext.models.native.checkpoint import load_checkpoint, save_checkpoint
-from tests.unit_tests.mcore.test_moe import (
+from tests.unit_tests.mcore.layers.test_moe import (
     LAYER_CONTROLS,
     LAYERS,
     LEAST_MARGIN,
@@ -27,13 +27,13 @@ from tests.unit_tests.support.moe import reference_moe, routing_margin
 from tests.unit_tests.support.oracle import Oracle
 from tests.unit_tests.support.programs import ProgramRecorder, differences
 
-WAYS = {"all": 0, "picked": 1e-9, "by shapes": all_experts._PICKED_BELOW}
+WAYS = {"all": 0, "picked": 1e-9, "by shapes": dense_moe._PICKED_BELOW}
 
 
 @pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How experts are computed, whatever the shapes are."""
-    monkeypatch.setattr(all_experts, "_PICKED_BELOW", WAYS[request.param] or 1e9)
+    monkeypatch.setattr(dense_moe, "_PICKED_BELOW", WAYS[request.param] or 1e9)
     return request.param
 
 
@@ -82,7 +82,7 @@ def test_pieces_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     config = LAYERS["groups"]
     layer, hidden = make_layer(config), make_hidden(config)
     whole = run_fixed(layer, hidden)
-    monkeypatch.setattr(all_experts, "_BYTES", 1)
+    monkeypatch.setattr(dense_moe, "_BYTES", 1)
     torch.testing.assert_close(run_fixed(layer, hidden), whole, atol=1e-6, rtol=1e-6)
 
 

@@ -38,9 +38,9 @@ from torch.distributed import checkpoint
 
 from megatron_ext.errors import CheckpointError
 from megatron_ext.files import open_regular, read_bytes
-from megatron_ext.mcore.checkpoint_metadata import Part, StoredState, StoredTensor
-from megatron_ext.mcore.plain_pickle import Made, PlainPickleError
-from megatron_ext.mcore.torch_files import Archive, FileSlice, read_tensor
+from megatron_ext.mcore.checkpoint.checkpoint_metadata import Part, StoredState, StoredTensor
+from megatron_ext.mcore.checkpoint.plain_pickle import Made, PlainPickleError
+from megatron_ext.mcore.checkpoint.torch_files import Archive, FileSlice, read_tensor
 
 BACKEND = "torch_dist"
 COMMON_FILE = "common.pt"

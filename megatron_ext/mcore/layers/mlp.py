@@ -10,8 +10,8 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from torch import Tensor
 
-from megatron_ext.mcore.layer_config import with_biases
-from megatron_ext.mcore.linear import ColumnLinear, RowLinear
+from megatron_ext.mcore.layers.layer_config import with_biases
+from megatron_ext.mcore.layers.linear import ColumnLinear, RowLinear
 from megatron_ext.ops.activation import gated_silu, squared_relu_
 
 

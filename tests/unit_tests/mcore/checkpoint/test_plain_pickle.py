@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ext.mcore import plain_pickle
-from megatron_ext.mcore.plain_pickle import Limits, Made, Named, PlainPickleError
+from megatron_ext.mcore.checkpoint import plain_pickle
+from megatron_ext.mcore.checkpoint.plain_pickle import Limits, Made, Named, PlainPickleError
 from tests.priority import TestPriority
 
 pytestmark = pytest.mark.priority(TestPriority.CRITICAL)

@@ -1,0 +1,1 @@
+"""Layers of megatron-core's models that need nothing but torch."""

@@ -1,0 +1,1 @@
+"""megatron-core's process groups, and the ranks that they describe."""
