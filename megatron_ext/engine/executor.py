@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from megatron_ext.engine.result import StepResult
-from megatron_ext.scheduling.snapshot_positions import Snapshot
+from megatron_ext.scheduling.snapshots.snapshot_positions import Snapshot
 from megatron_ext.scheduling.step import ScheduledStep
 
 

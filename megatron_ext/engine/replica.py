@@ -20,8 +20,8 @@ from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.plan import StepPlan
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
+from megatron_ext.scheduling.spec_decode.verification import NO_TOKENS
 from megatron_ext.scheduling.step import describe_step
-from megatron_ext.scheduling.verification import NO_TOKENS
 from megatron_ext.speculation.proposals import Proposals
 
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from megatron_ext.prefix_cache.cache import CacheUse
 from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.counters import Counters
-from megatron_ext.scheduling.draft_counts import SpeculationUse
 from megatron_ext.scheduling.scheduler import Scheduler
+from megatron_ext.scheduling.spec_decode.draft_counts import SpeculationUse
 
 logger = logging.getLogger(__name__)
 

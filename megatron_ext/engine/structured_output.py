@@ -23,7 +23,7 @@ from megatron_ext.config.response_format import ResponseFormat
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.sequence import Masks
-from megatron_ext.scheduling.verification import TokensById
+from megatron_ext.scheduling.spec_decode.verification import TokensById
 from megatron_ext.text.grammars import Matcher
 
 WAIT_SHARE = 0.25

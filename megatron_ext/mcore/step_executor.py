@@ -9,7 +9,7 @@ from megatron_ext.engine.result import StepResult
 from megatron_ext.mcore.context import InferenceContext
 from megatron_ext.mcore.controller import InferenceController
 from megatron_ext.ops.backends import preferring
-from megatron_ext.scheduling.snapshot_positions import Snapshot
+from megatron_ext.scheduling.snapshots.snapshot_positions import Snapshot
 from megatron_ext.scheduling.step import ScheduledStep
 
 

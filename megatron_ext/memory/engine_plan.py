@@ -19,10 +19,10 @@ from megatron_ext.memory.draft_memory import NO_DRAFT_MODEL, DraftMemory
 from megatron_ext.memory.fitting import plan_within, what_fits
 from megatron_ext.memory.state_pool import StateShape
 from megatron_ext.memory.world_sizes import world_kv_cache_config
-from megatron_ext.scheduling.aligned import check_aligned, describe_tight_budget
-from megatron_ext.scheduling.placement import OpportunisticRules
 from megatron_ext.scheduling.plan import SchedulerLimits
-from megatron_ext.scheduling.snapshot_positions import max_snapshots
+from megatron_ext.scheduling.snapshots.aligned import check_aligned, describe_tight_budget
+from megatron_ext.scheduling.snapshots.placement import OpportunisticRules
+from megatron_ext.scheduling.snapshots.snapshot_positions import max_snapshots
 
 logger = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ from megatron_ext.offline.prompt_texts import PromptText
 from megatron_ext.offline.results import peak_memory
 from megatron_ext.offline.selection import written
 from megatron_ext.offline.submission import Pass
-from megatron_ext.scheduling.events import Event, EventType
 from megatron_ext.scheduling.output import TopN
 from megatron_ext.scheduling.record import RequestRecord
+from megatron_ext.scheduling.request_events import Event, EventType
 
 TokenText = Callable[[int], str]
 

@@ -11,7 +11,7 @@ from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.sequence import Masks
-from megatron_ext.scheduling.verification import TokensById
+from megatron_ext.scheduling.spec_decode.verification import TokensById
 
 
 class RecordingScheduler(Scheduler):

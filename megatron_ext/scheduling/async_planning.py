@@ -20,12 +20,12 @@ from megatron_ext.prefix_cache.snapshot_order import Rank
 from megatron_ext.scheduling.block_hasher import BlockHasher
 from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.counters import Counters
-from megatron_ext.scheduling.draft_slots import DraftSlots
 from megatron_ext.scheduling.logits_options import reads_tokens
 from megatron_ext.scheduling.plan import SchedulerLimits, SnapshotRequest, StepPlan
 from megatron_ext.scheduling.queue import Queues
 from megatron_ext.scheduling.request import Request
-from megatron_ext.scheduling.snapshot_positions import Snapshot
+from megatron_ext.scheduling.snapshots.snapshot_positions import Snapshot
+from megatron_ext.scheduling.spec_decode.draft_slots import DraftSlots
 
 _ARRIVAL = attrgetter("request.arrival")
 Chunks = tuple[Chunk, ...]

@@ -11,8 +11,8 @@ from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.matching import Restore
 from megatron_ext.prefix_cache.snapshot_order import Rank
 from megatron_ext.scheduling.chunk import Chunk
-from megatron_ext.scheduling.placement import AS_MANY_AS_FREE, OpportunisticRules
 from megatron_ext.scheduling.request import Request
+from megatron_ext.scheduling.snapshots.placement import AS_MANY_AS_FREE, OpportunisticRules
 
 
 @dataclass(frozen=True)

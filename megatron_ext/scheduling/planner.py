@@ -19,15 +19,15 @@ from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.matching import resume_point
 from megatron_ext.scheduling.block_hasher import HASH_SLICE, within_slice
 from megatron_ext.scheduling.chunk import Chunk
-from megatron_ext.scheduling.opportunistic_plan import place_opportunistic, plan_opportunistic
 from megatron_ext.scheduling.plan import Admission, Deferral, Failure, SchedulerLimits, StepBudget, StepPlan
-from megatron_ext.scheduling.prefix_leaders import PendingBlocks, PrefixLeaders, wait_for_prefix
+from megatron_ext.scheduling.prefix_wait.prefix_leaders import PendingBlocks, PrefixLeaders, wait_for_prefix
+from megatron_ext.scheduling.prefix_wait.waiting_queue import Line, WaitingQueue
 from megatron_ext.scheduling.queue import Queues
 from megatron_ext.scheduling.request import Request
-from megatron_ext.scheduling.snapshot_planner import plan_snapshots
-from megatron_ext.scheduling.snapshot_positions import cut_aligned, prefill_stops
-from megatron_ext.scheduling.verification import NO_DRAFT_BUDGET, DraftBudget, with_drafts
-from megatron_ext.scheduling.waiting_queue import Line, WaitingQueue
+from megatron_ext.scheduling.snapshots.opportunistic_plan import place_opportunistic, plan_opportunistic
+from megatron_ext.scheduling.snapshots.snapshot_planner import plan_snapshots
+from megatron_ext.scheduling.snapshots.snapshot_positions import cut_aligned, prefill_stops
+from megatron_ext.scheduling.spec_decode.verification import NO_DRAFT_BUDGET, DraftBudget, with_drafts
 
 
 def check_admissible(request: Request, limits: SchedulerLimits) -> CapacityError | None:

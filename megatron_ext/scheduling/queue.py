@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 from operator import attrgetter
 from typing import Protocol
 
+from megatron_ext.scheduling.prefix_wait.waiting_queue import BlockPins, WaitingQueue
 from megatron_ext.scheduling.request import Request
-from megatron_ext.scheduling.waiting_queue import BlockPins, WaitingQueue
 
 _ARRIVAL = attrgetter("arrival")
 

@@ -6,8 +6,8 @@ import enum
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron_ext.scheduling.events import Event
 from megatron_ext.scheduling.output import TopN
+from megatron_ext.scheduling.request_events import Event
 
 if TYPE_CHECKING:  # it explains requests, which leave records
     from megatron_ext.scheduling.explanation import Explanation

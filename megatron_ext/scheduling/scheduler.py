@@ -13,24 +13,29 @@ from megatron_ext.prefix_cache.state_index import StateIndex
 from megatron_ext.scheduling.accounting import general_reason
 from megatron_ext.scheduling.async_planning import AsyncPlanner
 from megatron_ext.scheduling.block_hasher import BlockHasher
+from megatron_ext.scheduling.cache_keys import CacheKeys
 from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.counters import Counters
-from megatron_ext.scheduling.drafts import Drafts
-from megatron_ext.scheduling.events import EventType
 from megatron_ext.scheduling.explanation import explain_admission
 from megatron_ext.scheduling.invariants import check_ownership
-from megatron_ext.scheduling.keys import CacheKeys
 from megatron_ext.scheduling.plan import Admission, SchedulerLimits, SnapshotRequest, StepPlan
 from megatron_ext.scheduling.planner import plan_step, reads_cache
-from megatron_ext.scheduling.prefix_leaders import PendingBlocks, check_sleepers, note_followers, put_to_sleep
+from megatron_ext.scheduling.prefix_wait.prefix_leaders import (
+    PendingBlocks,
+    check_sleepers,
+    note_followers,
+    put_to_sleep,
+)
 from megatron_ext.scheduling.queue import Queues
 from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.request import Request
+from megatron_ext.scheduling.request_events import EventType
 from megatron_ext.scheduling.running_slots import RunningSlots
 from megatron_ext.scheduling.sequence import Masks
-from megatron_ext.scheduling.snapshot_positions import Snapshot
+from megatron_ext.scheduling.snapshots.snapshot_positions import Snapshot
+from megatron_ext.scheduling.spec_decode.drafts import Drafts
+from megatron_ext.scheduling.spec_decode.verification import NO_TOKENS, TokensById
 from megatron_ext.scheduling.step import ScheduledStep
-from megatron_ext.scheduling.verification import NO_TOKENS, TokensById
 
 
 class Scheduler:

@@ -23,7 +23,7 @@ from megatron_ext.prefix_cache.matching import Restore
 from megatron_ext.scheduling.accounting import PrefillLedger
 from megatron_ext.scheduling.request_rng import RequestRng
 from megatron_ext.scheduling.running_slots import RunningSlot
-from megatron_ext.scheduling.snapshot_positions import Snapshot, SnapshotPlan
+from megatron_ext.scheduling.snapshots.snapshot_positions import Snapshot, SnapshotPlan
 
 Masks = tuple[bytes, ...]  # a bit for each token id, the lowest first; see `Sequence`
 

@@ -17,7 +17,7 @@ from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.logits_options import LogitsOptions, logits_options_of
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.running_slots import RunningSlot
-from megatron_ext.scheduling.snapshot_positions import Snapshot
+from megatron_ext.scheduling.snapshots.snapshot_positions import Snapshot
 
 LAST_SAMPLED: Final = -1
 """In place of a token id: the one that the step before sampled for this request, wherever it is by now."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from megatron_ext.scheduling.events import Event, EventType, Payload
+from megatron_ext.scheduling.request_events import Event, EventType, Payload
 
 
 class Timeline:

@@ -22,7 +22,7 @@ from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.matching import Restore
 from megatron_ext.prefix_cache.state_index import SlotId
 from megatron_ext.scheduling.running_slots import RunningSlot, RunningSlots
-from megatron_ext.scheduling.snapshot_positions import Snapshot
+from megatron_ext.scheduling.snapshots.snapshot_positions import Snapshot
 from megatron_ext.scheduling.step import Sampling, ScheduledChunk, ScheduledStep
 from megatron_ext.speculation.drafter import DraftAsk
 

@@ -6,10 +6,10 @@ import operator
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from megatron_ext.scheduling.drafts import SpecDecodeResult
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
-from megatron_ext.scheduling.verification import max_drafts
+from megatron_ext.scheduling.spec_decode.drafts import SpecDecodeResult
+from megatron_ext.scheduling.spec_decode.verification import max_drafts
 from megatron_ext.speculation.drafter import DraftAsk, Drafter
 
 PATIENCE = 10.0  # seconds that a drafter may take for a step; a long prompt that a model reads takes some

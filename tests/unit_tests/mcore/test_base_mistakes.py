@@ -15,8 +15,8 @@ from megatron_ext.config import BatchingConfig, RequestParams
 from megatron_ext.errors import ConfigError
 from megatron_ext.mcore.assemble import build_engine
 from megatron_ext.scheduling import planner
-from megatron_ext.scheduling.events import EventType
 from megatron_ext.scheduling.record import Status
+from megatron_ext.scheduling.request_events import EventType
 from tests.priority import TestPriority
 from tests.unit_tests.support.driver import Driver, assert_equals_oracle, make_prompt
 from tests.unit_tests.support.models import ATTENTION_ONLY, EXPERTS, HYBRID

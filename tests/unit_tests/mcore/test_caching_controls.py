@@ -13,7 +13,7 @@ from megatron_ext.config import CacheConfig
 from megatron_ext.prefix_cache import matching
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.hash_chain import HashChain, root_hash
-from megatron_ext.scheduling import keys, planner
+from megatron_ext.scheduling import cache_keys, planner
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.step import ScheduledStep
 from tests.priority import TestPriority
@@ -128,14 +128,14 @@ def test_a_failed_forward_that_publishes(driver, oracle, monkeypatch):
 
 def test_a_salt_that_is_not_in_the_key(driver, oracle, monkeypatch):
     """The KV would be right: what must not happen is the hit itself, so the account is what is compared."""
-    monkeypatch.setattr(keys, "root_hash", lambda fields: root_hash(fields[:3]))
+    monkeypatch.setattr(cache_keys, "root_hash", lambda fields: root_hash(fields[:3]))
     play(driver, cache_salt="other")
     assert driver.records[SECOND].skipped_prefill_token_count == 4 * BLOCK  # 0 is right, see test_caching_tenants.py
     assert_equals_oracle(driver, SECOND, oracle)
 
 
 def test_a_salt_that_is_not_in_the_key_is_seen(get_caching_driver, monkeypatch):
-    monkeypatch.setattr(keys, "root_hash", lambda fields: root_hash(fields[:3]))
+    monkeypatch.setattr(cache_keys, "root_hash", lambda fields: root_hash(fields[:3]))
     with pytest.raises(AssertionError, match="request 1 matched 4, not 0 to 0"):
         play(get_caching_driver(max_tokens=60), cache_salt="other")
 

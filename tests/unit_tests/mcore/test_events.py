@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from megatron_ext.scheduling.events import EventType
+from megatron_ext.scheduling.request_events import EventType
 from tests.unit_tests.support.driver import Driver, make_prompt
 
 # What may follow what, when nothing fails; an abort may come after anything.

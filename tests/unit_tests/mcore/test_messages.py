@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_ext.runner.model_input import SampledTokens, StagingRules, stage_step
-from megatron_ext.scheduling.snapshot_positions import Snapshot
+from megatron_ext.scheduling.snapshots.snapshot_positions import Snapshot
 from megatron_ext.scheduling.step import LAST_SAMPLED, Sampling, ScheduledChunk, ScheduledStep, Scoring
 from tests.unit_tests.support.driver import Driver, assert_equals_oracle, make_prompt
 

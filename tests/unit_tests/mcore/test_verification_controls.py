@@ -9,9 +9,10 @@ import pytest
 
 from megatron_ext.prefix_cache.matching import Restore
 from megatron_ext.runner import model_input
-from megatron_ext.scheduling import drafts, step
-from megatron_ext.scheduling.drafts import Drafts
+from megatron_ext.scheduling import step
 from megatron_ext.scheduling.scheduler import Scheduler
+from megatron_ext.scheduling.spec_decode import drafts
+from megatron_ext.scheduling.spec_decode.drafts import Drafts
 from tests.priority import TestPriority
 from tests.unit_tests.mcore.test_verification import chat
 from tests.unit_tests.support.drafters import (

@@ -8,8 +8,8 @@ import pytest
 
 from megatron_ext.engine.client_request import EngineRequest
 from megatron_ext.engine.core import StepOutput
-from megatron_ext.scheduling.events import Event, EventType
 from megatron_ext.scheduling.record import RequestRecord, Status
+from megatron_ext.scheduling.request_events import Event, EventType
 
 
 def make_record(request_id: int = 0, **changes) -> RequestRecord:

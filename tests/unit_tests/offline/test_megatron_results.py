@@ -11,7 +11,7 @@ import pytest
 from megatron_ext.offline.megatron_results import build_megatron_results
 from megatron_ext.offline.results import SYSTEM_KEYS
 from megatron_ext.offline.submission import Pass
-from megatron_ext.scheduling.events import Event, EventType
+from megatron_ext.scheduling.request_events import Event, EventType
 from tools.run_inference import DONE, main
 
 BATCHING = "--inference-dynamic-batching"

@@ -11,8 +11,8 @@ import megatron_ext
 from megatron_ext.memory.budget import KVCacheConfig
 from megatron_ext.offline.results import SYSTEM_KEYS, build_results, request_results, to_json
 from megatron_ext.offline.submission import Pass
-from megatron_ext.scheduling.draft_counts import DraftCounts, SpeculationUse
 from megatron_ext.scheduling.record import Status
+from megatron_ext.scheduling.spec_decode.draft_counts import DraftCounts, SpeculationUse
 
 REQUEST_KEYS = """
 input_prompt generated_text generated_tokens latency ttft step_count status error finish_reason prompt_token_count

@@ -22,11 +22,11 @@ from megatron_ext.parallel.commands import Action, End, ResetPrefixCache, Resume
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.scheduling import planner, scheduler
 from megatron_ext.scheduling.plan import SchedulerLimits, StepPlan
-from megatron_ext.scheduling.prefix_leaders import PendingBlocks
+from megatron_ext.scheduling.prefix_wait.prefix_leaders import PendingBlocks
 from megatron_ext.scheduling.queue import Queues
 from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.sequence import Sequence
-from megatron_ext.scheduling.verification import NO_DRAFT_BUDGET, DraftBudget
+from megatron_ext.scheduling.spec_decode.verification import NO_DRAFT_BUDGET, DraftBudget
 from tests.priority import TestPriority
 from tests.unit_tests.parallel.led_world import EOD, World, mask_after
 

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 
 from megatron_ext.config import EvictionPolicyName
 from megatron_ext.prefix_cache.ghosts import MAX_GHOSTS, Ghosts
-from megatron_ext.scheduling.placement import OpportunisticRules
 from megatron_ext.scheduling.scheduler import Scheduler
+from megatron_ext.scheduling.snapshots.placement import OpportunisticRules
 from tests.unit_tests.scheduling.builders import add, make_limits, request_of, step
 
 PROMPTS = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=12), min_size=4, max_size=20)

@@ -14,8 +14,8 @@ from megatron_ext.mcore import controller
 from megatron_ext.ops.sampling import logits_processors as operators
 from megatron_ext.runner.logits_processing import process_logits
 from megatron_ext.runner.model_input import SamplingRow
-from megatron_ext.scheduling.events import EventType
 from megatron_ext.scheduling.logits_options import LogitsOptions
+from megatron_ext.scheduling.request_events import EventType
 from megatron_ext.scheduling.step import Sampling
 from tests.priority import TestPriority
 from tests.unit_tests.support import choice

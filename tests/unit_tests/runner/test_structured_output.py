@@ -14,8 +14,8 @@ from megatron_ext.config import BatchingConfig, CacheConfig, RequestParams, Sour
 from megatron_ext.mcore import platform
 from megatron_ext.mcore.assemble import build_engine
 from megatron_ext.models.load import LoadedModel, load_model
-from megatron_ext.scheduling.events import EventType
 from megatron_ext.scheduling.record import Status
+from megatron_ext.scheduling.request_events import EventType
 from megatron_ext.text.grammars import Matcher
 from tests.priority import TestPriority
 from tests.unit_tests.support.drafters import Knowing, right_for_a_while

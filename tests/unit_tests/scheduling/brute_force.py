@@ -9,7 +9,7 @@ from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.scheduling import planner
 from megatron_ext.scheduling.plan import Deferral, SchedulerLimits, SnapshotRequest, StepBudget, StepPlan
-from megatron_ext.scheduling.prefix_leaders import PendingBlocks, PrefixLeaders
+from megatron_ext.scheduling.prefix_wait.prefix_leaders import PendingBlocks, PrefixLeaders
 from megatron_ext.scheduling.queue import Queues
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler

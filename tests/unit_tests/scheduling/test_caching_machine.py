@@ -13,12 +13,13 @@ from megatron_ext.prefix_cache.block_index import BlockIndex
 from megatron_ext.prefix_cache.block_pool import BlockId, BlockPool
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.eviction import LeafFirstLru, RefZero
-from megatron_ext.scheduling import keys, planner, prefix_leaders, scheduler
+from megatron_ext.scheduling import cache_keys, planner, scheduler
 from megatron_ext.scheduling.accounting import PrefillLedger
 from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.counters import Counters
 from megatron_ext.scheduling.plan import Admission, Deferral, StepPlan
-from megatron_ext.scheduling.prefix_leaders import PendingBlocks
+from megatron_ext.scheduling.prefix_wait import prefix_leaders
+from megatron_ext.scheduling.prefix_wait.prefix_leaders import PendingBlocks
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
 from tests.priority import TestPriority
@@ -175,8 +176,8 @@ def hits_one_block_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def ignores_the_salt(monkeypatch: pytest.MonkeyPatch) -> None:
-    root = keys.root_hash
-    monkeypatch.setattr(keys, "root_hash", lambda fields: root(fields[:3]))
+    root = cache_keys.root_hash
+    monkeypatch.setattr(cache_keys, "root_hash", lambda fields: root(fields[:3]))
 
 
 def caches_for_who_opted_out(monkeypatch: pytest.MonkeyPatch) -> None:

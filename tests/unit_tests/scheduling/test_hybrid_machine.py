@@ -19,10 +19,10 @@ from megatron_ext.prefix_cache.matching import ResumePoint
 from megatron_ext.prefix_cache.state_index import SlotId, StateIndex
 from megatron_ext.scheduling import planner
 from megatron_ext.scheduling.chunk import Chunk
-from megatron_ext.scheduling.placement import OpportunisticRules
 from megatron_ext.scheduling.plan import SchedulerLimits, SnapshotRequest, StepPlan
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
+from megatron_ext.scheduling.snapshots.placement import OpportunisticRules
 from tests.priority import TestPriority
 from tests.unit_tests.scheduling.cache_model import Owner, content
 from tests.unit_tests.scheduling.caching_machine import CachingMachine

@@ -12,7 +12,7 @@ import pytest
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.scheduling.plan import Admission, Deferral, StepBudget, StepPlan
 from megatron_ext.scheduling.planner import check_admissible, plan_admission, plan_step
-from megatron_ext.scheduling.prefix_leaders import PendingBlocks
+from megatron_ext.scheduling.prefix_wait.prefix_leaders import PendingBlocks
 from tests.unit_tests.scheduling.builders import Situation, frozen, make_limits, make_request
 
 

@@ -12,13 +12,13 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from megatron_ext.scheduling import events, timeline
+from megatron_ext.scheduling import request_events, timeline
 from megatron_ext.scheduling.accounting import Reason
 from megatron_ext.scheduling.chunk import Chunk
-from megatron_ext.scheduling.events import Event, EventType
 from megatron_ext.scheduling.record import RequestRecord, Status
 from megatron_ext.scheduling.request import Request
-from megatron_ext.scheduling.snapshot_positions import Snapshot
+from megatron_ext.scheduling.request_events import Event, EventType
+from megatron_ext.scheduling.snapshots.snapshot_positions import Snapshot
 from megatron_ext.scheduling.submission import Submission
 from tests.unit_tests.scheduling.builders import make_request
 
@@ -34,7 +34,7 @@ def counts(request: Request) -> tuple[int, int]:
 
 def set_clock(monkeypatch: pytest.MonkeyPatch, monotonic: Callable[[], float], wall_clock: Callable[[], float]) -> None:
     """For events and requests only: other threads of the test run read the clock too."""
-    for module in (events, timeline):
+    for module in (request_events, timeline):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=monotonic, time=wall_clock))
 
 

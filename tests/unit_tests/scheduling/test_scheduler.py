@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from megatron_ext.scheduling.events import EventType
 from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.request import Request
+from megatron_ext.scheduling.request_events import EventType
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.step import describe_step
 from tests.unit_tests.scheduling.builders import make_limits, make_request, step

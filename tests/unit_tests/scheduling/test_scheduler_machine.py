@@ -18,12 +18,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from megatron_ext.scheduling import planner, scheduler
 from megatron_ext.scheduling.chunk import Chunk
-from megatron_ext.scheduling.events import EventType
 from megatron_ext.scheduling.plan import SchedulerLimits, StepPlan
 from megatron_ext.scheduling.planner import check_admissible
 from megatron_ext.scheduling.queue import RequestQueue
 from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.request import Request
+from megatron_ext.scheduling.request_events import EventType
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.step import describe_step
 from tests.unit_tests.scheduling.builders import frozen, make_request

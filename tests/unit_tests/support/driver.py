@@ -17,9 +17,9 @@ from megatron_ext.config import BatchingConfig, CacheConfig, ModelConfig, Reques
 from megatron_ext.config.batching import ENOUGH_PREFILL_TOKENS
 from megatron_ext.mcore.adapter import InferenceEngine
 from megatron_ext.mcore.assemble import build_engine
-from megatron_ext.scheduling.events import EventType
 from megatron_ext.scheduling.record import RequestRecord, Status
 from megatron_ext.scheduling.request import Request
+from megatron_ext.scheduling.request_events import EventType
 from tests.unit_tests.support.oracle import Expected, Oracle
 from tests.unit_tests.support.tokenizers import PieceTokenizer
 

@@ -18,8 +18,8 @@ import torch
 from megatron_ext.config import CacheConfig, ModelConfig, ParallelConfig
 from megatron_ext.mcore import context
 from megatron_ext.memory.pools import Pools
-from megatron_ext.scheduling.events import EventType
 from megatron_ext.scheduling.record import Status
+from megatron_ext.scheduling.request_events import EventType
 from tests.unit_tests.support.driver import make_prompt
 from tests.unit_tests.support.parallel_contexts import Lived, Script, live
 from tests.unit_tests.support.spread import Whole

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from megatron_ext.engine.result import StepResult
 from megatron_ext.errors import RestoreError
 from megatron_ext.scheduling.scheduler import Scheduler
-from megatron_ext.scheduling.snapshot_positions import Snapshot
+from megatron_ext.scheduling.snapshots.snapshot_positions import Snapshot
 from megatron_ext.scheduling.step import LAST_SAMPLED, ScheduledChunk, ScheduledStep
 
 WORDS = 40

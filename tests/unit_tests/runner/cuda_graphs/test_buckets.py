@@ -17,7 +17,7 @@ from megatron_ext.runner.cuda_graphs.input_buffers import AsyncModelOutput, Inpu
 from megatron_ext.runner.model_input import StagingRules
 from megatron_ext.scheduling.logits_options import LogitsOptions
 from megatron_ext.scheduling.plan import SchedulerLimits
-from megatron_ext.scheduling.snapshot_positions import Snapshot
+from megatron_ext.scheduling.snapshots.snapshot_positions import Snapshot
 from megatron_ext.scheduling.step import LAST_SAMPLED, Sampling, ScheduledChunk, ScheduledStep, Scoring
 
 LIMITS = SchedulerLimits(

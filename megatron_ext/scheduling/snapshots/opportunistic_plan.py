@@ -15,8 +15,8 @@ from megatron_ext.prefix_cache.matching import last_boundary
 from megatron_ext.prefix_cache.snapshot_order import Rank
 from megatron_ext.prefix_cache.state_index import StateIndex
 from megatron_ext.scheduling.chunk import Chunk
-from megatron_ext.scheduling.placement import place
 from megatron_ext.scheduling.plan import Admission, SchedulerLimits, SnapshotRequest
+from megatron_ext.scheduling.snapshots.placement import place
 
 
 def place_opportunistic(

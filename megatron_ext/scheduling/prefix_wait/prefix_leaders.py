@@ -13,7 +13,7 @@ from megatron_ext.scheduling.counters import Counters
 from megatron_ext.scheduling.plan import Admission, Deferral, SchedulerLimits, SnapshotRequest, StepBudget
 from megatron_ext.scheduling.queue import Queues
 from megatron_ext.scheduling.request import Request
-from megatron_ext.scheduling.snapshot_positions import common_blocks
+from megatron_ext.scheduling.snapshots.snapshot_positions import common_blocks
 
 
 class PendingBlocks:

@@ -9,9 +9,9 @@ import pytest
 from megatron_ext.config import EvictionPolicyName
 from megatron_ext.prefix_cache.opportunistic import OpportunisticFirst
 from megatron_ext.prefix_cache.snapshot_order import MAY_TAKE, Rank
-from megatron_ext.scheduling.placement import OpportunisticRules
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
+from megatron_ext.scheduling.snapshots.placement import OpportunisticRules
 from tests.unit_tests.scheduling.builders import add, make_limits, request_of, step
 
 ON, OFF = OpportunisticRules(), OpportunisticRules(most=0)
@@ -122,7 +122,7 @@ def test_where_nobody_resumes_from_one_nothing_else_changes(policy: EvictionPoli
 @pytest.mark.parametrize("policy", EVICTIONS)
 def test_the_twin_tells_a_guess_that_displaces(policy: EvictionPolicyName, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(MAY_TAKE, Rank.OPPORTUNISTIC, (Rank.OPPORTUNISTIC, Rank.OPTIONAL, Rank.ORDINARY))
-    monkeypatch.setattr("megatron_ext.scheduling.opportunistic_plan._free_slots", lambda *arguments: 5)
+    monkeypatch.setattr("megatron_ext.scheduling.snapshots.opportunistic_plan._free_slots", lambda *arguments: 5)
     with pytest.raises(AssertionError):
         test_where_nobody_resumes_from_one_nothing_else_changes(policy, 3)
 

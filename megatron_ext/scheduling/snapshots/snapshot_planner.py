@@ -8,7 +8,7 @@ from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.snapshot_order import Rank
 from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.plan import Admission, Deferral, SchedulerLimits, SnapshotRequest
-from megatron_ext.scheduling.snapshot_positions import prefill_positions
+from megatron_ext.scheduling.snapshots.snapshot_positions import prefill_positions
 
 
 def plan_snapshots(

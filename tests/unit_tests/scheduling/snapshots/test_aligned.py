@@ -7,10 +7,10 @@ import dataclasses
 import pytest
 
 from megatron_ext.config import EvictionPolicyName
-from megatron_ext.scheduling.aligned import describe_tight_budget
 from megatron_ext.scheduling.plan import SchedulerLimits
 from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.scheduler import Scheduler
+from megatron_ext.scheduling.snapshots.aligned import describe_tight_budget
 from tests.unit_tests.scheduling.builders import add, request_of, step
 
 BLOCK = 64

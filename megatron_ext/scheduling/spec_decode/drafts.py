@@ -12,13 +12,19 @@ from megatron_ext.prefix_cache.snapshot_order import Rank
 from megatron_ext.prefix_cache.state_index import SlotId
 from megatron_ext.scheduling.chunk import Chunk
 from megatron_ext.scheduling.counters import Counters
-from megatron_ext.scheduling.draft_counts import DraftCounts
-from megatron_ext.scheduling.draft_slots import DraftSlots
 from megatron_ext.scheduling.plan import SchedulerLimits, SnapshotRequest
 from megatron_ext.scheduling.request import Request
-from megatron_ext.scheduling.snapshot_positions import Snapshot
+from megatron_ext.scheduling.snapshots.snapshot_positions import Snapshot
+from megatron_ext.scheduling.spec_decode.draft_counts import DraftCounts
+from megatron_ext.scheduling.spec_decode.draft_slots import DraftSlots
+from megatron_ext.scheduling.spec_decode.verification import (
+    NO_TOKENS,
+    DraftBudget,
+    TokensById,
+    accepted_tokens,
+    draft_states,
+)
 from megatron_ext.scheduling.step import ScheduledChunk
-from megatron_ext.scheduling.verification import NO_TOKENS, DraftBudget, TokensById, accepted_tokens, draft_states
 
 
 @dataclass(frozen=True)

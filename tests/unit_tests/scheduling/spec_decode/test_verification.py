@@ -9,13 +9,13 @@ import pytest
 from megatron_ext.config import EvictionPolicyName, RequestParams
 from megatron_ext.prefix_cache.hash_chain import BlockHash
 from megatron_ext.prefix_cache.state_index import SlotId, StateIndex
-from megatron_ext.scheduling.draft_slots import DraftSlots
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.request_rng import RequestRng
 from megatron_ext.scheduling.scheduler import Scheduler
+from megatron_ext.scheduling.spec_decode.draft_slots import DraftSlots
+from megatron_ext.scheduling.spec_decode.verification import accepted_tokens, max_drafts
 from megatron_ext.scheduling.step import describe_step
 from megatron_ext.scheduling.submission import Submission
-from megatron_ext.scheduling.verification import accepted_tokens, max_drafts
 from megatron_ext.speculation.proposals import DraftError, Proposals
 from tests.unit_tests.scheduling.builders import make_limits
 

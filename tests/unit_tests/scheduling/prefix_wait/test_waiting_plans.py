@@ -11,11 +11,11 @@ from megatron_ext.config import EvictionPolicyName, RequestParams
 from megatron_ext.prefix_cache.block_index import BlockIndex
 from megatron_ext.scheduling.plan import SchedulerLimits
 from megatron_ext.scheduling.planner import check_admissible
+from megatron_ext.scheduling.prefix_wait.waiting_queue import Line, WaitingQueue
 from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler
 from megatron_ext.scheduling.submission import Submission
-from megatron_ext.scheduling.waiting_queue import Line, WaitingQueue
 from tests.priority import TestPriority
 from tests.unit_tests.scheduling.brute_force import assert_same_plan, plan_by_looking_at_all
 from tests.unit_tests.scheduling.builders import commit

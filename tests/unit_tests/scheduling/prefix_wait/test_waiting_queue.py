@@ -9,9 +9,9 @@ import pytest
 from megatron_ext.config import EvictionPolicyName
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.scheduling import block_hasher, planner
+from megatron_ext.scheduling.prefix_wait.waiting_queue import WaitingQueue
 from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.scheduler import Scheduler
-from megatron_ext.scheduling.waiting_queue import WaitingQueue
 from tests.unit_tests.scheduling.builders import add, admitted, asleep, make_limits, make_request, request_of, step
 
 LRU = EvictionPolicyName.LRU

@@ -9,7 +9,12 @@ import pytest
 from hypothesis import given
 
 from megatron_ext.prefix_cache.hash_chain import hash_blocks, root_hash
-from megatron_ext.scheduling.snapshot_positions import common_blocks, cut_aligned, max_snapshots, prefill_positions
+from megatron_ext.scheduling.snapshots.snapshot_positions import (
+    common_blocks,
+    cut_aligned,
+    max_snapshots,
+    prefill_positions,
+)
 
 BLOCK = 4
 

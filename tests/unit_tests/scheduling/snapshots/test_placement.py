@@ -8,8 +8,8 @@ from itertools import combinations
 import pytest
 
 from megatron_ext.prefix_cache.divergence import MAX_DEPTHS, MAX_DIVERGENCES, Divergences
-from megatron_ext.scheduling import placement
-from megatron_ext.scheduling.placement import OpportunisticRules, best_depths, place
+from megatron_ext.scheduling.snapshots import placement
+from megatron_ext.scheduling.snapshots.placement import OpportunisticRules, best_depths, place
 
 RULES = OpportunisticRules()
 

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from megatron_ext.prefix_cache.cache import PrefixCache
 from megatron_ext.prefix_cache.hash_chain import BlockHash, hash_blocks
 from megatron_ext.scheduling.chunk import Chunk
-from megatron_ext.scheduling.draft_slots import DraftSlots
 from megatron_ext.scheduling.plan import Admission, SchedulerLimits
 from megatron_ext.scheduling.request import Request
-from megatron_ext.scheduling.snapshot_positions import Snapshot
+from megatron_ext.scheduling.snapshots.snapshot_positions import Snapshot
+from megatron_ext.scheduling.spec_decode.draft_slots import DraftSlots
 
 TokensById = Mapping[int, tuple[int, ...]]  # by request id
 NO_TOKENS: TokensById = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_ext.config import EvictionPolicyName
-from megatron_ext.scheduling.prefix_leaders import PendingBlocks
+from megatron_ext.scheduling.prefix_wait.prefix_leaders import PendingBlocks
 from megatron_ext.scheduling.record import Status
 from megatron_ext.scheduling.request import Request
 from megatron_ext.scheduling.scheduler import Scheduler

@@ -1,0 +1,1 @@
+"""Requests that wait for a prefix that another one computes."""

@@ -1,0 +1,1 @@
+"""At which positions a step leaves states, and which of them get a slot."""
